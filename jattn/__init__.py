@@ -1,0 +1,1 @@
+"""jattn: paged attention for JAX with functional metadata."""
