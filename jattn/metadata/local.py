@@ -108,7 +108,8 @@ def check_chunk(attn_chunk_size: int, block_size: int) -> None:
     if attn_chunk_size < 1 or attn_chunk_size % block_size:
         raise ValueError(
             f"attn_chunk_size {attn_chunk_size} is not divisible by block_size {block_size}; "
-            "choose a block size that divides the chunk, or leave the chunk to the mask (AttentionSpec.chunk_size)"
+            "choose a block size that divides the chunk, "
+            " or leave the chunk to the mask (AttentionSpec.chunk_size)"
         )
 
 

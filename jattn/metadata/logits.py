@@ -51,5 +51,6 @@ def _check_last(token: np.ndarray, query: np.ndarray, ends: np.ndarray) -> None:
     if not np.array_equal(token, wanted):
         raise ValueError(
             f"logits_indices={token} must be the last tokens of their requests, ascending, "
-            f"here {wanted.astype(int)}: any other token would get a wrong position; compute the full batch instead"
+            f"here {wanted.astype(int)}: "
+            "any other token would get a wrong position; compute the full batch instead"
         )

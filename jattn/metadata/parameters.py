@@ -39,7 +39,8 @@ def infer_global_hyperparameters(
     if strict and not same_window:
         raise ValueError(
             "Window left is not the same for all layers. One potential fix is to set "
-            "disable_sliding_window=True; here the better one is to plan each group of group_by_parameters on its own"
+            "disable_sliding_window=True; "
+            "here the better one is to plan each group of group_by_parameters on its own"
         )
     if strict and different:
         raise ValueError(

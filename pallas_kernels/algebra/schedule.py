@@ -114,15 +114,17 @@ def make_schedule(
     start = query_start_loc[:-1]
     query = query_start_loc[1:] - start
     # 1. query tiles
-    tile_ends = _sum(cdiv(query, plan.q_tile), xp)
+    tiles = cdiv(query, plan.q_tile)
+    tile_ends = _sum(tiles, xp)
     tile = xp.arange(plan.tiles(num_tokens, num_reqs), dtype=xp.int32)
     live = tile < tile_ends[-1]
     req = _owner(tile_ends, tile, xp)
-    local = (tile - (tile_ends - cdiv(query, plan.q_tile))[req]) * plan.q_tile
-    q_num = xp.where(live, xp.minimum(plan.q_tile, query[req] - local), 0)
+    local = (tile - (tile_ends - tiles)[req]) * plan.q_tile
+    q_len, q_start = query[req], start[req] + local
+    q_num = xp.where(live, xp.minimum(plan.q_tile, q_len - local), 0)
     # 2. the keys that each tile sees
     kv_len = xp.where(live, seq_lens[req], 0)
-    first = kv_len - query[req] + local
+    first = kv_len - q_len + local
     tile_causal = None if causal is None else causal[req]
     kv_start, kv_end = key_range(rule, first, first + q_num - 1, kv_len, tile_causal, xp=xp)
     seen = live & (kv_end > kv_start)
@@ -142,13 +144,13 @@ def make_schedule(
     alive = item < piece_ends[-1]
     of = _owner(piece_ends, item, xp)
     piece = item - (piece_ends - pieces)[of]
-    size, more = units[of] // xp.maximum(pieces[of], 1), units[of] % xp.maximum(pieces[of], 1)
+    size, more = (x[of] for x in xp.divmod(units, xp.maximum(pieces, 1)))
     cut = unit[of] + piece * size + xp.minimum(piece, more)  # the first `more` pieces are one unit longer
     cut_end = cut + size + (piece < more)
     partial = alive & split[of]
     items = WorkItems(
         req_id=_keep(alive, req[of], 0, xp),
-        q_start=_keep(alive, (start[req] + local)[of], 0, xp),
+        q_start=_keep(alive, q_start[of], 0, xp),
         q_num=_keep(alive, q_num[of], 0, xp),
         kv_start=_keep(alive, xp.maximum(kv_start[of], cut * plan.kv_tile), 0, xp),
         kv_end=_keep(alive, xp.minimum(kv_end[of], cut_end * plan.kv_tile), 0, xp),
@@ -163,7 +165,7 @@ def make_schedule(
     of = _owner(split_ends, reduction, xp)
     reductions = Reductions(
         req_id=_keep(merged, req[of], 0, xp),
-        q_start=_keep(merged, (start[req] + local)[of], 0, xp),
+        q_start=_keep(merged, q_start[of], 0, xp),
         q_num=_keep(merged, q_num[of], 0, xp),
         split_start=_keep(merged, split_starts[of], 0, xp),
         split_num=_keep(merged, pieces[of], 0, xp),
