@@ -4,8 +4,8 @@
     python notebooks/run.py 01*.ipynb       these
     python notebooks/run.py --write         and keep the outputs in the files
 
-Each runs in a fresh kernel of this Python, with this folder as its working directory. A cell that raises fails
-it: a notebook ends in an equality with the dense reference, so running it is testing it.
+Each runs in a fresh kernel of this Python, with this folder as its working directory. A cell that raises
+fails it: a notebook ends in an equality with the dense reference, so running it is testing it.
 """
 
 import argparse

@@ -21,9 +21,9 @@ _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 def missing(document: Path) -> list[str]:
     """Paths that the document names and the checkout lacks.
 
-    Inline code that starts with a top-level folder is a path: `tests/x.py::test_y` names a test in it, a `*` must
-    match something, and of `jattn/backends/<name>.py` the part before the placeholder must exist. A link is
-    relative to the document.
+    Inline code that starts with a top-level folder is a path: `tests/x.py::test_y` names a test in it, a `*`
+    must match something, and of `jattn/backends/<name>.py` the part before the placeholder must exist. A link
+    is relative to the document.
     """
     prose = _FENCE.sub("", tree.text(document) or "")
     tracked = [tree.relative(path) for path in tree.files()]
@@ -39,11 +39,7 @@ def missing(document: Path) -> list[str]:
         if not known or (test and test.split("[")[0] not in (tree.text(tree.ROOT / path) or "")):
             absent.append(name)
     for target in _LINK.findall(prose):
-        if (
-            "://" not in target
-            and not target.startswith("mailto:")
-            and not (document.parent / target).exists()
-        ):
+        if "://" not in target and not target.startswith("mailto:") and not (document.parent / target).exists():
             absent.append(target)
     return absent
 
@@ -67,7 +63,7 @@ def test_a_dead_path_in_a_document_is_seen(tmp_path):
     """The checker itself bites."""
     document = tmp_path / "x.md"
     document.write_text(
-        "`jattn/__init__.py` `jattn/<name>.py` `tests/rooms/test_docs.py::test_a_dead_path_in_a_document_is_seen`"
+        "`jattn/__init__.py` `jattn/<name>.py` `tests/rooms/test_docs.py::test_every_path_that`"
         " `jattn/gone.py` `nowhere/<name>.py` `tests/gone/<name>.py` `tests/rooms/*.txt` [link](gone.md)"
         " `tests/rooms/tree.py::test_gone`"
     )

@@ -17,7 +17,7 @@ def ceiling(name: str) -> int:
 
 
 def test_no_file_outgrows_its_ceiling():
-    """300 lines, a kernel 500, blank lines and comments included: above that there is a second noun inside."""
+    """300 lines, a kernel 500, blank lines and comments included: above that hides a second noun."""
     lines = {tree.relative(p): len((tree.text(p) or "").splitlines()) for p in tree.files(".py", ".cc", ".h")}
     over = {name: count for name, count in lines.items() if count > ceiling(name)}
     assert not over
@@ -26,9 +26,7 @@ def test_no_file_outgrows_its_ceiling():
 def test_no_tracked_file_names_a_machine_or_a_registry():
     """A path of one machine, or the host of a package registry, is wrong on every other machine."""
     places = r"/(?:wor[k]|tm[p]|roo[t]|far[m]|hom[e]|op[t]|User[s])/\w"
-    hosts = (
-        r"py[p]i\.(?:org|python)|python[h]osted|registry\.np[m]|(?:deb|security)\.debia[n]\.org|files?:///\w"
-    )
+    hosts = r"py[p]i\.(?:org|python)|python[h]osted|registry\.np[m]|(?:deb|security)\.debia[n]\.org|files?:///\w"
     pattern = re.compile(rf"(?<![\w.~-])(?:{places})|{hosts}")
     found = []
     for path in tree.files():
@@ -71,7 +69,7 @@ def test_no_environment_variable_is_read_on_import():
 
 
 def test_a_variable_read_in_a_default_argument_counts_as_on_import():
-    """The checker itself bites: defaults, decorators and class bodies run on import, function bodies do not."""
+    """The checker itself bites: defaults, decorators, class bodies run on import; function bodies do not."""
     source = "import os\nclass A:\n  x = os.environ\ndef f(y=os.environ):\n  return os.environ\n"
     lines = [n.lineno for n in tree.run_on_import(ast.parse(source)) if getattr(n, "attr", "") == "environ"]
     assert lines == [3, 4]
@@ -82,7 +80,5 @@ def test_import_wakes_no_device(package):
     """JAX refuses to change its device count once a device is awake: after the import it must still agree."""
     program = f"import {package}, jax; jax.config.update('jax_num_cpu_devices', 2); print(jax.device_count())"
     clean = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tree.ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "2", done.stderr
