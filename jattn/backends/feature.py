@@ -33,6 +33,7 @@ class Feature(enum.StrEnum):
     DIFF_KV = "value head dim other than the key's"
     LSE = "log-sum-exp output"
     PACKED = "attention without a cache"
+    CASCADE = "levels of keys shared between requests"
     QUANT_QUERY = "quantised query"
     FUSED_OUTPUT_QUANT = "fused output quantization"
 
