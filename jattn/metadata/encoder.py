@@ -29,14 +29,10 @@ def require_encoder(meta: CommonAttentionMetadata, attn_type: AttentionType | st
     try:
         kind = AttentionType(attn_type)
     except ValueError:
-        raise AttributeError(
-            f"Invalid attention type {attn_type}; use one of {', '.join(AttentionType)}"
-        ) from None
+        raise AttributeError(f"Invalid attention type {attn_type}; use one of {', '.join(AttentionType)}") from None
     way_out = "pass encoder_seq_lens and cross_block_table to CommonAttentionMetadata.from_lengths"
     if kind is AttentionType.ENCODER and not is_all_encoder_attn_metadata_set(meta):
-        raise AttributeError(
-            f"Encoder attention requires setting encoder metadata attributes. The way out: {way_out}"
-        )
+        raise AttributeError(f"Encoder attention requires setting encoder metadata attributes. The way out: {way_out}")
     if kind is AttentionType.ENCODER_DECODER and not is_all_cross_attn_metadata_set(meta):
         raise AttributeError(
             "Encoder/decoder cross-attention requires setting cross-attention metadata attributes."
