@@ -47,7 +47,7 @@ def test_csr_and_back_is_the_table_and_the_lengths(batch):
     used = np.arange(WIDTH) < pages[:, None]
     assert np.diff(indptr).tolist() == pages.tolist()
     assert indices[: indptr[-1]].tolist() == meta.block_table[used].tolist() and not indices[indptr[-1] :].any()
-    assert ((last >= 1) & (last <= BLOCK) | (pages == 0) & (last == 0)).all()
+    assert last.tolist() == [(n - 1) % BLOCK + 1 if n else 0 for n in meta.seq_lens]
     np.testing.assert_array_equal(table, np.where(used, meta.block_table, 0))
     np.testing.assert_array_equal(lens, meta.seq_lens)
     for a, b in zip(
