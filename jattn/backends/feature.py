@@ -33,7 +33,7 @@ class Feature(enum.StrEnum):
     DIFF_KV = "value head dim other than the key's"
     LSE = "log-sum-exp output"
     PACKED = "attention without a cache"
-    QUANT_QUERY = "quantised query"
+    CASCADE = "cascade attention"
     FUSED_OUTPUT_QUANT = "fused output quantization"
 
 
