@@ -33,7 +33,7 @@ class Feature(enum.StrEnum):
     DIFF_KV = "value head dim other than the key's"
     LSE = "log-sum-exp output"
     PACKED = "attention without a cache"
-    CASCADE = "cascade attention"
+    CASCADE = "levels of keys shared between requests"
     FUSED_OUTPUT_QUANT = "fused output quantization"
 
 

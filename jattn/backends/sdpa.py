@@ -27,10 +27,11 @@ class SdpaMetadata:
 
     @property
     def num_tokens(self) -> int:
-        return self.levels[-1].batch.num_tokens
+        return self.levels[0].batch.num_tokens
 
     @property
-    def block_table(self) -> jax.Array:
+    def block_table(self) -> jax.Array | None:
+        """The last level's: where the requests' own pages are."""
         return self.levels[-1].block_table
 
 
