@@ -28,6 +28,7 @@ class Plan:
     max_query_len: int
     max_seq_len: int
     on_cpu: bool
+    out_dtype: str | None = None  # None: the queries' own
 
     @property
     def rules(self) -> Rules:
@@ -61,7 +62,7 @@ def _forward(plan: Plan, q, source, batch, params, differentiable: bool) -> Atte
     else:
         keys = PackedKeys.of(*source, batch.kv_len, bits)
     q_real = q if params.q_scale is None else _scaled(q, params.q_scale)
-    shape = drive.OutShape(plan.max_query_len, spec.v_head_dim, output_dtype(q.dtype))
+    shape = drive.OutShape(plan.max_query_len, spec.v_head_dim, plan.out_dtype or output_dtype(q.dtype))
     args = (q_real, batch, keys, plan.rules, numbers(spec, params), shape)
     if differentiable:
         state = drive.all_at_once(*args, static_trips=True)

@@ -28,7 +28,7 @@ def merge(*states: AttentionState) -> AttentionState:
         lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
     A state whose lse is -inf (or +inf, as some kernels mark it) is empty and contributes nothing, NaN included.
-    At most one of the states may hold the sinks.
+    At most one of the states may hold the sinks (or none, and `with_sinks` adds them afterwards).
     """
     if not states:
         raise ValueError("merge needs at least one state; use AttentionState.empty(...) for none")
@@ -52,3 +52,12 @@ def merge(*states: AttentionState) -> AttentionState:
         out=out.astype(states[0].out.dtype),
         lse=jnp.where(nothing, -jnp.inf, shift + jnp.log(safe)),
     )
+
+
+def with_sinks(state: AttentionState, sinks: jax.Array) -> AttentionState:
+    """The state with one more column f32[H] per head in its denominator; rows that saw nothing stay (0, -inf)."""
+    empty = jnp.isneginf(state.lse)
+    seen = jnp.where(empty, 0.0, state.lse)
+    lse = jnp.logaddexp(seen, jnp.asarray(sinks, jnp.float32))
+    out = state.out * jnp.where(empty, 0.0, jnp.exp(seen - lse))[..., None].astype(state.out.dtype)
+    return AttentionState(out=out, lse=jnp.where(empty, -jnp.inf, lse))
