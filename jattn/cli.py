@@ -89,7 +89,9 @@ def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 def _window(text: str) -> int | tuple[int, int]:
     """'128' -> 128, '127,0' -> (127, 0)."""
     parts = [int(part) for part in text.split(",")]
-    return parts[0] if len(parts) == 1 else tuple(parts)
+    if len(parts) > 2:
+        raise ValueError(text)
+    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
 
 
 def _some_mask(head, q_pos, kv_pos):
