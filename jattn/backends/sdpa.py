@@ -24,6 +24,15 @@ class SdpaMetadata:
     slot_mapping: jax.Array
     is_causal: bool = static()
 
+    @property
+    def num_tokens(self) -> int:
+        return self.levels[0].batch.num_tokens
+
+    @property
+    def block_table(self) -> jax.Array | None:
+        """The last level's: where the requests' own pages are."""
+        return self.levels[-1].block_table
+
 
 @dataclasses.dataclass(frozen=True)
 class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):

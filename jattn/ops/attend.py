@@ -115,4 +115,4 @@ def output_dtype(q_dtype) -> str:
 def _scaled(q: jax.Array, scale) -> jax.Array:
     """Real queries from stored ones, in float32."""
     scale = jnp.asarray(scale, jnp.float32)
-    return q.astype(jnp.float32) * (scale if scale.ndim == 0 else scale[:, None])
+    return q.astype(jnp.float32) * (scale if scale.ndim == 0 else scale[None, :, None])

@@ -40,7 +40,7 @@ def merge(*states: AttentionState) -> AttentionState:
     lse = jnp.stack([jnp.where(jnp.isposinf(s.lse), -jnp.inf, s.lse) for s in states])
     top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight = jnp.exp(lse - shift)
+    weight = jnp.exp(lse - shift[None])
     total = jnp.sum(weight, axis=0)
     nothing = total == 0
     safe = jnp.where(nothing, 1.0, total)
@@ -58,6 +58,6 @@ def with_sinks(state: AttentionState, sinks: jax.Array) -> AttentionState:
     """The state with one more column f32[H] per head in its denominator; rows that saw nothing stay (0, -inf)."""
     empty = jnp.isneginf(state.lse)
     seen = jnp.where(empty, 0.0, state.lse)
-    lse = jnp.logaddexp(seen, jnp.asarray(sinks, jnp.float32))
+    lse = jnp.logaddexp(seen, jnp.asarray(sinks, jnp.float32)[None])
     out = state.out * jnp.where(empty, 0.0, jnp.exp(seen - lse))[..., None].astype(state.out.dtype)
     return AttentionState(out=out, lse=jnp.where(empty, -jnp.inf, lse))

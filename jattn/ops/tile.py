@@ -64,8 +64,8 @@ def attend_tile(tile: Tile, keys: PagedKeys | PackedKeys, rules: Rules, numbers:
     q = tile.q.reshape(rows, num_kv, group, -1).transpose(1, 0, 2, 3)  # [K rows G D]
     first, last = _range(tile, rules.mask)
     size = keys.chunk_tokens
-    position = tile.position[:, None, None]
-    causal = None if tile.causal is None else tile.causal[:, None, None]
+    position = tile.position[None, :, None, None]
+    causal = None if tile.causal is None else tile.causal[None, :, None, None]
     head = jnp.arange(num_heads).reshape(num_kv, 1, group, 1)
 
     def step(c, state):
@@ -73,12 +73,12 @@ def attend_tile(tile: Tile, keys: PagedKeys | PackedKeys, rules: Rules, numbers:
         index = c * size + jnp.arange(size)
         inside = (index >= first) & (index < last)
         chunk = _without_strangers(keys.read(tile.req, c), inside)
-        kv_pos = index + tile.kv_offset
+        kv_pos = (index + tile.kv_offset)[None, None, None]
         dots = _dots(q, chunk)
         if numbers.k_scale is not None:
             dots = dots * numbers.k_scale
         logits = shape_logits(rules.logits, dots, head, position, kv_pos, numbers.slope)
-        seen = mask.visible(rules.mask, head, position, kv_pos, causal) & inside
+        seen = mask.visible(rules.mask, head, position, kv_pos, causal) & inside[None, None, None]
         m, alpha, p = softmax.weights(m, jnp.where(seen, logits, softmax.NEG_INF))
         return m, l * alpha + jnp.sum(p, -1, keepdims=True), acc * alpha + _weighted(p, chunk)
 
@@ -127,7 +127,7 @@ def _dots(q: jax.Array, chunk: KVChunk) -> jax.Array:
     pages, _, slots, _ = chunk.k.shape
     flat = q.reshape(num_kv, rows * group, dim)
     if rows == 1:
-        wide = jnp.broadcast_to(flat, (pages, *flat.shape))
+        wide = jnp.broadcast_to(flat[None], (pages, *flat.shape))
         dots = einsum("pkmd,pksd->pkms", wide, chunk.k)
         if chunk.k_scale is not None:
             dots = dots * chunk.k_scale[:, :, None]
