@@ -5,9 +5,10 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from jattn.backends.builder import AttentionMetadata, AttentionMetadataBuilder
+from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
+from jattn.backends.metadata import AttentionMetadata
 from jattn.backends.question import Question, cache_dtype_name
 from jattn.backends.reasons import reasons_against
 from jattn.cache import KVCacheSpec

@@ -3,42 +3,19 @@
 import abc
 import dataclasses
 import functools
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jattn.backends.metadata import M
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata import CommonAttentionMetadata
 from jattn.spec import AttentionSpec
-from jattn.types import AttentionCGSupport
-
-
-class AttentionMetadata(Protocol):
-    """What every backend's metadata shows: a pytree with the pages it reads and the slots it writes.
-
-    For an encoder_decoder layer both are the encoder's (meta.cross).
-    """
-
-    @property
-    def num_tokens(self) -> int:
-        """Padded query tokens, T."""
-        ...
-
-    @property
-    def block_table(self) -> jax.Array:
-        """i32[R B]."""
-        ...
-
-    @property
-    def slot_mapping(self) -> jax.Array:
-        """i32[T] of the tokens whose k, v are written."""
-        ...
-
-
-M = TypeVar("M", bound=AttentionMetadata)
+from jattn.types import PAD_SLOT_ID, AttentionCGSupport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +26,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     reorder_batch_threshold: ClassVar[int | None] = (
         None  # longest query that goes to the front; None: any order will do
     )
-    supports_update_block_table: ClassVar[bool] = False  # M has plain block_table and slot_mapping fields
+    supports_update_block_table: ClassVar[bool] = False  # of M's fields block_table and slot_mapping, or its own way
     supports_spec_as_decode: ClassVar[bool] = False
     supports_dcp_with_varlen: ClassVar[bool] = False
 
@@ -73,6 +50,20 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
                 f"{type(self).__name__} cannot exchange the block table of a plan; build it anew"
             )
         return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+    def for_layer(self, metadata: M, layer: jax.Array | int, blocks_per_layer: int) -> M:
+        """The plan of layer l where layers share one pool: its pages begin at l * blocks_per_layer."""
+        table = jnp.asarray(metadata.block_table) + layer * blocks_per_layer
+        return self.update_block_table(metadata, table, self.slots_of_layer(metadata, layer, blocks_per_layer))
+
+    def slots_of_layer(self, metadata: M, layer: jax.Array | int, blocks_per_layer: int) -> jax.Array:
+        """The slots of for_layer; one that lies outside a layer's own pages still writes nowhere."""
+        slots, per_layer = jnp.asarray(metadata.slot_mapping), blocks_per_layer * self.cache_spec.block_size
+        return jnp.where((slots >= 0) & (slots < per_layer), slots + layer * per_layer, PAD_SLOT_ID)
+
+    def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> M:
+        """The plan of queries whose keys come in levels, each level's requests within one of the level before."""
+        raise UnsupportedError(f"{type(self).__name__} has no cascade; use backend='sdpa'")
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
         """Shapes and dtypes only, to lower a step ahead of time; arrays or ShapeDtypeStructs go in."""
