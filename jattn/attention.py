@@ -4,14 +4,17 @@ Doors check and choose, once; behind them an implementation trusts its inputs.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jattn import checks, device
+from jattn import device
+from jattn.backends import checks
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
+from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.backends.select import resolve
 from jattn.cache import KVCacheSpec, PagedKV
@@ -50,9 +53,7 @@ class PagedAttention:
         """The backend that was chosen."""
         return self.chosen.get_name()
 
-    def build(
-        self, meta: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False
-    ) -> Any:
+    def build(self, meta: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False) -> Any:
         """The backend's plan of this batch: once a step, for all layers of this spec; pure, on the host or in jit.
 
         common_prefix_len says how many first keys all requests share: a hint to be fast, never seen in a result.
@@ -84,9 +85,7 @@ class PagedAttention:
         checks.check_keys(self.spec, k, v, m.slot_mapping.shape[0])
         return self.impl.update_and_forward(q, k, v, cache, m, params)
 
-    def attend(
-        self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams | None = None
-    ) -> AttentionState:
+    def attend(self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams | None = None) -> AttentionState:
         """Read only: q [T H D] over what the cache holds."""
         q = jnp.asarray(q)
         params = self._checked(q, cache, m, params)
@@ -98,9 +97,7 @@ class PagedAttention:
         for name, new in (("block_table", block_table), ("slot_mapping", slot_mapping)):
             old = getattr(m, name)
             if jnp.shape(new) != old.shape:
-                raise ValueError(
-                    f"{name}.shape={jnp.shape(new)} must stay {old.shape}; build anew for another shape"
-                )
+                raise ValueError(f"{name}.shape={jnp.shape(new)} must stay {old.shape}; build anew for another shape")
         return self.builder.update_block_table(m, block_table, slot_mapping)
 
     def for_layer(self, m: Any, layer: jax.Array | int, blocks_per_layer: int) -> Any:
@@ -109,13 +106,9 @@ class PagedAttention:
         Layer l's pages begin at l * blocks_per_layer. A slot outside a layer still writes nowhere.
         """
         checks.check_built(m, self.chosen.get_metadata_cls())
-        layers, rest = (
-            divmod(self.cache_spec.num_blocks, blocks_per_layer) if blocks_per_layer > 0 else (0, 1)
-        )
+        layers, rest = divmod(self.cache_spec.num_blocks, blocks_per_layer) if blocks_per_layer > 0 else (0, 1)
         if rest:
-            raise ValueError(
-                f"{blocks_per_layer=} must divide the pool's {self.cache_spec.num_blocks} blocks"
-            )
+            raise ValueError(f"{blocks_per_layer=} must divide the pool's {self.cache_spec.num_blocks} blocks")
         if isinstance(layer, int) and not 0 <= layer < layers:
             raise ValueError(f"{layer=} must be one of the pool's {layers} layers, 0 .. {layers - 1}")
         slots, per_layer = jnp.asarray(m.slot_mapping), blocks_per_layer * self.cache_spec.block_size
@@ -182,3 +175,37 @@ def attention(
     impl = chosen.get_impl_cls()(spec, None, chip)
     checks.check_dtype(chosen, impl, q, params)
     return impl.forward_packed(q, k, v, meta, params)
+
+
+def cascade_attention(
+    q: jax.Array,
+    cache: PagedKV,
+    levels: Sequence[CommonAttentionMetadata],
+    spec: AttentionSpec,
+    params: AttentionParams | None = None,
+    *,
+    backend: str = "auto",
+) -> AttentionState:
+    """Keys that requests share are read once for all of them: q [T H D] over levels of pages, merged.
+
+    Each level is a batch over the same packed tokens whose seq_lens and pages count that level's keys only; the
+    requests of a level lie within one request of the level before (metadata.cascade_levels makes them). Positions
+    are absolute, so every feature means what it means in a flat batch, and so does the result.
+    """
+    levels = tuple(levels)
+    if not levels:
+        raise ValueError("a cascade needs at least one level")
+    params = AttentionParams() if params is None else params
+    checks.check_specs(spec, cache.spec)
+    for level in levels:
+        checks.check_batch(spec, level)
+    chip = device.detect()
+    chosen = resolve(spec, cache.spec, chip, backend, needs=(Feature.CASCADE,))
+    checks.check_causality(chosen, spec, levels[-1])
+    m = chosen.get_builder_cls()(spec, cache.spec, chip).build_cascade(levels)
+    q = jnp.asarray(q)
+    checks.check_query(spec, q, levels[-1].num_tokens)
+    checks.check_params(spec, cache.spec, params)
+    impl = chosen.get_impl_cls()(spec, cache.spec, chip)
+    checks.check_dtype(chosen, impl, q, params)
+    return impl.forward(q, cache, m, params)

@@ -43,9 +43,7 @@ def check_batch(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
             "or use jattn.attention for packed k, v"
         )
     if jnp.ndim(pages.block_table) != 2 or pages.block_table.shape[0] != meta.max_num_reqs:
-        raise ValueError(
-            f"{pages.block_table.shape=} must be [R, B] with R={meta.max_num_reqs}, as seq_lens has"
-        )
+        raise ValueError(f"{pages.block_table.shape=} must be [R, B] with R={meta.max_num_reqs}, as seq_lens has")
 
 
 def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
@@ -63,9 +61,7 @@ def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
         )
 
 
-def check_causality(
-    backend: type[AttentionBackend], spec: AttentionSpec, meta: CommonAttentionMetadata
-) -> None:
+def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
     """What only the batch tells: a decoder that sees ahead, for all requests or for some."""
     if spec.attn_type is not AttentionType.DECODER:
         return
@@ -75,12 +71,8 @@ def check_causality(
     elif not meta.is_causal:
         needs.append((Feature.NON_CAUSAL, "causal=False"))
     if needs and spec.window[1] >= 0:
-        needs.append(
-            (Feature.TWO_SIDED_WINDOW, f"sliding_window={spec.window} in a batch that is not causal")
-        )
-    lacking = tuple(
-        f"{feature} not supported: {seen}" for feature, seen in needs if not backend.supports(feature)
-    )
+        needs.append((Feature.TWO_SIDED_WINDOW, f"sliding_window={spec.window} in a batch that is not causal"))
+    lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not backend.supports(feature))
     if lacking:
         raise UnsupportedError(
             "the chosen backend does not take this batch; name another", {backend.get_name(): lacking}
@@ -97,9 +89,7 @@ def check_cache(cache: PagedKV, cache_spec: KVCacheSpec) -> None:
             raise ValueError(f"the cache was made for another cache_spec: {', '.join(different)}")
     for name, shape in (("k", cache_spec.shape), ("v", cache_spec.v_shape)):
         if jnp.shape(getattr(cache, name)) != shape:
-            raise ValueError(
-                f"cache.{name}.shape={jnp.shape(getattr(cache, name))} must be {shape} for {cache_spec}"
-            )
+            raise ValueError(f"cache.{name}.shape={jnp.shape(getattr(cache, name))} must be {shape} for {cache_spec}")
 
 
 def check_query(spec: AttentionSpec, q, num_tokens: int) -> None:
@@ -116,9 +106,7 @@ def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> None:
     """k [Tk K D] and v [Tk K V] of equally many tokens; None: as many as they have."""
     if (k is None) != (v is None):
         given, missing = ("v", "k") if k is None else ("k", "v")
-        raise ValueError(
-            f"{given} is given but {missing} is None: pass both, or neither to read what is cached"
-        )
+        raise ValueError(f"{given} is given but {missing} is None: pass both, or neither to read what is cached")
     for name, x, dim in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
         _rows(name, x, spec.num_kv_heads, dim)
         if x.dtype.name not in quant.FLOATS:
@@ -148,9 +136,7 @@ def check_params(spec: AttentionSpec, cache_spec: KVCacheSpec | None, params: At
         if value is not None and not used:
             raise ValueError(f"params.{name} is given but spec.{flag}=False; make the spec with {flag}=True")
         if value is not None and jnp.shape(value) != (spec.num_heads,):
-            raise ValueError(
-                f"params.{name}.shape={jnp.shape(value)} must be ({spec.num_heads},), one a query head"
-            )
+            raise ValueError(f"params.{name}.shape={jnp.shape(value)} must be ({spec.num_heads},), one a query head")
     heads = (("q_scale", spec.num_heads), ("k_scale", spec.num_kv_heads), ("v_scale", spec.num_kv_heads))
     for name, count in heads:
         value = getattr(params, name)
@@ -167,17 +153,11 @@ def check_dtype(backend: type[AttentionBackend], impl: AttentionImpl, q, params:
     supported = ", ".join(backend.get_supported_dtypes())
     if q.dtype.name in quant.QUANTISED:
         if params.q_scale is None:
-            raise ValueError(
-                f"q.dtype={q.dtype} needs params.q_scale (real = stored * scale); else use {supported}"
-            )
+            raise ValueError(f"q.dtype={q.dtype} needs params.q_scale (real = stored * scale); else use {supported}")
         if not impl.supports_quant_query_input:
             raise UnsupportedError(
                 "the chosen backend does not take this query",
-                {
-                    backend.get_name(): (
-                        f"quantised query not supported: {q.dtype} seen, {supported} supported",
-                    )
-                },
+                {backend.get_name(): (f"quantised query not supported: {q.dtype} seen, {supported} supported",)},
             )
     elif not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q.dtype={q.dtype} must be one of {supported}")
@@ -203,6 +183,4 @@ def _rows(name: str, x, heads: int, dim: int) -> None:
     if x.ndim == 2 and x.shape[1] == heads * dim:
         raise ValueError(f"{name}.shape={x.shape} is flattened; pass {name}.reshape(-1, {heads}, {dim})")
     if x.ndim != 3 or x.shape[1:] != (heads, dim):
-        raise ValueError(
-            f"{name}.shape={x.shape} must be [T, {heads}, {dim}]: tokens, heads, head dim of the spec"
-        )
+        raise ValueError(f"{name}.shape={x.shape} must be [T, {heads}, {dim}]: tokens, heads, head dim of the spec")
