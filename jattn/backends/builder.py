@@ -31,7 +31,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     supports_dcp_with_varlen: ClassVar[bool] = False
 
     spec: AttentionSpec
-    cache_spec: KVCacheSpec | None
+    cache_spec: KVCacheSpec  # packed attention needs no plan
     chip: Chip
 
     @abc.abstractmethod
@@ -43,15 +43,12 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         Every request's first common_prefix_len keys are the same pages: a hint, results do not depend on it.
         """
 
-    def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> M:
-        """The plan of queries whose keys come in levels (see jattn.cascade_attention); declare Feature.CASCADE too."""
-        raise UnsupportedError(f"{type(self).__name__} has no cascades; use backend='sdpa'")
-
     def update_block_table(self, metadata: M, blk_table: jax.Array, slot_mapping: jax.Array) -> M:
         """The same plan over other pages: for layers that share lengths but not pages."""
         if not self.supports_update_block_table:
             raise UnsupportedError(f"{type(self).__name__} cannot exchange the block table of a plan; build it anew")
-        return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        fields = {"block_table": blk_table, "slot_mapping": slot_mapping}
+        return dataclasses.replace(metadata, **fields)  # pyright: ignore[reportArgumentType]
 
     def for_layer(self, metadata: M, layer: jax.Array | int, blocks_per_layer: int) -> M:
         """The plan of layer l where layers share one pool: its pages begin at l * blocks_per_layer."""
@@ -76,7 +73,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         return self.build(0, common_attn_metadata, fast_build=True)
 
     @classmethod
-    def get_cudagraph_support(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None) -> AttentionCGSupport:
+    def get_cudagraph_support(cls, spec: AttentionSpec, cache_spec: KVCacheSpec) -> AttentionCGSupport:
         """Which batches one compiled step covers, for this layer."""
         return cls.cudagraph_support
 
