@@ -60,7 +60,8 @@ def _forward(plan: Plan, q, source, batch, params, differentiable: bool) -> Atte
     if isinstance(source[0], PagedKV):
         keys = PagedKeys.of(*source)
     else:
-        keys = PackedKeys.of(*source, batch.kv_len, bits)
+        k, v = source
+        keys = PackedKeys.of(k, v, batch.kv_len, bits)
     q_real = q if params.q_scale is None else _scaled(q, params.q_scale)
     shape = drive.OutShape(plan.max_query_len, spec.v_head_dim, plan.out_dtype or output_dtype(q.dtype))
     args = (q_real, batch, keys, plan.rules, numbers(spec, params), shape)
