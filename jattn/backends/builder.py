@@ -29,9 +29,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     """Holds no state: build is pure and may run on the host or inside jit."""
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-    reorder_batch_threshold: ClassVar[int | None] = (
-        None  # longest query that goes to the front; None: any order will do
-    )
+    reorder_batch_threshold: ClassVar[int | None] = None  # queries up to this go in front; None: any order
     supports_update_block_table: ClassVar[bool] = False  # of M's fields block_table and slot_mapping, or its own way
     supports_cascade: ClassVar[bool] = False  # common_prefix_len is worth asking for
     supports_spec_as_decode: ClassVar[bool] = False
