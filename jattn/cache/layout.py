@@ -1,0 +1,189 @@
+"""The paged KV cache: what it should hold (KVCacheSpec) and what holds it (PagedKV, opaque)."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.device import Chip, resolve
+from jattn.types import pytree, static
+from pallas_kernels.algebra import quant
+
+LAYOUTS = ("auto", "NHD", "HND")
+QUANT_MODES = ("none", "per_tensor", "per_head", "per_token_head")
+STORAGES = (None, "native", "bits")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """Size, dtype, physical order and quantisation of one layer's cache; hashable.
+
+    layout: "NHD" [N S K D], "HND" [N K S D], or "auto" (HND: a page of one head is contiguous, which every kernel
+    here streams best).
+    """
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None  # becomes head_dim
+    dtype: str = "bfloat16"
+    layout: str = "auto"
+    quant: str = "none"
+
+    def __post_init__(self):
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
+        for name, known in (("layout", LAYOUTS), ("quant", QUANT_MODES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(known)}")
+        if (self.quant != "none") != (self.dtype in quant.QUANTISED):
+            raise ValueError(
+                f"{self.dtype=} with {self.quant=}: {', '.join(quant.QUANTISED)} go with quant "
+                f"{', '.join(QUANT_MODES[1:])}; {', '.join(quant.FLOATS)} go with quant='none'"
+            )
+        if self.capacity_tokens >= 2**31:
+            raise ValueError(f"{self.num_blocks=} x {self.block_size=} slots must stay below 2**31 (slots are int32)")
+
+    @property
+    def is_quantized(self) -> bool:
+        """True where stored values are scaled integers or fp8."""
+        return self.quant != "none"
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit: N * S."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def physical_layout(self) -> str:
+        """'NHD' or 'HND', with 'auto' decided."""
+        return "HND" if self.layout == "auto" else self.layout
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Physical shape of the key pool; the value pool's differs in its last axis only (`v_shape`)."""
+        return self._physical(self.head_dim)
+
+    @property
+    def v_shape(self) -> tuple[int, int, int, int]:
+        """Physical shape of the value pool."""
+        return self._physical(self.v_head_dim)
+
+    @property
+    def token_scale_shape(self) -> tuple[int, int, int]:
+        """Physical shape of the per-token-head scales: the pool's without its last axis."""
+        return self.shape[:-1]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes, keys, values and token scales together."""
+        per_slot_head = (self.head_dim + self.v_head_dim) * jnp.dtype(self.dtype).itemsize
+        if self.quant == "per_token_head":
+            per_slot_head += 2 * 4
+        return self.block_size * self.num_kv_heads * per_slot_head
+
+    def _physical(self, dim: int) -> tuple[int, int, int, int]:
+        if self.physical_layout == "HND":
+            return (self.num_blocks, self.num_kv_heads, self.block_size, dim)
+        return (self.num_blocks, self.block_size, self.num_kv_heads, dim)
+
+
+@pytree
+class PagedKV:
+    """One layer's pages. Opaque: use logical() to look inside, write_kv() to write."""
+
+    k: jax.Array  # spec.shape
+    v: jax.Array  # spec.v_shape
+    k_token_scale: jax.Array | None  # f32 spec.token_scale_shape, per_token_head only
+    v_token_scale: jax.Array | None
+    spec: KVCacheSpec = static()
+
+    def logical(self) -> tuple[jax.Array, jax.Array]:
+        """(k [N S K D], v [N S K V]) decoded to float32, token scales applied. For tests and notebooks."""
+        return self._logical(self.k, self.k_token_scale), self._logical(self.v, self.v_token_scale)
+
+    def _logical(self, pool, token_scale):
+        x = quant.decode(pool, self.spec.dtype)
+        if token_scale is not None:
+            x = x * token_scale[..., None]
+        return jnp.swapaxes(x, 1, 2) if self.spec.physical_layout == "HND" else x
+
+    @classmethod
+    def from_logical(cls, spec: KVCacheSpec, k, v, params=None, *, storage: str | None = None) -> "PagedKV":
+        """A cache that holds k [N S K D], v [N S K V] (floats), encoded as a write would: tests, import, export."""
+        if jnp.shape(k) != (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim):
+            raise ValueError(f"{jnp.shape(k)=} must be [N S K D] of {spec}")
+        if jnp.shape(v) != (*jnp.shape(k)[:3], spec.v_head_dim):
+            raise ValueError(f"{jnp.shape(v)=} must be [N S K V] of {spec}")
+        empty = empty_cache(spec, storage=storage)
+        scales = (None, None) if params is None else (params.k_scale, params.v_scale)
+        k, k_token = encode_rows(jnp.asarray(k), spec, empty.k.dtype, scales[0])
+        v, v_token = encode_rows(jnp.asarray(v), spec, empty.v.dtype, scales[1])
+        order = (lambda x: x) if spec.physical_layout == "NHD" else (lambda x: None if x is None else jnp.swapaxes(x, 1, 2))
+        return cls(k=order(k), v=order(v), k_token_scale=order(k_token), v_token_scale=order(v_token), spec=spec)
+
+
+def encode_rows(x: jax.Array, spec: KVCacheSpec, stored_dtype, scale):
+    """x [..., K, D] -> (stored rows, their token scales [..., K] or None). `scale` is None, scalar or [K]."""
+    if scale is not None and jnp.ndim(scale) == 1:
+        scale = jnp.asarray(scale, jnp.float32).reshape((1,) * (x.ndim - 2) + (-1, 1))
+    token_scale = None
+    if spec.quant == "per_token_head":
+        x = x.astype(jnp.float32) if scale is None else x.astype(jnp.float32) / scale
+        scale = token_scale = quant.token_head_scale(x, spec.dtype)
+    stored = quant.encode(x, spec.dtype, stored_dtype, scale)
+    return stored, None if token_scale is None else token_scale[..., 0]
+
+
+def empty_cache(
+    spec: KVCacheSpec, fill: float = 0.0, *, platform: "str | Chip | None" = None, storage: str | None = None
+) -> PagedKV:
+    """A fresh cache, every value `fill`.
+
+    storage: None lets the platform choose ('bits' on CPU, where XLA would otherwise copy the pool on every bf16 or
+    fp8 write; 'native' elsewhere); 'native' on CPU trades that for a cache that can be differentiated.
+    """
+    if storage not in STORAGES:
+        raise ValueError(f"{storage=} is not known; use 'native', 'bits' or None to let the platform choose")
+    bits = resolve(platform).platform == "cpu" if storage is None else storage == "bits"
+    stored = quant.storage_dtype(spec.dtype, bits)
+    token_scale = fill_value = None
+    if spec.quant == "per_token_head":
+        row = jnp.full((1, 1), fill, jnp.float32)
+        scale = quant.token_head_scale(row, spec.dtype)
+        fill_value = quant.encode(row, spec.dtype, stored, scale)[0, 0]
+        token_scale = jnp.broadcast_to(scale[0, 0], spec.token_scale_shape)
+    else:
+        fill_value = quant.encode(jnp.asarray(fill, jnp.float32), spec.dtype, stored)
+    copy = lambda x: None if x is None else jnp.array(x, copy=True)  # noqa: E731  each leaf its own buffer: donation
+    return PagedKV(
+        k=jnp.full(spec.shape, fill_value, stored),
+        v=jnp.full(spec.v_shape, fill_value, stored),
+        k_token_scale=copy(token_scale),
+        v_token_scale=copy(token_scale),
+        spec=spec,
+    )
+
+
+def bytes_of(spec: KVCacheSpec, num_layers: int = 1) -> int:
+    """Bytes of `num_layers` caches of this spec."""
+    return math.prod((spec.num_blocks, spec.bytes_per_block, num_layers))
+
+
+def _dtype_name(dtype) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    known = (*quant.FLOATS, *quant.QUANTISED)
+    if name not in known:
+        raise ValueError(f"cache dtype {dtype!r} is not known; use one of {', '.join(known)}")
+    return name

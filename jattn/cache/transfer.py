@@ -1,0 +1,37 @@
+"""Moving whole blocks: within a cache, and between caches."""
+
+import jax
+import jax.numpy as jnp
+
+from jattn.cache.layout import PagedKV
+
+
+def copy_blocks(cache: PagedKV, src_dst: jax.Array) -> PagedKV:
+    """Copy block src to block dst for each pair of i32[n, 2]; overlapping pairs read the old values.
+
+    A pair with either id outside the pool copies nothing.
+    """
+    return swap_blocks(cache, cache, src_dst)
+
+
+def swap_blocks(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> PagedKV:
+    """Copy blocks of one cache into another of the same spec but for its size; returns the new destination."""
+    src_dst = jnp.asarray(src_dst)
+    if src_dst.ndim != 2 or src_dst.shape[1] != 2 or not jnp.issubdtype(src_dst.dtype, jnp.integer):
+        raise ValueError(f"{src_dst.shape=} {src_dst.dtype=} must be integer [n, 2] pairs (source block, target block)")
+    a, b = src_cache.spec, dst_cache.spec
+    same = ("block_size", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "physical_layout", "quant")
+    different = [name for name in same if getattr(a, name) != getattr(b, name)]
+    if different:
+        raise ValueError(f"the caches differ in {', '.join(different)}: {a} and {b}; blocks only move between twins")
+    src, dst = src_dst[:, 0], src_dst[:, 1]
+    inside = (src >= 0) & (src < a.num_blocks) & (dst >= 0) & (dst < b.num_blocks)
+    src, dst = jnp.where(inside, src, 0), jnp.where(inside, dst, b.num_blocks)
+
+    def move(source, target):
+        if source.dtype != target.dtype:
+            raise ValueError(f"storage {source.dtype} and {target.dtype} differ; make both caches with one `storage`")
+        return target.at[dst].set(source.at[src].get(mode="promise_in_bounds"), mode="drop")
+
+    moved = [move(x, y) for x, y in zip(jax.tree.leaves(src_cache), jax.tree.leaves(dst_cache), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(dst_cache), moved)

@@ -1,0 +1,45 @@
+"""What chip are we on: asked once, at the user's door, and passed inwards."""
+
+import dataclasses
+import functools
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A platform and, where it matters, its generation."""
+
+    platform: str  # "cpu" | "gpu" | "tpu"
+    generation: str = ""  # "sm_90", "v6e"; empty when unknown or meaningless
+
+    @property
+    def compute_capability(self) -> int:
+        """90 for 'sm_90'; 0 where there is none."""
+        return int(self.generation[3:]) if self.generation.startswith("sm_") else 0
+
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+
+
+@functools.cache
+def detect() -> Chip:
+    """The chip of JAX's default device."""
+    device = jax.devices()[0]
+    if device.platform == "gpu":
+        capability = str(getattr(device, "compute_capability", "")).replace(".", "")
+        return Chip("gpu", f"sm_{capability}" if capability else "")
+    return Chip(device.platform, device.device_kind if device.platform == "tpu" else "")
+
+
+def resolve(platform: "str | Chip | None") -> Chip:
+    """A Chip from what the user gave: None asks JAX, a name is taken at its word."""
+    if platform is None:
+        return detect()
+    if isinstance(platform, Chip):
+        return platform
+    name = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    if name not in PLATFORMS:
+        raise ValueError(f"{platform=} is not known; use one of {', '.join(PLATFORMS)}, or None to detect it")
+    here = detect()
+    return here if here.platform == name else Chip(name)

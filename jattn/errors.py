@@ -1,0 +1,14 @@
+"""The errors of this library that are not plain ValueErrors."""
+
+
+class UnsupportedError(NotImplementedError):
+    """No backend can do what was asked; carries every candidate's every reason."""
+
+    def __init__(self, message: str, reasons: dict[str, tuple[str, ...]] | None = None):
+        self.reasons = dict(reasons or {})
+        lines = [f"  {name}: {'; '.join(why)}" for name, why in self.reasons.items()]
+        super().__init__("\n".join([message, *lines]))
+
+
+class CacheFullError(RuntimeError):
+    """The block pool has fewer free blocks than were asked for; nothing was allocated."""

@@ -1,0 +1,49 @@
+"""Host-side validation of a batch's values: call it before device_put, never inside jit."""
+
+import numpy as np
+
+from jattn.metadata.common import CommonAttentionMetadata
+from pallas_kernels.algebra.paging import cdiv
+
+
+def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentionMetadata:
+    """Raise ValueError unless starts ascend, lengths fit their tables and every used block lies in the pool.
+
+    Returns meta, so that it can stand in an expression. Only live requests are looked at.
+    """
+    start, seq = np.asarray(meta.query_start_loc), np.asarray(meta.seq_lens)
+    query = np.diff(start)
+    if start[0] != 0 or (query < 0).any():
+        raise ValueError(f"query_start_loc={start} must start at 0 and never descend")
+    if start[-1] > meta.num_tokens:
+        raise ValueError(f"query_start_loc ends at {start[-1]}, past the {meta.num_tokens} packed tokens")
+    causal = np.broadcast_to(np.asarray(meta.causal), seq.shape)
+    _first(causal & (seq < query), lambda r: f"request {r}: seq_len={seq[r]} is less than query_len={query[r]}")
+    for name, values, bound in (("query_len", query, meta.max_query_len), ("seq_len", seq, meta.max_seq_len)):
+        _first(values > bound, lambda r, n=name, v=values, b=bound: f"request {r}: {n}={v[r]} is above max_{n}={b}")
+    if meta.block_table is not None and cache_spec is not None:
+        _check_pages(meta, seq, cache_spec)
+    if meta.cross is not None:
+        check_host(meta.cross, cache_spec)
+    return meta
+
+
+def _check_pages(meta, seq, cache_spec) -> None:
+    size, blocks = cache_spec.block_size, cache_spec.num_blocks
+    table, slots = np.asarray(meta.block_table), np.asarray(meta.slot_mapping)
+    used = cdiv(seq, size)
+    _first(
+        used > table.shape[1],
+        lambda r: f"request {r}: seq_len={seq[r]} needs {used[r]} blocks of {size}, its table has {table.shape[1]}",
+    )
+    bad = (np.arange(table.shape[1]) < used[:, None]) & ((table < 0) | (table >= blocks))
+    _first(bad.any(1), lambda r: f"request {r}: block {table[r][bad[r]][0]} lies outside the pool of {blocks} blocks")
+    _first(
+        slots >= blocks * size,
+        lambda t: f"slot_mapping[{t}]={slots[t]} lies outside the pool of {blocks} x {size} slots",
+    )
+
+
+def _first(bad: np.ndarray, message) -> None:
+    if bad.any():
+        raise ValueError(message(int(np.argmax(bad))))

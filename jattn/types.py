@@ -1,0 +1,60 @@
+"""The words everybody shares: axis names, small enums, and how a pytree is declared.
+
+Axes, written once and used in every shape comment:
+
+    T  packed query tokens (padded)      H  query heads
+    R  requests (padded)                 K  key/value heads
+    B  block-table width                 G  query heads of one kv head (H // K)
+    N  blocks in the pool                D  head dim of queries and keys
+    S  slots of a block                  V  head dim of values
+"""
+
+import dataclasses
+import enum
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+
+C = TypeVar("C")
+
+PAD_SLOT_ID = -1
+"""Slot of a padding token: a write to it goes nowhere."""
+
+NULL_BLOCK_ID = 0
+"""Block that schedulers keep free to fill unused table columns with; nothing here depends on its contents."""
+
+
+class AttentionType(enum.StrEnum):
+    """Who attends to whom."""
+
+    DECODER = "decoder"  # self-attention over a cache
+    ENCODER = "encoder"  # the encoder half of an encoder-decoder
+    ENCODER_ONLY = "encoder_only"  # BERT-like
+    ENCODER_DECODER = "encoder_decoder"  # decoder queries, encoder keys
+
+
+class AttentionCGSupport(enum.IntEnum):
+    """Which batches one compiled step covers (the JAX reading of 'captured graph'); min() over layers is sound."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2  # every request has the same query length
+    ALWAYS = 3  # any mix of prefill and decode
+
+
+@dataclasses.dataclass(frozen=True)
+class MultipleOf:
+    """'Any multiple of base', where a list of sizes is expected."""
+
+    base: int
+
+
+def static(**kwargs) -> Any:
+    """A pytree field that is part of the trace key: few values in a server's life."""
+    return dataclasses.field(metadata=dict(static=True), **kwargs)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(static,))
+def pytree(cls: type[C]) -> type[C]:
+    """Declare a frozen, keyword-only dataclass that JAX flattens; it holds no validation (JAX rebuilds it freely)."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls))

@@ -1,0 +1,37 @@
+"""Where a token lives: slots, blocks, offsets, and safe gathers through a block table.
+
+    slot = block * S + offset        page j of a request holds its positions j*S .. j*S + S - 1
+
+Arithmetic stays on (block, offset) pairs: an element index would pass 2**31 in a large pool.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def cdiv(a, b):
+    """Ceiling division of non-negative integers (ints, numpy or JAX)."""
+    return (a + b - 1) // b
+
+
+def split_slot(slot: jax.Array, num_blocks: int, block_size: int):
+    """(block, offset) of a slot; anything outside 0 .. N*S-1 goes to block N, which a dropping scatter ignores.
+
+    -1 would wrap to the last slot if it were left as it is.
+    """
+    inside = (slot >= 0) & (slot < num_blocks * block_size)
+    return jnp.where(inside, slot // block_size, num_blocks), jnp.where(inside, slot % block_size, 0)
+
+
+def gather_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
+    """pool[N, ...] at pages i32[P] -> [P, ...]; ids that are out of range read some page, which the mask hides."""
+    safe = jnp.clip(pages, 0, pool.shape[0] - 1)
+    return pool.at[safe].get(mode="promise_in_bounds")
+
+
+def slots_of(block_table: jax.Array, req: jax.Array, position: jax.Array, block_size: int) -> jax.Array:
+    """Slot of each (request, position) pair; -1 where the position is negative or past the table's end."""
+    column = position // block_size
+    ok = (position >= 0) & (column < block_table.shape[1])
+    block = block_table[req, jnp.clip(column, 0, block_table.shape[1] - 1)]
+    return jnp.where(ok & (block >= 0), block * block_size + position % block_size, -1)
