@@ -47,7 +47,6 @@ CASES = _table(
     Case("cached_but_idle", (1, 0, 3), (9, 21, 17)),
     Case("long_and_short", (1, 1, 12), (70, 2, 12)),
     Case("page_edges", (1, 1, 1, 1, 3), (15, 16, 17, 32, 48)),
-    Case("query_longer_than_context", (4, 3), (2, 1)),
 )
 
 

@@ -55,9 +55,7 @@ def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, window=None, chunk_s
         sink = np.full((len(x), 1), -np.inf if sinks is None else sinks[h], np.float32)
         top = np.where(alive[:, None], np.maximum(x.max(axis=1, keepdims=True), sink), np.float32(0))
         weight = np.exp(x - top)
-        total = np.where(
-            alive[:, None], weight.sum(axis=1, keepdims=True) + np.exp(sink - top), np.float32(1)
-        )
+        total = np.where(alive[:, None], weight.sum(axis=1, keepdims=True) + np.exp(sink - top), np.float32(1))
         out[:, h] = rounded((rounded(weight, dtype) @ v[:, g]) / total, dtype)
         lse[:, h] = np.where(alive, (top + np.log(total))[:, 0], -np.inf)
     return out, lse
@@ -81,6 +79,4 @@ def assert_within(got, exact, limit: float, what: str = "out") -> None:
     fine = np.isfinite(exact)
     error = np.abs(got - np.where(fine, exact, 0))[fine]
     worst = error.max(initial=0.0)
-    assert worst <= limit, (
-        f"{what}: {worst=:.3g} is over {limit=:.3g} in {(error > limit).mean():.1%} of elements"
-    )
+    assert worst <= limit, f"{what}: {worst=:.3g} is over {limit=:.3g} in {(error > limit).mean():.1%} of elements"
