@@ -1,4 +1,4 @@
-"""The named workloads, as data: 32 query heads, 8 kv heads, head dim 128, the shapes that every peer was measured on."""
+"""The named workloads, as data: 32 query heads, 8 kv heads, head dim 128: what every peer was measured on."""
 
 import dataclasses
 

@@ -1,6 +1,6 @@
 """`make bench`: times the backends that work here on the named cases, checks each answer, keeps the figures.
 
-    python -m benchmarks.run --case dec_16x4k --backend sdpa --rounds 7 --write
+python -m benchmarks.run --case dec_16x4k --backend sdpa --rounds 7 --write
 """
 
 import argparse
@@ -35,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     wanted = [case for part in args.case.split(",") for case in cases.find(part)]
     bandwidth = read_bandwidth()
     print(f"{device.detect()}, JAX {jax.__version__}; read bandwidth here, now: {bandwidth / 1e9:.1f} GB/s")
-    print(f"{'case':22} {'backend':10} {'best ms':>9} {'median':>9} {'GB/s':>7} {'GFLOP/s':>8} {'temp MiB':>9}  vs naive")
+    print(
+        f"{'case':22} {'backend':10} {'best ms':>9} {'median':>9} {'GB/s':>7} {'GFLOP/s':>8} {'temp MiB':>9}  vs naive"
+    )
     rows = []
     for number, case in enumerate(dict.fromkeys(wanted), 1):
         print(f"[{number}/{len(wanted)}] {case.name}", end="\r", file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     supports_dcp_with_varlen: ClassVar[bool] = False
 
     spec: AttentionSpec
-    cache_spec: KVCacheSpec | None
+    cache_spec: KVCacheSpec  # packed attention needs no plan
     chip: Chip
 
     @abc.abstractmethod
@@ -46,10 +46,9 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     def update_block_table(self, metadata: M, blk_table: jax.Array, slot_mapping: jax.Array) -> M:
         """The same plan over other pages: for layers that share lengths but not pages."""
         if not self.supports_update_block_table:
-            raise UnsupportedError(
-                f"{type(self).__name__} cannot exchange the block table of a plan; build it anew"
-            )
-        return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+            raise UnsupportedError(f"{type(self).__name__} cannot exchange the block table of a plan; build it anew")
+        fields = {"block_table": blk_table, "slot_mapping": slot_mapping}
+        return dataclasses.replace(metadata, **fields)  # pyright: ignore[reportArgumentType]
 
     def for_layer(self, metadata: M, layer: jax.Array | int, blocks_per_layer: int) -> M:
         """The plan of layer l where layers share one pool: its pages begin at l * blocks_per_layer."""
@@ -69,14 +68,12 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         """Shapes and dtypes only, to lower a step ahead of time; arrays or ShapeDtypeStructs go in."""
         return jax.eval_shape(functools.partial(self.build, 0), common_attn_metadata)
 
-    def build_for_drafting(
-        self, common_attn_metadata: CommonAttentionMetadata, draft_index: jax.Array | int
-    ) -> M:
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: jax.Array | int) -> M:
         """The plan of draft step i (i-th chained token, or i-th tree level): quick, and fit for lax.scan."""
         return self.build(0, common_attn_metadata, fast_build=True)
 
     @classmethod
-    def get_cudagraph_support(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None) -> AttentionCGSupport:
+    def get_cudagraph_support(cls, spec: AttentionSpec, cache_spec: KVCacheSpec) -> AttentionCGSupport:
         """Which batches one compiled step covers, for this layer."""
         return cls.cudagraph_support
 
@@ -112,9 +109,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         """(permutation of the requests, is it a change): the order it likes; identity: any will do."""
         return np.arange(len(query_lens)), False
 
-    def decode_threshold(
-        self, num_speculative_tokens: int | None = None, dcp_world_size: int = 1
-    ) -> int | None:
+    def decode_threshold(self, num_speculative_tokens: int | None = None, dcp_world_size: int = 1) -> int | None:
         """Longest query of a request that counts as decode."""
         return decode_threshold(
             self.reorder_batch_threshold,

@@ -39,13 +39,9 @@ class AttentionImpl(abc.ABC, Generic[M]):
         self, q: jax.Array, k: jax.Array, v: jax.Array, meta: CommonAttentionMetadata, params: AttentionParams
     ) -> AttentionState:
         """q [T H D] over packed k [Tk K D], v [Tk K V]; request r owns keys cumsum(seq_lens)[r-1] onwards."""
-        raise UnsupportedError(
-            f"{type(self).__name__} attends over pages only; use backend='sdpa' for packed k, v"
-        )
+        raise UnsupportedError(f"{type(self).__name__} attends over pages only; use backend='sdpa' for packed k, v")
 
-    def do_kv_cache_update(
-        self, cache: PagedKV, k: jax.Array, v: jax.Array, m: M, params: AttentionParams
-    ) -> PagedKV:
+    def do_kv_cache_update(self, cache: PagedKV, k: jax.Array, v: jax.Array, m: M, params: AttentionParams) -> PagedKV:
         """Store k, v at m's slots; a cache layout of the backend's own overrides it."""
         return write_kv(cache, k, v, m.slot_mapping, params)
 

@@ -14,8 +14,8 @@ class AttentionMetadata(Protocol):
         ...
 
     @property
-    def block_table(self) -> jax.Array:
-        """i32[R B]; the encoder's for an encoder_decoder layer, the last level's for a cascade."""
+    def block_table(self) -> jax.Array | None:
+        """i32[R B]; the encoder's for an encoder_decoder layer, the last level's for a cascade; None: packed keys."""
         ...
 
     @property

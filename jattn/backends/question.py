@@ -104,9 +104,7 @@ def cache_dtype_name(dtype) -> str:
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     """True for fp8, int8, nvfp4 and per-token-head caches; 'auto' and 'bfloat16' are not quantised."""
-    return kv_cache_dtype.startswith(("fp8", "float8", "int8", "nvfp4")) or kv_cache_dtype.endswith(
-        "per_token_head"
-    )
+    return kv_cache_dtype.startswith(("fp8", "float8", "int8", "nvfp4")) or kv_cache_dtype.endswith("per_token_head")
 
 
 def _seen(spec: AttentionSpec, cache_spec: KVCacheSpec | None) -> dict[Feature, str]:

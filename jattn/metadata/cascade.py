@@ -4,8 +4,8 @@
     level i   one request for each group of neighbours that shares more
     last      every request with what remains of its keys
 
-The states of the levels merge into the flat result. Levels have no absolute key positions in common, so
-layers with a window, chunks, ALiBi or position-dependent functions must not use them.
+The states of the levels merge into the flat result. A level's lengths count its own keys; `cascade_attention` adds
+up the levels above to know where each key stands, so every mask and bias means what it means in a flat batch.
 """
 
 from collections.abc import Sequence
@@ -83,9 +83,7 @@ def _shared_level(meta, level, done: np.ndarray, block_size: int) -> CommonAtten
     leaders = stops - [n for n, _ in level]
     lens = np.asarray([n for _, n in level], np.int32)
     width = max(int(lens.max(initial=0)) // block_size, 1)
-    column = np.minimum(
-        done[leaders][:, None] // block_size + np.arange(width), meta.block_table.shape[1] - 1
-    )
+    column = np.minimum(done[leaders][:, None] // block_size + np.arange(width), meta.block_table.shape[1] - 1)
     used = np.arange(width) < lens[:, None] // block_size
     pages = xp.asarray(meta.block_table)[leaders[:, None], column]
     starts = xp.asarray(meta.query_start_loc)
@@ -117,9 +115,7 @@ def _last_level(meta, done: np.ndarray, block_size: int) -> CommonAttentionMetad
 
 def _check_level(i: int, level, live: int, block_size: int) -> None:
     if sum(n for n, _ in level) != live or any(n < 1 for n, _ in level):
-        raise ValueError(
-            f"level {i}: groups {level} must cover the {live} live requests, each group at least one"
-        )
+        raise ValueError(f"level {i}: groups {level} must cover the {live} live requests, each group at least one")
     for _, tokens in level:
         if tokens < 0 or tokens % block_size:
             raise ValueError(
@@ -149,7 +145,5 @@ def _check_shared(meta, done: np.ndarray, groups, block_size: int) -> None:
         bad = (inside & (table[: len(done)] != table[leader])).any(axis=1)
         if bad.any():
             r = int(np.argmax(bad))
-            raise ValueError(
-                f"requests {leader[r]} and {r} have different pages in the prefix they are said to share"
-            )
+            raise ValueError(f"requests {leader[r]} and {r} have different pages in the prefix they are said to share")
         first = stop

@@ -33,9 +33,7 @@ def draft_metadata(meta: CommonAttentionMetadata, draft_index, block_size: int) 
     steps.
     """
     if meta.max_query_len != 1:
-        raise ValueError(
-            f"{meta.max_query_len=} must be 1: drafts are decode batches; make the first with next_decode"
-        )
+        raise ValueError(f"{meta.max_query_len=} must be 1: drafts are decode batches; make the first with next_decode")
     query = meta.query_lens()
     seq_lens = jnp.asarray(meta.seq_lens) + query * draft_index
     req = meta.token_to_req()

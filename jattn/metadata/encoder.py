@@ -46,9 +46,7 @@ def attention_type(value: AttentionType | str) -> AttentionType:
     try:
         return AttentionType(value)
     except ValueError:
-        raise MissingMetadataError(
-            f"Invalid attention type {value}; use one of {', '.join(AttentionType)}"
-        ) from None
+        raise MissingMetadataError(f"Invalid attention type {value}; use one of {', '.join(AttentionType)}") from None
 
 
 def lens_for(meta: CommonAttentionMetadata, attn_type: AttentionType | str):

@@ -92,9 +92,7 @@ def local_metadata(attn_chunk_size: int, meta: CommonAttentionMetadata, block_si
         seq_lens=k_local,
         block_table=remap(meta.block_table),
         num_reqs=xp.asarray(count, xp.int32),
-        causal_per_request=None
-        if causal is None
-        else xp.where(remap.live, xp.asarray(causal)[remap.req], True),
+        causal_per_request=None if causal is None else xp.where(remap.live, xp.asarray(causal)[remap.req], True),
         encoder_seq_lens=None,
         max_query_len=min(meta.max_query_len, attn_chunk_size),
         max_seq_len=attn_chunk_size,
@@ -129,9 +127,7 @@ def _virtual(chunk: int, query_start_loc, seq_lens, block_size: int, capacity: i
     behind = pieces[req] - 1 - piece  # pieces of the same request after this one
     q_local = xp.where(piece == 0, first[req], xp.minimum(q[req] - first[req] - chunk * (piece - 1), chunk))
     k_start = k[req] - (behind * chunk + last[req])
-    k_local = xp.where(
-        k_start < 0, 0, xp.where(behind == 0, last[req], chunk)
-    )  # queries before key 0 see nothing
+    k_local = xp.where(k_start < 0, 0, xp.where(behind == 0, last[req], chunk))  # queries before key 0 see nothing
     pages = xp.arange(chunk // block_size, dtype=xp.int32)
     column = xp.where(live & (k_start >= 0), k_start // block_size, 0)[:, None] + pages[None, :]
     zeroed = lambda x: xp.where(live, x, 0).astype(xp.int32)  # noqa: E731

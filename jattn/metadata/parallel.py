@@ -24,8 +24,6 @@ def get_dcp_local_seq_lens(seq_lens, dcp_size: int = 1, rank=None, interleave: i
     return (base + xp.clip(lens - base * dcp_size - rank * interleave, 0, interleave)).astype(xp.int32)
 
 
-def with_dcp(
-    meta: CommonAttentionMetadata, dcp_size: int, rank, interleave: int = 1
-) -> CommonAttentionMetadata:
+def with_dcp(meta: CommonAttentionMetadata, dcp_size: int, rank, interleave: int = 1) -> CommonAttentionMetadata:
     """The batch with this rank's dcp_local_seq_lens filled in."""
     return meta.replace(dcp_local_seq_lens=get_dcp_local_seq_lens(meta.seq_lens, dcp_size, rank, interleave))

@@ -48,9 +48,7 @@ def infer_global_hyperparameters(
             f"layer {first_name!r} has {first}; plan each group of group_by_parameters on its own"
         )
     shared = {f.name: getattr(first, f.name) for f in dataclasses.fields(PerLayerParameters)}
-    return GlobalHyperparameters(
-        **shared, has_same_window_lefts=same_window, has_same_all_params=not different
-    )
+    return GlobalHyperparameters(**shared, has_same_window_lefts=same_window, has_same_all_params=not different)
 
 
 def group_by_parameters(
@@ -81,14 +79,10 @@ def get_kv_cache_layout(
         *(x for x in (requested, preferred) if x not in (None, "auto")),
     ):
         if name not in LAYOUTS:
-            raise ValueError(
-                f"kv cache layout {name!r} is not known; use one of {', '.join(LAYOUTS)} or 'auto'"
-            )
+            raise ValueError(f"kv cache layout {name!r} is not known; use one of {', '.join(LAYOUTS)} or 'auto'")
     candidates = [x for x in (sets[0] if sets else LAYOUTS) if all(x in s for s in sets)]
     if not candidates:
-        raise ValueError(
-            f"no kv cache layout satisfies every supported set {sets}; choose backends that share one"
-        )
+        raise ValueError(f"no kv cache layout satisfies every supported set {sets}; choose backends that share one")
     if requested not in (None, "auto"):
         if requested not in candidates:
             raise ValueError(

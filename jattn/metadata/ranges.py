@@ -6,9 +6,7 @@ import numpy as np
 from jattn.metadata.common import CommonAttentionMetadata
 
 
-def compute_mm_prefix_range_tensor(
-    ranges, num_reqs: int | None = None, max_ranges: int | None = None
-) -> np.ndarray:
+def compute_mm_prefix_range_tensor(ranges, num_reqs: int | None = None, max_ranges: int | None = None) -> np.ndarray:
     """i32[R, max_ranges, 2] of inclusive (first, last) positions, from a list of pairs for each request.
 
     Unused places hold (0, 0): a pair is valid where first < last. The static sizes None mean 'as given'.
@@ -23,9 +21,7 @@ def compute_mm_prefix_range_tensor(
     for r, pairs in enumerate(ranges):
         for i, (first, last) in enumerate(pairs):
             if not 0 <= first <= last:
-                raise ValueError(
-                    f"request {r}: range ({first}, {last}) must be 0 <= first <= last, both inclusive"
-                )
+                raise ValueError(f"request {r}: range ({first}, {last}) must be 0 <= first <= last, both inclusive")
             out[r, i] = first, last
     return out
 

@@ -37,9 +37,7 @@ def batch_regions(query_lens, num_computed_tokens, decode_threshold: int = 1, is
     """
     xp = array_module(query_lens, num_computed_tokens, is_prefilling)
     query, computed = xp.asarray(query_lens), xp.asarray(num_computed_tokens)
-    short = (
-        DECODE if is_prefilling is None else xp.where(xp.asarray(is_prefilling, bool), SHORT_EXTEND, DECODE)
-    )
+    short = DECODE if is_prefilling is None else xp.where(xp.asarray(is_prefilling, bool), SHORT_EXTEND, DECODE)
     region = xp.where(query <= decode_threshold, short, LONG_EXTEND)
     region = xp.where(computed > 0, region, PREFILL)
     return xp.where((query == 0) & (computed <= 0), PADDING, region).astype(xp.int32)

@@ -40,17 +40,13 @@ def slice_requests(
     never visible to what is left.
     """
     if not 0 <= start <= stop <= meta.max_num_reqs:
-        raise ValueError(
-            f"{start=}, {stop=} must be within the batch's {meta.max_num_reqs} requests, in order"
-        )
+        raise ValueError(f"{start=}, {stop=} must be within the batch's {meta.max_num_reqs} requests, in order")
     if token_start is None or token_stop is None:
         host = on_host(meta.query_start_loc, "slice_requests", "give token_start and token_stop")
         token_start = int(host[start]) if token_start is None else token_start
         token_stop = int(host[stop]) if token_stop is None else token_stop
     if not 0 <= token_start <= token_stop <= meta.num_tokens:
-        raise ValueError(
-            f"{token_start=}, {token_stop=} must be within the {meta.num_tokens} packed tokens, in order"
-        )
+        raise ValueError(f"{token_start=}, {token_stop=} must be within the {meta.num_tokens} packed tokens, in order")
     xp = array_module(meta.query_start_loc, meta.seq_lens, meta.slot_mapping)
     bounds = meta.query_start_loc[start : stop + 1]
     inside = xp.clip(bounds, token_start, token_stop)
@@ -67,9 +63,7 @@ def slice_requests(
         seq_lens=meta.seq_lens[rows] - xp.maximum(lost, 0),
         slot_mapping=meta.slot_mapping[token_start:token_stop],
         num_reqs=_int32(xp.clip(meta.num_reqs - start, 0, stop - start), xp),
-        num_actual_tokens=_int32(
-            xp.clip(meta.num_actual_tokens - token_start, 0, token_stop - token_start), xp
-        ),
+        num_actual_tokens=_int32(xp.clip(meta.num_actual_tokens - token_start, 0, token_stop - token_start), xp),
         logits_indices=_rebased(meta.logits_indices, token_start, token_stop),
         cross=None if meta.cross is None else slice_requests(meta.cross, start, stop),
         max_query_len=_query_bound(meta, inside, token_stop - token_start),
@@ -86,9 +80,7 @@ def decode_metadata(meta: CommonAttentionMetadata, split: Split) -> CommonAttent
 def prefill_metadata(meta: CommonAttentionMetadata, split: Split) -> CommonAttentionMetadata | None:
     """Everything behind the decodes, the batch's padding included; None where there is no prefill token."""
     decodes, _, tokens, prefill_tokens = split
-    return (
-        slice_requests(meta, decodes, meta.max_num_reqs, tokens, meta.num_tokens) if prefill_tokens else None
-    )
+    return slice_requests(meta, decodes, meta.max_num_reqs, tokens, meta.num_tokens) if prefill_tokens else None
 
 
 def slice_query_start_locs(query_start_loc, request_slice: slice):
@@ -97,9 +89,7 @@ def slice_query_start_locs(query_start_loc, request_slice: slice):
     return query_start_loc[first : last + 1] - query_start_loc[first]
 
 
-def ubatch_slices(
-    meta: CommonAttentionMetadata, num_ubatches: int = 2, split_points=None
-) -> tuple[UbatchSlice, ...]:
+def ubatch_slices(meta: CommonAttentionMetadata, num_ubatches: int = 2, split_points=None) -> tuple[UbatchSlice, ...]:
     """Micro-batches of about equal numbers of live tokens, or cut at the packed tokens `split_points`. Host
     only.
     """
@@ -109,24 +99,18 @@ def ubatch_slices(
         split_points = [cdiv(total * i, num_ubatches) for i in range(1, num_ubatches)]
     cuts = [0, *map(int, np.atleast_1d(np.asarray(split_points, np.int64))), total]
     if any(a >= b for a, b in zip(cuts, cuts[1:], strict=False)):
-        raise ValueError(
-            f"{split_points=} must ascend strictly between 0 and the {total} live tokens of the batch"
-        )
+        raise ValueError(f"{split_points=} must ascend strictly between 0 and the {total} live tokens of the batch")
     live = bounds[: int(meta.num_reqs) + 1]
     return tuple(
         UbatchSlice(
-            slice(
-                int(np.searchsorted(live, a, side="right")) - 1, int(np.searchsorted(live, b, side="left"))
-            ),
+            slice(int(np.searchsorted(live, a, side="right")) - 1, int(np.searchsorted(live, b, side="left"))),
             slice(a, b),
         )
         for a, b in zip(cuts, cuts[1:], strict=False)
     )
 
 
-def split_attn_metadata(
-    slices: Sequence[UbatchSlice], meta: CommonAttentionMetadata
-) -> list[CommonAttentionMetadata]:
+def split_attn_metadata(slices: Sequence[UbatchSlice], meta: CommonAttentionMetadata) -> list[CommonAttentionMetadata]:
     """One batch for each micro-batch."""
     parts = []
     for s in slices:

@@ -8,9 +8,7 @@ def reshape_query_for_spec_decode(query: jax.Array, batch_size: int) -> jax.Arra
     if query.ndim != 3:
         raise ValueError(f"{query.shape=} must be [T H D]")
     if batch_size < 1 or query.shape[0] % batch_size:
-        raise ValueError(
-            f"{query.shape[0]} tokens do not divide among {batch_size=} requests; only uniform batches do"
-        )
+        raise ValueError(f"{query.shape[0]} tokens do not divide among {batch_size=} requests; only uniform batches do")
     return query.reshape(batch_size, query.shape[0] // batch_size, *query.shape[1:])
 
 

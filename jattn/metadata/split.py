@@ -76,9 +76,7 @@ def split_prefill_chunks(seq_lens, workspace_size: int, request_offset: int = 0)
     lens = on_host(seq_lens, "split_prefill_chunks", _WAY_OUT)
     if (lens > workspace_size).any():
         r = int(np.argmax(lens > workspace_size))
-        raise ValueError(
-            f"seq_lens[{r}]={lens[r]} is above {workspace_size=}: enlarge it to the longest request"
-        )
+        raise ValueError(f"seq_lens[{r}]={lens[r]} is above {workspace_size=}: enlarge it to the longest request")
     chunks, start, total = [], 0, 0
     for i, n in enumerate(lens.tolist()):
         if total + n > workspace_size:
@@ -98,9 +96,7 @@ def _live(common: CommonAttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
 def _per_request(name: str, values, common: CommonAttentionMetadata) -> np.ndarray:
     x = np.asarray(values, bool)
     if x.ndim != 1 or len(x) < int(common.num_reqs):
-        raise ValueError(
-            f"{name}.shape={x.shape} must be [R]: one bool for each of {int(common.num_reqs)} requests"
-        )
+        raise ValueError(f"{name}.shape={x.shape} must be [R]: one bool for each of {int(common.num_reqs)} requests")
     return x
 
 

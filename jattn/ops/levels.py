@@ -71,7 +71,9 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     pages = prefix_len // block_size
     width = level.block_table.shape[1]
     if prefix_len < 0 or pages > width:
-        raise ValueError(f"common_prefix_len={prefix_len} must be within the {width} blocks of {block_size} of the table")
+        raise ValueError(
+            f"common_prefix_len={prefix_len} must be within the {width} blocks of {block_size} of the table"
+        )
     if pages == 0:
         return (level,)
     batch, shared = level.batch, pages * block_size

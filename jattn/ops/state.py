@@ -8,7 +8,7 @@ from jattn.types import pytree
 
 @pytree
 class AttentionState:
-    """out [T H V], and lse f32[T H]: natural log of the softmax denominator, sinks included; (0, -inf) = saw nothing."""
+    """out [T H V]; lse f32[T H], natural log of the softmax denominator, sinks included. (0, -inf): saw nothing."""
 
     out: jax.Array
     lse: jax.Array

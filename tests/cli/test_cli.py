@@ -27,7 +27,9 @@ def test_explain_has_a_flag_for_every_field(spec, capsys):
     assert {flag for flag in flags if flag not in help_text} == set()
 
 
-@pytest.mark.parametrize("extra", [["--sliding-window", "128"], ["--sliding-window", "64,3"], ["--quant", "per_tensor"]])
+@pytest.mark.parametrize(
+    "extra", [["--sliding-window", "128"], ["--sliding-window", "64,3"], ["--quant", "per_tensor"]]
+)
 def test_explain_passes_a_flag_on(extra, monkeypatch, capsys):
     """Compare with the same question asked in Python: a flag that is dropped would be answered without it."""
     asked = []
@@ -65,5 +67,7 @@ def test_the_demo_fails_where_numbers_differ(lie, monkeypatch, capsys):
 
 
 def test_the_module_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "jattn", "explain", *LAYER], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "jattn", "explain", *LAYER], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("backend")

@@ -67,9 +67,7 @@ def attend_one(
             x = x + float(slopes[h]) * (j - i)
         if score_fn is not None:
             x = np.asarray(score_fn(x, h, i, j), np.float64)
-        see = visible_keys(
-            q_pos, kv_pos, head=h, causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn
-        )
+        see = visible_keys(q_pos, kv_pos, head=h, causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn)
         for row in range(rows):
             keys = np.flatnonzero(see[row])
             if len(keys) == 0:
