@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import nbformat
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -25,7 +26,9 @@ CELL_SECONDS = 300
 def execute(path: Path, write: bool) -> str | None:
     """Run one notebook; None, or the error as text."""
     book = nbformat.read(path, as_version=4)
-    client = NotebookClient(book, timeout=CELL_SECONDS, resources={"metadata": {"path": str(path.parent)}})
+    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc" if os.name == "posix" else "tcp")
+    place = {"metadata": {"path": str(path.parent)}}
+    client = NotebookClient(book, km=kernel, timeout=CELL_SECONDS, resources=place)
     try:
         client.execute()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
@@ -46,6 +49,8 @@ def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     paths = args.paths or sorted(HERE.glob("*.ipynb"))
+    if not paths:
+        parser.error(f"there is no notebook beside {Path(__file__).name}")
     failed = 0
     for path in paths:
         begin = time.perf_counter()

@@ -1,7 +1,7 @@
 """Backends: what each can do (AttentionBackend), plans (its builder) and computes (AttentionImpl)."""
 
 from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadata, AttentionMetadataBuilder, decode_threshold, fits
+from jattn.backends.builder import AttentionMetadataBuilder, fits
 from jattn.backends.derive import (
     subclass_attention_backend,
     subclass_attention_backend_with_overrides,
@@ -10,6 +10,7 @@ from jattn.backends.derive import (
 from jattn.backends.feature import EVERYTHING, Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.backends.layer import AttentionLayer
+from jattn.backends.metadata import AttentionMetadata
 from jattn.backends.parallel import ContextParallel
 from jattn.backends.question import Question, is_quantized_kv_cache
 from jattn.backends.registry import list_backends, register_backend, unregister_backend
@@ -30,7 +31,6 @@ __all__ = [
     "Feature",
     "MultipleOf",
     "Question",
-    "decode_threshold",
     "explain",
     "fits",
     "is_quantized_kv_cache",

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from jattn.backends.builder import AttentionMetadata, AttentionMetadataBuilder
+from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
+from jattn.backends.metadata import AttentionMetadata
 from jattn.backends.question import Question, cache_dtype_name
 from jattn.backends.reasons import reasons_against
 from jattn.cache import KVCacheSpec
@@ -37,9 +38,7 @@ class AttentionBackend(abc.ABC):
     ssm: ClassVar[bool] = False  # a state, not a cache
 
     def __new__(cls, *args, **kwargs):
-        raise TypeError(
-            f"{cls.__name__} is never instantiated: it only hands out get_impl_cls() and get_builder_cls()"
-        )
+        raise TypeError(f"{cls.__name__} is never instantiated: it only hands out get_impl_cls() and get_builder_cls()")
 
     @classmethod
     @abc.abstractmethod
@@ -225,9 +224,7 @@ class AttentionBackend(abc.ABC):
         return None
 
     @classmethod
-    def layer_reasons(
-        cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip
-    ) -> tuple[str, ...]:
+    def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
         """Further reasons that only this backend has: alignments, sizes, a library that is not there."""
         return ()
 

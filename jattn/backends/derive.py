@@ -40,8 +40,6 @@ def subclass_attention_metadata_builder(
     """The same builder behind a transform of the batch (chunked-local requests, an encoder's lengths ...)."""
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        return builder_cls.build(
-            self, common_prefix_len, build_preprocess_fn(common_attn_metadata), fast_build
-        )
+        return builder_cls.build(self, common_prefix_len, build_preprocess_fn(common_attn_metadata), fast_build)
 
     return type(name_prefix + builder_cls.__name__, (builder_cls,), {"build": build})

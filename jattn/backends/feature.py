@@ -34,7 +34,6 @@ class Feature(enum.StrEnum):
     LSE = "log-sum-exp output"
     PACKED = "attention without a cache"
     CASCADE = "levels of keys shared between requests"
-    QUANT_QUERY = "quantised query"
     FUSED_OUTPUT_QUANT = "fused output quantization"
 
 

@@ -2,10 +2,11 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar, Generic
 
 import jax
 
+from jattn.backends.metadata import M
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV, write_kv
 from jattn.device import Chip
@@ -17,13 +18,13 @@ from jattn.types import AttentionType
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionImpl(abc.ABC):
+class AttentionImpl(abc.ABC, Generic[M]):
     """A layer on a chip: equal values share one trace. Inputs were checked at the door (jattn.attention)."""
 
     can_return_lse_for_decode: ClassVar[bool] = False
     supports_pcp: ClassVar[bool] = False
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = False
-    supports_quant_query_input: ClassVar[bool] = False
+    supports_quant_query_input: ClassVar[bool] = False  # then its backend lists the dtypes
 
     spec: AttentionSpec
     cache_spec: KVCacheSpec | None  # None: packed attention only
@@ -31,25 +32,21 @@ class AttentionImpl(abc.ABC):
     parallel: ContextParallel = ContextParallel()
 
     @abc.abstractmethod
-    def forward(self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams) -> AttentionState:
+    def forward(self, q: jax.Array, cache: PagedKV, m: M, params: AttentionParams) -> AttentionState:
         """q [T H D] over the pages that m names; m is what the backend's builder made."""
 
     def forward_packed(
         self, q: jax.Array, k: jax.Array, v: jax.Array, meta: CommonAttentionMetadata, params: AttentionParams
     ) -> AttentionState:
         """q [T H D] over packed k [Tk K D], v [Tk K V]; request r owns keys cumsum(seq_lens)[r-1] onwards."""
-        raise UnsupportedError(
-            f"{type(self).__name__} attends over pages only; use backend='sdpa' for packed k, v"
-        )
+        raise UnsupportedError(f"{type(self).__name__} attends over pages only; use backend='sdpa' for packed k, v")
 
-    def do_kv_cache_update(
-        self, cache: PagedKV, k: jax.Array, v: jax.Array, m: Any, params: AttentionParams
-    ) -> PagedKV:
+    def do_kv_cache_update(self, cache: PagedKV, k: jax.Array, v: jax.Array, m: M, params: AttentionParams) -> PagedKV:
         """Store k, v at m's slots; a cache layout of the backend's own overrides it."""
         return write_kv(cache, k, v, m.slot_mapping, params)
 
     def update_and_forward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: PagedKV, m: Any, params: AttentionParams
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: PagedKV, m: M, params: AttentionParams
     ) -> tuple[PagedKV, AttentionState]:
         """Write, then attend; a kernel that does both at once overrides it."""
         cache = self.do_kv_cache_update(cache, k, v, m, params)

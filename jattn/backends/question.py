@@ -52,21 +52,22 @@ class Question:
     ) -> "Question":
         """From a layer, its cache (None: packed), a chip, and features that no spec can tell."""
         seen = _seen(spec, cache_spec) | {feature: "asked for" for feature in needs}
-        asked = dict(
+        question = cls(
             head_size=spec.head_dim,
             v_head_size=spec.v_head_dim,
-            attn_type=spec.attn_type,
+            attn_type=AttentionType(spec.attn_type),
             device_capability=chip,
             needs=tuple((feature, seen[feature]) for feature in Feature if feature in seen),
         )
-        if cache_spec is not None:
-            asked |= dict(
-                kv_cache_dtype=cache_spec.dtype,
-                kv_cache_layout=cache_spec.physical_layout,
-                quant=cache_spec.quant,
-                block_size=cache_spec.block_size,
-            )
-        return cls(**asked)
+        if cache_spec is None:
+            return question
+        return dataclasses.replace(
+            question,
+            kv_cache_dtype=cache_spec.dtype,
+            kv_cache_layout=cache_spec.physical_layout,
+            quant=cache_spec.quant,
+            block_size=cache_spec.block_size,
+        )
 
     @classmethod
     def from_flags(
@@ -103,9 +104,7 @@ def cache_dtype_name(dtype) -> str:
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     """True for fp8, int8, nvfp4 and per-token-head caches; 'auto' and 'bfloat16' are not quantised."""
-    return kv_cache_dtype.startswith(("fp8", "float8", "int8", "nvfp4")) or kv_cache_dtype.endswith(
-        "per_token_head"
-    )
+    return kv_cache_dtype.startswith(("fp8", "float8", "int8", "nvfp4")) or kv_cache_dtype.endswith("per_token_head")
 
 
 def _seen(spec: AttentionSpec, cache_spec: KVCacheSpec | None) -> dict[Feature, str]:

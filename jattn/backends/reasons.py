@@ -16,9 +16,7 @@ _BEFORE_CHIP = (Feature.PER_HEAD_QUANT_SCALES,)
 _AFTER_TYPE = tuple(f for f in Feature if f not in (*_BEFORE_MLA, *_BEFORE_SPARSE, *_BEFORE_CHIP))
 
 
-def reasons_against(
-    backend: "type[AttentionBackend]", question: Question, own: tuple[str, ...] = ()
-) -> list[str]:
+def reasons_against(backend: "type[AttentionBackend]", question: Question, own: tuple[str, ...] = ()) -> list[str]:
     """vLLM's reasons in vLLM's order, then ours, then the backend's `own`, and the combination's last."""
     found = [*_vllm(backend, question), *_ours(backend, question), *own]
     combination = backend.supports_combination(question)
@@ -40,11 +38,7 @@ def _vllm(backend, q: Question) -> Iterator[str]:
         yield "MLA not supported" if q.use_mla else "non-MLA not supported: it takes latent caches only"
     yield from _features(backend, q, _BEFORE_SPARSE)
     if q.use_sparse != backend.is_sparse():
-        yield (
-            "sparse not supported"
-            if q.use_sparse
-            else "non-sparse not supported: it attends to listed tokens only"
-        )
+        yield ("sparse not supported" if q.use_sparse else "non-sparse not supported: it attends to listed tokens only")
     yield from _features(backend, q, _BEFORE_CHIP)
     chip = q.device_capability
     if chip is not None and not backend.supports_compute_capability(chip.compute_capability):

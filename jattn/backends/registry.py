@@ -28,20 +28,14 @@ def entries() -> tuple[tuple[str, Entry], ...]:
 
 def load(name: str) -> type[AttentionBackend]:
     """The backend of this name."""
-    if name not in _TABLE:
-        close = difflib.get_close_matches(str(name), _TABLE, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"backend {name!r} is not known{hint}; use 'auto' or one of {', '.join(_TABLE)}")
-    entry = _TABLE[name]
+    entry = _entry(name)
     if not isinstance(entry, str):
         return entry
     module, _, attribute = entry.partition(":")
     return _checked(name, getattr(importlib.import_module(module), attribute))
 
 
-def register_backend(
-    name: str, backend: Entry | None = None, *, before: str | None = None
-) -> Callable | Entry:
+def register_backend(name: str, backend: Entry | None = None, *, before: str | None = None) -> Callable | Entry:
     """Add a backend of your own: a class, 'package.module:Class', or as a decorator of the class.
 
     It goes `before` another, or to the end, where 'auto' hardly ever comes (sdpa takes nearly everything).
@@ -51,9 +45,7 @@ def register_backend(
     if not isinstance(name, str) or not name or name == "auto":
         raise ValueError(f"backend name {name!r} must be a non-empty string other than 'auto'")
     if name in _TABLE:
-        raise ValueError(
-            f"backend {name!r} is already registered; unregister_backend it first or choose another name"
-        )
+        raise ValueError(f"backend {name!r} is already registered; unregister_backend it first or choose another name")
     if before is not None and before not in _TABLE:
         raise ValueError(f"{before=} is not known; use one of {', '.join(_TABLE)}")
     if not isinstance(backend, str):
@@ -69,16 +61,22 @@ def register_backend(
 
 def unregister_backend(name: str) -> None:
     """Take a backend off the table."""
-    load(name)
+    _entry(name)
     del _TABLE[name]
+
+
+def _entry(name: str) -> Entry:
+    if name not in _TABLE:
+        close = difflib.get_close_matches(str(name), _TABLE, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"backend {name!r} is not known{hint}; use 'auto' or one of {', '.join(_TABLE)}")
+    return _TABLE[name]
 
 
 def _checked(name: str, backend: Any) -> type[AttentionBackend]:
     """Whole, or an error that says what is missing: better here than in the middle of a trace."""
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
-        raise TypeError(
-            f"backend {name!r}: {backend!r} must be a subclass of jattn.backends.AttentionBackend"
-        )
+        raise TypeError(f"backend {name!r}: {backend!r} must be a subclass of jattn.backends.AttentionBackend")
     missing = sorted(backend.__abstractmethods__)
     if missing:
         raise TypeError(f"backend {name!r}: {backend.__name__} lacks {', '.join(missing)}")

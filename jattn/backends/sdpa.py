@@ -9,6 +9,7 @@ from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import EVERYTHING, Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.encoder import keys_of
 from jattn.ops.attend import Plan, attend_packed
 from jattn.ops.levels import Level, attend_levels, flat, nested, shared_prefix
 from jattn.ops.state import AttentionState
@@ -39,6 +40,7 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
     """Positions and lengths, computed once a step for all layers of the spec."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -49,8 +51,7 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
         levels = (level,)
         if common_prefix_len and not fast_build:
             levels = shared_prefix(level, common_prefix_len, self.cache_spec.block_size)
-        crossing = self.spec.attn_type is AttentionType.ENCODER_DECODER
-        written = common.cross if crossing else common
+        written = keys_of(common, self.spec.attn_type)
         return SdpaMetadata(levels=levels, slot_mapping=written.slot_mapping, is_causal=common.is_causal)
 
     def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> SdpaMetadata:
@@ -61,10 +62,20 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
 
     def update_block_table(self, metadata: SdpaMetadata, blk_table, slot_mapping) -> SdpaMetadata:
         """The same plan over another group's pages; a cascade's levels have tables of their own."""
-        if len(metadata.levels) > 1:
+        first, *others = metadata.levels
+        if others:
             raise ValueError("a cascade has one block table a level: build it anew instead of updating one table")
-        level = dataclasses.replace(metadata.levels[0], block_table=blk_table)
+        level = dataclasses.replace(first, block_table=blk_table)
         return dataclasses.replace(metadata, levels=(level,), slot_mapping=slot_mapping)
+
+    def for_layer(self, metadata: SdpaMetadata, layer, blocks_per_layer: int) -> SdpaMetadata:
+        """Each level's pages move."""
+        levels = tuple(
+            dataclasses.replace(level, block_table=level.block_table + layer * blocks_per_layer)
+            for level in metadata.levels
+        )
+        slots = self.slots_of_layer(metadata, layer, blocks_per_layer)
+        return dataclasses.replace(metadata, levels=levels, slot_mapping=slots)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,12 +33,8 @@ class Explanation(tuple[BackendReport, ...]):
         width = max([len("backend"), *(len(report.name) for report in self)])
         rows = [f"{'backend':{width}}  runs  why not"]
         for report in self:
-            lines = [
-                line for why in report.reasons for line in textwrap.wrap(why, 88, subsequent_indent="  ")
-            ] or [""]
-            rows.append(
-                f"{report.name:{width}}  {'yes' if report.supported else 'no':4}  {lines[0]}".rstrip()
-            )
+            lines = [line for why in report.reasons for line in textwrap.wrap(why, 88, subsequent_indent="  ")] or [""]
+            rows.append(f"{report.name:{width}}  {'yes' if report.supported else 'no':4}  {lines[0]}".rstrip())
             rows += [f"{'':{width}}        {line}" for line in lines[1:]]
         return "\n".join(rows)
 

@@ -4,8 +4,8 @@
     level i   one request for each group of neighbours that shares more
     last      every request with what remains of its keys
 
-The states of the levels merge into the flat result. Levels have no absolute key positions in common, so
-layers with a window, chunks, ALiBi or position-dependent functions must not use them.
+The states of the levels merge into the flat result. A level's lengths count its own keys; `cascade_attention` adds
+up the levels above to know where each key stands, so every mask and bias means what it means in a flat batch.
 """
 
 from collections.abc import Sequence

@@ -1,16 +1,34 @@
-"""Which lengths and pages belong to which type of attention.
+"""Whose tokens ask and whose keys answer, by attention type: the one place where `.cross` is routed.
 
-type              queries          keys                pages
-decoder           query_lens       seq_lens            block_table
-encoder_only      query_lens       seq_lens            block_table
-encoder           encoder lens     encoder lens        none: packed k and v
-encoder_decoder   query_lens       encoder lens        cross.block_table
+    type              queries                   keys                     pages
+    decoder           query_lens                seq_lens                 block_table
+    encoder_only      query_lens                seq_lens                 block_table
+    encoder           the encoder's own         the same                 none: packed k and v
+    encoder_decoder   query_lens                the encoder's lengths    cross.block_table
+
+A batch without encoder lengths is an encoder's own batch: ENCODER then reads it like ENCODER_ONLY.
 """
 
+from jattn.errors import MissingMetadataError
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.types import AttentionType
 
-_SELF = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+
+def queries_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> CommonAttentionMetadata:
+    """The batch of the queries: the encoder's own for ENCODER, where `meta` is a decoder's that carries it."""
+    return meta.cross if attn_type is AttentionType.ENCODER and meta.cross is not None else meta
+
+
+def keys_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> CommonAttentionMetadata:
+    """The batch whose tokens are the keys, hold the pages and are written: the encoder's for ENCODER_DECODER."""
+    if attn_type is not AttentionType.ENCODER_DECODER:
+        return queries_of(meta, attn_type)
+    if meta.cross is None:
+        raise MissingMetadataError(
+            "Encoder/decoder cross-attention requires setting cross-attention metadata attributes: give from_lengths "
+            "encoder_seq_lens= (and cross_block_table= where there is a cache)"
+        )
+    return meta.cross
 
 
 def is_all_encoder_attn_metadata_set(meta: CommonAttentionMetadata) -> bool:
@@ -20,43 +38,26 @@ def is_all_encoder_attn_metadata_set(meta: CommonAttentionMetadata) -> bool:
 
 def is_all_cross_attn_metadata_set(meta: CommonAttentionMetadata) -> bool:
     """True where encoder lengths, cross slots and cross pages are there."""
-    cross = meta.cross
-    return is_all_encoder_attn_metadata_set(meta) and cross is not None and cross.block_table is not None
+    return meta.cross is not None and meta.cross.block_table is not None
 
 
-def require_encoder(meta: CommonAttentionMetadata, attn_type: AttentionType | str) -> AttentionType:
-    """The type as an enum; AttributeError where the batch lacks what it needs."""
+def attention_type(value: AttentionType | str) -> AttentionType:
+    """The type as an enum, or an error that names them all."""
     try:
-        kind = AttentionType(attn_type)
+        return AttentionType(value)
     except ValueError:
-        raise AttributeError(f"Invalid attention type {attn_type}; use one of {', '.join(AttentionType)}") from None
-    way_out = "pass encoder_seq_lens and cross_block_table to CommonAttentionMetadata.from_lengths"
-    if kind is AttentionType.ENCODER and not is_all_encoder_attn_metadata_set(meta):
-        raise AttributeError(f"Encoder attention requires setting encoder metadata attributes. The way out: {way_out}")
-    if kind is AttentionType.ENCODER_DECODER and not is_all_cross_attn_metadata_set(meta):
-        raise AttributeError(
-            "Encoder/decoder cross-attention requires setting cross-attention metadata attributes."
-            f" The way out: {way_out}"
-        )
-    return kind
+        raise MissingMetadataError(f"Invalid attention type {value}; use one of {', '.join(AttentionType)}") from None
 
 
 def lens_for(meta: CommonAttentionMetadata, attn_type: AttentionType | str):
-    """(q_lens, kv_lens), i32[R] each.
-
-    For a decoder without context both are seq_lens.
-    """
-    kind = require_encoder(meta, attn_type)
-    if kind is AttentionType.ENCODER:
-        return meta.encoder_seq_lens, meta.encoder_seq_lens
-    return meta.query_lens(), meta.seq_lens if kind in _SELF else meta.encoder_seq_lens
+    """(q_lens, kv_lens), i32[R] each. For a decoder without context both are seq_lens."""
+    kind = attention_type(attn_type)
+    return queries_of(meta, kind).query_lens(), keys_of(meta, kind).seq_lens
 
 
 def get_seq_len_block_table_args(meta: CommonAttentionMetadata, attn_type: AttentionType | str):
     """(kv lens i32[R], their static upper bound, block table or None)."""
-    kind = require_encoder(meta, attn_type)
-    if kind in _SELF:
-        return meta.seq_lens, meta.max_seq_len, meta.block_table
-    bound = meta.max_seq_len if meta.cross is None else meta.cross.max_seq_len
-    table = None if kind is AttentionType.ENCODER or meta.cross is None else meta.cross.block_table
-    return meta.encoder_seq_lens, bound, table
+    kind = attention_type(attn_type)
+    keys = keys_of(meta, kind)
+    table = None if kind is AttentionType.ENCODER and meta.cross is not None else keys.block_table
+    return keys.seq_lens, keys.max_seq_len, table

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import require_encoder
+from jattn.metadata.encoder import keys_of, queries_of
 from jattn.metadata.host import array_module
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType
@@ -38,20 +38,16 @@ def get_scheduler_metadata(
         max_split_queries=max_split_queries if enable_kv_split else 0,
         fixed_split_tokens=fixed_split_tokens,
     )
-    kind = require_encoder(meta, spec.attn_type)
-    cross = kind is AttentionType.ENCODER_DECODER
-    seq_lens, max_seq_len = (
-        (meta.cross.seq_lens, meta.cross.max_seq_len) if cross else (meta.seq_lens, meta.max_seq_len)
-    )
-    causal = meta.causal_per_request if kind is AttentionType.DECODER else None
-    xp = array_module(meta.query_start_loc, seq_lens, causal)
+    queries, keys = queries_of(meta, spec.attn_type), keys_of(meta, spec.attn_type)
+    causal = meta.causal_per_request if spec.attn_type is AttentionType.DECODER else None
+    xp = array_module(queries.query_start_loc, keys.seq_lens, causal)
     return make_schedule(
-        xp.asarray(meta.query_start_loc, xp.int32),
-        xp.asarray(seq_lens, xp.int32),
+        xp.asarray(queries.query_start_loc, xp.int32),
+        xp.asarray(keys.seq_lens, xp.int32),
         spec.mask_rule(meta.is_causal),
         plan,
-        num_tokens=meta.num_tokens,
-        max_seq_len=max_seq_len,
+        num_tokens=queries.num_tokens,
+        max_seq_len=keys.max_seq_len,
         causal=None if causal is None else xp.asarray(causal),
         xp=xp,
     )

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jattn.ops.keys import PackedKeys, PagedKeys, loop_bits
+from jattn.ops.keys import Keys, loop_bits
 from jattn.ops.ragged import RaggedBatch, TileClass, classes_for, index_tiles
 from jattn.ops.state import AttentionState
 from jattn.ops.tile import Numbers, Rules, Tile, attend_tile
@@ -25,7 +25,7 @@ class OutShape:
 
 
 def one_by_one(
-    q, batch: RaggedBatch, keys: PagedKeys | PackedKeys, rules: Rules, numbers: Numbers, shape: OutShape, bits: bool
+    q, batch: RaggedBatch, keys: Keys, rules: Rules, numbers: Numbers, shape: OutShape, bits: bool
 ) -> AttentionState:
     """A loop over live tiles; time follows the work, memory is one tile's.
 
@@ -59,7 +59,7 @@ def one_by_one(
 def all_at_once(
     q,
     batch: RaggedBatch,
-    keys: PagedKeys | PackedKeys,
+    keys: Keys,
     rules: Rules,
     numbers: Numbers,
     shape: OutShape,
@@ -105,6 +105,7 @@ def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number)
         req=req,
         kv_len=batch.kv_len[req],
         kv_offset=batch.kv_offset[req],
+        shard=batch.shard,
     )
 
 

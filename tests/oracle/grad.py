@@ -49,9 +49,7 @@ def attend_one_grad(
         x = soft_cap * np.tanh(x0 / soft_cap) if soft_cap else x0
         if slopes is not None:
             x = x + float(slopes[h]) * distance
-        see = visible_keys(
-            q_pos, kv_pos, head=h, causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn
-        )
+        see = visible_keys(q_pos, kv_pos, head=h, causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn)
         alive = see.any(axis=1)
         x = np.where(see, x, -np.inf)
         sink = np.full(len(x), -np.inf if sinks is None else float(sinks[h]))

@@ -81,7 +81,4 @@ def round_trip(x, name, per, scale=None):
 def is_nearest(stored, wanted, name, slack=1e-5):
     """True where `stored` is a value nearest to `wanted`, up to a tie decided by float32 noise."""
     best = np.abs(round_to(wanted, name) - np.clip(wanted, -LARGEST[name], LARGEST[name]))
-    return (
-        np.abs(stored - np.clip(wanted, -LARGEST[name], LARGEST[name]))
-        <= best + slack * np.abs(wanted) + 1e-12
-    )
+    return np.abs(stored - np.clip(wanted, -LARGEST[name], LARGEST[name])) <= best + slack * np.abs(wanted) + 1e-12

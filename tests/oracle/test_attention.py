@@ -57,9 +57,7 @@ def test_a_sink_takes_its_share_and_gives_nothing():
     out, lse = run([1], [0, LN3], [10, 20], sinks=[np.log(4)])
     np.testing.assert_allclose(out, [8.75])  # weights 1/8 and 3/8, the sink has 4/8
     np.testing.assert_allclose(lse, [np.log(8)])
-    np.testing.assert_array_equal(
-        run([1], [0, LN3], [10, 20], sinks=[-np.inf])[0], run([1], [0, LN3], [10, 20])[0]
-    )
+    np.testing.assert_array_equal(run([1], [0, LN3], [10, 20], sinks=[-np.inf])[0], run([1], [0, LN3], [10, 20])[0])
 
 
 def test_alibi_is_slope_times_key_minus_query():
@@ -93,9 +91,7 @@ def test_a_row_without_keys_is_zero_and_minus_infinity(sinks):
     out, lse = run([1, 1], [7], [9], q_pos=[-1, 0], sinks=sinks)
     assert out[0] == 0 and lse[0] == -np.inf
     assert np.isfinite(lse[1]) and out[1] != 0
-    out, lse = attend_one(
-        one([1]), np.zeros((0, 1, 1)), np.zeros((0, 1, 1)), q_pos=[0], scale=1.0, sinks=sinks
-    )
+    out, lse = attend_one(one([1]), np.zeros((0, 1, 1)), np.zeros((0, 1, 1)), q_pos=[0], scale=1.0, sinks=sinks)
     assert out == 0 and lse == -np.inf
 
 
@@ -111,9 +107,7 @@ def test_ragged_is_each_request_alone_and_zero_behind():
     q = rng.normal(size=(8, 2, 4))
     keys, values = ([rng.normal(size=(n, 1, d)) for n in keys_lens] for d in (4, 3))
     causal = [True, True, False, False]
-    out, lse = ragged(
-        q, keys, values, lengths, causal=causal, scale=0.5, q_scale=2.0, k_scale=[3.0], v_scale=0.5
-    )
+    out, lse = ragged(q, keys, values, lengths, causal=causal, scale=0.5, q_scale=2.0, k_scale=[3.0], v_scale=0.5)
     start = 0
     for r, n in enumerate(lengths):
         rows = slice(start, start + n)

@@ -31,10 +31,7 @@ def test_representable_numbers_are_fixed_points_and_midpoints_go_to_even(name):
     middle = (values[1:] + values[:-1]) / 2
     even = np.where(np.arange(len(middle)) % 2 == 0, values[:-1], values[1:])
     np.testing.assert_array_equal(quant.round_fp8(middle, name), even)
-    assert (
-        quant.round_fp8(1e9, name) == quant.LARGEST[name]
-        and quant.round_fp8(-np.inf, name) == -quant.LARGEST[name]
-    )
+    assert quant.round_fp8(1e9, name) == quant.LARGEST[name] and quant.round_fp8(-np.inf, name) == -quant.LARGEST[name]
     assert np.isnan(quant.round_fp8(np.nan, name))
 
 
@@ -48,9 +45,7 @@ def test_scales_are_taken_over_the_right_axes():
     x = np.array([[[1.0, -2.0], [3.0, 4.0]], [[0.0, 0.0], [-8.0, 1.0]]])  # [tokens, heads, dim]
     np.testing.assert_allclose(quant.scale_of(x, "int8", "per_tensor") * 127, 8)
     np.testing.assert_allclose(quant.scale_of(x, "int8", "per_head") * 127, [2, 8])
-    np.testing.assert_allclose(
-        quant.scale_of(x, "int8", "per_token_head"), [[2 / 127, 4 / 127], [1e-6, 8 / 127]]
-    )
+    np.testing.assert_allclose(quant.scale_of(x, "int8", "per_token_head"), [[2 / 127, 4 / 127], [1e-6, 8 / 127]])
 
 
 @pytest.mark.parametrize("name", list(quant.LARGEST))

@@ -56,11 +56,11 @@ def run_on_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
-    """Top-level names of everything imported anywhere in the module; a relative import counts as its dots."""
+    """Dotted names of everything imported anywhere in the module; a relative import keeps its leading dots."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add("." * node.level or (node.module or "").split(".")[0])
+            found.add("." * node.level + (node.module or ""))
     return found
