@@ -4,6 +4,7 @@ from jattn.metadata.buckets import Buckets
 from jattn.metadata.cascade import cascade_levels, use_cascade_attention
 from jattn.metadata.check import check_host
 from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.coverage import can_run_in_cudagraph, required_support
 from jattn.metadata.drafting import draft_metadata, next_decode, update_block_table
 from jattn.metadata.encoder import (
     get_seq_len_block_table_args,
@@ -38,6 +39,7 @@ from jattn.metadata.ranges import compute_mm_prefix_range_tensor, fill_mm_prefix
 from jattn.metadata.reorder import (
     apply_permutation,
     batch_regions,
+    decode_threshold,
     inverse_permutation,
     region_permutation,
     reorder_batch_to_split_decodes_and_prefills,
@@ -69,11 +71,14 @@ __all__ = [
     "UbatchSlice",
     "apply_permutation",
     "batch_regions",
+    "can_run_in_cudagraph",
     "decode_metadata",
+    "decode_threshold",
     "inverse_permutation",
     "prefill_metadata",
     "region_permutation",
     "reorder_batch_to_split_decodes_and_prefills",
+    "required_support",
     "slice_query_start_locs",
     "slice_requests",
     "split_attn_metadata",

@@ -98,3 +98,23 @@ def apply_permutation(meta: CommonAttentionMetadata, perm) -> CommonAttentionMet
         cross=None if meta.cross is None else apply_permutation(meta.cross, perm),
         **{name: None if (x := getattr(meta, name)) is None else xp.asarray(x)[perm] for name in per_request},
     )
+
+
+def decode_threshold(
+    threshold: int | None = 1,
+    num_speculative_tokens: int | None = None,
+    dcp_size: int = 1,
+    *,
+    supports_spec_as_decode: bool = False,
+    supports_dcp_with_varlen: bool = False,
+) -> int | None:
+    """The longest query that a backend wants in front: 1, or 1 + speculated tokens; context parallelism
+    clamps last.
+
+    None means that the backend does not ask for an order.
+    """
+    if threshold is not None and supports_spec_as_decode and num_speculative_tokens is not None:
+        threshold = max(threshold, 1 + num_speculative_tokens)
+    if dcp_size > 1 and not supports_dcp_with_varlen:
+        threshold = 1
+    return threshold

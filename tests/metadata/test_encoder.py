@@ -54,7 +54,10 @@ def test_pages_by_type(attn_type, lens, bound, table):
 
 
 def test_cross_is_a_superset_of_encoder():
-    pairs = [(is_all_encoder_attn_metadata_set(m), is_all_cross_attn_metadata_set(m)) for m in (plain([1], [1]), NO_PAGES, CROSS)]
+    pairs = [
+        (is_all_encoder_attn_metadata_set(m), is_all_cross_attn_metadata_set(m))
+        for m in (plain([1], [1]), NO_PAGES, CROSS)
+    ]
     assert pairs == [(False, False), (True, False), (True, True)]
 
 

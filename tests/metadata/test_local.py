@@ -61,9 +61,7 @@ def test_the_number_of_virtual_batches_by_hand(query, seq, chunk, count):
 
 @given(lengths(max_query=20, max_computed=30), st.sampled_from([4, 8, 12]))
 def test_capacity_is_never_exceeded(batch, chunk):
-    virtual = sum(
-        len({p // chunk for p in range(c, c + q)}) for q, c in zip(batch.query, batch.computed, strict=True)
-    )
+    virtual = sum(len({p // chunk for p in range(c, c + q)}) for q, c in zip(batch.query, batch.computed, strict=True))
     if sum(batch.query):
         meta = CommonAttentionMetadata.from_lengths(
             batch.query, batch.seq, np.zeros((len(batch.query), 16), int), BLOCK

@@ -81,7 +81,9 @@ def test_requests_that_move_within_a_region_keep_their_order(region):
 @given(regions)
 def test_the_inverse_undoes_the_permutation(region):
     perm = region_permutation(region)
-    assert perm[inverse_permutation(perm)].tolist() == inverse_permutation(perm)[perm].tolist() == list(range(len(perm)))
+    assert (
+        perm[inverse_permutation(perm)].tolist() == inverse_permutation(perm)[perm].tolist() == list(range(len(perm)))
+    )
 
 
 @given(lengths(), st.randoms(use_true_random=False))
@@ -112,7 +114,9 @@ def test_attention_of_the_reordered_batch_is_the_reordered_attention(batch):
     meta, (q, k, v) = padded(batch), pool()
     perm, _ = reorder_batch_to_split_decodes_and_prefills(meta)
     tokens = token_permutation(meta, perm)
-    for before, after in zip(attend(meta, q, k, v), attend(apply_permutation(meta, perm), q[tokens], k, v), strict=True):
+    for before, after in zip(
+        attend(meta, q, k, v), attend(apply_permutation(meta, perm), q[tokens], k, v), strict=True
+    ):
         np.testing.assert_array_equal(before[tokens], after)
         np.testing.assert_array_equal(before, after[inverse_permutation(tokens)])
 
