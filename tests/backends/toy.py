@@ -47,6 +47,7 @@ class ToyImpl(AttentionImpl[ToyMetadata]):
         k, v = (x[pages].reshape(m.num_tokens, -1, *x.shape[2:]) for x in cache.logical())  # [T B*S K D]
         k, v = (jnp.repeat(x, spec.group_size, axis=2) for x in (k, v))
         seen = jnp.arange(pages.shape[1] * size)[None, :] <= m.position[:, None]
+        v = jnp.where(seen[:, :, None, None], v, 0.0)  # a page may hold NaN where nobody wrote
         seen = seen[:, None, :]
         logits = jnp.einsum("thd,tchd->thc", q.astype(jnp.float32), k) * spec.scale
         logits = jnp.where(seen, logits, -jnp.inf)
