@@ -55,7 +55,7 @@ class Feature:
     """One way to ask for attention."""
 
     name: str
-    spec: Mapping[str, Any] = MappingProxyType({})
+    spec: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     params: tuple[str, ...] = ()
     causal: bool | str = True  # True | False | "alternate": every second request is bidirectional
 
