@@ -48,7 +48,9 @@ class Halves:
         decodes = cached and attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         return (dict(decode=self.decode) if decodes else {}) | dict(prefill=self.prefill)
 
-    def chosen(self, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> dict[str, type[AttentionBackend]]:
+    def chosen(
+        self, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip
+    ) -> dict[str, type[AttentionBackend]]:
         """The backends of this layer's halves; those that can were asked for at the door."""
         return {
             half: next((b for b in _candidates(name) if not b.reasons(spec, cache_spec, chip)), _candidates(name)[0])

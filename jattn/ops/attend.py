@@ -19,6 +19,7 @@ from jattn.ops.tile import Numbers, Rules
 from jattn.spec import AttentionParams, AttentionSpec
 from pallas_kernels.algebra import quant
 
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Everything static about one call."""

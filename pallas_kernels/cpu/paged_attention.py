@@ -85,7 +85,14 @@ class _Rows(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def paged_attention(
-    q: jax.Array, pool: Pool, batch: Batch, tiles: Tiles, numbers: Numbers = Numbers(), *, config: Config, interpret: bool
+    q: jax.Array,
+    pool: Pool,
+    batch: Batch,
+    tiles: Tiles,
+    numbers: Numbers = Numbers(),
+    *,
+    config: Config,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """q [T H D] -> (out [T H V], lse f32[T H], natural log); tokens of no request give (0, -inf), and so do blind rows.
 
