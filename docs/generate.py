@@ -153,8 +153,8 @@ def support_matrix() -> str:
         "Written by `docs/generate.py` from the backends' own answers; `tests/rooms/test_doc_blocks.py` writes it",
         'again and finds no difference. Backends stand in the order in which `backend="auto"` tries them. *yes*: on',
         "every platform of the backend; a platform's name: only there; *-*: refused, with a reason. Features compose:",
-        "what is *yes* alone is *yes* together, unless `jattn.explain(spec, cache_spec)`, which knows your exact layer,",
-        "cache and chip, says otherwise.",
+        "what is *yes* alone is *yes* together, unless `jattn.explain(spec, cache_spec)`, which knows the layer,",
+        "its cache and the chip, says otherwise.",
     ]
     for section, table in rows(names):
         lines += ["", f"## {section}", "", f"| | {' | '.join(f'`{name}`' for name in names)} |"]
