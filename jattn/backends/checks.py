@@ -11,6 +11,7 @@ import numpy as np
 
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.feature import Feature
+from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import check_scales
 from jattn.errors import UnsupportedError
@@ -71,7 +72,7 @@ def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: 
         needs.append((Feature.NON_CAUSAL, "causal=False"))
     if needs and spec.window[1] >= 0:
         needs.append((Feature.TWO_SIDED_WINDOW, f"sliding_window={spec.window} in a batch that is not causal"))
-    lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not backend.supports(feature))
+    lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not supports(backend, feature))
     if lacking:
         raise UnsupportedError(
             "the chosen backend does not take this batch; name another", {backend.get_name(): lacking}

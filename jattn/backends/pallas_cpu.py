@@ -121,7 +121,6 @@ class PallasCpuBackend(AttentionBackend):
             Feature.DIFF_KV,
             Feature.LSE,
             Feature.PACKED,
-            Feature.QUANT_QUERY,
         }
     )
 
