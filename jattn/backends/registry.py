@@ -13,6 +13,7 @@ Entry = type[AttentionBackend] | str
 
 _TABLE: dict[str, Entry] = {
     "sdpa": "jattn.backends.sdpa:SdpaBackend",
+    "split": "jattn.backends.split:SplitBackend",
     "pallas_cpu": "jattn.backends.pallas_cpu:PallasCpuBackend",
 }
 
