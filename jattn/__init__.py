@@ -9,6 +9,7 @@ from jattn.backends import BackendReport, explain, list_backends
 
 # The cache
 from jattn.cache import KVCacheSpec, PagedKV, copy_blocks, empty_cache, swap_blocks, write_kv
+from jattn.cache.latent import mla_cache_spec
 from jattn.errors import UnsupportedError
 
 # The batch, and what can be done with it
@@ -26,6 +27,8 @@ from jattn.metadata import (
     reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,
 )
+from jattn.mla import MLAAttention
+from jattn.mla_spec import MLAParams, MLASpec
 from jattn.ops import AttentionState, merge
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType
@@ -64,6 +67,11 @@ __all__ = [
     "cascade_attention",
     "merge",
     "paged_attention",
+    # latent attention
+    "MLAAttention",
+    "MLAParams",
+    "MLASpec",
+    "mla_cache_spec",
     # the choice
     "BackendReport",
     "UnsupportedError",

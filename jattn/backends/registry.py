@@ -13,6 +13,7 @@ Entry = type[AttentionBackend] | str
 
 _TABLE: dict[str, Entry] = {
     "sdpa": "jattn.backends.sdpa:SdpaBackend",
+    "mla_sdpa": "jattn.backends.mla:MLABackend",
 }
 
 
