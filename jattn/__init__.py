@@ -6,6 +6,7 @@ from jattn.types import AttentionType
 
 # The cache
 from jattn.cache import KVCacheSpec, PagedKV, copy_blocks, empty_cache, swap_blocks, write_kv
+from jattn.cache.latent import mla_cache_spec
 
 # The batch, and what can be done with it
 from jattn.metadata import (
@@ -25,6 +26,8 @@ from jattn.metadata import (
 
 # Attention
 from jattn.attention import PagedAttention, attention, cascade_attention, paged_attention
+from jattn.mla import MLAAttention
+from jattn.mla_spec import MLAParams, MLASpec
 from jattn.ops import AttentionState, merge
 
 # Who computes, and why not the others
@@ -65,6 +68,11 @@ __all__ = [
     "cascade_attention",
     "merge",
     "paged_attention",
+    # latent attention
+    "MLAAttention",
+    "MLAParams",
+    "MLASpec",
+    "mla_cache_spec",
     # the choice
     "BackendReport",
     "UnsupportedError",
