@@ -1,8 +1,10 @@
 """Where keys and values are read from, one chunk at a time: a paged pool, or packed arrays.
 
-Both hand out the same thing, so the attention of a tile does not know which it reads. A chunk is a fixed number of
+All hand out the same thing, so the attention of a tile does not know which it reads. A chunk is a fixed number of
 keys, aligned to the start of the request: what a request computes never depends on the batch around it.
 """
+
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,30 @@ class KVChunk:
     v_scale: jax.Array | None
 
 
+class Keys(Protocol):
+    """A pytree of keys and values in which requests can be found."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def v_head_dim(self) -> int: ...
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Keys of a chunk."""
+        ...
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks that the longest request could have."""
+        ...
+
+    def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
+        """Chunk number `chunk` of request `req`."""
+        ...
+
+
 @pytree
 class PagedKeys:
     """Keys in a pool, found through a block table padded to whole chunks."""
@@ -41,6 +67,14 @@ class PagedKeys:
         table = jnp.asarray(block_table)
         short = -table.shape[1] % pages
         return cls(cache=cache, table=jnp.pad(table, ((0, 0), (0, short))), pages_per_chunk=pages)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.cache.spec.num_kv_heads
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.cache.spec.v_head_dim
 
     @property
     def chunk_tokens(self) -> int:
@@ -89,6 +123,14 @@ class PackedKeys:
         pad = lambda x: jnp.pad(loop_bits(x, bits), ((0, CHUNK_TOKENS), (0, 0), (0, 0)))  # noqa: E731
         start = (ends - kv_lens).astype(jnp.int32)
         return cls(k=pad(k), v=pad(v), start=start, dtype=k.dtype.name, chunk_tokens=CHUNK_TOKENS)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.v.shape[2]
 
     @property
     def max_chunks(self) -> int:

@@ -5,12 +5,15 @@ and user functions mean the same in a cascade as in a flat batch. Attention over
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jattn.metadata.common import CommonAttentionMetadata
-from jattn.ops.attend import Plan, attend_paged, output_dtype
+from jattn.ops.attend import Plan, attend_keys, output_dtype
+from jattn.ops.keys import Keys, PagedKeys
 from jattn.ops.ragged import RaggedBatch
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
@@ -154,10 +157,11 @@ def attend_levels(
     cache,
     levels: tuple[Level, ...],
     params: AttentionParams | None,
+    open_keys: Callable[[Any, jax.Array], Keys] = PagedKeys.of,
 ) -> AttentionState:
     """Attention over the union of the levels' keys; the sinks are counted once, after the merge.
 
-    Several levels are merged in float32 and rounded once.
+    Several levels are merged in float32 and rounded once. open_keys(cache, block_table) tells how pages are read.
     """
     several = len(levels) > 1
     layer = dataclasses.replace(spec, has_sinks=False) if several else spec
@@ -171,7 +175,8 @@ def attend_levels(
             on_cpu=on_cpu,
             out_dtype="float32" if several else None,
         )
-        states.append(attend_paged(plan, q, cache, level.block_table, level.batch, params))
+        keys = open_keys(cache, level.block_table)
+        states.append(attend_keys(plan, q, keys, level.batch, params))
     if not several:
         return states[0]
     state = merge(*states)

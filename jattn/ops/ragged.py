@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jattn.ops.shard import KeyShard
 from jattn.types import pytree
 from pallas_kernels.algebra.paging import cdiv
 
@@ -26,6 +27,7 @@ class RaggedBatch:
     kv_offset: jax.Array  # i32[R] position of the request's key 0
     position: jax.Array  # i32[T]
     causal: jax.Array | None  # bool[T], None = the rule's
+    shard: KeyShard | None = None  # kv_len counts one rank's keys; None = they are a plain run
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jattn.ops.keys import KVChunk, PackedKeys, PagedKeys
+from jattn.ops.keys import Keys, KVChunk
+from jattn.ops.shard import KeyShard
 from jattn.types import pytree
 from pallas_kernels.algebra import mask, softmax
 from pallas_kernels.algebra.logits import LogitRule, shape_logits
@@ -50,16 +51,26 @@ class Tile:
     req: jax.Array  # i32[]
     kv_len: jax.Array  # i32[] keys that this request holds
     kv_offset: jax.Array  # i32[] position of key 0 (a later level of a cascade starts later)
+    shard: KeyShard | None = None  # the keys are one rank's share of the request's
+
+    def position_of(self, index: jax.Array) -> jax.Array:
+        """Positions of the keys at these indices."""
+        return self.kv_offset + (index if self.shard is None else self.shard.positions(index))
+
+    def index_of(self, position: jax.Array) -> jax.Array:
+        """Index of the first key at or after a position."""
+        relative = position - self.kv_offset
+        return jnp.maximum(relative, 0) if self.shard is None else self.shard.count_below(relative)
 
 
-def attend_tile(tile: Tile, keys: PagedKeys | PackedKeys, rules: Rules, numbers: Numbers, static_trips: bool = False):
+def attend_tile(tile: Tile, keys: Keys, rules: Rules, numbers: Numbers, static_trips: bool = False):
     """(out f32[rows H V], lse f32[rows H]) of a tile.
 
     static_trips visits every chunk that the keys could have, which reverse-mode differentiation needs; otherwise only
     those in the tile's range are visited. Both give the same numbers.
     """
     rows, num_heads, _ = tile.q.shape
-    num_kv, value_dim = _kv_heads(keys), _value_dim(keys)
+    num_kv, value_dim = keys.num_kv_heads, keys.v_head_dim
     group = num_heads // num_kv
     q = tile.q.reshape(rows, num_kv, group, -1).transpose(1, 0, 2, 3)  # [K rows G D]
     first, last = _range(tile, rules.mask)
@@ -73,7 +84,7 @@ def attend_tile(tile: Tile, keys: PagedKeys | PackedKeys, rules: Rules, numbers:
         index = c * size + jnp.arange(size)
         inside = (index >= first) & (index < last)
         chunk = _without_strangers(keys.read(tile.req, c), inside)
-        kv_pos = (index + tile.kv_offset)[None, None, None]
+        kv_pos = tile.position_of(index)[None, None, None]
         dots = _dots(q, chunk)
         if numbers.k_scale is not None:
             dots = dots * numbers.k_scale
@@ -99,8 +110,8 @@ def _range(tile: Tile, rule: MaskRule):
     q_first = jnp.min(jnp.where(tile.live, tile.position, jnp.iinfo(jnp.int32).max // 2))
     q_last = jnp.max(jnp.where(tile.live, tile.position, jnp.iinfo(jnp.int32).min // 2))
     causal = None if tile.causal is None else jnp.all(tile.causal | ~tile.live)
-    first, last = mask.key_range(rule, q_first, q_last, tile.kv_len + tile.kv_offset, causal)
-    first, last = jnp.maximum(first - tile.kv_offset, 0), jnp.maximum(last - tile.kv_offset, 0)
+    first, last = mask.key_range(rule, q_first, q_last, tile.position_of(tile.kv_len - 1) + 1, causal)
+    first, last = tile.index_of(first), tile.index_of(last)
     return first, jnp.where(jnp.any(tile.live), jnp.maximum(last, first), first)
 
 
@@ -150,11 +161,3 @@ def _weighted(p: jax.Array, chunk: KVChunk) -> jax.Array:
         return einsum("pkms,pksd->pkmd", by_page, chunk.v).sum(0)[:, None]
     values = chunk.v.transpose(1, 0, 2, 3).reshape(num_kv, pages * slots, dim)
     return einsum("kmc,kcd->kmd", p.reshape(num_kv, rows * group, -1), values).reshape(num_kv, rows, group, dim)
-
-
-def _kv_heads(keys) -> int:
-    return keys.cache.spec.num_kv_heads if isinstance(keys, PagedKeys) else keys.k.shape[1]
-
-
-def _value_dim(keys) -> int:
-    return keys.cache.spec.v_head_dim if isinstance(keys, PagedKeys) else keys.v.shape[2]
