@@ -3,21 +3,12 @@
 A refusal is a result too, and is checked like one; nothing is skipped.
 """
 
-import functools
-
-import jax
 import numpy as np
 import pytest
 
 import jattn
 from tests.backends.rows import ROWS
-from tests.problem import Problem
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def step(attn: jattn.PagedAttention, cache, q, k, v, meta, params):
-    """One layer of one step, the plan included, as a server would compile it."""
-    return attn(q, k, v, cache, attn.build(meta), params)
+from tests.problem import Problem, step
 
 
 def assert_refused(name: str, problem: Problem) -> None:

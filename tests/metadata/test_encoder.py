@@ -8,9 +8,11 @@ from jattn.metadata import (
     get_seq_len_block_table_args,
     is_all_cross_attn_metadata_set,
     is_all_encoder_attn_metadata_set,
+    keys_of,
     lens_for,
-    require_encoder,
+    queries_of,
 )
+from jattn.types import AttentionType
 from tests.metadata.batches import plain
 
 CROSS = CommonAttentionMetadata.from_lengths(
@@ -61,15 +63,16 @@ def test_cross_is_a_superset_of_encoder():
     assert pairs == [(False, False), (True, False), (True, True)]
 
 
-@pytest.mark.parametrize(
-    "meta, attn_type, message",
-    [
-        (plain([1], [1]), "encoder", "Encoder attention requires setting encoder metadata attributes."),
-        (NO_PAGES, "encoder_decoder", "Encoder/decoder cross-attention requires setting cross-attention metadata"),
-        (CROSS, "sideways", "Invalid attention type sideways"),
-    ],
-)
-def test_what_is_missing_is_named(meta, attn_type, message):
-    for door in (lens_for, get_seq_len_block_table_args, require_encoder):
-        with pytest.raises(AttributeError, match=message):
-            door(meta, attn_type)
+def test_an_encoders_own_batch_is_its_queries_and_its_keys():
+    own = plain([3, 2], [3, 2], causal=False)
+    assert queries_of(own, AttentionType.ENCODER) is keys_of(own, AttentionType.ENCODER) is own
+    assert queries_of(CROSS, AttentionType.ENCODER) is keys_of(CROSS, AttentionType.ENCODER) is CROSS.cross
+    assert queries_of(CROSS, AttentionType.ENCODER_DECODER) is CROSS
+
+
+def test_what_is_missing_is_named():
+    for door in (lens_for, get_seq_len_block_table_args):
+        with pytest.raises(AttributeError, match="Encoder/decoder cross-attention requires setting cross-attention"):
+            door(plain([1], [1]), "encoder_decoder")
+        with pytest.raises(ValueError, match="Invalid attention type sideways; use one of decoder, encoder"):
+            door(CROSS, "sideways")

@@ -12,6 +12,7 @@ from jattn.metadata import (
     CommonAttentionMetadata,
     apply_permutation,
     batch_regions,
+    decode_threshold,
     inverse_permutation,
     region_permutation,
     reorder_batch_to_split_decodes_and_prefills,
@@ -153,3 +154,13 @@ def test_wanted_logits_and_encoder_tokens_travel_with_their_requests():
     assert moved.logits_indices.tolist() == [3, 0, -1, -1]
     assert moved.encoder_seq_lens.tolist() == [2, 1] and moved.cross.slot_mapping.tolist() == [20, 21, 16]
     assert token_permutation(meta, np.array([1, 0])).tolist() == [3, 0, 1, 2, 4, 5]
+
+
+def test_the_threshold_counts_drafts_as_decodes_and_context_parallelism_clamps_last():
+    spec, varlen = dict(supports_spec_as_decode=True), dict(supports_dcp_with_varlen=True)
+    assert decode_threshold() == 1 and decode_threshold(None) is None
+    assert decode_threshold(num_speculative_tokens=3) == 1
+    assert decode_threshold(num_speculative_tokens=3, **spec) == 4
+    assert decode_threshold(8, num_speculative_tokens=3, **spec) == 8
+    assert decode_threshold(num_speculative_tokens=3, dcp_size=2, **spec) == 1
+    assert decode_threshold(num_speculative_tokens=3, dcp_size=2, **spec, **varlen) == 4

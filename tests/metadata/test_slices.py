@@ -142,6 +142,11 @@ def test_split_points_outside_the_batch_are_refused():
         ubatch_slices(plain([3, 1], [3, 5]), split_points=[4])
 
 
+def test_a_request_that_ends_before_the_tokens_has_none_of_them_and_keeps_its_length():
+    part = slice_requests(plain([2, 4, 3], [5, 8, 3]), 0, 3, 3, 5)
+    assert part.query_start_loc.tolist() == [0, 0, 2, 2] and part.seq_lens.tolist() == [5, 7, 3]
+
+
 @pytest.mark.parametrize("causal", [False, [True, False]])
 def test_a_request_that_sees_both_ways_is_never_cut(causal):
     meta = plain([2, 4], [2, 8], causal=causal)
