@@ -6,8 +6,10 @@ python -m benchmarks.run --case dec_16x4k --backend sdpa --rounds 7 --write
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 
@@ -40,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     rows = []
     for number, case in enumerate(dict.fromkeys(wanted), 1):
-        print(f"[{number}/{len(wanted)}] {case.name}", end="\r", file=sys.stderr, flush=True)
+        print(f"[{number}/{len(wanted)}] {case.name} ...", end="\r", file=sys.stderr, flush=True)
         rows += measure(case, args.backend.split(","), args.rounds, args.refcheck, bandwidth)
     if args.write:
         print(f"appended to {append(rows)}")
@@ -81,7 +83,6 @@ def measure(case: cases.Case, backends: list[str], rounds: int, refcheck: bool, 
 
 def record(case: cases.Case, backend: str, times: timing.Times, bandwidth: float) -> dict:
     """The common columns of a row."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "case": case.name,
         "backend": backend,
@@ -91,11 +92,27 @@ def record(case: cases.Case, backend: str, times: timing.Times, bandwidth: float
         "bytes": case.kv_bytes,
         "flop": case.flop,
         "read_gb_s": bandwidth / 1e9,
+    } | provenance()
+
+
+def provenance() -> dict:
+    """Where and when a figure comes from."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
         "jax": jax.__version__,
-        "chip": platform.processor() or platform.machine(),
+        "chip": chip_name(),
         "commit": commit.stdout.strip(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def chip_name() -> str:
+    """The accelerator's own name, or the processor's with its number of cores."""
+    if device.detect().platform != "cpu":
+        return jax.devices()[0].device_kind
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    return f"{names[0] if names else platform.machine()} x {os.cpu_count()}"
 
 
 def check(case: cases.Case, given: inputs.Inputs, state: jattn.AttentionState) -> float:
@@ -128,10 +145,9 @@ def read_bandwidth() -> float:
     return data.nbytes / timing.in_turn({"read": lambda: total(data)}, 5)["read"].best
 
 
-def append(rows: list[dict]) -> pathlib.Path:
-    """Keep the rows, one JSON object a line."""
-    chip = {"cpu": "cpu", "gpu": "gpu", "tpu": "tpu"}[device.detect().platform]
-    path = RESULTS / chip / "run.jsonl"
+def append(rows: list[dict], name: str = "run") -> pathlib.Path:
+    """Keep the rows in results/<platform>/<name>.jsonl, one JSON object a line."""
+    path = RESULTS / device.detect().platform / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

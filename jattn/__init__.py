@@ -1,16 +1,12 @@
 """jattn: paged attention for JAX with functional metadata, and the same numbers on every backend."""
 
 # What a layer asks for
-# Attention
-from jattn.attention import PagedAttention, attention, cascade_attention, paged_attention
-
-# Who computes, and why not the others
-from jattn.backends import BackendReport, explain, list_backends
+from jattn.spec import AttentionParams, AttentionSpec
+from jattn.types import AttentionType
 
 # The cache
 from jattn.cache import KVCacheSpec, PagedKV, copy_blocks, empty_cache, swap_blocks, write_kv
 from jattn.cache.latent import mla_cache_spec
-from jattn.errors import UnsupportedError
 
 # The batch, and what can be done with it
 from jattn.metadata import (
@@ -27,11 +23,16 @@ from jattn.metadata import (
     reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,
 )
+
+# Attention
+from jattn.attention import PagedAttention, attention, cascade_attention, paged_attention
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.ops import AttentionState, merge
-from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionType
+
+# Who computes, and why not the others
+from jattn.backends import BackendReport, explain, list_backends
+from jattn.errors import UnsupportedError
 
 __version__ = "0.1.0"
 

@@ -4,6 +4,7 @@ Doors check and choose, once; behind them an implementation trusts its inputs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,13 +95,13 @@ class PagedAttention:
         q = jnp.asarray(q)
         params = self._checked(q, cache, m, params)
         k, v = checks.check_keys(self.spec, k, v, m.slot_mapping.shape[0])
-        return self.impl.update_and_forward(q, k, v, cache, m, params)
+        return _update_and_forward(self.impl, q, k, v, cache, m, params)
 
     def attend(self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams | None = None) -> AttentionState:
         """Read only: q [T H D] over what the cache holds."""
         q = jnp.asarray(q)
         params = self._checked(q, cache, m, params)
-        return self.impl.forward(q, cache, m, params)
+        return _forward(self.impl, q, cache, m, params)
 
     def update_block_table(self, m: Any, block_table: jax.Array, slot_mapping: jax.Array) -> Any:
         """The same plan over other pages: for layers that share lengths, but not pages."""
@@ -200,4 +201,23 @@ def attention(
     checks.check_packing(spec, meta, k.shape[0])
     checks.check_params(chosen, spec, None, params)
     checks.check_dtype(chosen, q, params)
-    return chosen.get_impl_cls()(spec, None, chip).forward_packed(q, k, v, meta, params)
+    return _forward_packed(chosen.get_impl_cls()(spec, None, chip), q, k, v, meta, params)
+
+
+# Behind the doors everything is traced once for each equal layer: within a model's own jit, and for a bare call in a
+# notebook, which would otherwise compile operation by operation.
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _forward(impl: AttentionImpl, q, cache, m, params) -> AttentionState:
+    return impl.forward(q, cache, m, params)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _update_and_forward(impl: AttentionImpl, q, k, v, cache, m, params) -> tuple[PagedKV, AttentionState]:
+    return impl.update_and_forward(q, k, v, cache, m, params)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _forward_packed(impl: AttentionImpl, q, k, v, meta, params) -> AttentionState:
+    return impl.forward_packed(q, k, v, meta, params)

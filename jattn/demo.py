@@ -5,6 +5,7 @@ middle. The reference below is a dozen lines of float64 that know nothing of pag
 """
 
 import math
+import textwrap
 import time
 
 import jax
@@ -36,7 +37,7 @@ def run(platform: str | None = None) -> int:
     rows, wrong = [("backend", "max error", "ms", "verdict")], 0
     for report in jattn.explain(SPEC, CACHE, platform=platform):
         if not report.supported:
-            rows.append((report.name, "", "", f"refused: {'; '.join(report.reasons)}"))
+            rows.append((report.name, "-", "-", "refused: " + "; ".join(report.reasons)))
             continue
         got, milliseconds = _run_backend(report.name, requests, platform)
         error = np.abs(got - want).max()
@@ -102,4 +103,5 @@ def _block_table() -> np.ndarray:
 def _print_table(rows) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for name, error, milliseconds, verdict in rows:
-        print(f"{name:<{widths[0]}}  {error:>{widths[1]}}  {milliseconds:>{widths[2]}}  {verdict}")
+        numbers = f"{name:<{widths[0]}}  {error:>{widths[1]}}  {milliseconds:>{widths[2]}}  "
+        print(textwrap.fill(verdict, 110, initial_indent=numbers, subsequent_indent=" " * len(numbers)))

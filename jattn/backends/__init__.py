@@ -1,7 +1,7 @@
 """Backends: what each can do (AttentionBackend), plans (its builder) and computes (AttentionImpl)."""
 
 from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder, decode_threshold, fits
+from jattn.backends.builder import AttentionMetadataBuilder, fits
 from jattn.backends.derive import (
     subclass_attention_backend,
     subclass_attention_backend_with_overrides,
@@ -31,7 +31,6 @@ __all__ = [
     "Feature",
     "MultipleOf",
     "Question",
-    "decode_threshold",
     "explain",
     "fits",
     "is_quantized_kv_cache",

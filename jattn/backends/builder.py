@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from typing import ClassVar, Generic
+from typing import Any, ClassVar, Generic
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,13 @@ from jattn.backends.metadata import M
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata import CommonAttentionMetadata
+from jattn.metadata import (
+    CommonAttentionMetadata,
+    can_run_in_cudagraph,
+    decode_threshold,
+    reorder_batch_to_split_decodes_and_prefills,
+    use_cascade_attention,
+)
 from jattn.spec import AttentionSpec
 from jattn.types import PAD_SLOT_ID, AttentionCGSupport
 
@@ -23,10 +29,9 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     """Holds no state: build is pure and may run on the host or inside jit."""
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-    reorder_batch_threshold: ClassVar[int | None] = (
-        None  # longest query that goes to the front; None: any order will do
-    )
+    reorder_batch_threshold: ClassVar[int | None] = None  # queries up to this go in front; None: any order
     supports_update_block_table: ClassVar[bool] = False  # of M's fields block_table and slot_mapping, or its own way
+    supports_cascade: ClassVar[bool] = False  # common_prefix_len is worth asking for
     supports_spec_as_decode: ClassVar[bool] = False
     supports_dcp_with_varlen: ClassVar[bool] = False
 
@@ -79,16 +84,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
         """Does get_cudagraph_support cover this batch? Host only: query lengths are looked at as values."""
-        support = self.get_cudagraph_support(self.spec, self.cache_spec)
-        if support in (AttentionCGSupport.NEVER, AttentionCGSupport.ALWAYS):
-            return support is AttentionCGSupport.ALWAYS
-        if common_attn_metadata.max_query_len == 1:
-            return True
-        query_lens = np.diff(np.asarray(common_attn_metadata.query_start_loc))
-        longest = query_lens.max(initial=0)
-        if support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE:
-            return bool(longest <= 1)
-        return bool(np.isin(query_lens, (0, longest)).all())
+        return can_run_in_cudagraph(common_attn_metadata, self.get_cudagraph_support(self.spec, self.cache_spec))
 
     def use_cascade_attention(
         self,
@@ -102,41 +98,34 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         num_sms: int,
         dcp_world_size: int = 1,
     ) -> bool:
-        """Is a shared prefix worth a pass of its own? Not unless the backend says when."""
-        return False
-
-    def reorder_batch(self, query_lens: np.ndarray) -> tuple[np.ndarray, bool]:
-        """(permutation of the requests, is it a change): the order it likes; identity: any will do."""
-        return np.arange(len(query_lens)), False
-
-    def decode_threshold(self, num_speculative_tokens: int | None = None, dcp_world_size: int = 1) -> int | None:
-        """Longest query of a request that counts as decode."""
-        return decode_threshold(
-            self.reorder_batch_threshold,
-            supports_spec_as_decode=self.supports_spec_as_decode,
-            supports_dcp_with_varlen=self.supports_dcp_with_varlen,
-            num_speculative_tokens=num_speculative_tokens,
-            dcp_world_size=dcp_world_size,
+        """Is a shared prefix worth a pass of its own? Never, unless the backend says that it can be."""
+        return self.supports_cascade and use_cascade_attention(
+            common_prefix_len,
+            query_lens,
+            num_query_heads,
+            num_kv_heads,
+            use_alibi,
+            use_sliding_window,
+            use_local_attention,
+            num_sms,
+            dcp_world_size,
         )
 
+    def decode_threshold(self, num_speculative_tokens: int | None = None, dcp_world_size: int = 1) -> int | None:
+        """Longest query of a request that counts as decode; None: this backend does not tell them apart."""
+        return decode_threshold(
+            self.reorder_batch_threshold,
+            num_speculative_tokens,
+            dcp_world_size,
+            supports_spec_as_decode=self.supports_spec_as_decode,
+            supports_dcp_with_varlen=self.supports_dcp_with_varlen,
+        )
 
-def decode_threshold(
-    threshold: int | None = 1,
-    *,
-    supports_spec_as_decode: bool = False,
-    supports_dcp_with_varlen: bool = False,
-    num_speculative_tokens: int | None = None,
-    dcp_world_size: int = 1,
-) -> int | None:
-    """The threshold, raised to 1 + drafts where those count as decode, then clamped to 1 under plain DCP.
-
-    The clamp comes last: what cannot split ragged queries over ranks cannot decode drafts there either.
-    """
-    if threshold is None:
-        return None
-    if supports_spec_as_decode and num_speculative_tokens is not None:
-        threshold = max(threshold, 1 + num_speculative_tokens)
-    return 1 if dcp_world_size > 1 and not supports_dcp_with_varlen else threshold
+    def reorder_batch(self, common_attn_metadata: CommonAttentionMetadata) -> tuple[Any, Any]:
+        """(permutation of the requests, is it a change): decodes first, or as they are where any order will do."""
+        if self.reorder_batch_threshold is None:
+            return np.arange(common_attn_metadata.max_num_reqs), False
+        return reorder_batch_to_split_decodes_and_prefills(common_attn_metadata, self.reorder_batch_threshold)
 
 
 def fits(program: CommonAttentionMetadata, batch: CommonAttentionMetadata) -> bool:

@@ -12,7 +12,10 @@ Entry = type[AttentionBackend] | str
 """A class, or where to find it: 'package.module:Class'."""
 
 _TABLE: dict[str, Entry] = {
+    "cpu_native": "jattn.backends.cpu_native:CpuNativeBackend",
     "sdpa": "jattn.backends.sdpa:SdpaBackend",
+    "split": "jattn.backends.split:SplitBackend",
+    "pallas_cpu": "jattn.backends.pallas_cpu:PallasCpuBackend",
     "mla_sdpa": "jattn.backends.mla:MLABackend",
 }
 
@@ -29,11 +32,7 @@ def entries() -> tuple[tuple[str, Entry], ...]:
 
 def load(name: str) -> type[AttentionBackend]:
     """The backend of this name."""
-    if name not in _TABLE:
-        close = difflib.get_close_matches(str(name), _TABLE, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"backend {name!r} is not known{hint}; use 'auto' or one of {', '.join(_TABLE)}")
-    entry = _TABLE[name]
+    entry = _entry(name)
     if not isinstance(entry, str):
         return entry
     module, _, attribute = entry.partition(":")
@@ -66,8 +65,16 @@ def register_backend(name: str, backend: Entry | None = None, *, before: str | N
 
 def unregister_backend(name: str) -> None:
     """Take a backend off the table."""
-    load(name)
+    _entry(name)
     del _TABLE[name]
+
+
+def _entry(name: str) -> Entry:
+    if name not in _TABLE:
+        close = difflib.get_close_matches(str(name), _TABLE, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"backend {name!r} is not known{hint}; use 'auto' or one of {', '.join(_TABLE)}")
+    return _TABLE[name]
 
 
 def _checked(name: str, backend: Any) -> type[AttentionBackend]:

@@ -5,6 +5,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def array_module(*arrays) -> ModuleType:
@@ -14,7 +15,7 @@ def array_module(*arrays) -> ModuleType:
 
 def is_traced(*arrays) -> bool:
     """True where some array has no value yet: inside jit, scan, vmap."""
-    return any(isinstance(x, jax.core.Tracer) for x in arrays)
+    return any(isinstance(x, Tracer) for x in arrays)
 
 
 def on_host(x, asker: str, way_out: str) -> np.ndarray:

@@ -54,10 +54,8 @@ def slice_requests(
     rows = slice(start, stop)
     per_request = ("block_table", "causal_per_request", "encoder_seq_lens", "dcp_local_seq_lens")
     part = {name: None if (x := getattr(meta, name)) is None else x[rows] for name in per_request}
-    if not is_traced(lost) and np.any(np.asarray(lost) > 0) and meta.dcp_local_seq_lens is not None:
-        raise ValueError(
-            "cutting a request changes its dcp_local_seq_lens: cut first, then call get_dcp_local_seq_lens"
-        )
+    if not is_traced(lost):
+        _check_cut(meta, rows, np.asarray(lost) > 0, token_stop)
     return meta.replace(
         query_start_loc=inside - token_start,
         seq_lens=meta.seq_lens[rows] - xp.maximum(lost, 0),
@@ -117,6 +115,22 @@ def split_attn_metadata(slices: Sequence[UbatchSlice], meta: CommonAttentionMeta
         start, stop, _ = s.request_slice.indices(meta.max_num_reqs)
         parts.append(slice_requests(meta, start, stop, *s.token_slice.indices(meta.num_tokens)[:2]))
     return parts
+
+
+def _check_cut(meta: CommonAttentionMetadata, rows: slice, cut: np.ndarray, token_stop: int) -> None:
+    """ValueError where a request loses tokens and something else depends on them."""
+    if not cut.any():
+        return
+    if meta.dcp_local_seq_lens is not None:
+        raise ValueError(
+            "cutting a request changes its dcp_local_seq_lens: cut first, then call get_dcp_local_seq_lens"
+        )
+    both_ways = cut & ~np.broadcast_to(np.asarray(meta.causal), (meta.max_num_reqs,))[rows]
+    if both_ways.any():
+        raise ValueError(
+            f"request {rows.start + int(np.argmax(both_ways))} is not causal and cannot be cut at token {token_stop}: "
+            "its first tokens see its last keys; cut between requests"
+        )
 
 
 def _int32(x, xp):

@@ -1,4 +1,8 @@
-"""Ragged attention in plain jnp: chooses how to visit the tiles, and knows its own gradient."""
+"""Ragged attention in plain jnp: chooses how to visit the tiles, and knows its own gradient.
+
+The choice is by platform alone. A choice by size (dense for small problems) would change a request's last bits when
+its batch grows; on CPU the loop over tiles is as fast from the smallest batch on.
+"""
 
 import dataclasses
 import functools
@@ -8,15 +12,12 @@ import jax.numpy as jnp
 
 from jattn.cache.layout import PagedKV
 from jattn.ops import drive
-from jattn.ops.keys import CHUNK_TOKENS, Keys, PackedKeys, PagedKeys
+from jattn.ops.keys import Keys, PackedKeys, PagedKeys
 from jattn.ops.ragged import RaggedBatch
 from jattn.ops.state import AttentionState
 from jattn.ops.tile import Numbers, Rules
 from jattn.spec import AttentionParams, AttentionSpec
 from pallas_kernels.algebra import quant
-
-DENSE_TOKENS = 16
-"""On CPU, batches of at most this many tokens over at most one chunk of keys are computed all at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,17 +65,13 @@ def _attend(plan: Plan, q, source, batch: RaggedBatch, params: AttentionParams) 
 def _forward(plan: Plan, q, source, batch, params, differentiable: bool) -> AttentionState:
     spec = plan.spec
     bits = plan.on_cpu and not differentiable
-    keys = PackedKeys.of(*source, batch.kv_len, bits) if isinstance(source, tuple) else source
+    keys = PackedKeys.of(source[0], source[1], batch.kv_len, bits) if isinstance(source, tuple) else source
     q_real = q if params.q_scale is None else _scaled(q, params.q_scale)
     shape = drive.OutShape(plan.max_query_len, spec.v_head_dim, plan.out_dtype or output_dtype(q.dtype))
     args = (q_real, batch, keys, plan.rules, numbers(spec, params), shape)
-    if differentiable:
-        state = drive.all_at_once(*args, static_trips=True)
-    elif not plan.on_cpu or (batch.num_tokens <= DENSE_TOKENS and plan.max_seq_len <= CHUNK_TOKENS):
-        state = drive.all_at_once(*args)
-    else:
-        state = drive.one_by_one(*args, bits)
-    return state
+    if plan.on_cpu and not differentiable:
+        return drive.one_by_one(*args, bits)
+    return drive.all_at_once(*args, static_trips=differentiable)
 
 
 def _vjp_forward(plan, q, source, batch, params):

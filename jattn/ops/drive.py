@@ -1,6 +1,7 @@
-"""Two ways to visit the tiles of a batch: one after the other (O(tile) memory), or all at once (vectorised).
+"""Two ways to visit the tiles of a batch: one after the other, or side by side.
 
-The arithmetic of a tile is the same function in both, so they agree bit for bit on one platform.
+The arithmetic of a tile is the same function in both. One after the other, its shapes never depend on the batch, so
+neither do a request's bits; side by side, the compiler may sum in another order when there are more of them.
 """
 
 import dataclasses
@@ -13,6 +14,9 @@ from jattn.ops.ragged import RaggedBatch, TileClass, classes_for, index_tiles
 from jattn.ops.state import AttentionState
 from jattn.ops.tile import Numbers, Rules, Tile, attend_tile
 from pallas_kernels.algebra import quant
+
+ROWS_AT_ONCE = 4096
+"""Queries side by side: bounds the logits that are alive to this many rows times a chunk of keys, a head."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,7 @@ def all_at_once(
     shape: OutShape,
     static_trips: bool = False,
 ) -> AttentionState:
-    """Every tile of every class side by side; for small problems, accelerators, and (static_trips) gradients."""
+    """Tiles side by side, ROWS_AT_ONCE queries at a time: for accelerators, and (static_trips) for gradients."""
     num_tokens, num_heads, _ = q.shape
     out = jnp.zeros((num_tokens, num_heads, shape.value_dim), jnp.float32)
     lse = jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
@@ -84,7 +88,10 @@ def all_at_once(
                 tile, keys, rules, numbers, static_trips
             )
 
-        rows, new_out, new_lse = jax.vmap(visit)(jnp.arange(capacity, dtype=jnp.int32))
+        tiles = jnp.arange(capacity, dtype=jnp.int32)
+        group = ROWS_AT_ONCE // kind.rows
+        run = jax.vmap(visit) if capacity <= group else lambda t, f=visit, g=group: jax.lax.map(f, t, batch_size=g)
+        rows, new_out, new_lse = run(tiles)
         rows = rows.reshape(-1)  # dead rows point past the end and are dropped
         out = out.at[rows].set(new_out.reshape(-1, num_heads, shape.value_dim), mode="drop")
         lse = lse.at[rows].set(new_lse.reshape(-1, num_heads), mode="drop")

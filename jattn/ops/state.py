@@ -1,5 +1,7 @@
 """What attention returns: a state that can be merged with others, and the monoid that does it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -44,10 +46,11 @@ def merge(*states: AttentionState) -> AttentionState:
     total = jnp.sum(weight, axis=0)
     nothing = total == 0
     safe = jnp.where(nothing, 1.0, total)
-    out = sum(
+    parts = (
         jnp.where((w == 0)[..., None], 0.0, s.out.astype(jnp.float32) * (w / safe)[..., None])
         for w, s in zip(weight, states, strict=True)
     )
+    out = functools.reduce(jnp.add, parts)
     return AttentionState(
         out=out.astype(states[0].out.dtype),
         lse=jnp.where(nothing, -jnp.inf, shift + jnp.log(safe)),

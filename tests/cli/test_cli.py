@@ -4,9 +4,10 @@ import dataclasses
 import subprocess
 import sys
 
-import jattn
 import numpy as np
 import pytest
+
+import jattn
 from jattn import cli, demo
 
 LAYER = ["--num-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]

@@ -95,13 +95,14 @@ def ragged(
     q_scale=None,
     k_scale=None,
     v_scale=None,
+    attend=attend_one,
     **options,
 ):
     """A batch: packed q [T H D] and one [L K D], [L K V] pair a request -> (out [T H V], lse [T H]).
 
     Query i of request r has position q_starts[r] + i; the default L - query_len aligns the last query with
     the last key. Rows past the last request (padding) are out 0, lse -inf. Scales: real = stored * scale,
-    where a scale is a number or one number a head.
+    where a scale is a number or one number a head. `attend` judges one request.
     """
     q = np.asarray(q, np.float64)
     heads, v_dim = q.shape[1], values[0].shape[2]
@@ -111,7 +112,7 @@ def ragged(
     for r, n in enumerate(query_lens):
         first = len(keys[r]) - n if q_starts is None else q_starts[r]
         stop = start + n
-        out[start:stop], lse[start:stop] = attend_one(
+        out[start:stop], lse[start:stop] = attend(
             scaled(q[start:stop], q_scale),
             scaled(keys[r], k_scale),
             scaled(values[r], v_scale),

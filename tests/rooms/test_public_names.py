@@ -27,7 +27,11 @@ CONTRACT = {
     "mla": ["MLAAttention", "MLASpec"],
     "choice": ["list_backends", "explain", "BackendReport", "UnsupportedError"],
 }
-ADDITIONS: dict[str, str] = {}  # name: why it earns a place on the contents page
+ADDITIONS = {  # name: why it earns a place on the contents page
+    "Buckets": "the sizes a server pads to, which bound its number of compilations",
+    "cascade_levels": "the shared-prefix levels of a batch, which cascade_attention takes",
+    "check_host": "the checks on values that a caller runs before device_put",
+}
 
 
 def test_the_contents_page_is_the_contract_and_the_declared_additions():
