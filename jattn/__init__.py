@@ -6,7 +6,6 @@ from jattn.types import AttentionType
 
 # The cache
 from jattn.cache import KVCacheSpec, PagedKV, copy_blocks, empty_cache, swap_blocks, write_kv
-from jattn.cache.latent import mla_cache_spec
 
 # The batch, and what can be done with it
 from jattn.metadata import (
@@ -26,9 +25,12 @@ from jattn.metadata import (
 
 # Attention
 from jattn.attention import PagedAttention, attention, cascade_attention, paged_attention
+from jattn.ops import AttentionState, merge
+
+# Multi-head latent attention
+from jattn.cache.latent import mla_cache_spec
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLAParams, MLASpec
-from jattn.ops import AttentionState, merge
 
 # Who computes, and why not the others
 from jattn.backends import BackendReport, explain, list_backends
@@ -69,6 +71,7 @@ __all__ = [
     "merge",
     "paged_attention",
     # latent attention
+    # multi-head latent attention
     "MLAAttention",
     "MLAParams",
     "MLASpec",

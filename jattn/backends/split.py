@@ -112,7 +112,9 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
     def for_layer(self, metadata: SplitMetadata, layer, blocks_per_layer: int) -> SplitMetadata:
         """Each half's pages move, and so do the slots of the whole."""
         halves = {
-            name: dataclasses.replace(half, plan=self._builder(half.backend).for_layer(half.plan, layer, blocks_per_layer))
+            name: dataclasses.replace(
+                half, plan=self._builder(half.backend).for_layer(half.plan, layer, blocks_per_layer)
+            )
             for name, half in metadata.halves.items()
         }
         table = jnp.asarray(metadata.block_table) + layer * blocks_per_layer
