@@ -42,6 +42,10 @@ class Question:
     device_capability: Chip | None = None
     needs: tuple[tuple[Feature, str], ...] = ()  # (feature, what was seen), in Feature's order
 
+    def asks(self, feature: Feature) -> bool:
+        """Is this feature among the needs? (vLLM's has_sink is asks(Feature.SINK).)"""
+        return any(feature is needed for needed, _ in self.needs)
+
     @classmethod
     def of(
         cls,

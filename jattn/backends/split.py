@@ -22,7 +22,6 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import EVERYTHING, Feature
 from jattn.backends.impl import AttentionImpl
-from jattn.backends.question import Question
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.metadata.common import CommonAttentionMetadata

@@ -65,7 +65,7 @@ def _attend(plan: Plan, q, source, batch: RaggedBatch, params: AttentionParams) 
 def _forward(plan: Plan, q, source, batch, params, differentiable: bool) -> AttentionState:
     spec = plan.spec
     bits = plan.on_cpu and not differentiable
-    keys = PackedKeys.of(*source, batch.kv_len, bits) if isinstance(source, tuple) else source
+    keys = PackedKeys.of(source[0], source[1], batch.kv_len, bits) if isinstance(source, tuple) else source
     q_real = q if params.q_scale is None else _scaled(q, params.q_scale)
     shape = drive.OutShape(plan.max_query_len, spec.v_head_dim, plan.out_dtype or output_dtype(q.dtype))
     args = (q_real, batch, keys, plan.rules, numbers(spec, params), shape)

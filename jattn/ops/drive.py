@@ -15,7 +15,6 @@ from jattn.ops.state import AttentionState
 from jattn.ops.tile import Numbers, Rules, Tile, attend_tile
 from pallas_kernels.algebra import quant
 
-
 ROWS_AT_ONCE = 4096
 """Queries side by side: bounds the logits that are alive to this many rows times a chunk of keys, a head."""
 

@@ -73,6 +73,9 @@ class Numbers(NamedTuple):
     sinks: jax.Array | None = None  # f32[H]
 
 
+PLAIN = Numbers()
+
+
 class _Rows(NamedTuple):
     """The M query rows of a program, m = row * G + (query head within the group), and the keys they may see."""
 
@@ -89,7 +92,7 @@ def paged_attention(
     pool: Pool,
     batch: Batch,
     tiles: Tiles,
-    numbers: Numbers = Numbers(),
+    numbers: Numbers = PLAIN,
     *,
     config: Config,
     interpret: bool,

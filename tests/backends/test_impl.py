@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jattn.backends import AttentionType, ContextParallel
+from jattn.backends import AttentionLayer, AttentionType, ContextParallel
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.spec import AttentionParams
+from jattn.spec import AttentionParams, AttentionSpec
 from tests.backends.toy import CACHE, CPU, SPEC, ToyImpl
 
 
@@ -29,6 +29,19 @@ def test_an_impl_shows_its_layer_and_hashes_by_value():
     assert not impl.fused_output_quant_supported("fp8")
     params = AttentionParams()
     assert impl.prepare_params(params) is params
+
+
+def test_a_layer_is_whatever_has_a_spec_params_and_a_call():
+    @dataclasses.dataclass
+    class Layer:
+        spec: AttentionSpec
+        params: AttentionParams
+
+        def __call__(self, q, k, v, cache, m):
+            return cache, None
+
+    assert isinstance(Layer(SPEC, AttentionParams()), AttentionLayer)
+    assert not isinstance(SPEC, AttentionLayer)
 
 
 def test_an_impl_without_packed_attention_says_so():

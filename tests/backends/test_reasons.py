@@ -88,6 +88,19 @@ def test_mla_and_sparse_are_refused_both_ways():
     ]
 
 
+def test_a_combination_may_be_refused_where_its_parts_are_not():
+    class Either(ToyBackend):
+        features = ToyBackend.features | {Feature.SINK}
+
+        @classmethod
+        def supports_combination(cls, question):
+            both = question.asks(Feature.SINK) and question.head_size == 16
+            return "sinks with head_size 16 not supported" if both else None
+
+    assert Either.validate_configuration(8, has_sink=True) == Either.validate_configuration(16) == []
+    assert Either.validate_configuration(16, has_sink=True) == ["sinks with head_size 16 not supported"]
+
+
 def test_a_method_may_be_overridden_instead_of_the_data():
     sinks = derived(supports_sink=classmethod(lambda cls: True))
     assert sinks.validate_configuration(8, has_sink=True) == []
