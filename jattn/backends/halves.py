@@ -3,15 +3,17 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 from jattn.backends import registry
 from jattn.backends.backend import AttentionBackend
-from jattn.backends.feature import Feature
+from jattn.backends.feature import EVERYTHING, Feature
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType
+from pallas_kernels.algebra import quant
 
 Backend = type[AttentionBackend]
 
@@ -55,7 +57,45 @@ def candidates(name: str | None) -> list[Backend]:
     """The one named, or everybody who does not divide the work in turn."""
     if name is not None:
         return [registry.load(name)]
-    return [backend for backend in map(registry.load, registry.list_backends()) if not backend.delegates]
+    return [b for b in map(registry.load, registry.list_backends()) if not issubclass(b, DividedBackend)]
+
+
+class DividedBackend(AttentionBackend):
+    """Hands each half of a batch to another backend, and is never a half itself.
+
+    What it can is what both halves can: the class attributes below are only bounds, the methods ask the halves.
+    """
+
+    halves: ClassVar[Halves] = Halves()
+    supported_dtypes = (*quant.FLOATS, *quant.QUANTISED)
+    supported_kv_cache_dtypes = ()
+    supported_block_sizes = ()
+    attn_types = tuple(AttentionType)
+    quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
+    features = EVERYTHING - {Feature.CASCADE}
+
+    @classmethod
+    def supports(cls, feature: Feature) -> bool:
+        return super().supports(feature) and cls.halves.able(lambda backend: backend.supports(feature))
+
+    @classmethod
+    def supports_dtype(cls, dtype) -> bool:
+        return cls.halves.able(lambda backend: backend.supports_dtype(dtype))
+
+    @classmethod
+    def supports_platform(cls, platform: str, generation: str = "") -> bool:
+        return cls.halves.able(lambda backend: backend.supports_platform(platform, generation))
+
+    @classmethod
+    def validate_configuration(cls, head_size: int, **asked) -> list[str]:
+        names = cls.halves.names(asked.get("attn_type", AttentionType.DECODER))
+        return cls.halves.reasons(names, lambda backend: backend.validate_configuration(head_size, **asked))
+
+    @classmethod
+    def reasons(cls, spec, cache_spec, chip, needs=()) -> tuple[str, ...]:
+        own = tuple(f"{need} not supported: asked for" for need in needs if need not in cls.features)
+        names = cls.halves.names(spec.attn_type, cache_spec is not None)
+        return (*own, *cls.halves.reasons(names, lambda backend: backend.reasons(spec, cache_spec, chip, needs)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,8 +12,11 @@ Entry = type[AttentionBackend] | str
 """A class, or where to find it: 'package.module:Class'."""
 
 _TABLE: dict[str, Entry] = {
+    "cpu_native": "jattn.backends.cpu_native:CpuNativeBackend",
     "sdpa": "jattn.backends.sdpa:SdpaBackend",
+    "split": "jattn.backends.split:SplitBackend",
     "pallas_cpu": "jattn.backends.pallas_cpu:PallasCpuBackend",
+    "mla_sdpa": "jattn.backends.mla:MLABackend",
 }
 
 
