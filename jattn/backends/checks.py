@@ -63,7 +63,7 @@ def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
 def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
     """The backend takes what only the batch tells."""
     needs = causal_needs(spec, meta)
-    lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not backend.supports(feature))
+    lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not supports(backend, feature))
     if lacking:
         raise UnsupportedError(
             "the chosen backend does not take this batch; name another", {backend.get_name(): lacking}
