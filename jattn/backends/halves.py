@@ -8,6 +8,7 @@ from typing import ClassVar
 from jattn.backends import registry
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.feature import EVERYTHING, Feature
+from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
@@ -54,10 +55,11 @@ class Halves:
 
 
 def candidates(name: str | None) -> list[Backend]:
-    """The one named, or everybody who does not divide the work in turn."""
+    """The one named, or everybody who does not divide the work in turn; a latent cache has a door of its own."""
     if name is not None:
         return [registry.load(name)]
-    return [b for b in map(registry.load, registry.list_backends()) if not issubclass(b, DividedBackend)]
+    everybody = map(registry.load, registry.list_backends())
+    return [b for b in everybody if not issubclass(b, DividedBackend) and not b.is_mla()]
 
 
 class DividedBackend(AttentionBackend):
@@ -72,11 +74,11 @@ class DividedBackend(AttentionBackend):
     supported_block_sizes = ()
     attn_types = tuple(AttentionType)
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
-    features = EVERYTHING - {Feature.CASCADE}
+    features = EVERYTHING - {Feature.CASCADE, Feature.DCP}
 
     @classmethod
     def supports(cls, feature: Feature) -> bool:
-        return super().supports(feature) and cls.halves.able(lambda backend: backend.supports(feature))
+        return super().supports(feature) and cls.halves.able(lambda backend: supports(backend, feature))
 
     @classmethod
     def supports_dtype(cls, dtype) -> bool:
