@@ -17,6 +17,7 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
+from jattn.backends.parallel import ContextParallel
 from jattn.backends.select import resolve
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
@@ -39,6 +40,7 @@ class PagedAttention:
     backend: str = dataclasses.field(default="auto", compare=False)  # what was asked for; backend_name: what was chosen
     platform: str | Chip | None = dataclasses.field(default=None, compare=False)
     needs: tuple[Feature, ...] = dataclasses.field(default=(), compare=False, kw_only=True)
+    parallel: ContextParallel = dataclasses.field(default=ContextParallel(), kw_only=True)  # see jattn.parallel
     chosen: type[AttentionBackend] = dataclasses.field(init=False, repr=False)
     impl: AttentionImpl = dataclasses.field(init=False, repr=False)
     builder: AttentionMetadataBuilder = dataclasses.field(init=False, repr=False)
@@ -46,10 +48,11 @@ class PagedAttention:
     def __post_init__(self):
         checks.check_specs(self.spec, self.cache_spec)
         chip = device.resolve(self.platform)
-        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, self.needs)
+        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, (*self.needs, *self.parallel.needs))
         object.__setattr__(self, "chosen", chosen)
-        object.__setattr__(self, "impl", chosen.get_impl_cls()(self.spec, self.cache_spec, chip))
-        object.__setattr__(self, "builder", chosen.get_builder_cls()(self.spec, self.cache_spec, chip))
+        who = (self.spec, self.cache_spec, chip, self.parallel)
+        object.__setattr__(self, "impl", chosen.get_impl_cls()(*who))
+        object.__setattr__(self, "builder", chosen.get_builder_cls()(*who))
 
     @property
     def backend_name(self) -> str:
@@ -63,6 +66,7 @@ class PagedAttention:
         """
         checks.check_batch(self.spec, meta)
         checks.check_causality(self.chosen, self.spec, meta)
+        self.parallel.check(meta)
         if common_prefix_len < 0:
             raise ValueError(f"{common_prefix_len=} must be >= 0")
         return self.builder.build(common_prefix_len, meta, fast_build)

@@ -9,6 +9,7 @@ from jattn import device
 from jattn.backends import checks
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.mla import MLAImpl, MLAMetadataBuilder
+from jattn.backends.parallel import ContextParallel
 from jattn.backends.select import resolve
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.latent import check_latent
@@ -31,6 +32,7 @@ class MLAAttention:
     cache_spec: KVCacheSpec  # of mla_cache_spec(spec, ...), or one whose head_dim is the row's width
     backend: str = dataclasses.field(default="auto", compare=False)
     platform: str | Chip | None = dataclasses.field(default=None, compare=False)
+    parallel: ContextParallel = dataclasses.field(default=ContextParallel(), kw_only=True)  # see jattn.parallel
     chosen: type[AttentionBackend] = dataclasses.field(init=False, repr=False)
     impl: MLAImpl = dataclasses.field(init=False, repr=False)
     builder: MLAMetadataBuilder = dataclasses.field(init=False, repr=False)
@@ -40,10 +42,11 @@ class MLAAttention:
         checks.check_kind("cache_spec", self.cache_spec, KVCacheSpec, "make one with jattn.mla_cache_spec(...)")
         check_latent(self.spec, self.cache_spec)
         chip = device.resolve(self.platform)
-        chosen = resolve(self.spec, self.cache_spec, chip, self.backend)
+        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, self.parallel.needs)
         object.__setattr__(self, "chosen", chosen)
-        object.__setattr__(self, "impl", chosen.get_impl_cls()(self.spec, self.cache_spec, chip))
-        object.__setattr__(self, "builder", chosen.get_builder_cls()(self.spec, self.cache_spec, chip))
+        who = (self.spec, self.cache_spec, chip, self.parallel)
+        object.__setattr__(self, "impl", chosen.get_impl_cls()(*who))
+        object.__setattr__(self, "builder", chosen.get_builder_cls()(*who))
 
     @property
     def backend_name(self) -> str:
@@ -63,6 +66,7 @@ class MLAAttention:
         """The plan of this batch: once a step, for all layers of this spec; pure, on the host or in jit."""
         checks.check_batch(self.spec, meta)
         checks.check_causality(self.chosen, self.spec, meta)
+        self.parallel.check(meta)
         if common_prefix_len < 0:
             raise ValueError(f"{common_prefix_len=} must be >= 0")
         return self.builder.build(common_prefix_len, meta, fast_build)

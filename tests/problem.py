@@ -278,17 +278,23 @@ def step(attn: jattn.PagedAttention, cache, q, k, v, meta, params):
     return attn(q, k, v, cache, attn.build(meta), params)
 
 
-def run(problem: Problem, backend: str = "auto") -> tuple[jattn.PagedKV, jattn.AttentionState]:
-    """Write the new tokens into the poisoned cache, attend: (cache, state)."""
+def run(problem: Problem, backend: str = "auto", pages: jattn.PagedKV | None = None):
+    """Write the new tokens into the poisoned cache (or `pages`), attend: (cache, state)."""
     attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
     new = problem.new(problem.keys), problem.new(problem.values)
-    return step(attn, problem.cache(new=False), problem.q, *new, problem.meta, problem.params)
+    pages = problem.cache(new=False) if pages is None else pages
+    return step(attn, pages, problem.q, *new, problem.meta, problem.params)
 
 
 def takes(backend: str, problem: Problem) -> bool:
     """Does this backend take this layer and this batch, here?"""
     try:
-        jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend).build(problem.meta)
+        attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
+        jax.eval_shape(
+            lambda *args: step(attn, *args),
+            *(problem.cache(new=False), problem.q, problem.new(problem.keys), problem.new(problem.values)),
+            *(problem.meta, problem.params),
+        )
     except jattn.UnsupportedError:
         return False
     return True

@@ -204,6 +204,7 @@ class CpuNativeBackend(AttentionBackend):
         Feature.NON_CAUSAL_DCP,
         Feature.KV_CONNECTOR,
         Feature.PCP,
+        Feature.DCP,
         Feature.QUERY_LENS_MISMATCH,
         Feature.ALIBI_SQRT,
         Feature.FUSED_OUTPUT_QUANT,

@@ -55,10 +55,11 @@ class Halves:
 
 
 def candidates(name: str | None) -> list[Backend]:
-    """The one named, or everybody who does not divide the work in turn."""
+    """The one named, or everybody who does not divide the work in turn; a latent cache has a door of its own."""
     if name is not None:
         return [registry.load(name)]
-    return [b for b in map(registry.load, registry.list_backends()) if not issubclass(b, DividedBackend)]
+    everybody = map(registry.load, registry.list_backends())
+    return [b for b in everybody if not issubclass(b, DividedBackend) and not b.is_mla()]
 
 
 class DividedBackend(AttentionBackend):
@@ -73,7 +74,7 @@ class DividedBackend(AttentionBackend):
     supported_block_sizes = ()
     attn_types = tuple(AttentionType)
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
-    features = EVERYTHING - {Feature.CASCADE}
+    features = EVERYTHING - {Feature.CASCADE, Feature.DCP}
 
     @classmethod
     def supports(cls, feature: Feature) -> bool:

@@ -15,6 +15,7 @@ from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, absorb
 from jattn.ops.levels import flat
 from jattn.ops.mla import Latent, MLAMetadata
+from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
 from jattn.types import AttentionCGSupport, MultipleOf
 from pallas_kernels.algebra import quant
@@ -33,11 +34,14 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
     ) -> MLAMetadata:
         """The whole blocks of a common prefix are read once for the batch."""
         common, size = common_attn_metadata, self.cache_spec.block_size
+        level, slots = flat(common, self.spec.attn_type), common.slot_mapping
+        shard = self.parallel.dcp_shard(self.cache_spec)
+        if shard is not None:
+            level = shard_level(level, shard, size, common.dcp_local_seq_lens)
+            slots = shard.slot_mapping(common, size)
+        hint = 0 if fast_build or shard is not None else common_prefix_len
         return MLAMetadata(
-            level=flat(common, self.spec.attn_type),
-            slot_mapping=common.slot_mapping,
-            is_causal=common.is_causal,
-            shared_prefix=0 if fast_build else common_prefix_len // size * size,
+            level=level, slot_mapping=slots, is_causal=common.is_causal, shared_prefix=hint // size * size
         )
 
     def update_block_table(self, metadata: MLAMetadata, blk_table, slot_mapping) -> MLAMetadata:
@@ -54,7 +58,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
 
     @property
     def _latent(self) -> Latent:
-        return Latent(self.spec, self.chip.platform == "cpu")
+        return Latent(self.spec, self.chip.platform == "cpu", self.parallel.combine)
 
     def forward(self, q, cache, m: MLAMetadata, params: MLAParams) -> AttentionState:
         return self._latent.forward(q, cache, m, params)

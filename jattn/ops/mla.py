@@ -5,12 +5,14 @@ Both read the same cached rows and give the same state, up to rounding; both are
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jattn.cache.latent import gather_latent
 from jattn.cache.layout import PagedKV
+from jattn.errors import UnsupportedError
 from jattn.mla_spec import MLAParams, MLASpec, absorb
 from jattn.ops.attend import Plan, attend_packed, output_dtype
 from jattn.ops.latent import LatentKeys
@@ -49,6 +51,7 @@ class Latent:
 
     spec: MLASpec
     on_cpu: bool
+    combine: Callable[[AttentionState], AttentionState] | None = None  # of ranks that hold parts of the keys
 
     def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
         """Absorbed: q [T H nope+rope] against the rows themselves; W_UK is folded into q, W_UV into the result.
@@ -69,6 +72,7 @@ class Latent:
             levels,
             _attention_params(params),
             functools.partial(LatentKeys.of, spec, params),
+            self.combine,
         )
         out = einsum("thl,hlv->thv", state.out, _float(params.w_uv))
         return AttentionState(out=out.astype(output_dtype(q.dtype)), lse=state.lse)
@@ -88,6 +92,8 @@ class Latent:
         cache, and a quantised cache does not round the prompt's own keys. None: everything is read from the cache.
         """
         spec, params = self.spec, absorb(self.spec, params)
+        if self.combine is not None:
+            raise UnsupportedError("rows spread over ranks are read absorbed only; use forward_mqa")
         batch = m.level.batch
         read = batch.kv_len if kv_c is None else jnp.maximum(batch.kv_len - batch.query_len, 0)
         read = jnp.where(batch.query_len > 0, read, 0)
@@ -103,7 +109,7 @@ class Latent:
     def forward(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
         """Each request by the reading that is cheaper for its number of queries; no reordering is needed."""
         limit, level = self.spec.mha_threshold, m.level
-        if level.max_query_len <= limit or m.shared_prefix or level.batch.shard is not None:
+        if level.max_query_len <= limit or m.shared_prefix or self.combine is not None:
             return self.forward_mqa(q, cache, m, params)
         params, long = absorb(self.spec, params), level.batch.query_len > limit
         few = dataclasses.replace(m, level=_only(level, ~long, limit))

@@ -19,16 +19,15 @@ S = 4
 QUERIES, TOTALS = (1, 5, 0, 11, 1), (9, 5, 0, 30, 1)  # decode, whole prompt, none, a later chunk, first token
 PADDED_TOKENS, PADDED_REQS = 21, 7
 FEATURES = {
-    "plain": {},
-    "scale": dict(scale=0.4),
-    "window": dict(sliding_window=6),
-    "chunk": dict(chunk_size=8),
-    "soft_cap": dict(logits_soft_cap=1.5),
-    "alibi": dict(has_alibi=True),
-    "sinks": dict(has_sinks=True),
-    "user": dict(mask_fn=lambda h, i, j: (i - j) % 3 != h, score_fn=lambda s, h, i, j: s + 0.1 * h - 0.01 * (i - j)),
-    "many": dict(has_sinks=True, sliding_window=(9, -1), has_alibi=True, logits_soft_cap=2.0),
+    "window, scale": dict(sliding_window=6, scale=0.4),
+    "chunk, user": dict(
+        chunk_size=16,
+        mask_fn=lambda h, i, j: (i - j) % 3 != h,
+        score_fn=lambda s, h, i, j: s + 0.1 * h - 0.01 * (i - j),
+    ),
+    "cap, alibi, window, sinks": dict(has_sinks=True, sliding_window=(9, -1), has_alibi=True, logits_soft_cap=2.0),
 }
+MQA, MHA, OWN = "forward_mqa", "prefill_mha", "prefill_mha with the new tokens as given"
 
 
 def normal(seed: int, *shape) -> np.ndarray:
@@ -45,10 +44,10 @@ class Case:
     @functools.cached_property
     def mla(self) -> MLAAttention:
         wide = dict(self.options).get("wide")
-        if wide:
-            sizes = dict(num_kv_heads=1, head_dim=self.spec.head_dim, v_head_dim=wide, dtype="float32")
-            return MLAAttention(self.spec, jattn.KVCacheSpec(num_blocks=32, block_size=S, **sizes))
         options = dict(dtype="float32") | dict(self.options)
+        if wide:
+            sizes = dict(num_kv_heads=1, head_dim=self.spec.head_dim, v_head_dim=options.pop("wide"))
+            return MLAAttention(self.spec, jattn.KVCacheSpec(num_blocks=32, block_size=S, **sizes, **options))
         return MLAAttention(self.spec, mla_cache_spec(self.spec, 32, S, **options))
 
     @functools.cached_property
@@ -120,115 +119,117 @@ def check(state, wanted, atol=2e-5):
     np.testing.assert_allclose(state.lse, wanted[1], rtol=0, atol=atol)
 
 
-def readings(case: Case, **options):
-    """Every way to the same numbers: name -> state."""
-    mla, m = case.mla, case.mla.build(case.meta(**options))
-    params = mla.prepare_params(case.params)
-    attend = jax.jit(lambda name, *args: getattr(mla, name)(case.q, *args), static_argnums=0)
-    yield "absorbed", attend("forward_mqa", case.cache, m, params)
-    yield "materialised", attend("prefill_mha", case.cache, m, params)
-    yield "materialised, own tokens as given", attend("prefill_mha", case.cache, m, params, *case.new_rows())
-    yield "as the door chooses", attend("attend", case.cache, m, params)
+def read(mla, reading, *args):
+    return getattr(mla, reading.split()[0])(*args)
+
+
+SHARED = jax.jit(read, static_argnums=(0, 1))
+
+
+def run(case: Case, reading: str, *, cache=None, jitted=SHARED, **options):
+    """One reading, compiled once for all tests that ask for the same."""
+    m, params = case.mla.build(case.meta(**options)), case.mla.prepare_params(case.params)
+    extra = case.new_rows() if reading == OWN else ()
+    return jitted(case.mla, reading, case.q, case.cache if cache is None else cache, m, params, *extra)
+
+
+def anew():
+    """For what a test has patched."""
+    return jax.jit(lambda *args: read(*args), static_argnums=(0, 1))
+
+
+PLAIN = Case()
+
+
+@pytest.mark.parametrize("reading", [MQA, MHA, OWN, "attend"])
+def test_every_reading_is_the_definition(reading):
+    state = run(PLAIN, reading)
+    check(state, PLAIN.wanted())
+    assert (np.asarray(state.out)[sum(QUERIES) :] == 0).all()
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_both_readings_are_the_definition(name):
+@pytest.mark.parametrize("reading", [MQA, OWN])
+def test_features_mean_what_they_mean_in_any_attention(name, reading):
     case = Case(MLASpec(**SIZES, **FEATURES[name]))
-    wanted = case.wanted()
-    for _, state in readings(case):
-        check(state, wanted)
-        assert (np.asarray(state.out)[sum(QUERIES) :] == 0).all()
+    check(run(case, reading), case.wanted())
 
 
-@pytest.mark.parametrize("causal", [False, (True, False, True, False, True)])
-def test_both_readings_without_causality(causal):
-    case = Case()
-    wanted = case.wanted(causal=causal)
-    for _, state in readings(case, causal=causal):
-        check(state, wanted)
+@pytest.mark.parametrize("reading", [MQA, MHA])
+def test_causality_may_differ_from_request_to_request(reading):
+    causal = (True, False, True, False, True)
+    check(run(PLAIN, reading, causal=causal), PLAIN.wanted(causal=causal))
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "reading"),
+    [(("layout", "NHD"), MHA), (("wide", SPEC.kv_lora_rank), MHA), (("wide", SPEC.head_dim), MQA)],
+)
+def test_every_form_of_the_cache_holds_the_same_rows(options, reading):
+    case = Case(options=(options,))
+    check(run(case, reading), PLAIN.wanted())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per", "wide"),
     [
-        (("layout", "NHD"),),
-        (("wide", SPEC.kv_lora_rank),),
-        (("wide", SPEC.head_dim),),
+        ("float8_e4m3fn", "per_tensor", False),
+        ("float8_e5m2", "per_head", True),
+        ("int8", "per_token_head", False),
+        ("int8", "per_token_head", True),
+        ("bfloat16", "none", False),
     ],
 )
-def test_every_form_of_the_cache_holds_the_same_rows(options):
-    case, plain = Case(options=options), Case()
-    for (_, state), (_, other) in zip(readings(case), readings(plain), strict=True):
-        np.testing.assert_array_equal(state.out, other.out)
-        np.testing.assert_array_equal(state.lse, other.lse)
-
-
-@pytest.mark.parametrize("dtype", quant.LARGEST)
-@pytest.mark.parametrize("per", ["per_tensor", "per_token_head"])
-def test_a_quantised_cache_is_attention_over_rounded_rows(dtype, per):
-    case = Case(options=(("dtype", dtype), ("quant", per)))
-    scales = dict(kv_c_scale=0.03, k_pe_scale=0.02) if per == "per_tensor" else {}
+def test_a_small_cache_is_attention_over_rounded_rows(dtype, per, wide):
+    options = dict(dtype=dtype, quant=per) | (dict(wide=SPEC.kv_lora_rank) if wide else {})
+    case = Case(options=tuple(options.items()))
+    scales = dict(kv_c_scale=0.03, k_pe_scale=None if wide else 0.02) if per in ("per_tensor", "per_head") else {}
     case.__dict__["params"] = dataclasses.replace(case.params, **scales)
 
     def rounded(rows, scale):
-        return [quant.round_trip(x[:, None], dtype, per, scale)[:, 0] if len(x) else x for x in rows]
+        if dtype == "bfloat16":
+            return [np.asarray(jnp.asarray(x, dtype), np.float32) for x in rows]
+        per_row = "per_token_head" if per == "per_token_head" else "per_tensor"
+        return [quant.round_trip(x[:, None], dtype, per_row, scale)[:, 0] if len(x) else x for x in rows]
 
     kv_c, k_pe = case.rows
-    rows = rounded(kv_c, scales.get("kv_c_scale")), rounded(k_pe, scales.get("k_pe_scale"))
-    wanted = case.wanted(rows)
-    for name, state in readings(case):
-        if "given" not in name:
-            check(state, wanted, atol=1e-4)
-
-
-def test_a_bfloat16_cache_rounds_the_rows_and_nothing_else():
-    case = Case(options=(("dtype", "bfloat16"),))
-    rows = [[np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in part] for part in case.rows]
-    wanted = case.wanted(rows)
-    for name, state in readings(case):
-        if "given" not in name:
-            check(state, wanted)
+    if wide:  # one scale for the whole row
+        whole = rounded([np.concatenate(x, axis=1) for x in zip(kv_c, k_pe, strict=True)], scales.get("kv_c_scale"))
+        rows = [x[:, : SPEC.kv_lora_rank] for x in whole], [x[:, SPEC.kv_lora_rank :] for x in whole]
+    else:
+        rows = rounded(kv_c, scales.get("kv_c_scale")), rounded(k_pe, scales.get("k_pe_scale"))
+    for reading in (MQA, MHA) if dtype.startswith("float8") else (MHA,) if wide else (MQA,):
+        check(run(case, reading), case.wanted(rows), atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
-@pytest.mark.parametrize("reading", ["forward_mqa", "prefill_mha"])
-def test_zero_rows_give_exactly_zero(dtype, reading):
-    mla = MLAAttention(
-        SPEC, mla_cache_spec(SPEC, 32, S, dtype=dtype, quant="none" if dtype == "float32" else "per_tensor")
-    )
-    case = Case()
-    state = getattr(mla, reading)(case.q, mla.empty_cache(), mla.build(case.meta()), case.params)
-    assert (np.asarray(state.out) == 0).all()
-    np.testing.assert_allclose(np.exp(state.lse[0]), 9, rtol=1e-5)  # nine keys of weight one
+def test_zero_rows_give_exactly_zero(dtype):
+    case = PLAIN if dtype == "float32" else Case(options=(("dtype", dtype), ("quant", "per_tensor")))
+    if case is not PLAIN:
+        case.__dict__["params"] = dataclasses.replace(case.params, kv_c_scale=0.5, k_pe_scale=0.25)
+    for reading in (MQA, MHA):
+        state = run(case, reading, cache=case.mla.empty_cache(storage="native"))
+        assert (np.asarray(state.out) == 0).all()
+        np.testing.assert_allclose(np.exp(state.lse[0]), 9, rtol=1e-5)  # nine keys of weight one
 
 
 def test_the_door_reads_long_requests_materialised_and_short_ones_absorbed(monkeypatch):
+    long = np.repeat([n > 3 for n in QUERIES], QUERIES)[:, None, None]
+    mha, mqa = (np.asarray(run(PLAIN, reading).out)[: sum(QUERIES)] for reading in (MHA, MQA))
     monkeypatch.setattr(MLASpec, "mha_threshold", property(lambda self: 3))
-    case, seen = Case(), {}
-    both = {"mqa": case.mla.forward_mqa, "mha": case.mla.prefill_mha}
-    m = case.mla.build(case.meta())
-    for name, read in both.items():
-        seen[name] = read(case.q, case.cache, m, case.params).out
-    got = case.mla.attend(case.q, case.cache, m, case.params)
-    long = np.repeat([n > 3 for n in QUERIES], QUERIES)
-    wanted = np.where(long[:, None, None], seen["mha"][: sum(QUERIES)], seen["mqa"][: sum(QUERIES)])
-    assert not np.array_equal(seen["mha"], seen["mqa"])
-    np.testing.assert_array_equal(got.out[: sum(QUERIES)], wanted)
-    check(got, case.wanted())
+    state = run(PLAIN, "attend", jitted=anew())
+    check(state, PLAIN.wanted())
+    np.testing.assert_array_equal(state.out[: sum(QUERIES)], np.where(long, mha, mqa))
+    assert not np.array_equal(mha, mqa)
 
 
 def test_cached_tokens_are_materialised_window_by_window(monkeypatch):
-    from jattn.ops import mla as ops
-
-    case = Case()
-    for size in (4, 7, 16):
-        monkeypatch.setattr(ops, "CONTEXT_TOKENS", size)
-        state = case.mla.prefill_mha(case.q, case.cache, case.mla.build(case.meta()), case.params)
-        check(state, case.wanted())
+    monkeypatch.setattr("jattn.ops.mla.CONTEXT_TOKENS", 7)
+    check(run(PLAIN, MHA, jitted=anew()), PLAIN.wanted())
 
 
 def test_write_then_attend_in_one_call_decodes_token_by_token():
-    spec, case = SPEC, Case()
+    spec, case = SPEC, PLAIN
     mla, cache = case.mla, case.mla.empty_cache(float("nan"))
     kv_c, k_pe, q = normal(5, 6, spec.kv_lora_rank), normal(6, 6, spec.qk_rope_head_dim), normal(7, 6, 3, 20)
     table = [[7, 2]]
@@ -244,7 +245,7 @@ def test_write_then_attend_in_one_call_decodes_token_by_token():
 
 
 def test_blocks_of_latents_move_like_any_blocks():
-    case = Case()
+    case = PLAIN
     k, v = case.cache.logical()
     pairs = jnp.array([[0, 31], [1, 0]])
     moved_k, moved_v = jattn.copy_blocks(case.cache, pairs).logical()
@@ -256,7 +257,7 @@ def test_blocks_of_latents_move_like_any_blocks():
 
 
 def test_a_shared_prefix_changes_nothing():
-    case, mla = Case(), Case().mla
+    mla = PLAIN.mla
     table = np.array([[3, 9, 1, 0], [3, 9, 7, 5]])
     rows = normal(8, 2, 13, SPEC.kv_lora_rank), normal(9, 2, 13, SPEC.qk_rope_head_dim)
     for x in rows:
@@ -266,39 +267,34 @@ def test_a_shared_prefix_changes_nothing():
         m = mla.build(jattn.CommonAttentionMetadata.from_lengths([13], [13], table[r : r + 1], S))
         cache = mla.write(rows[0][r], rows[1][r], cache, m)
     meta = jattn.CommonAttentionMetadata.from_lengths([2, 3], [13, 13], table, S)
-    plain = mla.forward_mqa(case.q[:5], cache, mla.build(meta), case.params)
-    shared = mla.attend(case.q[:5], cache, mla.build(meta, common_prefix_len=9), case.params)
-    check(shared, (plain.out, plain.lse), atol=1e-5)
+    shared = jax.jit(mla.attend)(PLAIN.q[:5], cache, mla.build(meta, common_prefix_len=9), PLAIN.params)
+    wanted = latent_attention(PLAIN.q[:5], *rows, PLAIN.params.kv_b_proj, [2, 3], nope=SPEC.qk_nope_head_dim)
+    check(shared, wanted)
 
 
-@pytest.mark.parametrize("reading", ["forward_mqa", "prefill_mha"])
-def test_gradients_of_both_readings_agree_and_flow_to_everything(reading):
-    case = Case(MLASpec(**SIZES, has_sinks=True))
-    mla, m = case.mla, case.mla.build(case.meta())
-    clean = jattn.PagedKV.from_logical(mla.cache_spec, *map(jnp.nan_to_num, case.cache.logical()), storage="native")
+def test_gradients_of_both_readings_agree_and_flow_to_everything():
+    mla = MLAAttention(MLASpec(**SIZES, has_sinks=True), PLAIN.mla.cache_spec)
+    logical = (normal(31, 32, S, 1, 8), normal(32, 32, S, 1, 24))
+    cache = jattn.PagedKV.from_logical(mla.cache_spec, *logical, storage="native")
+    m = mla.build(jattn.CommonAttentionMetadata.from_lengths([1, 4], [6, 9], PLAIN.table()[:2], S))
+    params = dataclasses.replace(PLAIN.params, sinks=normal(33, 3))
+    q = normal(34, 5, 3, 20)
 
-    def loss(name, q, cache, params):
-        state = getattr(mla, name)(q, cache, m, params)
-        return jnp.sum(jnp.sin(state.out)) + jnp.sum(jnp.where(jnp.isneginf(state.lse), 0.0, state.lse))
+    def loss(reading, q, cache, params):
+        state = getattr(mla, reading)(q, cache, m, params)
+        return jnp.sum(jnp.sin(state.out)) + jnp.sum(state.lse)
 
-    args = (jnp.asarray(case.q), clean, case.params)
-    grads = jax.grad(loss, argnums=(1, 2, 3))(reading, *args)
-    other = jax.grad(loss, argnums=(1, 2, 3))("forward_mqa", *args)
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other), strict=True):
+    value_and_grad = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)
+    grads = {reading: value_and_grad(reading, q, cache, params)[1] for reading in (MQA, MHA)}
+    for a, b in zip(*map(jax.tree.leaves, grads.values()), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
         assert np.abs(a).max() > 1e-3
-    step, (dq, _, dparams) = 1e-2, grads
-    for value, grad, put in (
-        (args[0], dq, lambda x: (x, clean, case.params)),
-        (
-            case.params.kv_b_proj,
-            dparams.kv_b_proj,
-            lambda w: (args[0], clean, dataclasses.replace(args[2], kv_b_proj=w)),
-        ),
-    ):
-        along = normal(30, *value.shape)
-        slope = (loss(reading, *put(value + step * along)) - loss(reading, *put(value - step * along))) / (2 * step)
-        np.testing.assert_allclose(np.vdot(grad, along), slope, rtol=2e-2)
+    value, step = jax.jit(loss, static_argnums=0), 1e-2
+    weights, along = params.kv_b_proj, normal(35, *params.kv_b_proj.shape)
+    above, below = (
+        value(MQA, q, cache, dataclasses.replace(params, kv_b_proj=weights + sign * step * along)) for sign in (1, -1)
+    )
+    np.testing.assert_allclose(np.vdot(grads[MQA][2].kv_b_proj, along), (above - below) / (2 * step), rtol=2e-2)
 
 
 def test_prepared_params_are_the_same_layer():
