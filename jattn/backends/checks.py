@@ -11,6 +11,7 @@ import numpy as np
 
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.feature import Feature
+from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import check_scales
 from jattn.errors import UnsupportedError
