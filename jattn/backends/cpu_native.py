@@ -6,7 +6,6 @@ of `sdpa`, recomputed in the backward pass. Under vmap the call runs once per el
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +63,7 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
 
     can_return_lse_for_decode = True
     supports_quant_query_input = True
-    isa: ClassVar[str] = "auto"  # a subclass pins one: see with_isa
+    isa: str = "auto"  # or the name of one instruction set: see pallas_kernels.cpu.native.library.status
 
     def forward(self, q, cache: PagedKV, m: CpuNativeMetadata, params: AttentionParams) -> AttentionState:
         return _paged(self, q, cache, m, params)
