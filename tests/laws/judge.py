@@ -52,5 +52,6 @@ def single(q, k, v, *, backend="auto", block_size=16, params=None, rows=None, **
         mask_fn=spec.mask_fn, score_fn=spec.score_fn,
     )  # fmt: skip
     exact, rough = attend_one(q, k, v, **asked), tolerances.naive_one(q, k, v, "float32", **asked)
-    limits = (tolerances.allowed(r, e, "float32") for r, e in zip(rough, exact, strict=True))
+    masses = attend_one(q, k, np.abs(v), **asked)[0], 0.0
+    limits = (tolerances.allowed(r, e, "float32", m) for r, e, m in zip(rough, exact, masses, strict=True))
     return state, Answer(*exact, *limits)
