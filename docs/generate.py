@@ -19,8 +19,9 @@ from jattn.device import PLATFORMS, Chip
 HERE = Path(__file__).resolve().parent
 CHIPS = {"cpu": Chip("cpu"), "gpu": Chip("gpu", "sm_90"), "tpu": Chip("tpu")}
 LAYER = dict(num_heads=8, num_kv_heads=2, head_dim=128)
+LATENT = dict(num_heads=8, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
 CACHE = dict(num_blocks=64, block_size=128, num_kv_heads=2, head_dim=128)
-HEAD_DIMS = (8, 40, 64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (1, 8, 40, 64, 80, 96, 128, 192, 256, 512, 576)
 BLOCK_SIZES = (1, 3, 16, 48, 128)
 QUANTS = ("per_tensor", "per_head", "per_token_head")
 
@@ -63,15 +64,24 @@ SPELLED = {  # how a user says it, where the name alone does not tell
 
 def answers(name: str, layer: dict, cache: dict | None, needs=()) -> dict[str, set[str]]:
     """The reasons of backend `name` against this layer, by platform."""
-    layer = LAYER | layer
-    sizes = {key: layer[key] for key in ("head_dim", "v_head_dim") if key in layer}
-    spec = jattn.AttentionSpec(**layer)
-    cache_spec = None if cache is None else jattn.KVCacheSpec(**(CACHE | sizes | cache))
+    spec, cache_spec = (_latent if registry.load(name).is_mla() else _usual)(layer, cache)
     found = {}
     for platform in platforms(name):
         report = next(r for r in jattn.explain(spec, cache_spec, CHIPS[platform], tuple(needs)) if r.name == name)
         found[platform] = set(report.reasons)
     return found
+
+
+def _usual(layer: dict, cache: dict | None):
+    layer = LAYER | layer
+    dims = {key: layer[key] for key in ("head_dim", "v_head_dim") if key in layer}
+    return jattn.AttentionSpec(**layer), None if cache is None else jattn.KVCacheSpec(**(CACHE | dims | cache))
+
+
+def _latent(layer: dict, cache: dict):
+    spec = jattn.MLASpec(**(LATENT | layer))
+    cache = dict(block_size=CACHE["block_size"]) | cache
+    return spec, jattn.mla_cache_spec(spec, CACHE["num_blocks"], **cache)
 
 
 def platforms(name: str) -> tuple[str, ...]:
@@ -99,19 +109,18 @@ def sizes(name: str, values, ask) -> str:
     return "any" if good == list(values) else ", ".join(map(str, good)) or "-"
 
 
-def rows(names: tuple[str, ...]):
-    """(section, [(row title, [cell of each backend])])."""
+def rows(names: tuple[str, ...], latent: bool):
+    """(section, [(row title, [cell of each backend])]) of backends that are all latent, or none of them."""
     each = lambda title, ask: (title, [ask(name) for name in names])
     yield "Where", [each("platforms", lambda name: ", ".join(platforms(name)))]
-    yield (
-        "Who attends to whom",
-        [
-            each(kind.value, lambda name, kind=kind: cell(name, takes(name, dict(attn_type=kind))))
-            for kind in jattn.AttentionType
-        ],
-    )
-    yield "Features", [_feature(feature, names) for feature in Feature]
-    dtypes = lambda name: ", ".join(registry.load(name).get_supported_dtypes())
+    if not latent:
+        kinds = list(jattn.AttentionType)
+        yield (
+            "Who attends to whom",
+            [each(kind.value, lambda name, t=kind: cell(name, takes(name, dict(attn_type=t)))) for kind in kinds],
+        )
+    left_out = (Feature.DIFF_KV, Feature.PACKED) if latent else ()  # latent caches have neither by nature
+    yield "Features", [_feature(feature, names) for feature in Feature if feature not in left_out]
     caches = [
         each(f"{dtype} cache", lambda name, d=dtype: cell(name, takes(name, cache=dict(dtype=d))))
         for dtype in ("float32", "float16", "bfloat16")
@@ -123,14 +132,19 @@ def rows(names: tuple[str, ...]):
         )
         for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
     ]
-    yield "Types", [each("queries", dtypes), *caches, *quantised]
-    layouts = [
-        each(layout, lambda name, la=layout: cell(name, takes(name, cache=dict(layout=la))))
-        for layout in ("HND", "NHD")
+    queries = [
+        each(f"{dtype} queries", lambda name, d=dtype: "yes" if registry.load(name).supports_dtype(d) else "-")
+        for dtype in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    ]
+    yield "Types", [*queries, *caches, *quantised]
+    shapes = [
+        each(order, lambda name, layout=order: cell(name, takes(name, cache=dict(layout=layout))))
+        for order in ("HND", "NHD")
     ]
     by_head = lambda name: sizes(name, HEAD_DIMS, lambda d: takes(name, dict(head_dim=d)))
     by_block = lambda name: sizes(name, BLOCK_SIZES, lambda s: takes(name, cache=dict(block_size=s)))
-    yield "Shapes", [*layouts, each(f"head dim {_of(HEAD_DIMS)}", by_head), each(f"page {_of(BLOCK_SIZES)}", by_block)]
+    shapes += [] if latent else [each(f"head dim {_of(HEAD_DIMS)}", by_head)]
+    yield "Shapes", [*shapes, each(f"page {_of(BLOCK_SIZES)}", by_block)]
 
 
 def _of(values) -> str:
@@ -145,6 +159,20 @@ def _feature(feature: Feature, names: tuple[str, ...]):
     return title, [cell(name, takes(name, fields, cache, (feature,), packed)) for name in names]
 
 
+def _table(title: str, names, table) -> list[str]:
+    """One section; rows that everybody refuses become a sentence."""
+    lines = [
+        "",
+        f"## {title}",
+        "",
+        f"| | {' | '.join(f'`{name}`' for name in names)} |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    lines += [f"| {row} | {' | '.join(cells)} |" for row, cells in table if {*cells} != {"-"}]
+    refused = [row for row, cells in table if {*cells} == {"-"}]
+    return [*lines, "", f"Nobody yet: {'; '.join(refused)}."] if refused else lines
+
+
 def support_matrix() -> str:
     names = jattn.list_backends()
     lines = [
@@ -153,15 +181,14 @@ def support_matrix() -> str:
         "Written by `docs/generate.py` from the backends' own answers; `tests/rooms/test_doc_blocks.py` writes it",
         'again and finds no difference. Backends stand in the order in which `backend="auto"` tries them. *yes*: on',
         "every platform of the backend; a platform's name: only there; *-*: refused, with a reason. Features compose:",
-        "what is *yes* alone is *yes* together, unless `jattn.explain(spec, cache_spec)`, which knows your exact layer,",
-        "cache and chip, says otherwise.",
+        "what is *yes* alone is *yes* together, unless `jattn.explain(spec, cache_spec)`, which knows the layer,",
+        "its cache and the chip, says otherwise.",
     ]
-    for section, table in rows(names):
-        lines += ["", f"## {section}", "", f"| | {' | '.join(f'`{name}`' for name in names)} |"]
-        lines += ["|---" * (len(names) + 1) + "|"]
-        lines += [f"| {title} | {' | '.join(cells)} |" for title, cells in table if {*cells} != {"-"}]
-        if refused := [title for title, cells in table if {*cells} == {"-"}]:
-            lines += ["", f"Nobody yet: {'; '.join(refused)}."]
+    latent = tuple(name for name in names if registry.load(name).is_mla())
+    for section, table in rows(tuple(name for name in names if name not in latent), False):
+        lines += _table(section, [name for name in names if name not in latent], table)
+    together = [row for _, table in rows(latent, True) for row in table]
+    lines += _table("Multi-head latent attention: `jattn.MLAAttention`", latent, together)
     return "\n".join(lines) + "\n"
 
 

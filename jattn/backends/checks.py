@@ -11,6 +11,7 @@ import numpy as np
 
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.feature import Feature
+from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import check_scales
 from jattn.errors import UnsupportedError
@@ -63,7 +64,7 @@ def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
 def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
     """The backend takes what only the batch tells."""
     needs = causal_needs(spec, meta)
-    lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not backend.supports(feature))
+    lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not supports(backend, feature))
     if lacking:
         raise UnsupportedError(
             "the chosen backend does not take this batch; name another", {backend.get_name(): lacking}

@@ -8,6 +8,7 @@ from typing import ClassVar
 from jattn.backends import registry
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.feature import EVERYTHING, Feature
+from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
@@ -77,7 +78,7 @@ class DividedBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, feature: Feature) -> bool:
-        return super().supports(feature) and cls.halves.able(lambda backend: backend.supports(feature))
+        return super().supports(feature) and cls.halves.able(lambda backend: supports(backend, feature))
 
     @classmethod
     def supports_dtype(cls, dtype) -> bool:

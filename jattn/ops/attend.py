@@ -80,7 +80,7 @@ def _vjp_forward(plan, q, source, batch, params):
 
 def _vjp_backward(plan, saved, cotangent):
     """Differentiate the vectorised form, recomputing chunk by chunk: O(chunk) logits are alive at a time."""
-    q, source, batch, params = saved
+    q, source, batch, params = jax.tree.map(jnp.asarray, saved)  # constants of a trace come back as numpy
     _, pullback = jax.vjp(
         lambda q, source, params: _forward(plan, q, source, batch, params, differentiable=True), q, source, params
     )
