@@ -25,7 +25,12 @@ FEATURES = {
     "sinks": {"has_sinks": True},
     "alibi": {"has_alibi": True},
 }
-BARS = {"dec_1x32k": 1.5, "dec": {"bf16": 2.0, "f32": 1.25, "fp8": 1.0}, "pre": {"bf16": 1.7, "f32": 1.15}, "mixed": 1.8}
+BARS = {
+    "dec_1x32k": 1.5,
+    "dec": {"bf16": 2.0, "f32": 1.25, "fp8": 1.0},
+    "pre": {"bf16": 1.7, "f32": 1.15},
+    "mixed": 1.8,
+}
 """Least ratio vLLM / cpu_native, by the longest prefix of a case's name, then by the type at its end."""
 
 

@@ -27,6 +27,11 @@ from jattn.metadata import (
 from jattn.attention import PagedAttention, attention, cascade_attention, paged_attention
 from jattn.ops import AttentionState, merge
 
+# Multi-head latent attention
+from jattn.cache.latent import mla_cache_spec
+from jattn.mla import MLAAttention
+from jattn.mla_spec import MLAParams, MLASpec
+
 # Who computes, and why not the others
 from jattn.backends import BackendReport, explain, list_backends
 from jattn.errors import UnsupportedError
@@ -65,6 +70,11 @@ __all__ = [
     "cascade_attention",
     "merge",
     "paged_attention",
+    # multi-head latent attention
+    "MLAAttention",
+    "MLAParams",
+    "MLASpec",
+    "mla_cache_spec",
     # the choice
     "BackendReport",
     "UnsupportedError",

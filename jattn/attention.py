@@ -4,6 +4,7 @@ Doors check and choose, once; behind them an implementation trusts its inputs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
+from jattn.backends.parallel import ContextParallel
 from jattn.backends.select import resolve
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
@@ -38,6 +40,7 @@ class PagedAttention:
     backend: str = dataclasses.field(default="auto", compare=False)  # what was asked for; backend_name: what was chosen
     platform: str | Chip | None = dataclasses.field(default=None, compare=False)
     needs: tuple[Feature, ...] = dataclasses.field(default=(), compare=False, kw_only=True)
+    parallel: ContextParallel = dataclasses.field(default=ContextParallel(), kw_only=True)  # see jattn.parallel
     chosen: type[AttentionBackend] = dataclasses.field(init=False, repr=False)
     impl: AttentionImpl = dataclasses.field(init=False, repr=False)
     builder: AttentionMetadataBuilder = dataclasses.field(init=False, repr=False)
@@ -45,10 +48,11 @@ class PagedAttention:
     def __post_init__(self):
         checks.check_specs(self.spec, self.cache_spec)
         chip = device.resolve(self.platform)
-        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, self.needs)
+        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, (*self.needs, *self.parallel.needs))
         object.__setattr__(self, "chosen", chosen)
-        object.__setattr__(self, "impl", chosen.get_impl_cls()(self.spec, self.cache_spec, chip))
-        object.__setattr__(self, "builder", chosen.get_builder_cls()(self.spec, self.cache_spec, chip))
+        who = (self.spec, self.cache_spec, chip, self.parallel)
+        object.__setattr__(self, "impl", chosen.get_impl_cls()(*who))
+        object.__setattr__(self, "builder", chosen.get_builder_cls()(*who))
 
     @property
     def backend_name(self) -> str:
@@ -62,6 +66,7 @@ class PagedAttention:
         """
         checks.check_batch(self.spec, meta)
         checks.check_causality(self.chosen, self.spec, meta)
+        self.parallel.check(meta)
         if common_prefix_len < 0:
             raise ValueError(f"{common_prefix_len=} must be >= 0")
         return self.builder.build(common_prefix_len, meta, fast_build)
@@ -94,13 +99,13 @@ class PagedAttention:
         q = jnp.asarray(q)
         params = self._checked(q, cache, m, params)
         k, v = checks.check_keys(self.spec, k, v, m.slot_mapping.shape[0])
-        return self.impl.update_and_forward(q, k, v, cache, m, params)
+        return _update_and_forward(self.impl, q, k, v, cache, m, params)
 
     def attend(self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams | None = None) -> AttentionState:
         """Read only: q [T H D] over what the cache holds."""
         q = jnp.asarray(q)
         params = self._checked(q, cache, m, params)
-        return self.impl.forward(q, cache, m, params)
+        return _forward(self.impl, q, cache, m, params)
 
     def update_block_table(self, m: Any, block_table: jax.Array, slot_mapping: jax.Array) -> Any:
         """The same plan over other pages: for layers that share lengths, but not pages."""
@@ -200,4 +205,23 @@ def attention(
     checks.check_packing(spec, meta, k.shape[0])
     checks.check_params(chosen, spec, None, params)
     checks.check_dtype(chosen, q, params)
-    return chosen.get_impl_cls()(spec, None, chip).forward_packed(q, k, v, meta, params)
+    return _forward_packed(chosen.get_impl_cls()(spec, None, chip), q, k, v, meta, params)
+
+
+# Behind the doors everything is traced once for each equal layer: within a model's own jit, and for a bare call in a
+# notebook, which would otherwise compile operation by operation.
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _forward(impl: AttentionImpl, q, cache, m, params) -> AttentionState:
+    return impl.forward(q, cache, m, params)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _update_and_forward(impl: AttentionImpl, q, k, v, cache, m, params) -> tuple[PagedKV, AttentionState]:
+    return impl.update_and_forward(q, k, v, cache, m, params)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _forward_packed(impl: AttentionImpl, q, k, v, meta, params) -> AttentionState:
+    return impl.forward_packed(q, k, v, meta, params)

@@ -11,6 +11,7 @@ fails it: a notebook ends in an equality with the dense reference, so running it
 import argparse
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,10 +24,12 @@ HERE = Path(__file__).resolve().parent
 CELL_SECONDS = 300
 
 
-def execute(path: Path, write: bool) -> str | None:
+def execute(path: Path, write: bool, sockets: Path) -> str | None:
     """Run one notebook; None, or the error as text."""
     book = nbformat.read(path, as_version=4)
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc" if os.name == "posix" else "tcp")
+    kernel = AsyncKernelManager(kernel_name="python3")
+    if os.name == "posix":  # sockets in a folder of our own: nobody else on the machine can talk to the kernel
+        kernel.transport, kernel.ip = "ipc", str(sockets / "kernel")
     place = {"metadata": {"path": str(path.parent)}}
     client = NotebookClient(book, km=kernel, timeout=CELL_SECONDS, resources=place)
     try:
@@ -55,7 +58,8 @@ def main() -> int:
     for path in paths:
         begin = time.perf_counter()
         print(f"{path.name:<40} ", end="", flush=True)
-        error = execute(path, args.write)
+        with tempfile.TemporaryDirectory() as sockets:
+            error = execute(path, args.write, Path(sockets))
         failed += error is not None
         print(f"{'failed' if error else 'passed'} {time.perf_counter() - begin:6.1f} s", flush=True)
         if error:

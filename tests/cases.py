@@ -59,9 +59,9 @@ class Feature:
     params: tuple[str, ...] = ()
     causal: bool | str = True  # True | False | "alternate": every second request is bidirectional
 
-    def causal_of(self, num_reqs: int) -> bool | tuple[bool, ...]:
+    def causal_of(self, ids: tuple[int, ...]) -> bool | tuple[bool, ...]:
         """What the batch's metadata says: one bool, or one a request."""
-        return tuple(r % 2 == 0 for r in range(num_reqs)) if self.causal == "alternate" else bool(self.causal)
+        return tuple(i % 2 == 0 for i in ids) if self.causal == "alternate" else bool(self.causal)
 
 
 def no_thirds(head, q_pos, kv_pos):

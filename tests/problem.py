@@ -46,6 +46,7 @@ class Problem:
     """Everything that a call needs, in numpy; `problem.replace(...)` asks a neighbouring question."""
 
     case: Case = CASES["mixed"]
+    ids: tuple[int, ...] = ()  # who the requests are: data follows the id, not the place; (): 0, 1, 2 ...
     feature: Feature = PLAIN
     heads: int = 4
     kv_heads: int = 2
@@ -57,6 +58,7 @@ class Problem:
     quant: str = "none"
     layout: str = "auto"
     seed: int = 0
+    page_seed: int = 0
     pad_tokens: int = 3
     pad_reqs: int = 2
     pad_columns: int = 2
@@ -66,7 +68,21 @@ class Problem:
     def replace(self, **changes) -> "Problem":
         return dataclasses.replace(self, **changes)
 
+    def alone(self, r: int) -> "Problem":
+        """Request r by itself, the same request."""
+        case = Case(f"{self.case.name}[{r}]", (self.case.query_lens[r],), (self.case.seq_lens[r],))
+        return self.replace(case=case, ids=(self.requests[r],))
+
     # ------------------------------------------------------------------ sizes
+    @property
+    def requests(self) -> tuple[int, ...]:
+        return self.ids or tuple(range(len(self.case.query_lens)))
+
+    @property
+    def causal(self) -> bool | tuple[bool, ...]:
+        """What the batch says: one bool, or one a request."""
+        return self.feature.causal_of(self.requests)
+
     @property
     def num_tokens(self) -> int:
         return self.case.num_tokens + self.pad_tokens
@@ -109,19 +125,28 @@ class Problem:
 
     @functools.cached_property
     def q(self) -> np.ndarray:
-        return self.padded(self.normal("q", self.case.num_tokens, self.heads, self.head_dim))
+        rows = []
+        for (i, n), new in zip(self.lengths, self.case.query_lens, strict=True):
+            whole = self.normal(f"q{i}", max(n, new), self.heads, self.head_dim)
+            rows.append(whole[len(whole) - new :])
+        return self.padded(np.concatenate(rows))
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """(id, total tokens) of each request; a shorter request's data is a prefix of a longer one's."""
+        return list(zip(self.requests, self.case.seq_lens, strict=True))
 
     @functools.cached_property
     def keys(self) -> list[np.ndarray]:
         """Real keys of each request, [L K D]."""
-        return [self.normal(f"k{r}", n, self.kv_heads, self.head_dim) for r, n in enumerate(self.case.seq_lens)]
+        return [self.normal(f"k{i}", n, self.kv_heads, self.head_dim) for i, n in self.lengths]
 
     @functools.cached_property
     def values(self) -> list[np.ndarray]:
-        return [self.normal(f"v{r}", n, self.kv_heads, self.v_dim) for r, n in enumerate(self.case.seq_lens)]
+        return [self.normal(f"v{i}", n, self.kv_heads, self.v_dim) for i, n in self.lengths]
 
     def new(self, rows: list[np.ndarray]) -> np.ndarray:
-        """The packed new tokens of `keys` or `values`."""
+        """The packed new tokens of something that has a row a token."""
         return self.padded(np.concatenate([x[n:] for x, n in zip(rows, self.case.computed, strict=True)]))
 
     @functools.cached_property
@@ -129,7 +154,7 @@ class Problem:
         """i32[R B]: permuted pages, garbage wherever nobody may look."""
         width = max(self.pages_of) + self.pad_columns
         table = np.resize(np.array(GARBAGE, np.int32), (self.num_reqs, width))
-        pages = iter(self.rng("pages").permutation(self.num_blocks))
+        pages = iter(self.rng(f"pages{self.page_seed}").permutation(self.num_blocks))
         for r, count in enumerate(self.pages_of):
             table[r, :count] = [next(pages) for _ in range(count)]
         return table
@@ -180,7 +205,7 @@ class Problem:
         live, case = len(self.case.query_lens), self.case
         meta = jattn.CommonAttentionMetadata.from_lengths(
             case.query_lens, case.seq_lens, self.block_table[:live], self.block_size,
-            num_tokens=self.num_tokens, num_reqs=self.num_reqs, causal=self.feature.causal_of(live),
+            num_tokens=self.num_tokens, num_reqs=self.num_reqs, causal=self.causal,
         )  # fmt: skip
         return meta.replace(block_table=self.block_table)
 
@@ -226,8 +251,8 @@ class Problem:
         """The witness over what `pages` holds, padding rows included."""
         return self.answer_over(*self.stored(pages))
 
-    def answer_over(self, keys, values) -> Answer:
-        """The witness over these real keys and values, one [L K *] a request."""
+    def answer_over(self, keys, values, q_starts=None) -> Answer:
+        """The witness over these real keys and values, one [L K *] a request; q_starts: first position of each."""
         scale = self.feature.spec.get("scale") or self.head_dim**-0.5
         window = self.feature.spec.get("sliding_window")
         options = dict(
@@ -236,8 +261,7 @@ class Problem:
             slopes=self.numbers.get("alibi_slopes"), sinks=self.numbers.get("sinks"),
             mask_fn=self.feature.spec.get("mask_fn"), score_fn=self.feature.spec.get("score_fn"),
         )  # fmt: skip
-        live = len(self.case.query_lens)
-        batch = dict(num_tokens=self.num_tokens, causal=self.feature.causal_of(live), **options)
+        batch = dict(num_tokens=self.num_tokens, causal=self.causal, q_starts=q_starts, **options)
         q = attention.scaled(self.q[: self.case.num_tokens], self.numbers.get("q_scale"))
         naive = functools.partial(tolerances.naive_one, dtype=self.dtype)
         out, lse = attention.ragged(q, keys, values, self.case.query_lens, **batch)
@@ -251,6 +275,37 @@ def _per(scale: np.ndarray) -> str:
     return "per_head" if np.ndim(scale) else "per_tensor"
 
 
-def bits(tree) -> list[bytes]:
-    """Every leaf as bytes: equal means equal bit for bit."""
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+@functools.partial(jax.jit, static_argnums=0)
+def step(attn: jattn.PagedAttention, cache, q, k, v, meta, params):
+    """One layer of one step, the plan included, as a server would compile it."""
+    return attn(q, k, v, cache, attn.build(meta), params)
+
+
+def run(problem: Problem, backend: str = "auto", pages: jattn.PagedKV | None = None):
+    """Write the new tokens into the poisoned cache (or `pages`), attend: (cache, state)."""
+    attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
+    new = problem.new(problem.keys), problem.new(problem.values)
+    pages = problem.cache(new=False) if pages is None else pages
+    return step(attn, pages, problem.q, *new, problem.meta, problem.params)
+
+
+def takes(backend: str, problem: Problem) -> bool:
+    """Does this backend take this layer and this batch, here?"""
+    try:
+        attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
+        jax.eval_shape(
+            lambda *args: step(attn, *args),
+            *(problem.cache(new=False), problem.q, problem.new(problem.keys), problem.new(problem.values)),
+            *(problem.meta, problem.params),
+        )
+    except jattn.UnsupportedError:
+        return False
+    return True
+
+
+def same_bits(a, b) -> bool:
+    """Equal bit for bit, leaf by leaf."""
+    a, b = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (a, b))
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)
+    )

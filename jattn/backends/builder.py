@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.backends.metadata import M
+from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
@@ -38,6 +39,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     spec: AttentionSpec
     cache_spec: KVCacheSpec  # packed attention needs no plan
     chip: Chip
+    parallel: ContextParallel = ContextParallel()
 
     @abc.abstractmethod
     def build(

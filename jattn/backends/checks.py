@@ -11,6 +11,7 @@ import numpy as np
 
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.feature import Feature
+from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import check_scales
 from jattn.errors import UnsupportedError
@@ -61,9 +62,19 @@ def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
 
 
 def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
-    """What only the batch tells: a decoder that sees ahead, for all requests or for some."""
+    """The backend takes what only the batch tells."""
+    needs = causal_needs(spec, meta)
+    lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not supports(backend, feature))
+    if lacking:
+        raise UnsupportedError(
+            "the chosen backend does not take this batch; name another", {backend.get_name(): lacking}
+        )
+
+
+def causal_needs(spec: AttentionSpec, meta: CommonAttentionMetadata) -> list[tuple[Feature, str]]:
+    """What a batch whose decoder sees ahead needs, for all requests or for some, and what was seen."""
     if spec.attn_type is not AttentionType.DECODER:
-        return
+        return []
     needs = []
     if meta.causal_per_request is not None:
         needs.append((Feature.PER_REQUEST_CAUSAL, "causal is an array"))
@@ -71,11 +82,7 @@ def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: 
         needs.append((Feature.NON_CAUSAL, "causal=False"))
     if needs and spec.window[1] >= 0:
         needs.append((Feature.TWO_SIDED_WINDOW, f"sliding_window={spec.window} in a batch that is not causal"))
-    lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not backend.supports(feature))
-    if lacking:
-        raise UnsupportedError(
-            "the chosen backend does not take this batch; name another", {backend.get_name(): lacking}
-        )
+    return needs
 
 
 def check_cache(cache: PagedKV, cache_spec: KVCacheSpec) -> None:

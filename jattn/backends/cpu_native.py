@@ -19,7 +19,7 @@ from jattn.device import Chip
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
 from jattn.ops.attend import Plan, attend_packed, attend_paged, output_dtype
-from jattn.ops.levels import flat
+from jattn.ops.levels import Level, flat
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
@@ -117,7 +117,7 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
             v_scale=params.v_scale,
         )
 
-    def plan(self, common: CommonAttentionMetadata) -> tuple[Plan, jax.Array]:
+    def plan(self, common: CommonAttentionMetadata) -> tuple[Plan, Level]:
         """The same call for sdpa, whose gradient this one has: (plan, level of keys)."""
         level = flat(common, self.spec.attn_type)
         plan = Plan(self.spec, common.is_causal, level.max_query_len, level.max_seq_len, on_cpu=True)
@@ -203,6 +203,7 @@ class CpuNativeBackend(AttentionBackend):
         Feature.NON_CAUSAL_DCP,
         Feature.KV_CONNECTOR,
         Feature.PCP,
+        Feature.DCP,
         Feature.QUERY_LENS_MISMATCH,
         Feature.ALIBI_SQRT,
         Feature.FUSED_OUTPUT_QUANT,

@@ -1,9 +1,18 @@
 """Where this program stands among those that share a context: static sizes and axis names, traced ranks."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 from jax import lax
+
+from jattn.backends.feature import Feature
+from jattn.cache import KVCacheSpec
+from jattn.metadata import CommonAttentionMetadata
+from jattn.ops.parallel import cp_lse_ag_out_ar
+from jattn.ops.shard import KeyShard
+from jattn.ops.state import AttentionState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +36,12 @@ class ContextParallel:
             raise ValueError(f"{self.interleave=} must be >= 1")
 
     @property
+    def needs(self) -> tuple[Feature, ...]:
+        """What it asks of a backend."""
+        asked = ((Feature.PCP, self.pcp_world_size), (Feature.DCP, self.dcp_world_size))
+        return tuple(feature for feature, size in asked if size > 1)
+
+    @property
     def total_cp_world_size(self) -> int:
         """pcp * dcp."""
         return self.pcp_world_size * self.dcp_world_size
@@ -42,3 +57,23 @@ class ContextParallel:
     def total_cp_rank(self) -> jax.Array | int:
         """pcp_rank * dcp_world_size + dcp_rank."""
         return self.pcp_rank() * self.dcp_world_size + self.dcp_rank()
+
+    def check(self, meta: CommonAttentionMetadata) -> None:
+        """Lengths of one rank's keys mean something only where there are several ranks."""
+        if meta.dcp_local_seq_lens is not None and self.dcp_world_size == 1:
+            raise ValueError("meta.dcp_local_seq_lens is given, but parallel= says that this rank holds every key")
+
+    def dcp_shard(self, cache_spec: KVCacheSpec) -> KeyShard | None:
+        """The share of the keys that this rank's pages hold; None where dcp is off."""
+        if self.dcp_world_size == 1:
+            return None
+        if cache_spec.block_size % self.interleave:
+            raise ValueError(
+                f"{self.interleave=} must divide {cache_spec.block_size=}: a block id names one page on every rank"
+            )
+        return KeyShard(rank=self.dcp_rank(), world=self.dcp_world_size, interleave=self.interleave)
+
+    @property
+    def combine(self) -> Callable[[AttentionState], AttentionState] | None:
+        """Makes one state of the ranks' states, on each rank the same; None where dcp is off."""
+        return None if self.dcp_axis is None else functools.partial(cp_lse_ag_out_ar, axis=self.dcp_axis)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jattn.backends.feature import Feature
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
+from jattn.mla_spec import MLASpec
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType
 
@@ -42,19 +43,25 @@ class Question:
     device_capability: Chip | None = None
     needs: tuple[tuple[Feature, str], ...] = ()  # (feature, what was seen), in Feature's order
 
+    def asks(self, feature: Feature) -> bool:
+        """Is this feature among the needs? (vLLM's has_sink is asks(Feature.SINK).)"""
+        return any(feature is needed for needed, _ in self.needs)
+
     @classmethod
     def of(
         cls,
-        spec: AttentionSpec,
+        spec: AttentionSpec | MLASpec,
         cache_spec: KVCacheSpec | None = None,
         chip: Chip | None = None,
         needs: tuple[Feature, ...] = (),
     ) -> "Question":
         """From a layer, its cache (None: packed), a chip, and features that no spec can tell."""
+        mla = isinstance(spec, MLASpec)
         seen = _seen(spec, cache_spec) | {feature: "asked for" for feature in needs}
         question = cls(
             head_size=spec.head_dim,
-            v_head_size=spec.v_head_dim,
+            v_head_size=None if mla else spec.v_head_dim,
+            use_mla=mla,
             attn_type=AttentionType(spec.attn_type),
             device_capability=chip,
             needs=tuple((feature, seen[feature]) for feature in Feature if feature in seen),
@@ -107,7 +114,7 @@ def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     return kv_cache_dtype.startswith(("fp8", "float8", "int8", "nvfp4")) or kv_cache_dtype.endswith("per_token_head")
 
 
-def _seen(spec: AttentionSpec, cache_spec: KVCacheSpec | None) -> dict[Feature, str]:
+def _seen(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | None) -> dict[Feature, str]:
     """What this layer needs, and the words to say so; an lse is always needed, since a state has one."""
     left, right = spec.window
     # a decoder that is causal anyway loses nothing to the right by a window (W - 1, 0)
@@ -128,7 +135,7 @@ def _seen(spec: AttentionSpec, cache_spec: KVCacheSpec | None) -> dict[Feature, 
         (Feature.SCORE_FN, spec.score_fn is not None, "score_fn given"),
         (
             Feature.DIFF_KV,
-            spec.v_head_dim != spec.head_dim,
+            spec.v_head_dim != spec.head_dim and not isinstance(spec, MLASpec),
             f"head_dim={spec.head_dim}, v_head_dim={spec.v_head_dim}",
         ),
         (Feature.LSE, True, "every attention state carries its lse"),

@@ -62,11 +62,11 @@ def _ours(backend, q: Question) -> Iterator[str]:
 
 def _features(backend, q: Question, among: tuple[Feature, ...]) -> Iterator[str]:
     for feature, seen in q.needs:
-        if feature in among and not _supports(backend, feature):
+        if feature in among and not supports(backend, feature):
             yield f"{feature} not supported: {seen}"
 
 
-def _supports(backend, feature: Feature) -> bool:
+def supports(backend, feature: Feature) -> bool:
     """Through vLLM's own method where it has one, so that a backend may override either."""
     named = {
         Feature.SINK: backend.supports_sink,

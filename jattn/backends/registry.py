@@ -14,7 +14,9 @@ Entry = type[AttentionBackend] | str
 _TABLE: dict[str, Entry] = {
     "cpu_native": "jattn.backends.cpu_native:CpuNativeBackend",
     "sdpa": "jattn.backends.sdpa:SdpaBackend",
+    "split": "jattn.backends.split:SplitBackend",
     "pallas_cpu": "jattn.backends.pallas_cpu:PallasCpuBackend",
+    "mla_sdpa": "jattn.backends.mla:MLABackend",
 }
 
 

@@ -8,10 +8,12 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import EVERYTHING, Feature
 from jattn.backends.impl import AttentionImpl
+from jattn.errors import UnsupportedError
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of
 from jattn.ops.attend import Plan, attend_packed
 from jattn.ops.levels import Level, attend_levels, flat, nested, shared_prefix
+from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree, static
 from pallas_kernels.algebra import quant
@@ -47,15 +49,20 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
     ) -> SdpaMetadata:
         """common_prefix_len > 0 reads the whole blocks of that prefix once for the batch, instead of once a request."""
         common = common_attn_metadata
-        level = flat(common, self.spec.attn_type)
-        levels = (level,)
-        if common_prefix_len and not fast_build:
-            levels = shared_prefix(level, common_prefix_len, self.cache_spec.block_size)
-        written = keys_of(common, self.spec.attn_type)
-        return SdpaMetadata(levels=levels, slot_mapping=written.slot_mapping, is_causal=common.is_causal)
+        level, size = flat(common, self.spec.attn_type), self.cache_spec.block_size
+        written, shard = keys_of(common, self.spec.attn_type), self.parallel.dcp_shard(self.cache_spec)
+        levels, slots = (level,), written.slot_mapping
+        if shard is not None:
+            lens = common.dcp_local_seq_lens if written is common else None
+            levels, slots = (shard_level(level, shard, size, lens),), shard.slot_mapping(written, size)
+        elif common_prefix_len and not fast_build:
+            levels = shared_prefix(level, common_prefix_len, size)
+        return SdpaMetadata(levels=levels, slot_mapping=slots, is_causal=common.is_causal)
 
     def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> SdpaMetadata:
         """Metadata for queries whose keys come in levels; the last level's slots are those written."""
+        if self.parallel.dcp_world_size > 1:
+            raise UnsupportedError("a cascade is not spread over ranks: attend to flat batches, or without dcp")
         return SdpaMetadata(
             levels=nested(tuple(levels)), slot_mapping=levels[-1].slot_mapping, is_causal=levels[-1].is_causal
         )
@@ -86,7 +93,8 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
     supports_quant_query_input = True
 
     def forward(self, q, cache, m: SdpaMetadata, params=None) -> AttentionState:
-        return attend_levels(self.spec, m.is_causal, self.chip.platform == "cpu", q, cache, m.levels, params)
+        on_cpu, combine = self.chip.platform == "cpu", self.parallel.combine
+        return attend_levels(self.spec, m.is_causal, on_cpu, q, cache, m.levels, params, combine=combine)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params=None) -> AttentionState:
         level = flat(meta, self.spec.attn_type)

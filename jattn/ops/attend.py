@@ -19,6 +19,7 @@ from jattn.ops.tile import Numbers, Rules
 from jattn.spec import AttentionParams, AttentionSpec
 from pallas_kernels.algebra import quant
 
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Everything static about one call."""
@@ -64,7 +65,7 @@ def _attend(plan: Plan, q, source, batch: RaggedBatch, params: AttentionParams) 
 def _forward(plan: Plan, q, source, batch, params, differentiable: bool) -> AttentionState:
     spec = plan.spec
     bits = plan.on_cpu and not differentiable
-    keys = PackedKeys.of(*source, batch.kv_len, bits) if isinstance(source, tuple) else source
+    keys = PackedKeys.of(source[0], source[1], batch.kv_len, bits) if isinstance(source, tuple) else source
     q_real = q if params.q_scale is None else _scaled(q, params.q_scale)
     shape = drive.OutShape(plan.max_query_len, spec.v_head_dim, plan.out_dtype or output_dtype(q.dtype))
     args = (q_real, batch, keys, plan.rules, numbers(spec, params), shape)
@@ -79,7 +80,7 @@ def _vjp_forward(plan, q, source, batch, params):
 
 def _vjp_backward(plan, saved, cotangent):
     """Differentiate the vectorised form, recomputing chunk by chunk: O(chunk) logits are alive at a time."""
-    q, source, batch, params = saved
+    q, source, batch, params = jax.tree.map(jnp.asarray, saved)  # constants of a trace come back as numpy
     _, pullback = jax.vjp(
         lambda q, source, params: _forward(plan, q, source, batch, params, differentiable=True), q, source, params
     )

@@ -158,12 +158,14 @@ def attend_levels(
     levels: tuple[Level, ...],
     params: AttentionParams | None,
     open_keys: Callable[[Any, jax.Array], Keys] = PagedKeys.of,
+    combine: Callable[[AttentionState], AttentionState] | None = None,
 ) -> AttentionState:
     """Attention over the union of the levels' keys; the sinks are counted once, after the merge.
 
-    Several levels are merged in float32 and rounded once. open_keys(cache, block_table) tells how pages are read.
+    Several levels are merged in float32 and rounded once. open_keys(cache, block_table) tells how pages are read;
+    combine, given where these are one rank's keys, merges the ranks' states.
     """
-    several = len(levels) > 1
+    several = len(levels) > 1 or combine is not None
     layer = dataclasses.replace(spec, has_sinks=False) if several else spec
     states = []
     for level in levels:
@@ -179,7 +181,7 @@ def attend_levels(
         states.append(attend_keys(plan, q, keys, level.batch, params))
     if not several:
         return states[0]
-    state = merge(*states)
+    state = merge(*states) if combine is None else combine(merge(*states))
     if spec.has_sinks:
         state = with_sinks(state, params.sinks)
     return dataclasses.replace(state, out=state.out.astype(output_dtype(q.dtype)))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.parallel import get_dcp_local_seq_lens
 from jattn.types import PAD_SLOT_ID, pytree, static
 from pallas_kernels.algebra.paging import slots_of
 
@@ -32,10 +33,7 @@ class KeyShard:
 
     def count_below(self, position: jax.Array) -> jax.Array:
         """Own keys before a position: the local index of the first own key at or after it; 0 for negative ones."""
-        run = self.interleave
-        position = jnp.maximum(position, 0)
-        base = position // run // self.world * run
-        return base + jnp.clip(position - base * self.world - self.rank * run, 0, run)
+        return get_dcp_local_seq_lens(jnp.maximum(position, 0), self.world, self.rank, self.interleave)
 
     def slot_mapping(self, meta: CommonAttentionMetadata, block_size: int) -> jax.Array:
         """i32[T] this rank's slots of the new tokens; -1 for those that other ranks write.

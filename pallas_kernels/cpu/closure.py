@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+from jax.core import eval_jaxpr
 
 
 class Opened(NamedTuple):
@@ -21,6 +22,6 @@ def open_closure(fn: Callable | None, *examples: jax.ShapeDtypeStruct) -> Opened
     tree = jax.tree.structure(shape)
 
     def run(consts, *args):
-        return jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *args))
+        return jax.tree.unflatten(tree, eval_jaxpr(jaxpr.jaxpr, consts, *args))
 
     return Opened(run, list(jaxpr.consts))

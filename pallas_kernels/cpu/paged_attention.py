@@ -73,6 +73,9 @@ class Numbers(NamedTuple):
     sinks: jax.Array | None = None  # f32[H]
 
 
+PLAIN = Numbers()
+
+
 class _Rows(NamedTuple):
     """The M query rows of a program, m = row * G + (query head within the group), and the keys they may see."""
 
@@ -83,8 +86,16 @@ class _Rows(NamedTuple):
     last: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def paged_attention(
-    q: jax.Array, pool: Pool, batch: Batch, tiles: Tiles, numbers: Numbers = Numbers(), *, config: Config, interpret: bool
+    q: jax.Array,
+    pool: Pool,
+    batch: Batch,
+    tiles: Tiles,
+    numbers: Numbers = PLAIN,
+    *,
+    config: Config,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """q [T H D] -> (out [T H V], lse f32[T H], natural log); tokens of no request give (0, -inf), and so do blind rows.
 
@@ -207,7 +218,6 @@ def _rows(head, req, first_row, batch: Batch, *, size: int, group: int, rule: Ma
     q_first = batch.num_computed_tokens[req] + first_row
     first, last = mask.key_range(rule, q_first, q_first + live - 1, batch.seq_lens[req], causal)
     return _Rows(
-        q=q,
         head=head * group + m % group,
         position=q_first + m // group,
         causal=causal,

@@ -3,21 +3,12 @@
 A refusal is a result too, and is checked like one; nothing is skipped.
 """
 
-import functools
-
-import jax
 import numpy as np
 import pytest
 
 import jattn
 from tests.backends.rows import ROWS
-from tests.problem import Problem
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def step(attn: jattn.PagedAttention, cache, q, k, v, meta, params):
-    """One layer of one step, the plan included, as a server would compile it."""
-    return attn(q, k, v, cache, attn.build(meta), params)
+from tests.problem import Problem, run
 
 
 def assert_refused(name: str, problem: Problem) -> None:
@@ -28,18 +19,6 @@ def assert_refused(name: str, problem: Problem) -> None:
         jattn.PagedAttention(problem.spec, problem.cache_spec, backend=name)
     assert refusal.value.reasons[name] == report.reasons
     assert all(reason in str(refusal.value) for reason in report.reasons)
-
-
-def refuses_the_batch(attn: jattn.PagedAttention, problem: Problem) -> bool:
-    """Causality is known only with the batch: True when the plan is refused, with reasons."""
-    if problem.feature.causal is True:
-        return False
-    try:
-        attn.build(problem.meta)
-    except jattn.UnsupportedError as refusal:
-        assert refusal.reasons[attn.backend_name], "a refusal must say why"
-        return True
-    return False
 
 
 def slots_in(problem: Problem, cache: jattn.PagedKV) -> list[np.ndarray]:
@@ -54,12 +33,12 @@ def test_a_backend_agrees_with_the_witness_or_refuses(backend, problem):
     supported = {r.name: r.supported for r in jattn.explain(problem.spec, problem.cache_spec)}[backend]
     if not supported:
         return assert_refused(backend, problem)
-    attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
-    if refuses_the_batch(attn, problem):
-        return None
     before = problem.cache(new=False)
-    new = problem.new(problem.keys), problem.new(problem.values)
-    after, state = step(attn, before, problem.q, *new, problem.meta, problem.params)
+    try:
+        after, state = run(problem, backend, before)
+    except jattn.UnsupportedError as refusal:  # causality and per-head scales are known only with the batch
+        assert backend != "sdpa" and refusal.reasons[backend]
+        return None
     assert state.out.dtype == problem.q.dtype and state.lse.dtype == np.float32
     problem.answer(after).check(state)
     written = {slot for r, first in enumerate(problem.case.computed) for slot in problem.slots(r, first)}

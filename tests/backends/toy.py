@@ -5,9 +5,23 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jattn.backends import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, Feature, MultipleOf
+from jattn.backends import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    Feature,
+    MultipleOf,
+    subclass_attention_backend_with_overrides,
+)
+from jattn.cache import KVCacheSpec
+from jattn.device import Chip
 from jattn.ops.state import AttentionState
+from jattn.spec import AttentionSpec
 from jattn.types import AttentionCGSupport, pytree
+
+CPU = Chip("cpu")
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
+CACHE = KVCacheSpec(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
 
 
 @pytree
@@ -47,6 +61,7 @@ class ToyImpl(AttentionImpl[ToyMetadata]):
         k, v = (x[pages].reshape(m.num_tokens, -1, *x.shape[2:]) for x in cache.logical())  # [T B*S K D]
         k, v = (jnp.repeat(x, spec.group_size, axis=2) for x in (k, v))
         seen = jnp.arange(pages.shape[1] * size)[None, :] <= m.position[:, None]
+        v = jnp.where(seen[:, :, None, None], v, 0.0)  # a page may hold NaN where nobody wrote
         seen = seen[:, None, :]
         logits = jnp.einsum("thd,tchd->thc", q.astype(jnp.float32), k) * spec.scale
         logits = jnp.where(seen, logits, -jnp.inf)
@@ -79,3 +94,8 @@ class ToyBackend(AttentionBackend):
     @classmethod
     def get_metadata_cls(cls):
         return ToyMetadata
+
+
+def derived(**overrides) -> type[AttentionBackend]:
+    """A backend that differs from the toy in these attributes."""
+    return subclass_attention_backend_with_overrides("Other", ToyBackend, overrides)

@@ -30,6 +30,8 @@ CONTRACT = {
 ADDITIONS = {  # name: why it earns a place on the contents page
     "Buckets": "the sizes a server pads to, which bound its number of compilations",
     "cascade_levels": "the shared-prefix levels of a batch, which cascade_attention takes",
+    "MLAParams": "the traced weights and scales of MLA, as AttentionParams are of attention",
+    "mla_cache_spec": "a latent cache's spec from an MLASpec, so that nobody works out its two widths by hand",
     "check_host": "the checks on values that a caller runs before device_put",
 }
 
