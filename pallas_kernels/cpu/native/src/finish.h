@@ -26,6 +26,10 @@ INL void finish_row(const Problem& p, const Row& row, int head, float m, float l
     p.lse[at] = empty ? -kInf : shift + log_(l);
     char* out = p.out + at * p.vdim * bytes_of(p.out_type);
     vf f = set1(factor);
+    if (p.stream_out) {
+        for (int c = 0; c < p.vdim; c += N) streamf(p.out_type, out, c, empty ? zero() : mul(load(acc + c), f));
+        return;
+    }
     for (int c = 0; c < p.vdim; c += N) {
         int left = p.vdim - c;
         storef(p.out_type, out, c, empty ? zero() : mul(load(acc + c), f), left < N ? left : N);
@@ -69,6 +73,7 @@ static void finish(const Problem& p, const Work& w, int head, float* m, float* l
         F::unpermute(acc + r * vdim, vdim);
         finish_row(p, row_of(p, w, head, r), head, m[r], l[r], acc + r * vdim);
     }
+    if (p.stream_out) stream_fence();
 }
 
 }  // namespace JATTN_ISA

@@ -109,7 +109,7 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
     fill(tops, padded + N, -kInf);
     fill(found, padded + N, -kInf);
     fill(sums, padded + N, 0.0f);
-    fill(acc, padded * vdim, 0.0f);
+    if (count == 0) fill(acc, padded * vdim, 0.0f);
     __builtin_memset(values, 0, kPWords * vdim * 4);
 
     for (int t0 = 0; t0 < count; t0 += kTileKeys) {
@@ -133,7 +133,7 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
         }
         const float* scales = p.k_token_scale ? k_scales : nullptr;
         pack_keys<F>(p.k, idx, n, k_bytes, p.dim, keys);
-        product<F, false>(rows, q, depth, keys, kTileKeys, (int)depth, logits, kTileKeys, vectors, nullptr, seen,
+        product<F, false, false>(rows, q, depth, keys, kTileKeys, (int)depth, logits, kTileKeys, vectors, nullptr, seen,
                           Ahead{p.k, next_idx, next_n, k_bytes});
         for (int r = 0; r < rows; r++) {
             const int full = (seen[r / kRows] + N - 1) / N;
@@ -172,8 +172,12 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
             sums[r] += hsum(sum);
         }
         F::pack_values(p.v, idx, n, v_bytes, p.vdim, values, vdim);
-        product<F, true>(rows, weights, kPWords, values, vdim, 0, acc, vdim, (int)(vdim / N), fade, seen,
-                         Ahead{p.v, next_idx, next_n, v_bytes});
+        const Ahead ahead{p.v, next_idx, next_n, v_bytes};
+        const int columns = (int)(vdim / N);
+        if (t0 == 0)
+            product<F, true, false>(rows, weights, kPWords, values, vdim, 0, acc, vdim, columns, nullptr, seen, ahead);
+        else
+            product<F, true, true>(rows, weights, kPWords, values, vdim, 0, acc, vdim, columns, fade, seen, ahead);
     }
     finish<F>(p, w, head, tops, sums, acc, partials, counters);
 }

@@ -43,13 +43,13 @@ struct Ahead {
 };
 
 // `rows` is rounded up to kRows: the scratch behind the last row must exist. seen[m / kRows] keys are visible to a
-// register block: columns of the first product, depth of the second (kAdd); what lies behind is not computed.
-template <class F, bool kAdd>
+// register block: columns of q k, depth of p v (kDepth); what lies behind is not computed.
+template <class F, bool kDepth, bool kAdd>
 static void product(int rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int depth, float* c,
                     int64_t ldc, int vectors, const float* fade, const int* seen, const Ahead& ahead) {
     for (int m = 0; m < rows; m += kRows) {
         Ahead::fetch(ahead, m, rows);
-        if (kAdd)
+        if (kDepth)
             depth = F::kPairs ? (seen[m / kRows] + 1) / 2 : seen[m / kRows];
         else
             vectors = (seen[m / kRows] + N - 1) / N;

@@ -133,6 +133,9 @@ INL void storef(Dtype t, char* p, int64_t i, vf x, int n = N) {
     for (int b = 0; b < 2 * n; b++) p[2 * i + b] = tail[b];
 }
 
+INL void streamf(Dtype t, char* p, int64_t i, vf x) { storef(t, p, i, x); }
+INL void stream_fence() {}
+
 INL vw as_words(vf x) { return _mm256_castps_si256(x); }
 INL vf as_floats(vw x) { return _mm256_castsi256_ps(x); }
 INL vw load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }

@@ -110,21 +110,33 @@ INL vf loadf(const char* p, int64_t i, int n = N) {
     }
 }
 
-// The first n lanes to element i on, as f32, f16 or bf16.
-INL void storef(Dtype t, char* p, int64_t i, vf x, int n = N) {
-    const __mmask16 m = first16(n);
-    if (t == Dtype::f32) {
-        _mm512_mask_storeu_ps(p + 4 * i, m, x);
-    } else if (t == Dtype::f16) {
-        _mm256_mask_storeu_epi16(p + 2 * i, m, _mm512_cvtps_ph(x, 8));
+INL __m256i narrow(Dtype t, vf x) {  // f16 or bf16, nearest even
+    if (t == Dtype::f16) {
+        return _mm512_cvtps_ph(x, 8);
     } else {
         __m512i u = _mm512_castps_si512(x);
         __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
         __m512i y = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
         y = _mm512_mask_mov_epi32(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
-        _mm256_mask_storeu_epi16(p + 2 * i, m, _mm512_cvtepi32_epi16(y));
+        return _mm512_cvtepi32_epi16(y);
     }
 }
+
+// The first n lanes to element i on, as f32, f16 or bf16.
+INL void storef(Dtype t, char* p, int64_t i, vf x, int n = N) {
+    if (t == Dtype::f32)
+        _mm512_mask_storeu_ps(p + 4 * i, first16(n), x);
+    else
+        _mm256_mask_storeu_epi16(p + 2 * i, first16(n), narrow(t, x));
+}
+// The same for whole aligned lines, past the caches.
+INL void streamf(Dtype t, char* p, int64_t i, vf x) {
+    if (t == Dtype::f32)
+        _mm512_stream_ps(reinterpret_cast<float*>(p) + i, x);
+    else
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(p + 2 * i), narrow(t, x));
+}
+INL void stream_fence() { _mm_sfence(); }
 
 INL vw as_words(vf x) { return _mm512_castps_si512(x); }
 INL vf as_floats(vw x) { return _mm512_castsi512_ps(x); }
