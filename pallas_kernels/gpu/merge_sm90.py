@@ -1,0 +1,77 @@
+"""Joins the partial results of units that the work list cut: one small launch, one CTA a cut and half tile.
+
+    out = sum_i out_i * 2 ** (lse_i - lse),   lse = log2 sum_i 2 ** lse_i   (+ the sink, once)
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import ragged_attention_sm90 as main
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import work_list as wl
+
+AHEAD = 4  # parts whose loads are in flight together
+
+
+def _kernel(cfg, info, join, heads, part, part_lse, out_ref, lse_ref):
+    """info i32[tiles, 16], join i32[C, 4], heads f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128] (GMEM)."""
+    me, half = lax.axis_index("cut"), lax.axis_index("half")
+    unit, first, last = (join[me, i] for i in range(3))
+    tile = lax.div(jnp.maximum(unit, 0), jnp.int32(cfg.num_kv_heads))
+    head = lax.rem(jnp.maximum(unit, 0), jnp.int32(cfg.num_kv_heads))
+    nrows = info[tile, wl.NROWS] - 64 * half
+
+    def load(i, limit):
+        slot = jnp.where(i == first, 2 * first + 1, 2 * i)
+        usable = jnp.where(i <= last, limit, 0)
+        return rows.load_partial(part, part_lse, slot, 64 * half, usable, dim=cfg.v_head_dim)
+
+    def step(t, state):
+        i0 = first + t * AHEAD
+        parts = [load(i0 + k, nrows) for k in range(AHEAD)]
+        for out, lse in parts:
+            acc, m, total = state
+            new_m = jnp.maximum(m, lse)
+            a, b = jnp.exp2(m - new_m), jnp.exp2(lse - new_m)
+            across = lambda x, like=acc: lax.broadcast_in_dim(x, like.shape, [0])
+            state = (acc * across(a) + out * across(b), new_m, total * a + b)
+        return state
+
+    @pl.when((unit >= 0) & (nrows > 0))
+    def _():
+        steps = lax.div(last - first + AHEAD, jnp.int32(AHEAD))
+        acc, m, total = lax.fori_loop(0, steps, step, main._start_state(cfg))
+        row0 = info[tile, wl.ROW0] + 64 * half
+        sink = None
+        if cfg.has_sinks:
+            packed = plgpu.broadcasted_iota(jnp.int32, (rows.ROWS,), 0, layout=main.ROW_LAYOUT) + row0
+            member = lax.rem(packed, jnp.int32(cfg.group))
+            sink = main._rows_full(0.0)
+            for g in range(cfg.group):
+                sink = jnp.where(member == g, heads[head * cfg.group + g, 1] * main.LOG2E, sink)
+        factor, lse = main.finish_rows(m, total, sink)
+        out = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
+        where = (info[tile, wl.TOK0], head * cfg.group, row0, nrows)
+        kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.v_head_dim)
+        rows.store_rows(out_ref, lse_ref, out, lse, *where, **kind)
+
+
+def join_parts(cfg, out, lse, part, part_lse, work: wl.WorkList, heads):
+    """Fills in the rows of cut units: (out, lse), written in place."""
+
+    def join_partial_attention(*refs):
+        _kernel(cfg, *refs)
+
+    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
+    plgpu.kernel(
+        join_partial_attention,
+        grid=(cfg.num_ctas, 2),
+        grid_names=("cut", "half"),
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(work.info, work.join, heads, part, part_lse, out_ref, lse_ref)
+    return jax.freeze(out_ref), jax.freeze(lse_ref)

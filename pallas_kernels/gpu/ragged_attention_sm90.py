@@ -1,0 +1,530 @@
+"""Ragged paged attention for Hopper: one persistent launch for decode, speculative, prefill and mixed batches.
+
+Three warpgroups a CTA: two compute, one loads pages by TMA. Each CTA walks its pieces of the work list
+(work_list.py). A tile of more than 64 packed rows gives 64 rows to each compute warpgroup, which alternate on the
+tensor cores (ping-pong); a tile of at most 64 rows (decode, speculation, remainders) is computed by both, each on
+every other key block, and their states are merged through shared memory. Pieces that are only part of a unit go to
+a small partial buffer that merge_sm90 joins. docs/performance.md explains the design and what was measured.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.algebra.mask import MaskRule, key_range
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import work_list as wl
+
+LOG2E = math.log2(math.e)
+M_START = -1e38  # below every real logit, yet finite: m - m is 0, and exp2(-inf - m) is 0
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+M = rows.ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything static about one kernel; validated by supports.reasons before a kernel is made."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    layout: str = "HND"
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    mask: MaskRule = MaskRule()
+    logits: LogitRule = LogitRule(scale=1.0)
+    has_sinks: bool = False
+    per_request_causal: bool = False
+    block_kv: int = 128
+    stages: int = 2
+    num_ctas: int = 132
+    short_weight: int = 5
+    long_weight: int = 9
+    min_split: int = 1
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def list_config(self) -> wl.ListConfig:
+        return wl.ListConfig(
+            rule=self.mask,
+            group=self.group,
+            num_kv_heads=self.num_kv_heads,
+            block_kv=self.block_kv,
+            num_ctas=self.num_ctas,
+            short_weight=self.short_weight,
+            long_weight=self.long_weight,
+            min_split=self.min_split,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """Every Ref of the kernel, with its shape."""
+
+    q: object  # GMEM [T, H, D]
+    k: object  # GMEM [N, K, S, D] (HND) or [N, S, K, D] (NHD)
+    v: object  # GMEM [N, K, S, V] or [N, S, K, V]
+    table: object  # GMEM i32[R, B]
+    info: object  # GMEM i32[tiles, 16]
+    cta: object  # GMEM i32[C, 8]
+    scales: object  # GMEM f32[K, 2]: logit scale (times k_scale), v_scale
+    heads: object  # GMEM f32[H, 2]: ALiBi slope, sink
+    out: object  # GMEM [T, H, V]
+    lse: object  # GMEM f32[T, H]
+    part: object  # GMEM f32[2 C, 128, V]: normalised partial outputs
+    part_lse: object  # GMEM f32[2 C, 128], base 2
+    q_tile: object = None  # SMEM [2, 64, D]
+    k_tile: object = None  # SMEM [stages, block_kv, D]
+    v_tile: object = None  # SMEM [stages, block_kv, V]
+    scratch: object = None  # SMEM f32[(V / 2 + 4) * 128]: state of the second warpgroup
+    k_full: object = None  # barriers [stages], one arrival a page
+    v_full: object = None
+    k_free: object = None  # barriers [stages], one arrival a compute warpgroup
+    v_free: object = None
+    turn: object = None  # the two compute warpgroups' barrier: ping-pong and exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A piece of work: blocks lo .. hi of the unit (tile, head); all i32 scalars."""
+
+    tile: object
+    head: object
+    lo: object
+    hi: object
+    nblk: object
+    info: object  # column -> scalar
+
+    @property
+    def count(self):
+        return self.hi - self.lo
+
+    @property
+    def is_part(self):
+        return (self.lo > 0) | (self.hi < self.nblk)
+
+
+def _walk(cfg: Config, refs: _Refs, body, carry):
+    """carry = body(piece, carry) over this CTA's pieces: whole waves in snake order, then its piece of the line."""
+    me = lax.axis_index("cta")
+    waves, u0, b0, u1, b1 = (refs.cta[me, i] for i in range(5))
+    count = waves + (u1 - u0) + (b1 > 0).astype(jnp.int32)
+
+    def step(j, carry):
+        snake = jnp.where(lax.rem(j, jnp.int32(2)) == 0, me, cfg.num_ctas - 1 - me)
+        unit = jnp.where(j < waves, j * cfg.num_ctas + snake, u0 + j - waves)
+        tile = lax.div(unit, jnp.int32(cfg.num_kv_heads))
+        nblk = refs.info[tile, wl.NBLK]
+        lo = jnp.where(unit == u0, b0, 0)
+        hi = jnp.where(unit == u1, b1, nblk)
+        info = lambda column: refs.info[tile, column]
+        piece = _Piece(tile, lax.rem(unit, jnp.int32(cfg.num_kv_heads)), lo, hi, nblk, info)
+        return body(piece, carry)
+
+    return lax.fori_loop(0, count, step, carry)
+
+
+def _load_pages(cfg: Config, refs: _Refs):
+    """The memory warpgroup: key and value pages of every block of every piece, as slots become free."""
+    page, block = cfg.page_size, cfg.block_kv
+    copies, width = max(block // page, 1), min(page, block)
+
+    def source(pool, page_id, head, offset):
+        span = pl.ds(offset, width) if width < page else slice(None)
+        return pool.at[page_id, head, span] if cfg.layout == "HND" else pool.at[page_id, span, head]
+
+    def load_piece(piece, turn):
+        first = lax.div(piece.info(wl.KSTART), jnp.int32(page))
+        last = jnp.maximum(lax.div(piece.info(wl.KSTOP) - 1, jnp.int32(page)), first)
+        blk0, req = piece.info(wl.BLK0) + piece.lo, piece.info(wl.REQ)
+
+        def load_block(i, turn):
+            slot = lax.rem(turn, jnp.int32(cfg.stages))
+            token = (blk0 + i) * block
+            column = lax.div(token, jnp.int32(page))
+            pages = [refs.table[req, jnp.clip(column + p, first, last)] for p in range(copies)]
+            offset = pl.multiple_of(lax.rem(token, jnp.int32(page)), 8) if width < page else 0
+
+            def fill(pool, tile, full, free):
+                @pl.when(turn >= cfg.stages)
+                def _():
+                    plgpu.barrier_wait(free.at[slot])
+
+                for p in range(copies):
+                    target = tile.at[slot, pl.ds(p * width, width)]
+                    plgpu.copy_gmem_to_smem(source(pool, pages[p], piece.head, offset), target, full.at[slot])
+
+            fill(refs.k, refs.k_tile, refs.k_full, refs.k_free)
+            fill(refs.v, refs.v_tile, refs.v_full, refs.v_free)
+            return turn + 1
+
+        return lax.fori_loop(0, piece.count, load_block, turn)
+
+    _walk(cfg, refs, load_piece, jnp.int32(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """What the 64 rows of this warpgroup are; vectors are i32 or f32 (64,)."""
+
+    tok0: object
+    head0: object
+    row0: object  # first packed row
+    nrows: object  # rows in use, may exceed 64
+    q_pos: object
+    start: object  # keys start <= kv < stop are visible to the row
+    stop: object
+    slope: object  # f32, already times log2(e); None without ALiBi
+    sink: object
+    head: object  # absolute query head
+
+
+def _rows_of(cfg: Config, refs: _Refs, piece: _Piece, row_offset) -> _Rows:
+    row0 = piece.info(wl.ROW0) + row_offset
+    packed = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW_LAYOUT) + row0
+    token = lax.div(packed, jnp.int32(cfg.group))
+    member = packed - token * cfg.group
+    q_pos = token + piece.info(wl.QPOS0)
+    causal = piece.info(wl.CAUSAL) != 0 if cfg.per_request_causal else None
+    start, stop = key_range(cfg.mask, q_pos, q_pos, piece.info(wl.SEQ), causal)
+    head0 = piece.head * cfg.group
+
+    def per_head(column):
+        value = _rows_full(0.0)
+        for g in range(cfg.group):
+            value = jnp.where(member == g, refs.heads[head0 + g, column], value)
+        return value
+
+    slope = per_head(0) * LOG2E if cfg.logits.has_alibi else None
+    sink = per_head(1) * LOG2E if cfg.has_sinks else None
+    nrows = piece.info(wl.NROWS) - row_offset
+    return _Rows(piece.info(wl.TOK0), head0, row0, nrows, q_pos, start, stop, slope, sink, head0 + member)
+
+
+def _rows_full(value):
+    return plgpu.layout_cast(jnp.full((M,), value, jnp.float32), ROW_LAYOUT)
+
+
+def _start_state(cfg: Config):
+    acc = plgpu.layout_cast(jnp.full((M, cfg.v_head_dim), 0, jnp.float32), plgpu.Layout.WGMMA)
+    return acc, _rows_full(M_START), _rows_full(0.0)
+
+
+def _across(vector, shape):
+    """(64,) -> (64, n)."""
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def _logits(cfg: Config, row: _Rows, dots, kv0, scale, masked):
+    """Raw dots (64, block_kv) -> (x, c): base-2 logits are x * c. Masked ones are -inf. algebra/logits.py, in base 2.
+
+    scale: f32 scalar, spec scale times k_scale.
+    """
+    rule, shape = cfg.logits, dots.shape
+    factor = scale * LOG2E
+    if rule.soft_cap:
+        dots, factor = jnp.tanh(dots * (scale / rule.soft_cap)), jnp.float32(rule.soft_cap * LOG2E)
+    key = lambda: plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    if rule.has_alibi:
+        shift = (kv0 - row.q_pos).astype(jnp.float32) * row.slope
+        bias = key().astype(jnp.float32) * _across(row.slope, shape) + _across(shift, shape)
+        dots, factor = dots * factor + bias, jnp.float32(1.0)
+    if rule.score_fn is not None:
+        where = (_across(row.head, shape), _across(row.q_pos, shape), key() + kv0)
+        dots, factor = rule.score_fn(dots * (factor * (1 / LOG2E)), *where), jnp.float32(LOG2E)
+    if masked:
+        seen = key() < _across(row.stop - kv0, shape)
+        if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
+            seen = seen & (key() >= _across(row.start - kv0, shape))
+        if cfg.mask.mask_fn is not None:
+            seen = seen & cfg.mask.mask_fn(_across(row.head, shape), _across(row.q_pos, shape), key() + kv0)
+        dots = jnp.where(seen, dots, -jnp.inf)
+    return dots, factor
+
+
+def _zero_unseen_values(cfg: Config, refs: _Refs, piece: _Piece, slot, kv0):
+    """Values outside the tile's key range may be anything, NaN included, and 0 * NaN is NaN."""
+    first, last = piece.info(wl.KSTART) - kv0, piece.info(wl.KSTOP) - kv0
+
+    @pl.when((first > 0) | (last < cfg.block_kv))
+    def _():
+        kind = dict(rows=cfg.block_kv, dim=cfg.v_head_dim, dtype=cfg.dtype)
+        rows.zero_rows(refs.v_tile.at[slot], first, last, **kind)
+        plgpu.commit_smem()
+
+
+def _finish(cfg: Config, refs: _Refs, piece: _Piece, row: _Rows, state, tile_row):
+    """Writes the state of a tile's 64 rows: to out and lse, or to this CTA's partial slot."""
+    acc, m, total = state
+    shape = acc.shape
+    v_scale = refs.scales[piece.head, 1]
+    me = lax.axis_index("cta")
+
+    @pl.when(piece.is_part)
+    def _():
+        safe = jnp.where(total > 0.0, total, 1.0)
+        lse = jnp.where(total > 0.0, m + lax.log(safe) * LOG2E, -jnp.inf)
+        slot = 2 * me + (piece.lo == 0).astype(jnp.int32)
+        out = acc * _across(v_scale / safe, shape)
+        rows.store_partial(refs.part, refs.part_lse, out, lse, slot, tile_row, row.nrows, dim=shape[1])
+
+    @pl.when(jnp.logical_not(piece.is_part))
+    def _():
+        out_scale, lse = finish_rows(m, total, row.sink)
+        out = acc * _across(out_scale * v_scale, shape)
+        where = (row.tok0, row.head0, row.row0, row.nrows)
+        kind = dict(group=cfg.group, heads=cfg.num_heads, dim=shape[1])
+        rows.store_rows(refs.out, refs.lse, out, lse, *where, **kind)
+
+
+def finish_rows(m, total, sink):
+    """Base-2 state -> (factor of acc, natural-log lse); the sink (base 2) counts once. Nothing seen: (0, -inf)."""
+    seen = total > 0.0
+    shift = m
+    if sink is not None:
+        shift = jnp.maximum(m, sink)
+        total = total * jnp.exp2(m - shift) + jnp.exp2(sink - shift)
+    safe = jnp.where(seen, total, 1.0)
+    factor = jnp.exp2(m - shift) / safe if sink is not None else 1.0 / safe
+    lse = (shift + lax.log(safe) * LOG2E) * (1 / LOG2E)
+    return jnp.where(seen, factor, 0.0), jnp.where(seen, lse, -jnp.inf)
+
+
+def _softmax_step(x, c, m, total, acc):
+    """(p f32, new m, new total without p's sum, rescaled acc)."""
+    new_m = jnp.maximum(m, x.max(axis=1) * c)
+    alpha = jnp.exp2(m - new_m)
+    p = jnp.exp2(x * c - _across(new_m, x.shape))
+    return p, new_m, total * alpha, acc * _across(alpha, acc.shape)
+
+
+def _dots(cfg, q_tile, k_tile, after=lambda: None):
+    def body(acc):
+        plgpu.wgmma(acc, q_tile, k_tile.transpose((1, 0)))
+        after()
+        return acc[...]
+
+    return pl.run_scoped(body, plgpu.ACC((M, cfg.block_kv), jnp.float32))
+
+
+def _add_values(acc, p, v_tile, after=lambda: None):
+    def body(ref):
+        plgpu.wgmma(ref, p, v_tile)
+        after()
+
+    return pl.run_state(body)(plgpu.ACC.init(acc))
+
+
+def _three_loops(cfg, step, bounds, carry):
+    """Blocks [0, a) masked, [a, b) full, [b, n) masked; the first loop only where a mask has a left edge."""
+    a, b, n = bounds
+    if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
+        carry = lax.fori_loop(0, a, functools.partial(step, masked=True), carry)
+    carry = lax.fori_loop(a, b, functools.partial(step, masked=False), carry)
+    return lax.fori_loop(b, n, functools.partial(step, masked=True), carry)
+
+
+def _full_bounds(piece: _Piece):
+    """Blocks of the piece, counted from its own first, that every row sees whole: [a, b) of n."""
+    a = jnp.clip(piece.info(wl.FULL0) - piece.lo, 0, piece.count)
+    return a, jnp.clip(piece.info(wl.FULL1) - piece.lo, a, piece.count), piece.count
+
+
+def _long_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
+    """Two warpgroups, 64 rows each, in ping-pong: one on the tensor cores while the other does softmax."""
+    row = _rows_of(cfg, refs, piece, 64 * wg)
+    q_tile = refs.q_tile.at[wg]
+    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
+    rows.load_rows(refs.q, q_tile, row.tok0, row.head0, row.row0, row.nrows, **kind)
+    plgpu.commit_smem()
+    scale = refs.scales[piece.head, 0]
+    first_key = (piece.info(wl.BLK0) + piece.lo) * cfg.block_kv
+    n = piece.count
+    slot_of = lambda j: lax.rem(turn + j, jnp.int32(cfg.stages))
+
+    def swap():
+        plgpu.barrier_arrive(refs.turn)
+        plgpu.barrier_wait(refs.turn)
+
+    @pl.when(n > 0)
+    def _():
+        plgpu.barrier_wait(refs.k_full.at[slot_of(0)])
+
+    pl.when(wg == 1)(swap)
+
+    def step(j, carry, masked):
+        acc, m, total = carry
+        slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
+        dots = _dots(cfg, q_tile, refs.k_tile.at[slot], swap)
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        x, c = _logits(cfg, row, dots, kv0, scale, masked)
+        p, m, total, acc = _softmax_step(x, c, m, total, acc)
+        p16 = p.astype(cfg.dtype)
+        total += p.sum(axis=1)
+        acc, total, m, p16 = lax.optimization_barrier((acc, total, m, p16))
+        plgpu.barrier_arrive(refs.turn)
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        if masked:
+            _zero_unseen_values(cfg, refs, piece, slot, kv0)
+        plgpu.barrier_wait(refs.turn)
+
+        def await_next():
+            @pl.when(j + 1 < n)
+            def _():
+                plgpu.barrier_wait(refs.k_full.at[slot_of(j + 1)])
+
+        acc = _add_values(acc, p16, refs.v_tile.at[slot], await_next)
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return acc, m, total
+
+    state = _three_loops(cfg, step, _full_bounds(piece), _start_state(cfg))
+    pl.when(wg == 0)(swap)
+    _finish(cfg, refs, piece, row, state, 64 * wg)
+
+
+def _short_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
+    """At most 64 rows: both warpgroups hold all of them, and take turns at the key blocks."""
+    row = _rows_of(cfg, refs, piece, jnp.int32(0))
+    q_tile = refs.q_tile.at[wg]
+    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
+    rows.load_rows(refs.q, q_tile, row.tok0, row.head0, row.row0, row.nrows, **kind)
+    plgpu.commit_smem()
+    scale = refs.scales[piece.head, 0]
+    first_key = (piece.info(wl.BLK0) + piece.lo) * cfg.block_kv
+    n = piece.count
+
+    def pass_over(j):
+        """The other warpgroup's block: every warpgroup sees every phase of every barrier."""
+        slot = lax.rem(turn + j, jnp.int32(cfg.stages))
+        for full, free in ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free)):
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.barrier_arrive(free.at[slot])
+
+    def step(t, carry, masked):
+        acc, m, total = carry
+        j = 2 * t + wg
+        slot, kv0 = lax.rem(turn + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        x, c = _logits(cfg, row, dots, kv0, scale, masked)
+        p, m, total, acc = _softmax_step(x, c, m, total, acc)
+        total += p.sum(axis=1)
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        if masked:
+            _zero_unseen_values(cfg, refs, piece, slot, kv0)
+        acc = _add_values(acc, p.astype(cfg.dtype), refs.v_tile.at[slot])
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        pl.when(j + 1 < n)(lambda: pass_over(j + 1))
+        return acc, m, total
+
+    pl.when((wg == 1) & (n > 0))(lambda: pass_over(0))
+    own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in _full_bounds(piece)]
+    state = _three_loops(cfg, step, own, _start_state(cfg))
+    _join_warpgroups(cfg, refs, piece, row, state, wg)
+
+
+def _join_warpgroups(cfg: Config, refs: _Refs, piece: _Piece, row: _Rows, state, wg):
+    """The second warpgroup hands its state to the first, which merges and writes."""
+
+    def meet():
+        plgpu.barrier_arrive(refs.turn)
+        plgpu.barrier_wait(refs.turn)
+
+    @pl.when(wg == 1)
+    def _():
+        rows.put_fragment(refs.scratch, *state)
+        meet()
+        meet()
+
+    @pl.when(wg == 0)
+    def _():
+        meet()
+        acc, m, total = state
+        acc1, m1, total1 = rows.get_fragment(refs.scratch, cfg.v_head_dim)
+        meet()
+        top = jnp.maximum(m, m1)
+        a, a1 = jnp.exp2(m - top), jnp.exp2(m1 - top)
+        acc = acc * _across(a, acc.shape) + acc1 * _across(a1, acc.shape)
+        _finish(cfg, refs, piece, row, (acc, top, total * a + total1 * a1), jnp.int32(0))
+
+
+def _compute(cfg: Config, refs: _Refs, wg):
+    def piece_body(piece, turn):
+        short = piece.info(wl.NROWS) <= wl.SHORT_ROWS
+        pl.when(short)(lambda: _short_tile(cfg, refs, piece, wg, turn))
+        pl.when(jnp.logical_not(short))(lambda: _long_tile(cfg, refs, piece, wg, turn))
+        return turn + piece.count
+
+    _walk(cfg, refs, piece_body, jnp.int32(0))
+
+
+def _kernel(cfg: Config, *gmem):
+    """One CTA: allocate, then each warpgroup to its role."""
+
+    def roles(tiles, scratch, full, free, turn):
+        refs = _Refs(*gmem, *tiles, scratch, *full, *free, turn)
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg < 2)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            _compute(cfg, refs, wg)
+
+        @pl.when(wg == 2)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            _load_pages(cfg, refs)
+
+    def tile(shape):
+        return plgpu.SMEM(shape, cfg.dtype, transforms=rows.tile_transforms(shape[-1], cfg.dtype))
+
+    block, stages = cfg.block_kv, cfg.stages
+    tiles = tuple(
+        map(tile, ((2, M, cfg.head_dim), (stages, block, cfg.head_dim), (stages, block, cfg.v_head_dim)))
+    )
+    scratch = plgpu.SMEM(((cfg.v_head_dim // 2 + 4) * 128,), jnp.float32)
+    full = (plgpu.Barrier(num_arrivals=max(block // cfg.page_size, 1), num_barriers=stages),) * 2
+    free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
+    pl.run_scoped(roles, tiles, scratch, full, free, plgpu.Barrier(num_arrivals=2), collective_axes="wg")
+
+
+def attend(cfg: Config, q, k_pages, v_pages, block_table, work: wl.WorkList, scales, heads):
+    """The launch: (out [T, H, V], lse f32[T, H], partial outputs, partial lse base 2)."""
+    num_tokens, num_heads, _ = q.shape
+    v_dim, slots = cfg.v_head_dim, 2 * cfg.num_ctas
+    out_type = [
+        jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), q.dtype),
+        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, v_dim), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),
+    ]
+
+    def ragged_paged_attention(*refs):
+        _kernel(cfg, *refs)
+
+    call = plgpu.kernel(
+        ragged_paged_attention,
+        out_type=out_type,
+        grid=(cfg.num_ctas,),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )
+    return call(q, k_pages, v_pages, block_table, work.info, work.cta, scales, heads)
+

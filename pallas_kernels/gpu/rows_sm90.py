@@ -1,0 +1,350 @@
+"""Ragged rows for Mosaic GPU: the few things that TMA and plain Refs cannot express, in PTX.
+
+A tile's rows are packed (token, head of the group) pairs: row p of a request is token p // G, head p % G, and lives
+at flat row (tok0 + p // G) * H + head0 + p % G of a [T, H, D] array. Tiles start at any token and end at any row,
+so rows are read and written one by one, each under its own predicate, 16 bytes (loads) or one pair (stores) a time.
+All functions are called by one warpgroup (128 threads); scalars are i32.
+"""
+
+import inspect
+import math
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental.mosaic.gpu import utils
+
+ROWS = 64  # rows of a warpgroup's tile
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+
+
+def tile_transforms(dim: int, dtype) -> tuple:
+    """(tiling, swizzle) of an SMEM tile [rows, dim] that wgmma and TMA share; dim must be a multiple of 16."""
+    return plgpu.TilingTransform((8, swizzle_columns(dim, dtype))), plgpu.SwizzleTransform(swizzle_bytes(dim, dtype))
+
+
+def swizzle_bytes(dim: int, dtype) -> int:
+    """The widest of 128, 64, 32 bytes that divides a row."""
+    return math.gcd(dim * jnp.dtype(dtype).itemsize, 128)
+
+
+def swizzle_columns(dim: int, dtype) -> int:
+    """Columns of one swizzled tile."""
+    return swizzle_bytes(dim, dtype) // jnp.dtype(dtype).itemsize
+
+
+def _i32(x):
+    return arith.constant(ir.IntegerType.get_signless(32), x)
+
+
+def _i64(x):
+    return arith.constant(ir.IntegerType.get_signless(64), x)
+
+
+def _wide(x):
+    return arith.extsi(ir.IntegerType.get_signless(64), x)
+
+
+def _scalar(fa):
+    return fa.registers.item()
+
+
+def _pointer(ref, space: int):
+    """i64 (GMEM) or i32 (SMEM) address of a memref's first element."""
+    if "memory_space" in inspect.signature(utils.memref_ptr).parameters:
+        ptr = utils.memref_ptr(ref, memory_space=space or None)
+    else:
+        ptr = utils.memref_ptr(ref)
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32 if space else 64), ptr)
+
+
+def _thread():
+    """Thread index within the warpgroup."""
+    return arith.remui(utils.thread_idx(), _i32(128))
+
+
+def _asm(text: str, constraints: str, *args, result=None):
+    result = result or ir.Type.parse("!llvm.void")
+    return llvm.inline_asm(result, list(args), text, constraints, has_side_effects=True)
+
+
+def _less(a, b):
+    return arith.cmpi(arith.CmpIPredicate.slt, a, b)
+
+
+def _flag(pred):
+    return arith.extui(ir.IntegerType.get_signless(32), pred)
+
+
+def _flat_row(row, tok0, head0, row0, group: int, heads: int):
+    """i64 flat row of [T * H, ...] for tile row `row`."""
+    packed = arith.addi(row0, row)
+    token = arith.divui(packed, _i32(group))
+    head = arith.subi(packed, arith.muli(token, _i32(group)))
+    token = arith.muli(_wide(arith.addi(tok0, token)), _i64(heads))
+    return arith.addi(token, _wide(arith.addi(head0, head)))
+
+
+def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim, dtype):
+    """Rows row0 .. row0 + 63 of a request's packed rows -> a swizzled SMEM tile; rows past `nrows` become 0.
+
+    src_ref GMEM [T, H, D], tile_ref SMEM [64, D]. Asynchronous within the thread, then awaited: on return this
+    thread's part is in SMEM, and the caller owes a commit_smem.
+    """
+    swizzle = swizzle_bytes(dim, dtype)
+    chunks = dim * 2 // 16  # of 16 bytes in a row
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(tile_transforms(dim, dtype)), *(_SCALAR,) * 4)
+    )
+    def load(ctx, src, tile, tok0, head0, row0, nrows):
+        tok0, head0, row0, nrows = map(_scalar, (tok0, head0, row0, nrows))
+        base, smem, thread = _pointer(src, 0), _pointer(tile, 3), _thread()
+        for step in range(ROWS * chunks // 128):
+            chunk = arith.addi(thread, _i32(step * 128))
+            row = arith.divui(chunk, _i32(chunks))
+            col = arith.muli(arith.subi(chunk, arith.muli(row, _i32(chunks))), _i32(16))  # byte in the row
+            flat = _flat_row(row, tok0, head0, row0, group, heads)
+            source = arith.addi(base, arith.addi(arith.muli(flat, _i64(dim * 2)), _wide(col)))
+            ok = _less(row, nrows)
+            source = arith.select(ok, source, base)
+            size = arith.select(ok, _i32(16), _i32(0))
+            target = arith.addi(smem, _swizzled(row, col, dim * 2, swizzle))
+            _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", target, source, size)
+        _asm("cp.async.wait_all;", "")
+
+    load(src_ref, tile_ref, tok0, head0, row0, nrows)
+
+
+def _swizzled(row, col_byte, row_bytes: int, swizzle: int):
+    """Byte offset of (row, col_byte) in a tile of 8-row, swizzle-wide pieces, row-major over the pieces."""
+    piece_row, piece_col = arith.divui(row, _i32(8)), arith.divui(col_byte, _i32(swizzle))
+    piece = arith.addi(arith.muli(piece_row, _i32(row_bytes // swizzle)), piece_col)
+    inside = arith.addi(arith.muli(arith.remui(row, _i32(8)), _i32(swizzle)), arith.remui(col_byte, _i32(swizzle)))
+    # 16-byte lanes are xored with the 128-byte line they sit in
+    mask = _i32(swizzle - 16)
+    mixed = arith.xori(inside, arith.andi(arith.shrui(inside, _i32(3)), mask))
+    return arith.addi(arith.muli(piece, _i32(8 * swizzle)), mixed)
+
+
+def zero_rows(tile_ref, first, last, *, rows, dim, dtype):
+    """Zeroes the rows of an SMEM tile [rows, dim] outside first <= row < last: what lies there may be NaN."""
+    swizzle = swizzle_bytes(dim, dtype)
+    row_bytes = dim * jnp.dtype(dtype).itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tile_transforms(dim, dtype)), _SCALAR, _SCALAR))
+    def zero(ctx, tile, first, last):
+        first, last = _scalar(first), _scalar(last)
+        row, smem = _thread(), _pointer(tile, 3)
+        outside = arith.ori(_less(row, first), arith.xori(_less(row, last), utils.c(1, ir.IntegerType.get_signless(1))))
+        if rows < 128:
+            outside = arith.andi(outside, _less(row, _i32(rows)))
+        for piece in range(row_bytes // swizzle):
+            offset = arith.addi(
+                arith.muli(arith.divui(row, _i32(8)), _i32(8 * row_bytes)),
+                arith.addi(_i32(piece * 8 * swizzle), arith.muli(arith.remui(row, _i32(8)), _i32(swizzle))),
+            )
+            target = arith.addi(smem, offset)
+            for byte in range(0, swizzle, 16):
+                text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v4.b32 [$0+{byte}], {{$2,$2,$2,$2}}; }}"
+                _asm(text, "r,r,r", target, _flag(outside), _i32(0))
+
+    zero(tile_ref, first, last)
+
+
+def store_rows(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, *, group, heads, dim):
+    """f32 (64, V) in WGMMA layout and f32 (64,) -> rows of [T, H, V] (its dtype) and [T, H] (f32), nrows of them."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(_SCALAR,) * 4)
+    )
+    def store(ctx, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows):
+        tok0, head0, row0, nrows = map(_scalar, (tok0, head0, row0, nrows))
+
+        def address(row):
+            return _flat_row(row, tok0, head0, row0, group, heads)
+
+        _store_fragment(out_ref, out, address, nrows, dim)
+        _store_row_values(lse_ref, lse, address, nrows)
+
+    store(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows)
+
+
+def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows, *, dim):
+    """f32 (64, V), f32 (64,) -> rows row0 .. of slot `slot` of [slots, 128, V] and [slots, 128], nrows of them."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(_SCALAR,) * 3)
+    )
+    def store(ctx, acc_ref, lse_ref, acc, lse, slot, row0, nrows):
+        slot, row0, nrows = map(_scalar, (slot, row0, nrows))
+
+        def address(row):
+            return _wide(arith.addi(arith.muli(slot, _i32(128)), arith.addi(row0, row)))
+
+        _store_fragment(acc_ref, acc, address, nrows, dim)
+        _store_row_values(lse_ref, lse, address, nrows)
+
+    store(acc_ref, lse_ref, acc, lse, slot, row0, nrows)
+
+
+def _store_fragment(ref, fragment, address, nrows, dim):
+    """Pairs of a WGMMA fragment -> rows of a row-major GMEM array, as f32 or rounded to 16 bits."""
+    element = ir.MemRefType(ref.type).element_type
+    size = utils.bitwidth(element) // 8
+    base = _pointer(ref, 0)
+    i32 = ir.IntegerType.get_signless(32)
+    for (row, col), pair in zip(fragment.layout.thread_idxs(fragment.shape), fragment.registers.flat, strict=True):
+        row, col = arith.index_cast(i32, row), arith.index_cast(i32, col)
+        target = arith.addi(arith.muli(address(row), _i64(dim)), _wide(col))
+        target = arith.addi(base, arith.muli(target, _i64(size)))
+        ok = _flag(_less(row, nrows))
+        if size == 2:
+            word = utils.bitcast(arith.truncf(ir.VectorType.get((2,), element), pair), i32)
+            _asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }", "l,r,r", target, ok, word)
+        else:
+            low, high = (vector.extract(pair, [], ir.DenseI64ArrayAttr.get([i])) for i in range(2))
+            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.f32 [$0], {$2, $3}; }"
+            _asm(text, "l,r,f,f", target, ok, low, high)
+
+
+def _store_row_values(ref, rows, address, nrows):
+    """One f32 a row, written by the first lane of each quad."""
+    base = _pointer(ref, 0)
+    i32 = ir.IntegerType.get_signless(32)
+    first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(_thread(), _i32(4)), _i32(0))
+    for (row,), value in zip(rows.layout.thread_idxs(rows.shape), rows.registers.flat, strict=True):
+        row = arith.index_cast(i32, row)
+        ok = _flag(arith.andi(first, _less(row, nrows)))
+        target = arith.addi(base, arith.muli(address(row), _i64(4)))
+        value = _single(value)
+        _asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }", "l,r,f", target, ok, value)
+
+
+def _single(register):
+    if isinstance(register.type, ir.VectorType):
+        return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
+    return register
+
+
+def put_fragment(scratch_ref, acc, top, total):
+    """A warpgroup's state -> scratch, in its own register order: get_fragment of the same shapes reads it back.
+
+    scratch_ref SMEM f32, (V / 2 + 2 * 2) * 128 values: acc (64, V), then top (64,) and total (64,).
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, _ROW_LAYOUT))
+    def put(ctx, scratch, acc, top, total):
+        base = arith.addi(_pointer(scratch, 3), arith.muli(_thread(), _i32(8)))
+        for i, pair in enumerate(acc.registers.flat):
+            low, high = (vector.extract(pair, [], ir.DenseI64ArrayAttr.get([k])) for k in range(2))
+            _asm(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, low, high)
+        at = acc.registers.size
+        for i, (m, s) in enumerate(zip(top.registers.flat, total.registers.flat, strict=True)):
+            text = f"st.shared.v2.f32 [$0+{(at + i) * 1024}], {{$1, $2}};"
+            _asm(text, "r,f,f", base, _single(m), _single(s))
+
+    put(scratch_ref, acc, top, total)
+
+
+def get_fragment(scratch_ref, dim: int):
+    """What put_fragment wrote: (acc (64, V), top (64,), total (64,))."""
+    f32 = jnp.float32
+    shapes = (
+        plgpu.ShapeDtypeStruct((ROWS, dim), f32, plgpu.Layout.WGMMA),
+        plgpu.ShapeDtypeStruct((ROWS,), f32, _ROW_LAYOUT),
+        plgpu.ShapeDtypeStruct((ROWS,), f32, _ROW_LAYOUT),
+    )
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shapes)
+    def get(ctx, scratch):
+        base = arith.addi(_pointer(scratch, 3), arith.muli(_thread(), _i32(8)))
+        pair = ir.Type.parse("!llvm.struct<(f32, f32)>")
+
+        def read(i):
+            both = _asm(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{i * 1024}];", "=f,=f,r", base, result=pair)
+            return [llvm.extractvalue(ir.F32Type.get(), both, [k]) for k in range(2)]
+
+        acc = _empty_fragment((ROWS, dim), plgpu.Layout.WGMMA)
+        _fill(acc, lambda i: read(i))
+        top, total = (_empty_fragment((ROWS,), _ROW_LAYOUT) for _ in range(2))
+        values = [read(acc.registers.size + i) for i in range(top.registers.size)]
+        _fill(top, lambda i: values[i][:1])
+        _fill(total, lambda i: values[i][1:])
+        return acc, top, total
+
+    return get(scratch_ref)
+
+
+def load_partial(acc_ref, lse_ref, slot, row0, nrows, *, dim):
+    """Rows that store_partial wrote: (acc (64, V), lse (64,)); rows past `nrows` come out 0 and -inf."""
+    shapes = (
+        plgpu.ShapeDtypeStruct((ROWS, dim), jnp.float32, plgpu.Layout.WGMMA),
+        plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, _ROW_LAYOUT),
+    )
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(_SCALAR,) * 3), return_type=shapes)
+    def load(ctx, acc_ref, lse_ref, slot, row0, nrows):
+        slot, row0, nrows = map(_scalar, (slot, row0, nrows))
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.Type.parse("!llvm.struct<(f32, f32)>")
+
+        def address(row):
+            return _wide(arith.addi(arith.muli(slot, _i32(128)), arith.addi(row0, row)))
+
+        acc, base = _empty_fragment((ROWS, dim), plgpu.Layout.WGMMA), _pointer(acc_ref, 0)
+        places = list(acc.layout.thread_idxs(acc.shape))
+
+        def read_pair(i):
+            row, col = (arith.index_cast(i32, x) for x in places[i])
+            source = arith.addi(arith.muli(address(row), _i64(dim)), _wide(col))
+            source = arith.addi(base, arith.muli(source, _i64(4)))
+            ok = _flag(_less(row, nrows))
+            text = (
+                "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000;"
+                " @p ld.global.v2.f32 {$0, $1}, [$2]; }"
+            )
+            both = _asm(text, "=&f,=&f,l,r", source, ok, result=pair)
+            return [llvm.extractvalue(ir.F32Type.get(), both, [k]) for k in range(2)]
+
+        _fill(acc, read_pair)
+        lse, lse_base = _empty_fragment((ROWS,), _ROW_LAYOUT), _pointer(lse_ref, 0)
+        lse_places = list(lse.layout.thread_idxs(lse.shape))
+
+        def read_one(i):
+            row = arith.index_cast(i32, lse_places[i][0])
+            source = arith.addi(lse_base, arith.muli(address(row), _i64(4)))
+            text = (
+                "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.global.f32 $0, [$1]; }"
+            )
+            return [_asm(text, "=&f,l,r", source, _flag(_less(row, nrows)), result=ir.F32Type.get())]
+
+        _fill(lse, read_one)
+        return acc, lse
+
+    return load(acc_ref, lse_ref, slot, row0, nrows)
+
+
+def _empty_fragment(shape, layout):
+    """A FragmentedArray of f32 to be filled register by register."""
+    from jax.experimental.mosaic.gpu import fragmented_array as fa
+
+    zero = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 0.0))
+    return fa.FragmentedArray.splat(zero, shape, layout.to_mgpu()).copy()
+
+
+def _fill(fragment, read):
+    """registers[i] = vector of read(i)."""
+    flat = fragment.registers.reshape(-1)
+    for i in range(flat.size):
+        values, old = read(i), flat[i]
+        if isinstance(old.type, ir.VectorType):
+            new = llvm.mlir_undef(old.type)
+            for k, value in enumerate(values):
+                new = vector.insert(value, new, [], ir.DenseI64ArrayAttr.get([k]))
+            flat[i] = new
+        else:
+            flat[i] = values[0]
+    fragment.registers[...] = flat.reshape(fragment.registers.shape)
