@@ -13,7 +13,7 @@ from pallas_kernels.gpu import ragged_attention_sm90 as main
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 
-AHEAD = 4  # parts whose loads are in flight together
+AHEAD = 2  # parts whose loads are in flight together
 
 
 def _kernel(cfg, info, join, heads, part, part_lse, out_ref, lse_ref):
@@ -66,12 +66,11 @@ def join_parts(cfg, out, lse, part, part_lse, work: wl.WorkList, heads):
         _kernel(cfg, *refs)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    plgpu.kernel(
-        join_partial_attention,
-        grid=(cfg.num_ctas, 2),
-        grid_names=("cut", "half"),
-        num_threads=1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(work.info, work.join, heads, part, part_lse, out_ref, lse_ref)
+    mesh = plgpu.Mesh(
+        grid=(cfg.num_ctas, 2), grid_names=("cut", "half"), num_threads=1, thread_name="wg"
+    )
+    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    pl.kernel(join_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="join_parts")(
+        work.info, work.join, heads, part, part_lse, out_ref, lse_ref
+    )
     return jax.freeze(out_ref), jax.freeze(lse_ref)

@@ -1,0 +1,76 @@
+"""The benchmark cases of the GPU page by name, and small ragged batches for correctness."""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A batch: (q_len, seq_len) per request."""
+
+    name: str
+    lengths: tuple
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int = 128
+    page: int = 16
+    kv_dtype: str = "bfloat16"
+    pad_tokens: int = 0
+    pad_reqs: int = 0
+    options: tuple = ()  # (name, value) pairs for the kernel's Config
+
+    @property
+    def q_lens(self):
+        return np.array([q for q, _ in self.lengths])
+
+    @property
+    def seq_lens(self):
+        return np.array([s for _, s in self.lengths])
+
+    def read_bytes(self) -> int:
+        """Floor: every visible key and value once, q and out once."""
+        item = 1 if self.kv_dtype in ("float8_e4m3fn", "float8_e5m2", "int8") else 2
+        window = dict(self.options).get("window")
+        seen = self.seq_lens if window is None else np.minimum(self.seq_lens, window + self.q_lens - 1)
+        kv = int(seen.sum()) * self.num_kv_heads * (self.head_dim + self.v_head_dim) * item
+        return kv + int(self.q_lens.sum()) * self.num_heads * (self.head_dim + self.v_head_dim) * 2
+
+    def flops(self) -> int:
+        """Causal: pairs (query, visible key) times 2 (D + V) times heads."""
+        pairs = sum(q * (s - q) + q * (q + 1) // 2 for q, s in self.lengths)
+        return pairs * self.num_heads * 2 * (self.head_dim + self.v_head_dim)
+
+
+def _decode(n, length):
+    return ((1, length),) * n
+
+
+RAGGED = tuple((1, 128 * (37 * i % 97 + 1)) for i in range(64))
+BENCH = [
+    Case(name="dec_64x4k", lengths=_decode(64, 4096)),
+    Case(name="dec_16x32k", lengths=_decode(16, 32768)),
+    Case(name="dec_1x128k", lengths=_decode(1, 131072)),
+    Case(name="dec_256x1k", lengths=_decode(256, 1024)),
+    Case(name="dec_ragged64", lengths=RAGGED),
+    Case(name="dec_8x1k", lengths=_decode(8, 1024)),
+    Case(name="dec_16x4k", lengths=_decode(16, 4096)),
+    Case(name="dec_1x32k", lengths=_decode(1, 32768)),
+    Case(name="dec_64x32k+window1024", lengths=_decode(64, 32768), options=(("window", 1024),)),
+    Case(name="pre_1x8k", lengths=((8192, 8192),)),
+    Case(name="pre_4x4k", lengths=((4096, 4096),) * 4),
+    Case(name="pre_1x32k", lengths=((32768, 32768),)),
+    Case(name="chunk_2k_of_32k", lengths=((2048, 32768),)),
+    Case(name="mixed_32d_2p", lengths=_decode(32, 4096) + ((2048, 2048), (2048, 6144))),
+    Case(name="dec_16x32k_fp8", lengths=_decode(16, 32768), kv_dtype="float8_e4m3fn"),
+]
+MIX = ((1, 700), (5, 133), (300, 300), (1, 1), (70, 515), (0, 0), (17, 2000), (129, 129), (2, 4096), (33, 1000))
+CHECK = [
+    Case(name="mix", lengths=MIX, pad_tokens=37, pad_reqs=3),
+    Case(name="mix_gqa1", lengths=MIX, num_heads=4, num_kv_heads=4, pad_tokens=5),
+    Case(name="mix_gqa7", lengths=MIX, num_heads=14, num_kv_heads=2, page=64),
+    Case(name="mix_mqa64", lengths=MIX, num_heads=64, num_kv_heads=1, page=8),
+    Case(name="mix_page256", lengths=MIX, page=256),
+    Case(name="one_long", lengths=((1, 20000), (1, 3))),
+]
