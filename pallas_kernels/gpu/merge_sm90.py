@@ -13,62 +13,61 @@ from pallas_kernels.gpu import ragged_attention_sm90 as main
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 
-AHEAD = 2  # parts whose loads are in flight together
+AHEAD = 4  # parts whose loads are in flight together
+COLUMNS = 32  # of the output, for one CTA
 
 
-def _kernel(cfg, info, join, heads, part, part_lse, out_ref, lse_ref):
+def _kernel(cfg, width, info, join, heads, part, part_lse, out_ref, lse_ref):
     """info i32[tiles, 16], join i32[C, 4], heads f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128] (GMEM)."""
-    me, half = lax.axis_index("cut"), lax.axis_index("half")
+    me, half, column = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * width
     unit, first, last = (join[me, i] for i in range(3))
     tile = lax.div(jnp.maximum(unit, 0), jnp.int32(cfg.num_kv_heads))
     head = lax.rem(jnp.maximum(unit, 0), jnp.int32(cfg.num_kv_heads))
     nrows = info[tile, wl.NROWS] - 64 * half
+    shape = (rows.ROWS, width)
 
-    def load(i, limit):
+    def load(i):
         slot = jnp.where(i == first, 2 * first + 1, 2 * i)
-        usable = jnp.where(i <= last, limit, 0)
-        return rows.load_partial(part, part_lse, slot, 64 * half, usable, dim=cfg.v_head_dim)
+        usable = jnp.where(i <= last, nrows, 0)
+        kind = dict(stride=cfg.v_head_dim, width=width)
+        return rows.load_partial(part, part_lse, slot, 64 * half, usable, column, **kind)
 
     def step(t, state):
         i0 = first + t * AHEAD
-        parts = [load(i0 + k, nrows) for k in range(AHEAD)]
+        parts = [load(i0 + k) for k in range(AHEAD)]
         for out, lse in parts:
             acc, m, total = state
             new_m = jnp.maximum(m, lse)
             a, b = jnp.exp2(m - new_m), jnp.exp2(lse - new_m)
-            across = lambda x, like=acc: lax.broadcast_in_dim(x, like.shape, [0])
-            state = (acc * across(a) + out * across(b), new_m, total * a + b)
+            state = (acc * main.across(a, shape) + out * main.across(b, shape), new_m, total * a + b)
         return state
 
     @pl.when((unit >= 0) & (nrows > 0))
     def _():
         steps = lax.div(last - first + AHEAD, jnp.int32(AHEAD))
-        acc, m, total = lax.fori_loop(0, steps, step, main._start_state(cfg))
-        row0 = info[tile, wl.ROW0] + 64 * half
+        acc, m, total = lax.fori_loop(0, steps, step, main.start_state(width))
+        row0, head0 = info[tile, wl.ROW0] + 64 * half, head * cfg.group
         sink = None
         if cfg.has_sinks:
             packed = plgpu.broadcasted_iota(jnp.int32, (rows.ROWS,), 0, layout=main.ROW_LAYOUT) + row0
-            member = lax.rem(packed, jnp.int32(cfg.group))
-            sink = main._rows_full(0.0)
-            for g in range(cfg.group):
-                sink = jnp.where(member == g, heads[head * cfg.group + g, 1] * main.LOG2E, sink)
+            sink = main.per_head(cfg, heads, head0, lax.rem(packed, jnp.int32(cfg.group)), 1)
         factor, lse = main.finish_rows(m, total, sink)
-        out = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
-        where = (info[tile, wl.TOK0], head * cfg.group, row0, nrows)
-        kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.v_head_dim)
-        rows.store_rows(out_ref, lse_ref, out, lse, *where, **kind)
+        where = (info[tile, wl.TOK0], head0, row0, nrows, column)
+        kind = dict(group=cfg.group, heads=cfg.num_heads, stride=cfg.v_head_dim)
+        rows.store_rows(out_ref, lse_ref, acc * main.across(factor, shape), lse, *where, **kind)
 
 
 def join_parts(cfg, out, lse, part, part_lse, work: wl.WorkList, heads):
     """Fills in the rows of cut units: (out, lse), written in place."""
 
+    width = COLUMNS if cfg.v_head_dim % COLUMNS == 0 else cfg.v_head_dim
+
     def join_partial_attention(*refs):
-        _kernel(cfg, *refs)
+        _kernel(cfg, width, *refs)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    mesh = plgpu.Mesh(
-        grid=(cfg.num_ctas, 2), grid_names=("cut", "half"), num_threads=1, thread_name="wg"
-    )
+    grid = (cfg.num_ctas, 2, cfg.v_head_dim // width)
+    mesh = plgpu.Mesh(grid=grid, grid_names=("cut", "half", "column"), num_threads=1, thread_name="wg")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     pl.kernel(join_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="join_parts")(
         work.info, work.join, heads, part, part_lse, out_ref, lse_ref

@@ -50,6 +50,8 @@ class Config:
     short_weight: int = 5
     long_weight: int = 9
     min_split: int = 1
+    overlap: bool = True
+    long_tiles: bool = True  # False: every request has at most 64 // G new tokens, known statically
 
     @property
     def group(self) -> int:
@@ -85,55 +87,96 @@ class _Refs:
     lse: object  # GMEM f32[T, H]
     part: object  # GMEM f32[2 C, 128, V]: normalised partial outputs
     part_lse: object  # GMEM f32[2 C, 128], base 2
-    q_tile: object = None  # SMEM [2, 64, D]
+    q_tile: object = None  # SMEM [2 buffers, 2, 64, D]
     k_tile: object = None  # SMEM [stages, block_kv, D]
     v_tile: object = None  # SMEM [stages, block_kv, V]
-    scratch: object = None  # SMEM f32[(V / 2 + 4) * 128]: state of the second warpgroup
+    stats: object = None  # SMEM f32[512]: maxima and sums that the second warpgroup hands over
+    box: object = None  # SMEM i32[2, 16]: the piece in each Q buffer, see _Piece
     k_full: object = None  # barriers [stages], one arrival a page
     v_full: object = None
     k_free: object = None  # barriers [stages], one arrival a compute warpgroup
     v_free: object = None
+    q_full: object = None  # barriers [2 buffers]
+    q_free: object = None
+    ready: object = None  # barriers [2]: the other warpgroup has issued its matmuls
     turn: object = None  # the two compute warpgroups' barrier: ping-pong and exchange
+
+
+HEAD, LO, HI = 13, 14, 15  # columns of the box beyond those of the work list's info
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A piece of work: blocks lo .. hi of the unit (tile, head); all i32 scalars."""
+    """A piece of work: blocks lo .. hi of a unit (tile, kv head); i32 scalars by column of work_list and the box."""
 
-    tile: object
-    head: object
-    lo: object
-    hi: object
-    nblk: object
-    info: object  # column -> scalar
+    column: object  # column number -> its value, read where it is used: registers are what the loop is short of
+    buffer: object  # which Q buffer holds its rows
+
+    def __getitem__(self, number):
+        return self.column(number)
+
+    @property
+    def lo(self):
+        return self[LO]
 
     @property
     def count(self):
-        return self.hi - self.lo
+        return self[HI] - self[LO]
 
     @property
     def is_part(self):
-        return (self.lo > 0) | (self.hi < self.nblk)
+        return (self[LO] > 0) | (self[HI] < self[wl.NBLK])
 
 
-def _walk(cfg: Config, refs: _Refs, body, carry):
-    """carry = body(piece, carry) over this CTA's pieces: whole waves in snake order, then its piece of the line."""
+def _count_pieces(cta, me):
+    waves, u0, _, u1, b1 = (cta[me, i] for i in range(5))
+    return waves + (u1 - u0) + (b1 > 0).astype(jnp.int32)
+
+
+def _piece_from_list(cfg: Config, refs: _Refs, j) -> _Piece:
+    """This CTA's j-th piece: whole waves in snake order, then its stretch of the line."""
     me = lax.axis_index("cta")
     waves, u0, b0, u1, b1 = (refs.cta[me, i] for i in range(5))
-    count = waves + (u1 - u0) + (b1 > 0).astype(jnp.int32)
+    snake = jnp.where(lax.rem(j, jnp.int32(2)) == 0, me, cfg.num_ctas - 1 - me)
+    unit = jnp.where(j < waves, j * cfg.num_ctas + snake, u0 + j - waves)
+    tile = lax.div(unit, jnp.int32(cfg.num_kv_heads))
+    info = [refs.info[tile, i] for i in range(HEAD)]
+    lo = jnp.where(unit == u0, b0, 0)
+    hi = jnp.where(unit == u1, b1, info[wl.NBLK])
+    head = lax.rem(unit, jnp.int32(cfg.num_kv_heads))
+    return _Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(2)))
 
-    def step(j, carry):
-        snake = jnp.where(lax.rem(j, jnp.int32(2)) == 0, me, cfg.num_ctas - 1 - me)
-        unit = jnp.where(j < waves, j * cfg.num_ctas + snake, u0 + j - waves)
-        tile = lax.div(unit, jnp.int32(cfg.num_kv_heads))
-        nblk = refs.info[tile, wl.NBLK]
-        lo = jnp.where(unit == u0, b0, 0)
-        hi = jnp.where(unit == u1, b1, nblk)
-        info = lambda column: refs.info[tile, column]
-        piece = _Piece(tile, lax.rem(unit, jnp.int32(cfg.num_kv_heads)), lo, hi, nblk, info)
-        return body(piece, carry)
 
-    return lax.fori_loop(0, count, step, carry)
+def _send_piece(cfg: Config, refs: _Refs, j) -> _Piece:
+    """Memory warpgroup: fetch piece j's numbers and query rows into its buffer, ahead of the compute warpgroups."""
+    piece = _piece_from_list(cfg, refs, j)
+    buffer = piece.buffer
+
+    @pl.when(j >= 2)
+    def _():
+        plgpu.barrier_wait(refs.q_free.at[buffer])
+
+    for column in range(HI + 1):
+        refs.box[buffer, column] = piece[column]
+    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
+
+    def load_half(half):
+        where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0] + M * half, piece[wl.NROWS] - M * half)
+        rows.load_rows(refs.q, refs.q_tile.at[buffer, half], *where, **kind)
+
+    load_half(0)
+    pl.when(piece[wl.NROWS] > M)(lambda: load_half(1))
+    rows.await_rows()
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.q_full.at[buffer])
+    return piece
+
+
+def _receive_piece(refs: _Refs, j) -> _Piece:
+    """Compute warpgroups: await piece j."""
+    buffer = lax.rem(j, jnp.int32(2))
+    plgpu.barrier_wait(refs.q_full.at[buffer])
+    return _Piece(lambda column: refs.box[buffer, column], buffer)
 
 
 def _load_pages(cfg: Config, refs: _Refs):
@@ -145,10 +188,11 @@ def _load_pages(cfg: Config, refs: _Refs):
         span = pl.ds(offset, width) if width < page else slice(None)
         return pool.at[page_id, head, span] if cfg.layout == "HND" else pool.at[page_id, span, head]
 
-    def load_piece(piece, turn):
-        first = lax.div(piece.info(wl.KSTART), jnp.int32(page))
-        last = jnp.maximum(lax.div(piece.info(wl.KSTOP) - 1, jnp.int32(page)), first)
-        blk0, req = piece.info(wl.BLK0) + piece.lo, piece.info(wl.REQ)
+    def load_piece(j, turn):
+        piece = _send_piece(cfg, refs, j)
+        first = lax.div(piece[wl.KSTART], jnp.int32(page))
+        last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
+        blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
 
         def load_block(i, turn):
             slot = lax.rem(turn, jnp.int32(cfg.stages))
@@ -164,7 +208,7 @@ def _load_pages(cfg: Config, refs: _Refs):
 
                 for p in range(copies):
                     target = tile.at[slot, pl.ds(p * width, width)]
-                    plgpu.copy_gmem_to_smem(source(pool, pages[p], piece.head, offset), target, full.at[slot])
+                    plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset), target, full.at[slot])
 
             fill(refs.k, refs.k_tile, refs.k_full, refs.k_free)
             fill(refs.v, refs.v_tile, refs.v_full, refs.v_free)
@@ -172,57 +216,55 @@ def _load_pages(cfg: Config, refs: _Refs):
 
         return lax.fori_loop(0, piece.count, load_block, turn)
 
-    _walk(cfg, refs, load_piece, jnp.int32(0))
+    lax.fori_loop(0, _count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """What the 64 rows of this warpgroup are; vectors are i32 or f32 (64,)."""
+    """What this warpgroup's 64 rows see; vectors are i32 or f32 (64,)."""
 
-    tok0: object
-    head0: object
-    row0: object  # first packed row
-    nrows: object  # rows in use, may exceed 64
     q_pos: object
     start: object  # keys start <= kv < stop are visible to the row
     stop: object
     slope: object  # f32, already times log2(e); None without ALiBi
-    sink: object
     head: object  # absolute query head
 
 
-def _rows_of(cfg: Config, refs: _Refs, piece: _Piece, row_offset) -> _Rows:
-    row0 = piece.info(wl.ROW0) + row_offset
-    packed = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW_LAYOUT) + row0
+def _heads_of(cfg: Config, piece: _Piece, row_offset):
+    """(packed row, token of the request, head of the group) of each row."""
+    packed = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW_LAYOUT) + (piece[wl.ROW0] + row_offset)
     token = lax.div(packed, jnp.int32(cfg.group))
-    member = packed - token * cfg.group
-    q_pos = token + piece.info(wl.QPOS0)
-    causal = piece.info(wl.CAUSAL) != 0 if cfg.per_request_causal else None
-    start, stop = key_range(cfg.mask, q_pos, q_pos, piece.info(wl.SEQ), causal)
-    head0 = piece.head * cfg.group
+    return packed, token, packed - token * cfg.group
 
-    def per_head(column):
-        value = _rows_full(0.0)
-        for g in range(cfg.group):
-            value = jnp.where(member == g, refs.heads[head0 + g, column], value)
-        return value
 
-    slope = per_head(0) * LOG2E if cfg.logits.has_alibi else None
-    sink = per_head(1) * LOG2E if cfg.has_sinks else None
-    nrows = piece.info(wl.NROWS) - row_offset
-    return _Rows(piece.info(wl.TOK0), head0, row0, nrows, q_pos, start, stop, slope, sink, head0 + member)
+def per_head(cfg: Config, heads, head0, member, column):
+    """f32 (64,): column of heads f32[H, 2] for each row's head, in base 2."""
+    value = _rows_full(0.0)
+    for g in range(cfg.group):
+        value = jnp.where(member == g, heads[head0 + g, column], value)
+    return value * LOG2E
+
+
+def _rows_of(cfg: Config, refs: _Refs, piece: _Piece, row_offset) -> _Rows:
+    _, token, member = _heads_of(cfg, piece, row_offset)
+    q_pos = token + piece[wl.QPOS0]
+    causal = piece[wl.CAUSAL] != 0 if cfg.per_request_causal else None
+    start, stop = key_range(cfg.mask, q_pos, q_pos, piece[wl.SEQ], causal)
+    head0 = piece[HEAD] * cfg.group
+    slope = per_head(cfg, refs.heads, head0, member, 0) if cfg.logits.has_alibi else None
+    return _Rows(q_pos, start, stop, slope, head0 + member)
 
 
 def _rows_full(value):
     return plgpu.layout_cast(jnp.full((M,), value, jnp.float32), ROW_LAYOUT)
 
 
-def _start_state(cfg: Config):
-    acc = plgpu.layout_cast(jnp.full((M, cfg.v_head_dim), 0, jnp.float32), plgpu.Layout.WGMMA)
+def start_state(width: int):
+    acc = plgpu.layout_cast(jnp.full((M, width), 0, jnp.float32), plgpu.Layout.WGMMA)
     return acc, _rows_full(M_START), _rows_full(0.0)
 
 
-def _across(vector, shape):
+def across(vector, shape):
     """(64,) -> (64, n)."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
@@ -239,24 +281,24 @@ def _logits(cfg: Config, row: _Rows, dots, kv0, scale, masked):
     key = lambda: plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     if rule.has_alibi:
         shift = (kv0 - row.q_pos).astype(jnp.float32) * row.slope
-        bias = key().astype(jnp.float32) * _across(row.slope, shape) + _across(shift, shape)
+        bias = key().astype(jnp.float32) * across(row.slope, shape) + across(shift, shape)
         dots, factor = dots * factor + bias, jnp.float32(1.0)
     if rule.score_fn is not None:
-        where = (_across(row.head, shape), _across(row.q_pos, shape), key() + kv0)
+        where = (across(row.head, shape), across(row.q_pos, shape), key() + kv0)
         dots, factor = rule.score_fn(dots * (factor * (1 / LOG2E)), *where), jnp.float32(LOG2E)
     if masked:
-        seen = key() < _across(row.stop - kv0, shape)
+        seen = key() < across(row.stop - kv0, shape)
         if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
-            seen = seen & (key() >= _across(row.start - kv0, shape))
+            seen = seen & (key() >= across(row.start - kv0, shape))
         if cfg.mask.mask_fn is not None:
-            seen = seen & cfg.mask.mask_fn(_across(row.head, shape), _across(row.q_pos, shape), key() + kv0)
+            seen = seen & cfg.mask.mask_fn(across(row.head, shape), across(row.q_pos, shape), key() + kv0)
         dots = jnp.where(seen, dots, -jnp.inf)
     return dots, factor
 
 
 def _zero_unseen_values(cfg: Config, refs: _Refs, piece: _Piece, slot, kv0):
     """Values outside the tile's key range may be anything, NaN included, and 0 * NaN is NaN."""
-    first, last = piece.info(wl.KSTART) - kv0, piece.info(wl.KSTOP) - kv0
+    first, last = piece[wl.KSTART] - kv0, piece[wl.KSTOP] - kv0
 
     @pl.when((first > 0) | (last < cfg.block_kv))
     def _():
@@ -265,27 +307,30 @@ def _zero_unseen_values(cfg: Config, refs: _Refs, piece: _Piece, slot, kv0):
         plgpu.commit_smem()
 
 
-def _finish(cfg: Config, refs: _Refs, piece: _Piece, row: _Rows, state, tile_row):
+def _finish(cfg: Config, refs: _Refs, piece: _Piece, state, tile_row):
     """Writes the state of a tile's 64 rows: to out and lse, or to this CTA's partial slot."""
     acc, m, total = state
     shape = acc.shape
-    v_scale = refs.scales[piece.head, 1]
-    me = lax.axis_index("cta")
+    v_scale = refs.scales[piece[HEAD], 1]
+    nrows = piece[wl.NROWS] - tile_row
 
     @pl.when(piece.is_part)
     def _():
         safe = jnp.where(total > 0.0, total, 1.0)
         lse = jnp.where(total > 0.0, m + lax.log(safe) * LOG2E, -jnp.inf)
-        slot = 2 * me + (piece.lo == 0).astype(jnp.int32)
-        out = acc * _across(v_scale / safe, shape)
-        rows.store_partial(refs.part, refs.part_lse, out, lse, slot, tile_row, row.nrows, dim=shape[1])
+        slot = 2 * lax.axis_index("cta") + (piece.lo == 0).astype(jnp.int32)
+        out = acc * across(v_scale / safe, shape)
+        rows.store_partial(refs.part, refs.part_lse, out, lse, slot, tile_row, nrows)
 
     @pl.when(jnp.logical_not(piece.is_part))
     def _():
-        out_scale, lse = finish_rows(m, total, row.sink)
-        out = acc * _across(out_scale * v_scale, shape)
-        where = (row.tok0, row.head0, row.row0, row.nrows)
-        kind = dict(group=cfg.group, heads=cfg.num_heads, dim=shape[1])
+        sink, head0 = None, piece[HEAD] * cfg.group
+        if cfg.has_sinks:
+            sink = per_head(cfg, refs.heads, head0, _heads_of(cfg, piece, tile_row)[2], 1)
+        factor, lse = finish_rows(m, total, sink)
+        out = acc * across(factor * v_scale, shape)
+        where = (piece[wl.TOK0], head0, piece[wl.ROW0] + tile_row, nrows, jnp.int32(0))
+        kind = dict(group=cfg.group, heads=cfg.num_heads, stride=shape[1])
         rows.store_rows(refs.out, refs.lse, out, lse, *where, **kind)
 
 
@@ -306,8 +351,8 @@ def _softmax_step(x, c, m, total, acc):
     """(p f32, new m, new total without p's sum, rescaled acc)."""
     new_m = jnp.maximum(m, x.max(axis=1) * c)
     alpha = jnp.exp2(m - new_m)
-    p = jnp.exp2(x * c - _across(new_m, x.shape))
-    return p, new_m, total * alpha, acc * _across(alpha, acc.shape)
+    p = jnp.exp2(x * c - across(new_m, x.shape))
+    return p, new_m, total * alpha, acc * across(alpha, acc.shape)
 
 
 def _dots(cfg, q_tile, k_tile, after=lambda: None):
@@ -327,30 +372,27 @@ def _add_values(acc, p, v_tile, after=lambda: None):
     return pl.run_state(body)(plgpu.ACC.init(acc))
 
 
-def _three_loops(cfg, step, bounds, carry):
-    """Blocks [0, a) masked, [a, b) full, [b, n) masked; the first loop only where a mask has a left edge."""
+def _three_loops(cfg, step, bounds, carry, first=0):
+    """Blocks [first, a) masked, [a, b) full, [b, n) masked; the first loop only where a mask has a left edge."""
     a, b, n = bounds
     if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
-        carry = lax.fori_loop(0, a, functools.partial(step, masked=True), carry)
+        carry = lax.fori_loop(first, a, functools.partial(step, masked=True), carry)
     carry = lax.fori_loop(a, b, functools.partial(step, masked=False), carry)
     return lax.fori_loop(b, n, functools.partial(step, masked=True), carry)
 
 
 def _full_bounds(piece: _Piece):
     """Blocks of the piece, counted from its own first, that every row sees whole: [a, b) of n."""
-    a = jnp.clip(piece.info(wl.FULL0) - piece.lo, 0, piece.count)
-    return a, jnp.clip(piece.info(wl.FULL1) - piece.lo, a, piece.count), piece.count
+    a = jnp.clip(piece[wl.FULL0] - piece.lo, 0, piece.count)
+    return a, jnp.clip(piece[wl.FULL1] - piece.lo, a, piece.count), piece.count
 
 
 def _long_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
     """Two warpgroups, 64 rows each, in ping-pong: one on the tensor cores while the other does softmax."""
     row = _rows_of(cfg, refs, piece, 64 * wg)
-    q_tile = refs.q_tile.at[wg]
-    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
-    rows.load_rows(refs.q, q_tile, row.tok0, row.head0, row.row0, row.nrows, **kind)
-    plgpu.commit_smem()
-    scale = refs.scales[piece.head, 0]
-    first_key = (piece.info(wl.BLK0) + piece.lo) * cfg.block_kv
+    q_tile = refs.q_tile.at[piece.buffer, wg]
+    scale = refs.scales[piece[HEAD], 0]
+    first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
     slot_of = lambda j: lax.rem(turn + j, jnp.int32(cfg.stages))
 
@@ -389,20 +431,80 @@ def _long_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return acc, m, total
 
-    state = _three_loops(cfg, step, _full_bounds(piece), _start_state(cfg))
+    state = _three_loops(cfg, step, _full_bounds(piece), start_state(cfg.v_head_dim))
     pl.when(wg == 0)(swap)
-    _finish(cfg, refs, piece, row, state, 64 * wg)
+    _finish(cfg, refs, piece, state, 64 * wg)
+
+
+def _long_tile_overlapped(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
+    """As _long_tile, and within a warpgroup the scores of block j + 1 are computed beside the values of block j."""
+    row = _rows_of(cfg, refs, piece, 64 * wg)
+    q_tile, scale = refs.q_tile.at[piece.buffer, wg], refs.scales[piece[HEAD], 0]
+    first_key, n = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece.count
+    slot_of = lambda j: lax.rem(turn + j, jnp.int32(cfg.stages))
+    accs = (plgpu.ACC((M, cfg.v_head_dim), jnp.float32), plgpu.ACC((M, cfg.block_kv), jnp.float32))
+
+    def weigh(dots, i, m, total, masked):
+        """Scores of block i -> (p as operand, new max, new total, factor of acc)."""
+        x, c = _logits(cfg, row, dots, first_key + i * cfg.block_kv, scale, masked)
+        new_m = jnp.maximum(m, x.max(axis=1) * c)
+        alpha = jnp.exp2(m - new_m)
+        p = jnp.exp2(x * c - across(new_m, x.shape))
+        return p.astype(cfg.dtype), new_m, total * alpha + p.sum(axis=1), alpha
+
+    def multiply(acc, p16, j, with_next, finish):
+        """acc + p16 v[j], and the scores of block j + 1 on the way: finish(dots) runs while v[j] is multiplied."""
+
+        def body(o_ref, s_ref):
+            slot, after = slot_of(j), slot_of(j + 1)
+            o_ref[...] = acc
+            if with_next:
+                plgpu.barrier_wait(refs.k_full.at[after])
+            plgpu.barrier_wait(refs.v_full.at[slot])
+            _zero_unseen_values(cfg, refs, piece, slot, first_key + j * cfg.block_kv)
+            plgpu.barrier_wait(refs.ready.at[wg])
+            if with_next:
+                plgpu.wgmma(s_ref, q_tile, refs.k_tile.at[after].transpose((1, 0)))
+            plgpu.wgmma(o_ref, p16, refs.v_tile.at[slot])
+            plgpu.barrier_arrive(refs.ready.at[1 - wg])
+            rest = ()
+            if with_next:
+                dots = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=1))
+                plgpu.barrier_arrive(refs.k_free.at[after])
+                rest = finish(dots)
+            out = lax.optimization_barrier(plgpu.wgmma_accumulator_load(o_ref, wait_n=0))
+            plgpu.barrier_arrive(refs.v_free.at[slot])
+            return out, *rest
+
+        return pl.run_scoped(body, *accs)
+
+    def step(i, carry, masked):
+        acc, m, total, p16 = carry
+        acc, p16, m, total, alpha = multiply(acc, p16, i - 1, True, lambda d: weigh(d, i, m, total, masked))
+        return acc * across(alpha, acc.shape), m, total, p16
+
+    def whole():
+        acc, m, total = start_state(cfg.v_head_dim)
+        plgpu.barrier_wait(refs.k_full.at[slot_of(0)])
+        plgpu.barrier_wait(refs.ready.at[wg])
+        issued = lambda: plgpu.barrier_arrive(refs.ready.at[1 - wg])
+        dots = _dots(cfg, q_tile, refs.k_tile.at[slot_of(0)], issued)
+        plgpu.barrier_arrive(refs.k_free.at[slot_of(0)])
+        p16, m, total, _ = weigh(dots, 0, m, total, True)
+        a, b, _ = (jnp.maximum(bound, 1) for bound in _full_bounds(piece))
+        acc, m, total, p16 = _three_loops(cfg, step, (a, b, n), (acc, m, total, p16), first=1)
+        (acc,) = multiply(acc, p16, n - 1, False, None)
+        return acc, m, total
+
+    _finish(cfg, refs, piece, lax.cond(n > 0, whole, lambda: start_state(cfg.v_head_dim)), 64 * wg)
 
 
 def _short_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
     """At most 64 rows: both warpgroups hold all of them, and take turns at the key blocks."""
     row = _rows_of(cfg, refs, piece, jnp.int32(0))
-    q_tile = refs.q_tile.at[wg]
-    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
-    rows.load_rows(refs.q, q_tile, row.tok0, row.head0, row.row0, row.nrows, **kind)
-    plgpu.commit_smem()
-    scale = refs.scales[piece.head, 0]
-    first_key = (piece.info(wl.BLK0) + piece.lo) * cfg.block_kv
+    q_tile = refs.q_tile.at[piece.buffer, 0]
+    scale = refs.scales[piece[HEAD], 0]
+    first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
 
     def pass_over(j):
@@ -432,50 +534,57 @@ def _short_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
 
     pl.when((wg == 1) & (n > 0))(lambda: pass_over(0))
     own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in _full_bounds(piece)]
-    state = _three_loops(cfg, step, own, _start_state(cfg))
-    _join_warpgroups(cfg, refs, piece, row, state, wg)
+    state = _three_loops(cfg, step, own, start_state(cfg.v_head_dim))
+    _join_warpgroups(cfg, refs, piece, state, wg)
 
 
-def _join_warpgroups(cfg: Config, refs: _Refs, piece: _Piece, row: _Rows, state, wg):
+def _join_warpgroups(cfg: Config, refs: _Refs, piece: _Piece, state, wg):
     """The second warpgroup hands its state to the first, which merges and writes."""
 
     def meet():
         plgpu.barrier_arrive(refs.turn)
         plgpu.barrier_wait(refs.turn)
 
+    scratch = (refs.q_tile.at[piece.buffer], refs.stats)  # nobody needs the queries any more
+    kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)
+    meet()
+
     @pl.when(wg == 1)
     def _():
-        rows.put_fragment(refs.scratch, *state)
-        meet()
+        rows.put_fragment(*scratch, *state, **kind)
         meet()
 
     @pl.when(wg == 0)
     def _():
         meet()
         acc, m, total = state
-        acc1, m1, total1 = rows.get_fragment(refs.scratch, cfg.v_head_dim)
-        meet()
+        acc1, m1, total1 = rows.get_fragment(*scratch, **kind)
         top = jnp.maximum(m, m1)
         a, a1 = jnp.exp2(m - top), jnp.exp2(m1 - top)
-        acc = acc * _across(a, acc.shape) + acc1 * _across(a1, acc.shape)
-        _finish(cfg, refs, piece, row, (acc, top, total * a + total1 * a1), jnp.int32(0))
+        acc = acc * across(a, acc.shape) + acc1 * across(a1, acc.shape)
+        _finish(cfg, refs, piece, (acc, top, total * a + total1 * a1), jnp.int32(0))
 
 
 def _compute(cfg: Config, refs: _Refs, wg):
-    def piece_body(piece, turn):
-        short = piece.info(wl.NROWS) <= wl.SHORT_ROWS
+    def piece_body(j, turn):
+        piece = _receive_piece(refs, j)
+        short = piece[wl.NROWS] <= wl.SHORT_ROWS
         pl.when(short)(lambda: _short_tile(cfg, refs, piece, wg, turn))
-        pl.when(jnp.logical_not(short))(lambda: _long_tile(cfg, refs, piece, wg, turn))
+        long_tile = _long_tile_overlapped if cfg.overlap else _long_tile
+        if cfg.long_tiles:
+            pl.when(jnp.logical_not(short))(lambda: long_tile(cfg, refs, piece, wg, turn))
+        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
         return turn + piece.count
 
-    _walk(cfg, refs, piece_body, jnp.int32(0))
+    pl.when(wg == 1)(lambda: plgpu.barrier_arrive(refs.ready.at[0]))
+    lax.fori_loop(0, _count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))
 
 
 def _kernel(cfg: Config, *gmem):
     """One CTA: allocate, then each warpgroup to its role."""
 
-    def roles(tiles, scratch, full, free, turn):
-        refs = _Refs(*gmem, *tiles, scratch, *full, *free, turn)
+    def roles(tiles, small, full, free, queries, pair):
+        refs = _Refs(*gmem, *tiles, *small, *full, *free, *queries, *pair)
         wg = lax.axis_index("wg")
 
         @pl.when(wg < 2)
@@ -493,12 +602,14 @@ def _kernel(cfg: Config, *gmem):
 
     block, stages = cfg.block_kv, cfg.stages
     tiles = tuple(
-        map(tile, ((2, M, cfg.head_dim), (stages, block, cfg.head_dim), (stages, block, cfg.v_head_dim)))
+        map(tile, ((2, 2, M, cfg.head_dim), (stages, block, cfg.head_dim), (stages, block, cfg.v_head_dim)))
     )
-    scratch = plgpu.SMEM(((cfg.v_head_dim // 2 + 4) * 128,), jnp.float32)
+    small = (plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((2, wl.INFO_COLUMNS), jnp.int32))
     full = (plgpu.Barrier(num_arrivals=max(block // cfg.page_size, 1), num_barriers=stages),) * 2
     free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
-    pl.run_scoped(roles, tiles, scratch, full, free, plgpu.Barrier(num_arrivals=2), collective_axes="wg")
+    queries = (plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_arrivals=2, num_barriers=2))
+    pair = (plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_arrivals=2))
+    pl.run_scoped(roles, tiles, small, full, free, queries, pair, collective_axes="wg")
 
 
 def attend(cfg: Config, q, k_pages, v_pages, block_table, work: wl.WorkList, scales, heads):

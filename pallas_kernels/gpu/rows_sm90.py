@@ -11,6 +11,7 @@ import math
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic.gpu import utils
@@ -90,8 +91,8 @@ def _flat_row(row, tok0, head0, row0, group: int, heads: int):
 def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim, dtype):
     """Rows row0 .. row0 + 63 of a request's packed rows -> a swizzled SMEM tile; rows past `nrows` become 0.
 
-    src_ref GMEM [T, H, D], tile_ref SMEM [64, D]. Asynchronous within the thread, then awaited: on return this
-    thread's part is in SMEM, and the caller owes a commit_smem.
+    src_ref GMEM [T, H, D], tile_ref SMEM [64, D]. Asynchronous: the caller owes an await_rows and a
+    commit_smem.
     """
     swizzle = swizzle_bytes(dim, dtype)
     chunks = dim * 2 // 16  # of 16 bytes in a row
@@ -113,9 +114,18 @@ def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim,
             size = arith.select(ok, _i32(16), _i32(0))
             target = arith.addi(smem, _swizzled(row, col, dim * 2, swizzle))
             _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", target, source, size)
-        _asm("cp.async.wait_all;", "")
 
     load(src_ref, tile_ref, tok0, head0, row0, nrows)
+
+
+def await_rows():
+    """Until this thread's load_rows are in SMEM."""
+
+    @plgpu.inline_mgpu()
+    def wait(ctx):
+        _asm("cp.async.wait_all;", "")
+
+    wait()
 
 
 def _swizzled(row, col_byte, row_bytes: int, swizzle: int):
@@ -154,25 +164,25 @@ def zero_rows(tile_ref, first, last, *, rows, dim, dtype):
     zero(tile_ref, first, last)
 
 
-def store_rows(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, *, group, heads, dim):
-    """f32 (64, V) in WGMMA layout and f32 (64,) -> rows of [T, H, V] (its dtype) and [T, H] (f32), nrows of them."""
+def store_rows(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column, *, group, heads, stride):
+    """f32 (64, n) in WGMMA layout and f32 (64,) -> columns column .. of rows of [T, H, V] and [T, H], nrows of them."""
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(_SCALAR,) * 4)
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(_SCALAR,) * 5)
     )
-    def store(ctx, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows):
-        tok0, head0, row0, nrows = map(_scalar, (tok0, head0, row0, nrows))
+    def store(ctx, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column):
+        tok0, head0, row0, nrows, column = map(_scalar, (tok0, head0, row0, nrows, column))
 
         def address(row):
             return _flat_row(row, tok0, head0, row0, group, heads)
 
-        _store_fragment(out_ref, out, address, nrows, dim)
+        _store_fragment(out_ref, out, address, nrows, column, stride)
         _store_row_values(lse_ref, lse, address, nrows)
 
-    store(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows)
+    store(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column)
 
 
-def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows, *, dim):
+def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows):
     """f32 (64, V), f32 (64,) -> rows row0 .. of slot `slot` of [slots, 128, V] and [slots, 128], nrows of them."""
 
     @plgpu.inline_mgpu(
@@ -184,30 +194,50 @@ def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows, *, dim):
         def address(row):
             return _wide(arith.addi(arith.muli(slot, _i32(128)), arith.addi(row0, row)))
 
-        _store_fragment(acc_ref, acc, address, nrows, dim)
+        _store_fragment(acc_ref, acc, address, nrows, _i32(0), acc.shape[1])
         _store_row_values(lse_ref, lse, address, nrows)
 
     store(acc_ref, lse_ref, acc, lse, slot, row0, nrows)
 
 
-def _store_fragment(ref, fragment, address, nrows, dim):
-    """Pairs of a WGMMA fragment -> rows of a row-major GMEM array, as f32 or rounded to 16 bits."""
+def _store_fragment(ref, fragment, address, nrows, column, stride):
+    """Pairs of a WGMMA fragment -> rows of a row-major GMEM array, as f32 or rounded to 16 bits.
+
+    A thread holds two rows, 8 apart, and the same column pairs in both: two base addresses, constant offsets.
+    """
     element = ir.MemRefType(ref.type).element_type
     size = utils.bitwidth(element) // 8
-    base = _pointer(ref, 0)
     i32 = ir.IntegerType.get_signless(32)
-    for (row, col), pair in zip(fragment.layout.thread_idxs(fragment.shape), fragment.registers.flat, strict=True):
-        row, col = arith.index_cast(i32, row), arith.index_cast(i32, col)
-        target = arith.addi(arith.muli(address(row), _i64(dim)), _wide(col))
-        target = arith.addi(base, arith.muli(target, _i64(size)))
+    thread, bases = _thread(), []
+    first = arith.addi(
+        arith.muli(arith.divui(thread, _i32(32)), _i32(16)), arith.divui(arith.remui(thread, _i32(32)), _i32(4))
+    )
+    pair_col = arith.addi(column, arith.muli(arith.remui(thread, _i32(4)), _i32(2)))
+    for row in (first, arith.addi(first, _i32(8))):
+        place = arith.addi(arith.muli(address(row), _i64(stride)), _wide(pair_col))
         ok = _flag(_less(row, nrows))
+        bases.append((arith.addi(_pointer(ref, 0), arith.muli(place, _i64(size))), ok))
+    for (second, col), pair in zip(_pair_places(fragment), fragment.registers.flat, strict=True):
+        (base, ok), offset = bases[second], col * size
         if size == 2:
             word = utils.bitcast(arith.truncf(ir.VectorType.get((2,), element), pair), i32)
-            _asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }", "l,r,r", target, ok, word)
+            text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0+{offset}], $2; }}"
+            _asm(text, "l,r,r", base, ok, word)
         else:
             low, high = (vector.extract(pair, [], ir.DenseI64ArrayAttr.get([i])) for i in range(2))
-            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.f32 [$0], {$2, $3}; }"
-            _asm(text, "l,r,f,f", target, ok, low, high)
+            text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.f32 [$0+{offset}], {{$2, $3}}; }}"
+            _asm(text, "l,r,f,f", base, ok, low, high)
+
+
+def _pair_places(fragment):
+    """(0 or 1: which of the thread's two rows, first column of the pair less the thread's own) per register."""
+    layout, (_, columns) = fragment.layout, fragment.shape
+    strides = layout.tiling.tile_strides((columns, 1))
+    for index in np.ndindex(fragment.registers.shape):
+        linear = sum(i * s for i, s in zip(index, strides))
+        row, col = divmod(linear, columns)
+        assert row in (0, 8), (row, col)
+        yield row // 8, col
 
 
 def _store_row_values(ref, rows, address, nrows):
@@ -229,27 +259,28 @@ def _single(register):
     return register
 
 
-def put_fragment(scratch_ref, acc, top, total):
-    """A warpgroup's state -> scratch, in its own register order: get_fragment of the same shapes reads it back.
+def put_fragment(q_ref, stats_ref, acc, top, total, *, dim, q_dim, q_dtype):
+    """A warpgroup's state -> SMEM, in its own register order: get_fragment of the same shapes reads it back.
 
-    scratch_ref SMEM f32, (V / 2 + 2 * 2) * 128 values: acc (64, V), then top (64,) and total (64,).
+    q_ref SMEM [2, 64, D] is used as 64 * V floats of raw memory, stats_ref f32[512]; acc f32 (64, V), V <= D.
     """
+    tile = plgpu.RefType(tile_transforms(q_dim, q_dtype))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, _ROW_LAYOUT))
-    def put(ctx, scratch, acc, top, total):
-        base = arith.addi(_pointer(scratch, 3), arith.muli(_thread(), _i32(8)))
+    @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, _ROW_LAYOUT))
+    def put(ctx, q_tile, stats, acc, top, total):
+        mine = arith.muli(_thread(), _i32(8))
+        base = arith.addi(_pointer(q_tile, 3), mine)
         for i, pair in enumerate(acc.registers.flat):
             low, high = (vector.extract(pair, [], ir.DenseI64ArrayAttr.get([k])) for k in range(2))
             _asm(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, low, high)
-        at = acc.registers.size
+        base = arith.addi(_pointer(stats, 3), mine)
         for i, (m, s) in enumerate(zip(top.registers.flat, total.registers.flat, strict=True)):
-            text = f"st.shared.v2.f32 [$0+{(at + i) * 1024}], {{$1, $2}};"
-            _asm(text, "r,f,f", base, _single(m), _single(s))
+            _asm(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, _single(m), _single(s))
 
-    put(scratch_ref, acc, top, total)
+    put(q_ref, stats_ref, acc, top, total)
 
 
-def get_fragment(scratch_ref, dim: int):
+def get_fragment(q_ref, stats_ref, *, dim, q_dim, q_dtype):
     """What put_fragment wrote: (acc (64, V), top (64,), total (64,))."""
     f32 = jnp.float32
     shapes = (
@@ -257,74 +288,72 @@ def get_fragment(scratch_ref, dim: int):
         plgpu.ShapeDtypeStruct((ROWS,), f32, _ROW_LAYOUT),
         plgpu.ShapeDtypeStruct((ROWS,), f32, _ROW_LAYOUT),
     )
+    tile = plgpu.RefType(tile_transforms(q_dim, q_dtype))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shapes)
-    def get(ctx, scratch):
-        base = arith.addi(_pointer(scratch, 3), arith.muli(_thread(), _i32(8)))
+    @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType()), return_type=shapes)
+    def get(ctx, q_tile, stats):
+        mine = arith.muli(_thread(), _i32(8))
         pair = ir.Type.parse("!llvm.struct<(f32, f32)>")
 
-        def read(i):
+        def read(base, i):
             both = _asm(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{i * 1024}];", "=f,=f,r", base, result=pair)
             return [llvm.extractvalue(ir.F32Type.get(), both, [k]) for k in range(2)]
 
         acc = _empty_fragment((ROWS, dim), plgpu.Layout.WGMMA)
-        _fill(acc, lambda i: read(i))
+        base = arith.addi(_pointer(q_tile, 3), mine)
+        _fill(acc, lambda i: read(base, i))
         top, total = (_empty_fragment((ROWS,), _ROW_LAYOUT) for _ in range(2))
-        values = [read(acc.registers.size + i) for i in range(top.registers.size)]
+        base = arith.addi(_pointer(stats, 3), mine)
+        values = [read(base, i) for i in range(top.registers.size)]
         _fill(top, lambda i: values[i][:1])
         _fill(total, lambda i: values[i][1:])
         return acc, top, total
 
-    return get(scratch_ref)
+    return get(q_ref, stats_ref)
 
 
-def load_partial(acc_ref, lse_ref, slot, row0, nrows, *, dim):
-    """Rows that store_partial wrote: (acc (64, V), lse (64,)); rows past `nrows` come out 0 and -inf."""
+def load_partial(acc_ref, lse_ref, slot, row0, nrows, column, *, stride, width):
+    """What store_partial wrote, columns column .. + width: (acc (64, width), lse (64,)); rows past nrows: 0, -inf."""
     shapes = (
-        plgpu.ShapeDtypeStruct((ROWS, dim), jnp.float32, plgpu.Layout.WGMMA),
+        plgpu.ShapeDtypeStruct((ROWS, width), jnp.float32, plgpu.Layout.WGMMA),
         plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, _ROW_LAYOUT),
     )
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(_SCALAR,) * 3), return_type=shapes)
-    def load(ctx, acc_ref, lse_ref, slot, row0, nrows):
-        slot, row0, nrows = map(_scalar, (slot, row0, nrows))
-        i32 = ir.IntegerType.get_signless(32)
-        pair = ir.Type.parse("!llvm.struct<(f32, f32)>")
-
-        def address(row):
-            return _wide(arith.addi(arith.muli(slot, _i32(128)), arith.addi(row0, row)))
-
-        acc, base = _empty_fragment((ROWS, dim), plgpu.Layout.WGMMA), _pointer(acc_ref, 0)
-        places = list(acc.layout.thread_idxs(acc.shape))
-
-        def read_pair(i):
-            row, col = (arith.index_cast(i32, x) for x in places[i])
-            source = arith.addi(arith.muli(address(row), _i64(dim)), _wide(col))
-            source = arith.addi(base, arith.muli(source, _i64(4)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(_SCALAR,) * 4), return_type=shapes)
+    def load(ctx, acc_ref, lse_ref, slot, row0, nrows, column):
+        slot, row0, nrows, column = map(_scalar, (slot, row0, nrows, column))
+        thread, f32 = _thread(), ir.F32Type.get()
+        first = arith.addi(
+            arith.muli(arith.divui(thread, _i32(32)), _i32(16)), arith.divui(arith.remui(thread, _i32(32)), _i32(4))
+        )
+        pair_col = arith.addi(column, arith.muli(arith.remui(thread, _i32(4)), _i32(2)))
+        bases, lse_values = [], []
+        for row in (first, arith.addi(first, _i32(8))):
+            place = _wide(arith.addi(arith.muli(slot, _i32(128)), arith.addi(row0, row)))
             ok = _flag(_less(row, nrows))
+            source = arith.addi(arith.muli(place, _i64(stride)), _wide(pair_col))
+            bases.append((arith.addi(_pointer(acc_ref, 0), arith.muli(source, _i64(4))), ok))
+            source = arith.addi(_pointer(lse_ref, 0), arith.muli(place, _i64(4)))
+            text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.global.f32 $0, [$1]; }"
+            lse_values.append(_asm(text, "=&f,l,r", source, ok, result=f32))
+        acc = _empty_fragment((ROWS, width), plgpu.Layout.WGMMA)
+        places = list(_pair_places(acc))
+
+        def read(i):
+            second, col = places[i]
             text = (
                 "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000;"
-                " @p ld.global.v2.f32 {$0, $1}, [$2]; }"
+                f" @p ld.global.v2.f32 {{$0, $1}}, [$2+{col * 4}]; }}"
             )
-            both = _asm(text, "=&f,=&f,l,r", source, ok, result=pair)
-            return [llvm.extractvalue(ir.F32Type.get(), both, [k]) for k in range(2)]
+            both = _asm(text, "=&f,=&f,l,r", *bases[second], result=ir.Type.parse("!llvm.struct<(f32, f32)>"))
+            return [llvm.extractvalue(f32, both, [k]) for k in range(2)]
 
-        _fill(acc, read_pair)
-        lse, lse_base = _empty_fragment((ROWS,), _ROW_LAYOUT), _pointer(lse_ref, 0)
-        lse_places = list(lse.layout.thread_idxs(lse.shape))
-
-        def read_one(i):
-            row = arith.index_cast(i32, lse_places[i][0])
-            source = arith.addi(lse_base, arith.muli(address(row), _i64(4)))
-            text = (
-                "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.global.f32 $0, [$1]; }"
-            )
-            return [_asm(text, "=&f,l,r", source, _flag(_less(row, nrows)), result=ir.F32Type.get())]
-
-        _fill(lse, read_one)
+        _fill(acc, read)
+        lse = _empty_fragment((ROWS,), _ROW_LAYOUT)
+        _fill(lse, lambda i: [lse_values[i]])
         return acc, lse
 
-    return load(acc_ref, lse_ref, slot, row0, nrows)
+    return load(acc_ref, lse_ref, slot, row0, nrows, column)
 
 
 def _empty_fragment(shape, layout):
