@@ -445,24 +445,27 @@ def _long_tile_overlapped(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
     accs = (plgpu.ACC((M, cfg.v_head_dim), jnp.float32), plgpu.ACC((M, cfg.block_kv), jnp.float32))
 
     def weigh(dots, i, m, total, masked):
-        """Scores of block i -> (p as operand, new max, new total, factor of acc)."""
+        """Scores of block i -> (p f32, new max, new total, factor of acc)."""
         x, c = _logits(cfg, row, dots, first_key + i * cfg.block_kv, scale, masked)
         new_m = jnp.maximum(m, x.max(axis=1) * c)
         alpha = jnp.exp2(m - new_m)
         p = jnp.exp2(x * c - across(new_m, x.shape))
-        return p.astype(cfg.dtype), new_m, total * alpha + p.sum(axis=1), alpha
+        return p, new_m, total * alpha + p.sum(axis=1), alpha
 
     def multiply(acc, p16, j, with_next, finish):
         """acc + p16 v[j], and the scores of block j + 1 on the way: finish(dots) runs while v[j] is multiplied."""
 
+        slot, after = slot_of(j), slot_of(j + 1)
+        if with_next:
+            plgpu.barrier_wait(refs.k_full.at[after])
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        _zero_unseen_values(cfg, refs, piece, slot, first_key + j * cfg.block_kv)
+        plgpu.barrier_wait(refs.ready.at[wg])
+        # registers that a wgmma reads must not be written once the first is issued, or ptxas serialises them all
+        acc, p16 = lax.optimization_barrier((acc, p16))
+
         def body(o_ref, s_ref):
-            slot, after = slot_of(j), slot_of(j + 1)
             o_ref[...] = acc
-            if with_next:
-                plgpu.barrier_wait(refs.k_full.at[after])
-            plgpu.barrier_wait(refs.v_full.at[slot])
-            _zero_unseen_values(cfg, refs, piece, slot, first_key + j * cfg.block_kv)
-            plgpu.barrier_wait(refs.ready.at[wg])
             if with_next:
                 plgpu.wgmma(s_ref, q_tile, refs.k_tile.at[after].transpose((1, 0)))
             plgpu.wgmma(o_ref, p16, refs.v_tile.at[slot])
@@ -472,7 +475,8 @@ def _long_tile_overlapped(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
                 dots = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=1))
                 plgpu.barrier_arrive(refs.k_free.at[after])
                 rest = finish(dots)
-            out = lax.optimization_barrier(plgpu.wgmma_accumulator_load(o_ref, wait_n=0))
+            # p becomes an operand only now: its old registers were being read
+            out, *rest = lax.optimization_barrier((plgpu.wgmma_accumulator_load(o_ref, wait_n=0), *rest))
             plgpu.barrier_arrive(refs.v_free.at[slot])
             return out, *rest
 
@@ -480,8 +484,8 @@ def _long_tile_overlapped(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
 
     def step(i, carry, masked):
         acc, m, total, p16 = carry
-        acc, p16, m, total, alpha = multiply(acc, p16, i - 1, True, lambda d: weigh(d, i, m, total, masked))
-        return acc * across(alpha, acc.shape), m, total, p16
+        acc, p, m, total, alpha = multiply(acc, p16, i - 1, True, lambda d: weigh(d, i, m, total, masked))
+        return acc * across(alpha, acc.shape), m, total, p.astype(cfg.dtype)
 
     def whole():
         acc, m, total = start_state(cfg.v_head_dim)
@@ -490,9 +494,9 @@ def _long_tile_overlapped(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
         issued = lambda: plgpu.barrier_arrive(refs.ready.at[1 - wg])
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot_of(0)], issued)
         plgpu.barrier_arrive(refs.k_free.at[slot_of(0)])
-        p16, m, total, _ = weigh(dots, 0, m, total, True)
+        p, m, total, _ = weigh(dots, 0, m, total, True)
         a, b, _ = (jnp.maximum(bound, 1) for bound in _full_bounds(piece))
-        acc, m, total, p16 = _three_loops(cfg, step, (a, b, n), (acc, m, total, p16), first=1)
+        acc, m, total, p16 = _three_loops(cfg, step, (a, b, n), (acc, m, total, p.astype(cfg.dtype)), first=1)
         (acc,) = multiply(acc, p16, n - 1, False, None)
         return acc, m, total
 
