@@ -39,7 +39,7 @@ def config_of(case, **extra) -> Config:
         head_dim=case.head_dim,
         v_head_dim=case.v_head_dim,
         page_size=case.page,
-        kv_dtype=case.kv_dtype,
+        kv_dtype=options.pop("kv_dtype", case.kv_dtype),
         mask=mask,
         logits=logits,
         **options,
@@ -65,7 +65,7 @@ def make_inputs(case, config, seed=0, poison=True):
     keys = jax.random.split(jax.random.key(seed), 3)
     hnd = (total, case.num_kv_heads, case.page)
     shape = hnd if config.layout == "HND" else (total, case.page, case.num_kv_heads)
-    kv_type = jnp.dtype(case.kv_dtype)
+    kv_type = jnp.dtype(config.kv_dtype)
 
     def pool(key, dim):
         x = jax.random.normal(key, (*shape, dim), jnp.bfloat16)
@@ -162,7 +162,7 @@ def run_case(case, args, **extra):
     rng = np.random.default_rng(1)
     slopes = rng.uniform(0.01, 0.5, case.num_heads).astype(np.float32)
     sinks = rng.normal(size=case.num_heads).astype(np.float32)
-    scales = (0.5, 2.0) if case.kv_dtype != "bfloat16" else (1.0, 1.0)
+    scales = (0.5, 2.0) if config.quantised else (1.0, 1.0)
     plan = jax.jit(lambda s, n: build_work_list(s, n, tokens, config))
     kind = dict(alibi_slopes=slopes, sinks=sinks, k_scale=scales[0], v_scale=scales[1])
     attend = jax.jit(lambda q, k, v, t, w: ragged_paged_attention(q, k, v, t, w, config, **kind))
@@ -172,6 +172,8 @@ def run_case(case, args, **extra):
     if not args.no_check:
         params = (slopes, sinks, scales)
         worst, relative, worst_lse = check(case, config, inputs, params, out, lse, args.samples)
+        scale = (abs(np.asarray(out, np.float32)).max())
+        row["out_max"] = float(scale)
         again = jax.block_until_ready(attend(q, k, v, table, work))[0]
         row |= dict(max_err=float(worst), rel_err=float(relative), lse_err=float(worst_lse))
         row["same_bits"] = bool((np.asarray(again) == np.asarray(out)).all())

@@ -58,6 +58,15 @@ class Config:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def quantised(self) -> bool:
+        return self.kv_dtype != self.dtype
+
+    @property
+    def value_dtype(self) -> str:
+        """Operand type of weights and values: float16 holds every 8-bit value exactly."""
+        return "float16" if self.quantised else self.dtype
+
+    @property
     def list_config(self) -> wl.ListConfig:
         return wl.ListConfig(
             rule=self.mask,
@@ -90,6 +99,8 @@ class _Refs:
     q_tile: object = None  # SMEM [2 buffers, 2, 64, D]
     k_tile: object = None  # SMEM [stages, block_kv, D]
     v_tile: object = None  # SMEM [stages, block_kv, V]
+    k_work: object = None  # SMEM [2, block_kv, D]: each warpgroup's decoded keys; None unless quantised
+    v_work: object = None  # SMEM [2, block_kv, V]
     stats: object = None  # SMEM f32[512]: maxima and sums that the second warpgroup hands over
     box: object = None  # SMEM i32[2, 16]: the piece in each Q buffer, see _Piece
     k_full: object = None  # barriers [stages], one arrival a page
@@ -137,8 +148,9 @@ def _piece_from_list(cfg: Config, refs: _Refs, j) -> _Piece:
     """This CTA's j-th piece: whole waves in snake order, then its stretch of the line."""
     me = lax.axis_index("cta")
     waves, u0, b0, u1, b1 = (refs.cta[me, i] for i in range(5))
-    snake = jnp.where(lax.rem(j, jnp.int32(2)) == 0, me, cfg.num_ctas - 1 - me)
-    unit = jnp.where(j < waves, j * cfg.num_ctas + snake, u0 + j - waves)
+    k = jnp.where(refs.cta[me, wl.BACKWARD] != 0, _count_pieces(refs.cta, me) - 1 - j, j)
+    snake = jnp.where(lax.rem(k, jnp.int32(2)) == 0, me, cfg.num_ctas - 1 - me)
+    unit = jnp.where(k < waves, k * cfg.num_ctas + snake, u0 + k - waves)
     tile = lax.div(unit, jnp.int32(cfg.num_kv_heads))
     info = [refs.info[tile, i] for i in range(HEAD)]
     lo = jnp.where(unit == u0, b0, 0)
@@ -252,6 +264,7 @@ def _rows_of(cfg: Config, refs: _Refs, piece: _Piece, row_offset) -> _Rows:
     start, stop = key_range(cfg.mask, q_pos, q_pos, piece[wl.SEQ], causal)
     head0 = piece[HEAD] * cfg.group
     slope = per_head(cfg, refs.heads, head0, member, 0) if cfg.logits.has_alibi else None
+    start, stop = (plgpu.layout_cast(jnp.broadcast_to(x, (M,)), ROW_LAYOUT) for x in (start, stop))
     return _Rows(q_pos, start, stop, slope, head0 + member)
 
 
@@ -297,14 +310,41 @@ def _logits(cfg: Config, row: _Rows, dots, kv0, scale, masked):
 
 
 def _zero_unseen_values(cfg: Config, refs: _Refs, piece: _Piece, slot, kv0):
-    """Values outside the tile's key range may be anything, NaN included, and 0 * NaN is NaN."""
-    first, last = piece[wl.KSTART] - kv0, piece[wl.KSTOP] - kv0
+    """Values past the request's end or before its window may be anything, NaN included, and 0 * NaN is NaN.
+
+    Positions between the tile's last visible key and the request's end hold tokens, or copies of a full page.
+    """
+    first, last = piece[wl.KSTART] - kv0, piece[wl.SEQ] - kv0
 
     @pl.when((first > 0) | (last < cfg.block_kv))
     def _():
-        kind = dict(rows=cfg.block_kv, dim=cfg.v_head_dim, dtype=cfg.dtype)
+        kind = dict(rows=cfg.block_kv, dim=cfg.v_head_dim, dtype=cfg.kv_dtype)
         rows.zero_rows(refs.v_tile.at[slot], first, last, **kind)
         plgpu.commit_smem()
+
+
+def _keys(cfg: Config, refs: _Refs, wg, slot):
+    """(key tile to multiply with, what to call once it was multiplied)."""
+    free = lambda: plgpu.barrier_arrive(refs.k_free.at[slot])
+    if not cfg.quantised:
+        return refs.k_tile.at[slot], free
+    work, kind = refs.k_work.at[wg], dict(rows=cfg.block_kv, dim=cfg.head_dim, source=cfg.kv_dtype)
+    rows.decode_tile(refs.k_tile.at[slot], work, target=cfg.dtype, **kind)
+    plgpu.commit_smem()
+    free()
+    return work, lambda: None
+
+
+def _values(cfg: Config, refs: _Refs, wg, slot):
+    """Likewise for values."""
+    free = lambda: plgpu.barrier_arrive(refs.v_free.at[slot])
+    if not cfg.quantised:
+        return refs.v_tile.at[slot], free
+    work, kind = refs.v_work.at[wg], dict(rows=cfg.block_kv, dim=cfg.v_head_dim, source=cfg.kv_dtype)
+    rows.decode_tile(refs.v_tile.at[slot], work, target=cfg.value_dtype, **kind)
+    plgpu.commit_smem()
+    free()
+    return work, lambda: None
 
 
 def _finish(cfg: Config, refs: _Refs, piece: _Piece, state, tile_row):
@@ -409,17 +449,19 @@ def _long_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
     def step(j, carry, masked):
         acc, m, total = carry
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
-        dots = _dots(cfg, q_tile, refs.k_tile.at[slot], swap)
-        plgpu.barrier_arrive(refs.k_free.at[slot])
+        keys, used = _keys(cfg, refs, wg, slot)
+        dots = _dots(cfg, q_tile, keys, swap)
+        used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = _softmax_step(x, c, m, total, acc)
-        p16 = p.astype(cfg.dtype)
+        p16 = p.astype(cfg.value_dtype)
         total += p.sum(axis=1)
         acc, total, m, p16 = lax.optimization_barrier((acc, total, m, p16))
         plgpu.barrier_arrive(refs.turn)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
             _zero_unseen_values(cfg, refs, piece, slot, kv0)
+        values, used = _values(cfg, refs, wg, slot)
         plgpu.barrier_wait(refs.turn)
 
         def await_next():
@@ -427,8 +469,8 @@ def _long_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
             def _():
                 plgpu.barrier_wait(refs.k_full.at[slot_of(j + 1)])
 
-        acc = _add_values(acc, p16, refs.v_tile.at[slot], await_next)
-        plgpu.barrier_arrive(refs.v_free.at[slot])
+        acc = _add_values(acc, p16, values, await_next)
+        used()
         return acc, m, total
 
     state = _three_loops(cfg, step, _full_bounds(piece), start_state(cfg.v_head_dim))
@@ -523,16 +565,18 @@ def _short_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
         j = 2 * t + wg
         slot, kv0 = lax.rem(turn + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
-        dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
-        plgpu.barrier_arrive(refs.k_free.at[slot])
+        keys, used = _keys(cfg, refs, wg, slot)
+        dots = _dots(cfg, q_tile, keys)
+        used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = _softmax_step(x, c, m, total, acc)
         total += p.sum(axis=1)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
             _zero_unseen_values(cfg, refs, piece, slot, kv0)
-        acc = _add_values(acc, p.astype(cfg.dtype), refs.v_tile.at[slot])
-        plgpu.barrier_arrive(refs.v_free.at[slot])
+        values, used = _values(cfg, refs, wg, slot)
+        acc = _add_values(acc, p.astype(cfg.value_dtype), values)
+        used()
         pl.when(j + 1 < n)(lambda: pass_over(j + 1))
         return acc, m, total
 
@@ -574,7 +618,7 @@ def _compute(cfg: Config, refs: _Refs, wg):
         piece = _receive_piece(refs, j)
         short = piece[wl.NROWS] <= wl.SHORT_ROWS
         pl.when(short)(lambda: _short_tile(cfg, refs, piece, wg, turn))
-        long_tile = _long_tile_overlapped if cfg.overlap else _long_tile
+        long_tile = _long_tile_overlapped if cfg.overlap and not cfg.quantised else _long_tile
         if cfg.long_tiles:
             pl.when(jnp.logical_not(short))(lambda: long_tile(cfg, refs, piece, wg, turn))
         plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
@@ -588,6 +632,7 @@ def _kernel(cfg: Config, *gmem):
     """One CTA: allocate, then each warpgroup to its role."""
 
     def roles(tiles, small, full, free, queries, pair):
+        tiles = (*tiles, None, None)[:5]
         refs = _Refs(*gmem, *tiles, *small, *full, *free, *queries, *pair)
         wg = lax.axis_index("wg")
 
@@ -601,19 +646,20 @@ def _kernel(cfg: Config, *gmem):
             plgpu.set_max_registers(40, action="decrease")
             _load_pages(cfg, refs)
 
-    def tile(shape):
-        return plgpu.SMEM(shape, cfg.dtype, transforms=rows.tile_transforms(shape[-1], cfg.dtype))
+    def tile(dtype, *shape):
+        return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
 
     block, stages = cfg.block_kv, cfg.stages
-    tiles = tuple(
-        map(tile, ((2, 2, M, cfg.head_dim), (stages, block, cfg.head_dim), (stages, block, cfg.v_head_dim)))
-    )
+    tiles = [tile(cfg.dtype, 2, 2, M, cfg.head_dim)]
+    tiles += [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
+    if cfg.quantised:
+        tiles += [tile(cfg.dtype, 2, block, cfg.head_dim), tile(cfg.value_dtype, 2, block, cfg.v_head_dim)]
     small = (plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((2, wl.INFO_COLUMNS), jnp.int32))
     full = (plgpu.Barrier(num_arrivals=max(block // cfg.page_size, 1), num_barriers=stages),) * 2
     free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
     queries = (plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_arrivals=2, num_barriers=2))
     pair = (plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_arrivals=2))
-    pl.run_scoped(roles, tiles, small, full, free, queries, pair, collective_axes="wg")
+    pl.run_scoped(roles, tuple(tiles), small, full, free, queries, pair, collective_axes="wg")
 
 
 def attend(cfg: Config, q, k_pages, v_pages, block_table, work: wl.WorkList, scales, heads):

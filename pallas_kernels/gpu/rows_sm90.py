@@ -139,6 +139,57 @@ def _swizzled(row, col_byte, row_bytes: int, swizzle: int):
     return arith.addi(arith.muli(piece, _i32(8 * swizzle)), mixed)
 
 
+def decode_tile(src_ref, dst_ref, *, rows, dim, source, target):
+    """8-bit SMEM tile [rows, dim] -> 16-bit SMEM tile of the same shape, exactly. The caller owes a commit_smem."""
+    wide, narrow = swizzle_bytes(dim, target), swizzle_bytes(dim, source)
+    chunks = dim // 16  # of 16 values in a row
+    kinds = (plgpu.RefType(tile_transforms(dim, source)), plgpu.RefType(tile_transforms(dim, target)))
+
+    @plgpu.inline_mgpu(arg_types=kinds)
+    def decode(ctx, src, dst):
+        i32 = ir.IntegerType.get_signless(32)
+        src, dst, thread = _pointer(src, 3), _pointer(dst, 3), _thread()
+        four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+        for step in range(rows * chunks // 128):
+            chunk = arith.addi(thread, _i32(step * 128))
+            row = arith.divui(chunk, _i32(chunks))
+            col = arith.muli(arith.subi(chunk, arith.muli(row, _i32(chunks))), _i32(16))
+            place = arith.addi(src, _swizzled(row, col, dim, narrow))
+            words = _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four)
+            pairs = []
+            for i in range(4):
+                both = _asm(_decode_word(source, target), "=r,=r,r", llvm.extractvalue(i32, words, [i]), result=_TWO())
+                pairs += [llvm.extractvalue(i32, both, [k]) for k in range(2)]
+            byte = arith.muli(col, _i32(2))
+            for half in range(2):
+                place = arith.addi(dst, _swizzled(row, arith.addi(byte, _i32(16 * half)), dim * 2, wide))
+                _asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", place, *pairs[4 * half : 4 * half + 4])
+
+    decode(src_ref, dst_ref)
+
+
+def _TWO():
+    return ir.Type.parse("!llvm.struct<(i32, i32)>")
+
+
+def _decode_word(source: str, target: str) -> str:
+    """PTX: four 8-bit values in $2 -> two words of two 16-bit values, $0 and $1, by way of float16."""
+    if source == "int8":  # 0x6400 | (x + 128) is the float16 1024 + 128 + x
+        halves = (
+            "xor.b32 t, $2, 0x80808080; prmt.b32 a, t, 0x64646464, 0x4140; prmt.b32 b, t, 0x64646464, 0x4342;"
+            " mov.b32 c, 0x64806480; sub.rn.f16x2 a, a, c; sub.rn.f16x2 b, b, c;"
+        )
+    else:
+        kind = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}[source]
+        halves = f"mov.b32 {{lo, hi}}, $2; cvt.rn.f16x2.{kind} a, lo; cvt.rn.f16x2.{kind} b, hi;"
+    if target == "float16":
+        finish = "mov.b32 $0, a; mov.b32 $1, b;"
+    else:
+        one = "mov.b32 {{lo, hi}}, {0}; cvt.f32.f16 f, lo; cvt.f32.f16 g, hi; cvt.rn.bf16x2.f32 {1}, g, f;"
+        finish = one.format("a", "$0") + one.format("b", "$1")
+    return f"{{ .reg .b16 lo, hi; .reg .b32 a, b, c, t; .reg .f32 f, g; {halves} {finish} }}"
+
+
 def zero_rows(tile_ref, first, last, *, rows, dim, dtype):
     """Zeroes the rows of an SMEM tile [rows, dim] outside first <= row < last: what lies there may be NaN."""
     swizzle = swizzle_bytes(dim, dtype)

@@ -7,7 +7,7 @@ on a line which is cut so that every CTA ends with the same total. A cut inside 
 so at most C - 1 units are ever merged, whatever the batch: no tuning of split counts, no data-dependent shapes.
 
     info  i32[tiles, 16]   one row a tile, ranked: see the columns below
-    cta   i32[C, 8]        W, first unit of the line's piece, its first block, end unit, end block, unused
+    cta   i32[C, 8]        W, first unit of the line's piece, its first block, end unit, end block, BACKWARD
     join  i32[C, 4]        units to merge: unit (or -1), first and last CTA that hold a part of it
 
 Rows past query_start_loc[R] (padding tokens) belong to a ghost request that sees nothing, so that they come out 0.
@@ -23,7 +23,7 @@ from pallas_kernels.algebra.paging import cdiv
 
 TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAUSAL = range(13)
 INFO_COLUMNS = 16
-WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1 = range(5)
+WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD = range(6)
 TILE_ROWS = 128
 SHORT_ROWS = 64  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
 
@@ -122,7 +122,11 @@ def _assign(info, cost, config) -> WorkList:
     cuts = jnp.floor(jnp.cumsum(share) * (rest / jnp.maximum(jnp.sum(share), 1e-6))).astype(jnp.int32) + base
     cuts = jnp.concatenate([base[None], cuts[:-1], total[None]])
     unit, block = _locate(jnp.clip(cuts, base, total), info, cost, prefix, num_units, heads, config.min_split)
-    cta = jnp.stack([jnp.broadcast_to(waves, (ctas,)), unit[:-1], block[:-1], unit[1:], block[1:]], axis=1)
+    short = (info[:, NROWS] > 0) & (info[:, NROWS] <= SHORT_ROWS)
+    mixed = short.any() & (info[:, NROWS] > SHORT_ROWS).any()  # then half the CTAs start from their other end
+    backward = jnp.where(mixed, jnp.arange(ctas) % 2, 0)
+    columns = [jnp.broadcast_to(waves, (ctas,)), unit[:-1], block[:-1], unit[1:], block[1:], backward]
+    cta = jnp.stack(columns, axis=1)
     cta = jnp.pad(cta, ((0, 0), (0, 8 - cta.shape[1]))).astype(jnp.int32)
     return WorkList(info=info, cta=cta, join=_joins(unit, block))
 
