@@ -47,10 +47,10 @@ class Config:
     block_kv: int = 128
     stages: int = 2
     num_ctas: int = 132
-    short_weight: int = 5
+    short_weight: int = 4
     long_weight: int = 9
     min_split: int = 1
-    overlap: bool = True
+    overlap: bool = False
     long_tiles: bool = True  # False: every request has at most 64 // G new tokens, known statically
 
     @property
@@ -347,8 +347,11 @@ def _values(cfg: Config, refs: _Refs, wg, slot):
     return work, lambda: None
 
 
-def _finish(cfg: Config, refs: _Refs, piece: _Piece, state, tile_row):
-    """Writes the state of a tile's 64 rows: to out and lse, or to this CTA's partial slot."""
+def _finish(cfg: Config, refs: _Refs, piece: _Piece, state, tile_row, stage=None):
+    """Writes the state of a tile's 64 rows: to out and lse, or to this CTA's partial slot.
+
+    stage: SMEM [64, D] that is free to stage full rows in (the warpgroup's own queries), or None.
+    """
     acc, m, total = state
     shape = acc.shape
     v_scale = refs.scales[piece[HEAD], 1]
@@ -369,9 +372,14 @@ def _finish(cfg: Config, refs: _Refs, piece: _Piece, state, tile_row):
             sink = per_head(cfg, refs.heads, head0, _heads_of(cfg, piece, tile_row)[2], 1)
         factor, lse = finish_rows(m, total, sink)
         out = acc * across(factor * v_scale, shape)
-        where = (piece[wl.TOK0], head0, piece[wl.ROW0] + tile_row, nrows, jnp.int32(0))
-        kind = dict(group=cfg.group, heads=cfg.num_heads, stride=shape[1])
-        rows.store_rows(refs.out, refs.lse, out, lse, *where, **kind)
+        where = (piece[wl.TOK0], head0, piece[wl.ROW0] + tile_row, nrows)
+        kind = dict(group=cfg.group, heads=cfg.num_heads)
+        if stage is None or cfg.v_head_dim != cfg.head_dim:
+            rows.store_rows(refs.out, refs.lse, out, lse, *where, jnp.int32(0), stride=shape[1], **kind)
+        else:
+            stage[...] = out.astype(cfg.dtype)
+            plgpu.commit_smem()
+            rows.store_tile(stage, refs.out, refs.lse, lse, *where, dim=shape[1], dtype=cfg.dtype, **kind)
 
 
 def finish_rows(m, total, sink):
@@ -475,7 +483,7 @@ def _long_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
 
     state = _three_loops(cfg, step, _full_bounds(piece), start_state(cfg.v_head_dim))
     pl.when(wg == 0)(swap)
-    _finish(cfg, refs, piece, state, 64 * wg)
+    _finish(cfg, refs, piece, state, 64 * wg, q_tile)
 
 
 def _long_tile_overlapped(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
@@ -542,7 +550,7 @@ def _long_tile_overlapped(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):
         (acc,) = multiply(acc, p16, n - 1, False, None)
         return acc, m, total
 
-    _finish(cfg, refs, piece, lax.cond(n > 0, whole, lambda: start_state(cfg.v_head_dim)), 64 * wg)
+    _finish(cfg, refs, piece, lax.cond(n > 0, whole, lambda: start_state(cfg.v_head_dim)), 64 * wg, q_tile)
 
 
 def _short_tile(cfg: Config, refs: _Refs, piece: _Piece, wg, turn):

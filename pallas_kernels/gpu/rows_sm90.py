@@ -149,27 +149,26 @@ def decode_tile(src_ref, dst_ref, *, rows, dim, source, target):
     def decode(ctx, src, dst):
         i32 = ir.IntegerType.get_signless(32)
         src, dst, thread = _pointer(src, 3), _pointer(dst, 3), _thread()
-        four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
-        for step in range(rows * chunks // 128):
+        four, two = (ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * n)})>") for n in (4, 2))
+        places, loaded = [], []
+        for step in range(rows * chunks // 128):  # all loads first: their latencies overlap
             chunk = arith.addi(thread, _i32(step * 128))
             row = arith.divui(chunk, _i32(chunks))
             col = arith.muli(arith.subi(chunk, arith.muli(row, _i32(chunks))), _i32(16))
+            places.append((row, arith.muli(col, _i32(2))))
             place = arith.addi(src, _swizzled(row, col, dim, narrow))
-            words = _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four)
+            loaded.append(_asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four))
+        for (row, byte), words in zip(places, loaded, strict=True):
             pairs = []
             for i in range(4):
-                both = _asm(_decode_word(source, target), "=r,=r,r", llvm.extractvalue(i32, words, [i]), result=_TWO())
+                word = llvm.extractvalue(i32, words, [i])
+                both = llvm.inline_asm(two, [word], _decode_word(source, target), "=r,=r,r")
                 pairs += [llvm.extractvalue(i32, both, [k]) for k in range(2)]
-            byte = arith.muli(col, _i32(2))
             for half in range(2):
                 place = arith.addi(dst, _swizzled(row, arith.addi(byte, _i32(16 * half)), dim * 2, wide))
                 _asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", place, *pairs[4 * half : 4 * half + 4])
 
     decode(src_ref, dst_ref)
-
-
-def _TWO():
-    return ir.Type.parse("!llvm.struct<(i32, i32)>")
 
 
 def _decode_word(source: str, target: str) -> str:
@@ -231,6 +230,35 @@ def store_rows(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column, *, 
         _store_row_values(lse_ref, lse, address, nrows)
 
     store(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column)
+
+
+def store_tile(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows, *, group, heads, dim, dtype):
+    """store_rows from a swizzled SMEM tile [64, dim] in the output's dtype: 16 bytes a thread, whole rows a warp."""
+    swizzle, chunks = swizzle_bytes(dim, dtype), dim * 2 // 16
+    kinds = (plgpu.RefType(tile_transforms(dim, dtype)), plgpu.RefType(), plgpu.RefType(), _ROW_LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(*kinds, *(_SCALAR,) * 4))
+    def store(ctx, tile, out_ref, lse_ref, lse, tok0, head0, row0, nrows):
+        tok0, head0, row0, nrows = map(_scalar, (tok0, head0, row0, nrows))
+
+        def address(row):
+            return _flat_row(row, tok0, head0, row0, group, heads)
+
+        base, smem, thread = _pointer(out_ref, 0), _pointer(tile, 3), _thread()
+        four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+        for step in range(ROWS * chunks // 128):
+            chunk = arith.addi(thread, _i32(step * 128))
+            row = arith.divui(chunk, _i32(chunks))
+            col = arith.muli(arith.subi(chunk, arith.muli(row, _i32(chunks))), _i32(16))
+            place = arith.addi(smem, _swizzled(row, col, dim * 2, swizzle))
+            words = _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four)
+            words = [llvm.extractvalue(ir.IntegerType.get_signless(32), words, [i]) for i in range(4)]
+            target = arith.addi(base, arith.addi(arith.muli(address(row), _i64(dim * 2)), _wide(col)))
+            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
+            _asm(text, "l,r,r,r,r,r", target, _flag(_less(row, nrows)), *words)
+        _store_row_values(lse_ref, lse, address, nrows)
+
+    store(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows)
 
 
 def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows):

@@ -47,7 +47,7 @@ class ListConfig:
     num_kv_heads: int
     block_kv: int
     num_ctas: int = 132
-    short_weight: int = 5  # cost of one key block of a short tile ...
+    short_weight: int = 4  # cost of one key block of a short tile ...
     long_weight: int = 9  # ... and of a tile of more than SHORT_ROWS rows
     min_split: int = 1  # key blocks: a cut never leaves less than this on either side
 
