@@ -68,6 +68,18 @@ BENCH = [
     Case(name="mixed_32d_2p", lengths=_decode(32, 4096) + ((2048, 2048), (2048, 6144))),
     Case(name="dec_16x32k_fp8", lengths=_decode(16, 32768), kv_dtype="float8_e4m3fn", options=EIGHT),
 ]
+FEATURES = {
+    "window1024": (("window", 1024),),
+    "softcap": (("soft_cap", 30.0),),
+    "sinks": (("has_sinks", True),),
+    "alibi": (("alibi", True),),
+}
+BENCH += [
+    dataclasses.replace(case, name=f"{case.name}+{name}", options=options)
+    for case in BENCH
+    if case.name in ("dec_64x4k", "pre_1x8k")
+    for name, options in FEATURES.items()
+]
 MIX = ((1, 700), (5, 133), (300, 300), (1, 1), (70, 515), (0, 0), (17, 2000), (129, 129), (2, 4096), (33, 1000))
 SIZES = (
     (64, 64, 128, 3),
@@ -77,6 +89,15 @@ SIZES = (
     (192, 128, 64, 2),
     (192, 192, 64, 2),
     (256, 256, 64, 1),
+)
+ALL = (
+    ("mask", MaskRule(left=200, chunk=512)),
+    ("soft_cap", 15.0),
+    ("alibi", True),
+    ("has_sinks", True),
+    ("layout", "NHD"),
+    ("kv_dtype", "float8_e4m3fn"),
+    *EIGHT,
 )
 CHECK = [
     Case(name="mix", lengths=MIX, pad_tokens=37, pad_reqs=3),
@@ -94,6 +115,10 @@ CHECK = [
     Case(name="mix_full", lengths=MIX, options=(("mask", MaskRule(causal=False)),)),
     Case(name="mix_lr", lengths=MIX, options=(("mask", MaskRule(causal=False, left=77, right=30)),)),
     Case(name="mix_chunk", lengths=MIX, options=(("mask", MaskRule(chunk=192)),)),
+    Case(name="mix_mask_fn", lengths=MIX, options=(("mask", MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),)),
+    Case(name="mix_score_fn", lengths=MIX, options=(("score_fn", lambda s, h, q, k: s * 0.5 + 0.01 * (k - q)),)),
+    Case(name="mix_percausal", lengths=MIX, options=(("per_request_causal", True),)),
+    Case(name="mix_all", lengths=MIX, num_heads=24, options=ALL),
     Case(name="mix_nhd", lengths=MIX, options=(("layout", "NHD"),)),
     Case(name="mix_f16", lengths=MIX, options=(("dtype", "float16"), ("kv_dtype", "float16"))),
     *(

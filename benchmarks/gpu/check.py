@@ -32,6 +32,7 @@ def config_of(case, **extra) -> Config:
         scale=case.head_dim**-0.5,
         soft_cap=options.pop("soft_cap", None),
         has_alibi=options.pop("alibi", False),
+        score_fn=options.pop("score_fn", None),
     )
     return Config(
         num_heads=case.num_heads,
@@ -95,7 +96,7 @@ def reference_row(case, config, host, req, i, head):
     kv = np.arange(seq)
     mask, rule = config.mask, config.logits
     seen = np.ones(seq, bool)
-    if mask.causal:
+    if mask.causal and (not config.per_request_causal or req % 2 == 0):
         seen &= kv <= pos
     if mask.left >= 0:
         seen &= kv >= pos - mask.left
@@ -103,6 +104,8 @@ def reference_row(case, config, host, req, i, head):
         seen &= kv <= pos + mask.right
     if mask.chunk > 0:
         seen &= kv // mask.chunk == pos // mask.chunk
+    if mask.mask_fn is not None:
+        seen &= np.asarray(mask.mask_fn(head, pos, kv))
     if not seen.any():
         return np.zeros(case.v_head_dim), -np.inf
     kv = kv[seen]
@@ -116,6 +119,8 @@ def reference_row(case, config, host, req, i, head):
         x = rule.soft_cap * np.tanh(x / rule.soft_cap)
     if rule.has_alibi:
         x = x + slopes[head] * (kv - pos)
+    if rule.score_fn is not None:
+        x = rule.score_fn(x, head, pos, kv)
     top = max(x.max(), sinks[head]) if config.has_sinks else x.max()
     p = np.exp(x - top)
     total = p.sum() + (np.exp(sinks[head] - top) if config.has_sinks else 0.0)
@@ -163,8 +168,11 @@ def run_case(case, args, **extra):
     slopes = rng.uniform(0.01, 0.5, case.num_heads).astype(np.float32)
     sinks = rng.normal(size=case.num_heads).astype(np.float32)
     scales = (0.5, 2.0) if config.quantised else (1.0, 1.0)
-    plan = jax.jit(lambda s, n: build_work_list(s, n, tokens, config))
-    kind = dict(alibi_slopes=slopes, sinks=sinks, k_scale=scales[0], v_scale=scales[1])
+    causal = np.arange(len(seqs)) % 2 == 0 if config.per_request_causal else None
+    plan = jax.jit(lambda s, n: build_work_list(s, n, tokens, config, causal))
+    kind = dict(k_scale=scales[0], v_scale=scales[1])
+    kind |= dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
+    kind |= dict(sinks=sinks) if config.has_sinks else {}
     attend = jax.jit(lambda q, k, v, t, w: ragged_paged_attention(q, k, v, t, w, config, **kind))
     work = jax.block_until_ready(plan(starts, seqs))
     out, lse = jax.block_until_ready(attend(q, k, v, table, work))

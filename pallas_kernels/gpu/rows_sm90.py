@@ -173,6 +173,15 @@ def decode_tile(src_ref, dst_ref, *, rows, dim, source, target):
 
 def _decode_word(source: str, target: str) -> str:
     """PTX: four 8-bit values in $2 -> two words of two 16-bit values, $0 and $1, by way of float16."""
+    shifted = {("float8_e4m3fn", "bfloat16"): (4, "07f007f0", "7b80"), ("float8_e5m2", "bfloat16"): (3, "0fe00fe0", "7780")}
+    if (source, target) in shifted:  # exponent and mantissa in place, then times 2**120 or 2**112: no slow cvt
+        shift, mask, power = shifted[source, target]
+        one = (
+            f"shr.b32 t, {{0}}, {shift}; and.b32 t, t, 0x{mask}; and.b32 c, {{0}}, 0x80008000; or.b32 t, t, c;"
+            f" mov.b32 c, 0x{power}{power}; mul.rn.bf16x2 {{1}}, t, c;"
+        )
+        spread = "prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;"
+        return f"{{ .reg .b32 a, b, c, t; {spread} {one.format('a', '$0')} {one.format('b', '$1')} }}"
     if source == "int8":  # 0x6400 | (x + 128) is the float16 1024 + 128 + x
         halves = (
             "xor.b32 t, $2, 0x80808080; prmt.b32 a, t, 0x64646464, 0x4140; prmt.b32 b, t, 0x64646464, 0x4342;"
