@@ -206,12 +206,15 @@ def _load_pages(cfg: Config, refs: _Refs):
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
         blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
 
-        def load_block(i, turn):
+        def page_ids(i):
+            column = lax.div((blk0 + i) * block, jnp.int32(page))
+            return tuple(refs.table[req, jnp.clip(column + p, first, last)] for p in range(copies))
+
+        def load_block(i, carry):
+            turn, pages = carry
+            coming = page_ids(i + 1)  # in flight while this block waits for its slot
             slot = lax.rem(turn, jnp.int32(cfg.stages))
-            token = (blk0 + i) * block
-            column = lax.div(token, jnp.int32(page))
-            pages = [refs.table[req, jnp.clip(column + p, first, last)] for p in range(copies)]
-            offset = pl.multiple_of(lax.rem(token, jnp.int32(page)), 8) if width < page else 0
+            offset = pl.multiple_of(lax.rem((blk0 + i) * block, jnp.int32(page)), 8) if width < page else 0
 
             def fill(pool, tile, full, free):
                 @pl.when(turn >= cfg.stages)
@@ -224,9 +227,9 @@ def _load_pages(cfg: Config, refs: _Refs):
 
             fill(refs.k, refs.k_tile, refs.k_full, refs.k_free)
             fill(refs.v, refs.v_tile, refs.v_full, refs.v_free)
-            return turn + 1
+            return turn + 1, coming
 
-        return lax.fori_loop(0, piece.count, load_block, turn)
+        return lax.fori_loop(0, piece.count, load_block, (turn, page_ids(0)))[0]
 
     lax.fori_loop(0, _count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
 
@@ -294,8 +297,7 @@ def _logits(cfg: Config, row: _Rows, dots, kv0, scale, masked):
     key = lambda: plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     if rule.has_alibi:
         shift = (kv0 - row.q_pos).astype(jnp.float32) * row.slope
-        bias = key().astype(jnp.float32) * across(row.slope, shape) + across(shift, shape)
-        dots, factor = dots * factor + bias, jnp.float32(1.0)
+        dots, factor = rows.add_slope(dots, factor, row.slope, shift), jnp.float32(1.0)
     if rule.score_fn is not None:
         where = (across(row.head, shape), across(row.q_pos, shape), key() + kv0)
         dots, factor = rule.score_fn(dots * (factor * (1 / LOG2E)), *where), jnp.float32(LOG2E)

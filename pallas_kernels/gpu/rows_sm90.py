@@ -328,6 +328,40 @@ def _pair_places(fragment):
         yield row // 8, col
 
 
+def add_slope(x, factor, slope, shift):
+    """x * factor + slope * column + shift, x f32 (64, n), slope and shift f32 (64,), factor f32 scalar.
+
+    A thread's columns are its own first column plus constants: no integer is converted per element.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, _SCALAR, _ROW_LAYOUT, _ROW_LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def add(ctx, x, factor, slope, shift):
+        f32 = ir.F32Type.get()
+        fma = lambda a, b, c: llvm.inline_asm(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
+        constant = lambda value: arith.constant(f32, ir.FloatAttr.get(f32, float(value)))
+        mine = arith.uitofp(f32, arith.muli(arith.remui(_thread(), _i32(4)), _i32(2)))
+        slopes, shifts = ([_single(r) for r in v.registers.flat] for v in (slope, shift))
+        bases = [fma(slopes[i], mine, shifts[i]) for i in range(2)]
+        factor, out = _scalar(factor), x.copy()
+        places = list(_pair_places(x))
+        flat = out.registers.reshape(-1)
+        for i, pair in enumerate(x.registers.flat):
+            second, col = places[i]
+            new = pair
+            for k in range(2):
+                value = vector.extract(pair, [], ir.DenseI64ArrayAttr.get([k]))
+                bias = fma(slopes[second], constant(col + k), bases[second])
+                new = vector.insert(fma(value, factor, bias), new, [], ir.DenseI64ArrayAttr.get([k]))
+            flat[i] = new
+        out.registers[...] = flat.reshape(out.registers.shape)
+        return out
+
+    return add(x, factor, slope, shift)
+
+
 def _store_row_values(ref, rows, address, nrows):
     """One f32 a row, written by the first lane of each quad."""
     base = _pointer(ref, 0)
