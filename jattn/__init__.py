@@ -1,1 +1,84 @@
-"""jattn: paged attention for JAX with functional metadata."""
+"""jattn: paged attention for JAX with functional metadata, and the same numbers on every backend."""
+
+# What a layer asks for
+from jattn.spec import AttentionParams, AttentionSpec
+from jattn.types import AttentionType
+
+# The cache
+from jattn.cache import KVCacheSpec, PagedKV, copy_blocks, empty_cache, swap_blocks, write_kv
+
+# The batch, and what can be done with it
+from jattn.metadata import (
+    Buckets,
+    CommonAttentionMetadata,
+    cascade_levels,
+    check_host,
+    get_dcp_local_seq_lens,
+    get_kv_cache_layout,
+    get_per_layer_parameters,
+    get_scheduler_metadata,
+    infer_global_hyperparameters,
+    make_local_attention_virtual_batches,
+    reorder_batch_to_split_decodes_and_prefills,
+    split_decodes_and_prefills,
+)
+
+# Attention
+from jattn.attention import PagedAttention, attention, cascade_attention, paged_attention
+from jattn.ops import AttentionState, merge
+
+# Multi-head latent attention
+from jattn.cache.latent import mla_cache_spec
+from jattn.mla import MLAAttention
+from jattn.mla_spec import MLAParams, MLASpec
+
+# Who computes, and why not the others
+from jattn.backends import BackendReport, explain, list_backends
+from jattn.errors import UnsupportedError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # what a layer asks for
+    "AttentionParams",
+    "AttentionSpec",
+    "AttentionType",
+    # the cache
+    "KVCacheSpec",
+    "PagedKV",
+    "copy_blocks",
+    "empty_cache",
+    "swap_blocks",
+    "write_kv",
+    # the batch
+    "Buckets",
+    "CommonAttentionMetadata",
+    "cascade_levels",
+    "check_host",
+    "get_dcp_local_seq_lens",
+    "get_kv_cache_layout",
+    "get_per_layer_parameters",
+    "get_scheduler_metadata",
+    "infer_global_hyperparameters",
+    "make_local_attention_virtual_batches",
+    "reorder_batch_to_split_decodes_and_prefills",
+    "split_decodes_and_prefills",
+    # attention
+    "AttentionState",
+    "PagedAttention",
+    "attention",
+    "cascade_attention",
+    "merge",
+    "paged_attention",
+    # latent attention
+    # multi-head latent attention
+    "MLAAttention",
+    "MLAParams",
+    "MLASpec",
+    "mla_cache_spec",
+    # the choice
+    "BackendReport",
+    "UnsupportedError",
+    "explain",
+    "list_backends",
+]

@@ -12,3 +12,7 @@ class UnsupportedError(NotImplementedError):
 
 class CacheFullError(RuntimeError):
     """The block pool has fewer free blocks than were asked for; nothing was allocated."""
+
+
+class MissingMetadataError(ValueError, AttributeError):
+    """The batch lacks what this type of attention needs (an encoder's lengths, say)."""

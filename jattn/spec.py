@@ -58,7 +58,7 @@ class AttentionSpec:
             _positive_int(self, "chunk_size")
         if self.attn_type is AttentionType.ENCODER_DECODER and (self.sliding_window or self.chunk_size):
             raise ValueError(
-                "an encoder_decoder layer sees every encoder token: sliding_window and chunk_size have no meaning there; "
+                "an encoder_decoder layer sees every encoder token: sliding_window and chunk_size mean nothing; "
                 "use mask_fn(head, q_pos, kv_pos) to hide some"
             )
         for name in ("mask_fn", "score_fn"):

@@ -127,7 +127,9 @@ class PagedKV:
         scales = (None, None) if params is None else (params.k_scale, params.v_scale)
         k, k_token = encode_rows(jnp.asarray(k), spec, empty.k.dtype, scales[0])
         v, v_token = encode_rows(jnp.asarray(v), spec, empty.v.dtype, scales[1])
-        order = (lambda x: x) if spec.physical_layout == "NHD" else (lambda x: None if x is None else jnp.swapaxes(x, 1, 2))
+        order = (
+            (lambda x: x) if spec.physical_layout == "NHD" else (lambda x: None if x is None else jnp.swapaxes(x, 1, 2))
+        )
         return cls(k=order(k), v=order(v), k_token_scale=order(k_token), v_token_scale=order(v_token), spec=spec)
 
 

@@ -91,7 +91,7 @@ class CommonAttentionMetadata:
         """The same batch in larger static sizes."""
         if num_tokens < self.num_tokens or num_reqs < self.max_num_reqs:
             raise ValueError(
-                f"cannot pad T={self.num_tokens}, R={self.max_num_reqs} down to {num_tokens=}, {num_reqs=}; use unpadded"
+                f"cannot pad T={self.num_tokens}, R={self.max_num_reqs} to {num_tokens=}, {num_reqs=}; use unpadded"
             )
         more = num_reqs - self.max_num_reqs
         last = self.query_start_loc[-1]

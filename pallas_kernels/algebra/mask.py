@@ -45,22 +45,23 @@ def visible(rule: MaskRule, head, q_pos, kv_pos, causal=None) -> jax.Array:
     return seen
 
 
-def key_range(rule: MaskRule, q_first, q_last, kv_len, causal=None):
+def key_range(rule: MaskRule, q_first, q_last, kv_len, causal=None, xp=jnp):
     """Half-open range of keys outside which no query at q_first .. q_last sees anything.
 
     It is the exact union when the queries are contiguous and there is no mask_fn; tiles are skipped by it and
     keys outside it are never allowed to reach the arithmetic (a stale page may hold NaN).
+    xp is numpy for host plans.
     """
-    start, stop = jnp.zeros_like(kv_len), kv_len
+    start, stop = xp.zeros_like(kv_len), kv_len
     if causal is not None:
-        stop = jnp.where(causal, jnp.minimum(stop, q_last + 1), stop)
+        stop = xp.where(causal, xp.minimum(stop, q_last + 1), stop)
     elif rule.causal:
-        stop = jnp.minimum(stop, q_last + 1)
+        stop = xp.minimum(stop, q_last + 1)
     if rule.left >= 0:
-        start = jnp.maximum(start, q_first - rule.left)
+        start = xp.maximum(start, q_first - rule.left)
     if rule.right >= 0:
-        stop = jnp.minimum(stop, q_last + rule.right + 1)
+        stop = xp.minimum(stop, q_last + rule.right + 1)
     if rule.chunk > 0:
-        start = jnp.maximum(start, q_first // rule.chunk * rule.chunk)
-        stop = jnp.minimum(stop, (q_last // rule.chunk + 1) * rule.chunk)
-    return start, jnp.maximum(stop, start)
+        start = xp.maximum(start, q_first // rule.chunk * rule.chunk)
+        stop = xp.minimum(stop, (q_last // rule.chunk + 1) * rule.chunk)
+    return start, xp.maximum(stop, start)

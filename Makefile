@@ -1,0 +1,69 @@
+# jattn: `make demo` and `make test` need nothing but python3 (3.11 or newer) and make.
+#
+# Another interpreter in an environment of its own:   make test PYTHON=python3.12 VENV=.venv-312
+# A given JAX in an environment of its own:           make test PYTHON=python3.12 VENV=.venv-jax JAX=0.11.2
+
+PYTHON  ?= python3
+VENV    ?= .venv
+JAX     ?=
+WORKERS ?= 2
+ARGS    ?=
+
+PY    := $(VENV)/bin/python
+PIP   := "$(PY)" -m pip --disable-pip-version-check $(if $(CI),--quiet)
+PIN   := $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+READY := $(VENV)/.ready
+TOOLS := $(VENV)/.ready-tools
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types imports notebooks bench check clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
+
+demo: $(READY)  ## a ragged batch through every backend that works here, checked
+	@"$(PY)" -m jattn demo $(ARGS)
+
+test: $(READY)  ## the whole suite; ARGS='-k window' for a part of it
+	@"$(PY)" -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(TOOLS)  ## ruff: lint rules and format
+	@"$(PY)" -m ruff check . && "$(PY)" -m ruff format --check .
+
+format: $(TOOLS)  ## ruff: mend what it can, and format
+	@"$(PY)" -m ruff check --fix . && "$(PY)" -m ruff format .
+
+types: $(TOOLS)  ## pyright
+	@"$(PY)" -m pyright --pythonpath "$(PY)" $(ARGS)
+
+imports: $(TOOLS)  ## who may import whom
+	@"$(VENV)/bin/lint-imports" --no-cache
+
+notebooks: $(TOOLS)  ## execute every notebook; ARGS=--write keeps the outputs
+	@"$(PY)" notebooks/run.py $(ARGS)
+
+bench: $(READY)  ## the benchmarks, each with a correctness check; ARGS='--case ... --backend ...'
+	@"$(PY)" -m benchmarks.run $(ARGS)
+
+check: test lint types imports notebooks  ## everything above that judges
+
+clean:  ## remove the environments and caches
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build *.egg-info
+
+# The environment: made once, renewed when pyproject.toml changes. A half-made or moved one is made again.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "jattn needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1);" \
+	       "name another: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }
+	@"$(PY)" -m pip --version >/dev/null 2>&1 || { \
+	  echo "[1/2] making $(VENV) with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv --clear "$(VENV)" || { \
+	    echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; }
+	@echo "[2/2] installing jattn, JAX and the test tools into $(VENV) (about half a minute)"
+	@$(PIP) install -e ".[test]" $(PIN)
+	@touch "$@"
+
+$(TOOLS): $(READY)
+	@echo "[+] installing the lint, type and notebook tools into $(VENV) (about half a minute)"
+	@$(PIP) install -e ".[test,lint,notebooks]" $(PIN)
+	@touch "$@"

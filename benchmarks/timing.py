@@ -1,0 +1,42 @@
+"""Timing on a machine that others use too: candidates take turns, and each figure is a best and a median."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds of every round."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def best(self) -> float:
+        return min(self.rounds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+
+def in_turn(candidates: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str, Times]:
+    """Time each candidate once a round, after one untimed call: drift of the machine hits all alike."""
+    for call in candidates.values():
+        jax.block_until_ready(call())
+    seen: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            seen[name].append(time.perf_counter() - begin)
+    return {name: Times(tuple(values)) for name, values in seen.items()}
+
+
+def ratio(times: dict[str, Times], slower: str, faster: str) -> float:
+    """Median over the rounds of slower / faster."""
+    pairs = zip(times[slower].rounds, times[faster].rounds, strict=True)
+    return statistics.median(a / b for a, b in pairs)

@@ -1,0 +1,7 @@
+"""`python -m jattn ...` is `jattn ...`."""
+
+import sys
+
+from jattn.cli import main
+
+sys.exit(main())

@@ -1,0 +1,241 @@
+"""`cpu_native`: C++ kernels behind XLA's FFI, chosen by instruction set; the first choice on a CPU where they build.
+
+A request's bits depend on that request alone (not on the batch, nor on the number of threads). Gradients are those
+of `sdpa`, recomputed in the backward pass. Under vmap the call runs once per element.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jattn.backends.backend import AttentionBackend
+from jattn.backends.builder import AttentionMetadataBuilder
+from jattn.backends.feature import EVERYTHING, Feature
+from jattn.backends.impl import AttentionImpl
+from jattn.cache import KVCacheSpec, PagedKV, write_kv
+from jattn.device import Chip
+from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.encoder import keys_of, queries_of
+from jattn.ops.attend import Plan, attend_packed, attend_paged, output_dtype
+from jattn.ops.levels import flat
+from jattn.ops.state import AttentionState
+from jattn.spec import AttentionParams, AttentionSpec
+from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
+from pallas_kernels.algebra import quant
+from pallas_kernels.cpu.native import library, ops
+
+
+@pytree
+class CpuNativeMetadata:
+    """The batch as it came, with the pages that are read and the slots that are written; the kernel plans by itself."""
+
+    common: CommonAttentionMetadata
+    block_table: jax.Array
+    slot_mapping: jax.Array
+
+    @property
+    def num_tokens(self) -> int:
+        return self.common.num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuNativeMetadataBuilder(AttentionMetadataBuilder[CpuNativeMetadata]):
+    """Nothing to compute: the work is cut and balanced inside the call, in C++."""
+
+    cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CpuNativeMetadata:
+        """A shared prefix is read once a request, like everything else: the hint changes nothing."""
+        keys = keys_of(common_attn_metadata, self.spec.attn_type)
+        return CpuNativeMetadata(
+            common=common_attn_metadata, block_table=keys.block_table, slot_mapping=keys.slot_mapping
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
+    """One custom call to write, one to attend."""
+
+    can_return_lse_for_decode = True
+    supports_quant_query_input = True
+    isa: ClassVar[str] = "auto"  # a subclass pins one: see with_isa
+
+    def forward(self, q, cache: PagedKV, m: CpuNativeMetadata, params: AttentionParams) -> AttentionState:
+        return _paged(self, q, cache, m, params)
+
+    def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
+        return _packed(self, q, k, v.astype(k.dtype), meta, params)
+
+    def do_kv_cache_update(self, cache: PagedKV, k, v, m: CpuNativeMetadata, params: AttentionParams) -> PagedKV:
+        """In place where the cache is donated; the values are those of jattn.write_kv, bit for bit."""
+        return _write(self, cache, k, v, m.slot_mapping, params)
+
+    def config(self, q_dtype, kv_dtype: str, heads_first: bool = True) -> ops.Config:
+        """The kernel's static arguments."""
+        left, right = self.spec.window
+        return ops.Config(
+            scale=self.spec.scale,
+            kv_dtype=kv_dtype,
+            out_dtype=output_dtype(q_dtype),
+            soft_cap=self.spec.logits_soft_cap or 0.0,
+            left=left,
+            right=right,
+            chunk=self.spec.chunk_size or 0,
+            heads_first=heads_first,
+            isa=self.isa,
+        )
+
+    def batch(self, common: CommonAttentionMetadata, **pages) -> ops.Batch:
+        """Lengths and causality as the kernel takes them; only a decoder is ever causal."""
+        kind = self.spec.attn_type
+        queries, keys = queries_of(common, kind), keys_of(common, kind)
+        causal = None
+        if kind is AttentionType.DECODER and common.causal_per_request is not None:
+            causal = common.causal_per_request
+        elif kind is AttentionType.DECODER and common.is_causal:
+            causal = jnp.ones(queries.max_num_reqs, jnp.int32)
+        return ops.Batch(
+            query_start_loc=queries.query_start_loc,
+            seq_lens=queries.seq_lens,
+            kv_lens=keys.seq_lens,
+            causal=causal,
+            **pages,
+        )
+
+    def numbers(self, params: AttentionParams) -> dict[str, jax.Array | None]:
+        """The kernel's traced numbers; what the spec does not use stays out."""
+        return dict(
+            slopes=params.alibi_slopes if self.spec.has_alibi else None,
+            sinks=params.sinks if self.spec.has_sinks else None,
+            q_scale=params.q_scale,
+            k_scale=params.k_scale,
+            v_scale=params.v_scale,
+        )
+
+    def plan(self, common: CommonAttentionMetadata) -> tuple[Plan, jax.Array]:
+        """The same call for sdpa, whose gradient this one has: (plan, level of keys)."""
+        level = flat(common, self.spec.attn_type)
+        plan = Plan(self.spec, common.is_causal, level.max_query_len, level.max_seq_len, on_cpu=True)
+        return plan, level
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _paged(impl: CpuNativeImpl, q, cache: PagedKV, m: CpuNativeMetadata, params) -> AttentionState:
+    spec = cache.spec
+    config = impl.config(q.dtype, spec.dtype, spec.physical_layout == "HND")
+    out, lse = ops.attend(
+        config, q, cache.k, cache.v, impl.batch(m.common, block_table=m.block_table),
+        k_token_scale=cache.k_token_scale, v_token_scale=cache.v_token_scale, **impl.numbers(params),
+    )  # fmt: skip
+    return AttentionState(out=out, lse=lse)
+
+
+def _paged_backward(impl: CpuNativeImpl, saved, cotangent):
+    q, cache, m, params = saved
+    plan, level = impl.plan(m.common)
+    call = lambda q, cache, params: attend_paged(plan, q, cache, m.block_table, level.batch, params)
+    dq, dcache, dparams = jax.vjp(call, q, cache, params)[1](cotangent)
+    return dq, dcache, None, dparams
+
+
+_paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _packed(impl: CpuNativeImpl, q, k, v, common: CommonAttentionMetadata, params) -> AttentionState:
+    lengths = jnp.asarray(keys_of(common, impl.spec.attn_type).seq_lens)
+    batch = impl.batch(common, kv_start=jnp.cumsum(lengths, dtype=jnp.int32) - lengths)
+    out, lse = ops.attend(impl.config(q.dtype, k.dtype.name), q, k, v, batch, **impl.numbers(params))
+    return AttentionState(out=out, lse=lse)
+
+
+def _packed_backward(impl: CpuNativeImpl, saved, cotangent):
+    q, k, v, common, params = saved
+    plan, level = impl.plan(common)
+    call = lambda q, k, v, params: attend_packed(plan, q, k, v, level.batch, params)
+    dq, dk, dv, dparams = jax.vjp(call, q, k, v, params)[1](cotangent)
+    return dq, dk, dv, None, dparams
+
+
+_packed.defvjp(lambda impl, *args: (_packed(impl, *args), args), _packed_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _write(impl: CpuNativeImpl, cache: PagedKV, k, v, slots, params: AttentionParams) -> PagedKV:
+    spec = cache.spec
+    if k.dtype != v.dtype:
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    pools = (cache.k, cache.v, cache.k_token_scale, cache.v_token_scale)
+    new = ops.write(
+        k, v, slots, pools, dtype=spec.dtype, heads_first=spec.physical_layout == "HND",
+        k_scale=params.k_scale, v_scale=params.v_scale, isa=impl.isa,
+    )  # fmt: skip
+    return PagedKV(k=new[0], v=new[1], k_token_scale=new[2], v_token_scale=new[3], spec=spec)
+
+
+def _write_backward(impl: CpuNativeImpl, saved, cotangent):
+    cache, k, v, slots, params = saved
+    call = lambda cache, k, v, params: write_kv(cache, k, v, slots, params)
+    dcache, dk, dv, dparams = jax.vjp(call, cache, k, v, params)[1](cotangent)
+    return dcache, dk, dv, None, dparams
+
+
+_write.defvjp(lambda impl, *args: (_write(impl, *args), args), _write_backward)
+
+
+class CpuNativeBackend(AttentionBackend):
+    """Any head dim up to 512, any page size, layout and quantisation; no user-written mask or score, no cascade."""
+
+    supported_dtypes = (*quant.FLOATS, *quant.QUANTISED)
+    supported_kv_cache_dtypes = ()
+    supported_block_sizes = (MultipleOf(1),)
+    attn_types = tuple(AttentionType)
+    quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
+    platforms = ("cpu",)
+    features = EVERYTHING - {
+        Feature.MM_PREFIX,
+        Feature.RSWA,
+        Feature.NON_CAUSAL_DCP,
+        Feature.KV_CONNECTOR,
+        Feature.PCP,
+        Feature.DCP,
+        Feature.QUERY_LENS_MISMATCH,
+        Feature.ALIBI_SQRT,
+        Feature.FUSED_OUTPUT_QUANT,
+        Feature.MASK_FN,  # a Python function cannot run inside the kernel
+        Feature.SCORE_FN,
+        Feature.CASCADE,
+    }
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "cpu_native"
+
+    @classmethod
+    def get_impl_cls(cls) -> type[CpuNativeImpl]:
+        return CpuNativeImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[CpuNativeMetadataBuilder]:
+        return CpuNativeMetadataBuilder
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[CpuNativeMetadata]:
+        return CpuNativeMetadata
+
+    @classmethod
+    def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
+        """Head dims that are too large, and on a CPU the library's own reason: the first question builds it."""
+        large = tuple(
+            f"{name}={size} not supported: at most {ops.MAX_DIM}"
+            for name, size in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim))
+            if size > ops.MAX_DIM
+        )
+        absent = library.status().reason if chip.platform == "cpu" else ""
+        return (*large, absent) if absent else large

@@ -1,0 +1,111 @@
+"""Who computes which half of a split batch: named, or the best that can; and why nobody can."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import ClassVar
+
+from jattn.backends import registry
+from jattn.backends.backend import AttentionBackend
+from jattn.backends.feature import EVERYTHING, Feature
+from jattn.backends.reasons import supports
+from jattn.cache import KVCacheSpec
+from jattn.device import Chip
+from jattn.errors import UnsupportedError
+from jattn.spec import AttentionSpec
+from jattn.types import AttentionType
+from pallas_kernels.algebra import quant
+
+Backend = type[AttentionBackend]
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """Two backends by name; None: the first in order of preference that can, other than a split."""
+
+    decode: str | None = None
+    prefill: str | None = None
+    threshold: int = 1  # longest query of a decode
+
+    def names(self, attn_type: AttentionType | str, cached: bool = True) -> dict[str, str | None]:
+        """The halves of such a layer. Without a cache nothing is decoded, and an encoder never does."""
+        decodes = cached and attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        return (dict(decode=self.decode) if decodes else {}) | dict(prefill=self.prefill)
+
+    def choose(
+        self, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip, needs: tuple[Feature, ...] = ()
+    ) -> dict[str, Backend]:
+        """A backend for each half of this layer, or UnsupportedError with every reason."""
+        asked = (spec, cache_spec, chip, needs, registry.entries())
+        names = self.names(spec.attn_type, cache_spec is not None)
+        return {half: _choose(half, name, *asked) for half, name in names.items()}
+
+    def reasons(self, names: dict[str, str | None], ask: Callable[[Backend], Iterable[str]]) -> list[str]:
+        """Half by half, why nobody can compute it; `ask` gives one backend's reasons."""
+        found = []
+        for half, name in names.items():
+            answers = {backend.get_name(): list(ask(backend)) for backend in candidates(name)}
+            if all(answers.values()):
+                found += [f"{half} half ({who}): {why}" for who, reasons in answers.items() for why in reasons]
+        return found
+
+    def able(self, ask: Callable[[Backend], bool]) -> bool:
+        """Has each half somebody who says yes?"""
+        return all(any(map(ask, candidates(name))) for name in (self.decode, self.prefill))
+
+
+def candidates(name: str | None) -> list[Backend]:
+    """The one named, or everybody who does not divide the work in turn; a latent cache has a door of its own."""
+    if name is not None:
+        return [registry.load(name)]
+    everybody = map(registry.load, registry.list_backends())
+    return [b for b in everybody if not issubclass(b, DividedBackend) and not b.is_mla()]
+
+
+class DividedBackend(AttentionBackend):
+    """Hands each half of a batch to another backend, and is never a half itself.
+
+    What it can is what both halves can: the class attributes below are only bounds, the methods ask the halves.
+    """
+
+    halves: ClassVar[Halves] = Halves()
+    supported_dtypes = (*quant.FLOATS, *quant.QUANTISED)
+    supported_kv_cache_dtypes = ()
+    supported_block_sizes = ()
+    attn_types = tuple(AttentionType)
+    quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
+    features = EVERYTHING - {Feature.CASCADE, Feature.DCP}
+
+    @classmethod
+    def supports(cls, feature: Feature) -> bool:
+        return super().supports(feature) and cls.halves.able(lambda backend: supports(backend, feature))
+
+    @classmethod
+    def supports_dtype(cls, dtype) -> bool:
+        return cls.halves.able(lambda backend: backend.supports_dtype(dtype))
+
+    @classmethod
+    def supports_platform(cls, platform: str, generation: str = "") -> bool:
+        return cls.halves.able(lambda backend: backend.supports_platform(platform, generation))
+
+    @classmethod
+    def validate_configuration(cls, head_size: int, **asked) -> list[str]:
+        names = cls.halves.names(asked.get("attn_type", AttentionType.DECODER))
+        return cls.halves.reasons(names, lambda backend: backend.validate_configuration(head_size, **asked))
+
+    @classmethod
+    def reasons(cls, spec, cache_spec, chip, needs=()) -> tuple[str, ...]:
+        own = tuple(f"{need} not supported: asked for" for need in needs if need not in cls.features)
+        names = cls.halves.names(spec.attn_type, cache_spec is not None)
+        return (*own, *cls.halves.reasons(names, lambda backend: backend.reasons(spec, cache_spec, chip, needs)))
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(half: str, name: str | None, spec, cache_spec, chip: Chip, needs, table) -> Backend:
+    """Keyed by the registry's table too, so that registering a backend is seen at once."""
+    answers = {}
+    for backend in candidates(name):
+        answers[backend.get_name()] = reasons = backend.reasons(spec, cache_spec, chip, needs)
+        if not reasons:
+            return backend
+    raise UnsupportedError(f"nobody computes the {half} half of this batch: {spec} over {cache_spec}", answers)

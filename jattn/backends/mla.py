@@ -1,0 +1,120 @@
+"""`mla_sdpa`: multi-head latent attention in plain jnp, on every platform, with every feature of `sdpa`."""
+
+import dataclasses
+
+import jax
+
+from jattn.backends.backend import AttentionBackend
+from jattn.backends.builder import AttentionMetadataBuilder
+from jattn.backends.feature import Feature
+from jattn.backends.impl import AttentionImpl
+from jattn.backends.sdpa import SdpaBackend
+from jattn.cache import PagedKV
+from jattn.cache.latent import check_latent, write_latent
+from jattn.metadata import CommonAttentionMetadata
+from jattn.mla_spec import MLAParams, MLASpec, absorb
+from jattn.ops.levels import flat
+from jattn.ops.mla import Latent, MLAMetadata
+from jattn.ops.parallel import shard_level
+from jattn.ops.state import AttentionState
+from jattn.types import AttentionCGSupport, MultipleOf
+from pallas_kernels.algebra import quant
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
+    """The batch as it is: which requests are read absorbed is decided by their query lengths, in the impl."""
+
+    cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+    supports_dcp_with_varlen = True
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLAMetadata:
+        """The whole blocks of a common prefix are read once for the batch."""
+        common, size = common_attn_metadata, self.cache_spec.block_size
+        level, slots = flat(common, self.spec.attn_type), common.slot_mapping
+        shard = self.parallel.dcp_shard(self.cache_spec)
+        if shard is not None:
+            level = shard_level(level, shard, size, common.dcp_local_seq_lens)
+            slots = shard.slot_mapping(common, size)
+        hint = 0 if fast_build or shard is not None else common_prefix_len
+        return MLAMetadata(
+            level=level, slot_mapping=slots, is_causal=common.is_causal, shared_prefix=hint // size * size
+        )
+
+    def update_block_table(self, metadata: MLAMetadata, blk_table, slot_mapping) -> MLAMetadata:
+        """The same plan over other pages."""
+        level = dataclasses.replace(metadata.level, block_table=blk_table)
+        return dataclasses.replace(metadata, level=level, slot_mapping=slot_mapping)
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAImpl(AttentionImpl[MLAMetadata]):
+    """`spec` is an MLASpec and `params` are MLAParams; q is [T H nope+rope]."""
+
+    can_return_lse_for_decode = True
+
+    @property
+    def _latent(self) -> Latent:
+        return Latent(self.spec, self.chip.platform == "cpu", self.parallel.combine)
+
+    def forward(self, q, cache, m: MLAMetadata, params: MLAParams) -> AttentionState:
+        return self._latent.forward(q, cache, m, params)
+
+    def forward_mqa(self, q, cache, m: MLAMetadata, params: MLAParams) -> AttentionState:
+        """Absorbed, whatever the query lengths."""
+        return self._latent.forward_mqa(q, cache, m, params)
+
+    def prefill_mha(self, q, cache, m: MLAMetadata, params: MLAParams, kv_c=None, k_pe=None) -> AttentionState:
+        """Materialised, whatever the query lengths."""
+        return self._latent.prefill_mha(q, cache, m, params, kv_c, k_pe)
+
+    def do_kv_cache_update(
+        self, cache: PagedKV, k: jax.Array, v: jax.Array, m: MLAMetadata, params: MLAParams
+    ) -> PagedKV:
+        """k is the latent kv_c [T L], v the rotated key k_pe [T R]."""
+        return write_latent(self.spec, cache, k, v, m.slot_mapping, params)
+
+    def prepare_params(self, params: MLAParams) -> MLAParams:
+        """kv_b_proj becomes w_uk and w_uv."""
+        return absorb(self.spec, params)
+
+
+class MLABackend(AttentionBackend):
+    """Latent caches only, in either form (see cache.latent)."""
+
+    mla = True
+    supported_dtypes = quant.FLOATS
+    supported_kv_cache_dtypes = ()
+    supported_block_sizes = (MultipleOf(1),)
+    quant_modes = SdpaBackend.quant_modes
+    features = SdpaBackend.features - {Feature.PACKED, Feature.CASCADE, Feature.BATCH_INVARIANCE}
+
+    @classmethod
+    def layer_reasons(cls, spec, cache_spec, chip) -> tuple[str, ...]:
+        """The cache must hold this layer's rows."""
+        if not isinstance(spec, MLASpec) or cache_spec is None:
+            return ()
+        try:
+            check_latent(spec, cache_spec)
+        except ValueError as error:
+            return (str(error),)
+        return ()
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "mla_sdpa"
+
+    @classmethod
+    def get_impl_cls(cls) -> type[MLAImpl]:
+        return MLAImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[MLAMetadataBuilder]:
+        return MLAMetadataBuilder
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[MLAMetadata]:
+        return MLAMetadata

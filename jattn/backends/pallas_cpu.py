@@ -1,0 +1,193 @@
+"""`pallas_cpu`: the portable Pallas kernel in the interpreter, on every platform: a reference, not a fast path.
+
+Packed keys are attended to as what they are: a cache that was written just now, and is read once.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jattn.backends.backend import AttentionBackend
+from jattn.backends.builder import AttentionMetadataBuilder
+from jattn.backends.feature import Feature
+from jattn.backends.impl import AttentionImpl
+from jattn.cache import PagedKV
+from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.encoder import keys_of, queries_of
+from jattn.ops.attend import output_dtype
+from jattn.ops.forward_only import forward_only
+from jattn.ops.state import AttentionState
+from jattn.spec import AttentionParams, AttentionSpec
+from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree, static
+from pallas_kernels.algebra import quant
+from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.cpu import tiles
+from pallas_kernels.cpu.paged_attention import Batch, Config, Numbers, Pool, paged_attention
+
+TILE_ROWS = 8
+"""Queries of a program, whatever the batch: a request's arithmetic never depends on its company."""
+
+PACKED_PAGE = 16
+"""Page size of the cache that packed keys are laid out in."""
+
+
+@pytree
+class PallasCpuMetadata:
+    """The kernel's view of a batch, tiles included, and where new tokens are written."""
+
+    batch: Batch
+    tiles: tiles.Tiles
+    slot_mapping: jax.Array
+    num_tokens: int = static()
+    is_causal: bool = static()
+
+    @property
+    def block_table(self) -> jax.Array:
+        return self.batch.block_table
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasCpuMetadataBuilder(AttentionMetadataBuilder[PallasCpuMetadata]):
+    """Tiles and lengths, once a step."""
+
+    cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PallasCpuMetadata:
+        """A shared prefix is read once a request, like everything else: the hint changes nothing."""
+        return _metadata(common_attn_metadata, self.spec.attn_type)
+
+    def update_block_table(self, metadata: PallasCpuMetadata, blk_table, slot_mapping) -> PallasCpuMetadata:
+        batch = metadata.batch._replace(block_table=jnp.asarray(blk_table))
+        return dataclasses.replace(metadata, batch=batch, slot_mapping=slot_mapping)
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasCpuImpl(AttentionImpl[PallasCpuMetadata]):
+    """One kernel call."""
+
+    can_return_lse_for_decode = True
+    supports_quant_query_input = True
+
+    def forward(self, q, cache: PagedKV, m: PallasCpuMetadata, params: AttentionParams) -> AttentionState:
+        layout, dtype = cache.spec.physical_layout, cache.spec.dtype
+        pool = Pool(cache.k, cache.v, cache.k_token_scale, cache.v_token_scale)
+        return self._attend(q, pool, m, params, layout, dtype)
+
+    def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
+        m = _metadata(meta, self.spec.attn_type)
+        pool, table = _paged(k, v, m.batch.seq_lens, keys_of(meta, self.spec.attn_type).max_seq_len)
+        m = dataclasses.replace(m, batch=m.batch._replace(block_table=table))
+        return self._attend(q, pool, m, params, "NHD", k.dtype.name)
+
+    def _attend(self, q, pool: Pool, m: PallasCpuMetadata, params, layout: str, dtype: str) -> AttentionState:
+        config = Config(
+            mask=self.spec.mask_rule(m.is_causal),
+            logits=self.spec.logit_rule(),
+            kv_dtype=dtype,
+            out_dtype=output_dtype(q.dtype),
+            layout=layout,
+        )
+        q, pool, numbers = forward_only((q, pool, _numbers(self.spec, params)), "pallas_cpu")
+        out, lse = paged_attention(q, pool, m.batch, m.tiles, numbers, config=config, interpret=True)
+        return AttentionState(out=out, lse=lse)
+
+
+class PallasCpuBackend(AttentionBackend):
+    """Any head size, page size and platform; no gradient, no context parallelism, no cascade."""
+
+    supported_dtypes = (*quant.FLOATS, *quant.QUANTISED)
+    supported_kv_cache_dtypes = ()
+    supported_block_sizes = (MultipleOf(1),)
+    attn_types = tuple(AttentionType)
+    quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
+    features = frozenset(
+        {
+            Feature.SINK,
+            Feature.PER_HEAD_QUANT_SCALES,
+            Feature.SLIDING_WINDOW,
+            Feature.NON_CAUSAL,
+            Feature.BATCH_INVARIANCE,
+            Feature.TWO_SIDED_WINDOW,
+            Feature.CHUNK,
+            Feature.ALIBI,
+            Feature.SOFT_CAP,
+            Feature.MASK_FN,
+            Feature.SCORE_FN,
+            Feature.PER_REQUEST_CAUSAL,
+            Feature.DIFF_KV,
+            Feature.LSE,
+            Feature.PACKED,
+        }
+    )
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "pallas_cpu"
+
+    @classmethod
+    def get_impl_cls(cls) -> type[PallasCpuImpl]:
+        return PallasCpuImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[PallasCpuMetadataBuilder]:
+        return PallasCpuMetadataBuilder
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[PallasCpuMetadata]:
+        return PallasCpuMetadata
+
+
+def _metadata(common: CommonAttentionMetadata, attn_type: AttentionType) -> PallasCpuMetadata:
+    """Queries and keys by attention type; only a decoder is ever causal. No table: packed keys bring one later."""
+    queries, keys = queries_of(common, attn_type), keys_of(common, attn_type)
+    causal = common.causal_per_request if attn_type is AttentionType.DECODER else None
+    table = jnp.zeros((queries.max_num_reqs, 1), jnp.int32) if keys.block_table is None else keys.block_table
+    batch = Batch(
+        query_lens=queries.query_lens(),
+        seq_lens=keys.seq_lens,
+        num_computed_tokens=queries.num_computed_tokens(),
+        block_table=table,
+        causal=causal,
+    )
+    return PallasCpuMetadata(
+        batch=jax.tree.map(jnp.asarray, batch),
+        tiles=tiles.cut(queries.query_start_loc, queries.num_tokens, TILE_ROWS),
+        slot_mapping=jnp.asarray(keys.slot_mapping),
+        num_tokens=queries.num_tokens,
+        is_causal=common.is_causal,
+    )
+
+
+def _numbers(spec: AttentionSpec, params: AttentionParams) -> Numbers:
+    """What the spec does not use stays out."""
+    return Numbers(
+        q_scale=params.q_scale,
+        k_scale=params.k_scale,
+        v_scale=params.v_scale,
+        slopes=params.alibi_slopes if spec.has_alibi else None,
+        sinks=params.sinks if spec.has_sinks else None,
+    )
+
+
+def _paged(k: jax.Array, v: jax.Array, seq_lens: jax.Array, max_seq_len: int) -> tuple[Pool, jax.Array]:
+    """(NHD pool, block table) of keys packed by request: each request's begin on a page of their own."""
+    num_keys, num_reqs = k.shape[0], seq_lens.shape[0]
+    pages = cdiv(seq_lens, PACKED_PAGE)
+    first_page = jnp.cumsum(pages, dtype=jnp.int32) - pages
+    ends = jnp.cumsum(seq_lens, dtype=jnp.int32)
+    token = jnp.arange(num_keys, dtype=jnp.int32)
+    req = jnp.minimum(jnp.searchsorted(ends, token, side="right"), num_reqs - 1).astype(jnp.int32)
+    offset = token - (ends - seq_lens)[req]
+    num_pages = num_keys // PACKED_PAGE + num_reqs
+    block = jnp.where(token < ends[-1], first_page[req] + offset // PACKED_PAGE, num_pages)
+
+    def pool(x):
+        empty = jnp.zeros((num_pages, PACKED_PAGE, *x.shape[1:]), x.dtype)
+        return empty.at[block, offset % PACKED_PAGE].set(x, mode="drop")
+
+    width = min(cdiv(max_seq_len, PACKED_PAGE), num_pages)
+    return Pool(pool(k), pool(v)), first_page[:, None] + jnp.arange(width, dtype=jnp.int32)[None]

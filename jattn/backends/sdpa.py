@@ -1,0 +1,144 @@
+"""`sdpa`: plain jnp on every platform, any shape, every feature; what all other backends are judged by in speed."""
+
+import dataclasses
+
+import jax
+
+from jattn.backends.backend import AttentionBackend
+from jattn.backends.builder import AttentionMetadataBuilder
+from jattn.backends.feature import EVERYTHING, Feature
+from jattn.backends.impl import AttentionImpl
+from jattn.errors import UnsupportedError
+from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.encoder import keys_of
+from jattn.ops.attend import Plan, attend_packed
+from jattn.ops.levels import Level, attend_levels, flat, nested, shared_prefix
+from jattn.ops.parallel import shard_level
+from jattn.ops.state import AttentionState
+from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree, static
+from pallas_kernels.algebra import quant
+
+
+@pytree
+class SdpaMetadata:
+    """The levels of keys (one, unless the batch is a cascade) and where new tokens are written."""
+
+    levels: tuple[Level, ...]
+    slot_mapping: jax.Array
+    is_causal: bool = static()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.levels[0].batch.num_tokens
+
+    @property
+    def block_table(self) -> jax.Array | None:
+        """The last level's: where the requests' own pages are."""
+        return self.levels[-1].block_table
+
+
+@dataclasses.dataclass(frozen=True)
+class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
+    """Positions and lengths, computed once a step for all layers of the spec."""
+
+    cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SdpaMetadata:
+        """common_prefix_len > 0 reads the whole blocks of that prefix once for the batch, instead of once a request."""
+        common = common_attn_metadata
+        level, size = flat(common, self.spec.attn_type), self.cache_spec.block_size
+        written, shard = keys_of(common, self.spec.attn_type), self.parallel.dcp_shard(self.cache_spec)
+        levels, slots = (level,), written.slot_mapping
+        if shard is not None:
+            lens = common.dcp_local_seq_lens if written is common else None
+            levels, slots = (shard_level(level, shard, size, lens),), shard.slot_mapping(written, size)
+        elif common_prefix_len and not fast_build:
+            levels = shared_prefix(level, common_prefix_len, size)
+        return SdpaMetadata(levels=levels, slot_mapping=slots, is_causal=common.is_causal)
+
+    def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> SdpaMetadata:
+        """Metadata for queries whose keys come in levels; the last level's slots are those written."""
+        if self.parallel.dcp_world_size > 1:
+            raise UnsupportedError("a cascade is not spread over ranks: attend to flat batches, or without dcp")
+        return SdpaMetadata(
+            levels=nested(tuple(levels)), slot_mapping=levels[-1].slot_mapping, is_causal=levels[-1].is_causal
+        )
+
+    def update_block_table(self, metadata: SdpaMetadata, blk_table, slot_mapping) -> SdpaMetadata:
+        """The same plan over another group's pages; a cascade's levels have tables of their own."""
+        first, *others = metadata.levels
+        if others:
+            raise ValueError("a cascade has one block table a level: build it anew instead of updating one table")
+        level = dataclasses.replace(first, block_table=blk_table)
+        return dataclasses.replace(metadata, levels=(level,), slot_mapping=slot_mapping)
+
+    def for_layer(self, metadata: SdpaMetadata, layer, blocks_per_layer: int) -> SdpaMetadata:
+        """Each level's pages move."""
+        levels = tuple(
+            dataclasses.replace(level, block_table=level.block_table + layer * blocks_per_layer)
+            for level in metadata.levels
+        )
+        slots = self.slots_of_layer(metadata, layer, blocks_per_layer)
+        return dataclasses.replace(metadata, levels=levels, slot_mapping=slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class SdpaImpl(AttentionImpl[SdpaMetadata]):
+    """Tiles of queries, chunks of keys, online softmax."""
+
+    can_return_lse_for_decode = True
+    supports_quant_query_input = True
+
+    def forward(self, q, cache, m: SdpaMetadata, params=None) -> AttentionState:
+        on_cpu, combine = self.chip.platform == "cpu", self.parallel.combine
+        return attend_levels(self.spec, m.is_causal, on_cpu, q, cache, m.levels, params, combine=combine)
+
+    def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params=None) -> AttentionState:
+        level = flat(meta, self.spec.attn_type)
+        plan = Plan(
+            spec=self.spec,
+            is_causal=meta.is_causal,
+            max_query_len=level.max_query_len,
+            max_seq_len=level.max_seq_len,
+            on_cpu=self.chip.platform == "cpu",
+        )
+        return attend_packed(plan, q, k, v, level.batch, params)
+
+
+class SdpaBackend(AttentionBackend):
+    """Any head size, any page size, every feature that a spec can ask for."""
+
+    supported_dtypes = (*quant.FLOATS, *quant.QUANTISED)
+    supported_kv_cache_dtypes = ()
+    supported_block_sizes = (MultipleOf(1),)
+    attn_types = tuple(AttentionType)
+    quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
+    features = EVERYTHING - {
+        Feature.MM_PREFIX,
+        Feature.RSWA,
+        Feature.NON_CAUSAL_DCP,
+        Feature.KV_CONNECTOR,
+        Feature.PCP,
+        Feature.QUERY_LENS_MISMATCH,
+        Feature.ALIBI_SQRT,
+        Feature.FUSED_OUTPUT_QUANT,
+    }
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "sdpa"
+
+    @classmethod
+    def get_impl_cls(cls) -> type[SdpaImpl]:
+        return SdpaImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[SdpaMetadataBuilder]:
+        return SdpaMetadataBuilder
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[SdpaMetadata]:
+        return SdpaMetadata

@@ -1,0 +1,102 @@
+"""The command line: `jattn explain` (every backend, every reason) and `jattn demo` (every backend, checked).
+
+The flags of `explain` are the fields of AttentionSpec and KVCacheSpec, spelt with dashes.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import jattn
+from jattn import demo
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0 when it found nothing wrong."""
+    parser = argparse.ArgumentParser(prog="jattn", description="Paged attention for JAX.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_explain(commands)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+def _add_demo(commands) -> None:
+    parser = commands.add_parser("demo", help="a small ragged batch through every backend, checked against numpy")
+    parser.add_argument("--platform", help="cpu, gpu or tpu (default: the one that JAX finds)")
+    parser.set_defaults(run=lambda args: demo.run(platform=args.platform))
+
+
+def _add_explain(commands) -> None:
+    parser = commands.add_parser("explain", help="which backends serve a layer, and why the others do not")
+    layer = parser.add_argument_group("the layer (AttentionSpec)")
+    layer.add_argument("--num-heads", type=int, required=True, metavar="H")
+    layer.add_argument("--head-dim", type=int, required=True, metavar="D")
+    layer.add_argument("--num-kv-heads", type=int, metavar="K", help="default: H")
+    layer.add_argument("--v-head-dim", type=int, metavar="V", help="default: D")
+    layer.add_argument("--scale", type=float, help="default: D ** -0.5")
+    layer.add_argument("--attn-type", default="decoder", help="decoder, encoder, encoder_only or encoder_decoder")
+    layer.add_argument("--sliding-window", type=_window, metavar="W|L,R", help="W keys, or extra keys left,right")
+    layer.add_argument("--chunk-size", type=int, help="chunked-local attention")
+    layer.add_argument("--logits-soft-cap", type=float, metavar="CAP")
+    layer.add_argument("--has-alibi", action="store_true")
+    layer.add_argument("--has-sinks", action="store_true")
+    layer.add_argument("--mask-fn", action="store_true", help="as if the layer brought a mask_fn")
+    layer.add_argument("--score-fn", action="store_true", help="as if the layer brought a score_fn")
+    cache = parser.add_argument_group("its cache (KVCacheSpec)")
+    cache.add_argument("--num-blocks", type=int, default=1024, metavar="N", help="default: 1024")
+    cache.add_argument("--block-size", type=int, default=16, metavar="S", help="default: 16")
+    cache.add_argument("--dtype", default="bfloat16", help="default: bfloat16")
+    cache.add_argument("--layout", default="auto", help="NHD, HND or auto")
+    cache.add_argument("--quant", default="none", help="none, per_tensor, per_head or per_token_head")
+    parser.add_argument("--platform", help="cpu, gpu or tpu (default: the one that JAX finds)")
+    parser.set_defaults(run=lambda args: _explain(parser, args))
+
+
+def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    try:
+        spec = jattn.AttentionSpec(
+            num_heads=args.num_heads,
+            head_dim=args.head_dim,
+            num_kv_heads=args.num_kv_heads,
+            v_head_dim=args.v_head_dim,
+            scale=args.scale,
+            attn_type=args.attn_type,
+            sliding_window=args.sliding_window,
+            chunk_size=args.chunk_size,
+            logits_soft_cap=args.logits_soft_cap,
+            has_alibi=args.has_alibi,
+            has_sinks=args.has_sinks,
+            mask_fn=_some_mask if args.mask_fn else None,
+            score_fn=_some_score if args.score_fn else None,
+        )
+        cache_spec = jattn.KVCacheSpec(
+            num_blocks=args.num_blocks,
+            block_size=args.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            dtype=args.dtype,
+            layout=args.layout,
+            quant=args.quant,
+        )
+        reports = jattn.explain(spec, cache_spec, platform=args.platform)
+    except ValueError as error:
+        parser.error(str(error))
+    print(reports)
+    return 0 if any(report.supported for report in reports) else 1
+
+
+def _window(text: str) -> int | tuple[int, int]:
+    """'128' -> 128, '127,0' -> (127, 0)."""
+    parts = [int(part) for part in text.split(",")]
+    if len(parts) > 2:
+        raise ValueError(text)
+    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
+
+
+def _some_mask(head, q_pos, kv_pos):
+    return kv_pos <= q_pos
+
+
+def _some_score(score, head, q_pos, kv_pos):
+    return score

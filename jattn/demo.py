@@ -1,0 +1,107 @@
+"""The demo: a small ragged batch through every backend that works here, checked against numpy.
+
+Four requests share one pool of pages: two decode one token, one prefills its prompt, one continues a prefill in the
+middle. The reference below is a dozen lines of float64 that know nothing of pages, so an agreement means something.
+"""
+
+import math
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+
+QUERY_LENS = (1, 1, 7, 5)
+SEQ_LENS = (37, 5, 7, 21)
+BLOCK_SIZE = 8
+SPEC = jattn.AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
+CACHE = jattn.KVCacheSpec(num_blocks=16, block_size=BLOCK_SIZE, num_kv_heads=2, head_dim=64, dtype="float32")
+REPEATS = 5
+
+
+def run(platform: str | None = None) -> int:
+    """Print the table; 0 when every backend that accepts the batch agrees with the reference."""
+    rng = np.random.default_rng(0)
+    requests = [_random_request(rng, n_q, n) for n_q, n in zip(QUERY_LENS, SEQ_LENS, strict=True)]
+    want = np.concatenate([reference(*request) for request in requests])
+    naive = np.concatenate([reference(*request, dtype=np.float32) for request in requests])
+    allowed = 2 * np.abs(naive - want).max() + 1e-6  # twice what plain float32 loses
+
+    print(
+        f"jax {jax.__version__} on {jax.devices()[0].device_kind}: requests with {QUERY_LENS} new of {SEQ_LENS} tokens"
+    )
+    print(f"{SPEC.num_heads} heads, {SPEC.num_kv_heads} kv heads, pages of {BLOCK_SIZE}, allowed error {allowed:.1e}\n")
+    rows, wrong = [("backend", "max error", "ms", "verdict")], 0
+    for report in jattn.explain(SPEC, CACHE, platform=platform):
+        if not report.supported:
+            rows.append((report.name, "-", "-", "refused: " + "; ".join(report.reasons)))
+            continue
+        got, milliseconds = _run_backend(report.name, requests, platform)
+        error = np.abs(got - want).max()
+        good = error <= allowed  # False for NaN
+        wrong += not good
+        rows.append((report.name, f"{error:.1e}", f"{milliseconds:.2f}", "agrees" if good else "WRONG"))
+    _print_table(rows)
+    print(f"\n{wrong} backends differ from the reference" if wrong else "\nevery backend that ran agrees with numpy")
+    return 1 if wrong else 0
+
+
+def reference(q, k, v, dtype=np.float64) -> np.ndarray:
+    """Causal attention of one request in plain numpy: q [n_q H D] are the last tokens of k, v [n K D]."""
+    out = np.zeros(q.shape, dtype)
+    for i, head in np.ndindex(q.shape[:2]):
+        seen = len(k) - len(q) + i + 1
+        kv_head = head * k.shape[1] // q.shape[1]
+        logits = k[:seen, kv_head].astype(dtype) @ q[i, head].astype(dtype) / dtype(math.sqrt(q.shape[2]))
+        weights = np.exp(logits - logits.max())
+        out[i, head] = weights @ v[:seen, kv_head].astype(dtype) / weights.sum()
+    return out
+
+
+def _random_request(rng, query_len: int, seq_len: int):
+    """(q of the new tokens, k and v of all tokens) of one request, N(0, 1)."""
+    draw = lambda *shape: rng.standard_normal(shape, np.float32)
+    heads, kv_heads, dim = SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim
+    return draw(query_len, heads, dim), draw(seq_len, kv_heads, dim), draw(seq_len, kv_heads, dim)
+
+
+def _run_backend(name: str, requests, platform: str | None) -> tuple[np.ndarray, float]:
+    """(the new tokens' outputs, milliseconds of the fastest of a few steps)."""
+    table = _block_table()
+    attn = jattn.PagedAttention(SPEC, CACHE, backend=name, platform=platform)
+    # What earlier steps left in the pages: everything but the new tokens.
+    past_lens = np.subtract(SEQ_LENS, QUERY_LENS)
+    past = jattn.CommonAttentionMetadata.from_lengths(past_lens, past_lens, table, BLOCK_SIZE)
+    k, v = (np.concatenate([r[i][: len(r[i]) - len(r[0])] for r in requests]) for i in (1, 2))
+    cache = jattn.write_kv(jattn.empty_cache(CACHE), jnp.asarray(k), jnp.asarray(v), past.slot_mapping)
+    # This step.
+    meta = jattn.CommonAttentionMetadata.from_lengths(QUERY_LENS, SEQ_LENS, table, BLOCK_SIZE)
+    q = jnp.concatenate([r[0] for r in requests])
+    k, v = (jnp.concatenate([r[i][-len(r[0]) :] for r in requests]) for i in (1, 2))
+    step = jax.jit(lambda q, k, v, cache, meta: attn(q, k, v, cache, attn.build(meta))[1].out)
+    seconds = []
+    for _ in range(REPEATS + 1):  # the first one compiles
+        begin = time.perf_counter()
+        out = jax.block_until_ready(step(q, k, v, cache, meta))
+        seconds.append(time.perf_counter() - begin)
+    return np.asarray(out), 1e3 * min(seconds[1:])
+
+
+def _block_table() -> np.ndarray:
+    """Pages dealt out in shuffled order, so that a backend that ignores the table cannot agree by luck."""
+    pages = iter(np.random.default_rng(1).permutation(CACHE.num_blocks))
+    table = np.zeros((len(SEQ_LENS), math.ceil(max(SEQ_LENS) / BLOCK_SIZE)), np.int32)
+    for row, seq_len in zip(table, SEQ_LENS, strict=True):
+        for column in range(math.ceil(seq_len / BLOCK_SIZE)):
+            row[column] = next(pages)
+    return table
+
+
+def _print_table(rows) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for name, error, milliseconds, verdict in rows:
+        numbers = f"{name:<{widths[0]}}  {error:>{widths[1]}}  {milliseconds:>{widths[2]}}  "
+        print(textwrap.fill(verdict, 110, initial_indent=numbers, subsequent_indent=" " * len(numbers)))

@@ -1,0 +1,149 @@
+"""Cascade attention: keys that many requests share are read once, for all of their queries together.
+
+    level 0   one request: all tokens as queries, the common prefix as keys, not causal
+    level i   one request for each group of neighbours that shares more
+    last      every request with what remains of its keys
+
+The states of the levels merge into the flat result. A level's lengths count its own keys; `cascade_attention` adds
+up the levels above to know where each key stands, so every mask and bias means what it means in a flat batch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.host import array_module, is_traced
+from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID
+from pallas_kernels.algebra.paging import cdiv
+
+Level = int | Sequence[tuple[int, int]]
+MIN_PREFIX, MIN_REQS, TILE = 256, 8, 128
+
+
+def use_cascade_attention(
+    common_prefix_len: int,
+    query_lens,
+    num_query_heads: int,
+    num_kv_heads: int,
+    use_alibi: bool = False,
+    use_sliding_window: bool = False,
+    use_local_attention: bool = False,
+    num_sms: int = 1,
+    dcp_world_size: int = 1,
+) -> bool:
+    """Whether a shared prefix is worth a level of its own: a wave count against split-KV decoding. Host only.
+
+    cascade = ceil(H * ceil(tokens/128) / SM) * ceil(prefix/128)
+    split   = ceil(reqs * K * ceil(G/128) * ceil(prefix/128) / SM)
+    """
+    lens = np.asarray(query_lens)
+    if common_prefix_len < MIN_PREFIX or use_alibi or use_sliding_window or use_local_attention:
+        return False
+    if len(lens) < MIN_REQS or dcp_world_size > 1:
+        return False
+    group = num_query_heads // num_kv_heads
+    if group == 1 or not (lens == 1).all():
+        return True  # no split-KV decoding to compete with
+    prefix_tiles = cdiv(common_prefix_len, TILE)
+    cascade = cdiv(num_query_heads * cdiv(len(lens), TILE), num_sms) * prefix_tiles
+    return cascade < cdiv(len(lens) * num_kv_heads * cdiv(group, TILE) * prefix_tiles, num_sms)
+
+
+def cascade_levels(
+    meta: CommonAttentionMetadata, prefixes: int | Sequence[Level], block_size: int
+) -> list[CommonAttentionMetadata]:
+    """One batch a level, all over the same packed queries.
+
+    prefixes: the tokens that all requests share, or one entry a level. A level is such a number, or a list of
+    (num_requests, tokens) for neighbouring requests that share that many MORE tokens, covering the live
+    requests in order. Tokens are whole blocks, already computed, in the same pages: checked here where values
+    are at hand.
+    """
+    if meta.block_table is None or meta.cross is not None or meta.dcp_local_seq_lens is not None:
+        raise ValueError(
+            "cascade levels share pages of one cache: they need meta.block_table, no cross, no dcp lengths"
+        )
+    live = meta.max_num_reqs if is_traced(meta.num_reqs) else int(meta.num_reqs)
+    levels = [prefixes] if isinstance(prefixes, (int, np.integer)) else list(prefixes)
+    groups = [[(live, int(p))] if isinstance(p, (int, np.integer)) else [*p] for p in levels]
+    done = np.zeros(live, np.int64)  # tokens of each request that the levels so far have taken
+    out = []
+    for i, level in enumerate(groups):
+        _check_level(i, level, live, block_size)
+        out.append(_shared_level(meta, level, done, block_size))
+        done += np.repeat([n for _, n in level], [n for n, _ in level])
+    _check_shared(meta, done, groups, block_size)
+    return [*out, _last_level(meta, done, block_size)]
+
+
+def _shared_level(meta, level, done: np.ndarray, block_size: int) -> CommonAttentionMetadata:
+    xp = array_module(meta.query_start_loc, meta.block_table)
+    stops = np.cumsum([n for n, _ in level])
+    leaders = stops - [n for n, _ in level]
+    lens = np.asarray([n for _, n in level], np.int32)
+    width = max(int(lens.max(initial=0)) // block_size, 1)
+    column = np.minimum(done[leaders][:, None] // block_size + np.arange(width), meta.block_table.shape[1] - 1)
+    used = np.arange(width) < lens[:, None] // block_size
+    pages = xp.asarray(meta.block_table)[leaders[:, None], column]
+    starts = xp.asarray(meta.query_start_loc)
+    return CommonAttentionMetadata(
+        query_start_loc=xp.concatenate([starts[:1], starts[stops]]),
+        seq_lens=xp.asarray(lens),
+        block_table=xp.where(used, pages, NULL_BLOCK_ID).astype(xp.int32),
+        slot_mapping=xp.full(meta.num_tokens, PAD_SLOT_ID, xp.int32),
+        num_reqs=xp.asarray(len(level), xp.int32),
+        num_actual_tokens=meta.num_actual_tokens,
+        max_query_len=meta.num_tokens,
+        max_seq_len=width * block_size,
+        is_causal=False,
+    )
+
+
+def _last_level(meta, done: np.ndarray, block_size: int) -> CommonAttentionMetadata:
+    xp = array_module(meta.query_start_loc, meta.block_table)
+    taken = np.zeros(meta.max_num_reqs, np.int32)
+    taken[: len(done)] = done
+    width = max(meta.block_table.shape[1] - int(done.min(initial=2**31)) // block_size, 1) if len(done) else 1
+    column = np.minimum(taken[:, None] // block_size + np.arange(width), meta.block_table.shape[1] - 1)
+    return meta.replace(
+        seq_lens=xp.maximum(xp.asarray(meta.seq_lens) - taken, 0),
+        block_table=xp.take_along_axis(xp.asarray(meta.block_table), xp.asarray(column), axis=1),
+        max_seq_len=width * block_size,
+    )
+
+
+def _check_level(i: int, level, live: int, block_size: int) -> None:
+    if sum(n for n, _ in level) != live or any(n < 1 for n, _ in level):
+        raise ValueError(f"level {i}: groups {level} must cover the {live} live requests, each group at least one")
+    for _, tokens in level:
+        if tokens < 0 or tokens % block_size:
+            raise ValueError(
+                f"level {i}: a shared prefix of {tokens} tokens must be whole blocks of {block_size}; "
+                f"share {max(tokens, 0) // block_size * block_size} of them"
+            )
+
+
+def _check_shared(meta, done: np.ndarray, groups, block_size: int) -> None:
+    """ValueError where a prefix is not computed yet, or the pages of a group differ. Host values only."""
+    if is_traced(meta.query_start_loc, meta.seq_lens, meta.block_table):
+        return
+    computed = (np.asarray(meta.seq_lens) - np.diff(np.asarray(meta.query_start_loc)))[: len(done)]
+    table = np.asarray(meta.block_table)
+    if (done > computed).any():
+        r = int(np.argmax(done > computed))
+        raise ValueError(
+            f"request {r} has {computed[r]} computed tokens, fewer than the {done[r]} it is said to share: "
+            "its queries would see keys after them"
+        )
+    first = np.zeros(len(done), np.int64)
+    for level in groups:
+        leader = np.repeat(np.cumsum([n for n, _ in level]) - [n for n, _ in level], [n for n, _ in level])
+        stop = first + np.repeat([t for _, t in level], [n for n, _ in level])
+        column = np.arange(table.shape[1])
+        inside = (column >= first[:, None] // block_size) & (column < stop[:, None] // block_size)
+        bad = (inside & (table[: len(done)] != table[leader])).any(axis=1)
+        if bad.any():
+            r = int(np.argmax(bad))
+            raise ValueError(f"requests {leader[r]} and {r} have different pages in the prefix they are said to share")
+        first = stop

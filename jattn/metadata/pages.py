@@ -1,0 +1,76 @@
+"""Page tables in other people's shapes: blocks of another size, and FlashInfer's CSR form.
+
+    CSR: request r owns pages indices[indptr[r] : indptr[r+1]], the last with last_page_len[r] tokens in it.
+
+All functions run on numpy and inside jit; sizes that depend on values are static arguments.
+"""
+
+from jattn.metadata.host import array_module, segment_of, starts_of
+from jattn.types import NULL_BLOCK_ID
+from pallas_kernels.algebra.paging import cdiv
+
+
+def split_block_table(block_table, ratio: int):
+    """i32[R B] of large blocks -> i32[R, B*ratio] of blocks `ratio` times smaller: b becomes b*ratio ..
+    b*ratio+ratio-1.
+
+    For pools whose large block is `ratio` kernel blocks end to end. Negative ids stay negative.
+    """
+    if ratio < 1:
+        raise ValueError(f"{ratio=} must be >= 1: large blocks over small blocks")
+    xp = array_module(block_table)
+    table = xp.asarray(block_table, xp.int32)
+    small = table[:, :, None] * ratio + xp.arange(ratio, dtype=xp.int32)[None, None, :]
+    return small.reshape(table.shape[0], table.shape[1] * ratio)
+
+
+def csr_from_block_table(block_table, seq_lens, block_size: int, num_indices: int | None = None):
+    """(indptr i32[R+1], indices i32[num_indices], last_page_len i32[R]); num_indices None: R*B, always
+    enough.
+
+    Indices past indptr[-1] hold the null block; a request without tokens has no page and last_page_len 0.
+    """
+    xp = array_module(block_table, seq_lens)
+    table, lens = xp.asarray(block_table, xp.int32), xp.asarray(seq_lens, xp.int32)
+    count = table.size if num_indices is None else num_indices
+    pages = cdiv(lens, block_size)
+    indptr = starts_of(pages, xp)
+    entry = xp.arange(count, dtype=xp.int32)
+    req = segment_of(indptr[1:], count, xp)
+    column = xp.clip(entry - indptr[:-1][req], 0, table.shape[1] - 1)
+    indices = xp.where(entry < indptr[-1], table[req, column], NULL_BLOCK_ID)
+    return indptr, indices, lens - xp.maximum(pages - 1, 0) * block_size
+
+
+def block_table_from_csr(indptr, indices, max_blocks: int):
+    """i32[R, max_blocks] padded with the null block; pages past max_blocks are left out."""
+    xp = array_module(indptr, indices)
+    indptr, indices = xp.asarray(indptr, xp.int32), xp.asarray(indices, xp.int32)
+    column = xp.arange(max_blocks, dtype=xp.int32)[None, :]
+    entry = indptr[:-1, None] + column
+    if indices.shape[0] == 0:
+        return xp.full(entry.shape, NULL_BLOCK_ID, xp.int32)
+    pages = indices[xp.clip(entry, 0, indices.shape[0] - 1)]
+    return xp.where(entry < indptr[1:, None], pages, NULL_BLOCK_ID)
+
+
+def get_seq_lens(indptr, last_page_len, page_size: int):
+    """i32[R] tokens of each request: (pages - 1) * page_size + last_page_len, or 0 without pages."""
+    xp = array_module(indptr, last_page_len)
+    indptr = xp.asarray(indptr, xp.int32)
+    pages = indptr[1:] - indptr[:-1]
+    lens = (pages - 1) * page_size + xp.asarray(last_page_len, xp.int32)
+    return xp.where(pages > 0, lens, 0)
+
+
+def get_batch_indices_positions(append_indptr, seq_lens, nnz: int):
+    """(request i32[nnz], position i32[nnz]) of each appended token, seq_lens counting them; -1 past the last
+    one.
+    """
+    xp = array_module(append_indptr, seq_lens)
+    indptr = xp.asarray(append_indptr, xp.int32)
+    token = xp.arange(nnz, dtype=xp.int32)
+    req = segment_of(indptr[1:], nnz, xp)
+    position = xp.asarray(seq_lens, xp.int32)[req] + token - indptr[1:][req]
+    live = token < indptr[-1]
+    return xp.where(live, req, -1), xp.where(live, position, -1)

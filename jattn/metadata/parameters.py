@@ -1,0 +1,99 @@
+"""What a plan shared by several layers may assume: their hyper-parameters, and one cache layout."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+from jattn.spec import AttentionSpec, PerLayerParameters
+
+LAYOUTS = ("HND", "NHD")
+"""Physical orders of a cache, the default first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalHyperparameters(PerLayerParameters):
+    """The first layer's parameters, and whether the others agree with them."""
+
+    has_same_window_lefts: bool = True
+    has_same_all_params: bool = True
+
+
+def get_per_layer_parameters(specs: Mapping[str, AttentionSpec]) -> dict[str, PerLayerParameters]:
+    """The plan-relevant parameters of each layer, by name."""
+    return {name: PerLayerParameters.of(spec) for name, spec in specs.items()}
+
+
+def infer_global_hyperparameters(
+    per_layer_params: Mapping[str, PerLayerParameters], strict: bool = False
+) -> GlobalHyperparameters:
+    """The parameters that all layers share, with flags that tell whether they do.
+
+    strict raises ValueError where they differ. Models with mixed layers plan per group: see
+    group_by_parameters.
+    """
+    if not per_layer_params:
+        raise ValueError("No attention layers found in the model.")
+    (first_name, first), *others = per_layer_params.items()
+    same_window = all(p.window_left == first.window_left for _, p in others)
+    different = [name for name, p in others if p != first]
+    if strict and not same_window:
+        raise ValueError(
+            "Window left is not the same for all layers. One potential fix is to set "
+            "disable_sliding_window=True; "
+            "here the better one is to plan each group of group_by_parameters on its own"
+        )
+    if strict and different:
+        raise ValueError(
+            f"layer {different[0]!r} has {per_layer_params[different[0]]} but "
+            f"layer {first_name!r} has {first}; plan each group of group_by_parameters on its own"
+        )
+    shared = {f.name: getattr(first, f.name) for f in dataclasses.fields(PerLayerParameters)}
+    return GlobalHyperparameters(**shared, has_same_window_lefts=same_window, has_same_all_params=not different)
+
+
+def group_by_parameters(
+    per_layer_params: Mapping[str, PerLayerParameters],
+) -> dict[PerLayerParameters, tuple[str, ...]]:
+    """Layer names by equal parameters, in order of appearance: one plan a group serves any mix of layers."""
+    groups: dict[PerLayerParameters, tuple[str, ...]] = {}
+    for name, params in per_layer_params.items():
+        groups[params] = (*groups.get(params, ()), name)
+    return groups
+
+
+def get_kv_cache_layout(
+    requested: str | None = None,
+    *,
+    supported: Iterable[Sequence[str]] = (LAYOUTS,),
+    preferred: str | None = None,
+) -> str:
+    """The physical layout, "HND" or "NHD", that every set in `supported` (one a backend or worker) allows.
+
+    requested ("auto" or None: no wish) must be allowed by all of them. preferred, a wish of a connector, is
+    taken where it is allowed and dropped with a warning where it is not. Otherwise the first set's first
+    common layout.
+    """
+    sets = [tuple(s) for s in supported]
+    for name in (
+        *(x for s in sets for x in s),
+        *(x for x in (requested, preferred) if x not in (None, "auto")),
+    ):
+        if name not in LAYOUTS:
+            raise ValueError(f"kv cache layout {name!r} is not known; use one of {', '.join(LAYOUTS)} or 'auto'")
+    candidates = [x for x in (sets[0] if sets else LAYOUTS) if all(x in s for s in sets)]
+    if not candidates:
+        raise ValueError(f"no kv cache layout satisfies every supported set {sets}; choose backends that share one")
+    if requested not in (None, "auto"):
+        if requested not in candidates:
+            raise ValueError(
+                f"kv cache layout {requested!r} does not satisfy every supported set; "
+                f"valid layouts: {', '.join(candidates)}"
+            )
+        return requested
+    if preferred in candidates:
+        return preferred
+    if preferred not in (None, "auto"):
+        warnings.warn(
+            f"preferred kv cache layout {preferred!r} is not supported, using {candidates[0]!r}", stacklevel=2
+        )
+    return candidates[0]

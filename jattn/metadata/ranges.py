@@ -1,0 +1,41 @@
+"""Spans of a prompt whose tokens see each other both ways (images in a prefix-LM)."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.metadata.common import CommonAttentionMetadata
+
+
+def compute_mm_prefix_range_tensor(ranges, num_reqs: int | None = None, max_ranges: int | None = None) -> np.ndarray:
+    """i32[R, max_ranges, 2] of inclusive (first, last) positions, from a list of pairs for each request.
+
+    Unused places hold (0, 0): a pair is valid where first < last. The static sizes None mean 'as given'.
+    """
+    rows = len(ranges) if num_reqs is None else num_reqs
+    width = max(map(len, ranges), default=0) if max_ranges is None else max_ranges
+    if len(ranges) > rows or any(len(r) > width for r in ranges):
+        raise ValueError(
+            f"{len(ranges)} requests with {[len(r) for r in ranges]} ranges do not fit [{rows}, {width}, 2]"
+        )
+    out = np.zeros((rows, width, 2), np.int32)
+    for r, pairs in enumerate(ranges):
+        for i, (first, last) in enumerate(pairs):
+            if not 0 <= first <= last:
+                raise ValueError(f"request {r}: range ({first}, {last}) must be 0 <= first <= last, both inclusive")
+            out[r, i] = first, last
+    return out
+
+
+def fill_mm_prefix_query_ranges(meta: CommonAttentionMetadata, ranges):
+    """i32[T, 2] the inclusive range that holds each token's position, or (-1, -1).
+
+    A query sees key j also where first <= j <= last, whatever causality and window say.
+    """
+    position, live = meta.positions(), meta.token_is_live()
+    if ranges.shape[1] == 0:
+        return jnp.full((meta.num_tokens, 2), -1, jnp.int32)
+    mine = jnp.asarray(ranges, jnp.int32)[meta.token_to_req()]  # [T, max_ranges, 2]
+    first, last = mine[..., 0], mine[..., 1]
+    inside = (first < last) & (first <= position[:, None]) & (position[:, None] <= last) & live[:, None]
+    chosen = jnp.take_along_axis(mine, jnp.argmax(inside, axis=1)[:, None, None], axis=1)[:, 0]
+    return jnp.where(inside.any(axis=1)[:, None], chosen, -1)

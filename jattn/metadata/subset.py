@@ -1,0 +1,60 @@
+"""Some requests of a batch, wherever they stand, as a batch of their own: pure, static shapes, in jit or not.
+
+    query lens   1  6  1  0  3        keep = lens == 1   ->   1  1  0  0  0     tokens  0  7  T ...
+    tokens       0  1..6  7  8..10    keep = lens > 1    ->   6  3  0  0  0     tokens  1 .. 6  8  9  10  T ...
+
+Slices (slices.py) need the requests side by side and the bounds on the host; this needs neither.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.host import segment_of, starts_of
+from jattn.types import PAD_SLOT_ID
+
+
+def subset(
+    meta: CommonAttentionMetadata, keep: jax.Array, num_tokens: int, max_query_len: int
+) -> tuple[CommonAttentionMetadata, jax.Array, jax.Array]:
+    """The requests where keep bool[R], in their order, the rest as padding behind: (batch, tokens, requests).
+
+    Row i of the new batch's q is row tokens[i] of the old one's (T: padding); its request j was requests[j].
+    num_tokens and max_query_len bound what is kept. Encoder tokens (`.cross`) count as written already.
+    """
+    keep = jnp.asarray(keep)
+    requests = jnp.argsort(~keep, stable=True).astype(jnp.int32)
+    live = keep[requests]
+    of_live = lambda x, fill: None if x is None else jnp.where(live, jnp.asarray(x)[requests], fill)
+    start = starts_of(of_live(meta.query_lens(), 0), jnp)
+    row = jnp.arange(num_tokens, dtype=jnp.int32)
+    req = segment_of(start[1:], num_tokens, jnp)
+    old = jnp.asarray(meta.query_start_loc)[:-1][requests][req] + row - start[:-1][req]
+    tokens = jnp.where(row < start[-1], old, meta.num_tokens)
+    part = meta.replace(
+        query_start_loc=start,
+        seq_lens=of_live(meta.seq_lens, 0),
+        block_table=None if meta.block_table is None else jnp.asarray(meta.block_table)[requests],
+        slot_mapping=jnp.asarray(meta.slot_mapping).at[tokens].get(mode="fill", fill_value=PAD_SLOT_ID),
+        num_reqs=jnp.sum(live, dtype=jnp.int32),
+        num_actual_tokens=start[-1],
+        causal_per_request=of_live(meta.causal_per_request, True),
+        logits_indices=None,
+        encoder_seq_lens=of_live(meta.encoder_seq_lens, 0),
+        dcp_local_seq_lens=of_live(meta.dcp_local_seq_lens, 0),
+        cross=None if meta.cross is None else _cached(meta.cross, requests, live),
+        max_query_len=max_query_len,
+    )
+    return part, tokens, requests
+
+
+def _cached(cross: CommonAttentionMetadata, requests, live) -> CommonAttentionMetadata:
+    """The encoder's lengths and pages of some requests, with no token left to be written."""
+    return cross.replace(
+        query_start_loc=jnp.zeros_like(jnp.asarray(cross.query_start_loc)),
+        seq_lens=jnp.where(live, jnp.asarray(cross.seq_lens)[requests], 0),
+        block_table=None if cross.block_table is None else jnp.asarray(cross.block_table)[requests],
+        slot_mapping=jnp.full_like(jnp.asarray(cross.slot_mapping), PAD_SLOT_ID),
+        num_reqs=jnp.sum(live, dtype=jnp.int32),
+        num_actual_tokens=jnp.zeros((), jnp.int32),
+    )

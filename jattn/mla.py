@@ -1,0 +1,147 @@
+"""The door of multi-head latent attention."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jattn import device
+from jattn.backends import checks
+from jattn.backends.backend import AttentionBackend
+from jattn.backends.mla import MLAImpl, MLAMetadataBuilder
+from jattn.backends.parallel import ContextParallel
+from jattn.backends.select import resolve
+from jattn.cache import KVCacheSpec, PagedKV, empty_cache
+from jattn.cache.latent import check_latent
+from jattn.device import Chip
+from jattn.metadata import CommonAttentionMetadata
+from jattn.mla_spec import MLAParams, MLASpec, check_mla_params
+from jattn.ops.mla import MLAMetadata
+from jattn.ops.state import AttentionState
+from pallas_kernels.algebra import quant
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAAttention:
+    """One latent attention layer over its paged cache: hashable, and equal where it computes the same.
+
+    q [T H nope+rope] with its rope part rotated; kv_c [T L] normed; k_pe [T R] rotated. A state's out is [T H V].
+    """
+
+    spec: MLASpec
+    cache_spec: KVCacheSpec  # of mla_cache_spec(spec, ...), or one whose head_dim is the row's width
+    backend: str = dataclasses.field(default="auto", compare=False)
+    platform: str | Chip | None = dataclasses.field(default=None, compare=False)
+    parallel: ContextParallel = dataclasses.field(default=ContextParallel(), kw_only=True)  # see jattn.parallel
+    chosen: type[AttentionBackend] = dataclasses.field(init=False, repr=False)
+    impl: MLAImpl = dataclasses.field(init=False, repr=False)
+    builder: MLAMetadataBuilder = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self):
+        checks.check_kind("spec", self.spec, MLASpec, "jattn.PagedAttention takes an AttentionSpec")
+        checks.check_kind("cache_spec", self.cache_spec, KVCacheSpec, "make one with jattn.mla_cache_spec(...)")
+        check_latent(self.spec, self.cache_spec)
+        chip = device.resolve(self.platform)
+        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, self.parallel.needs)
+        object.__setattr__(self, "chosen", chosen)
+        who = (self.spec, self.cache_spec, chip, self.parallel)
+        object.__setattr__(self, "impl", chosen.get_impl_cls()(*who))
+        object.__setattr__(self, "builder", chosen.get_builder_cls()(*who))
+
+    @property
+    def backend_name(self) -> str:
+        """The backend that was chosen."""
+        return self.chosen.get_name()
+
+    def empty_cache(self, fill: float = 0.0, *, storage: str | None = None) -> PagedKV:
+        """A fresh cache of this layer's rows: see jattn.empty_cache."""
+        return empty_cache(self.cache_spec, fill, platform=self.platform, storage=storage)
+
+    def prepare_params(self, params: MLAParams) -> MLAParams:
+        """Once after loading: kv_b_proj becomes w_uk and w_uv. Unprepared params give the same, more slowly."""
+        check_mla_params(self.spec, params)
+        return self.impl.prepare_params(params)
+
+    def build(self, meta: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False) -> MLAMetadata:
+        """The plan of this batch: once a step, for all layers of this spec; pure, on the host or in jit."""
+        checks.check_batch(self.spec, meta)
+        checks.check_causality(self.chosen, self.spec, meta)
+        self.parallel.check(meta)
+        if common_prefix_len < 0:
+            raise ValueError(f"{common_prefix_len=} must be >= 0")
+        return self.builder.build(common_prefix_len, meta, fast_build)
+
+    def write(
+        self, kv_c: jax.Array, k_pe: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams | None = None
+    ) -> PagedKV:
+        """Store the new tokens' rows; params are needed for their scales only."""
+        params = MLAParams() if params is None else params
+        checks.check_cache(cache, self.cache_spec)
+        kv_c, k_pe = self._rows(kv_c, k_pe, m)
+        return self.impl.do_kv_cache_update(cache, kv_c, k_pe, m, params)
+
+    def __call__(
+        self,
+        q: jax.Array,
+        kv_c: jax.Array | None,
+        k_pe: jax.Array | None,
+        cache: PagedKV,
+        m: MLAMetadata,
+        params: MLAParams,
+    ) -> tuple[PagedKV, AttentionState]:
+        """Write kv_c, k_pe (unless both are None), then attend."""
+        if kv_c is None and k_pe is None:
+            return cache, self.attend(q, cache, m, params)
+        q = self._checked(q, cache, m, params)
+        return self.impl.update_and_forward(q, *self._rows(kv_c, k_pe, m), cache, m, params)
+
+    def attend(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
+        """Read only; each request absorbed or materialised, whichever is cheaper for its number of queries."""
+        return self.impl.forward(self._checked(q, cache, m, params), cache, m, params)
+
+    def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
+        """Read only, absorbed: W_UK folded into q, attention over the rows themselves, W_UV after."""
+        return self.impl.forward_mqa(self._checked(q, cache, m, params), cache, m, params)
+
+    def prefill_mha(
+        self,
+        q: jax.Array,
+        cache: PagedKV,
+        m: MLAMetadata,
+        params: MLAParams,
+        kv_c: jax.Array | None = None,
+        k_pe: jax.Array | None = None,
+    ) -> AttentionState:
+        """Read only, materialised: keys and values through kv_b_proj, cached ones window by window, merged.
+
+        Give the new tokens' kv_c, k_pe to use them as they are instead of as the cache rounded them.
+        """
+        q = self._checked(q, cache, m, params)
+        new = () if kv_c is None and k_pe is None else self._rows(kv_c, k_pe, m)
+        return self.impl.prefill_mha(q, cache, m, params, *new)
+
+    def _checked(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> jax.Array:
+        q = jnp.asarray(q)
+        checks.check_built(m, self.chosen.get_metadata_cls())
+        checks.check_cache(cache, self.cache_spec)
+        check_mla_params(self.spec, params)
+        check_latent(self.spec, self.cache_spec, params)
+        checks.check_query(self.spec.materialised, q, m.num_tokens)
+        if not self.chosen.supports_dtype(q.dtype):
+            raise ValueError(f"q.dtype={q.dtype} must be one of {', '.join(self.chosen.get_supported_dtypes())}")
+        return q
+
+    def _rows(self, kv_c, k_pe, m: MLAMetadata) -> tuple[jax.Array, jax.Array]:
+        if kv_c is None or k_pe is None:
+            raise ValueError("give both kv_c and k_pe, or neither to read what is cached")
+        kv_c, k_pe = jnp.asarray(kv_c), jnp.asarray(k_pe)
+        k_pe = k_pe[:, 0] if k_pe.ndim == 3 and k_pe.shape[1] == 1 else k_pe  # [T 1 R], as projections often leave it
+        for name, x, width in (
+            ("kv_c", kv_c, self.spec.kv_lora_rank),
+            ("k_pe", k_pe, self.spec.qk_rope_head_dim),
+        ):
+            if x.shape != (m.num_tokens, width):
+                raise ValueError(f"{name}.shape={x.shape} must be [T, width] = {(m.num_tokens, width)}")
+            if x.dtype.name not in quant.FLOATS:
+                raise ValueError(f"{name}.dtype={x.dtype} must be one of {', '.join(quant.FLOATS)}")
+        return kv_c, k_pe

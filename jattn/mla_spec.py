@@ -1,0 +1,164 @@
+"""Multi-head latent attention (DeepSeek, Kimi): what a layer asks for, and its traced numbers.
+
+A token is cached as one row that all heads share: kv_c, its normed latent (kv_lora_rank), and k_pe, its rotated key
+(qk_rope_head_dim). kv_b_proj holds per head W_UK, latent -> key, and W_UV, latent -> value. Two readings agree:
+
+    materialised   k = [kv_c W_UK | k_pe]    v = kv_c W_UV       H heads of qk_head_dim; for long prompts
+    absorbed       q = [q_nope W_UK^T | q_pe]  against the rows themselves, then out W_UV: 1 kv head; for decoding
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.spec import AttentionSpec, Window
+from jattn.types import AttentionType, pytree
+
+FEATURES = (
+    *("sliding_window", "chunk_size", "logits_soft_cap"),
+    *("has_alibi", "has_sinks", "mask_fn", "score_fn"),
+)
+"""What an MLA layer may ask for exactly as an AttentionSpec does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLASpec:
+    """One latent attention layer; frozen and hashable. The features mean what they mean in an AttentionSpec."""
+
+    num_heads: int
+    q_lora_rank: int | None = None  # of the projection that makes q: attention itself never sees it
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scale: float | None = None  # becomes qk_head_dim ** -0.5
+    sliding_window: int | Window | None = None
+    chunk_size: int | None = None
+    logits_soft_cap: float | None = None
+    has_alibi: bool = False
+    has_sinks: bool = False
+    mask_fn: Callable | None = None
+    score_fn: Callable | None = None
+
+    def __post_init__(self):
+        optional = () if self.q_lora_rank is None else ("q_lora_rank",)
+        for name in (*optional, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if self.scale is None:
+            object.__setattr__(self, "scale", self.qk_head_dim**-0.5)
+        checked = self.absorbed
+        for name in ("scale", *FEATURES):
+            object.__setattr__(self, name, getattr(checked, name))
+
+    @functools.cached_property
+    def absorbed(self) -> AttentionSpec:
+        """Multi-query attention over the cached rows: one kv head, its values the rows' latents."""
+        return self._attention(num_kv_heads=1, head_dim=self.head_dim, v_head_dim=self.kv_lora_rank)
+
+    @functools.cached_property
+    def materialised(self) -> AttentionSpec:
+        """Multi-head attention over projected keys and values."""
+        return self._attention(head_dim=self.qk_head_dim, v_head_dim=self.v_head_dim)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Of a query head as it comes from the projection: [nope | rope]."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a cached row: [kv_c | k_pe]."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def mha_threshold(self) -> int:
+        """Longest query for which the absorbed form takes fewer multiplications.
+
+        A pair of query and key costs 2L + R absorbed, nope + R + V materialised, which first pays L (nope + V) a key.
+        """
+        absorbed = self.head_dim + self.kv_lora_rank
+        materialised = self.qk_head_dim + self.v_head_dim
+        projection = self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
+        return projection // (absorbed - materialised) if absorbed > materialised else 2**31 - 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the cache: its rows are shared by all heads."""
+        return 1
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of one kv head."""
+        return self.num_heads
+
+    @property
+    def window(self) -> Window:
+        """(left, right) extra keys on each side, -1 = unlimited."""
+        return self.sliding_window or (-1, -1)
+
+    @property
+    def attn_type(self) -> AttentionType:
+        """Latent attention is a decoder's."""
+        return AttentionType.DECODER
+
+    def _attention(self, **dims) -> AttentionSpec:
+        features = {name: getattr(self, name) for name in ("scale", *FEATURES)}
+        return AttentionSpec(num_heads=self.num_heads, **dims, **features)
+
+
+@pytree
+class MLAParams:
+    """A layer's traced numbers: kv_b_proj as loaded, or absorbed into w_uk and w_uv (see `absorb`).
+
+    Real value = stored value * scale, for the two parts of a row; None means exactly 1.
+    """
+
+    kv_b_proj: jax.Array | None = None  # [L, H * (nope + V)] or [L H nope+V]: a kernel, inputs first
+    w_uk: jax.Array | None = None  # [H nope L]
+    w_uv: jax.Array | None = None  # [H L V]
+    alibi_slopes: jax.Array | None = None  # f32[H]
+    sinks: jax.Array | None = None  # f32[H]
+    kv_c_scale: jax.Array | float | None = None  # f32[] of the cached latents
+    k_pe_scale: jax.Array | float | None = None  # f32[] of the cached rotated keys
+
+
+def absorb(spec: MLASpec, params: MLAParams) -> MLAParams:
+    """Params with kv_b_proj split into W_UK and W_UV, laid out as the absorbed form multiplies; pure, idempotent."""
+    if params.kv_b_proj is None:
+        return params
+    shape = (spec.kv_lora_rank, spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim)
+    w = jnp.asarray(params.kv_b_proj).reshape(shape)
+    w_uk, w_uv = w[..., : spec.qk_nope_head_dim], w[..., spec.qk_nope_head_dim :]
+    return dataclasses.replace(
+        params, kv_b_proj=None, w_uk=jnp.transpose(w_uk, (1, 2, 0)), w_uv=jnp.transpose(w_uv, (1, 0, 2))
+    )
+
+
+def check_mla_params(spec: MLASpec, params: MLAParams) -> None:
+    """Raise ValueError unless the weights are there, in one form, and every number is there when the spec uses it."""
+    if not isinstance(params, MLAParams):
+        raise TypeError(f"params must be MLAParams, got {type(params).__name__}: MLA attends through kv_b_proj")
+    latent, heads = spec.kv_lora_rank, spec.num_heads
+    nope, value = spec.qk_nope_head_dim, spec.v_head_dim
+    split = params.w_uk is not None or params.w_uv is not None
+    if split == (params.kv_b_proj is not None):
+        raise ValueError("give MLAParams either kv_b_proj, or w_uk and w_uv as prepare_params made them")
+    wanted = dict(w_uk=((heads, nope, latent),), w_uv=((heads, latent, value),))
+    if not split:
+        wanted = dict(kv_b_proj=((latent, heads * (nope + value)), (latent, heads, nope + value)))
+    wanted |= dict(alibi_slopes=((heads,),), sinks=((heads,),), kv_c_scale=((), (1,)), k_pe_scale=((), (1,)))
+    for name, shapes in wanted.items():
+        given = getattr(params, name)
+        if given is None and name in ("w_uk", "w_uv"):
+            raise ValueError(f"params.{name} is missing; give kv_b_proj, or both w_uk and w_uv")
+        if given is not None and jnp.shape(given) not in shapes:
+            raise ValueError(f"params.{name}.shape={jnp.shape(given)} must be {' or '.join(map(str, shapes))}")
+    for name, flag in (("alibi_slopes", "has_alibi"), ("sinks", "has_sinks")):
+        if (getattr(params, name) is not None) != getattr(spec, flag):
+            raise ValueError(f"params.{name} is {getattr(params, name)!r} but spec.{flag}={getattr(spec, flag)}")

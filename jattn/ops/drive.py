@@ -1,0 +1,123 @@
+"""Two ways to visit the tiles of a batch: one after the other, or side by side.
+
+The arithmetic of a tile is the same function in both. One after the other, its shapes never depend on the batch, so
+neither do a request's bits; side by side, the compiler may sum in another order when there are more of them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.keys import Keys, loop_bits
+from jattn.ops.ragged import RaggedBatch, TileClass, classes_for, index_tiles
+from jattn.ops.state import AttentionState
+from jattn.ops.tile import Numbers, Rules, Tile, attend_tile
+from pallas_kernels.algebra import quant
+
+ROWS_AT_ONCE = 4096
+"""Queries side by side: bounds the logits that are alive to this many rows times a chunk of keys, a head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OutShape:
+    """What the result looks like, and how long a request's queries can be."""
+
+    max_query_len: int
+    value_dim: int
+    dtype: str
+
+
+def one_by_one(
+    q, batch: RaggedBatch, keys: Keys, rules: Rules, numbers: Numbers, shape: OutShape, bits: bool
+) -> AttentionState:
+    """A loop over live tiles; time follows the work, memory is one tile's.
+
+    A tile's dead rows lie on the next request's first tokens, so each write keeps what is there already.
+    `bits`: carry bf16 as bit patterns (see algebra.quant).
+    """
+    kinds = classes_for(shape.max_query_len)
+    tail = max(kind.rows for kind in kinds)
+    num_tokens, num_heads, _ = q.shape
+    queries = jnp.pad(loop_bits(q, bits), ((0, tail), (0, 0), (0, 0)))
+    stored = quant.storage_dtype(shape.dtype, bits)
+    out = jnp.zeros((num_tokens + tail, num_heads, shape.value_dim), stored)
+    lse = jnp.full((num_tokens + tail, num_heads), -jnp.inf, jnp.float32)
+    for kind in kinds:
+        index = index_tiles(batch, kind)
+
+        def visit(t, state, kind=kind, index=index):
+            out, lse = state
+            row, tile = _tile(queries, q.dtype.name, batch, kind, *index.locate(t))
+            new_out, new_lse = attend_tile(tile, keys, rules, numbers)
+            new_out = quant.encode(new_out, shape.dtype, stored)
+            return _keep(out, new_out, row, tile.live), _keep(lse, new_lse, row, tile.live)
+
+        out, lse = jax.lax.fori_loop(0, index.total, visit, (out, lse))
+    out = out[:num_tokens]
+    if out.dtype != shape.dtype:
+        out = jax.lax.bitcast_convert_type(out, shape.dtype)
+    return AttentionState(out=out, lse=lse[:num_tokens])
+
+
+def all_at_once(
+    q,
+    batch: RaggedBatch,
+    keys: Keys,
+    rules: Rules,
+    numbers: Numbers,
+    shape: OutShape,
+    static_trips: bool = False,
+) -> AttentionState:
+    """Tiles side by side, ROWS_AT_ONCE queries at a time: for accelerators, and (static_trips) for gradients."""
+    num_tokens, num_heads, _ = q.shape
+    out = jnp.zeros((num_tokens, num_heads, shape.value_dim), jnp.float32)
+    lse = jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
+    for kind in classes_for(shape.max_query_len):
+        capacity = kind.capacity(num_tokens, batch.num_reqs)
+        if capacity == 0:
+            continue
+        index = index_tiles(batch, kind)
+        queries = jnp.pad(q, ((0, kind.rows), (0, 0), (0, 0)))
+
+        def visit(t, kind=kind, index=index, queries=queries):
+            row, tile = _tile(queries, q.dtype.name, batch, kind, *index.locate(t))
+            live = tile.live & (t < index.total)
+            tile = dataclasses.replace(tile, live=live)
+            return jnp.where(live, row + jnp.arange(kind.rows), num_tokens), *attend_tile(
+                tile, keys, rules, numbers, static_trips
+            )
+
+        tiles = jnp.arange(capacity, dtype=jnp.int32)
+        group = ROWS_AT_ONCE // kind.rows
+        run = jax.vmap(visit) if capacity <= group else lambda t, f=visit, g=group: jax.lax.map(f, t, batch_size=g)
+        rows, new_out, new_lse = run(tiles)
+        rows = rows.reshape(-1)  # dead rows point past the end and are dropped
+        out = out.at[rows].set(new_out.reshape(-1, num_heads, shape.value_dim), mode="drop")
+        lse = lse.at[rows].set(new_lse.reshape(-1, num_heads), mode="drop")
+    return AttentionState(out=out.astype(shape.dtype), lse=lse)
+
+
+def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number):
+    """(first packed row, Tile) of tile `number` of request `req`."""
+    done = number * kind.rows
+    row = batch.start[req] + done
+    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, kind.rows)  # noqa: E731
+    padded = lambda x: jnp.pad(x, (0, kind.rows))  # noqa: E731
+    return row, Tile(
+        q=quant.decode(cut(queries), dtype),
+        live=done + jnp.arange(kind.rows) < batch.query_len[req],
+        position=cut(padded(batch.position)),
+        causal=None if batch.causal is None else cut(padded(batch.causal)),
+        req=req,
+        kv_len=batch.kv_len[req],
+        kv_offset=batch.kv_offset[req],
+        shard=batch.shard,
+    )
+
+
+def _keep(buffer, rows, at, live):
+    """buffer with its rows from `at` on replaced where live."""
+    old = jax.lax.dynamic_slice_in_dim(buffer, at, rows.shape[0])
+    mask = live.reshape((-1,) + (1,) * (rows.ndim - 1))
+    return jax.lax.dynamic_update_slice_in_dim(buffer, jnp.where(mask, rows, old), at, 0)

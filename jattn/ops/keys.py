@@ -1,0 +1,152 @@
+"""Where keys and values are read from, one chunk at a time: a paged pool, or packed arrays.
+
+All hand out the same thing, so the attention of a tile does not know which it reads. A chunk is a fixed number of
+keys, aligned to the start of the request: what a request computes never depends on the batch around it.
+"""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jattn.cache.layout import PagedKV
+from jattn.types import pytree, static
+from pallas_kernels.algebra import quant
+from pallas_kernels.algebra.paging import cdiv, gather_pages
+
+CHUNK_TOKENS = 512
+"""Keys read at once; measured: 512 keeps a chunk of 8 heads x 128 within a core's cache on CPU."""
+
+
+@pytree
+class KVChunk:
+    """One chunk as float32, before scales; P pages of S keys, P * S = chunk_tokens."""
+
+    k: jax.Array  # [P K S D]
+    v: jax.Array  # [P K S V]
+    k_scale: jax.Array | None  # [P K S] per token and head
+    v_scale: jax.Array | None
+
+
+class Keys(Protocol):
+    """A pytree of keys and values in which requests can be found."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def v_head_dim(self) -> int: ...
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Keys of a chunk."""
+        ...
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks that the longest request could have."""
+        ...
+
+    def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
+        """Chunk number `chunk` of request `req`."""
+        ...
+
+
+@pytree
+class PagedKeys:
+    """Keys in a pool, found through a block table padded to whole chunks."""
+
+    cache: PagedKV
+    table: jax.Array  # i32[R B], B a multiple of pages_per_chunk
+    pages_per_chunk: int = static()
+
+    @classmethod
+    def of(cls, cache: PagedKV, block_table: jax.Array) -> "PagedKeys":
+        """Round the table's width up to whole chunks."""
+        pages = max(1, CHUNK_TOKENS // cache.spec.block_size)
+        table = jnp.asarray(block_table)
+        short = -table.shape[1] % pages
+        return cls(cache=cache, table=jnp.pad(table, ((0, 0), (0, short))), pages_per_chunk=pages)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.cache.spec.num_kv_heads
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.cache.spec.v_head_dim
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.pages_per_chunk * self.cache.spec.block_size
+
+    @property
+    def max_chunks(self) -> int:
+        return self.table.shape[1] // self.pages_per_chunk
+
+    def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
+        """Chunk number `chunk` of request `req`."""
+        pages = jax.lax.dynamic_slice(self.table, (req, chunk * self.pages_per_chunk), (1, self.pages_per_chunk))[0]
+        heads_first = self.cache.spec.physical_layout == "HND"
+
+        def take(pool):
+            return pool if pool is None else gather_pages(pool, pages)
+
+        def pool_rows(pool):
+            rows = quant.decode(take(pool), self.cache.spec.dtype)
+            return rows if heads_first else jnp.swapaxes(rows, 1, 2)
+
+        def scales(pool):
+            rows = take(pool)
+            return rows if rows is None or heads_first else jnp.swapaxes(rows, 1, 2)
+
+        c = self.cache
+        return KVChunk(
+            k=pool_rows(c.k), v=pool_rows(c.v), k_scale=scales(c.k_token_scale), v_scale=scales(c.v_token_scale)
+        )
+
+
+@pytree
+class PackedKeys:
+    """Keys packed by request: request r owns rows start[r] .. start[r] + kv_len[r] - 1."""
+
+    k: jax.Array  # [Tk + chunk K D] padded so that a chunk that begins inside never clamps
+    v: jax.Array  # [Tk + chunk K V]
+    start: jax.Array  # i32[R]
+    dtype: str = static()
+    chunk_tokens: int = static()
+
+    @classmethod
+    def of(cls, k: jax.Array, v: jax.Array, kv_lens: jax.Array, bits: bool) -> "PackedKeys":
+        """Pad the tail; `bits` keeps bf16 as bit patterns on its way into a CPU loop (see algebra.quant)."""
+        ends = jnp.cumsum(kv_lens)
+        pad = lambda x: jnp.pad(loop_bits(x, bits), ((0, CHUNK_TOKENS), (0, 0), (0, 0)))  # noqa: E731
+        start = (ends - kv_lens).astype(jnp.int32)
+        return cls(k=pad(k), v=pad(v), start=start, dtype=k.dtype.name, chunk_tokens=CHUNK_TOKENS)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def max_chunks(self) -> int:
+        return cdiv(max(self.k.shape[0] - self.chunk_tokens, 1), self.chunk_tokens)
+
+    def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
+        """Chunk number `chunk` of request `req`."""
+        first = self.start[req] + chunk * self.chunk_tokens
+
+        def rows(x):
+            part = jax.lax.dynamic_slice_in_dim(x, first, self.chunk_tokens)
+            return jnp.swapaxes(quant.decode(part, self.dtype), 0, 1)[None]
+
+        return KVChunk(k=rows(self.k), v=rows(self.v), k_scale=None, v_scale=None)
+
+
+def loop_bits(x: jax.Array, bits: bool) -> jax.Array:
+    """x as it may enter a loop: with `bits`, bf16 and fp8 as bit patterns; everything else as it is."""
+    return quant.encode(x, x.dtype.name, quant.storage_dtype(x.dtype.name, bits))

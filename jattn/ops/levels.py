@@ -1,0 +1,187 @@
+"""A batch as one or more levels of keys: a plain batch has one, a cascade shares the early ones between requests.
+
+Positions are absolute throughout: a level's key 0 stands where the level before it ended, so windows, ALiBi, chunks
+and user functions mean the same in a cascade as in a flat batch. Attention over all keys is the merge of the levels.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.metadata.common import CommonAttentionMetadata
+from jattn.ops.attend import Plan, attend_keys, output_dtype
+from jattn.ops.keys import Keys, PagedKeys
+from jattn.ops.ragged import RaggedBatch
+from jattn.ops.state import AttentionState, merge, with_sinks
+from jattn.spec import AttentionParams, AttentionSpec
+from jattn.types import AttentionType, pytree, static
+
+
+@pytree
+class Level:
+    """Queries grouped into requests that share pages."""
+
+    batch: RaggedBatch
+    block_table: jax.Array | None  # i32[R B]
+    max_query_len: int = static()
+    max_seq_len: int = static()
+
+
+def flat(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
+    """The one level of an ordinary batch of this attention type: who are the queries, who the keys, which pages.
+
+    ENCODER_DECODER: decoder queries against the encoder's keys. ENCODER: the encoder's own tokens, if `meta` is a
+    decoder's that carries them in `.cross`; otherwise, as for every other type, meta's own.
+    """
+    if attn_type is AttentionType.ENCODER and meta.cross is not None:
+        meta = meta.cross
+    keys = meta
+    if attn_type is AttentionType.ENCODER_DECODER:
+        if meta.cross is None:
+            raise ValueError(
+                "Encoder/decoder cross-attention requires setting cross-attention metadata attributes: "
+                "from_lengths(..., encoder_seq_lens=, cross_block_table=)"
+            )
+        keys = meta.cross
+    per_request = meta.causal_per_request
+    decoder = attn_type is AttentionType.DECODER
+    kv_len = jnp.asarray(keys.seq_lens)
+    batch = RaggedBatch(
+        start=jnp.asarray(meta.query_start_loc)[:-1],
+        query_len=meta.query_lens(),
+        kv_len=kv_len,
+        kv_offset=jnp.zeros_like(kv_len),
+        position=meta.positions(),
+        causal=jnp.asarray(per_request)[meta.token_to_req()] if decoder and per_request is not None else None,
+    )
+    return Level(
+        batch=batch, block_table=keys.block_table, max_query_len=meta.max_query_len, max_seq_len=keys.max_seq_len
+    )
+
+
+def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level, ...]:
+    """Split off the pages that every request starts with: (prefix level, rest).
+
+    Only whole blocks are shared; a remainder of prefix_len is read by each request as before. The prefix is read
+    through the first request's table.
+    """
+    pages = prefix_len // block_size
+    width = level.block_table.shape[1]
+    if prefix_len < 0 or pages > width:
+        raise ValueError(
+            f"common_prefix_len={prefix_len} must be within the {width} blocks of {block_size} of the table"
+        )
+    if pages == 0:
+        return (level,)
+    batch, shared = level.batch, pages * block_size
+    tokens = jnp.sum(batch.query_len, keepdims=True)
+    zero = jnp.zeros_like(tokens)
+    live = batch.query_len > 0
+    prefix = RaggedBatch(
+        start=zero,
+        query_len=tokens,
+        kv_len=zero + shared,
+        kv_offset=zero,
+        position=batch.position,
+        causal=batch.causal,
+    )
+    rest = RaggedBatch(
+        start=batch.start,
+        query_len=batch.query_len,
+        kv_len=jnp.where(live, jnp.maximum(batch.kv_len - shared, 0), 0),
+        kv_offset=jnp.where(live, shared, 0).astype(jnp.int32),
+        position=batch.position,
+        causal=batch.causal,
+    )
+    first = Level(
+        batch=prefix,
+        block_table=level.block_table[:1, :pages],
+        max_query_len=max(batch.num_tokens, 1),
+        max_seq_len=shared,
+    )
+    remaining = level.block_table[:, pages:] if pages < width else level.block_table[:, :1]
+    return first, Level(
+        batch=rest, block_table=remaining, max_query_len=level.max_query_len, max_seq_len=level.max_seq_len
+    )
+
+
+def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
+    """Levels from metadata in which each level's requests lie within one request of the level before.
+
+    seq_lens count that level's keys only; a token's position is its position in the last level plus all keys above.
+    """
+    if not levels:
+        raise ValueError("a cascade needs at least one level")
+    last = levels[-1]
+    sizes = {level.num_tokens for level in levels}
+    if len(sizes) > 1:
+        raise ValueError(f"the levels must hold the same packed tokens, got T of {sorted(sizes)}")
+    above = jnp.zeros(last.num_tokens, jnp.int32)  # keys before this level, per token
+    offsets = []
+    for level in levels:
+        offsets.append(above)
+        above = above + jnp.asarray(level.seq_lens)[level.token_to_req()]
+    position = jnp.where(last.token_is_live(), offsets[-1] + last.positions(), 0)
+    per_request = last.causal_per_request
+    causal = None if per_request is None else jnp.asarray(per_request)[last.token_to_req()]
+    made = []
+    for level, offset in zip(levels, offsets, strict=True):
+        start = jnp.asarray(level.query_start_loc)[:-1]
+        batch = RaggedBatch(
+            start=start,
+            query_len=level.query_lens(),
+            kv_len=jnp.asarray(level.seq_lens),
+            kv_offset=offset[jnp.minimum(start, max(last.num_tokens - 1, 0))],
+            position=position,
+            causal=causal,
+        )
+        made.append(
+            Level(
+                batch=batch,
+                block_table=level.block_table,
+                max_query_len=level.max_query_len,
+                max_seq_len=level.max_seq_len,
+            )
+        )
+    return tuple(made)
+
+
+def attend_levels(
+    spec: AttentionSpec,
+    is_causal: bool,
+    on_cpu: bool,
+    q: jax.Array,
+    cache,
+    levels: tuple[Level, ...],
+    params: AttentionParams | None,
+    open_keys: Callable[[Any, jax.Array], Keys] = PagedKeys.of,
+    combine: Callable[[AttentionState], AttentionState] | None = None,
+) -> AttentionState:
+    """Attention over the union of the levels' keys; the sinks are counted once, after the merge.
+
+    Several levels are merged in float32 and rounded once. open_keys(cache, block_table) tells how pages are read;
+    combine, given where these are one rank's keys, merges the ranks' states.
+    """
+    several = len(levels) > 1 or combine is not None
+    layer = dataclasses.replace(spec, has_sinks=False) if several else spec
+    states = []
+    for level in levels:
+        plan = Plan(
+            spec=layer,
+            is_causal=is_causal,
+            max_query_len=level.max_query_len,
+            max_seq_len=level.max_seq_len,
+            on_cpu=on_cpu,
+            out_dtype="float32" if several else None,
+        )
+        keys = open_keys(cache, level.block_table)
+        states.append(attend_keys(plan, q, keys, level.batch, params))
+    if not several:
+        return states[0]
+    state = merge(*states) if combine is None else combine(merge(*states))
+    if spec.has_sinks:
+        state = with_sinks(state, params.sinks)
+    return dataclasses.replace(state, out=state.out.astype(output_dtype(q.dtype)))

@@ -1,0 +1,180 @@
+"""Multi-head latent attention in its two readings, on the same ragged core: absorbed, and materialised.
+
+Both read the same cached rows and give the same state, up to rounding; both are differentiable.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jattn.cache.latent import gather_latent
+from jattn.cache.layout import PagedKV
+from jattn.errors import UnsupportedError
+from jattn.mla_spec import MLAParams, MLASpec, absorb
+from jattn.ops.attend import Plan, attend_packed, output_dtype
+from jattn.ops.latent import LatentKeys
+from jattn.ops.levels import Level, attend_levels, shared_prefix
+from jattn.ops.state import AttentionState, merge, with_sinks
+from jattn.ops.tile import einsum
+from jattn.spec import AttentionParams
+from jattn.types import pytree, static
+from pallas_kernels.algebra.paging import cdiv, slots_of
+
+CONTEXT_TOKENS = 1024
+"""Cached tokens materialised at once: 1024 of 128 heads of 192 + 128 are 160 MiB."""
+
+
+@pytree
+class MLAMetadata:
+    """A batch as latent attention reads it."""
+
+    level: Level
+    slot_mapping: jax.Array  # i32[T]
+    is_causal: bool = static()
+    shared_prefix: int = static(default=0)  # first keys that all requests share, whole blocks
+
+    @property
+    def num_tokens(self) -> int:
+        return self.level.batch.num_tokens
+
+    @property
+    def block_table(self) -> jax.Array:
+        return self.level.block_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """A layer's static part, and where it runs: both readings are methods."""
+
+    spec: MLASpec
+    on_cpu: bool
+    combine: Callable[[AttentionState], AttentionState] | None = None  # of ranks that hold parts of the keys
+
+    def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
+        """Absorbed: q [T H nope+rope] against the rows themselves; W_UK is folded into q, W_UV into the result.
+
+        q.k = q_nope . (kv_c W_UK) + q_pe . k_pe = (q_nope W_UK^T) . kv_c + q_pe . k_pe
+        """
+        spec, params = self.spec, absorb(self.spec, params)
+        nope, rope = jnp.split(q.astype(jnp.float32), [spec.qk_nope_head_dim], axis=-1)
+        rows = jnp.concatenate([einsum("thn,hnl->thl", nope, _float(params.w_uk)), rope], axis=-1)
+        level = m.level
+        levels = (level,) if m.shared_prefix == 0 else shared_prefix(level, m.shared_prefix, cache.spec.block_size)
+        state = attend_levels(
+            spec.absorbed,
+            m.is_causal,
+            self.on_cpu,
+            rows,
+            cache,
+            levels,
+            _attention_params(params),
+            functools.partial(LatentKeys.of, spec, params),
+            self.combine,
+        )
+        out = einsum("thl,hlv->thv", state.out, _float(params.w_uv))
+        return AttentionState(out=out.astype(output_dtype(q.dtype)), lse=state.lse)
+
+    def prefill_mha(
+        self,
+        q: jax.Array,
+        cache: PagedKV,
+        m: MLAMetadata,
+        params: MLAParams,
+        kv_c: jax.Array | None = None,
+        k_pe: jax.Array | None = None,
+    ) -> AttentionState:
+        """Materialised: keys and values projected window by window, each attended to, the states merged.
+
+        kv_c [T L], k_pe [T R] are the batch's new tokens: then only what was cached before them is read from the
+        cache, and a quantised cache does not round the prompt's own keys. None: everything is read from the cache.
+        """
+        spec, params = self.spec, absorb(self.spec, params)
+        if self.combine is not None:
+            raise UnsupportedError("rows spread over ranks are read absorbed only; use forward_mqa")
+        batch = m.level.batch
+        read = batch.kv_len if kv_c is None else jnp.maximum(batch.kv_len - batch.query_len, 0)
+        read = jnp.where(batch.query_len > 0, read, 0)
+        state = self._context(q, cache, m, params, read)
+        if kv_c is not None:
+            own = dataclasses.replace(batch, kv_len=batch.query_len, kv_offset=batch.kv_len - batch.query_len)
+            k, v = self._materialise(kv_c.astype(jnp.float32), k_pe.astype(jnp.float32), params)
+            state = merge(state, attend_packed(self._plan(m), q, k, v, own, _attention_params(params)))
+        if spec.has_sinks:
+            state = with_sinks(state, params.sinks)
+        return AttentionState(out=state.out.astype(output_dtype(q.dtype)), lse=state.lse)
+
+    def forward(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
+        """Each request by the reading that is cheaper for its number of queries; no reordering is needed."""
+        limit, level = self.spec.mha_threshold, m.level
+        if level.max_query_len <= limit or m.shared_prefix or self.combine is not None:
+            return self.forward_mqa(q, cache, m, params)
+        params, long = absorb(self.spec, params), level.batch.query_len > limit
+        few = dataclasses.replace(m, level=_only(level, ~long, limit))
+        many = dataclasses.replace(m, level=_only(level, long, level.max_query_len))
+        return merge(self.forward_mqa(q, cache, few, params), self.prefill_mha(q, cache, many, params))
+
+    def _context(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, read: jax.Array) -> AttentionState:
+        """Attention over the first `read` i32[R] cached keys of each request.
+
+        The requests' tokens, laid end to end, are cut into windows of CONTEXT_TOKENS: the work follows the tokens
+        that there are, however ragged the batch; a window without any is skipped.
+        """
+        spec, batch, plan = self.spec, m.level.batch, self._plan(m)
+        table = jnp.asarray(m.block_table)
+        ends = jnp.cumsum(read)
+        starts, total = ends - read, ends[-1]
+        size = min(CONTEXT_TOKENS, table.size * cache.spec.block_size)
+
+        def attend(state, low):
+            token = low + jnp.arange(size)
+            req = jnp.minimum(jnp.searchsorted(ends, token, side="right"), read.shape[0] - 1)
+            slots = slots_of(table, req, token - starts[req], cache.spec.block_size)
+            rows = gather_latent(spec, cache, jnp.where(token < total, slots, -1), params)
+            first, last = jnp.clip(starts, low, low + size), jnp.clip(ends, low, low + size)
+            here = dataclasses.replace(batch, kv_len=last - first, kv_offset=batch.kv_offset + first - starts)
+            k, v = self._materialise(*rows, params)
+            return merge(state, attend_packed(plan, q, k, v, here, _attention_params(params)))
+
+        def step(state, window):
+            low = window * size
+            attended = jax.lax.cond(low < total, attend, lambda state, low: state, state, low)
+            return attended, None
+
+        nothing = AttentionState.empty(q.shape[0], spec.num_heads, spec.v_head_dim)
+        windows = jnp.arange(cdiv(table.size * cache.spec.block_size, size), dtype=jnp.int32)
+        return jax.lax.scan(jax.checkpoint(step), nothing, windows)[0]
+
+    def _materialise(self, kv_c: jax.Array, k_pe: jax.Array, params: MLAParams) -> tuple[jax.Array, jax.Array]:
+        """k f32[n H nope+rope], v f32[n H V] of rows kv_c [n L], k_pe [n R]."""
+        nope = einsum("tl,hnl->thn", kv_c, _float(params.w_uk))
+        rope = jnp.broadcast_to(k_pe[:, None], (*nope.shape[:2], k_pe.shape[1]))
+        return jnp.concatenate([nope, rope], axis=-1), einsum("tl,hlv->thv", kv_c, _float(params.w_uv))
+
+    def _plan(self, m: MLAMetadata) -> Plan:
+        """Of one part of a merge: float32, sinks left for the end."""
+        return Plan(
+            spec=dataclasses.replace(self.spec.materialised, has_sinks=False),
+            is_causal=m.is_causal,
+            max_query_len=m.level.max_query_len,
+            max_seq_len=m.level.max_seq_len,
+            on_cpu=self.on_cpu,
+            out_dtype="float32",
+        )
+
+
+def _only(level: Level, keep: jax.Array, max_query_len: int) -> Level:
+    """The same batch, in which only some requests have queries."""
+    batch = dataclasses.replace(level.batch, query_len=jnp.where(keep, level.batch.query_len, 0))
+    return dataclasses.replace(level, batch=batch, max_query_len=max_query_len)
+
+
+def _float(x) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def _attention_params(params: MLAParams) -> AttentionParams:
+    """Scales are applied where the rows are read."""
+    return AttentionParams(alibi_slopes=params.alibi_slopes, sinks=params.sinks)

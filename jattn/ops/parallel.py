@@ -1,0 +1,96 @@
+"""Context parallelism inside shard_map: each rank attends to its own keys, then the ranks' states become one.
+
+    lse = log sum_r exp(lse_r)        out = sum_r exp(lse_r - lse) out_r         r over the axis
+
+Three ways to the same numbers, by what is left on each rank: all heads (`cp_lse_ag_out_ar`), or its own share of
+them by a reduce-scatter (`cp_lse_ag_out_rs`) or an all-to-all (`dcp_a2a_lse_reduce`). Sinks are added afterwards.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jattn.ops.levels import Level
+from jattn.ops.lse import log2_lse_to_ln
+from jattn.ops.shard import KeyShard
+from jattn.ops.state import AttentionState, merge
+
+
+def shard_level(level: Level, shard: KeyShard, block_size: int, local_lens: jax.Array | None = None) -> Level:
+    """The same queries against one rank's keys; the block table is every rank's. block_size is that of its pages."""
+    batch = level.batch
+    kv_len = shard.count_below(batch.kv_len) if local_lens is None else jnp.asarray(local_lens)
+    return dataclasses.replace(
+        level,
+        batch=dataclasses.replace(batch, kv_len=kv_len, shard=shard),
+        max_seq_len=level.block_table.shape[1] * block_size,
+    )
+
+
+def cp_lse_ag_out_ar(state: AttentionState, axis: str, *, is_lse_base_on_e: bool = True) -> AttentionState:
+    """All heads on every rank: all-gather of the lse, all-reduce of the weighted outs."""
+    part, lse = _weighted(state, axis, is_lse_base_on_e)
+    return AttentionState(out=lax.psum(part, axis).astype(state.out.dtype), lse=lse)
+
+
+def cp_lse_ag_out_rs(state: AttentionState, axis: str, *, is_lse_base_on_e: bool = True) -> AttentionState:
+    """Each rank keeps its share of the heads: all-gather of the lse, reduce-scatter of the weighted outs."""
+    part, lse = _weighted(state, axis, is_lse_base_on_e)
+    lse = own_heads(lse, axis, 1)
+    out = lax.psum_scatter(part, axis, scatter_dimension=1, tiled=True)
+    return AttentionState(out=out.astype(state.out.dtype), lse=lse)
+
+
+def dcp_a2a_lse_reduce(state: AttentionState, axis: str, *, is_lse_base_on_e: bool = True) -> AttentionState:
+    """Each rank keeps its share of the heads: every rank's states of those heads, exchanged and merged here."""
+    world = lax.axis_size(axis)
+    _check_heads(state.lse.shape[1], world)
+    lse = state.lse if is_lse_base_on_e else log2_lse_to_ln(state.lse)
+
+    def exchange(x):
+        by_rank = x.reshape(x.shape[0], world, x.shape[1] // world, *x.shape[2:])
+        return lax.all_to_all(by_rank, axis, split_axis=1, concat_axis=0)
+
+    outs, lses = exchange(state.out.astype(jnp.float32)), exchange(lse)
+    merged = merge(*(AttentionState(out=out, lse=lse) for out, lse in zip(outs, lses, strict=True)))
+    return dataclasses.replace(merged, out=merged.out.astype(state.out.dtype))
+
+
+def mask_dcp_empty_shards(state: AttentionState, query_start_loc: jax.Array, local_lens: jax.Array) -> AttentionState:
+    """(0, -inf) where a kernel left anything else: padding rows, and rows of requests without a key on this rank."""
+    token, start = jnp.arange(state.lse.shape[0]), jnp.asarray(query_start_loc)
+    req = jnp.minimum(jnp.searchsorted(start[1:], token, side="right"), start.shape[0] - 2)
+    seen = ((token < start[-1]) & (jnp.asarray(local_lens)[req] > 0))[:, None]
+    return AttentionState(
+        out=jnp.where(seen[..., None], state.out, jnp.zeros((), state.out.dtype)),
+        lse=jnp.where(seen, state.lse, -jnp.inf),
+    )
+
+
+def own_heads(x: jax.Array, axis: str, dimension: int) -> jax.Array:
+    """This rank's share of an array that has an axis of heads."""
+    world = lax.axis_size(axis)
+    _check_heads(x.shape[dimension], world)
+    share = x.shape[dimension] // world
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * share, share, dimension)
+
+
+def _weighted(state: AttentionState, axis: str, base_e: bool) -> tuple[jax.Array, jax.Array]:
+    """(this rank's term of the sum f32[T H V], the lse of all f32[T H]); an empty state counts for nothing, NaN too."""
+    own = state.lse if base_e else log2_lse_to_ln(state.lse)
+    own = jnp.where(jnp.isposinf(own), -jnp.inf, own)
+    everyone = lax.all_gather(own, axis)
+    top = lax.stop_gradient(jnp.max(everyone, axis=0))
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    total = jnp.sum(jnp.exp(everyone - shift[None]), axis=0)
+    nothing = total == 0
+    lse = jnp.where(nothing, -jnp.inf, shift + jnp.log(jnp.where(nothing, 1.0, total)))
+    weight = jnp.exp(own - jnp.where(nothing, 0.0, lse))[..., None]
+    return jnp.where(weight == 0, 0.0, state.out.astype(jnp.float32) * weight), lse
+
+
+def _check_heads(heads: int, world: int) -> None:
+    if heads % world:
+        raise ValueError(f"{heads} heads cannot be shared evenly by {world} ranks; use cp_lse_ag_out_ar")

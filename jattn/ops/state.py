@@ -1,0 +1,66 @@
+"""What attention returns: a state that can be merged with others, and the monoid that does it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jattn.types import pytree
+
+
+@pytree
+class AttentionState:
+    """out [T H V]; lse f32[T H], natural log of the softmax denominator, sinks included. (0, -inf): saw nothing."""
+
+    out: jax.Array
+    lse: jax.Array
+
+    @classmethod
+    def empty(cls, num_tokens: int, num_heads: int, v_head_dim: int, dtype=jnp.float32) -> "AttentionState":
+        """The identity of `merge`."""
+        return cls(
+            out=jnp.zeros((num_tokens, num_heads, v_head_dim), dtype),
+            lse=jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32),
+        )
+
+
+def merge(*states: AttentionState) -> AttentionState:
+    """Attention over the union of the states' disjoint key sets; associative, commutative, `empty` is its identity.
+
+        lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
+
+    A state whose lse is -inf (or +inf, as some kernels mark it) is empty and contributes nothing, NaN included.
+    At most one of the states may hold the sinks (or none, and `with_sinks` adds them afterwards).
+    """
+    if not states:
+        raise ValueError("merge needs at least one state; use AttentionState.empty(...) for none")
+    if len(states) == 1:
+        return states[0]
+    shapes = {(s.out.shape, s.lse.shape) for s in states}
+    if len(shapes) > 1:
+        raise ValueError(f"states to merge must have one shape, got {sorted(shapes)}")
+    lse = jnp.stack([jnp.where(jnp.isposinf(s.lse), -jnp.inf, s.lse) for s in states])
+    top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
+    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    weight = jnp.exp(lse - shift[None])
+    total = jnp.sum(weight, axis=0)
+    nothing = total == 0
+    safe = jnp.where(nothing, 1.0, total)
+    parts = (
+        jnp.where((w == 0)[..., None], 0.0, s.out.astype(jnp.float32) * (w / safe)[..., None])
+        for w, s in zip(weight, states, strict=True)
+    )
+    out = functools.reduce(jnp.add, parts)
+    return AttentionState(
+        out=out.astype(states[0].out.dtype),
+        lse=jnp.where(nothing, -jnp.inf, shift + jnp.log(safe)),
+    )
+
+
+def with_sinks(state: AttentionState, sinks: jax.Array) -> AttentionState:
+    """The state with one more column f32[H] per head in its denominator; rows that saw nothing stay (0, -inf)."""
+    empty = jnp.isneginf(state.lse)
+    seen = jnp.where(empty, 0.0, state.lse)
+    lse = jnp.logaddexp(seen, jnp.asarray(sinks, jnp.float32)[None])
+    out = state.out * jnp.where(empty, 0.0, jnp.exp(seen - lse))[..., None].astype(state.out.dtype)
+    return AttentionState(out=out, lse=jnp.where(empty, -jnp.inf, lse))

@@ -1,0 +1,163 @@
+"""The attention of one tile: a few consecutive queries of one request against a range of its keys.
+
+    M = rows * G query rows a kv head;   chunk after chunk:  dots -> logits -> mask -> online softmax
+
+Everything is float32 from the first dot product on. Keys outside the tile's range never reach the arithmetic: they
+are replaced by zeros, because a stale page may hold NaN and 0 * NaN is NaN.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops.keys import Keys, KVChunk
+from jattn.ops.shard import KeyShard
+from jattn.types import pytree
+from pallas_kernels.algebra import mask, softmax
+from pallas_kernels.algebra.logits import LogitRule, shape_logits
+from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.algebra.paging import cdiv
+
+einsum = jax.tree_util.Partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """A layer's static arithmetic."""
+
+    mask: MaskRule
+    logits: LogitRule
+
+
+@pytree
+class Numbers:
+    """A layer's traced arithmetic, broadcast once: f32[K 1 G 1] per head, f32[K 1 1 1] per kv head; None = absent."""
+
+    slope: jax.Array | None
+    sink: jax.Array | None
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+
+
+@pytree
+class Tile:
+    """Queries of one request; rows past the request's end are computed and thrown away by the caller."""
+
+    q: jax.Array  # f32[rows H D]
+    live: jax.Array  # bool[rows]
+    position: jax.Array  # i32[rows]
+    causal: jax.Array | None  # bool[rows], None = the rule's
+    req: jax.Array  # i32[]
+    kv_len: jax.Array  # i32[] keys that this request holds
+    kv_offset: jax.Array  # i32[] position of key 0 (a later level of a cascade starts later)
+    shard: KeyShard | None = None  # the keys are one rank's share of the request's
+
+    def position_of(self, index: jax.Array) -> jax.Array:
+        """Positions of the keys at these indices."""
+        return self.kv_offset + (index if self.shard is None else self.shard.positions(index))
+
+    def index_of(self, position: jax.Array) -> jax.Array:
+        """Index of the first key at or after a position."""
+        relative = position - self.kv_offset
+        return jnp.maximum(relative, 0) if self.shard is None else self.shard.count_below(relative)
+
+
+def attend_tile(tile: Tile, keys: Keys, rules: Rules, numbers: Numbers, static_trips: bool = False):
+    """(out f32[rows H V], lse f32[rows H]) of a tile.
+
+    static_trips visits every chunk that the keys could have, which reverse-mode differentiation needs; otherwise only
+    those in the tile's range are visited. Both give the same numbers.
+    """
+    rows, num_heads, _ = tile.q.shape
+    num_kv, value_dim = keys.num_kv_heads, keys.v_head_dim
+    group = num_heads // num_kv
+    q = tile.q.reshape(rows, num_kv, group, -1).transpose(1, 0, 2, 3)  # [K rows G D]
+    first, last = _range(tile, rules.mask)
+    size = keys.chunk_tokens
+    position = tile.position[None, :, None, None]
+    causal = None if tile.causal is None else tile.causal[None, :, None, None]
+    head = jnp.arange(num_heads).reshape(num_kv, 1, group, 1)
+
+    def step(c, state):
+        m, l, acc = state  # noqa: E741
+        index = c * size + jnp.arange(size)
+        inside = (index >= first) & (index < last)
+        chunk = _without_strangers(keys.read(tile.req, c), inside)
+        kv_pos = tile.position_of(index)[None, None, None]
+        dots = _dots(q, chunk)
+        if numbers.k_scale is not None:
+            dots = dots * numbers.k_scale
+        logits = shape_logits(rules.logits, dots, head, position, kv_pos, numbers.slope)
+        seen = mask.visible(rules.mask, head, position, kv_pos, causal) & inside[None, None, None]
+        m, alpha, p = softmax.weights(m, jnp.where(seen, logits, softmax.NEG_INF))
+        return m, l * alpha + jnp.sum(p, -1, keepdims=True), acc * alpha + _weighted(p, chunk)
+
+    state = softmax.start((num_kv, rows, group), value_dim)
+    if static_trips:
+        body = jax.checkpoint(lambda carry, c: (step(c, carry), None))
+        state, _ = jax.lax.scan(body, state, jnp.arange(keys.max_chunks))
+    else:
+        state = jax.lax.fori_loop(first // size, cdiv(last, size), step, state)
+    out, lse = softmax.finish(*state, sink=numbers.sink)
+    if numbers.v_scale is not None:
+        out = out * numbers.v_scale
+    return out.transpose(1, 0, 2, 3).reshape(rows, num_heads, value_dim), lse.transpose(1, 0, 2).reshape(rows, -1)
+
+
+def _range(tile: Tile, rule: MaskRule):
+    """Half-open range of key indices that some live row may see; empty when no row is live."""
+    q_first = jnp.min(jnp.where(tile.live, tile.position, jnp.iinfo(jnp.int32).max // 2))
+    q_last = jnp.max(jnp.where(tile.live, tile.position, jnp.iinfo(jnp.int32).min // 2))
+    causal = None if tile.causal is None else jnp.all(tile.causal | ~tile.live)
+    first, last = mask.key_range(rule, q_first, q_last, tile.position_of(tile.kv_len - 1) + 1, causal)
+    first, last = tile.index_of(first), tile.index_of(last)
+    return first, jnp.where(jnp.any(tile.live), jnp.maximum(last, first), first)
+
+
+def _without_strangers(chunk: KVChunk, inside: jax.Array) -> KVChunk:
+    """Zeros in place of keys outside the tile's range."""
+    pages, _, slots, _ = chunk.k.shape
+    keep = inside.reshape(pages, 1, slots)
+    clear = lambda x, k: None if x is None else jnp.where(k, x, 0.0)  # noqa: E731
+    return KVChunk(
+        k=clear(chunk.k, keep[..., None]),
+        v=clear(chunk.v, keep[..., None]),
+        k_scale=clear(chunk.k_scale, keep),
+        v_scale=clear(chunk.v_scale, keep),
+    )
+
+
+def _dots(q: jax.Array, chunk: KVChunk) -> jax.Array:
+    """q [K rows G D] . k -> f32[K rows G C].
+
+    The page stays a batch dimension of the product (the keys are then used where they lie); for many rows the keys
+    are worth a transposition first.
+    """
+    num_kv, rows, group, dim = q.shape
+    pages, _, slots, _ = chunk.k.shape
+    flat = q.reshape(num_kv, rows * group, dim)
+    if rows == 1:
+        wide = jnp.broadcast_to(flat[None], (pages, *flat.shape))
+        dots = einsum("pkmd,pksd->pkms", wide, chunk.k)
+        if chunk.k_scale is not None:
+            dots = dots * chunk.k_scale[:, :, None]
+        return dots.transpose(1, 2, 0, 3).reshape(num_kv, rows, group, pages * slots)
+    keys = chunk.k.transpose(1, 0, 2, 3).reshape(num_kv, pages * slots, dim)
+    dots = einsum("kmd,kcd->kmc", flat, keys)
+    if chunk.k_scale is not None:
+        dots = dots * chunk.k_scale.transpose(1, 0, 2).reshape(num_kv, 1, -1)
+    return dots.reshape(num_kv, rows, group, pages * slots)
+
+
+def _weighted(p: jax.Array, chunk: KVChunk) -> jax.Array:
+    """p [K rows G C] . v -> f32[K rows G V]."""
+    num_kv, rows, group, _ = p.shape
+    pages, _, slots, dim = chunk.v.shape
+    if chunk.v_scale is not None:
+        p = p * chunk.v_scale.transpose(1, 0, 2).reshape(num_kv, 1, 1, -1)
+    if rows == 1:
+        by_page = p.reshape(num_kv, group, pages, slots).transpose(2, 0, 1, 3)
+        return einsum("pkms,pksd->pkmd", by_page, chunk.v).sum(0)[:, None]
+    values = chunk.v.transpose(1, 0, 2, 3).reshape(num_kv, pages * slots, dim)
+    return einsum("kmc,kcd->kmd", p.reshape(num_kv, rows * group, -1), values).reshape(num_kv, rows, group, dim)

@@ -1,0 +1,113 @@
+"""One layer on several devices, as shard_map recipes: heads shared out, or keys shared out.
+
+    step = tensor_parallel(spec, cache_spec, mesh, "x")                  every rank: its kv heads, all keys
+    step = decode_context_parallel(spec, cache_spec, mesh, "x")          every rank: all heads, its keys
+    cache, state = step(q, k, v, cache, meta, params)                    global arrays in, global arrays out
+
+Inside a model's own shard_map, use PagedAttention with `rank_spec` and `rank_cache_spec`, or with `parallel=`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jattn.attention import PagedAttention
+from jattn.backends.parallel import ContextParallel
+from jattn.cache import KVCacheSpec, PagedKV
+from jattn.metadata import CommonAttentionMetadata
+from jattn.mla import MLAAttention
+from jattn.mla_spec import MLASpec
+from jattn.ops.state import AttentionState
+from jattn.spec import AttentionParams, AttentionSpec
+
+Step = Callable[..., tuple[PagedKV, AttentionState]]
+
+
+def rank_spec(spec: AttentionSpec, axis: str, world: int) -> AttentionSpec:
+    """One rank's heads of a layer; a user's mask_fn and score_fn still see the head's number in the whole layer."""
+    if spec.num_kv_heads % world:
+        raise ValueError(f"{spec.num_kv_heads=} must be a multiple of the {world} ranks of axis {axis!r}")
+    heads = spec.num_heads // world
+
+    def anywhere(head):
+        return head + jax.lax.axis_index(axis) * heads
+
+    mask_fn, score_fn = spec.mask_fn, spec.score_fn
+    return dataclasses.replace(
+        spec,
+        num_heads=heads,
+        num_kv_heads=spec.num_kv_heads // world,
+        mask_fn=mask_fn and (lambda head, q_pos, kv_pos: mask_fn(anywhere(head), q_pos, kv_pos)),
+        score_fn=score_fn and (lambda score, head, q_pos, kv_pos: score_fn(score, anywhere(head), q_pos, kv_pos)),
+    )
+
+
+def rank_cache_spec(cache_spec: KVCacheSpec, world: int) -> KVCacheSpec:
+    """One rank's heads of a cache."""
+    return dataclasses.replace(cache_spec, num_kv_heads=cache_spec.num_kv_heads // world)
+
+
+def head_partition(cache_spec: KVCacheSpec, axis: str) -> PartitionSpec:
+    """How every array of a cache is laid over the ranks when heads are shared out."""
+    return PartitionSpec(None, axis) if cache_spec.physical_layout == "HND" else PartitionSpec(None, None, axis)
+
+
+def tensor_parallel(
+    spec: AttentionSpec, cache_spec: KVCacheSpec, mesh: Mesh, axis: str, *, backend: str = "auto"
+) -> Step:
+    """step(q, k, v, cache, meta, params) with heads shared out over `axis`; nothing is communicated.
+
+    Arrays are global: q [T H D], the cache of `cache_spec`; place the cache by head_partition once, and it stays.
+    """
+    world = mesh.shape[axis]
+    local = rank_cache_spec(cache_spec, world)
+    attn = PagedAttention(rank_spec(spec, axis, world), local, backend)
+    heads, pools = PartitionSpec(None, axis), head_partition(cache_spec, axis)
+
+    def body(q, k, v, cache, meta, params):
+        cache, state = attn(q, k, v, dataclasses.replace(cache, spec=local), attn.build(meta), params)
+        return dataclasses.replace(cache, spec=cache_spec), state
+
+    def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | None = None):
+        params = AttentionParams() if params is None else params
+        per_head = jax.tree.map(lambda x: PartitionSpec(*[axis] * jnp.ndim(x)), params)
+        specs = (heads, heads, heads, pools, PartitionSpec(), per_head)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, heads), check_vma=False)
+        return mapped(q, k, v, cache, meta, params)
+
+    return step
+
+
+def decode_context_parallel(
+    spec: AttentionSpec | MLASpec,
+    cache_spec: KVCacheSpec,
+    mesh: Mesh,
+    axis: str,
+    *,
+    interleave: int = 1,
+    backend: str = "auto",
+) -> Step:
+    """step(q, k, v, cache, meta, params) with each request's keys dealt out over `axis` in runs of `interleave`.
+
+    cache_spec counts the blocks of all ranks together: each holds a pool of num_blocks // world. The batch is built
+    with from_lengths(..., block_size * world): one block id stands for one page on every rank. An MLASpec takes
+    kv_c, k_pe for k, v. The queries, and the result, are whole on every rank.
+    """
+    world = mesh.shape[axis]
+    if cache_spec.num_blocks % world:
+        raise ValueError(f"{cache_spec.num_blocks=} must be a multiple of the {world} ranks of axis {axis!r}")
+    local = dataclasses.replace(cache_spec, num_blocks=cache_spec.num_blocks // world)
+    parallel = ContextParallel(dcp_axis=axis if world > 1 else None, dcp_world_size=world, interleave=interleave)
+    layer = MLAAttention if isinstance(spec, MLASpec) else PagedAttention
+    attn = layer(spec, local, backend, parallel=parallel)
+    everywhere, pools = PartitionSpec(), PartitionSpec(axis)
+
+    def body(q, k, v, cache, meta, params):
+        cache, state = attn(q, k, v, dataclasses.replace(cache, spec=local), attn.build(meta), params)
+        return dataclasses.replace(cache, spec=cache_spec), state
+
+    specs = (everywhere, everywhere, everywhere, pools, everywhere, everywhere)
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, everywhere), check_vma=False)

@@ -1,0 +1,54 @@
+"""Loads the library once, tells XLA about its two calls, and says which ISAs run here or why none does."""
+
+import ctypes
+import dataclasses
+import functools
+import os
+
+import jax
+
+from pallas_kernels.cpu.native import build
+
+ATTEND, WRITE = "jattn_cpu_attend", "jattn_cpu_write"
+_SYMBOLS = {ATTEND: "JattnAttend", WRITE: "JattnWrite"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """Either ISAs, best first, or the reason why there are none."""
+
+    isas: tuple[str, ...] = ()
+    reason: str = ""
+    path: str = ""
+
+    @property
+    def available(self) -> bool:
+        """True where the custom calls are registered."""
+        return bool(self.isas)
+
+
+@functools.cache
+def status() -> Status:
+    """Build if needed, load, register: the first call may take some seconds, later ones nothing."""
+    if os.environ.get("JATTN_NATIVE") == "0":
+        return Status(reason="the native library is switched off by JATTN_NATIVE=0")
+    try:
+        path = str(build.library())
+        handle = ctypes.CDLL(path)
+    except (build.BuildError, OSError) as error:
+        return Status(reason=f"the native library is absent: {error}")
+    handle.jattn_isas.restype = ctypes.c_char_p
+    isas = tuple(filter(None, handle.jattn_isas().decode().split(", ")))
+    if not isas:
+        return Status(reason="this processor has none of the instruction sets of the native library", path=path)
+    for target, symbol in _SYMBOLS.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, symbol)), platform="cpu")
+    return Status(isas=isas, path=path)
+
+
+def check_isa(isa: str) -> str:
+    """`isa` if it runs here or is 'auto'; else ValueError naming those that do."""
+    known = ("auto", *status().isas)
+    if isa not in known:
+        raise ValueError(f"Unsupported CPU attention ISA hint: {isa!r}; here {', '.join(known)} are known")
+    return isa

@@ -1,0 +1,234 @@
+// The two custom calls, as XLA sees them: attention over pages or packed keys, and the write into the pool.
+#include "xla/ffi/api/ffi.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "dispatch.h"
+#include "schedule.h"
+#include "thread_pool.h"
+
+namespace ffi = xla::ffi;
+using namespace jattn;
+
+namespace {
+
+constexpr double kInlineCost = 60000;  // below this a batch is not worth waking a second thread
+
+// Memory of one thread that only grows: large temporaries would cost page faults on every call.
+struct Buffer {
+    char* data = nullptr;
+    size_t size = 0;
+    ~Buffer() { std::free(data); }
+    char* get(size_t wanted) {
+        if (wanted > size) {
+            std::free(data);
+            size = (wanted + 4095) / 4096 * 4096;
+            data = static_cast<char*>(std::aligned_alloc(4096, size));
+        }
+        return data;
+    }
+};
+
+bool type_of(ffi::DataType t, Dtype& out) {
+    switch (t) {
+        case ffi::F32: out = Dtype::f32; return true;
+        case ffi::F16: out = Dtype::f16; return true;
+        case ffi::BF16: out = Dtype::bf16; return true;
+        case ffi::F8E4M3FN: out = Dtype::e4m3; return true;
+        case ffi::F8E5M2: out = Dtype::e5m2; return true;
+        case ffi::S8: out = Dtype::i8; return true;
+        default: return false;
+    }
+}
+
+template <class T, class B>
+const T* given(const B& x) {  // an empty array stands for None
+    return x.element_count() ? static_cast<const T*>(x.untyped_data()) : nullptr;
+}
+
+ffi::Error unknown_isa(std::string_view isa) {
+    return ffi::Error::InvalidArgument("isa=" + std::string(isa) + " does not run here; use one of " + known_isas());
+}
+
+template <class P>
+void set_strides(P& p, bool heads_first) {
+    p.block_stride = (int64_t)p.kv_heads * p.block_size;
+    p.head_stride = heads_first ? p.block_size : 1;
+    p.slot_stride = heads_first ? 1 : p.kv_heads;
+}
+
+// Lengths as they may safely be used, whatever was passed: ascending starts within T, keys within the table.
+struct Lengths {
+    std::unique_ptr<int32_t[]> memory;
+    Lengths(Problem& p) : memory(new int32_t[2 * p.requests + 1]) {
+        int32_t *start = memory.get(), *kv = start + p.requests + 1, most = (int32_t)p.tokens, before = 0;
+        for (int64_t r = 0; r <= p.requests; r++)
+            before = start[r] = std::min(std::max(p.query_start[r], before), most);
+        int64_t room = p.table ? p.table_width * p.block_size : p.packed_keys;
+        bool nothing = p.table ? p.blocks == 0 : p.packed_keys == 0;
+        room = nothing ? 0 : std::min<int64_t>(room, INT32_MAX);
+        for (int64_t r = 0; r < p.requests; r++) kv[r] = std::max(0, (int)std::min<int64_t>(p.kv_len[r], room));
+        p.query_start = start;
+        p.kv_len = kv;
+    }
+};
+
+void clear_rows(const Problem& p, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    int64_t row = p.heads * p.vdim * bytes_of(p.out_type);
+    std::memset(p.out + begin * row, 0, (end - begin) * row);
+    std::fill(p.lse + begin * p.heads, p.lse + end * p.heads, -std::numeric_limits<float>::infinity());
+}
+
+ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer k_token,
+                  ffi::AnyBuffer v_token, ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::S32> seq_len,
+                  ffi::Buffer<ffi::S32> kv_len, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> kv_start,
+                  ffi::Buffer<ffi::S32> causal, ffi::AnyBuffer slopes, ffi::AnyBuffer sinks, ffi::AnyBuffer q_scale,
+                  ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, ffi::Result<ffi::AnyBuffer> out,
+                  ffi::Result<ffi::Buffer<ffi::F32>> lse, float scale, float soft_cap, int32_t left, int32_t right,
+                  int32_t chunk, int32_t kv_type, bool heads_first, std::string_view isa, int32_t threads) {
+    Problem p{};
+    auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
+    if (!type_of(q.element_type(), p.q_type) || !type_of(out->element_type(), p.out_type))
+        return ffi::Error::InvalidArgument("queries must be float32, float16, bfloat16, fp8 or int8");
+    p.kv_type = (Dtype)kv_type;
+    p.q = static_cast<const char*>(q.untyped_data());
+    p.k = static_cast<const char*>(k.untyped_data());
+    p.v = static_cast<const char*>(v.untyped_data());
+    p.k_token_scale = given<float>(k_token);
+    p.v_token_scale = given<float>(v_token);
+    p.query_start = query_start.typed_data();
+    p.seq_len = seq_len.typed_data();
+    p.kv_len = kv_len.typed_data();
+    p.causal = given<int32_t>(causal);
+    p.slopes = given<float>(slopes);
+    p.sinks = given<float>(sinks);
+    p.q_scale = given<float>(q_scale);
+    p.k_scale = given<float>(k_scale);
+    p.v_scale = given<float>(v_scale);
+    p.out = static_cast<char*>(out->untyped_data());
+    p.lse = lse->typed_data();
+    p.tokens = qd[0], p.heads = (int32_t)qd[1], p.dim = (int32_t)qd[2];
+    p.requests = seq_len.dimensions()[0];
+    p.vdim = (int32_t)vd.back();
+    if (kd.size() == 4) {
+        p.table = table.typed_data();
+        p.table_width = table.dimensions()[1];
+        p.blocks = kd[0];
+        p.kv_heads = (int32_t)(heads_first ? kd[1] : kd[2]);
+        p.block_size = (int32_t)(heads_first ? kd[2] : kd[1]);
+        set_strides(p, heads_first);
+        if (p.table_width == 0) p.blocks = 0;
+    } else {
+        p.kv_start = kv_start.typed_data();
+        p.packed_keys = kd[0];
+        p.kv_heads = (int32_t)kd[1];
+        p.block_size = 1, p.slot_stride = p.kv_heads, p.head_stride = 1;
+    }
+    p.group = p.heads / p.kv_heads;
+    p.scale = scale, p.soft_cap = soft_cap, p.left = left, p.right = right, p.chunk = chunk;
+    const Kernels* kernels = choose(std::string(isa), (int)p.q_type, p.kv_type);
+    if (!kernels) return unknown_isa(isa);
+    if (p.dim > 512 || p.vdim > 512) return ffi::Error::InvalidArgument("head dims above 512 are not supported");
+
+    Lengths lengths(p);
+    clear_rows(p, 0, p.query_start[0]);
+    clear_rows(p, p.query_start[p.requests], p.tokens);
+    Schedule schedule = make_schedule(p);
+    static thread_local Buffer shared;
+    char* memory = shared.get(4 * (schedule.partial_floats + schedule.counters) + 64);
+    float* partials = reinterpret_cast<float*>(memory);
+    int32_t* counters = reinterpret_cast<int32_t*>(memory + 4 * schedule.partial_floats);
+    std::memset(counters, 0, 4 * schedule.counters);
+    const size_t scratch = scratch_bytes(p);
+    const auto kernel = kernels->attend[kv_type];
+    if (threads <= 0 && schedule.cost < kInlineCost) threads = 1;
+    parallel_for(pool, (int64_t)schedule.works.size() * p.kv_heads, threads, [&](int64_t i) {
+        static thread_local Buffer own;
+        kernel(p, schedule.works[i / p.kv_heads], (int)(i % p.kv_heads), partials, counters, own.get(scratch));
+    });
+    return ffi::Error::Success();
+}
+
+ffi::Error write(ffi::ThreadPool pool, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> slots,
+                 ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, ffi::AnyBuffer k_in, ffi::AnyBuffer v_in,
+                 ffi::AnyBuffer kt_in, ffi::AnyBuffer vt_in, ffi::Result<ffi::AnyBuffer> k_pool,
+                 ffi::Result<ffi::AnyBuffer> v_pool, ffi::Result<ffi::AnyBuffer> k_token,
+                 ffi::Result<ffi::AnyBuffer> v_token, int32_t kv_type, bool heads_first, std::string_view isa,
+                 int32_t threads) {
+    const std::pair<const ffi::AnyBuffer*, ffi::Result<ffi::AnyBuffer>*> pools[] = {
+        {&k_in, &k_pool}, {&v_in, &v_pool}, {&kt_in, &k_token}, {&vt_in, &v_token}};
+    for (auto& [from, to] : pools)  // XLA aliases them; should it ever not, the rest of the pool is still right
+        if (from->size_bytes() && from->untyped_data() != (*to)->untyped_data())
+            std::memcpy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
+    Write w{};
+    auto kd = k.dimensions(), pd = k_in.dimensions();
+    if (!type_of(k.element_type(), w.from) || k.element_type() != v.element_type())
+        return ffi::Error::InvalidArgument("new keys and values must be of one float type");
+    w.to = (Dtype)kv_type;
+    w.k = static_cast<const char*>(k.untyped_data());
+    w.v = static_cast<const char*>(v.untyped_data());
+    w.k_pool = static_cast<char*>(k_pool->untyped_data());
+    w.v_pool = static_cast<char*>(v_pool->untyped_data());
+    w.k_token_scale = kt_in.element_count() ? static_cast<float*>(k_token->untyped_data()) : nullptr;
+    w.v_token_scale = vt_in.element_count() ? static_cast<float*>(v_token->untyped_data()) : nullptr;
+    w.slots = slots.typed_data();
+    w.k_scale = given<float>(k_scale);
+    w.v_scale = given<float>(v_scale);
+    w.blocks = pd[0];
+    w.block_size = (int32_t)(heads_first ? pd[2] : pd[1]);
+    w.kv_heads = (int32_t)kd[1], w.dim = (int32_t)kd[2], w.vdim = (int32_t)v.dimensions()[2];
+    set_strides(w, heads_first);
+    const Kernels* kernels = choose(std::string(isa), -1, w.to);
+    if (!kernels) return unknown_isa(isa);
+    if (w.dim > 512 || w.vdim > 512) return ffi::Error::InvalidArgument("head dims above 512 are not supported");
+    // Rows that share a slot must not race and the last must win: one thread then, as for few rows.
+    const int64_t rows = slots.dimensions()[0];
+    bool ascending = true;
+    for (int64_t t = 1, last = rows ? w.slots[0] : -1; t < rows && ascending; t++)
+        if (w.slots[t] >= 0) ascending = w.slots[t] > last, last = w.slots[t];
+    const int64_t piece = ascending && rows * w.kv_heads * (w.dim + w.vdim) > 65536 ? std::max<int64_t>(8, rows / 64) : rows;
+    parallel_for(pool, piece ? (rows + piece - 1) / piece : 0, threads, [&](int64_t i) {
+        kernels->write(w, i * piece, std::min(rows, (i + 1) * piece));
+    });
+    return ffi::Error::Success();
+}
+
+}  // namespace
+
+using Any = ffi::AnyBuffer;
+using Ints = ffi::Buffer<ffi::S32>;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JattnAttend, attend,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()          // q, k, v, token scales
+        .Arg<Ints>().Arg<Ints>().Arg<Ints>().Arg<Ints>().Arg<Ints>().Arg<Ints>()  // lengths, pages, causal
+        .Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()          // slopes, sinks, scales
+        .Ret<Any>().Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<float>("scale").Attr<float>("soft_cap").Attr<int32_t>("left").Attr<int32_t>("right")
+        .Attr<int32_t>("chunk").Attr<int32_t>("kv_type").Attr<bool>("heads_first").Attr<std::string_view>("isa")
+        .Attr<int32_t>("threads"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JattnWrite, write,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<Any>().Arg<Any>().Arg<Ints>().Arg<Any>().Arg<Any>()  // k, v, slots, scales
+        .Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()              // the pool
+        .Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>()
+        .Attr<int32_t>("kv_type").Attr<bool>("heads_first").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
+
+extern "C" const char* jattn_isas() {  // "avx512_bf16, avx512, avx2": what runs here, best first
+    static const std::string names = [] {
+        std::string all = known_isas();
+        return all.size() > 6 ? all.substr(6) : std::string();
+    }();
+    return names.c_str();
+}

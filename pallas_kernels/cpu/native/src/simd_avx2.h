@@ -1,0 +1,165 @@
+// Vectors of 8 floats (AVX2, FMA, F16C). The names are those of simd_avx512.h.
+#pragma once
+#include <immintrin.h>
+
+#include "problem.h"
+
+#define INL static inline __attribute__((always_inline))
+
+namespace JATTN_ISA {
+using namespace jattn;
+
+constexpr int N = 8;
+constexpr int NT = N / 4;
+constexpr int kPanel = 2;
+using vf = __m256;
+using vw = __m256i;
+
+INL vf zero() { return _mm256_setzero_ps(); }
+INL vf set1(float x) { return _mm256_set1_ps(x); }
+INL vf load(const float* p) { return _mm256_loadu_ps(p); }
+INL void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
+INL vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INL vf sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INL vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INL vf div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INL vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INL vf max(vf a, vf b) { return _mm256_max_ps(a, b); }  // b where either is NaN
+INL vf min(vf a, vf b) { return _mm256_min_ps(a, b); }
+
+INL vf keep(vf x, vf at, vf lo, vf hi, vf other) {
+    vf m = _mm256_and_ps(_mm256_cmp_ps(at, lo, _CMP_GE_OQ), _mm256_cmp_ps(at, hi, _CMP_LT_OQ));
+    return _mm256_blendv_ps(other, x, m);
+}
+INL vf where_equal(vf x, vf y, vf then, vf otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(x, y, _CMP_EQ_OQ));
+}
+INL bool any_differs(vf x, vf y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_NEQ_UQ)) != 0; }
+INL float hmax(vf x) {
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+INL float hsum(vf x) {
+    __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+
+// exp(x) for x <= 0 to about 1e-7; below -87 gives 0, NaN stays.
+INL vf exp_(vf x) {
+    vf alive = _mm256_cmp_ps(x, set1(-87.0f), _CMP_NLT_UQ);
+    x = max(set1(-87.0f), x);
+    vf n = _mm256_round_ps(mul(x, set1(1.44269504f)), 8);
+    vf r = _mm256_fnmadd_ps(n, set1(0.693359375f), x);
+    r = _mm256_fnmadd_ps(n, set1(-2.12194440e-4f), r);
+    vf p = fma(set1(1.9875691500e-4f), r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(mul(r, r), p, add(r, set1(1.0f)));
+    __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_and_ps(mul(p, _mm256_castsi256_ps(power)), alive);
+}
+
+INL vf lane_key() { return _mm256_set_ps(1, 1, 1, 1, 0, 0, 0, 0); }
+INL vf lane_number() { return _mm256_set_ps(7, 6, 5, 4, 3, 2, 1, 0); }
+INL vf repeat4(const float* p) { return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)); }
+INL vf spread4(const float* p) { return _mm256_set_m128(_mm_set1_ps(p[1]), _mm_set1_ps(p[0])); }
+INL vf fold4max(vf x) { return max(x, _mm256_permute2f128_ps(x, x, 1)); }
+INL vf fold4sum(vf x) { return add(x, _mm256_permute2f128_ps(x, x, 1)); }
+INL vf sum4(vf a, vf b, vf c, vf d) { return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d)); }
+INL vf reduce(vf (&a)[NT][4]) {
+    vf x = sum4(a[0][0], a[0][1], a[0][2], a[0][3]), y = sum4(a[1][0], a[1][1], a[1][2], a[1][3]);
+    return add(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+}
+
+// `n` elements of `size` bytes; there are no masked loads of bytes, so a short tail goes through the stack.
+template <int kBytes>
+INL __m128i bytes16(const char* p, int n, int size) {
+    if (n >= N) {
+        if constexpr (kBytes == 16) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+        return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    }
+    alignas(16) char tail[16] = {};
+    for (int i = 0; i < n * size; i++) tail[i] = p[i];
+    return _mm_load_si128(reinterpret_cast<const __m128i*>(tail));
+}
+INL __m256i first8(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0));
+}
+
+template <Dtype T>
+INL vf loadf(const char* p, int64_t i, int n = N) {
+    if constexpr (T == Dtype::f32) {
+        const float* f = reinterpret_cast<const float*>(p) + i;
+        return n >= N ? load(f) : _mm256_maskload_ps(f, first8(n));
+    } else if constexpr (T == Dtype::f16) {
+        return _mm256_cvtph_ps(bytes16<16>(p + 2 * i, n, 2));
+    } else if constexpr (T == Dtype::bf16) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bytes16<16>(p + 2 * i, n, 2)), 16));
+    } else if constexpr (T == Dtype::i8) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes16<8>(p + i, n, 1)));
+    } else if constexpr (T == Dtype::e5m2) {
+        return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes16<8>(p + i, n, 1)), 8));
+    } else {
+        __m128i x = _mm_cvtepu8_epi16(bytes16<8>(p + i, n, 1)), low = _mm_and_si128(x, _mm_set1_epi16(0x7f));
+        __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
+        __m128i half = _mm_or_si128(sign, _mm_slli_epi16(low, 7));
+        half = _mm_or_si128(half, _mm_and_si128(_mm_cmpeq_epi16(low, _mm_set1_epi16(0x7f)), _mm_set1_epi16(0x7e00)));
+        return mul(_mm256_cvtph_ps(half), set1(256.0f));
+    }
+}
+
+INL void storef(Dtype t, char* p, int64_t i, vf x, int n = N) {
+    if (t == Dtype::f32) {
+        float* f = reinterpret_cast<float*>(p) + i;
+        if (n >= N) return store(f, x);
+        return _mm256_maskstore_ps(f, first8(n), x);
+    }
+    __m128i y;
+    if (t == Dtype::f16) {
+        y = _mm256_cvtps_ph(x, 8);
+    } else {
+        __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+        __m256i b = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+        __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+        b = _mm256_blendv_epi8(b, _mm256_set1_epi32(0x7fc0), nan);
+        y = _mm_packus_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+    }
+    if (n >= N) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 2 * i), y);
+    alignas(16) char tail[16];
+    _mm_store_si128(reinterpret_cast<__m128i*>(tail), y);
+    for (int b = 0; b < 2 * n; b++) p[2 * i + b] = tail[b];
+}
+
+INL vw as_words(vf x) { return _mm256_castps_si256(x); }
+INL vf as_floats(vw x) { return _mm256_castsi256_ps(x); }
+INL vw load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+INL void store_words(uint32_t* p, vw x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+INL vw set1_word(const uint32_t* p) { return _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(p))); }
+INL vw zero_words() { return _mm256_setzero_si256(); }
+
+// Columns of an 8 x 8 block of words become rows at d, d + stride, ...
+INL void transpose(vw (&r)[N], uint32_t* d, int64_t stride) {
+    vw t[8];
+    for (int i = 0; i < 4; i++) {
+        t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        r[4 * i] = _mm256_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm256_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm256_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm256_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        store_words(d + i * stride, _mm256_permute2x128_si256(r[i], r[i + 4], 0x20));
+        store_words(d + (i + 4) * stride, _mm256_permute2x128_si256(r[i], r[i + 4], 0x31));
+    }
+}
+
+INL void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+
+}  // namespace JATTN_ISA

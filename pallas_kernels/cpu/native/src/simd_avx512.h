@@ -1,0 +1,171 @@
+// Vectors of 16 floats (AVX-512 F, BW, DQ, VL). The names are those of simd_avx2.h and simd_neon.h.
+#pragma once
+#include <immintrin.h>
+
+#include "problem.h"
+
+#define INL static inline __attribute__((always_inline))
+
+namespace JATTN_ISA {
+using namespace jattn;
+
+constexpr int N = 16;           // lanes
+constexpr int NT = N / 4;       // keys of one [key][4 rows] vector
+constexpr int kPanel = 4;       // column vectors of a register block of the matrix products
+using vf = __m512;
+using vw = __m512i;             // 32-bit words
+
+INL vf zero() { return _mm512_setzero_ps(); }
+INL vf set1(float x) { return _mm512_set1_ps(x); }
+INL vf load(const float* p) { return _mm512_loadu_ps(p); }
+INL void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+INL vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INL vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INL vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INL vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INL vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INL vf max(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+INL vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
+
+// x where lo <= at < hi, else other.
+INL vf keep(vf x, vf at, vf lo, vf hi, vf other) {
+    __mmask16 m = _mm512_cmp_ps_mask(at, lo, _CMP_GE_OQ) & _mm512_cmp_ps_mask(at, hi, _CMP_LT_OQ);
+    return _mm512_mask_mov_ps(other, m, x);
+}
+INL vf where_equal(vf x, vf y, vf then, vf otherwise) {
+    return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ), then);
+}
+INL bool any_differs(vf x, vf y) { return _mm512_cmp_ps_mask(x, y, _CMP_NEQ_UQ) != 0; }
+INL float hmax(vf x) { return _mm512_reduce_max_ps(x); }
+INL float hsum(vf x) { return _mm512_reduce_add_ps(x); }
+
+// exp(x) for x <= 0 to about 1e-7; -inf gives 0 and NaN stays.
+INL vf exp_(vf x) {
+    x = max(set1(-200.0f), x);
+    vf n = _mm512_roundscale_ps(mul(x, set1(1.44269504f)), 8);
+    vf r = _mm512_fnmadd_ps(n, set1(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, set1(-2.12194440e-4f), r);
+    vf p = fma(set1(1.9875691500e-4f), r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(mul(r, r), p, add(r, set1(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+
+// [key][4 rows] vectors: the key of each lane, four values repeated, four lanes folded into one, one value a key.
+INL vf lane_key() { return _mm512_set_ps(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0); }
+INL vf lane_number() { return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+INL vf repeat4(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
+INL vf spread4(const float* p) {
+    const __m512i at = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    return _mm512_permutexvar_ps(at, _mm512_castps128_ps512(_mm_loadu_ps(p)));
+}
+INL vf fold4max(vf x) {
+    x = max(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    return max(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+}
+INL vf fold4sum(vf x) {
+    x = add(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    return add(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+}
+INL vf sum4(vf a, vf b, vf c, vf d) {  // in each 128-bit lane: partial sums of a, b, c, d
+    vf ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    vf cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512d x = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512d y = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    return add(_mm512_castpd_ps(x), _mm512_castpd_ps(y));
+}
+// acc[key][row], each to be summed over its lanes -> [key][row].
+INL vf reduce(vf (&a)[NT][4]) {
+    vf t0 = sum4(a[0][0], a[0][1], a[0][2], a[0][3]), t1 = sum4(a[1][0], a[1][1], a[1][2], a[1][3]);
+    vf t2 = sum4(a[2][0], a[2][1], a[2][2], a[2][3]), t3 = sum4(a[3][0], a[3][1], a[3][2], a[3][3]);
+    vf x = add(_mm512_shuffle_f32x4(t0, t1, 0x88), _mm512_shuffle_f32x4(t0, t1, 0xdd));
+    vf y = add(_mm512_shuffle_f32x4(t2, t3, 0x88), _mm512_shuffle_f32x4(t2, t3, 0xdd));
+    return add(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+}
+
+INL __mmask16 first16(int n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
+
+// 16 stored numbers from element i on, as floats; of the last `n` when fewer are left, zeros behind them.
+template <Dtype T>
+INL vf loadf(const char* p, int64_t i, int n = N) {
+    const __mmask16 m = first16(n);
+    if constexpr (T == Dtype::f32) {
+        return _mm512_maskz_loadu_ps(m, p + 4 * i);
+    } else if constexpr (T == Dtype::f16) {
+        return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, p + 2 * i));
+    } else if constexpr (T == Dtype::bf16) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p + 2 * i)), 16));
+    } else if constexpr (T == Dtype::i8) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, p + i)));
+    } else if constexpr (T == Dtype::e5m2) {  // the upper byte of a half
+        return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(m, p + i)), 8));
+    } else {  // e4m3: exponent and mantissa in a half, whose bias is 8 less; S.1111.111 is the one NaN
+        __m256i x = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(m, p + i));
+        __m256i low = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
+        __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
+        vf y = mul(_mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(low, 7))), set1(256.0f));
+        __mmask16 nan = _mm256_cmpeq_epi16_mask(low, _mm256_set1_epi16(0x7f));
+        return _mm512_mask_mov_ps(y, nan, set1(__builtin_nanf("")));
+    }
+}
+
+// The first n lanes to element i on, as f32, f16 or bf16.
+INL void storef(Dtype t, char* p, int64_t i, vf x, int n = N) {
+    const __mmask16 m = first16(n);
+    if (t == Dtype::f32) {
+        _mm512_mask_storeu_ps(p + 4 * i, m, x);
+    } else if (t == Dtype::f16) {
+        _mm256_mask_storeu_epi16(p + 2 * i, m, _mm512_cvtps_ph(x, 8));
+    } else {
+        __m512i u = _mm512_castps_si512(x);
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+        __m512i y = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+        y = _mm512_mask_mov_epi32(y, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+        _mm256_mask_storeu_epi16(p + 2 * i, m, _mm512_cvtepi32_epi16(y));
+    }
+}
+
+INL vw as_words(vf x) { return _mm512_castps_si512(x); }
+INL vf as_floats(vw x) { return _mm512_castsi512_ps(x); }
+INL vw load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+INL void store_words(uint32_t* p, vw x) { _mm512_storeu_si512(p, x); }
+INL vw set1_word(const uint32_t* p) { return _mm512_set1_epi32((int)*p); }
+INL vw zero_words() { return _mm512_setzero_si512(); }
+
+// Columns of a 16 x 16 block of words become rows at d, d + stride, ...
+INL void transpose(vw (&r)[N], uint32_t* d, int64_t stride) {
+    vw t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        store_words(d + i * stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+        store_words(d + (i + 8) * stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+        store_words(d + (i + 4) * stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+        store_words(d + (i + 12) * stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+    }
+}
+
+INL void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+
+}  // namespace JATTN_ISA

@@ -1,0 +1,55 @@
+// Loops on XLA's own thread pool. The caller takes part; nobody waits for a task that has not begun.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jattn {
+
+// f(i) for i in 0..n-1, claimed one by one in order. Helpers that the pool starts late find nothing left and leave;
+// the caller returns when every claimed item is done, so it can never wait for a queue (no deadlock when many
+// executions share the pool).
+template <class F>
+void parallel_for(xla::ffi::ThreadPool& pool, int64_t n, int64_t threads, F&& f) {
+    if (threads <= 0) threads = pool.num_threads();
+    if (threads > n) threads = n;
+    if (threads <= 1) {
+        for (int64_t i = 0; i < n; i++) f(i);
+        return;
+    }
+    struct State {
+        std::atomic<int64_t> next{0}, done{0};
+        std::mutex mutex;
+        std::condition_variable all_done;
+    };
+    auto state = std::make_shared<State>();  // outlives late helpers
+    auto* body = &f;                         // only touched by those who claimed an item
+    auto work = [state, body, n](bool helper) {
+        int64_t mine = 0, i;
+        while ((i = state->next.fetch_add(1, std::memory_order_relaxed)) < n) {
+            (*body)(i);
+            mine++;
+        }
+        if (mine && state->done.fetch_add(mine, std::memory_order_acq_rel) + mine == n && helper) {
+            std::lock_guard<std::mutex> lock(state->mutex);
+            state->all_done.notify_one();
+        }
+    };
+    for (int64_t t = 1; t < threads; t++) pool.Schedule([work] { work(true); });
+    work(false);
+    for (int spin = 0; spin < 4000 && state->done.load(std::memory_order_acquire) < n; spin++) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+    if (state->done.load(std::memory_order_acquire) < n) {
+        std::unique_lock<std::mutex> lock(state->mutex);
+        state->all_done.wait(lock, [&] { return state->done.load(std::memory_order_acquire) >= n; });
+    }
+}
+
+}  // namespace jattn

@@ -1,0 +1,81 @@
+"""The mask predicate against literal matrices, and the key range against the predicate."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.algebra.mask import MaskRule, key_range, visible
+
+X, o = True, False
+
+LITERAL = {
+    "causal": (MaskRule(), [[X, o, o, o], [X, X, o, o], [X, X, X, o], [X, X, X, X]]),
+    "bidirectional": (MaskRule(causal=False), [[X] * 4] * 4),
+    "window of self and one before": (
+        MaskRule(left=1, right=0),
+        [[X, o, o, o], [X, X, o, o], [o, X, X, o], [o, o, X, X]],
+    ),
+    "one to each side": (
+        MaskRule(causal=False, left=1, right=1),
+        [[X, X, o, o], [X, X, X, o], [o, X, X, X], [o, o, X, X]],
+    ),
+    "only to the right": (MaskRule(causal=False, left=0), [[X, X, X, X], [o, X, X, X], [o, o, X, X], [o, o, o, X]]),
+    "chunks of two": (MaskRule(chunk=2), [[X, o, o, o], [X, X, o, o], [o, o, X, o], [o, o, X, X]]),
+    "chunks of two, bidirectional": (
+        MaskRule(causal=False, chunk=2),
+        [[X, X, o, o], [X, X, o, o], [o, o, X, X], [o, o, X, X]],
+    ),
+    "even keys only": (
+        MaskRule(mask_fn=lambda head, q, k: k % 2 == 0),
+        [[X, o, o, o], [X, o, o, o], [X, o, X, o], [X, o, X, o]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LITERAL)
+def test_the_mask_is_this_matrix(name):
+    rule, expected = LITERAL[name]
+    position = jnp.arange(4)
+    seen = visible(rule, jnp.zeros((1, 1), int), position[:, None], position[None])
+    np.testing.assert_array_equal(seen, np.array(expected))
+
+
+def test_a_traced_causal_flag_overrules_the_rule():
+    position = jnp.arange(3)
+    flags = jnp.array([True, False, True])[:, None]
+    seen = visible(MaskRule(), jnp.zeros((1, 1), int), position[:, None], position[None], flags)
+    np.testing.assert_array_equal(seen, [[X, o, o], [X, X, X], [X, X, X]])
+
+
+rules = st.builds(
+    MaskRule,
+    causal=st.booleans(),
+    left=st.integers(-1, 5),
+    right=st.integers(-1, 5),
+    chunk=st.integers(0, 5),
+)
+
+
+@hypothesis.given(rule=rules, first=st.integers(-3, 12), rows=st.integers(1, 6), kv_len=st.integers(0, 14))
+def test_the_range_is_exactly_the_union_of_what_the_rows_see(rule, first, rows, kv_len):
+    q = jnp.arange(first, first + rows)
+    k = jnp.arange(kv_len)
+    seen = np.asarray(visible(rule, jnp.zeros((1, 1), int), q[:, None], k[None])).any(0)
+    start, stop = key_range(rule, q[0], q[-1], jnp.int32(kv_len))
+    assert 0 <= start <= stop
+    inside = (np.arange(kv_len) >= start) & (np.arange(kv_len) < stop)
+    assert not (seen & ~inside).any(), "a key that is seen lies outside the range"
+    one_chunk = rule.chunk == 0 or first // rule.chunk == (first + rows - 1) // rule.chunk
+    if one_chunk and rule.right < 0:
+        assert (seen == inside).all(), "the range is wider than the union"
+
+
+@hypothesis.given(rule=rules, first=st.integers(0, 8), rows=st.integers(1, 5), kv_len=st.integers(0, 14))
+def test_the_range_covers_a_traced_causal_flag(rule, first, rows, kv_len):
+    for causal in (True, False):
+        q, k = jnp.arange(first, first + rows), jnp.arange(kv_len)
+        seen = np.asarray(visible(rule, jnp.zeros((1, 1), int), q[:, None], k[None], jnp.array(causal))).any(0)
+        start, stop = key_range(rule, q[0], q[-1], jnp.int32(kv_len), jnp.array(causal))
+        assert not seen[: int(start)].any() and not seen[int(stop) :].any()

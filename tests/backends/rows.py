@@ -1,0 +1,70 @@
+"""The covering set: every feature, case, size, dtype, page and ratio at least once, most of them in company.
+
+The full product would be a million runs. Each group below walks one axis completely and turns the other axes
+under it, so that neighbours meet (a page size with a window, a head size with a quantised cache ...).
+"""
+
+import itertools
+
+import pytest
+
+from tests.cases import CASES, COMBINED, FEATURES, SINGLE
+from tests.problem import Problem
+
+FLOATS = ("float32", "bfloat16", "float16")
+LAYOUTS = ("NHD", "HND")
+QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
+MODES = ("per_tensor", "per_head", "per_token_head")
+PAGES = (1, 3, 16, 48, 128)
+HEAD_DIMS = (
+    (8, None),
+    (40, None),
+    (64, None),
+    (80, None),
+    (96, None),
+    (128, None),
+    (192, None),
+    (256, None),
+    (192, 128),
+)
+RATIOS = (1, 3, 4, 5, 7, 8, 16, 17, 71)
+RICH = itertools.cycle(
+    FEATURES[name] for name in ("cap_sinks_window", "per_request_causal", "chunk_alibi_sinks", "plain")
+)
+
+
+def rows():
+    """(name, Problem) of the whole set."""
+    layout = itertools.cycle(LAYOUTS)
+    for name, feature in FEATURES.items():
+        yield f"feature-{name}", Problem(case=CASES["mixed_unsorted"], feature=feature, layout=next(layout))
+    for name, feature in COMBINED.items():
+        yield f"bf16-{name}", Problem(feature=feature, dtype="bfloat16", layout=next(layout))
+    for q, held in itertools.product(FLOATS, FLOATS):
+        if (q, held) != ("float32", "float32"):
+            yield f"dtype-{q}-{held}", Problem(feature=next(RICH), dtype=q, cache_dtype=held, layout=next(layout))
+    q = itertools.cycle(FLOATS)
+    for held, mode in itertools.product(QUANTISED, MODES):
+        for feature in (SINGLE["plain"], COMBINED["everything"]):
+            yield (
+                f"quant-{held}-{mode}-{feature.name}",
+                Problem(feature=feature, dtype=next(q), cache_dtype=held, quant=mode, layout=next(layout)),
+            )
+    for name, case in CASES.items():
+        yield f"case-{name}", Problem(case=case, feature=COMBINED["cap_sinks_window"], layout=next(layout))
+    for page in PAGES:
+        for case in ("mixed", "page_edges"):
+            yield (
+                f"page-{page}-{case}",
+                Problem(case=CASES[case], feature=next(RICH), block_size=page, layout=next(layout)),
+            )
+    for dim, v_dim in HEAD_DIMS:
+        size = dict(heads=2, kv_heads=1, head_dim=dim, v_head_dim=v_dim, block_size=16)
+        yield f"head_dim-{dim}-{v_dim or dim}", Problem(feature=next(RICH), dtype=next(q), layout=next(layout), **size)
+    for ratio in RATIOS:
+        kv = 1 if ratio > 8 else 2
+        size = dict(case=CASES["speculative"], heads=ratio * kv, kv_heads=kv, head_dim=8)
+        yield f"ratio-{ratio}", Problem(feature=next(RICH), layout=next(layout), **size)
+
+
+ROWS = [pytest.param(problem, id=name) for name, problem in rows()]

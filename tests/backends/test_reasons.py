@@ -1,0 +1,152 @@
+"""Why a backend cannot: all reasons, in one order, and each need asked by its field."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from jattn.backends import Feature, Question
+from jattn.device import Chip
+from tests.backends.toy import CACHE, CPU, SPEC, ToyBackend, derived
+
+
+def test_every_reason_is_given_in_vllms_order_then_ours_then_the_combination():
+    picky = derived(
+        platforms=("gpu",),
+        min_compute_capability=90,
+        kv_cache_layouts=("NHD",),
+        supports_combination=classmethod(lambda cls, question: "and all of that at once"),
+    )
+    flags = {f"use_{feature.name.lower()}": True for feature in Feature if feature is not Feature.LSE}
+    reasons = picky.validate_configuration(
+        7,
+        dtype="float16",
+        kv_cache_dtype="fp8",
+        block_size=5,
+        use_mla=True,
+        use_sparse=True,
+        attn_type="encoder",
+        device_capability=Chip("gpu", "sm_80"),
+        kv_cache_layout="HND",
+        quant="per_head",
+        **flags,
+    )
+    starts = [
+        "head_size not supported",
+        "dtype not supported",
+        "kv_cache_dtype not supported",
+        "block_size not supported",
+        "partial multimodal token full attention not supported",
+        "MLA not supported",
+        "attention sinks not supported",
+        "sparse not supported",
+        "per-head quant scales not supported",
+        "compute capability not supported",
+        "attention type encoder not supported",
+        "sliding window not supported",
+        "R-SWA not supported",
+        "non-causal attention not supported",
+        "non-causal MLA attention with DCP not supported",
+        "batch invariance not supported",
+        "KV connector not supported",
+        "PCP not supported",
+        "DCP not supported",
+        "device-cpu query lens mismatch not supported",
+    ]
+    ours = [f"{f} not supported" for f in list(Feature)[list(Feature).index(Feature.TWO_SIDED_WINDOW) :]]
+    starts += [reason for reason in ours if not reason.startswith(Feature.LSE)]
+    starts += ["kv_cache_layout not supported", "quant not supported", "and all of that at once"]
+    assert [reason.split(":")[0] for reason in reasons] == starts
+
+
+def test_platform_is_ours_and_comes_late():
+    reasons = derived(platforms=("gpu",)).validate_configuration(7, device_capability=CPU)
+    assert [reason.split(":")[0] for reason in reasons] == ["head_size not supported", "platform not supported"]
+    assert reasons[1] == "platform not supported: cpu seen, gpu supported"
+
+
+def test_a_reason_says_what_was_seen_and_what_is_supported():
+    reasons = ToyBackend.validate_configuration(24, dtype=jnp.bfloat16, block_size=6, quant="per_head")
+    assert reasons == [
+        "head_size not supported: 24 seen, 8, 16 supported",
+        "dtype not supported: bfloat16 seen, float32 supported",
+        "block_size not supported: 6 seen, multiples of 4 supported",
+        "quant not supported: 'per_head' seen, 'none' supported",
+    ]
+
+
+def test_mla_and_sparse_are_refused_both_ways():
+    plain, latent = ToyBackend, derived(mla=True, sparse=True)
+    assert plain.validate_configuration(8) == [] == latent.validate_configuration(8, use_mla=True, use_sparse=True)
+    assert [r.split(":")[0] for r in plain.validate_configuration(8, use_mla=True, use_sparse=True)] == [
+        "MLA not supported",
+        "sparse not supported",
+    ]
+    assert [r.split(":")[0] for r in latent.validate_configuration(8)] == [
+        "non-MLA not supported",
+        "non-sparse not supported",
+    ]
+
+
+def test_a_combination_may_be_refused_where_its_parts_are_not():
+    class Either(ToyBackend):
+        features = ToyBackend.features | {Feature.SINK}
+
+        @classmethod
+        def supports_combination(cls, question):
+            both = question.asks(Feature.SINK) and question.head_size == 16
+            return "sinks with head_size 16 not supported" if both else None
+
+    assert Either.validate_configuration(8, has_sink=True) == Either.validate_configuration(16) == []
+    assert Either.validate_configuration(16, has_sink=True) == ["sinks with head_size 16 not supported"]
+
+
+def test_a_method_may_be_overridden_instead_of_the_data():
+    sinks = derived(supports_sink=classmethod(lambda cls: True))
+    assert sinks.validate_configuration(8, has_sink=True) == []
+
+
+def test_an_unknown_keyword_is_refused():
+    with pytest.raises(ValueError, match="use_magic: not known; use .*has_sink.*use_mla"):
+        ToyBackend.validate_configuration(8, use_magic=True)
+
+
+NEEDS = [
+    (dict(has_sinks=True), {}, Feature.SINK),
+    (dict(sliding_window=4), {}, Feature.SLIDING_WINDOW),
+    (dict(sliding_window=(-1, 2)), {}, Feature.TWO_SIDED_WINDOW),
+    (dict(chunk_size=4), {}, Feature.CHUNK),
+    (dict(has_alibi=True), {}, Feature.ALIBI),
+    (dict(logits_soft_cap=5.0), {}, Feature.SOFT_CAP),
+    (dict(mask_fn=lambda h, q, k: k <= q), {}, Feature.MASK_FN),
+    (dict(score_fn=lambda s, h, q, k: s), {}, Feature.SCORE_FN),
+    (dict(v_head_dim=16), dict(v_head_dim=16), Feature.DIFF_KV),
+    ({}, dict(dtype="int8", quant="per_head"), Feature.PER_HEAD_QUANT_SCALES),
+]
+
+
+@pytest.mark.parametrize(("layer", "cache", "feature"), NEEDS, ids=[feature.name for *_, feature in NEEDS])
+def test_each_field_of_a_spec_asks_for_its_feature(layer, cache, feature):
+    spec, cache_spec = dataclasses.replace(SPEC, **layer), dataclasses.replace(CACHE, **cache)
+    asked = {name for name, _ in Question.of(spec, cache_spec, CPU).needs}
+    assert feature in asked and asked <= {feature, Feature.LSE, Feature.SLIDING_WINDOW}
+    able = derived(features=ToyBackend.features | asked, supported_kv_cache_dtypes=(), quant_modes=("none", "per_head"))
+    assert able.reasons(spec, cache_spec, CPU) == ()
+    without = derived(features=able.features - {feature}, supported_kv_cache_dtypes=(), quant_modes=able.quant_modes)
+    assert [reason.split(":")[0] for reason in without.reasons(spec, cache_spec, CPU)] == [f"{feature} not supported"]
+
+
+def test_a_plain_window_looks_left_only_unless_the_type_has_no_causality():
+    asked = lambda spec: {feature for feature, _ in Question.of(spec, CACHE).needs}
+    assert Feature.TWO_SIDED_WINDOW not in asked(dataclasses.replace(SPEC, sliding_window=4))
+    encoder = dataclasses.replace(SPEC, sliding_window=4, attn_type="encoder_only")
+    assert Feature.TWO_SIDED_WINDOW in asked(encoder)
+
+
+def test_packed_attention_is_a_feature_and_own_reasons_come_before_the_combination():
+    own = derived(layer_reasons=classmethod(lambda cls, spec, cache_spec, chip: ("no such library",)))
+    assert own.reasons(SPEC, CACHE, CPU) == ("no such library",)
+    assert own.reasons(SPEC, None, CPU) == (
+        "attention without a cache not supported: no cache_spec given",
+        "no such library",
+    )

@@ -1,0 +1,74 @@
+"""The commands say what they found, in words and in the exit code."""
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jattn
+from jattn import cli, demo
+
+LAYER = ["--num-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]
+
+
+def test_explain_names_every_backend(capsys):
+    assert cli.main(["explain", *LAYER]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in jattn.list_backends())
+
+
+@pytest.mark.parametrize("spec", [jattn.AttentionSpec, jattn.KVCacheSpec])
+def test_explain_has_a_flag_for_every_field(spec, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--help"])
+    help_text = capsys.readouterr().out
+    flags = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(spec)}
+    assert {flag for flag in flags if flag not in help_text} == set()
+
+
+@pytest.mark.parametrize(
+    "extra", [["--sliding-window", "128"], ["--sliding-window", "64,3"], ["--quant", "per_tensor"]]
+)
+def test_explain_passes_a_flag_on(extra, monkeypatch, capsys):
+    """Compare with the same question asked in Python: a flag that is dropped would be answered without it."""
+    asked = []
+    real = jattn.explain
+    monkeypatch.setattr(jattn, "explain", lambda *args, **kwargs: asked.append(args) or real(*args, **kwargs))
+    dtype = ["--dtype", "int8"] if "--quant" in extra else []
+    assert cli.main(["explain", *LAYER, *extra, *dtype]) in (0, 1)
+    window = {"128": 128, "64,3": (64, 3)}.get(extra[1])
+    spec = jattn.AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, sliding_window=window)
+    quant = dict(dtype="int8", quant="per_tensor") if dtype else {}
+    cache_spec = jattn.KVCacheSpec(num_blocks=1024, block_size=16, num_kv_heads=8, head_dim=128, **quant)
+    assert asked == [(spec, cache_spec)]
+
+
+def test_explain_says_what_is_wrong_with_a_layer(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["explain", "--num-heads", "32", "--num-kv-heads", "7", "--head-dim", "128"])
+    assert stop.value.code == 2
+    assert "num_kv_heads" in capsys.readouterr().err
+
+
+def test_the_demo_agrees(capsys):
+    assert cli.main(["demo"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in jattn.list_backends())
+    assert "WRONG" not in printed
+
+
+@pytest.mark.parametrize("lie", [1.001, np.nan])
+def test_the_demo_fails_where_numbers_differ(lie, monkeypatch, capsys):
+    backend = demo._run_backend
+    monkeypatch.setattr(demo, "_run_backend", lambda *args: (backend(*args)[0] * lie, 1.0))
+    assert cli.main(["demo"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "jattn", "explain", *LAYER], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("backend")

@@ -1,0 +1,75 @@
+"""The suite is strict by default: what a server would only log is an error here.
+
+Set before JAX is imported: CPU, several devices. Then rank promotion raises, 64-bit stays off, warnings are
+errors (pyproject.toml), hypothesis draws the same examples on every run. `JAX_PLATFORMS=cuda make test` runs
+the suite on a chip.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+
+HOST_DEVICES = 4
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_flags = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _flags:
+    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count={HOST_DEVICES}".strip()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_enable_x64", False)
+
+hypothesis.settings.register_profile(
+    "jattn",
+    derandomize=True,  # the same examples on every run and machine
+    deadline=None,  # the first example of a shape compiles
+    database=None,
+    max_examples=50,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("jattn")
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass
+class CompileCount:
+    """How often XLA compiled, by the name of the jitted function ('jit(f)' counts as 'f')."""
+
+    names: list[str] = dataclasses.field(default_factory=list)
+
+    def of(self, name: str) -> int:
+        """Compilations of the jitted function called `name`."""
+        return self.names.count(name)
+
+    @property
+    def total(self) -> int:
+        """All compilations, eager jnp operations included."""
+        return len(self.names)
+
+
+@contextlib.contextmanager
+def count_compiles() -> Iterator[CompileCount]:
+    """Count what XLA compiles: `with count_compiles() as seen: ...`, then `assert seen.of("step") <= 3`."""
+    seen = CompileCount()
+
+    def listen(event: str, duration: float, **tags) -> None:
+        if event == _COMPILE_EVENT:
+            seen.names.append(str(tags.get("fun_name", "?")).removeprefix("jit(").removesuffix(")"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def compiles():
+    """The trace counter, as a context manager: see `count_compiles`."""
+    return count_compiles

@@ -1,0 +1,40 @@
+"""A cascade is a flat batch read in another order: every mask, bias and sink means the same in it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from jattn.metadata import CommonAttentionMetadata, cascade_levels
+
+TABLE = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [0, 1, 7, 8, 9], [0, 1, 10, 11, 12]]
+LEVELS = [8, [(2, 4), (1, 0), (1, 0)]]  # all share 8 tokens, the first two 4 more
+
+
+def test_a_cascade_is_the_flat_batch():
+    spec = jattn.AttentionSpec(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        sliding_window=9,
+        chunk_size=12,
+        logits_soft_cap=3.0,
+        has_alibi=True,
+        has_sinks=True,
+    )
+    cache_spec = jattn.KVCacheSpec(num_blocks=16, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
+    meta = CommonAttentionMetadata.from_lengths(
+        [1, 3, 2, 1], [13, 17, 14, 9], TABLE, 4, num_tokens=9, num_reqs=5, max_blocks=5
+    )
+    keys = jax.random.split(jax.random.key(0), 5)
+    k, v = (jax.random.normal(key, (64, 2, 8)) for key in keys[:2])
+    cache = jattn.write_kv(jattn.empty_cache(cache_spec, fill=jnp.nan), k, v, jnp.arange(64))
+    params = jattn.AttentionParams(
+        alibi_slopes=jax.random.normal(keys[2], (4,)),
+        sinks=jax.random.normal(keys[3], (4,)),
+    )
+    q = jax.random.normal(keys[4], (9, 4, 8))
+    flat = jax.jit(lambda: jattn.paged_attention(q, cache, meta, spec, params))()
+    ours = jax.jit(lambda: jattn.cascade_attention(q, cache, cascade_levels(meta, LEVELS, 4), spec, params))()
+    np.testing.assert_allclose(ours.out, flat.out, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(ours.lse, flat.lse, rtol=2e-5, atol=2e-6)

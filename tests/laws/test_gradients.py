@@ -1,0 +1,146 @@
+"""Attention is differentiable, and its derivative is the one that the witness wrote out by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from tests.cases import FEATURES, Case, Feature
+from tests.oracle import attention, grad
+from tests.problem import Problem
+
+GRADED = {
+    "plain": FEATURES["plain"],
+    "non_causal": FEATURES["non_causal"],
+    "cap_sinks_window": FEATURES["cap_sinks_window"],
+    "everything": Feature(
+        "everything",
+        {k: v for k, v in FEATURES["everything"].spec.items() if k != "score_fn"},
+        ("alibi_slopes", "sinks"),
+    ),
+}
+CASE = Case("three", (1, 4, 9), (7, 11, 9))
+DIFFERENTIABLE = [name for name in jattn.list_backends() if name == "sdpa"]
+
+
+def problem_of(name: str) -> Problem:
+    return Problem(case=CASE, feature=GRADED[name], head_dim=8, v_head_dim=6, pad_tokens=2)
+
+
+def cotangents(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """dout [T H V], dlse [T H]: random, padding rows included."""
+    rng = np.random.default_rng(5)
+    shape = problem.num_tokens, problem.heads, problem.v_dim
+    return rng.normal(size=shape).astype(np.float32), rng.normal(size=shape[:2]).astype(np.float32)
+
+
+def witness(problem: Problem) -> dict[str, np.ndarray | list[np.ndarray]]:
+    """dq over the packed tokens, dk and dv a request, dslopes and dsinks."""
+    dout, dlse = cotangents(problem)
+    spec, found, start = problem.feature.spec, {"dq": [], "dk": [], "dv": [], "dslopes": 0, "dsinks": 0}, 0
+    window = spec.get("sliding_window")
+    for r, (n, length) in enumerate(zip(CASE.query_lens, CASE.seq_lens, strict=True)):
+        rows = slice(start, start := start + n)
+        one = grad.attend_one_grad(
+            problem.q[rows], problem.keys[r], problem.values[r], dout[rows], dlse[rows],
+            q_pos=np.arange(length - n, length), scale=spec.get("scale") or problem.head_dim**-0.5,
+            causal=problem.causal, window=(window - 1, 0) if window else None, chunk_size=spec.get("chunk_size"),
+            soft_cap=spec.get("logits_soft_cap"), mask_fn=spec.get("mask_fn"),
+            slopes=problem.numbers.get("alibi_slopes"), sinks=problem.numbers.get("sinks"),
+        )  # fmt: skip
+        for name in ("dq", "dk", "dv"):
+            found[name].append(one[name])
+        for name in ("dslopes", "dsinks"):
+            found[name] = found[name] + one[name]
+    return found | {"dq": np.concatenate(found["dq"])}
+
+
+def close(got, wanted, what: str) -> None:
+    """Sums of float32 products: relative to the size of the whole tensor."""
+    assert not np.isnan(got).any(), f"{what}: NaN"
+    np.testing.assert_allclose(got, wanted, atol=2e-5 * max(1.0, np.abs(wanted).max()), rtol=2e-5, err_msg=what)
+
+
+def check(problem: Problem, dq, dk: list, dv: list, dparams: jattn.AttentionParams) -> None:
+    wanted = witness(problem)
+    live = CASE.num_tokens
+    close(dq[:live], wanted["dq"], "dq")
+    assert not np.asarray(dq)[live:].any(), "padding has no gradient"
+    for r in range(len(CASE.query_lens)):
+        close(dk[r], wanted["dk"][r], f"dk of request {r}")
+        close(dv[r], wanted["dv"][r], f"dv of request {r}")
+    for name, mine in (("alibi_slopes", "dslopes"), ("sinks", "dsinks")):
+        if name in problem.numbers:
+            close(getattr(dparams, name), wanted[mine], name)
+
+
+@pytest.mark.parametrize("backend", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", GRADED)
+def test_through_pages_and_the_write(backend, name):
+    """q, the new k and v, every cached key and value, slopes and sinks; poison outside stays outside."""
+    problem = problem_of(name)
+    attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
+    new, cache = (problem.new(problem.keys), problem.new(problem.values)), problem.cache(new=False)
+    meta, (dout, dlse) = problem.meta, cotangents(problem)
+
+    @functools.partial(jax.jit)
+    def pull(q, k, v, cache, params):
+        def forward(q, k, v, cache, params):
+            _, state = attn(q, k, v, cache, attn.build(meta), params)
+            return state.out, state.lse
+
+        (_, lse), back = jax.vjp(forward, q, k, v, cache, params)
+        return back((jnp.asarray(dout), jnp.where(jnp.isfinite(lse), dlse, 0.0)))
+
+    dq, dk_new, dv_new, dcache, dparams = pull(problem.q, *new, cache, problem.params)
+    found = []
+    for d_new, d_pool in zip((dk_new, dv_new), dcache.logical(), strict=True):
+        pool = np.asarray(d_pool).reshape(-1, *d_pool.shape[2:])
+        rows, start = [], 0
+        for r, (n, computed) in enumerate(zip(CASE.query_lens, CASE.computed, strict=True)):
+            old = pool[problem.slots(r)[:computed]]
+            rows.append(np.concatenate([old, np.asarray(d_new)[start : start + n]]))
+            start += n
+        assert not np.asarray(d_new)[start:].any(), "padding has no gradient"
+        used = {slot for r, c in enumerate(CASE.computed) for slot in problem.slots(r)[:c]}
+        others = np.setdiff1d(np.arange(len(pool)), list(used))
+        assert not pool[others].any(), "a slot that nobody reads, or that was overwritten, has no gradient"
+        found.append(rows)
+    check(problem, dq, *found, dparams)
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_through_packed_keys(name):
+    problem = problem_of(name).replace(pad_reqs=0)
+    meta = jattn.CommonAttentionMetadata.from_lengths(
+        CASE.query_lens, CASE.seq_lens, None, 1, num_tokens=problem.num_tokens, causal=problem.causal
+    )
+    dout, dlse = cotangents(problem)
+
+    @jax.jit
+    def pull(q, k, v, params):
+        def forward(q, k, v, params):
+            state = jattn.attention(q, k, v, meta, problem.spec, params)
+            return state.out, state.lse
+
+        (_, lse), back = jax.vjp(forward, q, k, v, params)
+        return back((jnp.asarray(dout), jnp.where(jnp.isfinite(lse), dlse, 0.0)))
+
+    packed = np.concatenate(problem.keys), np.concatenate(problem.values)
+    dq, dk, dv, dparams = pull(problem.q, *packed, problem.params)
+    cuts = np.cumsum(CASE.seq_lens)[:-1]
+    check(problem, dq, np.split(np.asarray(dk), cuts), np.split(np.asarray(dv), cuts), dparams)
+
+
+def test_a_sharper_soft_cap_has_a_smaller_gradient():
+    """The witness itself moves with the option: a check that the comparison above sees the soft cap."""
+    q, k = np.ones((1, 1, 2)), np.array([[[1.0, 0.0]], [[0.0, 1.5]]])
+    sizes = [
+        np.abs(grad.attend_one_grad(q, k, k, q, q_pos=[1], scale=1.0, soft_cap=cap)["dq"]).max()
+        for cap in (None, 1.0, 0.3)
+    ]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 2
+    assert attention.attend_one(q, k, k, q_pos=[1], scale=1.0)[0].shape == (1, 1, 2)

@@ -1,0 +1,79 @@
+"""An option is honoured or refused, never ignored: every option x every backend moves the result, or raises."""
+
+import numpy as np
+import pytest
+
+import jattn
+from tests.cases import FEATURES, Case, Feature
+from tests.problem import Problem, run
+
+BASE = Problem(case=Case("few", (1, 3), (14, 11)), heads=4, kv_heads=2, head_dim=8)
+OPTIONS = {
+    "scale": Feature("scale", dict(scale=0.9)),
+    "window": FEATURES["window_5"],
+    "window_left": FEATURES["window_left"],
+    "chunk_size": FEATURES["chunk"],
+    "soft_cap": FEATURES["soft_cap"],
+    "alibi": FEATURES["alibi"],
+    "sinks": FEATURES["sinks"],
+    "mask_fn": FEATURES["mask_fn"],
+    "score_fn": FEATURES["score_fn"],
+    "q_scale": Feature("q_scale", params=("q_scale",)),
+    "k_scale": Feature("k_scale", params=("k_scale",)),
+    "v_scale": Feature("v_scale", params=("v_scale",)),
+    "q_scale[]": Feature("q_scale[]", params=("q_scale[]",)),
+    "k_scale[]": Feature("k_scale[]", params=("k_scale[]",)),
+    "v_scale[]": Feature("v_scale[]", params=("v_scale[]",)),
+    "causal": FEATURES["non_causal"],
+    "causal[]": Feature("causal[]", causal="alternate"),
+}
+BACKENDS = jattn.list_backends()
+
+
+def attend(backend: str, feature: Feature) -> np.ndarray:
+    """The live rows over one and the same cache: a scale changes what the stored numbers mean."""
+    problem = BASE.replace(feature=feature)
+    attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
+    state = attn.attend(problem.q, BASE.cache(), attn.build(problem.meta), problem.params)
+    return np.asarray(state.out)[: problem.case.num_tokens]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_moves_the_result_or_raises(backend, option):
+    """The non-causal option shows only where a query has keys ahead of it: request 1, not its last token."""
+    try:
+        plain, moved = attend(backend, FEATURES["plain"]), attend(backend, OPTIONS[option])
+    except jattn.UnsupportedError as refusal:
+        assert backend != "sdpa" and refusal.reasons[backend]
+        return
+    assert np.abs(plain - moved).max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("quant", ["per_tensor", "per_head", "per_token_head"])
+def test_a_cache_quantised_more_coarsely_moves_the_result_or_raises(backend, quant):
+    try:
+        fine = np.asarray(run(BASE, backend)[1].out)
+        coarse = np.asarray(run(BASE.replace(cache_dtype="float8_e5m2", quant=quant), backend)[1].out)
+    except jattn.UnsupportedError as refusal:
+        assert backend != "sdpa" and refusal.reasons[backend]
+        return
+    assert 1e-3 < np.abs(fine - coarse).max() < 1
+
+
+def test_neutral_values_are_the_same_layer():
+    """0 and None spell 'off'; the defaults are filled in, so that equal layers share one trace."""
+    plain = jattn.AttentionSpec(num_heads=4, head_dim=8)
+    filled = dict(num_kv_heads=4, v_head_dim=8, scale=8**-0.5, sliding_window=(-1, -1), logits_soft_cap=0.0)
+    same = jattn.AttentionSpec(num_heads=4, head_dim=8, attn_type="decoder", **filled)
+    assert same == plain and hash(same) == hash(plain)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+def test_a_parameter_without_its_flag_and_a_flag_without_its_parameter_raise(name):
+    feature = FEATURES[name.removesuffix("_slopes")]
+    given, asked = BASE.replace(feature=Feature("given", params=(name,))), BASE.replace(feature=feature)
+    for spec, params in ((given.spec, given.params), (asked.spec, jattn.AttentionParams())):
+        with pytest.raises(ValueError, match=name):
+            jattn.paged_attention(BASE.q, BASE.cache(), BASE.meta, spec, params)

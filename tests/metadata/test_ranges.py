@@ -1,0 +1,31 @@
+"""Spans that see each other both ways."""
+
+import jax
+import numpy as np
+import pytest
+
+from jattn.metadata import compute_mm_prefix_range_tensor, fill_mm_prefix_query_ranges
+from tests.metadata.batches import plain
+
+
+def test_ranges_are_padded_with_invalid_pairs():
+    ranges = compute_mm_prefix_range_tensor([[(0, 3), (5, 8)], []], num_reqs=3, max_ranges=2)
+    assert ranges.tolist() == [[[0, 3], [5, 8]], [[0, 0], [0, 0]], [[0, 0], [0, 0]]] and ranges.dtype == np.int32
+    assert compute_mm_prefix_range_tensor([[], []]).shape == (2, 0, 2)
+
+
+def test_every_token_gets_the_range_that_holds_its_position():
+    meta = plain([4, 3], [8, 3], num_tokens=9, num_reqs=3)  # positions 4 5 6 7 | 0 1 2 | padding
+    ranges = compute_mm_prefix_range_tensor([[(0, 2), (5, 6)], [(1, 2)]], num_reqs=3)
+    wanted = [[-1, -1], [5, 6], [5, 6], [-1, -1], [-1, -1], [1, 2], [1, 2], [-1, -1], [-1, -1]]
+    assert fill_mm_prefix_query_ranges(meta, ranges).tolist() == wanted
+    assert jax.jit(fill_mm_prefix_query_ranges)(meta, ranges).tolist() == wanted
+    none = compute_mm_prefix_range_tensor([], num_reqs=3)
+    assert (fill_mm_prefix_query_ranges(meta, none) == -1).all()
+
+
+def test_bad_ranges_are_refused():
+    with pytest.raises(ValueError, match=r"request 1: range \(4, 2\) must be 0 <= first <= last"):
+        compute_mm_prefix_range_tensor([[], [(4, 2)]])
+    with pytest.raises(ValueError, match=r"do not fit \[1, 1, 2\]"):
+        compute_mm_prefix_range_tensor([[(0, 1), (2, 3)]], max_ranges=1)

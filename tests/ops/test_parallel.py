@@ -1,0 +1,220 @@
+"""Several devices, one answer: keys dealt out over ranks, heads dealt out over ranks, and the collectives between."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jattn
+from jattn.backends import ContextParallel
+from jattn.metadata import with_dcp
+from jattn.ops import parallel as collectives
+from jattn.ops.shard import KeyShard
+from jattn.ops.state import AttentionState
+from jattn.parallel import decode_context_parallel, head_partition, tensor_parallel
+from tests.cases import FEATURES, Case
+from tests.ops import test_mla as latent
+from tests.oracle.mla import latent_attention
+from tests.problem import Problem
+
+AXIS = "ranks"
+RAGGED = Case("ragged", (1, 5, 0, 9, 1, 2), (19, 7, 0, 26, 1, 3))  # the short ones leave ranks without a key
+
+
+def mesh(world: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:world]), (AXIS,))
+
+
+def over(world: int, f, in_specs, out_specs):
+    return jax.jit(jax.shard_map(f, mesh=mesh(world), in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+
+# ---------------------------------------------------------------------- where a key lies and where it stands
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_ranks_deal_out_every_position_once_and_in_order(world, interleave):
+    everything, bounds = np.arange(70), np.arange(-2, 71)
+    owner, total = everything // interleave % world, 0
+    for rank in range(world):
+        shard = KeyShard(rank=rank, world=world, interleave=interleave)
+        mine = np.flatnonzero(owner == rank)
+        assert shard.positions(everything)[: len(mine)].tolist() == mine.tolist()
+        below = np.asarray(shard.count_below(bounds))
+        assert below.tolist() == [int((mine < p).sum()) for p in bounds]
+        total += below[-1]
+    assert total == len(everything)
+
+
+@pytest.mark.parametrize(("world", "interleave"), [(2, 1), (3, 2), (4, 4)])
+def test_slots_of_all_ranks_cover_the_new_tokens_once(world, interleave):
+    size, table = 4, np.array([[7, 3, 9], [5, 1, 0]])
+    meta = jattn.CommonAttentionMetadata.from_lengths([9, 2], [20, 2], table, size * world, num_tokens=13)
+    slots = [KeyShard(rank=r, world=world, interleave=interleave).slot_mapping(meta, size) for r in range(world)]
+    written = np.stack(slots) >= 0
+    assert written.sum(axis=0).tolist() == [1] * 11 + [0, 0]
+    for t, position in enumerate([*range(11, 20), 0, 1]):
+        rank = int(np.argmax(written[:, t]))
+        assert rank == position // interleave % world
+        block = table[0 if t < 9 else 1, position // (size * world)]
+        assert slots[rank][t] // size == block  # every rank's page of one block id holds the same run of positions
+
+
+# ---------------------------------------------------------------------- keys over ranks
+
+
+def context_parallel(problem: Problem, world: int, interleave: int):
+    """(cache, state): all tokens written by the ranks that own them, in two steps, onto poisoned pages."""
+    own = -(-max(problem.case.seq_lens) // problem.block_size) + 1
+    blocks = own * len(problem.case.seq_lens)
+    options = dict(num_blocks=blocks * world, block_size=problem.block_size, num_kv_heads=problem.kv_heads)
+    spec = jattn.KVCacheSpec(**options, head_dim=problem.head_dim, dtype="float32")
+    table = problem.rng("table").permutation(blocks).reshape(-1, own)
+    cache = jattn.empty_cache(spec, float("nan"))
+    step = jax.jit(decode_context_parallel(problem.spec, spec, mesh(world), AXIS, interleave=interleave))
+    build = functools.partial(
+        jattn.CommonAttentionMetadata.from_lengths, block_table=table, block_size=problem.block_size * world
+    )
+    computed, full = problem.case.computed, problem.case.seq_lens
+    old = [
+        np.concatenate([x[:n] for x, n in zip(part, computed, strict=True)]) for part in (problem.keys, problem.values)
+    ]
+    q = np.zeros((len(old[0]), problem.heads, problem.head_dim), np.float32)
+    cache, _ = step(q, *old, cache, build(computed, computed, num_reqs=problem.num_reqs), problem.params)
+    meta = build(
+        problem.case.query_lens,
+        full,
+        num_tokens=problem.num_tokens,
+        num_reqs=problem.num_reqs,
+        causal=problem.causal,
+    )
+    new = problem.new(problem.keys), problem.new(problem.values)
+    return step(problem.q, *new, cache, meta, problem.params)
+
+
+@pytest.mark.parametrize(
+    ("world", "interleave", "feature"),
+    [
+        (1, 1, "plain"),
+        (2, 1, "everything"),
+        (3, 2, "chunk_alibi_sinks"),
+        (4, 4, "everything_two_ways"),
+        (4, 1, "per_request_causal_window"),
+        (2, 4, "window_5"),
+    ],
+)
+def test_context_parallel_attention_is_attention(world, interleave, feature):
+    problem = Problem(case=RAGGED, feature=FEATURES[feature])
+    problem.numbers.pop("k_scale", None), problem.numbers.pop("v_scale", None)  # the keys are stored as they are
+    _, state = context_parallel(problem, world, interleave)
+    answer = problem.answer_over(problem.keys, problem.values)  # each rank rounds, and so does the merge
+    dataclasses.replace(answer, out_limit=2 * answer.out_limit, lse_limit=2 * answer.lse_limit).check(state)
+
+
+@pytest.mark.parametrize(("world", "interleave"), [(2, 2), (4, 1)])
+def test_latent_rows_over_ranks_are_latent_attention(world, interleave):
+    spec, size = latent.SPEC, 4
+    cache_spec = jattn.mla_cache_spec(spec, 8 * world, size, dtype="float32")
+    case = latent.PLAIN
+    (kv_c, k_pe), lens = ([x[3], x[1]] for x in case.rows), [30, 5]
+    table, q = np.array([[3, 0, 6, 1, 7, 2, 4, 5], [5, 4, 2, 7, 1, 6, 0, 3]])[:, : 32 // (size * world)], case.q
+    table = table[:, :4] if world == 2 else table[:, :2]
+    step = jax.jit(decode_context_parallel(spec, cache_spec, mesh(world), AXIS, interleave=interleave))
+    cache = jattn.empty_cache(cache_spec, float("nan"))
+    done = np.array([0, 0])
+    for total in ([28, 4], lens):
+        count = np.subtract(total, done)
+        rows = [np.concatenate([x[a:b] for x, a, b in zip(part, done, total, strict=True)]) for part in (kv_c, k_pe)]
+        meta = jattn.CommonAttentionMetadata.from_lengths(count, total, table, size * world)
+        queries = np.resize(q, (sum(count), *q.shape[1:]))
+        cache, state = step(queries, *rows, cache, meta, case.params)
+        done = np.array(total)
+    wanted = latent_attention(queries, kv_c, k_pe, case.params.kv_b_proj, count, nope=spec.qk_nope_head_dim)
+    latent.check(state, wanted)
+
+
+# ---------------------------------------------------------------------- the collectives
+
+
+def states(world: int, heads: int = 4) -> AttentionState:
+    """A state a rank, stacked; some rows empty on some ranks, one row on all."""
+    rng = np.random.default_rng(0)
+    out = rng.normal(size=(world, 5, heads, 3)).astype(np.float32)
+    lse = rng.normal(size=(world, 5, heads)).astype(np.float32) * 3
+    lse[0, 1] = -np.inf
+    lse[:, 2] = -np.inf
+    lse[1:, 3] = np.inf  # as some kernels mark an empty row
+    out[np.isinf(lse)] = np.nan
+    return AttentionState(out=jnp.asarray(out), lse=jnp.asarray(lse))
+
+
+@pytest.mark.parametrize("base_e", [True, False])
+@pytest.mark.parametrize("name", ["cp_lse_ag_out_ar", "cp_lse_ag_out_rs", "dcp_a2a_lse_reduce"])
+def test_collectives_are_the_merge(name, base_e):
+    world, parts = 4, states(4)
+    wanted = jattn.merge(*(jax.tree.map(lambda x, r=r: x[r], parts) for r in range(world)))
+    if not base_e:
+        parts = AttentionState(out=parts.out, lse=parts.lse / np.float32(np.log(2)))
+
+    def one(state):
+        return getattr(collectives, name)(jax.tree.map(lambda x: x[0], state), AXIS, is_lse_base_on_e=base_e)
+
+    kept = PartitionSpec() if name.endswith("ar") else PartitionSpec(None, AXIS)
+    got = over(world, one, PartitionSpec(AXIS), kept)(parts)
+    np.testing.assert_allclose(got.out, wanted.out, atol=1e-6)
+    np.testing.assert_allclose(got.lse, wanted.lse, atol=1e-6)
+    assert (got.out[2] == 0).all() and np.isneginf(got.lse[2]).all()
+
+
+def test_heads_that_cannot_be_shared_evenly_are_refused():
+    for name in ("cp_lse_ag_out_rs", "dcp_a2a_lse_reduce"):
+        with pytest.raises(ValueError, match="3 heads cannot be shared evenly by 2 ranks"):
+            part = lambda state, name=name: getattr(collectives, name)(jax.tree.map(lambda x: x[0], state), AXIS)
+            over(2, part, PartitionSpec(AXIS), PartitionSpec(None, AXIS))(states(2, heads=3))
+
+
+def test_rows_without_keys_on_this_rank_are_emptied():
+    state = AttentionState(out=jnp.full((7, 2, 3), jnp.nan), lse=jnp.ones((7, 2)))
+    got = collectives.mask_dcp_empty_shards(state, np.array([0, 2, 3, 5]), np.array([4, 0, 1]))
+    assert np.isneginf(got.lse[:, 0]).tolist() == [False, False, True, False, False, True, True]
+    assert (np.asarray(got.out)[[2, 5, 6]] == 0).all()
+
+
+# ---------------------------------------------------------------------- heads over ranks
+
+
+@pytest.mark.parametrize(("world", "feature", "layout"), [(2, "everything_two_ways", "HND"), (4, "everything", "NHD")])
+def test_heads_over_ranks_are_attention(world, feature, layout):
+    problem = Problem(feature=FEATURES[feature], heads=8, kv_heads=4, layout=layout)
+    step = jax.jit(tensor_parallel(problem.spec, problem.cache_spec, mesh(world), AXIS, backend="sdpa"))
+    pools = jax.NamedSharding(mesh(world), head_partition(problem.cache_spec, AXIS))
+    cache = jax.device_put(problem.cache(new=False), pools)
+    new = problem.new(problem.keys), problem.new(problem.values)
+    cache, state = step(problem.q, *new, cache, problem.meta, problem.params)
+    assert cache.k.sharding.is_equivalent_to(pools, 4)
+    problem.answer(cache).check(state)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_only_backends_that_can_are_asked():
+    spec = jattn.AttentionSpec(num_heads=2, head_dim=8)
+    cache_spec = jattn.KVCacheSpec(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8)
+    parallel = ContextParallel(dcp_axis=AXIS, dcp_world_size=2)
+    assert jattn.PagedAttention(spec, cache_spec, parallel=parallel).backend_name == "sdpa"
+    for name in set(jattn.list_backends()) - {"sdpa"}:
+        with pytest.raises(jattn.UnsupportedError, match="DCP"):
+            jattn.PagedAttention(spec, cache_spec, backend=name, parallel=parallel)
+    with pytest.raises(jattn.UnsupportedError, match="PCP"):
+        jattn.PagedAttention(spec, cache_spec, parallel=ContextParallel(pcp_axis="p", pcp_world_size=2))
+    with pytest.raises(ValueError, match="must divide"):
+        uneven = ContextParallel(dcp_axis=AXIS, dcp_world_size=2, interleave=3)
+        jattn.PagedAttention(spec, cache_spec, parallel=uneven).build(Problem().meta)
+    with pytest.raises(ValueError, match="holds every key"):
+        jattn.PagedAttention(spec, cache_spec).build(with_dcp(Problem().meta, 2, 0))

@@ -1,0 +1,132 @@
+"""Dense attention of one request, and of a ragged batch of requests, in numpy float64.
+
+    x      = (q . k) * scale
+    x      = cap * tanh(x / cap)                     soft cap
+    x      = x + slope * (kv_pos - q_pos)            ALiBi
+    x      = score_fn(x, head, q_pos, kv_pos)
+    p      = exp(x) / (exp(sink) + sum of exp(x) over the visible keys)
+    out    = sum of p * v                            lse = log of the denominator
+
+It is written to be read, not to be fast: nothing is tiled, nothing is online, every rule has one line.
+"""
+
+import numpy as np
+
+
+def visible_keys(q_pos, kv_pos, *, head=0, causal=True, window=None, chunk_size=None, mask_fn=None):
+    """The 0/1 matrix [Lq, L]: may the query at q_pos[i] look at the key at kv_pos[j]?"""
+    i, j = np.asarray(q_pos)[:, None], np.asarray(kv_pos)[None, :]
+    see = np.ones((i.shape[0], j.shape[1]), bool)
+    if causal:
+        see &= j <= i
+    if window is not None:
+        left, right = window
+        if left >= 0:
+            see &= j >= i - left
+        if right >= 0:
+            see &= j <= i + right
+    if chunk_size is not None:
+        see &= j // chunk_size == i // chunk_size
+    if mask_fn is not None:
+        see &= np.asarray(mask_fn(head, i, j), bool)
+    return see
+
+
+def attend_one(
+    q,
+    k,
+    v,
+    *,
+    q_pos,
+    scale,
+    causal=True,
+    window=None,
+    chunk_size=None,
+    soft_cap=None,
+    slopes=None,
+    sinks=None,
+    mask_fn=None,
+    score_fn=None,
+):
+    """One request: q [Lq H D], k [L K D], v [L K V] -> (out [Lq H V], lse [Lq H], natural log).
+
+    Keys sit at positions 0..L-1. Query head h reads kv head h // (H // K). A sink counts in the denominator
+    and in the lse; a row that sees no key gives out 0 and lse -inf even with a sink.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    (rows, heads, _), (length, kv_heads, _) = q.shape, k.shape
+    kv_pos = np.arange(length)
+    i, j = np.asarray(q_pos)[:, None], kv_pos[None, :]
+    out, lse = np.zeros((rows, heads, v.shape[2])), np.full((rows, heads), -np.inf)
+    for h in range(heads):
+        kv_head = h // (heads // kv_heads)
+        x = (q[:, h] @ k[:, kv_head].T) * scale
+        if soft_cap:
+            x = soft_cap * np.tanh(x / soft_cap)
+        if slopes is not None:
+            x = x + float(slopes[h]) * (j - i)
+        if score_fn is not None:
+            x = np.asarray(score_fn(x, h, i, j), np.float64)
+        see = visible_keys(q_pos, kv_pos, head=h, causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn)
+        for row in range(rows):
+            keys = np.flatnonzero(see[row])
+            if len(keys) == 0:
+                continue
+            column = x[row, keys]
+            if sinks is not None:
+                column = np.append(column, float(sinks[h]))
+            top = column.max()
+            weight = np.exp(column - top)
+            total = weight.sum()
+            out[row, h] = (weight[: len(keys)] / total) @ v[keys, kv_head]
+            lse[row, h] = top + np.log(total)
+    return out, lse
+
+
+def ragged(
+    q,
+    keys,
+    values,
+    query_lens,
+    *,
+    q_starts=None,
+    causal=True,
+    num_tokens=None,
+    q_scale=None,
+    k_scale=None,
+    v_scale=None,
+    attend=attend_one,
+    **options,
+):
+    """A batch: packed q [T H D] and one [L K D], [L K V] pair a request -> (out [T H V], lse [T H]).
+
+    Query i of request r has position q_starts[r] + i; the default L - query_len aligns the last query with
+    the last key. Rows past the last request (padding) are out 0, lse -inf. Scales: real = stored * scale,
+    where a scale is a number or one number a head. `attend` judges one request.
+    """
+    q = np.asarray(q, np.float64)
+    heads, v_dim = q.shape[1], values[0].shape[2]
+    num_tokens = q.shape[0] if num_tokens is None else num_tokens
+    out, lse = np.zeros((num_tokens, heads, v_dim)), np.full((num_tokens, heads), -np.inf)
+    start = 0
+    for r, n in enumerate(query_lens):
+        first = len(keys[r]) - n if q_starts is None else q_starts[r]
+        stop = start + n
+        out[start:stop], lse[start:stop] = attend(
+            scaled(q[start:stop], q_scale),
+            scaled(keys[r], k_scale),
+            scaled(values[r], v_scale),
+            q_pos=first + np.arange(n),
+            causal=bool(np.broadcast_to(causal, len(query_lens))[r]),
+            **options,
+        )
+        start = stop
+    return out, lse
+
+
+def scaled(stored, scale):
+    """The real value of stored [..., heads, dim] under a scale: None, a number, or one number a head."""
+    stored = np.asarray(stored, np.float64)
+    if scale is None:
+        return stored
+    return stored * np.broadcast_to(np.asarray(scale, np.float64), stored.shape[-2:-1])[:, None]

@@ -1,0 +1,82 @@
+"""How wrong a result may be: twice as wrong as the naive computation in the same precision.
+
+    allowed = 2 * max|naive - exact| + eps(dtype) * max|exact|
+
+`exact` is the float64 witness; `naive` is textbook attention in float32 whose operands, probabilities and
+result are rounded to the dtype. Both are measured on the very data of the test, so no tolerance is a guess.
+The last term, one unit in the last place, covers rows on which the naive computation happens to be exact.
+"""
+
+import ml_dtypes
+import numpy as np
+
+from tests.oracle.attention import visible_keys
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def eps(dtype: str) -> float:
+    """The distance from 1 to the next number."""
+    return float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+
+
+def rounded(x, dtype: str) -> np.ndarray:
+    """x as the dtype would hold it, in float32."""
+    return np.asarray(x).astype(DTYPES[dtype]).astype(np.float32)
+
+
+def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, window=None, chunk_size=None, soft_cap=None,
+              slopes=None, sinks=None, mask_fn=None, score_fn=None):  # fmt: skip
+    """`oracle.attend_one` in float32 with operands, probabilities and result rounded to `dtype`."""
+    q, k, v = (rounded(x, dtype) for x in (q, k, v))
+    heads, kv_heads = q.shape[1], k.shape[1]
+    out = np.zeros((*q.shape[:2], v.shape[2]), np.float32)
+    lse = np.full(q.shape[:2], -np.inf, np.float32)
+    if not q.shape[0] or not k.shape[0]:
+        return out, lse
+    i, j = np.asarray(q_pos)[:, None], np.arange(k.shape[0])[None, :]
+    rule = dict(causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn)
+    for h in range(heads):
+        g = h // (heads // kv_heads)
+        x = (q[:, h] @ k[:, g].T) * np.float32(scale)
+        if soft_cap:
+            x = np.float32(soft_cap) * np.tanh(x / np.float32(soft_cap))
+        if slopes is not None:
+            x = x + np.float32(slopes[h]) * (j - i).astype(np.float32)
+        if score_fn is not None:
+            x = np.asarray(score_fn(x, h, i, j), np.float32)
+        see = visible_keys(q_pos, j[0], head=h, **rule)
+        alive = see.any(axis=1)
+        x = np.where(see, x, np.float32(-np.inf))
+        sink = np.full((len(x), 1), -np.inf if sinks is None else sinks[h], np.float32)
+        top = np.where(alive[:, None], np.maximum(x.max(axis=1, keepdims=True), sink), np.float32(0))
+        weight = np.exp(x - top)
+        total = np.where(alive[:, None], weight.sum(axis=1, keepdims=True) + np.exp(sink - top), np.float32(1))
+        out[:, h] = rounded((rounded(weight, dtype) @ v[:, g]) / total, dtype)
+        lse[:, h] = np.where(alive, (top + np.log(total))[:, 0], -np.inf)
+    return out, lse
+
+
+def allowed(naive, exact, dtype: str) -> float:
+    """The largest error that passes."""
+    fine = np.isfinite(exact)
+    if not fine.any():
+        return 0.0
+    wrong = np.abs(np.asarray(naive, np.float64)[fine] - exact[fine]).max()
+    return 2 * wrong + eps(dtype) * max(np.abs(exact[fine]).max(), 1e-30)
+
+
+def assert_within(got, exact, limit: float, what: str = "out") -> None:
+    """Same shape, same infinities, no NaN, and no element further from `exact` than `limit`."""
+    got = np.asarray(got, np.float64)
+    assert got.shape == exact.shape, f"{what}: {got.shape=} must be {exact.shape}"
+    assert not np.isnan(got).any(), f"{what}: {np.isnan(got).sum()} NaN of {got.size}"
+    np.testing.assert_array_equal(np.isinf(got), np.isinf(exact), err_msg=f"{what}: infinities differ")
+    fine = np.isfinite(exact)
+    error = np.abs(got - np.where(fine, exact, 0))[fine]
+    worst = error.max(initial=0.0)
+    assert worst <= limit, f"{what}: {worst=:.3g} is over {limit=:.3g} in {(error > limit).mean():.1%} of elements"
