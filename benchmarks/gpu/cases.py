@@ -66,9 +66,7 @@ BENCH = [
     Case(name="pre_1x32k", lengths=((32768, 32768),)),
     Case(name="chunk_2k_of_32k", lengths=((2048, 32768),)),
     Case(name="mixed_32d_2p", lengths=_decode(32, 4096) + ((2048, 2048), (2048, 6144))),
-    Case(
-        name="dec_16x32k_fp8_p64", lengths=_decode(16, 32768), page=64, kv_dtype="float8_e4m3fn", options=EIGHT
-    ),
+    Case(name="dec_16x32k_fp8_p64", lengths=_decode(16, 32768), page=64, kv_dtype="float8_e4m3fn", options=EIGHT),
     Case(name="dec_16x32k_fp8", lengths=_decode(16, 32768), kv_dtype="float8_e4m3fn", options=EIGHT),
 ]
 FEATURES = {

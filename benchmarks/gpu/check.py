@@ -180,7 +180,7 @@ def run_case(case, args, **extra):
     if not args.no_check:
         params = (slopes, sinks, scales)
         worst, relative, worst_lse = check(case, config, inputs, params, out, lse, args.samples)
-        scale = (abs(np.asarray(out, np.float32)).max())
+        scale = abs(np.asarray(out, np.float32)).max()
         row["out_max"] = float(scale)
         again = jax.block_until_ready(attend(q, k, v, table, work))[0]
         row |= dict(max_err=float(worst), rel_err=float(relative), lse_err=float(worst_lse))

@@ -1,6 +1,6 @@
 """Joins the partial results of units that the work list cut: one small launch, one CTA a cut and half tile.
 
-    out = sum_i out_i * 2 ** (lse_i - lse),   lse = log2 sum_i 2 ** lse_i   (+ the sink, once)
+out = sum_i out_i * 2 ** (lse_i - lse),   lse = log2 sum_i 2 ** lse_i   (+ the sink, once)
 """
 
 import jax
@@ -9,8 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gpu import ragged_attention_sm90 as main
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
 
 AHEAD = 4  # parts whose loads are in flight together
@@ -39,22 +39,22 @@ def _kernel(cfg, width, info, join, heads, part, part_lse, out_ref, lse_ref):
             acc, m, total = state
             new_m = jnp.maximum(m, lse)
             a, b = jnp.exp2(m - new_m), jnp.exp2(lse - new_m)
-            state = (acc * main.across(a, shape) + out * main.across(b, shape), new_m, total * a + b)
+            state = (acc * tiles.across(a, shape) + out * tiles.across(b, shape), new_m, total * a + b)
         return state
 
     @pl.when((unit >= 0) & (nrows > 0))
     def _():
         steps = lax.div(last - first + AHEAD, jnp.int32(AHEAD))
-        acc, m, total = lax.fori_loop(0, steps, step, main.start_state(width))
+        acc, m, total = lax.fori_loop(0, steps, step, tiles.start_state(width))
         row0, head0 = info[tile, wl.ROW0] + 64 * half, head * cfg.group
         sink = None
         if cfg.has_sinks:
-            packed = plgpu.broadcasted_iota(jnp.int32, (rows.ROWS,), 0, layout=main.ROW_LAYOUT) + row0
-            sink = main.per_head(cfg, heads, head0, lax.rem(packed, jnp.int32(cfg.group)), 1)
-        factor, lse = main.finish_rows(m, total, sink)
+            packed = plgpu.broadcasted_iota(jnp.int32, (rows.ROWS,), 0, layout=tiles.ROW_LAYOUT) + row0
+            sink = tiles.per_head(cfg, heads, head0, lax.rem(packed, jnp.int32(cfg.group)), 1)
+        factor, lse = tiles.finish_rows(m, total, sink)
         where = (info[tile, wl.TOK0], head0, row0, nrows, column)
         kind = dict(group=cfg.group, heads=cfg.num_heads, stride=cfg.v_head_dim)
-        rows.store_rows(out_ref, lse_ref, acc * main.across(factor, shape), lse, *where, **kind)
+        rows.store_rows(out_ref, lse_ref, acc * tiles.across(factor, shape), lse, *where, **kind)
 
 
 def join_parts(cfg, out, lse, part, part_lse, work: wl.WorkList, heads):

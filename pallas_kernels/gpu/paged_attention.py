@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.merge_sm90 import join_parts
-from pallas_kernels.gpu.ragged_attention_sm90 import Config, attend
+from pallas_kernels.gpu.pieces_sm90 import Config
+from pallas_kernels.gpu.ragged_attention_sm90 import attend
 from pallas_kernels.gpu.supports import default_tiles, supports
 
 __all__ = ["Config", "build_work_list", "make_config", "ragged_paged_attention", "supports"]

@@ -97,9 +97,7 @@ def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim,
     swizzle = swizzle_bytes(dim, dtype)
     chunks = dim * 2 // 16  # of 16 bytes in a row
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(tile_transforms(dim, dtype)), *(_SCALAR,) * 4)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(tile_transforms(dim, dtype)), *(_SCALAR,) * 4))
     def load(ctx, src, tile, tok0, head0, row0, nrows):
         tok0, head0, row0, nrows = map(_scalar, (tok0, head0, row0, nrows))
         base, smem, thread = _pointer(src, 0), _pointer(tile, 3), _thread()
@@ -173,15 +171,6 @@ def decode_tile(src_ref, dst_ref, *, rows, dim, source, target):
 
 def _decode_word(source: str, target: str) -> str:
     """PTX: four 8-bit values in $2 -> two words of two 16-bit values, $0 and $1, by way of float16."""
-    shifted = {("float8_e4m3fn", "bfloat16"): (4, "07f007f0", "7b80"), ("float8_e5m2", "bfloat16"): (3, "0fe00fe0", "7780")}
-    if (source, target) in shifted:  # exponent and mantissa in place, then times 2**120 or 2**112: no slow cvt
-        shift, mask, power = shifted[source, target]
-        one = (
-            f"shr.b32 t, {{0}}, {shift}; and.b32 t, t, 0x{mask}; and.b32 c, {{0}}, 0x80008000; or.b32 t, t, c;"
-            f" mov.b32 c, 0x{power}{power}; mul.rn.bf16x2 {{1}}, t, c;"
-        )
-        spread = "prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;"
-        return f"{{ .reg .b32 a, b, c, t; {spread} {one.format('a', '$0')} {one.format('b', '$1')} }}"
     if source == "int8":  # 0x6400 | (x + 128) is the float16 1024 + 128 + x
         halves = (
             "xor.b32 t, $2, 0x80808080; prmt.b32 a, t, 0x64646464, 0x4140; prmt.b32 b, t, 0x64646464, 0x4342;"
@@ -226,9 +215,7 @@ def zero_rows(tile_ref, first, last, *, rows, dim, dtype):
 def store_rows(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column, *, group, heads, stride):
     """f32 (64, n) in WGMMA layout and f32 (64,) -> columns column .. of rows of [T, H, V] and [T, H], nrows of them."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(_SCALAR,) * 5)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(_SCALAR,) * 5))
     def store(ctx, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column):
         tok0, head0, row0, nrows, column = map(_scalar, (tok0, head0, row0, nrows, column))
 
@@ -273,9 +260,7 @@ def store_tile(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows, *, gro
 def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows):
     """f32 (64, V), f32 (64,) -> rows row0 .. of slot `slot` of [slots, 128, V] and [slots, 128], nrows of them."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(_SCALAR,) * 3)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(_SCALAR,) * 3))
     def store(ctx, acc_ref, lse_ref, acc, lse, slot, row0, nrows):
         slot, row0, nrows = map(_scalar, (slot, row0, nrows))
 
@@ -322,7 +307,7 @@ def _pair_places(fragment):
     layout, (_, columns) = fragment.layout, fragment.shape
     strides = layout.tiling.tile_strides((columns, 1))
     for index in np.ndindex(fragment.registers.shape):
-        linear = sum(i * s for i, s in zip(index, strides))
+        linear = sum(i * s for i, s in zip(index, strides, strict=False))
         row, col = divmod(linear, columns)
         assert row in (0, 8), (row, col)
         yield row // 8, col

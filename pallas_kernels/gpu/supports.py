@@ -1,6 +1,6 @@
 """What the Hopper kernel can do, asked before it is made, answered with every reason; and its default tiles."""
 
-from pallas_kernels.gpu.ragged_attention_sm90 import Config
+from pallas_kernels.gpu.pieces_sm90 import Config
 from pallas_kernels.gpu.rows_sm90 import ROWS, swizzle_bytes
 
 EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -50,5 +50,7 @@ def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> lis
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")
     refuse(quant == "per_token_head", "scales per token and head are not read by this kernel")
-    refuse(not reasons and smem_bytes(c) > SMEM_LIMIT, f"{smem_bytes(c)} bytes of shared memory; there are {SMEM_LIMIT}")
+    refuse(
+        not reasons and smem_bytes(c) > SMEM_LIMIT, f"{smem_bytes(c)} bytes of shared memory; there are {SMEM_LIMIT}"
+    )
     return reasons

@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.paged_attention import build_work_list, make_config, ragged_paged_attention, supports
-from pallas_kernels.gpu.ragged_attention_sm90 import Config
+from pallas_kernels.gpu.pieces_sm90 import Config
 
 BASE = dict(
     num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=16, kv_dtype="bfloat16",
@@ -33,7 +33,6 @@ CASES = {
     "f16": dict(dtype="float16", kv_dtype="float16"),
     "NHD": dict(layout="NHD"),
     "decode only": dict(long_tiles=False),
-    "overlap": dict(overlap=True),
     **{f"group {h}/{k}": dict(num_heads=h, num_kv_heads=k) for h, k in ((8, 8), (14, 2), (64, 1))},
     **{f"page {s}": dict(page_size=s) for s in (8, 64, 128, 256)},
     **{f"kv {t}": dict(kv_dtype=t) for t in ("float8_e4m3fn", "float8_e5m2", "int8")},
