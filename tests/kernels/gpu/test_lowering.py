@@ -67,7 +67,10 @@ def lower(config: Config, num_tokens=64, num_reqs=8):
     return jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=[check])(*args)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("base", "window", "per request", "all", "group 14/2", "kv float8_e4m3fn", "D 192 V 128", "NHD")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_lowers_for_cuda(name):
     config = make_config(**(BASE | CASES[name]))
     assert len(lower(config).mlir_module_serialized) > 10_000
