@@ -70,7 +70,6 @@ __all__ = [
     "cascade_attention",
     "merge",
     "paged_attention",
-    # latent attention
     # multi-head latent attention
     "MLAAttention",
     "MLAParams",

@@ -125,8 +125,11 @@ class Problem:
 
     @functools.cached_property
     def q(self) -> np.ndarray:
-        whole = [self.normal(f"q{i}", n, self.heads, self.head_dim) for i, n in self.lengths]
-        return self.new(whole)
+        rows = []
+        for (i, n), new in zip(self.lengths, self.case.query_lens, strict=True):
+            whole = self.normal(f"q{i}", max(n, new), self.heads, self.head_dim)
+            rows.append(whole[len(whole) - new :])
+        return self.padded(np.concatenate(rows))
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
@@ -248,8 +251,8 @@ class Problem:
         """The witness over what `pages` holds, padding rows included."""
         return self.answer_over(*self.stored(pages))
 
-    def answer_over(self, keys, values) -> Answer:
-        """The witness over these real keys and values, one [L K *] a request."""
+    def answer_over(self, keys, values, q_starts=None) -> Answer:
+        """The witness over these real keys and values, one [L K *] a request; q_starts: first position of each."""
         scale = self.feature.spec.get("scale") or self.head_dim**-0.5
         window = self.feature.spec.get("sliding_window")
         options = dict(
@@ -258,7 +261,7 @@ class Problem:
             slopes=self.numbers.get("alibi_slopes"), sinks=self.numbers.get("sinks"),
             mask_fn=self.feature.spec.get("mask_fn"), score_fn=self.feature.spec.get("score_fn"),
         )  # fmt: skip
-        batch = dict(num_tokens=self.num_tokens, causal=self.causal, **options)
+        batch = dict(num_tokens=self.num_tokens, causal=self.causal, q_starts=q_starts, **options)
         q = attention.scaled(self.q[: self.case.num_tokens], self.numbers.get("q_scale"))
         naive = functools.partial(tolerances.naive_one, dtype=self.dtype)
         out, lse = attention.ragged(q, keys, values, self.case.query_lens, **batch)

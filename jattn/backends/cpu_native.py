@@ -6,7 +6,6 @@ of `sdpa`, recomputed in the backward pass. Under vmap the call runs once per el
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jattn.device import Chip
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
 from jattn.ops.attend import Plan, attend_packed, attend_paged, output_dtype
-from jattn.ops.levels import flat
+from jattn.ops.levels import Level, flat
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
@@ -64,7 +63,7 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
 
     can_return_lse_for_decode = True
     supports_quant_query_input = True
-    isa: ClassVar[str] = "auto"  # a subclass pins one: see with_isa
+    isa: str = "auto"  # or the name of one instruction set: see pallas_kernels.cpu.native.library.status
 
     def forward(self, q, cache: PagedKV, m: CpuNativeMetadata, params: AttentionParams) -> AttentionState:
         return _paged(self, q, cache, m, params)
@@ -118,7 +117,7 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
             v_scale=params.v_scale,
         )
 
-    def plan(self, common: CommonAttentionMetadata) -> tuple[Plan, jax.Array]:
+    def plan(self, common: CommonAttentionMetadata) -> tuple[Plan, Level]:
         """The same call for sdpa, whose gradient this one has: (plan, level of keys)."""
         level = flat(common, self.spec.attn_type)
         plan = Plan(self.spec, common.is_causal, level.max_query_len, level.max_seq_len, on_cpu=True)

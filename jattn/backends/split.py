@@ -21,7 +21,7 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.halves import DividedBackend, Halves
 from jattn.backends.impl import AttentionImpl
-from jattn.cache import KVCacheSpec
+from jattn.cache import KVCacheSpec, PagedKV
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
 from jattn.metadata.subset import subset
@@ -111,12 +111,10 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
 
     def for_layer(self, metadata: SplitMetadata, layer, blocks_per_layer: int) -> SplitMetadata:
         """Each half's pages move, and so do the slots of the whole."""
-        halves = {
-            name: dataclasses.replace(
-                half, plan=self._builder(half.backend).for_layer(half.plan, layer, blocks_per_layer)
-            )
-            for name, half in metadata.halves.items()
-        }
+        halves = {}
+        for name, half in metadata.halves.items():
+            plan = self._builder(half.backend).for_layer(half.plan, layer, blocks_per_layer)
+            halves[name] = dataclasses.replace(half, plan=plan)
         table = jnp.asarray(metadata.block_table) + layer * blocks_per_layer
         slots = self.slots_of_layer(metadata, layer, blocks_per_layer)
         return dataclasses.replace(metadata, halves=halves, block_table=table, slot_mapping=slots)
@@ -158,6 +156,13 @@ class SplitImpl(AttentionImpl[SplitMetadata]):
                 lse=state.lse.at[half.tokens].set(part.lse, mode="drop"),
             )
         return state
+
+    def do_kv_cache_update(self, cache: PagedKV, k, v, m: SplitMetadata, params) -> PagedKV:
+        """Once for the whole batch: the halves' own way where they share one."""
+        impls = [self._impl(registry.load(half.backend)) for half in m.halves.values()]
+        if len({type(impl).do_kv_cache_update for impl in impls}) == 1:
+            return impls[0].do_kv_cache_update(cache, k, v, m, params)
+        return super().do_kv_cache_update(cache, k, v, m, params)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params) -> AttentionState:
         needs = tuple(feature for feature, _ in checks.causal_needs(self.spec, meta))

@@ -99,19 +99,24 @@ def all_at_once(
 
 
 def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number):
-    """(first packed row, Tile) of tile `number` of request `req`."""
+    """(first packed row, Tile) of tile `number` of request `req`.
+
+    Rows of other requests, and padding, become zeros: in a gradient, 0 * NaN of a dead row would reach live keys.
+    """
+    of = lambda x: jax.lax.dynamic_index_in_dim(x, req, keepdims=False)  # noqa: E731  x may still be numpy
     done = number * kind.rows
-    row = batch.start[req] + done
+    row = of(batch.start) + done
+    live = done + jnp.arange(kind.rows) < of(batch.query_len)
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, kind.rows)  # noqa: E731
     padded = lambda x: jnp.pad(x, (0, kind.rows))  # noqa: E731
     return row, Tile(
-        q=quant.decode(cut(queries), dtype),
-        live=done + jnp.arange(kind.rows) < batch.query_len[req],
+        q=jnp.where(live[:, None, None], quant.decode(cut(queries), dtype), 0.0),
+        live=live,
         position=cut(padded(batch.position)),
         causal=None if batch.causal is None else cut(padded(batch.causal)),
         req=req,
-        kv_len=batch.kv_len[req],
-        kv_offset=batch.kv_offset[req],
+        kv_len=of(batch.kv_len),
+        kv_offset=of(batch.kv_offset),
         shard=batch.shard,
     )
 

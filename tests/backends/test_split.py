@@ -14,9 +14,11 @@ from jattn.backends.feature import Feature
 from jattn.backends.sdpa import SdpaBackend
 from jattn.backends.split import SplitBackend, make_split_backend
 from jattn.metadata.reorder import apply_permutation, token_permutation
+from jattn.metadata.subset import subset
 from jattn.types import AttentionCGSupport
 from tests.cases import CASES, FEATURES, Case
-from tests.oracle import attention
+from tests.oracle import attention, cache
+from tests.oracle.grad import attend_one_grad
 from tests.problem import Problem, run, same_bits
 
 
@@ -45,29 +47,35 @@ def registered(name, backend=None, **pair):
         registry.unregister_backend(name)
 
 
+@pytest.fixture
+def plain():
+    """A split of twice the same, whose plans are known to be comparable."""
+    with registered("plain", decode="sdpa", prefill="sdpa"):
+        yield "plain"
+
+
 @pytest.mark.parametrize(
     ("case", "feature"), [("mixed_unsorted", "everything_two_ways"), ("empty_in_the_middle", "cap_sinks_window")]
 )
 def test_equals_the_witness_in_any_order_of_requests(case, feature):
     p = Problem(case=CASES[case], feature=FEATURES[feature])
-    cache, state = run(p, "split")
-    p.answer(cache).check(state)
+    pages, state = run(p, "split")
+    p.answer(pages).check(state)
 
 
-@pytest.mark.parametrize("threshold", [1, 3])
-def test_the_halves_may_differ(threshold):
-    p = Problem(
-        case=CASES["mixed_unsorted"], dtype="bfloat16", cache_dtype="int8", quant="per_token_head", v_head_dim=8
-    )
-    with registered("pair", decode="pallas_cpu", prefill="sdpa", decode_threshold=threshold):
+def test_the_halves_may_differ():
+    """int8 pages, three new tokens count as a decode, and each half has its own backend."""
+    cached = dict(cache_dtype="int8", quant="per_token_head", v_head_dim=8)
+    p = Problem(case=CASES["mixed_unsorted"], dtype="bfloat16", **cached)
+    with registered("pair", decode="pallas_cpu", prefill="sdpa", decode_threshold=3):
         attn = jattn.PagedAttention(p.spec, p.cache_spec, "pair")
-        m = attn.build(p.meta)
-        assert {half: part.backend for half, part in m.halves.items()} == dict(decode="pallas_cpu", prefill="sdpa")
-        decodes = [int(np.sum(np.asarray(half.tokens) < p.num_tokens)) for half in m.halves.values()]
-        small = [n for n in p.case.query_lens if n <= threshold]
-        assert decodes == [sum(small), p.case.num_tokens - sum(small)]
-        cache, state = run(p, "pair")
-        p.answer(cache).check(state)
+        halves = jax.jit(attn.build)(p.meta).halves
+        assert {name: half.backend for name, half in halves.items()} == dict(decode="pallas_cpu", prefill="sdpa")
+        short = sum(n for n in p.case.query_lens if n <= 3)
+        tokens = [int(np.sum(np.asarray(half.tokens) < p.num_tokens)) for half in halves.values()]
+        assert tokens == [short, p.case.num_tokens - short]
+        pages, state = run(p, "pair")
+        p.answer(pages).check(state)
 
 
 def test_a_batch_of_decodes_is_not_taken_apart():
@@ -133,42 +141,55 @@ def test_packed_attention_is_all_prefill():
     p.answer_over(p.keys, p.values).check(state)
 
 
-def test_gradient_is_that_of_the_whole():
-    p = Problem(case=CASES["mixed"], feature=FEATURES["sinks"], pad_tokens=0)
-    cache, weight = p.cache(), p.normal("weight", p.num_tokens, p.heads, p.v_dim)
-    cache = jax.tree.map(jnp.nan_to_num, cache)
-
-    def gradients(backend):
-        attn = jattn.PagedAttention(p.spec, p.cache_spec, backend)
-        loss = lambda q, cache, params: jnp.sum(attn.attend(q, cache, attn.build(p.meta), params).out * weight)
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(p.q, cache, p.params)
-
-    for mine, whole in zip(jax.tree.leaves(gradients("split")), jax.tree.leaves(gradients("sdpa")), strict=True):
-        np.testing.assert_allclose(mine, whole, atol=2e-5)
-
-
-def test_a_shared_prefix_and_other_pages_change_nothing():
-    """The hint reaches both halves, and tables and slots are exchanged in both."""
-    p = Problem(case=Case("shared", (1, 5, 1), (19, 13, 9)))
-    attn = jattn.PagedAttention(p.spec, p.cache_spec, "split")
-    cache, meta, table = p.cache(), p.meta, p.block_table.copy()
-    table[:3, :2] = table[:1, :2]
-    over = meta.replace(block_table=table)
-    attend = jax.jit(lambda m: attn.attend(p.q, cache, m))
-    plain, shared = attend(attn.build(over)), attend(attn.build(over, common_prefix_len=8))
-    np.testing.assert_allclose(shared.out, plain.out, atol=2e-6)
-    np.testing.assert_allclose(shared.lse, plain.lse, atol=2e-6)
-    assert same_bits(attn.update_block_table(attn.build(meta), jnp.asarray(table), meta.slot_mapping), attn.build(over))
+def test_gradient_flows_through_both_halves():
+    p = Problem(case=Case("both", (1, 3), (9, 6)), feature=FEATURES["sinks"], pad_tokens=0)
+    attn, meta = jattn.PagedAttention(p.spec, p.cache_spec, "split"), p.meta
+    weight = p.normal("weight", p.num_tokens, p.heads, p.v_dim)
+    loss = lambda q, cache, params: jnp.sum(attn.attend(q, cache, attn.build(meta), params).out * weight)
+    dq, dcache, dparams = jax.jit(jax.grad(loss, (0, 1, 2)))(p.q, p.cache(), p.params)
+    options = dict(scale=p.head_dim**-0.5, sinks=p.numbers["sinks"])
+    sinks, start = 0.0, 0
+    for r, (n, length) in enumerate(zip(p.case.query_lens, p.case.seq_lens, strict=True)):
+        rows = slice(start, start + n)
+        given = (p.q[rows], p.keys[r], p.values[r], weight[rows])
+        want = attend_one_grad(*given, q_pos=length - n + np.arange(n), **options)
+        mine = [cache.gather(np.asarray(pool), p.block_table[r], length) for pool in dcache.logical()]
+        for got, exact in zip((dq[rows], *mine), (want["dq"], want["dk"], want["dv"]), strict=True):
+            np.testing.assert_allclose(got, exact, atol=2e-6)
+        sinks, start = sinks + want["dsinks"], start + n
+    np.testing.assert_allclose(dparams.sinks, sinks, atol=2e-6)
 
 
-def test_the_pages_of_a_layer_are_those_of_both_halves():
+def test_a_shared_prefix_is_told_to_both_halves(plain):
+    p = Problem(case=Case("shared", (1, 3, 1), (19, 13, 9)))
+    attn = jattn.PagedAttention(p.spec, p.cache_spec, plain)
+    whole = SdpaBackend.get_builder_cls()(p.spec, p.cache_spec, attn.impl.chip)
+    halves = jax.jit(attn.build, static_argnums=1)(p.meta, 8).halves
+    lens = p.meta.query_lens()
+    alone = jax.jit(
+        lambda meta, keep, n, longest: whole.build(8, subset(meta, keep, n, longest)[0]), static_argnums=(2, 3)
+    )
+    assert same_bits(halves["decode"].plan, alone(p.meta, lens == 1, p.num_reqs, 1))
+    assert same_bits(halves["prefill"].plan, alone(p.meta, lens == 3, p.num_tokens, p.meta.max_query_len))
+
+
+def test_other_pages_are_those_of_both_halves(plain):
+    p = Problem(case=CASES["mixed"])
+    attn = jattn.PagedAttention(p.spec, p.cache_spec, plain)
+    table, slots = p.meta.block_table[::-1], p.meta.slot_mapping[::-1]
+    build, update = jax.jit(attn.build), jax.jit(attn.update_block_table)
+    assert same_bits(update(build(p.meta), table, slots), build(p.meta.replace(block_table=table, slot_mapping=slots)))
+
+
+def test_the_pages_of_a_layer_are_those_of_both_halves(plain):
     p = Problem(case=CASES["mixed"])
     wide = dataclasses.replace(p.cache_spec, num_blocks=2 * p.num_blocks)
-    attn = jattn.PagedAttention(p.spec, wide, "split")
-    second = attn.for_layer(attn.build(p.meta), 1, p.num_blocks)
+    attn = jattn.PagedAttention(p.spec, wide, plain)
+    build = jax.jit(attn.build)
+    second = jax.jit(attn.for_layer, static_argnums=(1, 2))(build(p.meta), 1, p.num_blocks)
     slots = np.where(p.meta.slot_mapping < 0, -1, p.meta.slot_mapping + p.num_blocks * p.block_size)
     moved = p.meta.replace(block_table=p.meta.block_table + p.num_blocks, slot_mapping=slots)
-    assert same_bits(second, attn.build(moved))
+    assert same_bits(second, build(moved))
 
 
 def test_reasons_are_the_halves_own():
@@ -190,11 +211,12 @@ def test_reasons_are_the_halves_own():
 
 def test_the_default_looks_for_what_the_batch_needs_and_never_splits_again():
     p = Problem(case=CASES["mixed"])
-    with registered("narrow", Narrow, before="sdpa"), registered("pair", before="narrow"):
+    first = jattn.list_backends()[0]
+    with registered("narrow", Narrow, before=first), registered("pair", before="narrow"):
         attn = jattn.PagedAttention(p.spec, p.cache_spec, "split")
         names = lambda meta: {half.backend for half in attn.build(meta).halves.values()}
         assert names(p.meta) == {"narrow"}
-        assert names(p.meta.replace(causal=False)) == {"sdpa"}
+        assert "narrow" not in names(p.meta.replace(causal=False))
     with registered("narrow", Narrow), registered("pair", prefill="narrow"):
         attn = jattn.PagedAttention(p.spec, p.cache_spec, "pair")
         with pytest.raises(jattn.UnsupportedError, match="pair: non-causal attention not supported: causal=False"):

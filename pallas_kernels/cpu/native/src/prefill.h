@@ -6,8 +6,6 @@
 
 namespace JATTN_ISA {
 
-constexpr int kTileVectors = kTileKeys / N;
-
 // Keys idx[0..n-1] as words [depth][kTileKeys].
 template <class F>
 static void pack_keys(const char* k, const int64_t* idx, int n, int64_t row_bytes, int dim, uint32_t* to) {
@@ -24,22 +22,22 @@ static void pack_keys(const char* k, const int64_t* idx, int n, int64_t row_byte
         }
 }
 
-// Logits of one row and n keys -> shaped in place; returns their maximum in every lane. hi - lo keys are seen.
-INL vf shape_row(const Problem& p, float* x, int n, float mult, float slope, float far, int lo, int hi,
-                 const float* k_scales) {
-    const int vectors = (n + N - 1) / N;
+// True where a row's logits need nothing but their factor: it is then applied inside the exponential.
+INL bool is_plain(const Problem& p, float mult, int lo, int hi, int vectors, const float* k_scales) {
+    return lo == 0 && hi >= vectors * N && !k_scales && p.soft_cap == 0.0f && !p.slopes && mult >= 0.0f;
+}
+
+INL float row_max(const float* x, int vectors) {
+    vf top = load(x);
+    for (int i = 1; i < vectors; i++) top = max(top, load(x + i * N));
+    return hmax(top);
+}
+
+// Logits of one row -> shaped in place, -inf outside lo .. hi; returns their maximum.
+INL float shape_row(const Problem& p, float* x, int vectors, float mult, float slope, float far, int lo, int hi,
+                    const float* k_scales) {
     vf top = set1(-kInf);
-    const vf factor = set1(mult);
-    bool cut = lo > 0 || hi < vectors * N;
-    if (!cut && !k_scales && p.soft_cap == 0.0f && !p.slopes) {
-        for (int i = 0; i < vectors; i++) {
-            vf y = mul(load(x + i * N), factor);
-            store(x + i * N, y);
-            top = max(top, y);
-        }
-        return top;
-    }
-    const vf first = set1((float)lo), end = set1((float)hi);
+    const vf factor = set1(mult), first = set1((float)lo), end = set1((float)hi);
     const vf cap = set1(p.soft_cap), inverse = set1(p.soft_cap != 0.0f ? 1.0f / p.soft_cap : 0.0f);
     vf at = lane_number();
     for (int i = 0; i < vectors; i++, at = add(at, set1(N))) {
@@ -47,11 +45,22 @@ INL vf shape_row(const Problem& p, float* x, int n, float mult, float slope, flo
         if (k_scales) y = mul(y, load(k_scales + i * N));
         if (p.soft_cap != 0.0f) y = mul(cap, tanh_(mul(y, inverse)));
         if (p.slopes) y = fma(set1(slope), add(set1(far), at), y);
-        if (cut) y = keep(y, at, first, end, set1(-kInf));
+        y = keep(y, at, first, end, set1(-kInf));
         store(x + i * N, y);
         top = max(top, y);
     }
-    return top;
+    return hmax(top);
+}
+
+// Where keys t0 .. t0 + kTileKeys - 1 of the piece lie in the pool; returns how many there are.
+static inline int find_rows(const Problem& p, const Work& w, int head, int t0, int64_t* idx) {
+    const int left = w.end - w.begin - t0, n = left < kTileKeys ? left : kTileKeys;
+    for (int t = 0; t < n;) {
+        int64_t at = row_index(p, w.req, head, w.begin + t0 + t);
+        int run = p.table ? p.block_size - (w.begin + t0 + t) % p.block_size : n - t;
+        for (int i = run < n - t ? run : n - t; i > 0; i--, at += p.slot_stride) idx[t++] = at;
+    }
+    return n > 0 ? n : 0;
 }
 
 template <class F>
@@ -75,12 +84,23 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
     float* k_scales = arena.take<float>(kTileKeys);
     float* v_scales = arena.take<float>(kTileKeys);
     int64_t* idx = arena.take<int64_t>(kTileKeys);
+    int64_t* next_idx = arena.take<int64_t>(kTileKeys);
+    float* factor = arena.take<float>(padded);
+    int* seen = arena.take<int>(padded / kRows);
+    const int64_t q_bytes = p.dim * bytes_of(p.q_type);
+    auto query = [&](int r) {
+        Row row = row_of(p, w, head, r);
+        return p.q + (row.token * p.heads + row.head) * q_bytes;
+    };
+    for (int r = 0; r < rows; r++)
+        for (int64_t c = 0; c < q_bytes; c += 64) prefetch_far(query(r) + c);
+    int next_n = find_rows(p, w, head, 0, next_idx);
+    for (int t = 0; t < next_n; t++)
+        for (int64_t c = 0; c < k_bytes; c += 64) prefetch_far(p.k + next_idx[t] * k_bytes + c);
     RowRule rule = row_rules(p, w, head, padded, arena);
-
     for (int r = 0; r < padded; r++) {
         if (r < rows) {
-            Row row = row_of(p, w, head, r);
-            F::load_query(p, p.q + (row.token * p.heads + row.head) * p.dim * bytes_of(p.q_type), q + r * depth);
+            F::load_query(p, query(r), q + r * depth);
         } else {
             __builtin_memset(q + r * depth, 0, depth * 4);
             __builtin_memset(weights + r * kPWords, 0, kPWords * 4);
@@ -93,24 +113,39 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
     __builtin_memset(values, 0, kPWords * vdim * 4);
 
     for (int t0 = 0; t0 < count; t0 += kTileKeys) {
-        const int n = count - t0 < kTileKeys ? count - t0 : kTileKeys, vectors = (n + N - 1) / N;
-        for (int t = 0; t < n;) {
-            int64_t at = row_index(p, w.req, head, w.begin + t0 + t);
-            int run = p.table ? p.block_size - (w.begin + t0 + t) % p.block_size : n - t;
-            for (int i = run < n - t ? run : n - t; i > 0; i--, at += p.slot_stride) idx[t++] = at;
-        }
+        const int n = next_n, vectors = (n + N - 1) / N;
+        int64_t* now = next_idx;
+        next_idx = idx;
+        idx = now;
+        next_n = find_rows(p, w, head, t0 + kTileKeys, next_idx);
         if (p.k_token_scale) fill(k_scales, kTileKeys, 0.0f), gather(p.k_token_scale, idx, n, k_scales);
         if (p.v_token_scale) fill(v_scales, kTileKeys, 0.0f), gather(p.v_token_scale, idx, n, v_scales);
+        if (t0 == 0)
+            for (int t = 0; t < n; t++)
+                for (int64_t c = 0; c < v_bytes; c += 64) prefetch_far(p.v + idx[t] * v_bytes + c);
+        for (int m = 0; m < rows; m += kRows) {
+            int most = 0;
+            for (int r = m; r < m + kRows && r < rows; r++) {
+                int hi = rule.hi[r] - w.begin - t0;
+                most = hi > most ? hi : most;
+            }
+            seen[m / kRows] = most < n ? most : n;
+        }
+        const float* scales = p.k_token_scale ? k_scales : nullptr;
         pack_keys<F>(p.k, idx, n, k_bytes, p.dim, keys);
-        const int p_depth = F::pack_values(p.v, idx, n, v_bytes, p.vdim, values, vdim);
-
-        product<F, false>(rows, q, depth, keys, kTileKeys, (int)depth, logits, kTileKeys, vectors, nullptr);
+        product<F, false>(rows, q, depth, keys, kTileKeys, (int)depth, logits, kTileKeys, vectors, nullptr, seen,
+                          Ahead{p.k, next_idx, next_n, k_bytes});
         for (int r = 0; r < rows; r++) {
+            const int full = (seen[r / kRows] + N - 1) / N;
             int lo = rule.lo[r] - w.begin - t0, hi = rule.hi[r] - w.begin - t0;
             lo = lo < 0 ? 0 : lo > n ? n : lo;
             hi = hi < 0 ? 0 : hi > n ? n : hi;
-            found[r] = hmax(shape_row(p, logits + r * kTileKeys, n, rule.mult[r], rule.slope[r],
-                                      (float)t0 - rule.position[r], lo, hi, p.k_token_scale ? k_scales : nullptr));
+            float* x = logits + r * kTileKeys;
+            const bool plain = full && is_plain(p, rule.mult[r], lo, hi, full, scales);
+            factor[r] = plain ? rule.mult[r] : 1.0f;
+            found[r] = plain ? row_max(x, full) * rule.mult[r]
+                             : shape_row(p, x, full, rule.mult[r], rule.slope[r], (float)t0 - rule.position[r], lo, hi,
+                                         scales);
         }
         for (int r = 0; r < rows; r += N) {  // the new maximum, how far it fades the old sums, what to subtract
             vf old = load(tops + r), top = max(old, load(found + r)), shift = shift_of(top);
@@ -122,18 +157,23 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
         }
         for (int r = 0; r < rows; r++) {
             const float* x = logits + r * kTileKeys;
-            const vf shift = set1(found[r]);
-            vf sum = zero(), y[kTileVectors];
-#pragma GCC unroll 16
-            for (int i = 0; i < kTileVectors; i++) {
-                y[i] = i < vectors ? exp_(sub(load(x + i * N), shift)) : zero();
-                sum = add(sum, y[i]);
-                if (p.v_token_scale) y[i] = mul(y[i], load(v_scales + i * N));
+            const vf shift = set1(-found[r]), mult = set1(factor[r]);
+            const int full = (seen[r / kRows] + N - 1) / N;
+            vf sum = zero();
+            for (int i = 0; i < full; i += 2) {
+                vf y[2];
+                y[0] = exp_(fma(load(x + i * N), mult, shift));
+                y[1] = i + 1 < full ? exp_(fma(load(x + (i + 1) * N), mult, shift)) : zero();
+                sum = add(sum, add(y[0], y[1]));
+                if (p.v_token_scale)
+                    for (int j = 0; j < 2; j++) y[j] = mul(y[j], load(v_scales + (i + j) * N));
+                F::pack_weights(y, 2, weights + r * kPWords + (F::kPairs ? i * N / 2 : i * N));
             }
             sums[r] += hsum(sum);
-            F::pack_weights(y, kTileVectors, weights + r * kPWords);
         }
-        product<F, true>(rows, weights, kPWords, values, vdim, p_depth, acc, vdim, (int)(vdim / N), fade);
+        F::pack_values(p.v, idx, n, v_bytes, p.vdim, values, vdim);
+        product<F, true>(rows, weights, kPWords, values, vdim, 0, acc, vdim, (int)(vdim / N), fade, seen,
+                         Ahead{p.v, next_idx, next_n, v_bytes});
     }
     finish<F>(p, w, head, tops, sums, acc, partials, counters);
 }

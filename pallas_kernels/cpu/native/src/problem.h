@@ -11,7 +11,7 @@ constexpr int kShortRows = 16;       // requests with at most this many rows (qu
 constexpr int kLongRows = 144;       // otherwise tiles of at most this many rows, a multiple of every register block
 constexpr int kShortChunk = 2048;    // keys of one piece of a split request: fixed, so bits never depend on the batch
 constexpr int kLongChunk = 4096;
-constexpr int kTileKeys = 64;        // keys of a tile of the long kernel
+constexpr int kTileKeys = 128;       // keys of a tile of the long kernel
 constexpr int kBlockKeys = 256;      // keys between two updates of the running maximum in the short kernel
 
 inline int64_t bytes_of(Dtype t) { return t == Dtype::f32 ? 4 : t == Dtype::f16 || t == Dtype::bf16 ? 2 : 1; }
@@ -106,7 +106,7 @@ inline int64_t partial_floats(const Problem& p, int rows) { return round_up(rows
 // Upper bound of the scratch memory of one thread.
 inline int64_t scratch_bytes(const Problem& p) {
     int64_t dim = round_up(p.dim, 32), vdim = padded_vdim(p), rows = kLongRows + 8;
-    int64_t floats = rows * (dim + vdim + 2 * kTileKeys + 16) + kTileKeys * (dim + vdim + 8);
+    int64_t floats = rows * (dim + vdim + 2 * kTileKeys + 20) + kTileKeys * (dim + vdim + 16);
     return 4 * floats + 8 * (kShortChunk + 128) + 4 * kBlockKeys * 16 + 16384;
 }
 

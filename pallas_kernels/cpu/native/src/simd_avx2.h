@@ -51,14 +51,13 @@ INL vf exp_(vf x) {
     vf alive = _mm256_cmp_ps(x, set1(-87.0f), _CMP_NLT_UQ);
     x = max(set1(-87.0f), x);
     vf n = _mm256_round_ps(mul(x, set1(1.44269504f)), 8);
-    vf r = _mm256_fnmadd_ps(n, set1(0.693359375f), x);
-    r = _mm256_fnmadd_ps(n, set1(-2.12194440e-4f), r);
-    vf p = fma(set1(1.9875691500e-4f), r, set1(1.3981999507e-3f));
-    p = fma(p, r, set1(8.3334519073e-3f));
-    p = fma(p, r, set1(4.1665795894e-2f));
-    p = fma(p, r, set1(1.6666665459e-1f));
-    p = fma(p, r, set1(5.0000001201e-1f));
-    p = fma(mul(r, r), p, add(r, set1(1.0f)));
+    vf r = _mm256_fmsub_ps(x, set1(1.44269504f), n);
+    vf p = fma(set1(1.535336188e-4f), r, set1(1.339887440e-3f));
+    p = fma(p, r, set1(9.618437357e-3f));
+    p = fma(p, r, set1(5.550332471e-2f));
+    p = fma(p, r, set1(2.402264791e-1f));
+    p = fma(p, r, set1(6.931472028e-1f));
+    p = fma(p, r, set1(1.0f));
     __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_and_ps(mul(p, _mm256_castsi256_ps(power)), alive);
 }
@@ -161,5 +160,6 @@ INL void transpose(vw (&r)[N], uint32_t* d, int64_t stride) {
 }
 
 INL void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+INL void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
 }  // namespace JATTN_ISA

@@ -39,19 +39,17 @@ INL bool any_differs(vf x, vf y) { return _mm512_cmp_ps_mask(x, y, _CMP_NEQ_UQ) 
 INL float hmax(vf x) { return _mm512_reduce_max_ps(x); }
 INL float hsum(vf x) { return _mm512_reduce_add_ps(x); }
 
-// exp(x) for x <= 0 to about 1e-7; -inf gives 0 and NaN stays.
+// exp(x) for x <= 0 to about 1e-7 as 2^n 2^r; -inf gives 0 and NaN stays.
 INL vf exp_(vf x) {
     x = max(set1(-200.0f), x);
     vf n = _mm512_roundscale_ps(mul(x, set1(1.44269504f)), 8);
-    vf r = _mm512_fnmadd_ps(n, set1(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, set1(-2.12194440e-4f), r);
-    vf p = fma(set1(1.9875691500e-4f), r, set1(1.3981999507e-3f));
-    p = fma(p, r, set1(8.3334519073e-3f));
-    p = fma(p, r, set1(4.1665795894e-2f));
-    p = fma(p, r, set1(1.6666665459e-1f));
-    p = fma(p, r, set1(5.0000001201e-1f));
-    p = fma(mul(r, r), p, add(r, set1(1.0f)));
-    return _mm512_scalef_ps(p, n);
+    vf r = _mm512_fmsub_ps(x, set1(1.44269504f), n);
+    vf p = fma(set1(1.535336188e-4f), r, set1(1.339887440e-3f));
+    p = fma(p, r, set1(9.618437357e-3f));
+    p = fma(p, r, set1(5.550332471e-2f));
+    p = fma(p, r, set1(2.402264791e-1f));
+    p = fma(p, r, set1(6.931472028e-1f));
+    return _mm512_scalef_ps(fma(p, r, set1(1.0f)), n);
 }
 
 // [key][4 rows] vectors: the key of each lane, four values repeated, four lanes folded into one, one value a key.
@@ -167,5 +165,6 @@ INL void transpose(vw (&r)[N], uint32_t* d, int64_t stride) {
 }
 
 INL void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
+INL void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 
 }  // namespace JATTN_ISA

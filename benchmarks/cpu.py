@@ -1,0 +1,156 @@
+"""The bars of the CPU: cpu_native, sdpa, the naive gather and vLLM's own kernels, taking turns in one process.
+
+    PYTHONPATH=. python -m benchmarks.cpu --case dec_16x4k,pre --rounds 9 --peers --write
+
+A ratio is the other's time over cpu_native's, round by round: its median, and that of the best runs. The bandwidth
+floor is the time in which this machine, in this run, only reads the keys and values.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+
+import jax
+
+import jattn
+from benchmarks import cases as named
+from benchmarks import inputs, naive, run, timing
+from benchmarks.peers import vllm_cpu
+
+FEATURES = {
+    "off": {},
+    "window": {"sliding_window": 4096},
+    "soft_cap": {"logits_soft_cap": 30.0},
+    "sinks": {"has_sinks": True},
+    "alibi": {"has_alibi": True},
+}
+BARS = {
+    "dec_1x32k": 1.5,
+    "dec": {"bf16": 2.0, "f32": 1.25, "fp8": 1.0},
+    "pre": {"bf16": 1.7, "f32": 1.15},
+    "mixed": 1.8,
+}
+"""Least ratio vLLM / cpu_native, by the longest prefix of a case's name, then by the type at its end."""
+
+
+def cases() -> tuple[named.Case, ...]:
+    """The cases whose bars are written down."""
+    return named.CPU
+
+
+def bar(name: str) -> float:
+    """What this case must reach against vLLM."""
+    found = BARS[max((prefix for prefix in BARS if name.startswith(prefix)), key=len)]
+    return found if isinstance(found, float) else found[name.rsplit("_", 1)[1]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, print a table; --write keeps the rows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--case", default="", help="parts of case names, separated by commas")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--peers", action="store_true", help="vLLM's kernels take turns too")
+    parser.add_argument("--slow", action="store_true", help="sdpa and the naive gather take turns too")
+    parser.add_argument("--isa", default="auto")
+    parser.add_argument("--features", action="store_true", help="what each feature costs, instead of the cases")
+    parser.add_argument("--write", action="store_true", help="append to benchmarks/results/cpu/native.jsonl")
+    args = parser.parse_args(argv)
+    if args.peers and (why := vllm_cpu.available()):
+        parser.error(f"--peers: {why}")
+    bandwidth = run.read_bandwidth()
+    print(f"{run.chip_name()}, JAX {jax.__version__}; read bandwidth here, now: {bandwidth / 1e9:.1f} GB/s")
+    if args.features:
+        rows = features(args.rounds, bandwidth)
+    else:
+        chosen = dict.fromkeys(case for part in args.case.split(",") for case in named.find(part))
+        rows = [row for case in chosen for row in measure(case, args, bandwidth)]
+    if args.write:
+        print(f"appended to {run.append(rows, 'native')}")
+    return int(any(row.get("wrong") for row in rows))
+
+
+def measure(case: named.Case, args, bandwidth: float) -> list[dict]:
+    """One row a contender; ratios are against cpu_native."""
+    given = inputs.make(case)
+    contenders = {"cpu_native": caller(given, "cpu_native", args.isa)}
+    if args.peers:
+        peer = vllm_cpu.VllmCpu(case, given)
+        contenders["vllm"] = peer.call
+    if args.slow:
+        contenders["sdpa"] = caller(given, "sdpa")
+        if given.meta.max_query_len == 1:
+            yardstick = jax.jit(naive.attention, static_argnums=3)
+            contenders["naive"] = lambda: yardstick(given.q, given.cache, given.meta, given.spec.scale)
+    times = timing.in_turn(contenders, args.rounds)
+    error = run.check(case, given, contenders["cpu_native"]())
+    rows = []
+    for name, spent in times.items():
+        row = run.record(case, name, spent, bandwidth) | {"isa": args.isa if name == "cpu_native" else None}
+        if name != "cpu_native":
+            row |= {
+                "ratio_to_native": timing.ratio(times, name, "cpu_native"),
+                "best_ratio_to_native": spent.best / times["cpu_native"].best,
+            }
+        rows.append(row)
+    rows[0] |= {"refcheck_max_err": error, "wrong": error > run.tolerance(case), "must_vs_vllm": bar(case.name)}
+    report(case, rows, times)
+    return rows
+
+
+def report(case: named.Case, rows: list[dict], times: dict[str, timing.Times]) -> None:
+    """One line a case."""
+    own = rows[0]
+    line = f"{case.name:22} {own['best_ms']:8.2f} ms best {own['ms']:8.2f} median"
+    if case.name.startswith("dec"):
+        line += f"  {own['best_ms'] / own['floor_ms']:.2f}x floor"
+    else:
+        line += f"  {case.flop / own['best_ms'] / 1e6:.0f} GFLOP/s"
+    for row in rows[1:]:
+        line += f" | {row['backend']} / native {row['ratio_to_native']:.2f} (best {row['best_ratio_to_native']:.2f})"
+        if row["backend"] == "vllm":
+            reached = max(row["ratio_to_native"], row["best_ratio_to_native"]) >= own["must_vs_vllm"]
+            line += f" must {own['must_vs_vllm']:.2f} {'ok' if reached else 'SHORT'}"
+    print(line + ("  WRONG" if own["wrong"] else ""), flush=True)
+
+
+def caller(given: inputs.Inputs, backend: str, isa: str = "auto"):
+    """The compiled attention call of one backend; the plan is made once a step, as a server does."""
+    attn = jattn.PagedAttention(given.spec, given.cache.spec, backend=backend)
+    if isa != "auto":
+        object.__setattr__(attn, "impl", dataclasses.replace(attn.impl, isa=isa))
+    built = jax.tree.map(jax.numpy.asarray, attn.build(given.meta))
+    step = jax.jit(lambda q, cache, m, params: attn.attend(q, cache, m, params))
+    compiled = step.lower(given.q, given.cache, built, given.params).compile()
+    return lambda: compiled(given.q, given.cache, built, given.params)
+
+
+def features(rounds: int, bandwidth: float) -> list[dict]:
+    """What each feature costs in decode and prefill, and a window of 512 in a context of 8192."""
+    rows = []
+    for case in (*named.find("dec_16x4k_p16_bf16"), *named.find("pre_1x2k_bf16")):
+        calls = {}
+        for name, options in FEATURES.items():
+            calls[name] = caller(inputs.make(case, spec_options=options), "cpu_native")
+        rows += costs(case, timing.in_turn(calls, rounds), "off", bandwidth)
+    long, short = named.decode("dec_16x8k_window512", 16, 8192), named.decode("dec_16x512", 16, 512)
+    calls = {
+        "context_512": caller(inputs.make(short), "cpu_native"),
+        "window_512": caller(inputs.make(long, spec_options={"sliding_window": 512}), "cpu_native"),
+    }
+    return rows + costs(long, timing.in_turn(calls, rounds), "context_512", bandwidth)
+
+
+def costs(case: named.Case, times: dict[str, timing.Times], base: str, bandwidth: float) -> list[dict]:
+    """Rows of ratios to `base`, printed."""
+    rows = []
+    for name, spent in times.items():
+        median = statistics.median(a / b for a, b in zip(spent.rounds, times[base].rounds, strict=True))
+        best = spent.best / times[base].best
+        print(f"{case.name:22} {name:12} {spent.best * 1e3:8.2f} ms  x{median:.2f} (best x{best:.2f}) of {base}")
+        rows.append(run.record(case, name, spent, bandwidth) | {"cost": median, "best_cost": best, "base": base})
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

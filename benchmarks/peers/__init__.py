@@ -1,0 +1,1 @@
+"""Other people's kernels, called as their own library calls them."""
