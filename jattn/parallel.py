@@ -28,7 +28,8 @@ Step = Callable[..., tuple[PagedKV, AttentionState]]
 
 def rank_spec(spec: AttentionSpec, axis: str, world: int) -> AttentionSpec:
     """One rank's heads of a layer; a user's mask_fn and score_fn still see the head's number in the whole layer."""
-    if spec.num_kv_heads % world:
+    kv_heads, rest = divmod(spec.num_heads // spec.group_size, world)
+    if rest:
         raise ValueError(f"{spec.num_kv_heads=} must be a multiple of the {world} ranks of axis {axis!r}")
     heads = spec.num_heads // world
 
@@ -39,7 +40,7 @@ def rank_spec(spec: AttentionSpec, axis: str, world: int) -> AttentionSpec:
     return dataclasses.replace(
         spec,
         num_heads=heads,
-        num_kv_heads=spec.num_kv_heads // world,
+        num_kv_heads=kv_heads,
         mask_fn=mask_fn and (lambda head, q_pos, kv_pos: mask_fn(anywhere(head), q_pos, kv_pos)),
         score_fn=score_fn and (lambda score, head, q_pos, kv_pos: score_fn(score, anywhere(head), q_pos, kv_pos)),
     )

@@ -166,12 +166,12 @@ def _kernel(
     # Prefetch: whole arrays, of which a program reads a few numbers
     tile_req,  # i32[tiles]
     tile_first_row,  # i32[tiles]
-    batch,  # Batch
-    consts,  # what mask_fn and score_fn close over
+    batch,  # Batch: lengths i32[R], block_table i32[R B], causal bool[R] or None
+    consts,  # the arrays that mask_fn and score_fn close over
     # Input
     q_ref,  # [1 1 M D]
     numbers,  # Numbers: q_scale, slopes, sinks f32[1 M 1]; k_scale, v_scale f32[1 1 1]
-    pool,  # Pool, whole
+    pool,  # Pool, whole: k [N K S D], v [N K S V] or NHD; token scales f32[N K S] or None
     # Output
     out_ref,  # [1 1 M V]
     lse_ref,  # f32[1 1 M 1]

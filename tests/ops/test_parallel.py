@@ -17,7 +17,7 @@ from jattn.ops.shard import KeyShard
 from jattn.ops.state import AttentionState
 from jattn.parallel import decode_context_parallel, head_partition, tensor_parallel
 from tests.cases import FEATURES, Case
-from tests.ops import test_mla as latent
+from tests.ops import latent
 from tests.oracle.mla import latent_attention
 from tests.problem import Problem
 

@@ -1,0 +1,261 @@
+"""Checks and times the Hopper kernel on the machine it runs on: one line a case, one jsonl row a case.
+
+    python benchmarks/gpu/check.py [--out DIR] [--only NAME,...] [--no-check]
+The reference is numpy float64 over sampled rows; unreferenced pages and page tails hold NaN.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import sys
+import time
+import traceback
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu import cases
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.gpu.paged_attention import Config, build_work_list, ragged_paged_attention
+
+
+def config_of(case, **extra) -> Config:
+    options = dict(case.options) | extra
+    window = options.pop("window", None)
+    mask = options.pop("mask", MaskRule(causal=True, left=-1 if window is None else window - 1))
+    logits = LogitRule(
+        scale=case.head_dim**-0.5,
+        soft_cap=options.pop("soft_cap", None),
+        has_alibi=options.pop("alibi", False),
+        score_fn=options.pop("score_fn", None),
+    )
+    return Config(
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        page_size=case.page,
+        kv_dtype=options.pop("kv_dtype", case.kv_dtype),
+        mask=mask,
+        logits=logits,
+        **options,
+    )
+
+
+def make_inputs(case, config, seed=0, poison=True):
+    """Random q, permuted pages; with poison, NaN wherever no token lives."""
+    rng = np.random.default_rng(seed)
+    q_lens, seqs = case.q_lens, case.seq_lens
+    pages = -(-seqs // case.page)
+    width = max(int(pages.max()), 1)
+    total = int(pages.sum()) + 3
+    ids = rng.permutation(total)
+    reqs = len(q_lens) + case.pad_reqs
+    table = np.full((reqs, width), 2**30 if poison else 0, np.int32)
+    used = 0
+    for r, n in enumerate(pages):
+        table[r, :n] = ids[used : used + n]
+        used += n
+    starts = np.concatenate([[0], np.cumsum(np.concatenate([q_lens, np.zeros(case.pad_reqs, int)]))])
+    tokens = int(starts[-1]) + case.pad_tokens
+    keys = jax.random.split(jax.random.key(seed), 3)
+    hnd = (total, case.num_kv_heads, case.page)
+    shape = hnd if config.layout == "HND" else (total, case.page, case.num_kv_heads)
+    kv_type = jnp.dtype(config.kv_dtype)
+
+    def pool(key, dim):
+        x = jax.random.normal(key, (*shape, dim), jnp.bfloat16)
+        if kv_type == jnp.int8:
+            return jnp.clip(jnp.round(x.astype(jnp.float32) * 40), -127, 127).astype(jnp.int8)
+        return x.astype(kv_type)
+
+    k, v = pool(keys[0], case.head_dim), pool(keys[1], case.v_head_dim)
+    if poison and kv_type != jnp.int8:
+        live = np.zeros((total, case.page), bool)
+        for r, n in enumerate(seqs):
+            for j in range(pages[r]):
+                live[table[r, j], : max(0, min(case.page, n - j * case.page))] = True
+        axes = live[:, None, :, None] if config.layout == "HND" else live[:, :, None, None]
+        k, v = (jnp.where(axes, x, jnp.array(jnp.nan, kv_type)) for x in (k, v))
+    q = jax.random.normal(keys[2], (tokens, case.num_heads, case.head_dim), jnp.dtype(config.dtype))
+    seq_pad = np.concatenate([seqs, np.zeros(case.pad_reqs, int)]).astype(np.int32)
+    return q, k, v, jnp.asarray(table), jnp.asarray(starts, jnp.int32), jnp.asarray(seq_pad)
+
+
+def reference_row(case, config, host, req, i, head):
+    """float64 (out, lse) of one row, straight from the definition."""
+    q, k, v, table, starts, seqs, slopes, sinks, scales = host
+    seq, page = int(seqs[req]), case.page
+    q_len = int(starts[req + 1] - starts[req])
+    pos = seq - q_len + i
+    kv = np.arange(seq)
+    mask, rule = config.mask, config.logits
+    seen = np.ones(seq, bool)
+    if mask.causal and (not config.per_request_causal or req % 2 == 0):
+        seen &= kv <= pos
+    if mask.left >= 0:
+        seen &= kv >= pos - mask.left
+    if mask.right >= 0:
+        seen &= kv <= pos + mask.right
+    if mask.chunk > 0:
+        seen &= kv // mask.chunk == pos // mask.chunk
+    if mask.mask_fn is not None:
+        seen &= np.asarray(mask.mask_fn(head, pos, kv))
+    if not seen.any():
+        return np.zeros(case.v_head_dim), -np.inf
+    kv = kv[seen]
+    kv_head = head // config.group
+    blocks = table[req, kv // page]
+    at = (blocks, kv_head, kv % page) if config.layout == "HND" else (blocks, kv % page, kv_head)
+    keys, values = (np.asarray(x[tuple(map(jnp.asarray, at))].astype(jnp.float32), np.float64) for x in (k, v))
+    row = np.asarray(q[int(starts[req]) + i, head].astype(jnp.float32), np.float64)
+    x = keys @ row * rule.scale * scales[0]
+    if rule.soft_cap:
+        x = rule.soft_cap * np.tanh(x / rule.soft_cap)
+    if rule.has_alibi:
+        x = x + slopes[head] * (kv - pos)
+    if rule.score_fn is not None:
+        x = rule.score_fn(x, head, pos, kv)
+    top = max(x.max(), sinks[head]) if config.has_sinks else x.max()
+    p = np.exp(x - top)
+    total = p.sum() + (np.exp(sinks[head] - top) if config.has_sinks else 0.0)
+    return (p / total) @ values * scales[1], np.log(total) + top
+
+
+def check(case, config, inputs, params, out, lse, samples, seed=0):
+    """(largest |out - ref|, largest relative row error, largest |lse - ref|) over sampled rows; pads must be 0."""
+    q, k, v, table, starts, seqs = inputs
+    host = (q, k, v, np.asarray(table), np.asarray(starts), np.asarray(seqs), *params)
+    rng = np.random.default_rng(seed)
+    out, lse = np.asarray(out.astype(jnp.float32)), np.asarray(lse)
+    rows = [(r, i) for r, (n, _) in enumerate(case.lengths) for i in range(n)]
+    picks = [rows[j] for j in rng.choice(len(rows), min(samples, len(rows)), replace=False)]
+    for r, (n, _) in enumerate(case.lengths):
+        if n and len(case.lengths) < 20:
+            picks += [(r, 0), (r, n - 1)]
+    worst, relative, worst_lse = 0.0, 0.0, 0.0
+    for r, i in picks:
+        head = int(rng.integers(case.num_heads))
+        want, want_lse = reference_row(case, config, host, r, i, head)
+        t = int(starts[r]) + i
+        err = np.abs(out[t, head] - want)
+        worst = max(worst, np.nan_to_num(err.max(), nan=np.inf))
+        scale = np.linalg.norm(want) + 1e-9
+        relative = max(relative, np.nan_to_num(np.linalg.norm(out[t, head] - want) / scale, nan=np.inf))
+        if np.isinf(want_lse):
+            worst_lse = max(worst_lse, 0.0 if lse[t, head] == want_lse else np.inf)
+        else:
+            worst_lse = max(worst_lse, np.nan_to_num(abs(lse[t, head] - want_lse), nan=np.inf))
+    pads = slice(int(starts[-1]), None)
+    if not (np.all(out[pads] == 0) and np.all(np.isneginf(lse[pads]))):
+        worst = np.inf
+    if not np.isfinite(out).all():
+        worst = np.inf
+    return worst, relative, worst_lse
+
+
+def run_case(case, args, **extra):
+    config = config_of(case, **extra)
+    inputs = make_inputs(case, config, poison=not args.no_check and case.name not in BIG)
+    q, k, v, table, starts, seqs = inputs
+    tokens = q.shape[0]
+    rng = np.random.default_rng(1)
+    slopes = rng.uniform(0.01, 0.5, case.num_heads).astype(np.float32)
+    sinks = rng.normal(size=case.num_heads).astype(np.float32)
+    scales = (0.5, 2.0) if config.quantised else (1.0, 1.0)
+    causal = np.arange(len(seqs)) % 2 == 0 if config.per_request_causal else None
+    plan = jax.jit(lambda s, n: build_work_list(s, n, tokens, config, causal))
+    kind = dict(k_scale=scales[0], v_scale=scales[1])
+    kind |= dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
+    kind |= dict(sinks=sinks) if config.has_sinks else {}
+    attend = jax.jit(lambda q, k, v, t, w: ragged_paged_attention(q, k, v, t, w, config, **kind))
+    work = jax.block_until_ready(plan(starts, seqs))
+    out, lse = jax.block_until_ready(attend(q, k, v, table, work))
+    row = dict(case=case.name, **{key: str(value) for key, value in extra.items()})
+    if not args.no_check:
+        params = (slopes, sinks, scales)
+        worst, relative, worst_lse = check(case, config, inputs, params, out, lse, args.samples)
+        scale = abs(np.asarray(out, np.float32)).max()
+        row["out_max"] = float(scale)
+        again = jax.block_until_ready(attend(q, k, v, table, work))[0]
+        row |= dict(max_err=float(worst), rel_err=float(relative), lse_err=float(worst_lse))
+        row["same_bits"] = bool((np.asarray(again) == np.asarray(out)).all())
+    if args.time:
+        from jax.experimental.mosaic.gpu import profiler
+
+        def median(f, *xs):
+            _, runs = profiler.measure(f, aggregate=False, iterations=args.iterations)(*xs)
+            return np.median([sum(t for _, t in one) for one in runs]) * 1e3, runs[-1]
+
+        us, parts = median(attend, q, k, v, table, work)
+        row |= dict(us=float(us), parts={n[:40]: round(t * 1e3, 2) for n, t in parts})
+        row |= dict(list_us=float(median(plan, starts, seqs)[0]), bytes=case.read_bytes(), flop=case.flops())
+        row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6)
+    return row
+
+
+BIG = {c.name for c in cases.BENCH}
+
+
+def show(row):
+    keys = ("max_err", "rel_err", "lse_err", "us", "list_us", "tb_s", "tflop_s")
+    cells = [f"{k}={row[k]:.4g}" for k in keys if k in row]
+    extra = [f"{k}={row[k]}" for k in row if k not in keys and k not in ("case", "bytes", "flop", "parts")]
+    print(f"{row['case']:24s}", *cells, *extra, row.get("parts", ""), flush=True)
+
+
+def ceilings():
+    """Read, copy and matmul rates of this card, measured now."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    x = jax.random.normal(jax.random.key(0), (1 << 30,), jnp.float32)
+    m = jax.random.normal(jax.random.key(1), (8192, 8192), jnp.bfloat16)
+    time_of = lambda f, *a: min(profiler.measure(jax.jit(f), iterations=5)(*a)[1]) * 1e-3
+    return dict(
+        ceiling_read_tb_s=x.nbytes / time_of(jnp.sum, x) / 1e12,
+        ceiling_copy_tb_s=2 * x.nbytes / time_of(lambda a: a + 1, x) / 1e12,
+        ceiling_mm_tflop_s=2 * 8192**3 / time_of(lambda a: a @ a, m) / 1e12,
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default="")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--no-time", dest="time", action="store_false")
+    parser.add_argument("--samples", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--set", default="", help="python dict of Config fields for every case")
+    args = parser.parse_args()
+    extra = eval(args.set) if args.set else {}
+    base = dict(backend="pallas_gpu", jax=jax.__version__, chip=jax.devices()[0].device_kind)
+    base |= dict(commit=os.environ.get("COMMIT", ""), date=datetime.date.today().isoformat())
+    if args.time:
+        base |= ceilings()
+    print(base, flush=True)
+    wanted = [name for name in args.only.split(",") if name]
+    for case in cases.CHECK + cases.BENCH:
+        if wanted and not any(case.name.startswith(w) for w in wanted):
+            continue
+        begin = time.time()
+        try:
+            row = run_case(case, args, **extra)
+        except Exception as error:  # a refused or broken case must not hide the others
+            print(case.name, "FAILED", type(error).__name__, str(error)[:300], flush=True)
+            traceback.print_exc(limit=-3)
+            continue
+        row["wall_s"] = round(time.time() - begin, 1)
+        show(row)
+        if args.out:
+            with open(pathlib.Path(args.out) / "gpu.jsonl", "a") as file:
+                file.write(json.dumps(base | row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

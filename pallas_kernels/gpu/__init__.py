@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels; a chip generation is a file suffix."""

@@ -1,0 +1,75 @@
+"""Joins the partial results of units that the work list cut: one small launch, one CTA a cut and half tile.
+
+out = sum_i out_i * 2 ** (lse_i - lse),   lse = log2 sum_i 2 ** lse_i   (+ the sink, once)
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import tiles_sm90 as tiles
+from pallas_kernels.gpu import work_list as wl
+
+AHEAD = 4  # parts whose loads are in flight together
+COLUMNS = 32  # of the output, for one CTA
+
+
+def _kernel(cfg, width, info, join, heads, part, part_lse, out_ref, lse_ref):
+    """info i32[tiles, 16], join i32[C, 4], heads f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128] (GMEM)."""
+    me, half, column = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * width
+    unit, first, last = (join[me, i] for i in range(3))
+    tile = lax.div(jnp.maximum(unit, 0), jnp.int32(cfg.num_kv_heads))
+    head = lax.rem(jnp.maximum(unit, 0), jnp.int32(cfg.num_kv_heads))
+    nrows = info[tile, wl.NROWS] - 64 * half
+    shape = (rows.ROWS, width)
+
+    def load(i):
+        slot = jnp.where(i == first, 2 * first + 1, 2 * i)
+        usable = jnp.where(i <= last, nrows, 0)
+        kind = dict(stride=cfg.v_head_dim, width=width)
+        return rows.load_partial(part, part_lse, slot, 64 * half, usable, column, **kind)
+
+    def step(t, state):
+        i0 = first + t * AHEAD
+        parts = [load(i0 + k) for k in range(AHEAD)]
+        for out, lse in parts:
+            acc, m, total = state
+            new_m = jnp.maximum(m, lse)
+            a, b = jnp.exp2(m - new_m), jnp.exp2(lse - new_m)
+            state = (acc * tiles.across(a, shape) + out * tiles.across(b, shape), new_m, total * a + b)
+        return state
+
+    @pl.when((unit >= 0) & (nrows > 0))
+    def _():
+        steps = lax.div(last - first + AHEAD, jnp.int32(AHEAD))
+        acc, m, total = lax.fori_loop(0, steps, step, tiles.start_state(width))
+        row0, head0 = info[tile, wl.ROW0] + 64 * half, head * cfg.group
+        sink = None
+        if cfg.has_sinks:
+            packed = plgpu.broadcasted_iota(jnp.int32, (rows.ROWS,), 0, layout=tiles.ROW_LAYOUT) + row0
+            sink = tiles.per_head(cfg, heads, head0, lax.rem(packed, jnp.int32(cfg.group)), 1)
+        factor, lse = tiles.finish_rows(m, total, sink)
+        where = (info[tile, wl.TOK0], head0, row0, nrows, column)
+        kind = dict(group=cfg.group, heads=cfg.num_heads, stride=cfg.v_head_dim)
+        rows.store_rows(out_ref, lse_ref, acc * tiles.across(factor, shape), lse, *where, **kind)
+
+
+def join_parts(cfg, out, lse, part, part_lse, work: wl.WorkList, heads):
+    """Fills in the rows of cut units: (out, lse), written in place."""
+
+    width = COLUMNS if cfg.v_head_dim % COLUMNS == 0 else cfg.v_head_dim
+
+    def join_partial_attention(*refs):
+        _kernel(cfg, width, *refs)
+
+    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
+    grid = (cfg.num_ctas, 2, cfg.v_head_dim // width)
+    mesh = plgpu.Mesh(grid=grid, grid_names=("cut", "half", "column"), num_threads=1, thread_name="wg")
+    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    pl.kernel(join_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="join_parts")(
+        work.info, work.join, heads, part, part_lse, out_ref, lse_ref
+    )
+    return jax.freeze(out_ref), jax.freeze(lse_ref)

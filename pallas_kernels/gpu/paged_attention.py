@@ -1,0 +1,91 @@
+"""The door of GPU paged attention: checks, the work list, the launch, the merge."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.merge_sm90 import join_parts
+from pallas_kernels.gpu.pieces_sm90 import Config
+from pallas_kernels.gpu.ragged_attention_sm90 import attend
+from pallas_kernels.gpu.supports import default_tiles, supports
+
+__all__ = ["Config", "build_work_list", "make_config", "ragged_paged_attention", "supports"]
+
+
+def make_config(*, head_dim: int, v_head_dim: int, kv_dtype: str, page_size: int, **rest) -> Config:
+    """A Config with the default tiles; raises NotImplementedError with every reason if it cannot be done."""
+    tiles = default_tiles(head_dim, v_head_dim, kv_dtype, page_size)
+    shape = dict(head_dim=head_dim, v_head_dim=v_head_dim, kv_dtype=kv_dtype, page_size=page_size)
+    config = Config(**(shape | tiles | rest))
+    if reasons := supports(config):
+        raise NotImplementedError("; ".join(reasons))
+    return config
+
+
+def build_work_list(query_start_loc, seq_lens, num_tokens: int, config: Config, causal=None) -> wl.WorkList:
+    """Once a step, shared by all layers: lengths i32[R+1], i32[R] -> WorkList. Pure, traceable, no host sync.
+
+    causal bool[R] is wanted exactly when config.per_request_causal.
+    """
+    if (causal is not None) != config.per_request_causal:
+        raise ValueError(f"{config.per_request_causal=} but causal {'was' if causal is not None else 'was not'} given")
+    return wl.build(query_start_loc, seq_lens, num_tokens, config.list_config, causal)
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_table: jax.Array,
+    work: wl.WorkList,
+    config: Config,
+    *,
+    alibi_slopes=None,
+    sinks=None,
+    q_scale=None,
+    k_scale=None,
+    v_scale=None,
+) -> tuple[jax.Array, jax.Array]:
+    """softmax(q k^T) v over pages: (out [T, H, V] in q's dtype, lse f32[T, H], natural log).
+
+    q [T, H, D]; pools in their own dtype, HND [N, K, S, D] or NHD [N, S, K, D]; block_table i32[R, B], whose
+    unused columns may hold anything. alibi_slopes, sinks f32[H]; q_scale f32 or f32[H], k_scale, v_scale f32 or
+    f32[K]: real = stored * scale. All are traced. A row that sees nothing is (0, -inf); padding tokens too.
+    """
+    _check(q, k_pages, v_pages, block_table, config, alibi_slopes, sinks)
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    per_head = jnp.stack([_spread(alibi_slopes, heads, 0.0), _spread(sinks, heads, 0.0)], axis=1)
+    scales = [_spread(k_scale, kv_heads, 1.0) * config.logits.scale, _spread(v_scale, kv_heads, 1.0)]
+    if q_scale is not None and jnp.ndim(q_scale) == 0:
+        scales[0] = scales[0] * q_scale
+    elif q_scale is not None:
+        q = (q.astype(jnp.float32) * q_scale[None, :, None]).astype(q.dtype)
+    scales = jnp.stack(scales, axis=1)
+    out, lse, part, part_lse = attend(config, q, k_pages, v_pages, block_table, work, scales, per_head)
+    return join_parts(config, out, lse, part, part_lse, work, per_head)
+
+
+def _spread(value, size: int, default: float) -> jax.Array:
+    value = jnp.asarray(default if value is None else value, jnp.float32)
+    return jnp.broadcast_to(value, (size,))
+
+
+def _check(q, k_pages, v_pages, block_table, config: Config, alibi_slopes, sinks):
+    if reasons := supports(config):
+        raise NotImplementedError("; ".join(reasons))
+    c = config
+    order = (c.num_kv_heads, c.page_size) if c.layout == "HND" else (c.page_size, c.num_kv_heads)
+    table = (
+        ("q", q.shape[1:], (c.num_heads, c.head_dim)),
+        ("k_pages", k_pages.shape[1:], (*order, c.head_dim)),
+        ("v_pages", v_pages.shape, (k_pages.shape[0], *order, c.v_head_dim)),
+        ("q dtype", q.dtype.name, c.dtype),
+        ("k_pages dtype", k_pages.dtype.name, c.kv_dtype),
+        ("v_pages dtype", v_pages.dtype.name, c.kv_dtype),
+        ("block_table dtype", block_table.dtype.name, "int32"),
+        ("alibi_slopes given", alibi_slopes is not None, c.logits.has_alibi),
+        ("sinks given", sinks is not None, c.has_sinks),
+    )
+    for name, seen, wanted in table:
+        if seen != wanted:
+            raise ValueError(f"{name} is {seen}; the config wants {wanted}")

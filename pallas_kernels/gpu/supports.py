@@ -1,0 +1,56 @@
+"""What the Hopper kernel can do, asked before it is made, answered with every reason; and its default tiles."""
+
+from pallas_kernels.gpu.pieces_sm90 import Config
+from pallas_kernels.gpu.rows_sm90 import ROWS, swizzle_bytes
+
+EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
+SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
+
+
+def smem_bytes(config: Config) -> int:
+    """Shared memory of one CTA."""
+    dims = config.head_dim + config.v_head_dim
+    item = 1 if config.kv_dtype in EIGHT_BIT else 2
+    work = 2 * config.block_kv * dims * 2 if config.quantised else 0
+    return 4 * ROWS * config.head_dim * 2 + config.stages * config.block_kv * dims * item + work + 2304
+
+
+def default_tiles(head_dim: int, v_head_dim: int, kv_dtype: str, page_size: int) -> dict[str, int]:
+    """block_kv and stages: the largest block of 128 or 64 keys of which two (8-bit: five) fit, else what fits."""
+    eight = kv_dtype in EIGHT_BIT
+    dims, queries = head_dim + v_head_dim, 4 * ROWS * head_dim * 2
+    for block in (64,) if eight else (128, 64):
+        room = SMEM_LIMIT - queries - (2 * block * dims * 2 if eight else 0)
+        stages = min(room // (block * dims * (1 if eight else 2)), 5 if eight else 3)
+        if stages >= 2 or block == 64:
+            return {"block_kv": block, "stages": max(stages, 1)}
+    raise AssertionError("unreachable")
+
+
+def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> list[str]:
+    """Every reason why the kernel cannot do this; empty: it can."""
+    c, reasons = config, []
+
+    def refuse(when: bool, reason: str):
+        if when:
+            reasons.append(reason)
+
+    refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
+    refuse(c.dtype not in ("bfloat16", "float16"), f"q dtype {c.dtype}: tensor cores take bfloat16 or float16")
+    known = (c.dtype, *EIGHT_BIT)
+    refuse(c.kv_dtype not in known, f"kv dtype {c.kv_dtype} with q {c.dtype}: wanted one of {', '.join(known)}")
+    refuse(c.num_heads % c.num_kv_heads != 0, f"{c.num_heads} heads are not a multiple of {c.num_kv_heads} kv heads")
+    refuse(c.num_heads // c.num_kv_heads > 128, "more than 128 query heads on one kv head")
+    for name, dim in (("head_dim", c.head_dim), ("v_head_dim", c.v_head_dim)):
+        refuse(dim % 16 != 0 or not 16 <= dim <= 256, f"{name} {dim}: wanted a multiple of 16 up to 256")
+        thin = c.quantised and c.kv_dtype in EIGHT_BIT and swizzle_bytes(dim, c.kv_dtype) < 32
+        refuse(thin, f"{name} {dim} with an 8-bit cache: wanted a multiple of 32")
+    refuse(c.v_head_dim > c.head_dim, f"v_head_dim {c.v_head_dim} is larger than head_dim {c.head_dim}")
+    page = c.page_size
+    refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
+    refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")
+    refuse(quant == "per_token_head", "scales per token and head are not read by this kernel")
+    refuse(
+        not reasons and smem_bytes(c) > SMEM_LIMIT, f"{smem_bytes(c)} bytes of shared memory; there are {SMEM_LIMIT}"
+    )
+    return reasons

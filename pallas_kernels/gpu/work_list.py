@@ -1,0 +1,176 @@
+"""The work list of the persistent attention kernel: who computes what, from traced lengths, in jit.
+
+A *tile* is up to 128 packed rows of one request (row p = token p // G, head p % G of a kv head's group).
+A *unit* is (tile, kv head). Its cost is its number of key blocks times a weight. Units are ranked by cost, longest
+first. The first W * C of them (C CTAs, W full waves) are taken whole, in snake order; the rest are laid end to end
+on a line which is cut so that every CTA ends with the same total. A cut inside a unit makes two partial results,
+so at most C - 1 units are ever merged, whatever the batch: no tuning of split counts, no data-dependent shapes.
+
+    info  i32[tiles, 16]   one row a tile, ranked: see the columns below
+    cta   i32[C, 8]        W, first unit of the line's piece, its first block, end unit, end block, BACKWARD
+    join  i32[C, 4]        units to merge: unit (or -1), first and last CTA that hold a part of it
+
+Rows past query_start_loc[R] (padding tokens) belong to a ghost request that sees nothing, so that they come out 0.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.algebra.mask import MaskRule, key_range
+from pallas_kernels.algebra.paging import cdiv
+
+TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAUSAL = range(13)
+INFO_COLUMNS = 16
+WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD = range(6)
+TILE_ROWS = 128
+SHORT_ROWS = 64  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkList:
+    """See the module's docstring."""
+
+    info: jax.Array
+    cta: jax.Array
+    join: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListConfig:
+    """What the list depends on, besides lengths: hashable."""
+
+    rule: MaskRule
+    group: int
+    num_kv_heads: int
+    block_kv: int
+    num_ctas: int = 132
+    short_weight: int = 4  # cost of one key block of a short tile ...
+    long_weight: int = 9  # ... and of a tile of more than SHORT_ROWS rows
+    min_split: int = 1  # key blocks: a cut never leaves less than this on either side
+
+
+def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
+    """Static bound on the number of tiles: sum of ceil(q_len * G / 128), the ghost request included."""
+    return num_tokens * group // TILE_ROWS + num_reqs + 1
+
+
+def build(query_start_loc, seq_lens, num_tokens: int, config: ListConfig, causal=None) -> WorkList:
+    """Lengths i32[R+1], i32[R] -> WorkList; `causal` bool[R] overrules the rule's, request by request."""
+    info, cost = _tiles(query_start_loc, seq_lens, num_tokens, config, causal)
+    order = jnp.argsort(-cost, stable=True)
+    info, cost = info[order], cost[order]
+    return _assign(info, cost, config)
+
+
+def _tiles(query_start_loc, seq_lens, num_tokens, config, causal):
+    """All tiles in request order: (info i32[tiles, 16], cost i32[tiles], 0 where there is no tile)."""
+    rule, block = config.rule, config.block_kv
+    num_reqs = seq_lens.shape[0]
+    starts = query_start_loc.astype(jnp.int32)
+    q_lens = jnp.append(jnp.diff(starts), num_tokens - starts[-1])
+    seqs = jnp.append(seq_lens.astype(jnp.int32), 0)
+    seqs = jnp.where(q_lens > 0, seqs, 0)
+    ends = jnp.cumsum(cdiv(q_lens * config.group, TILE_ROWS))
+    tile = jnp.arange(capacity(num_tokens, num_reqs, config.group), dtype=jnp.int32)
+    req = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    valid = req <= num_reqs
+    req = jnp.minimum(req, num_reqs)
+    q_len, seq = q_lens[req], seqs[req]
+    row0 = (tile - (ends[req] - cdiv(q_len * config.group, TILE_ROWS))) * TILE_ROWS
+    nrows = jnp.where(valid, jnp.clip(q_len * config.group - row0, 0, TILE_ROWS), 0)
+    qpos0 = seq - q_len
+    q_first = qpos0 + row0 // config.group
+    q_last = qpos0 + (row0 + jnp.maximum(nrows, 1) - 1) // config.group
+    if causal is None:
+        flag = jnp.full_like(seq, int(rule.causal))
+        see = None
+    else:
+        flag = jnp.append(causal, True)[req].astype(jnp.int32)
+        see = flag != 0
+    start, stop = key_range(rule, q_first, q_last, seq, see)
+    start, stop = jnp.maximum(start, 0), jnp.maximum(stop, 0)
+    blk0 = start // block
+    nblk = jnp.maximum(cdiv(stop, block) - blk0, 1)
+    last_start, _ = key_range(rule, q_last, q_last, seq, see)
+    _, first_stop = key_range(rule, q_first, q_first, seq, see)
+    full0 = jnp.clip(cdiv(jnp.maximum(last_start, 0), block) - blk0, 0, nblk)
+    full1 = jnp.clip(jnp.maximum(first_stop, 0) // block - blk0, full0, nblk)
+    if rule.mask_fn is not None:
+        full1 = full0
+    weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
+    columns = [starts[req], row0, nrows, blk0, nblk, full0, full1, start, stop, jnp.minimum(req, num_reqs - 1)]
+    columns += [qpos0, seq, flag]
+    columns += [jnp.zeros_like(seq)] * (INFO_COLUMNS - len(columns))
+    cost = jnp.where(nrows > 0, nblk * weight, 0)
+    return jnp.stack(columns, axis=1).astype(jnp.int32), cost
+
+
+def _assign(info, cost, config) -> WorkList:
+    """Ranked tiles -> whole waves and cuts of the line."""
+    heads, ctas = config.num_kv_heads, config.num_ctas
+    num_units = jnp.sum(cost > 0, dtype=jnp.int32) * heads
+    prefix = jnp.cumsum(cost) * heads  # cost of all units up to and including this tile
+    total = prefix[-1]
+    waves = jnp.where(cost[0] * ctas > total, 0, num_units // ctas)
+    load = _snake_load(cost, waves, heads, ctas)
+    share = jnp.maximum(total / ctas - load, 0.0)
+    base = _unit_cost_before(prefix, cost, waves * ctas, heads)
+    rest = (total - base).astype(jnp.float32)
+    cuts = jnp.floor(jnp.cumsum(share) * (rest / jnp.maximum(jnp.sum(share), 1e-6))).astype(jnp.int32) + base
+    cuts = jnp.concatenate([base[None], cuts[:-1], total[None]])
+    unit, block = _locate(jnp.clip(cuts, base, total), info, cost, prefix, num_units, heads, config.min_split)
+    short = (info[:, NROWS] > 0) & (info[:, NROWS] <= SHORT_ROWS)
+    mixed = short.any() & (info[:, NROWS] > SHORT_ROWS).any()  # then half the CTAs start from their other end
+    backward = jnp.where(mixed, jnp.arange(ctas) % 2, 0)
+    columns = [jnp.broadcast_to(waves, (ctas,)), unit[:-1], block[:-1], unit[1:], block[1:], backward]
+    cta = jnp.stack(columns, axis=1)
+    cta = jnp.pad(cta, ((0, 0), (0, 8 - cta.shape[1]))).astype(jnp.int32)
+    return WorkList(info=info, cta=cta, join=_joins(unit, block))
+
+
+def _snake_load(cost, waves, heads, ctas):
+    """f32[C]: the cost of the whole units of each CTA. Wave w goes left to right when w is even, else back."""
+    num_waves = cdiv(cost.shape[0] * heads, ctas)
+    padded = jnp.pad(jnp.repeat(cost, heads), (0, num_waves * ctas - cost.shape[0] * heads))
+    grid = padded.reshape(num_waves, ctas)
+    wave = jnp.arange(num_waves)[:, None]
+    grid = jnp.where(wave % 2 == 1, grid[:, ::-1], grid)
+    return jnp.sum(jnp.where(wave < waves, grid, 0), axis=0).astype(jnp.float32)
+
+
+def _unit_cost_before(prefix, cost, unit, heads):
+    """Cost of all units before `unit`."""
+    tile = jnp.minimum(unit // heads, cost.shape[0] - 1)
+    return prefix[tile] - cost[tile] * (heads - unit % heads) * (unit // heads < cost.shape[0])
+
+
+def _locate(cuts, info, cost, prefix, num_units, heads, min_split):
+    """Positions on the cost line -> (unit, block within it), snapped to the unit's ends when close."""
+    tile = jnp.sum(prefix[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32)
+    at_end = tile >= num_units // heads
+    tile = jnp.minimum(tile, cost.shape[0] - 1)
+    rem = cuts - (prefix[tile] - cost[tile] * heads)
+    each = jnp.maximum(cost[tile], 1)
+    nblk = info[tile, NBLK]
+    weight = jnp.maximum(each // jnp.maximum(nblk, 1), 1)
+    block = (rem % each + weight // 2) // weight
+    unit = tile * heads + rem // each
+    up = nblk - block < min_split
+    unit, block = jnp.where(up, unit + 1, unit), jnp.where(up | (block < min_split), 0, block)
+    return jnp.where(at_end, num_units, unit), jnp.where(at_end, 0, block)
+
+
+def _joins(unit, block):
+    """i32[C, 4]: for the CTA in which a split unit begins, the unit and the CTAs that hold its parts."""
+    ctas = unit.shape[0] - 1
+    me = jnp.arange(ctas, dtype=jnp.int32)
+    u0, b0, u1, b1 = unit[:-1], block[:-1], unit[1:], block[1:]
+    begins = (b1 > 0) & ((u1 > u0) | (b0 == 0))
+    # the unit's last part is in the CTA before the first one whose piece starts past the unit
+    past = (unit[None, :] > u1[:, None]) & (jnp.arange(ctas + 1)[None, :] > me[:, None])
+    last = jnp.where(past.any(axis=1), jnp.argmax(past, axis=1), ctas) - 1
+    columns = [jnp.where(begins, u1, -1), me, last, jnp.zeros_like(me)]
+    return jnp.stack(columns, axis=1).astype(jnp.int32)

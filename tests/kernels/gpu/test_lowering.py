@@ -1,0 +1,112 @@
+"""Every kernel x config lowers for CUDA on a machine with no GPU."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.gpu.paged_attention import build_work_list, make_config, ragged_paged_attention, supports
+from pallas_kernels.gpu.pieces_sm90 import Config
+
+BASE = dict(
+    num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=16, kv_dtype="bfloat16",
+    logits=LogitRule(scale=0.088),
+)  # fmt: skip
+SIZES = [(64, 64), (80, 80), (96, 96), (112, 112), (192, 128), (192, 192), (256, 256)]
+CASES = {
+    "base": {},
+    "window": dict(mask=MaskRule(left=1023)),
+    "non causal": dict(mask=MaskRule(causal=False)),
+    "both sides": dict(mask=MaskRule(causal=False, left=64, right=32)),
+    "chunk": dict(mask=MaskRule(chunk=512)),
+    "per request": dict(per_request_causal=True),
+    "mask_fn": dict(mask=MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
+    "score_fn": dict(logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q))),
+    "soft cap": dict(logits=LogitRule(scale=0.1, soft_cap=30.0)),
+    "alibi": dict(logits=LogitRule(scale=0.1, has_alibi=True)),
+    "sinks": dict(has_sinks=True),
+    "all": dict(
+        logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, mask=MaskRule(left=99, chunk=256),
+        layout="NHD", kv_dtype="int8",
+    ),
+    "f16": dict(dtype="float16", kv_dtype="float16"),
+    "NHD": dict(layout="NHD"),
+    "decode only": dict(long_tiles=False),
+    **{f"group {h}/{k}": dict(num_heads=h, num_kv_heads=k) for h, k in ((8, 8), (14, 2), (64, 1))},
+    **{f"page {s}": dict(page_size=s) for s in (8, 64, 128, 256)},
+    **{f"kv {t}": dict(kv_dtype=t) for t in ("float8_e4m3fn", "float8_e5m2", "int8")},
+    **{f"D {d} V {v}": dict(head_dim=d, v_head_dim=v) for d, v in SIZES},
+}  # fmt: skip
+
+
+def lower(config: Config, num_tokens=64, num_reqs=8):
+    shape = jax.ShapeDtypeStruct
+    order = (config.num_kv_heads, config.page_size)
+    pool = (32, *(order if config.layout == "HND" else order[::-1]))
+    f32 = shape((config.num_heads,), jnp.float32)
+
+    def step(q, k, v, table, starts, seqs, causal, slopes, sinks):
+        work = build_work_list(starts, seqs, num_tokens, config, causal if config.per_request_causal else None)
+        extra = dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
+        extra |= dict(sinks=sinks) if config.has_sinks else {}
+        return ragged_paged_attention(q, k, v, table, work, config, **extra)
+
+    args = (
+        shape((num_tokens, config.num_heads, config.head_dim), jnp.dtype(config.dtype)),
+        shape((*pool, config.head_dim), jnp.dtype(config.kv_dtype)),
+        shape((*pool, config.v_head_dim), jnp.dtype(config.kv_dtype)),
+        shape((num_reqs, 16), jnp.int32),
+        shape((num_reqs + 1,), jnp.int32),
+        shape((num_reqs,), jnp.int32),
+        shape((num_reqs,), jnp.bool_),
+        f32,
+        f32,
+    )
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    return jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=[check])(*args)
+
+
+QUICK = ("base", "window", "per request", "all", "group 14/2", "kv float8_e4m3fn", "D 192 V 128", "NHD")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_lowers_for_cuda(name):
+    config = make_config(**(BASE | CASES[name]))
+    assert len(lower(config).mlir_module_serialized) > 10_000
+
+
+REFUSED = {
+    "f32": dict(dtype="float32", kv_dtype="float32"),
+    "page 12": dict(page_size=12),
+    "page 4": dict(page_size=4),
+    "wide values": dict(head_dim=64, v_head_dim=128),
+    "D 80 in 8 bits": dict(head_dim=80, v_head_dim=80, kv_dtype="int8"),
+    "D 72": dict(head_dim=72, v_head_dim=72),
+    "D 512": dict(head_dim=512, v_head_dim=512),
+    "other 16 bits": dict(kv_dtype="float16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_with_a_reason(name):
+    with pytest.raises(NotImplementedError, match="wanted|take|larger"):
+        make_config(**(BASE | REFUSED[name]))
+
+
+def test_supports_lists_every_reason():
+    config = Config(**(BASE | dict(dtype="float32", page_size=12)))
+    assert len(supports(config, quant="per_token_head", chip="sm_80")) >= 4
+
+
+def test_the_door_checks_shapes_and_options():
+    config = make_config(**BASE)
+    q, pool = jnp.zeros((4, 32, 128), jnp.bfloat16), jnp.zeros((2, 8, 16, 128), jnp.bfloat16)
+    table = jnp.zeros((1, 2), jnp.int32)
+    work = build_work_list(jnp.array([0, 4]), jnp.array([4]), 4, config)
+    with pytest.raises(ValueError, match="k_pages is"):
+        ragged_paged_attention(q, pool[:, :4], pool, table, work, config)
+    with pytest.raises(ValueError, match="sinks given"):
+        ragged_paged_attention(q, pool, pool, table, work, config, sinks=jnp.zeros(32))
+    with pytest.raises(ValueError, match="per_request_causal"):
+        build_work_list(jnp.array([0, 4]), jnp.array([4]), 4, config, causal=jnp.array([True]))
