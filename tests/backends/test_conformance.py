@@ -13,7 +13,6 @@ import jattn
 from tests.backends.rows import CHIP_ROWS, ROWS
 from tests.problem import Problem, run
 
-
 LSE_OF_HARDWARE = {"pallas_gpu": 2.0**-15}
 """Chips whose exponential, logarithm and tanh are approximate: their lse may differ by this, far below 16 bits."""
 
