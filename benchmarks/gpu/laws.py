@@ -1,10 +1,8 @@
-"""What only a large GPU can show: no index overflows, no cliff between batch sizes, one compile, few launches.
+"""What only a large GPU can show: no index overflows, one compile, few launches.
 
     python -m benchmarks.gpu.laws --out DIR
 
 R-6   pages whose elements lie past 2**31 and 2**32 give the bits of the same pages at the pool's start
-R-27  kernel time over batch sizes 1 .. 512 (all up to 40, then both sides of every multiple of 16) never jumps by
-      more than 1.3 between neighbours
 step  a decode step whose lengths change every time: compiled once; every launch is listed with its time
 """
 
@@ -63,48 +61,6 @@ def large_pool() -> list[dict]:
     return rows
 
 
-def sweep(largest: int = 512, length: int = 1024) -> list[dict]:
-    """R-27: one compiled step, live requests 1 .. largest."""
-    width = length // PAGE
-    spec = pool_of(largest * width)
-    attn = jattn.PagedAttention(SPEC, spec, backend="pallas_gpu")
-    q = jax.random.normal(jax.random.key(0), (largest, 32, 128), jnp.bfloat16)
-    cache = jattn.empty_cache(spec, 0.5)
-    table = np.random.default_rng(0).permutation(largest * width).reshape(largest, width)
-    sizes = sorted(
-        {*range(1, 41), *(16 * i + side for i in range(3, largest // 16 + 1) for side in (0, 1))} - {largest + 1}
-    )
-    metas = [
-        jattn.CommonAttentionMetadata.from_lengths(
-            [1] * reqs, [length] * reqs, table[:reqs], PAGE, num_tokens=largest, num_reqs=largest
-        )
-        for reqs in sizes
-    ]
-    build = jax.jit(attn.build)
-    plans = jax.tree.map(lambda *x: jnp.stack(x), *map(build, metas))
-
-    def every_size(q, cache, plans):  # one session of the profiler for all sizes: attaching it takes seconds
-        return jax.lax.map(lambda m: attn.attend(q, cache, m).lse[0], plans)
-
-    _, launches = profiler.measure(jax.jit(every_size), aggregate=False)(q, cache, plans)
-    kernel = [ms * 1e3 for name, ms in launches if "ragged_paged_attention" in name]
-    merge = [ms * 1e3 for name, ms in launches if "join_parts" in name]
-    assert len(kernel) == len(merge) == len(sizes), (len(kernel), len(merge), len(sizes))
-    times = [a + b for a, b in zip(kernel, merge, strict=True)]
-    times = np.array(times)
-    jumps = times[1:] / times[:-1]
-    worst = int(np.argmax(jumps))
-    return [
-        {
-            "case": f"r27_sweep_1_to_{largest}_x{length}",
-            "ok": bool(jumps.max() <= 1.3 and build._cache_size() == 1),
-            "worst_jump": float(jumps.max()),
-            "at": sizes[worst],
-            "us": {size: round(float(t), 2) for size, t in zip(sizes, times, strict=True)},
-        }
-    ]
-
-
 def decode_step(reqs: int = 64, length: int = 4096) -> list[dict]:
     """The launches of one step (plan, write, attention), and how often it is compiled over 20 steps."""
     width = length // PAGE
@@ -133,11 +89,11 @@ def decode_step(reqs: int = 64, length: int = 4096) -> list[dict]:
     ]
 
 
-PARTS = (decode_step, large_pool, sweep)
+PARTS = (decode_step, large_pool)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run all three, print a line each, keep the rows; 1 if one failed."""
+    """Run them, print a line each, keep the rows; 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.laws", description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="benchmarks/results/nvidia_h200")
     parser.add_argument("--only", choices=[part.__name__ for part in PARTS])
@@ -147,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     for part in PARTS:
         for row in part() if args.only in (None, part.__name__) else ():
-            print({name: value for name, value in row.items() if name != "us"}, flush=True)
+            print(row, flush=True)
             with (folder / "laws.jsonl").open("a") as file:
                 file.write(json.dumps(row | provenance()) + "\n")
             failed += not row["ok"]
