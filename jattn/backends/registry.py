@@ -12,6 +12,7 @@ Entry = type[AttentionBackend] | str
 """A class, or where to find it: 'package.module:Class'."""
 
 _TABLE: dict[str, Entry] = {
+    "pallas_gpu": "jattn.backends.pallas_gpu:PallasGpuBackend",
     "cpu_native": "jattn.backends.cpu_native:CpuNativeBackend",
     "sdpa": "jattn.backends.sdpa:SdpaBackend",
     "split": "jattn.backends.split:SplitBackend",

@@ -62,6 +62,11 @@ def encode(x: jax.Array, dtype: str, stored_dtype, scale=None) -> jax.Array:
     return y if y.dtype == stored_dtype else _bits(y)
 
 
+def native(stored: jax.Array, dtype: str) -> jax.Array:
+    """The pool as an array of `dtype` itself, for kernels that read it so; free where it is stored that way."""
+    return stored if stored.dtype == jnp.dtype(dtype) else jax.lax.bitcast_convert_type(stored, dtype)
+
+
 def decode(stored: jax.Array, dtype: str) -> jax.Array:
     """What the pool holds -> float32, before any scale."""
     if stored.dtype == jnp.dtype(dtype):

@@ -59,7 +59,7 @@ def ragged_paged_attention(
     if q_scale is not None and jnp.ndim(q_scale) == 0:
         scales[0] = scales[0] * q_scale
     elif q_scale is not None:
-        q = (q.astype(jnp.float32) * q_scale[:, None]).astype(q.dtype)
+        q = (q.astype(jnp.float32) * q_scale[None, :, None]).astype(q.dtype)
     scales = jnp.stack(scales, axis=1)
     out, lse, part, part_lse = attend(config, q, k_pages, v_pages, block_table, work, scales, per_head)
     return join_parts(config, out, lse, part, part_lse, work, per_head)

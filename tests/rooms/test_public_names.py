@@ -32,8 +32,6 @@ ADDITIONS = {  # name: why it earns a place on the contents page
     "cascade_levels": "the shared-prefix levels of a batch, which cascade_attention takes",
     "MLAParams": "the traced weights and scales of MLA, as AttentionParams are of attention",
     "mla_cache_spec": "a latent cache's spec from an MLASpec, so that nobody works out its two widths by hand",
-    "MLAParams": "the weights and scales that MLAAttention takes, as AttentionParams are PagedAttention's",
-    "mla_cache_spec": "the cache that an MLASpec needs, without knowing how rows are kept",
     "check_host": "the checks on values that a caller runs before device_put",
 }
 

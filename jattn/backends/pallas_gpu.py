@@ -1,0 +1,209 @@
+"""`pallas_gpu`: one persistent Mosaic GPU launch for decode, prefill and mixed batches; first choice on Hopper.
+
+Gradients are those of `sdpa`, recomputed in the backward pass. How work is split over the chip depends on the whole
+batch, so a request's last bits may; ask for Feature.BATCH_INVARIANCE to get a backend in which they do not.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jattn.backends.backend import AttentionBackend
+from jattn.backends.builder import AttentionMetadataBuilder
+from jattn.backends.feature import Feature
+from jattn.backends.impl import AttentionImpl
+from jattn.cache import KVCacheSpec, PagedKV
+from jattn.device import Chip
+from jattn.errors import UnsupportedError
+from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.encoder import keys_of, queries_of
+from jattn.ops.attend import Plan, attend_paged
+from jattn.ops.levels import flat
+from jattn.ops.state import AttentionState
+from jattn.spec import AttentionParams, AttentionSpec
+from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
+from pallas_kernels.algebra import quant
+from pallas_kernels.gpu import paged_attention as kernel
+from pallas_kernels.gpu.supports import default_tiles
+from pallas_kernels.gpu.work_list import SHORT_ROWS, WorkList
+
+QUERY_DTYPES = ("bfloat16", "float16")
+
+
+def kernel_config(
+    spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, is_causal: bool = True, per_request: bool = False, **tiles
+) -> kernel.Config:
+    """The kernel's static arguments for queries of `dtype`; not checked (see kernel.supports)."""
+    shape = dict(
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        kv_dtype=cache_spec.dtype,
+        page_size=cache_spec.block_size,
+    )
+    return kernel.Config(
+        **(shape | default_tiles(**shape) | tiles),
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        layout=cache_spec.physical_layout,
+        dtype=dtype,
+        mask=spec.mask_rule(is_causal),
+        logits=spec.logit_rule(),
+        has_sinks=spec.has_sinks,
+        per_request_causal=per_request,
+    )
+
+
+def query_dtype(cache_spec: KVCacheSpec) -> str:
+    """The only query dtype that a float cache goes with; bfloat16 for a quantised one, where both do."""
+    return cache_spec.dtype if cache_spec.dtype in QUERY_DTYPES else "bfloat16"
+
+
+@pytree
+class PallasGpuMetadata:
+    """The batch, its pages and slots, and the work list that every CTA walks."""
+
+    common: CommonAttentionMetadata
+    block_table: jax.Array
+    slot_mapping: jax.Array
+    work: WorkList
+
+    @property
+    def num_tokens(self) -> int:
+        return self.common.num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
+    """Cuts the batch into pieces of equal cost, in a few small XLA kernels and without a host sync."""
+
+    cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PallasGpuMetadata:
+        """A shared prefix is read once a request, like everything else: the hint changes nothing."""
+        common, kind = common_attn_metadata, self.spec.attn_type
+        queries, keys = queries_of(common, kind), keys_of(common, kind)
+        causal = common.causal_per_request if kind is AttentionType.DECODER else None
+        config = kernel_config(
+            self.spec, self.cache_spec, query_dtype(self.cache_spec), common.is_causal, causal is not None
+        )
+        work = kernel.build_work_list(
+            jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
+            None if causal is None else jnp.asarray(causal),
+        )  # fmt: skip
+        return PallasGpuMetadata(common=common, block_table=keys.block_table, slot_mapping=keys.slot_mapping, work=work)
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
+    """The launch, and a small merge of the requests whose keys were split."""
+
+    can_return_lse_for_decode = True
+
+    def forward(self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
+        config = self.config(q.dtype.name, m.common)
+        if reasons := kernel.supports(config, quant=self.cache_spec.quant):
+            raise UnsupportedError(
+                "the GPU kernel does not take these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
+            )
+        return _paged(self, q, cache, m, params)
+
+    def config(self, dtype: str, common: CommonAttentionMetadata) -> kernel.Config:
+        """The kernel's static arguments for this batch."""
+        per_request = self.spec.attn_type is AttentionType.DECODER and common.causal_per_request is not None
+        longest = queries_of(common, self.spec.attn_type).max_query_len
+        long_tiles = longest * self.spec.group_size > SHORT_ROWS
+        return kernel_config(self.spec, self.cache_spec, dtype, common.is_causal, per_request, long_tiles=long_tiles)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _paged(impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
+    spec = impl.spec
+    k, v = (quant.native(pool, cache.spec.dtype) for pool in (cache.k, cache.v))
+    out, lse = kernel.ragged_paged_attention(
+        q, k, v, jnp.asarray(m.block_table), m.work, impl.config(q.dtype.name, m.common),
+        alibi_slopes=params.alibi_slopes if spec.has_alibi else None,
+        sinks=params.sinks if spec.has_sinks else None,
+        q_scale=params.q_scale, k_scale=params.k_scale, v_scale=params.v_scale,
+    )  # fmt: skip
+    return AttentionState(out=out, lse=lse)
+
+
+def _paged_backward(impl: PallasGpuImpl, saved, cotangent):
+    q, cache, m, params = saved
+    level = flat(m.common, impl.spec.attn_type)
+    plan = Plan(impl.spec, m.common.is_causal, level.max_query_len, level.max_seq_len, on_cpu=False)
+    call = lambda q, cache, params: attend_paged(plan, q, cache, m.block_table, level.batch, params)
+    dq, dcache, dparams = jax.vjp(call, q, cache, params)[1](cotangent)
+    return dq, dcache, None, dparams
+
+
+_paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
+
+
+class PallasGpuBackend(AttentionBackend):
+    """bf16 and f16 queries on Hopper; what the kernel cannot do it says itself (pallas_kernels.gpu.supports)."""
+
+    supported_dtypes = QUERY_DTYPES
+    supported_kv_cache_dtypes = (*QUERY_DTYPES, *quant.QUANTISED)
+    supported_block_sizes = (MultipleOf(8),)
+    attn_types = tuple(AttentionType)
+    quant_modes = ("none", "per_tensor", "per_head")
+    platforms = ("gpu",)
+    min_compute_capability = 90
+    features = frozenset(
+        {
+            Feature.SINK,
+            Feature.PER_HEAD_QUANT_SCALES,
+            Feature.SLIDING_WINDOW,
+            Feature.NON_CAUSAL,
+            Feature.TWO_SIDED_WINDOW,
+            Feature.CHUNK,
+            Feature.ALIBI,
+            Feature.SOFT_CAP,
+            Feature.MASK_FN,
+            Feature.SCORE_FN,
+            Feature.PER_REQUEST_CAUSAL,
+            Feature.DIFF_KV,
+            Feature.LSE,
+        }
+    )
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "pallas_gpu"
+
+    @classmethod
+    def get_impl_cls(cls) -> type[PallasGpuImpl]:
+        return PallasGpuImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[PallasGpuMetadataBuilder]:
+        return PallasGpuMetadataBuilder
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[PallasGpuMetadata]:
+        return PallasGpuMetadata
+
+    @classmethod
+    def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
+        """The kernel's own, for the query dtype that goes with the cache."""
+        if (
+            not isinstance(spec, AttentionSpec)
+            or cache_spec is None
+            or cache_spec.dtype not in cls.supported_kv_cache_dtypes
+        ):
+            return ()
+        config = kernel_config(spec, cache_spec, query_dtype(cache_spec))
+        own = kernel.supports(config, quant=cache_spec.quant, chip=chip.generation or "sm_90")
+        positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
+        if spec.attn_type is AttentionType.ENCODER_DECODER and positional:
+            own.append(
+                "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel takes queries to "
+                "stand at the end of the keys"
+            )
+        return tuple(own)
