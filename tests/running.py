@@ -28,9 +28,11 @@ def takes(backend: str, problem: Problem) -> bool:
     """Does this backend take this layer and this batch, here?"""
     try:
         attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
-        m = attn.build(problem.meta)
-        if problem.numbers:  # scales are known only with the call
-            jax.eval_shape(attn.attend, problem.q, problem.cache(), m, problem.params)
+        jax.eval_shape(attn.build, problem.meta)
+        if any(np.ndim(x) for name, x in problem.numbers.items() if name.endswith("_scale")):  # known with the call
+            jax.eval_shape(
+                lambda meta: attn.attend(problem.q, problem.cache(), attn.build(meta), problem.params), problem.meta
+            )
     except jattn.UnsupportedError:
         return False
     return True
