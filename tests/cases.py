@@ -57,11 +57,11 @@ class Feature:
     name: str
     spec: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     params: tuple[str, ...] = ()
-    causal: bool | str = True  # True | False | "alternate": every second request is bidirectional
+    causal: bool | str = True  # "alternate": requests 0, 2, 4 ... see ahead
 
     def causal_of(self, ids: tuple[int, ...]) -> bool | tuple[bool, ...]:
         """What the batch's metadata says: one bool, or one a request."""
-        return tuple(i % 2 == 0 for i in ids) if self.causal == "alternate" else bool(self.causal)
+        return tuple(i % 2 == 1 for i in ids) if self.causal == "alternate" else bool(self.causal)
 
 
 def no_thirds(head, q_pos, kv_pos):

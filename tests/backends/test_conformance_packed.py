@@ -8,7 +8,8 @@ import pytest
 import jattn
 from tests.cases import CASES, FEATURES, Case, Feature
 from tests.oracle import attention
-from tests.problem import Problem, same_bits
+from tests.problem import Problem
+from tests.running import same_bits
 
 BACKENDS = jattn.list_backends()
 BIDIRECTIONAL = Feature("bidirectional", causal=False)

@@ -14,7 +14,8 @@ import jattn
 from jattn.backends.feature import Feature
 from tests.cases import CASES, FEATURES
 from tests.oracle import attention
-from tests.problem import Problem, run, same_bits
+from tests.problem import Problem
+from tests.running import run, same_bits
 
 BACKEND = "pallas_cpu"
 

@@ -19,7 +19,8 @@ from jattn.types import AttentionCGSupport
 from tests.cases import CASES, FEATURES, Case
 from tests.oracle import attention, cache
 from tests.oracle.grad import attend_one_grad
-from tests.problem import Problem, run, same_bits
+from tests.problem import Problem
+from tests.running import run, same_bits
 
 
 class Narrow(SdpaBackend):

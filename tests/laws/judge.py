@@ -5,7 +5,8 @@ import numpy as np
 import jattn
 from tests import tolerances
 from tests.oracle.attention import attend_one
-from tests.problem import Answer, Problem, run, takes
+from tests.problem import Answer, Problem
+from tests.running import run, takes
 
 
 def able(problem: Problem) -> list[str]:

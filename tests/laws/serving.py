@@ -4,7 +4,8 @@ import numpy as np
 
 import jattn
 from tests.cases import Case
-from tests.problem import Problem, step
+from tests.problem import Problem
+from tests.running import step
 
 
 def whole(problem: Problem) -> Problem:

@@ -5,7 +5,8 @@ import pytest
 
 import jattn
 from tests.cases import CASES, FEATURES, Case
-from tests.problem import Problem, run, same_bits, takes
+from tests.problem import Problem
+from tests.running import run, same_bits, takes
 
 NAMES = ("plain", "cap_sinks_window", "per_request_causal", "chunk_alibi_sinks")
 PAIRS = [

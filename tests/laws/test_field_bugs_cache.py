@@ -11,7 +11,8 @@ from pallas_kernels.algebra.paging import split_slot
 from tests.cases import CASES, FEATURES, Case
 from tests.laws.judge import able, judge
 from tests.oracle import cache as pages
-from tests.problem import Problem, run, same_bits
+from tests.problem import Problem
+from tests.running import run, same_bits
 
 SPEC = jattn.KVCacheSpec(num_blocks=3, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
 

@@ -9,7 +9,8 @@ import jattn
 from jattn.ops.lse import head_major_to_token_major, log2_lse_to_ln
 from tests.cases import CASES, FEATURES, Case, Feature
 from tests.laws.judge import able, judge, single
-from tests.problem import Problem, run, same_bits
+from tests.problem import Problem
+from tests.running import run, same_bits
 
 FEW = Problem(case=Case("few", (1, 1), (9, 5)), heads=2, kv_heads=1, pad_reqs=1)
 

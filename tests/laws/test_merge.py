@@ -8,7 +8,8 @@ import pytest
 
 import jattn
 from tests.cases import CASES, FEATURES
-from tests.problem import Problem, same_bits
+from tests.problem import Problem
+from tests.running import same_bits
 
 PROBLEM = Problem(case=CASES["mixed"], feature=FEATURES["cap_sinks_window"])
 

@@ -5,9 +5,10 @@ import pytest
 
 import jattn
 from tests.cases import FEATURES, Case, Feature
-from tests.problem import Problem, run
+from tests.problem import Problem
+from tests.running import run
 
-BASE = Problem(case=Case("few", (1, 3), (14, 11)), heads=4, kv_heads=2, head_dim=8)
+BASE = Problem(case=Case("few", (3, 1), (11, 14)), heads=4, kv_heads=2, head_dim=8)
 OPTIONS = {
     "scale": Feature("scale", dict(scale=0.9)),
     "window": FEATURES["window_5"],
@@ -41,7 +42,7 @@ def attend(backend: str, feature: Feature) -> np.ndarray:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_moves_the_result_or_raises(backend, option):
-    """The non-causal option shows only where a query has keys ahead of it: request 1, not its last token."""
+    """The non-causal option shows only where a query has keys ahead of it: the early tokens of request 0."""
     try:
         plain, moved = attend(backend, FEATURES["plain"]), attend(backend, OPTIONS[option])
     except jattn.UnsupportedError as refusal:

@@ -9,7 +9,8 @@ import pytest
 import jattn
 from tests.cases import FEATURES, Case
 from tests.laws.serving import serve, whole
-from tests.problem import Problem, step, takes
+from tests.problem import Problem
+from tests.running import step, takes
 
 CAUSAL = [name for name, feature in FEATURES.items() if feature.causal is True]
 BASE = Problem(case=Case("two", (9, 6), (9, 6)), heads=2, kv_heads=1, head_dim=8, block_size=4)

@@ -1,0 +1,78 @@
+"""The suite bites: every mutant of the shared algebra makes the conformance comparison fail.
+
+A check that has never failed proves nothing. The healthy twin of each mutant's problem runs first, so a failure is
+the mutant's and nobody else's.
+"""
+
+import dataclasses
+import functools
+import importlib
+
+import numpy as np
+import pytest
+
+import jattn
+from tests.bite.mutants import MUTANTS, Mutant
+from tests.problem import Problem
+from tests.running import conform
+
+PAIRS = [
+    pytest.param(backend, mutant, 20 + i, id=f"{backend}-{name.replace(' ', '_')}")
+    for i, (name, mutant) in enumerate(MUTANTS.items())
+    for backend in mutant.backends
+]
+
+
+@functools.cache
+def healthy(problem: Problem, backend: str) -> bool:
+    """The same problem without a mutant passes."""
+    conform(problem, backend)
+    return True
+
+
+def infect(monkeypatch, mutant: Mutant) -> None:
+    """Put the broken twin wherever the original is looked up."""
+    for target in mutant.targets:
+        module, _, name = target.rpartition(".")
+        module = importlib.import_module(module)
+        monkeypatch.setattr(module, name, mutant.make(getattr(module, name)))
+
+
+@pytest.mark.parametrize(("backend", "mutant", "spare_blocks"), PAIRS)
+def test_a_mutant_is_caught(backend, mutant, spare_blocks, monkeypatch):
+    assert healthy(mutant.problem, backend)
+    infect(monkeypatch, mutant)
+    with pytest.raises(AssertionError):
+        conform(mutant.problem.replace(spare_blocks=spare_blocks), backend)
+
+
+def test_an_output_that_aliases_the_query_or_is_constant_is_caught():
+    """N(0, 1) data and an earned tolerance: neither q itself nor zeros nor the mean of v comes near."""
+    problem = Problem()
+    cache = problem.cache()
+    answer, state = problem.answer(cache), jattn.paged_attention(problem.q, cache, problem.meta, problem.spec)
+    answer.check(state)
+    blank = np.isneginf(answer.lse)[..., None]
+    for fake in (problem.q, np.zeros_like(answer.out), np.full_like(answer.out, answer.out.mean())):
+        with pytest.raises(AssertionError, match="out"):
+            answer.check(dataclasses.replace(state, out=np.where(blank, 0, fake)))
+
+
+def test_values_that_leak_into_padding_are_caught():
+    problem = Problem()
+    cache = problem.cache()
+    state = jattn.paged_attention(problem.q, cache, problem.meta, problem.spec)
+    leaked = np.array(state.out)
+    leaked[-1] = 1e-30
+    with pytest.raises(AssertionError, match="padding"):
+        problem.answer(cache).check(dataclasses.replace(state, out=leaked))
+
+
+def test_the_written_cache_is_judged_by_the_witness():
+    """A cache that holds a neighbour's rounding, or a value off by two steps, is not accepted."""
+    problem = Problem(cache_dtype="float8_e4m3fn", quant="per_tensor")
+    pages = problem.cache()
+    problem.stored(pages)
+    off = dataclasses.replace(pages, k=pages.k + np.ones((), pages.k.dtype))  # the next code, everywhere
+    with pytest.raises(AssertionError):
+        problem.stored(off)
