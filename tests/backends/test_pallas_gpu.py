@@ -29,7 +29,9 @@ def lower(spec, cache_spec, query_lens, causal=True, **params):
     tokens = sum(query_lens)
     cache = jax.eval_shape(lambda: jattn.empty_cache(cache_spec, platform="gpu"))
     rows = lambda heads, dim: jax.ShapeDtypeStruct((tokens, heads, dim), jnp.bfloat16)
-    numbers = jattn.AttentionParams(**{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()})
+    numbers = jattn.AttentionParams(
+        **{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
+    )
 
     def step(q, k, v, cache, meta, numbers):
         return attn(q, k, v, cache, attn.build(meta), numbers)
