@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from tests.cases import CASES, COMBINED, FEATURES, SINGLE
+from tests.cases import CASES, COMBINED, FEATURES, SINGLE, Case
 from tests.problem import Problem
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -67,4 +67,44 @@ def rows():
         yield f"ratio-{ratio}", Problem(feature=next(RICH), layout=next(layout), **size)
 
 
+LONG = Case("long", (1, 1, 130, 5, 200, 3), (1500, 257, 700, 300, 200, 515))
+
+
+def chip_rows():
+    """(name, Problem) of what chip kernels are made for: 16-bit queries, pages of 8 and more, head dims from 64 up.
+
+    The same axes as above in those sizes, and sequences that are longer than any tile.
+    """
+    layout, q = itertools.cycle(LAYOUTS), itertools.cycle(("bfloat16", "float16"))
+    base = Problem(heads=8, kv_heads=2, head_dim=64, block_size=16)
+
+    def like(**changes):
+        return base.replace(dtype=next(q), layout=next(layout), **changes)
+
+    for name, feature in FEATURES.items():
+        yield f"feature-{name}", like(case=CASES["mixed_unsorted"], feature=feature)
+    for name in (
+        "plain",
+        "window_5",
+        "chunk_alibi_sinks",
+        "cap_sinks_window",
+        "per_request_causal_window",
+        "non_causal",
+    ):
+        yield f"long-{name}", like(case=LONG, feature=FEATURES[name])
+    for held, mode in itertools.product(QUANTISED, MODES):
+        for feature in (SINGLE["plain"], COMBINED["everything"]):
+            yield f"quant-{held}-{mode}-{feature.name}", like(feature=feature, cache_dtype=held, quant=mode)
+    for name, case in CASES.items():
+        yield f"case-{name}", like(case=case, feature=COMBINED["cap_sinks_window"], head_dim=128)
+    for page in (8, 16, 32, 64, 128, 256):
+        yield f"page-{page}", like(case=LONG, feature=next(RICH), block_size=page)
+    for dim, v_dim in (*HEAD_DIMS[2:6], (112, None), *HEAD_DIMS[6:]):
+        yield f"head_dim-{dim}-{v_dim or dim}", like(feature=next(RICH), head_dim=dim, v_head_dim=v_dim)
+    for ratio in RATIOS:
+        kv = 1 if ratio > 8 else 2
+        yield f"ratio-{ratio}", like(case=CASES["speculative"], heads=ratio * kv, kv_heads=kv, feature=next(RICH))
+
+
+CHIP_ROWS = [pytest.param(problem, id=name) for name, problem in chip_rows()]
 ROWS = [pytest.param(problem, id=name) for name, problem in rows()]
