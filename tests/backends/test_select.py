@@ -152,7 +152,8 @@ def test_what_nobody_can_lists_every_backend():
     with pytest.raises(UnsupportedError, match="no backend takes this layer") as refused:
         backends.resolve(SPEC, CACHE, "cpu", needs=(Feature.RSWA,))
     assert tuple(refused.value.reasons) == backends.list_backends()
-    assert all("R-SWA not supported: asked for" in reasons for reasons in refused.value.reasons.values())
+    for reasons in refused.value.reasons.values():  # split says it half by half
+        assert any("R-SWA not supported: asked for" in reason for reason in reasons)
 
 
 def test_needs_change_the_choice(registered):
