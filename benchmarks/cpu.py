@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import statistics
 import sys
+import time
 
 import jax
 
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peers", action="store_true", help="vLLM's kernels take turns too")
     parser.add_argument("--slow", action="store_true", help="sdpa and the naive gather take turns too")
     parser.add_argument("--isa", default="auto")
+    parser.add_argument("--per-core", action="store_true", help="processor time, vLLM on one thread: for busy machines")
     parser.add_argument("--features", action="store_true", help="what each feature costs, instead of the cases")
     parser.add_argument("--write", action="store_true", help="append to benchmarks/results/cpu/native.jsonl")
     args = parser.parse_args(argv)
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     bandwidth = run.read_bandwidth()
     print(f"{run.chip_name()}, JAX {jax.__version__}; read bandwidth here, now: {bandwidth / 1e9:.1f} GB/s")
     if args.features:
-        rows = features(args.rounds, bandwidth)
+        rows = features(args, bandwidth)
     else:
         chosen = dict.fromkeys(case for part in args.case.split(",") for case in named.find(part))
         rows = [row for case in chosen for row in measure(case, args, bandwidth)]
@@ -82,11 +84,14 @@ def measure(case: named.Case, args, bandwidth: float) -> list[dict]:
         if given.meta.max_query_len == 1:
             yardstick = jax.jit(naive.attention, static_argnums=3)
             contenders["naive"] = lambda: yardstick(given.q, given.cache, given.meta, given.spec.scale)
-    times = timing.in_turn(contenders, args.rounds)
+    if args.per_core and args.peers:
+        peer.use_threads(1)
+    times = (processor_time if args.per_core else timing.in_turn)(contenders, args.rounds)
     error = run.check(case, given, contenders["cpu_native"]())
     rows = []
     for name, spent in times.items():
         row = run.record(case, name, spent, bandwidth) | {"isa": args.isa if name == "cpu_native" else None}
+        row["clock"] = "processor" if args.per_core else "wall"
         if name != "cpu_native":
             row |= {
                 "ratio_to_native": timing.ratio(times, name, "cpu_native"),
@@ -96,6 +101,18 @@ def measure(case: named.Case, args, bandwidth: float) -> list[dict]:
     rows[0] |= {"refcheck_max_err": error, "wrong": error > run.tolerance(case), "must_vs_vllm": bar(case.name)}
     report(case, rows, times)
     return rows
+
+
+def processor_time(contenders: dict, rounds: int) -> dict[str, timing.Times]:
+    """Seconds of processor time, all threads together: what others do on this machine hardly counts."""
+    seen: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, call in contenders.items():
+            begin = time.process_time()
+            jax.block_until_ready(call())
+            if number:
+                seen[name].append(time.process_time() - begin)
+    return {name: timing.Times(tuple(values)) for name, values in seen.items()}
 
 
 def report(case: named.Case, rows: list[dict], times: dict[str, timing.Times]) -> None:
@@ -109,7 +126,7 @@ def report(case: named.Case, rows: list[dict], times: dict[str, timing.Times]) -
     for row in rows[1:]:
         line += f" | {row['backend']} / native {row['ratio_to_native']:.2f} (best {row['best_ratio_to_native']:.2f})"
         if row["backend"] == "vllm":
-            reached = max(row["ratio_to_native"], row["best_ratio_to_native"]) >= own["must_vs_vllm"]
+            reached = row["ratio_to_native"] >= own["must_vs_vllm"]
             line += f" must {own['must_vs_vllm']:.2f} {'ok' if reached else 'SHORT'}"
     print(line + ("  WRONG" if own["wrong"] else ""), flush=True)
 
@@ -125,20 +142,20 @@ def caller(given: inputs.Inputs, backend: str, isa: str = "auto"):
     return lambda: compiled(given.q, given.cache, built, given.params)
 
 
-def features(rounds: int, bandwidth: float) -> list[dict]:
+def features(args, bandwidth: float) -> list[dict]:
     """What each feature costs in decode and prefill, and a window of 512 in a context of 8192."""
-    rows = []
+    rows, clock = [], processor_time if args.per_core else timing.in_turn
     for case in (*named.find("dec_16x4k_p16_bf16"), *named.find("pre_1x2k_bf16")):
         calls = {}
         for name, options in FEATURES.items():
             calls[name] = caller(inputs.make(case, spec_options=options), "cpu_native")
-        rows += costs(case, timing.in_turn(calls, rounds), "off", bandwidth)
+        rows += costs(case, clock(calls, args.rounds), "off", bandwidth)
     long, short = named.decode("dec_16x8k_window512", 16, 8192), named.decode("dec_16x512", 16, 512)
     calls = {
         "context_512": caller(inputs.make(short), "cpu_native"),
         "window_512": caller(inputs.make(long, spec_options={"sliding_window": 512}), "cpu_native"),
     }
-    return rows + costs(long, timing.in_turn(calls, rounds), "context_512", bandwidth)
+    return rows + costs(long, clock(calls, args.rounds), "context_512", bandwidth)
 
 
 def costs(case: named.Case, times: dict[str, timing.Times], base: str, bandwidth: float) -> list[dict]:

@@ -1,6 +1,7 @@
 """The door of multi-head latent attention."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -93,15 +94,15 @@ class MLAAttention:
         if kv_c is None and k_pe is None:
             return cache, self.attend(q, cache, m, params)
         q = self._checked(q, cache, m, params)
-        return self.impl.update_and_forward(q, *self._rows(kv_c, k_pe, m), cache, m, params)
+        return _traced(self.impl, "update_and_forward", q, *self._rows(kv_c, k_pe, m), cache, m, params)
 
     def attend(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
         """Read only; each request absorbed or materialised, whichever is cheaper for its number of queries."""
-        return self.impl.forward(self._checked(q, cache, m, params), cache, m, params)
+        return _traced(self.impl, "forward", self._checked(q, cache, m, params), cache, m, params)
 
     def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
         """Read only, absorbed: W_UK folded into q, attention over the rows themselves, W_UV after."""
-        return self.impl.forward_mqa(self._checked(q, cache, m, params), cache, m, params)
+        return _traced(self.impl, "forward_mqa", self._checked(q, cache, m, params), cache, m, params)
 
     def prefill_mha(
         self,
@@ -118,7 +119,7 @@ class MLAAttention:
         """
         q = self._checked(q, cache, m, params)
         new = () if kv_c is None and k_pe is None else self._rows(kv_c, k_pe, m)
-        return self.impl.prefill_mha(q, cache, m, params, *new)
+        return _traced(self.impl, "prefill_mha", q, cache, m, params, *new)
 
     def _checked(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> jax.Array:
         q = jnp.asarray(q)
@@ -145,3 +146,9 @@ class MLAAttention:
             if x.dtype.name not in quant.FLOATS:
                 raise ValueError(f"{name}.dtype={x.dtype} must be one of {', '.join(quant.FLOATS)}")
         return kv_c, k_pe
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _traced(impl: MLAImpl, reading: str, *args):
+    """Traced once for each equal layer: see the end of jattn.attention."""
+    return getattr(impl, reading)(*args)

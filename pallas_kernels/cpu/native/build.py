@@ -19,14 +19,13 @@ import time
 import jax
 
 SOURCES = pathlib.Path(__file__).parent / "src"
-PREBUILT = pathlib.Path(__file__).parent / "prebuilt"
 BASE_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-DNDEBUG", "-fno-math-errno")
 _X86 = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-march=x86-64-v4",),
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
 }
-ISA_FLAGS = {"x86_64": _X86, "amd64": _X86, "aarch64": {"neon": ()}, "arm64": {"neon": ()}}
+ISA_FLAGS = {"x86_64": _X86, "amd64": _X86}
 """Machine -> ISA -> its flags: one translation unit isa_<name>.cc each."""
 
 log = logging.getLogger(__name__)
@@ -60,8 +59,6 @@ def library() -> pathlib.Path:
     """Path of the library, built if it is not there yet; BuildError says why it cannot be."""
     names = isas()
     name = f"libjattn_cpu-{_fingerprint(names)}.so"
-    if (shipped := PREBUILT / name).exists():
-        return shipped
     cxx = compiler()
     folder = _cache_folder()
     target = folder / name

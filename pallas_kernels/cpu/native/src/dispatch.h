@@ -7,7 +7,7 @@
 
 namespace jattn {
 
-extern const Kernels kAvx512Bf16, kAvx512, kAvx2, kNeon;
+extern const Kernels kAvx512Bf16, kAvx512, kAvx2;
 
 inline const std::vector<const Kernels*>& runnable() {
     static const std::vector<const Kernels*> found = [] {
@@ -27,8 +27,6 @@ inline const std::vector<const Kernels*>& runnable() {
         if (avx2) list.push_back(&kAvx2);
 #endif
         (void)avx512;
-#elif defined(JATTN_HAVE_NEON)
-        list.push_back(&kNeon);
 #endif
         return list;
     }();

@@ -1,4 +1,4 @@
-// Vectors of 16 floats (AVX-512 F, BW, DQ, VL). The names are those of simd_avx2.h and simd_neon.h.
+// Vectors of 16 floats (AVX-512 F, BW, DQ, VL). The names are those of simd_avx2.h.
 #pragma once
 #include <immintrin.h>
 

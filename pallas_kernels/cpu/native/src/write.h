@@ -1,4 +1,6 @@
-// Rows into the pool: rounding and saturation are those of pallas_kernels/algebra/quant.py, bit for bit.
+// Rows into the pool: rounding and saturation are those of pallas_kernels/algebra/quant.py as XLA computes it. (XLA may
+// turn a division by one scale for all into a product with its inverse: a number that lies within float32 noise of a
+// tie between two codes may then go to the other one.)
 #pragma once
 #include "common.h"
 
@@ -74,7 +76,7 @@ INL void write_half(const Write& w, const char* from, int64_t token, int head, i
             peak = size > peak || size != size ? size : peak;
         }
         const float largest = w.to == Dtype::e4m3 ? 448.0f : w.to == Dtype::e5m2 ? 57344.0f : 127.0f;
-        scale = peak / largest;
+        scale = peak * (1.0f / largest);  // XLA divides by a constant so
         if (scale < 1e-6f) scale = 1e-6f;
         token_scale[row] = scale;
     }
