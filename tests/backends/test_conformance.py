@@ -8,12 +8,8 @@ import pytest
 
 import jattn
 from tests.backends.rows import CHIP_ROWS, ROWS
-<<<<<<< HEAD
 from tests.problem import Problem
 from tests.running import conform
-=======
-from tests.problem import Problem, run
->>>>>>> main
 
 LSE_OF_HARDWARE = {"pallas_gpu": 2.0**-15}
 """Chips whose exponential, logarithm and tanh are approximate: their lse may differ by this, far below 16 bits."""
