@@ -22,8 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_demo(commands) -> None:
     parser = commands.add_parser("demo", help="a small ragged batch through every backend, checked against numpy")
-    parser.add_argument("--platform", help="cpu, gpu or tpu (default: the one that JAX finds)")
-    parser.set_defaults(run=lambda args: demo.run(platform=args.platform))
+    parser.set_defaults(run=lambda args: demo.run())
 
 
 def _add_explain(commands) -> None:
