@@ -10,7 +10,8 @@ from pallas_kernels.cpu.native import library, ops
 from tests.cases import CASES, COMBINED, FEATURES, Case
 from tests.kernels.cpu.native_setup import ISAS, layer, needs_library, run
 from tests.oracle import attention
-from tests.problem import Problem, same_bits, step
+from tests.problem import Problem
+from tests.running import same_bits, step
 
 pytestmark = needs_library
 

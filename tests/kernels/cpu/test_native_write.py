@@ -16,7 +16,7 @@ import jattn
 from pallas_kernels.algebra import quant
 from pallas_kernels.cpu.native import ops
 from tests.kernels.cpu.native_setup import ISAS, needs_library
-from tests.problem import same_bits
+from tests.running import same_bits
 
 pytestmark = needs_library
 
