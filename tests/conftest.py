@@ -7,8 +7,10 @@ the suite on a chip.
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 HOST_DEVICES = 4
 
@@ -73,3 +75,21 @@ def count_compiles() -> Iterator[CompileCount]:
 def compiles():
     """The trace counter, as a context manager: see `count_compiles`."""
     return count_compiles
+
+
+# Every compiled program holds a few memory maps until it is dropped, and Linux kills a process that asks for more
+# than vm.max_map_count (65530) of them: the suite compiles enough in one process to get there.
+MOST_MAPS = 20_000
+TESTS_BETWEEN_LOOKS = 20
+_MAPS = Path("/proc/self/maps")
+_tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _old_programs_are_dropped():
+    yield
+    if next(_tests) % TESTS_BETWEEN_LOOKS == 0 and _MAPS.exists():
+        with _MAPS.open("rb") as maps:
+            many = sum(1 for _ in maps) > MOST_MAPS
+        if many:
+            jax.clear_caches()
