@@ -38,6 +38,7 @@ class Config:
     long_weight: int = 9
     min_split: int = 1
     long_tiles: bool = True  # False: every request has at most 64 // G new tokens, known statically
+    narrow_rows: int = 0  # 8 or 16: every request has at most so many rows, computed by narrow_sm90; 0: not known
 
     @property
     def group(self) -> int:

@@ -11,7 +11,7 @@ def smem_bytes(config: Config) -> int:
     """Shared memory of one CTA."""
     dims = config.head_dim + config.v_head_dim
     item = 1 if config.kv_dtype in EIGHT_BIT else 2
-    work = 2 * config.block_kv * dims * 2 if config.quantised else 0
+    work = 2 * config.block_kv * dims * 2 if config.quantised and not config.narrow_rows else 0
     return 4 * ROWS * config.head_dim * 2 + config.stages * config.block_kv * dims * item + work + 2304
 
 
@@ -49,6 +49,11 @@ def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> lis
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")
+    narrow = c.narrow_rows
+    refuse(narrow not in (0, 8, 16), f"narrow_rows {narrow}: wanted 0, 8 or 16")
+    refuse(bool(narrow) and not c.quantised, f"narrow_rows {narrow} with a {c.kv_dtype} cache: wanted 8 bits")
+    refuse(bool(narrow) and c.block_kv != 128, f"narrow_rows {narrow}: block_kv is {c.block_kv}, wanted 128")
+    refuse(bool(narrow) and c.long_tiles, f"narrow_rows {narrow}: wanted long_tiles=False")
     refuse(quant == "per_token_head", "scales per token and head are not read by this kernel")
     refuse(
         not reasons and smem_bytes(c) > SMEM_LIMIT, f"{smem_bytes(c)} bytes of shared memory; there are {SMEM_LIMIT}"
