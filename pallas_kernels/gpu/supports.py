@@ -5,6 +5,7 @@ from pallas_kernels.gpu.rows_sm90 import ROWS, swizzle_bytes
 
 EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
+NARROW = False  # narrow_sm90 for 8-bit decode: the default once a run on an H200 has shown it right and faster
 
 
 def smem_bytes(config: Config) -> int:
@@ -15,15 +16,25 @@ def smem_bytes(config: Config) -> int:
     return 4 * ROWS * config.head_dim * 2 + config.stages * config.block_kv * dims * item + work + 2304
 
 
-def default_tiles(head_dim: int, v_head_dim: int, kv_dtype: str, page_size: int) -> dict[str, int]:
-    """block_kv and stages: the largest block of 128 or 64 keys of which two (8-bit: five) fit, else what fits."""
+def default_tiles(
+    head_dim: int, v_head_dim: int, kv_dtype: str, page_size: int, rows: int | None = None, narrow: bool = NARROW
+) -> dict[str, int]:
+    """block_kv and stages: the largest block of 128 or 64 keys of which two (8-bit: five) fit, else what fits.
+
+    rows: bound on the packed rows of every request, when it is known: few rows have tiles of their own.
+    """
     eight = kv_dtype in EIGHT_BIT
     dims, queries = head_dim + v_head_dim, 4 * ROWS * head_dim * 2
+    known = {} if rows is None else {"long_tiles": rows > ROWS}
+    if narrow and eight and rows is not None and rows <= 16:
+        stages = min((SMEM_LIMIT - queries - 2304) // (128 * dims), 4)
+        if stages >= 2:
+            return {"block_kv": 128, "stages": stages, "narrow_rows": 8 if rows <= 8 else 16} | known
     for block in (64,) if eight else (128, 64):
         room = SMEM_LIMIT - queries - (2 * block * dims * 2 if eight else 0)
         stages = min(room // (block * dims * (1 if eight else 2)), 5 if eight else 3)
         if stages >= 2 or block == 64:
-            return {"block_kv": block, "stages": max(stages, 1)}
+            return {"block_kv": block, "stages": max(stages, 1)} | known
     raise AssertionError("unreachable")
 
 

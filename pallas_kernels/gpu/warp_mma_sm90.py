@@ -325,4 +325,9 @@ def _bit(value, place: int):
     return arith.andi(arith.shrui(value, ptx.i32(place)), ptx.i32(1))
 
 
-_fadd, _fmul = arith.addf, arith.mulf
+def _fadd(a, b):
+    return arith.addf(a, b)
+
+
+def _fmul(a, b):
+    return arith.mulf(a, b)
