@@ -38,6 +38,7 @@ class Config:
     long_weight: int = 9
     min_split: int = 1
     long_tiles: bool = True  # False: every request has at most 64 // G new tokens, known statically
+    flat_list: bool = False  # with long_tiles=False: the work list is the line alone (work_list.py)
     narrow_rows: int = 0  # 8 or 16: every request has at most so many rows, computed by narrow_sm90; 0: not known
 
     @property
@@ -64,6 +65,7 @@ class Config:
             short_weight=self.short_weight,
             long_weight=self.long_weight,
             min_split=self.min_split,
+            flat=self.flat_list,
         )
 
 
@@ -76,7 +78,7 @@ class Refs:
     v: object  # GMEM [N, K, S, V] or [N, S, K, V]
     table: object  # GMEM i32[R, B]
     info: object  # GMEM i32[tiles, 16]
-    cta: object  # GMEM i32[C, 8]
+    cta: object  # GMEM i32[C, 12]
     scales: object  # GMEM f32[K, 2]: logit scale (times k_scale), v_scale
     heads: object  # GMEM f32[H, 2]: ALiBi slope, sink
     out: object  # GMEM [T, H, V]

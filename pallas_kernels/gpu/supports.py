@@ -6,6 +6,7 @@ from pallas_kernels.gpu.rows_sm90 import ROWS, swizzle_bytes
 EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
 NARROW = False  # narrow_sm90 for 8-bit decode: the default once a run on an H200 has shown it right and faster
+FLAT_LIST = False  # the flat work list for batches of few rows a request, likewise
 
 
 def smem_bytes(config: Config) -> int:
@@ -25,7 +26,7 @@ def default_tiles(
     """
     eight = kv_dtype in EIGHT_BIT
     dims, queries = head_dim + v_head_dim, 4 * ROWS * head_dim * 2
-    known = {} if rows is None else {"long_tiles": rows > ROWS}
+    known = {} if rows is None else {"long_tiles": rows > ROWS, "flat_list": FLAT_LIST and rows <= ROWS}
     if narrow and eight and rows is not None and rows <= 16:
         stages = min((SMEM_LIMIT - queries - 2304) // (128 * dims), 4)
         if stages >= 2:
@@ -65,6 +66,7 @@ def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> lis
     refuse(bool(narrow) and not c.quantised, f"narrow_rows {narrow} with a {c.kv_dtype} cache: wanted 8 bits")
     refuse(bool(narrow) and c.block_kv != 128, f"narrow_rows {narrow}: block_kv is {c.block_kv}, wanted 128")
     refuse(bool(narrow) and c.long_tiles, f"narrow_rows {narrow}: wanted long_tiles=False")
+    refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
     refuse(quant == "per_token_head", "scales per token and head are not read by this kernel")
     refuse(
         not reasons and smem_bytes(c) > SMEM_LIMIT, f"{smem_bytes(c)} bytes of shared memory; there are {SMEM_LIMIT}"
