@@ -26,7 +26,7 @@ from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.gpu import paged_attention as kernel
-from pallas_kernels.gpu.supports import default_tiles
+from pallas_kernels.gpu.supports import FIXED_MAX, default_tiles
 from pallas_kernels.gpu.work_list import WorkList
 
 QUERY_DTYPES = ("bfloat16", "float16")
@@ -50,7 +50,7 @@ def kernel_config(
         kv_dtype=cache_spec.dtype,
         page_size=cache_spec.block_size,
     )
-    return kernel.Config(
+    config = kernel.Config(
         **(shape | default_tiles(**shape, rows=longest and longest * spec.group_size)),
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -61,6 +61,7 @@ def kernel_config(
         has_sinks=spec.has_sinks,
         per_request_causal=per_request,
     )
+    return dataclasses.replace(config, fixed_max=FIXED_MAX and config.can_fix_max)
 
 
 def query_dtype(cache_spec: KVCacheSpec) -> str:

@@ -7,6 +7,7 @@ EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
 NARROW = False  # narrow_sm90 for 8-bit decode: the default once a run on an H200 has shown it right and faster
 FLAT_LIST = False  # the flat work list for batches of few rows a request, likewise
+FIXED_MAX = False  # no running maximum under a soft cap, likewise
 
 
 def smem_bytes(config: Config) -> int:
@@ -66,6 +67,9 @@ def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> lis
     refuse(bool(narrow) and not c.quantised, f"narrow_rows {narrow} with a {c.kv_dtype} cache: wanted 8 bits")
     refuse(bool(narrow) and c.block_kv != 128, f"narrow_rows {narrow}: block_kv is {c.block_kv}, wanted 128")
     refuse(bool(narrow) and c.long_tiles, f"narrow_rows {narrow}: wanted long_tiles=False")
+    refuse(
+        c.fixed_max and not c.can_fix_max, "fixed_max: wanted a soft cap of at most 55, bfloat16, nothing else added"
+    )
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
     refuse(quant == "per_token_head", "scales per token and head are not read by this kernel")
     refuse(

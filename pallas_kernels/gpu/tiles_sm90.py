@@ -66,6 +66,11 @@ def start_state(width: int):
     return acc, _rows_full(M_START), _rows_full(0.0)
 
 
+def _start(cfg: Config):
+    acc, m, total = start_state(cfg.v_head_dim)
+    return acc, _rows_full(0.0) if cfg.fixed_max else m, total
+
+
 def across(vector, shape):
     """(64,) -> (64, n)."""
     return lax.broadcast_in_dim(vector, shape, [0])
@@ -183,8 +188,13 @@ def finish_rows(m, total, sink):
     return jnp.where(seen, factor, 0.0), jnp.where(seen, lse, -jnp.inf)
 
 
-def _softmax_step(x, c, m, total, acc):
-    """(p f32, new m, new total without p's sum, rescaled acc)."""
+def _softmax_step(cfg: Config, x, c, m, total, acc):
+    """(p f32, new m, new total without p's sum, rescaled acc).
+
+    A soft cap bounds base-2 logits by FIXED_LOGIT: exponentials then need no maximum, and none is kept (m stays 0).
+    """
+    if cfg.fixed_max:
+        return jnp.exp2(x * c), m, total, acc
     new_m = jnp.maximum(m, x.max(axis=1) * c)
     alpha = jnp.exp2(m - new_m)
     p = jnp.exp2(x * c - across(new_m, x.shape))
@@ -249,7 +259,7 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         dots = _dots(cfg, q_tile, keys, swap)
         used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
-        p, m, total, acc = _softmax_step(x, c, m, total, acc)
+        p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
         p16 = p.astype(cfg.value_dtype)
         total += p.sum(axis=1)
         acc, total, m, p16 = lax.optimization_barrier((acc, total, m, p16))
@@ -269,7 +279,7 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         used()
         return acc, m, total
 
-    state = three_loops(cfg, step, full_bounds(piece), start_state(cfg.v_head_dim))
+    state = three_loops(cfg, step, full_bounds(piece), _start(cfg))
     pl.when(wg == 0)(swap)
     _finish(cfg, refs, piece, state, 64 * wg, q_tile)
 
@@ -310,7 +320,7 @@ def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         dots = _dots(cfg, q_tile, keys)
         used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
-        p, m, total, acc = _softmax_step(x, c, m, total, acc)
+        p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
         total += p.sum(axis=1)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
