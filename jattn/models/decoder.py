@@ -11,8 +11,8 @@ from jattn.attention import PagedAttention
 from jattn.cache import PagedKV
 from jattn.metadata import CommonAttentionMetadata
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.encoder import encode
 from jattn.models.parts import around, embed, head
+from jattn.models.uncached import encode
 from jattn.nn import Angles, Rope
 from jattn.nn.call import angles_of
 from jattn.nn.layer import run
@@ -42,26 +42,26 @@ def forward(
     step, count = _Step(config, caches, batches, backend), len(config.layers)
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
     x = embed(config, params, jnp.asarray(token_ids), positions)
-    new, new_cross = [], []
+    own, cross = [], []
     for index, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
-        cache, x = _self(layer, step.attns[index], weights, x, caches[index], step.plan(index), positions,
-                         step.angles(layer.rope))  # fmt: skip
+        at = index + count
+        angles = step.angles(layer.rope)
+        cache, x = _attend(layer, step.attns[index], weights, x, caches[index], step.plan(index), positions, angles)
+        own.append(cache)
         if layer.cross is not None:
-            at = count + index
-            cross, x = _cross(layer, step.attns[at], weights, x, caches[at], step.plan(at), encoded)
-            new_cross.append(cross)
+            cache, x = _cross(layer, step.attns[at], weights, x, caches[at], step.plan(at), encoded)
+            cross.append(cache)
         x = _mlp(layer, weights, x)
-        new.append(cache)
     if logits_at is not None:
         x = x[jnp.asarray(logits_at)]
-    return (*new, *new_cross), head(config, params, x)
+    return (*own, *cross), head(config, params, x)
 
 
 # Equal layers share one trace: their configs are equal, so the second takes the first one's.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _self(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, positions, angles):
+def _attend(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, positions, angles):
     attend = lambda q, k, v, params: attn(q, k, v, cache, plan, params)
     mix = lambda y: run(layer.mixer, weights["attn"], y, attend, positions=positions, angles=angles)
     return around(layer, weights, "attn", x, mix)
@@ -70,8 +70,9 @@ def _self(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, pos
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _cross(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, encoded):
     attend = lambda q, k, v, params: attn(q, k, v, cache, plan, params)
-    mix = lambda y: run(layer.cross, weights["cross"], y, attend, keys_from=encoded)
-    return around(layer, weights, "cross", x, mix)
+    return around(
+        layer, weights, "cross", x, lambda y: run(layer.cross, weights["cross"], y, attend, keys_from=encoded)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)

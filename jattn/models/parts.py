@@ -36,6 +36,12 @@ def around(layer: LayerConfig, weights: dict[str, Any], part: str, x: jax.Array,
     return cache, normed(last, weights, whole, x + normed(second, weights, after, y))
 
 
+def halves(layer: LayerConfig, weights: dict[str, Any], x: jax.Array, attention: Callable) -> tuple:
+    """A layer without cross attention; attention(x) -> (cache, y)."""
+    cache, x = around(layer, weights, "attn", x, attention)
+    return cache, around(layer, weights, "mlp", x, lambda y: (None, layer.mlp(weights["mlp"], y)))[1]
+
+
 def embed(
     config: ModelConfig,
     params: dict[str, Any],

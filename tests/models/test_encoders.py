@@ -92,5 +92,5 @@ def test_encoders_and_decoders_are_not_mistaken_for_each_other():
     with pytest.raises(ValueError, match=r"models\.encode"):
         models.forward(config, {}, None, (), None)
     decoder = dataclasses.replace(models.config_of(Example("llama").config().to_dict()), family="llama")
-    with pytest.raises(ValueError, match="use forward"):
+    with pytest.raises(ValueError, match="is a decoder"):
         models.encode(decoder, {}, None, None)
