@@ -19,7 +19,7 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.ready-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports notebooks bench check clean
+.PHONY: help demo test lint format types imports notebooks bench wheel check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
@@ -48,10 +48,14 @@ notebooks: $(TOOLS)  ## execute every notebook; ARGS=--write keeps the outputs
 bench: $(READY)  ## the benchmarks, each with a correctness check; ARGS='--case ... --backend ...'
 	@"$(PY)" -m benchmarks.run $(ARGS)
 
+wheel: $(READY)  ## a wheel in dist/, with the native CPU kernels inside where a compiler is there
+	@rm -rf build dist
+	@$(PIP) wheel --no-deps --wheel-dir dist .
+
 check: test lint types imports notebooks  ## everything above that judges
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
 # The environment: made once, renewed when pyproject.toml changes. A half-made or moved one is made again.
 $(READY): pyproject.toml
