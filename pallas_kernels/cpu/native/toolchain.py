@@ -20,8 +20,10 @@ _X86 = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-march=x86-64-v4",),
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "amx_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
-ISA_FLAGS = {"x86_64": _X86, "amd64": _X86}
+_ARM64 = {"neon": ("-march=armv8-a",), "neon_bf16": ("-march=armv8.2-a+bf16",)}
+ISA_FLAGS = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM64, "arm64": _ARM64}
 """Machine -> ISA -> its flags: one translation unit isa_<name>.cc each."""
 
 
@@ -29,12 +31,25 @@ class BuildError(RuntimeError):
     """Why there is no library; the message is a sentence for users."""
 
 
-def isas() -> dict[str, tuple[str, ...]]:
-    """The ISAs to compile on this kind of machine."""
-    machine = platform.machine().lower()
+def isas(machine: str | None = None) -> dict[str, tuple[str, ...]]:
+    """The ISAs to compile for this kind of machine, or for a named one."""
+    machine = (machine or platform.machine()).lower()
     if machine not in ISA_FLAGS:
         raise BuildError(f"there are no native kernels for {machine}; known are {', '.join(ISA_FLAGS)}")
     return ISA_FLAGS[machine]
+
+
+def accepted(cxx: tuple[str, ...], names: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The ISAs whose flags this compiler knows: an old one leaves out the newest instruction sets."""
+
+    def knows(own: tuple[str, ...]) -> bool:
+        probe = [*cxx, *own, "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+    found = {isa: own for isa, own in names.items() if knows(own)}
+    if not found:
+        raise BuildError(f"{cxx[0]} knows the flags of none of {', '.join(names)}, or does not run at all")
+    return found
 
 
 def compiler() -> tuple[str, ...]:
@@ -98,9 +113,9 @@ def extra_flags() -> tuple[str, ...]:
     return tuple(shlex.split(os.environ.get("JATTN_NATIVE_FLAGS", "")))
 
 
-def make(target: pathlib.Path, cxx: tuple[str, ...]) -> None:
+def make(target: pathlib.Path, cxx: tuple[str, ...], names: dict[str, tuple[str, ...]] | None = None) -> None:
     """Compile every translation unit side by side, link, rename into place."""
-    names, extra = isas(), extra_flags()
+    names, extra = accepted(cxx, names or isas()), extra_flags()
     flags = (*BASE_FLAGS, "-isystem", str(headers()), *extra)
     have = tuple(f"-DJATTN_HAVE_{isa.upper()}" for isa in names)
     units = {"ffi": have} | {f"isa_{isa}": own for isa, own in names.items()}
