@@ -52,6 +52,7 @@ class Machine:
 
     def __init__(self, threads: int, memory: int):
         self.lane, self.memory = np.arange(threads, dtype=np.int32), np.zeros(memory, np.uint8)
+        self.outputs = 0  # of the assembly that is being run
 
     def load(self, place, kind, mask=None):
         place = np.broadcast_to(place, self.lane.shape).astype(np.int64)
