@@ -9,7 +9,7 @@ beyond that takes tanh.approx for all of them.
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax._src.lib.mlir.dialects import arith, vector
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
@@ -61,11 +61,9 @@ def _guarded(inputs, values, scale):
     for k in range(count):
         text += f"mul.f32 y, ${given[k]}, ${factor}; tanh.approx.f32 ${out[k]}, y; "
     constraints = ",".join(["=&f"] * count + ["f"] * (count + 2) + [str(k) for k in range(count)])
-    struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
     arguments = (*inputs, scale, arith.mulf(top, scale), *values)
     text = f"{{ .reg .pred p; .reg .f32 y; {text} WITHIN: }}"
-    both = ptx.run(text, constraints, *arguments, result=struct)
-    return [llvm.extractvalue(ir.F32Type.get(), both, [k]) for k in range(count)]
+    return ptx.many(text, constraints, count, *arguments)
 
 
 def _element(pair, k: int):
