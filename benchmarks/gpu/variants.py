@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.variants --out DIR [--budget 240]
 
 In order of importance: 8-bit decode by warp-level products (narrow), the flat work list, soft cap without a running
-maximum and with part of its tanh by FMA (`--only cap`), and twenty batch sizes in search of a cliff. A variant that fails is reported and the rest goes on; nothing
-new begins once the budget is nearly spent. Rows go to DIR/variants.jsonl as they come.
+maximum and with part of its tanh by FMA (`--only cap`), and twenty batch sizes in search of a cliff. A variant that
+fails is reported and the rest goes on; nothing new begins once the budget is nearly spent. Rows go to
+DIR/variants.jsonl as they come.
 """
 
 import argparse
