@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.variants --out DIR [--budget 240]
 
 In order of importance: 8-bit decode by warp-level products (narrow), the flat work list, soft cap without a running
-maximum, and twenty batch sizes in search of a cliff. A variant that fails is reported and the rest goes on; nothing
-new begins once the budget is nearly spent. Rows go to DIR/variants.jsonl as they come.
+maximum and with part of its tanh by FMA (`--only cap`), and twenty batch sizes in search of a cliff. A variant that
+fails is reported and the rest goes on; nothing new begins once the budget is nearly spent. Rows go to
+DIR/variants.jsonl as they come.
 """
 
 import argparse
@@ -51,6 +52,9 @@ SMALL = [
     (few("few_e5m2_d192", kv_dtype="float8_e5m2", head_dim=192, v_head_dim=128), NARROW | dict(stages=2, layout="NHD")),
     (few("few_f16_fp8", kv_dtype="float8_e4m3fn"), NARROW | dict(dtype="float16")),
 ]
+CAP = dict(fixed_max=True, cap_fourths=2)
+LONG = cases.Case(name="few_cap2_mixed", lengths=cases.MIX, pad_tokens=37, options=(("soft_cap", 2.0),))
+SMALL += [(LONG, CAP), (few("few_cap20", options=(("soft_cap", 20.0),)), FLAT | CAP), (LONG, dict(cap_fourths=1))]
 FP8, FP8_64 = BENCH["dec_16x32k_fp8"], BENCH["dec_16x32k_fp8_p64"]
 PLAIN_FP8 = dataclasses.replace(FP8, options=())
 SMALL_FP8 = dataclasses.replace(BENCH["dec_64x4k"], name="dec_64x4k_fp8", kv_dtype="float8_e4m3fn")
@@ -75,6 +79,9 @@ TIMED = [
     (BENCH["dec_ragged64"], FLAT),
     (BENCH["dec_16x32k"], FLAT),
     (BENCH["dec_64x4k+softcap"], FLAT | dict(fixed_max=True)),
+    (BENCH["dec_64x4k+softcap"], FLAT | CAP),
+    *((BENCH["pre_1x8k+softcap"], CAP | dict(cap_fourths=n)) for n in (1, 2, 3)),
+    (BENCH["pre_1x8k+softcap"], dict(cap_fourths=2)),
 ]
 
 

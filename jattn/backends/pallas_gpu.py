@@ -26,7 +26,7 @@ from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.gpu import paged_attention as kernel
-from pallas_kernels.gpu.supports import FIXED_MAX, default_tiles
+from pallas_kernels.gpu.supports import CAP_FOURTHS, FIXED_MAX, default_tiles
 from pallas_kernels.gpu.work_list import WorkList
 
 QUERY_DTYPES = ("bfloat16", "float16")
@@ -61,7 +61,9 @@ def kernel_config(
         has_sinks=spec.has_sinks,
         per_request_causal=per_request,
     )
-    return dataclasses.replace(config, fixed_max=FIXED_MAX and config.can_fix_max)
+    if FIXED_MAX and config.can_fix_max:
+        return dataclasses.replace(config, fixed_max=True, cap_fourths=CAP_FOURTHS)
+    return config
 
 
 def query_dtype(cache_spec: KVCacheSpec) -> str:

@@ -42,6 +42,7 @@ class Config:
     long_tiles: bool = True  # False: every request has at most 64 // G new tokens, known statically
     flat_list: bool = False  # with long_tiles=False: the work list is the line alone (work_list.py)
     fixed_max: bool = False  # soft-capped logits without a running maximum, where can_fix_max
+    cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
     narrow_rows: int = 0  # 8 or 16: every request has at most so many rows, computed by narrow_sm90; 0: not known
 
     @property

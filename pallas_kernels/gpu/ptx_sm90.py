@@ -70,7 +70,7 @@ def one(text: str, constraints: str, *args, pure: bool = False):
 
 def many(text: str, constraints: str, count: int, *args, pure: bool = False):
     """Inline PTX with `count` results of one kind."""
-    name, kind = ("f32", ir.F32Type.get()) if constraints.startswith("=f") else ("i32", int_type())
+    name, kind = ("f32", ir.F32Type.get()) if constraints.startswith(("=f", "=&f")) else ("i32", int_type())
     struct = ir.Type.parse(f"!llvm.struct<({', '.join([name] * count)})>")
     both = run(text, constraints, *args, result=struct, pure=pure)
     return [llvm.extractvalue(kind, both, [k]) for k in range(count)]

@@ -13,6 +13,7 @@ from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Config, Piece, Refs
+from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
 
 LOG2E = math.log2(math.e)
 M_START = -1e38  # below every real logit, yet finite: m - m is 0, and exp2(-inf - m) is 0
@@ -84,7 +85,8 @@ def _logits(cfg: Config, row: _Rows, dots, kv0, scale, masked):
     rule, shape = cfg.logits, dots.shape
     factor = scale * LOG2E
     if rule.soft_cap:
-        dots, factor = jnp.tanh(dots * (scale / rule.soft_cap)), jnp.float32(rule.soft_cap * LOG2E)
+        inner, factor = scale / rule.soft_cap, jnp.float32(rule.soft_cap * LOG2E)
+        dots = tanh_of_scaled(dots, inner, cfg.cap_fourths) if cfg.cap_fourths else jnp.tanh(dots * inner)
     key = lambda: plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     if rule.has_alibi:
         shift = (kv0 - row.q_pos).astype(jnp.float32) * row.slope
@@ -333,7 +335,7 @@ def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
 
     pl.when((wg == 1) & (n > 0))(lambda: pass_over(cfg, refs, turn))
     own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in full_bounds(piece)]
-    state = three_loops(cfg, step, own, start_state(cfg.v_head_dim))
+    state = three_loops(cfg, step, own, _start(cfg))
     _join_warpgroups(cfg, refs, piece, state, wg)
 
 

@@ -52,6 +52,7 @@ class Machine:
 
     def __init__(self, threads: int, memory: int):
         self.lane, self.memory = np.arange(threads, dtype=np.int32), np.zeros(memory, np.uint8)
+        self.outputs = 0  # of the assembly that is being run
 
     def load(self, place, kind, mask=None):
         place = np.broadcast_to(place, self.lane.shape).astype(np.int64)
@@ -76,10 +77,35 @@ class Machine:
         text = text.strip()
         if text.startswith("{"):
             text = text[1 : text.rindex("}")]
+        if "bra" in text:  # outputs are tied to the last inputs, and the branch skips to the end
+            return self._branch(text, args)
         for line in filter(None, (part.strip() for part in text.split(";"))):
             if not line.startswith(".reg"):
                 self._step(line, flags, outputs, args)
         return [outputs[k] for k in sorted(outputs)]
+
+    def _branch(self, text, args):
+        """setp; vote.any; @!p bra END; then lines of (mul, tanh) on named registers: what soft_cap_sm90 writes."""
+        values = dict(enumerate(args[-self.outputs :])) | dict(enumerate(args, start=self.outputs))
+        values = {f"${k}": value for k, value in values.items()}
+        inside = np.ones(self.lane.shape, bool)
+        for line in filter(None, (part.strip() for part in text.split(";"))):
+            name, _, rest = line.partition(" ")
+            target, *sources = (x.strip() for x in rest.split(","))
+            if name == "setp.gt.f32":
+                assert sources[1] == "0f3F800000"
+                values[target] = values[sources[0]] > 1.0
+            elif name.startswith("vote"):
+                values[target] = np.repeat(values[sources[0]].reshape(-1, 32).any(axis=1), 32)
+            elif name == "@!p":
+                inside = values["p"]
+            elif name in ("mul.f32", "tanh.approx.f32"):
+                x = [values[source] for source in sources]
+                new = np.tanh(x[0]) if name.startswith("tanh") else x[0] * x[1]
+                values[target] = np.where(inside, new, values.get(target, 0)).astype(np.float32)
+            else:
+                assert name in (".reg", "WITHIN:"), line
+        return [values[f"${k}"] for k in range(self.outputs)]
 
     def _step(self, line, flags, outputs, args):
         mask = np.ones(self.lane.shape, bool)
@@ -133,6 +159,7 @@ class Machine:
             return [pair.view(np.uint32).reshape(-1)]
         with np.errstate(divide="ignore"):
             simple = {
+                "tanh": np.tanh,
                 "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide
             }  # fmt: skip
             return [np.asarray(simple[kind[0]](*x), np.float32)]
@@ -166,6 +193,8 @@ def emulated(module, machine: Machine):
 
     def assembled(count, text, *args):
         machine.outputs = count
+        if "abs.f32" in text:
+            return [np.maximum(args[0], abs(args[1]))]
         if text.startswith("decode"):
             _, source, target = text.split()
             values = args[0].view(EIGHT[source]).astype(np.float32).reshape(-1, 2, 2)
@@ -198,12 +227,14 @@ def emulated(module, machine: Machine):
         mock.patch.object(rows, "decode_word", lambda source, target: f"decode {source} {target}"),
         mock.patch.object(rows, "empty_fragment", lambda shape, layout, *_: Fragment(shape, layout)),
         mock.patch.object(rows, "fill", fill),
-        mock.patch.object(module.plgpu, "inline_mgpu", inline), mock.patch.object(module, "_bag", bag),
-        mock.patch.object(module.utils, "bitcast", lambda x, _: x),
-        mock.patch.object(module.utils, "dtype_to_ir_type", lambda x: x),
-        mock.patch.object(module.ptx, "int_type", lambda bits=32: None),
+        mock.patch.object(module.plgpu, "inline_mgpu", inline),
+        mock.patch.object(ptx.utils, "bitcast", lambda x, _: x),
+        mock.patch.object(ptx.utils, "dtype_to_ir_type", lambda x: x),
+        mock.patch.object(ptx, "int_type", lambda *_: None),
         mock.patch.object(module, "_element", lambda pair, k: pair[k]),
     ]  # fmt: skip
+    if hasattr(module, "_bag"):
+        swaps.append(mock.patch.object(module, "_bag", bag))
     with contextlib.ExitStack() as stack:
         for swap in swaps:
             stack.enter_context(swap)

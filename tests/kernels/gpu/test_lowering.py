@@ -24,7 +24,7 @@ CASES = {
     "mask_fn": dict(mask=MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
     "score_fn": dict(logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q))),
     "soft cap": dict(logits=LogitRule(scale=0.1, soft_cap=30.0)),
-    "fixed max": dict(logits=LogitRule(scale=0.1, soft_cap=50.0), fixed_max=True),
+    "fixed max": dict(logits=LogitRule(scale=0.1, soft_cap=50.0), fixed_max=True, cap_fourths=2),
     "flat list": dict(long_tiles=False, flat_list=True),
     "alibi": dict(logits=LogitRule(scale=0.1, has_alibi=True)),
     "sinks": dict(has_sinks=True),
@@ -103,6 +103,8 @@ REFUSED = {
         logits=LogitRule(scale=0.1, soft_cap=30.0), fixed_max=True, dtype="float16", kv_dtype="float16"
     ),
     "fixed max and ALiBi": dict(logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), fixed_max=True),
+    "no soft cap by FMA": dict(cap_fourths=2),
+    "5 of 4": dict(logits=LogitRule(scale=0.1, soft_cap=30.0), cap_fourths=5),
     "flat list of long tiles": dict(flat_list=True),
 }
 
