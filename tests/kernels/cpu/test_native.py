@@ -154,13 +154,16 @@ def test_calls_from_several_threads_do_not_disturb_each_other():
         query_start_loc=np.arange(4), seq_lens=lengths, kv_lens=lengths, kv_start=np.cumsum(lengths) - lengths
     )
     config = ops.Config(scale=0.1, kv_dtype="float32", out_dtype="float32", threads=3)
-    call = jax.jit(lambda q: ops.attend(config, q, k, v, batch)[0])
-    questions = [rng.standard_normal((3, 4, 64)).astype(np.float32) for _ in range(4)]
-    alone = [np.asarray(call(q)) for q in questions]
+    call = jax.jit(lambda *arrays: ops.attend(config, *arrays, batch)[0])
+    devices = [jax.devices()[i % jax.device_count()] for i in range(4)]  # calls on one device may wait for each other
+    questions = [
+        jax.device_put((rng.standard_normal((3, 4, 64)).astype(np.float32), k, v), device) for device in devices
+    ]
+    alone = [np.asarray(call(*question)) for question in questions]
+    several_times = lambda question: [np.asarray(call(*question)) for _ in range(30)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for _ in range(5):
-            together = list(pool.map(lambda q: np.asarray(call(q)), questions))
-            assert all(map(same_bits, together, alone))
+        for found, wanted in zip(pool.map(several_times, questions), alone, strict=True):
+            assert all(same_bits(x, wanted) for x in found)
 
 
 def test_every_device_of_a_mesh_runs_its_own():
