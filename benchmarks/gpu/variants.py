@@ -31,6 +31,7 @@ DECODE = dict(long_tiles=False)
 NARROW = DECODE | dict(narrow_rows=8, block_kv=128, stages=4)
 FLAT = DECODE | dict(flat_list=True)
 BOUND = 6e-3  # relative error of a row: a few roundings of bfloat16
+LSE_BOUND = 2e-4  # tanh.approx under a cap of 2; without a cap it is near 1e-6
 
 
 def few(name, **options):
@@ -52,7 +53,7 @@ SMALL = [
     (few("few_e5m2_d192", kv_dtype="float8_e5m2", head_dim=192, v_head_dim=128), NARROW | dict(stages=2, layout="NHD")),
     (few("few_f16_fp8", kv_dtype="float8_e4m3fn"), NARROW | dict(dtype="float16")),
 ]
-CAP = dict(fixed_max=True, cap_fourths=2)
+CAP = dict(fixed_max=True, cap_fourths=1)
 LONG = cases.Case(name="few_cap2_mixed", lengths=cases.MIX, pad_tokens=37, options=(("soft_cap", 2.0),))
 SMALL += [(LONG, CAP), (few("few_cap20", options=(("soft_cap", 20.0),)), FLAT | CAP), (LONG, dict(cap_fourths=1))]
 FP8, FP8_64 = BENCH["dec_16x32k_fp8"], BENCH["dec_16x32k_fp8_p64"]
@@ -89,7 +90,7 @@ def measure(case, options, timed: bool, iterations: int) -> dict:
     """One row: errors against numpy float64 first, then microseconds; `ok` says whether to believe it."""
     args = argparse.Namespace(no_check=False, samples=12, time=timed, iterations=iterations)
     row = check.run_case(case, args, **options)
-    row["ok"] = bool(row["rel_err"] < BOUND and row["lse_err"] < 1e-4 and row["same_bits"])
+    row["ok"] = bool(row["rel_err"] < BOUND and row["lse_err"] < LSE_BOUND and row["same_bits"])
     return row
 
 
