@@ -36,6 +36,9 @@ from jattn.mla_spec import MLAParams, MLASpec
 from jattn.backends import BackendReport, explain, list_backends
 from jattn.errors import UnsupportedError
 
+# Layers and models
+from jattn import models, nn
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -80,4 +83,7 @@ __all__ = [
     "UnsupportedError",
     "explain",
     "list_backends",
+    # layers and models
+    "models",
+    "nn",
 ]

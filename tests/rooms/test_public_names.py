@@ -25,6 +25,7 @@ CONTRACT = {
         "cascade_attention",
     ],
     "mla": ["MLAAttention", "MLASpec"],
+    "flax and models": ["nn", "models"],
     "choice": ["list_backends", "explain", "BackendReport", "UnsupportedError"],
 }
 ADDITIONS = {  # name: why it earns a place on the contents page

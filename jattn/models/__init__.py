@@ -1,0 +1,25 @@
+"""Models: a Hugging Face folder in, one decoder built from data, paged caches of the caller."""
+
+from jattn.models.config import CacheGroup, LayerConfig, ModelConfig
+from jattn.models.decoder import forward
+from jattn.models.load import config_of, load, load_config
+from jattn.models.mlp import MLP
+from jattn.models.moe import MoE
+from jattn.models.run import prompt_logits
+from jattn.models.shapes import init_params, logical_axes, weights_of
+
+__all__ = [
+    "MLP",
+    "CacheGroup",
+    "LayerConfig",
+    "MoE",
+    "ModelConfig",
+    "config_of",
+    "forward",
+    "init_params",
+    "load",
+    "load_config",
+    "logical_axes",
+    "prompt_logits",
+    "weights_of",
+]

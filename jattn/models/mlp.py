@@ -1,0 +1,50 @@
+"""The second half of a layer: a plain or gated MLP, as data and a pure function."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+
+from jattn.nn.layer import linear
+from jattn.nn.weights import Weight, linear_weights
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """The function by its name in config.json."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not known; use one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLP:
+    """down(act(gate x) * up x), or down(act(up x)) without a gate."""
+
+    width: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self):
+        activation(self.activation)
+
+    def weights(self, hidden: int) -> dict[str, dict[str, Weight]]:
+        """Projections gate (if gated), up and down."""
+        into = {"gate": self.gated, "up": True}
+        tree = {n: linear_weights(hidden, self.width, ("embed", "mlp"), self.bias) for n, used in into.items() if used}
+        return tree | {"down": linear_weights(self.width, hidden, ("mlp", "embed"), self.bias)}
+
+    def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
+        """x [T, hidden] -> [T, hidden]."""
+        act, up = activation(self.activation), linear(weights["up"], x)
+        return linear(weights["down"], act(linear(weights["gate"], x)) * up if self.gated else act(up))

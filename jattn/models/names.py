@@ -1,0 +1,71 @@
+"""Where each weight of ours lies in a checkpoint: a table of paths, tensor names and what to do on the way."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jattn.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One weight made of one tensor, or of several (experts)."""
+
+    names: tuple[str, ...]
+    make: Callable[..., np.ndarray]
+
+
+def same(x: np.ndarray) -> np.ndarray:
+    """As it is stored."""
+    return x
+
+
+def transposed(x: np.ndarray) -> np.ndarray:
+    """torch keeps [out, in]; ours is [in, out]."""
+    return x.T
+
+
+def rows(start: int, stop: int) -> Callable[[np.ndarray], np.ndarray]:
+    """A slice of a fused projection's outputs."""
+    return lambda x: x[start:stop].T if x.ndim == 2 else x[start:stop]
+
+
+def linears(table: Mapping[str, str], bias: bool = False) -> dict[str, tuple[str, Callable]]:
+    """Rows of a table for torch Linears: our part -> the module's name."""
+    found: dict[str, tuple[str, Callable]] = {}
+    for ours, theirs in table.items():
+        found[f"{ours}.kernel"] = (f"{theirs}.weight", transposed)
+        if bias:
+            found[f"{ours}.bias"] = (f"{theirs}.bias", same)
+    return found
+
+
+def norms(table: Mapping[str, str], bias: bool = False) -> dict[str, tuple[str, Callable]]:
+    """Rows of a table for norms."""
+    found: dict[str, tuple[str, Callable]] = {}
+    for ours, theirs in table.items():
+        found[f"{ours}.scale"] = (f"{theirs}.weight", same)
+        if bias:
+            found[f"{ours}.bias"] = (f"{theirs}.bias", same)
+    return found
+
+
+def sources(
+    config: ModelConfig,
+    outside: Mapping[str, tuple[Any, Callable]],
+    prefix: str,
+    layer: Callable[[int], Mapping[str, tuple[Any, Callable]]],
+) -> dict[str, Source]:
+    """The whole table: 'embed', 'layers.3.attn.q.kernel' ... -> Source. `prefix` has a {} for the layer's number."""
+    table = {path: Source(_tuple(names), make) for path, (names, make) in outside.items()}
+    for index in range(len(config.layers)):
+        at = prefix.format(index)
+        for path, (names, make) in layer(index).items():
+            table[f"layers.{index}.{path}"] = Source(tuple(at + name for name in _tuple(names)), make)
+    return table
+
+
+def _tuple(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

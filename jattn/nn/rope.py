@@ -1,0 +1,60 @@
+"""Rotary position embeddings: which angles (Rope, a static description) and how a row is turned (rotate)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jattn.nn.rope_scaling import Scaling
+from jattn.types import pytree, static
+
+
+@pytree
+class Angles:
+    """The turn of every token, made once a step for all layers that share a Rope."""
+
+    cos: jax.Array  # f32[T, dim // 2]
+    sin: jax.Array
+    interleaved: bool = static()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """The first `dim` numbers of a head are turned by position * theta ** (-2 i / dim), i = 0 .. dim/2 - 1.
+
+    interleaved: pairs are (2i, 2i+1); otherwise (i, i + dim/2). A dim below the head's is partial rotation.
+    """
+
+    dim: int
+    theta: float = 10000.0
+    scaling: Scaling = Scaling()
+    interleaved: bool = False
+
+    def __post_init__(self):
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(f"rope {self.dim=} must be even and at least 2: numbers are turned in pairs")
+
+    def angles(self, positions: jax.Array, lengths: jax.Array | None = None) -> Angles:
+        """For positions i32[T]; lengths i32[T] (each token's whole request) where the scaling depends on them."""
+        if self.scaling.needs_lengths and lengths is None:
+            raise ValueError(f"{type(self.scaling).__name__} scaling depends on each request's length: pass lengths=")
+        frequency = self.scaling.frequencies(self.dim, self.theta, lengths)  # f32[dim/2], or [T, dim/2]
+        angle = positions.astype(jnp.float32)[:, None] * jnp.atleast_2d(frequency)
+        factor = self.scaling.attention_factor
+        return Angles(cos=jnp.cos(angle) * factor, sin=jnp.sin(angle) * factor, interleaved=self.interleaved)
+
+
+def rotate(x: jax.Array, angles: Angles) -> jax.Array:
+    """x [T, heads, D] with its first dim numbers turned, in float32, back in x's dtype."""
+    cos, sin = angles.cos[:, None, :], angles.sin[:, None, :]
+    dim = 2 * cos.shape[-1]
+    if dim > x.shape[-1]:
+        raise ValueError(f"rope turns {dim} numbers but a head has {x.shape[-1]}")
+    turned, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
+    if angles.interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turned.shape)
+    else:
+        a, b = jnp.split(turned, 2, axis=-1)
+        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)

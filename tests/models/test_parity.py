@@ -1,0 +1,54 @@
+"""The same logits as transformers, for every family, however the tokens are served."""
+
+import numpy as np
+import pytest
+
+from jattn import models
+from tests.models.serving import Server
+from tests.models.witness import Example, logits
+
+pytest.importorskip("transformers", reason="the witness needs the extra 'parity': pip install -e '.[parity]'")
+pytest.importorskip("safetensors", reason="reading folders needs the extra 'models'")
+
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)  # fmt: skip
+EXAMPLES = {
+    "llama": Example("llama", dict(head_dim=12, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)),
+    "mistral": Example("mistral", dict(head_dim=16, num_attention_heads=3, num_key_value_heads=1, sliding_window=5)),
+    "qwen2": Example(
+        "qwen2", dict(tie_word_embeddings=True, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    ),
+    "qwen3": Example("qwen3", dict(head_dim=10)),
+}
+LONG, SHORT = 21, 13
+SCHEDULES = {
+    "prefill": [(LONG, 0), (0, SHORT)],
+    "chunked and ragged": [(12, 10), (9, 3)],
+    "decode": [(11, 9), *[(1, 1)] * 4, *[(1, 0)] * 6],
+}
+
+
+@pytest.fixture(scope="module", params=EXAMPLES)
+def served(request, tmp_path_factory):
+    """(our model, prompts, their logits): saved by transformers, read by us."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = EXAMPLES[request.param].save(folder)
+    config, params = models.load(folder)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, config.vocab_size, n) for n in (LONG, SHORT)]
+    return config, params, prompts, [logits(theirs, p) for p in prompts]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_logits_agree(served, schedule):
+    config, params, prompts, wanted = served
+    for mine, theirs in zip(Server(config, params).run(prompts, SCHEDULES[schedule]), wanted, strict=True):
+        agree(mine, theirs)
+
+
+def agree(mine: np.ndarray, theirs: np.ndarray) -> None:
+    """Within 1e-4 of the spread of the logits."""
+    worst, spread = np.abs(mine - theirs).max(), theirs.std()
+    assert worst <= 1e-4 * spread, f"off by {worst / spread:.2e} of the spread {spread:.3f}"

@@ -1,0 +1,57 @@
+"""The witness: transformers (torch, CPU) with small random models of each family, saved as a user would."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, max_position_embeddings=64, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
+    pad_token_id=0,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One small model: model_type, what is unlike COMMON, and whether its weights keep transformers' own start."""
+
+    family: str
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    common: bool = True
+
+    def config(self):
+        from transformers import CONFIG_MAPPING
+
+        values = (COMMON if self.common else {}) | self.changes
+        return CONFIG_MAPPING[self.family](**values, attn_implementation="eager")
+
+    def save(self, directory: pathlib.Path, seed: int = 0, **options: Any):
+        """Write the model to a folder and return it: random weights, so that no norm or bias is idle."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(self.config()).eval().float()
+        shake(model)
+        model.save_pretrained(directory, **options)
+        return model
+
+
+def shake(model) -> None:
+    """Move every vector (norm scales, biases, sinks) off its start of ones and zeros."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def logits(model, token_ids: np.ndarray) -> np.ndarray:
+    """f32[len, vocab] of one prompt."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(np.asarray(token_ids))[None], use_cache=False).logits[0].float().numpy()
