@@ -167,7 +167,7 @@ class Engine:
         batch = batch_of(plan, seqs, self.shapes, self.config.eos_token_ids)
         sent = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("jattn.step", step_num=self._stats.dispatches):
-            self.caches, tokens, logits = dispatch(self.model, self.limits.max_burst, self.params, self.caches, batch)
+            self.caches, tokens, logits = dispatch(self.model, self.params, self.caches, batch)
             told = self._tell(plan, batch, logits)
             tokens = np.asarray(tokens)
         received = time.perf_counter()

@@ -8,6 +8,7 @@ at the front: its tokens are kept and computed anew, so nothing is lost and noth
 import dataclasses
 from collections import deque
 
+from jattn.engine.step import MOST_STEPS
 from jattn.engine.sequence import Sequence
 from jattn.engine.tables import BlockTables
 
@@ -32,6 +33,8 @@ class Limits:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence gets a token in every step"
             )
+        if not reasons and self.max_burst > MOST_STEPS:
+            reasons.append(f"max_burst={self.max_burst} must be at most {MOST_STEPS}")
         if reasons:
             raise ValueError("; ".join(reasons))
 

@@ -19,6 +19,7 @@ class Sequence:
     tables: list[list[int]] = dataclasses.field(default_factory=list)  # one a cache group; only BlockTables writes
     kept_from: list[int] = dataclasses.field(default_factory=list)  # a group: blocks before this were given back
     names: list[bytes] = dataclasses.field(default_factory=list)  # hashes of the first full blocks
+    num_shared: int = 0  # blocks that came from the prefix cache
     num_published: int = 0  # blocks that others may share
     num_preemptions: int = 0
 

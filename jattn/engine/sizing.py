@@ -11,6 +11,9 @@ from pallas_kernels.algebra.paging import cdiv
 CPU_SHARE = 0.25
 """Share of the host's available memory: other programs live there too."""
 
+DEFAULT_MODEL_LEN = 4096
+"""Where neither the model nor the user says how long a sequence may be."""
+
 
 def free_bytes(share: float | None = None) -> int:
     """Bytes that a cache may take: `share` of what the device (on CPU: the host) has free."""
@@ -44,9 +47,10 @@ def pool_of(
 
     One sequence of max_model_len always fits the pool alone, so the oldest request can always finish.
     """
-    longest = config.max_positions if max_model_len is None else max_model_len
-    if longest > config.max_positions:
-        raise ValueError(f"{max_model_len=} is more than the model's {config.max_positions} positions")
+    limit = config.max_positions  # None: positions are unlimited, as with ALiBi
+    longest = max_model_len or limit or DEFAULT_MODEL_LEN
+    if limit is not None and longest > limit:
+        raise ValueError(f"{max_model_len=} is more than the model's {limit} positions")
     if num_blocks is None:
         bytes_per_block = sum(spec.bytes_per_block for spec in config.cache_specs(2, block_size, dtype))
         useful = max_num_seqs * cdiv(longest, block_size) + 1

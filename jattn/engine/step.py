@@ -21,6 +21,10 @@ NOT_SAMPLED = -2
 """In a dispatch's output: the row had ended before this step, or there was no such step."""
 
 
+MOST_STEPS = 32
+"""Steps of the longest dispatch."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """What a dispatch calls: pure, and hashable, so that equal models share their programs.
@@ -50,7 +54,7 @@ class Batch:
     token_ids: jax.Array  # i32[T]
     metas: tuple[CommonAttentionMetadata, ...]
     rows: SamplingRows
-    steps: jax.Array  # i32[] at most this many, and at most max_burst
+    steps: jax.Array  # i32[] at most this many, and at most MOST_STEPS
     until_any: jax.Array  # bool[] stop as soon as some row ends
     block_size: int = static()
 
@@ -63,13 +67,13 @@ class Progress:
     alive: jax.Array  # bool[R]
     token_ids: jax.Array  # i32[T]
     metas: tuple[CommonAttentionMetadata, ...]
-    tokens: jax.Array  # i32[max_burst R]
+    tokens: jax.Array  # i32[MOST_STEPS R]
     logits: jax.Array  # f32[R vocab] of the last step
 
 
-@functools.partial(jax.jit, static_argnames=("model", "max_burst"), donate_argnames="caches")
-def dispatch(model: Model, max_burst: int, params, caches, batch: Batch):
-    """(caches, tokens i32[max_burst R], logits f32[R vocab] of the last step).
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
+def dispatch(model: Model, params, caches, batch: Batch):
+    """(caches, tokens i32[MOST_STEPS R], logits f32[R vocab] of the last step).
 
     tokens[i, r] is what step i chose for row r, BAD_TOKEN where its logits were unusable, NOT_SAMPLED where the row had
     ended before.
@@ -93,7 +97,7 @@ def dispatch(model: Model, max_burst: int, params, caches, batch: Batch):
         at = carry[1]
         live = batch.rows.remaining > 0
         ended = jnp.any(live & ~at.alive)
-        more = jnp.any(at.alive) & ~(batch.until_any & ended) & (at.step < jnp.minimum(batch.steps, max_burst))
+        more = jnp.any(at.alive) & ~(batch.until_any & ended) & (at.step < jnp.minimum(batch.steps, MOST_STEPS))
         return (at.step == 0) | more
 
     start = Progress(
@@ -101,7 +105,7 @@ def dispatch(model: Model, max_burst: int, params, caches, batch: Batch):
         alive=batch.rows.remaining > 0,
         token_ids=jnp.asarray(batch.token_ids),
         metas=jax.tree.map(jnp.asarray, batch.metas),
-        tokens=jnp.full((max_burst, num_rows), NOT_SAMPLED, jnp.int32),
+        tokens=jnp.full((MOST_STEPS, num_rows), NOT_SAMPLED, jnp.int32),
         logits=jnp.zeros((num_rows, model.config.vocab_size), jnp.float32),
     )
     caches, end = jax.lax.while_loop(goes_on, one, (caches, start))

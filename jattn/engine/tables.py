@@ -51,7 +51,6 @@ class BlockTables:
         """Give a sequence without blocks every cached block of its beginning; the number of tokens that saves."""
         seq.tables = [[] for _ in self.groups]
         seq.kept_from = [0] * len(self.groups)
-        seq.num_computed = seq.num_published = 0
         hits = self._longest_hit(seq) if self.prefix_caching else 0
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             kept = first_visible(group, hits * self.block_size) // self.block_size
@@ -59,7 +58,7 @@ class BlockTables:
             seq.tables[g] = [NULL_BLOCK_ID] * kept + [pool.find(seq.names[i]) for i in range(kept, hits)]
             for block in seq.tables[g][kept:]:
                 pool.hold(block)
-        seq.num_published = hits
+        seq.num_shared = seq.num_published = hits
         seq.num_computed = hits * self.block_size
         return seq.num_computed
 
@@ -97,10 +96,11 @@ class BlockTables:
         for table, kept, pool in zip(seq.tables, seq.kept_from, self.pools, strict=True):
             held = table[kept:]
             if not trusted:
-                for block in held:
+                for block in table[max(kept, seq.num_shared) :]:
                     pool.forget(block)
             pool.release(reversed(held))  # the beginning, which others are likelier to share, is evicted last
-        seq.tables, seq.kept_from, seq.num_computed, seq.num_published = [], [], 0, 0
+        seq.tables, seq.kept_from = [], []
+        seq.num_computed = seq.num_shared = seq.num_published = 0
 
     def _release_unreachable(self, seq: Sequence) -> None:
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):

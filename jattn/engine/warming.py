@@ -28,7 +28,7 @@ def warm(
         if progress is not None:
             progress(done, total, f"{shape[0]} tokens of {shape[1]} requests")
         batch = empty_batch(shape, num_groups, shapes)
-        caches, tokens, logits[shape[1]] = dispatch(model, shapes.limits.max_burst, params, caches, batch)
+        caches, tokens, logits[shape[1]] = dispatch(model, params, caches, batch)
         jax.block_until_ready(tokens)
     for done, rows in enumerate(rows_told, start=len(todo)):
         if progress is not None:

@@ -22,6 +22,16 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
+class Layer:
+    group: Group
+
+    @property
+    def attention(self):
+        window, chunk = self.group.sliding_window, self.group.chunk_size
+        return jattn.AttentionSpec(num_heads=1, head_dim=1, sliding_window=window, chunk_size=chunk)
+
+
+@dataclasses.dataclass(frozen=True)
 class FakeConfig:
     """One layer a cache group; each stores (token, position) and sees what its group lets it see."""
 
@@ -29,6 +39,10 @@ class FakeConfig:
     eos_token_ids: tuple[int, ...] = (0,)
     max_positions: int = 256
     cache_groups: tuple[Group, ...] = (Group((0,)),)
+
+    @property
+    def layers(self):
+        return tuple(Layer(group) for group in self.cache_groups)
 
     def cache_specs(self, num_blocks, block_size, dtype):
         spec = jattn.KVCacheSpec(
@@ -77,7 +91,7 @@ def scores(total, vocab, xp):
     return ((total[:, None] + xp.arange(vocab)[None] * 37.0) * 13.0 % 101.0) / 10.0
 
 
-PARAMS = {"bias": np.zeros(FakeConfig.vocab_size, np.float32)}
+PARAMS = {"bias": np.where(np.arange(FakeConfig.vocab_size) == POISON, -1000, 0).astype(np.float32)}  # never said
 
 
 def next_logits(config, tokens):
@@ -88,7 +102,7 @@ def next_logits(config, tokens):
     for group in config.cache_groups:
         seen = visible(group, q, pos)
         total += np.float32(np.sum(np.where(seen, mix(np.asarray(tokens), pos, np), 0)) % MODULUS)
-    return scores(np.asarray([total], np.float32), config.vocab_size, np)[0]
+    return scores(np.asarray([total], np.float32), config.vocab_size, np)[0] + PARAMS["bias"]
 
 
 def greedy(config, prompt, max_tokens, limit=10**9):
