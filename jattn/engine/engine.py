@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from jattn.engine import admission, sampling, sizing, warming
-from jattn.engine.batch import batch_of, stop_ids_of
+from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
 from jattn.engine.chat import ChatTemplate, load_chat_template
 from jattn.engine.outputs import FinishReason, RequestOutput, TokenLogprob
 from jattn.engine.params import SamplingParams
 from jattn.engine.response import Response
-from jattn.engine.scheduler import Limits, Scheduler, StepPlan
+from jattn.engine.scheduler import Limits, Row, Scheduler, StepPlan
 from jattn.engine.sequence import Sequence
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
@@ -164,14 +164,15 @@ class Engine:
             return outputs
         self._note(plan)
         seqs = {row.id: self._responses[row.id].seq for row in plan.rows}
-        batch = batch_of(plan, seqs, self.shapes, self.config.eos_token_ids)
+        lanes = lanes_of(plan, self.shapes)
+        batch = batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids)
         sent = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("jattn.step", step_num=self._stats.dispatches):
             self.caches, tokens, logits = dispatch(self.model, self.params, self.caches, batch)
-            told = self._tell(plan, batch, logits)
+            told = self._tell(lanes, batch, logits)
             tokens = np.asarray(tokens)
         received = time.perf_counter()
-        moved = self._accept(plan, tokens, told)
+        moved = self._accept(plan, lanes, tokens, told)
         outputs += [self._requests[id].output() for id in moved]
         self._forget_finished(moved)
         busy = received - sent
@@ -221,9 +222,9 @@ class Engine:
         return count
 
     # ------------------------------------------------------------------ after a dispatch
-    def _tell(self, plan: StepPlan, batch, logits) -> sampling.Sampled | None:
+    def _tell(self, lanes: tuple[Row, ...], batch, logits) -> sampling.Sampled | None:
         """Penalised tokens and log-probabilities, where some row asks for them."""
-        responses = [self._responses[row.id] for row in plan.rows]
+        responses = [self._responses[lane.id] for lane in lanes]
         params = [r.seq.params for r in responses]
         if not any(p.is_penalised or p.logprobs is not None for p in params):
             return None
@@ -232,10 +233,14 @@ class Engine:
         penalties = sampling.penalties_of(params, histories, prompt_lens, logits.shape[0], width)
         return jax.device_get(sampling.sample_and_tell(logits, batch.rows, penalties))
 
-    def _accept(self, plan: StepPlan, tokens: np.ndarray, told: sampling.Sampled | None) -> list[str]:
+    def _accept(
+        self, plan: StepPlan, lanes: tuple[Row, ...], tokens: np.ndarray, told: sampling.Sampled | None
+    ) -> list[str]:
         """Bring every row's sequence and response up to date; ids of the requests that have news."""
         moved = dict[str, None]()
-        for r, row in enumerate(plan.rows):
+        last_lane = {lane.id: r for r, lane in enumerate(lanes)}
+        for row in plan.rows:
+            r = last_lane[row.id]
             response = self._responses[row.id]
             new = [t for t in tokens[:, r] if t != NOT_SAMPLED] if row.samples else []
             if told is not None and row.samples:

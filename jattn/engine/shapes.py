@@ -14,8 +14,8 @@ SMALLEST_MIXED = 16
 class StepShapes:
     """Static sizes of a dispatch: decodes pad tokens and requests alike, other batches pad their tokens only.
 
-    `deterministic`: one shape for every batch. A matrix product may sum in another order when its number of rows
-    changes, so only equal shapes make a token's numbers the same bits in every batch.
+    `deterministic`: one shape for every batch, and every token a row of its own. A matrix product may sum in another
+    order when its number of rows changes, so only equal shapes make a token's numbers the same bits in every batch.
     """
 
     limits: Limits
@@ -28,7 +28,7 @@ class StepShapes:
         top, rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
         ladder = jattn.Buckets.powers_of_two(top, rows, 1)
         if self.deterministic:
-            return jattn.Buckets((top,), (rows,), (self.max_blocks,))
+            return jattn.Buckets((top,), (top,), (self.max_blocks,))
         tokens = tuple(n for n in ladder.tokens if n >= SMALLEST_MIXED) or (top,)
         return jattn.Buckets(tokens, ladder.reqs, (self.max_blocks,))
 
@@ -37,19 +37,18 @@ class StepShapes:
         """Columns of the block table."""
         return cdiv(self.limits.max_model_len, self.block_size)
 
-    def of(self, plan: StepPlan) -> tuple[int, int]:
-        """(T, R) of a plan's dispatch."""
-        if plan.is_decode and not self.deterministic:
+    def of(self, plan: StepPlan) -> tuple[int, int, bool]:
+        """(T, R, only single tokens) of a plan's dispatch."""
+        if self.deterministic:
+            return self.all()[0]
+        if plan.is_decode:
             rows = self.buckets.sizes(1, len(plan.rows), 1)["num_reqs"]
-            return rows, rows
-        return self.buckets.sizes(plan.num_tokens, 1, 1)["num_tokens"], self.limits.max_num_seqs
-
-    def is_decode(self, shape: tuple[int, int]) -> bool:
-        """Is this a shape of single-token rows only?"""
-        return shape[0] == shape[1] and not self.deterministic and shape[0] in self.buckets.reqs
+            return rows, rows, True
+        return self.buckets.sizes(plan.num_tokens, 1, 1)["num_tokens"], self.limits.max_num_seqs, False
 
     def all(self) -> tuple[tuple[int, int, bool], ...]:
-        """Every (T, R, only decodes) that `of` can answer."""
-        mixed = [(tokens, self.limits.max_num_seqs, False) for tokens in self.buckets.tokens]
-        decode = [] if self.deterministic else [(rows, rows, True) for rows in self.buckets.reqs]
-        return (*decode, *mixed)
+        """Every shape that `of` can answer."""
+        decode = tuple((rows, rows, True) for rows in self.buckets.reqs)
+        if self.deterministic:
+            return decode
+        return (*decode, *((tokens, self.limits.max_num_seqs, False) for tokens in self.buckets.tokens))
