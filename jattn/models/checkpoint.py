@@ -19,21 +19,24 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 class Checkpoint:
     """The tensors by name; files stay mapped, nothing is read until a tensor is asked for."""
 
-    def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
+    def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack, prefix: str = ""):
         try:
             from safetensors import safe_open
         except ModuleNotFoundError:
             raise ModuleNotFoundError("reading *.safetensors needs that library: pip install 'jattn[models]'") from None
-        self.where = {}
+        self.where: dict[str, tuple[Any, str]] = {}
         for path in files_of(directory):
             if not path.is_file():
                 raise FileNotFoundError(f"{path} is named by {INDEX} but missing: the download is not complete")
             handle = stack.enter_context(safe_open(path, framework="numpy"))
-            self.where |= dict.fromkeys(handle.keys(), handle)
+            self.where |= {name: (handle, name) for name in handle.keys()}
+        if prefix and not any(name.startswith(prefix) for name in self.where):
+            self.where = {prefix + name: place for name, place in self.where.items()}
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, as it is stored."""
-        return self.where[name].get_tensor(name)
+        handle, stored = self.where[name]
+        return handle.get_tensor(stored)
 
 
 def files_of(directory: pathlib.Path) -> list[pathlib.Path]:

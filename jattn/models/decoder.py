@@ -12,6 +12,7 @@ from jattn.cache import PagedKV
 from jattn.metadata import CommonAttentionMetadata
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.nn import Angles, Rope
+from jattn.nn.call import angles_of
 from jattn.nn.layer import run
 from jattn.nn.norm import Norm
 
@@ -40,7 +41,7 @@ def forward(
     new = []
     for index, (layer, weights, cache) in enumerate(zip(config.layers, params["layers"], caches, strict=True)):
         attn, plan = steps.plan(index)
-        cache, x = _layer(layer, attn, weights, x, cache, plan, positions, steps.angles(layer.rope, positions))
+        cache, x = _layer(layer, attn, weights, x, cache, plan, positions, steps.angles(layer.rope))
         new.append(cache)
     if logits_at is not None:
         x = x[jnp.asarray(logits_at)]
@@ -109,15 +110,11 @@ class _Steps:
             self.plans[key] = attn.build(batch)
         return attn, self.plans[key]
 
-    def angles(self, rope: Rope | None, positions: jax.Array) -> Angles | None:
+    def angles(self, rope: Rope | None) -> Angles | None:
         if rope is None:
             return None
         if rope not in self.turns:
-            lengths = None
-            if rope.scaling.needs_lengths:
-                batch = self.batches[0]
-                lengths = jnp.asarray(batch.seq_lens)[batch.token_to_req()]
-            self.turns[rope] = rope.angles(positions, lengths)
+            self.turns[rope] = angles_of(rope, self.batches[0])
         return self.turns[rope]
 
 

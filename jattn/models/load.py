@@ -25,7 +25,7 @@ def load(
     config, family = _translated(folder)
     table = family.sources(config)
     with contextlib.ExitStack() as stack:
-        checkpoint = Checkpoint(folder, stack)
+        checkpoint = Checkpoint(folder, stack, family.prefix)
         params = read_params(
             checkpoint, table, weights_of(config), unused=family.unused, dtype=dtype, sharding=sharding,
             progress=progress,

@@ -14,6 +14,17 @@ LLAMA3 = dict(
     rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8, truncate=False)
+LONGROPE = dict(
+    rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.5,
+    short_factor=[1.0, 1.1], long_factor=[1.5, 2.5], original_max_position_embeddings=8,
+)  # fmt: skip
+GLOBAL_AND_LOCAL = dict(
+    full_attention=dict(rope_type="linear", factor=2.0, rope_theta=50000.0),
+    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+)
+KINDS = ["sliding_attention", "full_attention"]
+EXPERTS = dict(num_local_experts=3, num_experts_per_tok=2)
 EXAMPLES = {
     "llama": Example("llama", dict(head_dim=12, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)),
     "mistral": Example("mistral", dict(head_dim=16, num_attention_heads=3, num_key_value_heads=1, sliding_window=5)),
@@ -21,7 +32,36 @@ EXAMPLES = {
         "qwen2", dict(tie_word_embeddings=True, use_sliding_window=True, sliding_window=6, max_window_layers=1)
     ),
     "qwen3": Example("qwen3", dict(head_dim=10)),
-}
+    "gemma2": Example(
+        "gemma2",
+        dict(head_dim=12, sliding_window=5, query_pre_attn_scalar=7, attn_logit_softcapping=2.0,
+             final_logit_softcapping=3.0, initializer_range=0.1, layer_types=KINDS),
+    ),
+    "gemma3_text": Example(
+        "gemma3_text",
+        dict(head_dim=12, sliding_window=5, query_pre_attn_scalar=7, initializer_range=0.1, layer_types=KINDS,
+             rope_parameters=GLOBAL_AND_LOCAL),
+    ),
+    "phi3": Example("phi3", dict(rope_parameters=LONGROPE, sliding_window=9, original_max_position_embeddings=8)),
+    "mixtral": Example("mixtral", EXPERTS),
+    "gpt_oss": Example(
+        "gpt_oss", EXPERTS | dict(head_dim=10, sliding_window=5, layer_types=KINDS, rope_parameters=YARN)
+    ),
+    "bloom": Example(
+        "bloom", dict(vocab_size=61, hidden_size=36, n_head=6, n_layer=2, initializer_range=0.3), common=False
+    ),
+    "mpt": Example(
+        "mpt",
+        dict(vocab_size=61, d_model=36, n_heads=3, n_layers=2, initializer_range=0.3, max_seq_len=64,
+             attn_config=dict(clip_qkv=1.0, softmax_scale=0.2)),
+        common=False,
+    ),
+    "llama4_text": Example(
+        "llama4_text",
+        EXPERTS | dict(head_dim=10, intermediate_size_mlp=40, interleave_moe_layer_step=2, no_rope_layers=[1, 0],
+                       attention_chunk_size=8, floor_scale=4, attn_scale=0.5),
+    ),
+}  # fmt: skip
 LONG, SHORT = 21, 13
 SCHEDULES = {
     "prefill": [(LONG, 0), (0, SHORT)],

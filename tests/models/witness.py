@@ -40,12 +40,12 @@ class Example:
 
 
 def shake(model) -> None:
-    """Move every vector (norm scales, biases, sinks) off its start of ones and zeros."""
+    """Move every norm scale, bias and sink off its start of ones and zeros."""
     import torch
 
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
 
 

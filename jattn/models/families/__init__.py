@@ -1,11 +1,25 @@
 """The families that are known, by config.json's model_type."""
 
+from jattn.models.families.alibi import BLOOM, MPT
 from jattn.models.families.family import Family
+from jattn.models.families.gemma import GEMMA2, GEMMA3_TEXT
+from jattn.models.families.gpt_oss import GPT_OSS
 from jattn.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from jattn.models.families.llama4 import LLAMA4_TEXT
+from jattn.models.families.mixtral import MIXTRAL
+from jattn.models.families.phi3 import PHI3
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3_TEXT,
+    "phi3": PHI3,
+    "mixtral": MIXTRAL,
+    "gpt_oss": GPT_OSS,
+    "bloom": BLOOM,
+    "mpt": MPT,
+    "llama4_text": LLAMA4_TEXT,
 }

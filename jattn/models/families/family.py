@@ -15,7 +15,8 @@ class Family:
 
     translate: Callable[[Keys], ModelConfig]
     sources: Callable[[ModelConfig], dict[str, Source]]
-    unused: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    unused: tuple[str, ...] = ()
+    prefix: str = "model."  # a checkpoint saved from the bare decoder lacks it
 
     def read(self, keys: Keys) -> ModelConfig:
         """The config, every key accounted for."""

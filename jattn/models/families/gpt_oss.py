@@ -1,0 +1,48 @@
+"""gpt-oss: sinks, alternating windows, biases everywhere, a clamped mixture of experts, yarn."""
+
+from typing import Any
+
+from jattn.models.config import ModelConfig
+from jattn.models.families.family import Family
+from jattn.models.families.llama import NORM_NAMES, UNUSED, attention_names, biases, outside, translate
+from jattn.models.keys import Keys
+from jattn.models.moe import MoE
+from jattn.models.names import Source, linears, same, sources
+
+
+def gpt_oss(c: Keys) -> ModelConfig:
+    """Softmax over the chosen experts; (up + 1) * gate * sigmoid(alpha * gate), clamped."""
+    c.only("hidden_act", "silu")  # the unit is built in
+    c.ignore("experts_per_token", "initial_context_length")  # second names of other keys
+    moe = MoE(
+        num_experts=c.need("num_local_experts"),
+        top_k=c.need("num_experts_per_tok"),
+        width=c.need("intermediate_size"),
+        clamp=(c.get("swiglu_alpha", 1.702), c.get("swiglu_limit", 7.0)),
+        router_bias=True,
+        bias=True,
+    )
+    return translate(c, mlp=moe, sinks=True, **biases(c))
+
+
+def names(config: ModelConfig) -> dict[str, Source]:
+    """Gate and up lie interleaved in one tensor."""
+
+    def layer(index: int) -> dict[str, Any]:
+        return attention_names(config, index) | LAYER | NORM_NAMES
+
+    return sources(config, outside(config), "model.layers.{}.", layer)
+
+
+EXPERTS = "mlp.experts"
+LAYER: dict[str, Any] = {
+    "attn.sinks": ("self_attn.sinks", same),
+    **linears({"mlp.router": "mlp.router"}, bias=True),
+    "mlp.gate.kernel": (f"{EXPERTS}.gate_up_proj", lambda x: x[..., 0::2]),
+    "mlp.gate.bias": (f"{EXPERTS}.gate_up_proj_bias", lambda x: x[..., 0::2]),
+    "mlp.up.kernel": (f"{EXPERTS}.gate_up_proj", lambda x: x[..., 1::2]),
+    "mlp.up.bias": (f"{EXPERTS}.gate_up_proj_bias", lambda x: x[..., 1::2]),
+    "mlp.down.kernel": (f"{EXPERTS}.down_proj", same),
+    "mlp.down.bias": (f"{EXPERTS}.down_proj_bias", same),
+}
+GPT_OSS = Family(gpt_oss, names, UNUSED)

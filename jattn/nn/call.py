@@ -1,0 +1,62 @@
+"""A layer over a batch: with a paged cache (serving), or without one (training, encoders). The Flax twins call this."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.attention import PagedAttention, attention
+from jattn.cache import PagedKV
+from jattn.metadata import CommonAttentionMetadata
+from jattn.metadata.encoder import queries_of
+from jattn.nn.layer import Attend, AttentionLayer, run
+from jattn.nn.rope import Angles, Rope
+from jattn.spec import AttentionSpec
+
+
+def call(
+    layer: AttentionLayer,
+    weights: dict[str, Any],
+    x: jax.Array,
+    meta: CommonAttentionMetadata,
+    cache: PagedKV | None = None,
+    *,
+    plan: Any = None,
+    keys_from: jax.Array | None = None,
+    backend: str = "auto",
+) -> tuple[PagedKV | None, jax.Array]:
+    """x [T, hidden] of the batch's packed tokens -> (cache, [T, hidden]).
+
+    cache None: nothing is kept, all keys are in x (or in keys_from), and the result can be differentiated where the
+    backend can. plan: jattn.PagedAttention(spec, cache.spec).build(meta), made once for layers that share it.
+    keys_from [Te, hidden]: the encoder's packed tokens, for a cross layer's first step.
+    """
+    batch = queries_of(meta, layer.spec.attn_type)
+    attend = attend_over(layer.spec, meta, cache, plan, backend)
+    if layer.is_cross and cache is None and keys_from is None:
+        raise ValueError("a cross layer without a cache needs the encoder's tokens on every call: pass keys_from=")
+    if keys_from is not None and not layer.is_cross:
+        raise ValueError(f"keys_from is for cross layers (attn_type 'encoder_decoder'), not {layer.spec.attn_type}")
+    return run(
+        layer, weights, x, attend, positions=batch.positions(), angles=angles_of(layer.rope, batch),
+        keys_from=keys_from,
+    )  # fmt: skip
+
+
+def attend_over(spec: AttentionSpec, meta: CommonAttentionMetadata, cache, plan: Any, backend: str) -> Attend:
+    """Where this layer's keys live: in pages, or nowhere beyond the call."""
+    if cache is None:
+        if plan is not None:
+            raise ValueError("a plan is of a cache's pages: pass the cache too, or no plan")
+        return lambda q, k, v, params: (None, attention(q, k, v, meta, spec, params, backend=backend))
+    attn = PagedAttention(spec, cache.spec, backend)
+    plan = attn.build(meta) if plan is None else plan
+    return lambda q, k, v, params: attn(q, k, v, cache, plan, params)
+
+
+def angles_of(rope: Rope | None, batch: CommonAttentionMetadata) -> Angles | None:
+    """The turns of a batch's tokens."""
+    if rope is None:
+        return None
+    lengths = jnp.asarray(batch.seq_lens)[batch.token_to_req()] if rope.scaling.needs_lengths else None
+    return rope.angles(batch.positions(), lengths)

@@ -1,0 +1,161 @@
+"""A folder becomes a config and weights, or an error that says what to do; nothing in it is ignored."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import models
+from tests.models import textbook, tiny
+from tests.rooms import tree
+
+pytest.importorskip("safetensors", reason="reading folders needs the extra 'models'")
+IDS = np.random.default_rng(5).integers(0, tiny.CONFIG["vocab_size"], 21)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    tiny.write(path)
+    return path
+
+
+def test_a_prompt_through_the_paged_cache_is_the_textbook(folder):
+    config, params = models.load(folder)
+    exact = textbook.llama(tiny.CONFIG, tiny.tensors(), IDS)
+    for chunk in (None, 8):
+        mine = models.prompt_logits(config, params, IDS, chunk=chunk, backend="sdpa")
+        assert mine.dtype == jnp.float32
+        np.testing.assert_allclose(mine, exact, atol=1e-4 * exact.std())
+
+
+def test_every_backend_that_is_chosen_here_agrees(folder):
+    config, params = models.load(folder)
+    auto, plain = (models.prompt_logits(config, params, IDS, chunk=8, backend=b) for b in ("auto", "sdpa"))
+    np.testing.assert_allclose(auto, plain, atol=1e-4 * np.std(plain))
+
+
+def test_logits_only_where_they_are_wanted(folder):
+    config, params = models.load(folder)
+    meta = jattn.CommonAttentionMetadata.from_lengths([3, 2], [3, 2], [[0], [1]], 4)
+    run = jax.jit(models.forward, static_argnums=0, static_argnames="backend")
+    args = config, params, np.arange(5), config.make_caches(2, 4, "float32"), meta
+    _, every = run(*args, backend="sdpa")
+    _, some = run(*args, logits_at=meta.logits_at_last_token(), backend="sdpa")
+    np.testing.assert_allclose(some, every[jnp.array([2, 4])], atol=1e-5)
+
+
+def test_shards_and_one_file_are_the_same_model(folder, tmp_path):
+    tiny.write_sharded(tmp_path)
+    one, many = models.load(folder), models.load(tmp_path)
+    assert one[0] == many[0] and hash(one[0]) == hash(many[0])
+    jax.tree.map(np.testing.assert_array_equal, one[1], many[1])
+
+
+def test_weights_come_in_the_dtype_and_place_that_was_asked_for(folder):
+    device = jax.devices()[1]
+    place = jax.sharding.SingleDeviceSharding(device)
+    _, stored = models.load(folder)
+    _, params = models.load(folder, dtype="bfloat16", sharding=place, progress=True)
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(stored), strict=True):
+        assert x.dtype == jnp.bfloat16 and x.devices() == {device}
+        np.testing.assert_array_equal(x, y.astype(jnp.bfloat16))
+
+
+def test_a_sharding_may_be_chosen_by_logical_axes(folder):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "m")
+    split = lambda path, weight: jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec(*("m" if axis in ("heads", "mlp") else None for axis in weight.axes))
+    )
+    _, params = models.load(folder, sharding=split)
+    assert params["layers"][0]["attn"]["q"]["kernel"].sharding.spec[1] == "m"
+    assert params["embed"].sharding.is_fully_replicated
+
+
+def test_random_params_have_the_loaded_ones_shapes(folder):
+    config, params = models.load(folder)
+    made = models.init_params(config, 1, "bfloat16")
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
+    assert {x.dtype for x in jax.tree.leaves(made)} == {jnp.dtype("bfloat16")}
+    axes = models.logical_axes(config)
+    assert axes["layers"][1]["mlp"]["down"]["kernel"] == ("mlp", "embed")
+
+
+def test_more_end_tokens_come_from_the_generation_config(tmp_path):
+    tiny.write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[2, 7])))
+    assert models.load_config(tmp_path).eos_token_ids == (2, 7)
+
+
+def test_a_bare_decoders_names_are_taken_too(folder, tmp_path):
+    made = {name.removeprefix("model."): x for name, x in tiny.tensors().items() if name != "lm_head.weight"}
+    tiny.write(tmp_path, tiny.CONFIG | dict(tie_word_embeddings=True), made)
+    config, params = models.load(tmp_path)
+    assert config.tied_embeddings and "head" not in params
+    np.testing.assert_array_equal(params["embed"], models.load(folder)[1]["embed"])
+
+
+WRONG_CONFIGS = {
+    "an unknown key": (dict(mystery_scale=2.0), "mystery_scale=2.0"),
+    "an unknown family": (dict(model_type="mamba"), "mamba.*known are llama"),
+    "an unknown rope": (dict(rope_scaling=dict(rope_type="spiral", factor=2.0)), "spiral.*known are"),
+    "an unknown rope key": (dict(rope_scaling=dict(rope_type="linear", factor=2.0, twist=1.0)), "twist"),
+    "quantised weights": (dict(quantization_config=dict(quant_method="gptq")), "quantization_config"),
+    "an unknown activation": (dict(hidden_act="cube"), "cube.*silu"),
+    "a missing key": (dict(rms_norm_eps=None), "rms_norm_eps"),
+    "another kind of layer": (dict(layer_types=["full_attention", "mamba"]), "mamba"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CONFIGS)
+def test_a_config_that_asks_for_what_is_not_built_is_refused_by_name(name):
+    change, message = WRONG_CONFIGS[name]
+    with pytest.raises((jattn.UnsupportedError, ValueError), match=message):
+        models.config_of(tiny.CONFIG | change)
+
+
+def test_harmless_keys_pass():
+    harmless = dict(torch_dtype="bfloat16", initializer_range=0.1, use_cache=False, architectures=["X"], mystery=None)
+    assert models.config_of(tiny.CONFIG | harmless) == models.config_of(tiny.CONFIG)
+
+
+def test_a_checkpoint_that_does_not_fit_says_what_is_wrong(tmp_path):
+    made = tiny.tensors()
+    made["model.layers.0.self_attn.q_norm.weight"] = made.pop("model.norm.weight")
+    tiny.write(tmp_path, made=made)
+    with pytest.raises(ValueError, match="(?s)model.norm.weight is missing.*q_norm.weight is there and nobody reads"):
+        models.load(tmp_path)
+    made = tiny.tensors()
+    made["lm_head.weight"] = made["lm_head.weight"][:-1]
+    tiny.write(tmp_path, made=made)
+    with pytest.raises(ValueError, match=r"lm_head.weight.*head.kernel.*\(16, 30\).*\(16, 31\)"):
+        models.load(tmp_path)
+
+
+def test_a_folder_without_weights_or_config_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        models.load(tmp_path)
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(ValueError, match="not JSON"):
+        models.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG))
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        models.load(tmp_path)
+
+
+def test_prompts_that_cannot_be_served_are_refused(folder):
+    config, params = models.load(folder)
+    for ids, chunk, message in ((range(65), None, "max_positions"), ([], None, "at least one"), ([1], 0, "chunk")):
+        with pytest.raises(ValueError, match=message):
+            models.prompt_logits(config, params, list(ids), chunk=chunk)
+
+
+def test_importing_the_library_reads_no_checkpoint_library():
+    program = "import jattn, sys; print(sorted({'safetensors', 'transformers', 'torch', 'flax'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tree.ROOT)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,199 @@
+"""Attention layers: paged equals uncached equals the textbook; the Flax twins are the pure function."""
+
+import dataclasses
+import functools
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn
+from jattn.nn import AttentionLayer, Norm, Rope, call
+from jattn.nn.weights import attention_weights, is_weight
+from tests.nn import dense
+
+HIDDEN, HEADS, KV, D, BLOCK = 12, 4, 2, 6, 4
+LENGTHS = (7, 4)
+ROPE, NORM = Rope(dim=4, theta=100.0), Norm(eps=1e-3)
+SPEC = jattn.AttentionSpec(num_heads=HEADS, num_kv_heads=KV, head_dim=D)
+FULL = AttentionLayer(
+    spec=dataclasses.replace(SPEC, sliding_window=3, has_sinks=True), hidden_size=HIDDEN, rope=ROPE, qk_norm=NORM,
+    qkv_bias=True, out_bias=True,
+)  # fmt: skip
+ENCODER = AttentionLayer(spec=dataclasses.replace(SPEC, attn_type="encoder_only"), hidden_size=HIDDEN)
+CROSS = AttentionLayer(spec=dataclasses.replace(SPEC, attn_type="encoder_decoder"), hidden_size=HIDDEN)
+TABLE = np.array([[5, 2], [7, 1]], np.int32)
+ENCODER_LENGTHS = (5, 3)
+
+
+def weights_of(layer: AttentionLayer, seed: int = 0):
+    """Random everywhere, so that no bias, sink or scale is idle."""
+    rng = np.random.default_rng(seed)
+    draw = lambda w: rng.normal(size=w.shape).astype(np.float32) * (0.4 if len(w.shape) > 1 else 1.0)
+    return jax.tree.map(draw, attention_weights(layer), is_leaf=is_weight)
+
+
+def tokens(*lengths: int, seed: int = 1) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(n, HIDDEN)).astype(np.float32) for n in lengths]
+
+
+def batch(query_lens, seq_lens=None, table=TABLE, **options) -> jattn.CommonAttentionMetadata:
+    return jattn.CommonAttentionMetadata.from_lengths(query_lens, seq_lens or query_lens, table, BLOCK, **options)
+
+
+def empty(layer: AttentionLayer) -> jattn.PagedKV:
+    s = layer.spec
+    size = dict(num_blocks=9, block_size=BLOCK, num_kv_heads=s.num_kv_heads, head_dim=s.head_dim, dtype="float32")
+    return jattn.empty_cache(jattn.KVCacheSpec(**size))
+
+
+run = functools.partial(jax.jit, static_argnames=("layer", "backend"))(call)
+
+
+def textbook(layer: AttentionLayer, weights, x, keys_from=None) -> np.ndarray:
+    exact = functools.partial(jax.tree.map, lambda w: np.asarray(w, np.float64))
+    at, options = np.arange(len(x)), dict(keys_from=None if keys_from is None else exact(keys_from))
+    if layer.spec.attn_type == "decoder":
+        options["seen"] = at[None] <= at[:, None]
+        if layer.spec.sliding_window:
+            options["seen"] &= at[:, None] - at[None] <= layer.spec.window[0]
+    if layer.rope is not None:
+        options |= dict(theta=layer.rope.theta, dim=layer.rope.dim)
+    if layer.qk_norm is not None:
+        options |= dict(eps=layer.qk_norm.eps)
+    if layer.spec.has_sinks:
+        options |= dict(sinks=exact(weights["sinks"]))
+    return dense.layer(exact(weights), exact(x), HEADS, KV, **options)
+
+
+@pytest.mark.parametrize("layer", [FULL, ENCODER], ids=["decoder, everything on", "encoder"])
+def test_without_a_cache_a_layer_is_the_textbook(layer):
+    weights, xs = weights_of(layer), tokens(*LENGTHS)
+    cache, y = run(layer, weights, np.concatenate(xs), batch(LENGTHS, table=None))
+    assert cache is None
+    np.testing.assert_allclose(y, np.concatenate([textbook(layer, weights, x) for x in xs]), atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+def test_paged_decoding_is_the_layer_without_a_cache(backend):
+    weights, xs, cache = weights_of(FULL), tokens(*LENGTHS), empty(FULL)
+    wanted, rows = [textbook(FULL, weights, x) for x in xs], [[], []]
+    for first, last in [((0, 0), (4, 1)), *(((n, n - 3), (n + 1, n - 2)) for n in (4, 5, 6))]:
+        new = [x[a:b] for x, a, b in zip(xs, first, last, strict=True)]
+        meta = batch([len(n) for n in new], list(last))
+        cache, y = run(FULL, weights, np.concatenate(new), meta, cache, backend=backend)
+        for mine, part in zip(rows, np.split(np.asarray(y), [len(new[0])]), strict=True):
+            mine.append(part)
+    for mine, exact in zip(rows, wanted, strict=True):
+        np.testing.assert_allclose(np.concatenate(mine), exact[: sum(map(len, mine))], atol=2e-5)
+
+
+def test_cross_attention_reads_the_encoder_once_and_then_its_cache():
+    weights, xs, es = weights_of(CROSS), tokens(2, 2), tokens(*ENCODER_LENGTHS, seed=2)
+    wanted = np.stack([textbook(CROSS, weights, x, keys_from=e) for x, e in zip(xs, es, strict=True)])
+    meta = batch([1, 1], [1, 1], encoder_seq_lens=ENCODER_LENGTHS, cross_block_table=TABLE)
+    steps = [np.stack([x[i] for x in xs]) for i in (0, 1)]
+    cache, first = run(CROSS, weights, steps[0], meta, empty(CROSS), keys_from=np.concatenate(es))
+    cache, second = run(CROSS, weights, steps[1], meta, cache)
+    np.testing.assert_allclose(np.stack([first, second], axis=1), wanted, atol=2e-5)
+    _, uncached = run(CROSS, weights, steps[1], meta, keys_from=np.concatenate(es))
+    np.testing.assert_allclose(uncached, second, atol=2e-6)
+
+
+def test_one_fused_projection_is_three_split_ones():
+    split = weights_of(FULL)
+    parts = [split[n] for n in "qkv"]
+    qkv = {name: np.concatenate([p[name] for p in parts], axis=-1) for name in ("kernel", "bias")}
+    fused = {"qkv": qkv, **{name: w for name, w in split.items() if name not in "qkv"}}
+    x, meta = np.concatenate(tokens(*LENGTHS)), batch(LENGTHS, table=None)
+    results = [
+        run(layer, w, x, meta)[1] for layer, w in ((FULL, split), (dataclasses.replace(FULL, fused_qkv=True), fused))
+    ]
+    np.testing.assert_allclose(*results, atol=1e-6)
+
+
+def test_the_flax_twins_are_the_pure_function():
+    weights, x, meta = weights_of(FULL), np.concatenate(tokens(*LENGTHS)), batch(LENGTHS)
+    cache, wanted = run(FULL, weights, x, meta, empty(FULL))
+    options = {f.name: getattr(FULL, f.name) for f in dataclasses.fields(FULL) if f.name not in ("spec", "hidden_size")}
+    mine = jattn.nn.PagedAttention(FULL.spec, HIDDEN, rngs=nnx.Rngs(0), **options)
+    nnx.update(mine, weights)
+    mine_cache, y = nnx.jit(lambda m, *args: m(*args))(mine, x, meta, empty(FULL))
+    twin = jattn.nn.linen.PagedAttention(FULL)
+    twin_cache, z = jax.jit(twin.apply)({"params": weights}, x, meta, empty(FULL))
+    for other, pages in ((y, mine_cache), (z, twin_cache)):
+        np.testing.assert_allclose(other, wanted, atol=1e-6)
+        np.testing.assert_allclose(pages.k, cache.k, atol=1e-6)
+
+
+def test_both_twins_make_the_same_tree_and_name_its_axes():
+    made = attention_weights(FULL)
+    mine = jattn.nn.PagedAttention(
+        FULL.spec, HIDDEN, rngs=nnx.Rngs(0), rope=ROPE, qk_norm=NORM, qkv_bias=True, out_bias=True
+    )
+    twin = jattn.nn.linen.PagedAttention(FULL)
+    x, meta = np.concatenate(tokens(*LENGTHS)), batch(LENGTHS)
+    variables = jax.eval_shape(twin.init, jax.random.key(0), x, meta, empty(FULL))
+    shapes = jax.tree.map(lambda w: w.shape, made, is_leaf=is_weight)
+    assert jax.tree.map(jnp.shape, mine.weights) == shapes
+    assert jax.tree.map(jnp.shape, flax.linen.unbox(variables)["params"]) == shapes
+    axes = jax.tree.map(lambda w: jax.sharding.PartitionSpec(*w.axes), made, is_leaf=is_weight)
+    assert flax.linen.get_partition_spec(variables)["params"] == axes
+    assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(mine, nnx.Param))) == axes
+
+
+def test_training_goes_through_the_same_layer():
+    weights, xs = weights_of(FULL), tokens(*LENGTHS)
+    meta, x = batch(LENGTHS, table=None), np.concatenate(xs)
+    value, slopes = jax.jit(jax.value_and_grad(lambda w: jnp.sum(jnp.sin(call(FULL, w, x, meta)[1]))))(weights)
+    assert all(np.abs(g).max() > 1e-4 for g in jax.tree.leaves(slopes)), "every weight gets a gradient"
+    towards = jax.tree.map(lambda w: np.random.default_rng(9).normal(size=w.shape).astype(np.float32), weights)
+    exact = lambda h: sum(
+        np.sin(textbook(FULL, jax.tree.map(lambda w, d: np.float64(w) + h * d, weights, towards), x)).sum() for x in xs
+    )
+    numeric = (exact(1e-5) - exact(-1e-5)) / 2e-5
+    mine = sum(np.vdot(g, d) for g, d in zip(jax.tree.leaves(slopes), jax.tree.leaves(towards), strict=True))
+    np.testing.assert_allclose(value, exact(0.0), rtol=1e-4)
+    np.testing.assert_allclose(mine, numeric, rtol=1e-3)
+
+
+OPTIONS = {
+    "rope": dict(rope=None),
+    "rope theta": dict(rope=Rope(dim=4, theta=50.0)),
+    "rope pairs": dict(rope=Rope(dim=4, theta=100.0, interleaved=True)),
+    "qk_norm": dict(qk_norm=None),
+    "norm after": dict(norm_after_rope=True),
+    "clip": dict(clip_qkv=0.5),
+    "growth": dict(query_growth=(2.0, 0.5)),
+    "alibi": dict(spec=dataclasses.replace(FULL.spec, has_alibi=True), alibi_slopes=(0.5, 0.25, 0.1, 0.05)),
+    "soft cap": dict(spec=dataclasses.replace(FULL.spec, logits_soft_cap=1.0)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_moves_the_result(name):
+    weights, meta = weights_of(FULL), batch(LENGTHS, table=None)
+    x = np.concatenate(tokens(*LENGTHS))
+    plain, other = (run(y, weights, x, meta)[1] for y in (FULL, dataclasses.replace(FULL, **OPTIONS[name])))
+    assert np.abs(plain - other).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("message", "bad"),
+    [
+        ("alibi", lambda: dataclasses.replace(FULL, alibi_slopes=(1.0,) * HEADS)),
+        ("rope", lambda: dataclasses.replace(FULL, rope=Rope(dim=D + 2))),
+        ("rotary", lambda: dataclasses.replace(CROSS, rope=ROPE)),
+        ("keys_from", lambda: call(CROSS, {}, None, batch([1, 1], encoder_seq_lens=[2, 2]))),
+        ("keys_from", lambda: call(FULL, {}, None, batch([1, 1]), keys_from=np.zeros((1, HIDDEN)))),
+        ("plan", lambda: call(FULL, {}, None, batch([1, 1]), plan=1)),
+        ("norm", lambda: Norm(kind="batch")),
+    ],
+)
+def test_what_cannot_mean_anything_is_refused(message, bad):
+    with pytest.raises(ValueError, match=message):
+        bad()
