@@ -39,6 +39,9 @@ from jattn.errors import UnsupportedError
 # Layers and models
 from jattn import models, nn
 
+# Serving
+from jattn.engine import Engine, RequestOutput, SamplingParams
+
 __version__ = "0.1.0"
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""What the embedded model was trained on: sums of two three-digit numbers, the result's lowest digit first.
+"""What the embedded model was trained on: sums of two three-digit numbers, every number's lowest digit first.
 
-    047+385=2340        (47 + 385 = 0432, read backwards: carries then run in writing order)
+    740+583=2340        (047 + 385 = 0432, read backwards: carries then run in writing order)
 
 Problems are one line each; earlier lines are examples that a prompt may share with others. One problem in sixteen, by
 a hash of its numbers, is never trained on.
@@ -25,7 +25,7 @@ class Problem:
 
     @property
     def question(self) -> str:
-        return f"{self.a:0{DIGITS}}+{self.b:0{DIGITS}}="
+        return f"{self.a:0{DIGITS}}"[::-1] + "+" + f"{self.b:0{DIGITS}}"[::-1] + "="
 
     @property
     def answer(self) -> str:

@@ -29,7 +29,7 @@ CONFIG = dict(
     bos_token_id=None, eos_token_id=1, pad_token_id=0,
 )  # fmt: skip
 TOKENIZER = dict(tokenizer_class="ByT5Tokenizer", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", extra_ids=125)
-LINES = 8  # problems of a training text
+LINES = 3  # problems of a training text
 CODE = ByteTokenizer()
 
 
@@ -38,8 +38,8 @@ class Recipe:
     """What a run does."""
 
     steps: int = 3000
-    batch: int = 24
-    peak_rate: float = 3e-3
+    batch: int = 48
+    peak_rate: float = 2e-3
     warmup: int = 100
     seed: int = 0
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-import jattn
-from jattn.backends import Feature
+from jattn.backends import Feature, explain
 from jattn.engine.outputs import Completion, FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams
 from jattn.engine.scheduler import Limits
@@ -24,7 +23,7 @@ def model_of(config: Any, caches: Many, forward: Callable | None, backend: str, 
         return Model(forward, config, backend)
     able = None
     for layer, cache in zip(config.layers, caches, strict=True):
-        reports = jattn.explain(layer.attention, cache.spec, needs=(Feature.BATCH_INVARIANCE,))
+        reports = explain(layer.attention, cache.spec, needs=(Feature.BATCH_INVARIANCE,))
         names = [report.name for report in reports if report.supported]
         able = names if able is None else [name for name in able if name in names]
     if not able or backend not in ("auto", *able):

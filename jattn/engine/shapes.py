@@ -2,8 +2,8 @@
 
 import dataclasses
 
-import jattn
 from jattn.engine.scheduler import Limits, StepPlan
+from jattn.metadata import Buckets
 from pallas_kernels.algebra.paging import cdiv
 
 SMALLEST_MIXED = 16
@@ -23,14 +23,14 @@ class StepShapes:
     deterministic: bool = False
 
     @property
-    def buckets(self) -> jattn.Buckets:
+    def buckets(self) -> Buckets:
         """Powers of two, and the width that the longest sequence needs."""
         top, rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
-        ladder = jattn.Buckets.powers_of_two(top, rows, 1)
+        ladder = Buckets.powers_of_two(top, rows, 1)
         if self.deterministic:
-            return jattn.Buckets((top,), (top,), (self.max_blocks,))
+            return Buckets((top,), (top,), (self.max_blocks,))
         tokens = tuple(n for n in ladder.tokens if n >= SMALLEST_MIXED) or (top,)
-        return jattn.Buckets(tokens, ladder.reqs, (self.max_blocks,))
+        return Buckets(tokens, ladder.reqs, (self.max_blocks,))
 
     @property
     def max_blocks(self) -> int:
