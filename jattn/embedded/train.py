@@ -1,4 +1,4 @@
-"""Train the embedded model: `python -m jattn.embedded.train OUT`; a quarter of an hour on one core, needs optax.
+"""Train the embedded model: `python -m jattn.embedded.train OUT`; some minutes on one core, needs optax.
 
 The layers are those that serve: `jattn.models` with dense attention in place of the paged one, checked equal at the
 end. Weights are kept in bfloat16.
@@ -6,7 +6,6 @@ end. Weights are kept in bfloat16.
 
 import argparse
 import dataclasses
-import functools
 import json
 import time
 from pathlib import Path
@@ -16,11 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn import models
+from jattn.embedded.dense import dense_logits
 from jattn.embedded.problems import problems
 from jattn.engine.tokenizer import ByteTokenizer
-from jattn.models.decoder import embed, halves, head
-from jattn.nn.layer import run
-from jattn.ops.state import AttentionState
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", torch_dtype="bfloat16", vocab_size=384, hidden_size=128,
@@ -37,38 +34,11 @@ CODE = ByteTokenizer()
 class Recipe:
     """What a run does."""
 
-    steps: int = 3000
+    steps: int = 1000
     batch: int = 48
     peak_rate: float = 2e-3
     warmup: int = 100
     seed: int = 0
-
-
-def dense_logits(config: models.ModelConfig, params, token_ids):
-    """The model without a cache: token_ids i32[B L] -> logits f32[B L vocab]; differentiable."""
-    batch, length = token_ids.shape
-    flat = token_ids.reshape(-1)
-    positions = jnp.tile(jnp.arange(length), batch)
-    x = embed(config, params, flat, positions)
-    attend = functools.partial(_causal, batch)
-    for layer, weights in zip(config.layers, params["layers"], strict=True):
-        angles = layer.rope.angles(positions, None)
-        mix = functools.partial(run, layer.mixer, weights["attn"], attend=attend, positions=positions, angles=angles)
-        _, x = halves(layer, weights, x, lambda y, mix=mix: mix(y))
-    return head(config, params, x).reshape(batch, length, -1)
-
-
-def _causal(batch: int, q, k, v, params):
-    q, k, v = (x.reshape(batch, -1, *x.shape[1:]) for x in (q, k, v))
-    groups = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    seen = jnp.tril(jnp.ones(logits.shape[-2:], bool))
-    logits = jnp.where(seen[None, None], logits, -jnp.inf)
-    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits, axis=-1), v)
-    return None, AttentionState(
-        out=out.reshape(-1, *out.shape[2:]), lse=jax.nn.logsumexp(logits, axis=-1).swapaxes(1, 2).reshape(-1, q.shape[2])
-    )
 
 
 def texts(seed: int, batch: int):

@@ -1,6 +1,7 @@
 """At the door: can this model be served so, and this request at all? Every reason at once."""
 
-from collections.abc import Callable, Sequence as Many
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from typing import Any
 
 import numpy as np

@@ -4,7 +4,8 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence as Many
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jattn.engine.scheduler import Limits, Row, Scheduler, StepPlan
 from jattn.engine.sequence import Sequence
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
-from jattn.engine.step import NOT_SAMPLED, Model, dispatch
+from jattn.engine.step import NOT_SAMPLED, dispatch
 from jattn.engine.tables import BlockTables
 from jattn.engine.tokenizer import Tokenizer, load_tokenizer
 

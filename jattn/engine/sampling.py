@@ -1,6 +1,6 @@
 """Choosing tokens on the device: every row by its own rules, with a draw that depends on its seed and position only.
 
-    logits -> penalties -> / temperature -> min_p -> top_k -> top_p -> Gumbel noise -> argmax
+logits -> penalties -> / temperature -> min_p -> top_k -> top_p -> Gumbel noise -> argmax
 """
 
 import functools
@@ -58,14 +58,18 @@ def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """i32[R] from f32[R vocab]; work that no row asks for is skipped."""
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     chosen = jax.lax.cond(
-        jnp.any(rows.temperature > 0), lambda: jnp.where(rows.temperature > 0, _draw(logits, rows), greedy), lambda: greedy
+        jnp.any(rows.temperature > 0),
+        lambda: jnp.where(rows.temperature > 0, _draw(logits, rows), greedy),
+        lambda: greedy,
     )
     usable = jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum of a row with a NaN is NaN
     return jnp.where(usable, chosen, BAD_TOKEN)
 
 
 @functools.partial(jax.jit, static_argnames="num_top")
-def sample_and_tell(logits: jax.Array, rows: SamplingRows, penalties: Penalties, num_top: int = MAX_LOGPROBS) -> Sampled:
+def sample_and_tell(
+    logits: jax.Array, rows: SamplingRows, penalties: Penalties, num_top: int = MAX_LOGPROBS
+) -> Sampled:
     """The same with penalties, and the log-probabilities of what could have been chosen."""
     raw = jax.nn.log_softmax(logits, axis=-1)
     top = min(num_top, logits.shape[-1])

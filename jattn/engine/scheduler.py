@@ -8,8 +8,8 @@ at the front: its tokens are kept and computed anew, so nothing is lost and noth
 import dataclasses
 from collections import deque
 
-from jattn.engine.step import MOST_STEPS
 from jattn.engine.sequence import Sequence
+from jattn.engine.step import MOST_STEPS
 from jattn.engine.tables import BlockTables
 
 

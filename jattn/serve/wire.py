@@ -157,7 +157,12 @@ def _asked(body: dict[str, Any], prompts: tuple, extra: dict[str, Any], chat: bo
         raise BadRequestError(str(error)) from error
     options = body.get("stream_options") or {}
     return Asked(
-        prompts, params, bool(body.get("stream")), bool(options.get("include_usage")), str(body.get("cache_salt") or ""), chat
+        prompts,
+        params,
+        bool(body.get("stream")),
+        bool(options.get("include_usage")),
+        str(body.get("cache_salt") or ""),
+        chat,
     )
 
 

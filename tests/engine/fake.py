@@ -75,7 +75,9 @@ def forward(config, params, token_ids, caches, meta, *, backend="auto", logits_a
     total, new = jnp.zeros(token_ids.shape, jnp.float32), []
     for group, cache, m in zip(config.cache_groups, caches, metas, strict=True):
         cache = jattn.write_kv(cache, row(jnp.asarray(token_ids)), row(positions), m.slot_mapping)
-        tokens, kept = (pool[..., 0, 0][jnp.asarray(m.block_table)[req]].reshape(len(req), -1) for pool in cache.logical())
+        tokens, kept = (
+            pool[..., 0, 0][jnp.asarray(m.block_table)[req]].reshape(len(req), -1) for pool in cache.logical()
+        )
         kv_pos = jnp.arange(tokens.shape[1])[None]
         seen = visible(group, positions[:, None], kv_pos) & live[:, None]
         right = jnp.where(kept == kv_pos, 0.0, 1.0)  # a page of somebody else, or of another place, shows

@@ -24,9 +24,7 @@ def engine(config=PLAIN, params=fake.PARAMS, **options):
 
 def prompts_of(rng, count):
     shared = [rng.randint(2, 60) for _ in range(9)]
-    return [
-        shared[: rng.randint(0, 9)] + [rng.randint(2, 60) for _ in range(rng.randint(1, 12))] for _ in range(count)
-    ]
+    return [shared[: rng.randint(0, 9)] + [rng.randint(2, 60) for _ in range(rng.randint(1, 12))] for _ in range(count)]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def test_greedy_is_the_model_without_a_cache_token_by_token(crowd):
 
 def test_alone_or_in_a_crowd_every_bit_is_the_same(crowd):
     """Other batches, other chunks, no preemption, no prefix hit: the same log-probabilities, not nearly."""
-    served = Engine(CONFIG, PARAMS, backend="sdpa", **OPTIONS | dict(num_blocks=15, max_model_len=56), prefix_caching=False)
+    served = Engine(
+        CONFIG, PARAMS, backend="sdpa", **OPTIONS | dict(num_blocks=15, max_model_len=56), prefix_caching=False
+    )
     for prompt, output in zip(requests(), crowd, strict=True):
         (alone,) = served.generate([prompt], GREEDY)
         assert alone.token_ids == output.token_ids

@@ -18,7 +18,9 @@ from tests.engine import fake  # noqa: E402
 
 CONFIG = fake.FakeConfig(vocab_size=258, max_positions=256)
 PARAMS = {"bias": np.where(np.arange(258) < 2, -1000, 0).astype(np.float32)}  # no end, no poison by itself
-TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
 KEY = "a-key"
 
 
@@ -185,8 +187,13 @@ def test_a_poisoned_request_fails_alone(server, said):
 
 def test_a_server_that_stops_or_fails_ends_its_streams_with_an_error(said):
     for how, words in (("stop", "shutting down"), ("fail", "boom")):
-        with serving() as (engine, server, url), openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-            stream = iter(client.completions.create(model="fake", prompt="s", max_tokens=250, temperature=0, stream=True))
+        with (
+            serving() as (engine, server, url),
+            openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+        ):
+            stream = iter(
+                client.completions.create(model="fake", prompt="s", max_tokens=250, temperature=0, stream=True)
+            )
             next(stream)
             if how == "stop":
                 server.handle_exit(15, None)
