@@ -89,4 +89,8 @@ __all__ = [
     # layers and models
     "models",
     "nn",
+    # serving
+    "Engine",
+    "RequestOutput",
+    "SamplingParams",
 ]

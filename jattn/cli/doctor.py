@@ -44,4 +44,5 @@ def _version(package: str) -> str | None:
 def _native() -> str:
     from pallas_kernels.cpu.native import library
 
-    return str(library.status())
+    status = library.status()
+    return f"works, with {', '.join(status.isas)}" if status.available else status.reason

@@ -1,16 +1,17 @@
-"""A decoder without a cache: dense causal attention over equally long texts; differentiable, for training and judging."""
+"""A decoder without a cache: dense causal attention over equally long texts, for training and for judging."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
+from jattn.models import ModelConfig
 from jattn.models.decoder import embed, halves, head
 from jattn.nn.layer import run
 from jattn.ops.state import AttentionState
 
 
-def dense_logits(config: models.ModelConfig, params, token_ids):
+def dense_logits(config: ModelConfig, params, token_ids):
     """The model without a cache: token_ids i32[B L] -> logits f32[B L vocab]; differentiable."""
     batch, length = token_ids.shape
     flat = token_ids.reshape(-1)

@@ -36,9 +36,8 @@ def run() -> int:
         return 1
     asked, prompts = requests()
     engine = Engine.from_pretrained(directory(), **OPTIONS)
-    print(
-        f"the embedded model ({len(engine.config.layers)} layers, {engine.config.hidden_size} wide) adds: {REQUESTS} requests"
-    )
+    size = f"{len(engine.config.layers)} layers, {engine.config.hidden_size} wide"
+    print(f"the embedded model ({size}) adds: {REQUESTS} requests")
     begin = time.perf_counter()
     programs = engine.warmup()
     print(f"compiled {programs} programs in {time.perf_counter() - begin:.1f} s; nothing compiles from here on\n")

@@ -105,7 +105,7 @@ class Engine:
     ) -> list[RequestOutput]:
         """Every prompt's completions, in the order of the prompts."""
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
-            prompts = [prompts]
+            prompts = [prompts]  # type: ignore[assignment]
         many = [params or SamplingParams()] * len(prompts) if not isinstance(params, (list, tuple)) else params
         if len(many) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(many)} SamplingParams: give one, or one a prompt")

@@ -28,7 +28,7 @@ def blocks_that_fit(bytes_per_block: int, needed: int, useful: int, share: float
     room = free_bytes(share) // bytes_per_block
     if room < needed:
         raise CacheFullError(
-            f"{room} blocks of {bytes_per_block} bytes fit the free memory, one sequence of full length needs {needed}; "
+            f"{room} blocks of {bytes_per_block} bytes fit the free memory, a sequence of full length needs {needed}; "
             "lower max_model_len, or give num_blocks and max_model_len"
         )
     return min(room, useful)

@@ -55,7 +55,8 @@ class BlockTables:
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             kept = first_visible(group, hits * self.block_size) // self.block_size
             seq.kept_from[g] = kept
-            seq.tables[g] = [NULL_BLOCK_ID] * kept + [pool.find(seq.names[i]) for i in range(kept, hits)]
+            found = [pool.find(name) for name in seq.names[kept:hits]]
+            seq.tables[g] = [NULL_BLOCK_ID] * kept + [block for block in found if block is not None]
             for block in seq.tables[g][kept:]:
                 pool.hold(block)
         seq.num_shared = seq.num_published = hits
