@@ -17,9 +17,10 @@ PIN   := $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 KEEP  := $(if $(CACHE),JAX_COMPILATION_CACHE_DIR="$(CACHE)" JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0)
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.ready-tools
+WITNESS := $(VENV)/.ready-parity
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports notebooks bench check clean
+.PHONY: help demo test parity lint format types imports notebooks bench check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
@@ -29,6 +30,9 @@ demo: $(READY)  ## a ragged batch through every backend that works here, checked
 
 test: $(READY)  ## the whole suite; ARGS='-k window' for a part of it
 	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+parity: $(WITNESS)  ## every family of models against transformers, which it installs
+	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist loadscope tests/models $(ARGS)
 
 lint: $(TOOLS)  ## ruff: lint rules and format
 	@"$(PY)" -m ruff check . && "$(PY)" -m ruff format --check .
@@ -69,4 +73,9 @@ $(READY): pyproject.toml
 $(TOOLS): $(READY)
 	@echo "[+] installing the lint, type and notebook tools into $(VENV) (about half a minute)"
 	@$(PIP) install -e ".[test,lint,notebooks]" $(PIN)
+	@touch "$@"
+
+$(WITNESS): $(READY)
+	@echo "[+] installing transformers and torch's CPU build into $(VENV) (about a minute)"
+	@$(PIP) install -e ".[test,parity]" $(PIN)
 	@touch "$@"

@@ -7,15 +7,23 @@ the suite on a chip.
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 HOST_DEVICES = 4
+QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
+"""Four fifths of the suite's time is XLA compiling programs that run once. XLA_FLAGS from outside win:
+XLA_FLAGS=--xla_backend_optimization_level=3 compiles them as users' programs are."""
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_flags = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in _flags:
-    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count={HOST_DEVICES}".strip()
+_given = os.environ.get("XLA_FLAGS", "")
+_wanted = {"xla_force_host_platform_device_count": str(HOST_DEVICES)}
+if os.environ["JAX_PLATFORMS"] == "cpu" and "optimization_level" not in _given:
+    _wanted |= QUICK
+_added = [f"--{name}={value}" for name, value in _wanted.items() if name not in _given]
+os.environ["XLA_FLAGS"] = " ".join([*_given.split(), *_added])
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -73,3 +81,21 @@ def count_compiles() -> Iterator[CompileCount]:
 def compiles():
     """The trace counter, as a context manager: see `count_compiles`."""
     return count_compiles
+
+
+# Every compiled program holds a few memory maps until it is dropped, and Linux kills a process that asks for more
+# than vm.max_map_count (65530) of them: the suite compiles enough in one process to get there.
+MOST_MAPS = 20_000
+TESTS_BETWEEN_LOOKS = 20
+_MAPS = Path("/proc/self/maps")
+_tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _old_programs_are_dropped():
+    yield
+    if next(_tests) % TESTS_BETWEEN_LOOKS == 0 and _MAPS.exists():
+        with _MAPS.open("rb") as maps:
+            many = sum(1 for _ in maps) > MOST_MAPS
+        if many:
+            jax.clear_caches()

@@ -9,6 +9,9 @@ from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
 from jattn.nn import AttentionLayer, Norm, Rope
 from jattn.spec import AttentionSpec
+from jattn.types import AttentionType
+
+ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +25,18 @@ class CacheGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One decoder layer. Each half is  x + after(half(before(x))); norms that are None are not there."""
+    """One layer. Each part is  sum(x + after(part(norm(x)))); norms that are None are not there."""
 
     mixer: AttentionLayer
     mlp: MLP | MoE
+    cross: AttentionLayer | None = None  # to the encoder's tokens, between the two
     attn_norm: Norm | None = None
     attn_norm_after: Norm | None = None
+    attn_norm_sum: Norm | None = None
+    cross_norm_sum: Norm | None = None
     mlp_norm: Norm | None = None
     mlp_norm_after: Norm | None = None
+    mlp_norm_sum: Norm | None = None
 
     @property
     def attention(self) -> AttentionSpec:
@@ -44,7 +51,7 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A whole decoder: hashable, a static argument under jit."""
+    """A whole model: hashable, a static argument under jit. With `encoder`, its layers attend to that one's tokens."""
 
     family: str
     vocab_size: int
@@ -54,6 +61,8 @@ class ModelConfig:
     embedding_norm: Norm | None = None
     embedding_scale: float = 1.0
     learned_positions: int = 0  # rows of a table of position embeddings, 0: none
+    token_types: int = 0  # rows of a table of token type embeddings
+    head_transform: str | None = None  # an activation: the head begins with norm(act(linear x))
     tied_embeddings: bool = False
     head_bias: bool = False
     logits_scale: float = 1.0
@@ -62,6 +71,12 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    encoder: "ModelConfig | None" = None
+
+    @property
+    def is_encoder(self) -> bool:
+        """Does every token see every other? Then there is no cache and no next token: see encode."""
+        return all(layer.attention.attn_type in ENCODERS for layer in self.layers)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -75,27 +90,30 @@ class ModelConfig:
     def cache_specs(
         self, num_blocks: "int | Iterable[int]", block_size: int, dtype: Any, quant: str = "none"
     ) -> tuple[KVCacheSpec, ...]:
-        """One for each layer. num_blocks: of every pool, or one number for each cache group."""
+        """One for each layer, then one for each cross layer.
+
+        num_blocks: of every pool, or one number for each cache group (cross layers take the first).
+        """
+        if self.is_encoder:
+            raise ValueError(f"{self.family} is an encoder and keeps no cache: use jattn.models.encode")
         groups = self.cache_groups
         counts = (num_blocks,) * len(groups) if isinstance(num_blocks, int) else tuple(num_blocks)
         if len(counts) != len(groups):
             raise ValueError(f"{num_blocks=} must be one number or one for each of the {len(groups)} cache groups")
         blocks = {index: count for group, count in zip(groups, counts, strict=True) for index in group.layers}
-        return tuple(
-            KVCacheSpec(
-                num_blocks=blocks[index],
-                block_size=block_size,
-                num_kv_heads=layer.attention.num_kv_heads,
-                head_dim=layer.attention.head_dim,
-                v_head_dim=layer.attention.v_head_dim,
-                dtype=dtype,
-                quant=quant,
-            )
-            for index, layer in enumerate(self.layers)
-        )
+        own = [_cache_spec(l.attention, blocks[i], block_size, dtype, quant) for i, l in enumerate(self.layers)]
+        cross = [l.cross.spec for l in self.layers if l.cross is not None]
+        return (*own, *(_cache_spec(spec, counts[0], block_size, dtype, quant) for spec in cross))
 
     def make_caches(
         self, num_blocks: "int | Iterable[int]", block_size: int, dtype: Any, quant: str = "none"
     ) -> tuple[PagedKV, ...]:
         """Empty caches, one for each layer, of those specs."""
         return tuple(empty_cache(spec) for spec in self.cache_specs(num_blocks, block_size, dtype, quant))
+
+
+def _cache_spec(spec: AttentionSpec, num_blocks: int, block_size: int, dtype: Any, quant: str) -> KVCacheSpec:
+    return KVCacheSpec(
+        num_blocks=num_blocks, block_size=block_size, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim, dtype=dtype, quant=quant,
+    )  # fmt: skip

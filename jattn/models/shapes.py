@@ -5,7 +5,8 @@ from typing import Any
 import jax
 
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.nn.weights import Weight, attention_weights, is_weight, norm_weights
+from jattn.models.parts import PARTS, norms_of
+from jattn.nn.weights import Weight, attention_weights, is_weight, linear_weights, norm_weights
 
 
 def weights_of(config: ModelConfig) -> dict[str, Any]:
@@ -15,11 +16,17 @@ def weights_of(config: ModelConfig) -> dict[str, Any]:
         "embed": Weight((vocab, hidden), ("vocab", "embed")),
         "layers": tuple(_layer(layer, hidden) for layer in config.layers),
     }
+    if config.token_types:
+        tree["token_types"] = Weight((config.token_types, hidden), (None, "embed"))
     if config.learned_positions:
         tree["positions"] = Weight((config.learned_positions, hidden), (None, "embed"))
     tree |= norm_weights(hidden, "embed", embedding_norm=config.embedding_norm, final_norm=config.final_norm)
     head = {} if config.tied_embeddings else {"kernel": Weight((hidden, vocab), ("embed", "vocab"))}
+    if config.head_transform is not None:
+        head |= {"transform": linear_weights(hidden, hidden, ("embed", None), bias=True)}
     head |= {"bias": Weight((vocab,), ("vocab",), 0.0)} if config.head_bias else {}
+    if config.encoder is not None:  # both halves share one table of tokens
+        tree["encoder"] = {name: part for name, part in weights_of(config.encoder).items() if name != "embed"}
     return tree | ({"head": head} if head else {})
 
 
@@ -37,6 +44,6 @@ def logical_axes(config: ModelConfig) -> dict[str, Any]:
 
 
 def _layer(layer: LayerConfig, hidden: int) -> dict[str, Any]:
-    names = ("attn_norm", "attn_norm_after", "mlp_norm", "mlp_norm_after")
-    norms = norm_weights(hidden, "embed", **{name: getattr(layer, name) for name in names})
-    return {"attn": attention_weights(layer.mixer), "mlp": layer.mlp.weights(hidden), **norms}
+    tree = {"attn": attention_weights(layer.mixer), "mlp": layer.mlp.weights(hidden)}
+    tree |= norm_weights(hidden, "embed", **{name: norm for part in PARTS for name, norm in norms_of(layer, part)})
+    return tree if layer.cross is None else tree | {"cross": attention_weights(layer.cross)}

@@ -25,13 +25,15 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_a_prompt_through_the_paged_cache_is_the_textbook(folder):
+def test_a_prompt_paged_whole_or_in_chunks_or_without_a_cache_is_the_textbook(folder):
     config, params = models.load(folder)
     exact = textbook.llama(tiny.CONFIG, tiny.tensors(), IDS)
-    for chunk in (None, 8):
-        mine = models.prompt_logits(config, params, IDS, chunk=chunk, backend="sdpa")
-        assert mine.dtype == jnp.float32
-        np.testing.assert_allclose(mine, exact, atol=1e-4 * exact.std())
+    mine = [models.prompt_logits(config, params, IDS, chunk=chunk, backend="sdpa") for chunk in (None, 8)]
+    meta = jattn.CommonAttentionMetadata.from_lengths([len(IDS)], [len(IDS)], None, 1)
+    mine.append(models.uncached_logits(config, params, IDS, meta))
+    for logits in mine:
+        assert logits.dtype == jnp.float32
+        np.testing.assert_allclose(logits, exact, atol=1e-4 * exact.std())
 
 
 def test_every_backend_that_is_chosen_here_agrees(folder):

@@ -14,7 +14,10 @@ LLAMA3 = dict(
     rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )  # fmt: skip
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=8, truncate=False)
+YARN = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=4.0,
+    truncate=False,
+)  # fmt: skip
 LONGROPE = dict(
     rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.5,
     short_factor=[1.0, 1.1], long_factor=[1.5, 2.5], original_max_position_embeddings=8,

@@ -1,6 +1,8 @@
 """The families that are known, by config.json's model_type."""
 
 from jattn.models.families.alibi import BLOOM, MPT
+from jattn.models.families.bart import BART
+from jattn.models.families.bert import BERT
 from jattn.models.families.family import Family
 from jattn.models.families.gemma import GEMMA2, GEMMA3_TEXT
 from jattn.models.families.gpt_oss import GPT_OSS
@@ -22,4 +24,6 @@ FAMILIES: dict[str, Family] = {
     "bloom": BLOOM,
     "mpt": MPT,
     "llama4_text": LLAMA4_TEXT,
+    "bert": BERT,
+    "bart": BART,
 }
