@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.models import ModelConfig
-from jattn.models.decoder import embed, halves, head
+from jattn.models.parts import embed, halves, head
 from jattn.nn.layer import run
 from jattn.ops.state import AttentionState
 

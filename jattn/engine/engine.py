@@ -96,6 +96,8 @@ class Engine:
         from jattn import models
 
         config, params = models.load(directory)
+        if config.is_encoder or config.encoder is not None:
+            raise ValueError(f"{config.family} is not a decoder alone, and only those are served; see jattn.models")
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
         return cls(config, params, tokenizer, chat_template=template, **options)
 

@@ -27,7 +27,9 @@ PARAMS = [
 @jax.jit
 def draws(logits, rows):
     """i32[DRAWS R]: position after position."""
-    at = lambda i: sample(logits, jax.tree.map(lambda x: x, rows).__class__(**{**vars(rows), "position": rows.position + i}))
+    at = lambda i: sample(
+        logits, jax.tree.map(lambda x: x, rows).__class__(**{**vars(rows), "position": rows.position + i})
+    )
     return jax.lax.map(at, np.arange(DRAWS))
 
 
@@ -62,7 +64,9 @@ def test_a_draw_depends_on_seed_and_position_not_on_the_row():
     tokens = np.asarray(draws(LOGITS[[0, 0, 0, 0]], rows_of([PARAMS[0]] * R, seeds=(7, 7, 8, 2**32 + 7))))
     assert (tokens[:, 0] == tokens[:, 1]).all()
     assert (tokens[:, 0] != tokens[:, 2]).any() and (tokens[:, 0] != tokens[:, 3]).any()
-    later = np.asarray(draws(LOGITS[[0, 0, 0, 0]], rows_of([PARAMS[0]] * R, seeds=(7, 7, 7, 7), positions=(5, 0, 0, 0))))
+    later = np.asarray(
+        draws(LOGITS[[0, 0, 0, 0]], rows_of([PARAMS[0]] * R, seeds=(7, 7, 7, 7), positions=(5, 0, 0, 0)))
+    )
     assert (later[:-5, 0] == tokens[5:, 0]).all()
 
 
@@ -105,7 +109,12 @@ def test_every_mistake_is_named_at_once():
         SamplingParams(temperature=-1, top_p=0, min_p=2, top_k=-2, n=0, max_tokens=0, seed=-1, logprobs=21, stop=[""])
     for name in ("temperature", "top_p", "min_p", "top_k", "n", "max_tokens", "seed", "logprobs", "stop"):
         assert f"{name}=" in str(refusal.value)
-    for bad in (dict(temperature=float("nan")), dict(temperature=0, n=2), dict(repetition_penalty=0), dict(max_tokens=1.5)):
+    for bad in (
+        dict(temperature=float("nan")),
+        dict(temperature=0, n=2),
+        dict(repetition_penalty=0),
+        dict(max_tokens=1.5),
+    ):
         with pytest.raises(ValueError):
             SamplingParams(**bad)
     assert SamplingParams(top_k=-1, stop="x").top_k == 0 and SamplingParams(stop="x").stop == ("x",)
