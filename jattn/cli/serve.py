@@ -38,16 +38,16 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
-    try:
-        from jattn.serve import ServerOptions, serve
-    except ImportError as error:
-        raise ImportError(f"the server needs pip install 'jattn[serve]' ({error})") from error
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     key = None
     if args.api_key_env is not None:
         key = os.environ.get(args.api_key_env)
         if not key:
             raise ValueError(f"--api-key-env {args.api_key_env}: that variable is not set, or empty")
+    try:
+        from jattn.serve import ServerOptions, serve
+    except ImportError as error:
+        raise ImportError(f"the server needs pip install 'jattn[serve]' ({error})") from error
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     engine = options.make_engine(args)
     if not args.no_warmup:
         progress = options.Progress()

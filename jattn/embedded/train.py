@@ -82,8 +82,8 @@ def train(recipe: Recipe, report=print):
     return config, params
 
 
-def save(directory: Path, params) -> None:
-    """A Hugging Face folder, weights in bfloat16."""
+def save(directory: Path, params, config: dict = CONFIG, tokenizer: dict = TOKENIZER) -> None:
+    """A Hugging Face folder of a Llama with tied embeddings, weights in bfloat16."""
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def save(directory: Path, params) -> None:
         for name in ("gate", "up", "down"):
             tensors[f"{at}mlp.{name}_proj.weight"] = as_stored(layer["mlp"][name]["kernel"], True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    for name, content in (("config.json", CONFIG), ("tokenizer_config.json", TOKENIZER)):
+    for name, content in (("config.json", config), ("tokenizer_config.json", tokenizer)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,7 @@
 """generate, bench, serve, doctor, and the demo's second half: over the embedded model."""
 
 import json
+import re
 
 import pytest
 
@@ -44,8 +45,6 @@ def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
 def test_a_mistake_is_one_sentence_and_no_traceback(arguments, words, capsys):
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
-    import re
-
     assert said.startswith("jattn: ") and re.search(words, said) and "Traceback" not in said
 
 

@@ -1,6 +1,7 @@
 """The server, driven by the official client: whole, streamed, cancelled, refused, stopped."""
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -146,8 +147,6 @@ def test_a_bad_body_is_refused_with_its_reasons(server, body, words):
     _, url, _ = server
     answer = httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
     assert answer.status_code == 400
-    import re
-
     assert re.search(words, answer.json()["error"]["message"])
 
 
