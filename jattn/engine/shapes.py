@@ -29,7 +29,8 @@ class StepShapes:
         ladder = Buckets.powers_of_two(top, rows, 1)
         if self.deterministic:
             return Buckets((top,), (top,), (self.max_blocks,))
-        tokens = tuple(n for n in ladder.tokens if n >= SMALLEST_MIXED) or (top,)
+        smallest = min(max(SMALLEST_MIXED, rows), top)  # a mixed batch has a token for each of its rows at least
+        tokens = tuple(n for n in ladder.tokens if n >= smallest)
         return Buckets(tokens, ladder.reqs, (self.max_blocks,))
 
     @property
