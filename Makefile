@@ -20,10 +20,10 @@ TOOLS := $(VENV)/.ready-tools
 WITNESS := $(VENV)/.ready-parity
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity lint format types imports notebooks bench check clean
+.PHONY: help demo test parity lint format types imports notebooks bench wheel sanitize arm64 check clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
+	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
 
 demo: $(READY)  ## a ragged batch through every backend that works here, checked
 	@"$(PY)" -m jattn demo $(ARGS)
@@ -52,10 +52,30 @@ notebooks: $(TOOLS)  ## execute every notebook; ARGS=--write keeps the outputs
 bench: $(READY)  ## the benchmarks, each with a correctness check; ARGS='--case ... --backend ...'
 	@"$(PY)" -m benchmarks.run $(ARGS)
 
+wheel: $(READY)  ## a wheel in dist/, with the native CPU kernels inside where a compiler is there
+	@rm -rf build dist
+	@$(PIP) wheel --no-deps --wheel-dir dist .
+
+# JAX itself is not built for sanitizers: AddressSanitizer must come before it, and its leaks are not ours.
+SANITIZED := JATTN_NATIVE_FLAGS="-g -fsanitize=address,undefined -fno-sanitize=alignment -fno-sanitize-recover=undefined"
+PRELOAD    = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)"
+FUZZ      := -m pallas_kernels.cpu.native.fuzz
+SECONDS   ?= 20
+
+sanitize: $(READY)  ## the native kernels under sanitizers: fuzzed alone, then their tests; SECONDS=600 for longer
+	@"$(PY)" $(FUZZ) --sanitize address,undefined --seconds $(SECONDS)
+	@"$(PY)" $(FUZZ) --sanitize thread --callers 4 --seconds $(SECONDS)
+	@$(SANITIZED) "$(PY)" -c "from pallas_kernels.cpu.native import build; print(build.library())"
+	@$(SANITIZED) $(PRELOAD) ASAN_OPTIONS=detect_leaks=0 "$(PY)" -m pytest -q tests/kernels/cpu/test_native.py \
+	  tests/kernels/cpu/test_native_write.py $(ARGS)
+
+arm64: $(READY)  ## NEON kernels: compiled by a cross compiler, run under qemu, compared with a reference
+	@"$(PY)" $(FUZZ) --cross aarch64 --seconds $(SECONDS)
+
 check: test lint types imports notebooks  ## everything above that judges
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
 # The environment: made once, renewed when pyproject.toml changes. A half-made or moved one is made again.
 $(READY): pyproject.toml

@@ -1,6 +1,7 @@
 """The bars of the CPU: cpu_native, sdpa, the naive gather and vLLM's own kernels, taking turns in one process.
 
     PYTHONPATH=. python -m benchmarks.cpu --case dec_16x4k,pre --rounds 9 --peers --write
+    PYTHONPATH=. python -m benchmarks.cpu --bars --peers --slow --write    # everything, by wall clock: an idle machine
 
 A ratio is the other's time over cpu_native's, round by round: its median, and that of the best runs. The bandwidth
 floor is the time in which this machine, in this run, only reads the keys and values.
@@ -11,12 +12,13 @@ import dataclasses
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 
 import jax
 
 import jattn
+from benchmarks import bars, inputs, naive, run, timing, write
 from benchmarks import cases as named
-from benchmarks import inputs, naive, run, timing
 from benchmarks.peers import vllm_cpu
 
 FEATURES = {
@@ -26,24 +28,11 @@ FEATURES = {
     "sinks": {"has_sinks": True},
     "alibi": {"has_alibi": True},
 }
-BARS = {
-    "dec_1x32k": 1.5,
-    "dec": {"bf16": 2.0, "f32": 1.25, "fp8": 1.0},
-    "pre": {"bf16": 1.7, "f32": 1.15},
-    "mixed": 1.8,
-}
-"""Least ratio vLLM / cpu_native, by the longest prefix of a case's name, then by the type at its end."""
 
 
 def cases() -> tuple[named.Case, ...]:
     """The cases whose bars are written down."""
     return named.CPU
-
-
-def bar(name: str) -> float:
-    """What this case must reach against vLLM."""
-    found = BARS[max((prefix for prefix in BARS if name.startswith(prefix)), key=len)]
-    return found if isinstance(found, float) else found[name.rsplit("_", 1)[1]]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,20 +45,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--per-core", action="store_true", help="processor time, vLLM on one thread: for busy machines")
     parser.add_argument("--features", action="store_true", help="what each feature costs, instead of the cases")
+    parser.add_argument("--bars", action="store_true", help="cases, features and KV writes, then every bar judged")
     parser.add_argument("--write", action="store_true", help="append to benchmarks/results/cpu/native.jsonl")
     args = parser.parse_args(argv)
     if args.peers and (why := vllm_cpu.available()):
         parser.error(f"--peers: {why}")
     bandwidth = run.read_bandwidth()
     print(f"{run.chip_name()}, JAX {jax.__version__}; read bandwidth here, now: {bandwidth / 1e9:.1f} GB/s")
-    if args.features:
-        rows = features(args, bandwidth)
-    else:
-        chosen = dict.fromkeys(case for part in args.case.split(",") for case in named.find(part))
-        rows = [row for case in chosen for row in measure(case, args, bandwidth)]
-    if args.write:
-        print(f"appended to {run.append(rows, 'native')}")
+    rows = []
+    for some in produce(args, bandwidth):
+        rows += some
+        if args.write:  # at once: a run of an hour may end early
+            run.append(some, "native")
+    if args.bars:
+        print("\n".join(map(str, bars.judge(rows))))
     return int(any(row.get("wrong") for row in rows))
+
+
+def produce(args, bandwidth: float) -> Iterator[list[dict]]:
+    """The rows of one measurement after the other."""
+    if not args.features or args.bars:
+        for case in dict.fromkeys(case for part in args.case.split(",") for case in named.find(part)):
+            yield measure(case, args, bandwidth)
+    if args.features or args.bars:
+        yield features(args, bandwidth)
+    if args.bars:
+        yield write.table("cpu_native", 1024, 30)
 
 
 def measure(case: named.Case, args, bandwidth: float) -> list[dict]:
@@ -98,7 +99,11 @@ def measure(case: named.Case, args, bandwidth: float) -> list[dict]:
                 "best_ratio_to_native": spent.best / times["cpu_native"].best,
             }
         rows.append(row)
-    rows[0] |= {"refcheck_max_err": error, "wrong": error > run.tolerance(case), "must_vs_vllm": bar(case.name)}
+    rows[0] |= {
+        "refcheck_max_err": error,
+        "wrong": error > run.tolerance(case),
+        "must_vs_vllm": bars.against_vllm(case.name),
+    }
     report(case, rows, times)
     return rows
 

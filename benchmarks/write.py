@@ -4,11 +4,11 @@ python -m benchmarks.write --max-mib 1024 --write
 """
 
 import argparse
-import functools
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jattn
 from benchmarks import timing
@@ -30,42 +30,53 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.write", description=__doc__.splitlines()[0])
     parser.add_argument("--max-mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--backend", default="sdpa", help="whose write: sdpa's is jattn.write_kv")
     parser.add_argument("--write", action="store_true", help="append the rows to benchmarks/results/<chip>/write.jsonl")
     args = parser.parse_args(argv)
-    sizes = [mib for mib in (16, 128, 1024) if mib <= args.max_mib]
-    print(f"{TOKENS} tokens of 8 heads x 128, milliseconds (median); temporaries in MiB")
-    print(f"{'cache':16}" + "".join(f"{mib:>9} MiB" for mib in sizes) + "   temp")
-    rows = []
-    for name, (dtype, quant) in KINDS.items():
-        line = f"{name:16}"
-        for mib in sizes:
-            row = measure(name, dtype, quant, mib, args.rounds)
-            rows.append(row)
-            line += f"{row['ms']:13.3f}"
-        print(line + f"{rows[-1]['temp_mib']:7.2f}")
+    rows = table(args.backend, args.max_mib, args.rounds)
     if args.write:
         print(f"appended to {append(rows, 'write')}")
     return 0
 
 
-def measure(name: str, dtype: str, quant: str, mib: int, rounds: int) -> dict:
-    """One pool, written again and again under donation."""
+def table(backend: str, max_mib: int, rounds: int) -> list[dict]:
+    """Every kind of cache in every size, printed."""
+    sizes = [mib for mib in (16, 128, 1024) if mib <= max_mib]
+    print(f"{TOKENS} tokens of 8 heads x 128 by {backend}, milliseconds (median); temporaries in MiB")
+    print(f"{'cache':16}" + "".join(f"{mib:>9} MiB" for mib in sizes) + "   temp")
+    rows = []
+    for name, (dtype, quant) in KINDS.items():
+        line = f"{name:16}"
+        for mib in sizes:
+            rows.append(measure(name, dtype, quant, mib, rounds, backend))
+            line += f"{rows[-1]['ms']:13.3f}"
+        print(line + f"{rows[-1]['temp_mib']:7.2f}", flush=True)
+    return rows
+
+
+def measure(name: str, dtype: str, quant: str, mib: int, rounds: int, backend: str = "sdpa") -> dict:
+    """One pool, written again and again under donation: one token each of TOKENS requests, pages in random order."""
     shape = dict(block_size=16, num_kv_heads=8, head_dim=128, dtype=dtype, quant=quant)
     blocks = mib * 2**20 // jattn.KVCacheSpec(num_blocks=1, **shape).bytes_per_block
     spec = jattn.KVCacheSpec(num_blocks=blocks, **shape)
+    attn = jattn.PagedAttention(jattn.AttentionSpec(num_heads=8, num_kv_heads=8, head_dim=128), spec, backend=backend)
+    rng = np.random.default_rng(0)
+    pages = rng.permutation(blocks)[:TOKENS, None].astype(np.int32)
+    meta = jattn.CommonAttentionMetadata.from_lengths([1] * TOKENS, rng.integers(1, 17, TOKENS), pages, 16)
     k = jax.random.normal(jax.random.key(0), (TOKENS, 8, 128)).astype(jnp.bfloat16)
-    slots = jax.random.permutation(jax.random.key(1), spec.capacity_tokens)[:TOKENS].astype(jnp.int32)
-    state = [jattn.empty_cache(spec)]
-    compiled = jax.jit(jattn.write_kv, donate_argnums=0).lower(state[0], k, k, slots).compile()
+    state, m, params = [jattn.empty_cache(spec)], attn.build(meta), jattn.AttentionParams()
+    update = jax.jit(lambda cache, x, m: attn.impl.do_kv_cache_update(cache, x, x, m, params), donate_argnums=0)
+    compiled = update.lower(state[0], k, m).compile()
 
     def call():
-        state[0] = compiled(state[0], k, k, slots)
+        state[0] = compiled(state[0], k, m)
         return state[0]
 
-    times = timing.in_turn({"write": functools.partial(call)}, rounds)["write"]
+    times = timing.in_turn({"write": call}, rounds)["write"]
     temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**20
     return {
         "case": f"write_{TOKENS}_{name}_{mib}mib",
+        "backend": backend,
         "ms": times.median * 1e3,
         "best_ms": times.best * 1e3,
         "temp_mib": temporaries,

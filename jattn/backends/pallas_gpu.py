@@ -26,24 +26,32 @@ from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.gpu import paged_attention as kernel
-from pallas_kernels.gpu.supports import default_tiles
-from pallas_kernels.gpu.work_list import SHORT_ROWS, WorkList
+from pallas_kernels.gpu.supports import CAP_FOURTHS, FIXED_MAX, default_tiles
+from pallas_kernels.gpu.work_list import WorkList
 
 QUERY_DTYPES = ("bfloat16", "float16")
 
 
 def kernel_config(
-    spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, is_causal: bool = True, per_request: bool = False, **tiles
+    spec: AttentionSpec,
+    cache_spec: KVCacheSpec,
+    dtype: str,
+    is_causal: bool = True,
+    per_request: bool = False,
+    longest: int | None = None,
 ) -> kernel.Config:
-    """The kernel's static arguments for queries of `dtype`; not checked (see kernel.supports)."""
+    """The kernel's static arguments for queries of `dtype`; not checked (see kernel.supports).
+
+    longest: bound on the new tokens of a request, when there is a batch.
+    """
     shape = dict(
         head_dim=spec.head_dim,
         v_head_dim=spec.v_head_dim,
         kv_dtype=cache_spec.dtype,
         page_size=cache_spec.block_size,
     )
-    return kernel.Config(
-        **(shape | default_tiles(**shape) | tiles),
+    config = kernel.Config(
+        **(shape | default_tiles(**shape, rows=longest and longest * spec.group_size)),
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         layout=cache_spec.physical_layout,
@@ -53,6 +61,9 @@ def kernel_config(
         has_sinks=spec.has_sinks,
         per_request_causal=per_request,
     )
+    if FIXED_MAX and config.can_fix_max:
+        return dataclasses.replace(config, fixed_max=True, cap_fourths=CAP_FOURTHS)
+    return config
 
 
 def query_dtype(cache_spec: KVCacheSpec) -> str:
@@ -89,8 +100,9 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         causal = common.causal_per_request if kind is AttentionType.DECODER else None
         config = kernel_config(
-            self.spec, self.cache_spec, query_dtype(self.cache_spec), common.is_causal, causal is not None
-        )
+            self.spec, self.cache_spec, query_dtype(self.cache_spec), common.is_causal, causal is not None,
+            queries.max_query_len,
+        )  # fmt: skip
         work = kernel.build_work_list(
             jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
             None if causal is None else jnp.asarray(causal),
@@ -116,8 +128,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         """The kernel's static arguments for this batch."""
         per_request = self.spec.attn_type is AttentionType.DECODER and common.causal_per_request is not None
         longest = queries_of(common, self.spec.attn_type).max_query_len
-        long_tiles = longest * self.spec.group_size > SHORT_ROWS
-        return kernel_config(self.spec, self.cache_spec, dtype, common.is_causal, per_request, long_tiles=long_tiles)
+        return kernel_config(self.spec, self.cache_spec, dtype, common.is_causal, per_request, longest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

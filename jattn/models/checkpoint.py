@@ -71,6 +71,7 @@ def read_params(
     """
     leaves, structure = jax.tree.flatten_with_path(wanted, is_leaf=is_weight)
     weights = {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): w for path, w in leaves}
+    table = {path: source.within(checkpoint.where) for path, source in table.items()}
     _account(checkpoint, table, weights, unused)
     arrays = []
     for path, weight in _watched(weights.items(), len(weights), progress):

@@ -1,7 +1,7 @@
 """Where each weight of ours lies in a checkpoint: a table of paths, tensor names and what to do on the way."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,16 @@ from jattn.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One weight made of one tensor, or of several (experts)."""
+    """One weight made of one tensor, or of several (experts); `packed` is how else it may be stored."""
 
     names: tuple[str, ...]
     make: Callable[..., np.ndarray]
+    packed: "Source | None" = None
+
+    def within(self, stored: Container[str]) -> "Source":
+        """The form that the checkpoint has; this one, if neither is there."""
+        other = self.packed
+        return other if other is not None and all(name in stored for name in other.names) else self
 
 
 def same(x: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """A ragged batch cut into tiles of queries, by how many queries a request has.
 
-A request with one query gets a tile of 1, a short one (speculative decoding) tiles of 8, a longer one tiles of 64.
+A request with one query gets a tile of 1, a short one (speculative decoding) tiles of 8, a longer one tiles of 128.
 The choice depends on that request alone, so the arithmetic of a request, bit for bit, never depends on its batch.
 """
 
@@ -13,7 +13,7 @@ from jattn.ops.shard import KeyShard
 from jattn.types import pytree
 from pallas_kernels.algebra.paging import cdiv
 
-LONG_TILE = 64
+LONG_TILE = 128
 SHORT_TILE = 8
 
 

@@ -129,20 +129,10 @@ def _without_strangers(chunk: KVChunk, inside: jax.Array) -> KVChunk:
 
 
 def _dots(q: jax.Array, chunk: KVChunk) -> jax.Array:
-    """q [K rows G D] . k -> f32[K rows G C].
-
-    The page stays a batch dimension of the product (the keys are then used where they lie); for many rows the keys
-    are worth a transposition first.
-    """
+    """q [K rows G D] . k -> f32[K rows G C]."""
     num_kv, rows, group, dim = q.shape
     pages, _, slots, _ = chunk.k.shape
-    flat = q.reshape(num_kv, rows * group, dim)
-    if rows == 1:
-        wide = jnp.broadcast_to(flat[None], (pages, *flat.shape))
-        dots = einsum("pkmd,pksd->pkms", wide, chunk.k)
-        if chunk.k_scale is not None:
-            dots = dots * chunk.k_scale[:, :, None]
-        return dots.transpose(1, 2, 0, 3).reshape(num_kv, rows, group, pages * slots)
+    flat = q.reshape(num_kv, rows * group, dim).astype(chunk.k.dtype)
     keys = chunk.k.transpose(1, 0, 2, 3).reshape(num_kv, pages * slots, dim)
     dots = einsum("kmd,kcd->kmc", flat, keys)
     if chunk.k_scale is not None:
@@ -156,8 +146,5 @@ def _weighted(p: jax.Array, chunk: KVChunk) -> jax.Array:
     pages, _, slots, dim = chunk.v.shape
     if chunk.v_scale is not None:
         p = p * chunk.v_scale.transpose(1, 0, 2).reshape(num_kv, 1, 1, -1)
-    if rows == 1:
-        by_page = p.reshape(num_kv, group, pages, slots).transpose(2, 0, 1, 3)
-        return einsum("pkms,pksd->pkmd", by_page, chunk.v).sum(0)[:, None]
     values = chunk.v.transpose(1, 0, 2, 3).reshape(num_kv, pages * slots, dim)
     return einsum("kmc,kcd->kmd", p.reshape(num_kv, rows * group, -1), values).reshape(num_kv, rows, group, dim)

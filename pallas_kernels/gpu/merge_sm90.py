@@ -17,10 +17,10 @@ AHEAD = 4  # parts whose loads are in flight together
 COLUMNS = 32  # of the output, for one CTA
 
 
-def _kernel(cfg, width, info, join, heads, part, part_lse, out_ref, lse_ref):
-    """info i32[tiles, 16], join i32[C, 4], heads f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128] (GMEM)."""
+def _kernel(cfg, width, info, cta, heads, part, part_lse, out_ref, lse_ref):
+    """info i32[tiles, 16], cta i32[C, 12], heads f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128] (GMEM)."""
     me, half, column = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * width
-    unit, first, last = (join[me, i] for i in range(3))
+    unit, first, last = (cta[me, wl.JOIN + i] for i in range(3))
     tile = lax.div(jnp.maximum(unit, 0), jnp.int32(cfg.num_kv_heads))
     head = lax.rem(jnp.maximum(unit, 0), jnp.int32(cfg.num_kv_heads))
     nrows = info[tile, wl.NROWS] - 64 * half
@@ -70,6 +70,6 @@ def join_parts(cfg, out, lse, part, part_lse, work: wl.WorkList, heads):
     mesh = plgpu.Mesh(grid=grid, grid_names=("cut", "half", "column"), num_threads=1, thread_name="wg")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     pl.kernel(join_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="join_parts")(
-        work.info, work.join, heads, part, part_lse, out_ref, lse_ref
+        work.info, work.cta, heads, part, part_lse, out_ref, lse_ref
     )
     return jax.freeze(out_ref), jax.freeze(lse_ref)

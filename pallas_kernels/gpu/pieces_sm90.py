@@ -1,6 +1,7 @@
 """The pieces of work of one CTA, and the warpgroup that fetches them: queries, keys and values ahead of their use."""
 
 import dataclasses
+import math
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,6 +14,7 @@ from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 
 M = rows.ROWS
+FIXED_LOGIT = 80.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,10 @@ class Config:
     long_weight: int = 9
     min_split: int = 1
     long_tiles: bool = True  # False: every request has at most 64 // G new tokens, known statically
+    flat_list: bool = False  # with long_tiles=False: the work list is the line alone (work_list.py)
+    fixed_max: bool = False  # soft-capped logits without a running maximum, where can_fix_max
+    cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
+    narrow_rows: int = 0  # 8 or 16: every request has at most so many rows, computed by narrow_sm90; 0: not known
 
     @property
     def group(self) -> int:
@@ -46,6 +52,13 @@ class Config:
     @property
     def quantised(self) -> bool:
         return self.kv_dtype != self.dtype
+
+    @property
+    def can_fix_max(self) -> bool:
+        """Exponentials of 2 ** +-FIXED_LOGIT and sums of a million of them are float32 and bfloat16 numbers."""
+        rule = self.logits
+        unbounded = rule.has_alibi or rule.score_fn is not None or not rule.soft_cap
+        return not unbounded and self.value_dtype == "bfloat16" and rule.soft_cap * math.log2(math.e) <= FIXED_LOGIT
 
     @property
     def value_dtype(self) -> str:
@@ -63,6 +76,7 @@ class Config:
             short_weight=self.short_weight,
             long_weight=self.long_weight,
             min_split=self.min_split,
+            flat=self.flat_list,
         )
 
 
@@ -75,7 +89,7 @@ class Refs:
     v: object  # GMEM [N, K, S, V] or [N, S, K, V]
     table: object  # GMEM i32[R, B]
     info: object  # GMEM i32[tiles, 16]
-    cta: object  # GMEM i32[C, 8]
+    cta: object  # GMEM i32[C, 12]
     scales: object  # GMEM f32[K, 2]: logit scale (times k_scale), v_scale
     heads: object  # GMEM f32[H, 2]: ALiBi slope, sink
     out: object  # GMEM [T, H, V]

@@ -15,17 +15,19 @@ from jax import lax
 
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.narrow_sm90 import narrow_tile
 from pallas_kernels.gpu.pieces_sm90 import Config, Refs, count_pieces, load_pages, receive_piece
-from pallas_kernels.gpu.tiles_sm90 import M, long_tile, short_tile
+from pallas_kernels.gpu.tiles_sm90 import M, blank_tile, long_tile, short_tile
 
 
 def _compute(cfg: Config, refs: Refs, wg):
     def piece_body(j, turn):
         piece = receive_piece(refs, j)
-        short = piece[wl.NROWS] <= wl.SHORT_ROWS
-        pl.when(short)(lambda: short_tile(cfg, refs, piece, wg, turn))
-        if cfg.long_tiles:
-            pl.when(jnp.logical_not(short))(lambda: long_tile(cfg, refs, piece, wg, turn))
+        few = piece[wl.NROWS] <= (cfg.narrow_rows or wl.SHORT_ROWS)
+        few_rows = narrow_tile if cfg.narrow_rows else short_tile
+        many_rows = long_tile if cfg.long_tiles else blank_tile  # else only padding can have many
+        pl.when(few)(lambda: few_rows(cfg, refs, piece, wg, turn))
+        pl.when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, turn))
         plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
         return turn + piece.count
 
@@ -56,7 +58,7 @@ def _kernel(cfg: Config, *gmem):
     block, stages = cfg.block_kv, cfg.stages
     tiles = [tile(cfg.dtype, 2, 2, M, cfg.head_dim)]
     tiles += [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
-    if cfg.quantised:
+    if cfg.quantised and not cfg.narrow_rows:
         tiles += [tile(cfg.dtype, 2, block, cfg.head_dim), tile(cfg.value_dtype, 2, block, cfg.v_head_dim)]
     small = (plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((2, wl.INFO_COLUMNS), jnp.int32))
     full = (plgpu.Barrier(num_arrivals=max(block // cfg.page_size, 1), num_barriers=stages),) * 2

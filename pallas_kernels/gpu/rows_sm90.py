@@ -6,7 +6,6 @@ so rows are read and written one by one, each under its own predicate, 16 bytes 
 All functions are called by one warpgroup (128 threads); scalars are i32.
 """
 
-import inspect
 import math
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -16,8 +15,22 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic.gpu import utils
 
+from pallas_kernels.gpu.ptx_sm90 import (
+    SCALAR,
+    flag,
+    flat_row,
+    i32,
+    i64,
+    less,
+    pointer,
+    run,
+    scalar,
+    swizzled,
+    thread,
+    wide,
+)
+
 ROWS = 64  # rows of a warpgroup's tile
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -36,58 +49,6 @@ def swizzle_columns(dim: int, dtype) -> int:
     return swizzle_bytes(dim, dtype) // jnp.dtype(dtype).itemsize
 
 
-def _i32(x):
-    return arith.constant(ir.IntegerType.get_signless(32), x)
-
-
-def _i64(x):
-    return arith.constant(ir.IntegerType.get_signless(64), x)
-
-
-def _wide(x):
-    return arith.extsi(ir.IntegerType.get_signless(64), x)
-
-
-def _scalar(fa):
-    return fa.registers.item()
-
-
-def _pointer(ref, space: int):
-    """i64 (GMEM) or i32 (SMEM) address of a memref's first element."""
-    if "memory_space" in inspect.signature(utils.memref_ptr).parameters:
-        ptr = utils.memref_ptr(ref, memory_space=space or None)
-    else:
-        ptr = utils.memref_ptr(ref)
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32 if space else 64), ptr)
-
-
-def _thread():
-    """Thread index within the warpgroup."""
-    return arith.remui(utils.thread_idx(), _i32(128))
-
-
-def _asm(text: str, constraints: str, *args, result=None):
-    result = result or ir.Type.parse("!llvm.void")
-    return llvm.inline_asm(result, list(args), text, constraints, has_side_effects=True)
-
-
-def _less(a, b):
-    return arith.cmpi(arith.CmpIPredicate.slt, a, b)
-
-
-def _flag(pred):
-    return arith.extui(ir.IntegerType.get_signless(32), pred)
-
-
-def _flat_row(row, tok0, head0, row0, group: int, heads: int):
-    """i64 flat row of [T * H, ...] for tile row `row`."""
-    packed = arith.addi(row0, row)
-    token = arith.divui(packed, _i32(group))
-    head = arith.subi(packed, arith.muli(token, _i32(group)))
-    token = arith.muli(_wide(arith.addi(tok0, token)), _i64(heads))
-    return arith.addi(token, _wide(arith.addi(head0, head)))
-
-
 def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim, dtype):
     """Rows row0 .. row0 + 63 of a request's packed rows -> a swizzled SMEM tile; rows past `nrows` become 0.
 
@@ -97,21 +58,21 @@ def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim,
     swizzle = swizzle_bytes(dim, dtype)
     chunks = dim * 2 // 16  # of 16 bytes in a row
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(tile_transforms(dim, dtype)), *(_SCALAR,) * 4))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(tile_transforms(dim, dtype)), *(SCALAR,) * 4))
     def load(ctx, src, tile, tok0, head0, row0, nrows):
-        tok0, head0, row0, nrows = map(_scalar, (tok0, head0, row0, nrows))
-        base, smem, thread = _pointer(src, 0), _pointer(tile, 3), _thread()
+        tok0, head0, row0, nrows = map(scalar, (tok0, head0, row0, nrows))
+        base, smem, me = pointer(src, 0), pointer(tile, 3), thread()
         for step in range(ROWS * chunks // 128):
-            chunk = arith.addi(thread, _i32(step * 128))
-            row = arith.divui(chunk, _i32(chunks))
-            col = arith.muli(arith.subi(chunk, arith.muli(row, _i32(chunks))), _i32(16))  # byte in the row
-            flat = _flat_row(row, tok0, head0, row0, group, heads)
-            source = arith.addi(base, arith.addi(arith.muli(flat, _i64(dim * 2)), _wide(col)))
-            ok = _less(row, nrows)
+            chunk = arith.addi(me, i32(step * 128))
+            row = arith.divui(chunk, i32(chunks))
+            col = arith.muli(arith.subi(chunk, arith.muli(row, i32(chunks))), i32(16))  # byte in the row
+            flat = flat_row(row, tok0, head0, row0, group, heads)
+            source = arith.addi(base, arith.addi(arith.muli(flat, i64(dim * 2)), wide(col)))
+            ok = less(row, nrows)
             source = arith.select(ok, source, base)
-            size = arith.select(ok, _i32(16), _i32(0))
-            target = arith.addi(smem, _swizzled(row, col, dim * 2, swizzle))
-            _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", target, source, size)
+            size = arith.select(ok, i32(16), i32(0))
+            target = arith.addi(smem, swizzled(row, col, dim * 2, swizzle))
+            run("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", target, source, size)
 
     load(src_ref, tile_ref, tok0, head0, row0, nrows)
 
@@ -121,20 +82,9 @@ def await_rows():
 
     @plgpu.inline_mgpu()
     def wait(ctx):
-        _asm("cp.async.wait_all;", "")
+        run("cp.async.wait_all;", "")
 
     wait()
-
-
-def _swizzled(row, col_byte, row_bytes: int, swizzle: int):
-    """Byte offset of (row, col_byte) in a tile of 8-row, swizzle-wide pieces, row-major over the pieces."""
-    piece_row, piece_col = arith.divui(row, _i32(8)), arith.divui(col_byte, _i32(swizzle))
-    piece = arith.addi(arith.muli(piece_row, _i32(row_bytes // swizzle)), piece_col)
-    inside = arith.addi(arith.muli(arith.remui(row, _i32(8)), _i32(swizzle)), arith.remui(col_byte, _i32(swizzle)))
-    # 16-byte lanes are xored with the 128-byte line they sit in
-    mask = _i32(swizzle - 16)
-    mixed = arith.xori(inside, arith.andi(arith.shrui(inside, _i32(3)), mask))
-    return arith.addi(arith.muli(piece, _i32(8 * swizzle)), mixed)
 
 
 def decode_tile(src_ref, dst_ref, *, rows, dim, source, target):
@@ -145,31 +95,31 @@ def decode_tile(src_ref, dst_ref, *, rows, dim, source, target):
 
     @plgpu.inline_mgpu(arg_types=kinds)
     def decode(ctx, src, dst):
-        i32 = ir.IntegerType.get_signless(32)
-        src, dst, thread = _pointer(src, 3), _pointer(dst, 3), _thread()
+        word_type = ir.IntegerType.get_signless(32)
+        src, dst, me = pointer(src, 3), pointer(dst, 3), thread()
         four, two = (ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * n)})>") for n in (4, 2))
         places, loaded = [], []
         for step in range(rows * chunks // 128):  # all loads first: their latencies overlap
-            chunk = arith.addi(thread, _i32(step * 128))
-            row = arith.divui(chunk, _i32(chunks))
-            col = arith.muli(arith.subi(chunk, arith.muli(row, _i32(chunks))), _i32(16))
-            places.append((row, arith.muli(col, _i32(2))))
-            place = arith.addi(src, _swizzled(row, col, dim, narrow))
-            loaded.append(_asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four))
+            chunk = arith.addi(me, i32(step * 128))
+            row = arith.divui(chunk, i32(chunks))
+            col = arith.muli(arith.subi(chunk, arith.muli(row, i32(chunks))), i32(16))
+            places.append((row, arith.muli(col, i32(2))))
+            place = arith.addi(src, swizzled(row, col, dim, narrow))
+            loaded.append(run("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four))
         for (row, byte), words in zip(places, loaded, strict=True):
             pairs = []
             for i in range(4):
-                word = llvm.extractvalue(i32, words, [i])
-                both = llvm.inline_asm(two, [word], _decode_word(source, target), "=r,=r,r")
-                pairs += [llvm.extractvalue(i32, both, [k]) for k in range(2)]
+                word = llvm.extractvalue(word_type, words, [i])
+                both = llvm.inline_asm(two, [word], decode_word(source, target), "=r,=r,r")
+                pairs += [llvm.extractvalue(word_type, both, [k]) for k in range(2)]
             for half in range(2):
-                place = arith.addi(dst, _swizzled(row, arith.addi(byte, _i32(16 * half)), dim * 2, wide))
-                _asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", place, *pairs[4 * half : 4 * half + 4])
+                place = arith.addi(dst, swizzled(row, arith.addi(byte, i32(16 * half)), dim * 2, wide))
+                run("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", place, *pairs[4 * half : 4 * half + 4])
 
     decode(src_ref, dst_ref)
 
 
-def _decode_word(source: str, target: str) -> str:
+def decode_word(source: str, target: str) -> str:
     """PTX: four 8-bit values in $2 -> two words of two 16-bit values, $0 and $1, by way of float16."""
     if source == "int8":  # 0x6400 | (x + 128) is the float16 1024 + 128 + x
         halves = (
@@ -192,22 +142,22 @@ def zero_rows(tile_ref, first, last, *, rows, dim, dtype):
     swizzle = swizzle_bytes(dim, dtype)
     row_bytes = dim * jnp.dtype(dtype).itemsize
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tile_transforms(dim, dtype)), _SCALAR, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tile_transforms(dim, dtype)), SCALAR, SCALAR))
     def zero(ctx, tile, first, last):
-        first, last = _scalar(first), _scalar(last)
-        row, smem = _thread(), _pointer(tile, 3)
-        outside = arith.ori(_less(row, first), arith.xori(_less(row, last), utils.c(1, ir.IntegerType.get_signless(1))))
+        first, last = scalar(first), scalar(last)
+        row, smem = thread(), pointer(tile, 3)
+        outside = arith.ori(less(row, first), arith.xori(less(row, last), utils.c(1, ir.IntegerType.get_signless(1))))
         if rows < 128:
-            outside = arith.andi(outside, _less(row, _i32(rows)))
+            outside = arith.andi(outside, less(row, i32(rows)))
         for piece in range(row_bytes // swizzle):
             offset = arith.addi(
-                arith.muli(arith.divui(row, _i32(8)), _i32(8 * row_bytes)),
-                arith.addi(_i32(piece * 8 * swizzle), arith.muli(arith.remui(row, _i32(8)), _i32(swizzle))),
+                arith.muli(arith.divui(row, i32(8)), i32(8 * row_bytes)),
+                arith.addi(i32(piece * 8 * swizzle), arith.muli(arith.remui(row, i32(8)), i32(swizzle))),
             )
             target = arith.addi(smem, offset)
             for byte in range(0, swizzle, 16):
                 text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v4.b32 [$0+{byte}], {{$2,$2,$2,$2}}; }}"
-                _asm(text, "r,r,r", target, _flag(outside), _i32(0))
+                run(text, "r,r,r", target, flag(outside), i32(0))
 
     zero(tile_ref, first, last)
 
@@ -215,12 +165,12 @@ def zero_rows(tile_ref, first, last, *, rows, dim, dtype):
 def store_rows(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column, *, group, heads, stride):
     """f32 (64, n) in WGMMA layout and f32 (64,) -> columns column .. of rows of [T, H, V] and [T, H], nrows of them."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(_SCALAR,) * 5))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(SCALAR,) * 5))
     def store(ctx, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column):
-        tok0, head0, row0, nrows, column = map(_scalar, (tok0, head0, row0, nrows, column))
+        tok0, head0, row0, nrows, column = map(scalar, (tok0, head0, row0, nrows, column))
 
         def address(row):
-            return _flat_row(row, tok0, head0, row0, group, heads)
+            return flat_row(row, tok0, head0, row0, group, heads)
 
         _store_fragment(out_ref, out, address, nrows, column, stride)
         _store_row_values(lse_ref, lse, address, nrows)
@@ -233,25 +183,25 @@ def store_tile(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows, *, gro
     swizzle, chunks = swizzle_bytes(dim, dtype), dim * 2 // 16
     kinds = (plgpu.RefType(tile_transforms(dim, dtype)), plgpu.RefType(), plgpu.RefType(), _ROW_LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(*kinds, *(_SCALAR,) * 4))
+    @plgpu.inline_mgpu(arg_types=(*kinds, *(SCALAR,) * 4))
     def store(ctx, tile, out_ref, lse_ref, lse, tok0, head0, row0, nrows):
-        tok0, head0, row0, nrows = map(_scalar, (tok0, head0, row0, nrows))
+        tok0, head0, row0, nrows = map(scalar, (tok0, head0, row0, nrows))
 
         def address(row):
-            return _flat_row(row, tok0, head0, row0, group, heads)
+            return flat_row(row, tok0, head0, row0, group, heads)
 
-        base, smem, thread = _pointer(out_ref, 0), _pointer(tile, 3), _thread()
+        base, smem, me = pointer(out_ref, 0), pointer(tile, 3), thread()
         four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
         for step in range(ROWS * chunks // 128):
-            chunk = arith.addi(thread, _i32(step * 128))
-            row = arith.divui(chunk, _i32(chunks))
-            col = arith.muli(arith.subi(chunk, arith.muli(row, _i32(chunks))), _i32(16))
-            place = arith.addi(smem, _swizzled(row, col, dim * 2, swizzle))
-            words = _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four)
+            chunk = arith.addi(me, i32(step * 128))
+            row = arith.divui(chunk, i32(chunks))
+            col = arith.muli(arith.subi(chunk, arith.muli(row, i32(chunks))), i32(16))
+            place = arith.addi(smem, swizzled(row, col, dim * 2, swizzle))
+            words = run("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four)
             words = [llvm.extractvalue(ir.IntegerType.get_signless(32), words, [i]) for i in range(4)]
-            target = arith.addi(base, arith.addi(arith.muli(address(row), _i64(dim * 2)), _wide(col)))
+            target = arith.addi(base, arith.addi(arith.muli(address(row), i64(dim * 2)), wide(col)))
             text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
-            _asm(text, "l,r,r,r,r,r", target, _flag(_less(row, nrows)), *words)
+            run(text, "l,r,r,r,r,r", target, flag(less(row, nrows)), *words)
         _store_row_values(lse_ref, lse, address, nrows)
 
     store(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows)
@@ -260,14 +210,14 @@ def store_tile(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows, *, gro
 def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows):
     """f32 (64, V), f32 (64,) -> rows row0 .. of slot `slot` of [slots, 128, V] and [slots, 128], nrows of them."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(_SCALAR,) * 3))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(SCALAR,) * 3))
     def store(ctx, acc_ref, lse_ref, acc, lse, slot, row0, nrows):
-        slot, row0, nrows = map(_scalar, (slot, row0, nrows))
+        slot, row0, nrows = map(scalar, (slot, row0, nrows))
 
         def address(row):
-            return _wide(arith.addi(arith.muli(slot, _i32(128)), arith.addi(row0, row)))
+            return wide(arith.addi(arith.muli(slot, i32(128)), arith.addi(row0, row)))
 
-        _store_fragment(acc_ref, acc, address, nrows, _i32(0), acc.shape[1])
+        _store_fragment(acc_ref, acc, address, nrows, i32(0), acc.shape[1])
         _store_row_values(lse_ref, lse, address, nrows)
 
     store(acc_ref, lse_ref, acc, lse, slot, row0, nrows)
@@ -280,29 +230,27 @@ def _store_fragment(ref, fragment, address, nrows, column, stride):
     """
     element = ir.MemRefType(ref.type).element_type
     size = utils.bitwidth(element) // 8
-    i32 = ir.IntegerType.get_signless(32)
-    thread, bases = _thread(), []
-    first = arith.addi(
-        arith.muli(arith.divui(thread, _i32(32)), _i32(16)), arith.divui(arith.remui(thread, _i32(32)), _i32(4))
-    )
-    pair_col = arith.addi(column, arith.muli(arith.remui(thread, _i32(4)), _i32(2)))
-    for row in (first, arith.addi(first, _i32(8))):
-        place = arith.addi(arith.muli(address(row), _i64(stride)), _wide(pair_col))
-        ok = _flag(_less(row, nrows))
-        bases.append((arith.addi(_pointer(ref, 0), arith.muli(place, _i64(size))), ok))
-    for (second, col), pair in zip(_pair_places(fragment), fragment.registers.flat, strict=True):
+    word_type = ir.IntegerType.get_signless(32)
+    me, bases = thread(), []
+    first = arith.addi(arith.muli(arith.divui(me, i32(32)), i32(16)), arith.divui(arith.remui(me, i32(32)), i32(4)))
+    pair_col = arith.addi(column, arith.muli(arith.remui(me, i32(4)), i32(2)))
+    for row in (first, arith.addi(first, i32(8))):
+        place = arith.addi(arith.muli(address(row), i64(stride)), wide(pair_col))
+        ok = flag(less(row, nrows))
+        bases.append((arith.addi(pointer(ref, 0), arith.muli(place, i64(size))), ok))
+    for (second, col), pair in zip(pair_places(fragment), fragment.registers.flat, strict=True):
         (base, ok), offset = bases[second], col * size
         if size == 2:
-            word = utils.bitcast(arith.truncf(ir.VectorType.get((2,), element), pair), i32)
+            word = utils.bitcast(arith.truncf(ir.VectorType.get((2,), element), pair), word_type)
             text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0+{offset}], $2; }}"
-            _asm(text, "l,r,r", base, ok, word)
+            run(text, "l,r,r", base, ok, word)
         else:
             low, high = (vector.extract(pair, [], ir.DenseI64ArrayAttr.get([i])) for i in range(2))
             text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.f32 [$0+{offset}], {{$2, $3}}; }}"
-            _asm(text, "l,r,f,f", base, ok, low, high)
+            run(text, "l,r,f,f", base, ok, low, high)
 
 
-def _pair_places(fragment):
+def pair_places(fragment):
     """(0 or 1: which of the thread's two rows, first column of the pair less the thread's own) per register."""
     layout, (_, columns) = fragment.layout, fragment.shape
     strides = layout.tiling.tile_strides((columns, 1))
@@ -320,18 +268,18 @@ def add_slope(x, factor, slope, shift):
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, _SCALAR, _ROW_LAYOUT, _ROW_LAYOUT),
+        arg_types=(plgpu.Layout.WGMMA, SCALAR, _ROW_LAYOUT, _ROW_LAYOUT),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, plgpu.Layout.WGMMA),
     )
     def add(ctx, x, factor, slope, shift):
         f32 = ir.F32Type.get()
         fma = lambda a, b, c: llvm.inline_asm(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
         constant = lambda value: arith.constant(f32, ir.FloatAttr.get(f32, float(value)))
-        mine = arith.uitofp(f32, arith.muli(arith.remui(_thread(), _i32(4)), _i32(2)))
+        mine = arith.uitofp(f32, arith.muli(arith.remui(thread(), i32(4)), i32(2)))
         slopes, shifts = ([_single(r) for r in v.registers.flat] for v in (slope, shift))
         bases = [fma(slopes[i], mine, shifts[i]) for i in range(2)]
-        factor, out = _scalar(factor), x.copy()
-        places = list(_pair_places(x))
+        factor, out = scalar(factor), x.copy()
+        places = list(pair_places(x))
         flat = out.registers.reshape(-1)
         for i, pair in enumerate(x.registers.flat):
             second, col = places[i]
@@ -349,15 +297,15 @@ def add_slope(x, factor, slope, shift):
 
 def _store_row_values(ref, rows, address, nrows):
     """One f32 a row, written by the first lane of each quad."""
-    base = _pointer(ref, 0)
-    i32 = ir.IntegerType.get_signless(32)
-    first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(_thread(), _i32(4)), _i32(0))
+    base = pointer(ref, 0)
+    word_type = ir.IntegerType.get_signless(32)
+    first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread(), i32(4)), i32(0))
     for (row,), value in zip(rows.layout.thread_idxs(rows.shape), rows.registers.flat, strict=True):
-        row = arith.index_cast(i32, row)
-        ok = _flag(arith.andi(first, _less(row, nrows)))
-        target = arith.addi(base, arith.muli(address(row), _i64(4)))
+        row = arith.index_cast(word_type, row)
+        ok = flag(arith.andi(first, less(row, nrows)))
+        target = arith.addi(base, arith.muli(address(row), i64(4)))
         value = _single(value)
-        _asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }", "l,r,f", target, ok, value)
+        run("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }", "l,r,f", target, ok, value)
 
 
 def _single(register):
@@ -375,14 +323,14 @@ def put_fragment(q_ref, stats_ref, acc, top, total, *, dim, q_dim, q_dtype):
 
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, _ROW_LAYOUT))
     def put(ctx, q_tile, stats, acc, top, total):
-        mine = arith.muli(_thread(), _i32(8))
-        base = arith.addi(_pointer(q_tile, 3), mine)
+        mine = arith.muli(thread(), i32(8))
+        base = arith.addi(pointer(q_tile, 3), mine)
         for i, pair in enumerate(acc.registers.flat):
             low, high = (vector.extract(pair, [], ir.DenseI64ArrayAttr.get([k])) for k in range(2))
-            _asm(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, low, high)
-        base = arith.addi(_pointer(stats, 3), mine)
+            run(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, low, high)
+        base = arith.addi(pointer(stats, 3), mine)
         for i, (m, s) in enumerate(zip(top.registers.flat, total.registers.flat, strict=True)):
-            _asm(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, _single(m), _single(s))
+            run(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, _single(m), _single(s))
 
     put(q_ref, stats_ref, acc, top, total)
 
@@ -399,21 +347,21 @@ def get_fragment(q_ref, stats_ref, *, dim, q_dim, q_dtype):
 
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType()), return_type=shapes)
     def get(ctx, q_tile, stats):
-        mine = arith.muli(_thread(), _i32(8))
+        mine = arith.muli(thread(), i32(8))
         pair = ir.Type.parse("!llvm.struct<(f32, f32)>")
 
         def read(base, i):
-            both = _asm(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{i * 1024}];", "=f,=f,r", base, result=pair)
+            both = run(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{i * 1024}];", "=f,=f,r", base, result=pair)
             return [llvm.extractvalue(ir.F32Type.get(), both, [k]) for k in range(2)]
 
-        acc = _empty_fragment((ROWS, dim), plgpu.Layout.WGMMA)
-        base = arith.addi(_pointer(q_tile, 3), mine)
-        _fill(acc, lambda i: read(base, i))
-        top, total = (_empty_fragment((ROWS,), _ROW_LAYOUT) for _ in range(2))
-        base = arith.addi(_pointer(stats, 3), mine)
+        acc = empty_fragment((ROWS, dim), plgpu.Layout.WGMMA)
+        base = arith.addi(pointer(q_tile, 3), mine)
+        fill(acc, lambda i: read(base, i))
+        top, total = (empty_fragment((ROWS,), _ROW_LAYOUT) for _ in range(2))
+        base = arith.addi(pointer(stats, 3), mine)
         values = [read(base, i) for i in range(top.registers.size)]
-        _fill(top, lambda i: values[i][:1])
-        _fill(total, lambda i: values[i][1:])
+        fill(top, lambda i: values[i][:1])
+        fill(total, lambda i: values[i][1:])
         return acc, top, total
 
     return get(q_ref, stats_ref)
@@ -426,25 +374,23 @@ def load_partial(acc_ref, lse_ref, slot, row0, nrows, column, *, stride, width):
         plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, _ROW_LAYOUT),
     )
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(_SCALAR,) * 4), return_type=shapes)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(SCALAR,) * 4), return_type=shapes)
     def load(ctx, acc_ref, lse_ref, slot, row0, nrows, column):
-        slot, row0, nrows, column = map(_scalar, (slot, row0, nrows, column))
-        thread, f32 = _thread(), ir.F32Type.get()
-        first = arith.addi(
-            arith.muli(arith.divui(thread, _i32(32)), _i32(16)), arith.divui(arith.remui(thread, _i32(32)), _i32(4))
-        )
-        pair_col = arith.addi(column, arith.muli(arith.remui(thread, _i32(4)), _i32(2)))
+        slot, row0, nrows, column = map(scalar, (slot, row0, nrows, column))
+        me, f32 = thread(), ir.F32Type.get()
+        first = arith.addi(arith.muli(arith.divui(me, i32(32)), i32(16)), arith.divui(arith.remui(me, i32(32)), i32(4)))
+        pair_col = arith.addi(column, arith.muli(arith.remui(me, i32(4)), i32(2)))
         bases, lse_values = [], []
-        for row in (first, arith.addi(first, _i32(8))):
-            place = _wide(arith.addi(arith.muli(slot, _i32(128)), arith.addi(row0, row)))
-            ok = _flag(_less(row, nrows))
-            source = arith.addi(arith.muli(place, _i64(stride)), _wide(pair_col))
-            bases.append((arith.addi(_pointer(acc_ref, 0), arith.muli(source, _i64(4))), ok))
-            source = arith.addi(_pointer(lse_ref, 0), arith.muli(place, _i64(4)))
+        for row in (first, arith.addi(first, i32(8))):
+            place = wide(arith.addi(arith.muli(slot, i32(128)), arith.addi(row0, row)))
+            ok = flag(less(row, nrows))
+            source = arith.addi(arith.muli(place, i64(stride)), wide(pair_col))
+            bases.append((arith.addi(pointer(acc_ref, 0), arith.muli(source, i64(4))), ok))
+            source = arith.addi(pointer(lse_ref, 0), arith.muli(place, i64(4)))
             text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.global.f32 $0, [$1]; }"
-            lse_values.append(_asm(text, "=&f,l,r", source, ok, result=f32))
-        acc = _empty_fragment((ROWS, width), plgpu.Layout.WGMMA)
-        places = list(_pair_places(acc))
+            lse_values.append(run(text, "=&f,l,r", source, ok, result=f32))
+        acc = empty_fragment((ROWS, width), plgpu.Layout.WGMMA)
+        places = list(pair_places(acc))
 
         def read(i):
             second, col = places[i]
@@ -452,26 +398,27 @@ def load_partial(acc_ref, lse_ref, slot, row0, nrows, column, *, stride, width):
                 "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000;"
                 f" @p ld.global.v2.f32 {{$0, $1}}, [$2+{col * 4}]; }}"
             )
-            both = _asm(text, "=&f,=&f,l,r", *bases[second], result=ir.Type.parse("!llvm.struct<(f32, f32)>"))
+            both = run(text, "=&f,=&f,l,r", *bases[second], result=ir.Type.parse("!llvm.struct<(f32, f32)>"))
             return [llvm.extractvalue(f32, both, [k]) for k in range(2)]
 
-        _fill(acc, read)
-        lse = _empty_fragment((ROWS,), _ROW_LAYOUT)
-        _fill(lse, lambda i: [lse_values[i]])
+        fill(acc, read)
+        lse = empty_fragment((ROWS,), _ROW_LAYOUT)
+        fill(lse, lambda i: [lse_values[i]])
         return acc, lse
 
     return load(acc_ref, lse_ref, slot, row0, nrows, column)
 
 
-def _empty_fragment(shape, layout):
-    """A FragmentedArray of f32 to be filled register by register."""
+def empty_fragment(shape, layout, element=None):
+    """A FragmentedArray (f32 unless told) to be filled register by register."""
     from jax.experimental.mosaic.gpu import fragmented_array as fa
 
-    zero = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 0.0))
+    element = element or ir.F32Type.get()
+    zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
     return fa.FragmentedArray.splat(zero, shape, layout.to_mgpu()).copy()
 
 
-def _fill(fragment, read):
+def fill(fragment, read):
     """registers[i] = vector of read(i)."""
     flat = fragment.registers.reshape(-1)
     for i in range(flat.size):

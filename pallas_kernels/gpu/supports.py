@@ -5,25 +5,39 @@ from pallas_kernels.gpu.rows_sm90 import ROWS, swizzle_bytes
 
 EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
+NARROW = True  # narrow_sm90 for 8-bit decode: 267 us where the tiles of 64 rows take 441 (dec_16x32k_fp8)
+FLAT_LIST = True  # the flat work list for batches of few rows a request: 6.6 to 12 us where the ranked takes 27 to 42
+FIXED_MAX = False  # no running maximum under a soft cap, where it can be: by itself it gains only 2 % of prefill
+CAP_FOURTHS = 0  # with it: how many of every 4 scores are capped by FMA; 2 is expected to be best
 
 
 def smem_bytes(config: Config) -> int:
     """Shared memory of one CTA."""
     dims = config.head_dim + config.v_head_dim
     item = 1 if config.kv_dtype in EIGHT_BIT else 2
-    work = 2 * config.block_kv * dims * 2 if config.quantised else 0
+    work = 2 * config.block_kv * dims * 2 if config.quantised and not config.narrow_rows else 0
     return 4 * ROWS * config.head_dim * 2 + config.stages * config.block_kv * dims * item + work + 2304
 
 
-def default_tiles(head_dim: int, v_head_dim: int, kv_dtype: str, page_size: int) -> dict[str, int]:
-    """block_kv and stages: the largest block of 128 or 64 keys of which two (8-bit: five) fit, else what fits."""
+def default_tiles(
+    head_dim: int, v_head_dim: int, kv_dtype: str, page_size: int, rows: int | None = None, narrow: bool = NARROW
+) -> dict[str, int]:
+    """block_kv and stages: the largest block of 128 or 64 keys of which two (8-bit: five) fit, else what fits.
+
+    rows: bound on the packed rows of every request, when it is known: few rows have tiles of their own.
+    """
     eight = kv_dtype in EIGHT_BIT
     dims, queries = head_dim + v_head_dim, 4 * ROWS * head_dim * 2
+    known = {} if rows is None else {"long_tiles": rows > ROWS, "flat_list": FLAT_LIST and rows <= ROWS}
+    if narrow and eight and rows is not None and rows <= 16:
+        stages = min((SMEM_LIMIT - queries - 2304) // (128 * dims), 4)
+        if stages >= 2:
+            return {"block_kv": 128, "stages": stages, "narrow_rows": 8 if rows <= 8 else 16} | known
     for block in (64,) if eight else (128, 64):
         room = SMEM_LIMIT - queries - (2 * block * dims * 2 if eight else 0)
         stages = min(room // (block * dims * (1 if eight else 2)), 5 if eight else 3)
         if stages >= 2 or block == 64:
-            return {"block_kv": block, "stages": max(stages, 1)}
+            return {"block_kv": block, "stages": max(stages, 1)} | known
     raise AssertionError("unreachable")
 
 
@@ -49,6 +63,18 @@ def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> lis
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")
+    narrow = c.narrow_rows
+    refuse(narrow not in (0, 8, 16), f"narrow_rows {narrow}: wanted 0, 8 or 16")
+    refuse(bool(narrow) and not c.quantised, f"narrow_rows {narrow} with a {c.kv_dtype} cache: wanted 8 bits")
+    refuse(bool(narrow) and c.block_kv != 128, f"narrow_rows {narrow}: block_kv is {c.block_kv}, wanted 128")
+    refuse(bool(narrow) and c.long_tiles, f"narrow_rows {narrow}: wanted long_tiles=False")
+    refuse(
+        c.fixed_max and not c.can_fix_max, "fixed_max: wanted a soft cap of at most 55, bfloat16, nothing else added"
+    )
+    refuse(c.cap_fourths not in range(5), f"cap_fourths {c.cap_fourths}: wanted 0 to 4")
+    refuse(c.cap_fourths > 0 and not c.logits.soft_cap, f"cap_fourths {c.cap_fourths}: wanted a soft cap")
+    refuse(c.cap_fourths > 0 and c.narrow_rows > 0, "cap_fourths with narrow_rows: wanted one of them")
+    refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
     refuse(quant == "per_token_head", "scales per token and head are not read by this kernel")
     refuse(
         not reasons and smem_bytes(c) > SMEM_LIMIT, f"{smem_bytes(c)} bytes of shared memory; there are {SMEM_LIMIT}"

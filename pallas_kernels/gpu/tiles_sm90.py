@@ -13,6 +13,7 @@ from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Config, Piece, Refs
+from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
 
 LOG2E = math.log2(math.e)
 M_START = -1e38  # below every real logit, yet finite: m - m is 0, and exp2(-inf - m) is 0
@@ -66,6 +67,11 @@ def start_state(width: int):
     return acc, _rows_full(M_START), _rows_full(0.0)
 
 
+def _start(cfg: Config):
+    acc, m, total = start_state(cfg.v_head_dim)
+    return acc, _rows_full(0.0) if cfg.fixed_max else m, total
+
+
 def across(vector, shape):
     """(64,) -> (64, n)."""
     return lax.broadcast_in_dim(vector, shape, [0])
@@ -79,7 +85,8 @@ def _logits(cfg: Config, row: _Rows, dots, kv0, scale, masked):
     rule, shape = cfg.logits, dots.shape
     factor = scale * LOG2E
     if rule.soft_cap:
-        dots, factor = jnp.tanh(dots * (scale / rule.soft_cap)), jnp.float32(rule.soft_cap * LOG2E)
+        inner, factor = scale / rule.soft_cap, jnp.float32(rule.soft_cap * LOG2E)
+        dots = tanh_of_scaled(dots, inner, cfg.cap_fourths) if cfg.cap_fourths else jnp.tanh(dots * inner)
     key = lambda: plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     if rule.has_alibi:
         shift = (kv0 - row.q_pos).astype(jnp.float32) * row.slope
@@ -97,7 +104,7 @@ def _logits(cfg: Config, row: _Rows, dots, kv0, scale, masked):
     return dots, factor
 
 
-def _zero_unseen_values(cfg: Config, refs: Refs, piece: Piece, slot, kv0):
+def zero_unseen_values(cfg: Config, refs: Refs, piece: Piece, slot, kv0):
     """Values past the request's end or before its window may be anything, NaN included, and 0 * NaN is NaN.
 
     Positions between the tile's last visible key and the request's end hold tokens, or copies of a full page.
@@ -183,8 +190,13 @@ def finish_rows(m, total, sink):
     return jnp.where(seen, factor, 0.0), jnp.where(seen, lse, -jnp.inf)
 
 
-def _softmax_step(x, c, m, total, acc):
-    """(p f32, new m, new total without p's sum, rescaled acc)."""
+def _softmax_step(cfg: Config, x, c, m, total, acc):
+    """(p f32, new m, new total without p's sum, rescaled acc).
+
+    A soft cap bounds base-2 logits by FIXED_LOGIT: exponentials then need no maximum, and none is kept (m stays 0).
+    """
+    if cfg.fixed_max:
+        return jnp.exp2(x * c), m, total, acc
     new_m = jnp.maximum(m, x.max(axis=1) * c)
     alpha = jnp.exp2(m - new_m)
     p = jnp.exp2(x * c - across(new_m, x.shape))
@@ -208,7 +220,7 @@ def _add_values(acc, p, v_tile, after=lambda: None):
     return pl.run_state(body)(plgpu.ACC.init(acc))
 
 
-def _three_loops(cfg, step, bounds, carry):
+def three_loops(cfg, step, bounds, carry):
     """Blocks [0, a) masked, [a, b) full, [b, n) masked; the first loop only where a mask has a left edge."""
     a, b, n = bounds
     if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
@@ -217,7 +229,7 @@ def _three_loops(cfg, step, bounds, carry):
     return lax.fori_loop(b, n, functools.partial(step, masked=True), carry)
 
 
-def _full_bounds(piece: Piece):
+def full_bounds(piece: Piece):
     """Blocks of the piece, counted from its own first, that every row sees whole: [a, b) of n."""
     a = jnp.clip(piece[wl.FULL0] - piece.lo, 0, piece.count)
     return a, jnp.clip(piece[wl.FULL1] - piece.lo, a, piece.count), piece.count
@@ -249,14 +261,14 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         dots = _dots(cfg, q_tile, keys, swap)
         used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
-        p, m, total, acc = _softmax_step(x, c, m, total, acc)
+        p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
         p16 = p.astype(cfg.value_dtype)
         total += p.sum(axis=1)
         acc, total, m, p16 = lax.optimization_barrier((acc, total, m, p16))
         plgpu.barrier_arrive(refs.turn)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
-            _zero_unseen_values(cfg, refs, piece, slot, kv0)
+            zero_unseen_values(cfg, refs, piece, slot, kv0)
         values, used = _values(cfg, refs, wg, slot)
         plgpu.barrier_wait(refs.turn)
 
@@ -269,9 +281,28 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         used()
         return acc, m, total
 
-    state = _three_loops(cfg, step, _full_bounds(piece), start_state(cfg.v_head_dim))
+    state = three_loops(cfg, step, full_bounds(piece), _start(cfg))
     pl.when(wg == 0)(swap)
     _finish(cfg, refs, piece, state, 64 * wg, q_tile)
+
+
+def blank_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
+    """Padding tokens, 64 rows a warpgroup: their one block is passed over, and they come out as (0, -inf)."""
+
+    def body(j, carry):
+        pass_over(cfg, refs, turn + j)
+        return carry
+
+    lax.fori_loop(0, piece.count, body, jnp.int32(0))
+    _finish(cfg, refs, piece, start_state(cfg.v_head_dim), 64 * wg)
+
+
+def pass_over(cfg: Config, refs: Refs, turn):
+    """Somebody else's block: every warpgroup sees every phase of every barrier."""
+    slot = lax.rem(turn, jnp.int32(cfg.stages))
+    for full, free in ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free)):
+        plgpu.barrier_wait(full.at[slot])
+        plgpu.barrier_arrive(free.at[slot])
 
 
 def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
@@ -282,13 +313,6 @@ def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
 
-    def pass_over(j):
-        """The other warpgroup's block: every warpgroup sees every phase of every barrier."""
-        slot = lax.rem(turn + j, jnp.int32(cfg.stages))
-        for full, free in ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free)):
-            plgpu.barrier_wait(full.at[slot])
-            plgpu.barrier_arrive(free.at[slot])
-
     def step(t, carry, masked):
         acc, m, total = carry
         j = 2 * t + wg
@@ -298,20 +322,20 @@ def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         dots = _dots(cfg, q_tile, keys)
         used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
-        p, m, total, acc = _softmax_step(x, c, m, total, acc)
+        p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
         total += p.sum(axis=1)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
-            _zero_unseen_values(cfg, refs, piece, slot, kv0)
+            zero_unseen_values(cfg, refs, piece, slot, kv0)
         values, used = _values(cfg, refs, wg, slot)
         acc = _add_values(acc, p.astype(cfg.value_dtype), values)
         used()
-        pl.when(j + 1 < n)(lambda: pass_over(j + 1))
+        pl.when(j + 1 < n)(lambda: pass_over(cfg, refs, turn + j + 1))
         return acc, m, total
 
-    pl.when((wg == 1) & (n > 0))(lambda: pass_over(0))
-    own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in _full_bounds(piece)]
-    state = _three_loops(cfg, step, own, start_state(cfg.v_head_dim))
+    pl.when((wg == 1) & (n > 0))(lambda: pass_over(cfg, refs, turn))
+    own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in full_bounds(piece)]
+    state = three_loops(cfg, step, own, _start(cfg))
     _join_warpgroups(cfg, refs, piece, state, wg)
 
 

@@ -7,8 +7,11 @@ on a line which is cut so that every CTA ends with the same total. A cut inside 
 so at most C - 1 units are ever merged, whatever the batch: no tuning of split counts, no data-dependent shapes.
 
     info  i32[tiles, 16]   one row a tile, ranked: see the columns below
-    cta   i32[C, 8]        W, first unit of the line's piece, its first block, end unit, end block, BACKWARD
-    join  i32[C, 4]        units to merge: unit (or -1), first and last CTA that hold a part of it
+    cta   i32[C, 12]       W, first unit of the line's piece, its first block, end unit, end block, BACKWARD;
+                           from JOIN on, a unit to merge: unit (or -1), first and last CTA that hold a part of it
+
+A flat list (decode: every request has one tile) is the line alone, cut at equal numbers of blocks: tile g is ghost
+tile g, tile `ghosts` + r is request r, and nothing is ranked or moved. It is what XLA makes few kernels of.
 
 Rows past query_start_loc[R] (padding tokens) belong to a ghost request that sees nothing, so that they come out 0.
 """
@@ -24,6 +27,7 @@ from pallas_kernels.algebra.paging import cdiv
 TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAUSAL = range(13)
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD = range(6)
+JOIN, CTA_COLUMNS = 8, 12
 TILE_ROWS = 128
 SHORT_ROWS = 64  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
 
@@ -35,7 +39,6 @@ class WorkList:
 
     info: jax.Array
     cta: jax.Array
-    join: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,7 @@ class ListConfig:
     short_weight: int = 4  # cost of one key block of a short tile ...
     long_weight: int = 9  # ... and of a tile of more than SHORT_ROWS rows
     min_split: int = 1  # key blocks: a cut never leaves less than this on either side
+    flat: bool = False  # every request has one tile: no ranking and no waves, the line alone, in few XLA kernels
 
 
 def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
@@ -59,6 +63,8 @@ def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
 
 def build(query_start_loc, seq_lens, num_tokens: int, config: ListConfig, causal=None) -> WorkList:
     """Lengths i32[R+1], i32[R] -> WorkList; `causal` bool[R] overrules the rule's, request by request."""
+    if config.flat:
+        return _flat(query_start_loc, seq_lens, num_tokens, config, causal)
     info, cost = _tiles(query_start_loc, seq_lens, num_tokens, config, causal)
     order = jnp.argsort(-cost, stable=True)
     info, cost = info[order], cost[order]
@@ -67,7 +73,6 @@ def build(query_start_loc, seq_lens, num_tokens: int, config: ListConfig, causal
 
 def _tiles(query_start_loc, seq_lens, num_tokens, config, causal):
     """All tiles in request order: (info i32[tiles, 16], cost i32[tiles], 0 where there is no tile)."""
-    rule, block = config.rule, config.block_kv
     num_reqs = seq_lens.shape[0]
     starts = query_start_loc.astype(jnp.int32)
     q_lens = jnp.append(jnp.diff(starts), num_tokens - starts[-1])
@@ -81,15 +86,18 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal):
     q_len, seq = q_lens[req], seqs[req]
     row0 = (tile - (ends[req] - cdiv(q_len * config.group, TILE_ROWS))) * TILE_ROWS
     nrows = jnp.where(valid, jnp.clip(q_len * config.group - row0, 0, TILE_ROWS), 0)
+    see = None if causal is None else jnp.append(causal, True)[req]
+    info = _info(config, starts[req], row0, nrows, jnp.minimum(req, num_reqs - 1), q_len, seq, see)
+    weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
+    return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight, 0)
+
+
+def _info(config, tok0, row0, nrows, req, q_len, seq, see):
+    """The 16 columns of info, i32[tiles] each; see: bool[tiles], causal or not, or None for the rule's own."""
+    rule, block = config.rule, config.block_kv
     qpos0 = seq - q_len
     q_first = qpos0 + row0 // config.group
     q_last = qpos0 + (row0 + jnp.maximum(nrows, 1) - 1) // config.group
-    if causal is None:
-        flag = jnp.full_like(seq, int(rule.causal))
-        see = None
-    else:
-        flag = jnp.append(causal, True)[req].astype(jnp.int32)
-        see = flag != 0
     start, stop = key_range(rule, q_first, q_last, seq, see)
     start, stop = jnp.maximum(start, 0), jnp.maximum(stop, 0)
     blk0 = start // block
@@ -100,12 +108,58 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal):
     full1 = jnp.clip(jnp.maximum(first_stop, 0) // block - blk0, full0, nblk)
     if rule.mask_fn is not None:
         full1 = full0
-    weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
-    columns = [starts[req], row0, nrows, blk0, nblk, full0, full1, start, stop, jnp.minimum(req, num_reqs - 1)]
-    columns += [qpos0, seq, flag]
+    flag = jnp.full_like(seq, int(rule.causal)) if see is None else see
+    columns = [tok0, row0, nrows, blk0, nblk, full0, full1, start, stop, req, qpos0, seq, flag]
     columns += [jnp.zeros_like(seq)] * (INFO_COLUMNS - len(columns))
-    cost = jnp.where(nrows > 0, nblk * weight, 0)
-    return jnp.stack(columns, axis=1).astype(jnp.int32), cost
+    return [column.astype(jnp.int32) for column in columns]
+
+
+def _flat(query_start_loc, seq_lens, num_tokens, config, causal) -> WorkList:
+    """The list of a batch in which no request has more than TILE_ROWS rows; a tile without rows has no blocks."""
+    starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
+    ghosts = cdiv(num_tokens * config.group, TILE_ROWS)
+    tile = jnp.arange(ghosts + num_reqs, dtype=jnp.int32)
+    is_ghost, req = tile < ghosts, jnp.maximum(tile - ghosts, 0)
+    pads = num_tokens - starts[-1]
+    used = cdiv(pads * config.group, TILE_ROWS)  # ghost tiles that have rows: the last of them, next to the requests
+    row0 = jnp.where(is_ghost, (tile - ghosts + used) * TILE_ROWS, 0)
+    q_len = jnp.where(is_ghost, pads, starts[req + 1] - starts[req])
+    nrows = jnp.clip(q_len * config.group - row0, 0, TILE_ROWS) * (row0 >= 0)
+    seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
+    tok0 = jnp.where(is_ghost, starts[-1], starts[req])
+    see = None if causal is None else is_ghost | causal[req]
+    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, see)
+    info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
+    return WorkList(info=jnp.stack(info, axis=1), cta=_cut_line(info[NBLK], config))
+
+
+def _cut_line(nblk, config):
+    """All units, end to end in tile order, cut into equal numbers of blocks: CTA c begins at block c * total // C."""
+    heads, ctas, tiles = config.num_kv_heads, config.num_ctas, nblk.shape[0]
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], nblk[None, :], 0), axis=1) * heads
+    total = ends[-1]
+    cut = lambda c: c * total // ctas
+    # the tile of each cut, its first block on the line and the blocks of one of its units: sums, for XLA to fuse
+    point = cut(jnp.arange(ctas + 1, dtype=jnp.int32))[:, None]
+    begins = (ends - nblk * heads)[None, :]
+    before = (ends[None, :] <= point) & (begins < total)  # requests without rows at the end are behind every cut
+    here = ~before & (begins <= point)
+    found = jnp.sum(before, axis=1, dtype=jnp.int32)
+    first = jnp.sum(jnp.where(before, nblk[None, :], 0), axis=1) * heads
+    each = jnp.maximum(jnp.sum(jnp.where(here, nblk[None, :], 0), axis=1), 1)
+
+    def place(c):
+        """(unit, block within it) of a cut; past the end, the unit after the last."""
+        inside = cut(c) - first[c]
+        return found[c] * heads + inside // each[c], inside % each[c]
+
+    me = jnp.arange(ctas, dtype=jnp.int32)
+    (u0, b0), (u1, b1) = place(me), place(me + 1)
+    begin = cut(me + 1) - b1  # of the unit that this CTA's end cuts
+    last = cdiv((begin + each[me + 1]) * ctas, jnp.maximum(total, 1)) - 1  # whose stretch holds its last block
+    joins = [jnp.where((b1 > 0) & (begin >= cut(me)), u1, -1), me, last]
+    return _columns([jnp.zeros_like(me), u0, b0, u1, b1], joins)
 
 
 def _assign(info, cost, config) -> WorkList:
@@ -126,9 +180,13 @@ def _assign(info, cost, config) -> WorkList:
     mixed = short.any() & (info[:, NROWS] > SHORT_ROWS).any()  # then half the CTAs start from their other end
     backward = jnp.where(mixed, jnp.arange(ctas) % 2, 0)
     columns = [jnp.broadcast_to(waves, (ctas,)), unit[:-1], block[:-1], unit[1:], block[1:], backward]
-    cta = jnp.stack(columns, axis=1)
-    cta = jnp.pad(cta, ((0, 0), (0, 8 - cta.shape[1]))).astype(jnp.int32)
-    return WorkList(info=info, cta=cta, join=_joins(unit, block))
+    return WorkList(info=info, cta=_columns(columns, _joins(unit, block)))
+
+
+def _columns(pieces, joins):
+    """The array `cta` from columns i32[C]."""
+    spare = [jnp.zeros_like(pieces[-1])] * (JOIN - len(pieces))
+    return jnp.stack([*pieces, *spare, *joins, jnp.zeros_like(pieces[-1])], axis=1).astype(jnp.int32)
 
 
 def _snake_load(cost, waves, heads, ctas):
@@ -164,7 +222,7 @@ def _locate(cuts, info, cost, prefix, num_units, heads, min_split):
 
 
 def _joins(unit, block):
-    """i32[C, 4]: for the CTA in which a split unit begins, the unit and the CTAs that hold its parts."""
+    """i32[C] each: for the CTA in which a split unit begins, the unit, the first and last CTA that hold its parts."""
     ctas = unit.shape[0] - 1
     me = jnp.arange(ctas, dtype=jnp.int32)
     u0, b0, u1, b1 = unit[:-1], block[:-1], unit[1:], block[1:]
@@ -172,5 +230,4 @@ def _joins(unit, block):
     # the unit's last part is in the CTA before the first one whose piece starts past the unit
     past = (unit[None, :] > u1[:, None]) & (jnp.arange(ctas + 1)[None, :] > me[:, None])
     last = jnp.where(past.any(axis=1), jnp.argmax(past, axis=1), ctas) - 1
-    columns = [jnp.where(begins, u1, -1), me, last, jnp.zeros_like(me)]
-    return jnp.stack(columns, axis=1).astype(jnp.int32)
+    return [jnp.where(begins, u1, -1), me, last]

@@ -64,7 +64,7 @@ def test_a_request_alone_in_company_and_in_another_order_is_the_same(backend, pr
 @pytest.mark.parametrize("backend", [b for b in jattn.list_backends() if takes(b, Problem())])
 def test_r30_static_bounds_and_long_neighbours_do_not_move_a_bit(backend):
     short = Problem(case=Case("short", (1, 5), (40, 37)), block_size=16)
-    long = short.replace(case=Case("long", (1, 5, 1, 70), (40, 37, 700, 70)))
+    long = short.replace(case=Case("long", (1, 5, 1, 150), (40, 37, 700, 150)))
     _, base = run(short, backend)
     _, company = run(long, backend)
     for r in (0, 1):

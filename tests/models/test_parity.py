@@ -76,8 +76,11 @@ SCHEDULES = {
 @pytest.fixture(scope="module", params=EXAMPLES)
 def served(request, tmp_path_factory):
     """(our model, prompts, their logits): saved by transformers, read by us."""
-    folder = tmp_path_factory.mktemp(request.param)
-    theirs = EXAMPLES[request.param].save(folder)
+    return prepared(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def prepared(name: str, folder):
+    theirs = EXAMPLES[name].save(folder)
     config, params = models.load(folder)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, config.vocab_size, n) for n in (LONG, SHORT)]
@@ -88,6 +91,13 @@ def served(request, tmp_path_factory):
 def test_logits_agree(served, schedule):
     config, params, prompts, wanted = served
     for mine, theirs in zip(Server(config, params).run(prompts, SCHEDULES[schedule]), wanted, strict=True):
+        agree(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_the_backend_that_is_chosen_here_agrees_too(name, tmp_path):
+    config, params, prompts, wanted = prepared(name, tmp_path)
+    for mine, theirs in zip(Server(config, params, "auto").run(prompts, SCHEDULES["decode"]), wanted, strict=True):
         agree(mine, theirs)
 
 

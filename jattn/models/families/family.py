@@ -17,10 +17,12 @@ class Family:
     sources: Callable[[ModelConfig], dict[str, Source]]
     unused: tuple[str, ...] = ()
     prefix: str = "model."  # a checkpoint saved from the bare decoder lacks it
+    packings: tuple[str, ...] = ()  # quantisations of the stored weights that are unpacked as they are read
 
     def read(self, keys: Keys) -> ModelConfig:
         """The config, every key accounted for."""
-        keys.only("quantization_config")
+        if keys.get("quantization_config", {}).get("quant_method") not in self.packings:
+            keys.only("quantization_config")
         config = self.translate(keys)
         keys.close()
         return config

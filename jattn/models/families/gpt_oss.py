@@ -1,5 +1,6 @@
 """gpt-oss: sinks, alternating windows, biases everywhere, a clamped mixture of experts, yarn."""
 
+import dataclasses
 from typing import Any
 
 from jattn.models.config import ModelConfig
@@ -7,6 +8,7 @@ from jattn.models.families.family import Family
 from jattn.models.families.llama import NORM_NAMES, UNUSED, attention_names, biases, outside, translate
 from jattn.models.keys import Keys
 from jattn.models.moe import MoE
+from jattn.models.mxfp4 import unpacked
 from jattn.models.names import Source, linears, same, sources
 
 
@@ -26,23 +28,32 @@ def gpt_oss(c: Keys) -> ModelConfig:
 
 
 def names(config: ModelConfig) -> dict[str, Source]:
-    """Gate and up lie interleaved in one tensor."""
+    """Gate and up lie interleaved in one tensor; experts are stored plain, or packed in MXFP4."""
 
     def layer(index: int) -> dict[str, Any]:
         return attention_names(config, index) | LAYER | NORM_NAMES
 
-    return sources(config, outside(config), "model.layers.{}.", layer)
+    table = sources(config, outside(config), "model.layers.{}.", layer)
+    for index in range(len(config.layers)):
+        for part, (tensor, half) in PACKED.items():
+            path = f"layers.{index}.mlp.{part}.kernel"
+            stored = tuple(f"model.layers.{index}.{EXPERTS}.{tensor}_{kind}" for kind in ("blocks", "scales"))
+            packed = Source(stored, lambda *parts, half=half: unpacked(*parts)[..., half])
+            table[path] = dataclasses.replace(table[path], packed=packed)
+    return table
 
 
 EXPERTS = "mlp.experts"
+GATE, UP, ALL = slice(0, None, 2), slice(1, None, 2), slice(None)
+PACKED = {"gate": ("gate_up_proj", GATE), "up": ("gate_up_proj", UP), "down": ("down_proj", ALL)}
 LAYER: dict[str, Any] = {
     "attn.sinks": ("self_attn.sinks", same),
     **linears({"mlp.router": "mlp.router"}, bias=True),
-    "mlp.gate.kernel": (f"{EXPERTS}.gate_up_proj", lambda x: x[..., 0::2]),
-    "mlp.gate.bias": (f"{EXPERTS}.gate_up_proj_bias", lambda x: x[..., 0::2]),
-    "mlp.up.kernel": (f"{EXPERTS}.gate_up_proj", lambda x: x[..., 1::2]),
-    "mlp.up.bias": (f"{EXPERTS}.gate_up_proj_bias", lambda x: x[..., 1::2]),
+    "mlp.gate.kernel": (f"{EXPERTS}.gate_up_proj", lambda x: x[..., GATE]),
+    "mlp.gate.bias": (f"{EXPERTS}.gate_up_proj_bias", lambda x: x[..., GATE]),
+    "mlp.up.kernel": (f"{EXPERTS}.gate_up_proj", lambda x: x[..., UP]),
+    "mlp.up.bias": (f"{EXPERTS}.gate_up_proj_bias", lambda x: x[..., UP]),
     "mlp.down.kernel": (f"{EXPERTS}.down_proj", same),
     "mlp.down.bias": (f"{EXPERTS}.down_proj_bias", same),
 }
-GPT_OSS = Family(gpt_oss, names, UNUSED)
+GPT_OSS = Family(gpt_oss, names, UNUSED, packings=("mxfp4",))

@@ -60,6 +60,9 @@ def translate(c: Keys, *, mlp: MLP | MoE | None = None, sinks: bool = False, **m
     norm, heads, count = Norm(eps=c.need("rms_norm_eps")), heads_of(c), c.need("num_hidden_layers")
     rope = rope_of(c, heads["head_dim"], c.need("max_position_embeddings"))
     mlp = gated_mlp(c) if mlp is None else mlp
+    if "out_bias" not in mixer:
+        c.only("attention_bias", False)
+    c.only("mlp_bias", False, *([True] if getattr(mlp, "bias", False) else []))
 
     def layer(window: int | None) -> LayerConfig:
         spec = AttentionSpec(**heads, sliding_window=window, has_sinks=sinks)

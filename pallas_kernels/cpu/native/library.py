@@ -3,11 +3,14 @@
 import ctypes
 import dataclasses
 import functools
+import logging
 import os
 
 import jax
 
 from pallas_kernels.cpu.native import build
+
+log = logging.getLogger(__name__)
 
 ATTEND, WRITE = "jattn_cpu_attend", "jattn_cpu_write"
 _SYMBOLS = {ATTEND: "JattnAttend", WRITE: "JattnWrite"}
@@ -29,12 +32,21 @@ class Status:
 
 @functools.cache
 def status() -> Status:
-    """Build if needed, load, register: the first call may take some seconds, later ones nothing."""
+    """Build if needed, load, register: the first call may take some seconds, later ones nothing.
+
+    Where there is no library, one line of the log says so: attention on a CPU is then left to XLA.
+    """
+    found = _load()
+    if not found.available:
+        log.warning("attention on this CPU runs as plain XLA, several times slower: %s", found.reason)
+    return found
+
+
+def _load() -> Status:
     if os.environ.get("JATTN_NATIVE") == "0":
         return Status(reason="the native library is switched off by JATTN_NATIVE=0")
     try:
-        path = str(build.library())
-        handle = ctypes.CDLL(path)
+        path, handle = _open()
     except (build.BuildError, OSError) as error:
         return Status(reason=f"the native library is absent: {error}")
     handle.jattn_isas.restype = ctypes.c_char_p
@@ -44,6 +56,16 @@ def status() -> Status:
     for target, symbol in _SYMBOLS.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, symbol)), platform="cpu")
     return Status(isas=isas, path=path)
+
+
+def _open() -> tuple[str, ctypes.CDLL]:
+    """The library; one that came with the package but not for this system's libc gives way to one made here."""
+    path = str(build.library())
+    try:
+        return path, ctypes.CDLL(path)
+    except OSError:
+        path = str(build.library(prebuilt=False))
+        return path, ctypes.CDLL(path)
 
 
 def check_isa(isa: str) -> str:

@@ -24,6 +24,8 @@ CASES = {
     "mask_fn": dict(mask=MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
     "score_fn": dict(logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q))),
     "soft cap": dict(logits=LogitRule(scale=0.1, soft_cap=30.0)),
+    "fixed max": dict(logits=LogitRule(scale=0.1, soft_cap=50.0), fixed_max=True, cap_fourths=2),
+    "flat list": dict(long_tiles=False, flat_list=True),
     "alibi": dict(logits=LogitRule(scale=0.1, has_alibi=True)),
     "sinks": dict(has_sinks=True),
     "all": dict(
@@ -67,7 +69,18 @@ def lower(config: Config, num_tokens=64, num_reqs=8):
     return jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=[check])(*args)
 
 
-QUICK = ("base", "window", "per request", "all", "group 14/2", "kv float8_e4m3fn", "D 192 V 128", "NHD")
+QUICK = (
+    "base",
+    "window",
+    "per request",
+    "fixed max",
+    "flat list",
+    "all",
+    "group 14/2",
+    "kv float8_e4m3fn",
+    "D 192 V 128",
+    "NHD",
+)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
@@ -85,6 +98,14 @@ REFUSED = {
     "D 72": dict(head_dim=72, v_head_dim=72),
     "D 512": dict(head_dim=512, v_head_dim=512),
     "other 16 bits": dict(kv_dtype="float16"),
+    "fixed max, cap 60": dict(logits=LogitRule(scale=0.1, soft_cap=60.0), fixed_max=True),
+    "fixed max in float16": dict(
+        logits=LogitRule(scale=0.1, soft_cap=30.0), fixed_max=True, dtype="float16", kv_dtype="float16"
+    ),
+    "fixed max and ALiBi": dict(logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), fixed_max=True),
+    "no soft cap by FMA": dict(cap_fourths=2),
+    "5 of 4": dict(logits=LogitRule(scale=0.1, soft_cap=30.0), cap_fourths=5),
+    "flat list of long tiles": dict(flat_list=True),
 }
 
 

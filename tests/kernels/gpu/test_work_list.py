@@ -25,13 +25,24 @@ RULES = {
 }
 
 
-def make(batch, rule, group=4, heads=8, pad=5, ctas=132):
-    config = wl.ListConfig(rule=rule, group=group, num_kv_heads=heads, block_kv=128, num_ctas=ctas)
+HOLES = [(5, 700), (0, 0), (1, 9000), (16, 16), (0, 0), (2, 300), (0, 0)]
+FLAT = {  # batch, padding tokens, CTAs
+    "ragged": (BATCHES["ragged"], 0, 132),
+    "one long": (BATCHES["one long"], 0, 132),
+    "speculative, holes": (HOLES, 70, 132),
+    "few CTAs": (HOLES, 5, 7),
+    "empty": (BATCHES["empty"], 1, 132),
+}
+
+
+def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False):
+    config = wl.ListConfig(rule=rule, group=group, num_kv_heads=heads, block_kv=128, num_ctas=ctas, flat=flat)
     q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     tokens = int(starts[-1]) + pad
     work = jax.jit(lambda a, b: wl.build(a, b, tokens, config))(starts, seqs)
-    return config, starts, seqs, tokens, *map(np.asarray, (work.info, work.cta, work.join))
+    info, cta = np.asarray(work.info), np.asarray(work.cta)
+    return config, starts, seqs, tokens, info, cta, cta[:, wl.JOIN :]
 
 
 def pieces_of(cta_row, me, info, config):
@@ -47,15 +58,59 @@ def pieces_of(cta_row, me, info, config):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_block_of_every_unit_is_done_once(batch, rule):
-    config, starts, _, tokens, info, cta, join = make(BATCHES[batch], RULES[rule])
+    check_once(*make(BATCHES[batch], RULES[rule]))
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_flat_list_does_every_block_once_and_evenly(name):
+    batch, pad, ctas = FLAT[name]
+    config, *rest, info, cta, join = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True)
+    check_once(config, *rest, info, cta, join)
+    load = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(ctas)]
+    assert max(load) - min(load) <= 1
+    trailing = len(batch) - 1 - max((r for r, (q, _) in enumerate(batch) if q), default=-1)
+    units = (len(info) - trailing) * config.num_kv_heads
+    assert cta[:, wl.LINE_UNIT1].max() <= units, "padding requests at the end are nobody's pieces"
+
+
+def test_a_flat_list_has_the_windows_of_the_ranked_one():
+    """Tile by tile the same columns, whatever the order."""
+    rule = MaskRule(left=77, chunk=192)
+    ranked, flat = (make(HOLES, rule, flat=flat)[4] for flat in (False, True))
+    rows = lambda info: sorted(map(tuple, info[info[:, wl.SEQ] > 0]))  # padding tokens may read anybody's pages
+    assert rows(ranked) == rows(flat)
+
+
+def test_no_batch_size_is_a_cliff():
+    """The longest CTA's time over the even share never grows by 1.3 from B to B + 1 decodes, B = 1 .. 512."""
+    most, piece_overhead = 512, 2  # a piece costs about as much as two blocks on top of its own
+    config = wl.ListConfig(rule=MaskRule(), group=4, num_kv_heads=8, block_kv=128, flat=True)
+    build = jax.jit(lambda starts, seqs: wl.build(starts, seqs, most, config))
+    waste = []
+    for reqs in range(1, most + 1):
+        seqs = np.where(np.arange(most) < reqs, 1000 + 700 * (np.arange(most) % 3), 0).astype(np.int32)
+        work = build(np.minimum(np.arange(most + 1), reqs).astype(np.int32), seqs)
+        blocks, cta = np.repeat(np.asarray(work.info)[:, wl.NBLK], config.num_kv_heads), np.asarray(work.cta)
+        before = np.concatenate([[0], np.cumsum(blocks)])
+        u0, b0, u1, b1 = cta[:, wl.LINE_UNIT0 : wl.LINE_BLK1 + 1].T
+        load = before[u1] + b1 - before[u0] - b0 + piece_overhead * (u1 - u0 + (b1 > 0))
+        waste.append(load.max() / (before[-1] / config.num_ctas + piece_overhead))
+    waste = np.array(waste)
+    assert (waste[1:] / waste[:-1]).max() < 1.3 and waste.max() < 3
+
+
+def check_once(config, starts, seqs, tokens, info, cta, join):
+    """Walks every CTA's pieces: all rows have tiles, all blocks are done, and the merge knows every cut unit."""
     parts = {}
     for me in range(config.num_ctas):
         for unit, lo, hi in pieces_of(cta[me], me, info, config):
             parts.setdefault(unit, []).append((lo, hi, me))
     rows = sum(info[t, wl.NROWS] for t in range(len(info)))
     assert rows == tokens * config.group  # padding tokens included: they are the ghost request's
-    tiles = int((info[:, wl.NROWS] > 0).sum())
-    assert sorted(parts) == list(range(tiles * config.num_kv_heads))
+    tiles = np.flatnonzero(info[:, wl.NROWS] > 0)
+    heads = config.num_kv_heads
+    parts = {unit: done for unit, done in parts.items() if info[unit // heads, wl.NROWS] > 0}
+    assert sorted(parts) == [tile * heads + head for tile in tiles for head in range(heads)]
     joins = {int(j[0]): (int(j[1]), int(j[2])) for j in join if j[0] >= 0}
     for unit, done in parts.items():
         done.sort()

@@ -3,11 +3,37 @@
 #include <string>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/auxv.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "problem.h"
 
 namespace jattn {
 
-extern const Kernels kAvx512Bf16, kAvx512, kAvx2;
+extern const Kernels kAmxBf16, kAvx512Bf16, kAvx512, kAvx2, kNeonBf16, kNeon;
+
+#if defined(__x86_64__)
+// AMX with bf16 products, which Linux grants to a process that asks for the tiles' memory.
+inline bool may_use_amx() {
+#if defined(JATTN_AMX_EMULATED)
+    return true;
+#elif defined(__linux__)
+    unsigned a, b, c, d;
+    const unsigned tiles = 1u << 24, bf16 = 1u << 22;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & tiles) || !(d & bf16)) return false;
+    const long request_permission = 0x1023, tile_data = 18;
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return false;
+#endif
+}
+#endif
 
 inline const std::vector<const Kernels*>& runnable() {
     static const std::vector<const Kernels*> found = [] {
@@ -17,8 +43,13 @@ inline const std::vector<const Kernels*>& runnable() {
         bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
         bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+        bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+        (void)pairs;
+#ifdef JATTN_HAVE_AMX_BF16
+        if (pairs && may_use_amx()) list.push_back(&kAmxBf16);
+#endif
 #ifdef JATTN_HAVE_AVX512_BF16
-        if (avx512 && __builtin_cpu_supports("avx512bf16")) list.push_back(&kAvx512Bf16);
+        if (pairs) list.push_back(&kAvx512Bf16);
 #endif
 #ifdef JATTN_HAVE_AVX512
         if (avx512) list.push_back(&kAvx512);
@@ -26,7 +57,14 @@ inline const std::vector<const Kernels*>& runnable() {
 #ifdef JATTN_HAVE_AVX2
         if (avx2) list.push_back(&kAvx2);
 #endif
-        (void)avx512;
+#elif defined(__aarch64__)
+#if defined(JATTN_HAVE_NEON_BF16) && defined(__linux__)
+        const unsigned long bf16 = 1ul << 14;
+        if (getauxval(AT_HWCAP2) & bf16) list.push_back(&kNeonBf16);
+#endif
+#ifdef JATTN_HAVE_NEON
+        list.push_back(&kNeon);
+#endif
 #endif
         return list;
     }();

@@ -5,39 +5,17 @@
 #include <sys/mman.h>
 #endif
 
-#include <cstdlib>
 #include <cstring>
-#include <limits>
-#include <memory>
 #include <string>
 #include <string_view>
 
 #include "dispatch.h"
-#include "lengths.h"
-#include "schedule.h"
-#include "thread_pool.h"
+#include "run.h"
 
 namespace ffi = xla::ffi;
 using namespace jattn;
 
 namespace {
-
-constexpr double kInlineCost = 60000;  // below this a batch is not worth waking a second thread
-
-// Memory of one thread that only grows: large temporaries would cost page faults on every call.
-struct Buffer {
-    char* data = nullptr;
-    size_t size = 0;
-    ~Buffer() { std::free(data); }
-    char* get(size_t wanted) {
-        if (wanted > size) {
-            std::free(data);
-            size = (wanted + 4095) / 4096 * 4096;
-            data = static_cast<char*>(std::aligned_alloc(4096, size));
-        }
-        return data;
-    }
-};
 
 bool type_of(ffi::DataType t, Dtype& out) {
     switch (t) {
@@ -76,14 +54,7 @@ void set_strides(P& p, bool heads_first) {
     p.slot_stride = heads_first ? 1 : p.kv_heads;
 }
 
-void clear_rows(const Problem& p, int64_t begin, int64_t end) {
-    if (begin >= end) return;
-    int64_t row = p.heads * p.vdim * bytes_of(p.out_type);
-    std::memset(p.out + begin * row, 0, (end - begin) * row);
-    std::fill(p.lse + begin * p.heads, p.lse + end * p.heads, -std::numeric_limits<float>::infinity());
-}
-
-ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer k_token,
+ffi::Error attend_call(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer k_token,
                   ffi::AnyBuffer v_token, ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::S32> seq_len,
                   ffi::Buffer<ffi::S32> kv_len, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> kv_start,
                   ffi::Buffer<ffi::S32> causal, ffi::AnyBuffer slopes, ffi::AnyBuffer sinks, ffi::AnyBuffer q_scale,
@@ -136,26 +107,11 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
 
     on_large_pages(p.out, out->size_bytes());
     p.stream_out = out->size_bytes() >= (8u << 20) && p.vdim * bytes_of(p.out_type) % 64 == 0 && (uintptr_t)p.out % 64 == 0;
-    Lengths lengths(p);
-    clear_rows(p, 0, p.query_start[0]);
-    clear_rows(p, p.query_start[p.requests], p.tokens);
-    Schedule schedule = make_schedule(p);
-    static thread_local Buffer shared;
-    char* memory = shared.get(4 * (schedule.partial_floats + schedule.counters) + 64);
-    float* partials = reinterpret_cast<float*>(memory);
-    int32_t* counters = reinterpret_cast<int32_t*>(memory + 4 * schedule.partial_floats);
-    std::memset(counters, 0, 4 * schedule.counters);
-    const size_t scratch = scratch_bytes(p);
-    const auto kernel = kernels->attend[kv_type];
-    if (threads <= 0 && schedule.cost < kInlineCost) threads = 1;
-    parallel_for(pool, (int64_t)schedule.works.size() * p.kv_heads, threads, [&](int64_t i) {
-        static thread_local Buffer own;
-        kernel(p, schedule.works[i / p.kv_heads], (int)(i % p.kv_heads), partials, counters, own.get(scratch));
-    });
+    run_attend(pool, p, *kernels, threads);
     return ffi::Error::Success();
 }
 
-ffi::Error write(ffi::ThreadPool pool, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> slots,
+ffi::Error write_call(ffi::ThreadPool pool, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> slots,
                  ffi::AnyBuffer k_scale, ffi::AnyBuffer v_scale, ffi::AnyBuffer k_in, ffi::AnyBuffer v_in,
                  ffi::AnyBuffer kt_in, ffi::AnyBuffer vt_in, ffi::Result<ffi::AnyBuffer> k_pool,
                  ffi::Result<ffi::AnyBuffer> v_pool, ffi::Result<ffi::AnyBuffer> k_token,
@@ -187,15 +143,7 @@ ffi::Error write(ffi::ThreadPool pool, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::
     const Kernels* kernels = choose(std::string(isa), -1, w.to);
     if (!kernels) return unknown_isa(isa);
     if (w.dim > 512 || w.vdim > 512) return ffi::Error::InvalidArgument("head dims above 512 are not supported");
-    // Rows that share a slot must not race and the last must win: one thread then, as for few rows.
-    const int64_t rows = slots.dimensions()[0];
-    bool ascending = true;
-    for (int64_t t = 1, last = rows ? w.slots[0] : -1; t < rows && ascending; t++)
-        if (w.slots[t] >= 0) ascending = w.slots[t] > last, last = w.slots[t];
-    const int64_t piece = ascending && rows * w.kv_heads * (w.dim + w.vdim) > 65536 ? std::max<int64_t>(8, rows / 64) : rows;
-    parallel_for(pool, piece ? (rows + piece - 1) / piece : 0, threads, [&](int64_t i) {
-        kernels->write(w, i * piece, std::min(rows, (i + 1) * piece));
-    });
+    run_write(pool, w, *kernels, slots.dimensions()[0], threads);
     return ffi::Error::Success();
 }
 
@@ -205,7 +153,7 @@ using Any = ffi::AnyBuffer;
 using Ints = ffi::Buffer<ffi::S32>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JattnAttend, attend,
+    JattnAttend, attend_call,
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>()
         .Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()          // q, k, v, token scales
@@ -217,7 +165,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JattnWrite, write,
+    JattnWrite, write_call,
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>()
         .Arg<Any>().Arg<Any>().Arg<Ints>().Arg<Any>().Arg<Any>()  // k, v, slots, scales

@@ -3,6 +3,7 @@
 #include "simd_avx512.h"
 // the vectors come first
 #include "flavour_f32.h"
+#include "product.h"
 #include "kernels.h"
 
 namespace jattn {

@@ -2,7 +2,9 @@
 #define JATTN_ISA avx512_bf16
 #include "simd_avx512.h"
 // the vectors come first
+#include "pairs_avx512.h"
 #include "flavour_bf16.h"
+#include "product.h"
 #include "kernels.h"
 
 namespace jattn {

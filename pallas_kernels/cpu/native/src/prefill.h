@@ -1,8 +1,7 @@
 // Many rows against tiles of kTileKeys keys: keys are packed transposed, values in rows, and both products run from
-// the first two cache levels. Rows and columns that nobody sees are trimmed, not masked, where whole vectors allow.
+// the first two cache levels (product.h, or product_amx.h: whichever the instruction set has included). Rows and columns that nobody sees are trimmed, not masked, where whole vectors allow.
 #pragma once
 #include "finish.h"
-#include "product.h"
 
 namespace JATTN_ISA {
 
@@ -171,7 +170,9 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
             }
             sums[r] += hsum(sum);
         }
-        F::pack_values(p.v, idx, n, v_bytes, p.vdim, values, vdim);
+        const int deep = F::pack_values(p.v, idx, n, v_bytes, p.vdim, values, vdim);
+        if (n < kTileKeys)  // a product may round its depth up
+            __builtin_memset(values + deep * vdim, 0, (round_up(deep, kDepthStep) - deep) * vdim * 4);
         const Ahead ahead{p.v, next_idx, next_n, v_bytes};
         const int columns = (int)(vdim / N);
         if (t0 == 0)

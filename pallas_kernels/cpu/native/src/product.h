@@ -1,10 +1,11 @@
 // The matrix products of a tile, on words: C[rows][cols] = fade * C + A[rows][depth] * B[depth][cols].
 #pragma once
-#include "common.h"
+#include "ahead.h"
 
 namespace JATTN_ISA {
 
 constexpr int kRows = 6;  // rows of a register block: kRows * kPanel accumulators
+constexpr int kDepthStep = 1;
 
 template <class F, int NV, bool kAdd>
 static __attribute__((noinline)) void register_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb,
@@ -29,26 +30,13 @@ static __attribute__((noinline)) void register_block(const uint32_t* a, int64_t 
         for (int n = 0; n < NV; n++) store(c + m * ldc + n * N, x[m][n]);
 }
 
-// Rows that a later tile reads: fetched a few at a time while a product keeps the arithmetic busy.
-struct Ahead {
-    const char* pool;
-    const int64_t* idx;
-    int count;
-    int64_t row_bytes;
-    INL void fetch(const Ahead& x, int m, int rows) {
-        const int first = x.count * m / rows, last = m + kRows >= rows ? x.count : x.count * (m + kRows) / rows;
-        for (int t = first; t < last; t++)
-            for (int64_t c = 0; c < x.row_bytes; c += 64) prefetch_far(x.pool + x.idx[t] * x.row_bytes + c);
-    }
-};
-
 // `rows` is rounded up to kRows: the scratch behind the last row must exist. seen[m / kRows] keys are visible to a
 // register block: columns of q k, depth of p v (kDepth); what lies behind is not computed.
 template <class F, bool kDepth, bool kAdd>
 static void product(int rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int depth, float* c,
                     int64_t ldc, int vectors, const float* fade, const int* seen, const Ahead& ahead) {
     for (int m = 0; m < rows; m += kRows) {
-        Ahead::fetch(ahead, m, rows);
+        Ahead::fetch(ahead, m, kRows, rows);
         if (kDepth)
             depth = F::kPairs ? (seen[m / kRows] + 1) / 2 : seen[m / kRows];
         else

@@ -1,4 +1,5 @@
-// Loops on XLA's own thread pool. The caller takes part; nobody waits for a task that has not begun.
+// Loops on a thread pool: XLA's own, or any with num_threads() and Schedule(task). The caller takes part; nobody waits
+// for a task that has not begun.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -6,15 +7,13 @@
 #include <memory>
 #include <mutex>
 
-#include "xla/ffi/api/ffi.h"
-
 namespace jattn {
 
 // f(i) for i in 0..n-1, claimed one by one in order. Helpers that the pool starts late find nothing left and leave;
 // the caller returns when every claimed item is done, so it can never wait for a queue (no deadlock when many
 // executions share the pool).
-template <class F>
-void parallel_for(xla::ffi::ThreadPool& pool, int64_t n, int64_t threads, F&& f) {
+template <class Pool, class F>
+void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
     if (threads <= 0) threads = pool.num_threads();
     if (threads > n) threads = n;
     if (threads <= 1) {
@@ -44,6 +43,8 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t n, int64_t threads, F&& f)
     for (int spin = 0; spin < 4000 && state->done.load(std::memory_order_acquire) < n; spin++) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("yield");
 #endif
     }
     if (state->done.load(std::memory_order_acquire) < n) {

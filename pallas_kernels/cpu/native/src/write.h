@@ -11,51 +11,69 @@ INL float bits_to_float(uint32_t u) {
     __builtin_memcpy(&f, &u, 4);
     return f;
 }
-INL uint32_t float_to_bits(float f) {
-    uint32_t u;
-    __builtin_memcpy(&u, &f, 4);
-    return u;
-}
+// N words, and N bytes, with the operators of the compiler's own vectors.
+typedef uint32_t Words __attribute__((vector_size(4 * N)));
+typedef uint8_t Bytes __attribute__((vector_size(N)));
 
-// Nearest fp8 code, ties to even, saturating; NaN stays NaN. Branch-free, so that compilers vectorise the loop.
+INL Words bits_of(vf x) { return (Words)as_words(x); }
+
+// Nearest fp8 codes, ties to even, saturating; NaN stays NaN.
 template <int kMantissa, int kBias, uint32_t kLargest>
-INL uint8_t to_fp8(float x) {
-    const uint32_t u = float_to_bits(x), sign = (u >> 24) & 0x80u, a = u & 0x7fffffffu;
+INL Words to_fp8(vf x) {
+    const Words u = bits_of(x), sign = (u >> 24) & 0x80u, a = u & 0x7fffffffu;
     const int shift = 23 - kMantissa;
-    const uint32_t normal = ((a + ((1u << (shift - 1)) - 1) + ((a >> shift) & 1)) >> shift) - ((127u - kBias) << kMantissa);
+    const Words normal = ((a + ((1u << (shift - 1)) - 1) + ((a >> shift) & 1u)) >> shift) - ((127u - kBias) << kMantissa);
     // a subnormal: adding 2^(23 + 1 - bias - mantissa) leaves the rounded code in the low bits
-    const float magic = bits_to_float((uint32_t)(127 + 23 + 1 - kBias - kMantissa) << 23);
-    const uint32_t small = float_to_bits(bits_to_float(a) + magic) - float_to_bits(magic);
-    const uint32_t limit = (uint32_t)(128 - kBias) << 23;  // smallest normal
-    uint32_t code = a < limit ? small : normal;
-    code = code > kLargest ? kLargest : code;
-    code = a > 0x7f800000u ? 0x7fu : code;
-    return (uint8_t)(sign | code);
+    const uint32_t magic = (uint32_t)(127 + 23 + 1 - kBias - kMantissa) << 23;
+    const Words small = bits_of(add(as_floats((vw)a), set1(bits_to_float(magic)))) - magic;
+    const Words limit = Words{} + ((uint32_t)(128 - kBias) << 23), largest = Words{} + kLargest;  // limit: least normal
+    Words code = a < limit ? small : normal;
+    code = code > largest ? largest : code;
+    code = a > 0x7f800000u ? Words{} + 0x7fu : code;
+    return sign | code;
 }
 
-INL int8_t to_int8(float x) {  // half away from zero; NaN becomes 0
-    float y = x + __builtin_copysignf(0.5f, x);
-    y = y > 127.0f ? 127.0f : y;
-    y = y < -127.0f ? -127.0f : y;
-    return (int8_t)(int32_t)(x == x ? y : 0.0f);
+INL Words to_int8(vf x) {  // half away from zero; NaN becomes 0
+    const Words half = (bits_of(x) & 0x80000000u) | 0x3f000000u;
+    vf y = max(set1(-127.0f), min(set1(127.0f), add(x, as_floats((vw)half))));
+    y = where_equal(x, x, y, zero());
+    typedef float Floats __attribute__((vector_size(4 * N)));
+    typedef int32_t Ints __attribute__((vector_size(4 * N)));
+    return (Words) __builtin_convertvector((Floats)y, Ints);
+}
+
+INL Words encode(Dtype to, vf x) {
+    return to == Dtype::e4m3 ? to_fp8<3, 7, 0x7e>(x) : to == Dtype::e5m2 ? to_fp8<2, 15, 0x7b>(x) : to_int8(x);
 }
 
 static void encode_row(Dtype to, const float* x, int n, float scale, bool scaled, char* out) {
-    uint8_t* bytes = reinterpret_cast<uint8_t*>(out);
-    switch (to) {
-        case Dtype::e4m3:
-            for (int i = 0; i < n; i++) bytes[i] = to_fp8<3, 7, 0x7e>(x[i] / scale);
-            return;
-        case Dtype::e5m2:
-            for (int i = 0; i < n; i++) bytes[i] = to_fp8<2, 15, 0x7b>(x[i] / scale);
-            return;
-        case Dtype::i8:
-            for (int i = 0; i < n; i++) bytes[i] = (uint8_t)to_int8(x[i] / scale);
-            return;
-        default:
-            for (int i = 0; i < n; i += N)
-                storef(to, out, i, scaled ? div(load(x + i), set1(scale)) : load(x + i), n - i < N ? n - i : N);
+    const bool bytes = bytes_of(to) == 1;
+    for (int i = 0; i < n; i += N) {
+        const vf y = scaled || bytes ? div(load(x + i), set1(scale)) : load(x + i);
+        const int left = n - i < N ? n - i : N;
+        if (!bytes) {
+            storef(to, out, i, y, left);
+            continue;
+        }
+        const Bytes codes = __builtin_convertvector(encode(to, y), Bytes);
+        if (left == N)
+            __builtin_memcpy(out + i, &codes, N);
+        else
+            __builtin_memcpy(out + i, &codes, left);
     }
+}
+
+// x /= scale in place; the largest magnitude, NaN where there is one. Numbers behind the last are zeros.
+INL float divide_and_peak(float* x, int n, float scale) {
+    vf top = zero();
+    bool nan = false;
+    for (int i = 0; i < n; i += N) {
+        vf y = load(x + i);
+        if (scale != 1.0f) store(x + i, y = div(y, set1(scale)));
+        nan |= any_differs(y, y);
+        top = max(top, max(y, sub(zero(), y)));
+    }
+    return nan ? __builtin_nanf("") : hmax(top);
 }
 
 INL void write_half(const Write& w, const char* from, int64_t token, int head, int64_t row, int dim, char* pool,
@@ -69,12 +87,7 @@ INL void write_half(const Write& w, const char* from, int64_t token, int head, i
     to_floats(w.from, src, dim, x);
     float scale = scales ? scales[head] : 1.0f;
     if (token_scale) {
-        float peak = 0.0f;
-        for (int i = 0; i < dim; i++) {
-            if (scales) x[i] = x[i] / scale;
-            float size = __builtin_fabsf(x[i]);
-            peak = size > peak || size != size ? size : peak;
-        }
+        const float peak = divide_and_peak(x, dim, scales ? scale : 1.0f);
         const float largest = w.to == Dtype::e4m3 ? 448.0f : w.to == Dtype::e5m2 ? 57344.0f : 127.0f;
         scale = peak * (1.0f / largest);  // XLA divides by a constant so
         if (scale < 1e-6f) scale = 1e-6f;

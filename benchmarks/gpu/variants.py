@@ -1,0 +1,170 @@
+"""Decides between variants of the Hopper kernel in one short run: each is checked, then timed beside its rival.
+
+    python -m benchmarks.gpu.variants --out DIR [--budget 240]
+
+In order of importance: 8-bit decode by warp-level products (narrow), the flat work list, soft cap without a running
+maximum and with part of its tanh by FMA (`--only cap`), and twenty batch sizes in search of a cliff. A variant that
+fails is reported and the rest goes on; nothing new begins once the budget is nearly spent. Rows go to
+DIR/variants.jsonl as they come.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks.gpu import cases, check
+from benchmarks.run import provenance
+from pallas_kernels.gpu.paged_attention import build_work_list, ragged_paged_attention
+
+BENCH = {case.name: case for case in cases.BENCH}
+FEW = ((1, 700), (2, 133), (1, 1), (2, 515), (0, 0), (1, 2000), (2, 129), (1, 4096), (1, 128), (0, 0))
+DECODE = dict(long_tiles=False)
+NARROW = DECODE | dict(narrow_rows=8, block_kv=128, stages=4)
+FLAT = DECODE | dict(flat_list=True)
+BOUND = 6e-3  # relative error of a row: a few roundings of bfloat16
+
+
+def few(name, **options):
+    """A small decode batch with poisoned pages, padding requests and more padding tokens than one tile holds."""
+    return cases.Case(name=name, lengths=FEW, pad_tokens=70, pad_reqs=3, **options)
+
+
+FEATURES = (("window", 300), ("soft_cap", 20.0), ("alibi", True), ("has_sinks", True))
+ONE_A_REQUEST = few("few_padded")
+SMALL = [
+    (few("few_fp8", kv_dtype="float8_e4m3fn"), NARROW),
+    (ONE_A_REQUEST, DECODE),
+    (ONE_A_REQUEST, FLAT),
+    (few("few_fp8_all", kv_dtype="float8_e4m3fn", options=FEATURES), NARROW | FLAT),
+    (
+        few("few_int8_mqa16", kv_dtype="int8", num_heads=16, num_kv_heads=2, page=64),
+        NARROW | FLAT | dict(narrow_rows=16),
+    ),
+    (few("few_e5m2_d192", kv_dtype="float8_e5m2", head_dim=192, v_head_dim=128), NARROW | dict(stages=2, layout="NHD")),
+    (few("few_f16_fp8", kv_dtype="float8_e4m3fn"), NARROW | dict(dtype="float16")),
+]
+CAP = dict(fixed_max=True, cap_fourths=2)
+LONG = cases.Case(name="few_cap2_mixed", lengths=cases.MIX, pad_tokens=37, options=(("soft_cap", 2.0),))
+SMALL += [(LONG, CAP), (few("few_cap20", options=(("soft_cap", 20.0),)), FLAT | CAP), (LONG, dict(cap_fourths=1))]
+FP8, FP8_64 = BENCH["dec_16x32k_fp8"], BENCH["dec_16x32k_fp8_p64"]
+PLAIN_FP8 = dataclasses.replace(FP8, options=())
+SMALL_FP8 = dataclasses.replace(BENCH["dec_64x4k"], name="dec_64x4k_fp8", kv_dtype="float8_e4m3fn")
+TIMED = [
+    (FP8, {}),
+    (PLAIN_FP8, NARROW),
+    (PLAIN_FP8, NARROW | FLAT),
+    (PLAIN_FP8, NARROW | FLAT | dict(stages=3)),
+    (dataclasses.replace(FP8_64, options=()), NARROW | FLAT),
+    (SMALL_FP8, NARROW),
+    (SMALL_FP8, NARROW | FLAT),
+    (BENCH["dec_64x4k"], DECODE),
+    (BENCH["dec_64x4k"], FLAT),
+    (BENCH["dec_256x1k"], DECODE),
+    (BENCH["dec_256x1k"], FLAT),
+    (BENCH["dec_1x128k"], FLAT),
+    (BENCH["dec_8x1k"], FLAT),
+    (BENCH["pre_1x8k"], {}),
+    (BENCH["pre_1x8k+softcap"], {}),
+    (BENCH["pre_1x8k+softcap"], dict(fixed_max=True)),
+    (BENCH["dec_ragged64"], DECODE),
+    (BENCH["dec_ragged64"], FLAT),
+    (BENCH["dec_16x32k"], FLAT),
+    (BENCH["dec_64x4k+softcap"], FLAT | dict(fixed_max=True)),
+    (BENCH["dec_64x4k+softcap"], FLAT | CAP),
+    *((BENCH["pre_1x8k+softcap"], CAP | dict(cap_fourths=n)) for n in (1, 2, 3)),
+    (BENCH["pre_1x8k+softcap"], dict(cap_fourths=2)),
+]
+
+
+def measure(case, options, timed: bool, iterations: int) -> dict:
+    """One row: errors against numpy float64 first, then microseconds; `ok` says whether to believe it."""
+    args = argparse.Namespace(no_check=False, samples=12, time=timed, iterations=iterations)
+    row = check.run_case(case, args, **options)
+    row["ok"] = bool(row["rel_err"] < BOUND and row["lse_err"] < 1e-4 and row["same_bits"])
+    return row
+
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64, 66, 96, 128, 132, 192, 256)
+
+
+def batch_sizes(length: int = 1024) -> dict:
+    """R-27: decodes of one length padded to 256 requests; the largest time over the line from 1 to 256 requests."""
+    most, page = 256, 16
+    case = cases.Case(name="sweep", lengths=((1, length),) * most)
+    config = check.config_of(case, **FLAT)
+    q, k, v, table, starts, _ = check.make_inputs(case, config, poison=False)
+    plan = jax.jit(lambda starts, seqs: build_work_list(starts, seqs, most, config))
+    attend = jax.jit(lambda q, k, v, t, w: ragged_paged_attention(q, k, v, t, w, config))
+    times = []
+    for reqs in SIZES:
+        seqs = jnp.where(jnp.arange(most) < reqs, length, 0)
+        work = plan(jnp.minimum(starts, reqs), seqs)
+        attend(q, k, v, table, work)[0].block_until_ready()
+        _, runs = profiler.measure(attend, aggregate=False, iterations=3)(q, k, v, table, work)
+        times.append(float(np.median([sum(t for _, t in one) for one in runs]) * 1e3))
+    sizes, us = np.array(SIZES), np.array(times)
+    slope = (us[-1] - us[0]) / (sizes[-1] - sizes[0])
+    steps = us[1:] / np.maximum(us[:-1], us[0]) / ((us[0] + slope * sizes[1:]) / (us[0] + slope * sizes[:-1]))
+    row = dict(case=f"sweep_1_to_{most}_x{length}", us=dict(zip(SIZES, times, strict=True)), page=page)
+    return row | dict(largest_step_over_line=float(steps.max()), ok=bool(steps.max() < 1.3))
+
+
+def parts(iterations: int):
+    """(label, what to run), most important first."""
+    name = lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default"
+    for case, options in SMALL[:3]:
+        yield f"{case.name} {name(options)}", lambda c=case, o=options: measure(c, o, False, iterations)
+    for case, options in TIMED:
+        yield f"{case.name} {name(options)}", lambda c=case, o=options: measure(c, o, True, iterations)
+    for case, options in SMALL[3:]:
+        yield f"{case.name} {name(options)}", lambda c=case, o=options: measure(c, o, False, iterations)
+    yield "batch sizes", batch_sizes
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the budget allows; 1 if anything failed or was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.variants", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--budget", type=float, default=240, help="seconds; nothing begins in its last 15")
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--only", default="", help="parts of labels, separated by commas")
+    args = parser.parse_args(argv)
+    begin, failed, skipped = time.time(), 0, []
+    path = pathlib.Path(args.out) / "variants.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    base = provenance()
+    print(base, flush=True)
+    for label, work in parts(args.iterations):
+        if args.only and not any(part in label for part in args.only.split(",")):
+            continue
+        if time.time() - begin > args.budget - 15:
+            skipped.append(label)
+            continue
+        start = time.time()
+        try:
+            row = work()
+        except Exception as error:  # one broken variant must not hide the others
+            traceback.print_exc(limit=-2)
+            row = dict(ok=False, error=f"{type(error).__name__}: {error}"[:300])
+        row |= dict(label=label, wall_s=round(time.time() - start, 1))
+        failed += not row["ok"]
+        figures = {k: row[k] for k in ("us", "list_us", "tb_s", "tflop_s", "rel_err", "lse_err", "error") if k in row}
+        cells = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items()]
+        print("ok   " if row["ok"] else "WRONG", f"{label:60s}", *cells, f"({row['wall_s']} s)", flush=True)
+        with path.open("a") as file:
+            file.write(json.dumps(base | row, default=str) + "\n")
+    print(f"{failed} wrong; skipped for time: {skipped or 'none'}; {time.time() - begin:.0f} s", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The roofline of the CPU, from the rows of benchmarks/cpu.py: arithmetic per byte against what was reached.
+
+    PYTHONPATH=. python -m benchmarks.roofline        # writes docs/pictures/roofline_cpu.svg; needs matplotlib
+
+Only rows by wall clock are drawn, the newest of each case and backend. The slanted line is the read bandwidth that the
+same runs measured, the flat one the best prefill seen: no peak is taken from a data sheet.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+from benchmarks.run import RESULTS
+
+PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "pictures" / "roofline_cpu.svg"
+COLOURS = {"cpu_native": "tab:blue", "vllm": "tab:orange", "sdpa": "tab:green", "naive": "tab:grey"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw; 1 if there is nothing to draw."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=pathlib.Path, default=RESULTS / "cpu" / "native.jsonl")
+    parser.add_argument("--out", type=pathlib.Path, default=PICTURE)
+    args = parser.parse_args(argv)
+    rows = newest([json.loads(line) for line in args.rows.read_text().splitlines()])
+    if not rows:
+        print(f"no rows by wall clock in {args.rows}: run benchmarks.cpu --bars --peers --slow --write first")
+        return 1
+    draw(rows, args.out)
+    print(f"{len(rows)} rows drawn to {args.out}")
+    return 0
+
+
+def newest(rows: list[dict]) -> list[dict]:
+    """The last row of each case and backend that has a floor and was timed by wall clock."""
+    timed = [row for row in rows if row.get("flop") and row.get("clock") == "wall" and "cost" not in row]
+    return list({(row["case"], row["backend"]): row for row in timed}.values())
+
+
+def point(row: dict) -> tuple[float, float]:
+    """(FLOP a byte, GFLOP/s) of the best run."""
+    return row["flop"] / row["bytes"], row["flop"] / row["best_ms"] / 1e6
+
+
+def draw(rows: list[dict], out: pathlib.Path) -> None:
+    """One point a case and backend, under the two roofs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for backend in sorted({row["backend"] for row in rows}, key=list(COLOURS).index):
+        mine = [point(row) for row in rows if row["backend"] == backend]
+        axes.scatter(*zip(*mine, strict=True), s=28, label=backend, color=COLOURS[backend])
+    bandwidth = max(row["read_gb_s"] for row in rows)
+    top = max(point(row)[1] for row in rows)
+    left = min(point(row)[0] for row in rows) / 2
+    axes.plot([left, top / bandwidth], [left * bandwidth, top], "k-", lw=1, label=f"reads, {bandwidth:.0f} GB/s")
+    axes.plot([top / bandwidth, 2 * max(point(row)[0] for row in rows)], [top, top], "k--", lw=1, label="best prefill")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte of keys and values", ylabel="GFLOP/s")
+    axes.set_title(f"{rows[-1]['chip']}, {rows[-1]['date']}")
+    axes.legend()
+    axes.grid(which="both", alpha=0.2)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Random batches through the native kernels, outside Python and JAX: see __main__."""

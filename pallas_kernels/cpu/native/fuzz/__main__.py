@@ -1,0 +1,84 @@
+"""Builds the fuzz driver and runs it: under sanitizers, or for another processor under an emulator.
+
+    python -m pallas_kernels.cpu.native.fuzz --seconds 600 --sanitize address,undefined
+    python -m pallas_kernels.cpu.native.fuzz --sanitize thread --callers 4
+    python -m pallas_kernels.cpu.native.fuzz --cross aarch64         # needs aarch64-linux-gnu-g++ and qemu-aarch64
+
+x86's AMX is emulated in C++ here (its layout is checked, not its instructions). Exit code 3: the tools are not here.
+"""
+
+import argparse
+import concurrent.futures
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from pallas_kernels.cpu.native import toolchain
+
+HERE = pathlib.Path(__file__).parent
+MISSING = 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Build, run, return the driver's verdict."""
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.cpu.native.fuzz")
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--callers", type=int, default=2, help="threads that call at the same time")
+    parser.add_argument("--seed", type=int, default=0, help="the first batch's number")
+    parser.add_argument("--sanitize", default="", help="address,undefined or thread; none by default")
+    parser.add_argument("--cross", default="", metavar="MACHINE", help="compile for it and run under qemu")
+    args = parser.parse_args(argv)
+    try:
+        cxx, run, machine = tools(args.cross)
+    except toolchain.BuildError as error:
+        print(f"not run: {error}", file=sys.stderr)
+        return MISSING
+    with tempfile.TemporaryDirectory() as work:
+        program = build(pathlib.Path(work), cxx, toolchain.accepted(cxx, toolchain.isas(machine)), args.sanitize)
+        if args.cross:
+            link_library(pathlib.Path(work), cxx, toolchain.isas(machine))
+        return subprocess.run(
+            [*run, str(program), str(args.seconds), str(args.callers), str(args.seed)], check=False
+        ).returncode
+
+
+def tools(cross: str) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:
+    """(compiler, what runs its programs, machine)."""
+    if not cross:
+        return toolchain.compiler(), (), None
+    cxx, qemu = shutil.which(f"{cross}-linux-gnu-g++"), shutil.which(f"qemu-{cross}")
+    if not cxx or not qemu:
+        packages = f"g++-{cross}-linux-gnu and qemu-user"
+        raise toolchain.BuildError(f"no cross compiler or no emulator for {cross} here (Debian, Ubuntu: {packages})")
+    return (cxx,), (qemu, "-cpu", "max", "-L", f"/usr/{cross}-linux-gnu"), cross
+
+
+def build(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]], sanitize: str) -> pathlib.Path:
+    """The driver, with every instruction set of the machine inside."""
+    flags = [*cxx, "-O1", "-g", "-std=c++17", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi", "-pthread"]
+    flags += ["-DJATTN_AMX_EMULATED", "-I", str(toolchain.SOURCES)]
+    if sanitize:
+        flags += [f"-fsanitize={sanitize}", "-fno-sanitize=alignment", "-fno-sanitize-recover=all"]
+    have = [f"-DJATTN_HAVE_{isa.upper()}" for isa in isas]
+    units = {f"isa_{isa}": (toolchain.SOURCES / f"isa_{isa}.cc", own) for isa, own in isas.items()}
+    units["fuzz"] = HERE / "fuzz.cc", have
+    compile_one = lambda unit: subprocess.run(
+        [*flags, *units[unit][1], "-c", str(units[unit][0]), "-o", str(work / f"{unit}.o")], check=True
+    )
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, units))
+    program = work / "fuzz"
+    subprocess.run([*flags, *(str(work / f"{unit}.o") for unit in units), "-o", str(program)], check=True)
+    return program
+
+
+def link_library(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]]) -> None:
+    """The library itself for the other machine: it must compile, whoever will run it."""
+    toolchain.make(work / "library.so", cxx, isas)
+    print(f"libjattn_cpu for {', '.join(isas)}: {(work / 'library.so').stat().st_size >> 10} KiB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

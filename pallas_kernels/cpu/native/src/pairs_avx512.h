@@ -1,0 +1,80 @@
+// Words of two bfloat16 (vdpbf16ps), 32 numbers a vector. Stored bf16 is used as it is; fp8 and int8 become bf16
+// exactly (their numbers have at most 8 significant bits), by a table of 128 magnitudes or by conversion.
+#pragma once
+#include "common.h"
+
+namespace JATTN_ISA {
+
+using vb = __m512bh;
+
+INL vf dot_pairs(vf sum, vw x, vw y) { return _mm512_dpbf16_ps(sum, (vb)x, (vb)y); }
+
+// 2 N numbers rounded to bf16.
+INL vw narrow_pairs(vf first, vf second) { return (vw)_mm512_cvtne2ps_pbh(second, first); }
+
+// Numbers of two rows side by side, columns in the order that unzip_columns undoes.
+INL vw zip_first(vw x, vw y) { return _mm512_unpacklo_epi16(x, y); }
+INL vw zip_second(vw x, vw y) { return _mm512_unpackhi_epi16(x, y); }
+INL void unzip_columns(float* acc, int64_t columns) {
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+    for (int64_t c = 0; c < columns; c += 32) {
+        vf lo = load(acc + c), hi = load(acc + c + 16);
+        store(acc + c, _mm512_permutex2var_ps(lo, first, hi));
+        store(acc + c + 16, _mm512_permutex2var_ps(lo, second, hi));
+    }
+}
+
+// [2 NT keys][4 rows] floats -> [NT key pairs][4 rows] words.
+INL vw pair_keys(vf x, vf y) {
+    const __m512i order = _mm512_set_epi16(31, 27, 30, 26, 29, 25, 28, 24, 23, 19, 22, 18, 21, 17, 20, 16,  //
+                                           15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
+    return _mm512_permutexvar_epi16(order, narrow_pairs(x, y));
+}
+
+constexpr uint16_t magnitude_bits(Dtype t, int code) {  // bf16 bits of the number with this 7-bit code
+    int mantissa_bits = t == Dtype::e4m3 ? 3 : 2, bias = t == Dtype::e4m3 ? 7 : 15;
+    int e = code >> mantissa_bits, m = code & ((1 << mantissa_bits) - 1);
+    if (t == Dtype::e4m3 && code == 0x7f) return 0x7fc0;
+    if (t == Dtype::e5m2 && e == 31) return m ? 0x7fc0 : 0x7f80;
+    if (code == 0) return 0;
+    int exponent = e ? e - bias : 1 - bias;
+    if (e) m |= 1 << mantissa_bits;
+    while (!(m >> mantissa_bits)) m <<= 1, exponent--;
+    return (uint16_t)(((exponent + 127) << 7) | ((m & ((1 << mantissa_bits) - 1)) << (7 - mantissa_bits)));
+}
+
+template <Dtype T>
+struct Magnitudes {
+    uint16_t bits[128];
+    constexpr Magnitudes() : bits() {
+        for (int i = 0; i < 128; i++) bits[i] = magnitude_bits(T, i);
+    }
+};
+template <Dtype T>
+alignas(64) static constexpr Magnitudes<T> kMagnitudes{};
+
+INL __mmask32 first32(int n) { return n >= 32 ? 0xffffffffu : (1u << n) - 1; }
+
+// 2 N stored numbers from element i on, as bf16; of the last n when fewer are left, zeros behind them.
+template <Dtype T>
+INL vw load_pairs(const char* p, int64_t i, int n = 2 * N) {
+    const __mmask32 m = first32(n);
+    if constexpr (T == Dtype::bf16) {
+        return _mm512_maskz_loadu_epi16(m, p + 2 * i);
+    } else if constexpr (T == Dtype::i8) {
+        __m256i x = _mm256_maskz_loadu_epi8(m, p + i);
+        vf lo = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(x)));
+        vf hi = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(x, 1)));
+        return narrow_pairs(lo, hi);
+    } else {
+        const uint16_t* table = kMagnitudes<T>.bits;
+        __m512i x = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(m, p + i));
+        __m512i lo = _mm512_permutex2var_epi16(_mm512_load_si512(table), x, _mm512_load_si512(table + 32));
+        __m512i hi = _mm512_permutex2var_epi16(_mm512_load_si512(table + 64), x, _mm512_load_si512(table + 96));
+        __m512i y = _mm512_mask_mov_epi16(lo, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x40)), hi);
+        return _mm512_ternarylogic_epi32(y, _mm512_slli_epi16(x, 8), _mm512_set1_epi16((short)0x8000), 0xf8);
+    }
+}
+
+}  // namespace JATTN_ISA

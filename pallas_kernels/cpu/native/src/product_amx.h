@@ -1,0 +1,92 @@
+// The matrix products of a tile on AMX: 16 x 16 sums from 16 x 16 words of A and of B a time, in the layout of
+// product.h. JATTN_AMX_EMULATED computes the same without the instructions, for processors that have none.
+#pragma once
+#include "ahead.h"
+#ifdef JATTN_AMX_EMULATED
+#include "amx_emulated.h"
+#endif
+
+namespace JATTN_ISA {
+
+constexpr int kRows = 16;
+constexpr int kDepthStep = 16;  // words of a tile of A: weights and values are zero up to here
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// The intrinsics do not tell the compiler that they read and write memory.
+INL void memory_fence() { __asm__ volatile("" ::: "memory"); }
+
+// Tiles 0..3 hold sums of NV neighbouring blocks, 4 those of A, 5..7 those of B. Tile numbers are literals.
+template <int NV, bool kAdd>
+static void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int depth, float* c, int64_t ldc,
+                       const float* fade) {
+    if (kAdd) {
+        for (int m = 0; m < kRows; m++)
+            for (int n = 0; n < NV; n++) store(c + m * ldc + n * N, mul(load(c + m * ldc + n * N), set1(fade[m])));
+        memory_fence();
+        _tile_loadd(0, c, ldc * 4);
+        if (NV > 1) _tile_loadd(1, c + N, ldc * 4);
+        if (NV > 2) _tile_loadd(2, c + 2 * N, ldc * 4);
+        if (NV > 3) _tile_loadd(3, c + 3 * N, ldc * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int k = 0; k < depth; k += kDepthStep) {
+        const uint32_t* bk = b + k * ldb;
+        _tile_loadd(4, a + k, lda * 4);
+        _tile_loadd(5, bk, ldb * 4);
+        _tile_dpbf16ps(0, 4, 5);
+        if (NV > 1) {
+            _tile_loadd(6, bk + N, ldb * 4);
+            _tile_dpbf16ps(1, 4, 6);
+        }
+        if (NV > 2) {
+            _tile_loadd(7, bk + 2 * N, ldb * 4);
+            _tile_dpbf16ps(2, 4, 7);
+        }
+        if (NV > 3) {
+            _tile_loadd(5, bk + 3 * N, ldb * 4);
+            _tile_dpbf16ps(3, 4, 5);
+        }
+    }
+    _tile_stored(0, c, ldc * 4);
+    if (NV > 1) _tile_stored(1, c + N, ldc * 4);
+    if (NV > 2) _tile_stored(2, c + 2 * N, ldc * 4);
+    if (NV > 3) _tile_stored(3, c + 3 * N, ldc * 4);
+}
+
+template <class F, bool kDepth, bool kAdd>
+static void product(int rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int depth, float* c,
+                    int64_t ldc, int vectors, const float* fade, const int* seen, const Ahead& ahead) {
+    const TileShapes shapes;
+    memory_fence();
+    _tile_loadconfig(&shapes);
+    for (int m = 0; m < rows; m += kRows) {
+        Ahead::fetch(ahead, m, kRows, rows);
+        if (kDepth)
+            depth = (seen[m / kRows] + 1) / 2;
+        else
+            vectors = (seen[m / kRows] + N - 1) / N;
+        const uint32_t* am = a + m * lda;
+        float* cm = c + m * ldc;
+        const float* fm = kAdd ? fade + m : nullptr;
+        int n = 0;
+        for (; n + 4 <= vectors; n += 4) tile_block<4, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm);
+        switch (vectors - n) {
+            case 3: tile_block<3, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm); break;
+            case 2: tile_block<2, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm); break;
+            case 1: tile_block<1, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm); break;
+        }
+    }
+    _tile_release();
+    memory_fence();
+}
+
+}  // namespace JATTN_ISA

@@ -1,0 +1,121 @@
+"""Few query rows over an 8-bit cache: eight warps, each with its own keys, from SMEM to products without a detour.
+
+Every block of 128 keys is shared: warp w of the CTA takes keys 16 w .. 16 w + 15, keeps its own maximum, sum and
+output for all rows, and the eight states are joined once at the end of the piece. No warp waits for another before.
+"""
+
+import dataclasses
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.algebra.mask import key_range
+from pallas_kernels.gpu import warp_mma_sm90 as warps
+from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Config, Piece, Refs
+from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_bounds, three_loops, zero_unseen_values
+
+BLOCK = 2 * warps.KEYS  # both warpgroups' keys
+
+
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """What each query row sees, as a column of S^T: [64 keys, rows] in registers."""
+
+    q_pos: object
+    start: object  # keys start <= kv < stop are visible to the row
+    stop: object
+    slope: object  # f32, already times log2(e); None without ALiBi
+    head: object  # absolute query head
+
+
+def _iota(cfg: Config, axis: int):
+    return plgpu.broadcasted_iota(jnp.int32, (warps.KEYS, cfg.narrow_rows), axis, layout=plgpu.Layout.WGMMA)
+
+
+def _columns_of(cfg: Config, refs: Refs, piece: Piece) -> _Columns:
+    packed = _iota(cfg, 1) + piece[wl.ROW0]
+    token = lax.div(packed, jnp.int32(cfg.group))
+    member, q_pos = packed - token * cfg.group, token + piece[wl.QPOS0]
+    causal = piece[wl.CAUSAL] != 0 if cfg.per_request_causal else None
+    every = lambda x: plgpu.layout_cast(jnp.broadcast_to(x, q_pos.shape), plgpu.Layout.WGMMA)
+    start, stop = key_range(cfg.mask, q_pos, q_pos, piece[wl.SEQ], causal)
+    head0, slope = piece[HEAD] * cfg.group, None
+    if cfg.logits.has_alibi:
+        slope = every(jnp.float32(0.0))
+        for g in range(cfg.group):
+            slope = jnp.where(member == g, refs.heads[head0 + g, 0] * LOG2E, slope)
+    return _Columns(q_pos, every(start), every(stop), slope, head0 + member)
+
+
+def _logits(cfg: Config, column: _Columns, dots, kv0, scale, masked):
+    """S^T -> (x, c): base-2 logits are x * c, masked ones -inf; algebra/logits.py with keys down and rows across."""
+    rule, factor = cfg.logits, scale * LOG2E
+    key = lambda: _iota(cfg, 0) + kv0
+    if rule.soft_cap:
+        dots, factor = jnp.tanh(dots * (scale / rule.soft_cap)), jnp.float32(rule.soft_cap * LOG2E)
+    if rule.has_alibi:
+        distance = (key() - column.q_pos).astype(jnp.float32)
+        dots, factor = dots * factor + column.slope * distance, jnp.float32(1.0)
+    if rule.score_fn is not None:
+        score = rule.score_fn(dots * (factor * (1 / LOG2E)), column.head, column.q_pos, key())
+        dots, factor = score, jnp.float32(LOG2E)
+    if masked:
+        seen = key() < column.stop
+        if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
+            seen = seen & (key() >= column.start)
+        if cfg.mask.mask_fn is not None:
+            seen = seen & cfg.mask.mask_fn(column.head, column.q_pos, key())
+        dots = jnp.where(seen, dots, -jnp.inf)
+    return dots, factor
+
+
+def narrow_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
+    """At most cfg.narrow_rows rows; blocks of 128 keys."""
+    rows8 = cfg.narrow_rows // 8
+    keys = dict(rows8=rows8, dim=cfg.head_dim, source=cfg.kv_dtype, target=cfg.dtype)
+    values = dict(rows8=rows8, dim=cfg.v_head_dim, source=cfg.kv_dtype)
+    queries = warps.read_queries(refs.q_tile.at[piece.buffer, 0], rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype)
+    column, scale = _columns_of(cfg, refs, piece), refs.scales[piece[HEAD], 0]
+    first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
+    mine = wg * warps.KEYS
+
+    def step(j, carry, masked):
+        slot, kv0 = lax.rem(turn + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        dots = warps.keys_times_queries(refs.k_tile.at[slot], queries, mine, **keys)
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        x, factor = _logits(cfg, column, dots, kv0 + mine, scale, masked)
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        if masked:
+            zero_unseen_values(cfg, refs, piece, slot, kv0)
+        carry = warps.softmax_times_values(refs.v_tile.at[slot], x, factor, *carry, mine, **values)
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return carry
+
+    start = warps.start_state(rows8=rows8, dim=cfg.v_head_dim)
+    acc, stats = three_loops(cfg, step, full_bounds(piece), start)
+    _join_warps(cfg, refs, piece, acc, stats, wg)
+
+
+def _join_warps(cfg: Config, refs: Refs, piece: Piece, acc, stats, wg):
+    """Eight states -> one, eight rows at a time, through the queries' buffer, which nobody needs any more."""
+    scratch = (refs.q_tile.at[piece.buffer], refs.stats)
+    kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)
+    slot = 2 * lax.axis_index("cta") + (piece.lo == 0).astype(jnp.int32)
+    part = (piece.is_part.astype(jnp.int32), slot)
+    where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS], wg)
+
+    def meet():
+        plgpu.barrier_arrive(refs.turn)
+        plgpu.barrier_wait(refs.turn)
+
+    for n in range(cfg.narrow_rows // 8):
+        meet()
+        warps.put_state(*scratch, acc, stats, wg, n, rows8=cfg.narrow_rows // 8, **kind)
+        meet()
+        warps.join_and_store(
+            *scratch, refs, part, refs.scales[piece[HEAD], 1], 1, where,
+            n=n, group=cfg.group, heads=cfg.num_heads, has_sinks=cfg.has_sinks, **kind,
+        )  # fmt: skip

@@ -1,0 +1,167 @@
+"""Scalars and single instructions for code that is written in PTX inside a Mosaic GPU kernel, one value a thread."""
+
+import inspect
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm
+from jax.experimental.mosaic.gpu import utils
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def int_type(bits: int = 32):
+    return ir.IntegerType.get_signless(bits)
+
+
+def i32(value: int):
+    return arith.constant(int_type(), value)
+
+
+def i64(value: int):
+    return arith.constant(int_type(64), value)
+
+
+def f32(value: float):
+    return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
+
+
+def wide(x):
+    """i32 -> i64."""
+    return arith.extsi(int_type(64), x)
+
+
+def scalar(fragment):
+    """The value of a scalar argument of inline_mgpu."""
+    return fragment.registers.item()
+
+
+def pointer(ref, space: int):
+    """i64 (GMEM, 0) or i32 (SMEM, 3) address of a memref's first element."""
+    if "memory_space" in inspect.signature(utils.memref_ptr).parameters:
+        ptr = utils.memref_ptr(ref, memory_space=space or None)
+    else:
+        ptr = utils.memref_ptr(ref)
+    return llvm.ptrtoint(int_type(32 if space else 64), ptr)
+
+
+def thread():
+    """Thread index within the warpgroup."""
+    return arith.remui(utils.thread_idx(), i32(128))
+
+
+def lanes():
+    """(g = lane / 4, t = lane % 4, lane, warp of the warpgroup)."""
+    lane = arith.remui(thread(), i32(32))
+    return arith.divui(lane, i32(4)), arith.remui(lane, i32(4)), lane, arith.divui(thread(), i32(32))
+
+
+def run(text: str, constraints: str, *args, result=None, pure: bool = False):
+    """Inline PTX; pure: it may be moved or dropped."""
+    result = result or ir.Type.parse("!llvm.void")
+    return llvm.inline_asm(result, list(args), text, constraints, has_side_effects=not pure)
+
+
+def one(text: str, constraints: str, *args, pure: bool = False):
+    """Inline PTX with one result, f32 or i32 by its constraint."""
+    kind = ir.F32Type.get() if constraints.startswith("=f") else int_type()
+    return run(text, constraints, *args, result=kind, pure=pure)
+
+
+def many(text: str, constraints: str, count: int, *args, pure: bool = False):
+    """Inline PTX with `count` results of one kind."""
+    name, kind = ("f32", ir.F32Type.get()) if constraints.startswith(("=f", "=&f")) else ("i32", int_type())
+    struct = ir.Type.parse(f"!llvm.struct<({', '.join([name] * count)})>")
+    both = run(text, constraints, *args, result=struct, pure=pure)
+    return [llvm.extractvalue(kind, both, [k]) for k in range(count)]
+
+
+def less(a, b):
+    return arith.cmpi(arith.CmpIPredicate.slt, a, b)
+
+
+def equal(a, b):
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+
+def flag(pred):
+    """i1 -> i32, for asm."""
+    return arith.extui(int_type(), pred)
+
+
+def fma(a, b, c):
+    return one("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c, pure=True)
+
+
+def fmax(a, b):
+    return one("max.f32 $0, $1, $2;", "=f,f,f", a, b, pure=True)
+
+
+def exp2(x):
+    return one("ex2.approx.ftz.f32 $0, $1;", "=f,f", x, pure=True)
+
+
+def log2(x):
+    return one("lg2.approx.f32 $0, $1;", "=f,f", x, pure=True)
+
+
+def divide(a, b):
+    return one("div.full.f32 $0, $1, $2;", "=f,f,f", a, b, pure=True)
+
+
+def pack(low, high, dtype: str):
+    """Two f32 -> one word of two rounded bfloat16 or float16."""
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    return one(f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", high, low, pure=True)
+
+
+def byte_permute(word, selector: int):
+    """Bytes of a word, chosen by the selector's four hexadecimal digits."""
+    return one(f"prmt.b32 $0, $1, 0, {selector:#x};", "=r,r", word, pure=True)
+
+
+def shuffle_xor(value, distance: int):
+    """The f32 of the lane whose number differs in one bit."""
+    return one(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", "=f,f", value)
+
+
+def transposed(word):
+    """An 8 x 8 matrix of 16-bit values, two a lane, transposed across the warp."""
+    return one("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", word)
+
+
+def ldmatrix(place, transpose: bool = False):
+    """Four 8 x 8 matrices of 16-bit units from SMEM; lane 8 i + j holds the address of row j of matrix i."""
+    trans = ".trans" if transpose else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    return many(text, "=r,=r,=r,=r,r", 4, place)
+
+
+def mma(a, b, c, dtype: str):
+    """c + a b in f32: a [16, 16] in 4 words, b [16, 8] in 2 words, c [16, 8] in 4 floats."""
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    return many(text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", 4, *a, *b, *c, pure=True)
+
+
+def flat_row(row, tok0, head0, row0, group: int, heads: int):
+    """i64 flat row of [T * H, ...] for tile row `row`."""
+    packed = arith.addi(row0, row)
+    token = arith.divui(packed, i32(group))
+    head = arith.subi(packed, arith.muli(token, i32(group)))
+    token = arith.muli(wide(arith.addi(tok0, token)), i64(heads))
+    return arith.addi(token, wide(arith.addi(head0, head)))
+
+
+def swizzled(row, col_byte, row_bytes: int, swizzle: int):
+    """Byte offset of (row, col_byte) in a tile of 8-row, swizzle-wide pieces, row-major over the pieces."""
+    piece_row, piece_col = arith.divui(row, i32(8)), arith.divui(col_byte, i32(swizzle))
+    piece = arith.addi(arith.muli(piece_row, i32(row_bytes // swizzle)), piece_col)
+    inside = arith.addi(arith.muli(arith.remui(row, i32(8)), i32(swizzle)), arith.remui(col_byte, i32(swizzle)))
+    # 16-byte lanes are xored with the 128-byte line they sit in
+    mask = i32(swizzle - 16)
+    mixed = arith.xori(inside, arith.andi(arith.shrui(inside, i32(3)), mask))
+    return arith.addi(arith.muli(piece, i32(8 * swizzle)), mixed)

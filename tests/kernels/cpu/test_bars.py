@@ -1,0 +1,40 @@
+"""The judge of the CPU's benchmarks, on rows made up here: nothing is timed."""
+
+import json
+
+from benchmarks import bars, cases, roofline
+
+
+def row(case, backend="cpu_native", ms=1.0, **more):
+    return {"case": case, "backend": backend, "ms": ms, **more}
+
+
+def verdict(*rows):
+    return [(found.must, found.met) for found in bars.judge(list(rows))]
+
+
+def test_every_case_has_a_bar():
+    assert all(bars.against_vllm(case.name) >= 1.0 for case in cases.CPU)
+    assert bars.against_vllm("dec_1x32k_bf16") == 1.5 and bars.against_vllm("dec_64x4k_p16_f32") == 1.25
+
+
+def test_ratios_costs_and_writes_are_judged_on_the_right_side():
+    assert verdict(row("pre_1x2k_bf16", "vllm", ratio_to_native=1.71)) == [(1.7, True)]
+    assert verdict(row("pre_1x2k_bf16", "vllm", ratio_to_native=1.69)) == [(1.7, False)]
+    assert verdict(row("pre_1x2k_bf16", "sinks", cost=1.16, base="off")) == [(1.15, False)]
+    assert verdict(row("dec_16x8k_window512", "window_512", cost=1.2, base="context_512")) == [(1.3, True)]
+    assert verdict(row("dec_16x8k_window512", "context_512", cost=1.0, base="context_512")) == []
+    assert verdict(row("write_64_bf16_16mib", ms=0.3, temp_mib=0.0)) == [(0.2, False), (0.01, True)]
+    assert verdict(row("write_64_bf16_16mib", ms=0.1, temp_mib=32.0)) == [(0.2, True), (0.01, False)]
+    assert verdict(row(bars.FP8, ms=2.0), row(bars.ITS_BF16, ms=1.0)) == [(1.0, False)]
+
+
+def test_the_roofline_takes_the_newest_rows_by_wall_clock(tmp_path):
+    shape = dict(flop=4e9, bytes=2e9, clock="wall", read_gb_s=40.0)
+    old, new = row("a", best_ms=9.0, **shape), row("a", best_ms=100.0, **shape)
+    rows = [old, new, row("a", best_ms=1.0, **shape | {"clock": "processor"}), row("b", cost=1.0, **shape)]
+    assert roofline.newest(rows) == [new]
+    assert roofline.point(new) == (2.0, 40.0)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(rows[2]) + "\n")
+    assert roofline.main(["--rows", str(path)]) == 1

@@ -1,0 +1,241 @@
+"""A small numpy model of the PTX that a Mosaic GPU kernel inlines: every value is one number a thread.
+
+`emulated(module, threads)` swaps the MLIR builders under a module of inline PTX for numpy, so that its own code runs
+on a CPU, lane by lane: shared memory, ldmatrix, movmatrix, mma, shuffles and predicated stores, by PTX's definitions.
+"""
+
+import contextlib
+import re
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu import rows_sm90 as rows
+
+HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+EIGHT = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
+
+
+class Fragment:
+    """A FragmentedArray's registers: pairs of values."""
+
+    def __init__(self, shape, layout=None):
+        self.shape = shape
+        self.layout = layout.to_mgpu() if layout is not None else None
+        dims = self.layout.registers_shape(shape) if layout is not None else (shape[0] * shape[1] // 256,)
+        self.registers = np.empty(dims, object)
+
+
+class Arith:
+    """The arith dialect, on numpy arrays."""
+
+    addi = addf = staticmethod(lambda a, b: a + b)
+    subi = subf = staticmethod(lambda a, b: a - b)
+    muli = mulf = staticmethod(lambda a, b: a * b)
+    divui = staticmethod(lambda a, b: a // b)
+    remui = staticmethod(lambda a, b: a % b)
+    andi = staticmethod(lambda a, b: a & b)
+    xori = staticmethod(lambda a, b: a ^ b)
+    shrui = staticmethod(lambda a, b: a >> b)
+    negf = staticmethod(lambda a: -a)
+    select = staticmethod(np.where)
+    cmpf = staticmethod(lambda kind, a, b: a > b)
+
+    class CmpFPredicate:
+        OGT = ">"
+
+
+class Machine:
+    """Threads, and one byte array for both memories: addresses are offsets into it."""
+
+    def __init__(self, threads: int, memory: int):
+        self.lane, self.memory = np.arange(threads, dtype=np.int32), np.zeros(memory, np.uint8)
+        self.outputs = 0  # of the assembly that is being run
+
+    def load(self, place, kind, mask=None):
+        place = np.broadcast_to(place, self.lane.shape).astype(np.int64)
+        size, out = np.dtype(kind).itemsize, np.zeros(self.lane.shape, kind)
+        for i in np.flatnonzero(np.ones(self.lane.shape, bool) if mask is None else mask):
+            assert place[i] % size == 0
+            out[i] = self.memory[place[i] : place[i] + size].view(kind)[0]
+        return out
+
+    def store(self, place, values, mask):
+        """Words of one thread, one after the other."""
+        place = np.broadcast_to(place, self.lane.shape).astype(np.int64)
+        for i in np.flatnonzero(mask):
+            for k, value in enumerate(values):
+                word = np.broadcast_to(value, self.lane.shape)[i : i + 1]
+                assert word.dtype.itemsize == 4 and place[i] % (4 * len(values)) == 0
+                self.memory[place[i] + 4 * k : place[i] + 4 * k + 4] = word.view(np.uint8)
+
+    def run(self, text: str, *args):
+        """Executes PTX whose operands are $0, $1, ... (outputs first); returns the outputs."""
+        flags, outputs = {}, {}
+        text = text.strip()
+        if text.startswith("{"):
+            text = text[1 : text.rindex("}")]
+        if "bra" in text:  # outputs are tied to the last inputs, and the branch skips to the end
+            return self._branch(text, args)
+        for line in filter(None, (part.strip() for part in text.split(";"))):
+            if not line.startswith(".reg"):
+                self._step(line, flags, outputs, args)
+        return [outputs[k] for k in sorted(outputs)]
+
+    def _branch(self, text, args):
+        """setp; vote.any; @!p bra END; then lines of (mul, tanh) on named registers: what soft_cap_sm90 writes."""
+        values = dict(enumerate(args[-self.outputs :])) | dict(enumerate(args, start=self.outputs))
+        values = {f"${k}": value for k, value in values.items()}
+        inside = np.ones(self.lane.shape, bool)
+        for line in filter(None, (part.strip() for part in text.split(";"))):
+            name, _, rest = line.partition(" ")
+            target, *sources = (x.strip() for x in rest.split(","))
+            if name == "setp.gt.f32":
+                assert sources[1] == "0f3F800000"
+                values[target] = values[sources[0]] > 1.0
+            elif name.startswith("vote"):
+                values[target] = np.repeat(values[sources[0]].reshape(-1, 32).any(axis=1), 32)
+            elif name == "@!p":
+                inside = values["p"]
+            elif name in ("mul.f32", "tanh.approx.f32"):
+                x = [values[source] for source in sources]
+                new = np.tanh(x[0]) if name.startswith("tanh") else x[0] * x[1]
+                values[target] = np.where(inside, new, values.get(target, 0)).astype(np.float32)
+            else:
+                assert name in (".reg", "WITHIN:"), line
+        return [values[f"${k}"] for k in range(self.outputs)]
+
+    def _step(self, line, flags, outputs, args):
+        mask = np.ones(self.lane.shape, bool)
+        if line.startswith("@"):
+            name, line = line[1:].split(maxsplit=1)
+            mask = np.broadcast_to(flags[name], mask.shape)
+        name, rest = line.split(maxsplit=1)
+        numbers = [int(n) for n in re.findall(r"\$(\d+)", rest)]
+        writes = not name.startswith(("st", "setp"))
+        count = len(re.findall(r"\$", rest.split("[")[0].split("}")[0])) if rest.startswith("{") else 1
+        count = count if writes else 0
+        get = lambda n: args[n - len(args_outputs)]
+        args_outputs = range(self.outputs)
+        operands = [get(n) for n in numbers[count:]]
+        offset = int((re.findall(r"\[\$\d+\+(\d+)\]", rest) or [0])[0])
+        if name.startswith("setp"):
+            target, _, constant = (x.strip() for x in rest.split(",")[:3])
+            compare = {"ne": np.not_equal, "lt": np.less}[name.split(".")[1]]
+            flags[target] = compare(operands[0], int(constant))
+            if ".and." in name:
+                flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
+        elif name.startswith("st."):
+            self.store(operands[0] + offset, operands[1:], mask)
+        else:
+            results = self._compute(name, rest, operands, offset)
+            outputs.update(zip(numbers[:count], results, strict=True))
+
+    def _compute(self, name, rest, x, offset):
+        kind = name.split(".")
+        if kind[0] == "ld":
+            width = int(kind[2][1:]) if kind[2].startswith("v") else 1
+            element = {"f32": np.float32, "b32": np.uint32}[kind[-1]]
+            assert (np.asarray(x[0]) + offset).min() >= 0
+            return [self.load(x[0] + offset + 4 * k, element) for k in range(width)]
+        if kind[0] == "ldmatrix":
+            return self._ldmatrix(x[0], "trans" in kind)
+        if kind[0] == "mma":
+            return self._mma(x[:4], x[4:6], x[6:], HALF[kind[-2]])
+        if kind[0] == "movmatrix":
+            tile = x[0].view(np.uint16).reshape(-1, 8, 8)
+            return [np.ascontiguousarray(tile.transpose(0, 2, 1)).reshape(-1).view(np.uint32)]
+        if kind[0] == "shfl":
+            distance = int(rest.split(",")[2])
+            return [x[0][self.lane ^ distance]]
+        if kind[0] == "prmt":
+            digits = [int(rest.split(",")[-1].strip()[-1 - k], 16) for k in range(4)]
+            return [np.ascontiguousarray(x[0].view(np.uint8).reshape(-1, 4)[:, digits]).view(np.uint32).reshape(-1)]
+        if kind[0] == "cvt":
+            half = HALF[kind[2][:-2]]
+            pair = np.stack([np.broadcast_to(v, self.lane.shape) for v in (x[1], x[0])], 1).astype(half)
+            return [pair.view(np.uint32).reshape(-1)]
+        with np.errstate(divide="ignore"):
+            simple = {
+                "tanh": np.tanh,
+                "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide
+            }  # fmt: skip
+            return [np.asarray(simple[kind[0]](*x), np.float32)]
+
+    def _ldmatrix(self, place, trans):
+        place, out = place.reshape(-1, 4, 8), []
+        for m in range(4):
+            units = np.stack([self.memory[p : p + 16].view(np.uint16) for p in place[:, m].reshape(-1)])
+            units = units.reshape(-1, 8, 8)
+            units = units.transpose(0, 2, 1) if trans else units
+            out.append(np.ascontiguousarray(units).reshape(-1).view(np.uint32))
+        return out
+
+    def _mma(self, a, b, c, half):
+        warps = len(self.lane) // 32
+        whole = lambda words: [w.view(half).astype(np.float32).reshape(warps, 8, 8) for w in words]
+        a0, a1, a2, a3 = whole(a)  # [warp, row g, column 2t + i] of each quarter
+        left = np.concatenate([np.concatenate([a0, a2], 2), np.concatenate([a1, a3], 2)], 1)
+        right = np.concatenate([w.transpose(0, 2, 1) for w in whole(b)], 1)  # b: row g of the transposed is a column
+        product = left @ right
+        low, high = product[:, :8].reshape(-1, 2), product[:, 8:].reshape(-1, 2)
+        return [np.asarray(x + y, np.float32) for x, y in zip(c, (*low.T, *high.T), strict=True)]
+
+
+@contextlib.contextmanager
+def emulated(module, machine: Machine):
+    """Within, `module`'s functions take Fragments, scalars a thread and byte addresses instead of refs."""
+
+    def inline(**_):
+        return lambda f: lambda *args: f(None, *args)
+
+    def assembled(count, text, *args):
+        machine.outputs = count
+        if "abs.f32" in text:
+            return [np.maximum(args[0], abs(args[1]))]
+        if text.startswith("decode"):
+            _, source, target = text.split()
+            values = args[0].view(EIGHT[source]).astype(np.float32).reshape(-1, 2, 2)
+            words = values.astype(ml_dtypes.bfloat16 if target == "bfloat16" else np.float16).view(np.uint32)
+            return [np.ascontiguousarray(words[:, k, 0]) for k in range(2)]
+        return machine.run(text, *args)
+
+    def fill(fragment, read):
+        flat = fragment.registers.reshape(-1)
+        for i in range(flat.size):
+            flat[i] = tuple(read(i))
+
+    def bag(shape, element, words):
+        fragment = Fragment(shape)
+        fragment.registers[:] = words
+        return fragment
+
+    every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
+    swaps = [
+        mock.patch.object(ptx, "arith", Arith), mock.patch.object(module, "arith", Arith),
+        mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),
+        mock.patch.object(ptx, "i32", every(np.int32)), mock.patch.object(ptx, "i64", every(np.int64)),
+        mock.patch.object(ptx, "f32", every(np.float32)), mock.patch.object(ptx, "wide", lambda x: x.astype(np.int64)),
+        mock.patch.object(ptx, "scalar", lambda x: np.broadcast_to(x, machine.lane.shape)),
+        mock.patch.object(ptx, "pointer", lambda ref, space: ref), mock.patch.object(ptx, "less", np.less),
+        mock.patch.object(ptx, "equal", np.equal), mock.patch.object(ptx, "flag", lambda x: x.astype(np.int32)),
+        mock.patch.object(ptx, "run", lambda text, _, *args, **kw: assembled(0, text, *args)),
+        mock.patch.object(ptx, "one", lambda text, _, *args, **kw: assembled(1, text, *args)[0]),
+        mock.patch.object(ptx, "many", lambda text, _, count, *args, **kw: assembled(count, text, *args)),
+        mock.patch.object(rows, "decode_word", lambda source, target: f"decode {source} {target}"),
+        mock.patch.object(rows, "empty_fragment", lambda shape, layout, *_: Fragment(shape, layout)),
+        mock.patch.object(rows, "fill", fill),
+        mock.patch.object(module.plgpu, "inline_mgpu", inline),
+        mock.patch.object(ptx.utils, "bitcast", lambda x, _: x),
+        mock.patch.object(ptx.utils, "dtype_to_ir_type", lambda x: x),
+        mock.patch.object(ptx, "int_type", lambda *_: None),
+        mock.patch.object(module, "_element", lambda pair, k: pair[k]),
+    ]  # fmt: skip
+    if hasattr(module, "_bag"):
+        swaps.append(mock.patch.object(module, "_bag", bag))
+    with contextlib.ExitStack() as stack:
+        for swap in swaps:
+            stack.enter_context(swap)
+        yield machine

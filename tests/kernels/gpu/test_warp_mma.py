@@ -1,0 +1,115 @@
+"""The warp-level products, lane by lane on the PTX model, against numpy: every index of every fragment counts."""
+
+import math
+import types
+
+import numpy as np
+import pytest
+
+from pallas_kernels.gpu import warp_mma_sm90 as warps
+from tests.kernels.gpu.simt import EIGHT, HALF, Machine, emulated
+
+LOG2E = math.log2(math.e)
+WG = np.arange(256) // 128  # both compute warpgroups run
+BLOCK, BLOCKS, GROUP, HEADS, TOKENS = 128, 2, 3, 6, 9
+
+
+def place_tile(memory, base, tile):
+    """Writes [rows, D] the way TMA swizzles it: pieces of 8 rows, 16-byte chunks xored with the 128-byte line."""
+    rows, width = tile.shape[0], tile.shape[1] * tile.dtype.itemsize
+    swizzle = math.gcd(width, 128)
+    raw = np.ascontiguousarray(tile).view(np.uint8).reshape(rows, width)
+    for r in range(rows):
+        for c in range(0, width, 16):
+            piece = (r // 8) * (width // swizzle) + c // swizzle
+            inside = (r % 8) * swizzle + c % swizzle
+            inside ^= (inside >> 7 & swizzle // 16 - 1) << 4
+            at = base + piece * 8 * swizzle + inside
+            memory[at : at + 16] = raw[r, c : c + 16]
+
+
+CASES = [
+    # D, V, source, query type, rows8, is a part, sinks
+    (128, 128, "float8_e4m3fn", "bf16", 1, False, False),
+    (64, 32, "float8_e5m2", "f16", 2, False, True),
+    (96, 96, "int8", "bf16", 1, True, True),
+]
+
+
+@pytest.mark.parametrize(("dim", "v_dim", "source", "half", "rows8", "is_part", "has_sinks"), CASES)
+def test_products_softmax_and_join_are_attention(dim, v_dim, source, half, rows8, is_part, has_sinks):
+    rng = np.random.default_rng(dim)
+    rows, seen = 8 * rows8 - 2, BLOCK * BLOCKS - 50
+    q = np.zeros((64, dim), HALF[half])
+    q[:rows] = rng.normal(size=(rows, dim))
+    draw = lambda d: (rng.normal(size=(BLOCK * BLOCKS, d)) * (30 if source == "int8" else 1)).astype(EIGHT[source])
+    k, v = draw(dim), draw(v_dim)
+    scale, v_scale, sinks = dim**-0.5 / (30 if source == "int8" else 1), 0.5, 1.5 * np.arange(HEADS)
+    # memory: queries (later the scratch), keys, values, stats, then the global arrays
+    at, size = {}, 0
+    slot, tok0, head0, row0 = 1, 2, 3, 4
+    for name, nbytes in dict(
+        q=256 * dim, k=BLOCK * dim, v=BLOCK * v_dim, stats=2048, heads=8 * HEADS, out=TOKENS * HEADS * v_dim * 2,
+        lse=TOKENS * HEADS * 4, part=2 * 128 * v_dim * 4, part_lse=2 * 128 * 4,
+    ).items():  # fmt: skip
+        at[name], size = size, size + -(-nbytes // 1024) * 1024
+    machine = Machine(256, size)
+    memory = machine.memory
+    memory[at["out"] :] = 0xEE  # what must not be written keeps this
+    memory[at["heads"] : at["heads"] + 8 * HEADS] = (
+        np.stack([sinks * 0, sinks], 1).astype(np.float32).view(np.uint8).ravel()
+    )
+    place_tile(memory, at["q"], q)
+    name = {"bf16": "bfloat16", "f16": "float16"}[half]
+    with emulated(warps, machine):
+        queries = warps.read_queries(at["q"], rows8=rows8, dim=dim, dtype=name)
+        state = warps.start_state(rows8=rows8, dim=v_dim)
+        for b in range(BLOCKS):
+            place_tile(memory, at["k"], k[b * BLOCK :][:BLOCK])
+            place_tile(memory, at["v"], v[b * BLOCK :][:BLOCK])
+            mine = 64 * WG.astype(np.int32)
+            x = warps.keys_times_queries(at["k"], queries, mine, rows8=rows8, dim=dim, source=source, target=name)
+            key = b * BLOCK + mine + machine.lane % 128 // 32 * 16 + machine.lane % 32 // 4
+            values = warps._scores_of(x, rows8)
+            values = [
+                np.where(key + 8 * (i % 4 // 2) < seen, y, -np.inf).astype(np.float32) for i, y in enumerate(values)
+            ]
+            x = warps._scores(rows8, values)
+            factor = np.full(256, scale * LOG2E, np.float32)
+            state = warps.softmax_times_values(at["v"], x, factor, *state, mine, rows8=rows8, dim=v_dim, source=source)
+        kind = dict(dim=v_dim, q_dim=dim, q_dtype=name)
+        refs = types.SimpleNamespace(
+            **{n: np.full(256, at[n], np.int64) for n in ("out", "lse", "part", "part_lse", "heads")}
+        )
+        number = lambda n: np.full(256, n, np.int32)
+        for n in range(rows8):
+            warps.put_state(at["q"], at["stats"], *state, WG, n, rows8=rows8, **kind)
+            part, where = (
+                (number(is_part), number(slot)),
+                (*map(number, (tok0, head0, row0, rows)), WG.astype(np.int32)),
+            )
+            warps.join_and_store(
+                at["q"], at["stats"], refs, part, np.full(256, v_scale, np.float32), 1, where,
+                n=n, group=GROUP, heads=HEADS, has_sinks=has_sinks, **kind,
+            )  # fmt: skip
+    logits = (q[:rows].astype(float) @ k[:seen].astype(float).T) * scale
+    row = np.arange(rows) + row0
+    token, head = tok0 + row // GROUP, head0 + row % GROUP
+    weights = np.exp(logits)
+    total = weights.sum(1) + (np.exp(sinks[head]) if has_sinks and not is_part else 0)
+    want, lse = weights @ v[:seen].astype(float) / total[:, None] * v_scale, np.log(total)
+    read = lambda n, shape, kind: memory[at[n] :].view(kind)[: math.prod(shape)].reshape(shape)
+    out = read("out", (TOKENS, HEADS, v_dim), HALF[half])
+    got_lse = read("lse", (TOKENS, HEADS), np.float32)
+    untouched = np.ones((TOKENS, HEADS), bool)
+    if is_part:
+        np.testing.assert_allclose(
+            read("part", (2, 128, v_dim), np.float32)[slot, :rows], want, atol=2e-3 * abs(want).max()
+        )
+        np.testing.assert_allclose(read("part_lse", (2, 128), np.float32)[slot, :rows], lse * LOG2E, atol=1e-4)
+    else:
+        np.testing.assert_allclose(out[token, head].astype(float), want, atol=6e-3 * abs(want).max())
+        np.testing.assert_allclose(got_lse[token, head], lse, atol=1e-4)
+        untouched[token, head] = False
+    assert (got_lse.view(np.uint32)[untouched] == 0xEEEEEEEE).all()
+    assert (np.ascontiguousarray(out).view(np.uint16)[untouched] == 0xEEEE).all()

@@ -1,0 +1,136 @@
+"""Configs as published models spell them, old keys and all: each is read whole, and means what the model is."""
+
+import pytest
+
+from jattn import models
+from jattn.nn import Llama3, LongRope, Yarn
+
+LLAMA_31_8B = dict(
+    architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
+    eos_token_id=[128001, 128008, 128009], hidden_act="silu", hidden_size=4096, initializer_range=0.02,
+    intermediate_size=14336, max_position_embeddings=131072, mlp_bias=False, model_type="llama",
+    num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05,
+    rope_scaling=dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_type="llama3",
+                      original_max_position_embeddings=8192),
+    rope_theta=500000.0, tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.42.3",
+    use_cache=True, vocab_size=128256,
+)  # fmt: skip
+QWEN_25 = dict(
+    architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151645,
+    hidden_act="silu", hidden_size=896, initializer_range=0.02, intermediate_size=4864, max_position_embeddings=32768,
+    max_window_layers=21, model_type="qwen2", num_attention_heads=14, num_hidden_layers=24, num_key_value_heads=2,
+    rms_norm_eps=1e-06, rope_theta=1000000.0, sliding_window=32768, tie_word_embeddings=True, torch_dtype="bfloat16",
+    transformers_version="4.43.1", use_cache=True, use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+GEMMA_2 = dict(
+    architectures=["Gemma2ForCausalLM"], attention_bias=False, attention_dropout=0.0, attn_logit_softcapping=50.0,
+    bos_token_id=2, cache_implementation="hybrid", eos_token_id=[1, 107], final_logit_softcapping=30.0, head_dim=256,
+    hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", hidden_size=2304, initializer_range=0.02,
+    intermediate_size=9216, max_position_embeddings=8192, model_type="gemma2", num_attention_heads=8,
+    num_hidden_layers=26, num_key_value_heads=4, pad_token_id=0, query_pre_attn_scalar=256, rms_norm_eps=1e-06,
+    rope_theta=10000.0, sliding_window=4096, torch_dtype="bfloat16", transformers_version="4.42.4", use_cache=True,
+    vocab_size=256000,
+)  # fmt: skip
+GEMMA_3 = dict(
+    architectures=["Gemma3ForCausalLM"], attention_bias=False, attention_dropout=0.0, attn_logit_softcapping=None,
+    bos_token_id=2, cache_implementation="hybrid", eos_token_id=[1, 106], final_logit_softcapping=None, head_dim=256,
+    hidden_activation="gelu_pytorch_tanh", hidden_size=1152, initializer_range=0.02, intermediate_size=6912,
+    max_position_embeddings=32768, model_type="gemma3_text", num_attention_heads=4, num_hidden_layers=26,
+    num_key_value_heads=1, pad_token_id=0, query_pre_attn_scalar=256, rms_norm_eps=1e-06, rope_local_base_freq=10000,
+    rope_scaling=None, rope_theta=1000000, sliding_window=512, sliding_window_pattern=6, torch_dtype="bfloat16",
+    transformers_version="4.50.0.dev0", use_cache=True, vocab_size=262144,
+)  # fmt: skip
+PHI_3_128K = dict(
+    _name_or_path="Phi-3-mini-128k-instruct", architectures=["Phi3ForCausalLM"], attention_dropout=0.0,
+    auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}, bos_token_id=1, embd_pdrop=0.0, eos_token_id=32000,
+    hidden_act="silu", hidden_size=3072, initializer_range=0.02, intermediate_size=8192,
+    max_position_embeddings=131072, model_type="phi3", num_attention_heads=32, num_hidden_layers=32,
+    num_key_value_heads=32, original_max_position_embeddings=4096, pad_token_id=32000, resid_pdrop=0.0,
+    rms_norm_eps=1e-05, rope_scaling=dict(long_factor=[2.0] * 48, short_factor=[1.0] * 48, type="longrope"),
+    rope_theta=10000.0, sliding_window=262144, tie_word_embeddings=False, torch_dtype="bfloat16",
+    transformers_version="4.40.2", use_cache=True, attention_bias=False, vocab_size=32064,
+)  # fmt: skip
+GPT_OSS_20B = dict(
+    architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0, eos_token_id=200002,
+    experts_per_token=4, head_dim=64, hidden_act="silu", hidden_size=2880, initial_context_length=4096,
+    initializer_range=0.02, intermediate_size=2880, layer_types=["sliding_attention", "full_attention"] * 12,
+    max_position_embeddings=131072, model_type="gpt_oss", num_attention_heads=64, num_experts_per_tok=4,
+    num_hidden_layers=24, num_key_value_heads=8, num_local_experts=32, output_router_logits=False,
+    pad_token_id=199999, quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]),
+    rms_norm_eps=1e-05,
+    rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096,
+                      rope_type="yarn", truncate=False),
+    rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False,
+    transformers_version="4.55.0.dev0", use_cache=True, vocab_size=201088,
+)  # fmt: skip
+BLOOM_560M = dict(
+    apply_residual_connection_post_layernorm=False, attention_dropout=0.0, attention_softmax_in_fp32=True,
+    bias_dropout_fusion=True, bos_token_id=1, eos_token_id=2, pad_token_id=3, unk_token_id=0, hidden_dropout=0.0,
+    initializer_range=0.02, layer_norm_epsilon=1e-05, masked_softmax_fusion=True, model_type="bloom", n_embed=1024,
+    n_inner=None, n_layer=24, num_attention_heads=16, offset_alibi=100, pretraining_tp=1, seq_length=2048,
+    skip_bias_add=True, skip_bias_add_qkv=False, slow_but_exact=False, transformers_version="4.20.0", use_cache=True,
+    vocab_size=250880,
+)  # fmt: skip
+MPT_7B = dict(
+    architectures=["MPTForCausalLM"],
+    attn_config=dict(alibi=True, alibi_bias_max=8, attn_impl="torch", attn_pdrop=0, attn_type="multihead_attention",
+                     attn_uses_sequence_id=False, clip_qkv=None, prefix_lm=False, qk_ln=False, softmax_scale=None),
+    d_model=4096, emb_pdrop=0, embedding_fraction=1.0, expansion_ratio=4, init_config=dict(name="kaiming_normal_"),
+    init_device="cpu", learned_pos_emb=True, logit_scale=None, max_seq_len=2048, model_type="mpt", n_heads=32,
+    n_layers=32, no_bias=True, norm_type="low_precision_layernorm", resid_pdrop=0,
+    tokenizer_name="EleutherAI/gpt-neox-20b", torch_dtype="bfloat16", transformers_version="4.28.1", use_cache=False,
+    verbose=0, vocab_size=50432,
+)  # fmt: skip
+PUBLISHED = dict(
+    llama=LLAMA_31_8B, qwen2=QWEN_25, gemma2=GEMMA_2, gemma3_text=GEMMA_3, phi3=PHI_3_128K, gpt_oss=GPT_OSS_20B,
+    bloom=BLOOM_560M, mpt=MPT_7B,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_key_of_a_published_config_is_read_or_known(name):
+    config = models.config_of(PUBLISHED[name])
+    assert config.family == name
+    assert hash(config) == hash(models.config_of(PUBLISHED[name]))
+    assert sum(len(group.layers) for group in config.cache_groups) == len(config.layers)
+
+
+def of(name: str):
+    config = models.config_of(PUBLISHED[name])
+    return config, config.layers[0]
+
+
+def test_llama_has_several_ends_and_its_own_scaling():
+    config, layer = of("llama")
+    assert config.eos_token_ids == (128001, 128008, 128009) and isinstance(layer.rope.scaling, Llama3)
+    assert layer.attention.num_kv_heads == 8 and layer.attention.head_dim == 128
+
+
+def test_qwens_window_is_switched_off_and_its_head_tied():
+    config, layer = of("qwen2")
+    assert layer.attention.sliding_window is None and config.tied_embeddings and layer.mixer.qkv_bias
+
+
+def test_gemmas_alternate_windows_by_their_own_rule():
+    for name, every in (("gemma2", 2), ("gemma3_text", 6)):
+        config, _ = of(name)
+        full = [i for i, layer in enumerate(config.layers) if layer.attention.sliding_window is None]
+        assert full == list(range(every - 1, 26, every)) and config.tied_embeddings
+    third, _ = of("gemma3_text")
+    assert {layer.rope.theta for layer in third.layers} == {10000.0, 1000000.0}
+    assert third.cache_groups[0].sliding_window == 512 and third.cache_groups[1].sliding_window is None
+
+
+def test_phi_stretches_and_gpt_oss_warms():
+    _, phi = of("phi3")
+    assert isinstance(phi.rope.scaling, LongRope) and phi.rope.scaling.trained_length == 4096
+    assert abs(phi.rope.scaling.attention_factor - 1.19) < 0.01
+    config, layer = of("gpt_oss")
+    assert isinstance(layer.rope.scaling, Yarn) and layer.attention.has_sinks and layer.mlp.clamp == (1.702, 7.0)
+    assert [group.sliding_window for group in config.cache_groups] == [128, None]
+
+
+def test_alibi_models_have_no_positions_and_no_limit():
+    for name in ("bloom", "mpt"):
+        config, layer = of(name)
+        assert layer.rope is None and layer.attention.has_alibi and config.max_positions is None
