@@ -39,6 +39,9 @@ from jattn.errors import UnsupportedError
 # Layers and models
 from jattn import models, nn
 
+# Serving
+from jattn.engine import Engine, RequestOutput, SamplingParams
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -86,4 +89,8 @@ __all__ = [
     # layers and models
     "models",
     "nn",
+    # serving
+    "Engine",
+    "RequestOutput",
+    "SamplingParams",
 ]

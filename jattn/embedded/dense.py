@@ -1,0 +1,39 @@
+"""A decoder without a cache: dense causal attention over equally long texts, for training and for judging."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jattn.models import ModelConfig
+from jattn.models.parts import embed, halves, head
+from jattn.nn.layer import run
+from jattn.ops.state import AttentionState
+
+
+def dense_logits(config: ModelConfig, params, token_ids):
+    """The model without a cache: token_ids i32[B L] -> logits f32[B L vocab]; differentiable."""
+    batch, length = token_ids.shape
+    flat = token_ids.reshape(-1)
+    positions = jnp.tile(jnp.arange(length), batch)
+    x = embed(config, params, flat, positions)
+    attend = functools.partial(_causal, batch)
+    for layer, weights in zip(config.layers, params["layers"], strict=True):
+        angles = layer.rope.angles(positions, None)
+        mix = functools.partial(run, layer.mixer, weights["attn"], attend=attend, positions=positions, angles=angles)
+        _, x = halves(layer, weights, x, lambda y, mix=mix: mix(y))
+    return head(config, params, x).reshape(batch, length, -1)
+
+
+def _causal(batch: int, q, k, v, params):
+    q, k, v = (x.reshape(batch, -1, *x.shape[1:]) for x in (q, k, v))
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    seen = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    logits = jnp.where(seen[None, None], logits, -jnp.inf)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits, axis=-1), v)
+    return None, AttentionState(
+        out=out.reshape(-1, *out.shape[2:]),
+        lse=jax.nn.logsumexp(logits, axis=-1).swapaxes(1, 2).reshape(-1, q.shape[2]),
+    )

@@ -1,0 +1,101 @@
+"""The second half of the demo: the embedded model serves ragged requests from a pool that is too small for them."""
+
+import dataclasses
+import importlib.util
+import random
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from jattn.embedded.dense import dense_logits
+from jattn.embedded.problems import END, Problem, few_shot, problems
+from jattn.embedded.where import directory
+from jattn.engine import Engine, RequestOutput, SamplingParams
+
+REQUESTS = 96
+OPTIONS = dict(num_blocks=25, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, stop=[END])
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of the requests."""
+
+    right: int
+    same_as_dense: int
+    worst_gap: float  # how much likelier, in logits, the dense model finds another token
+
+
+def run() -> int:
+    """Serve, check, print; 0 where every token is the dense model's and at least 99 % of the sums are right."""
+    if importlib.util.find_spec("safetensors") is None:
+        print("the embedded model needs safetensors to be read: pip install 'jattn[models]'")
+        return 1
+    asked, prompts = requests()
+    engine = Engine.from_pretrained(directory(), **OPTIONS)
+    size = f"{len(engine.config.layers)} layers, {engine.config.hidden_size} wide"
+    print(f"the embedded model ({size}) adds: {REQUESTS} requests")
+    begin = time.perf_counter()
+    programs = engine.warmup()
+    print(f"compiled {programs} programs in {time.perf_counter() - begin:.1f} s; nothing compiles from here on\n")
+    begin, peak, found = time.perf_counter(), 0.0, {}
+    ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    while engine.has_work:
+        found |= {output.id: output for output in engine.step() if output.finished}
+        peak = max(peak, engine.stats.cache_usage)
+    seconds = time.perf_counter() - begin
+    outputs = [found[id] for id in ids]
+    for problem, output in list(zip(asked, outputs, strict=True))[:3]:
+        print(f"  {problem.question}{output.text}   ({problem.a} + {problem.b} = {output.text[::-1].lstrip('0') or 0})")
+    verdict = judge(engine, asked, outputs)
+    _print_summary(engine, seconds, peak, verdict)
+    good = verdict.same_as_dense == REQUESTS and verdict.right >= 0.99 * REQUESTS
+    print("\nevery answer is the model's without a cache" if good else "\nWRONG: see above")
+    return 0 if good else 1
+
+
+def requests(seed: int = 0) -> tuple[list[Problem], list[str]]:
+    """Held-out problems behind none to two solved examples, of which there are few: many beginnings are shared."""
+    rng = random.Random(seed)
+    source, shown = problems(seed, held_out=True), problems(seed, held_out=False)
+    histories = [[next(shown) for _ in range(count)] for count in (0, 1, 2, 2)]
+    asked = [next(source) for _ in range(REQUESTS)]
+    return asked, [few_shot(rng.choice(histories), problem) for problem in asked]
+
+
+def judge(engine: Engine, asked: list[Problem], outputs: list[RequestOutput]) -> Verdict:
+    """Compare with the sums, and, token by token, with the same weights and no cache."""
+    texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+    longest = max(map(len, texts))
+    padded = np.asarray([text + [0] * (longest - len(text)) for text in texts], np.int32)
+    logits = np.asarray(jax.jit(dense_logits, static_argnums=0)(engine.config, engine.params, jnp.asarray(padded)))
+    same, worst = 0, 0.0
+    for output, rows in zip(outputs, logits, strict=True):
+        first = len(output.prompt_token_ids) - 1
+        rows = rows[first : first + len(output.token_ids)]
+        gaps = rows.max(axis=-1) - rows[np.arange(len(rows)), list(output.token_ids)]
+        same += bool((gaps == 0).all())
+        worst = max(worst, float(gaps.max()))
+    right = sum(output.text == problem.answer for problem, output in zip(asked, outputs, strict=True))
+    return Verdict(right, same, worst)
+
+
+def _print_summary(engine: Engine, seconds: float, peak: float, verdict: Verdict) -> None:
+    stats = engine.stats
+    layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.model.backend)
+    rows = {
+        "attention backend": layer.backend_name,
+        "sums right": f"{verdict.right} of {REQUESTS}, none of them trained on",
+        "same tokens as without a cache": f"{verdict.same_as_dense} of {REQUESTS} requests",
+        "speed": f"{stats.output_tokens / seconds:.0f} tokens/s generated, {stats.prompt_tokens / seconds:.0f} read",
+        "dispatches": f"{stats.dispatches}, with {stats.steps} model steps",
+        "cache use": f"{peak:.0%} of {engine.tables.pools[0].num_blocks - 1} blocks at most",
+        "prefix cache": f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens were there already",
+        "preemptions": str(stats.preemptions),
+    }
+    print()
+    for name, value in rows.items():
+        print(f"  {name:32}{value}")

@@ -1,0 +1,76 @@
+"""At the door: can this model be served so, and this request at all? Every reason at once."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Any
+
+import numpy as np
+
+from jattn.backends import Feature, explain
+from jattn.engine.outputs import Completion, FinishReason, RequestOutput
+from jattn.engine.params import SamplingParams
+from jattn.engine.scheduler import Limits
+from jattn.engine.step import Model
+from jattn.engine.tokenizer import Tokenizer
+
+
+def model_of(config: Any, caches: Many, forward: Callable | None, backend: str, deterministic: bool) -> Model:
+    """The model as a dispatch calls it, with a backend that keeps the promise of `deterministic`."""
+    if forward is None:
+        from jattn import models
+
+        forward = models.forward
+    if not deterministic:
+        return Model(forward, config, backend)
+    able = None
+    for layer, cache in zip(config.layers, caches, strict=True):
+        reports = explain(layer.attention, cache.spec, needs=(Feature.BATCH_INVARIANCE,))
+        names = [report.name for report in reports if report.supported]
+        able = names if able is None else [name for name in able if name in names]
+    if not able or backend not in ("auto", *able):
+        raise ValueError(
+            f"{backend=} does not give the same bits in every batch, which deterministic=True needs; "
+            f"{'use one of ' + ', '.join(able) if able else 'no backend here does for every layer of this model'}"
+        )
+    return Model(forward, config, able[0] if backend == "auto" else backend)
+
+
+def check(
+    prompt: str | Many[int], params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, limits: Limits
+) -> tuple[tuple[int, ...], list[str]]:
+    """(the prompt's tokens, why it cannot be served)."""
+    try:
+        tokens = tuple(_tokens(prompt, tokenizer))
+    except (TypeError, ValueError) as error:
+        return (), [str(error)]
+    reasons = []
+    if not isinstance(params, SamplingParams):
+        return tokens, [f"params={params!r} must be jattn.SamplingParams"]
+    if not tokens:
+        reasons.append("the prompt is empty: there is no token to continue from")
+    if bad := sorted({t for t in (*tokens, *params.stop_token_ids) if not 0 <= t < vocab_size}):
+        reasons.append(f"tokens {bad[:5]} are outside the vocabulary of {vocab_size}")
+    if len(tokens) >= limits.max_model_len:
+        reasons.append(
+            f"the prompt has {len(tokens)} tokens, and prompt and output together may have {limits.max_model_len}"
+        )
+    if params.stop and tokenizer is None:
+        reasons.append("stop strings need a tokenizer; use stop_token_ids")
+    return tokens, reasons
+
+
+def refused(id: str, tokens: tuple[int, ...], reasons: list[str]) -> RequestOutput:
+    """What a request that cannot be served gets."""
+    why = "; ".join(reasons)
+    return RequestOutput(id, tokens, (Completion(0, "", (), finish_reason=FinishReason.ERROR, error=why),))
+
+
+def _tokens(prompt: str | Many[int], tokenizer: Tokenizer | None) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer; this engine has none: give token ids")
+        return tokenizer.encode(prompt)
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"a prompt must be text or a list of token ids, not shape {ids.shape} of {ids.dtype}")
+    return ids.astype(np.int64).tolist()

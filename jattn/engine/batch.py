@@ -1,0 +1,89 @@
+"""From a plan to the arrays of a dispatch: numpy only, pure."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jattn.engine.sampling import SamplingRows, sampling_rows
+from jattn.engine.scheduler import Row, StepPlan, remaining_tokens
+from jattn.engine.sequence import Sequence
+from jattn.engine.shapes import StepShapes
+from jattn.engine.step import Batch
+from jattn.metadata import CommonAttentionMetadata
+from jattn.types import NULL_BLOCK_ID
+
+
+def lanes_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
+    """The rows that the device sees: the plan's, or, where every bit counts, one for each token.
+
+    Attention may sum in another order for a token of a long row than for a single one; as a row of its own, a prompt's
+    token is computed just like a generated one.
+    """
+    if not shapes.deterministic:
+        return plan.rows
+    return tuple(
+        Row(row.id, row.start + i, 1, row.samples and i == row.num_new - 1)
+        for row in plan.rows
+        for i in range(row.num_new)
+    )
+
+
+def batch_of(
+    plan: StepPlan, lanes: tuple[Row, ...], seqs: Mapping[str, Sequence], shapes: StepShapes, eos: tuple[int, ...]
+) -> Batch:
+    """The plan's tokens, one metadata a cache group, and every lane's rules, in the plan's bucket."""
+    num_tokens, num_rows, decode = shapes.of(plan)
+    chosen = [seqs[lane.id] for lane in lanes]
+    token_ids = np.zeros(num_tokens, np.int32)
+    new = [seq.tokens[lane.start : lane.start + lane.num_new] for seq, lane in zip(chosen, lanes, strict=True)]
+    token_ids[: plan.num_tokens] = np.concatenate(new)
+    query_lens = [lane.num_new for lane in lanes]
+    seq_lens = [lane.start + lane.num_new for lane in lanes]
+    metas = []
+    for g in range(len(chosen[0].tables)):
+        table = np.full((len(lanes), shapes.max_blocks), NULL_BLOCK_ID, np.int32)
+        for line, seq in zip(table, chosen, strict=True):
+            line[: len(seq.tables[g])] = seq.tables[g]
+        metas.append(_meta(query_lens, seq_lens, table, shapes, (num_tokens, num_rows, decode)))
+    limit = shapes.limits.max_model_len
+    rows = sampling_rows(
+        [seq.params for seq in chosen],
+        [seq.seed for seq in chosen],
+        [seq.num_output for seq in chosen],
+        [remaining_tokens(seq, limit) if lane.samples else 0 for seq, lane in zip(chosen, lanes, strict=True)],
+        [stop_ids_of(seq, eos) for seq in chosen],
+        num_rows,
+    )
+    return _batch(token_ids, tuple(metas), rows, plan.burst, plan.until_any, shapes)
+
+
+def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShapes) -> Batch:
+    """A batch of padding in a bucket: what warming up compiles with; it writes nowhere."""
+    meta = _meta([], [], np.zeros((0, 1), np.int32), shapes, shape)
+    rows = sampling_rows([], [], [], [], [], shape[1])
+    return _batch(np.zeros(shape[0], np.int32), (meta,) * num_groups, rows, 1, False, shapes)
+
+
+def stop_ids_of(seq: Sequence, eos: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end this sequence."""
+    return (*(() if seq.params.ignore_eos else eos), *seq.params.stop_token_ids)
+
+
+def _meta(query_lens, seq_lens, table, shapes: StepShapes, shape: tuple[int, int, bool]) -> CommonAttentionMetadata:
+    num_tokens, num_rows, decode = shape
+    meta = CommonAttentionMetadata.from_lengths(
+        query_lens, seq_lens, table, shapes.block_size,
+        num_tokens=num_tokens, num_reqs=num_rows, max_blocks=shapes.max_blocks,
+    )  # fmt: skip
+    return meta.replace(max_query_len=1 if decode else num_tokens)  # one trace a bucket
+
+
+def _batch(token_ids, metas, rows: SamplingRows, steps: int, until_any: bool, shapes: StepShapes) -> Batch:
+    return Batch(
+        token_ids=token_ids,
+        metas=metas,
+        rows=rows,
+        steps=np.int32(steps),
+        until_any=np.bool_(until_any),
+        block_size=shapes.block_size,
+    )

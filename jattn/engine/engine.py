@@ -1,0 +1,287 @@
+"""The engine: requests in, tokens out; everything that changes while a model is served is in here."""
+
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jattn.engine import admission, sampling, sizing, warming
+from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
+from jattn.engine.chat import ChatTemplate, load_chat_template
+from jattn.engine.outputs import FinishReason, RequestOutput, TokenLogprob
+from jattn.engine.params import SamplingParams
+from jattn.engine.response import Response
+from jattn.engine.scheduler import Limits, Row, Scheduler, StepPlan
+from jattn.engine.sequence import Sequence
+from jattn.engine.shapes import StepShapes
+from jattn.engine.stats import Stats
+from jattn.engine.step import NOT_SAMPLED, dispatch
+from jattn.engine.tables import BlockTables
+from jattn.engine.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Many[int]
+
+log = logging.getLogger("jattn.engine")
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    id: str
+    prompt: tuple[int, ...]
+    responses: list[Response]
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            self.id, self.prompt, tuple(r.completion() for r in self.responses), self.responses[0].num_cached
+        )
+
+
+class Engine:
+    """Continuous batching over a paged cache: add_request, step, abort; or all at once, generate.
+
+    Not for several threads: one thread calls it, as the server does.
+
+    deterministic=True gives every dispatch one shape and takes a batch-invariant attention backend, so that a
+    request's tokens are the same bits alone and in any batch, chunking, preemption or prefix hit; see docs/serving.md
+    for what it costs.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        params: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        max_model_len: int | None = None,
+        max_burst: int = 8,
+        cache_dtype: str | None = None,
+        backend: str = "auto",
+        prefix_caching: bool = True,
+        deterministic: bool = False,
+        chat_template: ChatTemplate | None = None,
+        forward: Callable | None = None,
+        seed: int = 0,
+    ):
+        dtype = cache_dtype or sizing.dtype_of(params)
+        num_blocks, max_model_len = sizing.pool_of(config, dtype, num_blocks, block_size, max_num_seqs, max_model_len)
+        self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst)
+        self.shapes = StepShapes(self.limits, block_size, deterministic)
+        self.tokenizer, self.chat_template = tokenizer, chat_template
+        self.config, self.params = config, params
+        self.caches = config.make_caches(num_blocks, block_size, dtype)
+        self.model = admission.model_of(config, self.caches, forward, backend, deterministic)
+        self.tables = BlockTables(num_blocks, block_size, config.cache_groups, prefix_caching)
+        self.scheduler = Scheduler(self.limits, self.tables)
+        self._requests: dict[str, _Request] = {}
+        self._responses: dict[str, Response] = {}  # by sequence
+        self._ended: list[RequestOutput] = []  # refused at the door: told by the next step
+        self._stats = Stats()
+        self._seeds = np.random.default_rng(seed)
+        self._next_id = 0
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, **options) -> "Engine":
+        """From a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json."""
+        from jattn import models
+
+        config, params = models.load(directory)
+        if config.is_encoder or config.encoder is not None:
+            raise ValueError(f"{config.family} is not a decoder alone, and only those are served; see jattn.models")
+        tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
+        return cls(config, params, tokenizer, chat_template=template, **options)
+
+    # ------------------------------------------------------------------ all at once
+    def generate(
+        self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Every prompt's completions, in the order of the prompts."""
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
+            prompts = [prompts]  # type: ignore[assignment]
+        many = [params or SamplingParams()] * len(prompts) if not isinstance(params, (list, tuple)) else params
+        if len(many) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(many)} SamplingParams: give one, or one a prompt")
+        ids = [self.add_request(prompt, each) for prompt, each in zip(prompts, many, strict=True)]
+        found = {output.id: output for output in self.drain()}
+        return [found[id] for id in ids]
+
+    def drain(self) -> Iterator[RequestOutput]:
+        """Step until nothing is left; every request as it ends."""
+        while self.has_work:
+            yield from (output for output in self.step() if output.finished)
+
+    # ------------------------------------------------------------------ step by step
+    @property
+    def has_work(self) -> bool:
+        """Is there anything for step() to do or to tell?"""
+        return bool(self._requests or self._ended)
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, salt: str = ""
+    ) -> str:
+        """Queue a prompt (text or token ids) and return its id; a request that cannot be served fails alone, with
+        finish_reason "error", in the next step.
+
+        Requests of different `salt` share no cached blocks (what one tenant sent cannot be timed by another).
+        """
+        params = SamplingParams() if params is None else params
+        id = f"request-{self._next_id}" if request_id is None else request_id
+        if id in self._requests:
+            raise ValueError(f"request {id!r} is still running; choose another id")
+        self._next_id += 1
+        self._stats = self._stats.plus(requests=1)
+        tokens, reasons = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits)
+        if reasons:
+            self._ended.append(admission.refused(id, tokens, reasons))
+            self._stats = self._stats.plus(failed=1)
+            return id
+        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        request = _Request(id, tokens, [])
+        for index in range(params.n):
+            name = f"{self._next_id}.{index}"  # ours: a user's ids may look like anything
+            seq = Sequence(name, tokens, params, (seed + index) % 2**63, hashlib.blake2b(salt.encode()).digest())
+            stop_ids = stop_ids_of(seq, self.config.eos_token_ids)
+            response = Response.of(id, seq, index, stop_ids, self.limits.max_model_len, self.tokenizer)
+            request.responses.append(response)
+            self._responses[name] = response
+            self.scheduler.add(seq)
+        self._requests[id] = request
+        return id
+
+    def step(self) -> list[RequestOutput]:
+        """One dispatch: the outputs so far of every request that moved, and of every one that ended."""
+        begin = time.perf_counter()
+        outputs, self._ended = self._ended, []
+        plan = self.scheduler.schedule()
+        if not plan.rows:
+            return outputs
+        self._note(plan)
+        seqs = {row.id: self._responses[row.id].seq for row in plan.rows}
+        lanes = lanes_of(plan, self.shapes)
+        batch = batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids)
+        sent = time.perf_counter()
+        with jax.profiler.StepTraceAnnotation("jattn.step", step_num=self._stats.dispatches):
+            self.caches, tokens, logits = dispatch(self.model, self.params, self.caches, batch)
+            told = self._tell(lanes, batch, logits)
+            tokens = np.asarray(tokens)
+        received = time.perf_counter()
+        moved = self._accept(plan, lanes, tokens, told)
+        outputs += [self._requests[id].output() for id in moved]
+        self._forget_finished(moved)
+        busy = received - sent
+        self._stats = self._stats.plus(
+            dispatches=1,
+            steps=int((tokens != NOT_SAMPLED).any(axis=1).sum()) or 1,
+            device_seconds=busy,
+            host_seconds=time.perf_counter() - begin - busy,
+        )
+        return outputs
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a request and free its blocks at once; False where there is no such request any more."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        for response in request.responses:
+            if response.finish_reason is None:
+                response.finish_reason = FinishReason.ABORT
+                self.scheduler.remove(response.seq)
+                self._stats = self._stats.plus(aborted=1)
+        self._ended.append(request.output())
+        self._drop(request)
+        return True
+
+    @property
+    def stats(self) -> Stats:
+        """Counters and queues, as a value; `.prometheus()` is the text format."""
+        return dataclasses.replace(
+            self._stats,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            cache_usage=self.tables.usage,
+            evictions=sum(pool.evictions for pool in self.tables.pools),
+        )
+
+    def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
+        """Compile every program that serving can ask for; afterwards nothing compiles. Returns how many.
+
+        progress(done, total, what) is called before each.
+        """
+        if self.has_work:
+            raise RuntimeError("warm up before the first request: the pool must be idle")
+        self.caches, count = warming.warm(
+            self.model, self.params, self.caches, self.shapes, len(self.tables.groups), progress
+        )
+        return count
+
+    # ------------------------------------------------------------------ after a dispatch
+    def _tell(self, lanes: tuple[Row, ...], batch, logits) -> sampling.Sampled | None:
+        """Penalised tokens and log-probabilities, where some row asks for them."""
+        responses = [self._responses[lane.id] for lane in lanes]
+        params = [r.seq.params for r in responses]
+        if not any(p.is_penalised or p.logprobs is not None for p in params):
+            return None
+        histories, prompt_lens = [r.seq.tokens for r in responses], [len(r.seq.prompt) for r in responses]
+        width = self.limits.max_model_len
+        penalties = sampling.penalties_of(params, histories, prompt_lens, logits.shape[0], width)
+        return jax.device_get(sampling.sample_and_tell(logits, batch.rows, penalties))
+
+    def _accept(
+        self, plan: StepPlan, lanes: tuple[Row, ...], tokens: np.ndarray, told: sampling.Sampled | None
+    ) -> list[str]:
+        """Bring every row's sequence and response up to date; ids of the requests that have news."""
+        moved = dict[str, None]()
+        last_lane = {lane.id: r for r, lane in enumerate(lanes)}
+        for row in plan.rows:
+            r = last_lane[row.id]
+            response = self._responses[row.id]
+            new = [t for t in tokens[:, r] if t != NOT_SAMPLED] if row.samples else []
+            if told is not None and row.samples:
+                new = [told.tokens[r]]
+            accepted = response.accept(new)
+            if told is not None and accepted and response.seq.params.logprobs is not None:
+                response.logprobs.append(_logprob(told, r, response.seq.params.logprobs))
+            self.scheduler.commit(response.seq, row, accepted)
+            self._stats = self._stats.plus(output_tokens=len(accepted))
+            if response.finish_reason is not None:
+                failed = response.finish_reason is FinishReason.ERROR
+                self.scheduler.remove(response.seq, trusted=not failed)
+                self._stats = self._stats.plus(**{"failed" if failed else "finished": 1})
+            if accepted or response.finish_reason is not None:
+                moved[response.request_id] = None
+        return list(moved)
+
+    def _forget_finished(self, ids: list[str]) -> None:
+        for id in ids:
+            if all(response.finish_reason is not None for response in self._requests[id].responses):
+                self._drop(self._requests[id])
+
+    def _drop(self, request: _Request) -> None:
+        del self._requests[request.id]
+        for response in request.responses:
+            del self._responses[response.seq.id]
+
+    def _note(self, plan: StepPlan) -> None:
+        for id, hit in plan.admitted:
+            response = self._responses[id]
+            if response.seq.num_preemptions == 0:
+                response.num_cached = hit
+                self._stats = self._stats.plus(prompt_tokens=len(response.seq.prompt), cached_tokens=hit)
+        if plan.preempted:
+            self._stats = self._stats.plus(preemptions=len(plan.preempted))
+            log.info("preempted %s: the pool is full", ", ".join(plan.preempted))
+
+
+def _logprob(told: sampling.Sampled, row: int, count: int) -> TokenLogprob:
+    top = zip(told.top_tokens[row][:count].tolist(), told.top_logprobs[row][:count].tolist(), strict=True)
+    return TokenLogprob(int(told.tokens[row]), float(told.logprobs[row]), dict(top))

@@ -1,0 +1,98 @@
+"""The host's side of a completion: text, stop conditions, log-probabilities."""
+
+import dataclasses
+from collections.abc import Sequence as Many
+
+from jattn.engine.detokenize import Detokenizer, find_stop, held_back
+from jattn.engine.outputs import Completion, FinishReason, TokenLogprob
+from jattn.engine.sampling import BAD_TOKEN
+from jattn.engine.sequence import Sequence
+from jattn.engine.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(eq=False)
+class Response:
+    """What has been made of a sequence's output, and why it ended."""
+
+    request_id: str
+    seq: Sequence
+    index: int
+    stop_ids: tuple[int, ...]
+    max_model_len: int
+    detokenizer: Detokenizer | None
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    num_cached: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    stop: str | int | None = None
+    _text: str = ""
+
+    @classmethod
+    def of(
+        cls, request_id: str, seq: Sequence, index: int, stop_ids, max_model_len: int, tokenizer: Tokenizer | None
+    ) -> "Response":
+        detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        return cls(request_id, seq, index, stop_ids, max_model_len, detokenizer)
+
+    def accept(self, tokens: Many[int]) -> list[int]:
+        """The tokens that count, up to the one that ends the sequence."""
+        accepted = []
+        for token in tokens:
+            if token == BAD_TOKEN:
+                self.fail("the model's logits are NaN or infinite for this prompt")
+                break
+            accepted.append(int(token))
+            self._look_at(int(token), self.seq.num_output + len(accepted))
+            if self.finish_reason is not None:
+                break
+        return accepted
+
+    def fail(self, why: str) -> None:
+        """End with an error."""
+        self.finish_reason, self.error = FinishReason.ERROR, why
+
+    def completion(self) -> Completion:
+        """So far; what may yet become a stop string is held back until it is decided."""
+        told = self.seq.params.logprobs is not None
+        return Completion(
+            index=self.index,
+            text=self._visible(),
+            token_ids=tuple(self.seq.output),
+            logprobs=tuple(self.logprobs) if told else None,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            stop=self.stop,
+        )
+
+    def _look_at(self, token: int, num_output: int) -> None:
+        params = self.seq.params
+        if token in self.stop_ids:
+            self._end(FinishReason.STOP, token)
+            return
+        self._read([token])
+        if self.finish_reason is None and (
+            num_output >= params.max_tokens or len(self.seq.prompt) + num_output >= self.max_model_len
+        ):
+            self._end(FinishReason.LENGTH, None)
+
+    def _read(self, tokens: Many[int], last: bool = False) -> None:
+        """Grow the text, and end where a stop string does."""
+        if self.detokenizer is None:
+            return
+        before = len(self._text)
+        self._text += self.detokenizer.finish() if last else self.detokenizer.add(tokens)
+        params = self.seq.params
+        found = find_stop(self._text, params.stop, before) if len(self._text) > before else None
+        if found is not None:
+            at, text = found
+            self._text = self._text[: at + (len(text) if params.include_stop_str_in_output else 0)]
+            self.finish_reason, self.stop = FinishReason.STOP, text
+
+    def _end(self, reason: FinishReason, stop: int | None) -> None:
+        self.finish_reason, self.stop = reason, stop
+        self._read([], last=True)
+
+    def _visible(self) -> str:
+        if self.finish_reason is not None:
+            return self._text
+        return self._text[: len(self._text) - held_back(self._text, self.seq.params.stop)]

@@ -1,0 +1,166 @@
+"""Continuous batching: which tokens of which sequences the next dispatch computes.
+
+First come, first served. Every running sequence gets its next token (or the next chunk of its prompt) before a
+waiting one is admitted; where blocks run out, the youngest running sequence gives all of its own back and waits again
+at the front: its tokens are kept and computed anew, so nothing is lost and nothing changes.
+"""
+
+import dataclasses
+from collections import deque
+
+from jattn.engine.sequence import Sequence
+from jattn.engine.step import MOST_STEPS
+from jattn.engine.tables import BlockTables
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a dispatch may hold."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_burst: int = 8  # decode steps of one dispatch
+
+    def __post_init__(self):
+        reasons = [
+            f"{name}={getattr(self, name)!r} must be a positive integer"
+            for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_burst")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
+        ]
+        if not reasons and self.max_num_batched_tokens < self.max_num_seqs:
+            reasons.append(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}: every running sequence gets a token in every step"
+            )
+        if not reasons and self.max_burst > MOST_STEPS:
+            reasons.append(f"max_burst={self.max_burst} must be at most {MOST_STEPS}")
+        if reasons:
+            raise ValueError("; ".join(reasons))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Tokens start .. start + num_new - 1 of a sequence; `samples`: the last of them asks for the next token."""
+
+    id: str
+    start: int
+    num_new: int
+    samples: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One dispatch. `burst` tokens are generated a row; with `until_any`, fewer once some row has ended."""
+
+    rows: tuple[Row, ...] = ()
+    burst: int = 1
+    until_any: bool = False
+    preempted: tuple[str, ...] = ()
+    admitted: tuple[tuple[str, int], ...] = ()  # (sequence, tokens found in the prefix cache)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the first step."""
+        return sum(row.num_new for row in self.rows)
+
+    @property
+    def is_decode(self) -> bool:
+        """Does every row compute one token and sample?"""
+        return all(row.num_new == 1 and row.samples for row in self.rows)
+
+
+class Scheduler:
+    """The two queues. schedule() -> StepPlan; commit() tells what became of a row."""
+
+    def __init__(self, limits: Limits, tables: BlockTables):
+        self.limits = limits
+        self.tables = tables
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence; its longest form must fit the pool alone (the engine's max_model_len sees to it)."""
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence, *, trusted: bool = True) -> None:
+        """Forget a sequence, finished or aborted, and give its blocks back."""
+        if seq in self.running:
+            self.running.remove(seq)
+            self.tables.release(seq, trusted=trusted)
+        else:
+            self.waiting.remove(seq)
+
+    def schedule(self) -> StepPlan:
+        """The next dispatch; no rows: nothing to do. Blocks for it are dealt out."""
+        budget, rows, preempted = self.limits.max_num_batched_tokens, [], []
+        i = 0
+        while i < len(self.running):
+            seq = self.running[i]
+            count = min(len(seq.tokens) - seq.num_computed, budget)
+            if not count:
+                break
+            while seq in self.running and not self.tables.extend(seq, seq.num_computed + count):
+                preempted.append(self._preempt_youngest())
+            if seq not in self.running:
+                break
+            rows.append(_row(seq, count))
+            budget -= count
+            i += 1
+        admitted = []
+        while self.waiting and budget and not preempted and len(self.running) < self.limits.max_num_seqs:
+            seq = self.waiting[0]
+            hit = self.tables.admit(seq)
+            count = min(len(seq.tokens) - seq.num_computed, budget)
+            if not self.tables.extend(seq, seq.num_computed + count):
+                self.tables.release(seq)
+                break
+            self.running.append(self.waiting.popleft())
+            admitted.append((seq.id, hit))
+            rows.append(_row(seq, count))
+            budget -= count
+        plan = StepPlan(tuple(rows), preempted=tuple(preempted), admitted=tuple(admitted))
+        return dataclasses.replace(plan, burst=self._burst(plan), until_any=bool(self.waiting))
+
+    def commit(self, seq: Sequence, row: Row, new_tokens: list[int]) -> None:
+        """A row was computed and these tokens came of it: all but the last of them are in the cache too."""
+        seq.num_computed = row.start + row.num_new + max(len(new_tokens) - 1, 0)
+        seq.tokens += new_tokens
+        self.tables.publish(seq)
+
+    def _burst(self, plan: StepPlan) -> int:
+        """Steps that this dispatch can take without the host: blocks for all of them are dealt out here."""
+        if not plan.rows or not plan.is_decode:
+            return 1
+        seqs = self.running[: len(plan.rows)]
+        if any(seq.params.is_penalised or seq.params.logprobs is not None for seq in seqs):
+            return 1  # the host looks at every token's logits
+        burst = min(self.limits.max_burst, max(self._remaining(seq) for seq in seqs))
+        while burst > 1:
+            wanted = [(seq, seq.num_computed + min(burst, self._remaining(seq))) for seq in seqs]
+            if self.tables.fits(wanted):
+                for seq, num_tokens in wanted:
+                    self.tables.extend(seq, num_tokens)
+                return burst
+            burst //= 2
+        return 1
+
+    def _remaining(self, seq: Sequence) -> int:
+        """Tokens that a sequence may still generate."""
+        return remaining_tokens(seq, self.limits.max_model_len)
+
+    def _preempt_youngest(self) -> str:
+        seq = self.running.pop()
+        self.tables.release(seq)
+        seq.num_preemptions += 1
+        self.waiting.appendleft(seq)
+        return seq.id
+
+
+def remaining_tokens(seq: Sequence, max_model_len: int) -> int:
+    """Tokens that a sequence may still generate: what it asked for, within the model's length."""
+    return min(seq.params.max_tokens - seq.num_output, max_model_len - len(seq.tokens))
+
+
+def _row(seq: Sequence, count: int) -> Row:
+    return Row(seq.id, seq.num_computed, count, seq.num_computed + count == len(seq.tokens))

@@ -1,0 +1,37 @@
+"""One completion in the making: its tokens, how far they are computed, and the blocks it holds."""
+
+import dataclasses
+
+from jattn.engine.params import SamplingParams
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A prompt and what has been generated; a request with n completions is n of them."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int = 0
+    salt: bytes = b""
+    tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt, then the output
+    num_computed: int = 0  # tokens whose keys and values are in the cache
+    tables: list[list[int]] = dataclasses.field(default_factory=list)  # one a cache group; only BlockTables writes
+    kept_from: list[int] = dataclasses.field(default_factory=list)  # a group: blocks before this were given back
+    names: list[bytes] = dataclasses.field(default_factory=list)  # hashes of the first full blocks
+    num_shared: int = 0  # blocks that came from the prefix cache
+    num_published: int = 0  # blocks that others may share
+    num_preemptions: int = 0
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[len(self.prompt) :]

@@ -1,0 +1,134 @@
+"""The dispatch: one compiled program that computes a batch, samples, and decodes on, all without the host.
+
+The first step takes any batch, prompts included; every further one takes the tokens just sampled. A row that has
+ended writes nowhere and stands still until all have. The loop's length is data, so it never compiles anew.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.engine.sampling import BAD_TOKEN, SamplingRows, sample
+from jattn.metadata.common import CommonAttentionMetadata
+from jattn.types import PAD_SLOT_ID, pytree, static
+from pallas_kernels.algebra.paging import slots_of
+
+NOT_SAMPLED = -2
+"""In a dispatch's output: the row had ended before this step, or there was no such step."""
+
+
+MOST_STEPS = 32
+"""Steps of the longest dispatch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What a dispatch calls: pure, and hashable, so that equal models share their programs.
+
+    forward(config, params, token_ids, caches, meta, backend=, logits_at=) -> (caches, logits), meta one
+    CommonAttentionMetadata, or a tuple where the model has several cache groups: `jattn.models.forward`.
+    """
+
+    forward: Callable
+    config: Any
+    backend: str = "auto"
+
+    def last_logits(self, params, caches, token_ids, metas):
+        """(caches, f32[R vocab] of each row's last token)."""
+        meta = metas[0] if len(metas) == 1 else metas
+        last = metas[0].logits_at_last_token()
+        caches, logits = self.forward(
+            self.config, params, token_ids, caches, meta, backend=self.backend, logits_at=last
+        )
+        return caches, logits.astype(jnp.float32)
+
+
+@pytree
+class Batch:
+    """What a dispatch reads; metas: one a cache group."""
+
+    token_ids: jax.Array  # i32[T]
+    metas: tuple[CommonAttentionMetadata, ...]
+    rows: SamplingRows
+    steps: jax.Array  # i32[] at most this many, and at most MOST_STEPS
+    until_any: jax.Array  # bool[] stop as soon as some row ends
+    block_size: int = static()
+
+
+@pytree
+class Progress:
+    """What the loop carries."""
+
+    step: jax.Array  # i32[]
+    alive: jax.Array  # bool[R]
+    token_ids: jax.Array  # i32[T]
+    metas: tuple[CommonAttentionMetadata, ...]
+    tokens: jax.Array  # i32[MOST_STEPS R]
+    logits: jax.Array  # f32[R vocab] of the last step
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
+def dispatch(model: Model, params, caches, batch: Batch):
+    """(caches, tokens i32[MOST_STEPS R], logits f32[R vocab] of the last step).
+
+    tokens[i, r] is what step i chose for row r, BAD_TOKEN where its logits were unusable, NOT_SAMPLED where the row had
+    ended before.
+    """
+    num_rows = batch.metas[0].max_num_reqs
+
+    def one(carry):
+        caches, at = carry
+        caches, logits = model.last_logits(params, caches, at.token_ids, at.metas)
+        chosen = sample(logits, _at_position(batch.rows, at.step))
+        tokens = jax.lax.dynamic_update_index_in_dim(at.tokens, jnp.where(at.alive, chosen, NOT_SAMPLED), at.step, 0)
+        ended = (chosen == BAD_TOKEN) | jnp.any(chosen[:, None] == batch.rows.stop_ids, axis=1)
+        alive = at.alive & ~ended & (batch.rows.remaining > at.step + 1)
+        metas = tuple(next_batch(meta, alive, batch.block_size) for meta in at.metas)
+        token_ids = jnp.zeros_like(at.token_ids).at[:num_rows].set(jnp.maximum(chosen, 0))
+        return caches, Progress(
+            step=at.step + 1, alive=alive, token_ids=token_ids, metas=metas, tokens=tokens, logits=logits
+        )
+
+    def goes_on(carry):
+        at = carry[1]
+        live = batch.rows.remaining > 0
+        ended = jnp.any(live & ~at.alive)
+        more = jnp.any(at.alive) & ~(batch.until_any & ended) & (at.step < jnp.minimum(batch.steps, MOST_STEPS))
+        return (at.step == 0) | more
+
+    start = Progress(
+        step=jnp.int32(0),
+        alive=batch.rows.remaining > 0,
+        token_ids=jnp.asarray(batch.token_ids),
+        metas=jax.tree.map(jnp.asarray, batch.metas),
+        tokens=jnp.full((MOST_STEPS, num_rows), NOT_SAMPLED, jnp.int32),
+        logits=jnp.zeros((num_rows, model.config.vocab_size), jnp.float32),
+    )
+    caches, end = jax.lax.while_loop(goes_on, one, (caches, start))
+    return caches, end.tokens, end.logits
+
+
+def next_batch(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int) -> CommonAttentionMetadata:
+    """The decode step after any batch: one token for each row that had some, nothing written for those not alive.
+
+    Like `meta.advanced`, but rows may end, and the batch before may hold prompts: T stays, tokens past R are padding.
+    """
+    had = meta.query_lens() > 0
+    num_rows, num_tokens = meta.max_num_reqs, meta.num_tokens
+    start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(had, dtype=jnp.int32)])
+    seq_lens = meta.seq_lens + (alive & had)
+    row = jnp.arange(num_rows)
+    slots = slots_of(jnp.asarray(meta.block_table), row, seq_lens - 1, block_size)
+    slots = jnp.where(alive & had, slots, PAD_SLOT_ID).astype(jnp.int32)
+    slots = jnp.concatenate([slots, jnp.full(num_tokens - num_rows, PAD_SLOT_ID, jnp.int32)])
+    return meta.replace(
+        query_start_loc=start, seq_lens=seq_lens, slot_mapping=slots, num_actual_tokens=start[-1], logits_indices=None
+    )
+
+
+def _at_position(rows: SamplingRows, step: jax.Array) -> SamplingRows:
+    return dataclasses.replace(rows, position=rows.position + step)

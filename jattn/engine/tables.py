@@ -1,0 +1,130 @@
+"""Block tables of running requests: one row a cache group, dealt out, shared, and given back as a window moves on.
+
+Layers that keep the same tokens form a cache group and share one table. A group with a sliding window or with chunks
+gives blocks back as soon as no later token can see them; its table then holds the null block there.
+"""
+
+from collections.abc import Sequence as Many
+from typing import Protocol
+
+from jattn.engine.blocks import BlockPool, block_hash
+from jattn.engine.sequence import Sequence
+from jattn.types import NULL_BLOCK_ID
+from pallas_kernels.algebra.paging import cdiv
+
+
+class Group(Protocol):
+    """What a cache group keeps: the last `sliding_window` tokens, or the query's own chunk, or (both None) all."""
+
+    @property
+    def sliding_window(self) -> int | None: ...
+
+    @property
+    def chunk_size(self) -> int | None: ...
+
+
+def first_visible(group: Group, position: int) -> int:
+    """The first position that a token at `position`, or any later one, can see."""
+    first = 0
+    if group.sliding_window is not None:
+        first = max(first, position - group.sliding_window + 1)
+    if group.chunk_size is not None:
+        first = max(first, position // group.chunk_size * group.chunk_size)
+    return first
+
+
+class BlockTables:
+    """Pools and tables of all groups; a sequence's tables live in the sequence, and only this class changes them."""
+
+    def __init__(self, num_blocks: int, block_size: int, groups: Many[Group], prefix_caching: bool = True):
+        self.block_size = block_size
+        self.groups = tuple(groups)
+        self.pools = tuple(BlockPool(num_blocks) for _ in self.groups)
+        self.prefix_caching = prefix_caching
+
+    @property
+    def usage(self) -> float:
+        """The share of blocks in use, of the fullest group."""
+        return max(pool.num_held / (pool.num_blocks - 1) for pool in self.pools)
+
+    def admit(self, seq: Sequence) -> int:
+        """Give a sequence without blocks every cached block of its beginning; the number of tokens that saves."""
+        seq.tables = [[] for _ in self.groups]
+        seq.kept_from = [0] * len(self.groups)
+        hits = self._longest_hit(seq) if self.prefix_caching else 0
+        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            kept = first_visible(group, hits * self.block_size) // self.block_size
+            seq.kept_from[g] = kept
+            found = [pool.find(name) for name in seq.names[kept:hits]]
+            seq.tables[g] = [NULL_BLOCK_ID] * kept + [block for block in found if block is not None]
+            for block in seq.tables[g][kept:]:
+                pool.hold(block)
+        seq.num_shared = seq.num_published = hits
+        seq.num_computed = hits * self.block_size
+        return seq.num_computed
+
+    def fits(self, wanted: Many[tuple[Sequence, int]]) -> bool:
+        """Are there blocks for every (sequence, number of tokens) together?"""
+        for g, pool in enumerate(self.pools):
+            missing = sum(max(cdiv(n, self.block_size) - len(seq.tables[g]), 0) for seq, n in wanted)
+            if missing > pool.num_free:
+                return False
+        return True
+
+    def extend(self, seq: Sequence, num_tokens: int) -> bool:
+        """Make room for the first `num_tokens` tokens, after giving back what is out of reach; False: no blocks."""
+        self._release_unreachable(seq)
+        if not self.fits([(seq, num_tokens)]):
+            return False
+        for table, pool in zip(seq.tables, self.pools, strict=True):
+            table += pool.allocate(max(cdiv(num_tokens, self.block_size) - len(table), 0))
+        return True
+
+    def publish(self, seq: Sequence) -> None:
+        """Let others share the blocks that are now full and computed."""
+        if not self.prefix_caching:
+            return
+        full = seq.num_computed // self.block_size
+        self._name_blocks(seq, full)
+        for i in range(seq.num_published, full):
+            for table, pool in zip(seq.tables, self.pools, strict=True):
+                if table[i] != NULL_BLOCK_ID:
+                    pool.publish(table[i], seq.names[i])
+        seq.num_published = max(seq.num_published, full)
+
+    def release(self, seq: Sequence, *, trusted: bool = True) -> None:
+        """Give every block back; not `trusted`: nobody may share what it wrote."""
+        for table, kept, pool in zip(seq.tables, seq.kept_from, self.pools, strict=True):
+            held = table[kept:]
+            if not trusted:
+                for block in table[max(kept, seq.num_shared) :]:
+                    pool.forget(block)
+            pool.release(reversed(held))  # the beginning, which others are likelier to share, is evicted last
+        seq.tables, seq.kept_from = [], []
+        seq.num_computed = seq.num_shared = seq.num_published = 0
+
+    def _release_unreachable(self, seq: Sequence) -> None:
+        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            kept = min(first_visible(group, seq.num_computed) // self.block_size, len(seq.tables[g]))
+            for i in range(seq.kept_from[g], kept):
+                pool.release([seq.tables[g][i]])
+                seq.tables[g][i] = NULL_BLOCK_ID
+            seq.kept_from[g] = max(seq.kept_from[g], kept)
+
+    def _longest_hit(self, seq: Sequence) -> int:
+        """Blocks at the beginning that need no computing; at least the last token is always computed."""
+        limit = (len(seq.tokens) - 1) // self.block_size
+        self._name_blocks(seq, limit)
+        cached = [[pool.find(name) is not None for name in seq.names[:limit]] for pool in self.pools]
+        for hits in range(limit, 0, -1):
+            first = [first_visible(group, hits * self.block_size) // self.block_size for group in self.groups]
+            if all(all(row[a:hits]) for row, a in zip(cached, first, strict=True)):
+                return hits
+        return 0
+
+    def _name_blocks(self, seq: Sequence, count: int) -> None:
+        """Hashes of the first `count` blocks; they depend on tokens only and outlive a preemption."""
+        while len(seq.names) < count:
+            i = len(seq.names)
+            parent = seq.names[-1] if seq.names else seq.salt
+            seq.names.append(block_hash(parent, seq.tokens[i * self.block_size : (i + 1) * self.block_size]))

@@ -1,0 +1,107 @@
+"""generate, bench, serve, doctor, and the demo's second half: over the embedded model."""
+
+import json
+import re
+
+import pytest
+
+from jattn import cli
+from jattn.cli.trace import make_trace
+from jattn.embedded import show
+from jattn.engine import outputs
+
+# One set of shapes for all, so that they share their programs; --deterministic has a single one.
+SMALL = ["--num-blocks", "25", "--block-size", "4", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"]
+SMALL += ["--max-model-len", "64", "--deterministic", "--backend", "sdpa"]
+
+
+def test_generate_adds_and_streams(capsys):
+    assert cli.main(["generate", "740+583=", "--stop", r"\n", *SMALL]) == 0
+    assert capsys.readouterr().out == "2340\n"
+
+
+def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("740+583=\n\n100+100=\n")
+    assert cli.main(["generate", "--file", str(file), "--stop", r"\n", "--json", *SMALL]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["prompt"]: row["outputs"][0]["text"] for row in rows} == {"740+583=": "2340", "100+100=": "2000"}
+    assert cli.main(["generate", "740+583=", "100+100=", "--stop", r"\n", *SMALL]) == 0
+    assert capsys.readouterr().out == "740+583=2340\n100+100=2000\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "x", "--temperature", "-1", "--top-p", "2"], "temperature=-1.0.*top_p=2.0"),
+        (["generate", "x", "--model", "no-such-folder"], "no-such-folder"),
+        (["generate", "x", "--chat", *SMALL], "no chat template"),
+        (["generate", "x", "--file", "y"], "not both"),
+        (["generate", "x", *SMALL, "--max-num-seqs", "99"], "max_num_batched_tokens=32 must be at least"),
+        (["generate", "x", *SMALL, "--backend", "sdpb"], "sdpb"),
+        (["serve", "--api-key-env", "JATTN_TEST_UNSET"], "JATTN_TEST_UNSET"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_no_traceback(arguments, words, capsys):
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jattn: ") and re.search(words, said) and "Traceback" not in said
+
+
+def test_a_prompt_that_is_too_long_fails_aloud(capsys):
+    assert cli.main(["generate", "1" * 70, *SMALL]) == 1
+    assert "70 tokens" in capsys.readouterr().err
+
+
+def test_bench_measures_what_it_served(tmp_path, capsys):
+    out = tmp_path / "figures.jsonl"
+    load = ["--requests", "5", "--mean-input", "12", "--mean-output", "4", "--rate", "50"]
+    assert cli.main(["bench", "serving", *load, *SMALL, "--out", str(out)]) == 0
+    (figures,) = map(json.loads, out.read_text().splitlines())
+    assert figures["requests"] == 5 and figures["failed"] == 0
+    assert 0 < figures["ttft_ms_p50"] <= figures["ttft_ms_p99"] <= figures["seconds"] * 1e3
+    assert figures["output_tokens_per_s"] == pytest.approx(figures["output_tokens"] / figures["seconds"])
+    assert "output_tokens_per_s" in capsys.readouterr().out
+
+
+def test_a_trace_is_what_was_asked_for():
+    options = dict(vocab_size=99, max_len=512, mean_input=60, mean_output=30, shared=0.5)
+    trace = make_trace(400, rate=10, seed=1, **options)
+    assert trace == make_trace(400, rate=10, seed=1, **options) != make_trace(400, rate=10, seed=2, **options)
+    times = [arrival.seconds for arrival in trace]
+    assert times == sorted(times) and times[-1] == pytest.approx(40, rel=0.2)
+    assert sum(len(a.prompt) for a in trace) / 400 == pytest.approx(60, rel=0.25)
+    assert sum(a.max_tokens for a in trace) / 400 == pytest.approx(30, rel=0.25)
+    assert all(len(a.prompt) + a.max_tokens <= 512 for a in trace)
+    starts = [a.prompt[:30] for a in trace]
+    common = [start for start in starts if starts.count(start) > 20]
+    assert len(common) == pytest.approx(200, rel=0.2) and len(set(common)) == 4
+    assert all(arrival.seconds == 0 for arrival in make_trace(3, rate=None, seed=0, **options))
+
+
+def test_doctor_says_what_is_here(capsys):
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for words in ("device 0: cpu", "extra models: safetensors", "native CPU library: ", "agrees with numpy"):
+        assert words in said
+
+
+def test_the_model_adds_what_it_never_saw_and_preemption_changes_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(show, "OPTIONS", show.OPTIONS | {"deterministic": True, "backend": "sdpa"})
+    assert show.run() == 0
+    said = capsys.readouterr().out
+    assert "WRONG" not in said
+    figures = {line.split("  ")[1]: line for line in said.splitlines() if line.startswith("  ")}
+    assert "preemptions" in figures and not figures["preemptions"].endswith(" 0")
+    assert "prefix cache" in figures and " 0 of " not in figures["prefix cache"]
+
+
+def test_the_demo_fails_where_an_answer_is_not_the_models(capsys, monkeypatch):
+    monkeypatch.setattr(show, "OPTIONS", show.OPTIONS | {"deterministic": True, "backend": "sdpa"})
+    real = show.judge
+    lie = lambda output: outputs.RequestOutput(
+        output.id, output.prompt_token_ids, (outputs.Completion(0, "1", (output.token_ids[0] ^ 1,)),)
+    )
+    monkeypatch.setattr(show, "judge", lambda engine, asked, got: real(engine, asked, [lie(got[0]), *got[1:]]))
+    assert show.run() == 1
+    assert "WRONG" in capsys.readouterr().out

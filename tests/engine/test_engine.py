@@ -1,0 +1,211 @@
+"""The engine over a model that costs nothing: what it says is what the model says without a cache, whatever happens."""
+
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import stateful
+from hypothesis import strategies as st
+
+from jattn.engine import ByteTokenizer, Engine, SamplingParams
+from tests.engine import fake
+
+HYBRID = fake.FakeConfig(
+    cache_groups=(fake.Group((0,)), fake.Group((1,), sliding_window=5), fake.Group((2,), chunk_size=8))
+)
+PLAIN = fake.FakeConfig()
+SMALL = dict(num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_burst=3)
+
+
+def engine(config=PLAIN, params=fake.PARAMS, **options):
+    return Engine(config, params, options.pop("tokenizer", None), forward=fake.forward, **SMALL | options)
+
+
+def prompts_of(rng, count):
+    shared = [rng.randint(2, 60) for _ in range(9)]
+    return [shared[: rng.randint(0, 9)] + [rng.randint(2, 60) for _ in range(rng.randint(1, 12))] for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "count"), [(PLAIN, {}, 500), (HYBRID, {"deterministic": True}, 60)], ids=["plain", "hybrid"]
+)
+def test_five_hundred_requests_are_the_model_and_compile_nothing_after_warm_up(config, options, count, compiles):
+    rng, served = random.Random(1), engine(config, **options)
+    told = []
+    programs = served.warmup(progress=lambda *news: told.append(news))
+    assert [news[:2] for news in told] == [(i, programs) for i in range(programs)]
+    prompts = prompts_of(rng, count)
+    lengths = [rng.randint(1, 24) for _ in prompts]
+    # Sampled, penalised and told rows are mixed in: they use programs of their own.
+    odd = dict(temperature=0.7, seed=3, top_k=5, top_p=0.9, logprobs=2, presence_penalty=0.5)
+    params = [SamplingParams(max_tokens=n, **({"temperature": 0} if i % 10 else odd)) for i, n in enumerate(lengths)]
+    with compiles() as seen:
+        outputs = served.generate(prompts, params)
+    assert seen.names == []
+    for i, (prompt, n, output) in enumerate(zip(prompts, lengths, outputs, strict=True)):
+        if i % 10:
+            assert (list(output.token_ids), output.finish_reason) == fake.greedy(config, prompt, n)
+    stats = served.stats
+    assert stats.preemptions > 0 and stats.cached_tokens > 0 and stats.steps > stats.dispatches
+    assert stats.running == stats.waiting == stats.cache_usage == 0
+    for pool in served.tables.pools:
+        pool.check({})
+
+
+class Serving(stateful.RuleBasedStateMachine):
+    """Adds, steps and aborts in any order, in a pool that is always short."""
+
+    def __init__(self):
+        super().__init__()
+        self.engine = engine(HYBRID, deterministic=True)
+        self.asked, self.done = {}, {}
+
+    @stateful.rule(data=st.data(), max_tokens=st.integers(1, 20))
+    def add(self, data, max_tokens):
+        prompt = data.draw(st.lists(st.integers(2, 4), min_size=1, max_size=14))
+        id = self.engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
+        self.asked[id] = (prompt, max_tokens)
+
+    @stateful.rule()
+    def step(self):
+        for output in self.engine.step():
+            prompt, max_tokens = self.asked[output.id]
+            tokens, reason = fake.greedy(HYBRID, prompt, max_tokens, self.engine.limits.max_model_len)
+            if output.finish_reason != "abort" and output.finished:
+                assert (list(output.token_ids), output.finish_reason) == (tokens, reason)
+            else:
+                assert list(output.token_ids) == tokens[: len(output.token_ids)]
+            if output.finished:
+                self.done[output.id] = output
+
+    @stateful.rule(data=st.data())
+    def abort(self, data):
+        if live := [id for id in self.asked if id not in self.done]:
+            self.engine.abort(data.draw(st.sampled_from(live)))
+
+    def teardown(self):
+        for _ in range(400):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert self.done.keys() == self.asked.keys(), "a request was lost"
+        for pool in self.engine.tables.pools:
+            pool.check({})
+
+
+TestServing = Serving.TestCase
+TestServing.settings = hypothesis.settings(max_examples=25, stateful_step_count=25)
+
+
+def test_a_poisoned_request_fails_alone_and_leaves_nothing_to_share():
+    served = engine()
+    bad = [fake.POISON, *range(10, 20)]
+    fine = [*range(10, 20)]
+    params = SamplingParams(temperature=0, max_tokens=6)
+    long, empty, strange = list(range(2, 60)), [], [2, 61]
+    served.generate([[5] * 9], SamplingParams(max_tokens=9))  # other content in the pool
+    last_is_poison = [*fine, fake.POISON]
+    outputs = served.generate([fine, bad, last_is_poison, long, empty, strange, "text", fine], params)
+    reasons = [output.finish_reason for output in outputs]
+    assert reasons == ["length", "length", "error", "error", "error", "error", "error", "length"]
+    for output in (outputs[0], outputs[-1]):
+        assert list(output.token_ids) == fake.greedy(PLAIN, fine, 6)[0]
+    said = [output.error for output in outputs[2:7]]
+    for words, error in zip(["NaN", "58 tokens", "empty", "vocabulary", "needs a tokenizer"], said, strict=True):
+        assert words in error
+    assert served.stats.failed == 5
+    before = served.stats.cached_tokens
+    served.generate([last_is_poison])
+    assert served.stats.cached_tokens == before + 8  # of `fine`, not of what the failed request wrote
+
+
+def test_a_seeded_draw_depends_on_nobody_else():
+    prompt, params = [7, 8, 9], SamplingParams(seed=11, max_tokens=20, ignore_eos=True)
+    alone = engine().generate([prompt], params)[0]
+    crowd = engine(max_burst=1).generate([[3, 4]] * 5 + [prompt], [SamplingParams(max_tokens=30)] * 5 + [params])[-1]
+    assert alone.token_ids == crowd.token_ids
+    other = engine().generate([prompt], SamplingParams(seed=12, max_tokens=20, ignore_eos=True))[0]
+    assert alone.token_ids != other.token_ids
+
+
+def test_n_completions_are_the_seeds_that_follow():
+    served = engine()
+    many = served.generate([[5, 6]], SamplingParams(n=3, seed=20, max_tokens=8))[0]
+    ones = [served.generate([[5, 6]], SamplingParams(seed=20 + i, max_tokens=8))[0].token_ids for i in range(3)]
+    assert [output.token_ids for output in many.outputs] == ones
+    assert [output.index for output in many.outputs] == [0, 1, 2]
+    assert len(set(ones)) > 1
+
+
+def test_the_engines_seed_makes_unseeded_requests_repeatable():
+    draw = lambda seed: engine(seed=seed).generate([[5, 6]] * 2, SamplingParams(max_tokens=12))
+    assert [o.token_ids for o in draw(1)] == [o.token_ids for o in draw(1)]
+    assert [o.token_ids for o in draw(1)] != [o.token_ids for o in draw(2)]
+    assert draw(1)[0].token_ids != draw(1)[1].token_ids
+
+
+def test_logprobs_are_the_models():
+    output = engine().generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, logprobs=3))[0]
+    tokens = [5, 6, 7]
+    for told in output.logprobs:
+        logits = fake.next_logits(PLAIN, tokens).astype(np.float64)
+        want = logits - np.log(np.exp(logits).sum())
+        assert told.logprob == pytest.approx(want[told.token_id], abs=1e-5)
+        assert sorted(told.top.values(), reverse=True) == pytest.approx(np.sort(want)[::-1][:3], abs=1e-5)
+        tokens.append(told.token_id)
+    assert tokens[3:] == list(output.token_ids)
+
+
+def test_an_abort_frees_its_blocks_at_once_and_says_so():
+    served = engine()
+    id = served.add_request([4, 5, 6], SamplingParams(max_tokens=40, temperature=0))
+    served.step()
+    assert served.tables.usage > 0
+    assert served.abort(id) and not served.abort(id)
+    assert served.tables.usage == 0
+    (output,) = served.step()
+    assert output.finish_reason == "abort" and not served.has_work
+
+
+TEXT = ByteTokenizer(num_special=2)
+BYTES = fake.FakeConfig(vocab_size=258, max_positions=256)
+BYTE_PARAMS = {"bias": np.zeros(258, np.float32)}
+
+
+def test_stop_strings_end_the_text_and_are_never_streamed():
+    served = engine(BYTES, BYTE_PARAMS, tokenizer=TEXT)
+    free = served.generate("hello", SamplingParams(temperature=0, max_tokens=30))[0].text
+    stop = free[4:7]
+    assert free.find(stop) == 4
+    for options, ending in (({}, ""), ({"include_stop_str_in_output": True}, stop)):
+        params = SamplingParams(temperature=0, max_tokens=30, stop=[stop], **options)
+        id = served.add_request("hello", params)
+        seen = [output for output in iter_outputs(served)]
+        assert all(output.id == id and free.startswith(output.text) for output in seen)
+        assert seen[-1].text == free[:4] + ending
+        assert seen[-1].finish_reason == "stop" and seen[-1].outputs[0].stop == stop
+        assert all(len(output.text) <= 4 for output in seen[:-1])
+        assert seen[-1].token_ids == tuple(TEXT.encode(free))[:7] or len(free.encode()) != len(free)
+
+
+def iter_outputs(served):
+    while served.has_work:
+        yield from served.step()
+
+
+def test_stop_tokens_end_a_sequence_and_eos_can_be_ignored():
+    served, prompt = engine(), [5, 6, 7]
+    free = served.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].token_ids
+    token = free[3]
+    output = served.generate([prompt], SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[token]))[0]
+    assert output.token_ids == free[: free.index(token) + 1]
+    assert (output.finish_reason, output.outputs[0].stop) == ("stop", token)
+
+
+def test_the_prometheus_text_has_every_counter():
+    served = engine()
+    served.generate([[3, 4]], SamplingParams(max_tokens=3, temperature=0))
+    text = served.stats.prometheus()
+    assert f"jattn_output_tokens_total {served.stats.output_tokens}" in text
+    assert text.count("# TYPE") == text.count("# HELP") == 16

@@ -1,0 +1,86 @@
+"""The engine over a real decoder: the model without a cache is the judge."""
+
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jattn import models
+from jattn.engine import Engine, SamplingParams
+
+CONFIG = models.config_of(
+    dict(
+        model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=67, hidden_size=16, intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+        rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False, hidden_act="silu", eos_token_id=0,
+    )
+)  # fmt: skip
+PARAMS = models.init_params(CONFIG, 3, "float32")
+OPTIONS = dict(block_size=4, num_blocks=26, max_num_seqs=4, max_num_batched_tokens=16, deterministic=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
+
+
+def requests(count=8):
+    rng = random.Random(0)
+    shared = [rng.randrange(1, 67) for _ in range(16)]
+    return [shared[: rng.randrange(17)] + [rng.randrange(1, 67) for _ in range(1 + i * 3)] for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def crowd():
+    """All requests at once, in a pool that is short."""
+    served = Engine(CONFIG, PARAMS, backend="sdpa", **OPTIONS | dict(num_blocks=15, max_model_len=56))
+    outputs = served.generate(requests(), GREEDY)
+    assert served.stats.preemptions and served.stats.cached_tokens
+    return outputs
+
+
+def test_greedy_is_the_model_without_a_cache_token_by_token(crowd):
+    ids = [[*output.prompt_token_ids, *output.token_ids] for output in crowd[::3]]
+    for output, tokens in zip(crowd[::3], ids, strict=True):
+        padded = np.pad(tokens, (0, 56 - len(tokens)))
+        logits = np.asarray(models.prompt_logits(CONFIG, PARAMS, padded, backend="sdpa"))
+        wanted = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        for i, (token, told) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+            at = len(output.prompt_token_ids) + i - 1
+            assert token == np.argmax(logits[at])
+            assert told.logprob == pytest.approx(wanted[at, token], abs=1e-4)
+
+
+def test_alone_or_in_a_crowd_every_bit_is_the_same(crowd):
+    """Other batches, other chunks, no preemption, no prefix hit: the same log-probabilities, not nearly."""
+    served = Engine(
+        CONFIG, PARAMS, backend="sdpa", **OPTIONS | dict(num_blocks=15, max_model_len=56), prefix_caching=False
+    )
+    for prompt, output in zip(requests(), crowd, strict=True):
+        (alone,) = served.generate([prompt], GREEDY)
+        assert alone.token_ids == output.token_ids
+        assert alone.logprobs == output.logprobs
+    assert not served.stats.preemptions and not served.stats.cached_tokens
+
+
+def test_a_burst_says_what_single_steps_say(crowd):
+    served = Engine(CONFIG, PARAMS, backend="sdpa", **OPTIONS | dict(num_blocks=15, max_model_len=56))
+    outputs = served.generate(requests(), SamplingParams(temperature=0, max_tokens=12))
+    assert served.stats.steps > served.stats.dispatches
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in crowd]
+
+
+def test_a_backend_that_varies_with_the_batch_is_refused():
+    with pytest.raises(ValueError, match="pallas_gpu.*does not give the same bits.*use one of .*sdpa"):
+        Engine(CONFIG, PARAMS, backend="pallas_gpu", **OPTIONS)
+
+
+def test_the_pool_is_sized_from_free_memory(monkeypatch):
+    from jattn.engine import sizing
+
+    per_block = 2 * 2 * 4 * 8 * 4  # layers, k and v, slots, head dim, bytes
+    monkeypatch.setattr(sizing, "free_bytes", lambda share=None: 10 * per_block + 5)
+    served = Engine(CONFIG, PARAMS, **OPTIONS | dict(num_blocks=None))
+    assert served.tables.pools[0].num_blocks == 10 and served.limits.max_model_len == 36
+    with pytest.raises(RuntimeError, match="10 blocks.*needs 17"):
+        Engine(CONFIG, PARAMS, **OPTIONS | dict(num_blocks=None, max_model_len=64))
+    monkeypatch.setattr(sizing, "free_bytes", lambda share=None: 10**9)
+    served = Engine(CONFIG, PARAMS, **OPTIONS | dict(num_blocks=None))
+    assert served.tables.pools[0].num_blocks == 4 * 32 + 1, "no more than all sequences at full length can use"

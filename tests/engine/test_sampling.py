@@ -1,0 +1,121 @@
+"""Sampling against a few lines of numpy, and every mistake in its parameters named."""
+
+import jax
+import numpy as np
+import pytest
+
+from jattn.engine import SamplingParams
+from jattn.engine.sampling import (
+    BAD_TOKEN,
+    penalised,
+    penalties_of,
+    sample,
+    sample_and_tell,
+    sampling_rows,
+)
+
+R, V, DRAWS = 4, 13, 4000
+LOGITS = np.random.default_rng(0).normal(size=(R, V)).astype(np.float32) * 2
+PARAMS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.5, top_k=3),
+    SamplingParams(temperature=2.0, top_p=0.6),
+    SamplingParams(temperature=1.0, min_p=0.2, top_k=5, top_p=0.9),
+]
+
+
+@jax.jit
+def draws(logits, rows):
+    """i32[DRAWS R]: position after position."""
+    at = lambda i: sample(
+        logits, jax.tree.map(lambda x: x, rows).__class__(**{**vars(rows), "position": rows.position + i})
+    )
+    return jax.lax.map(at, np.arange(DRAWS))
+
+
+def rows_of(params, seeds=(1, 2, 3, 2**40 + 5), positions=(0, 0, 0, 0)):
+    return sampling_rows(params, list(seeds)[: len(params)], list(positions)[: len(params)], [1] * R, [()] * R, R)
+
+
+def wanted(logits, p):
+    """Probabilities by the definition, in the order min_p, top_k, top_p."""
+    prob = np.exp(logits / p.temperature - (logits / p.temperature).max())
+    prob[prob < p.min_p * prob.max()] = 0
+    order = np.argsort(-prob)
+    if p.top_k:
+        prob[order[p.top_k :]] = 0
+    prob /= prob.sum()
+    if p.top_p < 1:
+        before = np.cumsum(prob[order]) - prob[order]
+        prob[order[before >= p.top_p]] = 0
+    return prob / prob.sum()
+
+
+def test_draws_have_the_probabilities_of_the_definition():
+    tokens = np.asarray(draws(LOGITS, rows_of(PARAMS)))
+    for r, p in enumerate(PARAMS):
+        want = wanted(LOGITS[r].astype(np.float64), p)
+        seen = np.bincount(tokens[:, r], minlength=V) / DRAWS
+        assert set(np.flatnonzero(seen)) <= set(np.flatnonzero(want)), "a token that its rules exclude"
+        assert np.abs(seen - want).max() < 4 * np.sqrt(0.25 / DRAWS)
+
+
+def test_a_draw_depends_on_seed_and_position_not_on_the_row():
+    tokens = np.asarray(draws(LOGITS[[0, 0, 0, 0]], rows_of([PARAMS[0]] * R, seeds=(7, 7, 8, 2**32 + 7))))
+    assert (tokens[:, 0] == tokens[:, 1]).all()
+    assert (tokens[:, 0] != tokens[:, 2]).any() and (tokens[:, 0] != tokens[:, 3]).any()
+    later = np.asarray(
+        draws(LOGITS[[0, 0, 0, 0]], rows_of([PARAMS[0]] * R, seeds=(7, 7, 7, 7), positions=(5, 0, 0, 0)))
+    )
+    assert (later[:-5, 0] == tokens[5:, 0]).all()
+
+
+def test_greedy_rows_and_rows_without_logits():
+    logits = LOGITS.copy()
+    logits[1, 3], logits[2] = np.nan, -np.inf
+    params = [SamplingParams(temperature=0), PARAMS[0], PARAMS[0], SamplingParams(temperature=0)]
+    tokens = np.asarray(draws(logits, rows_of(params)))
+    assert (tokens[:, 0] == LOGITS[0].argmax()).all() and (tokens[:, 3] == LOGITS[3].argmax()).all()
+    assert (tokens[:, 1:3] == BAD_TOKEN).all()
+
+
+def test_penalties_are_the_definition():
+    params = [
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(presence_penalty=0.5, frequency_penalty=0.25),
+        SamplingParams(),
+        SamplingParams(repetition_penalty=2.0, frequency_penalty=-1.0),
+    ]
+    histories, prompts = [[0, 1, 2, 2], [4, 4, 5, 5, 5], [1, 1], [7, 0, 7]], [2, 1, 1, 3]
+    got = np.asarray(penalised(LOGITS, penalties_of(params, histories, prompts, R, 8)))
+    for r, (p, history, prompt) in enumerate(zip(params, histories, prompts, strict=True)):
+        row = LOGITS[r].astype(np.float64)
+        for t in set(history):
+            row[t] = row[t] / p.repetition_penalty if row[t] > 0 else row[t] * p.repetition_penalty
+        for t in set(history[prompt:]):
+            row[t] -= p.presence_penalty + p.frequency_penalty * history[prompt:].count(t)
+        np.testing.assert_allclose(got[r], row, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_told_is_before_every_rule():
+    told = sample_and_tell(LOGITS, rows_of(PARAMS), penalties_of([], [], [], R, 8))
+    want = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(told.logprobs, want[np.arange(R), told.tokens], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(told.top_tokens, np.argsort(-LOGITS, axis=1, kind="stable"))
+
+
+def test_every_mistake_is_named_at_once():
+    with pytest.raises(ValueError) as refusal:
+        SamplingParams(temperature=-1, top_p=0, min_p=2, top_k=-2, n=0, max_tokens=0, seed=-1, logprobs=21, stop=[""])
+    for name in ("temperature", "top_p", "min_p", "top_k", "n", "max_tokens", "seed", "logprobs", "stop"):
+        assert f"{name}=" in str(refusal.value)
+    for bad in (
+        dict(temperature=float("nan")),
+        dict(temperature=0, n=2),
+        dict(repetition_penalty=0),
+        dict(max_tokens=1.5),
+    ):
+        with pytest.raises(ValueError):
+            SamplingParams(**bad)
+    assert SamplingParams(top_k=-1, stop="x").top_k == 0 and SamplingParams(stop="x").stop == ("x",)
+    assert hash(SamplingParams()) == hash(SamplingParams())

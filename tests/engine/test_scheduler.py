@@ -1,0 +1,186 @@
+"""The scheduler and its blocks, over a simulated cache: thousands of operations, no device."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from jattn.engine import BlockTables, Limits, SamplingParams, Scheduler, Sequence
+from jattn.engine.tables import first_visible
+from tests.engine.fake import Group
+
+FULL, WINDOW, CHUNK = Group((0,)), Group((1,), sliding_window=5), Group((2,), chunk_size=8)
+S = 4
+
+
+class World:
+    """A scheduler, and what its blocks hold: (the tokens up to and with a slot's own)."""
+
+    def __init__(self, groups, *, num_blocks=14, max_num_seqs=4, budget=12, burst=3, prefix_caching=True, seed=0):
+        self.tables = BlockTables(num_blocks, S, groups, prefix_caching)
+        self.longest = (num_blocks - 1) * S
+        self.scheduler = Scheduler(Limits(max_num_seqs, budget, self.longest, burst), self.tables)
+        self.held = [{} for _ in groups]
+        self.seqs, self.finished, self.rng, self.made = {}, {}, random.Random(seed), 0
+        self.plans = []
+
+    def add(self, prompt=None, max_tokens=None, salt=b""):
+        shared = [1, 2, 3, 4, 5, 6, 7, 8, 9][: self.rng.randint(0, 9)]
+        prompt = prompt or shared + [self.rng.randrange(20) for _ in range(self.rng.randint(1, 9))]
+        params = SamplingParams(max_tokens=max_tokens or self.rng.randint(1, 20))
+        seq = Sequence(str(self.made), tuple(prompt), params, salt=salt)
+        self.made += 1
+        self.seqs[seq.id] = seq
+        self.scheduler.add(seq)
+        return seq
+
+    def abort(self):
+        if self.seqs:
+            self.scheduler.remove(self.seqs.pop(self.rng.choice(list(self.seqs))))
+
+    def step(self):
+        plan = self.scheduler.schedule()
+        self.plans.append(plan)
+        assert plan.num_tokens <= self.scheduler.limits.max_num_batched_tokens
+        assert len(plan.rows) == len({row.id for row in plan.rows}) <= self.scheduler.limits.max_num_seqs
+        for row in plan.rows:
+            seq = self.seqs[row.id]
+            assert row.start == seq.num_computed and row.num_new >= 1
+            for position in range(row.start, row.start + row.num_new):
+                self.compute(seq, seq.tokens, position)
+        for row in plan.rows:
+            seq, new = self.seqs[row.id], []
+            left = min(seq.params.max_tokens - seq.num_output, self.longest - len(seq.tokens))
+            for i in range(min(plan.burst, left) if row.samples else 0):
+                tokens = seq.tokens + new
+                if i:
+                    self.compute(seq, tokens, len(tokens) - 1)
+                new.append(sum(tokens) * 7 % 20)
+            self.scheduler.commit(seq, row, new)
+            if new and len(new) == left:
+                self.scheduler.remove(self.seqs.pop(row.id))
+                self.finished[row.id] = seq
+        self.check_blocks()
+        return plan
+
+    def compute(self, seq, tokens, position):
+        """Write a token's key where its table says, and read back everything that it sees."""
+        prefix = (seq.salt, *tokens[: position + 1])
+        for g, table in enumerate(seq.tables):
+            group = self.tables.groups[g]
+            assert table[position // S] != 0
+            self.held[g][table[position // S], position % S] = prefix
+            for p in range(first_visible(group, position), position + 1):
+                assert self.held[g][table[p // S], p % S] == prefix[: p + 2], "another token, or one lost"
+
+    def check_blocks(self):
+        for g, pool in enumerate(self.tables.pools):
+            pool.check(Counter(b for seq in self.seqs.values() for b in (seq.tables[g] if seq.tables else ()) if b))
+
+    def drain(self):
+        for _ in range(1000):
+            if not self.seqs:
+                break
+            self.step()
+        assert not self.seqs and not self.scheduler.running and not self.scheduler.waiting
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW, CHUNK)], ids=["full", "hybrid", "local"])
+def test_ten_thousand_random_operations_lose_no_block_and_no_token(groups, prefix_caching):
+    world = World(groups, prefix_caching=prefix_caching, num_blocks=14 if FULL in groups else 7)
+    for _ in range(1700):  # six worlds of them
+        world.rng.choice([world.add, world.step, world.step, world.step, world.abort])()
+    world.drain()
+    for seq in world.finished.values():
+        for i in range(seq.num_output):
+            assert seq.output[i] == sum(seq.tokens[: len(seq.prompt) + i]) * 7 % 20
+    assert len(world.finished) > 100
+    assert sum(len(plan.preempted) for plan in world.plans) > 5, "the pool was never short: the test shows nothing"
+    assert any(plan.burst > 1 for plan in world.plans)
+    hits = sum(hit for plan in world.plans for _, hit in plan.admitted)
+    assert hits > 100 if prefix_caching else hits == 0
+
+
+def test_first_come_first_served_and_the_youngest_gives_way():
+    world = World((FULL,), num_blocks=6, budget=40)
+    old, young = world.add(list(range(7)), 12), world.add(list(range(20, 27)), 12)
+    while not world.plans or not world.plans[-1].preempted:
+        world.step()
+    assert world.plans[-1].preempted == (young.id,) and old in world.scheduler.running
+    late = world.add([1], 1)
+    assert list(world.scheduler.waiting) == [young, late]
+    world.drain()
+    assert [id for plan in world.plans for id, _ in plan.admitted] == [old.id, young.id, young.id, late.id]
+
+
+def test_a_long_prompt_is_cut_to_the_budget_and_decodes_go_on_beside_it():
+    world = World((FULL,), num_blocks=40, budget=12)
+    first, long = world.add([1, 2], 20), world.add(list(range(30)), 1)
+    sizes = []
+    while long.id not in world.finished:
+        sizes.append({row.id: row.num_new for row in world.step().rows})
+    assert [s.get(long.id) for s in sizes] == [10, 11, 9]
+    assert [s[first.id] for s in sizes] == [2, 1, 1]
+
+
+def test_a_shared_beginning_is_computed_once_and_a_salt_keeps_it_apart():
+    world = World((FULL,), num_blocks=40)
+    prompt = list(range(10))
+    for salt, expected in ((b"", 0), (b"", 8), (b"other", 0), (b"other", 8)):
+        world.add(prompt, 1, salt=salt)
+        plan = world.step()
+        assert plan.admitted[0][1] == expected
+    world.add(prompt[:8], 1)
+    assert world.step().admitted[0][1] == 4, "the last token is always computed"
+
+
+def test_a_window_gives_back_what_is_out_of_reach():
+    world = World((FULL, WINDOW), num_blocks=40, max_num_seqs=1, budget=4)
+    world.add(list(range(4)), 60)
+    most = [0, 0]
+    while world.seqs:
+        world.step()
+        most = [max(a, pool.num_held) for a, pool in zip(most, world.tables.pools, strict=True)]
+    assert most[0] == 16 and most[1] <= 4
+
+
+def test_a_burst_ends_where_no_blocks_are_left():
+    world = World((FULL,), num_blocks=4, burst=8)
+    world.add([1, 2, 3], 9)
+    world.step()
+    assert world.step().burst == 8
+    world = World((FULL,), num_blocks=6, burst=8)
+    world.add([1, 2, 3], 9), world.add([1, 2, 3, 4], 9)
+    world.step()
+    assert world.step().burst == 4  # five blocks: two rows of eight more tokens would need six
+
+
+def test_what_an_untrusted_sequence_wrote_is_not_shared():
+    world = World((FULL,), num_blocks=40)
+    seq = world.add(list(range(10)), 5)
+    world.step()
+    world.scheduler.remove(world.seqs.pop(seq.id), trusted=False)
+    world.add(list(range(10)), 1)
+    assert world.step().admitted[0][1] == 0
+
+
+def test_the_least_recently_used_block_is_evicted_first():
+    world = World((FULL,), num_blocks=7, max_num_seqs=1)
+    a, b = [1] * 9, [2] * 9  # three blocks each, two of them full
+    for prompt in (a, b, a):  # a was used last
+        world.add(prompt, 1)
+        world.step()
+    world.add([3] * 9, 1)
+    world.step()
+    world.add(a, 1)
+    assert world.step().admitted[0][1] == 8
+    world.add(b, 1)
+    assert world.step().admitted[0][1] < 8
+
+
+def test_impossible_limits_are_refused_with_every_reason():
+    with pytest.raises(ValueError, match="max_num_seqs=0.*max_burst=-1"):
+        Limits(0, 8, 8, -1)
+    with pytest.raises(ValueError, match="max_num_batched_tokens=4 must be at least max_num_seqs=8"):
+        Limits(8, 4, 8)

@@ -1,0 +1,92 @@
+"""Text in and out: no half characters, stop strings, a folder's tokenizer and chat template."""
+
+import json
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jattn.engine import ByteTokenizer, ChatTemplate, load_tokenizer
+from jattn.engine.chat import load_chat_template
+from jattn.engine.detokenize import Detokenizer, find_stop, held_back
+
+CODE = ByteTokenizer()
+
+
+@hypothesis.given(st.text(), st.lists(st.integers(1, 4), max_size=30))
+def test_a_stream_is_the_text_and_never_half_a_character(text, sizes):
+    tokens, stream, parts = CODE.encode(text), Detokenizer(CODE), []
+    while tokens:
+        size = sizes.pop() if sizes else 1
+        parts.append(stream.add(tokens[:size]))
+        tokens = tokens[size:]
+    parts.append(stream.finish())
+    assert "".join(parts) == stream.text == text
+    assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
+
+
+def test_an_unfinished_character_is_shown_when_nothing_more_comes():
+    stream = Detokenizer(CODE)
+    assert stream.add(CODE.encode("a€")[:-1]) == "a"
+    assert stream.finish() == "\ufffd"
+    assert stream.finish() == ""
+
+
+def test_bytes_that_are_no_text_do_not_hold_the_stream_for_ever():
+    stream = Detokenizer(CODE)
+    shown = stream.add([0x80 + CODE.num_special] * 12)
+    assert len(shown) >= 6
+
+
+class Spaced:
+    """A tokenizer whose text depends on the token before: words, a space between, none at the beginning."""
+
+    words = ["", "one", "two", "three"]
+
+    def encode(self, text):
+        return [self.words.index(word) for word in text.split()]
+
+    def decode(self, token_ids):
+        return " ".join(self.words[t] for t in token_ids if t)
+
+
+def test_spaces_between_words_survive_a_stream():
+    stream = Detokenizer(Spaced())
+    assert [stream.add([t]) for t in (1, 2, 0, 3)] == ["one", " two", "", " three"]
+
+
+def test_stop_strings_are_found_once_and_their_beginnings_held_back():
+    assert find_stop("hello END", ["END", "lo"], 0) == (3, "lo")
+    assert find_stop("END and more", ["END"], 3) is None, "it ended before what is new"
+    assert find_stop("xEND", ["END"], 3) == (1, "END")
+    assert held_back("some E", ["END"]) == 1 and held_back("some EN", ["END", "x"]) == 2
+    assert held_back("some END", ["END"]) == 0 and held_back("", ["END"]) == 0
+
+
+def test_a_folder_says_which_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no tokenizer.json.*no tokenizer_class"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+    library = pytest.importorskip("tokenizers", reason="in the extra 'models'")
+    inner = library.Tokenizer(library.models.WordLevel({"<s>": 0, "one": 1, "two": 2}, unk_token="<s>"))
+    inner.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<s>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(tmp_path)
+    assert found.encode("one two") == [1, 2] and found.decode([0, 2, 1]) == "two one"
+
+
+def test_a_chat_template_is_the_folders_and_cannot_reach_out(tmp_path):
+    pytest.importorskip("jinja2", reason="in the extra 'models'")
+    assert load_chat_template(tmp_path) is None
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+    config = {"chat_template": [{"name": "tools", "template": "x"}, {"name": "default", "template": source}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": {"content": "<s>"}}))
+    messages = [{"role": "user", "content": "a<b"}]
+    assert load_chat_template(tmp_path).render(messages) == '<s>"a<b"'
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
+    with pytest.raises(ValueError, match="no system message"):
+        load_chat_template(tmp_path).render(messages)
+    with pytest.raises(ValueError, match="refuses"):
+        ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}").render(messages)

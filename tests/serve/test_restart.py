@@ -1,0 +1,60 @@
+"""A server that is killed in the middle of a stream: the client is told, and the next server serves."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="the official client is in the extra 'test'")
+httpx = pytest.importorskip("httpx", reason="comes with the official client")
+
+ENGINE = ["--num-blocks", "65", "--block-size", "16", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
+
+
+@contextlib.contextmanager
+def command(port: int):
+    """`jattn serve` over the embedded model, in a process of its own, once it answers."""
+    arguments = ["serve", "--port", str(port), "--deterministic", "--backend", "sdpa", *ENGINE]
+    environment = os.environ | {"JATTN_TEST_KEY": "k", "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jattn", *arguments, "--api-key-env", "JATTN_TEST_KEY"], env=environment
+    )
+    try:
+        end = time.monotonic() + 120
+        while True:
+            assert process.poll() is None and time.monotonic() < end, "the server did not start"
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                    break
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_killed_server_breaks_its_streams_aloud_and_the_next_one_serves():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k", max_retries=0) as client:
+        ask = lambda **more: client.completions.create(model="adder", prompt="740+583=", temperature=0, **more)
+        with command(port) as process:
+            stream = iter(ask(max_tokens=1000, stream=True, extra_body={"ignore_eos": True}))
+            next(stream)
+            process.send_signal(signal.SIGKILL)
+            with pytest.raises((openai.APIError, httpx.TransportError)):
+                list(stream)
+        with command(port) as process:
+            assert ask(max_tokens=8, stop="\n").choices[0].text == "2340"
+            stream = iter(ask(max_tokens=1000, stream=True, extra_body={"ignore_eos": True}))
+            next(stream)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="shutting down"):
+                list(stream)
+            assert process.wait(20) is not None

@@ -1,0 +1,208 @@
+"""The server, driven by the official client: whole, streamed, cancelled, refused, stopped."""
+
+import contextlib
+import re
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+openai = pytest.importorskip("openai", reason="the official client is in the extra 'test'")
+httpx = pytest.importorskip("httpx", reason="comes with the official client")
+
+from jattn.engine import ByteTokenizer, ChatTemplate, Engine, SamplingParams  # noqa: E402
+from jattn.serve import ServerOptions  # noqa: E402
+from jattn.serve.run import make_server  # noqa: E402
+from tests.engine import fake  # noqa: E402
+
+CONFIG = fake.FakeConfig(vocab_size=258, max_positions=256)
+PARAMS = {"bias": np.where(np.arange(258) < 2, -1000, 0).astype(np.float32)}  # no end, no poison by itself
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+KEY = "a-key"
+
+
+def make_engine():
+    return Engine(
+        CONFIG, PARAMS, ByteTokenizer(num_special=2), forward=fake.forward, chat_template=ChatTemplate(TEMPLATE),
+        num_blocks=65, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, deterministic=True,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def serving(**options):
+    """(engine, server, base address) of a server in a thread."""
+    engine = make_engine()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = make_server(engine, ServerOptions(model_name="fake", **options), port=port)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield engine, server, f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        server._engine_loop.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def wait_until(true, seconds=30):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(api_key=KEY, max_body_bytes=5000, max_queue=3) as running:
+        engine, _, url = running
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+            yield engine, url, client
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What the engine itself says."""
+    served = make_engine()
+    return lambda prompt, n: served.generate(prompt, SamplingParams(temperature=0, max_tokens=n))[0]
+
+
+def test_a_completion_is_the_engines(server, said):
+    _, _, client = server
+    done = client.completions.create(model="fake", prompt="hello", max_tokens=9, temperature=0, logprobs=2)
+    want = said("hello", 9)
+    assert done.choices[0].text == want.text and done.choices[0].finish_reason == "length"
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (5, 9)
+    assert len(done.choices[0].logprobs.token_logprobs) == 9
+    two = client.completions.create(model="fake", prompt=["hello", "there"], max_tokens=5, temperature=0)
+    assert [choice.text for choice in two.choices] == [said("hello", 5).text, said("there", 5).text]
+    assert [choice.index for choice in two.choices] == [0, 1]
+
+
+def test_a_stream_adds_up_to_the_whole(server, said):
+    _, _, client = server
+    stream = client.completions.create(
+        model="fake", prompt="stream me", max_tokens=24, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    events = list(stream)
+    assert "".join(event.choices[0].text for event in events[:-1]) == said("stream me", 24).text
+    assert len(events) > 3 and events[-2].choices[0].finish_reason == "length"
+    assert events[-1].usage.completion_tokens == 24
+
+
+def test_a_chat_goes_through_the_folders_template(server, said):
+    _, _, client = server
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    done = client.chat.completions.create(
+        model="fake", messages=messages, max_tokens=7, temperature=0, logprobs=True, top_logprobs=1
+    )
+    assert done.choices[0].message.content == said("s:be\nu:hi\na:", 7).text
+    assert len(done.choices[0].logprobs.content) == 7
+    stream = client.chat.completions.create(model="fake", messages=messages, max_tokens=7, temperature=0, stream=True)
+    text = "".join(event.choices[0].delta.content or "" for event in stream)
+    assert text == done.choices[0].message.content
+
+
+def test_leaving_a_stream_frees_its_blocks_at_once(server):
+    engine, _, client = server
+    before = engine.stats.aborted
+    stream = client.completions.create(model="fake", prompt="long", max_tokens=240, temperature=0, stream=True)
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: engine.stats.aborted > before and engine.stats.cache_usage == 0)
+
+
+def test_leaving_a_request_that_is_not_streamed_frees_them_too(server, monkeypatch):
+    engine, url, _ = server
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.05) or step())  # longer than the client waits
+    before = engine.stats.aborted
+    body = {"prompt": "long", "max_tokens": 240, "temperature": 0}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=0.3)
+    wait_until(lambda: engine.stats.aborted > before and engine.stats.cache_usage == 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": "x", "temperature": -1, "top_p": 7}, "temperature=-1.*top_p=7"),
+        ({"prompt": "x", "best_off": 1}, "best_off is not known"),
+        ({"prompt": "x", "echo": True, "suffix": "s"}, "echo is not served here; suffix is not served here"),
+        ({"prompt": "x" * 300}, "300 tokens"),
+        ({"prompt": [1, 999]}, "vocabulary"),
+        ({"prompt": ""}, "empty"),
+        ({}, "prompt=None"),
+    ],
+)
+def test_a_bad_body_is_refused_with_its_reasons(server, body, words):
+    _, url, _ = server
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 400
+    assert re.search(words, answer.json()["error"]["message"])
+
+
+def test_keys_sizes_and_paths_are_checked(server):
+    _, url, client = server
+    for header in ({}, {"Authorization": "Bearer wrong"}):
+        assert httpx.get(f"{url}/v1/models", headers=header).status_code == 401
+    with pytest.raises(openai.APIStatusError, match="larger than 5000 bytes") as refusal:
+        client.completions.create(model="fake", prompt="x" * 6000)
+    assert refusal.value.status_code == 413
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    metrics = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    assert "jattn_output_tokens_total" in metrics
+
+
+def test_a_full_queue_is_said_so(server):
+    engine, _, client = server
+    ask = lambda: client.completions.create(model="fake", prompt="q", max_tokens=250, temperature=0, stream=True)
+    open_streams = [ask() for _ in range(3)]
+    with pytest.raises(openai.RateLimitError, match="try again later"):
+        ask()
+    for stream in open_streams:
+        stream.close()
+    wait_until(lambda: engine.stats.cache_usage == 0)
+
+
+def test_a_poisoned_request_fails_alone(server, said):
+    _, _, client = server
+    with pytest.raises(openai.InternalServerError, match="NaN"):
+        client.completions.create(model="fake", prompt=[40, fake.POISON], max_tokens=3, temperature=0)
+    with pytest.raises(openai.APIError, match="NaN"):
+        list(client.completions.create(model="fake", prompt=[40, fake.POISON], max_tokens=3, stream=True))
+    done = client.completions.create(model="fake", prompt="fine", max_tokens=3, temperature=0)
+    assert done.choices[0].text == said("fine", 3).text
+
+
+def test_a_server_that_stops_or_fails_ends_its_streams_with_an_error(said):
+    for how, words in (("stop", "shutting down"), ("fail", "boom")):
+        with (
+            serving() as (engine, server, url),
+            openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+        ):
+            stream = iter(
+                client.completions.create(model="fake", prompt="s", max_tokens=250, temperature=0, stream=True)
+            )
+            next(stream)
+            if how == "stop":
+                server.handle_exit(15, None)
+            else:
+                engine.step = boom
+            with pytest.raises(openai.APIError, match=words):
+                list(stream)
+            if how == "fail":
+                assert httpx.get(f"{url}/health").status_code == 503
+
+
+def boom():
+    raise RuntimeError("boom")
