@@ -84,3 +84,25 @@ def test_the_pool_is_sized_from_free_memory(monkeypatch):
     monkeypatch.setattr(sizing, "free_bytes", lambda share=None: 10**9)
     served = Engine(CONFIG, PARAMS, **OPTIONS | dict(num_blocks=None))
     assert served.tables.pools[0].num_blocks == 4 * 32 + 1, "no more than all sequences at full length can use"
+
+
+def test_a_window_frees_blocks_behind_it_and_the_model_does_not_notice():
+    window = dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=9, head_dim=8)
+    same = dict(
+        vocab_size=67, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, rms_norm_eps=1e-5, rope_theta=1e4,
+        tie_word_embeddings=False, hidden_act="silu", eos_token_id=0,
+    )  # fmt: skip
+    config = models.config_of(window | same)
+    params = models.init_params(config, 3, "float32")
+    served = Engine(config, params, backend="sdpa", **OPTIONS | dict(num_blocks=15, max_model_len=56))
+    served.add_request(requests()[-1], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    held = []
+    while served.has_work:
+        (output, *_) = served.step() or [None]
+        held.append(served.tables.pools[0].num_held)
+    tokens = [*output.prompt_token_ids, *output.token_ids]
+    logits = np.asarray(models.prompt_logits(config, params, np.pad(tokens, (0, 56 - len(tokens))), backend="sdpa"))
+    first = len(output.prompt_token_ids) - 1
+    assert output.token_ids == tuple(logits[first : len(tokens) - 1].argmax(axis=1))
+    assert max(held) <= 8 < len(tokens) // 4, "a window of 9, and 16 tokens of a step, in blocks of 4"
