@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import activation
-from jattn.nn.layer import linear
+from jattn.nn.layer import linear, product
 from jattn.nn.norm import Norm
 
 PARTS = ("attn", "cross", "mlp")
@@ -70,7 +70,7 @@ def head(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> jax.Array
         x = activation(config.head_transform)(linear(own["transform"], x))
     x = normed(config.final_norm, params, "final_norm", x)
     kernel = params["embed"].T if config.tied_embeddings else own["kernel"]
-    logits = jnp.dot(x, kernel, preferred_element_type=jnp.float32) * config.logits_scale
+    logits = product(x, kernel) * config.logits_scale
     if config.head_bias:
         logits = logits + own["bias"].astype(jnp.float32)[None, :]
     cap = config.logits_soft_cap
