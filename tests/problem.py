@@ -267,10 +267,11 @@ class Problem:
         out, lse = attention.ragged(q, keys, values, self.case.query_lens, **batch)
         rough_out, rough_lse = attention.ragged(q, keys, values, self.case.query_lens, attend=naive, **batch)
         mass, _ = attention.ragged(q, keys, [np.abs(v) for v in values], self.case.query_lens, **batch)
+        logit = tolerances.largest_logit(q, keys, self.case.query_lens, scale)
         return Answer(
             out,
             lse,
-            tolerances.allowed(rough_out, out, self.dtype, mass),
+            tolerances.allowed(rough_out, out, self.dtype, mass, logit),
             tolerances.allowed(rough_lse, lse, "float32"),
         )
 

@@ -12,7 +12,6 @@ from jattn.embedded.dense import dense_logits
 
 
 def test_dense_training_and_paged_serving_are_the_same_model(tmp_path):
-    pytest.importorskip("safetensors", reason="in the extra 'models'")
     config = models.config_of(train.CONFIG)
     params = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), models.init_params(config, 0, "float32"))
     tokens, mask = next(train.texts(0, 1))
@@ -27,7 +26,6 @@ def test_dense_training_and_paged_serving_are_the_same_model(tmp_path):
 
 
 def test_a_few_steps_of_training_lower_the_loss():
-    pytest.importorskip("optax", reason="in the extra 'train'")
     said = []
     train.train(train.Recipe(steps=101, batch=2, warmup=10), report=lambda text, **_: said.append(text))
     losses = [float(text.split("loss ")[1].split(",")[0]) for text in said]

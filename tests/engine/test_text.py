@@ -4,6 +4,7 @@ import json
 
 import hypothesis
 import pytest
+import tokenizers
 from hypothesis import strategies as st
 
 from jattn.engine import ByteTokenizer, ChatTemplate, load_tokenizer
@@ -68,9 +69,8 @@ def test_a_folder_says_which_tokenizer(tmp_path):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
-    library = pytest.importorskip("tokenizers", reason="in the extra 'models'")
-    inner = library.Tokenizer(library.models.WordLevel({"<s>": 0, "one": 1, "two": 2}, unk_token="<s>"))
-    inner.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "one": 1, "two": 2}, unk_token="<s>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     inner.add_special_tokens(["<s>"])
     inner.save(str(tmp_path / "tokenizer.json"))
     found = load_tokenizer(tmp_path)
@@ -78,7 +78,6 @@ def test_a_folder_says_which_tokenizer(tmp_path):
 
 
 def test_a_chat_template_is_the_folders_and_cannot_reach_out(tmp_path):
-    pytest.importorskip("jinja2", reason="in the extra 'models'")
     assert load_chat_template(tmp_path) is None
     source = "{{ bos_token }}{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
     config = {"chat_template": [{"name": "tools", "template": "x"}, {"name": "default", "template": source}]}

@@ -14,7 +14,6 @@ from jattn import models
 from tests.models import textbook, tiny
 from tests.rooms import tree
 
-pytest.importorskip("safetensors", reason="reading folders needs the extra 'models'")
 IDS = np.random.default_rng(5).integers(0, tiny.CONFIG["vocab_size"], 21)
 
 

@@ -8,10 +8,9 @@ import subprocess
 import sys
 import time
 
+import httpx
+import openai
 import pytest
-
-openai = pytest.importorskip("openai", reason="the official client is in the extra 'test'")
-httpx = pytest.importorskip("httpx", reason="comes with the official client")
 
 ENGINE = ["--num-blocks", "65", "--block-size", "16", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"]
 

@@ -6,16 +6,15 @@ import socket
 import threading
 import time
 
+import httpx
 import numpy as np
+import openai
 import pytest
 
-openai = pytest.importorskip("openai", reason="the official client is in the extra 'test'")
-httpx = pytest.importorskip("httpx", reason="comes with the official client")
-
-from jattn.engine import ByteTokenizer, ChatTemplate, Engine, SamplingParams  # noqa: E402
-from jattn.serve import ServerOptions  # noqa: E402
-from jattn.serve.run import make_server  # noqa: E402
-from tests.engine import fake  # noqa: E402
+from jattn.engine import ByteTokenizer, ChatTemplate, Engine, SamplingParams
+from jattn.serve import ServerOptions
+from jattn.serve.run import make_server
+from tests.engine import fake
 
 CONFIG = fake.FakeConfig(vocab_size=258, max_positions=256)
 PARAMS = {"bias": np.where(np.arange(258) < 2, -1000, 0).astype(np.float32)}  # no end, no poison by itself
