@@ -144,8 +144,11 @@ def main() -> int:
         rates = [row["output_tokens_per_s"] for row in rows if row["who"] == who]
         print(f"{who}: median {statistics.median(rates):.1f} output tokens/s")
     if args.write:
+        from benchmarks.run import provenance
+
+        shared = dict(requests=args.requests) | provenance()
         with RESULTS.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row | dict(requests=args.requests)) + "\n" for row in rows)
+            file.writelines(json.dumps(row | shared) + "\n" for row in rows)
     return 0
 
 

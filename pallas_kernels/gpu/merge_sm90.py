@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.pieces_sm90 import place_of
 
 AHEAD = 4  # parts whose loads are in flight together
 COLUMNS = 32  # of the output, for one CTA
@@ -21,8 +22,7 @@ def _kernel(cfg, width, info, cta, heads, part, part_lse, out_ref, lse_ref):
     """info i32[tiles, 16], cta i32[C, 12], heads f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128] (GMEM)."""
     me, half, column = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * width
     unit, first, last = (cta[me, wl.JOIN + i] for i in range(3))
-    tile = lax.div(jnp.maximum(unit, 0), jnp.int32(cfg.num_kv_heads))
-    head = lax.rem(jnp.maximum(unit, 0), jnp.int32(cfg.num_kv_heads))
+    tile, head = place_of(cfg, jnp.maximum(unit, 0), cta[me, wl.SET_UNITS])
     nrows = info[tile, wl.NROWS] - 64 * half
     shape = (rows.ROWS, width)
 

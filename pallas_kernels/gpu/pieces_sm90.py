@@ -36,6 +36,7 @@ class Config:
     block_kv: int = 128
     stages: int = 2
     num_ctas: int = 132
+    heads_together: int = 0  # kv heads whose pages are read at the same time (work_list.py); 0: all
     short_weight: int = 4
     long_weight: int = 9
     min_split: int = 1
@@ -71,6 +72,7 @@ class Config:
             rule=self.mask,
             group=self.group,
             num_kv_heads=self.num_kv_heads,
+            heads_together=self.heads_together,
             block_kv=self.block_kv,
             num_ctas=self.num_ctas,
             short_weight=self.short_weight,
@@ -143,6 +145,13 @@ def count_pieces(cta, me):
     return waves + (u1 - u0) + (b1 > 0).astype(jnp.int32)
 
 
+def place_of(cfg: Config, unit, set_units):
+    """work_list.place_of for scalars of a kernel."""
+    heads = jnp.int32(cfg.list_config.set_heads)
+    of_set = lax.rem(unit, set_units)
+    return lax.div(of_set, heads), lax.div(unit, set_units) * heads + lax.rem(of_set, heads)
+
+
 def _piece_from_list(cfg: Config, refs: Refs, j) -> Piece:
     """This CTA's j-th piece: whole waves in snake order, then its stretch of the line."""
     me = lax.axis_index("cta")
@@ -150,11 +159,10 @@ def _piece_from_list(cfg: Config, refs: Refs, j) -> Piece:
     k = jnp.where(refs.cta[me, wl.BACKWARD] != 0, count_pieces(refs.cta, me) - 1 - j, j)
     snake = jnp.where(lax.rem(k, jnp.int32(2)) == 0, me, cfg.num_ctas - 1 - me)
     unit = jnp.where(k < waves, k * cfg.num_ctas + snake, u0 + k - waves)
-    tile = lax.div(unit, jnp.int32(cfg.num_kv_heads))
+    tile, head = place_of(cfg, unit, refs.cta[me, wl.SET_UNITS])
     info = [refs.info[tile, i] for i in range(HEAD)]
     lo = jnp.where(unit == u0, b0, 0)
     hi = jnp.where(unit == u1, b1, info[wl.NBLK])
-    head = lax.rem(unit, jnp.int32(cfg.num_kv_heads))
     return Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(2)))
 
 

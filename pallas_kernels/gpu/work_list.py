@@ -1,13 +1,15 @@
 """The work list of the persistent attention kernel: who computes what, from traced lengths, in jit.
 
 A *tile* is up to 128 packed rows of one request (row p = token p // G, head p % G of a kv head's group).
-A *unit* is (tile, kv head). Its cost is its number of key blocks times a weight. Units are ranked by cost, longest
-first. The first W * C of them (C CTAs, W full waves) are taken whole, in snake order; the rest are laid end to end
-on a line which is cut so that every CTA ends with the same total. A cut inside a unit makes two partial results,
-so at most C - 1 units are ever merged, whatever the batch: no tuning of split counts, no data-dependent shapes.
+A *unit* is (tile, kv head). Its cost is its number of key blocks times a weight. Kv heads are taken in sets, one set
+after the other (keys of few heads stay in L2 while all their queries pass); within a set units are ranked by cost,
+longest first. The first W * C of all units (C CTAs, W full waves) are taken whole, in snake order; the rest are laid
+end to end on a line which is cut so that every CTA ends with the same total. A cut inside a unit makes two partial
+results, so at most C - 1 units are ever merged, whatever the batch: no tuning of split counts, no data-dependent
+shapes.
 
     info  i32[tiles, 16]   one row a tile, ranked: see the columns below
-    cta   i32[C, 12]       W, first unit of the line's piece, its first block, end unit, end block, BACKWARD;
+    cta   i32[C, 12]       W, first unit of the line's piece, its first block, end unit, end block, BACKWARD, SET_UNITS;
                            from JOIN on, a unit to merge: unit (or -1), first and last CTA that hold a part of it
 
 A flat list (decode: every request has one tile) is the line alone, cut at equal numbers of blocks: tile g is ghost
@@ -26,7 +28,7 @@ from pallas_kernels.algebra.paging import cdiv
 
 TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAUSAL = range(13)
 INFO_COLUMNS = 16
-WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD = range(6)
+WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS = range(7)
 JOIN, CTA_COLUMNS = 8, 12
 TILE_ROWS = 128
 SHORT_ROWS = 64  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
@@ -48,12 +50,18 @@ class ListConfig:
     rule: MaskRule
     group: int
     num_kv_heads: int
+    heads_together: int = 0  # kv heads of a set, a divisor of num_kv_heads; 0: all of them
     block_kv: int
     num_ctas: int = 132
     short_weight: int = 4  # cost of one key block of a short tile ...
     long_weight: int = 9  # ... and of a tile of more than SHORT_ROWS rows
     min_split: int = 1  # key blocks: a cut never leaves less than this on either side
     flat: bool = False  # every request has one tile: no ranking and no waves, the line alone, in few XLA kernels
+
+    @property
+    def set_heads(self) -> int:
+        """Kv heads of a set."""
+        return self.heads_together or self.num_kv_heads
 
 
 def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
@@ -159,27 +167,37 @@ def _cut_line(nblk, config):
     begin = cut(me + 1) - b1  # of the unit that this CTA's end cuts
     last = cdiv((begin + each[me + 1]) * ctas, jnp.maximum(total, 1)) - 1  # whose stretch holds its last block
     joins = [jnp.where((b1 > 0) & (begin >= cut(me)), u1, -1), me, last]
-    return _columns([jnp.zeros_like(me), u0, b0, u1, b1], joins)
+    nothing = jnp.zeros_like(me)
+    return _columns([nothing, u0, b0, u1, b1, nothing, jnp.full_like(me, tiles * heads)], joins)
+
+
+def place_of(unit, set_units, set_heads: int):
+    """Unit -> (tile, kv head); set_units is the number of units of one set of heads."""
+    of_set = unit % set_units
+    return of_set // set_heads, unit // set_units * set_heads + of_set % set_heads
 
 
 def _assign(info, cost, config) -> WorkList:
     """Ranked tiles -> whole waves and cuts of the line."""
     heads, ctas = config.num_kv_heads, config.num_ctas
-    num_units = jnp.sum(cost > 0, dtype=jnp.int32) * heads
-    prefix = jnp.cumsum(cost) * heads  # cost of all units up to and including this tile
-    total = prefix[-1]
+    line = _Line.of(info, cost, config)
+    num_units, total = line.set_units * line.sets, line.set_cost * line.sets
     waves = jnp.where(cost[0] * ctas > total, 0, num_units // ctas)
-    load = _snake_load(cost, waves, heads, ctas)
+    if line.sets > 1:  # where a set ends, costs jump up: the line must be long enough to even that out
+        enough, _ = line.locate(jnp.maximum(total - 2 * ctas * cost[0], 0)[None], config.min_split)
+        waves = jnp.minimum(waves, enough[0] // ctas)
+    load = _snake_load(line, waves, heads, ctas)
     share = jnp.maximum(total / ctas - load, 0.0)
-    base = _unit_cost_before(prefix, cost, waves * ctas, heads)
+    base = line.cost_before(waves * ctas)
     rest = (total - base).astype(jnp.float32)
     cuts = jnp.floor(jnp.cumsum(share) * (rest / jnp.maximum(jnp.sum(share), 1e-6))).astype(jnp.int32) + base
     cuts = jnp.concatenate([base[None], cuts[:-1], total[None]])
-    unit, block = _locate(jnp.clip(cuts, base, total), info, cost, prefix, num_units, heads, config.min_split)
+    unit, block = line.locate(jnp.clip(cuts, base, total), config.min_split)
     short = (info[:, NROWS] > 0) & (info[:, NROWS] <= SHORT_ROWS)
     mixed = short.any() & (info[:, NROWS] > SHORT_ROWS).any()  # then half the CTAs start from their other end
     backward = jnp.where(mixed, jnp.arange(ctas) % 2, 0)
-    columns = [jnp.broadcast_to(waves, (ctas,)), unit[:-1], block[:-1], unit[1:], block[1:], backward]
+    each = lambda x: jnp.broadcast_to(x, (ctas,))
+    columns = [each(waves), unit[:-1], block[:-1], unit[1:], block[1:], backward, each(jnp.maximum(line.set_units, 1))]
     return WorkList(info=info, cta=_columns(columns, _joins(unit, block)))
 
 
@@ -189,36 +207,58 @@ def _columns(pieces, joins):
     return jnp.stack([*pieces, *spare, *joins, jnp.zeros_like(pieces[-1])], axis=1).astype(jnp.int32)
 
 
-def _snake_load(cost, waves, heads, ctas):
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """All units by number, laid end to end by cost: set after set, tile after tile, head after head."""
+
+    nblk: jax.Array  # i32[tiles]
+    cost: jax.Array  # i32[tiles], of one unit
+    ends: jax.Array  # i32[tiles], of a tile's units within a set
+    set_units: jax.Array  # i32
+    set_cost: jax.Array  # i32
+    sets: int
+    heads: int  # of a set
+
+    @classmethod
+    def of(cls, info, cost, config: ListConfig) -> "_Line":
+        heads = config.set_heads
+        ends = jnp.cumsum(cost) * heads
+        units = jnp.sum(cost > 0, dtype=jnp.int32) * heads
+        return cls(info[:, NBLK], cost, ends, units, ends[-1], config.num_kv_heads // heads, heads)
+
+    def cost_before(self, unit):
+        """Cost of all units before `unit`."""
+        in_set = unit % jnp.maximum(self.set_units, 1)
+        tile = in_set // self.heads
+        inside = self.ends[tile] - self.cost[tile] * (self.heads - in_set % self.heads)
+        return unit // jnp.maximum(self.set_units, 1) * self.set_cost + inside
+
+    def locate(self, cuts, min_split: int):
+        """Positions on the line -> (unit, block within it), snapped to the unit's ends when close."""
+        of_set = jnp.minimum(cuts // jnp.maximum(self.set_cost, 1), self.sets - 1)
+        cuts = cuts - of_set * self.set_cost
+        tile = jnp.sum(self.ends[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32)
+        at_end = tile >= self.set_units // self.heads
+        tile = jnp.minimum(tile, self.cost.shape[0] - 1)
+        rem = cuts - (self.ends[tile] - self.cost[tile] * self.heads)
+        each, nblk = jnp.maximum(self.cost[tile], 1), self.nblk[tile]
+        weight = jnp.maximum(each // jnp.maximum(nblk, 1), 1)
+        block = (rem % each + weight // 2) // weight
+        unit = of_set * self.set_units + tile * self.heads + rem // each
+        up = nblk - block < min_split
+        unit, block = jnp.where(up, unit + 1, unit), jnp.where(up | (block < min_split), 0, block)
+        return jnp.where(at_end, self.sets * self.set_units, unit), jnp.where(at_end, 0, block)
+
+
+def _snake_load(line: _Line, waves, heads: int, ctas: int):
     """f32[C]: the cost of the whole units of each CTA. Wave w goes left to right when w is even, else back."""
-    num_waves = cdiv(cost.shape[0] * heads, ctas)
-    padded = jnp.pad(jnp.repeat(cost, heads), (0, num_waves * ctas - cost.shape[0] * heads))
-    grid = padded.reshape(num_waves, ctas)
+    num_waves = cdiv(line.cost.shape[0] * heads, ctas)
+    unit = jnp.arange(num_waves * ctas, dtype=jnp.int32)
+    tile, _ = place_of(unit, jnp.maximum(line.set_units, 1), line.heads)
+    grid = line.cost[tile].reshape(num_waves, ctas)
     wave = jnp.arange(num_waves)[:, None]
     grid = jnp.where(wave % 2 == 1, grid[:, ::-1], grid)
     return jnp.sum(jnp.where(wave < waves, grid, 0), axis=0).astype(jnp.float32)
-
-
-def _unit_cost_before(prefix, cost, unit, heads):
-    """Cost of all units before `unit`."""
-    tile = jnp.minimum(unit // heads, cost.shape[0] - 1)
-    return prefix[tile] - cost[tile] * (heads - unit % heads) * (unit // heads < cost.shape[0])
-
-
-def _locate(cuts, info, cost, prefix, num_units, heads, min_split):
-    """Positions on the cost line -> (unit, block within it), snapped to the unit's ends when close."""
-    tile = jnp.sum(prefix[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32)
-    at_end = tile >= num_units // heads
-    tile = jnp.minimum(tile, cost.shape[0] - 1)
-    rem = cuts - (prefix[tile] - cost[tile] * heads)
-    each = jnp.maximum(cost[tile], 1)
-    nblk = info[tile, NBLK]
-    weight = jnp.maximum(each // jnp.maximum(nblk, 1), 1)
-    block = (rem % each + weight // 2) // weight
-    unit = tile * heads + rem // each
-    up = nblk - block < min_split
-    unit, block = jnp.where(up, unit + 1, unit), jnp.where(up | (block < min_split), 0, block)
-    return jnp.where(at_end, num_units, unit), jnp.where(at_end, 0, block)
 
 
 def _joins(unit, block):

@@ -35,8 +35,10 @@ FLAT = {  # batch, padding tokens, CTAs
 }
 
 
-def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False):
-    config = wl.ListConfig(rule=rule, group=group, num_kv_heads=heads, block_kv=128, num_ctas=ctas, flat=flat)
+def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0):
+    config = wl.ListConfig(
+        rule=rule, group=group, num_kv_heads=heads, heads_together=together, block_kv=128, num_ctas=ctas, flat=flat
+    )
     q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     tokens = int(starts[-1]) + pad
@@ -46,19 +48,29 @@ def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False):
 
 
 def pieces_of(cta_row, me, info, config):
-    """(unit, lo, hi) of one CTA, in the kernel's own terms."""
-    waves, u0, b0, u1, b1 = (int(x) for x in cta_row[:5])
+    """((tile, head), lo, hi) of one CTA, in the kernel's own terms."""
+    waves, u0, b0, u1, b1, _, set_units = (int(x) for x in cta_row[:7])
     for j in range(waves + (u1 - u0) + (b1 > 0)):
         snake = me if j % 2 == 0 else config.num_ctas - 1 - me
         unit = j * config.num_ctas + snake if j < waves else u0 + j - waves
-        nblk = int(info[unit // config.num_kv_heads, wl.NBLK])
-        yield unit, b0 if unit == u0 else 0, b1 if unit == u1 else nblk
+        tile, head = wl.place_of(unit, set_units, config.set_heads)
+        yield (tile, head), b0 if unit == u0 else 0, b1 if unit == u1 else int(info[tile, wl.NBLK])
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_block_of_every_unit_is_done_once(batch, rule):
     check_once(*make(BATCHES[batch], RULES[rule]))
+
+
+@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_sets_of_heads_are_done_once_and_one_after_the_other(batch, together):
+    config, *rest, info, cta, join = make(BATCHES[batch], RULES["causal"], together=together)
+    check_once(config, *rest, info, cta, join)
+    for me in range(config.num_ctas):
+        sets = [head // together for (_, head), _, _ in pieces_of(cta[me], me, info, config)]
+        assert sets == sorted(sets)
 
 
 @pytest.mark.parametrize("name", FLAT)
@@ -108,27 +120,28 @@ def check_once(config, starts, seqs, tokens, info, cta, join):
     rows = sum(info[t, wl.NROWS] for t in range(len(info)))
     assert rows == tokens * config.group  # padding tokens included: they are the ghost request's
     tiles = np.flatnonzero(info[:, wl.NROWS] > 0)
-    heads = config.num_kv_heads
-    parts = {unit: done for unit, done in parts.items() if info[unit // heads, wl.NROWS] > 0}
-    assert sorted(parts) == [tile * heads + head for tile in tiles for head in range(heads)]
-    joins = {int(j[0]): (int(j[1]), int(j[2])) for j in join if j[0] >= 0}
+    parts = {unit: done for unit, done in parts.items() if info[unit[0], wl.NROWS] > 0}
+    assert sorted(parts) == [(tile, head) for tile in tiles for head in range(config.num_kv_heads)]
+    place = lambda unit: wl.place_of(int(unit), int(cta[0, wl.SET_UNITS]), config.set_heads)
+    joins = {place(j[0]): (int(j[1]), int(j[2])) for j in join if j[0] >= 0}
     for unit, done in parts.items():
         done.sort()
-        assert done[0][0] == 0 and done[-1][1] == info[unit // config.num_kv_heads, wl.NBLK]
+        assert done[0][0] == 0 and done[-1][1] == info[unit[0], wl.NBLK]
         assert all(a[1] == b[0] for a, b in zip(done, done[1:], strict=False))
         if len(done) > 1:
             assert joins.pop(unit) == (done[0][2], done[-1][2]), "the merge must find exactly these CTAs"
     assert not joins
 
 
+@pytest.mark.parametrize("together", [0, 2])
 @pytest.mark.parametrize("batch", ["decode", "one long", "ragged", "prefill"])
-def test_load_is_even(batch):
-    config, *_, info, cta, _ = make(BATCHES[batch], RULES["causal"])
+def test_load_is_even(batch, together):
+    config, *_, info, cta, _ = make(BATCHES[batch], RULES["causal"], together=together)
     load = []
     for me in range(config.num_ctas):
         total = 0
-        for unit, lo, hi in pieces_of(cta[me], me, info, config):
-            short = info[unit // config.num_kv_heads, wl.NROWS] <= wl.SHORT_ROWS
+        for (tile, _), lo, hi in pieces_of(cta[me], me, info, config):
+            short = info[tile, wl.NROWS] <= wl.SHORT_ROWS
             total += (hi - lo) * (config.short_weight if short else config.long_weight)
         load.append(total)
     block = config.short_weight if "prefill" not in batch else config.long_weight
