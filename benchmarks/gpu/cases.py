@@ -49,7 +49,6 @@ def _decode(n, length):
     return ((1, length),) * n
 
 
-EIGHT = (("block_kv", 64), ("stages", 5))
 RAGGED = tuple((1, 128 * (37 * i % 97 + 1)) for i in range(64))
 BENCH = [
     Case(name="dec_64x4k", lengths=_decode(64, 4096)),
@@ -66,8 +65,8 @@ BENCH = [
     Case(name="pre_1x32k", lengths=((32768, 32768),)),
     Case(name="chunk_2k_of_32k", lengths=((2048, 32768),)),
     Case(name="mixed_32d_2p", lengths=_decode(32, 4096) + ((2048, 2048), (2048, 6144))),
-    Case(name="dec_16x32k_fp8_p64", lengths=_decode(16, 32768), page=64, kv_dtype="float8_e4m3fn", options=EIGHT),
-    Case(name="dec_16x32k_fp8", lengths=_decode(16, 32768), kv_dtype="float8_e4m3fn", options=EIGHT),
+    Case(name="dec_16x32k_fp8_p64", lengths=_decode(16, 32768), page=64, kv_dtype="float8_e4m3fn"),
+    Case(name="dec_16x32k_fp8", lengths=_decode(16, 32768), kv_dtype="float8_e4m3fn"),
 ]
 FEATURES = {
     "window1024": (("window", 1024),),
@@ -82,15 +81,7 @@ BENCH += [
     for name, options in FEATURES.items()
 ]
 MIX = ((1, 700), (5, 133), (300, 300), (1, 1), (70, 515), (0, 0), (17, 2000), (129, 129), (2, 4096), (33, 1000))
-SIZES = (
-    (64, 64, 128, 3),
-    (80, 80, 128, 2),
-    (96, 96, 128, 2),
-    (112, 112, 128, 2),
-    (192, 128, 64, 2),
-    (192, 192, 64, 2),
-    (256, 256, 64, 1),
-)
+SIZES = ((64, 64), (80, 80), (96, 96), (112, 112), (192, 128), (192, 192), (256, 256))
 ALL = (
     ("mask", MaskRule(left=200, chunk=512)),
     ("soft_cap", 15.0),
@@ -98,7 +89,6 @@ ALL = (
     ("has_sinks", True),
     ("layout", "NHD"),
     ("kv_dtype", "float8_e4m3fn"),
-    *EIGHT,
 )
 CHECK = [
     Case(name="mix", lengths=MIX, pad_tokens=37, pad_reqs=3),
@@ -106,9 +96,9 @@ CHECK = [
     Case(name="mix_gqa7", lengths=MIX, num_heads=14, num_kv_heads=2, page=64),
     Case(name="mix_mqa64", lengths=MIX, num_heads=64, num_kv_heads=1, page=8),
     Case(name="mix_page256", lengths=MIX, page=256),
-    Case(name="mix_fp8", lengths=MIX, kv_dtype="float8_e4m3fn", options=EIGHT),
-    Case(name="mix_e5m2", lengths=MIX, kv_dtype="float8_e5m2", options=EIGHT),
-    Case(name="mix_int8", lengths=MIX, kv_dtype="int8", options=EIGHT),
+    Case(name="mix_fp8", lengths=MIX, kv_dtype="float8_e4m3fn"),
+    Case(name="mix_e5m2", lengths=MIX, kv_dtype="float8_e5m2"),
+    Case(name="mix_int8", lengths=MIX, kv_dtype="int8"),
     Case(name="mix_window", lengths=MIX, options=(("window", 100),)),
     Case(name="mix_cap", lengths=MIX, options=(("soft_cap", 20.0), ("alibi", True), ("has_sinks", True))),
     Case(name="mix_sinks", lengths=MIX, options=(("has_sinks", True),)),
@@ -122,9 +112,6 @@ CHECK = [
     Case(name="mix_all", lengths=MIX, num_heads=24, options=ALL),
     Case(name="mix_nhd", lengths=MIX, options=(("layout", "NHD"),)),
     Case(name="mix_f16", lengths=MIX, options=(("dtype", "float16"), ("kv_dtype", "float16"))),
-    *(
-        Case(name=f"mix_d{d}", lengths=MIX, head_dim=d, v_head_dim=v, options=(("block_kv", b), ("stages", st)))
-        for d, v, b, st in SIZES
-    ),
+    *(Case(name=f"mix_d{d}_v{v}", lengths=MIX, head_dim=d, v_head_dim=v) for d, v in SIZES),
     Case(name="one_long", lengths=((1, 20000), (1, 3))),
 ]

@@ -21,10 +21,11 @@ import numpy as np
 from benchmarks.gpu import cases
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.gpu.paged_attention import Config, build_work_list, ragged_paged_attention
+from pallas_kernels.gpu.paged_attention import Config, build_work_list, default_config, ragged_paged_attention
 
 
 def config_of(case, **extra) -> Config:
+    """What the backend would choose for this batch, but for the options of the case and the call."""
     options = dict(case.options) | extra
     window = options.pop("window", None)
     mask = options.pop("mask", MaskRule(causal=True, left=-1 if window is None else window - 1))
@@ -34,7 +35,8 @@ def config_of(case, **extra) -> Config:
         has_alibi=options.pop("alibi", False),
         score_fn=options.pop("score_fn", None),
     )
-    return Config(
+    return default_config(
+        rows=int(case.q_lens.max()) * (case.num_heads // case.num_kv_heads),
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,

@@ -14,7 +14,8 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
-from jattn.cache import KVCacheSpec, PagedKV
+from jattn.cache import KVCacheSpec, PagedKV, write_kv
+from jattn.cache.layout import encode_rows
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.common import CommonAttentionMetadata
@@ -26,8 +27,8 @@ from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.gpu import paged_attention as kernel
-from pallas_kernels.gpu.supports import CAP_FOURTHS, FIXED_MAX, default_tiles
 from pallas_kernels.gpu.work_list import WorkList
+from pallas_kernels.gpu.write_sm90 import write_rows
 
 QUERY_DTYPES = ("bfloat16", "float16")
 
@@ -44,26 +45,21 @@ def kernel_config(
 
     longest: bound on the new tokens of a request, when there is a batch.
     """
-    shape = dict(
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        kv_dtype=cache_spec.dtype,
-        page_size=cache_spec.block_size,
-    )
-    config = kernel.Config(
-        **(shape | default_tiles(**shape, rows=longest and longest * spec.group_size)),
+    return kernel.default_config(
+        rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        page_size=cache_spec.block_size,
         layout=cache_spec.physical_layout,
         dtype=dtype,
+        kv_dtype=cache_spec.dtype,
         mask=spec.mask_rule(is_causal),
         logits=spec.logit_rule(),
         has_sinks=spec.has_sinks,
         per_request_causal=per_request,
     )
-    if FIXED_MAX and config.can_fix_max:
-        return dataclasses.replace(config, fixed_max=True, cap_fourths=CAP_FOURTHS)
-    return config
 
 
 def query_dtype(cache_spec: KVCacheSpec) -> str:
@@ -124,6 +120,10 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
             )
         return _paged(self, q, cache, m, params)
 
+    def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
+        """One launch for both pools, in place where the cache is donated; the values are those of jattn.write_kv."""
+        return _write(self, cache, k, v, m.slot_mapping, params)
+
     def config(self, dtype: str, common: CommonAttentionMetadata) -> kernel.Config:
         """The kernel's static arguments for this batch."""
         per_request = self.spec.attn_type is AttentionType.DECODER and common.causal_per_request is not None
@@ -154,6 +154,31 @@ def _paged_backward(impl: PallasGpuImpl, saved, cotangent):
 
 
 _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _write(impl: PallasGpuImpl, cache: PagedKV, k, v, slots, params: AttentionParams) -> PagedKV:
+    spec, tokens = cache.spec, slots.shape[0]
+    k, k_scale = encode_rows(k[:tokens], spec, cache.k.dtype, params.k_scale)
+    v, v_scale = encode_rows(v[:tokens], spec, cache.v.dtype, params.v_scale)
+    scaled = spec.quant == "per_token_head"
+    new, new_scales = write_rows(
+        (k, v), (k_scale, v_scale) if scaled else (), jnp.asarray(slots, jnp.int32),
+        (cache.k, cache.v), (cache.k_token_scale, cache.v_token_scale) if scaled else (),
+        page_size=spec.block_size, heads_first=spec.physical_layout == "HND",
+    )  # fmt: skip
+    k_scale, v_scale = new_scales or (None, None)
+    return PagedKV(k=new[0], v=new[1], k_token_scale=k_scale, v_token_scale=v_scale, spec=spec)
+
+
+def _write_backward(impl: PallasGpuImpl, saved, cotangent):
+    cache, k, v, slots, params = saved
+    call = lambda cache, k, v, params: write_kv(cache, k, v, slots, params)
+    dcache, dk, dv, dparams = jax.vjp(call, cache, k, v, params)[1](cotangent)
+    return dcache, dk, dv, None, dparams
+
+
+_write.defvjp(lambda impl, *args: (_write(impl, *args), args), _write_backward)
 
 
 class PallasGpuBackend(AttentionBackend):

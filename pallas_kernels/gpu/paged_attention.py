@@ -1,5 +1,7 @@
 """The door of GPU paged attention: checks, the work list, the launch, the merge."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -7,16 +9,26 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.merge_sm90 import join_parts
 from pallas_kernels.gpu.pieces_sm90 import Config
 from pallas_kernels.gpu.ragged_attention_sm90 import attend
-from pallas_kernels.gpu.supports import default_tiles, supports
+from pallas_kernels.gpu.supports import CAP_FOURTHS, FIXED_MAX, default_tiles, supports
 
-__all__ = ["Config", "build_work_list", "make_config", "ragged_paged_attention", "supports"]
+__all__ = ["Config", "build_work_list", "default_config", "make_config", "ragged_paged_attention", "supports"]
 
 
-def make_config(*, head_dim: int, v_head_dim: int, kv_dtype: str, page_size: int, **rest) -> Config:
-    """A Config with the default tiles; raises NotImplementedError with every reason if it cannot be done."""
-    tiles = default_tiles(head_dim, v_head_dim, kv_dtype, page_size)
-    shape = dict(head_dim=head_dim, v_head_dim=v_head_dim, kv_dtype=kv_dtype, page_size=page_size)
-    config = Config(**(shape | tiles | rest))
+def default_config(*, rows: int | None = None, **fields) -> Config:
+    """Config's fields, and for those not given what serves best; not checked (see supports).
+
+    rows: bound on the packed rows of every request, when it is known: few rows have tiles of their own.
+    """
+    shape = {name: fields[name] for name in ("head_dim", "v_head_dim", "kv_dtype", "page_size")}
+    config = Config(**(default_tiles(**shape, rows=rows) | fields))
+    if FIXED_MAX and config.can_fix_max and "fixed_max" not in fields:
+        return dataclasses.replace(config, fixed_max=True, cap_fourths=fields.get("cap_fourths", CAP_FOURTHS))
+    return config
+
+
+def make_config(**fields) -> Config:
+    """default_config, or NotImplementedError with every reason if it cannot be done."""
+    config = default_config(**fields)
     if reasons := supports(config):
         raise NotImplementedError("; ".join(reasons))
     return config

@@ -80,6 +80,11 @@ def less(a, b):
     return arith.cmpi(arith.CmpIPredicate.slt, a, b)
 
 
+def below(a, b):
+    """a < b as unsigned numbers: a negative a is a large one."""
+    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
+
+
 def equal(a, b):
     return arith.cmpi(arith.CmpIPredicate.eq, a, b)
 

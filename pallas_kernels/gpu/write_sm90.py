@@ -9,10 +9,8 @@ import dataclasses
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith
 from jax import lax
+from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 
@@ -38,16 +36,11 @@ class _Pool:
         return arith.addi(block, ptx.wide(arith.addi(arith.muli(outer, ptx.i32(size)), inner)))
 
 
-def supports_write(pool_shape: tuple, itemsize: int) -> bool:
-    """Rows of whole 16-byte chunks, slot numbers and rows of new tokens that an i32 holds."""
-    return pool_shape[-1] * itemsize % 16 == 0
-
-
 def write_rows(rows, scales, slots, pools, scale_pools, *, page_size: int, heads_first: bool):
     """Stores rows (k [T, K, D], v [T, K, V]) at slots i32[T] of the pools; a slot < 0 or past the end writes nothing.
 
-    scales, scale_pools: f32 [T, K] pairs and their pools [N, K, S] or [N, S, K], or None. Returns the new pools and
-    scale pools: the same memory where the caller owns it.
+    A row is a multiple of 16 bytes (supports.py). scales, scale_pools: f32 [T, K] pairs and their pools [N, K, S] or
+    [N, S, K], or (). Returns the new pools and scale pools: the same memory where the caller owns it.
     """
     tokens, heads = rows[0].shape[:2]
     shapes = [
@@ -58,7 +51,7 @@ def write_rows(rows, scales, slots, pools, scale_pools, *, page_size: int, heads
     step = THREADS * CHUNKS
     mesh = plgpu.Mesh(grid=(pl.cdiv(total, step), 2), grid_names=("part", "pool"), num_threads=1, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-    refs = [jax.new_ref(x) for x in (*pools, *(scale_pools or ()))]
+    refs = [jax.new_ref(x) for x in (*pools, *scale_pools)]
 
     def write_kv_pages(slots, *refs):
         sources, targets = refs[: len(refs) // 2], refs[len(refs) // 2 :]
@@ -68,13 +61,13 @@ def write_rows(rows, scales, slots, pools, scale_pools, *, page_size: int, heads
             def _(i=i, shape=shape):
                 first = lax.axis_index("part") * step
                 _move(shape, slots, sources[i], targets[i], first, tokens)
-                if scales is not None:
+                if scales:
                     _move_scales(shape, slots, sources[2 + i], targets[2 + i], first, tokens)
 
-    new = (*rows, *(scales or ()))
-    pl.kernel(write_kv_pages, out_type=(), mesh=mesh, compiler_params=params, name="write_kv_pages")(slots, *new, *refs)
+    write = pl.kernel(write_kv_pages, out_type=(), mesh=mesh, compiler_params=params, name="write_kv_pages")
+    write(slots, *rows, *scales, *refs)
     done = [jax.freeze(ref) for ref in refs]
-    return tuple(done[:2]), tuple(done[2:]) or None
+    return tuple(done[:2]), tuple(done[2:])
 
 
 def _place(shape: _Pool, slots, chunk, tokens: int):
@@ -84,9 +77,7 @@ def _place(shape: _Pool, slots, chunk, tokens: int):
     inside = ptx.less(token, ptx.i32(tokens))
     source = arith.addi(slots, arith.muli(ptx.wide(arith.select(inside, token, ptx.i32(0))), ptx.i64(4)))
     slot = ptx.one("ld.global.nc.b32 $0, [$1];", "=r,l", source, pure=True)
-    unsigned_less = arith.CmpIPredicate.ult  # negative slots are large ones
-    known = arith.cmpi(unsigned_less, slot, ptx.i32(shape.blocks * shape.page))
-    ok = arith.andi(inside, known)
+    ok = arith.andi(inside, ptx.below(slot, ptx.i32(shape.blocks * shape.page)))
     return row, arith.remui(chunk, ptx.i32(shape.chunks)), slot, arith.remui(row, heads), ok
 
 

@@ -1,0 +1,116 @@
+"""The KV write on the GPU: every bit compared with XLA's scatter, then both timed by CUPTI.
+
+    python -m benchmarks.gpu.write --out DIR
+
+write_8k is the bar: 8192 tokens of 8 heads x 128 into random slots, at least 70 % of the copy ceiling.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+import jattn
+from benchmarks.gpu.check import ceilings
+from benchmarks.run import provenance
+
+HEADS, DIM, PAGE, BLOCKS = 8, 128, 16, 8192
+REPEATS = 5
+CASES = {  # name: tokens, fields of the cache
+    "write_8k": (8192, {}),
+    "write_64": (64, {}),
+    "write_512": (512, {}),
+    "write_8k_nhd": (8192, dict(layout="NHD")),
+    "write_8k_page128": (8192, dict(block_size=128, num_blocks=1024)),
+    "write_8k_fp8": (8192, dict(dtype="float8_e4m3fn", quant="per_tensor")),
+    "write_8k_int8_token": (8192, dict(dtype="int8", quant="per_token_head")),
+    "write_64_int8_token": (64, dict(dtype="int8", quant="per_token_head", layout="NHD")),
+    "write_1000_d80": (1000, dict(head_dim=80, v_head_dim=48)),
+}
+
+
+def measure(name: str, iterations: int) -> dict:
+    """Bits first, then microseconds of the backend's write and of XLA's scatter."""
+    tokens, fields = CASES[name]
+    pool = jattn.KVCacheSpec(**(dict(num_blocks=BLOCKS, block_size=PAGE, num_kv_heads=HEADS, head_dim=DIM) | fields))
+    spec = jattn.AttentionSpec(num_heads=32, num_kv_heads=HEADS, head_dim=pool.head_dim, v_head_dim=pool.v_head_dim)
+    impl = jattn.PagedAttention(spec, pool, backend="pallas_gpu").impl
+    rng = np.random.default_rng(0)
+    rows = [_rows(rng, i, tokens, pool) for i in range(REPEATS)]
+    numbers = jattn.AttentionParams()
+    ours = lambda cache, k, v, slots: impl.do_kv_cache_update(
+        cache, k, v, argparse.Namespace(slot_mapping=slots), numbers
+    )
+    ways = {"pallas_gpu": ours, "xla": lambda cache, k, v, slots: jattn.write_kv(cache, k, v, slots, numbers)}
+    cache = jattn.empty_cache(pool, fill=0.5, platform="gpu")
+    written = {way: jax.jit(run)(cache, *rows[0]) for way, run in ways.items()}
+    same = all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), *written.values())))
+    changed = int((written["xla"].k != cache.k).any(axis=-1).sum())
+    del written
+    row = dict(case=name, tokens=tokens, same_bits=same, rows_written=changed, ok=same and changed > 0)
+    stored = pool.bytes_per_block // pool.block_size * tokens
+    row["bytes"] = stored + tokens * HEADS * (pool.head_dim + pool.v_head_dim) * 2
+    for way, run in ways.items():
+        row[f"{way}_us"], row[f"{way}_launches"] = _time(run, cache, rows, iterations)
+    row["us"] = row["pallas_gpu_us"]
+    row["tb_s"] = row["bytes"] / row["us"] / 1e6
+    return row
+
+
+def _rows(rng, seed: int, tokens: int, pool):
+    """New keys and values, and their slots: some are padding, some lie past the end of the pool."""
+    keys = jax.random.split(jax.random.key(seed), 2)
+    k, v = (
+        jax.random.normal(key, (tokens, HEADS, dim), jnp.bfloat16)
+        for key, dim in zip(keys, (pool.head_dim, pool.v_head_dim), strict=True)
+    )
+    slots = rng.permutation(pool.capacity_tokens)[:tokens].astype(np.int32)
+    slots[0], slots[tokens // 2], slots[-1] = -1, pool.capacity_tokens, 2**31 - 1
+    return k, v, jnp.asarray(slots)
+
+
+def _time(run, cache, rows, iterations: int) -> tuple[float, dict]:
+    """Microseconds of one write: what REPEATS of them in a row launch, less what one does with its copy of the pool."""
+
+    def repeat(cache, rows):
+        for new in rows:
+            cache = run(cache, *new)
+        return cache
+
+    totals, launches = [], {}
+    for few in (rows[:1], rows):
+        _, found = profiler.measure(jax.jit(repeat), aggregate=False, iterations=iterations)(cache, few)
+        totals.append(np.median([sum(ms for _, ms in one) for one in found]) * 1e3)
+        launches = {kernel[:40]: round(ms * 1e3, 2) for kernel, ms in found[-1]}
+    return float(totals[1] - totals[0]) / (REPEATS - 1), launches
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, print a line each, keep the rows; 1 if a bit differed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.write", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--only", default="", help="parts of names, separated by commas")
+    parser.add_argument("--iterations", type=int, default=8)
+    args = parser.parse_args(argv)
+    base = provenance() | ceilings()
+    print(base, flush=True)
+    failed = 0
+    for name in CASES:
+        if args.only and not any(part in name for part in args.only.split(",")):
+            continue
+        row = measure(name, args.iterations)
+        row["share_of_copy"] = row["tb_s"] / base["ceiling_copy_tb_s"]
+        failed += not row["ok"]
+        print(row, flush=True)
+        with (pathlib.Path(args.out) / "write.jsonl").open("a") as file:
+            file.write(json.dumps(base | row) + "\n")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The page writer: every address, thread by thread on the PTX model, and that it lowers in place for CUDA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.gpu import write_sm90 as writer
+from tests.kernels.gpu.simt import Machine, emulated
+
+HEADS, PAGE, BLOCKS, TOKENS = 3, 8, 5, 19
+SLOTS = np.array([7, -1, 39, 40, 2**31 - 1, -(2**31), 0, 12, 25, 31, 8, 9, 24, 38, 1, 2, 17, 16, 33], np.int32)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("row_bytes", [16, 160, 256])
+def test_each_row_lands_in_its_slot_and_no_other_byte_changes(row_bytes, heads_first):
+    rng = np.random.default_rng(row_bytes)
+    shape = writer._Pool(HEADS, row_bytes // 16, BLOCKS, PAGE, heads_first)
+    new = rng.integers(0, 256, (TOKENS, HEADS, row_bytes), np.uint8)
+    scales = rng.normal(size=(TOKENS, HEADS)).astype(np.float32)
+    order = (BLOCKS, HEADS, PAGE) if heads_first else (BLOCKS, PAGE, HEADS)
+    pool = np.full((*order, row_bytes), 0xEE, np.uint8)
+    kept = np.full(order, 9.0, np.float32)
+    arrays = dict(slots=SLOTS, new=new, pool=pool, scales=scales, kept=kept)
+    starts, size = {}, 1024  # an address below the first array is nobody's
+    for name, array in arrays.items():
+        starts[name], size = size, size + -(-array.nbytes // 256) * 256
+    machine = Machine(writer.THREADS, size)
+    for name, array in arrays.items():
+        machine.memory[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    step = writer.THREADS * writer.CHUNKS
+    with emulated(writer, machine):
+        for first in range(0, TOKENS * HEADS * shape.chunks, step):
+            writer._move(shape, starts["slots"], starts["new"], starts["pool"], np.int32(first), TOKENS)
+            writer._move_scales(shape, starts["slots"], starts["scales"], starts["kept"], np.int32(first), TOKENS)
+    for token, slot in enumerate(SLOTS):
+        if 0 <= slot < BLOCKS * PAGE:
+            block, offset = divmod(slot, PAGE)
+            at = (block, slice(None), offset) if heads_first else (block, offset)
+            pool[at], kept[at] = new[token], scales[token]
+    for name, want in arrays.items():
+        seen = machine.memory[starts[name] : starts[name] + want.nbytes]
+        np.testing.assert_array_equal(seen, np.ascontiguousarray(want).view(np.uint8).ravel(), err_msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "scaled"), [("bfloat16", False), ("uint16", False), ("int8", True)])
+def test_it_lowers_for_cuda_and_writes_in_place(dtype, scaled):
+    shape = jax.ShapeDtypeStruct
+    rows = lambda dim: shape((33, HEADS, dim), jnp.dtype(dtype))
+    pools = lambda dim: shape((BLOCKS, PAGE, HEADS, dim), jnp.dtype(dtype))
+    f32 = lambda *dims: shape(dims, jnp.float32)
+    scales = (f32(33, HEADS),) * 2 if scaled else ()
+    scale_pools = (f32(BLOCKS, PAGE, HEADS),) * 2 if scaled else ()
+
+    def step(new, scales, slots, pools, scale_pools):
+        return writer.write_rows(new, scales, slots, pools, scale_pools, page_size=PAGE, heads_first=False)
+
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    exported = jax.export.export(jax.jit(step, donate_argnums=(3, 4)), platforms=["cuda"], disabled_checks=[check])(
+        (rows(80), rows(48)), scales, shape((33,), jnp.int32), (pools(80), pools(48)), scale_pools
+    )
+    text = exported.mlir_module()
+    assert text.count("custom_call @mosaic_gpu_v2") == 1
+    assert text.count("output_operand_alias<") == 2 + len(scale_pools)
