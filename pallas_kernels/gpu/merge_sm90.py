@@ -12,7 +12,6 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
-from pallas_kernels.gpu.pieces_sm90 import place_of
 
 AHEAD = 4  # parts whose loads are in flight together
 COLUMNS = 32  # of the output, for one CTA
@@ -22,7 +21,8 @@ def _kernel(cfg, width, info, cta, heads, part, part_lse, out_ref, lse_ref):
     """info i32[tiles, 16], cta i32[C, 12], heads f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128] (GMEM)."""
     me, half, column = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * width
     unit, first, last = (cta[me, wl.JOIN + i] for i in range(3))
-    tile, head = place_of(cfg, jnp.maximum(unit, 0), cta[me, wl.SET_UNITS])
+    of_set = cta[me, wl.SET_UNITS]
+    tile, head = wl.place_of(jnp.maximum(unit, 0), of_set, cfg.num_kv_heads, cfg.list_config.set_heads)
     nrows = info[tile, wl.NROWS] - 64 * half
     shape = (rows.ROWS, width)
 

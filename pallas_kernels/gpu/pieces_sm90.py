@@ -145,13 +145,6 @@ def count_pieces(cta, me):
     return waves + (u1 - u0) + (b1 > 0).astype(jnp.int32)
 
 
-def place_of(cfg: Config, unit, set_units):
-    """work_list.place_of for scalars of a kernel."""
-    heads = jnp.int32(cfg.list_config.set_heads)
-    of_set = lax.rem(unit, set_units)
-    return lax.div(of_set, heads), lax.div(unit, set_units) * heads + lax.rem(of_set, heads)
-
-
 def _piece_from_list(cfg: Config, refs: Refs, j) -> Piece:
     """This CTA's j-th piece: whole waves in snake order, then its stretch of the line."""
     me = lax.axis_index("cta")
@@ -159,7 +152,7 @@ def _piece_from_list(cfg: Config, refs: Refs, j) -> Piece:
     k = jnp.where(refs.cta[me, wl.BACKWARD] != 0, count_pieces(refs.cta, me) - 1 - j, j)
     snake = jnp.where(lax.rem(k, jnp.int32(2)) == 0, me, cfg.num_ctas - 1 - me)
     unit = jnp.where(k < waves, k * cfg.num_ctas + snake, u0 + k - waves)
-    tile, head = place_of(cfg, unit, refs.cta[me, wl.SET_UNITS])
+    tile, head = wl.place_of(unit, refs.cta[me, wl.SET_UNITS], cfg.num_kv_heads, cfg.list_config.set_heads)
     info = [refs.info[tile, i] for i in range(HEAD)]
     lo = jnp.where(unit == u0, b0, 0)
     hi = jnp.where(unit == u1, b1, info[wl.NBLK])

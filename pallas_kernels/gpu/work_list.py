@@ -1,12 +1,13 @@
 """The work list of the persistent attention kernel: who computes what, from traced lengths, in jit.
 
 A *tile* is up to 128 packed rows of one request (row p = token p // G, head p % G of a kv head's group).
-A *unit* is (tile, kv head). Its cost is its number of key blocks times a weight. Kv heads are taken in sets, one set
-after the other (keys of few heads stay in L2 while all their queries pass); within a set units are ranked by cost,
-longest first. The first W * C of all units (C CTAs, W full waves) are taken whole, in snake order; the rest are laid
-end to end on a line which is cut so that every CTA ends with the same total. A cut inside a unit makes two partial
-results, so at most C - 1 units are ever merged, whatever the batch: no tuning of split counts, no data-dependent
-shapes.
+A *unit* is (tile, kv head). Its cost is its number of key blocks times a weight, and a little for the unit itself.
+Kv heads are taken in sets, one set after the other: keys of few heads stay in L2 while all their queries pass. Within
+a set units are ranked by cost, in the last set longest first, in the one before it shortest first, and so on, so that
+costs never jump. The first W * C of all units (C CTAs, W full waves, as many as leave no CTA with more than its share)
+are taken whole, in snake order; the rest are laid end to end on a line which is cut so that every CTA ends with the
+same total. A cut inside a unit makes two partial results, so at most C - 1 units are ever merged, whatever the batch:
+no tuning of split counts, no data-dependent shapes.
 
     info  i32[tiles, 16]   one row a tile, ranked: see the columns below
     cta   i32[C, 12]       W, first unit of the line's piece, its first block, end unit, end block, BACKWARD, SET_UNITS;
@@ -55,6 +56,7 @@ class ListConfig:
     num_ctas: int = 132
     short_weight: int = 4  # cost of one key block of a short tile ...
     long_weight: int = 9  # ... and of a tile of more than SHORT_ROWS rows
+    unit_cost: int = 11  # what a unit costs beside its blocks: about 2 us
     min_split: int = 1  # key blocks: a cut never leaves less than this on either side
     flat: bool = False  # every request has one tile: no ranking and no waves, the line alone, in few XLA kernels
 
@@ -97,7 +99,7 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal):
     see = None if causal is None else jnp.append(causal, True)[req]
     info = _info(config, starts[req], row0, nrows, jnp.minimum(req, num_reqs - 1), q_len, seq, see)
     weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
-    return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight, 0)
+    return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + config.unit_cost, 0)
 
 
 def _info(config, tok0, row0, nrows, req, q_len, seq, see):
@@ -171,94 +173,68 @@ def _cut_line(nblk, config):
     return _columns([nothing, u0, b0, u1, b1, nothing, jnp.full_like(me, tiles * heads)], joins)
 
 
-def place_of(unit, set_units, set_heads: int):
-    """Unit -> (tile, kv head); set_units is the number of units of one set of heads."""
-    of_set = unit % set_units
-    return of_set // set_heads, unit // set_units * set_heads + of_set % set_heads
+def place_of(unit, set_units, heads: int, set_heads: int):
+    """Unit -> (tile, kv head); set_units is the number of units of one set of heads. For arrays and kernel scalars."""
+    of_set = unit // set_units
+    within = unit - of_set * set_units
+    down = (heads // set_heads - 1 - of_set) % 2 == 0  # the last set goes from the first tile to the last
+    within = jnp.where(down, within, set_units - 1 - within)
+    return within // set_heads, of_set * set_heads + within % set_heads
 
 
 def _assign(info, cost, config) -> WorkList:
     """Ranked tiles -> whole waves and cuts of the line."""
     heads, ctas = config.num_kv_heads, config.num_ctas
-    line = _Line.of(info, cost, config)
-    num_units, total = line.set_units * line.sets, line.set_cost * line.sets
-    waves = jnp.where(cost[0] * ctas > total, 0, num_units // ctas)
-    if line.sets > 1:  # where a set ends, costs jump up: the line must be long enough to even that out
-        enough, _ = line.locate(jnp.maximum(total - 2 * ctas * cost[0], 0)[None], config.min_split)
-        waves = jnp.minimum(waves, enough[0] // ctas)
-    load = _snake_load(line, waves, heads, ctas)
+    set_units = jnp.sum(cost > 0, dtype=jnp.int32) * config.set_heads
+    num_units = set_units // config.set_heads * heads
+    unit = jnp.arange(cdiv(cost.shape[0] * heads, ctas) * ctas, dtype=jnp.int32)
+    tile, _ = place_of(unit, jnp.maximum(set_units, 1), heads, config.set_heads)
+    tile = jnp.where(unit < num_units, tile, cost.shape[0] - 1)
+    each = jnp.where(unit < num_units, cost[tile], 0)
+    ends = jnp.cumsum(each)
+    total = ends[-1]
+    waves, load = _whole_waves(each.reshape(-1, ctas), num_units // ctas, total)
     share = jnp.maximum(total / ctas - load, 0.0)
-    base = line.cost_before(waves * ctas)
+    base = jnp.where(waves > 0, ends[jnp.maximum(waves * ctas - 1, 0)], 0)
     rest = (total - base).astype(jnp.float32)
     cuts = jnp.floor(jnp.cumsum(share) * (rest / jnp.maximum(jnp.sum(share), 1e-6))).astype(jnp.int32) + base
-    cuts = jnp.concatenate([base[None], cuts[:-1], total[None]])
-    unit, block = line.locate(jnp.clip(cuts, base, total), config.min_split)
+    cuts = jnp.clip(jnp.concatenate([base[None], cuts[:-1], total[None]]), base, total)
+    at = jnp.sum(ends[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32)
+    at_end, at = at >= num_units, jnp.minimum(at, num_units - 1)
+    units, blocks = _snap(at, cuts - (ends[at] - each[at]), info[tile[at]], config)
+    units, blocks = jnp.where(at_end, num_units, units), jnp.where(at_end, 0, blocks)
     short = (info[:, NROWS] > 0) & (info[:, NROWS] <= SHORT_ROWS)
     mixed = short.any() & (info[:, NROWS] > SHORT_ROWS).any()  # then half the CTAs start from their other end
     backward = jnp.where(mixed, jnp.arange(ctas) % 2, 0)
-    each = lambda x: jnp.broadcast_to(x, (ctas,))
-    columns = [each(waves), unit[:-1], block[:-1], unit[1:], block[1:], backward, each(jnp.maximum(line.set_units, 1))]
-    return WorkList(info=info, cta=_columns(columns, _joins(unit, block)))
+    spread = lambda x: jnp.broadcast_to(x, (ctas,))
+    columns = [spread(waves), units[:-1], blocks[:-1], units[1:], blocks[1:], backward]
+    return WorkList(info=info, cta=_columns([*columns, spread(jnp.maximum(set_units, 1))], _joins(units, blocks)))
+
+
+def _whole_waves(cost, most, total):
+    """Costs [waves, C] of units in order -> (the most waves whose largest load is still a share, f32[C] their loads).
+
+    Wave w goes left to right when w is even, else back. A hundredth over the share is less than more cuts would cost.
+    """
+    wave = jnp.arange(cost.shape[0])[:, None]
+    loads = jnp.cumsum(jnp.where(wave % 2 == 1, cost[:, ::-1], cost), axis=0)
+    fits = (loads.max(axis=1) * (cost.shape[1] / 1.01) <= total) & (wave[:, 0] < most)
+    waves = jnp.sum(fits, dtype=jnp.int32)
+    return waves, jnp.where(waves > 0, loads[jnp.maximum(waves - 1, 0)], 0).astype(jnp.float32)
+
+
+def _snap(unit, inside, info, config):
+    """Cost `inside` a unit -> (unit, block within it), at the unit's ends where that is close."""
+    weight = jnp.where(info[:, NROWS] <= SHORT_ROWS, config.short_weight, config.long_weight)
+    block = (jnp.maximum(inside - config.unit_cost // 2, 0) + weight // 2) // weight
+    up = info[:, NBLK] - block < config.min_split
+    return jnp.where(up, unit + 1, unit), jnp.where(up | (block < config.min_split), 0, block)
 
 
 def _columns(pieces, joins):
     """The array `cta` from columns i32[C]."""
     spare = [jnp.zeros_like(pieces[-1])] * (JOIN - len(pieces))
     return jnp.stack([*pieces, *spare, *joins, jnp.zeros_like(pieces[-1])], axis=1).astype(jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    """All units by number, laid end to end by cost: set after set, tile after tile, head after head."""
-
-    nblk: jax.Array  # i32[tiles]
-    cost: jax.Array  # i32[tiles], of one unit
-    ends: jax.Array  # i32[tiles], of a tile's units within a set
-    set_units: jax.Array  # i32
-    set_cost: jax.Array  # i32
-    sets: int
-    heads: int  # of a set
-
-    @classmethod
-    def of(cls, info, cost, config: ListConfig) -> "_Line":
-        heads = config.set_heads
-        ends = jnp.cumsum(cost) * heads
-        units = jnp.sum(cost > 0, dtype=jnp.int32) * heads
-        return cls(info[:, NBLK], cost, ends, units, ends[-1], config.num_kv_heads // heads, heads)
-
-    def cost_before(self, unit):
-        """Cost of all units before `unit`."""
-        in_set = unit % jnp.maximum(self.set_units, 1)
-        tile = in_set // self.heads
-        inside = self.ends[tile] - self.cost[tile] * (self.heads - in_set % self.heads)
-        return unit // jnp.maximum(self.set_units, 1) * self.set_cost + inside
-
-    def locate(self, cuts, min_split: int):
-        """Positions on the line -> (unit, block within it), snapped to the unit's ends when close."""
-        of_set = jnp.minimum(cuts // jnp.maximum(self.set_cost, 1), self.sets - 1)
-        cuts = cuts - of_set * self.set_cost
-        tile = jnp.sum(self.ends[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32)
-        at_end = tile >= self.set_units // self.heads
-        tile = jnp.minimum(tile, self.cost.shape[0] - 1)
-        rem = cuts - (self.ends[tile] - self.cost[tile] * self.heads)
-        each, nblk = jnp.maximum(self.cost[tile], 1), self.nblk[tile]
-        weight = jnp.maximum(each // jnp.maximum(nblk, 1), 1)
-        block = (rem % each + weight // 2) // weight
-        unit = of_set * self.set_units + tile * self.heads + rem // each
-        up = nblk - block < min_split
-        unit, block = jnp.where(up, unit + 1, unit), jnp.where(up | (block < min_split), 0, block)
-        return jnp.where(at_end, self.sets * self.set_units, unit), jnp.where(at_end, 0, block)
-
-
-def _snake_load(line: _Line, waves, heads: int, ctas: int):
-    """f32[C]: the cost of the whole units of each CTA. Wave w goes left to right when w is even, else back."""
-    num_waves = cdiv(line.cost.shape[0] * heads, ctas)
-    unit = jnp.arange(num_waves * ctas, dtype=jnp.int32)
-    tile, _ = place_of(unit, jnp.maximum(line.set_units, 1), line.heads)
-    grid = line.cost[tile].reshape(num_waves, ctas)
-    wave = jnp.arange(num_waves)[:, None]
-    grid = jnp.where(wave % 2 == 1, grid[:, ::-1], grid)
-    return jnp.sum(jnp.where(wave < waves, grid, 0), axis=0).astype(jnp.float32)
 
 
 def _joins(unit, block):

@@ -47,13 +47,22 @@ def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0)
     return config, starts, seqs, tokens, info, cta, cta[:, wl.JOIN :]
 
 
+def place_of(unit, set_units, config):
+    """(tile, kv head) of a unit: sets of heads one after the other, tiles up and down in turn, down in the last."""
+    together = config.set_heads
+    of_set, within = divmod(unit, set_units)
+    if (config.num_kv_heads // together - 1 - of_set) % 2:
+        within = set_units - 1 - within
+    return within // together, of_set * together + within % together
+
+
 def pieces_of(cta_row, me, info, config):
     """((tile, head), lo, hi) of one CTA, in the kernel's own terms."""
     waves, u0, b0, u1, b1, _, set_units = (int(x) for x in cta_row[:7])
     for j in range(waves + (u1 - u0) + (b1 > 0)):
         snake = me if j % 2 == 0 else config.num_ctas - 1 - me
         unit = j * config.num_ctas + snake if j < waves else u0 + j - waves
-        tile, head = wl.place_of(unit, set_units, config.set_heads)
+        tile, head = place_of(unit, set_units, config)
         yield (tile, head), b0 if unit == u0 else 0, b1 if unit == u1 else int(info[tile, wl.NBLK])
 
 
@@ -122,7 +131,7 @@ def check_once(config, starts, seqs, tokens, info, cta, join):
     tiles = np.flatnonzero(info[:, wl.NROWS] > 0)
     parts = {unit: done for unit, done in parts.items() if info[unit[0], wl.NROWS] > 0}
     assert sorted(parts) == [(tile, head) for tile in tiles for head in range(config.num_kv_heads)]
-    place = lambda unit: wl.place_of(int(unit), int(cta[0, wl.SET_UNITS]), config.set_heads)
+    place = lambda unit: place_of(int(unit), int(cta[0, wl.SET_UNITS]), config)
     joins = {place(j[0]): (int(j[1]), int(j[2])) for j in join if j[0] >= 0}
     for unit, done in parts.items():
         done.sort()
@@ -142,10 +151,10 @@ def test_load_is_even(batch, together):
         total = 0
         for (tile, _), lo, hi in pieces_of(cta[me], me, info, config):
             short = info[tile, wl.NROWS] <= wl.SHORT_ROWS
-            total += (hi - lo) * (config.short_weight if short else config.long_weight)
+            total += (hi - lo) * (config.short_weight if short else config.long_weight) + (lo == 0) * config.unit_cost
         load.append(total)
     block = config.short_weight if "prefill" not in batch else config.long_weight
-    assert max(load) - np.mean(load) <= 4 * block
+    assert max(load) - np.mean(load) <= 4 * block + 0.01 * np.mean(load)
 
 
 @pytest.mark.parametrize("rule", RULES)
