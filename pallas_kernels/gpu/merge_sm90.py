@@ -21,8 +21,8 @@ def _kernel(cfg, width, info, cta, heads, part, part_lse, out_ref, lse_ref):
     """info i32[tiles, 16], cta i32[C, 12], heads f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128] (GMEM)."""
     me, half, column = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * width
     unit, first, last = (cta[me, wl.JOIN + i] for i in range(3))
-    of_set = cta[me, wl.SET_UNITS]
-    tile, head = wl.place_of(jnp.maximum(unit, 0), of_set, cfg.num_kv_heads, cfg.list_config.set_heads)
+    set_units, set_heads = cta[me, wl.SET_UNITS], cta[me, wl.SET_HEADS]
+    tile, head = wl.place_of(jnp.maximum(unit, 0), set_units, cfg.num_kv_heads, set_heads)
     nrows = info[tile, wl.NROWS] - 64 * half
     shape = (rows.ROWS, width)
 

@@ -36,7 +36,7 @@ class Config:
     block_kv: int = 128
     stages: int = 2
     num_ctas: int = 132
-    heads_together: int = 0  # kv heads whose pages are read at the same time (work_list.py); 0: all
+    heads_together: int = 0  # kv heads whose pages are read at the same time; 0: as work_list.py decides
     short_weight: int = 4
     long_weight: int = 9
     min_split: int = 1
@@ -73,6 +73,7 @@ class Config:
             group=self.group,
             num_kv_heads=self.num_kv_heads,
             heads_together=self.heads_together,
+            key_bytes=(self.head_dim + self.v_head_dim) * (1 if self.quantised else 2),
             block_kv=self.block_kv,
             num_ctas=self.num_ctas,
             short_weight=self.short_weight,
@@ -152,7 +153,8 @@ def _piece_from_list(cfg: Config, refs: Refs, j) -> Piece:
     k = jnp.where(refs.cta[me, wl.BACKWARD] != 0, count_pieces(refs.cta, me) - 1 - j, j)
     snake = jnp.where(lax.rem(k, jnp.int32(2)) == 0, me, cfg.num_ctas - 1 - me)
     unit = jnp.where(k < waves, k * cfg.num_ctas + snake, u0 + k - waves)
-    tile, head = wl.place_of(unit, refs.cta[me, wl.SET_UNITS], cfg.num_kv_heads, cfg.list_config.set_heads)
+    set_units, set_heads = refs.cta[me, wl.SET_UNITS], refs.cta[me, wl.SET_HEADS]
+    tile, head = wl.place_of(unit, set_units, cfg.num_kv_heads, set_heads)
     info = [refs.info[tile, i] for i in range(HEAD)]
     lo = jnp.where(unit == u0, b0, 0)
     hi = jnp.where(unit == u1, b1, info[wl.NBLK])

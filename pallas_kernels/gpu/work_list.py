@@ -2,16 +2,17 @@
 
 A *tile* is up to 128 packed rows of one request (row p = token p // G, head p % G of a kv head's group).
 A *unit* is (tile, kv head). Its cost is its number of key blocks times a weight, and a little for the unit itself.
-Kv heads are taken in sets, one set after the other: keys of few heads stay in L2 while all their queries pass. Within
-a set units are ranked by cost, in the last set longest first, in the one before it shortest first, and so on, so that
-costs never jump. The first W * C of all units (C CTAs, W full waves, as many as leave no CTA with more than its share)
-are taken whole, in snake order; the rest are laid end to end on a line which is cut so that every CTA ends with the
-same total. A cut inside a unit makes two partial results, so at most C - 1 units are ever merged, whatever the batch:
-no tuning of split counts, no data-dependent shapes.
+Kv heads are taken in sets, one set after the other: where the keys of all heads exceed L2, a set is one head, whose
+keys stay in L2 while all its queries pass. Within a set units are ranked by cost, in the last set longest first, in
+the one before it shortest first, and so on, so that costs never jump. The first W * C of all units (C CTAs, W full
+waves, as many as leave no CTA with more than its share) are taken whole, in snake order; the rest are laid end to end
+on a line which is cut so that every CTA ends with the same total. A cut inside a unit makes two partial results, so at
+most C - 1 units are ever merged, whatever the batch: no tuning of split counts, no data-dependent shapes.
 
     info  i32[tiles, 16]   one row a tile, ranked: see the columns below
-    cta   i32[C, 12]       W, first unit of the line's piece, its first block, end unit, end block, BACKWARD, SET_UNITS;
-                           from JOIN on, a unit to merge: unit (or -1), first and last CTA that hold a part of it
+    cta   i32[C, 12]       W, first unit of the line's piece, its first block, end unit, end block, BACKWARD,
+                           SET_UNITS, SET_HEADS; from JOIN on, a unit to merge: unit (or -1), first and last CTA that
+                           hold a part of it
 
 A flat list (decode: every request has one tile) is the line alone, cut at equal numbers of blocks: tile g is ghost
 tile g, tile `ghosts` + r is request r, and nothing is ranked or moved. It is what XLA makes few kernels of.
@@ -29,9 +30,11 @@ from pallas_kernels.algebra.paging import cdiv
 
 TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAUSAL = range(13)
 INFO_COLUMNS = 16
-WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS = range(7)
+WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
 JOIN, CTA_COLUMNS = 8, 12
 TILE_ROWS = 128
+L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
+FEW = 0.05  # of the cost of a batch: below it, decodes change nothing about how prefills are best arranged
 SHORT_ROWS = 64  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
 
 
@@ -51,7 +54,8 @@ class ListConfig:
     rule: MaskRule
     group: int
     num_kv_heads: int
-    heads_together: int = 0  # kv heads of a set, a divisor of num_kv_heads; 0: all of them
+    heads_together: int = 0  # kv heads of a set, a divisor of num_kv_heads; 0: all, or one where keys exceed L2
+    key_bytes: int = 512  # of one token's key and value of one head
     block_kv: int
     num_ctas: int = 132
     short_weight: int = 4  # cost of one key block of a short tile ...
@@ -59,11 +63,6 @@ class ListConfig:
     unit_cost: int = 11  # what a unit costs beside its blocks: about 2 us
     min_split: int = 1  # key blocks: a cut never leaves less than this on either side
     flat: bool = False  # every request has one tile: no ranking and no waves, the line alone, in few XLA kernels
-
-    @property
-    def set_heads(self) -> int:
-        """Kv heads of a set."""
-        return self.heads_together or self.num_kv_heads
 
 
 def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
@@ -169,8 +168,8 @@ def _cut_line(nblk, config):
     begin = cut(me + 1) - b1  # of the unit that this CTA's end cuts
     last = cdiv((begin + each[me + 1]) * ctas, jnp.maximum(total, 1)) - 1  # whose stretch holds its last block
     joins = [jnp.where((b1 > 0) & (begin >= cut(me)), u1, -1), me, last]
-    nothing = jnp.zeros_like(me)
-    return _columns([nothing, u0, b0, u1, b1, nothing, jnp.full_like(me, tiles * heads)], joins)
+    nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
+    return _columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], joins)
 
 
 def place_of(unit, set_units, heads: int, set_heads: int):
@@ -185,10 +184,12 @@ def place_of(unit, set_units, heads: int, set_heads: int):
 def _assign(info, cost, config) -> WorkList:
     """Ranked tiles -> whole waves and cuts of the line."""
     heads, ctas = config.num_kv_heads, config.num_ctas
-    set_units = jnp.sum(cost > 0, dtype=jnp.int32) * config.set_heads
-    num_units = set_units // config.set_heads * heads
+    few, keys = _kinds(info, cost)
+    set_heads = _set_heads(few, keys, config)
+    tiles = jnp.sum(cost > 0, dtype=jnp.int32)
+    num_units, set_units = tiles * heads, jnp.maximum(tiles, 1) * set_heads
     unit = jnp.arange(cdiv(cost.shape[0] * heads, ctas) * ctas, dtype=jnp.int32)
-    tile, _ = place_of(unit, jnp.maximum(set_units, 1), heads, config.set_heads)
+    tile, _ = place_of(unit, set_units, heads, set_heads)
     tile = jnp.where(unit < num_units, tile, cost.shape[0] - 1)
     each = jnp.where(unit < num_units, cost[tile], 0)
     ends = jnp.cumsum(each)
@@ -203,12 +204,28 @@ def _assign(info, cost, config) -> WorkList:
     at_end, at = at >= num_units, jnp.minimum(at, num_units - 1)
     units, blocks = _snap(at, cuts - (ends[at] - each[at]), info[tile[at]], config)
     units, blocks = jnp.where(at_end, num_units, units), jnp.where(at_end, 0, blocks)
-    short = (info[:, NROWS] > 0) & (info[:, NROWS] <= SHORT_ROWS)
-    mixed = short.any() & (info[:, NROWS] > SHORT_ROWS).any()  # then half the CTAs start from their other end
+    mixed = (few > FEW) & (few < 1 - FEW)  # then half the CTAs start from their other end
     backward = jnp.where(mixed, jnp.arange(ctas) % 2, 0)
     spread = lambda x: jnp.broadcast_to(x, (ctas,))
-    columns = [spread(waves), units[:-1], blocks[:-1], units[1:], blocks[1:], backward]
-    return WorkList(info=info, cta=_columns([*columns, spread(jnp.maximum(set_units, 1))], _joins(units, blocks)))
+    columns = [spread(waves), units[:-1], blocks[:-1], units[1:], blocks[1:], backward, spread(set_units)]
+    return WorkList(info=info, cta=_columns([*columns, spread(set_heads)], _joins(units, blocks)))
+
+
+def _kinds(info, cost):
+    """(share of the cost that requests of few rows have, tokens of keys that the other requests see)."""
+    first, rows = info[:, ROW0] == 0, info[:, NROWS]
+    few = first & (rows > 0) & (rows <= SHORT_ROWS)
+    share = jnp.sum(jnp.where(few, cost, 0)) / jnp.maximum(jnp.sum(cost), 1)
+    return share, jnp.sum(jnp.where(first & (rows > SHORT_ROWS), info[:, SEQ], 0))
+
+
+def _set_heads(few, keys, config: ListConfig):
+    """Kv heads of a set, i32: one where the keys of a prefill exceed L2, else all."""
+    heads, rule = config.num_kv_heads, config.rule
+    if config.heads_together or rule.left >= 0 or rule.chunk > 0:  # a window's keys are few at any time
+        return jnp.int32(config.heads_together or heads)
+    large = keys.astype(jnp.float32) * (config.key_bytes * heads) > L2_BYTES
+    return jnp.where(large & (few < FEW), 1, heads).astype(jnp.int32)
 
 
 def _whole_waves(cost, most, total):

@@ -47,9 +47,9 @@ def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0)
     return config, starts, seqs, tokens, info, cta, cta[:, wl.JOIN :]
 
 
-def place_of(unit, set_units, config):
+def place_of(unit, sets, config):
     """(tile, kv head) of a unit: sets of heads one after the other, tiles up and down in turn, down in the last."""
-    together = config.set_heads
+    set_units, together = sets
     of_set, within = divmod(unit, set_units)
     if (config.num_kv_heads // together - 1 - of_set) % 2:
         within = set_units - 1 - within
@@ -58,11 +58,11 @@ def place_of(unit, set_units, config):
 
 def pieces_of(cta_row, me, info, config):
     """((tile, head), lo, hi) of one CTA, in the kernel's own terms."""
-    waves, u0, b0, u1, b1, _, set_units = (int(x) for x in cta_row[:7])
+    waves, u0, b0, u1, b1, _, *sets = (int(x) for x in cta_row[:8])
     for j in range(waves + (u1 - u0) + (b1 > 0)):
         snake = me if j % 2 == 0 else config.num_ctas - 1 - me
         unit = j * config.num_ctas + snake if j < waves else u0 + j - waves
-        tile, head = place_of(unit, set_units, config)
+        tile, head = place_of(unit, sets, config)
         yield (tile, head), b0 if unit == u0 else 0, b1 if unit == u1 else int(info[tile, wl.NBLK])
 
 
@@ -131,7 +131,7 @@ def check_once(config, starts, seqs, tokens, info, cta, join):
     tiles = np.flatnonzero(info[:, wl.NROWS] > 0)
     parts = {unit: done for unit, done in parts.items() if info[unit[0], wl.NROWS] > 0}
     assert sorted(parts) == [(tile, head) for tile in tiles for head in range(config.num_kv_heads)]
-    place = lambda unit: place_of(int(unit), int(cta[0, wl.SET_UNITS]), config)
+    place = lambda unit: place_of(int(unit), cta[0, wl.SET_UNITS : wl.SET_HEADS + 1].tolist(), config)
     joins = {place(j[0]): (int(j[1]), int(j[2])) for j in join if j[0] >= 0}
     for unit, done in parts.items():
         done.sort()
@@ -140,6 +140,31 @@ def check_once(config, starts, seqs, tokens, info, cta, join):
         if len(done) > 1:
             assert joins.pop(unit) == (done[0][2], done[-1][2]), "the merge must find exactly these CTAs"
     assert not joins
+
+
+@pytest.mark.parametrize(
+    ("batch", "rule", "heads"),
+    [
+        ([(8192, 8192)], "causal", 8),  # 33 MB of keys
+        ([(16384, 16384)], "causal", 1),
+        ([(4096, 4096)] * 4 + [(1, 100)], "causal", 1),
+        ([(64, 90000)], "causal", 1),
+        ([(16384, 16384)], "window", 8),
+        ([(1, 8192)] * 64 + [(2000, 16384)], "causal", 8),  # decodes beside it
+        ([(1, 8192)] * 64, "causal", 8),
+    ],
+)
+def test_heads_go_one_by_one_where_the_keys_of_a_prefill_exceed_l2(batch, rule, heads):
+    *_, cta, _ = make(batch, RULES[rule])
+    assert set(cta[:, wl.SET_HEADS]) == {heads}
+
+
+@pytest.mark.parametrize(
+    ("batch", "mixed"), [([(1000, 1000)], 0), ([(1000, 1000), (1, 50)], 0), ([(1000, 1000)] + [(1, 4000)] * 64, 1)]
+)
+def test_every_other_cta_walks_backward_where_many_decodes_meet_a_prefill(batch, mixed):
+    *_, cta, _ = make(batch, RULES["causal"])
+    assert cta[:, wl.BACKWARD].tolist() == [me % 2 * mixed for me in range(132)]
 
 
 @pytest.mark.parametrize("together", [0, 2])
