@@ -1,4 +1,4 @@
-"""`jattn bench serving` and `jattn bench kernels`."""
+"""`jattn bench serving`, `jattn bench kernels` and `jattn bench --tune`."""
 
 import argparse
 import importlib
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jattn import device
 from jattn.cli import options
 from jattn.cli.trace import Arrival, make_trace
 from jattn.engine import Engine, SamplingParams
@@ -16,7 +17,9 @@ from jattn.engine import Engine, SamplingParams
 def add(commands) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("bench", help="measure serving, or the kernels")
-    kinds = parser.add_subparsers(required=True, metavar="WHAT")
+    parser.add_argument("--tune", action="store_true", help="measure the GPU kernel's tile sizes and write them down")
+    parser.set_defaults(run=run_tune, rest=[])
+    kinds = parser.add_subparsers(metavar="WHAT")
     serving = kinds.add_parser("serving", help="throughput and latencies of an engine under a made-up load")
     load = serving.add_argument_group("the load")
     load.add_argument("--requests", type=int, default=64, help="default: 64")
@@ -56,11 +59,23 @@ def run_serving(args: argparse.Namespace) -> int:
 
 def run_kernels(args: argparse.Namespace) -> int:
     """The checkout's own benchmarks."""
+    return _checkout("benchmarks.run").main(args.rest)
+
+
+def run_tune(args: argparse.Namespace) -> int:
+    """Measure tile sizes on this GPU."""
+    if not args.tune:
+        raise ValueError("bench what? 'serving', 'kernels' or --tune; see jattn bench --help")
+    if (chip := device.detect()).platform != "gpu":
+        raise ValueError(f"--tune measures a GPU's tile sizes; this process runs on {chip.platform}")
+    return _checkout("benchmarks.gpu.tune").main(args.rest)
+
+
+def _checkout(module: str):
     try:
-        benchmarks = importlib.import_module("benchmarks.run")
+        return importlib.import_module(module)
     except ImportError as error:
         raise ImportError("the kernel benchmarks are not installed; run this at the root of a checkout") from error
-    return benchmarks.main(args.rest)
 
 
 def measure(engine: Engine, trace: list[Arrival]) -> dict[str, float | int]:

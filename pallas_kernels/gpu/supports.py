@@ -1,5 +1,6 @@
 """What the Hopper kernel can do, asked before it is made, answered with every reason; and its default tiles."""
 
+from pallas_kernels import tuning
 from pallas_kernels.gpu.pieces_sm90 import Config
 from pallas_kernels.gpu.rows_sm90 import ROWS, swizzle_bytes
 
@@ -22,10 +23,17 @@ def smem_bytes(config: Config) -> int:
 def default_tiles(
     head_dim: int, v_head_dim: int, kv_dtype: str, page_size: int, rows: int | None = None, narrow: bool = NARROW
 ) -> dict[str, int]:
-    """block_kv and stages: the largest block of 128 or 64 keys of which two (8-bit: five) fit, else what fits.
+    """block_kv and stages: as measured (pallas_kernels/tuning), else by rule; and which kernel few rows get.
 
     rows: bound on the packed rows of every request, when it is known: few rows have tiles of their own.
     """
+    found = rule_of_tiles(head_dim, v_head_dim, kv_dtype, page_size, rows, narrow)
+    kind = "narrow" if "narrow_rows" in found else "long" if found.get("long_tiles", True) else "few"
+    return found | tuning.tiles(head_dim=head_dim, v_head_dim=v_head_dim, kv_dtype=kv_dtype, kind=kind)
+
+
+def rule_of_tiles(head_dim, v_head_dim, kv_dtype, page_size, rows=None, narrow=NARROW) -> dict[str, int]:
+    """The largest block of 128 or 64 keys of which two (8-bit: five) fit, else what fits."""
     eight = kv_dtype in EIGHT_BIT
     dims, queries = head_dim + v_head_dim, 4 * ROWS * head_dim * 2
     known = {} if rows is None else {"long_tiles": rows > ROWS, "flat_list": FLAT_LIST and rows <= ROWS}
