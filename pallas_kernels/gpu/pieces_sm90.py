@@ -35,6 +35,7 @@ class Config:
     per_request_causal: bool = False
     block_kv: int = 128
     stages: int = 2
+    q_buffers: int = 2  # pieces whose queries are in SMEM: 2, the next one's too; 1 where a head is too wide for that
     num_ctas: int = 132
     heads_together: int = 0  # kv heads whose pages are read at the same time; 0: as work_list.py decides
     short_weight: int = 4
@@ -99,18 +100,18 @@ class Refs:
     lse: object  # GMEM f32[T, H]
     part: object  # GMEM f32[2 C, 128, V]: normalised partial outputs
     part_lse: object  # GMEM f32[2 C, 128], base 2
-    q_tile: object = None  # SMEM [2 buffers, 2, 64, D]
+    q_tile: object = None  # SMEM [q_buffers, 2, 64, D]
     k_tile: object = None  # SMEM [stages, block_kv, D]
     v_tile: object = None  # SMEM [stages, block_kv, V]
     k_work: object = None  # SMEM [2, block_kv, D]: each warpgroup's decoded keys; None unless quantised
     v_work: object = None  # SMEM [2, block_kv, V]
     stats: object = None  # SMEM f32[512]: maxima and sums that the second warpgroup hands over
-    box: object = None  # SMEM i32[2, 16]: the piece in each Q buffer, see Piece
+    box: object = None  # SMEM i32[q_buffers, 16]: the piece in each Q buffer, see Piece
     k_full: object = None  # barriers [stages], one arrival a page
     v_full: object = None
     k_free: object = None  # barriers [stages], one arrival a compute warpgroup
     v_free: object = None
-    q_full: object = None  # barriers [2 buffers]
+    q_full: object = None  # barriers [q_buffers]
     q_free: object = None
     turn: object = None  # the two compute warpgroups' barrier: ping-pong and exchange
 
@@ -158,7 +159,7 @@ def _piece_from_list(cfg: Config, refs: Refs, j) -> Piece:
     info = [refs.info[tile, i] for i in range(HEAD)]
     lo = jnp.where(unit == u0, b0, 0)
     hi = jnp.where(unit == u1, b1, info[wl.NBLK])
-    return Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(2)))
+    return Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(cfg.q_buffers)))
 
 
 def _send_piece(cfg: Config, refs: Refs, j) -> Piece:
@@ -166,7 +167,7 @@ def _send_piece(cfg: Config, refs: Refs, j) -> Piece:
     piece = _piece_from_list(cfg, refs, j)
     buffer = piece.buffer
 
-    @pl.when(j >= 2)
+    @pl.when(j >= cfg.q_buffers)
     def _():
         plgpu.barrier_wait(refs.q_free.at[buffer])
 
@@ -186,9 +187,9 @@ def _send_piece(cfg: Config, refs: Refs, j) -> Piece:
     return piece
 
 
-def receive_piece(refs: Refs, j) -> Piece:
+def receive_piece(cfg: Config, refs: Refs, j) -> Piece:
     """Compute warpgroups: await piece j."""
-    buffer = lax.rem(j, jnp.int32(2))
+    buffer = lax.rem(j, jnp.int32(cfg.q_buffers))
     plgpu.barrier_wait(refs.q_full.at[buffer])
     return Piece(lambda column: refs.box[buffer, column], buffer)
 

@@ -22,7 +22,7 @@ from pallas_kernels.gpu.tiles_sm90 import M, blank_tile, long_tile, short_tile
 
 def _compute(cfg: Config, refs: Refs, wg):
     def piece_body(j, turn):
-        piece = receive_piece(refs, j)
+        piece = receive_piece(cfg, refs, j)
         few = piece[wl.NROWS] <= (cfg.narrow_rows or wl.SHORT_ROWS)
         few_rows = narrow_tile if cfg.narrow_rows else short_tile
         many_rows = long_tile if cfg.long_tiles else blank_tile  # else only padding can have many
@@ -56,14 +56,15 @@ def _kernel(cfg: Config, *gmem):
         return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
 
     block, stages = cfg.block_kv, cfg.stages
-    tiles = [tile(cfg.dtype, 2, 2, M, cfg.head_dim)]
+    tiles = [tile(cfg.dtype, cfg.q_buffers, 2, M, cfg.head_dim)]
     tiles += [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
     if cfg.quantised and not cfg.narrow_rows:
         tiles += [tile(cfg.dtype, 2, block, cfg.head_dim), tile(cfg.value_dtype, 2, block, cfg.v_head_dim)]
-    small = (plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((2, wl.INFO_COLUMNS), jnp.int32))
+    small = (plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((cfg.q_buffers, wl.INFO_COLUMNS), jnp.int32))
     full = (plgpu.Barrier(num_arrivals=max(block // cfg.page_size, 1), num_barriers=stages),) * 2
     free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
-    queries = (plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_arrivals=2, num_barriers=2))
+    buffers = dict(num_barriers=cfg.q_buffers)
+    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2, **buffers))
     turn = plgpu.Barrier(num_arrivals=2)
     pl.run_scoped(roles, tuple(tiles), small, full, free, queries, turn, collective_axes="wg")
 

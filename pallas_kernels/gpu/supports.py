@@ -17,7 +17,9 @@ def smem_bytes(config: Config) -> int:
     dims = config.head_dim + config.v_head_dim
     item = 1 if config.kv_dtype in EIGHT_BIT else 2
     work = 2 * config.block_kv * dims * 2 if config.quantised and not config.narrow_rows else 0
-    return 4 * ROWS * config.head_dim * 2 + config.stages * config.block_kv * dims * item + work + 2304
+    return (
+        2 * config.q_buffers * ROWS * config.head_dim * 2 + config.stages * config.block_kv * dims * item + work + 2304
+    )
 
 
 def default_tiles(
@@ -35,8 +37,10 @@ def default_tiles(
 def rule_of_tiles(head_dim, v_head_dim, kv_dtype, page_size, rows=None, narrow=NARROW) -> dict[str, int]:
     """The largest block of 128 or 64 keys of which two (8-bit: five) fit, else what fits."""
     eight = kv_dtype in EIGHT_BIT
-    dims, queries = head_dim + v_head_dim, 4 * ROWS * head_dim * 2
-    known = {} if rows is None else {"long_tiles": rows > ROWS, "flat_list": FLAT_LIST and rows <= ROWS}
+    q_buffers = 2 if head_dim <= 192 else 1
+    dims, queries = head_dim + v_head_dim, 2 * q_buffers * ROWS * head_dim * 2
+    known = {} if q_buffers == 2 else {"q_buffers": q_buffers}
+    known |= {} if rows is None else {"long_tiles": rows > ROWS, "flat_list": FLAT_LIST and rows <= ROWS}
     if narrow and eight and rows is not None and rows <= 16:
         stages = min((SMEM_LIMIT - queries - 2304) // (128 * dims), 4)
         if stages >= 2:
@@ -82,6 +86,7 @@ def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> lis
     refuse(c.cap_fourths not in range(5), f"cap_fourths {c.cap_fourths}: wanted 0 to 4")
     refuse(c.cap_fourths > 0 and not c.logits.soft_cap, f"cap_fourths {c.cap_fourths}: wanted a soft cap")
     refuse(c.cap_fourths > 0 and c.narrow_rows > 0, "cap_fourths with narrow_rows: wanted one of them")
+    refuse(c.q_buffers not in (1, 2), f"q_buffers {c.q_buffers}: wanted 1 or 2")
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
     refuse(quant == "per_token_head", "scales per token and head are not read by this kernel")
     refuse(
