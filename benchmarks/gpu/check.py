@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import cases
+from benchmarks.gpu import cases, timing
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.paged_attention import Config, build_work_list, default_config, ragged_paged_attention
@@ -188,16 +188,13 @@ def run_case(case, args, **extra):
         row |= dict(max_err=float(worst), rel_err=float(relative), lse_err=float(worst_lse))
         row["same_bits"] = bool((np.asarray(again) == np.asarray(out)).all())
     if args.time:
-        from jax.experimental.mosaic.gpu import profiler
-
-        def median(f, *xs):
-            _, runs = profiler.measure(f, aggregate=False, iterations=args.iterations)(*xs)
-            return np.median([sum(t for _, t in one) for one in runs]) * 1e3, runs[-1]
-
-        us, parts = median(attend, q, k, v, table, work)
-        row |= dict(us=float(us), parts={n[:40]: round(t * 1e3, 2) for n, t in parts})
-        row |= dict(list_us=float(median(plan, starts, seqs)[0]), bytes=case.read_bytes(), flop=case.flops())
+        us, parts = timing.micros(attend, q, k, v, table, work, iterations=args.iterations)
+        row |= dict(us=us, parts=parts, list_us=timing.micros(plan, starts, seqs, iterations=args.iterations)[0])
+        row |= dict(bytes=case.read_bytes(), flop=case.flops())
         row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6)
+        if case.name.startswith(("pre_", "chunk_")):
+            row["sustained_us"] = timing.sustained(attend, q, k, v, table, work, us=us)
+            row["sustained_tflop_s"] = row["flop"] / row["sustained_us"] / 1e6
     return row
 
 
@@ -213,15 +210,16 @@ def show(row):
 
 def ceilings():
     """Read, copy and matmul rates of this card, measured now."""
-    from jax.experimental.mosaic.gpu import profiler
-
     x = jax.random.normal(jax.random.key(0), (1 << 30,), jnp.float32)
     m = jax.random.normal(jax.random.key(1), (8192, 8192), jnp.bfloat16)
-    time_of = lambda f, *a: min(profiler.measure(jax.jit(f), iterations=5)(*a)[1]) * 1e-3
+    time_of = lambda f, *a: timing.micros(jax.jit(f), *a, iterations=5, pick=min)[0] * 1e-6
+    product = jax.jit(lambda a: a @ a)
+    busy = timing.sustained(product, m, us=timing.micros(product, m, iterations=3)[0]) * 1e-6
     return dict(
         ceiling_read_tb_s=x.nbytes / time_of(jnp.sum, x) / 1e12,
         ceiling_copy_tb_s=2 * x.nbytes / time_of(lambda a: a + 1, x) / 1e12,
         ceiling_mm_tflop_s=2 * 8192**3 / time_of(lambda a: a @ a, m) / 1e12,
+        sustained_mm_tflop_s=2 * 8192**3 / busy / 1e12,
     )
 
 

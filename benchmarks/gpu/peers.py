@@ -5,10 +5,13 @@ by CUDA events around calls in a row. Paged peers (FlashInfer, FlashAttention-3,
 """
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from benchmarks.gpu import timing
 
 
 def measure(case) -> dict[str, float | str]:
@@ -38,9 +41,7 @@ def _jax_inputs(case, batch, q_len, seq):
 
 
 def _cupti(f, *args) -> float:
-    from jax.experimental.mosaic.gpu import profiler
-
-    return float(np.median(profiler.measure(jax.jit(f), iterations=5)(*args)[1]) * 1e3)
+    return timing.micros(jax.jit(f), *args, iterations=5)[0]
 
 
 def _jax_cudnn(case, batch, q_len, seq) -> float:
@@ -68,15 +69,17 @@ def _torch(backend: str):
         with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
             for _ in range(3):
                 call()
+            torch.cuda.synchronize()
             times = []
-            for _ in range(5):
+            for _ in range(3):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
-                for _ in range(5):
+                for _ in range(3):
                     call()
                 end.record()
                 torch.cuda.synchronize()
-                times.append(begin.elapsed_time(end) / 5 * 1e3)
+                times.append(begin.elapsed_time(end) / 3 * 1e3)
+                time.sleep(0.3)  # the card cools, as between ours
         torch.cuda.empty_cache()
         return float(np.median(times))
 

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True)
     parser.add_argument("--only", default="", help="parts of case names, separated by commas")
     parser.add_argument("--peers", action="store_true", help="dense peers on the same card take their turns")
-    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--iterations", type=int, default=10, help="of a case, fewer where they would take over 50 ms")
     args = parser.parse_args(argv)
     base, rows = provenance() | check.ceilings() | dict(backend="pallas_gpu"), []
     print(base, flush=True)

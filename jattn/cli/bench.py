@@ -18,7 +18,8 @@ def add(commands) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("bench", help="measure serving, or the kernels")
     parser.add_argument("--tune", action="store_true", help="measure the GPU kernel's tile sizes and write them down")
-    parser.set_defaults(run=run_tune, rest=[])
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --tune: where (default: the package's own file)")
+    parser.set_defaults(run=run_tune)
     kinds = parser.add_subparsers(metavar="WHAT")
     serving = kinds.add_parser("serving", help="throughput and latencies of an engine under a made-up load")
     load = serving.add_argument_group("the load")
@@ -68,7 +69,7 @@ def run_tune(args: argparse.Namespace) -> int:
         raise ValueError("bench what? 'serving', 'kernels' or --tune; see jattn bench --help")
     if (chip := device.detect()).platform != "gpu":
         raise ValueError(f"--tune measures a GPU's tile sizes; this process runs on {chip.platform}")
-    return _checkout("benchmarks.gpu.tune").main(args.rest)
+    return _checkout("benchmarks.gpu.tune").main([] if args.out is None else ["--out", str(args.out)])
 
 
 def _checkout(module: str):

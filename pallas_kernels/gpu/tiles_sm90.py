@@ -239,6 +239,7 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
     """Two warpgroups, 64 rows each, in ping-pong: one on the tensor cores while the other does softmax."""
     row = _rows_of(cfg, refs, piece, 64 * wg)
     q_tile = refs.q_tile.at[piece.buffer, wg]
+    queries = plgpu.load(q_tile, (), layout=plgpu.Layout.WGMMA) if cfg.q_in_registers else q_tile
     scale = refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
@@ -258,7 +259,7 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         acc, m, total = carry
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
         keys, used = _keys(cfg, refs, wg, slot)
-        dots = _dots(cfg, q_tile, keys, swap)
+        dots = _dots(cfg, queries, keys, swap)
         used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)

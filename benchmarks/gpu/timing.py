@@ -1,0 +1,31 @@
+"""Kernel times by CUPTI: everything that a call launches, helpers included.
+
+An H200 draws its 700 W after about 50 ms of dense products and then lowers its clocks by a sixth: what a kernel takes
+depends on what ran just before. `micros` stays below that, `sustained` measures beyond it; a figure says which it is.
+"""
+
+import numpy as np
+
+COOL_US = 50_000
+HOT_US = 400_000
+
+
+def _series(f, args, count: int) -> list[list[tuple[str, float]]]:
+    from jax.experimental.mosaic.gpu import profiler
+
+    runs = profiler.measure(f, aggregate=False, iterations=count)(*args)[1]
+    return [runs] if count == 1 else runs
+
+
+def micros(f, *args, iterations: int = 10, pick=np.median) -> tuple[float, dict[str, float]]:
+    """(microseconds of a call, those of each kernel in the last one): a short series on a cool card."""
+    first = sum(ms for _, ms in _series(f, args, 1)[0]) * 1e3
+    runs = _series(f, args, int(np.clip(COOL_US / first, 3, max(iterations, 3))))
+    times = [sum(ms for _, ms in one) * 1e3 for one in runs]
+    return float(pick(times)), {name[:40]: round(ms * 1e3, 2) for name, ms in runs[-1]}
+
+
+def sustained(f, *args, us: float) -> float:
+    """Microseconds of a call in the second half of a long series of them; us: of one on a cool card."""
+    runs = _series(f, args, int(np.clip(HOT_US / us, 10, 200)))
+    return float(np.median([sum(ms for _, ms in one) * 1e3 for one in runs[len(runs) // 2 :]]))
