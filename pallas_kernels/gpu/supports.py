@@ -5,6 +5,7 @@ from pallas_kernels.gpu.rows_sm90 import ROWS, swizzle_bytes
 
 EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
+SCALE_BYTES = 8  # of a key and its value, where each has its own
 NARROW = True  # narrow_sm90 for 8-bit decode: 267 us where the tiles of 64 rows take 441 (dec_16x32k_fp8)
 FLAT_LIST = True  # the flat work list for batches of few rows a request: 6.6 to 12 us where the ranked takes 27 to 42
 FIXED_MAX = True  # no running maximum under a soft cap, where it can be: by itself it gains only 2 % of prefill
@@ -16,11 +17,18 @@ def smem_bytes(config: Config) -> int:
     dims = config.head_dim + config.v_head_dim
     item = 1 if config.kv_dtype in EIGHT_BIT else 2
     work = 2 * config.block_kv * dims * 2 if config.quantised and not config.narrow_rows else 0
-    return 4 * ROWS * config.head_dim * 2 + config.stages * config.block_kv * dims * item + work + 2304
+    key = dims * item + (SCALE_BYTES if config.token_scales else 0)
+    return 4 * ROWS * config.head_dim * 2 + config.stages * config.block_kv * key + work + 2304
 
 
 def default_tiles(
-    head_dim: int, v_head_dim: int, kv_dtype: str, page_size: int, rows: int | None = None, narrow: bool = NARROW
+    head_dim: int,
+    v_head_dim: int,
+    kv_dtype: str,
+    page_size: int,
+    rows: int | None = None,
+    narrow: bool = NARROW,
+    token_scales: bool = False,
 ) -> dict[str, int]:
     """block_kv and stages: the largest block of 128 or 64 keys of which two (8-bit: five) fit, else what fits.
 
@@ -28,20 +36,21 @@ def default_tiles(
     """
     eight = kv_dtype in EIGHT_BIT
     dims, queries = head_dim + v_head_dim, 4 * ROWS * head_dim * 2
+    scale = SCALE_BYTES if token_scales else 0
     known = {} if rows is None else {"long_tiles": rows > ROWS, "flat_list": FLAT_LIST and rows <= ROWS}
     if narrow and eight and rows is not None and rows <= 16:
-        stages = min((SMEM_LIMIT - queries - 2304) // (128 * dims), 4)
+        stages = min((SMEM_LIMIT - queries - 2304) // (128 * (dims + scale)), 4)
         if stages >= 2:
             return {"block_kv": 128, "stages": stages, "narrow_rows": 8 if rows <= 8 else 16} | known
     for block in (64,) if eight else (128, 64):
         room = SMEM_LIMIT - queries - (2 * block * dims * 2 if eight else 0)
-        stages = min(room // (block * dims * (1 if eight else 2)), 5 if eight else 3)
+        stages = min(room // (block * (dims * (1 if eight else 2) + scale)), 5 if eight else 3)
         if stages >= 2 or block == 64:
             return {"block_kv": block, "stages": max(stages, 1)} | known
     raise AssertionError("unreachable")
 
 
-def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> list[str]:
+def supports(config: Config, *, chip: str = "sm_90") -> list[str]:
     """Every reason why the kernel cannot do this; empty: it can."""
     c, reasons = config, []
 
@@ -75,7 +84,10 @@ def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> lis
     refuse(c.cap_fourths > 0 and not c.logits.soft_cap, f"cap_fourths {c.cap_fourths}: wanted a soft cap")
     refuse(c.cap_fourths > 0 and c.narrow_rows > 0, "cap_fourths with narrow_rows: wanted one of them")
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
-    refuse(quant == "per_token_head", "scales per token and head are not read by this kernel")
+    refuse(c.token_scales and not c.quantised, f"token_scales with a {c.kv_dtype} cache: wanted 8 bits")
+    refuse(
+        c.token_scales and c.block_kv not in (64, 128), f"token_scales with blocks of {c.block_kv}: wanted 64 or 128"
+    )
     refuse(
         not reasons and smem_bytes(c) > SMEM_LIMIT, f"{smem_bytes(c)} bytes of shared memory; there are {SMEM_LIMIT}"
     )

@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Config, Piece, Refs
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
@@ -142,6 +143,11 @@ def _values(cfg: Config, refs: Refs, wg, slot):
     return work, lambda: None
 
 
+def _token_scales(cfg: Config, refs: Refs, slot):
+    """(keys', values') scales of a block, to be read before its keys are given back; (None, None): there are none."""
+    return token_scales.across_keys(refs.token, slot, 1, cfg.block_kv) if cfg.token_scales else (None, None)
+
+
 def _finish(cfg: Config, refs: Refs, piece: Piece, state, tile_row, stage=None):
     """Writes the state of a tile's 64 rows: to out and lse, or to this CTA's partial slot.
 
@@ -257,12 +263,13 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
     def step(j, carry, masked):
         acc, m, total = carry
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
+        of_keys, of_values = _token_scales(cfg, refs, slot)
         keys, used = _keys(cfg, refs, wg, slot)
-        dots = _dots(cfg, q_tile, keys, swap)
+        dots = token_scales.times(_dots(cfg, q_tile, keys, swap), of_keys, 1)
         used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
-        p16 = p.astype(cfg.value_dtype)
+        p16 = token_scales.times(p, of_values, 1).astype(cfg.value_dtype)
         total += p.sum(axis=1)
         acc, total, m, p16 = lax.optimization_barrier((acc, total, m, p16))
         plgpu.barrier_arrive(refs.turn)
@@ -318,8 +325,9 @@ def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         j = 2 * t + wg
         slot, kv0 = lax.rem(turn + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
+        of_keys, of_values = _token_scales(cfg, refs, slot)
         keys, used = _keys(cfg, refs, wg, slot)
-        dots = _dots(cfg, q_tile, keys)
+        dots = token_scales.times(_dots(cfg, q_tile, keys), of_keys, 1)
         used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
@@ -328,7 +336,7 @@ def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         if masked:
             zero_unseen_values(cfg, refs, piece, slot, kv0)
         values, used = _values(cfg, refs, wg, slot)
-        acc = _add_values(acc, p.astype(cfg.value_dtype), values)
+        acc = _add_values(acc, token_scales.times(p, of_values, 1).astype(cfg.value_dtype), values)
         used()
         pl.when(j + 1 < n)(lambda: pass_over(cfg, refs, turn + j + 1))
         return acc, m, total

@@ -43,8 +43,13 @@ class Arith:
     select = staticmethod(np.where)
     cmpf = staticmethod(lambda kind, a, b: a > b)
 
+    cmpi = staticmethod(lambda kind, a, b: kind(a, b))
+
     class CmpFPredicate:
         OGT = ">"
+
+    class CmpIPredicate:
+        sge = np.greater_equal
 
 
 class Machine:
@@ -130,16 +135,19 @@ class Machine:
         elif name.startswith("st."):
             self.store(operands[0] + offset, operands[1:], mask)
         else:
-            results = self._compute(name, rest, operands, offset)
-            outputs.update(zip(numbers[:count], results, strict=True))
+            results = self._compute(name, rest, operands, offset, mask)
+            for number, new in zip(numbers[:count], results, strict=True):
+                outputs[number] = np.where(mask, new, outputs[number]) if number in outputs else new
 
-    def _compute(self, name, rest, x, offset):
+    def _compute(self, name, rest, x, offset, mask):
         kind = name.split(".")
+        if kind[0] == "mov":
+            return [np.full(self.lane.shape, int(rest.split(",")[1]), np.uint32)]
         if kind[0] == "ld":
             width = int(kind[2][1:]) if kind[2].startswith("v") else 1
             element = {"f32": np.float32, "b32": np.uint32}[kind[-1]]
-            assert (np.asarray(x[0]) + offset).min() >= 0
-            return [self.load(x[0] + offset + 4 * k, element) for k in range(width)]
+            assert np.where(mask, np.asarray(x[0]) + offset, 0).min() >= 0
+            return [self.load(x[0] + offset + 4 * k, element, mask) for k in range(width)]
         if kind[0] == "ldmatrix":
             return self._ldmatrix(x[0], "trans" in kind)
         if kind[0] == "mma":
@@ -231,10 +239,11 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx.utils, "bitcast", lambda x, _: x),
         mock.patch.object(ptx.utils, "dtype_to_ir_type", lambda x: x),
         mock.patch.object(ptx, "int_type", lambda *_: None),
-        mock.patch.object(module, "_element", lambda pair, k: pair[k]),
+        mock.patch.object(rows, "single", lambda register: register[0]),
     ]  # fmt: skip
-    if hasattr(module, "_bag"):
-        swaps.append(mock.patch.object(module, "_bag", bag))
+    for name, model in (("_bag", bag), ("_element", lambda pair, k: pair[k])):
+        if hasattr(module, name):
+            swaps.append(mock.patch.object(module, name, model))
     with contextlib.ExitStack() as stack:
         for swap in swaps:
             stack.enter_context(swap)
