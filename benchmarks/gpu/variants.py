@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.variants --out DIR [--budget 240]
 
 In order of importance: 8-bit decode by warp-level products (narrow), the flat work list, soft cap without a running
-maximum and with part of its tanh by FMA (`--only cap`), and twenty batch sizes in search of a cliff. A variant that
+maximum and with part of its tanh by FMA (`--only cap`), a scale for each token and head (`--only tokens`), attention
+without a cache (`--only packed`), and twenty batch sizes in search of a cliff. A variant that
 fails is reported and the rest goes on; nothing new begins once the budget is nearly spent. Rows go to
 DIR/variants.jsonl as they come.
 """
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.gpu import cases, check
+from benchmarks.gpu import cases, check, packed
 from benchmarks.run import provenance
 from pallas_kernels.gpu.paged_attention import build_work_list, ragged_paged_attention
 
@@ -56,6 +57,26 @@ SMALL = [
 CAP = dict(fixed_max=True, cap_fourths=1)
 LONG = cases.Case(name="few_cap2_mixed", lengths=cases.MIX, pad_tokens=37, options=(("soft_cap", 2.0),))
 SMALL += [(LONG, CAP), (few("few_cap20", options=(("soft_cap", 20.0),)), FLAT | CAP), (LONG, dict(cap_fourths=1))]
+TOKENS = dict(token_scales=True)
+MIXED8 = dict(block_kv=64, stages=5) | TOKENS
+SMALL += [
+    (few("few_tokens_fp8", kv_dtype="float8_e4m3fn"), NARROW | FLAT | TOKENS),
+    (few("few_tokens_int8_all", kv_dtype="int8", page=64, options=FEATURES), NARROW | TOKENS | dict(layout="NHD")),
+    (
+        few("few_tokens_e5m2_mqa16", kv_dtype="float8_e5m2", num_heads=16, num_kv_heads=2, page=256),
+        NARROW | FLAT | TOKENS | dict(narrow_rows=16),
+    ),
+    (few("few_tokens_f16", kv_dtype="float8_e4m3fn"), NARROW | TOKENS | dict(dtype="float16")),
+    *(
+        (cases.Case(name=f"mix_tokens_{name}", lengths=cases.MIX, pad_tokens=37, pad_reqs=3, **case), MIXED8 | options)
+        for name, case, options in (
+            ("fp8", dict(kv_dtype="float8_e4m3fn"), {}),
+            ("int8_gqa7", dict(kv_dtype="int8", num_heads=14, num_kv_heads=2, page=64), dict(layout="NHD")),
+            ("all", dict(kv_dtype="float8_e4m3fn", options=FEATURES), {}),
+            ("decode_tiles", dict(kv_dtype="float8_e5m2", head_dim=64, v_head_dim=64, page=8), dict(block_kv=128)),
+        )
+    ),
+]
 FP8, FP8_64 = BENCH["dec_16x32k_fp8"], BENCH["dec_16x32k_fp8_p64"]
 PLAIN_FP8 = dataclasses.replace(FP8, options=())
 SMALL_FP8 = dataclasses.replace(BENCH["dec_64x4k"], name="dec_64x4k_fp8", kv_dtype="float8_e4m3fn")
@@ -65,6 +86,12 @@ TIMED = [
     (PLAIN_FP8, NARROW | FLAT),
     (PLAIN_FP8, NARROW | FLAT | dict(stages=3)),
     (dataclasses.replace(FP8_64, options=()), NARROW | FLAT),
+    (PLAIN_FP8, NARROW | FLAT | TOKENS),
+    (dataclasses.replace(BENCH["pre_1x8k"], name="pre_1x8k_fp8", kv_dtype="float8_e4m3fn"), MIXED8),
+    (
+        dataclasses.replace(BENCH["pre_1x8k"], name="pre_1x8k_fp8", kv_dtype="float8_e4m3fn"),
+        MIXED8 | dict(token_scales=False),
+    ),
     (SMALL_FP8, NARROW),
     (SMALL_FP8, NARROW | FLAT),
     (BENCH["dec_64x4k"], DECODE),
@@ -128,6 +155,8 @@ def parts(iterations: int):
         yield f"{case.name} {name(options)}", lambda c=case, o=options: measure(c, o, True, iterations)
     for case, options in SMALL[3:]:
         yield f"{case.name} {name(options)}", lambda c=case, o=options: measure(c, o, False, iterations)
+    for name in packed.ROWS:
+        yield f"packed {name}", lambda n=name: packed.run(n, iterations)
     yield "batch sizes", batch_sizes
 
 

@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir.dialects import arith
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
@@ -89,9 +90,13 @@ def across_keys(tile, slot, axis: int, block: int, first=0, count: int | None = 
 
     tile SMEM f32 [stages, 2 block].
     """
-    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-    read = lambda at: plgpu.load(tile, (slot, pl.ds(at, count or block)), layout=layout, optimized=False)
-    return read(first), read(block + first)
+    layout, count = plgpu.Layout.WGMMA.reduce(1 - axis), count or block
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((count,), jnp.float32, layout))
+    def read(ctx, ref):
+        return FragmentedArray.load_untiled(ref, layout=layout.to_mgpu(), optimized=False)
+
+    return tuple(read(tile.at[slot, pl.ds(at, count)]) for at in (first, block + first))
 
 
 def times(x, scale, axis: int):
