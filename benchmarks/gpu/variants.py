@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.variants --out DIR [--budget 240]
 
 In order of importance: 8-bit decode by warp-level products (narrow), the flat work list, soft cap without a running
-maximum and with part of its tanh by FMA (`--only cap`), a scale for each token and head (`--only tokens`), attention
+maximum and with part of its tanh by FMA (`--only cap`), a scale for each token and head (`--only token`), attention
 without a cache (`--only packed`), and twenty batch sizes in search of a cliff. A variant that
 fails is reported and the rest goes on; nothing new begins once the budget is nearly spent. Rows go to
 DIR/variants.jsonl as they come.
@@ -73,6 +73,7 @@ SMALL += [
             ("fp8", dict(kv_dtype="float8_e4m3fn"), {}),
             ("int8_gqa7", dict(kv_dtype="int8", num_heads=14, num_kv_heads=2, page=64), dict(layout="NHD")),
             ("all", dict(kv_dtype="float8_e4m3fn", options=FEATURES), {}),
+            ("f16", dict(kv_dtype="float8_e5m2"), dict(dtype="float16")),
             ("decode_tiles", dict(kv_dtype="float8_e5m2", head_dim=64, v_head_dim=64, page=8), dict(block_kv=128)),
         )
     ),

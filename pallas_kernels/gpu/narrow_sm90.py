@@ -77,6 +77,7 @@ def narrow_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
     rows8 = cfg.narrow_rows // 8
     keys = dict(rows8=rows8, dim=cfg.head_dim, source=cfg.kv_dtype, target=cfg.dtype)
     values = dict(rows8=rows8, dim=cfg.v_head_dim, source=cfg.kv_dtype, target=cfg.value_dtype)
+    values["parts"] = cfg.weight_parts
     queries = warps.read_queries(refs.q_tile.at[piece.buffer, 0], rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype)
     column, scale = _columns_of(cfg, refs, piece), refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv

@@ -73,11 +73,16 @@ class Config:
         """Operand type of weights and values: float16 holds every 8-bit value exactly, and so does bfloat16.
 
         A weight times its value's own scale can be as small as 1e-9 (a row of 1e-4 over 57344) or as large as 80 (1e4
-        over 127) beside any other: that takes float32's exponents, and is worth three of float16's bits.
+        over 127) beside any other: that takes float32's exponents.
         """
         if self.token_scales:
             return "bfloat16"
         return "float16" if self.quantised else self.dtype
+
+    @property
+    def weight_parts(self) -> int:
+        """Operands whose sum a weight is: float16 results want more than bfloat16's 8 bits, and two have 16."""
+        return 2 if self.token_scales and self.dtype == "float16" else 1
 
     @property
     def list_config(self) -> wl.ListConfig:

@@ -95,11 +95,12 @@ def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: s
 
 
 def softmax_times_values(
-    v_ref, x, factor, acc, stats, first, scales=None, *, rows8: int, dim: int, source: str, target: str
+    v_ref, x, factor, acc, stats, first, scales=None, *, rows8: int, dim: int, source: str, target: str, parts: int = 1
 ):
     """(acc, stats) with keys first .. first + 63 added: base-2 logits are x * factor, -inf where masked.
 
-    scales: f32 (64,) of the values, None for 1; target: type of both factors of the product.
+    scales: f32 (64,) of the values, None for 1; target: type of both factors of the product; parts: operands whose sum
+    a weight is, 2 with bfloat16.
     """
     shapes = ((64, rows8 * dim // 2), (64, 8 * rows8))
 
@@ -120,7 +121,7 @@ def softmax_times_values(
             stat, p, alpha = _softmax(scores[4 * n : 4 * n + 4], factor, old[4 * n : 4 * n + 4])
             new += stat
             p = [_fmul(x, own[i // 2]) for i, x in enumerate(p)] if own else p
-            weights.append([ptx.transposed(ptx.pack(p[2 * s], p[2 * s + 1], target)) for s in range(2)])
+            weights.append([_columns(part, target) for part in _split(p, parts)])
             acc[n * size : (n + 1) * size] = [
                 _fmul(a, alpha[i % 2]) for i, a in enumerate(acc[n * size : (n + 1) * size])
             ]
@@ -133,10 +134,24 @@ def softmax_times_values(
                 low, high = (_decode(word, source, target) for word in loaded[2 * k : 2 * k + 2])
                 for n in range(rows8):
                     at = n * size + 4 * (2 * pair + k)
-                    acc[at : at + 4] = ptx.mma((*low, *high), weights[n], acc[at : at + 4], target)
+                    for part in weights[n]:
+                        acc[at : at + 4] = ptx.mma((*low, *high), part, acc[at : at + 4], target)
         return _pairs(shapes[0], acc), _pairs(shapes[1], new)
 
     return add(v_ref, x, factor, acc, stats, first, *own)
+
+
+def _split(p, parts: int):
+    """Floats as sums of 1 or 2: the first of 2 is cut to bfloat16's bits, and the rest is exact."""
+    if parts == 1:
+        return [p]
+    high = [ptx.one("and.b32 $0, $1, 0xffff0000;", "=f,f", x, pure=True) for x in p]
+    return [high, [arith.subf(x, y) for x, y in zip(p, high, strict=True)]]
+
+
+def _columns(p, target: str):
+    """Four weights -> the words of P^T: keys g by rows, then keys g + 8."""
+    return [ptx.transposed(ptx.pack(p[2 * s], p[2 * s + 1], target)) for s in range(2)]
 
 
 def _softmax(x, factor, stat):

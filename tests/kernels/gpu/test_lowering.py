@@ -39,6 +39,7 @@ CASES = {
     **{f"page {s}": dict(page_size=s) for s in (8, 64, 128, 256)},
     **{f"kv {t}": dict(kv_dtype=t) for t in ("float8_e4m3fn", "float8_e5m2", "int8")},
     "token scales": dict(kv_dtype="float8_e4m3fn", token_scales=True),
+    "token scales, f16": dict(kv_dtype="float8_e5m2", token_scales=True, dtype="float16"),
     "token scales, NHD, window": dict(
         kv_dtype="int8", token_scales=True, layout="NHD", page_size=64, mask=MaskRule(left=99), has_sinks=True
     ),
