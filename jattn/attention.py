@@ -195,11 +195,11 @@ def attention(
     checks.check_kind("spec", spec, AttentionSpec)
     checks.check_lengths(spec, meta)
     chip = device.detect()
-    chosen = resolve(spec, None, chip, backend)
-    checks.check_causality(chosen, spec, meta)
     if k is None or v is None:
         raise ValueError("attention without a cache needs k and v; use PagedAttention to read cached ones")
     q = jnp.asarray(q)
+    chosen = resolve(spec, None, chip, backend, dtypes=(q.dtype, jnp.asarray(k).dtype))
+    checks.check_causality(chosen, spec, meta)
     checks.check_query(spec, q, queries_of(meta, spec.attn_type).num_tokens)
     k, v = checks.check_keys(spec, k, v, None)
     checks.check_packing(spec, meta, k.shape[0])

@@ -78,20 +78,43 @@ def make_inputs(case, config, seed=0, poison=True):
 
     k, v = pool(keys[0], case.head_dim), pool(keys[1], case.v_head_dim)
     if poison and kv_type != jnp.int8:
-        live = np.zeros((total, case.page), bool)
-        for r, n in enumerate(seqs):
-            for j in range(pages[r]):
-                live[table[r, j], : max(0, min(case.page, n - j * case.page))] = True
-        axes = live[:, None, :, None] if config.layout == "HND" else live[:, :, None, None]
+        axes = (owners(case, table, total) >= 0)[..., None]
+        axes = axes[:, None] if config.layout == "HND" else axes[:, :, None]
         k, v = (jnp.where(axes, x, jnp.array(jnp.nan, kv_type)) for x in (k, v))
     q = jax.random.normal(keys[2], (tokens, case.num_heads, case.head_dim), jnp.dtype(config.dtype))
     seq_pad = np.concatenate([seqs, np.zeros(case.pad_reqs, int)]).astype(np.int32)
     return q, k, v, jnp.asarray(table), jnp.asarray(starts, jnp.int32), jnp.asarray(seq_pad)
 
 
+def owners(case, table, total: int):
+    """i32[total, page]: the request whose token a slot holds, or -1."""
+    owner = np.full((total, case.page), -1)
+    for r, n in enumerate(case.seq_lens):
+        for j in range(-(-n // case.page)):
+            owner[table[r, j], : min(case.page, n - j * case.page)] = r
+    return owner
+
+
+def token_scales(case, config, table, total: int):
+    """Scales of each stored row, f32 as the pools lie, NaN where no token lives; None where there are none.
+
+    Keys' are near 1. Values' make rows of 1e-6 to 1e2 in even requests, and of less than 1e-6 in odd ones: float16
+    could hold neither, so outputs of that type get 1e-3 to 10.
+    """
+    if not config.token_scales:
+        return None
+    rng, owner = np.random.default_rng(2), owners(case, np.asarray(table), total)
+    owner = np.repeat(owner[:, None], case.num_kv_heads, 1)
+    ranges = ((-2, 0), (-3, 1)) if config.dtype == "float16" else ((-8, -6), (-6, 2))
+    tiny, mixed = (10.0 ** rng.uniform(*exponents, owner.shape) for exponents in ranges)
+    both = rng.uniform(0.5, 1.5, owner.shape), np.where(owner % 2 == 1, tiny, mixed)
+    both = (np.where(owner < 0, np.nan, x).astype(np.float32) for x in both)
+    return tuple(jnp.asarray(x if config.layout == "HND" else np.swapaxes(x, 1, 2)) for x in both)
+
+
 def reference_row(case, config, host, req, i, head):
     """float64 (out, lse) of one row, straight from the definition."""
-    q, k, v, table, starts, seqs, slopes, sinks, scales = host
+    q, k, v, table, starts, seqs, slopes, sinks, scales, tokens = host
     seq, page = int(seqs[req]), case.page
     q_len = int(starts[req + 1] - starts[req])
     pos = seq - q_len + i
@@ -115,6 +138,8 @@ def reference_row(case, config, host, req, i, head):
     blocks = table[req, kv // page]
     at = (blocks, kv_head, kv % page) if config.layout == "HND" else (blocks, kv % page, kv_head)
     keys, values = (np.asarray(x[tuple(map(jnp.asarray, at))].astype(jnp.float32), np.float64) for x in (k, v))
+    if tokens is not None:
+        keys, values = (x * np.asarray(y[at], np.float64)[:, None] for x, y in zip((keys, values), tokens, strict=True))
     row = np.asarray(q[int(starts[req]) + i, head].astype(jnp.float32), np.float64)
     x = keys @ row * rule.scale * scales[0]
     if rule.soft_cap:
@@ -175,25 +200,32 @@ def run_case(case, args, **extra):
     kind = dict(k_scale=scales[0], v_scale=scales[1])
     kind |= dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
     kind |= dict(sinks=sinks) if config.has_sinks else {}
-    attend = jax.jit(lambda q, k, v, t, w: ragged_paged_attention(q, k, v, t, w, config, **kind))
+    scale_pools = token_scales(case, config, table, k.shape[0])
+
+    @jax.jit
+    def attend(q, k, v, t, w, pools):
+        own = {} if pools is None else dict(k_token_scale=pools[0], v_token_scale=pools[1])
+        return ragged_paged_attention(q, k, v, t, w, config, **kind, **own)
+
     work = jax.block_until_ready(plan(starts, seqs))
-    out, lse = jax.block_until_ready(attend(q, k, v, table, work))
+    out, lse = jax.block_until_ready(attend(q, k, v, table, work, scale_pools))
     row = dict(case=case.name, **{key: str(value) for key, value in extra.items()})
     if not args.no_check:
-        params = (slopes, sinks, scales)
+        params = (slopes, sinks, scales, None if scale_pools is None else [np.asarray(x) for x in scale_pools])
         worst, relative, worst_lse = check(case, config, inputs, params, out, lse, args.samples)
         scale = abs(np.asarray(out, np.float32)).max()
         row["out_max"] = float(scale)
-        again = jax.block_until_ready(attend(q, k, v, table, work))[0]
+        again = jax.block_until_ready(attend(q, k, v, table, work, scale_pools))[0]
         row |= dict(max_err=float(worst), rel_err=float(relative), lse_err=float(worst_lse))
         row["same_bits"] = bool((np.asarray(again) == np.asarray(out)).all())
     if args.time:
-        us, parts = timing.micros(attend, q, k, v, table, work, iterations=args.iterations)
+        run = (q, k, v, table, work, scale_pools)
+        us, parts = timing.micros(attend, *run, iterations=args.iterations)
         row |= dict(us=us, parts=parts, list_us=timing.micros(plan, starts, seqs, iterations=args.iterations)[0])
         row |= dict(bytes=case.read_bytes(), flop=case.flops())
         row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6)
         if case.name.startswith(("pre_", "chunk_")):
-            row["sustained_us"] = timing.sustained(attend, q, k, v, table, work, us=us)
+            row["sustained_us"] = timing.sustained(attend, *run, us=us)
             row["sustained_tflop_s"] = row["flop"] / row["sustained_us"] / 1e6
     return row
 

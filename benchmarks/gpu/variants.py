@@ -8,6 +8,7 @@ budget is nearly spent. Rows go to DIR/variants.jsonl as they come.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.gpu import cases, check
+from benchmarks.gpu import cases, check, packed
 from benchmarks.run import provenance
 from pallas_kernels.gpu.paged_attention import build_work_list, ragged_paged_attention
 
@@ -49,8 +50,27 @@ SMALL = [
     (cases.Case(name="few_cap2_mixed", lengths=cases.MIX, pad_tokens=37, options=(("soft_cap", 2.0),)), {}),
     *((cases.Case(name="few_sets_mixed", lengths=cases.MIX, pad_tokens=37), dict(heads_together=n)) for n in (1, 2)),
 ]
+TOKENS = dict(token_scales=True)
+SMALL += [
+    (few("few_tokens_fp8", kv_dtype="float8_e4m3fn"), TOKENS),
+    (few("few_tokens_int8_all", kv_dtype="int8", page=64, options=FEATURES), TOKENS | dict(layout="NHD")),
+    (few("few_tokens_e5m2_mqa16", kv_dtype="float8_e5m2", num_heads=16, num_kv_heads=2, page=256), TOKENS),
+    (few("few_tokens_f16", kv_dtype="float8_e4m3fn"), TOKENS | dict(dtype="float16")),
+    *(
+        (cases.Case(name=f"mix_tokens_{name}", lengths=cases.MIX, pad_tokens=37, pad_reqs=3, **case), TOKENS | options)
+        for name, case, options in (
+            ("fp8", dict(kv_dtype="float8_e4m3fn"), {}),
+            ("int8_gqa7", dict(kv_dtype="int8", num_heads=14, num_kv_heads=2, page=64), dict(layout="NHD")),
+            ("all", dict(kv_dtype="float8_e4m3fn", options=FEATURES), {}),
+            ("f16", dict(kv_dtype="float8_e5m2"), dict(dtype="float16")),
+            ("d64", dict(kv_dtype="float8_e5m2", head_dim=64, v_head_dim=64, page=8), dict(block_kv=128)),
+        )
+    ),
+]
 PREFILLS = ("pre_1x32k", "chunk_2k_of_32k", "pre_4x4k", "pre_1x8k", "mixed_32d_2p")
-TIMED = [(BENCH[name], dict(heads_together=n)) for name in PREFILLS for n in (0, 4, 2, 1)]
+TIMED = [(BENCH[name], dict(heads_together=n)) for name in PREFILLS for n in (0, 8, 1)]
+EIGHT = (dataclasses.replace(BENCH["pre_1x8k"], name="pre_1x8k_fp8", kv_dtype="float8_e4m3fn"), BENCH["dec_16x32k_fp8"])
+TIMED += [(case, tokens) for case in EIGHT for tokens in ({}, TOKENS)]
 
 
 def measure(case, options, timed: bool, iterations: int) -> dict:
@@ -93,6 +113,8 @@ def parts(iterations: int):
         yield f"{case.name} {name(options)}", lambda c=case, o=options: measure(c, o, False, iterations)
     for case, options in TIMED:
         yield f"{case.name} {name(options)}", lambda c=case, o=options: measure(c, o, True, iterations)
+    for name in packed.ROWS:
+        yield f"packed {name}", lambda n=name: packed.run(n, iterations)
     yield "batch sizes", batch_sizes
 
 

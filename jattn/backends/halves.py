@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
+import jax.numpy as jnp
+
 from jattn.backends import registry
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.feature import EVERYTHING, Feature
@@ -33,10 +35,15 @@ class Halves:
         return (dict(decode=self.decode) if decodes else {}) | dict(prefill=self.prefill)
 
     def choose(
-        self, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip, needs: tuple[Feature, ...] = ()
+        self,
+        spec: AttentionSpec,
+        cache_spec: KVCacheSpec | None,
+        chip: Chip,
+        needs: tuple[Feature, ...] = (),
+        dtypes: tuple[jnp.dtype, ...] = (),
     ) -> dict[str, Backend]:
-        """A backend for each half of this layer, or UnsupportedError with every reason."""
-        asked = (spec, cache_spec, chip, needs, registry.entries())
+        """A backend for each half of this layer, or UnsupportedError with every reason; dtypes: see select.resolve."""
+        asked = (spec, cache_spec, chip, needs, dtypes, registry.entries())
         names = self.names(spec.attn_type, cache_spec is not None)
         return {half: _choose(half, name, *asked) for half, name in names.items()}
 
@@ -101,11 +108,13 @@ class DividedBackend(AttentionBackend):
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(half: str, name: str | None, spec, cache_spec, chip: Chip, needs, table) -> Backend:
+def _choose(half: str, name: str | None, spec, cache_spec, chip: Chip, needs, dtypes, table) -> Backend:
     """Keyed by the registry's table too, so that registering a backend is seen at once."""
-    answers = {}
-    for backend in candidates(name):
-        answers[backend.get_name()] = reasons = backend.reasons(spec, cache_spec, chip, needs)
-        if not reasons:
-            return backend
-    raise UnsupportedError(f"nobody computes the {half} half of this batch: {spec} over {cache_spec}", answers)
+    answers = {backend: backend.reasons(spec, cache_spec, chip, needs) for backend in candidates(name)}
+    chosen = [backend for backend, reasons in answers.items() if not reasons]
+    if chosen:
+        return next((b for b in chosen if all(map(b.supports_dtype, dtypes))), chosen[0])
+    raise UnsupportedError(
+        f"nobody computes the {half} half of this batch: {spec} over {cache_spec}",
+        {b.get_name(): x for b, x in answers.items()},
+    )

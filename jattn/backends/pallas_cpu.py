@@ -17,19 +17,16 @@ from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
 from jattn.ops.attend import output_dtype
 from jattn.ops.forward_only import forward_only
+from jattn.ops.packed_pages import paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree, static
 from pallas_kernels.algebra import quant
-from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.cpu import tiles
 from pallas_kernels.cpu.paged_attention import Batch, Config, Numbers, Pool, paged_attention
 
 TILE_ROWS = 8
 """Queries of a program, whatever the batch: a request's arithmetic never depends on its company."""
-
-PACKED_PAGE = 16
-"""Page size of the cache that packed keys are laid out in."""
 
 
 @pytree
@@ -73,27 +70,22 @@ class PallasCpuImpl(AttentionImpl[PallasCpuMetadata]):
     supports_quant_query_input = True
 
     def forward(self, q, cache: PagedKV, m: PallasCpuMetadata, params: AttentionParams) -> AttentionState:
-        layout, dtype = cache.spec.physical_layout, cache.spec.dtype
-        pool = Pool(cache.k, cache.v, cache.k_token_scale, cache.v_token_scale)
-        return self._attend(q, pool, m, params, layout, dtype)
-
-    def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
-        m = _metadata(meta, self.spec.attn_type)
-        pool, table = _paged(k, v, m.batch.seq_lens, keys_of(meta, self.spec.attn_type).max_seq_len)
-        m = dataclasses.replace(m, batch=m.batch._replace(block_table=table))
-        return self._attend(q, pool, m, params, "NHD", k.dtype.name)
-
-    def _attend(self, q, pool: Pool, m: PallasCpuMetadata, params, layout: str, dtype: str) -> AttentionState:
         config = Config(
             mask=self.spec.mask_rule(m.is_causal),
             logits=self.spec.logit_rule(),
-            kv_dtype=dtype,
+            kv_dtype=cache.spec.dtype,
             out_dtype=output_dtype(q.dtype),
-            layout=layout,
+            layout=cache.spec.physical_layout,
         )
+        pool = Pool(cache.k, cache.v, cache.k_token_scale, cache.v_token_scale)
         q, pool, numbers = forward_only((q, pool, _numbers(self.spec, params)), "pallas_cpu")
         out, lse = paged_attention(q, pool, m.batch, m.tiles, numbers, config=config, interpret=True)
         return AttentionState(out=out, lse=lse)
+
+    def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
+        m = _metadata(meta, self.spec.attn_type)
+        cache, table = paged(k, v, m.batch.seq_lens, keys_of(meta, self.spec.attn_type).max_seq_len)
+        return self.forward(q, cache, dataclasses.replace(m, batch=m.batch._replace(block_table=table)), params)
 
 
 class PallasCpuBackend(AttentionBackend):
@@ -171,23 +163,3 @@ def _numbers(spec: AttentionSpec, params: AttentionParams) -> Numbers:
         slopes=params.alibi_slopes if spec.has_alibi else None,
         sinks=params.sinks if spec.has_sinks else None,
     )
-
-
-def _paged(k: jax.Array, v: jax.Array, seq_lens: jax.Array, max_seq_len: int) -> tuple[Pool, jax.Array]:
-    """(NHD pool, block table) of keys packed by request: each request's begin on a page of their own."""
-    num_keys, num_reqs = k.shape[0], seq_lens.shape[0]
-    pages = cdiv(seq_lens, PACKED_PAGE)
-    first_page = jnp.cumsum(pages, dtype=jnp.int32) - pages
-    ends = jnp.cumsum(seq_lens, dtype=jnp.int32)
-    token = jnp.arange(num_keys, dtype=jnp.int32)
-    req = jnp.minimum(jnp.searchsorted(ends, token, side="right"), num_reqs - 1).astype(jnp.int32)
-    offset = token - (ends - seq_lens)[req]
-    num_pages = num_keys // PACKED_PAGE + num_reqs
-    block = jnp.where(token < ends[-1], first_page[req] + offset // PACKED_PAGE, num_pages)
-
-    def pool(x):
-        empty = jnp.zeros((num_pages, PACKED_PAGE, *x.shape[1:]), x.dtype)
-        return empty.at[block, offset % PACKED_PAGE].set(x, mode="drop")
-
-    width = min(cdiv(max_seq_len, PACKED_PAGE), num_pages)
-    return Pool(pool(k), pool(v)), first_page[:, None] + jnp.arange(width, dtype=jnp.int32)[None]

@@ -22,6 +22,7 @@ from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
 from jattn.ops.attend import Plan, attend_paged
 from jattn.ops.levels import flat
+from jattn.ops.packed_pages import PAGE, paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
@@ -55,6 +56,7 @@ def kernel_config(
         layout=cache_spec.physical_layout,
         dtype=dtype,
         kv_dtype=cache_spec.dtype,
+        token_scales=cache_spec.quant == "per_token_head",
         mask=spec.mask_rule(is_causal),
         logits=spec.logit_rule(),
         has_sinks=spec.has_sinks,
@@ -114,7 +116,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 
     def forward(self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
         config = self.config(q.dtype.name, m.common)
-        if reasons := kernel.supports(config, quant=self.cache_spec.quant):
+        if reasons := kernel.supports(config):
             raise UnsupportedError(
                 "the GPU kernel does not take these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
             )
@@ -123,6 +125,14 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """One launch for both pools, in place where the cache is donated; the values are those of jattn.write_kv."""
         return _write(self, cache, k, v, m.slot_mapping, params)
+
+    def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
+        """Packed keys are a cache written just now: the gradient goes back through both."""
+        keys = keys_of(meta, self.spec.attn_type)
+        cache, table = paged(k, v.astype(k.dtype), jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
+        impl = dataclasses.replace(self, cache_spec=cache.spec)
+        return impl.forward(q, cache, dataclasses.replace(m, block_table=table), params)
 
     def config(self, dtype: str, common: CommonAttentionMetadata) -> kernel.Config:
         """The kernel's static arguments for this batch."""
@@ -140,6 +150,7 @@ def _paged(impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params:
         alibi_slopes=params.alibi_slopes if spec.has_alibi else None,
         sinks=params.sinks if spec.has_sinks else None,
         q_scale=params.q_scale, k_scale=params.k_scale, v_scale=params.v_scale,
+        k_token_scale=cache.k_token_scale, v_token_scale=cache.v_token_scale,
     )  # fmt: skip
     return AttentionState(out=out, lse=lse)
 
@@ -188,7 +199,7 @@ class PallasGpuBackend(AttentionBackend):
     supported_kv_cache_dtypes = (*QUERY_DTYPES, *quant.QUANTISED)
     supported_block_sizes = (MultipleOf(8),)
     attn_types = tuple(AttentionType)
-    quant_modes = ("none", "per_tensor", "per_head")
+    quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
     platforms = ("gpu",)
     min_compute_capability = 90
     features = frozenset(
@@ -206,6 +217,7 @@ class PallasGpuBackend(AttentionBackend):
             Feature.PER_REQUEST_CAUSAL,
             Feature.DIFF_KV,
             Feature.LSE,
+            Feature.PACKED,
         }
     )
 
@@ -228,14 +240,16 @@ class PallasGpuBackend(AttentionBackend):
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
         """The kernel's own, for the query dtype that goes with the cache."""
-        if (
-            not isinstance(spec, AttentionSpec)
-            or cache_spec is None
-            or cache_spec.dtype not in cls.supported_kv_cache_dtypes
-        ):
+        if not isinstance(spec, AttentionSpec):
+            return ()
+        cache_spec = cache_spec or KVCacheSpec(
+            num_blocks=1, block_size=PAGE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+        )  # fmt: skip
+        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
             return ()
         config = kernel_config(spec, cache_spec, query_dtype(cache_spec))
-        own = kernel.supports(config, quant=cache_spec.quant, chip=chip.generation or "sm_90")
+        own = kernel.supports(config, chip=chip.generation or "sm_90")
         positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
         if spec.attn_type is AttentionType.ENCODER_DECODER and positional:
             own.append(

@@ -5,6 +5,8 @@ import functools
 import html
 import textwrap
 
+import jax.numpy as jnp
+
 from jattn import device
 from jattn.backends import registry
 from jattn.backends.backend import AttentionBackend
@@ -71,14 +73,19 @@ def resolve(
     platform: "str | Chip | None" = None,
     backend: str = "auto",
     needs: tuple[Feature, ...] = (),
+    dtypes: tuple[jnp.dtype, ...] = (),
 ) -> type[AttentionBackend]:
-    """The first backend that can ('auto'), or the named one; else UnsupportedError with every reason."""
+    """The first backend that can ('auto'), or the named one; else UnsupportedError with every reason.
+
+    dtypes: of queries and packed keys, which no spec tells: 'auto' looks for who takes them all; if nobody does, the
+    door says so (checks.check_dtype).
+    """
     if backend != "auto":
         registry.load(backend)
     reports = explain(spec, cache_spec, platform, needs)
-    for report in reports:
-        if report.supported and backend in ("auto", report.name):
-            return registry.load(report.name)
+    chosen = [registry.load(r.name) for r in reports if r.supported and backend in ("auto", r.name)]
+    if chosen:
+        return next((b for b in chosen if all(map(b.supports_dtype, dtypes))), chosen[0])
     able = [report.name for report in reports if report.supported]
     who = "no backend takes" if backend == "auto" else f"backend {backend!r} does not take"
     hint = f" ({', '.join(able)} would)" if able else ""

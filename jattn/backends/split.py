@@ -166,7 +166,7 @@ class SplitImpl(AttentionImpl[SplitMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params) -> AttentionState:
         needs = tuple(feature for feature, _ in checks.causal_needs(self.spec, meta))
-        backend = self.halves.choose(self.spec, None, self.chip, needs)["prefill"]
+        backend = self.halves.choose(self.spec, None, self.chip, needs, (q.dtype, k.dtype))["prefill"]
         checks.check_params(backend, self.spec, None, params)
         checks.check_dtype(backend, q, params)
         return self._impl(backend).forward_packed(q, k, v, meta, params)

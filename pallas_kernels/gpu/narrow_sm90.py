@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.algebra.mask import key_range
+from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import warp_mma_sm90 as warps
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Config, Piece, Refs
@@ -75,7 +76,8 @@ def narrow_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
     """At most cfg.narrow_rows rows; blocks of 128 keys."""
     rows8 = cfg.narrow_rows // 8
     keys = dict(rows8=rows8, dim=cfg.head_dim, source=cfg.kv_dtype, target=cfg.dtype)
-    values = dict(rows8=rows8, dim=cfg.v_head_dim, source=cfg.kv_dtype)
+    values = dict(rows8=rows8, dim=cfg.v_head_dim, source=cfg.kv_dtype, target=cfg.value_dtype)
+    values["parts"] = cfg.weight_parts
     queries = warps.read_queries(refs.q_tile.at[piece.buffer, 0], rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype)
     column, scale = _columns_of(cfg, refs, piece), refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
@@ -84,13 +86,17 @@ def narrow_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
     def step(j, carry, masked):
         slot, kv0 = lax.rem(turn + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
+        of_keys = of_values = None
+        if cfg.token_scales:
+            of_keys, of_values = token_scales.across_keys(refs.token, slot, 0, cfg.block_kv, mine, warps.KEYS)
         dots = warps.keys_times_queries(refs.k_tile.at[slot], queries, mine, **keys)
         plgpu.barrier_arrive(refs.k_free.at[slot])
+        dots = token_scales.times(dots, of_keys, 0)
         x, factor = _logits(cfg, column, dots, kv0 + mine, scale, masked)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
             zero_unseen_values(cfg, refs, piece, slot, kv0)
-        carry = warps.softmax_times_values(refs.v_tile.at[slot], x, factor, *carry, mine, **values)
+        carry = warps.softmax_times_values(refs.v_tile.at[slot], x, factor, *carry, mine, of_values, **values)
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return carry
 

@@ -20,7 +20,8 @@ def default_config(*, rows: int | None = None, **fields) -> Config:
     rows: bound on the packed rows of every request, when it is known: few rows have tiles of their own.
     """
     shape = {name: fields[name] for name in ("head_dim", "v_head_dim", "kv_dtype", "page_size")}
-    config = Config(**(default_tiles(**shape, rows=rows) | fields))
+    tiles = default_tiles(**shape, rows=rows, token_scales=fields.get("token_scales", False))
+    config = Config(**(tiles | fields))
     if FIXED_MAX and config.can_fix_max and "fixed_max" not in fields:
         return dataclasses.replace(config, fixed_max=True, cap_fourths=fields.get("cap_fourths", CAP_FOURTHS))
     return config
@@ -57,14 +58,17 @@ def ragged_paged_attention(
     q_scale=None,
     k_scale=None,
     v_scale=None,
+    k_token_scale=None,
+    v_token_scale=None,
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(q k^T) v over pages: (out [T, H, V] in q's dtype, lse f32[T, H], natural log).
 
     q [T, H, D]; pools in their own dtype, HND [N, K, S, D] or NHD [N, S, K, D]; block_table i32[R, B], whose
     unused columns may hold anything. alibi_slopes, sinks f32[H]; q_scale f32 or f32[H], k_scale, v_scale f32 or
-    f32[K]: real = stored * scale. All are traced. A row that sees nothing is (0, -inf); padding tokens too.
+    f32[K]: real = stored * scale, times its own of k_token_scale, v_token_scale f32 [N, K, S] or [N, S, K] as the pools
+    are. All are traced. A row that sees nothing is (0, -inf); padding tokens too.
     """
-    _check(q, k_pages, v_pages, block_table, config, alibi_slopes, sinks)
+    _check(q, k_pages, v_pages, block_table, config, alibi_slopes, sinks, (k_token_scale, v_token_scale))
     heads, kv_heads = config.num_heads, config.num_kv_heads
     per_head = jnp.stack([_spread(alibi_slopes, heads, 0.0), _spread(sinks, heads, 0.0)], axis=1)
     scales = [_spread(k_scale, kv_heads, 1.0) * config.logits.scale, _spread(v_scale, kv_heads, 1.0)]
@@ -73,7 +77,8 @@ def ragged_paged_attention(
     elif q_scale is not None:
         q = (q.astype(jnp.float32) * q_scale[None, :, None]).astype(q.dtype)
     scales = jnp.stack(scales, axis=1)
-    out, lse, part, part_lse = attend(config, q, k_pages, v_pages, block_table, work, scales, per_head)
+    tokens = (k_token_scale, v_token_scale) if config.token_scales else ()
+    out, lse, part, part_lse = attend(config, q, k_pages, v_pages, block_table, work, scales, per_head, tokens)
     return join_parts(config, out, lse, part, part_lse, work, per_head)
 
 
@@ -82,7 +87,7 @@ def _spread(value, size: int, default: float) -> jax.Array:
     return jnp.broadcast_to(value, (size,))
 
 
-def _check(q, k_pages, v_pages, block_table, config: Config, alibi_slopes, sinks):
+def _check(q, k_pages, v_pages, block_table, config: Config, alibi_slopes, sinks, token_scales):
     if reasons := supports(config):
         raise NotImplementedError("; ".join(reasons))
     c = config
@@ -97,6 +102,10 @@ def _check(q, k_pages, v_pages, block_table, config: Config, alibi_slopes, sinks
         ("block_table dtype", block_table.dtype.name, "int32"),
         ("alibi_slopes given", alibi_slopes is not None, c.logits.has_alibi),
         ("sinks given", sinks is not None, c.has_sinks),
+        *(
+            (f"{name}_token_scale", None if x is None else x.shape, k_pages.shape[:-1] if c.token_scales else None)
+            for name, x in zip("kv", token_scales, strict=True)
+        ),
     )
     for name, seen, wanted in table:
         if seen != wanted:

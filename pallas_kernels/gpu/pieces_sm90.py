@@ -11,6 +11,7 @@ from jax import lax
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 
 M = rows.ROWS
@@ -29,6 +30,7 @@ class Config:
     layout: str = "HND"
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
+    token_scales: bool = False  # f32 [N, K, S] or [N, S, K] beside each pool: one a stored row
     mask: MaskRule = MaskRule()
     logits: LogitRule = LogitRule(scale=1.0)
     has_sinks: bool = False
@@ -61,12 +63,28 @@ class Config:
         """Exponentials of 2 ** +-FIXED_LOGIT and sums of a million of them are float32 and bfloat16 numbers."""
         rule = self.logits
         unbounded = rule.has_alibi or rule.score_fn is not None or not rule.soft_cap
-        return not unbounded and self.value_dtype == "bfloat16" and rule.soft_cap * math.log2(math.e) <= FIXED_LOGIT
+        return (
+            not unbounded
+            and not self.quantised
+            and self.dtype == "bfloat16"
+            and rule.soft_cap * math.log2(math.e) <= FIXED_LOGIT
+        )
 
     @property
     def value_dtype(self) -> str:
-        """Operand type of weights and values: float16 holds every 8-bit value exactly."""
+        """Operand type of weights and values: float16 holds every 8-bit value exactly, and so does bfloat16.
+
+        A weight times its value's own scale can be as small as 1e-9 (a row of 1e-4 over 57344) or as large as 80 (1e4
+        over 127) beside any other: that takes float32's exponents.
+        """
+        if self.token_scales:
+            return "bfloat16"
         return "float16" if self.quantised else self.dtype
+
+    @property
+    def weight_parts(self) -> int:
+        """Operands whose sum a weight is: float16 results want more than bfloat16's 8 bits, and two have 16."""
+        return 2 if self.token_scales and self.dtype == "float16" else 1
 
     @property
     def list_config(self) -> wl.ListConfig:
@@ -97,6 +115,8 @@ class Refs:
     cta: object  # GMEM i32[C, 12]
     scales: object  # GMEM f32[K, 2]: logit scale (times k_scale), v_scale
     heads: object  # GMEM f32[H, 2]: ALiBi slope, sink
+    k_token: object  # GMEM f32 [N, K, S] or [N, S, K]: scales of stored keys; None unless token_scales
+    v_token: object
     out: object  # GMEM [T, H, V]
     lse: object  # GMEM f32[T, H]
     part: object  # GMEM f32[2 C, 128, V]: normalised partial outputs
@@ -108,7 +128,8 @@ class Refs:
     v_work: object = None  # SMEM [2, block_kv, V]
     stats: object = None  # SMEM f32[512]: maxima and sums that the second warpgroup hands over
     box: object = None  # SMEM i32[q_buffers, 16]: the piece in each Q buffer, see Piece
-    k_full: object = None  # barriers [stages], one arrival a page
+    token: object = None  # SMEM f32[stages, 2 block_kv]: scales of keys, then of values; filled and freed with k_tile
+    k_full: object = None  # barriers [stages], one arrival a page, and one of a key block's scales
     v_full: object = None
     k_free: object = None  # barriers [stages], one arrival a compute warpgroup
     v_free: object = None
@@ -214,9 +235,21 @@ def load_pages(cfg: Config, refs: Refs):
             column = lax.div((blk0 + i) * block, jnp.int32(page))
             return tuple(refs.table[req, jnp.clip(column + p, first, last)] for p in range(copies))
 
+        kind = dict(block=block, page=page)
+
+        def ids_of(i):
+            where = ((blk0 + i) * block, piece[wl.KSTART], piece[wl.KSTOP])
+            return token_scales.load_ids(refs.table, req, *where, **kind, columns=refs.table.shape[1])
+
+        def scales_of(i, ids):
+            where = ((blk0 + i) * block, piece[wl.KSTART], piece[wl.KSTOP])
+            order = dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
+            return token_scales.load_scales(refs.k_token, refs.v_token, ids, piece[HEAD], *where, **kind, **order)
+
         def load_block(i, carry):
-            turn, pages = carry
+            turn, pages, *scales = carry
             coming = page_ids(i + 1)  # in flight while this block waits for its slot
+            ahead = (scales_of(i + 1, scales[1]), ids_of(i + 2)) if cfg.token_scales else ()
             slot = lax.rem(turn, jnp.int32(cfg.stages))
             offset = pl.multiple_of(lax.rem((blk0 + i) * block, jnp.int32(page)), 8) if width < page else 0
 
@@ -230,9 +263,13 @@ def load_pages(cfg: Config, refs: Refs):
                     plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset), target, full.at[slot])
 
             fill(refs.k, refs.k_tile, refs.k_full, refs.k_free)
+            if cfg.token_scales:
+                refs.token[slot] = scales[0]
+                plgpu.barrier_arrive(refs.k_full.at[slot])
             fill(refs.v, refs.v_tile, refs.v_full, refs.v_free)
-            return turn + 1, coming
+            return turn + 1, coming, *ahead
 
-        return lax.fori_loop(0, piece.count, load_block, (turn, page_ids(0)))[0]
+        first_scales = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
+        return lax.fori_loop(0, piece.count, load_block, (turn, page_ids(0), *first_scales))[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))

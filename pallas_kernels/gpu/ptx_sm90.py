@@ -64,7 +64,7 @@ def run(text: str, constraints: str, *args, result=None, pure: bool = False):
 
 def one(text: str, constraints: str, *args, pure: bool = False):
     """Inline PTX with one result, f32 or i32 by its constraint."""
-    kind = ir.F32Type.get() if constraints.startswith("=f") else int_type()
+    kind = ir.F32Type.get() if constraints.startswith(("=f", "=&f")) else int_type()
     return run(text, constraints, *args, result=kind, pure=pure)
 
 

@@ -38,18 +38,20 @@ def _kernel(cfg: Config, *gmem):
     """One CTA: allocate, then each warpgroup to its role."""
 
     def roles(tiles, small, full, free, queries, turn):
-        tiles = (*tiles, None, None)[:5]
-        refs = Refs(*gmem, *tiles, *small, *full, *free, *queries, turn)
+        tiles, small = (*tiles, None, None)[:5], (*small, None)[:3]
+        pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
+        refs = Refs(*pools, *tiles, *small, *full, *free, *queries, turn)
         wg = lax.axis_index("wg")
+        compute, memory = (224, 56) if cfg.token_scales else (232, 40)  # a thread; 3 * 168 in all
 
         @pl.when(wg < 2)
         def _():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(compute, action="increase")
             _compute(cfg, refs, wg)
 
         @pl.when(wg == 2)
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(memory, action="decrease")
             load_pages(cfg, refs)
 
     def tile(dtype, *shape):
@@ -60,17 +62,22 @@ def _kernel(cfg: Config, *gmem):
     tiles += [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
     if cfg.quantised and not cfg.narrow_rows:
         tiles += [tile(cfg.dtype, 2, block, cfg.head_dim), tile(cfg.value_dtype, 2, block, cfg.v_head_dim)]
-    small = (plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((cfg.q_buffers, wl.INFO_COLUMNS), jnp.int32))
-    full = (plgpu.Barrier(num_arrivals=max(block // cfg.page_size, 1), num_barriers=stages),) * 2
+    small = [plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((cfg.q_buffers, wl.INFO_COLUMNS), jnp.int32)]
+    small += [plgpu.SMEM((stages, 2 * block), jnp.float32)] if cfg.token_scales else []
+    pages = max(block // cfg.page_size, 1)
+    full = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (pages + cfg.token_scales, pages))
     free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
     buffers = dict(num_barriers=cfg.q_buffers)
     queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2, **buffers))
     turn = plgpu.Barrier(num_arrivals=2)
-    pl.run_scoped(roles, tuple(tiles), small, full, free, queries, turn, collective_axes="wg")
+    pl.run_scoped(roles, tuple(tiles), tuple(small), full, free, queries, turn, collective_axes="wg")
 
 
-def attend(cfg: Config, q, k_pages, v_pages, block_table, work: wl.WorkList, scales, heads):
-    """The launch: (out [T, H, V], lse f32[T, H], partial outputs, partial lse base 2)."""
+def attend(cfg: Config, q, k_pages, v_pages, block_table, work: wl.WorkList, scales, heads, token_scales=()):
+    """The launch: (out [T, H, V], lse f32[T, H], partial outputs, partial lse base 2).
+
+    token_scales: the two pools of scales, or nothing.
+    """
     num_tokens, num_heads, _ = q.shape
     v_dim, slots = cfg.v_head_dim, 2 * cfg.num_ctas
     out_type = [
@@ -92,4 +99,4 @@ def attend(cfg: Config, q, k_pages, v_pages, block_table, work: wl.WorkList, sca
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return call(q, k_pages, v_pages, block_table, work.info, work.cta, scales, heads)
+    return call(q, k_pages, v_pages, block_table, work.info, work.cta, scales, heads, *token_scales)

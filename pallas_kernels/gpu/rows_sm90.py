@@ -276,7 +276,7 @@ def add_slope(x, factor, slope, shift):
         fma = lambda a, b, c: llvm.inline_asm(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
         constant = lambda value: arith.constant(f32, ir.FloatAttr.get(f32, float(value)))
         mine = arith.uitofp(f32, arith.muli(arith.remui(thread(), i32(4)), i32(2)))
-        slopes, shifts = ([_single(r) for r in v.registers.flat] for v in (slope, shift))
+        slopes, shifts = ([single(r) for r in v.registers.flat] for v in (slope, shift))
         bases = [fma(slopes[i], mine, shifts[i]) for i in range(2)]
         factor, out = scalar(factor), x.copy()
         places = list(pair_places(x))
@@ -304,11 +304,12 @@ def _store_row_values(ref, rows, address, nrows):
         row = arith.index_cast(word_type, row)
         ok = flag(arith.andi(first, less(row, nrows)))
         target = arith.addi(base, arith.muli(address(row), i64(4)))
-        value = _single(value)
+        value = single(value)
         run("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }", "l,r,f", target, ok, value)
 
 
-def _single(register):
+def single(register):
+    """The one value of a register of a layout without pairs."""
     if isinstance(register.type, ir.VectorType):
         return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
     return register
@@ -330,7 +331,7 @@ def put_fragment(q_ref, stats_ref, acc, top, total, *, dim, q_dim, q_dtype):
             run(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, low, high)
         base = arith.addi(pointer(stats, 3), mine)
         for i, (m, s) in enumerate(zip(top.registers.flat, total.registers.flat, strict=True)):
-            run(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, _single(m), _single(s))
+            run(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, single(m), single(s))
 
     put(q_ref, stats_ref, acc, top, total)
 
@@ -410,12 +411,13 @@ def load_partial(acc_ref, lse_ref, slot, row0, nrows, column, *, stride, width):
 
 
 def empty_fragment(shape, layout, element=None):
-    """A FragmentedArray (f32 unless told) to be filled register by register."""
+    """A FragmentedArray (f32 unless told; else i32 or another float) to be filled register by register."""
     from jax.experimental.mosaic.gpu import fragmented_array as fa
 
     element = element or ir.F32Type.get()
-    zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
-    return fa.FragmentedArray.splat(zero, shape, layout.to_mgpu()).copy()
+    whole = isinstance(element, ir.IntegerType)
+    zero = i32(0) if whole else arith.constant(element, ir.FloatAttr.get(element, 0.0))
+    return fa.FragmentedArray.splat(zero, shape, layout.to_mgpu(), is_signed=whole or None).copy()
 
 
 def fill(fragment, read):

@@ -6,6 +6,7 @@ from pallas_kernels.gpu.rows_sm90 import ROWS, swizzle_bytes
 
 EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
+SCALE_BYTES = 8  # of a key and its value, where each has its own
 NARROW = True  # narrow_sm90 for 8-bit decode: 267 us where the tiles of 64 rows take 441 (dec_16x32k_fp8)
 FLAT_LIST = True  # the flat work list for batches of few rows a request: 6.6 to 12 us where the ranked takes 27 to 42
 FIXED_MAX = True  # no running maximum under a soft cap, where it can be: by itself it gains only 2 % of prefill
@@ -17,43 +18,54 @@ def smem_bytes(config: Config) -> int:
     dims = config.head_dim + config.v_head_dim
     item = 1 if config.kv_dtype in EIGHT_BIT else 2
     work = 2 * config.block_kv * dims * 2 if config.quantised and not config.narrow_rows else 0
-    return (
-        2 * config.q_buffers * ROWS * config.head_dim * 2 + config.stages * config.block_kv * dims * item + work + 2304
-    )
+    key = dims * item + (SCALE_BYTES if config.token_scales else 0)
+    queries = 2 * config.q_buffers * ROWS * config.head_dim * 2
+    return queries + config.stages * config.block_kv * key + work + 2304
 
 
 def default_tiles(
-    head_dim: int, v_head_dim: int, kv_dtype: str, page_size: int, rows: int | None = None, narrow: bool = NARROW
+    head_dim: int,
+    v_head_dim: int,
+    kv_dtype: str,
+    page_size: int,
+    rows: int | None = None,
+    narrow: bool = NARROW,
+    token_scales: bool = False,
 ) -> dict[str, int]:
     """block_kv and stages: as measured (pallas_kernels/tuning), else by rule; and which kernel few rows get.
 
     rows: bound on the packed rows of every request, when it is known: few rows have tiles of their own.
     """
-    found = rule_of_tiles(head_dim, v_head_dim, kv_dtype, page_size, rows, narrow)
+    found = rule_of_tiles(head_dim, v_head_dim, kv_dtype, page_size, rows, narrow, token_scales)
+    if token_scales:  # not measured by themselves: they need shared memory of their own
+        return found
     kind = "narrow" if "narrow_rows" in found else "long" if found.get("long_tiles", True) else "few"
     return found | tuning.tiles(head_dim=head_dim, v_head_dim=v_head_dim, kv_dtype=kv_dtype, kind=kind)
 
 
-def rule_of_tiles(head_dim, v_head_dim, kv_dtype, page_size, rows=None, narrow=NARROW) -> dict[str, int]:
+def rule_of_tiles(
+    head_dim, v_head_dim, kv_dtype, page_size, rows=None, narrow=NARROW, token_scales=False
+) -> dict[str, int]:
     """The largest block of 128 or 64 keys of which two (8-bit: five) fit, else what fits."""
     eight = kv_dtype in EIGHT_BIT
     q_buffers = 2 if head_dim <= 192 else 1
     dims, queries = head_dim + v_head_dim, 2 * q_buffers * ROWS * head_dim * 2
+    scale = SCALE_BYTES if token_scales else 0
     known = {} if q_buffers == 2 else {"q_buffers": q_buffers}
     known |= {} if rows is None else {"long_tiles": rows > ROWS, "flat_list": FLAT_LIST and rows <= ROWS}
     if narrow and eight and rows is not None and rows <= 16:
-        stages = min((SMEM_LIMIT - queries - 2304) // (128 * dims), 4)
+        stages = min((SMEM_LIMIT - queries - 2304) // (128 * (dims + scale)), 4)
         if stages >= 2:
             return {"block_kv": 128, "stages": stages, "narrow_rows": 8 if rows <= 8 else 16} | known
     for block in (64,) if eight else (128, 64):
         room = SMEM_LIMIT - queries - (2 * block * dims * 2 if eight else 0)
-        stages = min(room // (block * dims * (1 if eight else 2)), 5 if eight else 3)
+        stages = min(room // (block * (dims * (1 if eight else 2) + scale)), 5 if eight else 3)
         if stages >= 2 or block == 64:
             return {"block_kv": block, "stages": max(stages, 1)} | known
     raise AssertionError("unreachable")
 
 
-def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> list[str]:
+def supports(config: Config, *, chip: str = "sm_90") -> list[str]:
     """Every reason why the kernel cannot do this; empty: it can."""
     c, reasons = config, []
 
@@ -88,7 +100,10 @@ def supports(config: Config, *, quant: str = "none", chip: str = "sm_90") -> lis
     refuse(c.cap_fourths > 0 and c.narrow_rows > 0, "cap_fourths with narrow_rows: wanted one of them")
     refuse(c.q_buffers not in (1, 2), f"q_buffers {c.q_buffers}: wanted 1 or 2")
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
-    refuse(quant == "per_token_head", "scales per token and head are not read by this kernel")
+    refuse(c.token_scales and not c.quantised, f"token_scales with a {c.kv_dtype} cache: wanted 8 bits")
+    refuse(
+        c.token_scales and c.block_kv not in (64, 128), f"token_scales with blocks of {c.block_kv}: wanted 64 or 128"
+    )
     refuse(
         not reasons and smem_bytes(c) > SMEM_LIMIT, f"{smem_bytes(c)} bytes of shared memory; there are {SMEM_LIMIT}"
     )

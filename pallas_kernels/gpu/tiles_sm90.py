@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Config, Piece, Refs
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
@@ -142,6 +143,20 @@ def _values(cfg: Config, refs: Refs, wg, slot):
     return work, lambda: None
 
 
+def _token_scales(cfg: Config, refs: Refs, slot):
+    """(keys', values') scales of a block, to be read before its keys are given back; (None, None): there are none."""
+    return token_scales.across_keys(refs.token, slot, 1, cfg.block_kv) if cfg.token_scales else (None, None)
+
+
+def _weights(cfg: Config, p, of_values) -> tuple:
+    """f32 weights -> the operands that are multiplied with the stored values and added up."""
+    p = token_scales.times(p, of_values, 1)
+    parts = [p.astype(cfg.value_dtype)]
+    if cfg.weight_parts == 2:
+        parts.append((p - parts[0].astype(jnp.float32)).astype(cfg.value_dtype))
+    return tuple(parts)
+
+
 def _finish(cfg: Config, refs: Refs, piece: Piece, state, tile_row, stage=None):
     """Writes the state of a tile's 64 rows: to out and lse, or to this CTA's partial slot.
 
@@ -212,9 +227,10 @@ def _dots(cfg, q_tile, k_tile, after=lambda: None):
     return pl.run_scoped(body, plgpu.ACC((M, cfg.block_kv), jnp.float32))
 
 
-def _add_values(acc, p, v_tile, after=lambda: None):
+def _add_values(acc, weights, v_tile, after=lambda: None):
     def body(ref):
-        plgpu.wgmma(ref, p, v_tile)
+        for part in weights:
+            plgpu.wgmma(ref, part, v_tile)
         after()
 
     return pl.run_state(body)(plgpu.ACC.init(acc))
@@ -258,14 +274,15 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
     def step(j, carry, masked):
         acc, m, total = carry
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
+        of_keys, of_values = _token_scales(cfg, refs, slot)
         keys, used = _keys(cfg, refs, wg, slot)
-        dots = _dots(cfg, queries, keys, swap)
+        dots = token_scales.times(_dots(cfg, queries, keys, swap), of_keys, 1)
         used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
-        p16 = p.astype(cfg.value_dtype)
+        weights = _weights(cfg, p, of_values)
         total += p.sum(axis=1)
-        acc, total, m, p16 = lax.optimization_barrier((acc, total, m, p16))
+        acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
         plgpu.barrier_arrive(refs.turn)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
@@ -278,7 +295,7 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
             def _():
                 plgpu.barrier_wait(refs.k_full.at[slot_of(j + 1)])
 
-        acc = _add_values(acc, p16, values, await_next)
+        acc = _add_values(acc, weights, values, await_next)
         used()
         return acc, m, total
 
@@ -319,8 +336,9 @@ def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         j = 2 * t + wg
         slot, kv0 = lax.rem(turn + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
+        of_keys, of_values = _token_scales(cfg, refs, slot)
         keys, used = _keys(cfg, refs, wg, slot)
-        dots = _dots(cfg, q_tile, keys)
+        dots = token_scales.times(_dots(cfg, q_tile, keys), of_keys, 1)
         used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
@@ -329,7 +347,7 @@ def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         if masked:
             zero_unseen_values(cfg, refs, piece, slot, kv0)
         values, used = _values(cfg, refs, wg, slot)
-        acc = _add_values(acc, p.astype(cfg.value_dtype), values)
+        acc = _add_values(acc, _weights(cfg, p, of_values), values)
         used()
         pl.when(j + 1 < n)(lambda: pass_over(cfg, refs, turn + j + 1))
         return acc, m, total

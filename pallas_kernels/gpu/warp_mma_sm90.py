@@ -94,23 +94,34 @@ def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: s
     return multiply(k_ref, queries, first)
 
 
-def softmax_times_values(v_ref, x, factor, acc, stats, first, *, rows8: int, dim: int, source: str):
-    """(acc, stats) with keys first .. first + 63 added: base-2 logits are x * factor, -inf where masked."""
+def softmax_times_values(
+    v_ref, x, factor, acc, stats, first, scales=None, *, rows8: int, dim: int, source: str, target: str, parts: int = 1
+):
+    """(acc, stats) with keys first .. first + 63 added: base-2 logits are x * factor, -inf where masked.
+
+    scales: f32 (64,) of the values, None for 1; target: type of both factors of the product; parts: operands whose sum
+    a weight is, 2 with bfloat16.
+    """
     shapes = ((64, rows8 * dim // 2), (64, 8 * rows8))
 
+    own = () if scales is None else (scales,)
+    kinds = (plgpu.RefType(rows.tile_transforms(dim, source)), _WGMMA, _SCALAR, _WGMMA, _WGMMA, _SCALAR)
+
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(rows.tile_transforms(dim, source)), _WGMMA, _SCALAR, _WGMMA, _WGMMA, _SCALAR),
+        arg_types=(*kinds, *(_WGMMA.reduce(1) for _ in own)),
         return_type=tuple(plgpu.ShapeDtypeStruct(s, jnp.float32, _WGMMA) for s in shapes),
     )
-    def add(ctx, tile, x, factor, acc, stats, first):
+    def add(ctx, tile, x, factor, acc, stats, first, *own):
         base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lanes()
         factor, old, scores = ptx.scalar(factor), _floats(stats), _scores_of(x, rows8)
         acc, new, weights = _floats(acc), [], []
+        own = [rows.single(r) for scale in own for r in scale.registers.flat]  # of keys g, g + 8
         size = 4 * (dim // 16)  # floats of acc for 8 rows
         for n in range(rows8):
             stat, p, alpha = _softmax(scores[4 * n : 4 * n + 4], factor, old[4 * n : 4 * n + 4])
             new += stat
-            weights.append([ptx.transposed(ptx.pack(p[2 * s], p[2 * s + 1], "float16")) for s in range(2)])
+            p = [_fmul(x, own[i // 2]) for i, x in enumerate(p)] if own else p
+            weights.append([_columns(part, target) for part in _split(p, parts)])
             acc[n * size : (n + 1) * size] = [
                 _fmul(a, alpha[i % 2]) for i, a in enumerate(acc[n * size : (n + 1) * size])
             ]
@@ -120,13 +131,27 @@ def softmax_times_values(v_ref, x, factor, acc, stats, first, *, rows8: int, dim
             place = arith.addi(base, ptx.swizzled(key, byte, dim, rows.swizzle_bytes(dim, source)))
             loaded = [ptx.byte_permute(word, 0x3120) for word in ptx.ldmatrix(place, transpose=True)]
             for k in range(2):
-                low, high = (_decode(word, source, "float16") for word in loaded[2 * k : 2 * k + 2])
+                low, high = (_decode(word, source, target) for word in loaded[2 * k : 2 * k + 2])
                 for n in range(rows8):
                     at = n * size + 4 * (2 * pair + k)
-                    acc[at : at + 4] = ptx.mma((*low, *high), weights[n], acc[at : at + 4], "float16")
+                    for part in weights[n]:
+                        acc[at : at + 4] = ptx.mma((*low, *high), part, acc[at : at + 4], target)
         return _pairs(shapes[0], acc), _pairs(shapes[1], new)
 
-    return add(v_ref, x, factor, acc, stats, first)
+    return add(v_ref, x, factor, acc, stats, first, *own)
+
+
+def _split(p, parts: int):
+    """Floats as sums of 1 or 2: the first of 2 is cut to bfloat16's bits, and the rest is exact."""
+    if parts == 1:
+        return [p]
+    high = [ptx.one("and.b32 $0, $1, 0xffff0000;", "=f,f", x, pure=True) for x in p]
+    return [high, [arith.subf(x, y) for x, y in zip(p, high, strict=True)]]
+
+
+def _columns(p, target: str):
+    """Four weights -> the words of P^T: keys g by rows, then keys g + 8."""
+    return [ptx.transposed(ptx.pack(p[2 * s], p[2 * s + 1], target)) for s in range(2)]
 
 
 def _softmax(x, factor, stat):

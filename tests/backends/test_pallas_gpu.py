@@ -1,11 +1,15 @@
 """`pallas_gpu` on a machine without a GPU: what it takes, what it refuses, and that a whole step lowers for CUDA."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jattn
-from jattn.backends import Feature
+from jattn.backends import Feature, resolve
+from jattn.backends.halves import Halves
 from jattn.device import Chip
 
 HOPPER = Chip("gpu", "sm_90")
@@ -36,18 +40,21 @@ def lower(spec, cache_spec, query_lens, causal=True, **params):
     def step(q, k, v, cache, meta, numbers):
         return attn(q, k, v, cache, attn.build(meta), numbers)
 
-    exported = jax.export.export(
-        jax.jit(step, donate_argnums=3),
-        platforms=["cuda"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
-    )(
-        rows(spec.num_heads, spec.head_dim),
-        rows(spec.num_kv_heads, spec.head_dim),
-        rows(spec.num_kv_heads, spec.v_head_dim),
-        cache,
-        meta,
-        numbers,
+    q, k, v = (
+        rows(*shape)
+        for shape in (
+            (spec.num_heads, spec.head_dim),
+            (spec.num_kv_heads, spec.head_dim),
+            (spec.num_kv_heads, spec.v_head_dim),
+        )
     )
+    return launches(jax.jit(step, donate_argnums=3), q, k, v, cache, meta, numbers)
+
+
+def launches(f, *args) -> int:
+    """Mosaic GPU calls in f(*args), lowered for CUDA."""
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    exported = jax.export.export(f, platforms=["cuda"], disabled_checks=[check])(*args)
     return exported.mlir_module().count("stablehlo.custom_call @mosaic_gpu_v2")
 
 
@@ -66,11 +73,64 @@ def test_a_quantised_decode_with_scales_of_each_head_and_causality_of_each_reque
     assert lower(jattn.AttentionSpec(**LAYER), cache_spec, [1, 1], [True, False], k_scale=(2,), v_scale=(2,)) == 3
 
 
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 33]], ids=["decode", "mixed"])
+def test_a_cache_with_a_scale_for_each_token_and_head_lowers(query_lens):
+    cache_spec = jattn.KVCacheSpec(**POOL, dtype="int8", quant="per_token_head", layout="NHD")
+    assert not reasons(cache=dict(dtype="int8", quant="per_token_head"))
+    assert lower(jattn.AttentionSpec(**LAYER, sliding_window=30), cache_spec, query_lens, v_scale=()) == 3
+
+
+PACKED = {
+    "causal": (dict(), [5, 33, 1]),
+    "encoder": (dict(attn_type="encoder_only", sliding_window=(9, 3)), [40, 17]),
+    "D 64, per request": (dict(head_dim=64, has_sinks=True), [8, 9]),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_keys_are_the_kernels_too_and_their_gradient_is_that_of_sdpa(name, monkeypatch):
+    """One launch and a merge. A linear loss needs no launch for its gradient, which is thus known here too."""
+    options, lens = PACKED[name]
+    monkeypatch.setattr(jattn.device, "detect", lambda: HOPPER)
+    spec = jattn.AttentionSpec(**LAYER | options)
+    causal = [True, False] if "per request" in name else True
+    meta = jattn.CommonAttentionMetadata.from_lengths(lens, lens, None, 1, num_tokens=80, num_reqs=4, causal=causal)
+    shapes = [(80, heads, spec.head_dim) for heads in (8, 2, 2, 8)]
+    rows = [
+        jax.random.normal(key, x, jnp.bfloat16)
+        for key, x in zip(jax.random.split(jax.random.key(0), 4), shapes, strict=True)
+    ]
+    params = jattn.AttentionParams(sinks=jnp.linspace(-1, 1, 8) if spec.has_sinks else None)
+
+    def step(backend, q, k, v, params):
+        return jattn.attention(q, k, v, meta, spec, params, backend=backend).out
+
+    assert launches(jax.jit(functools.partial(step, "pallas_gpu")), *rows[:3], params) == 2
+    loss = lambda *args: (step(*args).astype(jnp.float32) * rows[3].astype(jnp.float32)).sum()
+    mine, theirs = (
+        jax.jit(jax.grad(functools.partial(loss, backend), (0, 1, 2, 3)))(*rows[:3], params)
+        for backend in ("pallas_gpu", "sdpa")
+    )
+    for got, want in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        np.testing.assert_allclose(got, want, atol=2.0**-7 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "chosen"),
+    [("bfloat16",) * 2 + ("pallas_gpu",), ("float32",) * 2 + ("sdpa",), ("bfloat16", "float32", "sdpa")],
+)
+def test_auto_gives_packed_keys_to_the_kernel_where_it_takes_their_dtypes(q, k, chosen):
+    spec = jattn.AttentionSpec(**LAYER)
+    dtypes = (jnp.dtype(q), jnp.dtype(k))
+    assert resolve(spec, None, HOPPER, dtypes=dtypes).get_name() == chosen
+    assert Halves().choose(spec, None, HOPPER, dtypes=dtypes)["prefill"].get_name() == chosen
+
+
 REFUSED = [
     (dict(cache=dict(dtype="float32")), "kv_cache_dtype not supported: float32"),
     (dict(cache=dict(block_size=24)), "page size 24: wanted a power of two"),
     (dict(cache=dict(block_size=4)), "block_size not supported: 4"),
-    (dict(cache=dict(dtype="int8", quant="per_token_head")), "per_token_head"),
     (dict(chip=Chip("gpu", "sm_80")), "compute capability not supported"),
     (dict(chip=Chip("gpu", "sm_100")), "only sm_90"),
     (dict(chip=Chip("cpu")), "platform not supported: cpu"),
@@ -81,6 +141,20 @@ REFUSED = [
 @pytest.mark.parametrize(("asked", "sentence"), REFUSED)
 def test_what_the_kernel_cannot_do_is_refused_with_its_reason(asked, sentence):
     assert any(sentence in reason for reason in reasons(**asked))
+
+
+def test_packed_keys_of_another_kind_than_the_queries_are_refused_at_the_call(monkeypatch):
+    monkeypatch.setattr(jattn.device, "detect", lambda: HOPPER)
+    meta = jattn.CommonAttentionMetadata.from_lengths([4], [4], None, 1)
+    q, kv = jnp.ones((4, 8, 128), jnp.bfloat16), jnp.ones((4, 2, 128), jnp.float16)
+    with pytest.raises(jattn.UnsupportedError, match="kv dtype float16 with q bfloat16"):
+        jattn.attention(q, kv, kv, meta, jattn.AttentionSpec(**LAYER), backend="pallas_gpu")
+
+
+def test_packed_cross_attention_has_no_positions():
+    spec = jattn.AttentionSpec(**LAYER, attn_type="encoder_decoder", has_alibi=True)
+    reports = {report.name: report.reasons for report in jattn.explain(spec, None, HOPPER)}
+    assert any("stand at the end of the keys" in reason for reason in reports["pallas_gpu"])
 
 
 def test_batch_invariance_is_not_promised_where_work_is_split_by_the_batch():

@@ -43,8 +43,13 @@ class Arith:
     select = staticmethod(np.where)
     cmpf = staticmethod(lambda kind, a, b: a > b)
 
+    cmpi = staticmethod(lambda kind, a, b: kind(a, b))
+
     class CmpFPredicate:
         OGT = ">"
+
+    class CmpIPredicate:
+        sge = np.greater_equal
 
 
 class Machine:
@@ -132,17 +137,18 @@ class Machine:
         else:
             results = self._compute(name, rest, operands, offset, mask)
             for number, new in zip(numbers[:count], results, strict=True):
-                outputs[number] = new if mask.all() else np.where(mask, new, outputs[number])
+                outputs[number] = np.where(mask, new, outputs[number]) if number in outputs else new
 
     def _compute(self, name, rest, x, offset, mask):
         kind = name.split(".")
+        if kind[0] == "and":
+            return [(x[0].view(np.uint32) & np.uint32(int(rest.split(",")[2], 16))).view(np.float32)]
         if kind[0] == "mov":
-            assert rest.split(",")[1].strip() == "0"
-            return [np.zeros(self.lane.shape, np.uint32)]
+            return [np.full(self.lane.shape, int(rest.split(",")[1]), np.uint32)]
         if kind[0] == "ld":
             width = int(kind[-2][1:]) if kind[-2].startswith("v") else 1
             element = {"f32": np.float32, "b32": np.uint32}[kind[-1]]
-            assert (np.asarray(x[0]) + offset).min() >= 0
+            assert np.where(mask, np.asarray(x[0]) + offset, 0).min() >= 0
             return [self.load(x[0] + offset + 4 * k, element, mask) for k in range(width)]
         if kind[0] == "ldmatrix":
             return self._ldmatrix(x[0], "trans" in kind)
@@ -236,10 +242,11 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx.utils, "dtype_to_ir_type", lambda x: x),
         mock.patch.object(ptx, "int_type", lambda *_: None),
         mock.patch.object(ptx, "below", lambda a, b: a.view(np.uint32) < b.view(np.uint32)),
+        mock.patch.object(rows, "single", lambda register: register[0]),
     ]  # fmt: skip
-    for name, swap in (("_bag", bag), ("_element", lambda pair, k: pair[k])):
+    for name, model in (("_bag", bag), ("_element", lambda pair, k: pair[k])):
         if hasattr(module, name):
-            swaps.append(mock.patch.object(module, name, swap))
+            swaps.append(mock.patch.object(module, name, model))
     with contextlib.ExitStack() as stack:
         for swap in swaps:
             stack.enter_context(swap)

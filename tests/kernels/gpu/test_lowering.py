@@ -38,6 +38,11 @@ CASES = {
     **{f"group {h}/{k}": dict(num_heads=h, num_kv_heads=k) for h, k in ((8, 8), (14, 2), (64, 1))},
     **{f"page {s}": dict(page_size=s) for s in (8, 64, 128, 256)},
     **{f"kv {t}": dict(kv_dtype=t) for t in ("float8_e4m3fn", "float8_e5m2", "int8")},
+    "token scales": dict(kv_dtype="float8_e4m3fn", token_scales=True),
+    "token scales, f16": dict(kv_dtype="float8_e5m2", token_scales=True, dtype="float16"),
+    "token scales, NHD, window": dict(
+        kv_dtype="int8", token_scales=True, layout="NHD", page_size=64, mask=MaskRule(left=99), has_sinks=True
+    ),
     **{f"D {d} V {v}": dict(head_dim=d, v_head_dim=v) for d, v in SIZES},
 }  # fmt: skip
 
@@ -48,10 +53,11 @@ def lower(config: Config, num_tokens=64, num_reqs=8):
     pool = (32, *(order if config.layout == "HND" else order[::-1]))
     f32 = shape((config.num_heads,), jnp.float32)
 
-    def step(q, k, v, table, starts, seqs, causal, slopes, sinks):
+    def step(q, k, v, table, starts, seqs, causal, slopes, sinks, k_token, v_token):
         work = build_work_list(starts, seqs, num_tokens, config, causal if config.per_request_causal else None)
         extra = dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
         extra |= dict(sinks=sinks) if config.has_sinks else {}
+        extra |= dict(k_token_scale=k_token, v_token_scale=v_token) if config.token_scales else {}
         return ragged_paged_attention(q, k, v, table, work, config, **extra)
 
     args = (
@@ -64,6 +70,7 @@ def lower(config: Config, num_tokens=64, num_reqs=8):
         shape((num_reqs,), jnp.bool_),
         f32,
         f32,
+        *(shape(pool, jnp.float32),) * 2,
     )
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     return jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=[check])(*args)
@@ -80,6 +87,7 @@ QUICK = (
     "kv float8_e4m3fn",
     "D 192 V 128",
     "NHD",
+    "token scales",
 )
 
 
@@ -106,6 +114,8 @@ REFUSED = {
     "no soft cap by FMA": dict(cap_fourths=2),
     "5 of 4": dict(logits=LogitRule(scale=0.1, soft_cap=30.0), cap_fourths=5),
     "flat list of long tiles": dict(flat_list=True),
+    "token scales of 16 bits": dict(token_scales=True),
+    "token scales in blocks of 32": dict(token_scales=True, kv_dtype="int8", block_kv=32),
 }
 
 
@@ -116,8 +126,8 @@ def test_refuses_with_a_reason(name):
 
 
 def test_supports_lists_every_reason():
-    config = Config(**(BASE | dict(dtype="float32", page_size=12)))
-    assert len(supports(config, quant="per_token_head", chip="sm_80")) >= 4
+    config = Config(**(BASE | dict(dtype="float32", page_size=12, token_scales=True)))
+    assert len(supports(config, chip="sm_80")) >= 4
 
 
 def test_the_door_checks_shapes_and_options():

@@ -45,7 +45,10 @@ CASES = {
     "int8, 16 rows, D 192 V 128, sinks": dict(
         kv_dtype="int8", narrow_rows=16, head_dim=192, v_head_dim=128, stages=2, has_sinks=True
     ),
-    "everything": EVERYTHING | dict(kv_dtype="float8_e5m2", per_request_causal=True, layout="NHD", page_size=64),
+    "token scales": dict(token_scales=True),
+    "token scales, f16, 16 rows": dict(token_scales=True, dtype="float16", narrow_rows=16),
+    "everything": EVERYTHING
+    | dict(token_scales=True, kv_dtype="float8_e5m2", per_request_causal=True, layout="NHD", page_size=64),
 }
 
 

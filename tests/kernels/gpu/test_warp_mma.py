@@ -29,22 +29,25 @@ def place_tile(memory, base, tile):
 
 
 CASES = [
-    # D, V, source, query type, rows8, is a part, sinks
-    (128, 128, "float8_e4m3fn", "bf16", 1, False, False),
-    (64, 32, "float8_e5m2", "f16", 2, False, True),
-    (96, 96, "int8", "bf16", 1, True, True),
+    # D, V, source, query type, rows8, is a part, sinks, operands of a weight times its value's scale (0: no scale)
+    (128, 128, "float8_e4m3fn", "bf16", 1, False, False, 0),
+    (64, 32, "float8_e5m2", "f16", 2, False, True, 0),
+    (96, 96, "int8", "bf16", 1, True, True, 0),
+    (64, 64, "float8_e4m3fn", "bf16", 2, False, True, 1),
+    (64, 64, "int8", "f16", 1, True, True, 2),
 ]
 
 
-@pytest.mark.parametrize(("dim", "v_dim", "source", "half", "rows8", "is_part", "has_sinks"), CASES)
-def test_products_softmax_and_join_are_attention(dim, v_dim, source, half, rows8, is_part, has_sinks):
+@pytest.mark.parametrize(("dim", "v_dim", "source", "half", "rows8", "is_part", "has_sinks", "scaled"), CASES)
+def test_products_softmax_and_join_are_attention(dim, v_dim, source, half, rows8, is_part, has_sinks, scaled):
     rng = np.random.default_rng(dim)
     rows, seen = 8 * rows8 - 2, BLOCK * BLOCKS - 50
     q = np.zeros((64, dim), HALF[half])
     q[:rows] = rng.normal(size=(rows, dim))
     draw = lambda d: (rng.normal(size=(BLOCK * BLOCKS, d)) * (30 if source == "int8" else 1)).astype(EIGHT[source])
     k, v = draw(dim), draw(v_dim)
-    scale, v_scale, sinks = dim**-0.5 / (30 if source == "int8" else 1), 0.5, 1.5 * np.arange(HEADS)
+    tiny = 10.0 ** -rng.uniform(6, 8, BLOCK * BLOCKS).astype(np.float32)  # of values: below what float16 can hold
+    scale, v_scale, sinks = dim**-0.5 / (30 if source == "int8" else 1), 1e7 if scaled else 0.5, 1.5 * np.arange(HEADS)
     # memory: queries (later the scratch), keys, values, stats, then the global arrays
     at, size = {}, 0
     slot, tok0, head0, row0 = 1, 2, 3, 4
@@ -76,7 +79,11 @@ def test_products_softmax_and_join_are_attention(dim, v_dim, source, half, rows8
             ]
             x = warps._scores(rows8, values)
             factor = np.full(256, scale * LOG2E, np.float32)
-            state = warps.softmax_times_values(at["v"], x, factor, *state, mine, rows8=rows8, dim=v_dim, source=source)
+            kind = dict(rows8=rows8, dim=v_dim, source=source, target="bfloat16" if scaled else "float16")
+            kind["parts"] = max(scaled, 1)
+            own = types.SimpleNamespace(registers=np.empty(2, object))
+            own.registers[:] = [(tiny[key + 8 * i],) for i in range(2)]
+            state = warps.softmax_times_values(at["v"], x, factor, *state, mine, own if scaled else None, **kind)
         kind = dict(dim=v_dim, q_dim=dim, q_dtype=name)
         refs = types.SimpleNamespace(
             **{n: np.full(256, at[n], np.int64) for n in ("out", "lse", "part", "part_lse", "heads")}
@@ -97,14 +104,17 @@ def test_products_softmax_and_join_are_attention(dim, v_dim, source, half, rows8
     token, head = tok0 + row // GROUP, head0 + row % GROUP
     weights = np.exp(logits)
     total = weights.sum(1) + (np.exp(sinks[head]) if has_sinks and not is_part else 0)
-    want, lse = weights @ v[:seen].astype(float) / total[:, None] * v_scale, np.log(total)
+    values = v[:seen] * (tiny[:seen, None].astype(float) if scaled else 1.0)
+    want, lse = weights @ values / total[:, None] * v_scale, np.log(total)
     read = lambda n, shape, kind: memory[at[n] :].view(kind)[: math.prod(shape)].reshape(shape)
     out = read("out", (TOKENS, HEADS, v_dim), HALF[half])
     got_lse = read("lse", (TOKENS, HEADS), np.float32)
     untouched = np.ones((TOKENS, HEADS), bool)
     if is_part:
         np.testing.assert_allclose(
-            read("part", (2, 128, v_dim), np.float32)[slot, :rows], want, atol=2e-3 * abs(want).max()
+            read("part", (2, 128, v_dim), np.float32)[slot, :rows],
+            want,
+            atol=(2e-5 if scaled == 2 else 2e-3) * abs(want).max(),
         )
         np.testing.assert_allclose(read("part_lse", (2, 128), np.float32)[slot, :rows], lse * LOG2E, atol=1e-4)
     else:
