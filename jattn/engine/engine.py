@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn.engine import admission, sampling, sizing, warming
+from jattn.engine import admission, sizing, warming
 from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
 from jattn.engine.chat import ChatTemplate, load_chat_template
 from jattn.engine.outputs import FinishReason, RequestOutput, TokenLogprob
 from jattn.engine.params import SamplingParams
 from jattn.engine.response import Response
+from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Limits, Row, Scheduler, StepPlan
 from jattn.engine.sequence import Sequence
 from jattn.engine.shapes import StepShapes
@@ -171,9 +172,9 @@ class Engine:
         batch = batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids)
         sent = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("jattn.step", step_num=self._stats.dispatches):
-            self.caches, tokens, logits = dispatch(self.model, self.params, self.caches, batch)
-            told = self._tell(lanes, batch, logits)
-            tokens = np.asarray(tokens)
+            self.caches, said = dispatch(self.model, self.params, self.caches, batch)
+            tokens = np.asarray(said.tokens)
+            told = jax.device_get(said) if batch.is_told else None
         received = time.perf_counter()
         moved = self._accept(plan, lanes, tokens, told)
         outputs += [self._requests[id].output() for id in moved]
@@ -225,32 +226,16 @@ class Engine:
         return count
 
     # ------------------------------------------------------------------ after a dispatch
-    def _tell(self, lanes: tuple[Row, ...], batch, logits) -> sampling.Sampled | None:
-        """Penalised tokens and log-probabilities, where some row asks for them."""
-        responses = [self._responses[lane.id] for lane in lanes]
-        params = [r.seq.params for r in responses]
-        if not any(p.is_penalised or p.logprobs is not None for p in params):
-            return None
-        histories, prompt_lens = [r.seq.tokens for r in responses], [len(r.seq.prompt) for r in responses]
-        width = self.limits.max_model_len
-        penalties = sampling.penalties_of(params, histories, prompt_lens, logits.shape[0], width)
-        return jax.device_get(sampling.sample_and_tell(logits, batch.rows, penalties))
-
-    def _accept(
-        self, plan: StepPlan, lanes: tuple[Row, ...], tokens: np.ndarray, told: sampling.Sampled | None
-    ) -> list[str]:
+    def _accept(self, plan: StepPlan, lanes: tuple[Row, ...], tokens: np.ndarray, told: Sampled | None) -> list[str]:
         """Bring every row's sequence and response up to date; ids of the requests that have news."""
         moved = dict[str, None]()
         last_lane = {lane.id: r for r, lane in enumerate(lanes)}
         for row in plan.rows:
             r = last_lane[row.id]
             response = self._responses[row.id]
-            new = [t for t in tokens[:, r] if t != NOT_SAMPLED] if row.samples else []
-            if told is not None and row.samples:
-                new = [told.tokens[r]]
-            accepted = response.accept(new)
-            if told is not None and accepted and response.seq.params.logprobs is not None:
-                response.logprobs.append(_logprob(told, r, response.seq.params.logprobs))
+            accepted = response.accept([t for t in tokens[:, r] if t != NOT_SAMPLED] if row.samples else [])
+            if told is not None and response.seq.params.logprobs is not None:
+                response.logprobs += [_logprob(told, i, r, response.seq.params.logprobs) for i in range(len(accepted))]
             self.scheduler.commit(response.seq, row, accepted)
             self._stats = self._stats.plus(output_tokens=len(accepted))
             if response.finish_reason is not None:
@@ -282,6 +267,7 @@ class Engine:
             log.info("preempted %s: the pool is full", ", ".join(plan.preempted))
 
 
-def _logprob(told: sampling.Sampled, row: int, count: int) -> TokenLogprob:
-    top = zip(told.top_tokens[row][:count].tolist(), told.top_logprobs[row][:count].tolist(), strict=True)
-    return TokenLogprob(int(told.tokens[row]), float(told.logprobs[row]), dict(top))
+def _logprob(told: Sampled, step: int, row: int, count: int) -> TokenLogprob:
+    at = step, row
+    top = zip(told.top_tokens[at][:count].tolist(), told.top_logprobs[at][:count].tolist(), strict=True)
+    return TokenLogprob(int(told.tokens[at]), float(told.logprobs[at]), dict(top))

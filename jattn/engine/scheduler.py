@@ -133,8 +133,6 @@ class Scheduler:
         if not plan.rows or not plan.is_decode:
             return 1
         seqs = self.running[: len(plan.rows)]
-        if any(seq.params.is_penalised or seq.params.logprobs is not None for seq in seqs):
-            return 1  # the host looks at every token's logits
         burst = min(self.limits.max_burst, max(self._remaining(seq) for seq in seqs))
         while burst > 1:
             wanted = [(seq, seq.num_computed + min(burst, self._remaining(seq))) for seq in seqs]

@@ -157,6 +157,31 @@ def test_logprobs_are_the_models():
     assert tokens[3:] == list(output.token_ids)
 
 
+def test_penalties_and_logprobs_take_several_steps_a_dispatch_and_the_same_bits():
+    """Beside greedy and drawn neighbours, in bursts of one, three and eight."""
+    told = dict(temperature=0.8, logprobs=4, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7)
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **options)
+        for i, options in enumerate((told, dict(temperature=0), dict(temperature=0.9), told | dict(temperature=0)))
+    ]
+    found = []
+    for burst in (1, 3, 8):
+        served = engine(num_blocks=40, max_burst=burst, max_model_len=64)
+        outputs = served.generate([[5, 6, 7], [8, 9], [5, 6], [20, 20, 21]], params)
+        found.append([(output.token_ids, output.logprobs) for output in outputs])
+        assert served.stats.dispatches <= 20 / burst + 3
+    assert found[0] == found[1] == found[2]
+    assert [len(told[1] or ()) for told in found[0]] == [20, 0, 0, 20]
+    tokens, prompt = list(found[0][3][0]), [20, 20, 21]
+    for i, token in enumerate(tokens):  # greedy, by the definition
+        row = fake.next_logits(PLAIN, prompt + tokens[:i]).astype(np.float64)
+        for t in set(prompt + tokens[:i]):
+            row[t] = row[t] / 1.3 if row[t] > 0 else row[t] * 1.3
+        for t in set(tokens[:i]):
+            row[t] -= 0.5 + 0.7 * tokens[:i].count(t)
+        assert row[token] == pytest.approx(row.max(), abs=1e-5)
+
+
 def test_an_abort_frees_its_blocks_at_once_and_says_so():
     served = engine()
     id = served.add_request([4, 5, 6], SamplingParams(max_tokens=40, temperature=0))
