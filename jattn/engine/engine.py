@@ -24,7 +24,7 @@ from jattn.engine.sequence import Sequence
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
 from jattn.engine.step import NOT_SAMPLED, dispatch
-from jattn.engine.tables import BlockTables
+from jattn.engine.tables import BlockTables, most_blocks
 from jattn.engine.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Many[int]
@@ -75,14 +75,16 @@ class Engine:
         seed: int = 0,
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
-        num_blocks, max_model_len = sizing.pool_of(config, dtype, num_blocks, block_size, max_num_seqs, max_model_len)
+        groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, max_burst)
+        most = [most_blocks(group, *step, prefix_caching) for group in groups]
+        pools, max_model_len = sizing.pools_of(config, dtype, num_blocks, block_size, most, max_num_seqs, max_model_len)
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst)
         self.shapes = StepShapes(self.limits, block_size, deterministic)
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.config, self.params = config, params
-        self.caches = config.make_caches(num_blocks, block_size, dtype)
+        self.caches = config.make_caches(pools, block_size, dtype)
         self.model = admission.model_of(config, self.caches, forward, backend, deterministic)
-        self.tables = BlockTables(num_blocks, block_size, config.cache_groups, prefix_caching)
+        self.tables = BlockTables(pools, block_size, groups, prefix_caching)
         self.scheduler = Scheduler(self.limits, self.tables)
         self._requests: dict[str, _Request] = {}
         self._responses: dict[str, Response] = {}  # by sequence
@@ -210,6 +212,7 @@ class Engine:
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             cache_usage=self.tables.usage,
+            group_usage=self.tables.group_usage,
             evictions=sum(pool.evictions for pool in self.tables.pools),
         )
 

@@ -126,7 +126,7 @@ class Scheduler:
         """A row was computed and these tokens came of it: all but the last of them are in the cache too."""
         seq.num_computed = row.start + row.num_new + max(len(new_tokens) - 1, 0)
         seq.tokens += new_tokens
-        self.tables.publish(seq)
+        self.tables.settle(seq)
 
     def _burst(self, plan: StepPlan) -> int:
         """Steps that this dispatch can take without the host: blocks for all of them are dealt out here."""

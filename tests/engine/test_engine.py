@@ -228,9 +228,38 @@ def test_stop_tokens_end_a_sequence_and_eos_can_be_ignored():
     assert (output.finish_reason, output.outputs[0].stop) == ("stop", token)
 
 
+def test_each_group_has_the_pool_that_it_can_use_and_says_how_full_it_is():
+    served = engine(HYBRID, num_blocks=150, max_num_seqs=2, max_num_batched_tokens=4, prefix_caching=False)
+    sizes = [pool.num_blocks for pool in served.tables.pools]
+    assert sizes[0] == 150 and all(cache.spec.num_blocks == n for cache, n in zip(served.caches, sizes, strict=True))
+    assert sizes[1:] == [2 * (2 + 2) + 1 + 1, 2 * (3 + 2) + 1 + 1]  # reach 5 and 8, bursts of 3, in blocks of 4
+    twice = engine(HYBRID, num_blocks=150, max_num_seqs=2, max_num_batched_tokens=4).tables.pools
+    assert [pool.num_blocks - 1 for pool in twice[1:]] == [2 * (n - 1) for n in sizes[1:]]
+    long = [7 + i % 50 for i in range(200)]
+    wanted = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    ids = [served.add_request(prompt, wanted) for prompt in (long, long[3:])]
+    held, found = [], {}
+    while served.has_work:
+        found |= {output.id: output.token_ids for output in served.step()}
+        usage = dict(served.stats.group_usage)
+        assert served.stats.cache_usage == max(usage.values()) and list(usage) == ["full", "window 5", "chunk 8"]
+        assert all(
+            f'jattn_group_usage{{group="{name}"}} {share}' in served.stats.prometheus() for name, share in usage.items()
+        )
+        held.append([pool.num_held for pool in served.tables.pools])
+    assert np.max(held, axis=0)[0] > 60 and not served.stats.preemptions
+    for id, prompt in zip(ids, (long, long[3:]), strict=True):
+        tokens = list(prompt)
+        for token in found[id]:
+            assert token == int(np.argmax(fake.next_logits(HYBRID, tokens)))
+            tokens.append(token)
+    for pool in served.tables.pools:
+        pool.check({})
+
+
 def test_the_prometheus_text_has_every_counter():
     served = engine()
     served.generate([[3, 4]], SamplingParams(max_tokens=3, temperature=0))
     text = served.stats.prometheus()
     assert f"jattn_output_tokens_total {served.stats.output_tokens}" in text
-    assert text.count("# TYPE") == text.count("# HELP") == 16
+    assert text.count("# TYPE") == text.count("# HELP") == 17

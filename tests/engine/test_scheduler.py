@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jattn.engine import BlockTables, Limits, SamplingParams, Scheduler, Sequence
-from jattn.engine.tables import first_visible
+from jattn.engine.tables import first_visible, most_blocks
 from tests.engine.fake import Group
 
 FULL, WINDOW, CHUNK = Group((0,)), Group((1,), sliding_window=5), Group((2,), chunk_size=8)
@@ -16,8 +16,12 @@ S = 4
 class World:
     """A scheduler, and what its blocks hold: (the tokens up to and with a slot's own)."""
 
-    def __init__(self, groups, *, num_blocks=14, max_num_seqs=4, budget=12, burst=3, prefix_caching=True, seed=0):
-        self.tables = BlockTables(num_blocks, S, groups, prefix_caching)
+    def __init__(
+        self, groups, *, num_blocks=14, max_num_seqs=4, budget=12, burst=3, prefix_caching=True, seed=0, sized=False
+    ):
+        most = [most_blocks(group, S, max_num_seqs, budget, burst) for group in groups] if sized else []
+        pools = [min(num_blocks, n + 1) if n else num_blocks for n in most] or [num_blocks] * len(groups)
+        self.tables = BlockTables(pools, S, groups, prefix_caching)
         self.longest = (num_blocks - 1) * S
         self.scheduler = Scheduler(Limits(max_num_seqs, budget, self.longest, burst), self.tables)
         self.held = [{} for _ in groups]
@@ -143,6 +147,27 @@ def test_a_window_gives_back_what_is_out_of_reach():
         world.step()
         most = [max(a, pool.num_held) for a, pool in zip(most, world.tables.pools, strict=True)]
     assert most[0] == 16 and most[1] <= 4
+
+
+@pytest.mark.parametrize(("budget", "burst"), [(4, 1), (4, 8), (30, 3), (9, 2)])
+def test_a_windows_pool_of_its_computed_size_is_never_what_is_short(budget, burst):
+    """The full group has room for all: were a window's pool too small, somebody would be preempted, or wait, or
+    get a shorter burst."""
+    world = World((FULL, WINDOW, CHUNK), num_blocks=200, budget=budget, burst=burst, sized=True, prefix_caching=False)
+    answers, fits, schedule, held = [], world.tables.fits, world.scheduler.schedule, [0, 0]
+    world.tables.fits = lambda wanted: answers.append(fits(wanted)) or answers[-1]
+
+    def seen():
+        plan = schedule()
+        held[:] = [max(most, pool.num_held) for most, pool in zip(held, world.tables.pools[1:], strict=True)]
+        return plan
+
+    world.scheduler.schedule = seen
+    for _ in range(1500):
+        world.rng.choice([world.add, world.add, world.step, world.step, world.step, world.abort])()
+    world.drain()
+    assert len(answers) > 500 and all(answers)
+    assert all(3 * most > pool.num_blocks for most, pool in zip(held, world.tables.pools[1:], strict=True)), "too large"
 
 
 def test_a_burst_ends_where_no_blocks_are_left():
