@@ -104,7 +104,7 @@ class Scheduler:
                 preempted.append(self._preempt_youngest())
             if seq not in self.running:
                 break
-            rows.append(_row(seq, count))
+            rows.append(self._row(seq, count))
             budget -= count
             i += 1
         admitted = []
@@ -117,7 +117,7 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
             admitted.append((seq.id, hit))
-            rows.append(_row(seq, count))
+            rows.append(self._row(seq, count))
             budget -= count
         plan = StepPlan(tuple(rows), preempted=tuple(preempted), admitted=tuple(admitted))
         return dataclasses.replace(plan, burst=self._burst(plan), until_any=bool(self.waiting))
@@ -147,6 +147,11 @@ class Scheduler:
         """Tokens that a sequence may still generate."""
         return remaining_tokens(seq, self.limits.max_model_len)
 
+    def _row(self, seq: Sequence, count: int) -> Row:
+        """Final: only sequences without a row in this plan are preempted, so others may count on what it computes."""
+        self.tables.publish(seq, seq.num_computed + count)
+        return Row(seq.id, seq.num_computed, count, seq.num_computed + count == len(seq.tokens))
+
     def _preempt_youngest(self) -> str:
         seq = self.running.pop()
         self.tables.release(seq)
@@ -158,7 +163,3 @@ class Scheduler:
 def remaining_tokens(seq: Sequence, max_model_len: int) -> int:
     """Tokens that a sequence may still generate: what it asked for, within the model's length."""
     return min(seq.params.max_tokens - seq.num_output, max_model_len - len(seq.tokens))
-
-
-def _row(seq: Sequence, count: int) -> Row:
-    return Row(seq.id, seq.num_computed, count, seq.num_computed + count == len(seq.tokens))

@@ -102,12 +102,31 @@ class BlockTables:
             table += pool.allocate(max(cdiv(num_tokens, self.block_size) - len(table), 0))
         return True
 
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Let others share the blocks that the first `num_tokens` tokens fill.
+
+        They may be computed, or due in the step that is being planned: every row's keys are written before any row
+        reads, so what one sequence of a step computes, the others of that step can share.
+        """
+        full = num_tokens // self.block_size
+        if not self.prefix_caching or full <= seq.num_published:
+            return
+        self._name_blocks(seq, full)
+        for i in range(seq.num_published, full):
+            for table, pool in zip(seq.tables, self.pools, strict=True):
+                if table[i] != NULL_BLOCK_ID:
+                    pool.publish(table[i], seq.names[i])
+        seq.num_published = full
+
     def settle(self, seq: Sequence) -> None:
-        """After a step: let others share the blocks that are now full and computed, and give back those that no later
-        token of this sequence can see."""
-        if self.prefix_caching:
-            self._publish(seq)
-        self._release_unreachable(seq)
+        """After a step: share what is computed, and give back the blocks that no later token of this sequence sees."""
+        self.publish(seq, seq.num_computed)
+        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            kept = min(first_visible(group, seq.num_computed) // self.block_size, len(seq.tables[g]))
+            for i in range(seq.kept_from[g], kept):
+                pool.release([seq.tables[g][i]])
+                seq.tables[g][i] = NULL_BLOCK_ID
+            seq.kept_from[g] = max(seq.kept_from[g], kept)
 
     def release(self, seq: Sequence, *, trusted: bool = True) -> None:
         """Give every block back; not `trusted`: nobody may share what it wrote."""
@@ -128,14 +147,6 @@ class BlockTables:
                 if table[i] != NULL_BLOCK_ID:
                     pool.publish(table[i], seq.names[i])
         seq.num_published = max(seq.num_published, full)
-
-    def _release_unreachable(self, seq: Sequence) -> None:
-        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            kept = min(first_visible(group, seq.num_computed) // self.block_size, len(seq.tables[g]))
-            for i in range(seq.kept_from[g], kept):
-                pool.release([seq.tables[g][i]])
-                seq.tables[g][i] = NULL_BLOCK_ID
-            seq.kept_from[g] = max(seq.kept_from[g], kept)
 
     def _longest_hit(self, seq: Sequence) -> int:
         """Blocks at the beginning that need no computing; at least the last token is always computed."""

@@ -54,28 +54,43 @@ def test_five_hundred_requests_are_the_model_and_compile_nothing_after_warm_up(c
 
 
 class Serving(stateful.RuleBasedStateMachine):
-    """Adds, steps and aborts in any order, in a pool that is always short."""
+    """Adds, forks, steps and aborts in any order, in a pool that is always short."""
 
     def __init__(self):
         super().__init__()
         self.engine = engine(HYBRID, deterministic=True)
-        self.asked, self.done = {}, {}
+        self.asked, self.said, self.done = {}, {}, {}
 
-    @stateful.rule(data=st.data(), max_tokens=st.integers(1, 20))
-    def add(self, data, max_tokens):
-        prompt = data.draw(st.lists(st.integers(2, 4), min_size=1, max_size=14))
-        id = self.engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
-        self.asked[id] = (prompt, max_tokens)
+    def ask(self, prompt, max_tokens, n=1):
+        # The likeliest token only, so that all n say the same; some are told how likely it was.
+        options = dict(top_k=1, n=n) if n > 1 else dict(temperature=0)
+        params = SamplingParams(max_tokens=max_tokens, logprobs=1 if max_tokens % 3 == 0 else None, **options)
+        self.asked[self.engine.add_request(prompt, params)] = (prompt, max_tokens, n)
+
+    @stateful.rule(data=st.data(), max_tokens=st.integers(1, 20), n=st.sampled_from([1, 1, 1, 2, 3]))
+    def add(self, data, max_tokens, n):
+        self.ask(data.draw(st.lists(st.integers(2, 4), min_size=1, max_size=14)), max_tokens, n)
+
+    @stateful.rule(data=st.data(), max_tokens=st.integers(1, 9), another=st.integers(2, 4))
+    def fork(self, data, max_tokens, another):
+        """What a live request has said so far, and then something else: it shares the blocks of that one."""
+        if live := [id for id in self.said if id not in self.done]:
+            tokens = [*self.said[data.draw(st.sampled_from(live))], another]
+            if len(tokens) < self.engine.limits.max_model_len:
+                self.ask(tokens, max_tokens)
 
     @stateful.rule()
     def step(self):
         for output in self.engine.step():
-            prompt, max_tokens = self.asked[output.id]
+            prompt, max_tokens, n = self.asked[output.id]
             tokens, reason = fake.greedy(HYBRID, prompt, max_tokens, self.engine.limits.max_model_len)
-            if output.finish_reason != "abort" and output.finished:
-                assert (list(output.token_ids), output.finish_reason) == (tokens, reason)
-            else:
-                assert list(output.token_ids) == tokens[: len(output.token_ids)]
+            assert len(output.outputs) == n
+            for done in output.outputs:
+                assert list(done.token_ids) == tokens[: len(done.token_ids)]
+                assert done.logprobs is None or len(done.logprobs) == len(done.token_ids)
+                if done.finish_reason not in (None, "abort"):
+                    assert (list(done.token_ids), done.finish_reason) == (tokens, reason)
+            self.said[output.id] = [*prompt, *output.token_ids]
             if output.finished:
                 self.done[output.id] = output
 
@@ -135,6 +150,9 @@ def test_n_completions_are_the_seeds_that_follow():
     ones = [served.generate([[5, 6]], SamplingParams(seed=20 + i, max_tokens=8))[0].token_ids for i in range(3)]
     assert [output.token_ids for output in many.outputs] == ones
     assert [output.index for output in many.outputs] == [0, 1, 2]
+    stats, prompt = served.stats, [*range(10, 30)]
+    served.generate([prompt], SamplingParams(n=3, seed=20, max_tokens=8))
+    assert served.stats.cached_tokens - stats.cached_tokens == 2 * 16, "the prompt is computed once, but for its end"
     assert len(set(ones)) > 1
 
 

@@ -38,6 +38,13 @@ class World:
         self.scheduler.add(seq)
         return seq
 
+    def fork(self):
+        """Another sequence with all that a live one has said so far, and one token more."""
+        if self.seqs:
+            tokens = self.rng.choice(list(self.seqs.values())).tokens
+            if len(tokens) < self.longest - 1:
+                self.add([*tokens, self.rng.randrange(20)])
+
     def abort(self):
         if self.seqs:
             self.scheduler.remove(self.seqs.pop(self.rng.choice(list(self.seqs))))
@@ -94,7 +101,7 @@ class World:
 def test_ten_thousand_random_operations_lose_no_block_and_no_token(groups, prefix_caching):
     world = World(groups, prefix_caching=prefix_caching, num_blocks=14 if FULL in groups else 7)
     for _ in range(1700):  # six worlds of them
-        world.rng.choice([world.add, world.step, world.step, world.step, world.abort])()
+        world.rng.choice([world.add, world.step, world.step, world.step, world.abort, world.fork])()
     world.drain()
     for seq in world.finished.values():
         for i in range(seq.num_output):
@@ -137,6 +144,24 @@ def test_a_shared_beginning_is_computed_once_and_a_salt_keeps_it_apart():
         assert plan.admitted[0][1] == expected
     world.add(prompt[:8], 1)
     assert world.step().admitted[0][1] == 4, "the last token is always computed"
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW, CHUNK)], ids=["full", "hybrid", "local"])
+def test_what_one_sequence_of_a_step_computes_the_others_share(groups):
+    """Four times one prompt: computed once, but for what is in its last block; and a prompt cut by the budget."""
+    world = World(groups, num_blocks=40, budget=20, max_num_seqs=8)
+    for _ in range(4):
+        world.add(list(range(10)), 3)
+    plan = world.step()
+    assert [hit for _, hit in plan.admitted] == [0, 8, 8, 8] and [row.num_new for row in plan.rows] == [10, 2, 2, 2]
+    if groups == (FULL,):
+        assert world.tables.pools[0].num_held == 2 + 4, "two full blocks for all, one of its own for each"
+    world.drain()
+    for _ in range(2):
+        world.add(list(range(50, 74)), 3)
+    assert [row.num_new for row in world.step().rows] == [20]
+    assert [row.num_new for row in world.step().rows] == [4, 4], "the second follows one block behind the first"
+    world.drain()
 
 
 def test_a_window_gives_back_what_is_out_of_reach():
