@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 import jattn
+from jattn.cli import screen
 
 
 def add(commands) -> None:
@@ -43,7 +44,8 @@ def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         reports = jattn.explain(spec, cache_spec, platform=args.platform)
     except ValueError as error:
         parser.error(str(error))
-    print(reports)
+    rows = [(report.name, "yes" if report.supported else "no", "\n".join(report.reasons)) for report in reports]
+    screen.table(("backend", "runs", "why not"), rows, plain=str(reports))
     return 0 if any(report.supported for report in reports) else 1
 
 

@@ -94,11 +94,16 @@ class Engine:
         self._next_id = 0
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, **options) -> "Engine":
-        """From a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json."""
+    def from_pretrained(
+        cls, directory: str | Path, *, progress: Callable[[int, int, str], None] | None = None, **options
+    ) -> "Engine":
+        """From a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
+
+        progress(done, total, what) is called before each weight is read.
+        """
         from jattn import models
 
-        config, params = models.load(directory)
+        config, params = models.load(directory, progress=progress)
         if config.is_encoder or config.encoder is not None:
             raise ValueError(f"{config.family} is not a decoder alone, and only those are served; see jattn.models")
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
