@@ -108,7 +108,7 @@ def main() -> None:
     engine = make_engine(args.small, requests, prompt, longest)
     prompts = np.random.default_rng(0).integers(2, engine.config.vocab_size, (requests, prompt))
     seconds, batches = serve(engine, prompts, args.dispatches)
-    replay(engine, batches)  # device arrays in place of numpy's: a program of its own, compiled here
+    replay(engine, batches)  # untimed
     device = statistics.median(replay(engine, batches) for _ in range(args.rounds)) / args.dispatches
     served = sum(seconds) / args.dispatches
     layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.model.backend)

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -236,7 +237,7 @@ class Engine:
     # ------------------------------------------------------------------ after a dispatch
     def _accept(self, plan: StepPlan, lanes: tuple[Row, ...], tokens: np.ndarray, told: Sampled | None) -> list[str]:
         """Bring every row's sequence and response up to date; ids of the requests that have news."""
-        moved = dict[str, None]()
+        moved, counts = dict[str, None](), Counter[str]()
         last_lane = {lane.id: r for r, lane in enumerate(lanes)}
         for row in plan.rows:
             r = last_lane[row.id]
@@ -245,13 +246,14 @@ class Engine:
             if told is not None and response.seq.params.logprobs is not None:
                 response.logprobs += [_logprob(told, i, r, response.seq.params.logprobs) for i in range(len(accepted))]
             self.scheduler.commit(response.seq, row, accepted)
-            self._stats = self._stats.plus(output_tokens=len(accepted))
+            counts["output_tokens"] += len(accepted)
             if response.finish_reason is not None:
                 failed = response.finish_reason is FinishReason.ERROR
                 self.scheduler.remove(response.seq, trusted=not failed)
-                self._stats = self._stats.plus(**{"failed" if failed else "finished": 1})
+                counts["failed" if failed else "finished"] += 1
             if accepted or response.finish_reason is not None:
                 moved[response.request_id] = None
+        self._stats = self._stats.plus(**counts)
         return list(moved)
 
     def _forget_finished(self, ids: list[str]) -> None:
