@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.engine_step [--out DIR] [--small]
 
-A random Llama (1.2e9 parameters in bf16, made on the device) decodes 32 requests at once. First every engine.step() is
+A random Llama (1.1e9 parameters in bf16, made on the device) decodes 32 requests at once. First every engine.step() is
 timed: it plans, makes the batch, dispatches, waits for the tokens and reads them. The dispatches' batches are kept.
 Then they are put on the device and dispatched again in the same order, one behind the other with a single wait at the
 end: the same program over the same lengths and the same pages, with no work of the host between. That is the device
