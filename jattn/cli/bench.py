@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jattn import device
-from jattn.cli import options
+from jattn.cli import options, screen
 from jattn.cli.trace import Arrival, make_trace
 from jattn.engine import Engine, SamplingParams
 
@@ -44,12 +44,10 @@ def run_serving(args: argparse.Namespace) -> int:
         args.requests, vocab_size=engine.config.vocab_size, max_len=engine.limits.max_model_len, rate=args.rate,
         mean_input=args.mean_input, mean_output=args.mean_output, shared=args.shared, seed=args.load_seed,
     )  # fmt: skip
-    progress = options.Progress()
-    engine.warmup(progress)
-    progress.done()
+    options.warm(engine)
     figures = measure(engine, trace)
-    for name, value in figures.items():
-        print(f"{name:32}{value:>12.4g}" if isinstance(value, float) else f"{name:32}{value:>12}")
+    rows = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in figures.items()]
+    screen.table(("figure", "value"), rows, plain="\n".join(f"{name:32}{value:>12}" for name, value in rows))
     if args.out is not None:
         with args.out.open("a", encoding="utf-8") as file:
             file.write(

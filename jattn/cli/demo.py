@@ -3,6 +3,7 @@
 import argparse
 
 from jattn import demo
+from jattn.cli import options
 from jattn.embedded import show
 
 
@@ -20,5 +21,5 @@ def run(args: argparse.Namespace) -> int:
     wrong = demo.run()
     if not args.backends_only:
         print()
-        wrong |= show.run()
+        wrong |= show.run(options.warm)
     return wrong

@@ -8,6 +8,7 @@ import jax
 
 import jattn
 from jattn import demo as self_check
+from jattn.cli import screen
 from jattn.engine import sizing
 
 EXTRAS = dict(models=("safetensors", "tokenizers", "jinja2", "rich"), serve=("starlette", "uvicorn"), train=("optax",))
@@ -21,17 +22,22 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 where every backend that runs here agrees with numpy."""
-    print(f"jattn {jattn.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    print(f"jax {jax.__version__}, jaxlib {importlib.metadata.version('jaxlib')}, numpy {_version('numpy')}")
-    for device in jax.devices():
-        print(f"device {device.id}: {device.platform}, {device.device_kind}")
-    print(f"memory a cache may take: {sizing.free_bytes() / 2**30:.1f} GiB")
-    for extra, packages in EXTRAS.items():
-        found = [f"{name} {_version(name) or 'missing'}" for name in packages]
-        hint = "" if all(map(_version, packages)) else f"   (pip install 'jattn[{extra}]')"
-        print(f"extra {extra}: {', '.join(found)}{hint}")
-    print(f"native CPU library: {_native()}\n")
+    rows = [
+        ("jattn", f"{jattn.__version__}, Python {platform.python_version()}, {platform.platform()}"),
+        ("jax", f"{jax.__version__}, jaxlib {_version('jaxlib')}, numpy {_version('numpy')}"),
+        *((f"device {device.id}", f"{device.platform}, {device.device_kind}") for device in jax.devices()),
+        ("memory a cache may take", f"{sizing.free_bytes() / 2**30:.1f} GiB"),
+        *((f"extra {extra}", _extra(extra, packages)) for extra, packages in EXTRAS.items()),
+        ("native CPU library", _native()),
+    ]
+    screen.table(("", ""), rows, plain="\n".join(f"{name}: {value}" for name, value in rows))
+    print()
     return self_check.run()
+
+
+def _extra(extra: str, packages: tuple[str, ...]) -> str:
+    found = ", ".join(f"{name} {_version(name) or 'missing'}" for name in packages)
+    return found if all(map(_version, packages)) else f"{found}   (pip install 'jattn[{extra}]')"
 
 
 def _version(package: str) -> str | None:

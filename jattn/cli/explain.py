@@ -1,8 +1,11 @@
 """`jattn explain`: every backend, every reason. Its flags are the fields of AttentionSpec and KVCacheSpec."""
 
 import argparse
+import dataclasses
+from typing import Any
 
 import jattn
+from jattn.cli import screen
 
 
 def add(commands) -> None:
@@ -34,36 +37,20 @@ def add(commands) -> None:
 
 def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
-        spec = jattn.AttentionSpec(
-            num_heads=args.num_heads,
-            head_dim=args.head_dim,
-            num_kv_heads=args.num_kv_heads,
-            v_head_dim=args.v_head_dim,
-            scale=args.scale,
-            attn_type=args.attn_type,
-            sliding_window=args.sliding_window,
-            chunk_size=args.chunk_size,
-            logits_soft_cap=args.logits_soft_cap,
-            has_alibi=args.has_alibi,
-            has_sinks=args.has_sinks,
-            mask_fn=_some_mask if args.mask_fn else None,
-            score_fn=_some_score if args.score_fn else None,
-        )
-        cache_spec = jattn.KVCacheSpec(
-            num_blocks=args.num_blocks,
-            block_size=args.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            v_head_dim=spec.v_head_dim,
-            dtype=args.dtype,
-            layout=args.layout,
-            quant=args.quant,
-        )
+        functions = dict(mask_fn=_some_mask if args.mask_fn else None, score_fn=_some_score if args.score_fn else None)
+        spec = jattn.AttentionSpec(**_fields(jattn.AttentionSpec, args) | functions)
+        shape = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim)
+        cache_spec = jattn.KVCacheSpec(**_fields(jattn.KVCacheSpec, args) | shape)
         reports = jattn.explain(spec, cache_spec, platform=args.platform)
     except ValueError as error:
         parser.error(str(error))
-    print(reports)
+    rows = [(report.name, "yes" if report.supported else "no", "\n".join(report.reasons)) for report in reports]
+    screen.table(("backend", "runs", "why not"), rows, plain=str(reports))
     return 0 if any(report.supported for report in reports) else 1
+
+
+def _fields(spec: type, args: argparse.Namespace) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(spec)}
 
 
 def _window(text: str) -> int | tuple[int, int]:

@@ -1,10 +1,9 @@
 """Options that several commands share: which model, how to serve it, how to sample."""
 
 import argparse
-import dataclasses
-import sys
 
 from jattn import embedded
+from jattn.cli import screen
 from jattn.engine import Engine, SamplingParams
 
 
@@ -26,8 +25,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def make_engine(args: argparse.Namespace, seed: int = 0) -> Engine:
     """The engine that the options describe."""
-    return Engine.from_pretrained(
-        args.model or embedded.directory(),
+    options = dict(
         num_blocks=args.num_blocks,
         block_size=args.block_size,
         max_num_seqs=args.max_num_seqs,
@@ -38,6 +36,8 @@ def make_engine(args: argparse.Namespace, seed: int = 0) -> Engine:
         prefix_caching=not args.no_prefix_caching,
         seed=seed,
     )
+    with screen.progress("loading") as report:
+        return Engine.from_pretrained(args.model or embedded.directory(), progress=report, **options)
 
 
 SAMPLING = dict(
@@ -70,16 +70,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**{name: getattr(args, name) for name in SAMPLING}, stop=stop, ignore_eos=args.ignore_eos)
 
 
-@dataclasses.dataclass
-class Progress:
-    """A line on a terminal that says how far the warm-up is; silent where nobody looks."""
-
-    silent: bool = dataclasses.field(default_factory=lambda: not sys.stderr.isatty())
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        if not self.silent:
-            print(f"\r\033[Kcompiling {done + 1}/{total}: {what}", end="", file=sys.stderr, flush=True)
-
-    def done(self) -> None:
-        if not self.silent:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+def warm(engine: Engine) -> int:
+    """Compile everything, with a bar; how many programs."""
+    with screen.progress("compiling") as report:
+        return engine.warmup(report)

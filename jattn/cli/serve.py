@@ -50,9 +50,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     engine = options.make_engine(args)
     if not args.no_warmup:
-        progress = options.Progress()
-        engine.warmup(progress)
-        progress.done()
+        options.warm(engine)
     name = args.model_name or (Path(args.model).resolve().name if args.model else "adder")
     server = ServerOptions(model_name=name, api_key=key, max_body_bytes=args.max_body_bytes, max_queue=args.max_queue)
     print(f"serving {name} on http://{args.host}:{args.port}/v1", file=sys.stderr, flush=True)

@@ -1,4 +1,8 @@
-"""A decoder without a cache: dense causal attention over equally long texts, for training and for judging."""
+"""A decoder without a cache: dense causal attention over equally long texts, for training and for judging.
+
+Beside `models.uncached_logits` because a training step through packed attention takes 19 times as long on CPU (1.8 s,
+not 0.1 s, for 48 texts of 39 tokens), and because a judge shares no attention with what it judges.
+"""
 
 import functools
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jattn.engine.sampling import SamplingRows, sampling_rows
+from jattn.engine.sampling import penalties_of, sampling_rows
 from jattn.engine.scheduler import Row, StepPlan, remaining_tokens
 from jattn.engine.sequence import Sequence
 from jattn.engine.shapes import StepShapes
@@ -45,23 +45,41 @@ def batch_of(
         for line, seq in zip(table, chosen, strict=True):
             line[: len(seq.tables[g])] = seq.tables[g]
         metas.append(_meta(query_lens, seq_lens, table, shapes, (num_tokens, num_rows, decode)))
-    limit = shapes.limits.max_model_len
+    limit, params = shapes.limits.max_model_len, [seq.params for seq in chosen]
     rows = sampling_rows(
-        [seq.params for seq in chosen],
+        params,
         [seq.seed for seq in chosen],
         [seq.num_output for seq in chosen],
         [remaining_tokens(seq, limit) if lane.samples else 0 for seq, lane in zip(chosen, lanes, strict=True)],
         [stop_ids_of(seq, eos) for seq in chosen],
         num_rows,
     )
-    return _batch(token_ids, tuple(metas), rows, plan.burst, plan.until_any, shapes)
+    histories = [seq.tokens if lane.samples else () for seq, lane in zip(chosen, lanes, strict=True)]
+    return Batch(
+        token_ids=token_ids,
+        metas=tuple(metas),
+        rows=rows,
+        penalties=penalties_of(params, histories, [len(seq.prompt) for seq in chosen], num_rows, limit),
+        is_told=np.bool_(any(p.is_penalised or p.logprobs is not None for p in params)),
+        steps=np.int32(plan.burst),
+        until_any=np.bool_(plan.until_any),
+        block_size=shapes.block_size,
+    )
 
 
 def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShapes) -> Batch:
     """A batch of padding in a bucket: what warming up compiles with; it writes nowhere."""
-    meta = _meta([], [], np.zeros((0, 1), np.int32), shapes, shape)
-    rows = sampling_rows([], [], [], [], [], shape[1])
-    return _batch(np.zeros(shape[0], np.int32), (meta,) * num_groups, rows, 1, False, shapes)
+    num_tokens, num_rows, _ = shape
+    return Batch(
+        token_ids=np.zeros(num_tokens, np.int32),
+        metas=(_meta([], [], np.zeros((0, 1), np.int32), shapes, shape),) * num_groups,
+        rows=sampling_rows([], [], [], [], [], num_rows),
+        penalties=penalties_of([], [], [], num_rows, shapes.limits.max_model_len),
+        is_told=np.bool_(False),
+        steps=np.int32(1),
+        until_any=np.bool_(False),
+        block_size=shapes.block_size,
+    )
 
 
 def stop_ids_of(seq: Sequence, eos: tuple[int, ...]) -> tuple[int, ...]:
@@ -76,14 +94,3 @@ def _meta(query_lens, seq_lens, table, shapes: StepShapes, shape: tuple[int, int
         num_tokens=num_tokens, num_reqs=num_rows, max_blocks=shapes.max_blocks,
     )  # fmt: skip
     return meta.replace(max_query_len=1 if decode else num_tokens)  # one trace a bucket
-
-
-def _batch(token_ids, metas, rows: SamplingRows, steps: int, until_any: bool, shapes: StepShapes) -> Batch:
-    return Batch(
-        token_ids=token_ids,
-        metas=metas,
-        rows=rows,
-        steps=np.int32(steps),
-        until_any=np.bool_(until_any),
-        block_size=shapes.block_size,
-    )

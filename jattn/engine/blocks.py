@@ -77,7 +77,8 @@ class BlockPool:
         self._free.pop(block, None)
 
     def publish(self, block: int, name: bytes) -> None:
-        """A held block is full: others may share it. Where the contents are cached already, the first copy stays."""
+        """A held block is full, or will be before anyone reads it: others may share it. Where the contents are cached
+        already, the first copy stays."""
         if name not in self._cached and block not in self._name:
             self._cached[name] = block
             self._name[block] = name

@@ -26,27 +26,29 @@ class Detokenizer:
 
     def add(self, new: Sequence[int]) -> str:
         """What these tokens add to the text; held back while the last character is unfinished."""
-        before = len(self.text)
-        for token in new:
-            self.token_ids.append(token)
-            self._advance(last=False)
+        before, count = len(self.text), len(self.token_ids)
+        self.token_ids += new
+        if not self._advance(len(self.token_ids), waits=True):  # all at once, or, where that ends inside a character,
+            for end in range(count + 1, len(self.token_ids) + 1):  # as far as it goes
+                self._advance(end, waits=end - self._shown < MOST_TOKENS_OF_A_CHARACTER)
         return self.text[before:]
 
     def finish(self) -> str:
         """What was held back, unfinished as it is."""
         before = len(self.text)
         if self._shown < len(self.token_ids):
-            self._advance(last=True)
+            self._advance(len(self.token_ids), waits=False)
         return self.text[before:]
 
-    def _advance(self, last: bool) -> None:
+    def _advance(self, end: int, waits: bool) -> bool:
+        """Show the text of the tokens before `end`; False: held back, with `waits` and an unfinished character."""
         shown = self.tokenizer.decode(self.token_ids[self._context : self._shown])
-        whole = self.tokenizer.decode(self.token_ids[self._context :])
-        waiting = len(self.token_ids) - self._shown < MOST_TOKENS_OF_A_CHARACTER
-        if not last and waiting and (whole.endswith(REPLACEMENT) or len(whole) <= len(shown)):
-            return
+        whole = self.tokenizer.decode(self.token_ids[self._context : end])
+        if waits and (whole.endswith(REPLACEMENT) or len(whole) <= len(shown)):
+            return False
         self.text += whole[len(shown) :]
-        self._context, self._shown = self._shown, len(self.token_ids)
+        self._context, self._shown = self._shown, end
+        return True
 
 
 def find_stop(text: str, stop: Sequence[str], start: int) -> tuple[int, str] | None:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -12,18 +13,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn.engine import admission, sampling, sizing, warming
+from jattn.engine import admission, sizing, warming
 from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
 from jattn.engine.chat import ChatTemplate, load_chat_template
 from jattn.engine.outputs import FinishReason, RequestOutput, TokenLogprob
 from jattn.engine.params import SamplingParams
 from jattn.engine.response import Response
+from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Limits, Row, Scheduler, StepPlan
 from jattn.engine.sequence import Sequence
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
 from jattn.engine.step import NOT_SAMPLED, dispatch
-from jattn.engine.tables import BlockTables
+from jattn.engine.tables import BlockTables, most_blocks
 from jattn.engine.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Many[int]
@@ -74,14 +76,16 @@ class Engine:
         seed: int = 0,
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
-        num_blocks, max_model_len = sizing.pool_of(config, dtype, num_blocks, block_size, max_num_seqs, max_model_len)
+        groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, max_burst)
+        most = [most_blocks(group, *step, prefix_caching) for group in groups]
+        pools, max_model_len = sizing.pools_of(config, dtype, num_blocks, block_size, most, max_num_seqs, max_model_len)
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst)
         self.shapes = StepShapes(self.limits, block_size, deterministic)
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.config, self.params = config, params
-        self.caches = config.make_caches(num_blocks, block_size, dtype)
+        self.caches = config.make_caches(pools, block_size, dtype)
         self.model = admission.model_of(config, self.caches, forward, backend, deterministic)
-        self.tables = BlockTables(num_blocks, block_size, config.cache_groups, prefix_caching)
+        self.tables = BlockTables(pools, block_size, groups, prefix_caching)
         self.scheduler = Scheduler(self.limits, self.tables)
         self._requests: dict[str, _Request] = {}
         self._responses: dict[str, Response] = {}  # by sequence
@@ -91,11 +95,16 @@ class Engine:
         self._next_id = 0
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, **options) -> "Engine":
-        """From a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json."""
+    def from_pretrained(
+        cls, directory: str | Path, *, progress: Callable[[int, int, str], None] | None = None, **options
+    ) -> "Engine":
+        """From a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
+
+        progress(done, total, what) is called before each weight is read.
+        """
         from jattn import models
 
-        config, params = models.load(directory)
+        config, params = models.load(directory, progress=progress)
         if config.is_encoder or config.encoder is not None:
             raise ValueError(f"{config.family} is not a decoder alone, and only those are served; see jattn.models")
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
@@ -171,9 +180,9 @@ class Engine:
         batch = batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids)
         sent = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("jattn.step", step_num=self._stats.dispatches):
-            self.caches, tokens, logits = dispatch(self.model, self.params, self.caches, batch)
-            told = self._tell(lanes, batch, logits)
-            tokens = np.asarray(tokens)
+            self.caches, said = dispatch(self.model, self.params, self.caches, batch)
+            tokens = np.asarray(said.tokens)
+            told = jax.device_get(said) if batch.is_told else None
         received = time.perf_counter()
         moved = self._accept(plan, lanes, tokens, told)
         outputs += [self._requests[id].output() for id in moved]
@@ -209,6 +218,7 @@ class Engine:
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             cache_usage=self.tables.usage,
+            group_usage=self.tables.group_usage,
             evictions=sum(pool.evictions for pool in self.tables.pools),
         )
 
@@ -225,40 +235,25 @@ class Engine:
         return count
 
     # ------------------------------------------------------------------ after a dispatch
-    def _tell(self, lanes: tuple[Row, ...], batch, logits) -> sampling.Sampled | None:
-        """Penalised tokens and log-probabilities, where some row asks for them."""
-        responses = [self._responses[lane.id] for lane in lanes]
-        params = [r.seq.params for r in responses]
-        if not any(p.is_penalised or p.logprobs is not None for p in params):
-            return None
-        histories, prompt_lens = [r.seq.tokens for r in responses], [len(r.seq.prompt) for r in responses]
-        width = self.limits.max_model_len
-        penalties = sampling.penalties_of(params, histories, prompt_lens, logits.shape[0], width)
-        return jax.device_get(sampling.sample_and_tell(logits, batch.rows, penalties))
-
-    def _accept(
-        self, plan: StepPlan, lanes: tuple[Row, ...], tokens: np.ndarray, told: sampling.Sampled | None
-    ) -> list[str]:
+    def _accept(self, plan: StepPlan, lanes: tuple[Row, ...], tokens: np.ndarray, told: Sampled | None) -> list[str]:
         """Bring every row's sequence and response up to date; ids of the requests that have news."""
-        moved = dict[str, None]()
+        moved, counts = dict[str, None](), Counter[str]()
         last_lane = {lane.id: r for r, lane in enumerate(lanes)}
         for row in plan.rows:
             r = last_lane[row.id]
             response = self._responses[row.id]
-            new = [t for t in tokens[:, r] if t != NOT_SAMPLED] if row.samples else []
-            if told is not None and row.samples:
-                new = [told.tokens[r]]
-            accepted = response.accept(new)
-            if told is not None and accepted and response.seq.params.logprobs is not None:
-                response.logprobs.append(_logprob(told, r, response.seq.params.logprobs))
+            accepted = response.accept([t for t in tokens[:, r] if t != NOT_SAMPLED] if row.samples else [])
+            if told is not None and response.seq.params.logprobs is not None:
+                response.logprobs += [_logprob(told, i, r, response.seq.params.logprobs) for i in range(len(accepted))]
             self.scheduler.commit(response.seq, row, accepted)
-            self._stats = self._stats.plus(output_tokens=len(accepted))
+            counts["output_tokens"] += len(accepted)
             if response.finish_reason is not None:
                 failed = response.finish_reason is FinishReason.ERROR
                 self.scheduler.remove(response.seq, trusted=not failed)
-                self._stats = self._stats.plus(**{"failed" if failed else "finished": 1})
+                counts["failed" if failed else "finished"] += 1
             if accepted or response.finish_reason is not None:
                 moved[response.request_id] = None
+        self._stats = self._stats.plus(**counts)
         return list(moved)
 
     def _forget_finished(self, ids: list[str]) -> None:
@@ -282,6 +277,7 @@ class Engine:
             log.info("preempted %s: the pool is full", ", ".join(plan.preempted))
 
 
-def _logprob(told: sampling.Sampled, row: int, count: int) -> TokenLogprob:
-    top = zip(told.top_tokens[row][:count].tolist(), told.top_logprobs[row][:count].tolist(), strict=True)
-    return TokenLogprob(int(told.tokens[row]), float(told.logprobs[row]), dict(top))
+def _logprob(told: Sampled, step: int, row: int, count: int) -> TokenLogprob:
+    at = step, row
+    top = zip(told.top_tokens[at][:count].tolist(), told.top_logprobs[at][:count].tolist(), strict=True)
+    return TokenLogprob(int(told.tokens[at]), float(told.logprobs[at]), dict(top))

@@ -36,15 +36,22 @@ class Response:
 
     def accept(self, tokens: Many[int]) -> list[int]:
         """The tokens that count, up to the one that ends the sequence."""
-        accepted = []
-        for token in tokens:
+        accepted, unread = [], []
+        for token in map(int, tokens):
             if token == BAD_TOKEN:
                 self.fail("the model's logits are NaN or infinite for this prompt")
                 break
-            accepted.append(int(token))
-            self._look_at(int(token), self.seq.num_output + len(accepted))
+            accepted.append(token)
+            reason = self._reason_to_end(token, self.seq.num_output + len(accepted))
+            unread += [] if reason is FinishReason.STOP else [token]
+            if reason is not None or self.seq.params.stop:  # a stop string ends the text at its own token
+                self._read(unread)
+                unread = []
+            if reason is not None and self.finish_reason is None:
+                self._end(reason, token if reason is FinishReason.STOP else None)
             if self.finish_reason is not None:
                 break
+        self._read(unread)
         return accepted
 
     def fail(self, why: str) -> None:
@@ -64,20 +71,15 @@ class Response:
             stop=self.stop,
         )
 
-    def _look_at(self, token: int, num_output: int) -> None:
-        params = self.seq.params
+    def _reason_to_end(self, token: int, num_output: int) -> FinishReason | None:
         if token in self.stop_ids:
-            self._end(FinishReason.STOP, token)
-            return
-        self._read([token])
-        if self.finish_reason is None and (
-            num_output >= params.max_tokens or len(self.seq.prompt) + num_output >= self.max_model_len
-        ):
-            self._end(FinishReason.LENGTH, None)
+            return FinishReason.STOP
+        is_long = num_output >= self.seq.params.max_tokens or len(self.seq.prompt) + num_output >= self.max_model_len
+        return FinishReason.LENGTH if is_long else None
 
     def _read(self, tokens: Many[int], last: bool = False) -> None:
         """Grow the text, and end where a stop string does."""
-        if self.detokenizer is None:
+        if self.detokenizer is None or not (tokens or last):
             return
         before = len(self._text)
         self._text += self.detokenizer.finish() if last else self.detokenizer.add(tokens)

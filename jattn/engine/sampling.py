@@ -1,8 +1,9 @@
 """Choosing tokens on the device: every row by its own rules, with a draw that depends on its seed and position only.
 
-logits -> penalties -> / temperature -> min_p -> top_k -> top_p -> Gumbel noise -> argmax
+logits -> (log-probabilities) -> penalties -> / temperature -> min_p -> top_k -> top_p -> Gumbel noise -> argmax
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -40,8 +41,12 @@ class Penalties:
     repetition: jax.Array  # f32[R] 1: off
     presence: jax.Array  # f32[R]
     frequency: jax.Array  # f32[R]
-    history: jax.Array  # i32[R L] prompt, then output; -1: none
+    history: jax.Array  # i32[R L] prompt, then output; negative: none
     prompt_len: jax.Array  # i32[R]
+
+    def after(self, said: jax.Array) -> "Penalties":
+        """The same rows when they have said i32[S R] more, negative: nothing."""
+        return dataclasses.replace(self, history=jnp.concatenate([self.history, said.T], axis=1))
 
 
 @pytree
@@ -54,29 +59,49 @@ class Sampled:
     top_logprobs: jax.Array  # f32[R MAX_LOGPROBS]
 
 
-def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """i32[R] from f32[R vocab]; work that no row asks for is skipped."""
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    chosen = jax.lax.cond(
-        jnp.any(rows.temperature > 0),
-        lambda: jnp.where(rows.temperature > 0, _draw(logits, rows), greedy),
-        lambda: greedy,
+def choose(logits: jax.Array, rows: SamplingRows, penalties: Penalties, said: jax.Array, is_told: jax.Array) -> Sampled:
+    """A token a row, from logits f32[R vocab]. Work that no row asks for is skipped, and then the log-probabilities
+    are zeros.
+
+    said: i32[S R] the rows' tokens since `penalties` were made, negative: none. is_told: some row has penalties or
+    wants log-probabilities.
+    """
+    top = (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
+
+    def untold(tokens):
+        zeros = jnp.zeros(top, jnp.float32)
+        return Sampled(tokens=tokens, logprobs=zeros[:, 0], top_tokens=zeros.astype(jnp.int32), top_logprobs=zeros)
+
+    branches = (
+        lambda: untold(_usable(logits, _greedy(logits))),
+        lambda: untold(_usable(logits, _drawn(logits, rows))),
+        lambda: _told(logits, rows, penalties.after(said), top[1]),
     )
-    usable = jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum of a row with a NaN is NaN
-    return jnp.where(usable, chosen, BAD_TOKEN)
+    # One choice among three: on a GPU every choice is a wait for its condition.
+    return jax.lax.switch(jnp.where(is_told, 2, jnp.any(rows.temperature > 0).astype(jnp.int32)), branches)
 
 
-@functools.partial(jax.jit, static_argnames="num_top")
-def sample_and_tell(
-    logits: jax.Array, rows: SamplingRows, penalties: Penalties, num_top: int = MAX_LOGPROBS
-) -> Sampled:
-    """The same with penalties, and the log-probabilities of what could have been chosen."""
+def _told(logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int) -> Sampled:
     raw = jax.nn.log_softmax(logits, axis=-1)
-    top = min(num_top, logits.shape[-1])
     top_logprobs, top_tokens = jax.lax.top_k(raw, top)
-    tokens = sample(penalised(logits, penalties), rows)
-    chosen = jnp.take_along_axis(raw, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
+    after = penalised(logits, penalties)
+    tokens = jax.lax.cond(jnp.any(rows.temperature > 0), lambda: _drawn(after, rows), lambda: _greedy(after))
+    chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)[:, 0]
+    tokens = _usable(after, tokens)
     return Sampled(tokens=tokens, logprobs=chosen, top_tokens=top_tokens, top_logprobs=top_logprobs)
+
+
+def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    usable = jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum of a row with a NaN is NaN
+    return jnp.where(usable, tokens, BAD_TOKEN)
+
+
+def _greedy(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _drawn(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    return jnp.where(rows.temperature > 0, _draw(logits, rows), _greedy(logits))
 
 
 def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
@@ -145,10 +170,12 @@ def sampling_rows(params: list[SamplingParams], seeds, positions, remaining, sto
 def penalties_of(params: list[SamplingParams], histories, prompt_lens, num_rows: int, width: int) -> Penalties:
     """On the host: the penalties of len(params) rows and what they have said, padded to num_rows x width."""
     column = lambda values, fill, dtype: np.asarray([*values, *[fill] * (num_rows - len(params))], dtype)
-    history = np.full((num_rows, width), -1, np.int32)
-    for row, p, tokens in zip(history, params, histories, strict=False):
-        if p.is_penalised:
-            row[: len(tokens)] = tokens
+    history = _no_history(num_rows, width)
+    if any(p.is_penalised for p in params):
+        history = np.array(history)
+        for row, p, tokens in zip(history, params, histories, strict=False):
+            if p.is_penalised:
+                row[: len(tokens)] = tokens
     return Penalties(
         repetition=column([p.repetition_penalty for p in params], 1, np.float32),
         presence=column([p.presence_penalty for p in params], 0, np.float32),
@@ -156,3 +183,9 @@ def penalties_of(params: list[SamplingParams], histories, prompt_lens, num_rows:
         history=history,
         prompt_len=column(prompt_lens, 0, np.int32),
     )
+
+
+@functools.cache
+def _no_history(num_rows: int, width: int) -> jax.Array:
+    """On the device once: most batches have no penalties, and a history is as wide as the longest sequence."""
+    return jax.device_put(np.full((num_rows, width), -1, np.int32))

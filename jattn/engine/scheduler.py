@@ -104,7 +104,7 @@ class Scheduler:
                 preempted.append(self._preempt_youngest())
             if seq not in self.running:
                 break
-            rows.append(_row(seq, count))
+            rows.append(self._row(seq, count))
             budget -= count
             i += 1
         admitted = []
@@ -117,7 +117,7 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
             admitted.append((seq.id, hit))
-            rows.append(_row(seq, count))
+            rows.append(self._row(seq, count))
             budget -= count
         plan = StepPlan(tuple(rows), preempted=tuple(preempted), admitted=tuple(admitted))
         return dataclasses.replace(plan, burst=self._burst(plan), until_any=bool(self.waiting))
@@ -126,15 +126,13 @@ class Scheduler:
         """A row was computed and these tokens came of it: all but the last of them are in the cache too."""
         seq.num_computed = row.start + row.num_new + max(len(new_tokens) - 1, 0)
         seq.tokens += new_tokens
-        self.tables.publish(seq)
+        self.tables.settle(seq)
 
     def _burst(self, plan: StepPlan) -> int:
         """Steps that this dispatch can take without the host: blocks for all of them are dealt out here."""
         if not plan.rows or not plan.is_decode:
             return 1
         seqs = self.running[: len(plan.rows)]
-        if any(seq.params.is_penalised or seq.params.logprobs is not None for seq in seqs):
-            return 1  # the host looks at every token's logits
         burst = min(self.limits.max_burst, max(self._remaining(seq) for seq in seqs))
         while burst > 1:
             wanted = [(seq, seq.num_computed + min(burst, self._remaining(seq))) for seq in seqs]
@@ -149,6 +147,11 @@ class Scheduler:
         """Tokens that a sequence may still generate."""
         return remaining_tokens(seq, self.limits.max_model_len)
 
+    def _row(self, seq: Sequence, count: int) -> Row:
+        """Final: only sequences without a row in this plan are preempted, so others may count on what it computes."""
+        self.tables.publish(seq, seq.num_computed + count)
+        return Row(seq.id, seq.num_computed, count, seq.num_computed + count == len(seq.tokens))
+
     def _preempt_youngest(self) -> str:
         seq = self.running.pop()
         self.tables.release(seq)
@@ -160,7 +163,3 @@ class Scheduler:
 def remaining_tokens(seq: Sequence, max_model_len: int) -> int:
     """Tokens that a sequence may still generate: what it asked for, within the model's length."""
     return min(seq.params.max_tokens - seq.num_output, max_model_len - len(seq.tokens))
-
-
-def _row(seq: Sequence, count: int) -> Row:
-    return Row(seq.id, seq.num_computed, count, seq.num_computed + count == len(seq.tokens))

@@ -1,6 +1,8 @@
 """How many blocks fit: from the memory that is free now."""
 
+import bisect
 import os
+from collections.abc import Sequence as Many
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +13,19 @@ from pallas_kernels.algebra.paging import cdiv
 CPU_SHARE = 0.25
 """Share of the host's available memory: other programs live there too."""
 
+DEVICE_SHARE = 0.9
+"""Share of a device's free memory: programs need some too."""
+
 DEFAULT_MODEL_LEN = 4096
 """Where neither the model nor the user says how long a sequence may be."""
 
 
-def free_bytes(share: float | None = None) -> int:
-    """Bytes that a cache may take: `share` of what the device (on CPU: the host) has free."""
+def free_bytes() -> int:
+    """Bytes that a cache may take: a share of what the device (on CPU: the host) has free."""
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
-        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * (0.9 if share is None else share))
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * (CPU_SHARE if share is None else share))
-
-
-def blocks_that_fit(bytes_per_block: int, needed: int, useful: int, share: float | None = None) -> int:
-    """Blocks of a pool: what memory allows, at least `needed` (one longest sequence), at most `useful`."""
-    room = free_bytes(share) // bytes_per_block
-    if room < needed:
-        raise CacheFullError(
-            f"{room} blocks of {bytes_per_block} bytes fit the free memory, a sequence of full length needs {needed}; "
-            "lower max_model_len, or give num_blocks and max_model_len"
-        )
-    return min(room, useful)
+        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * DEVICE_SHARE)
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * CPU_SHARE)
 
 
 def dtype_of(params) -> str:
@@ -40,25 +34,49 @@ def dtype_of(params) -> str:
     return jnp.dtype(min(floats, key=lambda dtype: dtype.itemsize, default="bfloat16")).name
 
 
-def pool_of(
-    config, dtype: str, num_blocks: int | None, block_size: int, max_num_seqs: int, max_model_len: int | None
-) -> tuple[int, int]:
-    """(num_blocks, max_model_len): each from the other, the model and the free memory where it is not given.
+def pools_of(
+    config, dtype: str, num_blocks: int | None, block_size: int, most: Many[int | None], max_num_seqs: int,
+    max_model_len: int | None,
+) -> tuple[tuple[int, ...], int]:  # fmt: skip
+    """(blocks of each cache group's pool, max_model_len): what is not given comes from the model and the free memory.
 
-    One sequence of max_model_len always fits the pool alone, so the oldest request can always finish.
+    most: blocks that each group has a use for, beside the null block; None: no limit. Such a group has `num_blocks`,
+    the others at most that many. One sequence of max_model_len always fits alone, so the oldest can always finish.
     """
     limit = config.max_positions  # None: positions are unlimited, as with ALiBi
     longest = max_model_len or limit or DEFAULT_MODEL_LEN
     if limit is not None and longest > limit:
         raise ValueError(f"{max_model_len=} is more than the model's {limit} positions")
     if num_blocks is None:
-        bytes_per_block = sum(spec.bytes_per_block for spec in config.cache_specs(2, block_size, dtype))
+        specs = config.cache_specs(2, block_size, dtype)
+        block_bytes = [sum(specs[layer].bytes_per_block for layer in group.layers) for group in config.cache_groups]
         useful = max_num_seqs * cdiv(longest, block_size) + 1
         needed = 2 if max_model_len is None else cdiv(longest, block_size) + 1
-        num_blocks = blocks_that_fit(bytes_per_block, needed, useful)
-    capacity = (num_blocks - 1) * block_size
+        num_blocks = blocks_that_fit(block_bytes, most, needed, useful)
+    pools = _pools(num_blocks, most)
+    is_bound = any(limit is None or limit >= num_blocks for limit in most)  # not so: windows pass over any length
+    capacity = (num_blocks - 1) * block_size if is_bound else longest
     if max_model_len is None:
-        return num_blocks, max(min(longest, capacity), 1)
+        return pools, max(min(longest, capacity), 1)
     if capacity < max_model_len:
         raise ValueError(f"{num_blocks=} of {block_size} tokens hold {capacity}, less than {max_model_len=}")
-    return num_blocks, max_model_len
+    return pools, max_model_len
+
+
+def blocks_that_fit(block_bytes: Many[int], most: Many[int | None], needed: int, useful: int) -> int:
+    """`num_blocks` that memory allows, at least `needed` (one longest sequence), at most `useful`."""
+
+    def size(num_blocks: int) -> int:
+        return sum(n * count for n, count in zip(block_bytes, _pools(num_blocks, most), strict=True))
+
+    room = bisect.bisect_right(range(useful + 1), free_bytes(), key=size) - 1
+    if room < needed:
+        raise CacheFullError(
+            f"{room} blocks of {size(1)} bytes fit the free memory, a sequence of full length needs {needed}; "
+            "lower max_model_len, or give num_blocks and max_model_len"
+        )
+    return room
+
+
+def _pools(num_blocks: int, most: Many[int | None]) -> tuple[int, ...]:
+    return tuple(num_blocks if limit is None else min(num_blocks, limit + 1) for limit in most)

@@ -18,9 +18,10 @@ _HELP = dict(
     host_seconds="time spent between dispatches, planning and reading text",
     running="sequences that hold blocks",
     waiting="sequences that wait for a place",
-    cache_usage="share of the block pool in use",
+    cache_usage="share of the block pool in use, of the fullest group of layers",
+    group_usage="share of the block pool in use, by group of layers",
 )
-_GAUGES = ("running", "waiting", "cache_usage")
+_GAUGES = ("running", "waiting", "cache_usage", "group_usage")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Stats:
     running: int = 0
     waiting: int = 0
     cache_usage: float = 0.0
+    group_usage: tuple[tuple[str, float], ...] = ()
 
     def plus(self, **more: float) -> "Stats":
         """These counters, some of them larger."""
@@ -55,5 +57,7 @@ class Stats:
             gauge = field.name in _GAUGES
             name = f"{prefix}_{field.name}" + ("" if gauge else "_total")
             lines += [f"# HELP {name} {_HELP[field.name]}", f"# TYPE {name} {'gauge' if gauge else 'counter'}"]
-            lines.append(f"{name} {getattr(self, field.name)}")
+            value = getattr(self, field.name)
+            by_group = value if isinstance(value, tuple) else ()
+            lines += [f'{name}{{group="{group}"}} {share}' for group, share in by_group] or [f"{name} {value}"]
         return "\n".join(lines) + "\n"

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.engine.sampling import BAD_TOKEN, SamplingRows, sample
+from jattn.engine.params import MAX_LOGPROBS
+from jattn.engine.sampling import BAD_TOKEN, Penalties, Sampled, SamplingRows, choose
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.types import PAD_SLOT_ID, pytree, static
 from pallas_kernels.algebra.paging import slots_of
@@ -54,6 +55,8 @@ class Batch:
     token_ids: jax.Array  # i32[T]
     metas: tuple[CommonAttentionMetadata, ...]
     rows: SamplingRows
+    penalties: Penalties
+    is_told: jax.Array  # bool[] has some row penalties, or log-probabilities to tell?
     steps: jax.Array  # i32[] at most this many, and at most MOST_STEPS
     until_any: jax.Array  # bool[] stop as soon as some row ends
     block_size: int = static()
@@ -67,13 +70,12 @@ class Progress:
     alive: jax.Array  # bool[R]
     token_ids: jax.Array  # i32[T]
     metas: tuple[CommonAttentionMetadata, ...]
-    tokens: jax.Array  # i32[MOST_STEPS R]
-    logits: jax.Array  # f32[R vocab] of the last step
+    said: Sampled  # of every step so far: [MOST_STEPS R ..]
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
 def dispatch(model: Model, params, caches, batch: Batch):
-    """(caches, tokens i32[MOST_STEPS R], logits f32[R vocab] of the last step).
+    """(caches, Sampled with a leading axis of MOST_STEPS).
 
     tokens[i, r] is what step i chose for row r, BAD_TOKEN where its logits were unusable, NOT_SAMPLED where the row had
     ended before.
@@ -83,15 +85,16 @@ def dispatch(model: Model, params, caches, batch: Batch):
     def one(carry):
         caches, at = carry
         caches, logits = model.last_logits(params, caches, at.token_ids, at.metas)
-        chosen = sample(logits, _at_position(batch.rows, at.step))
-        tokens = jax.lax.dynamic_update_index_in_dim(at.tokens, jnp.where(at.alive, chosen, NOT_SAMPLED), at.step, 0)
+        rows = dataclasses.replace(batch.rows, position=batch.rows.position + at.step)
+        news = choose(logits, rows, batch.penalties, at.said.tokens, batch.is_told)
+        chosen = news.tokens
+        news = dataclasses.replace(news, tokens=jnp.where(at.alive, chosen, NOT_SAMPLED))
+        said = jax.tree.map(lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, at.step, 0), at.said, news)
         ended = (chosen == BAD_TOKEN) | jnp.any(chosen[:, None] == batch.rows.stop_ids, axis=1)
         alive = at.alive & ~ended & (batch.rows.remaining > at.step + 1)
         metas = tuple(next_batch(meta, alive, batch.block_size) for meta in at.metas)
         token_ids = jnp.zeros_like(at.token_ids).at[:num_rows].set(jnp.maximum(chosen, 0))
-        return caches, Progress(
-            step=at.step + 1, alive=alive, token_ids=token_ids, metas=metas, tokens=tokens, logits=logits
-        )
+        return caches, Progress(step=at.step + 1, alive=alive, token_ids=token_ids, metas=metas, said=said)
 
     def goes_on(carry):
         at = carry[1]
@@ -105,11 +108,10 @@ def dispatch(model: Model, params, caches, batch: Batch):
         alive=batch.rows.remaining > 0,
         token_ids=jnp.asarray(batch.token_ids),
         metas=jax.tree.map(jnp.asarray, batch.metas),
-        tokens=jnp.full((MOST_STEPS, num_rows), NOT_SAMPLED, jnp.int32),
-        logits=jnp.zeros((num_rows, model.config.vocab_size), jnp.float32),
+        said=_nothing_said(num_rows, model.config.vocab_size),
     )
     caches, end = jax.lax.while_loop(goes_on, one, (caches, start))
-    return caches, end.tokens, end.logits
+    return caches, end.said
 
 
 def next_batch(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int) -> CommonAttentionMetadata:
@@ -130,5 +132,11 @@ def next_batch(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int)
     )
 
 
-def _at_position(rows: SamplingRows, step: jax.Array) -> SamplingRows:
-    return dataclasses.replace(rows, position=rows.position + step)
+def _nothing_said(num_rows: int, vocab_size: int) -> Sampled:
+    top = jnp.zeros((MOST_STEPS, num_rows, min(MAX_LOGPROBS, vocab_size)), jnp.float32)
+    return Sampled(
+        tokens=jnp.full(top.shape[:2], NOT_SAMPLED, jnp.int32),
+        logprobs=top[..., 0],
+        top_tokens=top.astype(jnp.int32),
+        top_logprobs=top,
+    )

@@ -33,19 +33,42 @@ def first_visible(group: Group, position: int) -> int:
     return first
 
 
+def most_blocks(
+    group: Group, block_size: int, num_seqs: int, num_new: int, burst: int, prefix_caching: bool = False
+) -> int | None:
+    """Blocks that so many sequences have a use for in this group; None: as many as they have tokens.
+
+    num_new: tokens that a step may add to all of them together; burst: to each of them, decoding. Before a step a
+    sequence keeps its reach - 1 last tokens; L tokens lie in at most cdiv(L - 1, block_size) + 1 blocks. Prefix caching
+    doubles that: a full pool would otherwise remember no beginning at all.
+    """
+    reach = min((n for n in (group.sliding_window, group.chunk_size) if n is not None), default=None)
+    if reach is None:
+        return None
+    held = num_seqs * (cdiv(max(reach - 2 + burst, 0), block_size) + 2) + num_new // block_size
+    return 2 * held if prefix_caching else held
+
+
 class BlockTables:
     """Pools and tables of all groups; a sequence's tables live in the sequence, and only this class changes them."""
 
-    def __init__(self, num_blocks: int, block_size: int, groups: Many[Group], prefix_caching: bool = True):
+    def __init__(self, num_blocks: Many[int], block_size: int, groups: Many[Group], prefix_caching: bool = True):
+        """num_blocks: of each group's pool."""
         self.block_size = block_size
         self.groups = tuple(groups)
-        self.pools = tuple(BlockPool(num_blocks) for _ in self.groups)
+        self.pools = tuple(BlockPool(count) for _, count in zip(self.groups, num_blocks, strict=True))
         self.prefix_caching = prefix_caching
 
     @property
     def usage(self) -> float:
         """The share of blocks in use, of the fullest group."""
-        return max(pool.num_held / (pool.num_blocks - 1) for pool in self.pools)
+        return max(share for _, share in self.group_usage)
+
+    @property
+    def group_usage(self) -> tuple[tuple[str, float], ...]:
+        """(a group's name, the share of its blocks in use)."""
+        shares = [pool.num_held / (pool.num_blocks - 1) for pool in self.pools]
+        return tuple((_name(group), share) for group, share in zip(self.groups, shares, strict=True))
 
     def admit(self, seq: Sequence) -> int:
         """Give a sequence without blocks every cached block of its beginning; the number of tokens that saves."""
@@ -72,25 +95,38 @@ class BlockTables:
         return True
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make room for the first `num_tokens` tokens, after giving back what is out of reach; False: no blocks."""
-        self._release_unreachable(seq)
+        """Make room for the first `num_tokens` tokens; False: some group has no blocks for them."""
         if not self.fits([(seq, num_tokens)]):
             return False
         for table, pool in zip(seq.tables, self.pools, strict=True):
             table += pool.allocate(max(cdiv(num_tokens, self.block_size) - len(table), 0))
         return True
 
-    def publish(self, seq: Sequence) -> None:
-        """Let others share the blocks that are now full and computed."""
-        if not self.prefix_caching:
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Let others share the blocks that the first `num_tokens` tokens fill.
+
+        They may be computed, or due in the step that is being planned: every row's keys are written before any row
+        reads, so what one sequence of a step computes, the others of that step can share.
+        """
+        full = num_tokens // self.block_size
+        if not self.prefix_caching or full <= seq.num_published:
             return
-        full = seq.num_computed // self.block_size
         self._name_blocks(seq, full)
         for i in range(seq.num_published, full):
             for table, pool in zip(seq.tables, self.pools, strict=True):
                 if table[i] != NULL_BLOCK_ID:
                     pool.publish(table[i], seq.names[i])
-        seq.num_published = max(seq.num_published, full)
+        seq.num_published = full
+
+    def settle(self, seq: Sequence) -> None:
+        """After a step: share what is computed, and give back the blocks that no later token of this sequence sees."""
+        self.publish(seq, seq.num_computed)
+        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            kept = min(first_visible(group, seq.num_computed) // self.block_size, len(seq.tables[g]))
+            for i in range(seq.kept_from[g], kept):
+                pool.release([seq.tables[g][i]])
+                seq.tables[g][i] = NULL_BLOCK_ID
+            seq.kept_from[g] = max(seq.kept_from[g], kept)
 
     def release(self, seq: Sequence, *, trusted: bool = True) -> None:
         """Give every block back; not `trusted`: nobody may share what it wrote."""
@@ -103,13 +139,14 @@ class BlockTables:
         seq.tables, seq.kept_from = [], []
         seq.num_computed = seq.num_shared = seq.num_published = 0
 
-    def _release_unreachable(self, seq: Sequence) -> None:
-        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            kept = min(first_visible(group, seq.num_computed) // self.block_size, len(seq.tables[g]))
-            for i in range(seq.kept_from[g], kept):
-                pool.release([seq.tables[g][i]])
-                seq.tables[g][i] = NULL_BLOCK_ID
-            seq.kept_from[g] = max(seq.kept_from[g], kept)
+    def _publish(self, seq: Sequence) -> None:
+        full = seq.num_computed // self.block_size
+        self._name_blocks(seq, full)
+        for i in range(seq.num_published, full):
+            for table, pool in zip(seq.tables, self.pools, strict=True):
+                if table[i] != NULL_BLOCK_ID:
+                    pool.publish(table[i], seq.names[i])
+        seq.num_published = max(seq.num_published, full)
 
     def _longest_hit(self, seq: Sequence) -> int:
         """Blocks at the beginning that need no computing; at least the last token is always computed."""
@@ -128,3 +165,9 @@ class BlockTables:
             i = len(seq.names)
             parent = seq.names[-1] if seq.names else seq.salt
             seq.names.append(block_hash(parent, seq.tokens[i * self.block_size : (i + 1) * self.block_size]))
+
+
+def _name(group: Group) -> str:
+    parts = [] if group.sliding_window is None else [f"window {group.sliding_window}"]
+    parts += [] if group.chunk_size is None else [f"chunk {group.chunk_size}"]
+    return " ".join(parts) or "full"

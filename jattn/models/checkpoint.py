@@ -2,7 +2,7 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,19 +62,21 @@ def read_params(
     unused: tuple[str, ...] = (),
     dtype: Any = None,
     sharding: Any = None,
-    progress: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Any:
     """The tree `wanted` (of Weights) as arrays. Every weight and every tensor is accounted for.
 
     sharding: one for all arrays, or a function (path, Weight) -> sharding or None. unused: endings of tensor names
-    that hold nothing a forward pass needs.
+    that hold nothing a forward pass needs. progress(done, total, path) is called before each weight.
     """
     leaves, structure = jax.tree.flatten_with_path(wanted, is_leaf=is_weight)
     weights = {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): w for path, w in leaves}
     table = {path: source.within(checkpoint.where) for path, source in table.items()}
     _account(checkpoint, table, weights, unused)
     arrays = []
-    for path, weight in _watched(weights.items(), len(weights), progress):
+    for done, (path, weight) in enumerate(weights.items()):
+        if progress is not None:
+            progress(done, len(weights), path)
         source = table[path]
         value = source.make(*(checkpoint.read(name) for name in source.names))
         if value.shape != weight.shape:
@@ -97,11 +99,3 @@ def _account(checkpoint: Checkpoint, table: dict[str, Source], weights: dict[str
     if problems:
         shown = "\n  ".join(problems[:12]) + (f"\n  and {len(problems) - 12} more" if len(problems) > 12 else "")
         raise ValueError(f"the checkpoint does not fit its config.json:\n  {shown}")
-
-
-def _watched(items: Any, total: int, progress: bool) -> Iterator:
-    if not progress:
-        return iter(items)
-    from rich.progress import track
-
-    return iter(track(items, total=total, description="loading weights"))

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from jattn.errors import UnsupportedError
@@ -14,12 +15,17 @@ from jattn.models.shapes import weights_of
 
 
 def load(
-    directory: str | pathlib.Path, *, dtype: Any = None, sharding: Any = None, progress: bool = False
+    directory: str | pathlib.Path,
+    *,
+    dtype: Any = None,
+    sharding: Any = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """(config, params) of a folder with config.json and *.safetensors.
 
     dtype: of all weights, None: as stored. sharding: a jax.sharding.Sharding for all, or a function
-    (path, Weight) -> Sharding or None; `Weight.axes` has logical axis names.
+    (path, Weight) -> Sharding or None; `Weight.axes` has logical axis names. progress(done, total, path) is called
+    before each weight is read.
     """
     folder = pathlib.Path(directory)
     config, family = _translated(folder)

@@ -40,19 +40,18 @@ def rows(start: int, stop: int) -> Callable[[np.ndarray], np.ndarray]:
 
 def linears(table: Mapping[str, str], bias: bool = False) -> dict[str, tuple[str, Callable]]:
     """Rows of a table for torch Linears: our part -> the module's name."""
-    found: dict[str, tuple[str, Callable]] = {}
-    for ours, theirs in table.items():
-        found[f"{ours}.kernel"] = (f"{theirs}.weight", transposed)
-        if bias:
-            found[f"{ours}.bias"] = (f"{theirs}.bias", same)
-    return found
+    return _modules(table, bias, "kernel", transposed)
 
 
 def norms(table: Mapping[str, str], bias: bool = False) -> dict[str, tuple[str, Callable]]:
     """Rows of a table for norms."""
+    return _modules(table, bias, "scale", same)
+
+
+def _modules(table: Mapping[str, str], bias: bool, ours_of_weight: str, make: Callable) -> dict:
     found: dict[str, tuple[str, Callable]] = {}
     for ours, theirs in table.items():
-        found[f"{ours}.scale"] = (f"{theirs}.weight", same)
+        found[f"{ours}.{ours_of_weight}"] = (f"{theirs}.weight", make)
         if bias:
             found[f"{ours}.bias"] = (f"{theirs}.bias", same)
     return found

@@ -68,7 +68,7 @@ def _forward(plan: Plan, q, source, batch, params, differentiable: bool) -> Atte
     keys = PackedKeys.of(source[0], source[1], batch.kv_len, bits) if isinstance(source, tuple) else source
     q_real = q if params.q_scale is None else _scaled(q, params.q_scale)
     shape = drive.OutShape(plan.max_query_len, spec.v_head_dim, plan.out_dtype or output_dtype(q.dtype))
-    if bits and isinstance(keys, PagedKeys):
+    if bits:
         keys = keys.beside(q_real.dtype.name)
     args = (q_real, batch, keys, plan.rules, numbers(spec, params), shape)
     if plan.on_cpu and not differentiable:

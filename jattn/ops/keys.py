@@ -49,6 +49,10 @@ class Keys(Protocol):
         """Chunks that the longest request could have."""
         ...
 
+    def beside(self, q_dtype: str) -> "Keys":
+        """The same keys, read in the form that suits queries of this dtype in a CPU loop."""
+        ...
+
     def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
         """Chunk number `chunk` of request `req`."""
         ...
@@ -146,6 +150,9 @@ class PackedKeys:
     @property
     def max_chunks(self) -> int:
         return cdiv(max(self.k.shape[0] - self.chunk_tokens, 1), self.chunk_tokens)
+
+    def beside(self, q_dtype: str) -> "PackedKeys":
+        return self
 
     def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
         """Chunk number `chunk` of request `req`."""

@@ -47,6 +47,9 @@ class LatentKeys:
     def max_chunks(self) -> int:
         return self.pages.max_chunks
 
+    def beside(self, q_dtype: str) -> "LatentKeys":
+        return self  # both parts are read real, with scales of their own
+
     def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
         """Chunk number `chunk` of request `req`."""
         stored = self.pages.read(req, chunk)

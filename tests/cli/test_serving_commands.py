@@ -1,11 +1,13 @@
 """generate, bench, serve, doctor, and the demo's second half: over the embedded model."""
 
+import io
 import json
 import re
 
 import pytest
 
 from jattn import cli
+from jattn.cli import screen
 from jattn.cli.trace import make_trace
 from jattn.embedded import show
 from jattn.engine import outputs
@@ -51,6 +53,30 @@ def test_a_mistake_is_one_sentence_and_no_traceback(arguments, words, capsys):
 def test_a_prompt_that_is_too_long_fails_aloud(capsys):
     assert cli.main(["generate", "1" * 70, *SMALL]) == 1
     assert "70 tokens" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_a_terminal_gets_tables_and_bars_and_without_rich_plain_text(has_rich, monkeypatch):
+    """And the same words either way, square brackets included."""
+    out, err = Terminal(), Terminal()
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    if not has_rich:
+        monkeypatch.setattr(screen.importlib.util, "find_spec", lambda name: None)
+    screen.table(("who", "what"), [("a", "jattn[models]"), ("b", "2")], plain="who what: plain")
+    with screen.progress("compiling") as report:
+        report(0, 2, "16 tokens [of 4]")
+    if has_rich:
+        assert "jattn[models]" in out.getvalue() and "plain" not in out.getvalue()
+        assert "16 tokens [of 4]" in err.getvalue() and "0%" in err.getvalue()
+    else:
+        assert out.getvalue() == "who what: plain\n" and err.getvalue() == "compiling 1/2: 16 tokens [of 4]\n"
 
 
 def test_bench_measures_what_it_served(tmp_path, capsys):

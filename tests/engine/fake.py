@@ -45,10 +45,11 @@ class FakeConfig:
         return tuple(Layer(group) for group in self.cache_groups)
 
     def cache_specs(self, num_blocks, block_size, dtype):
-        spec = jattn.KVCacheSpec(
-            num_blocks=num_blocks, block_size=block_size, num_kv_heads=1, head_dim=1, dtype="float32", layout="NHD"
+        counts = (num_blocks,) * len(self.cache_groups) if isinstance(num_blocks, int) else num_blocks
+        make = lambda count: jattn.KVCacheSpec(
+            num_blocks=count, block_size=block_size, num_kv_heads=1, head_dim=1, dtype="float32", layout="NHD"
         )
-        return (spec,) * len(self.cache_groups)
+        return tuple(make(count) for count in counts)
 
     def make_caches(self, num_blocks, block_size, dtype):
         return tuple(jattn.empty_cache(spec, fill=np.nan) for spec in self.cache_specs(num_blocks, block_size, dtype))

@@ -54,28 +54,43 @@ def test_five_hundred_requests_are_the_model_and_compile_nothing_after_warm_up(c
 
 
 class Serving(stateful.RuleBasedStateMachine):
-    """Adds, steps and aborts in any order, in a pool that is always short."""
+    """Adds, forks, steps and aborts in any order, in a pool that is always short."""
 
     def __init__(self):
         super().__init__()
         self.engine = engine(HYBRID, deterministic=True)
-        self.asked, self.done = {}, {}
+        self.asked, self.said, self.done = {}, {}, {}
 
-    @stateful.rule(data=st.data(), max_tokens=st.integers(1, 20))
-    def add(self, data, max_tokens):
-        prompt = data.draw(st.lists(st.integers(2, 4), min_size=1, max_size=14))
-        id = self.engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
-        self.asked[id] = (prompt, max_tokens)
+    def ask(self, prompt, max_tokens, n=1):
+        # The likeliest token only, so that all n say the same; some are told how likely it was.
+        options = dict(top_k=1, n=n) if n > 1 else dict(temperature=0)
+        params = SamplingParams(max_tokens=max_tokens, logprobs=1 if max_tokens % 3 == 0 else None, **options)
+        self.asked[self.engine.add_request(prompt, params)] = (prompt, max_tokens, n)
+
+    @stateful.rule(data=st.data(), max_tokens=st.integers(1, 20), n=st.sampled_from([1, 1, 1, 2, 3]))
+    def add(self, data, max_tokens, n):
+        self.ask(data.draw(st.lists(st.integers(2, 4), min_size=1, max_size=14)), max_tokens, n)
+
+    @stateful.rule(data=st.data(), max_tokens=st.integers(1, 9), another=st.integers(2, 4))
+    def fork(self, data, max_tokens, another):
+        """What a live request has said so far, and then something else: it shares the blocks of that one."""
+        if live := [id for id in self.said if id not in self.done]:
+            tokens = [*self.said[data.draw(st.sampled_from(live))], another]
+            if len(tokens) < self.engine.limits.max_model_len:
+                self.ask(tokens, max_tokens)
 
     @stateful.rule()
     def step(self):
         for output in self.engine.step():
-            prompt, max_tokens = self.asked[output.id]
+            prompt, max_tokens, n = self.asked[output.id]
             tokens, reason = fake.greedy(HYBRID, prompt, max_tokens, self.engine.limits.max_model_len)
-            if output.finish_reason != "abort" and output.finished:
-                assert (list(output.token_ids), output.finish_reason) == (tokens, reason)
-            else:
-                assert list(output.token_ids) == tokens[: len(output.token_ids)]
+            assert len(output.outputs) == n
+            for done in output.outputs:
+                assert list(done.token_ids) == tokens[: len(done.token_ids)]
+                assert done.logprobs is None or len(done.logprobs) == len(done.token_ids)
+                if done.finish_reason not in (None, "abort"):
+                    assert (list(done.token_ids), done.finish_reason) == (tokens, reason)
+            self.said[output.id] = [*prompt, *output.token_ids]
             if output.finished:
                 self.done[output.id] = output
 
@@ -135,6 +150,9 @@ def test_n_completions_are_the_seeds_that_follow():
     ones = [served.generate([[5, 6]], SamplingParams(seed=20 + i, max_tokens=8))[0].token_ids for i in range(3)]
     assert [output.token_ids for output in many.outputs] == ones
     assert [output.index for output in many.outputs] == [0, 1, 2]
+    stats, prompt = served.stats, [*range(10, 30)]
+    served.generate([prompt], SamplingParams(n=3, seed=20, max_tokens=8))
+    assert served.stats.cached_tokens - stats.cached_tokens == 2 * 16, "the prompt is computed once, but for its end"
     assert len(set(ones)) > 1
 
 
@@ -155,6 +173,31 @@ def test_logprobs_are_the_models():
         assert sorted(told.top.values(), reverse=True) == pytest.approx(np.sort(want)[::-1][:3], abs=1e-5)
         tokens.append(told.token_id)
     assert tokens[3:] == list(output.token_ids)
+
+
+def test_penalties_and_logprobs_take_several_steps_a_dispatch_and_the_same_bits():
+    """Beside greedy and drawn neighbours, in bursts of one, three and eight."""
+    told = dict(temperature=0.8, logprobs=4, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7)
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **options)
+        for i, options in enumerate((told, dict(temperature=0), dict(temperature=0.9), told | dict(temperature=0)))
+    ]
+    found = []
+    for burst in (1, 3, 8):
+        served = engine(num_blocks=40, max_burst=burst, max_model_len=64)
+        outputs = served.generate([[5, 6, 7], [8, 9], [5, 6], [20, 20, 21]], params)
+        found.append([(output.token_ids, output.logprobs) for output in outputs])
+        assert served.stats.dispatches <= 20 / burst + 3
+    assert found[0] == found[1] == found[2]
+    assert [len(told[1] or ()) for told in found[0]] == [20, 0, 0, 20]
+    tokens, prompt = list(found[0][3][0]), [20, 20, 21]
+    for i, token in enumerate(tokens):  # greedy, by the definition
+        row = fake.next_logits(PLAIN, prompt + tokens[:i]).astype(np.float64)
+        for t in set(prompt + tokens[:i]):
+            row[t] = row[t] / 1.3 if row[t] > 0 else row[t] * 1.3
+        for t in set(tokens[:i]):
+            row[t] -= 0.5 + 0.7 * tokens[:i].count(t)
+        assert row[token] == pytest.approx(row.max(), abs=1e-5)
 
 
 def test_an_abort_frees_its_blocks_at_once_and_says_so():
@@ -203,9 +246,38 @@ def test_stop_tokens_end_a_sequence_and_eos_can_be_ignored():
     assert (output.finish_reason, output.outputs[0].stop) == ("stop", token)
 
 
+def test_each_group_has_the_pool_that_it_can_use_and_says_how_full_it_is():
+    served = engine(HYBRID, num_blocks=150, max_num_seqs=2, max_num_batched_tokens=4, prefix_caching=False)
+    sizes = [pool.num_blocks for pool in served.tables.pools]
+    assert sizes[0] == 150 and all(cache.spec.num_blocks == n for cache, n in zip(served.caches, sizes, strict=True))
+    assert sizes[1:] == [2 * (2 + 2) + 1 + 1, 2 * (3 + 2) + 1 + 1]  # reach 5 and 8, bursts of 3, in blocks of 4
+    twice = engine(HYBRID, num_blocks=150, max_num_seqs=2, max_num_batched_tokens=4).tables.pools
+    assert [pool.num_blocks - 1 for pool in twice[1:]] == [2 * (n - 1) for n in sizes[1:]]
+    long = [7 + i % 50 for i in range(200)]
+    wanted = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    ids = [served.add_request(prompt, wanted) for prompt in (long, long[3:])]
+    held, found = [], {}
+    while served.has_work:
+        found |= {output.id: output.token_ids for output in served.step()}
+        usage = dict(served.stats.group_usage)
+        assert served.stats.cache_usage == max(usage.values()) and list(usage) == ["full", "window 5", "chunk 8"]
+        assert all(
+            f'jattn_group_usage{{group="{name}"}} {share}' in served.stats.prometheus() for name, share in usage.items()
+        )
+        held.append([pool.num_held for pool in served.tables.pools])
+    assert np.max(held, axis=0)[0] > 60 and not served.stats.preemptions
+    for id, prompt in zip(ids, (long, long[3:]), strict=True):
+        tokens = list(prompt)
+        for token in found[id]:
+            assert token == int(np.argmax(fake.next_logits(HYBRID, tokens)))
+            tokens.append(token)
+    for pool in served.tables.pools:
+        pool.check({})
+
+
 def test_the_prometheus_text_has_every_counter():
     served = engine()
     served.generate([[3, 4]], SamplingParams(max_tokens=3, temperature=0))
     text = served.stats.prometheus()
     assert f"jattn_output_tokens_total {served.stats.output_tokens}" in text
-    assert text.count("# TYPE") == text.count("# HELP") == 16
+    assert text.count("# TYPE") == text.count("# HELP") == 17

@@ -76,14 +76,42 @@ def test_the_pool_is_sized_from_free_memory(monkeypatch):
     from jattn.engine import sizing
 
     per_block = 2 * 2 * 4 * 8 * 4  # layers, k and v, slots, head dim, bytes
-    monkeypatch.setattr(sizing, "free_bytes", lambda share=None: 10 * per_block + 5)
+    monkeypatch.setattr(sizing, "free_bytes", lambda: 10 * per_block + 5)
     served = Engine(CONFIG, PARAMS, **OPTIONS | dict(num_blocks=None))
     assert served.tables.pools[0].num_blocks == 10 and served.limits.max_model_len == 36
     with pytest.raises(RuntimeError, match="10 blocks.*needs 17"):
         Engine(CONFIG, PARAMS, **OPTIONS | dict(num_blocks=None, max_model_len=64))
-    monkeypatch.setattr(sizing, "free_bytes", lambda share=None: 10**9)
+    monkeypatch.setattr(sizing, "free_bytes", lambda: 10**9)
     served = Engine(CONFIG, PARAMS, **OPTIONS | dict(num_blocks=None))
     assert served.tables.pools[0].num_blocks == 4 * 32 + 1, "no more than all sequences at full length can use"
+
+
+def test_a_hybrids_pools_share_free_memory_by_what_each_can_use(monkeypatch):
+    """Layers of a window of 9 take no more than it needs; the rest of the memory is the full layers'."""
+    from jattn.engine import sizing
+    from jattn.engine.tables import most_blocks
+
+    config = models.config_of(
+        dict(
+            model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], vocab_size=67, hidden_size=16, head_dim=8,
+            intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1, eos_token_id=0,
+            max_position_embeddings=512, sliding_window=9, query_pre_attn_scalar=8, rope_theta=1e4, rms_norm_eps=1e-5,
+            hidden_activation="gelu_pytorch_tanh", rope_local_base_freq=1e4,
+        )
+    )  # fmt: skip
+    window, full = config.cache_groups
+    assert (window.sliding_window, full.sliding_window, len(window.layers), len(full.layers)) == (9, None, 5, 1)
+    layer, most = 2 * 4 * 8 * 4, most_blocks(window, 4, 4, 16, 8, True)
+    memory = layer * (200 + 5 * (most + 1))
+    monkeypatch.setattr(sizing, "free_bytes", lambda: memory + 5)
+    params = models.init_params(config, 3, "float32")
+    served = Engine(config, params, **OPTIONS | dict(num_blocks=None))
+    assert [pool.num_blocks for pool in served.tables.pools] == [most + 1, 200]
+    assert sum(cache.k.nbytes + cache.v.nbytes for cache in served.caches) == memory
+    output, *_ = served.generate(requests()[-1:], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    tokens = [*output.prompt_token_ids, *output.token_ids]
+    logits = np.asarray(models.prompt_logits(config, params, tokens, backend="sdpa"))
+    assert output.token_ids == tuple(logits[len(output.prompt_token_ids) - 1 : -1].argmax(axis=1))
 
 
 def test_a_window_frees_blocks_behind_it_and_the_model_does_not_notice():

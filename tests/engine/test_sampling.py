@@ -1,5 +1,7 @@
 """Sampling against a few lines of numpy, and every mistake in its parameters named."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,10 +9,9 @@ import pytest
 from jattn.engine import SamplingParams
 from jattn.engine.sampling import (
     BAD_TOKEN,
+    choose,
     penalised,
     penalties_of,
-    sample,
-    sample_and_tell,
     sampling_rows,
 )
 
@@ -22,13 +23,15 @@ PARAMS = [
     SamplingParams(temperature=2.0, top_p=0.6),
     SamplingParams(temperature=1.0, min_p=0.2, top_k=5, top_p=0.9),
 ]
+NO_PENALTIES = penalties_of([], [], [], R, 8)
+NOTHING_SAID = np.full((2, R), -2, np.int32)
 
 
 @jax.jit
 def draws(logits, rows):
     """i32[DRAWS R]: position after position."""
-    at = lambda i: sample(
-        logits, jax.tree.map(lambda x: x, rows).__class__(**{**vars(rows), "position": rows.position + i})
+    at = lambda i: (
+        choose(logits, dataclasses.replace(rows, position=rows.position + i), NO_PENALTIES, NOTHING_SAID, False).tokens
     )
     return jax.lax.map(at, np.arange(DRAWS))
 
@@ -87,7 +90,11 @@ def test_penalties_are_the_definition():
         SamplingParams(repetition_penalty=2.0, frequency_penalty=-1.0),
     ]
     histories, prompts = [[0, 1, 2, 2], [4, 4, 5, 5, 5], [1, 1], [7, 0, 7]], [2, 1, 1, 3]
-    got = np.asarray(penalised(LOGITS, penalties_of(params, histories, prompts, R, 8)))
+    whole = penalties_of(params, histories, prompts, R, 8)
+    got = np.asarray(penalised(LOGITS, whole))
+    said = np.asarray([[2, 5, -2, -2], [-2, 5, -2, -2]], np.int32)  # the ends of the same histories, said since
+    parts = penalties_of(params, [[0, 1, 2], [4, 4, 5], [1, 1], [7, 0, 7]], prompts, R, 8)
+    np.testing.assert_array_equal(penalised(LOGITS, parts.after(said)), got)
     for r, (p, history, prompt) in enumerate(zip(params, histories, prompts, strict=True)):
         row = LOGITS[r].astype(np.float64)
         for t in set(history):
@@ -98,10 +105,12 @@ def test_penalties_are_the_definition():
 
 
 def test_what_is_told_is_before_every_rule():
-    told = sample_and_tell(LOGITS, rows_of(PARAMS), penalties_of([], [], [], R, 8))
+    told = choose(LOGITS, rows_of(PARAMS), NO_PENALTIES, NOTHING_SAID, True)
     want = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(told.logprobs, want[np.arange(R), told.tokens], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(told.top_tokens, np.argsort(-LOGITS, axis=1, kind="stable"))
+    untold = choose(LOGITS, rows_of(PARAMS), NO_PENALTIES, NOTHING_SAID, False)
+    np.testing.assert_array_equal(untold.tokens, told.tokens)
 
 
 def test_every_mistake_is_named_at_once():

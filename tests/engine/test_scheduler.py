@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jattn.engine import BlockTables, Limits, SamplingParams, Scheduler, Sequence
-from jattn.engine.tables import first_visible
+from jattn.engine.tables import first_visible, most_blocks
 from tests.engine.fake import Group
 
 FULL, WINDOW, CHUNK = Group((0,)), Group((1,), sliding_window=5), Group((2,), chunk_size=8)
@@ -16,8 +16,12 @@ S = 4
 class World:
     """A scheduler, and what its blocks hold: (the tokens up to and with a slot's own)."""
 
-    def __init__(self, groups, *, num_blocks=14, max_num_seqs=4, budget=12, burst=3, prefix_caching=True, seed=0):
-        self.tables = BlockTables(num_blocks, S, groups, prefix_caching)
+    def __init__(
+        self, groups, *, num_blocks=14, max_num_seqs=4, budget=12, burst=3, prefix_caching=True, seed=0, sized=False
+    ):
+        most = [most_blocks(group, S, max_num_seqs, budget, burst) for group in groups] if sized else []
+        pools = [min(num_blocks, n + 1) if n else num_blocks for n in most] or [num_blocks] * len(groups)
+        self.tables = BlockTables(pools, S, groups, prefix_caching)
         self.longest = (num_blocks - 1) * S
         self.scheduler = Scheduler(Limits(max_num_seqs, budget, self.longest, burst), self.tables)
         self.held = [{} for _ in groups]
@@ -33,6 +37,13 @@ class World:
         self.seqs[seq.id] = seq
         self.scheduler.add(seq)
         return seq
+
+    def fork(self):
+        """Another sequence with all that a live one has said so far, and one token more."""
+        if self.seqs:
+            tokens = self.rng.choice(list(self.seqs.values())).tokens
+            if len(tokens) < self.longest - 1:
+                self.add([*tokens, self.rng.randrange(20)])
 
     def abort(self):
         if self.seqs:
@@ -90,7 +101,7 @@ class World:
 def test_ten_thousand_random_operations_lose_no_block_and_no_token(groups, prefix_caching):
     world = World(groups, prefix_caching=prefix_caching, num_blocks=14 if FULL in groups else 7)
     for _ in range(1700):  # six worlds of them
-        world.rng.choice([world.add, world.step, world.step, world.step, world.abort])()
+        world.rng.choice([world.add, world.step, world.step, world.step, world.abort, world.fork])()
     world.drain()
     for seq in world.finished.values():
         for i in range(seq.num_output):
@@ -135,6 +146,24 @@ def test_a_shared_beginning_is_computed_once_and_a_salt_keeps_it_apart():
     assert world.step().admitted[0][1] == 4, "the last token is always computed"
 
 
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW, CHUNK)], ids=["full", "hybrid", "local"])
+def test_what_one_sequence_of_a_step_computes_the_others_share(groups):
+    """Four times one prompt: computed once, but for what is in its last block; and a prompt cut by the budget."""
+    world = World(groups, num_blocks=40, budget=20, max_num_seqs=8)
+    for _ in range(4):
+        world.add(list(range(10)), 3)
+    plan = world.step()
+    assert [hit for _, hit in plan.admitted] == [0, 8, 8, 8] and [row.num_new for row in plan.rows] == [10, 2, 2, 2]
+    if groups == (FULL,):
+        assert world.tables.pools[0].num_held == 2 + 4, "two full blocks for all, one of its own for each"
+    world.drain()
+    for _ in range(2):
+        world.add(list(range(50, 74)), 3)
+    assert [row.num_new for row in world.step().rows] == [20]
+    assert [row.num_new for row in world.step().rows] == [4, 4], "the second follows one block behind the first"
+    world.drain()
+
+
 def test_a_window_gives_back_what_is_out_of_reach():
     world = World((FULL, WINDOW), num_blocks=40, max_num_seqs=1, budget=4)
     world.add(list(range(4)), 60)
@@ -143,6 +172,27 @@ def test_a_window_gives_back_what_is_out_of_reach():
         world.step()
         most = [max(a, pool.num_held) for a, pool in zip(most, world.tables.pools, strict=True)]
     assert most[0] == 16 and most[1] <= 4
+
+
+@pytest.mark.parametrize(("budget", "burst"), [(4, 1), (4, 8), (30, 3), (9, 2)])
+def test_a_windows_pool_of_its_computed_size_is_never_what_is_short(budget, burst):
+    """The full group has room for all: were a window's pool too small, somebody would be preempted, or wait, or
+    get a shorter burst."""
+    world = World((FULL, WINDOW, CHUNK), num_blocks=200, budget=budget, burst=burst, sized=True, prefix_caching=False)
+    answers, fits, schedule, held = [], world.tables.fits, world.scheduler.schedule, [0, 0]
+    world.tables.fits = lambda wanted: answers.append(fits(wanted)) or answers[-1]
+
+    def seen():
+        plan = schedule()
+        held[:] = [max(most, pool.num_held) for most, pool in zip(held, world.tables.pools[1:], strict=True)]
+        return plan
+
+    world.scheduler.schedule = seen
+    for _ in range(1500):
+        world.rng.choice([world.add, world.add, world.step, world.step, world.step, world.abort])()
+    world.drain()
+    assert len(answers) > 500 and all(answers)
+    assert all(3 * most > pool.num_blocks for most, pool in zip(held, world.tables.pools[1:], strict=True)), "too large"
 
 
 def test_a_burst_ends_where_no_blocks_are_left():

@@ -26,6 +26,22 @@ def test_a_stream_is_the_text_and_never_half_a_character(text, sizes):
     assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
 
 
+@hypothesis.given(
+    st.lists(st.sampled_from([*b"a \xe2\x82\xac\xff"]), max_size=30), st.lists(st.integers(1, 8), max_size=30)
+)
+def test_a_bursts_text_is_the_text_of_its_tokens_one_by_one(octets, sizes):
+    """Even of bytes that are no text."""
+    tokens, ones, bursts = [octet + CODE.num_special for octet in octets], Detokenizer(CODE), Detokenizer(CODE)
+    for token in tokens:
+        ones.add([token])
+    while tokens:
+        size = sizes.pop() if sizes else 1
+        bursts.add(tokens[:size])
+        tokens = tokens[size:]
+    ones.finish(), bursts.finish()
+    assert bursts.text == ones.text
+
+
 def test_an_unfinished_character_is_shown_when_nothing_more_comes():
     stream = Detokenizer(CODE)
     assert stream.add(CODE.encode("a€")[:-1]) == "a"

@@ -62,7 +62,9 @@ def test_weights_come_in_the_dtype_and_place_that_was_asked_for(folder):
     device = jax.devices()[1]
     place = jax.sharding.SingleDeviceSharding(device)
     _, stored = models.load(folder)
-    _, params = models.load(folder, dtype="bfloat16", sharding=place, progress=True)
+    told = []
+    _, params = models.load(folder, dtype="bfloat16", sharding=place, progress=lambda *news: told.append(news))
+    assert [news[:2] for news in told] == [(i, len(told)) for i in range(len(jax.tree.leaves(params)))]
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(stored), strict=True):
         assert x.dtype == jnp.bfloat16 and x.devices() == {device}
         np.testing.assert_array_equal(x, y.astype(jnp.bfloat16))

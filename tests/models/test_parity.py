@@ -8,7 +8,6 @@ from tests.models.serving import Server
 from tests.models.witness import Example, logits
 
 pytest.importorskip("transformers", reason="the witness needs the extra 'parity': pip install -e '.[parity]'")
-pytest.importorskip("safetensors", reason="reading folders needs the extra 'models'")
 
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,

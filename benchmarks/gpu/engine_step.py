@@ -1,0 +1,130 @@
+"""What the engine costs beside the device: a step's time as served, against the same dispatches without the host.
+
+    python -m benchmarks.gpu.engine_step [--out DIR] [--small]
+
+A random Llama (1.1e9 parameters in bf16, made on the device) decodes 32 requests at once. First every engine.step() is
+timed: it plans, makes the batch, dispatches, waits for the tokens and reads them. The dispatches' batches are kept.
+Then they are put on the device and dispatched again in the same order, one behind the other with a single wait at the
+end: the same program over the same lengths and the same pages, with no work of the host between. That is the device
+time (the loop's own waits for its condition included, which no host work could hide), and
+
+    overhead = served / device - 1.
+
+Greedy, 8 tokens a dispatch, texts read by a byte tokenizer. --small is for trying it on CPU.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+import jattn
+from benchmarks.run import provenance
+from jattn import models
+from jattn.engine import ByteTokenizer
+from jattn.engine import engine as engine_module
+
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=8192,
+    num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64, hidden_act="silu",
+    max_position_embeddings=4096, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False, eos_token_id=1,
+)  # fmt: skip
+SMALL = dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2) | dict(
+    num_attention_heads=2, num_key_value_heads=1
+)
+BURST = 8
+UNTIMED = 3  # decode dispatches before the clock runs: the first compiles
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list]:
+    """The batches that the engine dispatches, in order."""
+    real, batches = engine_module.dispatch, []
+
+    def dispatch(model, params, caches, batch, *rest):
+        batches.append((batch, *rest))
+        return real(model, params, caches, batch, *rest)
+
+    engine_module.dispatch = dispatch
+    try:
+        yield batches
+    finally:
+        engine_module.dispatch = real
+
+
+def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.Engine:
+    """All requests fit at once: their prompts in one dispatch, and their tokens in the pool."""
+    config = models.config_of(LLAMA | (SMALL if small else {}))
+    params = jax.block_until_ready(models.init_params(config, 0, "float32" if small else "bfloat16"))
+    return jattn.Engine(
+        config, params, ByteTokenizer(), num_blocks=requests * -(-longest // 16) + 1, max_num_seqs=requests,
+        max_num_batched_tokens=requests * prompt, max_model_len=longest, max_burst=BURST, prefix_caching=False,
+    )  # fmt: skip
+
+
+def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[list[float], list]:
+    """(seconds of each timed step, its batches)."""
+    params = jattn.SamplingParams(temperature=0, max_tokens=BURST * (UNTIMED + dispatches) + 1, ignore_eos=True)
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    engine.step()  # the prompts
+    for _ in range(UNTIMED):
+        engine.step()
+    seconds = []
+    with recorded() as batches:
+        for _ in range(dispatches):
+            begin = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - begin)
+    assert not engine.has_work and all(int(batch.steps) == BURST for batch, *_ in batches)
+    return seconds, batches
+
+
+def replay(engine: jattn.Engine, batches: list) -> float:
+    """Seconds of the same dispatches, one behind the other."""
+    batches = jax.block_until_ready(jax.device_put(batches))
+    begin = time.perf_counter()
+    for batch in batches:
+        engine.caches, *news = engine_module.dispatch(engine.model, engine.params, engine.caches, *batch)
+    jax.block_until_ready(news)
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a model for a CPU")
+    parser.add_argument("--dispatches", type=int, default=40, help="timed, of 8 steps each (default: 40)")
+    parser.add_argument("--rounds", type=int, default=3, help="replays; the median counts (default: 3)")
+    parser.add_argument("--out", type=pathlib.Path, help="append the row to engine_step.jsonl in this folder")
+    args = parser.parse_args()
+    requests, prompt = (4, 32) if args.small else (32, 256)
+    longest = prompt + BURST * (UNTIMED + args.dispatches) + 1
+    engine = make_engine(args.small, requests, prompt, longest)
+    prompts = np.random.default_rng(0).integers(2, engine.config.vocab_size, (requests, prompt))
+    seconds, batches = serve(engine, prompts, args.dispatches)
+    replay(engine, batches)  # untimed
+    device = statistics.median(replay(engine, batches) for _ in range(args.rounds)) / args.dispatches
+    served = sum(seconds) / args.dispatches
+    layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.model.backend)
+    row = dict(
+        bench="engine_step", small=args.small, requests=requests, burst=BURST, dispatches=args.dispatches,
+        backend=layer.backend_name, served_ms=served * 1e3, served_median_ms=statistics.median(seconds) * 1e3,
+        device_ms=device * 1e3, overhead_percent=(served / device - 1) * 100,
+        output_tokens_per_s=requests * BURST / served,
+    )  # fmt: skip
+    print(json.dumps(row, indent=1))
+    print(f"a dispatch of {BURST} steps: {served * 1e3:.3f} ms served, {device * 1e3:.3f} ms on the device: ", end="")
+    print(f"overhead {row['overhead_percent']:.1f} %")
+    if args.out is not None:
+        with (args.out / "engine_step.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row | provenance()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What a person sees: tables and bars on a terminal, by rich where it is installed; plain text everywhere else."""
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO
+
+Report = Callable[[int, int, str], None]
+"""report(done, total, what): called before each part of a long work."""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], plain: str) -> None:
+    """A table on a terminal, or the same as plain text."""
+    console = _console(sys.stdout)
+    if console is None:
+        print(plain)
+        return
+    from rich import box
+    from rich.table import Table
+
+    found = Table(*head, box=box.SIMPLE_HEAD, show_header=any(head), pad_edge=False)
+    for row in rows:
+        found.add_row(*map(_as_it_is, row))
+    console.print(found)
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Report]:
+    """A bar on stderr while the work lasts; without rich a line for each part; nothing where nobody looks."""
+    console = _console(sys.stderr)
+    if console is None:
+        yield _line(title) if sys.stderr.isatty() else lambda done, total, what: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bars:
+        task = bars.add_task(title, total=None)
+        yield lambda done, total, what: bars.update(
+            task, completed=done, total=total, description=f"{title} {_as_it_is(what)}"
+        )
+
+
+def _console(stream: TextIO):
+    """rich's console; None where nobody looks, or where rich is not installed."""
+    if not stream.isatty() or importlib.util.find_spec("rich") is None:
+        return None
+    from rich.console import Console
+
+    return Console(file=stream)
+
+
+def _line(title: str) -> Report:
+    return lambda done, total, what: print(f"{title} {done + 1}/{total}: {what}", file=sys.stderr)
+
+
+def _as_it_is(text: str) -> str:
+    """Square brackets are text here, not markup."""
+    from rich.markup import escape
+
+    return escape(text)
