@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.engine_step [--out DIR] [--small]
 
 A random Llama (1.1e9 parameters in bf16, made on the device) decodes 32 requests at once. First every engine.step() is
-timed: it plans, makes the batch, dispatches, waits for the tokens and reads them. The dispatches' batches are kept.
+timed: it plans, sends the next dispatch, waits for this one's tokens and reads them. The dispatches' batches are kept.
 Then they are put on the device and dispatched again in the same order, one behind the other with a single wait at the
 end: the same program over the same lengths and the same pages, with no work of the host between. That is the device
 time (the loop's own waits for its condition included, which no host work could hide), and
@@ -28,7 +28,7 @@ import jattn
 from benchmarks.run import provenance
 from jattn import models
 from jattn.engine import ByteTokenizer
-from jattn.engine import engine as engine_module
+from jattn.engine import flight as flight_module
 
 LLAMA = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=8192,
@@ -45,17 +45,17 @@ UNTIMED = 3  # decode dispatches before the clock runs: the first compiles
 @contextlib.contextmanager
 def recorded() -> Iterator[list]:
     """The batches that the engine dispatches, in order."""
-    real, batches = engine_module.dispatch, []
+    real, batches = flight_module.dispatch, []
 
     def dispatch(model, params, caches, batch, *rest):
         batches.append((batch, *rest))
         return real(model, params, caches, batch, *rest)
 
-    engine_module.dispatch = dispatch
+    flight_module.dispatch = dispatch
     try:
         yield batches
     finally:
-        engine_module.dispatch = real
+        flight_module.dispatch = real
 
 
 def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.Engine:
@@ -70,7 +70,8 @@ def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.
 
 def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[list[float], list]:
     """(seconds of each timed step, its batches)."""
-    params = jattn.SamplingParams(temperature=0, max_tokens=BURST * (UNTIMED + dispatches) + 1, ignore_eos=True)
+    most = BURST * (UNTIMED + dispatches + 2) + 1  # the last step that is timed still sends one
+    params = jattn.SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
     for prompt in prompts:
         engine.add_request(prompt, params)
     engine.step()  # the prompts
@@ -82,7 +83,8 @@ def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[l
             begin = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - begin)
-    assert not engine.has_work and all(int(batch.steps) == BURST for batch, *_ in batches)
+    assert len(batches) == dispatches and all(int(batch.steps) == BURST for batch, *_ in batches)
+    list(engine.drain())
     return seconds, batches
 
 
@@ -91,7 +93,7 @@ def replay(engine: jattn.Engine, batches: list) -> float:
     batches = jax.block_until_ready(jax.device_put(batches))
     begin = time.perf_counter()
     for batch in batches:
-        engine.caches, *news = engine_module.dispatch(engine.model, engine.params, engine.caches, *batch)
+        engine.caches, *news = flight_module.dispatch(engine.model, engine.params, engine.caches, *batch)
     jax.block_until_ready(news)
     return time.perf_counter() - begin
 
@@ -104,7 +106,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="append the row to engine_step.jsonl in this folder")
     args = parser.parse_args()
     requests, prompt = (4, 32) if args.small else (32, 256)
-    longest = prompt + BURST * (UNTIMED + args.dispatches) + 1
+    longest = prompt + BURST * (UNTIMED + args.dispatches + 2) + 1
     engine = make_engine(args.small, requests, prompt, longest)
     prompts = np.random.default_rng(0).integers(2, engine.config.vocab_size, (requests, prompt))
     seconds, batches = serve(engine, prompts, args.dispatches)

@@ -1,6 +1,7 @@
 """From a plan to the arrays of a dispatch: numpy only, pure."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 
 import numpy as np
 
@@ -39,12 +40,9 @@ def batch_of(
     token_ids[: plan.num_tokens] = np.concatenate(new)
     query_lens = [lane.num_new for lane in lanes]
     seq_lens = [lane.start + lane.num_new for lane in lanes]
-    metas = []
-    for g in range(len(chosen[0].tables)):
-        table = np.full((len(lanes), shapes.max_blocks), NULL_BLOCK_ID, np.int32)
-        for line, seq in zip(table, chosen, strict=True):
-            line[: len(seq.tables[g])] = seq.tables[g]
-        metas.append(_meta(query_lens, seq_lens, table, shapes, (num_tokens, num_rows, decode)))
+    shape = num_tokens, num_rows, decode
+    tables = tables_of(chosen, len(chosen), shapes)
+    metas = [_meta(query_lens, seq_lens, table, shapes, shape) for table in tables]
     limit, params = shapes.limits.max_model_len, [seq.params for seq in chosen]
     rows = sampling_rows(
         params,
@@ -63,8 +61,19 @@ def batch_of(
         is_told=np.bool_(any(p.is_penalised or p.logprobs is not None for p in params)),
         steps=np.int32(plan.burst),
         until_any=np.bool_(plan.until_any),
+        follows=np.bool_(False),
         block_size=shapes.block_size,
     )
+
+
+def tables_of(seqs: Many[Sequence], num_rows: int, shapes: StepShapes) -> list[np.ndarray]:
+    """i32[num_rows B], one a cache group."""
+    tables = []
+    for g in range(len(seqs[0].tables)):
+        tables.append(np.full((num_rows, shapes.max_blocks), NULL_BLOCK_ID, np.int32))
+        for line, seq in zip(tables[g], seqs, strict=False):
+            line[: len(seq.tables[g])] = seq.tables[g]
+    return tables
 
 
 def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShapes) -> Batch:
@@ -78,6 +87,7 @@ def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShape
         is_told=np.bool_(False),
         steps=np.int32(1),
         until_any=np.bool_(False),
+        follows=np.bool_(False),
         block_size=shapes.block_size,
     )
 

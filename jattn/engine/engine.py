@@ -16,7 +16,8 @@ import numpy as np
 from jattn.engine import admission, sizing, warming
 from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
 from jattn.engine.chat import ChatTemplate, load_chat_template
-from jattn.engine.outputs import FinishReason, RequestOutput, TokenLogprob
+from jattn.engine.flight import Flight, behind, logprob_of, send
+from jattn.engine.outputs import FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams
 from jattn.engine.response import Response
 from jattn.engine.sampling import Sampled
@@ -24,7 +25,7 @@ from jattn.engine.scheduler import Limits, Row, Scheduler, StepPlan
 from jattn.engine.sequence import Sequence
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
-from jattn.engine.step import NOT_SAMPLED, dispatch
+from jattn.engine.step import NOT_SAMPLED, Batch
 from jattn.engine.tables import BlockTables, most_blocks
 from jattn.engine.tokenizer import Tokenizer, load_tokenizer
 
@@ -76,7 +77,8 @@ class Engine:
         seed: int = 0,
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
-        groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, max_burst)
+        ahead = 2 * max_burst  # a sequence may hold blocks for two dispatches
+        groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, ahead)
         most = [most_blocks(group, *step, prefix_caching) for group in groups]
         pools, max_model_len = sizing.pools_of(config, dtype, num_blocks, block_size, most, max_num_seqs, max_model_len)
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst)
@@ -91,6 +93,7 @@ class Engine:
         self._responses: dict[str, Response] = {}  # by sequence
         self._ended: list[RequestOutput] = []  # refused at the door: told by the next step
         self._stats = Stats()
+        self._flight: Flight | None = None  # sent before the one ahead of it was read
         self._seeds = np.random.default_rng(seed)
         self._next_id = 0
 
@@ -168,26 +171,24 @@ class Engine:
         return id
 
     def step(self) -> list[RequestOutput]:
-        """One dispatch: the outputs so far of every request that moved, and of every one that ended."""
+        """One dispatch: the outputs so far of every request that moved, and of every one that ended.
+
+        Where all rows decode on, the next dispatch is sent before this one's tokens are read: what the host does
+        takes no time of the device's. A row that the host ends is computed once more, and what comes of it dropped.
+        """
         begin = time.perf_counter()
         outputs, self._ended = self._ended, []
-        plan = self.scheduler.schedule()
-        if not plan.rows:
+        flight, self._flight = self._flight or self._send(self.scheduler.schedule()), None
+        if flight is None:
             return outputs
-        self._note(plan)
-        seqs = {row.id: self._responses[row.id].seq for row in plan.rows}
-        lanes = lanes_of(plan, self.shapes)
-        batch = batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids)
+        self._flight = self._send_behind(flight)
         sent = time.perf_counter()
-        with jax.profiler.StepTraceAnnotation("jattn.step", step_num=self._stats.dispatches):
-            self.caches, said = dispatch(self.model, self.params, self.caches, batch)
-            tokens = np.asarray(said.tokens)
-            told = jax.device_get(said) if batch.is_told else None
-        received = time.perf_counter()
-        moved = self._accept(plan, lanes, tokens, told)
+        tokens = np.asarray(flight.said.tokens)
+        told = jax.device_get(flight.said) if flight.batch.is_told else None
+        busy = time.perf_counter() - sent
+        moved = self._accept(flight, tokens, told)
         outputs += [self._requests[id].output() for id in moved]
         self._forget_finished(moved)
-        busy = received - sent
         self._stats = self._stats.plus(
             dispatches=1,
             steps=int((tokens != NOT_SAMPLED).any(axis=1).sum()) or 1,
@@ -195,6 +196,24 @@ class Engine:
             host_seconds=time.perf_counter() - begin - busy,
         )
         return outputs
+
+    def _send(self, plan: StepPlan) -> Flight | None:
+        """Compute a plan; None: there is nothing to do."""
+        if not plan.rows:
+            return None
+        self._note(plan)
+        seqs = {row.id: self._responses[row.id].seq for row in plan.rows}
+        lanes = lanes_of(plan, self.shapes)
+        return self._fly(plan, lanes, batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids))
+
+    def _send_behind(self, flight: Flight) -> Flight | None:
+        """Go on from where a flight will be; None: the host has to look first."""
+        plan = self.scheduler.follow(flight.plan)
+        return plan and self._fly(plan, plan.rows, behind(flight, plan, self.scheduler.running, self.shapes))
+
+    def _fly(self, plan: StepPlan, lanes: tuple[Row, ...], batch: Batch) -> Flight:
+        self.caches, flight = send(self.model, self.params, self.caches, plan, lanes, batch, self._stats.dispatches)
+        return flight
 
     def abort(self, request_id: str) -> bool:
         """Stop a request and free its blocks at once; False where there is no such request any more."""
@@ -235,16 +254,20 @@ class Engine:
         return count
 
     # ------------------------------------------------------------------ after a dispatch
-    def _accept(self, plan: StepPlan, lanes: tuple[Row, ...], tokens: np.ndarray, told: Sampled | None) -> list[str]:
+    def _accept(self, flight: Flight, tokens: np.ndarray, told: Sampled | None) -> list[str]:
         """Bring every row's sequence and response up to date; ids of the requests that have news."""
         moved, counts = dict[str, None](), Counter[str]()
-        last_lane = {lane.id: r for r, lane in enumerate(lanes)}
-        for row in plan.rows:
+        last_lane = {lane.id: r for r, lane in enumerate(flight.lanes)}
+        for row in flight.plan.rows:
             r = last_lane[row.id]
-            response = self._responses[row.id]
+            response = self._responses.get(row.id)
+            if response is None or response.finish_reason is not None:  # ended while this was on its way
+                continue
             accepted = response.accept([t for t in tokens[:, r] if t != NOT_SAMPLED] if row.samples else [])
             if told is not None and response.seq.params.logprobs is not None:
-                response.logprobs += [_logprob(told, i, r, response.seq.params.logprobs) for i in range(len(accepted))]
+                response.logprobs += [
+                    logprob_of(told, i, r, response.seq.params.logprobs) for i in range(len(accepted))
+                ]
             self.scheduler.commit(response.seq, row, accepted)
             counts["output_tokens"] += len(accepted)
             if response.finish_reason is not None:
@@ -275,9 +298,3 @@ class Engine:
         if plan.preempted:
             self._stats = self._stats.plus(preemptions=len(plan.preempted))
             log.info("preempted %s: the pool is full", ", ".join(plan.preempted))
-
-
-def _logprob(told: Sampled, step: int, row: int, count: int) -> TokenLogprob:
-    at = step, row
-    top = zip(told.top_tokens[at][:count].tolist(), told.top_logprobs[at][:count].tolist(), strict=True)
-    return TokenLogprob(int(told.tokens[at]), float(told.logprobs[at]), dict(top))

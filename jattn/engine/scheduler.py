@@ -122,6 +122,26 @@ class Scheduler:
         plan = StepPlan(tuple(rows), preempted=tuple(preempted), admitted=tuple(admitted))
         return dataclasses.replace(plan, burst=self._burst(plan), until_any=bool(self.waiting))
 
+    def follow(self, plan: StepPlan) -> StepPlan | None:
+        """The burst that can be sent behind `plan` before anyone knows what came of that; blocks for it are dealt out.
+
+        None where the host has to look first: somebody waits, ends for certain, has ended, or has no blocks to go on.
+        """
+        told = any(seq.params.is_penalised or seq.params.logprobs is not None for seq in self.running)
+        if self.waiting or told or not plan.is_decode or [row.id for row in plan.rows] != [s.id for s in self.running]:
+            return None
+        rows = tuple(dataclasses.replace(row, start=row.start + plan.burst) for row in plan.rows)
+        left = [remaining_tokens(seq, self.limits.max_model_len) - plan.burst for seq in self.running]
+        burst = min(self.limits.max_burst, max(left))
+        wanted = [
+            (seq, row.start + min(burst, count)) for seq, row, count in zip(self.running, rows, left, strict=True)
+        ]
+        if min(left) < 1 or not self.tables.fits(wanted):
+            return None
+        for seq, num_tokens in wanted:
+            self.tables.extend(seq, num_tokens)
+        return StepPlan(rows, burst=burst)
+
     def commit(self, seq: Sequence, row: Row, new_tokens: list[int]) -> None:
         """A row was computed and these tokens came of it: all but the last of them are in the cache too."""
         seq.num_computed = row.start + row.num_new + max(len(new_tokens) - 1, 0)

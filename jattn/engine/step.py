@@ -1,7 +1,8 @@
 """The dispatch: one compiled program that computes a batch, samples, and decodes on, all without the host.
 
 The first step takes any batch, prompts included; every further one takes the tokens just sampled. A row that has
-ended writes nowhere and stands still until all have. The loop's length is data, so it never compiles anew.
+ended writes nowhere and stands still until all have. The loop's length is data, so it never compiles anew. A dispatch
+also leaves on the device what the next one would start from, so that it can be sent before this one's tokens are read.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, Penalties, Sampled, SamplingRows, choose
@@ -59,6 +61,7 @@ class Batch:
     is_told: jax.Array  # bool[] has some row penalties, or log-probabilities to tell?
     steps: jax.Array  # i32[] at most this many, and at most MOST_STEPS
     until_any: jax.Array  # bool[] stop as soon as some row ends
+    follows: jax.Array  # bool[] made from an Ahead: each row's slot is looked up in its table, which may have grown
     block_size: int = static()
 
 
@@ -73,9 +76,28 @@ class Progress:
     said: Sampled  # of every step so far: [MOST_STEPS R ..]
 
 
+@pytree
+class Ahead:
+    """Where a dispatch leaves its rows, on the device."""
+
+    token_ids: jax.Array  # i32[T]
+    metas: tuple[CommonAttentionMetadata, ...]
+    position: jax.Array  # i32[R]
+    remaining: jax.Array  # i32[R] 0: the row has ended
+
+
+def following(batch: Batch, ahead: Ahead, tables, steps: int) -> Batch:
+    """The decode batch that comes after `batch`, whose tokens nobody has read; tables i32[R B]: one a cache group."""
+    metas = tuple(meta.replace(block_table=table) for meta, table in zip(ahead.metas, tables, strict=True))
+    rows = dataclasses.replace(batch.rows, position=ahead.position, remaining=ahead.remaining)
+    return dataclasses.replace(
+        batch, token_ids=ahead.token_ids, metas=metas, rows=rows, steps=np.int32(steps), follows=np.bool_(True)
+    )
+
+
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
 def dispatch(model: Model, params, caches, batch: Batch):
-    """(caches, Sampled with a leading axis of MOST_STEPS).
+    """(caches, Sampled with a leading axis of MOST_STEPS, Ahead).
 
     tokens[i, r] is what step i chose for row r, BAD_TOKEN where its logits were unusable, NOT_SAMPLED where the row had
     ended before.
@@ -107,11 +129,27 @@ def dispatch(model: Model, params, caches, batch: Batch):
         step=jnp.int32(0),
         alive=batch.rows.remaining > 0,
         token_ids=jnp.asarray(batch.token_ids),
-        metas=jax.tree.map(jnp.asarray, batch.metas),
+        metas=tuple(_with_slots(meta, batch) for meta in jax.tree.map(jnp.asarray, batch.metas)),
         said=_nothing_said(num_rows, model.config.vocab_size),
     )
     caches, end = jax.lax.while_loop(goes_on, one, (caches, start))
-    return caches, end.said
+    remaining = jnp.where(end.alive, batch.rows.remaining - end.step, 0)
+    position = batch.rows.position + end.step
+    ahead = Ahead(token_ids=end.token_ids, metas=end.metas, position=position, remaining=remaining)
+    return caches, end.said, ahead
+
+
+def _with_slots(meta: CommonAttentionMetadata, batch: Batch) -> CommonAttentionMetadata:
+    """The batch's own slots, or, where it follows a dispatch, those of each row's one token by its table."""
+    slots = _decode_slots(meta, (batch.rows.remaining > 0) & (meta.query_lens() > 0), batch.block_size)
+    return meta.replace(slot_mapping=jnp.where(batch.follows, slots, meta.slot_mapping))
+
+
+def _decode_slots(meta: CommonAttentionMetadata, writes: jax.Array, block_size: int) -> jax.Array:
+    """i32[T]: where the last token of each row goes; rows that write nothing, and tokens past R, are padding."""
+    slots = slots_of(jnp.asarray(meta.block_table), jnp.arange(meta.max_num_reqs), meta.seq_lens - 1, block_size)
+    slots = jnp.where(writes, slots, PAD_SLOT_ID).astype(jnp.int32)
+    return jnp.concatenate([slots, jnp.full(meta.num_tokens - meta.max_num_reqs, PAD_SLOT_ID, jnp.int32)])
 
 
 def next_batch(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int) -> CommonAttentionMetadata:
@@ -120,16 +158,11 @@ def next_batch(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int)
     Like `meta.advanced`, but rows may end, and the batch before may hold prompts: T stays, tokens past R are padding.
     """
     had = meta.query_lens() > 0
-    num_rows, num_tokens = meta.max_num_reqs, meta.num_tokens
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(had, dtype=jnp.int32)])
-    seq_lens = meta.seq_lens + (alive & had)
-    row = jnp.arange(num_rows)
-    slots = slots_of(jnp.asarray(meta.block_table), row, seq_lens - 1, block_size)
-    slots = jnp.where(alive & had, slots, PAD_SLOT_ID).astype(jnp.int32)
-    slots = jnp.concatenate([slots, jnp.full(num_tokens - num_rows, PAD_SLOT_ID, jnp.int32)])
-    return meta.replace(
-        query_start_loc=start, seq_lens=seq_lens, slot_mapping=slots, num_actual_tokens=start[-1], logits_indices=None
+    meta = meta.replace(
+        query_start_loc=start, seq_lens=meta.seq_lens + (alive & had), num_actual_tokens=start[-1], logits_indices=None
     )
+    return meta.replace(slot_mapping=_decode_slots(meta, alive & had, block_size))
 
 
 def _nothing_said(num_rows: int, vocab_size: int) -> Sampled:

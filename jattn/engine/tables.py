@@ -139,15 +139,6 @@ class BlockTables:
         seq.tables, seq.kept_from = [], []
         seq.num_computed = seq.num_shared = seq.num_published = 0
 
-    def _publish(self, seq: Sequence) -> None:
-        full = seq.num_computed // self.block_size
-        self._name_blocks(seq, full)
-        for i in range(seq.num_published, full):
-            for table, pool in zip(seq.tables, self.pools, strict=True):
-                if table[i] != NULL_BLOCK_ID:
-                    pool.publish(table[i], seq.names[i])
-        seq.num_published = max(seq.num_published, full)
-
     def _longest_hit(self, seq: Sequence) -> int:
         """Blocks at the beginning that need no computing; at least the last token is always computed."""
         limit = (len(seq.tokens) - 1) // self.block_size

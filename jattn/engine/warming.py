@@ -22,6 +22,6 @@ def warm(
     for done, shape in enumerate(todo):
         if progress is not None:
             progress(done, len(todo), f"{shape[0]} tokens of {shape[1]} requests")
-        caches, said = dispatch(model, params, caches, empty_batch(shape, num_groups, shapes))
+        caches, said, _ = dispatch(model, params, caches, empty_batch(shape, num_groups, shapes))
         jax.block_until_ready(said)
     return caches, len(todo)

@@ -38,7 +38,6 @@ class Config:
     block_kv: int = 128
     stages: int = 2
     q_buffers: int = 2  # pieces whose queries are in SMEM: 2, the next one's too; 1 where a head is too wide for that
-    q_in_registers: bool = False  # prefill: a query tile is read from SMEM once, not once a key block
     num_ctas: int = 132
     heads_together: int = 0  # kv heads whose pages are read at the same time; 0: as work_list.py decides
     short_weight: int = 4

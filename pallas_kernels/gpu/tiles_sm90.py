@@ -255,7 +255,6 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
     """Two warpgroups, 64 rows each, in ping-pong: one on the tensor cores while the other does softmax."""
     row = _rows_of(cfg, refs, piece, 64 * wg)
     q_tile = refs.q_tile.at[piece.buffer, wg]
-    queries = plgpu.load(q_tile, (), layout=plgpu.Layout.WGMMA) if cfg.q_in_registers else q_tile
     scale = refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
@@ -276,7 +275,7 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
         of_keys, of_values = _token_scales(cfg, refs, slot)
         keys, used = _keys(cfg, refs, wg, slot)
-        dots = token_scales.times(_dots(cfg, queries, keys, swap), of_keys, 1)
+        dots = token_scales.times(_dots(cfg, q_tile, keys, swap), of_keys, 1)
         used()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from jattn.engine import ByteTokenizer, Engine, SamplingParams
+from jattn.engine import ByteTokenizer, Engine, SamplingParams, flight
 from tests.engine import fake
 
 HYBRID = fake.FakeConfig(
@@ -211,6 +211,39 @@ def test_an_abort_frees_its_blocks_at_once_and_says_so():
     assert output.finish_reason == "abort" and not served.has_work
 
 
+def test_the_next_burst_is_sent_before_this_one_is_read_and_dropped_where_the_host_ends_a_row(monkeypatch):
+    sent, real = [], flight.dispatch
+    monkeypatch.setattr(flight, "dispatch", lambda *args: sent.append(args[-1]) or real(*args))
+    served = engine(HYBRID, num_blocks=60)
+    keep, drop = ([4, 5, 6], 20), ([7, 8], 30)
+    ids = [served.add_request(prompt, SamplingParams(max_tokens=n, temperature=0)) for prompt, n in (keep, drop)]
+    served.step()  # the prompts
+    served.step()
+    assert [bool(batch.follows) for batch in sent] == [False, False, True]  # one decode was read, its successor is out
+    served.step()
+    assert len(sent) == 4 and sent[-1].follows
+    assert served.abort(ids[1])
+    found = {output.id: output for output in iter_outputs(served)}
+    assert (list(found[ids[0]].token_ids), found[ids[0]].finish_reason) == fake.greedy(HYBRID, *keep)
+    told = list(found[ids[1]].token_ids)
+    assert told == fake.greedy(HYBRID, *drop)[0][: len(told)] and found[ids[1]].finish_reason == "abort"
+    for pool in served.tables.pools:
+        pool.check({})
+
+
+def test_nobody_runs_ahead_while_somebody_waits_or_is_about_to_end(monkeypatch):
+    sent, real = [], flight.dispatch
+    monkeypatch.setattr(flight, "dispatch", lambda *args: sent.append(args[-1]) or real(*args))
+    served = engine(num_blocks=60, max_num_seqs=1)
+    for _ in range(2):
+        served.add_request([4, 5, 6], SamplingParams(max_tokens=10, temperature=0))
+    while served.stats.waiting:
+        served.step()
+    assert not any(batch.follows for batch in sent)
+    list(iter_outputs(served))
+    assert [int(batch.steps) for batch in sent if batch.follows] == [3, 3]  # 10 tokens: 1 with the prompt, 3 + 3 + 3
+
+
 TEXT = ByteTokenizer(num_special=2)
 BYTES = fake.FakeConfig(vocab_size=258, max_positions=256)
 BYTE_PARAMS = {"bias": np.zeros(258, np.float32)}
@@ -250,7 +283,7 @@ def test_each_group_has_the_pool_that_it_can_use_and_says_how_full_it_is():
     served = engine(HYBRID, num_blocks=150, max_num_seqs=2, max_num_batched_tokens=4, prefix_caching=False)
     sizes = [pool.num_blocks for pool in served.tables.pools]
     assert sizes[0] == 150 and all(cache.spec.num_blocks == n for cache, n in zip(served.caches, sizes, strict=True))
-    assert sizes[1:] == [2 * (2 + 2) + 1 + 1, 2 * (3 + 2) + 1 + 1]  # reach 5 and 8, bursts of 3, in blocks of 4
+    assert sizes[1:] == [2 * (3 + 2) + 1 + 1] * 2  # reach 5 and 8, two bursts of 3, in blocks of 4
     twice = engine(HYBRID, num_blocks=150, max_num_seqs=2, max_num_batched_tokens=4).tables.pools
     assert [pool.num_blocks - 1 for pool in twice[1:]] == [2 * (n - 1) for n in sizes[1:]]
     long = [7 + i % 50 for i in range(200)]

@@ -101,7 +101,7 @@ def test_a_hybrids_pools_share_free_memory_by_what_each_can_use(monkeypatch):
     )  # fmt: skip
     window, full = config.cache_groups
     assert (window.sliding_window, full.sliding_window, len(window.layers), len(full.layers)) == (9, None, 5, 1)
-    layer, most = 2 * 4 * 8 * 4, most_blocks(window, 4, 4, 16, 8, True)
+    layer, most = 2 * 4 * 8 * 4, most_blocks(window, 4, 4, 16, 2 * 8, True)
     memory = layer * (200 + 5 * (most + 1))
     monkeypatch.setattr(sizing, "free_bytes", lambda: memory + 5)
     params = models.init_params(config, 3, "float32")
