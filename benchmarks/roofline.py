@@ -1,6 +1,6 @@
 """The roofline of the CPU, from the rows of benchmarks/cpu.py: arithmetic per byte against what was reached.
 
-    PYTHONPATH=. python -m benchmarks.roofline        # writes docs/pictures/roofline_cpu.svg; needs matplotlib
+    PYTHONPATH=. python -m benchmarks.roofline        # writes docs/pictures/roofline_cpu.svg; needs jattn[plot]
 
 Only rows by wall clock are drawn, the newest of each case and backend. The slanted line is the read bandwidth that the
 same runs measured, the flat one the best prefill seen: no peak is taken from a data sheet.
@@ -43,15 +43,31 @@ def point(row: dict) -> tuple[float, float]:
     return row["flop"] / row["bytes"], row["flop"] / row["best_ms"] / 1e6
 
 
+def kinds_at(rows: list[dict]) -> dict[float, list[str]]:
+    """The kinds of cases, such as 'dec f32', by their FLOP a byte; each prefill has its own."""
+    found: dict[float, list[str]] = {}
+    for row in rows:
+        first, *middle, last = row["case"].split("_")
+        kind = " ".join([first, *(middle[:1] if first == "pre" else ()), last])
+        names = found.setdefault(point(row)[0], [])
+        if kind not in names:
+            names.append(kind)
+    return found
+
+
 def draw(rows: list[dict], out: pathlib.Path) -> None:
     """One point a case and backend, under the two roofs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for backend in sorted({row["backend"] for row in rows}, key=list(COLOURS).index):
+    for number, backend in enumerate(sorted({row["backend"] for row in rows}, key=list(COLOURS).index)):
         mine = [point(row) for row in rows if row["backend"] == backend]
-        axes.scatter(*zip(*mine, strict=True), s=28, label=backend, color=COLOURS[backend])
+        beside = 1.1 ** (1.5 - number)  # the best side by side: cases of one type lie at the same x
+        axes.scatter([x * beside for x, _ in mine], [y for _, y in mine], s=22, label=backend, color=COLOURS[backend])
+    for x, kinds in kinds_at(rows).items():
+        low = min(point(row)[1] for row in rows if point(row)[0] == x)
+        axes.annotate("\n".join(kinds), (x, low), (0, -16), textcoords="offset points", ha="center", fontsize=8)
     bandwidth = max(row["read_gb_s"] for row in rows)
     top = max(point(row)[1] for row in rows)
     left = min(point(row)[0] for row in rows) / 2
@@ -59,7 +75,8 @@ def draw(rows: list[dict], out: pathlib.Path) -> None:
     axes.plot([top / bandwidth, 2 * max(point(row)[0] for row in rows)], [top, top], "k--", lw=1, label="best prefill")
     axes.set(xscale="log", yscale="log", xlabel="FLOP a byte of keys and values", ylabel="GFLOP/s")
     axes.set_title(f"{rows[-1]['chip']}, {rows[-1]['date']}")
-    axes.legend()
+    axes.set_ylim(bottom=2, top=2 * top)
+    axes.legend(loc="lower right")
     axes.grid(which="both", alpha=0.2)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, metadata={"Date": None})

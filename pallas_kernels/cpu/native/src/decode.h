@@ -2,10 +2,10 @@
 // Logits of a block are [key][4 rows], so that four rows share every load of a key.
 #pragma once
 #include "finish.h"
+#include "stream.h"
 
 namespace JATTN_ISA {
 
-constexpr int kAhead = 16;     // keys between a prefetch and its use
 constexpr int kValueRun = 16;  // values between two visits of an accumulator; even
 
 // Logits of one block and four rows: scale, soft cap, ALiBi, mask; returns their maximum over keys in every lane.
@@ -79,24 +79,19 @@ static void attend_short(const Problem& p, const Work& w, int head, float* parti
     const int64_t last = count ? idx[count - 1] : 0;
     for (int t = count; t < count + 64; t++) idx[t] = last;
 
+    Stream stream(p, k_bytes, v_bytes, idx, count);
     for (int t0 = 0; t0 < count; t0 += kBlockKeys) {
         const int n = count - t0 < kBlockKeys ? count - t0 : kBlockKeys, vectors = (n + NT - 1) / NT;
         if (p.k_token_scale) gather(p.k_token_scale, idx + t0, vectors * NT, k_scales);
         if (p.v_token_scale) gather(p.v_token_scale, idx + t0, vectors * NT, v_scales);
         for (int b = 0; b < blocks4; b++) {
             const uint32_t* q4 = q + b * 4 * q_stride;
+            Stream* const ahead = b ? nullptr : &stream;
+            if (ahead) ahead->seek(0, t0);
             for (int i = 0; i < vectors; i++) {
                 const char* k[NT];
                 for (int t = 0; t < NT; t++) k[t] = p.k + idx[t0 + i * NT + t] * k_bytes;
-                if (b == 0) {
-                    int next = i * NT + kAhead;
-                    const char* pool = next < n ? p.k : p.v;
-                    int64_t bytes = next < n ? k_bytes : v_bytes;
-                    const int64_t* from = idx + t0 + (next < n ? next : next - n);
-                    for (int t = 0; t < NT; t++)
-                        for (int64_t c = 0; c < bytes; c += 64) prefetch(pool + from[t] * bytes + c);
-                }
-                store(logits + i * N, F::dots(q4, q_stride, k, p.dim));
+                store(logits + i * N, F::dots(q4, q_stride, k, p.dim, ahead));
             }
             vf found = shape_block(p, rule, b * 4, t0, n, p.k_token_scale ? k_scales : nullptr, w.begin, logits);
 
@@ -123,12 +118,10 @@ static void attend_short(const Problem& p, const Work& w, int head, float* parti
             for (int i = vectors; i * NT < n + 8; i++) store(logits + i * N, zero());
 
             const uint32_t* weights = F::weights(logits, n, pairs);
-            for (int t = 0; t < n; t += kValueRun) {
-                int run = n - t < kValueRun ? n - t : kValueRun, next = t + kAhead;
-                const char* ahead = b ? nullptr : next < n ? p.v : k_bytes == v_bytes ? p.k : nullptr;
-                F::accumulate(acc + b * 4 * vdim, vdim, weights + t * (F::kPairs ? 2 : 4), idx + t0 + t, run, p.v,
-                              v_bytes, p.vdim, ahead, idx + (next < n || t0 + next < count ? t0 + next : count));
-            }
+            if (ahead) ahead->seek(1, t0);
+            for (int t = 0; t < n; t += kValueRun)
+                F::accumulate(acc + b * 4 * vdim, vdim, weights + t * (F::kPairs ? 2 : 4), idx + t0 + t,
+                              n - t < kValueRun ? n - t : kValueRun, p.v, v_bytes, p.vdim, ahead);
         }
     }
     float* m = tops;

@@ -1,6 +1,6 @@
 // Products of bfloat16 pairs with float32 sums, over the words of pairs_<isa>.h.
 #pragma once
-#include "common.h"
+#include "stream.h"
 
 namespace JATTN_ISA {
 
@@ -26,7 +26,7 @@ struct Bfloat16 {
         }
     }
 
-    INL vf dots(const uint32_t* q, int64_t stride, const char* const* k, int dim) {
+    INL vf dots(const uint32_t* q, int64_t stride, const char* const* k, int dim, Stream* ahead) {
         vf a[NT][4];
 #pragma GCC unroll 4
         for (int t = 0; t < NT; t++)
@@ -34,6 +34,7 @@ struct Bfloat16 {
             for (int g = 0; g < 4; g++) a[t][g] = zero();
         auto step = [&](int c, int n) __attribute__((always_inline)) {
             vw x[NT];
+            if (ahead) ahead->fetch(NT * kUnit * bytes_of(T));
 #pragma GCC unroll 4
             for (int t = 0; t < NT; t++) x[t] = load_pairs<T>(k[t], c, n);
 #pragma GCC unroll 4
@@ -56,13 +57,13 @@ struct Bfloat16 {
     }
 
     static void accumulate(float* acc, int64_t stride, const uint32_t* weights, const int64_t* idx, int n,
-                           const char* v, int64_t row_bytes, int vdim, const char* ahead, const int64_t* ahead_idx) {
+                           const char* v, int64_t row_bytes, int vdim, Stream* ahead) {
         int c = 0;
         for (; c + 2 * kUnit <= vdim; c += 2 * kUnit)
-            columns<2>(acc, stride, weights, idx, n, v, row_bytes, c, kUnit, ahead, ahead_idx);
+            columns<2>(acc, stride, weights, idx, n, v, row_bytes, c, kUnit, ahead);
         for (; c < vdim; c += kUnit) {
             int last = vdim - c < kUnit ? vdim - c : kUnit;
-            columns<1>(acc, stride, weights, idx, n, v, row_bytes, c, last, ahead, ahead_idx);
+            columns<1>(acc, stride, weights, idx, n, v, row_bytes, c, last, ahead);
         }
     }
 
@@ -90,7 +91,7 @@ struct Bfloat16 {
    private:
     template <int NU>  // units of kUnit columns
     INL void columns(float* acc, int64_t stride, const uint32_t* p, const int64_t* idx, int n, const char* v,
-                     int64_t row_bytes, int c, int last, const char* ahead, const int64_t* ahead_idx) {
+                     int64_t row_bytes, int c, int last, Stream* ahead) {
         vf a[4][2 * NU];
 #pragma GCC unroll 4
         for (int g = 0; g < 4; g++)
@@ -98,11 +99,7 @@ struct Bfloat16 {
             for (int i = 0; i < 2 * NU; i++) a[g][i] = load(acc + g * stride + c + i * N);
         for (int t = 0; t < n; t += 2) {
             const char *r = v + idx[t] * row_bytes, *s = v + idx[t + 1] * row_bytes;
-            if (ahead) {
-                const char* x = ahead + ahead_idx[t] * row_bytes + c * bytes_of(T);
-                const char* y = ahead + ahead_idx[t + 1] * row_bytes + c * bytes_of(T);
-                for (int b = 0; b < NU * kUnit * bytes_of(T); b += 64) prefetch(x + b), prefetch(y + b);
-            }
+            if (ahead) ahead->fetch(2 * NU * kUnit * bytes_of(T));
             vw x[2 * NU];
 #pragma GCC unroll 2
             for (int u = 0; u < NU; u++) {

@@ -1,6 +1,6 @@
 // Products in float32: keys and values of any stored type are widened on the way in.
 #pragma once
-#include "common.h"
+#include "stream.h"
 
 namespace JATTN_ISA {
 
@@ -16,7 +16,7 @@ struct Float32 {
     }
 
     // 4 rows of q against NT keys -> [key][row].
-    INL vf dots(const uint32_t* q_words, int64_t stride, const char* const* k, int dim) {
+    INL vf dots(const uint32_t* q_words, int64_t stride, const char* const* k, int dim, Stream* ahead) {
         const float* q = reinterpret_cast<const float*>(q_words);
         vf a[NT][4];
 #pragma GCC unroll 4
@@ -25,6 +25,7 @@ struct Float32 {
             for (int g = 0; g < 4; g++) a[t][g] = zero();
         auto step = [&](int c, int n) __attribute__((always_inline)) {
             vf x[NT];
+            if (ahead) ahead->fetch(NT * N * bytes_of(T));
 #pragma GCC unroll 4
             for (int t = 0; t < NT; t++) x[t] = loadf<T>(k[t], c, n);
 #pragma GCC unroll 4
@@ -44,13 +45,13 @@ struct Float32 {
 
     // acc[4][stride] += p[n][4] * v[n][columns], one vector group of columns at a time.
     static void accumulate(float* acc, int64_t stride, const uint32_t* weights, const int64_t* idx, int n,
-                           const char* v, int64_t row_bytes, int vdim, const char* ahead, const int64_t* ahead_idx) {
+                           const char* v, int64_t row_bytes, int vdim, Stream* ahead) {
         const float* p = reinterpret_cast<const float*>(weights);
         int c = 0;
         for (; c + kPanel * N <= vdim; c += kPanel * N)
-            columns<kPanel>(acc, stride, p, idx, n, v, row_bytes, c, N, ahead, ahead_idx);
+            columns<kPanel>(acc, stride, p, idx, n, v, row_bytes, c, N, ahead);
         for (; c < vdim; c += N)
-            columns<1>(acc, stride, p, idx, n, v, row_bytes, c, vdim - c < N ? vdim - c : N, ahead, ahead_idx);
+            columns<1>(acc, stride, p, idx, n, v, row_bytes, c, vdim - c < N ? vdim - c : N, ahead);
     }
 
     INL vw key_words(const char* row, int c, int dim) {  // words c .. c+N-1 of a key, zeros past its end
@@ -74,7 +75,7 @@ struct Float32 {
    private:
     template <int NV>
     INL void columns(float* acc, int64_t stride, const float* p, const int64_t* idx, int n, const char* v,
-                     int64_t row_bytes, int c, int last, const char* ahead, const int64_t* ahead_idx) {
+                     int64_t row_bytes, int c, int last, Stream* ahead) {
         vf a[4][NV];
 #pragma GCC unroll 4
         for (int g = 0; g < 4; g++)
@@ -82,10 +83,7 @@ struct Float32 {
             for (int i = 0; i < NV; i++) a[g][i] = load(acc + g * stride + c + i * N);
         for (int t = 0; t < n; t++) {
             const char* row = v + idx[t] * row_bytes;
-            if (ahead) {
-                const char* next = ahead + ahead_idx[t] * row_bytes + c * bytes_of(T);
-                for (int b = 0; b < NV * N * bytes_of(T); b += 64) prefetch(next + b);
-            }
+            if (ahead) ahead->fetch(NV * N * bytes_of(T));
             vf x[NV];
 #pragma GCC unroll 4
             for (int i = 0; i < NV; i++) x[i] = NV == 1 ? loadf<T>(row, c, last) : loadf<T>(row, c + i * N);

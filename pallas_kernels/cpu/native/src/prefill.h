@@ -1,5 +1,6 @@
 // Many rows against tiles of kTileKeys keys: keys are packed transposed, values in rows, and both products run from
-// the first two cache levels (product.h, or product_amx.h: whichever the instruction set has included). Rows and columns that nobody sees are trimmed, not masked, where whole vectors allow.
+// the first two cache levels (product.h, or product_amx.h: whichever the instruction set has included). Rows and
+// columns that nobody sees are trimmed, not masked, where whole vectors allow.
 #pragma once
 #include "finish.h"
 
@@ -62,6 +63,16 @@ static inline int find_rows(const Problem& p, const Work& w, int head, int t0, i
     return n > 0 ? n : 0;
 }
 
+constexpr int kFirstRows = 36;  // queries of the first products, while the others are on their way
+
+// Rows idx[0..n-1] of q for the products, zeros up to a whole register block.
+template <class F>
+static void load_queries(const Problem& p, const int64_t* idx, int n, uint32_t* to) {
+    const int64_t depth = F::words(p.dim), padded = round_up(n, kRows);
+    for (int r = 0; r < n; r++) F::load_query(p, p.q + idx[r] * p.dim * bytes_of(p.q_type), to + r * depth);
+    __builtin_memset(to + n * depth, 0, (padded - n) * depth * 4);
+}
+
 template <class F>
 static void attend_long(const Problem& p, const Work& w, int head, float* partials, int32_t* counters,
                         char* scratch) {
@@ -87,28 +98,21 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
     float* factor = arena.take<float>(padded);
     int* seen = arena.take<int>(padded / kRows);
     const int64_t q_bytes = p.dim * bytes_of(p.q_type);
-    auto query = [&](int r) {
-        Row row = row_of(p, w, head, r);
-        return p.q + (row.token * p.heads + row.head) * q_bytes;
-    };
-    for (int r = 0; r < rows; r++)
-        for (int64_t c = 0; c < q_bytes; c += 64) prefetch_far(query(r) + c);
-    int next_n = find_rows(p, w, head, 0, next_idx);
-    for (int t = 0; t < next_n; t++)
-        for (int64_t c = 0; c < k_bytes; c += 64) prefetch_far(p.k + next_idx[t] * k_bytes + c);
-    RowRule rule = row_rules(p, w, head, padded, arena);
-    for (int r = 0; r < padded; r++) {
-        if (r < rows) {
-            F::load_query(p, query(r), q + r * depth);
-        } else {
-            __builtin_memset(q + r * depth, 0, depth * 4);
-            __builtin_memset(weights + r * kPWords, 0, kPWords * 4);
-        }
+    int64_t* q_idx = arena.take<int64_t>(padded);  // rows of q
+    for (int r = 0; r < rows; r++) {
+        const Row row = row_of(p, w, head, r);
+        q_idx[r] = row.token * p.heads + row.head;
     }
+    const int first_rows = (int)round_up(kFirstRows, kRows);
+    Ahead::all({p.q, q_idx, rows < first_rows ? rows : first_rows, q_bytes});
+    int next_n = find_rows(p, w, head, 0, next_idx);
+    Ahead::all({p.k, next_idx, next_n, k_bytes});
+    RowRule rule = row_rules(p, w, head, padded, arena);
     fill(tops, padded + N, -kInf);
     fill(found, padded + N, -kInf);
     fill(sums, padded + N, 0.0f);
     if (count == 0) fill(acc, padded * vdim, 0.0f);
+    __builtin_memset(weights + rows * kPWords, 0, (padded - rows) * kPWords * 4);
     __builtin_memset(values, 0, kPWords * vdim * 4);
 
     for (int t0 = 0; t0 < count; t0 += kTileKeys) {
@@ -119,9 +123,6 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
         next_n = find_rows(p, w, head, t0 + kTileKeys, next_idx);
         if (p.k_token_scale) fill(k_scales, kTileKeys, 0.0f), gather(p.k_token_scale, idx, n, k_scales);
         if (p.v_token_scale) fill(v_scales, kTileKeys, 0.0f), gather(p.v_token_scale, idx, n, v_scales);
-        if (t0 == 0)
-            for (int t = 0; t < n; t++)
-                for (int64_t c = 0; c < v_bytes; c += 64) prefetch_far(p.v + idx[t] * v_bytes + c);
         for (int m = 0; m < rows; m += kRows) {
             int most = 0;
             for (int r = m; r < m + kRows && r < rows; r++) {
@@ -132,8 +133,14 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
         }
         const float* scales = p.k_token_scale ? k_scales : nullptr;
         pack_keys<F>(p.k, idx, n, k_bytes, p.dim, keys);
-        product<F, false, false>(rows, q, depth, keys, kTileKeys, (int)depth, logits, kTileKeys, vectors, nullptr, seen,
-                          Ahead{p.k, next_idx, next_n, k_bytes});
+        const int step = t0 ? rows : first_rows;  // the first tile's products hide the arrival of the queries
+        for (int r = 0; r < rows; r += step) {
+            const int m = rows - r < step ? rows - r : step, more = rows - r - m < step ? rows - r - m : step;
+            if (t0 == 0) load_queries<F>(p, q_idx + r, m, q + r * depth);
+            product<F, false, false>(m, q + r * depth, depth, keys, kTileKeys, (int)depth, logits + r * kTileKeys,
+                                     kTileKeys, vectors, nullptr, seen + r / kRows,
+                                     more ? Ahead{p.q, q_idx + r + m, more, q_bytes} : Ahead{p.v, idx, n, v_bytes});
+        }
         for (int r = 0; r < rows; r++) {
             const int full = (seen[r / kRows] + N - 1) / N;
             int lo = rule.lo[r] - w.begin - t0, hi = rule.hi[r] - w.begin - t0;
@@ -173,7 +180,7 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
         const int deep = F::pack_values(p.v, idx, n, v_bytes, p.vdim, values, vdim);
         if (n < kTileKeys)  // a product may round its depth up
             __builtin_memset(values + deep * vdim, 0, (round_up(deep, kDepthStep) - deep) * vdim * 4);
-        const Ahead ahead{p.v, next_idx, next_n, v_bytes};
+        const Ahead ahead{p.k, next_idx, next_n, k_bytes};
         const int columns = (int)(vdim / N);
         if (t0 == 0)
             product<F, true, false>(rows, weights, kPWords, values, vdim, 0, acc, vdim, columns, nullptr, seen, ahead);
