@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import numpy as np
 from jattn.engine import admission, sizing, warming
 from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
 from jattn.engine.chat import ChatTemplate, load_chat_template
-from jattn.engine.flight import Flight, behind, logprob_of, send
+from jattn.engine.flight import Flight, Landed, behind, logprob_of, send
 from jattn.engine.outputs import FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams
-from jattn.engine.response import Response
+from jattn.engine.response import Request, Response
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Limits, Row, Scheduler, StepPlan
 from jattn.engine.sequence import Sequence
@@ -32,18 +33,6 @@ from jattn.engine.tokenizer import Tokenizer, load_tokenizer
 Prompt = str | Many[int]
 
 log = logging.getLogger("jattn.engine")
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    id: str
-    prompt: tuple[int, ...]
-    responses: list[Response]
-
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            self.id, self.prompt, tuple(r.completion() for r in self.responses), self.responses[0].num_cached
-        )
 
 
 class Engine:
@@ -89,11 +78,12 @@ class Engine:
         self.model = admission.model_of(config, self.caches, forward, backend, deterministic)
         self.tables = BlockTables(pools, block_size, groups, prefix_caching)
         self.scheduler = Scheduler(self.limits, self.tables)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._responses: dict[str, Response] = {}  # by sequence
         self._ended: list[RequestOutput] = []  # refused at the door: told by the next step
         self._stats = Stats()
         self._flight: Flight | None = None  # sent before the one ahead of it was read
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
         self._seeds = np.random.default_rng(seed)
         self._next_id = 0
 
@@ -158,7 +148,7 @@ class Engine:
             self._stats = self._stats.plus(failed=1)
             return id
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-        request = _Request(id, tokens, [])
+        request = Request(id, tokens, [])
         for index in range(params.n):
             name = f"{self._next_id}.{index}"  # ours: a user's ids may look like anything
             seq = Sequence(name, tokens, params, (seed + index) % 2**63, hashlib.blake2b(salt.encode()).digest())
@@ -173,29 +163,32 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One dispatch: the outputs so far of every request that moved, and of every one that ended.
 
-        Where all rows decode on, the next dispatch is sent before this one's tokens are read: what the host does
-        takes no time of the device's. A row that the host ends is computed once more, and what comes of it dropped.
+        Where all rows decode on, the next dispatch is sent while a thread of its own reads this one's tokens: what the
+        host does takes no time of the device's. (On a GPU sending a loop takes as long as its steps but the last.) A
+        row that the host ends is computed once more, and what comes of it dropped.
         """
         begin = time.perf_counter()
         outputs, self._ended = self._ended, []
         flight, self._flight = self._flight or self._send(self.scheduler.schedule()), None
         if flight is None:
             return outputs
-        self._flight = self._send_behind(flight)
-        sent = time.perf_counter()
-        tokens = np.asarray(flight.said.tokens)
-        told = jax.device_get(flight.said) if flight.batch.is_told else None
-        busy = time.perf_counter() - sent
-        moved = self._accept(flight, tokens, told)
-        outputs += [self._requests[id].output() for id in moved]
-        self._forget_finished(moved)
+        plan = self.scheduler.follow(flight.plan)
+        if plan is None:
+            landed = self._land(flight)
+            busy = flight.seconds + landed.seconds
+        else:
+            batch = behind(flight, plan, self.scheduler.running, self.shapes)
+            reading = self._reader.submit(self._land, flight)
+            try:
+                self._flight = self._fly(plan, plan.rows, batch)
+            finally:
+                landed = reading.result()
+            busy = max(self._flight.seconds, landed.seconds)
+        self._forget_finished(landed.moved)
         self._stats = self._stats.plus(
-            dispatches=1,
-            steps=int((tokens != NOT_SAMPLED).any(axis=1).sum()) or 1,
-            device_seconds=busy,
-            host_seconds=time.perf_counter() - begin - busy,
+            dispatches=1, steps=landed.steps, device_seconds=busy, host_seconds=time.perf_counter() - begin - busy
         )
-        return outputs
+        return outputs + landed.outputs
 
     def _send(self, plan: StepPlan) -> Flight | None:
         """Compute a plan; None: there is nothing to do."""
@@ -206,14 +199,19 @@ class Engine:
         lanes = lanes_of(plan, self.shapes)
         return self._fly(plan, lanes, batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids))
 
-    def _send_behind(self, flight: Flight) -> Flight | None:
-        """Go on from where a flight will be; None: the host has to look first."""
-        plan = self.scheduler.follow(flight.plan)
-        return plan and self._fly(plan, plan.rows, behind(flight, plan, self.scheduler.running, self.shapes))
-
     def _fly(self, plan: StepPlan, lanes: tuple[Row, ...], batch: Batch) -> Flight:
         self.caches, flight = send(self.model, self.params, self.caches, plan, lanes, batch, self._stats.dispatches)
         return flight
+
+    def _land(self, flight: Flight) -> Landed:
+        """Wait for a flight's tokens, and bring every request up to date."""
+        begin = time.perf_counter()
+        tokens = np.asarray(flight.said.tokens)
+        told = jax.device_get(flight.said) if flight.batch.is_told else None
+        seconds = time.perf_counter() - begin
+        moved = self._accept(flight, tokens, told)
+        steps = int((tokens != NOT_SAMPLED).any(axis=1).sum()) or 1
+        return Landed(moved, [self._requests[id].output() for id in moved], steps, seconds)
 
     def abort(self, request_id: str) -> bool:
         """Stop a request and free its blocks at once; False where there is no such request any more."""
@@ -284,7 +282,7 @@ class Engine:
             if all(response.finish_reason is not None for response in self._requests[id].responses):
                 self._drop(self._requests[id])
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: Request) -> None:
         del self._requests[request.id]
         for response in request.responses:
             del self._responses[response.seq.id]

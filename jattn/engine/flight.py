@@ -1,11 +1,12 @@
 """A dispatch on its way: sent to the device, its tokens not yet read."""
 
 import dataclasses
+import time
 
 import jax
 
 from jattn.engine.batch import tables_of
-from jattn.engine.outputs import TokenLogprob
+from jattn.engine.outputs import RequestOutput, TokenLogprob
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.sequence import Sequence
@@ -22,13 +23,25 @@ class Flight:
     batch: Batch
     said: Sampled
     ahead: Ahead
+    seconds: float  # that sending it took
+
+
+@dataclasses.dataclass(frozen=True)
+class Landed:
+    """What came of a flight."""
+
+    moved: list[str]  # requests that have news
+    outputs: list[RequestOutput]  # theirs
+    steps: int  # that the device took
+    seconds: float  # of waiting for the device
 
 
 def send(model: Model, params, caches, plan: StepPlan, lanes: tuple[Row, ...], batch: Batch, number: int):
-    """(caches, Flight), without waiting; number: of the dispatch, for a profile."""
+    """(caches, Flight), its tokens unread; number: of the dispatch, for a profile."""
+    begin = time.perf_counter()
     with jax.profiler.StepTraceAnnotation("jattn.step", step_num=number):
         caches, said, ahead = dispatch(model, params, caches, batch)
-    return caches, Flight(plan, lanes, batch, said, ahead)
+    return caches, Flight(plan, lanes, batch, said, ahead, time.perf_counter() - begin)
 
 
 def behind(flight: Flight, plan: StepPlan, running: list[Sequence], shapes: StepShapes) -> Batch:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence as Many
 
 from jattn.engine.detokenize import Detokenizer, find_stop, held_back
-from jattn.engine.outputs import Completion, FinishReason, TokenLogprob
+from jattn.engine.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
 from jattn.engine.sampling import BAD_TOKEN
 from jattn.engine.sequence import Sequence
 from jattn.engine.tokenizer import Tokenizer
@@ -98,3 +98,18 @@ class Response:
         if self.finish_reason is not None:
             return self._text
         return self._text[: len(self._text) - held_back(self._text, self.seq.params.stop)]
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt and its completions in the making."""
+
+    id: str
+    prompt: tuple[int, ...]
+    responses: list[Response]
+
+    def output(self) -> RequestOutput:
+        """So far."""
+        return RequestOutput(
+            self.id, self.prompt, tuple(r.completion() for r in self.responses), self.responses[0].num_cached
+        )
