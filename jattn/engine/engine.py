@@ -17,7 +17,7 @@ import numpy as np
 from jattn.engine import admission, sizing, warming
 from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
 from jattn.engine.chat import ChatTemplate, load_chat_template
-from jattn.engine.flight import Flight, Landed, behind, logprob_of, send
+from jattn.engine.flight import Flight, Landed, behind, kept_on_device, logprob_of, send
 from jattn.engine.outputs import FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams
 from jattn.engine.response import Request, Response
@@ -197,7 +197,8 @@ class Engine:
         self._note(plan)
         seqs = {row.id: self._responses[row.id].seq for row in plan.rows}
         lanes = lanes_of(plan, self.shapes)
-        return self._fly(plan, lanes, batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids))
+        batch = batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids)
+        return self._fly(plan, lanes, kept_on_device(batch))
 
     def _fly(self, plan: StepPlan, lanes: tuple[Row, ...], batch: Batch) -> Flight:
         self.caches, flight = send(self.model, self.params, self.caches, plan, lanes, batch, self._stats.dispatches)
@@ -207,7 +208,7 @@ class Engine:
         """Wait for a flight's tokens, and bring every request up to date."""
         begin = time.perf_counter()
         tokens = np.asarray(flight.said.tokens)
-        told = jax.device_get(flight.said) if flight.batch.is_told else None
+        told = jax.device_get(flight.said) if flight.is_told else None
         seconds = time.perf_counter() - begin
         moved = self._accept(flight, tokens, told)
         steps = int((tokens != NOT_SAMPLED).any(axis=1).sum()) or 1

@@ -86,13 +86,11 @@ class Ahead:
     remaining: jax.Array  # i32[R] 0: the row has ended
 
 
-def following(batch: Batch, ahead: Ahead, tables, steps: int) -> Batch:
+def following(batch: Batch, ahead: Ahead, tables) -> Batch:
     """The decode batch that comes after `batch`, whose tokens nobody has read; tables i32[R B]: one a cache group."""
     metas = tuple(meta.replace(block_table=table) for meta, table in zip(ahead.metas, tables, strict=True))
     rows = dataclasses.replace(batch.rows, position=ahead.position, remaining=ahead.remaining)
-    return dataclasses.replace(
-        batch, token_ids=ahead.token_ids, metas=metas, rows=rows, steps=np.int32(steps), follows=np.bool_(True)
-    )
+    return dataclasses.replace(batch, token_ids=ahead.token_ids, metas=metas, rows=rows, follows=np.bool_(True))
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
