@@ -41,7 +41,7 @@ def rule(case: cases.Case) -> dict[str, int]:
 
 def candidates(case: cases.Case, kind: str) -> list[dict[str, int]]:
     """The rule's choice first, then every other one that the kernel takes."""
-    blocks = (128,) if kind == "narrow" else (64, 128)
+    blocks = (128,) if kind == "narrow" else (32, 64, 128)
     every = [dict(block_kv=block, stages=stages) for block in blocks for stages in range(2, 7)]
     every = [tiles for tiles in every if not supports(check.config_of(case, **tiles))]
     first = rule(case)
@@ -69,14 +69,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=FILE)
     args = parser.parse_args(argv)
     todo, rows = shapes(), []
+    note = "block_kv and stages by measurement; where a shape is absent gpu/supports.py has a rule"
     for number, (case, kind) in enumerate(todo, 1):
         what = f"[{number}/{len(todo)}] D {case.head_dim} {case.kv_dtype} {kind}"
         report = lambda tiles, what=what: print(f"{what}: {tiles}".ljust(90), end="\r", file=sys.stderr, flush=True)
         rows.append(tune(case, kind, report))
         print(rows[-1], flush=True)
-    note = "block_kv and stages by measurement; where a shape is absent gpu/supports.py has a rule"
-    text = json.dumps(provenance() | dict(note=note, rows=rows), indent=1)
-    args.out.write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(provenance() | dict(note=note, rows=rows), indent=1)
+        args.out.write_text(text + "\n", encoding="utf-8")  # after each: what is measured stays
     print(f"wrote {args.out}")
     return 0
 

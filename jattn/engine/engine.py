@@ -56,7 +56,7 @@ class Engine:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 512,
         max_model_len: int | None = None,
-        max_burst: int = 8,
+        max_burst: int | None = None,
         cache_dtype: str | None = None,
         backend: str = "auto",
         prefix_caching: bool = True,
@@ -66,6 +66,7 @@ class Engine:
         seed: int = 0,
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
+        max_burst = sizing.default_burst() if max_burst is None else max_burst
         ahead = 2 * max_burst  # a sequence may hold blocks for two dispatches
         groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, ahead)
         most = [most_blocks(group, *step, prefix_caching) for group in groups]
