@@ -40,12 +40,12 @@ def rule(case: cases.Case) -> dict[str, int]:
 
 
 def candidates(case: cases.Case, kind: str) -> list[dict[str, int]]:
-    """The rule's choice first, then every other one that the kernel takes."""
-    blocks = (128,) if kind == "narrow" else (32, 64, 128)
+    """The rule's choice first, then every other one that the kernel takes; none: it refuses this shape."""
+    blocks = (128,) if kind == "narrow" else (64, 128)
     every = [dict(block_kv=block, stages=stages) for block in blocks for stages in range(2, 7)]
     every = [tiles for tiles in every if not supports(check.config_of(case, **tiles))]
     first = rule(case)
-    return [first, *(tiles for tiles in every if tiles != first)]
+    return [first, *(tiles for tiles in every if tiles != first)] if not supports(check.config_of(case)) else []
 
 
 def tune(case: cases.Case, kind: str, report) -> dict:
@@ -73,6 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     for number, (case, kind) in enumerate(todo, 1):
         what = f"[{number}/{len(todo)}] D {case.head_dim} {case.kv_dtype} {kind}"
         report = lambda tiles, what=what: print(f"{what}: {tiles}".ljust(90), end="\r", file=sys.stderr, flush=True)
+        if not candidates(case, kind):
+            print(f"{what}: refused")
+            continue
         rows.append(tune(case, kind, report))
         print(rows[-1], flush=True)
         text = json.dumps(provenance() | dict(note=note, rows=rows), indent=1)

@@ -46,7 +46,7 @@ def default_tiles(
 def rule_of_tiles(
     head_dim, v_head_dim, kv_dtype, page_size, rows=None, narrow=NARROW, token_scales=False
 ) -> dict[str, int]:
-    """The largest block of 128, 64 or (8-bit) 32 keys of which two fit, in as many stages as fit up to 3 (8-bit: 5)."""
+    """The larger block of 128 and 64 keys (8-bit: 64) of which two fit, in as many stages as fit: 3, or 5 of 8 bits."""
     eight = kv_dtype in EIGHT_BIT
     q_buffers = 2 if head_dim <= 192 else 1
     dims, queries = head_dim + v_head_dim, 2 * q_buffers * ROWS * head_dim * 2
@@ -57,12 +57,12 @@ def rule_of_tiles(
         stages = min((SMEM_LIMIT - queries - 2304) // (128 * (dims + scale)), 4)
         if stages >= 2:
             return {"block_kv": 128, "stages": stages, "narrow_rows": 8 if rows <= 8 else 16} | known
-    for block in ((64,) if token_scales else (64, 32)) if eight else (128, 64):
+    for block in (64,) if eight else (128, 64):
         room = SMEM_LIMIT - queries - 2304 - (2 * block * dims * 2 if eight else 0)
         stages = min(room // (block * (dims * (1 if eight else 2) + scale)), 5 if eight else 3)
         if stages >= 2:
-            return {"block_kv": block, "stages": stages} | known
-    return {"block_kv": 64, "stages": 1} | known  # fits with heads of up to 192; wider ones are refused
+            break
+    return {"block_kv": block, "stages": max(stages, 1)} | known  # if even one does not fit, `supports` says so
 
 
 def supports(config: Config, *, chip: str = "sm_90") -> list[str]:

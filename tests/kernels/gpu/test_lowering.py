@@ -35,7 +35,6 @@ CASES = {
     "f16": dict(dtype="float16", kv_dtype="float16"),
     "NHD": dict(layout="NHD"),
     "decode only": dict(long_tiles=False),
-    "D 256 int8": dict(head_dim=256, v_head_dim=256, kv_dtype="int8"),
     **{f"group {h}/{k}": dict(num_heads=h, num_kv_heads=k) for h, k in ((8, 8), (14, 2), (64, 1))},
     **{f"page {s}": dict(page_size=s) for s in (8, 64, 128, 256)},
     **{f"kv {t}": dict(kv_dtype=t) for t in ("float8_e4m3fn", "float8_e5m2", "int8")},
