@@ -8,7 +8,7 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from jattn.engine import ByteTokenizer, Engine, SamplingParams, flight
+from jattn.engine import ByteTokenizer, Engine, SamplingParams
 from tests.engine import fake
 
 HYBRID = fake.FakeConfig(
@@ -209,39 +209,6 @@ def test_an_abort_frees_its_blocks_at_once_and_says_so():
     assert served.tables.usage == 0
     (output,) = served.step()
     assert output.finish_reason == "abort" and not served.has_work
-
-
-def test_the_next_burst_is_sent_before_this_one_is_read_and_dropped_where_the_host_ends_a_row(monkeypatch):
-    sent, real = [], flight.dispatch
-    monkeypatch.setattr(flight, "dispatch", lambda *args: sent.append(args[-1]) or real(*args))
-    served = engine(HYBRID, num_blocks=60)
-    keep, drop = ([4, 5, 6], 20), ([7, 8], 30)
-    ids = [served.add_request(prompt, SamplingParams(max_tokens=n, temperature=0)) for prompt, n in (keep, drop)]
-    served.step()  # the prompts
-    served.step()
-    assert [bool(batch.follows) for batch in sent] == [False, False, True]  # one decode was read, its successor is out
-    served.step()
-    assert len(sent) == 4 and sent[-1].follows
-    assert served.abort(ids[1])
-    found = {output.id: output for output in iter_outputs(served)}
-    assert (list(found[ids[0]].token_ids), found[ids[0]].finish_reason) == fake.greedy(HYBRID, *keep)
-    told = list(found[ids[1]].token_ids)
-    assert told == fake.greedy(HYBRID, *drop)[0][: len(told)] and found[ids[1]].finish_reason == "abort"
-    for pool in served.tables.pools:
-        pool.check({})
-
-
-def test_nobody_runs_ahead_while_somebody_waits_or_is_about_to_end(monkeypatch):
-    sent, real = [], flight.dispatch
-    monkeypatch.setattr(flight, "dispatch", lambda *args: sent.append(args[-1]) or real(*args))
-    served = engine(num_blocks=60, max_num_seqs=1)
-    for _ in range(2):
-        served.add_request([4, 5, 6], SamplingParams(max_tokens=10, temperature=0))
-    while served.stats.waiting:
-        served.step()
-    assert not any(batch.follows for batch in sent)
-    list(iter_outputs(served))
-    assert [int(batch.steps) for batch in sent if batch.follows] == [3, 3]  # 10 tokens: 1 with the prompt, 3 + 3 + 3
 
 
 TEXT = ByteTokenizer(num_special=2)

@@ -1,0 +1,52 @@
+"""Dispatches that are sent before the one ahead of them is read."""
+
+import pytest
+
+from jattn.engine import Engine, SamplingParams, flight
+from tests.engine import fake
+
+HYBRID = fake.FakeConfig(
+    cache_groups=(fake.Group((0,)), fake.Group((1,), sliding_window=5), fake.Group((2,), chunk_size=8))
+)
+
+
+def engine(config, **options):
+    sizes = dict(num_blocks=60, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_burst=3)
+    return Engine(config, fake.PARAMS, forward=fake.forward, **sizes | options)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The batches that were dispatched, in order."""
+    batches, real = [], flight.dispatch
+    monkeypatch.setattr(flight, "dispatch", lambda *args: batches.append(args[-1]) or real(*args))
+    return batches
+
+
+def test_the_next_burst_is_sent_before_this_one_is_read_and_dropped_where_the_host_ends_a_row(sent):
+    served = engine(HYBRID)
+    keep, drop = ([4, 5, 6], 20), ([7, 8], 30)
+    ids = [served.add_request(prompt, SamplingParams(max_tokens=n, temperature=0)) for prompt, n in (keep, drop)]
+    served.step()  # the prompts
+    served.step()
+    assert [bool(batch.follows) for batch in sent] == [False, False, True]  # one decode was read, its successor is out
+    served.step()
+    assert len(sent) == 4 and sent[-1].follows
+    assert served.abort(ids[1])
+    found = {output.id: output for output in served.drain()}
+    assert (list(found[ids[0]].token_ids), found[ids[0]].finish_reason) == fake.greedy(HYBRID, *keep)
+    told = list(found[ids[1]].token_ids)
+    assert told == fake.greedy(HYBRID, *drop)[0][: len(told)] and found[ids[1]].finish_reason == "abort"
+    for pool in served.tables.pools:
+        pool.check({})
+
+
+def test_nobody_runs_ahead_while_somebody_waits_or_is_about_to_end(sent):
+    served = engine(fake.FakeConfig(), max_num_seqs=1)
+    for _ in range(2):
+        served.add_request([4, 5, 6], SamplingParams(max_tokens=10, temperature=0))
+    while served.stats.waiting:
+        served.step()
+    assert not any(batch.follows for batch in sent)
+    list(served.drain())
+    assert [int(batch.steps) for batch in sent if batch.follows] == [3, 3]  # 10 tokens: 1 with the prompt, 3 + 3 + 3
