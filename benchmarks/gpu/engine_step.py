@@ -102,7 +102,7 @@ def replay(engine: jattn.Engine, batches: list) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
-    parser.add_argument("--dispatches", type=int, default=40, help="timed, of 8 steps each (default: 40)")
+    parser.add_argument("--dispatches", type=int, default=40, help=f"timed, of {BURST} steps each (default: 40)")
     parser.add_argument("--rounds", type=int, default=3, help="replays; the median counts (default: 3)")
     parser.add_argument("--out", type=pathlib.Path, help="append the row to engine_step.jsonl in this folder")
     args = parser.parse_args()

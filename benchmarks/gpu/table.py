@@ -9,10 +9,8 @@ import argparse
 import json
 import pathlib
 import sys
-import time
-import traceback
 
-from benchmarks.gpu import cases, check, laws, write
+from benchmarks.gpu import cases, check, laws, timing, write
 from benchmarks.run import provenance
 
 US = {  # case: (must, aim), microseconds of everything an attention call launches
@@ -84,13 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, work in parts(args.peers, args.iterations, base["ceiling_copy_tb_s"]):
         if args.only and not any(part in name for part in args.only.split(",")):
             continue
-        begin = time.time()
-        try:
-            row = work()
-        except Exception as error:  # one broken case must not hide the others
-            traceback.print_exc(limit=-2)
-            row = dict(ok=False, error=f"{type(error).__name__}: {error}"[:300])
-        rows.append(base | row | dict(case=name, wall_s=round(time.time() - begin, 1)))
+        row = timing.attempt(work)
+        rows.append(base | row | dict(case=name))
         shown = ("us", "list_us", "tb_s", "tflop_s", "max_err", "rel_err", "peers_us", "error")
         figures = {k: row[k] for k in shown if k in row}
         print("ok   " if row["ok"] else "WRONG", f"{name:24s}", figures, flush=True)

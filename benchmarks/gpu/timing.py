@@ -4,6 +4,9 @@ An H200 draws its 700 W after about 50 ms of dense products and then lowers its 
 depends on what ran just before. `micros` stays below that, `sustained` measures beyond it; a figure says which it is.
 """
 
+import time
+import traceback
+
 import numpy as np
 
 COOL_US = 50_000
@@ -29,3 +32,14 @@ def sustained(f, *args, us: float) -> float:
     """Microseconds of a call in the second half of a long series of them; us: of one on a cool card."""
     runs = _series(f, args, int(np.clip(HOT_US / us, 10, 200)))
     return float(np.median([sum(ms for _, ms in one) * 1e3 for one in runs[len(runs) // 2 :]]))
+
+
+def attempt(work) -> dict:
+    """The row of `work`, or of its error: one broken case must not hide the others; with the seconds it took."""
+    begin = time.time()
+    try:
+        row = work()
+    except Exception as error:
+        traceback.print_exc(limit=-2)
+        row = dict(ok=False, error=f"{type(error).__name__}: {error}"[:300])
+    return row | dict(wall_s=round(time.time() - begin, 1))

@@ -13,14 +13,13 @@ import json
 import pathlib
 import sys
 import time
-import traceback
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.gpu import cases, check, packed
+from benchmarks.gpu import cases, check, packed, timing
 from benchmarks.run import provenance
 from pallas_kernels.gpu.paged_attention import build_work_list, ragged_paged_attention
 
@@ -137,13 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         if time.time() - begin > args.budget - 15:
             skipped.append(label)
             continue
-        start = time.time()
-        try:
-            row = work()
-        except Exception as error:  # one broken variant must not hide the others
-            traceback.print_exc(limit=-2)
-            row = dict(ok=False, error=f"{type(error).__name__}: {error}"[:300])
-        row |= dict(label=label, wall_s=round(time.time() - start, 1))
+        row = timing.attempt(work) | dict(label=label)
         failed += not row["ok"]
         figures = {k: row[k] for k in ("us", "list_us", "tb_s", "tflop_s", "rel_err", "lse_err", "error") if k in row}
         cells = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items()]

@@ -14,7 +14,8 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import EVERYTHING, Feature
 from jattn.backends.impl import AttentionImpl
-from jattn.cache import KVCacheSpec, PagedKV, write_kv
+from jattn.cache import KVCacheSpec, PagedKV
+from jattn.cache.write import write_backward
 from jattn.device import Chip
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
@@ -178,14 +179,7 @@ def _write(impl: CpuNativeImpl, cache: PagedKV, k, v, slots, params: AttentionPa
     return PagedKV(k=new[0], v=new[1], k_token_scale=new[2], v_token_scale=new[3], spec=spec)
 
 
-def _write_backward(impl: CpuNativeImpl, saved, cotangent):
-    cache, k, v, slots, params = saved
-    call = lambda cache, k, v, params: write_kv(cache, k, v, slots, params)
-    dcache, dk, dv, dparams = jax.vjp(call, cache, k, v, params)[1](cotangent)
-    return dcache, dk, dv, None, dparams
-
-
-_write.defvjp(lambda impl, *args: (_write(impl, *args), args), _write_backward)
+_write.defvjp(lambda impl, *args: (_write(impl, *args), args), lambda impl, *args: write_backward(*args))
 
 
 class CpuNativeBackend(AttentionBackend):

@@ -113,7 +113,7 @@ def _choose(half: str, name: str | None, spec, cache_spec, chip: Chip, needs, dt
     answers = {backend: backend.reasons(spec, cache_spec, chip, needs) for backend in candidates(name)}
     chosen = [backend for backend, reasons in answers.items() if not reasons]
     if chosen:
-        return next((b for b in chosen if all(map(b.supports_dtype, dtypes))), chosen[0])
+        return registry.prefer(chosen, dtypes)
     raise UnsupportedError(
         f"nobody computes the {half} half of this batch: {spec} over {cache_spec}",
         {b.get_name(): x for b, x in answers.items()},

@@ -85,7 +85,7 @@ def resolve(
     reports = explain(spec, cache_spec, platform, needs)
     chosen = [registry.load(r.name) for r in reports if r.supported and backend in ("auto", r.name)]
     if chosen:
-        return next((b for b in chosen if all(map(b.supports_dtype, dtypes))), chosen[0])
+        return registry.prefer(chosen, dtypes)
     able = [report.name for report in reports if report.supported]
     who = "no backend takes" if backend == "auto" else f"backend {backend!r} does not take"
     hint = f" ({', '.join(able)} would)" if able else ""

@@ -33,6 +33,14 @@ def write_kv(
     return PagedKV(**new, spec=spec)
 
 
+def write_backward(saved, cotangent):
+    """The gradient of a write by another kernel: write_kv's; saved: (cache, k, v, slot_mapping, params)."""
+    cache, k, v, slots, params = saved
+    call = lambda cache, k, v, params: write_kv(cache, k, v, slots, params)
+    dcache, dk, dv, dparams = jax.vjp(call, cache, k, v, params)[1](cotangent)
+    return dcache, dk, dv, None, dparams
+
+
 def check_static(cache: PagedKV, k, v, slot_mapping, params=None) -> None:
     """Raise ValueError where shapes and dtypes already tell that the write cannot mean anything."""
     spec = cache.spec

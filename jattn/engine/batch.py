@@ -58,7 +58,7 @@ def batch_of(
         metas=tuple(metas),
         rows=rows,
         penalties=penalties_of(params, histories, [len(seq.prompt) for seq in chosen], num_rows, limit),
-        is_told=np.bool_(any(p.is_penalised or p.logprobs is not None for p in params)),
+        is_told=np.bool_(any(p.is_told for p in params)),
         steps=np.int32(plan.burst),
         until_any=np.bool_(plan.until_any),
         follows=np.bool_(False),

@@ -49,6 +49,11 @@ class SamplingParams:
         """Does the choice of a token depend on those before it, beyond the logits?"""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def is_told(self) -> bool:
+        """Does a step of this request take more than its logits, or tell more than its token?"""
+        return self.is_penalised or self.logprobs is not None
+
     def _reasons(self):
         """One sentence for each mistake."""
         ranges = dict(

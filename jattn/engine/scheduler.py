@@ -127,20 +127,16 @@ class Scheduler:
 
         None where the host has to look first: somebody waits, ends for certain, has ended, or has no blocks to go on.
         """
-        told = any(seq.params.is_penalised or seq.params.logprobs is not None for seq in self.running)
+        told = any(seq.params.is_told for seq in self.running)
         if self.waiting or told or not plan.is_decode or [row.id for row in plan.rows] != [s.id for s in self.running]:
             return None
         rows = tuple(dataclasses.replace(row, start=row.start + plan.burst) for row in plan.rows)
-        left = [remaining_tokens(seq, self.limits.max_model_len) - plan.burst for seq in self.running]
+        left = [self._remaining(seq) - plan.burst for seq in self.running]
         burst = min(self.limits.max_burst, max(left))
         wanted = [
             (seq, row.start + min(burst, count)) for seq, row, count in zip(self.running, rows, left, strict=True)
         ]
-        if min(left) < 1 or not self.tables.fits(wanted):
-            return None
-        for seq, num_tokens in wanted:
-            self.tables.extend(seq, num_tokens)
-        return StepPlan(rows, burst=burst)
+        return StepPlan(rows, burst=burst) if min(left) >= 1 and self.tables.extend_all(wanted) else None
 
     def commit(self, seq: Sequence, row: Row, new_tokens: list[int]) -> None:
         """A row was computed and these tokens came of it: all but the last of them are in the cache too."""
@@ -156,9 +152,7 @@ class Scheduler:
         burst = min(self.limits.max_burst, max(self._remaining(seq) for seq in seqs))
         while burst > 1:
             wanted = [(seq, seq.num_computed + min(burst, self._remaining(seq))) for seq in seqs]
-            if self.tables.fits(wanted):
-                for seq, num_tokens in wanted:
-                    self.tables.extend(seq, num_tokens)
+            if self.tables.extend_all(wanted):
                 return burst
             burst //= 2
         return 1

@@ -96,10 +96,15 @@ class BlockTables:
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens; False: some group has no blocks for them."""
-        if not self.fits([(seq, num_tokens)]):
+        return self.extend_all([(seq, num_tokens)])
+
+    def extend_all(self, wanted: Many[tuple[Sequence, int]]) -> bool:
+        """Make room for every (sequence, number of tokens), or, where there are no blocks for all, for none."""
+        if not self.fits(wanted):
             return False
-        for table, pool in zip(seq.tables, self.pools, strict=True):
-            table += pool.allocate(max(cdiv(num_tokens, self.block_size) - len(table), 0))
+        for seq, num_tokens in wanted:
+            for table, pool in zip(seq.tables, self.pools, strict=True):
+                table += pool.allocate(max(cdiv(num_tokens, self.block_size) - len(table), 0))
         return True
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:

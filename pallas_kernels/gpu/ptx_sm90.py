@@ -161,6 +161,13 @@ def flat_row(row, tok0, head0, row0, group: int, heads: int):
     return arith.addi(token, wide(arith.addi(head0, head)))
 
 
+def pool_row(block, offset, head, *, heads: int, page: int, heads_first: bool):
+    """i64 row of a pool [N, K, S, ...] (heads_first) or [N, S, K, ...] for i32 block, offset in it, and kv head."""
+    outer, size, inner = (head, page, offset) if heads_first else (offset, heads, head)
+    inside = arith.addi(arith.muli(outer, i32(size)), inner)
+    return arith.addi(arith.muli(wide(block), i64(heads * page)), wide(inside))
+
+
 def swizzled(row, col_byte, row_bytes: int, swizzle: int):
     """Byte offset of (row, col_byte) in a tile of 8-row, swizzle-wide pieces, row-major over the pieces."""
     piece_row, piece_col = arith.divui(row, i32(8)), arith.divui(col_byte, i32(swizzle))

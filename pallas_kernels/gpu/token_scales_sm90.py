@@ -57,9 +57,8 @@ def load_scales(k, v, ids, head, kv0, start, stop, *, block: int, page: int, hea
     def load(ctx, k, v, ids, head, *where):
         key, seen = _key(block, *where)
         head, offset = ptx.scalar(head), arith.remui(key, ptx.i32(page))
-        outer, size, inner = (head, page, offset) if heads_first else (offset, heads, head)
-        place = arith.muli(ptx.wide(rows.single(ids.registers.flat[0])), ptx.i64(heads * page))
-        place = arith.addi(place, ptx.wide(arith.addi(arith.muli(outer, ptx.i32(size)), inner)))
+        block_id, kind = rows.single(ids.registers.flat[0]), dict(heads=heads, page=page, heads_first=heads_first)
+        place = ptx.pool_row(block_id, offset, head, **kind)
         place, values = arith.muli(place, ptx.i64(4)), []
         for i in range(2 * block // THREADS):
             of_keys = ptx.less(arith.addi(ptx.thread(), ptx.i32(i * THREADS)), ptx.i32(block))

@@ -31,9 +31,7 @@ class _Pool:
     def row(self, slot, head):
         """i64 row of slot i32 and head i32 in the pool [N, K, S] or [N, S, K]."""
         block, offset = arith.divui(slot, ptx.i32(self.page)), arith.remui(slot, ptx.i32(self.page))
-        outer, size, inner = (head, self.page, offset) if self.heads_first else (offset, self.heads, head)
-        block = arith.muli(ptx.wide(block), ptx.i64(self.heads * self.page))
-        return arith.addi(block, ptx.wide(arith.addi(arith.muli(outer, ptx.i32(size)), inner)))
+        return ptx.pool_row(block, offset, head, heads=self.heads, page=self.page, heads_first=self.heads_first)
 
 
 def write_rows(rows, scales, slots, pools, scale_pools, *, page_size: int, heads_first: bool):
