@@ -23,13 +23,21 @@ class Times:
         return statistics.median(self.rounds)
 
 
+SETTLE = 0.03
+"""Seconds of untimed calls at the beginning of a turn. The threads of the one before may spin that long (OpenMP's do, on
+a core that this one needs), and a server calls one library again and again, not two in turn."""
+
+
 def in_turn(candidates: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str, Times]:
-    """Time each candidate once a round, after one untimed call: drift of the machine hits all alike."""
+    """Time each candidate once a round, in its own steady state: drift of the machine hits all alike."""
     for call in candidates.values():
         jax.block_until_ready(call())
     seen: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, call in candidates.items():
+            begin = time.perf_counter()
+            while time.perf_counter() - begin < SETTLE:
+                jax.block_until_ready(call())
             begin = time.perf_counter()
             jax.block_until_ready(call())
             seen[name].append(time.perf_counter() - begin)

@@ -89,8 +89,8 @@ def _load(torch) -> None:
     if hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         return
     folder = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
-    libraries = ["_C.abi3.so"] if torch.cpu._is_avx512_supported() else ["_C_AVX2.abi3.so", "_C.abi3.so"]
-    for name in libraries:
-        if (folder / name).exists():
-            torch.ops.load_library(str(folder / name))
-            break
+    if not torch.cpu._is_avx512_supported():
+        name = "_C_AVX2"
+    else:  # the wheel's plain _C is compiled for AVX-512 with bf16 products, and stops a processor without them
+        name = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
+    torch.ops.load_library(str(folder / f"{name}.abi3.so"))

@@ -17,6 +17,17 @@ struct Arena {
     }
 };
 
+// A number that load_raw or load_two brings stands for this many times itself: e4m3 comes with the exponent of a half.
+constexpr float raw_unit(Dtype t) { return t == Dtype::e4m3 ? 256.0f : 1.0f; }
+// True where load_two brings even and odd numbers apart.
+constexpr bool is_split(Dtype t) { return t == Dtype::bf16; }
+
+template <Dtype T>
+INL vf loadf(const char* p, int64_t i, int n = N) {
+    const vf x = load_raw<T>(p, i, n);
+    return raw_unit(T) == 1.0f ? x : mul(x, set1(raw_unit(T)));
+}
+
 INL void fill(float* p, int64_t n, float x) {
     for (int64_t i = 0; i < n; i++) p[i] = x;
 }
@@ -58,10 +69,10 @@ struct RowRule {
     int32_t *lo, *hi;  // keys seen
 };
 
-INL RowRule row_rules(const Problem& p, const Work& w, int head, int padded, Arena& arena) {
+INL RowRule row_rules(const Problem& p, const Work& w, int head, int padded, float key_unit, Arena& arena) {
     RowRule rule{arena.take<float>(padded), arena.take<float>(padded), arena.take<float>(padded),
                  arena.take<int32_t>(padded), arena.take<int32_t>(padded)};
-    float scale = p.scale * (p.k_scale ? p.k_scale[head] : 1.0f);
+    float scale = p.scale * key_unit * (p.k_scale ? p.k_scale[head] : 1.0f);
     for (int r = 0; r < padded; r++) {
         if (r >= w.rows()) {
             rule.mult[r] = rule.slope[r] = rule.position[r] = 0.0f;

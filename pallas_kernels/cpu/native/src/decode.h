@@ -62,7 +62,7 @@ static void attend_short(const Problem& p, const Work& w, int head, float* parti
     int64_t* idx = arena.take<int64_t>(kShortChunk + 64);
     float* sums = arena.take<float>(blocks4 * N);
     float* tops = arena.take<float>(padded);
-    RowRule rule = row_rules(p, w, head, padded, arena);
+    RowRule rule = row_rules(p, w, head, padded, F::kUnit, arena);
 
     for (int r = 0; r < padded; r++) {
         Row row = row_of(p, w, head, r < rows ? r : 0);

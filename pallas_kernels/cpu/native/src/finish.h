@@ -12,7 +12,7 @@ INL float expf_(float x) {
 }
 
 // One row: acc[vdim] in natural order is overwritten. A sink is one more column whose value is dropped.
-INL void finish_row(const Problem& p, const Row& row, int head, float m, float l, const float* acc) {
+INL void finish_row(const Problem& p, const Row& row, int head, float m, float l, float value_unit, const float* acc) {
     bool empty = m == -kInf;
     float shift = shift_of(m), weight = 1.0f;
     if (p.sinks && !empty) {
@@ -21,7 +21,7 @@ INL void finish_row(const Problem& p, const Row& row, int head, float m, float l
         l = l * weight + expf_(sink - top);
         shift = top;
     }
-    float factor = empty ? 0.0f : weight / l * (p.v_scale ? p.v_scale[head] : 1.0f);
+    float factor = empty ? 0.0f : weight / l * value_unit * (p.v_scale ? p.v_scale[head] : 1.0f);
     int64_t at = row.token * p.heads + row.head;
     p.lse[at] = empty ? -kInf : shift + log_(l);
     char* out = p.out + at * p.vdim * bytes_of(p.out_type);
@@ -70,8 +70,8 @@ static void finish(const Problem& p, const Work& w, int head, float* m, float* l
         }
     }
     for (int r = 0; r < rows; r++) {
-        F::unpermute(acc + r * vdim, vdim);
-        finish_row(p, row_of(p, w, head, r), head, m[r], l[r], acc + r * vdim);
+        F::unpermute(acc + r * vdim, p.vdim);
+        finish_row(p, row_of(p, w, head, r), head, m[r], l[r], F::kUnit, acc + r * vdim);
     }
     if (p.stream_out) stream_fence();
 }

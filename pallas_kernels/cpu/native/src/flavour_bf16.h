@@ -8,12 +8,13 @@ template <Dtype T>
 struct Bfloat16 {
     static constexpr Dtype kType = T;
     static constexpr bool kPairs = true;
-    static constexpr int kUnit = 2 * N;  // numbers of a vector of pairs
+    static constexpr float kUnit = 1.0f;
+    static constexpr int kStep = 2 * N;  // numbers of a vector of pairs
     static constexpr int64_t padded(int64_t dim) { return round_up(dim, 32); }
     static int64_t words(int64_t dim) { return padded(dim) / 2; }
 
     static void load_query(const Problem& p, const char* row, uint32_t* to) {
-        for (int c = 0; c < padded(p.dim); c += kUnit) {
+        for (int c = 0; c < padded(p.dim); c += kStep) {
             int n = p.dim - c;
             vw x = zero_words();
             if (n > 0) switch (p.q_type) {
@@ -34,7 +35,7 @@ struct Bfloat16 {
             for (int g = 0; g < 4; g++) a[t][g] = zero();
         auto step = [&](int c, int n) __attribute__((always_inline)) {
             vw x[NT];
-            if (ahead) ahead->fetch(NT * kUnit * bytes_of(T));
+            if (ahead) ahead->fetch(NT * kStep * bytes_of(T));
 #pragma GCC unroll 4
             for (int t = 0; t < NT; t++) x[t] = load_pairs<T>(k[t], c, n);
 #pragma GCC unroll 4
@@ -45,7 +46,7 @@ struct Bfloat16 {
             }
         };
         int c = 0;
-        for (; c + kUnit <= dim; c += kUnit) step(c, kUnit);
+        for (; c + kStep <= dim; c += kStep) step(c, kStep);
         if (c < dim) step(c, dim - c);
         return reduce(a);
     }
@@ -59,10 +60,10 @@ struct Bfloat16 {
     static void accumulate(float* acc, int64_t stride, const uint32_t* weights, const int64_t* idx, int n,
                            const char* v, int64_t row_bytes, int vdim, Stream* ahead) {
         int c = 0;
-        for (; c + 2 * kUnit <= vdim; c += 2 * kUnit)
-            columns<2>(acc, stride, weights, idx, n, v, row_bytes, c, kUnit, ahead);
-        for (; c < vdim; c += kUnit) {
-            int last = vdim - c < kUnit ? vdim - c : kUnit;
+        for (; c + 2 * kStep <= vdim; c += 2 * kStep)
+            columns<2>(acc, stride, weights, idx, n, v, row_bytes, c, kStep, ahead);
+        for (; c < vdim; c += kStep) {
+            int last = vdim - c < kStep ? vdim - c : kStep;
             columns<1>(acc, stride, weights, idx, n, v, row_bytes, c, last, ahead);
         }
     }
@@ -72,7 +73,7 @@ struct Bfloat16 {
     static int pack_values(const char* v, const int64_t* idx, int n, int64_t row_bytes, int vdim, uint32_t* to,
                            int64_t stride) {
         for (int t = 0; t < n; t += 2)
-            for (int c = 0; c < vdim; c += kUnit) {
+            for (int c = 0; c < vdim; c += kStep) {
                 vw x = load_pairs<T>(v + idx[t] * row_bytes, c, vdim - c);
                 vw y = t + 1 < n ? load_pairs<T>(v + idx[t + 1] * row_bytes, c, vdim - c) : zero_words();
                 uint32_t* d = to + t / 2 * stride + c;
@@ -89,7 +90,7 @@ struct Bfloat16 {
     static void unpermute(float* acc, int64_t vdim) { unzip_columns(acc, vdim); }
 
    private:
-    template <int NU>  // units of kUnit columns
+    template <int NU>  // units of kStep columns
     INL void columns(float* acc, int64_t stride, const uint32_t* p, const int64_t* idx, int n, const char* v,
                      int64_t row_bytes, int c, int last, Stream* ahead) {
         vf a[4][2 * NU];
@@ -99,12 +100,12 @@ struct Bfloat16 {
             for (int i = 0; i < 2 * NU; i++) a[g][i] = load(acc + g * stride + c + i * N);
         for (int t = 0; t < n; t += 2) {
             const char *r = v + idx[t] * row_bytes, *s = v + idx[t + 1] * row_bytes;
-            if (ahead) ahead->fetch(2 * NU * kUnit * bytes_of(T));
+            if (ahead) ahead->fetch(2 * NU * kStep * bytes_of(T));
             vw x[2 * NU];
 #pragma GCC unroll 2
             for (int u = 0; u < NU; u++) {
-                vw even = load_pairs<T>(r, c + kUnit * u, NU == 1 ? last : kUnit);
-                vw odd = load_pairs<T>(s, c + kUnit * u, NU == 1 ? last : kUnit);
+                vw even = load_pairs<T>(r, c + kStep * u, NU == 1 ? last : kStep);
+                vw odd = load_pairs<T>(s, c + kStep * u, NU == 1 ? last : kStep);
                 x[2 * u] = zip_first(even, odd);
                 x[2 * u + 1] = zip_second(even, odd);
             }

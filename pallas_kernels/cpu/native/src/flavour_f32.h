@@ -8,11 +8,14 @@ template <Dtype T>
 struct Float32 {
     static constexpr Dtype kType = T;
     static constexpr bool kPairs = false;  // a 32-bit word of the matrix products holds one number
+    static constexpr float kUnit = raw_unit(T);
     static constexpr int64_t padded(int64_t dim) { return round_up(dim, N); }
     static int64_t words(int64_t dim) { return padded(dim); }
 
     static void load_query(const Problem& p, const char* row, uint32_t* to) {
-        to_floats(p.q_type, row, p.dim, reinterpret_cast<float*>(to));
+        float* q = reinterpret_cast<float*>(to);
+        to_floats(p.q_type, row, p.dim, q);
+        reorder<split>(q, p.dim);
     }
 
     // 4 rows of q against NT keys -> [key][row].
@@ -23,11 +26,7 @@ struct Float32 {
         for (int t = 0; t < NT; t++)
 #pragma GCC unroll 4
             for (int g = 0; g < 4; g++) a[t][g] = zero();
-        auto step = [&](int c, int n) __attribute__((always_inline)) {
-            vf x[NT];
-            if (ahead) ahead->fetch(NT * N * bytes_of(T));
-#pragma GCC unroll 4
-            for (int t = 0; t < NT; t++) x[t] = loadf<T>(k[t], c, n);
+        auto multiply_by = [&](const vf(&x)[NT], int c) __attribute__((always_inline)) {
 #pragma GCC unroll 4
             for (int g = 0; g < 4; g++) {
                 vf y = load(q + g * stride + c);
@@ -36,8 +35,21 @@ struct Float32 {
             }
         };
         int c = 0;
-        for (; c + N <= dim; c += N) step(c, N);
-        if (c < dim) step(c, dim - c);
+        for (; c + 2 * N <= dim; c += 2 * N) {
+            vf x[NT], y[NT];
+            if (ahead) ahead->fetch(NT * 2 * N * bytes_of(T));
+#pragma GCC unroll 4
+            for (int t = 0; t < NT; t++) load_two<T>(k[t], c, x[t], y[t]);
+            multiply_by(x, c);
+            multiply_by(y, c + N);
+        }
+        for (; c < dim; c += N) {
+            vf x[NT];
+            if (ahead) ahead->fetch(NT * N * bytes_of(T));
+#pragma GCC unroll 4
+            for (int t = 0; t < NT; t++) x[t] = load_raw<T>(k[t], c, dim - c);
+            multiply_by(x, c);
+        }
         return reduce(a);
     }
 
@@ -48,14 +60,19 @@ struct Float32 {
                            const char* v, int64_t row_bytes, int vdim, Stream* ahead) {
         const float* p = reinterpret_cast<const float*>(weights);
         int c = 0;
-        for (; c + kPanel * N <= vdim; c += kPanel * N)
-            columns<kPanel>(acc, stride, p, idx, n, v, row_bytes, c, N, ahead);
-        for (; c < vdim; c += N)
-            columns<1>(acc, stride, p, idx, n, v, row_bytes, c, vdim - c < N ? vdim - c : N, ahead);
+        for (; c + kPanel * N <= vdim; c += kPanel * N) columns<kPanel>(acc, stride, p, idx, n, v, row_bytes, c, N, ahead);
+        if constexpr (kPanel > 2)
+            for (; c + 2 * N <= vdim; c += 2 * N) columns<2>(acc, stride, p, idx, n, v, row_bytes, c, N, ahead);
+        for (; c < vdim; c += N) columns<1>(acc, stride, p, idx, n, v, row_bytes, c, vdim - c, ahead);
     }
 
     INL vw key_words(const char* row, int c, int dim) {  // words c .. c+N-1 of a key, zeros past its end
-        return as_words(loadf<T>(row, c, dim - c < N ? dim - c : N));
+        if (const int two = c / (2 * N) * 2 * N; is_split(T) && two + 2 * N <= dim) {
+            vf x, y;
+            load_two<T>(row, two, x, y);
+            return as_words(c == two ? x : y);
+        }
+        return as_words(load_raw<T>(row, c, dim - c));
     }
 
     // Values of keys [0, n) as words [n][vdim]; returns the depth of the product.
@@ -70,9 +87,21 @@ struct Float32 {
         for (int i = 0; i < vectors; i++) store_words(to + i * N, as_words(x[i]));
     }
     INL vf multiply(vf c, const uint32_t* a, vw b) { return fma(as_floats(set1_word(a)), as_floats(b), c); }
-    static void unpermute(float*, int64_t) {}
+    static void unpermute(float* acc, int64_t vdim) { reorder<join>(acc, vdim); }
 
    private:
+    // To the order of load_two, or back from it: numbers behind the last whole pair of vectors stay.
+    template <void (*kHow)(vf&, vf&)>
+    INL void reorder(float* x, int64_t n) {
+        if (!is_split(T)) return;
+        for (int64_t c = 0; c + 2 * N <= n; c += 2 * N) {
+            vf a = load(x + c), b = load(x + c + N);
+            kHow(a, b);
+            store(x + c, a);
+            store(x + c + N, b);
+        }
+    }
+
     template <int NV>
     INL void columns(float* acc, int64_t stride, const float* p, const int64_t* idx, int n, const char* v,
                      int64_t row_bytes, int c, int last, Stream* ahead) {
@@ -85,8 +114,9 @@ struct Float32 {
             const char* row = v + idx[t] * row_bytes;
             if (ahead) ahead->fetch(NV * N * bytes_of(T));
             vf x[NV];
+            if constexpr (NV == 1) x[0] = load_raw<T>(row, c, last);
 #pragma GCC unroll 4
-            for (int i = 0; i < NV; i++) x[i] = NV == 1 ? loadf<T>(row, c, last) : loadf<T>(row, c + i * N);
+            for (int i = 0; i + 1 < NV; i += 2) load_two<T>(row, c + i * N, x[i], x[i + 1]);
 #pragma GCC unroll 4
             for (int g = 0; g < 4; g++) {
                 vf w = set1(p[t * 4 + g]);

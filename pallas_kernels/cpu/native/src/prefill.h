@@ -107,7 +107,7 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
     Ahead::all({p.q, q_idx, rows < first_rows ? rows : first_rows, q_bytes});
     int next_n = find_rows(p, w, head, 0, next_idx);
     Ahead::all({p.k, next_idx, next_n, k_bytes});
-    RowRule rule = row_rules(p, w, head, padded, arena);
+    RowRule rule = row_rules(p, w, head, padded, F::kUnit, arena);
     fill(tops, padded + N, -kInf);
     fill(found, padded + N, -kInf);
     fill(sums, padded + N, 0.0f);

@@ -90,7 +90,7 @@ INL __m256i first8(int n) {
 }
 
 template <Dtype T>
-INL vf loadf(const char* p, int64_t i, int n = N) {
+INL vf load_raw(const char* p, int64_t i, int n = N) {
     if constexpr (T == Dtype::f32) {
         const float* f = reinterpret_cast<const float*>(p) + i;
         return n >= N ? load(f) : _mm256_maskload_ps(f, first8(n));
@@ -107,8 +107,42 @@ INL vf loadf(const char* p, int64_t i, int n = N) {
         __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
         __m128i half = _mm_or_si128(sign, _mm_slli_epi16(low, 7));
         half = _mm_or_si128(half, _mm_and_si128(_mm_cmpeq_epi16(low, _mm_set1_epi16(0x7f)), _mm_set1_epi16(0x7e00)));
-        return mul(_mm256_cvtph_ps(half), set1(256.0f));
+        return _mm256_cvtph_ps(half);
     }
+}
+
+template <Dtype T>
+INL void load_two(const char* p, int64_t i, vf& a, vf& b) {
+    if constexpr (T == Dtype::bf16) {
+        __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 2 * i));
+        a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+        b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+    } else if constexpr (T == Dtype::e4m3 || T == Dtype::e5m2) {
+        __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i))), half;
+        if constexpr (T == Dtype::e5m2) {
+            half = _mm256_slli_epi16(x, 8);
+        } else {
+            __m256i nan = _mm256_cmpeq_epi16(_mm256_or_si256(x, _mm256_set1_epi16(-128)), _mm256_set1_epi16(-1));
+            half = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16((short)0xbfff));
+            half = _mm256_or_si256(half, _mm256_and_si256(nan, _mm256_set1_epi16(0x7e00)));
+        }
+        a = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
+        b = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
+    } else {
+        a = load_raw<T>(p, i), b = load_raw<T>(p, i + N);
+    }
+}
+
+INL void split(vf& a, vf& b) {
+    const __m256i order = _mm256_set_epi32(7, 6, 3, 2, 5, 4, 1, 0);
+    const vf even = _mm256_shuffle_ps(a, b, 0x88), odd = _mm256_shuffle_ps(a, b, 0xdd);
+    a = _mm256_permutevar8x32_ps(even, order);
+    b = _mm256_permutevar8x32_ps(odd, order);
+}
+INL void join(vf& a, vf& b) {
+    const vf low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+    a = _mm256_permute2f128_ps(low, high, 0x20);
+    b = _mm256_permute2f128_ps(low, high, 0x31);
 }
 
 INL void storef(Dtype t, char* p, int64_t i, vf x, int n = N) {

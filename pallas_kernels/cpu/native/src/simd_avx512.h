@@ -86,9 +86,9 @@ INL vf reduce(vf (&a)[NT][4]) {
 
 INL __mmask16 first16(int n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
 
-// 16 stored numbers from element i on, as floats; of the last `n` when fewer are left, zeros behind them.
+// 16 stored numbers from element i on, as floats of unit raw_unit(T); of the last `n` when fewer are left, zeros behind.
 template <Dtype T>
-INL vf loadf(const char* p, int64_t i, int n = N) {
+INL vf load_raw(const char* p, int64_t i, int n = N) {
     const __mmask16 m = first16(n);
     if constexpr (T == Dtype::f32) {
         return _mm512_maskz_loadu_ps(m, p + 4 * i);
@@ -100,14 +100,51 @@ INL vf loadf(const char* p, int64_t i, int n = N) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(m, p + i)));
     } else if constexpr (T == Dtype::e5m2) {  // the upper byte of a half
         return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(m, p + i)), 8));
-    } else {  // e4m3: exponent and mantissa in a half, whose bias is 8 less; S.1111.111 is the one NaN
+    } else {  // e4m3: exponent and mantissa in a half, whose bias is 8 more; S.1111.111 is the one NaN
         __m256i x = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(m, p + i));
         __m256i low = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
         __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8);
-        vf y = mul(_mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(low, 7))), set1(256.0f));
+        vf y = _mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(low, 7)));
         __mmask16 nan = _mm256_cmpeq_epi16_mask(low, _mm256_set1_epi16(0x7f));
         return _mm512_mask_mov_ps(y, nan, set1(__builtin_nanf("")));
     }
+}
+
+// The same for 2 N numbers, in the order of `split` if is_split(T).
+template <Dtype T>
+INL void load_two(const char* p, int64_t i, vf& a, vf& b) {
+    if constexpr (T == Dtype::bf16) {  // two to a word: the lower one is shifted up, the upper one stands in its place
+        __m512i x = _mm512_loadu_si512(p + 2 * i);
+        a = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+        b = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
+    } else if constexpr (T == Dtype::e4m3 || T == Dtype::e5m2) {
+        __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i))), half;
+        if constexpr (T == Dtype::e5m2) {
+            half = _mm512_slli_epi16(x, 8);
+        } else {
+            __mmask32 nan = _mm512_cmpeq_epi16_mask(_mm512_or_si512(x, _mm512_set1_epi16(-128)), _mm512_set1_epi16(-1));
+            half = _mm512_and_si512(_mm512_slli_epi16(x, 7), _mm512_set1_epi16((short)0xbfff));
+            half = _mm512_mask_mov_epi16(half, nan, _mm512_set1_epi16(0x7e00));
+        }
+        a = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
+        b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
+    } else {
+        a = load_raw<T>(p, i), b = load_raw<T>(p, i + N);
+    }
+}
+
+// Numbers in order -> the even ones and the odd ones, and back.
+INL void split(vf& a, vf& b) {
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const vf x = _mm512_permutex2var_ps(a, even, b);
+    b = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
+    a = x;
+}
+INL void join(vf& a, vf& b) {
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const vf x = _mm512_permutex2var_ps(a, low, b);
+    b = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+    a = x;
 }
 
 INL __m256i narrow(Dtype t, vf x) {  // f16 or bf16, nearest even

@@ -80,7 +80,7 @@ INL uint64_t first_bytes(const char* p, int bytes) {
 }
 
 template <Dtype T>
-INL vf loadf(const char* p, int64_t i, int n = N) {
+INL vf load_raw(const char* p, int64_t i, int n = N) {
     n = n < N ? n : N;
     if constexpr (T == Dtype::f32) {
         const float* f = reinterpret_cast<const float*>(p) + i;
@@ -101,8 +101,30 @@ INL vf loadf(const char* p, int64_t i, int n = N) {
         uint16x4_t low = vand_u16(x, vdup_n_u16(0x7f)), sign = vshl_n_u16(vand_u16(x, vdup_n_u16(0x80)), 8);
         uint16x4_t nan = vand_u16(vceq_u16(low, vdup_n_u16(0x7f)), vdup_n_u16(0x7e00));
         uint16x4_t half = vorr_u16(vorr_u16(sign, vshl_n_u16(low, 7)), nan);
-        return mul(vcvt_f32_f16(vreinterpret_f16_u16(half)), set1(256.0f));
+        return vcvt_f32_f16(vreinterpret_f16_u16(half));
     }
+}
+
+template <Dtype T>
+INL void load_two(const char* p, int64_t i, vf& a, vf& b) {
+    if constexpr (T == Dtype::bf16) {
+        vw x = vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(p + 2 * i)));
+        a = as_floats(vshlq_n_u32(x, 16));
+        b = as_floats(vandq_u32(x, vdupq_n_u32(0xffff0000u)));
+    } else {
+        a = load_raw<T>(p, i), b = load_raw<T>(p, i + N);
+    }
+}
+
+INL void split(vf& a, vf& b) {
+    const vf even = vuzp1q_f32(a, b);
+    b = vuzp2q_f32(a, b);
+    a = even;
+}
+INL void join(vf& a, vf& b) {
+    const vf low = vzip1q_f32(a, b);
+    b = vzip2q_f32(a, b);
+    a = low;
 }
 
 INL void storef(Dtype t, char* p, int64_t i, vf x, int n = N) {
