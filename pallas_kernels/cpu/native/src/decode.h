@@ -79,20 +79,23 @@ static void attend_short(const Problem& p, const Work& w, int head, float* parti
     const int64_t last = count ? idx[count - 1] : 0;
     for (int t = count; t < count + 64; t++) idx[t] = last;
 
-    Stream stream(p, k_bytes, v_bytes, idx, count);
+    Stream stream(idx);
+    stream.aim(p.k, k_bytes, 0, 0, count < kBlockKeys ? count : kBlockKeys);
+    stream.rest();
     for (int t0 = 0; t0 < count; t0 += kBlockKeys) {
-        const int n = count - t0 < kBlockKeys ? count - t0 : kBlockKeys, vectors = (n + NT - 1) / NT;
+        const int left = count - t0, n = left < kBlockKeys ? left : kBlockKeys, vectors = (n + NT - 1) / NT;
         if (p.k_token_scale) gather(p.k_token_scale, idx + t0, vectors * NT, k_scales);
         if (p.v_token_scale) gather(p.v_token_scale, idx + t0, vectors * NT, v_scales);
         for (int b = 0; b < blocks4; b++) {
             const uint32_t* q4 = q + b * 4 * q_stride;
-            Stream* const ahead = b ? nullptr : &stream;
-            if (ahead) ahead->seek(0, t0);
+            const char* const* const ahead = b ? nullptr : stream.next;
+            if (ahead) stream.aim(p.v, v_bytes, k_bytes, t0, n);
             for (int i = 0; i < vectors; i++) {
                 const char* k[NT];
                 for (int t = 0; t < NT; t++) k[t] = p.k + idx[t0 + i * NT + t] * k_bytes;
-                store(logits + i * N, F::dots(q4, q_stride, k, p.dim, ahead));
+                store(logits + i * N, F::dots(q4, q_stride, k, p.dim, ahead ? ahead + i * NT : nullptr));
             }
+            if (ahead) stream.rest();
             vf found = shape_block(p, rule, b * 4, t0, n, p.k_token_scale ? k_scales : nullptr, w.begin, logits);
 
             vf old = repeat4(tops + b * 4), top = max(old, found), shift = shift_of(top);
@@ -118,10 +121,12 @@ static void attend_short(const Problem& p, const Work& w, int head, float* parti
             for (int i = vectors; i * NT < n + 8; i++) store(logits + i * N, zero());
 
             const uint32_t* weights = F::weights(logits, n, pairs);
-            if (ahead) ahead->seek(1, t0);
+            if (ahead) stream.aim(p.k, k_bytes, v_bytes, t0 + n, left - n < kBlockKeys ? left - n : kBlockKeys);
             for (int t = 0; t < n; t += kValueRun)
                 F::accumulate(acc + b * 4 * vdim, vdim, weights + t * (F::kPairs ? 2 : 4), idx + t0 + t,
-                              n - t < kValueRun ? n - t : kValueRun, p.v, v_bytes, p.vdim, ahead);
+                              n - t < kValueRun ? n - t : kValueRun, p.v, v_bytes, p.vdim,
+                              ahead ? ahead + t : nullptr);
+            if (ahead) stream.rest();
         }
     }
     float* m = tops;

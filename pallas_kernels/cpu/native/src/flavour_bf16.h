@@ -9,6 +9,7 @@ struct Bfloat16 {
     static constexpr Dtype kType = T;
     static constexpr bool kPairs = true;
     static constexpr float kUnit = 1.0f;
+    static constexpr int kBytes = (int)bytes_of(T);
     static constexpr int kStep = 2 * N;  // numbers of a vector of pairs
     static constexpr int64_t padded(int64_t dim) { return round_up(dim, 32); }
     static int64_t words(int64_t dim) { return padded(dim) / 2; }
@@ -27,7 +28,7 @@ struct Bfloat16 {
         }
     }
 
-    INL vf dots(const uint32_t* q, int64_t stride, const char* const* k, int dim, Stream* ahead) {
+    INL vf dots(const uint32_t* q, int64_t stride, const char* const* k, int dim, const char* const* ahead) {
         vf a[NT][4];
 #pragma GCC unroll 4
         for (int t = 0; t < NT; t++)
@@ -35,9 +36,11 @@ struct Bfloat16 {
             for (int g = 0; g < 4; g++) a[t][g] = zero();
         auto step = [&](int c, int n) __attribute__((always_inline)) {
             vw x[NT];
-            if (ahead) ahead->fetch(NT * kStep * bytes_of(T));
 #pragma GCC unroll 4
-            for (int t = 0; t < NT; t++) x[t] = load_pairs<T>(k[t], c, n);
+            for (int t = 0; t < NT; t++) {
+                x[t] = load_pairs<T>(k[t], c, n);
+                if (ahead) ask<kStep * kBytes>(ahead[t], c * kBytes);
+            }
 #pragma GCC unroll 4
             for (int g = 0; g < 4; g++) {
                 vw y = load_words(q + g * stride + c / 2);
@@ -58,7 +61,7 @@ struct Bfloat16 {
     }
 
     static void accumulate(float* acc, int64_t stride, const uint32_t* weights, const int64_t* idx, int n,
-                           const char* v, int64_t row_bytes, int vdim, Stream* ahead) {
+                           const char* v, int64_t row_bytes, int vdim, const char* const* ahead) {
         int c = 0;
         for (; c + 2 * kStep <= vdim; c += 2 * kStep)
             columns<2>(acc, stride, weights, idx, n, v, row_bytes, c, kStep, ahead);
@@ -92,7 +95,7 @@ struct Bfloat16 {
    private:
     template <int NU>  // units of kStep columns
     INL void columns(float* acc, int64_t stride, const uint32_t* p, const int64_t* idx, int n, const char* v,
-                     int64_t row_bytes, int c, int last, Stream* ahead) {
+                     int64_t row_bytes, int c, int last, const char* const* ahead) {
         vf a[4][2 * NU];
 #pragma GCC unroll 4
         for (int g = 0; g < 4; g++)
@@ -100,7 +103,8 @@ struct Bfloat16 {
             for (int i = 0; i < 2 * NU; i++) a[g][i] = load(acc + g * stride + c + i * N);
         for (int t = 0; t < n; t += 2) {
             const char *r = v + idx[t] * row_bytes, *s = v + idx[t + 1] * row_bytes;
-            if (ahead) ahead->fetch(2 * NU * kStep * bytes_of(T));
+            if (ahead) ask<NU * kStep * kBytes>(ahead[t], c * kBytes);
+            if (ahead) ask<NU * kStep * kBytes>(ahead[t + 1], c * kBytes);
             vw x[2 * NU];
 #pragma GCC unroll 2
             for (int u = 0; u < NU; u++) {

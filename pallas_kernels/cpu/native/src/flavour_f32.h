@@ -9,6 +9,7 @@ struct Float32 {
     static constexpr Dtype kType = T;
     static constexpr bool kPairs = false;  // a 32-bit word of the matrix products holds one number
     static constexpr float kUnit = raw_unit(T);
+    static constexpr int kBytes = (int)bytes_of(T);
     static constexpr int64_t padded(int64_t dim) { return round_up(dim, N); }
     static int64_t words(int64_t dim) { return padded(dim); }
 
@@ -19,7 +20,7 @@ struct Float32 {
     }
 
     // 4 rows of q against NT keys -> [key][row].
-    INL vf dots(const uint32_t* q_words, int64_t stride, const char* const* k, int dim, Stream* ahead) {
+    INL vf dots(const uint32_t* q_words, int64_t stride, const char* const* k, int dim, const char* const* ahead) {
         const float* q = reinterpret_cast<const float*>(q_words);
         vf a[NT][4];
 #pragma GCC unroll 4
@@ -37,17 +38,21 @@ struct Float32 {
         int c = 0;
         for (; c + 2 * N <= dim; c += 2 * N) {
             vf x[NT], y[NT];
-            if (ahead) ahead->fetch(NT * 2 * N * bytes_of(T));
 #pragma GCC unroll 4
-            for (int t = 0; t < NT; t++) load_two<T>(k[t], c, x[t], y[t]);
+            for (int t = 0; t < NT; t++) {
+                load_two<T>(k[t], c, x[t], y[t]);
+                if (ahead) ask<2 * N * kBytes>(ahead[t], c * kBytes);
+            }
             multiply_by(x, c);
             multiply_by(y, c + N);
         }
         for (; c < dim; c += N) {
             vf x[NT];
-            if (ahead) ahead->fetch(NT * N * bytes_of(T));
 #pragma GCC unroll 4
-            for (int t = 0; t < NT; t++) x[t] = load_raw<T>(k[t], c, dim - c);
+            for (int t = 0; t < NT; t++) {
+                x[t] = load_raw<T>(k[t], c, dim - c);
+                if (ahead) ask<N * kBytes>(ahead[t], c * kBytes);
+            }
             multiply_by(x, c);
         }
         return reduce(a);
@@ -57,7 +62,7 @@ struct Float32 {
 
     // acc[4][stride] += p[n][4] * v[n][columns], one vector group of columns at a time.
     static void accumulate(float* acc, int64_t stride, const uint32_t* weights, const int64_t* idx, int n,
-                           const char* v, int64_t row_bytes, int vdim, Stream* ahead) {
+                           const char* v, int64_t row_bytes, int vdim, const char* const* ahead) {
         const float* p = reinterpret_cast<const float*>(weights);
         int c = 0;
         for (; c + kPanel * N <= vdim; c += kPanel * N) columns<kPanel>(acc, stride, p, idx, n, v, row_bytes, c, N, ahead);
@@ -104,7 +109,7 @@ struct Float32 {
 
     template <int NV>
     INL void columns(float* acc, int64_t stride, const float* p, const int64_t* idx, int n, const char* v,
-                     int64_t row_bytes, int c, int last, Stream* ahead) {
+                     int64_t row_bytes, int c, int last, const char* const* ahead) {
         vf a[4][NV];
 #pragma GCC unroll 4
         for (int g = 0; g < 4; g++)
@@ -112,7 +117,7 @@ struct Float32 {
             for (int i = 0; i < NV; i++) a[g][i] = load(acc + g * stride + c + i * N);
         for (int t = 0; t < n; t++) {
             const char* row = v + idx[t] * row_bytes;
-            if (ahead) ahead->fetch(NV * N * bytes_of(T));
+            if (ahead) ask<NV * N * kBytes>(ahead[t], c * kBytes);
             vf x[NV];
             if constexpr (NV == 1) x[0] = load_raw<T>(row, c, last);
 #pragma GCC unroll 4

@@ -1,64 +1,43 @@
-// The order in which the short kernel reads a piece (keys of a block, its values, keys of the next), walked kLead bytes
-// ahead of the products. A few lines at a time, evenly between them: a burst of prefetches fills the miss buffers, and
-// the products behind it wait.
+// The rows that the next half of a block reads (the values of this block, the keys of the next one): every product asks
+// for one of them while it consumes its own, so the memory is never idle and never asked in a burst. Neighbours in this
+// order lie kStreams-ths of a block apart: pages that are read side by side keep as many of the hardware's own streams
+// going (twice the bandwidth of one page after the other, measured on Ice Lake with pages of 4 KiB).
 #pragma once
 #include "common.h"
 
 namespace JATTN_ISA {
 
-constexpr int kLead = 8192;  // measured on Zen 5: from 6 to 16 KiB it hardly matters, 4 KiB is too short
+constexpr int kStreams = 8;  // 4 and 16 are within noise of it; 1 is a quarter slower
 
 struct Stream {
-    const char* pool[2];  // keys, values
-    int64_t row_bytes[2];
-    const int64_t* idx;  // rows in the pools, `count` of them
-    int count;
-    int half, block, t, stop;  // row t of a block's keys or values, which end at `stop`
-    const char *at, *end;      // what is left of that row
-    int due;                   // bytes asked for that do not fill a line yet
+    const int64_t* idx;                    // rows in the pools
+    const char* next[kBlockKeys + 4 * N];  // the row that a product asks for beside its own; whole vectors of keys
+    int64_t row_bytes = 0, asked = 0;      // of a row, and how many of them the products ask for
+    int rows = 0;
 
-    Stream(const Problem& p, int64_t k_bytes, int64_t v_bytes, const int64_t* idx, int count)
-        : pool{p.k, p.v}, row_bytes{k_bytes, v_bytes}, idx(idx), count(count) {
-        go(0, 0, 0);
-        if (count) fetch(kLead);
-    }
+    explicit Stream(const int64_t* idx) : idx(idx) {}
 
-    // The products now begin with a block's keys (0) or values (1).
-    void seek(int now, int first) { go(now, first, (int)(kLead / row_bytes[now])); }
-
-    // The products are about to consume this many bytes.
-    inline __attribute__((always_inline)) void fetch(int bytes) {
-        for (due += bytes; due >= 64; due -= 64, at += 64) {
-            if (at >= end) {
-                if (++t >= stop) turn();
-                enter();
-            }
-            prefetch(at);
-        }
+    // From now on the products ask for rows first .. first + count - 1 of `pool`, `used` bytes of each.
+    void aim(const char* pool, int64_t bytes, int64_t used, int first, int count) {
+        rows = 0, row_bytes = bytes, asked = used;
+        const int run = (count + kStreams - 1) / kStreams;
+        for (int step = 0; step < run; step++)
+            for (int t = step; t < count; t += run) next[rows++] = pool + idx[first + t] * bytes;
+        for (int t = rows; t < kBlockKeys + 4 * N; t++) next[t] = rows ? next[rows - 1] : pool;
     }
-
-   private:
-    void go(int now, int first, int rows) {
-        half = now, block = first, t = first + rows, due = 0;
-        stop = block + kBlockKeys < count ? block + kBlockKeys : count;
-        if (const int over = t - stop; over >= 0) {
-            turn();
-            t += over;
-        }
-        if (count) enter();
-    }
-    void turn() {
-        if (half) {
-            block += kBlockKeys;
-            stop = block + kBlockKeys < count ? block + kBlockKeys : count;
-        }
-        half = !half;
-        t = block;
-    }
-    void enter() {  // behind the end of the piece: its last row, which is there already
-        at = pool[half] + idx[t < count ? t : count - 1] * row_bytes[half];
-        end = at + row_bytes[half];
+    // What the products did not ask for: the far end of longer rows, or whole rows where there was no product.
+    void rest() {
+        if (asked < row_bytes)
+            for (int t = 0; t < rows; t++)
+                for (int64_t c = asked; c < row_bytes; c += 64) prefetch(next[t] + c);
     }
 };
+
+// Bytes from .. from + kBytes - 1 of a row; `from` is a multiple of kBytes.
+template <int kBytes>
+INL void ask(const char* row, int64_t from) {
+    if (kBytes >= 64 || from % 64 == 0)
+        for (int c = 0; c < kBytes; c += 64) prefetch(row + from + c);
+}
 
 }  // namespace JATTN_ISA
