@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.cache.pool import filled
 from jattn.device import Chip, resolve
 from jattn.types import pytree, static
 from pallas_kernels.algebra import quant
@@ -155,7 +156,8 @@ def empty_cache(
     """
     if storage not in STORAGES:
         raise ValueError(f"{storage=} is not known; use 'native', 'bits' or None to let the platform choose")
-    bits = resolve(platform).platform == "cpu" if storage is None else storage == "bits"
+    chip = resolve(platform)
+    bits = chip.platform == "cpu" if storage is None else storage == "bits"
     stored = quant.storage_dtype(spec.dtype, bits)
     token_scale = fill_value = None
     if spec.quant == "per_token_head":
@@ -167,8 +169,8 @@ def empty_cache(
         fill_value = quant.encode(jnp.asarray(fill, jnp.float32), spec.dtype, stored)
     copy = lambda x: None if x is None else jnp.array(x, copy=True)  # noqa: E731  each leaf its own buffer: donation
     return PagedKV(
-        k=jnp.full(spec.shape, fill_value, stored),
-        v=jnp.full(spec.v_shape, fill_value, stored),
+        k=filled(spec.shape, fill_value, chip),
+        v=filled(spec.v_shape, fill_value, chip),
         k_token_scale=copy(token_scale),
         v_token_scale=copy(token_scale),
         spec=spec,

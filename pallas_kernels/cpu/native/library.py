@@ -1,4 +1,4 @@
-"""Loads the library once, tells XLA about its two calls, and says which ISAs run here or why none does."""
+"""Loads the library once, tells XLA about its calls, and says which ISAs run here or why none does."""
 
 import ctypes
 import dataclasses
@@ -12,8 +12,8 @@ from pallas_kernels.cpu.native import build
 
 log = logging.getLogger(__name__)
 
-ATTEND, WRITE = "jattn_cpu_attend", "jattn_cpu_write"
-_SYMBOLS = {ATTEND: "JattnAttend", WRITE: "JattnWrite"}
+ATTEND, WRITE, FILL = "jattn_cpu_attend", "jattn_cpu_write", "jattn_cpu_fill"
+_SYMBOLS = {ATTEND: "JattnAttend", WRITE: "JattnWrite", FILL: "JattnFill"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The two custom calls as JAX functions: attention over pages or packed keys, and the write into the pool.
+"""The custom calls as JAX functions: attention over pages or packed keys, the write into the pool, and a new pool.
 
 Under vmap a call runs once per element (vmap_method='sequential'); they have no gradient of their own (the caller
 gives one); inside shard_map every device runs its own. Both use XLA's thread pool.
@@ -119,6 +119,11 @@ def write(
         threads=np.int32(threads),
     )
     return tuple(None if old is None else new for old, new in zip(pools, written, strict=True))
+
+
+def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:
+    """jnp.full(shape, value), on large pages where the system has them."""
+    return jax.ffi.ffi_call(library.FILL, jax.ShapeDtypeStruct(shape, value.dtype), vmap_method="sequential")(value)
 
 
 def _ints(x, empty: tuple[int, ...] = (0,)) -> jax.Array:

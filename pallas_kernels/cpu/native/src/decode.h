@@ -46,9 +46,19 @@ INL vf shape_block(const Problem& p, const RowRule& rule, int r, int t0, int n, 
     return fold4max(top);
 }
 
+// The first keys of the piece that this thread will most likely claim next; returns how many, none if it is a long one.
+INL int next_keys(const Problem& p, const Queue& queue, int64_t* idx) {
+    const int64_t item = queue.claimed.load(std::memory_order_relaxed);
+    if (item >= queue.items || !queue.works[item / p.kv_heads].is_short) return 0;
+    const Work& w = queue.works[item / p.kv_heads];
+    const int count = w.end - w.begin < kBlockKeys ? w.end - w.begin : kBlockKeys;
+    find_keys(p, w, (int)(item % p.kv_heads), 0, count, idx);
+    return count;
+}
+
 template <class F>
-static void attend_short(const Problem& p, const Work& w, int head, float* partials, int32_t* counters,
-                         char* scratch) {
+static void attend_short(const Problem& p, const Work& w, int head, const Queue& queue, float* partials,
+                         int32_t* counters, char* scratch) {
     Arena arena{scratch};
     const int rows = w.rows(), blocks4 = (rows + 3) / 4, padded = blocks4 * 4, count = w.end - w.begin;
     const int64_t q_stride = F::words(p.dim), vdim = padded_vdim(p);
@@ -60,6 +70,7 @@ static void attend_short(const Problem& p, const Work& w, int head, float* parti
     float* k_scales = arena.take<float>(kBlockKeys + N);
     float* v_scales = arena.take<float>(kBlockKeys + N);
     int64_t* idx = arena.take<int64_t>(kShortChunk + 64);
+    int64_t* upcoming = arena.take<int64_t>(kBlockKeys);
     float* sums = arena.take<float>(blocks4 * N);
     float* tops = arena.take<float>(padded);
     RowRule rule = row_rules(p, w, head, padded, F::kUnit, arena);
@@ -71,16 +82,12 @@ static void attend_short(const Problem& p, const Work& w, int head, float* parti
     }
     fill(acc, padded * vdim, 0.0f);
     fill(sums, blocks4 * N, 0.0f);
-    for (int t = 0; t < count;) {  // rows of the keys in the pool, a page's run at a time
-        int64_t at = row_index(p, w.req, head, w.begin + t);
-        int run = p.table ? p.block_size - (w.begin + t) % p.block_size : count - t;
-        for (int n = run < count - t ? run : count - t; n > 0; n--, at += p.slot_stride) idx[t++] = at;
-    }
+    find_keys(p, w, head, 0, count, idx);
     const int64_t last = count ? idx[count - 1] : 0;
     for (int t = count; t < count + 64; t++) idx[t] = last;
 
-    Stream stream(idx);
-    stream.aim(p.k, k_bytes, 0, 0, count < kBlockKeys ? count : kBlockKeys);
+    Stream stream;
+    stream.aim(p.k, k_bytes, 0, idx, count < kBlockKeys ? count : kBlockKeys);
     stream.rest();
     for (int t0 = 0; t0 < count; t0 += kBlockKeys) {
         const int left = count - t0, n = left < kBlockKeys ? left : kBlockKeys, vectors = (n + NT - 1) / NT;
@@ -89,7 +96,7 @@ static void attend_short(const Problem& p, const Work& w, int head, float* parti
         for (int b = 0; b < blocks4; b++) {
             const uint32_t* q4 = q + b * 4 * q_stride;
             const char* const* const ahead = b ? nullptr : stream.next;
-            if (ahead) stream.aim(p.v, v_bytes, k_bytes, t0, n);
+            if (ahead) stream.aim(p.v, v_bytes, k_bytes, idx + t0, n);
             for (int i = 0; i < vectors; i++) {
                 const char* k[NT];
                 for (int t = 0; t < NT; t++) k[t] = p.k + idx[t0 + i * NT + t] * k_bytes;
@@ -121,7 +128,10 @@ static void attend_short(const Problem& p, const Work& w, int head, float* parti
             for (int i = vectors; i * NT < n + 8; i++) store(logits + i * N, zero());
 
             const uint32_t* weights = F::weights(logits, n, pairs);
-            if (ahead) stream.aim(p.k, k_bytes, v_bytes, t0 + n, left - n < kBlockKeys ? left - n : kBlockKeys);
+            if (ahead && left > n)
+                stream.aim(p.k, k_bytes, v_bytes, idx + t0 + n, left - n < kBlockKeys ? left - n : kBlockKeys);
+            else if (ahead)
+                stream.aim(p.k, k_bytes, v_bytes, upcoming, next_keys(p, queue, upcoming));
             for (int t = 0; t < n; t += kValueRun)
                 F::accumulate(acc + b * 4 * vdim, vdim, weights + t * (F::kPairs ? 2 : 4), idx + t0 + t,
                               n - t < kValueRun ? n - t : kValueRun, p.v, v_bytes, p.vdim,

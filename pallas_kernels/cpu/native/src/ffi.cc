@@ -1,4 +1,4 @@
-// The two custom calls, as XLA sees them: attention over pages or packed keys, and the write into the pool.
+// The custom calls, as XLA sees them: attention over pages or packed keys, the write into the pool, and a new pool.
 #include "xla/ffi/api/ffi.h"
 
 #if defined(__linux__)
@@ -38,7 +38,8 @@ ffi::Error unknown_isa(std::string_view isa) {
     return ffi::Error::InvalidArgument("isa=" + std::string(isa) + " does not run here; use one of " + known_isas());
 }
 
-// A large fresh output costs a page fault for every 4 KiB, a third of a float32 prefill: ask for large pages.
+// Fresh memory costs a page fault for every 4 KiB, a third of a float32 prefill's time for its output, and each such page
+// of a pool an address translation of its own whenever it is read: ask for large pages.
 void on_large_pages(const void* data, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     const uintptr_t page = 4096, begin = ((uintptr_t)data + page - 1) & ~(page - 1);
@@ -147,6 +148,21 @@ ffi::Error write_call(ffi::ThreadPool pool, ffi::AnyBuffer k, ffi::AnyBuffer v, 
     return ffi::Error::Success();
 }
 
+ffi::Error fill_call(ffi::ThreadPool pool, ffi::AnyBuffer value, ffi::Result<ffi::AnyBuffer> out) {
+    const size_t width = value.size_bytes(), bytes = out->size_bytes(), piece = 16u << 20;
+    if (value.element_count() != 1) return ffi::Error::InvalidArgument("one value fills an array");
+    char pattern[4096];
+    for (size_t i = 0; i + width <= sizeof pattern; i += width) std::memcpy(pattern + i, value.untyped_data(), width);
+    char* const begin = static_cast<char*>(out->untyped_data());
+    on_large_pages(begin, bytes);
+    parallel_for(pool, (int64_t)((bytes + piece - 1) / piece), 0, [&](int64_t i, auto&) {
+        const size_t end = std::min(bytes, (i + 1) * piece);
+        for (size_t at = i * piece; at < end; at += sizeof pattern)
+            std::memcpy(begin + at, pattern, std::min(sizeof pattern, end - at));
+    });
+    return ffi::Error::Success();
+}
+
 }  // namespace
 
 using Any = ffi::AnyBuffer;
@@ -172,6 +188,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<Any>().Arg<Any>().Arg<Any>().Arg<Any>()              // the pool
         .Ret<Any>().Ret<Any>().Ret<Any>().Ret<Any>()
         .Attr<int32_t>("kv_type").Attr<bool>("heads_first").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JattnFill, fill_call, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Ret<Any>());
 
 extern "C" const char* jattn_isas() {  // "avx512_bf16, avx512, avx2": what runs here, best first
     static const std::string names = [] {

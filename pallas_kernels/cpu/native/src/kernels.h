@@ -7,9 +7,12 @@
 namespace JATTN_ISA {
 
 template <class F>
-static void attend(const Problem& p, const Work& w, int head, float* partials, int32_t* counters, char* scratch) {
+static void attend(const Problem& p, const Queue& queue, int64_t item, float* partials, int32_t* counters,
+                   char* scratch) {
+    const Work& w = queue.works[item / p.kv_heads];
+    const int head = (int)(item % p.kv_heads);
     if (w.is_short)
-        attend_short<F>(p, w, head, partials, counters, scratch);
+        attend_short<F>(p, w, head, queue, partials, counters, scratch);
     else
         attend_long<F>(p, w, head, partials, counters, scratch);
 }

@@ -52,15 +52,11 @@ INL float shape_row(const Problem& p, float* x, int vectors, float mult, float s
     return hmax(top);
 }
 
-// Where keys t0 .. t0 + kTileKeys - 1 of the piece lie in the pool; returns how many there are.
-static inline int find_rows(const Problem& p, const Work& w, int head, int t0, int64_t* idx) {
-    const int left = w.end - w.begin - t0, n = left < kTileKeys ? left : kTileKeys;
-    for (int t = 0; t < n;) {
-        int64_t at = row_index(p, w.req, head, w.begin + t0 + t);
-        int run = p.table ? p.block_size - (w.begin + t0 + t) % p.block_size : n - t;
-        for (int i = run < n - t ? run : n - t; i > 0; i--, at += p.slot_stride) idx[t++] = at;
-    }
-    return n > 0 ? n : 0;
+// The rows of keys t0 .. t0 + kTileKeys - 1 of the piece; returns how many there are.
+INL int find_tile(const Problem& p, const Work& w, int head, int t0, int64_t* idx) {
+    const int left = w.end - w.begin - t0, n = left < 0 ? 0 : left < kTileKeys ? left : kTileKeys;
+    find_keys(p, w, head, t0, n, idx);
+    return n;
 }
 
 constexpr int kFirstRows = 36;  // queries of the first products, while the others are on their way
@@ -105,7 +101,7 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
     }
     const int first_rows = (int)round_up(kFirstRows, kRows);
     Ahead::all({p.q, q_idx, rows < first_rows ? rows : first_rows, q_bytes});
-    int next_n = find_rows(p, w, head, 0, next_idx);
+    int next_n = find_tile(p, w, head, 0, next_idx);
     Ahead::all({p.k, next_idx, next_n, k_bytes});
     RowRule rule = row_rules(p, w, head, padded, F::kUnit, arena);
     fill(tops, padded + N, -kInf);
@@ -120,7 +116,7 @@ static void attend_long(const Problem& p, const Work& w, int head, float* partia
         int64_t* now = next_idx;
         next_idx = idx;
         idx = now;
-        next_n = find_rows(p, w, head, t0 + kTileKeys, next_idx);
+        next_n = find_tile(p, w, head, t0 + kTileKeys, next_idx);
         if (p.k_token_scale) fill(k_scales, kTileKeys, 0.0f), gather(p.k_token_scale, idx, n, k_scales);
         if (p.v_token_scale) fill(v_scales, kTileKeys, 0.0f), gather(p.v_token_scale, idx, n, v_scales);
         for (int m = 0; m < rows; m += kRows) {

@@ -1,5 +1,6 @@
 // What is computed, as plain data: shared by the dispatcher and by every ISA's kernels.
 #pragma once
+#include <atomic>
 #include <cstdint>
 
 namespace jattn {
@@ -92,10 +93,18 @@ struct Write {
     Dtype from, to;
 };
 
+// Items of a batch: work i / kv_heads for head i % kv_heads. Threads claim them in order: `claimed` comes next.
+struct Queue {
+    const Work* works;
+    int64_t items;
+    const std::atomic<int64_t>& claimed;
+};
+
 // What one ISA offers. attend[t] is nullptr where another ISA's serves (see dispatch.h).
 struct Kernels {
     const char* name;
-    void (*attend[kDtypes])(const Problem&, const Work&, int head, float* partials, int32_t* counters, char* scratch);
+    void (*attend[kDtypes])(const Problem&, const Queue&, int64_t item, float* partials, int32_t* counters,
+                            char* scratch);
     void (*write)(const Write&, int64_t begin, int64_t end);
     int64_t lanes;  // padding of rows in memory, in floats
 };

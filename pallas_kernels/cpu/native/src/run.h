@@ -51,9 +51,10 @@ void run_attend(Pool& pool, Problem p, const Kernels& kernels, int64_t threads) 
     const size_t scratch = scratch_bytes(p);
     const auto kernel = kernels.attend[(int)p.kv_type];
     if (threads <= 0 && schedule.cost < kInlineCost) threads = 1;
-    parallel_for(pool, (int64_t)schedule.works.size() * p.kv_heads, threads, [&](int64_t i) {
+    const int64_t items = (int64_t)schedule.works.size() * p.kv_heads;
+    parallel_for(pool, items, threads, [&](int64_t i, const std::atomic<int64_t>& claimed) {
         static thread_local Buffer own;
-        kernel(p, schedule.works[i / p.kv_heads], (int)(i % p.kv_heads), partials, counters, own.get(scratch));
+        kernel(p, Queue{schedule.works.data(), items, claimed}, i, partials, counters, own.get(scratch));
     });
 }
 
@@ -64,7 +65,7 @@ void run_write(Pool& pool, const Write& w, const Kernels& kernels, int64_t rows,
     for (int64_t t = 1, last = rows ? w.slots[0] : -1; t < rows && ascending; t++)
         if (w.slots[t] >= 0) ascending = w.slots[t] > last, last = w.slots[t];
     const int64_t piece = ascending && rows * w.kv_heads * (w.dim + w.vdim) > 65536 ? std::max<int64_t>(8, rows / 64) : rows;
-    parallel_for(pool, piece ? (rows + piece - 1) / piece : 0, threads, [&](int64_t i) {
+    parallel_for(pool, piece ? (rows + piece - 1) / piece : 0, threads, [&](int64_t i, auto&) {
         kernels.write(w, i * piece, std::min(rows, (i + 1) * piece));
     });
 }

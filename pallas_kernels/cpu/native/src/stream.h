@@ -10,19 +10,16 @@ namespace JATTN_ISA {
 constexpr int kStreams = 8;  // 4 and 16 are within noise of it; 1 is a quarter slower
 
 struct Stream {
-    const int64_t* idx;                    // rows in the pools
     const char* next[kBlockKeys + 4 * N];  // the row that a product asks for beside its own; whole vectors of keys
     int64_t row_bytes = 0, asked = 0;      // of a row, and how many of them the products ask for
     int rows = 0;
 
-    explicit Stream(const int64_t* idx) : idx(idx) {}
-
-    // From now on the products ask for rows first .. first + count - 1 of `pool`, `used` bytes of each.
-    void aim(const char* pool, int64_t bytes, int64_t used, int first, int count) {
+    // From now on the products ask for rows idx[0..count-1] of `pool`, `used` bytes of each.
+    void aim(const char* pool, int64_t bytes, int64_t used, const int64_t* idx, int count) {
         rows = 0, row_bytes = bytes, asked = used;
         const int run = (count + kStreams - 1) / kStreams;
         for (int step = 0; step < run; step++)
-            for (int t = step; t < count; t += run) next[rows++] = pool + idx[first + t] * bytes;
+            for (int t = step; t < count; t += run) next[rows++] = pool + idx[t] * bytes;
         for (int t = rows; t < kBlockKeys + 4 * N; t++) next[t] = rows ? next[rows - 1] : pool;
     }
     // What the products did not ask for: the far end of longer rows, or whole rows where there was no product.

@@ -9,28 +9,32 @@
 
 namespace jattn {
 
-// f(i) for i in 0..n-1, claimed one by one in order. Helpers that the pool starts late find nothing left and leave;
-// the caller returns when every claimed item is done, so it can never wait for a queue (no deadlock when many
-// executions share the pool).
+// f(i, claimed) for i in 0..n-1, claimed one by one in order; the next to be claimed is `claimed`, for whoever likes to
+// prepare. Helpers that the pool starts late find nothing left and leave; the caller returns when every claimed item is
+// done, so it can never wait for a queue (no deadlock when many executions share the pool).
 template <class Pool, class F>
 void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
     if (threads <= 0) threads = pool.num_threads();
     if (threads > n) threads = n;
-    if (threads <= 1) {
-        for (int64_t i = 0; i < n; i++) f(i);
-        return;
-    }
     struct State {
         std::atomic<int64_t> next{0}, done{0};
         std::mutex mutex;
         std::condition_variable all_done;
     };
+    if (threads <= 1) {
+        std::atomic<int64_t> next{0};
+        for (int64_t i = 0; i < n; i++) {
+            next.store(i + 1, std::memory_order_relaxed);
+            f(i, next);
+        }
+        return;
+    }
     auto state = std::make_shared<State>();  // outlives late helpers
     auto* body = &f;                         // only touched by those who claimed an item
     auto work = [state, body, n](bool helper) {
         int64_t mine = 0, i;
         while ((i = state->next.fetch_add(1, std::memory_order_relaxed)) < n) {
-            (*body)(i);
+            (*body)(i, state->next);
             mine++;
         }
         if (mine && state->done.fetch_add(mine, std::memory_order_acq_rel) + mine == n && helper) {

@@ -1,0 +1,28 @@
+"""The memory of a pool. Reading pages in any order costs an address translation each: large pages make them few."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jattn.device import Chip
+from pallas_kernels.cpu.native import library, ops
+
+LARGE = 8 * 2**20
+"""Bytes from which on a pool is worth pages of 2 MiB."""
+
+
+def filled(shape: tuple[int, ...], value: jax.Array, chip: Chip) -> jax.Array:
+    """An array of one value; on a CPU a large one lies on large pages, where the native library is there to ask."""
+    large = math.prod(shape) * value.dtype.itemsize >= LARGE
+    if large and chip.platform == "cpu" and library.status().available:
+        return _on_large_pages(value, shape)
+    return jnp.full(shape, value)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _on_large_pages(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.platform_dependent(
+        value, cpu=lambda x: ops.full(shape, x), default=lambda x: jnp.full(shape, x)
+    )  # fmt: skip
