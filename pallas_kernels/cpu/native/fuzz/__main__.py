@@ -4,7 +4,8 @@
     python -m pallas_kernels.cpu.native.fuzz --sanitize thread --callers 4
     python -m pallas_kernels.cpu.native.fuzz --cross aarch64         # needs aarch64-linux-gnu-g++ and qemu-aarch64
 
-x86's AMX is emulated in C++ here (its layout is checked, not its instructions). Exit code 3: the tools are not here.
+x86's AMX is emulated in C++ here (its layout is checked, not its instructions), and so are AVX-512's products of
+bfloat16 on a processor that has none. Exit code 3: the tools are not here.
 """
 
 import argparse
@@ -59,6 +60,8 @@ def build(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]], sanitize: s
     """The driver, with every instruction set of the machine inside."""
     flags = [*cxx, "-O1", "-g", "-std=c++17", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi", "-pthread"]
     flags += ["-DJATTN_AMX_EMULATED", "-I", str(toolchain.SOURCES)]
+    if not has_bf16_products():
+        flags += ["-DJATTN_PAIRS_EMULATED"]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize=alignment", "-fno-sanitize-recover=all"]
     have = [f"-DJATTN_HAVE_{isa.upper()}" for isa in isas]
@@ -72,6 +75,14 @@ def build(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]], sanitize: s
     program = work / "fuzz"
     subprocess.run([*flags, *(str(work / f"{unit}.o") for unit in units), "-o", str(program)], check=True)
     return program
+
+
+def has_bf16_products() -> bool:
+    """True where this processor has AVX-512's products of bfloat16."""
+    try:
+        return "avx512_bf16" in pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def link_library(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]]) -> None:

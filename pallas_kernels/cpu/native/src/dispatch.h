@@ -43,7 +43,11 @@ inline const std::vector<const Kernels*>& runnable() {
         bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
         bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#ifdef JATTN_PAIRS_EMULATED
+        bool pairs = avx512;
+#else
         bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
         (void)pairs;
 #ifdef JATTN_HAVE_AMX_BF16
         if (pairs && may_use_amx()) list.push_back(&kAmxBf16);

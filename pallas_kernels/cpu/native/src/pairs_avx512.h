@@ -2,6 +2,9 @@
 // exactly (their numbers have at most 8 significant bits), by a table of 128 magnitudes or by conversion.
 #pragma once
 #include "common.h"
+#ifdef JATTN_PAIRS_EMULATED
+#include "pairs_emulated.h"
+#endif
 
 namespace JATTN_ISA {
 

@@ -69,121 +69,144 @@ static void load_queries(const Problem& p, const int64_t* idx, int n, uint32_t* 
     __builtin_memset(to + n * depth, 0, (padded - n) * depth * 4);
 }
 
+// A block of kRows rows between its two products; whole vectors behind the last row exist.
+struct LongRows {
+    RowRule rule;
+    float *tops, *sums;           // of every row: running maximum and sum
+    float *fade, *found, *factor; // of the block: what becomes of the old sums, this tile's maximum, a factor still due
+    float* logits;                // [kRows][kTileKeys]
+    uint32_t* weights;            // the same in words
+    const float *k_scales, *v_scales;  // nullptr: none
+};
+
+// The first `count` lanes.
+INL void store_rows(float* to, vf x, int count) { storef(Dtype::f32, reinterpret_cast<char*>(to), 0, x, count); }
+
+// Logits of rows r .. r + m - 1 -> weights. The tile holds keys t0 .. t0 + n - 1 of the piece that begins at `begin`;
+// these rows see at most the first `seen` of them.
+template <class F>
+static void weigh(const Problem& p, const LongRows& s, int begin, int t0, int n, int seen, int r, int m) {
+    const int full = (seen + N - 1) / N;
+    for (int i = 0; i < m; i++) {
+        int lo = s.rule.lo[r + i] - begin - t0, hi = s.rule.hi[r + i] - begin - t0;
+        lo = lo < 0 ? 0 : lo > n ? n : lo;
+        hi = hi < 0 ? 0 : hi > n ? n : hi;
+        float* x = s.logits + i * kTileKeys;
+        const float mult = s.rule.mult[r + i], far = (float)t0 - s.rule.position[r + i];
+        const bool plain = full && is_plain(p, mult, lo, hi, full, s.k_scales);
+        s.factor[i] = plain ? mult : 1.0f;
+        s.found[i] = plain ? row_max(x, full) * mult
+                           : shape_row(p, x, full, mult, s.rule.slope[r + i], far, lo, hi, s.k_scales);
+    }
+    for (int i = 0; i < m; i += N) {  // the new maximum, how far it fades the old sums, what to subtract
+        vf old = load(s.tops + r + i), top = max(old, load(s.found + i)), shift = shift_of(top);
+        vf x = exp_(sub(old, shift));
+        store_rows(s.tops + r + i, top, m - i);
+        store_rows(s.sums + r + i, mul(load(s.sums + r + i), x), m - i);
+        store(s.fade + i, x);
+        store(s.found + i, shift);
+    }
+    for (int i = 0; i < m; i++) {
+        const float* x = s.logits + i * kTileKeys;
+        uint32_t* to = s.weights + i * kTileKeys;
+        const vf shift = set1(-s.found[i]), mult = set1(s.factor[i]);
+        vf sum = zero();
+        for (int c = 0; c < full; c += 2) {
+            vf y[2];
+            y[0] = exp_(fma(load(x + c * N), mult, shift));
+            y[1] = c + 1 < full ? exp_(fma(load(x + (c + 1) * N), mult, shift)) : zero();
+            sum = add(sum, add(y[0], y[1]));
+            if (s.v_scales)
+                for (int j = 0; j < 2; j++) y[j] = mul(y[j], load(s.v_scales + (c + j) * N));
+            F::pack_weights(y, 2, to + (F::kPairs ? c * N / 2 : c * N));
+        }
+        s.sums[r + i] += hsum(sum);
+    }
+}
+
 template <class F>
 static void attend_long(const Problem& p, const Work& w, int head, float* partials, int32_t* counters,
                         char* scratch) {
     Arena arena{scratch};
+    const Tiles tiles;
+    (void)tiles;
     const int rows = w.rows(), padded = (int)round_up(rows, kRows), count = w.end - w.begin;
-    const int64_t depth = F::words(p.dim), vdim = padded_vdim(p);
+    const int64_t depth = F::words(p.dim), vdim = padded_vdim(p), q_bytes = p.dim * bytes_of(p.q_type);
     const int64_t k_bytes = p.dim * bytes_of(F::kType), v_bytes = p.vdim * bytes_of(F::kType);
-    constexpr int kPWords = F::kPairs ? kTileKeys / 2 : kTileKeys;
     uint32_t* q = arena.take<uint32_t>(padded * depth);
     uint32_t* keys = arena.take<uint32_t>(depth * kTileKeys);
-    uint32_t* values = arena.take<uint32_t>(kPWords * vdim);
-    uint32_t* weights = arena.take<uint32_t>(padded * kPWords);
-    float* logits = arena.take<float>(padded * kTileKeys);
+    uint32_t* values = arena.take<uint32_t>((F::kPairs ? kTileKeys / 2 : kTileKeys) * vdim);
     float* acc = arena.take<float>(padded * vdim);
-    float* tops = arena.take<float>(padded + N);
-    float* found = arena.take<float>(padded + N);
-    float* fade = arena.take<float>(padded + N);
-    float* sums = arena.take<float>(padded + N);
     float* k_scales = arena.take<float>(kTileKeys);
     float* v_scales = arena.take<float>(kTileKeys);
     int64_t* idx = arena.take<int64_t>(kTileKeys);
     int64_t* next_idx = arena.take<int64_t>(kTileKeys);
-    float* factor = arena.take<float>(padded);
-    int* seen = arena.take<int>(padded / kRows);
-    const int64_t q_bytes = p.dim * bytes_of(p.q_type);
     int64_t* q_idx = arena.take<int64_t>(padded);  // rows of q
+    LongRows s{};
+    float** const of_rows[] = {&s.tops, &s.sums, &s.fade, &s.found, &s.factor};
+    for (float** x : of_rows) *x = arena.take<float>(padded + N);
+    s.logits = arena.take<float>(kRows * kTileKeys);
+    s.weights = arena.take<uint32_t>(kRows * kTileKeys);
+    s.k_scales = p.k_token_scale ? k_scales : nullptr;
+    s.v_scales = p.v_token_scale ? v_scales : nullptr;
     for (int r = 0; r < rows; r++) {
         const Row row = row_of(p, w, head, r);
         q_idx[r] = row.token * p.heads + row.head;
     }
     const int first_rows = (int)round_up(kFirstRows, kRows);
-    Ahead::all({p.q, q_idx, rows < first_rows ? rows : first_rows, q_bytes});
+    const Ahead queries{p.q, q_idx, rows, q_bytes};
+    for (int r = 0; r < rows && r < first_rows; r++) Ahead::row(queries, r);
     int next_n = find_tile(p, w, head, 0, next_idx);
     Ahead::all({p.k, next_idx, next_n, k_bytes});
-    RowRule rule = row_rules(p, w, head, padded, F::kUnit, arena);
-    fill(tops, padded + N, -kInf);
-    fill(found, padded + N, -kInf);
-    fill(sums, padded + N, 0.0f);
+    Ahead::all({p.v, next_idx, next_n, v_bytes});
+    s.rule = row_rules(p, w, head, padded, F::kUnit, arena);
+    fill(s.tops, padded + N, -kInf);
+    fill(s.sums, padded + N, 0.0f);
+    fill(s.found, kRows + N, -kInf);
     if (count == 0) fill(acc, padded * vdim, 0.0f);
-    __builtin_memset(weights + rows * kPWords, 0, (padded - rows) * kPWords * 4);
-    __builtin_memset(values, 0, kPWords * vdim * 4);
+    __builtin_memset(s.weights, 0, kRows * kTileKeys * 4);
+    __builtin_memset(values, 0, (F::kPairs ? kTileKeys / 2 : kTileKeys) * vdim * 4);
 
     for (int t0 = 0; t0 < count; t0 += kTileKeys) {
-        const int n = next_n, vectors = (n + N - 1) / N;
+        const int n = next_n;
         int64_t* now = next_idx;
         next_idx = idx;
         idx = now;
         next_n = find_tile(p, w, head, t0 + kTileKeys, next_idx);
+        const Ahead next_keys{p.k, next_idx, next_n, k_bytes}, next_values{p.v, next_idx, next_n, v_bytes};
         if (p.k_token_scale) fill(k_scales, kTileKeys, 0.0f), gather(p.k_token_scale, idx, n, k_scales);
         if (p.v_token_scale) fill(v_scales, kTileKeys, 0.0f), gather(p.v_token_scale, idx, n, v_scales);
-        for (int m = 0; m < rows; m += kRows) {
-            int most = 0;
-            for (int r = m; r < m + kRows && r < rows; r++) {
-                int hi = rule.hi[r] - w.begin - t0;
-                most = hi > most ? hi : most;
-            }
-            seen[m / kRows] = most < n ? most : n;
-        }
-        const float* scales = p.k_token_scale ? k_scales : nullptr;
         pack_keys<F>(p.k, idx, n, k_bytes, p.dim, keys);
-        const int step = t0 ? rows : first_rows;  // the first tile's products hide the arrival of the queries
-        for (int r = 0; r < rows; r += step) {
-            const int m = rows - r < step ? rows - r : step, more = rows - r - m < step ? rows - r - m : step;
-            if (t0 == 0) load_queries<F>(p, q_idx + r, m, q + r * depth);
-            product<F, false, false>(m, q + r * depth, depth, keys, kTileKeys, (int)depth, logits + r * kTileKeys,
-                                     kTileKeys, vectors, nullptr, seen + r / kRows,
-                                     more ? Ahead{p.q, q_idx + r + m, more, q_bytes} : Ahead{p.v, idx, n, v_bytes});
-        }
-        for (int r = 0; r < rows; r++) {
-            const int full = (seen[r / kRows] + N - 1) / N;
-            int lo = rule.lo[r] - w.begin - t0, hi = rule.hi[r] - w.begin - t0;
-            lo = lo < 0 ? 0 : lo > n ? n : lo;
-            hi = hi < 0 ? 0 : hi > n ? n : hi;
-            float* x = logits + r * kTileKeys;
-            const bool plain = full && is_plain(p, rule.mult[r], lo, hi, full, scales);
-            factor[r] = plain ? rule.mult[r] : 1.0f;
-            found[r] = plain ? row_max(x, full) * rule.mult[r]
-                             : shape_row(p, x, full, rule.mult[r], rule.slope[r], (float)t0 - rule.position[r], lo, hi,
-                                         scales);
-        }
-        for (int r = 0; r < rows; r += N) {  // the new maximum, how far it fades the old sums, what to subtract
-            vf old = load(tops + r), top = max(old, load(found + r)), shift = shift_of(top);
-            vf x = exp_(sub(old, shift));
-            store(tops + r, top);
-            store(fade + r, x);
-            store(found + r, shift);
-            store(sums + r, mul(load(sums + r), x));
-        }
-        for (int r = 0; r < rows; r++) {
-            const float* x = logits + r * kTileKeys;
-            const vf shift = set1(-found[r]), mult = set1(factor[r]);
-            const int full = (seen[r / kRows] + N - 1) / N;
-            vf sum = zero();
-            for (int i = 0; i < full; i += 2) {
-                vf y[2];
-                y[0] = exp_(fma(load(x + i * N), mult, shift));
-                y[1] = i + 1 < full ? exp_(fma(load(x + (i + 1) * N), mult, shift)) : zero();
-                sum = add(sum, add(y[0], y[1]));
-                if (p.v_token_scale)
-                    for (int j = 0; j < 2; j++) y[j] = mul(y[j], load(v_scales + (i + j) * N));
-                F::pack_weights(y, 2, weights + r * kPWords + (F::kPairs ? i * N / 2 : i * N));
-            }
-            sums[r] += hsum(sum);
-        }
         const int deep = F::pack_values(p.v, idx, n, v_bytes, p.vdim, values, vdim);
         if (n < kTileKeys)  // a product may round its depth up
             __builtin_memset(values + deep * vdim, 0, (round_up(deep, kDepthStep) - deep) * vdim * 4);
-        const Ahead ahead{p.k, next_idx, next_n, k_bytes};
-        const int columns = (int)(vdim / N);
-        if (t0 == 0)
-            product<F, true, false>(rows, weights, kPWords, values, vdim, 0, acc, vdim, columns, nullptr, seen, ahead);
-        else
-            product<F, true, true>(rows, weights, kPWords, values, vdim, 0, acc, vdim, columns, fade, seen, ahead);
+        for (int r = 0; r < rows; r += kRows) {
+            const int m = rows - r < kRows ? rows - r : kRows;
+            if (t0 == 0) {  // the first tile's products hide the arrival of the queries
+                if (r % first_rows == 0)
+                    load_queries<F>(p, q_idx + r, rows - r < first_rows ? rows - r : first_rows, q + r * depth);
+                for (int i = r + first_rows; i < r + first_rows + kRows && i < rows; i++) Ahead::row(queries, i);
+            }
+            Ahead::fetch(next_keys, r, kRows, rows);
+            Ahead::fetch(next_values, r, kRows, rows);
+            int seen = 0;
+            for (int i = r; i < r + m; i++) {
+                const int hi = s.rule.hi[i] - w.begin - t0;
+                seen = hi > seen ? hi : seen;
+            }
+            seen = seen < n ? seen : n;
+            product<F, false>(q + r * depth, depth, keys, kTileKeys, (int)depth, s.logits, kTileKeys,
+                              (seen + N - 1) / N, nullptr);
+            weigh<F>(p, s, w.begin, t0, n, seen, r, m);
+            const int deep_seen = F::kPairs ? (seen + 1) / 2 : seen, columns = (int)(vdim / N);
+            float* const sum = acc + r * vdim;
+            if (t0 == 0)
+                product<F, false>(s.weights, kTileKeys, values, vdim, deep_seen, sum, vdim, columns, nullptr);
+            else
+                product<F, true>(s.weights, kTileKeys, values, vdim, deep_seen, sum, vdim, columns, s.fade);
+        }
     }
-    finish<F>(p, w, head, tops, sums, acc, partials, counters);
+    finish<F>(p, w, head, s.tops, s.sums, acc, partials, counters);
 }
 
 }  // namespace JATTN_ISA

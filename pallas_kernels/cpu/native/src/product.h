@@ -1,4 +1,4 @@
-// The matrix products of a tile, on words: C[rows][cols] = fade * C + A[rows][depth] * B[depth][cols].
+// The matrix products of a tile, on words: C[kRows][cols] = fade * C + A[kRows][depth] * B[depth][cols].
 #pragma once
 #include "ahead.h"
 
@@ -30,34 +30,23 @@ static __attribute__((noinline)) void register_block(const uint32_t* a, int64_t 
         for (int n = 0; n < NV; n++) store(c + m * ldc + n * N, x[m][n]);
 }
 
-// `rows` is rounded up to kRows: the scratch behind the last row must exist. seen[m / kRows] keys are visible to a
-// register block: columns of q k, depth of p v (kDepth); what lies behind is not computed.
-template <class F, bool kDepth, bool kAdd>
-static void product(int rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int depth, float* c,
-                    int64_t ldc, int vectors, const float* fade, const int* seen, const Ahead& ahead) {
-    for (int m = 0; m < rows; m += kRows) {
-        Ahead::fetch(ahead, m, kRows, rows);
-        if (kDepth)
-            depth = F::kPairs ? (seen[m / kRows] + 1) / 2 : seen[m / kRows];
-        else
-            vectors = (seen[m / kRows] + N - 1) / N;
-        const uint32_t* am = a + m * lda;
-        float* cm = c + m * ldc;
-        const float* fm = kAdd ? fade + m : nullptr;
-        int n = 0;
-        for (; n + kPanel <= vectors; n += kPanel)
-            register_block<F, kPanel, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm);
-        switch (vectors - n) {
-            case 3:
-                if constexpr (kPanel > 3)
-                    register_block<F, 3, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm);
-                break;
-            case 2:
-                if constexpr (kPanel > 2)
-                    register_block<F, 2, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm);
-                break;
-            case 1: register_block<F, 1, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm); break;
-        }
+struct Tiles {};  // nothing to prepare: see product_amx.h
+
+// One block of kRows rows; `vectors` columns of N.
+template <class F, bool kAdd>
+static void product(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int depth, float* c, int64_t ldc,
+                    int vectors, const float* fade) {
+    int n = 0;
+    for (; n + kPanel <= vectors; n += kPanel)
+        register_block<F, kPanel, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade);
+    switch (vectors - n) {
+        case 3:
+            if constexpr (kPanel > 3) register_block<F, 3, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade);
+            break;
+        case 2:
+            if constexpr (kPanel > 2) register_block<F, 2, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade);
+            break;
+        case 1: register_block<F, 1, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade); break;
     }
 }
 

@@ -62,30 +62,27 @@ static void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_
     if (NV > 3) _tile_stored(3, c + 3 * N, ldc * 4);
 }
 
-template <class F, bool kDepth, bool kAdd>
-static void product(int rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int depth, float* c,
-                    int64_t ldc, int vectors, const float* fade, const int* seen, const Ahead& ahead) {
-    const TileShapes shapes;
-    memory_fence();
-    _tile_loadconfig(&shapes);
-    for (int m = 0; m < rows; m += kRows) {
-        Ahead::fetch(ahead, m, kRows, rows);
-        if (kDepth)
-            depth = (seen[m / kRows] + 1) / 2;
-        else
-            vectors = (seen[m / kRows] + N - 1) / N;
-        const uint32_t* am = a + m * lda;
-        float* cm = c + m * ldc;
-        const float* fm = kAdd ? fade + m : nullptr;
-        int n = 0;
-        for (; n + 4 <= vectors; n += 4) tile_block<4, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm);
-        switch (vectors - n) {
-            case 3: tile_block<3, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm); break;
-            case 2: tile_block<2, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm); break;
-            case 1: tile_block<1, kAdd>(am, lda, b + n * N, ldb, depth, cm + n * N, ldc, fm); break;
-        }
+// The unit is set up for as long as this lives.
+struct Tiles {
+    Tiles() {
+        const TileShapes shapes;
+        memory_fence();
+        _tile_loadconfig(&shapes);
     }
-    _tile_release();
+    ~Tiles() { _tile_release(); }
+};
+
+template <class F, bool kAdd>
+static void product(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int depth, float* c, int64_t ldc,
+                    int vectors, const float* fade) {
+    memory_fence();
+    int n = 0;
+    for (; n + 4 <= vectors; n += 4) tile_block<4, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade);
+    switch (vectors - n) {
+        case 3: tile_block<3, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade); break;
+        case 2: tile_block<2, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade); break;
+        case 1: tile_block<1, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade); break;
+    }
     memory_fence();
 }
 
