@@ -9,6 +9,7 @@ against the one thing, so that every machine writes the same file.
 """
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -42,6 +43,7 @@ FIELDS = {  # what a layer or its cache must say to ask for a feature; all other
     Feature.SCORE_FN: dict(score_fn=_any),
     Feature.DIFF_KV: dict(v_head_dim=64),
     Feature.PACKED: dict(cache=None),
+    Feature.FUSED_OUTPUT_QUANT: dict(output_dtype="float8_e4m3fn"),
 }
 SPELLED = {  # how a user says it, where the name alone does not tell
     Feature.SLIDING_WINDOW: "`sliding_window=W`",
@@ -58,6 +60,7 @@ SPELLED = {  # how a user says it, where the name alone does not tell
     Feature.PACKED: "`jattn.attention`",
     Feature.CASCADE: "`jattn.cascade_attention`",
     Feature.LSE: "`state.lse`",
+    Feature.FUSED_OUTPUT_QUANT: "`output_dtype`",
     Feature.PER_HEAD_QUANT_SCALES: '`quant="per_head"`',
 }
 
@@ -79,7 +82,8 @@ def _usual(layer: dict, cache: dict | None):
 
 
 def _latent(layer: dict, cache: dict):
-    spec = jattn.MLASpec(**(LATENT | layer))
+    fields = {field.name for field in dataclasses.fields(jattn.MLASpec)}  # what it has no word for is asked by name
+    spec = jattn.MLASpec(**(LATENT | {name: value for name, value in layer.items() if name in fields}))
     cache = dict(block_size=CACHE["block_size"]) | cache
     return spec, jattn.mla_cache_spec(spec, CACHE["num_blocks"], **cache)
 

@@ -5,9 +5,11 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn.types import AttentionType, pytree
+from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 
@@ -35,6 +37,7 @@ class AttentionSpec:
     has_sinks: bool = False
     mask_fn: Callable | None = None  # (head, q_pos, kv_pos) -> bool, jnp-traceable
     score_fn: Callable | None = None  # (score, head, q_pos, kv_pos) -> score
+    output_dtype: str | None = None  # 8 bits: the result is stored so, see params.output_scale; None: the queries' own
 
     def __post_init__(self):
         fill = lambda **values: [object.__setattr__(self, k, v) for k, v in values.items()]  # noqa: E731
@@ -46,6 +49,7 @@ class AttentionSpec:
             attn_type=_attention_type(self.attn_type),
             sliding_window=_window(self.sliding_window),
             logits_soft_cap=_soft_cap(self.logits_soft_cap),
+            output_dtype=_output_dtype(self.output_dtype),
         )
         _positive_int(self, "num_kv_heads", "v_head_dim")
         if self.num_heads % self.num_kv_heads:
@@ -95,7 +99,7 @@ class AttentionSpec:
 class AttentionParams:
     """A layer's traced numbers; real value = stored value * scale, and None means exactly 1.
 
-    alibi_slopes f32[H]; sinks f32[H]; q_scale f32[] or [H]; k_scale, v_scale f32[] or [K].
+    alibi_slopes f32[H]; sinks f32[H]; q_scale f32[] or [H]; k_scale, v_scale f32[] or [K]; output_scale f32[].
     """
 
     alibi_slopes: jax.Array | None = None
@@ -103,10 +107,11 @@ class AttentionParams:
     q_scale: jax.Array | float | None = None
     k_scale: jax.Array | float | None = None
     v_scale: jax.Array | float | None = None
+    output_scale: jax.Array | float | None = None
 
     def check_host(self) -> "AttentionParams":
         """Raise ValueError unless every scale is finite and positive; needs concrete values. Returns self."""
-        for name in ("q_scale", "k_scale", "v_scale"):
+        for name in ("q_scale", "k_scale", "v_scale", "output_scale"):
             scale = getattr(self, name)
             if scale is not None and not (np.isfinite(scale).all() and (np.asarray(scale) > 0).all()):
                 raise ValueError(f"{name}={np.asarray(scale)} must be finite and > 0; pass None for exactly 1")
@@ -166,3 +171,10 @@ def _soft_cap(value) -> float | None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"logits_soft_cap={value} must be > 0; use None or 0 to turn it off")
     return float(value)
+
+
+def _output_dtype(value) -> str | None:
+    name = value if value is None or isinstance(value, str) else jnp.dtype(value).name
+    if name is not None and name not in quant.QUANTISED:
+        raise ValueError(f"output_dtype={value!r} must be one of {', '.join(quant.QUANTISED)}; None: the queries' own")
+    return name

@@ -104,6 +104,8 @@ SINGLE = _features(
     Feature("score_fn", _SCORE),
     Feature("scales", params=("q_scale", "k_scale", "v_scale")),
     Feature("head_scales", params=("q_scale[]", "k_scale[]", "v_scale[]")),
+    Feature("output_fp8", dict(output_dtype="float8_e4m3fn"), ("output_scale",)),
+    Feature("output_int8", dict(output_dtype="int8"), ("output_scale",)),
 )
 COMBINED = _features(
     Feature("window_alibi", _WINDOW | _ALIBI, ("alibi_slopes",)),
@@ -117,5 +119,7 @@ COMBINED = _features(
             (*_BOTH, "q_scale[]", "k_scale[]", "v_scale[]")),
     Feature("everything_two_ways", dict(sliding_window=(6, 4)) | _CAP | _ALIBI | _SINKS | _MASK | _SCORE,
             (*_BOTH, "q_scale", "k_scale", "v_scale"), causal="alternate"),
+    Feature("everything_e5m2", dict(sliding_window=(6, 4), output_dtype="float8_e5m2") | _CAP | _ALIBI | _SINKS,
+            (*_BOTH, "q_scale", "k_scale", "v_scale", "output_scale"), causal="alternate"),
 )  # fmt: skip
 FEATURES = MappingProxyType({**SINGLE, **COMBINED})

@@ -31,6 +31,7 @@ class Answer:
     lse: np.ndarray
     out_limit: float
     lse_limit: float
+    output: tuple[str, float] | None = None  # (dtype, scale) of a quantised result
 
     def check(self, state) -> None:
         """Everything that a state must be: right, finite, and exactly (0, -inf) where nothing was visible."""
@@ -38,7 +39,18 @@ class Answer:
         nothing = np.isneginf(self.lse)
         assert not out[nothing].any(), "rows that see no key, padding among them, must be exactly 0"
         tolerances.assert_within(lse, self.lse, self.lse_limit, "lse")
-        tolerances.assert_within(out, self.out, self.out_limit, "out")
+        if self.output is None:
+            tolerances.assert_within(out, self.out, self.out_limit, "out")
+        else:
+            self.check_quantised(out, *self.output)
+
+    def check_quantised(self, stored: np.ndarray, name: str, scale: float) -> None:
+        """Each stored number is one nearest to some real number within the limit, and the largest stands for more."""
+        wanted, limit = self.out / scale, self.out_limit / scale
+        within = np.clip(wanted, -quant.LARGEST[name], quant.LARGEST[name])
+        assert stored.shape == wanted.shape and np.isfinite(stored).all()
+        wrong = np.abs(stored - within) - np.abs(quant.round_to(wanted, name) - within)
+        assert wrong.max() <= 2 * limit, f"stored out: {wrong.max()=:.3g} is over {2 * limit=:.3g}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,7 +183,9 @@ class Problem:
         for wanted in self.feature.params:
             name = wanted.removesuffix("[]")
             heads = self.kv_heads if name in ("k_scale", "v_scale") else self.heads
-            if not name.endswith("_scale"):
+            if name == "output_scale":  # the largest values saturate
+                found[name] = self.rng(name).uniform(0.6, 0.9) / quant.LARGEST[self.spec.output_dtype]
+            elif not name.endswith("_scale"):
                 found[name] = self.rng(name).normal(size=heads)
             else:
                 per_head = wanted.endswith("[]") and not (heads == self.kv_heads and self.quant == "per_tensor")
@@ -273,6 +287,7 @@ class Problem:
             lse,
             tolerances.allowed(rough_out, out, self.dtype, mass, logit),
             tolerances.allowed(rough_lse, lse, "float32"),
+            None if self.spec.output_dtype is None else (self.spec.output_dtype, float(self.numbers["output_scale"])),
         )
 
 

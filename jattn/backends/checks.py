@@ -139,6 +139,13 @@ def check_params(
 ) -> None:
     """Each is there exactly when the spec uses it: an option is honoured or refused."""
     check_kind("params", params, AttentionParams)
+    if (params.output_scale is None) != (spec.output_dtype is None):
+        raise ValueError(
+            f"params.output_scale={params.output_scale!r} but spec.output_dtype={spec.output_dtype!r}: a quantised "
+            "result needs both, any other neither"
+        )
+    if jnp.shape(0.0 if params.output_scale is None else params.output_scale):
+        raise ValueError(f"params.output_scale.shape={jnp.shape(params.output_scale)} must be (): one for all heads")
     for name, flag in (("alibi_slopes", "has_alibi"), ("sinks", "has_sinks")):
         value, used = getattr(params, name), getattr(spec, flag)
         if used and value is None:
@@ -157,7 +164,7 @@ def check_params(
             raise UnsupportedError("the chosen backend does not take these params", {backend.get_name(): (refusal,)})
     if cache_spec is not None:
         check_scales(params, cache_spec)
-    known = {name: getattr(params, name) for name, _ in heads}
+    known = {name: getattr(params, name) for name in (*(name for name, _ in heads), "output_scale")}
     concrete: dict[str, Any] = {n: x for n, x in known.items() if isinstance(x, (int, float, np.ndarray, np.generic))}
     AttentionParams(**concrete).check_host()
 

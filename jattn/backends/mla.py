@@ -90,7 +90,12 @@ class MLABackend(AttentionBackend):
     supported_kv_cache_dtypes = ()
     supported_block_sizes = (MultipleOf(1),)
     quant_modes = SdpaBackend.quant_modes
-    features = SdpaBackend.features - {Feature.PACKED, Feature.CASCADE, Feature.BATCH_INVARIANCE}
+    features = SdpaBackend.features - {
+        Feature.PACKED,
+        Feature.CASCADE,
+        Feature.BATCH_INVARIANCE,
+        Feature.FUSED_OUTPUT_QUANT,
+    }
 
     @classmethod
     def layer_reasons(cls, spec, cache_spec, chip) -> tuple[str, ...]:

@@ -117,6 +117,7 @@ def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
 def _seen(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | None) -> dict[Feature, str]:
     """What this layer needs, and the words to say so; an lse is always needed, since a state has one."""
     left, right = spec.window
+    layer = spec.absorbed if isinstance(spec, MLASpec) else spec
     # a decoder that is causal anyway loses nothing to the right by a window (W - 1, 0)
     needs_right = right > 0 if spec.attn_type is AttentionType.DECODER else right >= 0
     rows = (
@@ -140,5 +141,6 @@ def _seen(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | None) -> dict
         ),
         (Feature.LSE, True, "every attention state carries its lse"),
         (Feature.PACKED, cache_spec is None, "no cache_spec given"),
+        (Feature.FUSED_OUTPUT_QUANT, layer.output_dtype is not None, f"output_dtype={layer.output_dtype}"),
     )
     return {feature: words for feature, needed, words in rows if needed}

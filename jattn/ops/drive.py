@@ -50,7 +50,7 @@ def one_by_one(
             out, lse = state
             row, tile = _tile(queries, q.dtype.name, batch, kind, *index.locate(t))
             new_out, new_lse = attend_tile(tile, keys, rules, numbers)
-            new_out = quant.encode(new_out, shape.dtype, stored)
+            new_out = quant.encode(new_out, shape.dtype, stored, numbers.output_scale)
             return _keep(out, new_out, row, tile.live), _keep(lse, new_lse, row, tile.live)
 
         out, lse = jax.lax.fori_loop(0, index.total, visit, (out, lse))
@@ -95,7 +95,7 @@ def all_at_once(
         rows = rows.reshape(-1)  # dead rows point past the end and are dropped
         out = out.at[rows].set(new_out.reshape(-1, num_heads, shape.value_dim), mode="drop")
         lse = lse.at[rows].set(new_lse.reshape(-1, num_heads), mode="drop")
-    return AttentionState(out=out.astype(shape.dtype), lse=lse)
+    return AttentionState(out=quant.to_dtype(out, shape.dtype, numbers.output_scale), lse=lse)
 
 
 def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number):

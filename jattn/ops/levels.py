@@ -18,6 +18,7 @@ from jattn.ops.ragged import RaggedBatch
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType, pytree, static
+from pallas_kernels.algebra import quant
 
 
 @pytree
@@ -166,7 +167,7 @@ def attend_levels(
     combine, given where these are one rank's keys, merges the ranks' states.
     """
     several = len(levels) > 1 or combine is not None
-    layer = dataclasses.replace(spec, has_sinks=False) if several else spec
+    layer = dataclasses.replace(spec, has_sinks=False, output_dtype=None) if several else spec
     states = []
     for level in levels:
         plan = Plan(
@@ -184,4 +185,5 @@ def attend_levels(
     state = merge(*states) if combine is None else combine(merge(*states))
     if spec.has_sinks:
         state = with_sinks(state, params.sinks)
-    return dataclasses.replace(state, out=state.out.astype(output_dtype(q.dtype)))
+    scale = params.output_scale if spec.output_dtype else None
+    return dataclasses.replace(state, out=quant.to_dtype(state.out, output_dtype(q.dtype, spec), scale))

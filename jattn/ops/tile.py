@@ -38,6 +38,7 @@ class Numbers:
     sink: jax.Array | None
     k_scale: jax.Array | None
     v_scale: jax.Array | None
+    output_scale: jax.Array | None = None  # f32[]
 
 
 @pytree

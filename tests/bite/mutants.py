@@ -18,6 +18,7 @@ FINISH, WEIGHTS = ("pallas_kernels.algebra.softmax.finish",), ("pallas_kernels.a
 LOGITS = ("jattn.ops.tile.shape_logits", "pallas_kernels.cpu.paged_attention.shape_logits")
 SPLIT_SLOT, WRITE = ("jattn.cache.write.split_slot",), ("jattn.backends.impl.write_kv",)
 TILE, NUMBERS, PAGES = ("jattn.ops.drive.attend_tile",), ("jattn.ops.attend.numbers",), ("jattn.ops.keys.gather_pages",)
+STORED = ("pallas_kernels.algebra.quant.to_dtype",)
 EVERYWHERE, JNP_ONLY = ("sdpa", "pallas_cpu"), ("sdpa",)
 
 
@@ -106,6 +107,15 @@ def without(name: str):
     return lambda original: lambda spec, params: dataclasses.replace(original(spec, params), **{name: None})
 
 
+def wrapping(original):
+    """Stored numbers past the dtype's maximum begin again at its minimum."""
+    return lambda x, dtype, scale=None: (
+        original(x, dtype, scale)
+        if scale is None
+        else ((jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int32) + 128) % 256 - 128).astype(dtype)
+    )
+
+
 def neighbour_page(original):
     return lambda pool, pages: original(pool, pages + 1)
 
@@ -165,5 +175,7 @@ MUTANTS = {
     "query heads read the wrong kv head": Mutant(TILE, transposed_heads, on("plain"), JNP_ONLY),
     "k_scale ignored": Mutant(NUMBERS, without("k_scale"), on("scales"), JNP_ONLY),
     "v_scale ignored": Mutant(NUMBERS, without("v_scale"), on("scales"), JNP_ONLY),
+    "output_scale ignored": Mutant(NUMBERS, without("output_scale"), on("output_fp8"), JNP_ONLY),
+    "output wraps instead of saturating": Mutant(STORED, wrapping, on("output_int8")),
     "neighbouring page read": Mutant(PAGES, neighbour_page, on("plain"), JNP_ONLY),
 }
