@@ -32,9 +32,14 @@ class AttentionSpec:
     attn_type: AttentionType | str = AttentionType.DECODER
     sliding_window: int | Window | None = None  # W: self and W-1 before; (left, right) extra keys; becomes a pair
     chunk_size: int | None = None
+    chunk_lookback: int = 0  # whole chunks before the query's own that it sees too
     logits_soft_cap: float | None = None  # 0 becomes None
     has_alibi: bool = False
+    use_alibi_sqrt: bool = False  # slope * -sqrt(q_pos - kv_pos), and nothing for keys ahead
     has_sinks: bool = False
+    use_rswa: bool = False  # the window hides none of a request's first meta.rswa_prefix_lens keys
+    use_mm_prefix: bool = False  # the tokens of each of meta.mm_prefix_ranges see one another, whatever else hides
+    mm_prefix_clamp_sliding_window: bool = False  # ... but the window's left edge (Gemma 4)
     mask_fn: Callable | None = None  # (head, q_pos, kv_pos) -> bool, jnp-traceable
     score_fn: Callable | None = None  # (score, head, q_pos, kv_pos) -> score
     output_dtype: str | None = None  # 8 bits: the result is stored so, see params.output_scale; None: the queries' own
@@ -60,6 +65,7 @@ class AttentionSpec:
             raise ValueError(f"{self.scale=} must be finite; leave it None for head_dim ** -0.5")
         if self.chunk_size is not None:
             _positive_int(self, "chunk_size")
+        _check_together(self)
         if self.attn_type is AttentionType.ENCODER_DECODER and (self.sliding_window or self.chunk_size):
             raise ValueError(
                 "an encoder_decoder layer sees every encoder token: sliding_window and chunk_size mean nothing; "
@@ -79,6 +85,18 @@ class AttentionSpec:
         """(left, right) extra keys on each side, -1 = unlimited."""
         return self.sliding_window or (-1, -1)
 
+    @property
+    def needed_back(self) -> tuple[int | None, int | None]:
+        """(tokens, the query's included; chunk) past which no key is needed again, for caches that give pages back.
+
+        None: as far as there are keys. An image or an R-SWA prefix may lie anywhere before the window.
+        """
+        left = (
+            -1 if self.use_rswa or (self.use_mm_prefix and not self.mm_prefix_clamp_sliding_window) else self.window[0]
+        )
+        chunk = None if self.chunk_lookback or self.use_mm_prefix else self.chunk_size
+        return None if left < 0 else left + 1, chunk
+
     def mask_rule(self, causal: bool = True) -> MaskRule:
         """The mask of this layer in a batch whose static causality is `causal`; only decoders are ever causal."""
         left, right = self.window
@@ -87,12 +105,16 @@ class AttentionSpec:
             left=left,
             right=right,
             chunk=self.chunk_size or 0,
+            lookback=self.chunk_lookback,
+            prefix=self.use_rswa,
+            spans=self.use_mm_prefix,
+            clamp_spans=self.mm_prefix_clamp_sliding_window,
             mask_fn=self.mask_fn,
         )
 
     def logit_rule(self) -> LogitRule:
         """What happens to this layer's logits between dot product and mask."""
-        return LogitRule(self.scale, self.logits_soft_cap, self.has_alibi, self.score_fn)
+        return LogitRule(self.scale, self.logits_soft_cap, self.has_alibi, self.use_alibi_sqrt, self.score_fn)
 
 
 @pytree
@@ -138,6 +160,24 @@ def _positive_int(spec, *names: str) -> None:
         value = getattr(spec, name)
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+def _check_together(spec: AttentionSpec) -> None:
+    """Options that mean something only beside another, or not at all for what is no decoder."""
+    if not isinstance(spec.chunk_lookback, (int, np.integer)) or spec.chunk_lookback < 0:
+        raise ValueError(f"chunk_lookback={spec.chunk_lookback!r} must be an integer >= 0: whole chunks")
+    left = spec.window[0] >= 0
+    wanted = (
+        ("chunk_lookback", "chunk_size", spec.chunk_size is not None),
+        ("use_alibi_sqrt", "has_alibi=True", spec.has_alibi),
+        ("use_rswa", "a sliding_window with a left side, and no chunk_size", left and spec.chunk_size is None),
+        ("mm_prefix_clamp_sliding_window", "use_mm_prefix and a sliding_window", spec.use_mm_prefix and left),
+        ("use_rswa", "a decoder: nothing else is generated", spec.attn_type is AttentionType.DECODER),
+        ("use_mm_prefix", "a decoder: an encoder sees both ways", spec.attn_type is AttentionType.DECODER),
+    )
+    for name, what, there in wanted:
+        if getattr(spec, name) and not there:
+            raise ValueError(f"{name}={getattr(spec, name)} needs {what}; got {spec}")
 
 
 def _attention_type(value) -> AttentionType:

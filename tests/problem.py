@@ -220,6 +220,7 @@ class Problem:
         meta = jattn.CommonAttentionMetadata.from_lengths(
             case.query_lens, case.seq_lens, self.block_table[:live], self.block_size,
             num_tokens=self.num_tokens, num_reqs=self.num_reqs, causal=self.causal,
+            **self.feature.reach_of_batch(self.lengths),
         )  # fmt: skip
         return meta.replace(block_table=self.block_table)
 
@@ -271,9 +272,11 @@ class Problem:
         window = self.feature.spec.get("sliding_window")
         options = dict(
             scale=scale, window=(window - 1, 0) if isinstance(window, int) else window,
-            chunk_size=self.feature.spec.get("chunk_size"), soft_cap=self.feature.spec.get("logits_soft_cap"),
+            chunk_size=self.spec.chunk_size, lookback=self.spec.chunk_lookback, alibi_sqrt=self.spec.use_alibi_sqrt,
+            clamp_spans=self.spec.mm_prefix_clamp_sliding_window, soft_cap=self.feature.spec.get("logits_soft_cap"),
             slopes=self.numbers.get("alibi_slopes"), sinks=self.numbers.get("sinks"),
             mask_fn=self.feature.spec.get("mask_fn"), score_fn=self.feature.spec.get("score_fn"),
+            each=self.feature.reach(self.lengths),
         )  # fmt: skip
         batch = dict(num_tokens=self.num_tokens, causal=self.causal, q_starts=q_starts, **options)
         q = attention.scaled(self.q[: self.case.num_tokens], self.numbers.get("q_scale"))

@@ -30,8 +30,8 @@ def rounded(x, dtype: str) -> np.ndarray:
     return np.asarray(x).astype(DTYPES[dtype]).astype(np.float32)
 
 
-def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, window=None, chunk_size=None, soft_cap=None,
-              slopes=None, sinks=None, mask_fn=None, score_fn=None):  # fmt: skip
+def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, soft_cap=None, slopes=None, alibi_sqrt=False, sinks=None,
+              score_fn=None, **mask):  # fmt: skip
     """`oracle.attend_one` in float32 with operands, probabilities and result rounded to `dtype`."""
     q, k, v = (rounded(x, dtype) for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -40,17 +40,17 @@ def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, window=None, chunk_s
     if not q.shape[0] or not k.shape[0]:
         return out, lse
     i, j = np.asarray(q_pos)[:, None], np.arange(k.shape[0])[None, :]
-    rule = dict(causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn)
+    distance = np.where(j < i, -np.sqrt(np.abs(j - i)), 0) if alibi_sqrt else j - i
     for h in range(heads):
         g = h // (heads // kv_heads)
         x = (q[:, h] @ k[:, g].T) * np.float32(scale)
         if soft_cap:
             x = np.float32(soft_cap) * np.tanh(x / np.float32(soft_cap))
         if slopes is not None:
-            x = x + np.float32(slopes[h]) * (j - i).astype(np.float32)
+            x = x + np.float32(slopes[h]) * distance.astype(np.float32)
         if score_fn is not None:
             x = np.asarray(score_fn(x, h, i, j), np.float32)
-        see = visible_keys(q_pos, j[0], head=h, **rule)
+        see = visible_keys(q_pos, j[0], head=h, causal=causal, **mask)
         alive = see.any(axis=1)
         x = np.where(see, x, np.float32(-np.inf))
         sink = np.full((len(x), 1), -np.inf if sinks is None else sinks[h], np.float32)

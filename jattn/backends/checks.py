@@ -14,7 +14,7 @@ from jattn.backends.feature import Feature
 from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import check_scales
-from jattn.errors import UnsupportedError
+from jattn.errors import MissingMetadataError, UnsupportedError
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of
 from jattn.spec import AttentionParams, AttentionSpec
@@ -59,6 +59,19 @@ def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
         starts, lengths = jnp.shape(batch.query_start_loc), jnp.shape(batch.seq_lens)
         if lengths != (meta.max_num_reqs,) or starts != (meta.max_num_reqs + 1,):
             raise ValueError(f"query_start_loc.shape={starts} must be (R + 1,) and seq_lens.shape={lengths} (R,)")
+
+
+def check_reach(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
+    """The batch says where the spans and prefixes are that this layer asks about; another layer does not look."""
+    for flag, name, axes in (("use_mm_prefix", "mm_prefix_ranges", "R, n, 2"), ("use_rswa", "rswa_prefix_lens", "R")):
+        if not getattr(spec, flag):
+            continue
+        value, dims = getattr(meta, name), axes.count(",") + 1
+        if value is None:
+            raise MissingMetadataError(f"spec.{flag}=True needs meta.{name}, i32[{axes}]: give from_lengths {name}=")
+        shape = jnp.shape(value)
+        if len(shape) != dims or shape[0] != meta.max_num_reqs or (dims == 3 and shape[2] != 2):
+            raise ValueError(f"meta.{name}.shape={shape} must be [{axes}] with R={meta.max_num_reqs}, as seq_lens")
 
 
 def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:

@@ -24,6 +24,7 @@ class Feature(enum.StrEnum):
     QUERY_LENS_MISMATCH = "device-cpu query lens mismatch"
     TWO_SIDED_WINDOW = "window to the right of the query"
     CHUNK = "chunked-local attention"
+    CHUNK_LOOKBACK = "lookback of chunked-local attention"
     ALIBI = "ALiBi"
     ALIBI_SQRT = "ALiBi with square-root distances"
     SOFT_CAP = "logits soft cap"

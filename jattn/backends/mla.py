@@ -94,6 +94,10 @@ class MLABackend(AttentionBackend):
         Feature.PACKED,
         Feature.CASCADE,
         Feature.BATCH_INVARIANCE,
+        Feature.MM_PREFIX,  # these an MLASpec has no word for
+        Feature.RSWA,
+        Feature.CHUNK_LOOKBACK,
+        Feature.ALIBI_SQRT,
         Feature.FUSED_OUTPUT_QUANT,
     }
 

@@ -130,13 +130,10 @@ class SdpaBackend(AttentionBackend):
     attn_types = tuple(AttentionType)
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
     features = EVERYTHING - {
-        Feature.MM_PREFIX,
-        Feature.RSWA,
         Feature.NON_CAUSAL_DCP,
         Feature.KV_CONNECTOR,
         Feature.PCP,
         Feature.QUERY_LENS_MISMATCH,
-        Feature.ALIBI_SQRT,
     }
 
     @classmethod

@@ -108,12 +108,15 @@ def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number)
     row = of(batch.start) + done
     live = done + jnp.arange(kind.rows) < of(batch.query_len)
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, kind.rows)  # noqa: E731
-    padded = lambda x: jnp.pad(x, (0, kind.rows))  # noqa: E731
+    padded = lambda x: jnp.pad(x, ((0, kind.rows), *[(0, 0)] * (x.ndim - 1)))  # noqa: E731
+    rows = lambda x: None if x is None else cut(padded(x))  # noqa: E731
     return row, Tile(
         q=jnp.where(live[:, None, None], quant.decode(cut(queries), dtype), 0.0),
         live=live,
         position=cut(padded(batch.position)),
-        causal=None if batch.causal is None else cut(padded(batch.causal)),
+        causal=rows(batch.causal),
+        prefix=rows(batch.prefix),
+        span=rows(batch.span),
         req=req,
         kv_len=of(batch.kv_len),
         kv_offset=of(batch.kv_offset),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.ranges import fill_mm_prefix_query_ranges
 from jattn.ops.attend import Plan, attend_keys, output_dtype
 from jattn.ops.keys import Keys, PagedKeys
 from jattn.ops.ragged import RaggedBatch
@@ -57,9 +58,19 @@ def flat(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
         kv_offset=jnp.zeros_like(kv_len),
         position=meta.positions(),
         causal=jnp.asarray(per_request)[meta.token_to_req()] if decoder and per_request is not None else None,
+        **(_reach(meta, meta.positions()) if decoder else {}),
     )
     return Level(
         batch=batch, block_table=keys.block_table, max_query_len=meta.max_query_len, max_seq_len=keys.max_seq_len
+    )
+
+
+def _reach(meta: CommonAttentionMetadata, position: jax.Array) -> dict[str, jax.Array | None]:
+    """What reaches past causality and window, token by token; a rule that does not ask for it does not look."""
+    lens, ranges = meta.rswa_prefix_lens, meta.mm_prefix_ranges
+    return dict(
+        prefix=None if lens is None else jnp.asarray(lens)[meta.token_to_req()],
+        span=None if ranges is None else fill_mm_prefix_query_ranges(meta, ranges, position),
     )
 
 
@@ -81,21 +92,11 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     tokens = jnp.sum(batch.query_len, keepdims=True)
     zero = jnp.zeros_like(tokens)
     live = batch.query_len > 0
-    prefix = RaggedBatch(
-        start=zero,
-        query_len=tokens,
-        kv_len=zero + shared,
-        kv_offset=zero,
-        position=batch.position,
-        causal=batch.causal,
-    )
-    rest = RaggedBatch(
-        start=batch.start,
-        query_len=batch.query_len,
+    prefix = dataclasses.replace(batch, start=zero, query_len=tokens, kv_len=zero + shared, kv_offset=zero)
+    rest = dataclasses.replace(
+        batch,
         kv_len=jnp.where(live, jnp.maximum(batch.kv_len - shared, 0), 0),
         kv_offset=jnp.where(live, shared, 0).astype(jnp.int32),
-        position=batch.position,
-        causal=batch.causal,
     )
     first = Level(
         batch=prefix,
@@ -138,6 +139,7 @@ def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
             kv_offset=offset[jnp.minimum(start, max(last.num_tokens - 1, 0))],
             position=position,
             causal=causal,
+            **_reach(last, position),
         )
         made.append(
             Level(

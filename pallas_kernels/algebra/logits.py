@@ -2,7 +2,8 @@
 
     q.k * scale  ->  cap * tanh(x / cap)  ->  + slope * (kv_pos - q_pos)  ->  score_fn
 
-in float32. ALiBi uses the true distance (kv - q), so that the LSE and the weight of a sink are those of the formula.
+in float32. ALiBi uses the true distance (kv - q), so that the LSE and the weight of a sink are those of the formula;
+with `alibi_sqrt` it is -sqrt(q_pos - kv_pos) for the keys behind and 0 for those ahead.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ class LogitRule:
     scale: float
     soft_cap: float | None = None
     has_alibi: bool = False
+    alibi_sqrt: bool = False
     score_fn: Callable | None = None  # (score, head, q_pos, kv_pos) -> score
 
 
@@ -31,7 +33,8 @@ def shape_logits(rule: LogitRule, dots: jax.Array, head, q_pos, kv_pos, slope=No
     if rule.soft_cap:
         logits = rule.soft_cap * jnp.tanh(logits / rule.soft_cap)
     if rule.has_alibi:
-        logits = logits + slope * (kv_pos - q_pos).astype(jnp.float32)
+        distance = (kv_pos - q_pos).astype(jnp.float32)
+        logits = logits + slope * (-jnp.sqrt(jnp.maximum(-distance, 0.0)) if rule.alibi_sqrt else distance)
     if rule.score_fn is not None:
         logits = rule.score_fn(logits, head, q_pos, kv_pos)
     return logits

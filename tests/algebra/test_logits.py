@@ -15,6 +15,13 @@ def test_the_order_is_scale_cap_alibi_score_fn():
     np.testing.assert_allclose(got, (capped + 0.25 * (kv_pos - q_pos)) * 3 + (q_pos - kv_pos), rtol=1e-5, atol=1e-5)
 
 
+def test_square_root_alibi_falls_slowly_behind_and_not_at_all_ahead():
+    rule = LogitRule(scale=1.0, has_alibi=True, alibi_sqrt=True)
+    q_pos, kv_pos = np.asarray([[16]]), np.asarray([[0, 7, 12, 15, 16, 17, 25]])
+    got = shape_logits(rule, jnp.zeros((1, 7)), 0, q_pos, kv_pos, slope=2.0)
+    np.testing.assert_array_equal(got, [[-8, -6, -4, -2, 0, 0, 0]])
+
+
 def test_a_soft_cap_is_finite_and_monotone_however_large_the_logit():
     x = jnp.asarray([-3e38, -1e5, -1e4, -1.0, 0.0, 1.0, 1e4, 1e5, 3e38], jnp.float32)
     for cap in (0.5, 30.0, 1e-3):

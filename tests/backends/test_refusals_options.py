@@ -2,14 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jattn
 from jattn import AttentionParams
-from tests.backends.ragged_batch import Q
-from tests.backends.test_refusals import ONES, attend, layer_of
+from jattn.metadata import get_scheduler_metadata
+from tests.backends.ragged_batch import Q, batch
+from tests.backends.test_refusals import ONES, attend, build, layer_of, packed
 
 INT8 = layer_of(output_dtype=jnp.int8)
+RSWA = layer_of(sliding_window=3, use_rswa=True)
 
 
 def scaled(q=Q, scale=1.0):
@@ -47,6 +50,63 @@ REFUSED = {
         lambda: jattn.merge(scaled(), scaled()),
         ValueError,
         "a state of int8 is stored numbers, not real ones: merge before the result is quantised",
+    ),
+    "lookback without chunks": (
+        lambda: layer_of(chunk_lookback=1),
+        ValueError,
+        "chunk_lookback=1 needs chunk_size",
+    ),
+    "negative lookback": (
+        lambda: layer_of(chunk_size=4, chunk_lookback=-1),
+        ValueError,
+        "chunk_lookback=-1 must be an integer >= 0: whole chunks",
+    ),
+    "square root of no ALiBi": (lambda: layer_of(use_alibi_sqrt=True), ValueError, "needs has_alibi=True"),
+    "R-SWA without a window": (lambda: layer_of(use_rswa=True), ValueError, "needs a sliding_window with a left side"),
+    "R-SWA of an encoder": (
+        lambda: layer_of(use_rswa=True, sliding_window=3, attn_type="encoder"),
+        ValueError,
+        "use_rswa=True needs a decoder: nothing else is generated",
+    ),
+    "spans of an encoder": (
+        lambda: layer_of(use_mm_prefix=True, attn_type="encoder_only"),
+        ValueError,
+        "use_mm_prefix=True needs a decoder: an encoder sees both ways",
+    ),
+    "clamped by no window": (
+        lambda: layer_of(use_mm_prefix=True, mm_prefix_clamp_sliding_window=True),
+        ValueError,
+        "needs use_mm_prefix and a sliding_window",
+    ),
+    "spans asked for, none said": (
+        lambda: build(spec=layer_of(use_mm_prefix=True)),
+        ValueError,
+        r"spec.use_mm_prefix=True needs meta.mm_prefix_ranges, i32\[R, n, 2\]: give from_lengths mm_prefix_ranges=",
+    ),
+    "prefixes asked for, none said": (
+        lambda: packed(spec=RSWA),
+        ValueError,
+        r"spec.use_rswa=True needs meta.rswa_prefix_lens, i32\[R\]: give from_lengths",
+    ),
+    "prefixes of another R": (
+        lambda: build(batch().replace(rswa_prefix_lens=np.zeros(3, np.int32)), RSWA),
+        ValueError,
+        r"meta.rswa_prefix_lens.shape=\(3,\) must be \[R\] with R=5",
+    ),
+    "ranges without pairs": (
+        lambda: build(batch().replace(mm_prefix_ranges=np.zeros((5, 2), np.int32)), layer_of(use_mm_prefix=True)),
+        ValueError,
+        r"meta.mm_prefix_ranges.shape=\(5, 2\) must be \[R, n, 2\] with R=5",
+    ),
+    "ranges of fewer requests": (
+        lambda: batch(mm_prefix_ranges=[[(0, 2)]]),
+        ValueError,
+        "mm_prefix_ranges has 1 entries but query_lens has 4: one list a request",
+    ),
+    "a work list of two ranges": (
+        lambda: get_scheduler_metadata(batch(), RSWA),
+        jattn.UnsupportedError,
+        "a work list covers one range of keys a tile",
     ),
     "a quantised result to project": (
         lambda: jattn.nn.AttentionLayer(spec=INT8, hidden_size=32),

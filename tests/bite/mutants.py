@@ -47,7 +47,7 @@ def with_rule(**changes):
 
 def shifted(by: int):
     """Causality off by one: the query believes that it stands `by` further on."""
-    return lambda original: lambda rule, head, q, kv, causal=None: original(rule, head, q + by, kv, causal)
+    return lambda original: lambda rule, head, q, kv, *traced: original(rule, head, q + by, kv, *traced)
 
 
 def range_end(move):
@@ -131,7 +131,7 @@ MUTANTS = {
     "causality ignored": Mutant(MASK, with_rule(causal=False), on("plain")),
     "per-request causality ignored": Mutant(
         MASK,
-        lambda original: lambda rule, head, q, kv, causal=None: original(rule, head, q, kv),
+        lambda original: lambda rule, head, q, kv, causal=None, *traced: original(rule, head, q, kv, None, *traced),
         on("per_request_causal"),
     ),
     "window one key too wide": Mutant(MASK, with_rule(left=lambda rule: rule.left + 1), on("window_5")),
@@ -140,6 +140,13 @@ MUTANTS = {
         MASK, with_rule(right=lambda r: r.right + 1), on("window_two_sided")
     ),
     "chunks ignored": Mutant(MASK, with_rule(chunk=0), on("chunk")),
+    "lookback ignored": Mutant(MASK, with_rule(lookback=0), on("chunk_lookback")),
+    "key range forgets the lookback": Mutant(RANGE, with_rule(lookback=0), on("chunk_lookback")),
+    "window hides the prefix": Mutant(MASK, with_rule(prefix=False), on("rswa"), JNP_ONLY),
+    "spans ignored": Mutant(MASK, with_rule(spans=False), on("mm_prefix"), JNP_ONLY),
+    "key range forgets the spans": Mutant(RANGE, with_rule(spans=False), on("mm_prefix", "two_tiles"), JNP_ONLY),
+    "spans not clamped": Mutant(MASK, with_rule(clamp_spans=False), on("mm_prefix_clamped"), JNP_ONLY),
+    "spans clamped": Mutant(MASK, with_rule(clamp_spans=True), on("mm_prefix_window"), JNP_ONLY),
     "mask_fn ignored": Mutant(MASK, with_rule(mask_fn=None), on("mask_fn"), JNP_ONLY),
     "key range drops the last key": Mutant(RANGE, range_end(lambda end: end - 1), on("plain")),
     "last page dropped": Mutant(RANGE, range_end(lambda end: (end - 1) // 4 * 4), on("plain")),
@@ -156,6 +163,7 @@ MUTANTS = {
         lambda original: lambda rule, x, h, q, kv, slope=None: original(rule, x, h, 0 * q, kv, slope),
         on("alibi"),
     ),
+    "square root forgotten": Mutant(LOGITS, with_rule(alibi_sqrt=False), on("alibi_sqrt")),
     "score_fn ignored": Mutant(LOGITS, with_rule(score_fn=None), on("score_fn"), JNP_ONLY),
     "sink ignored": Mutant(FINISH, finished(lambda f, m, l, acc, sink: f(m, l, acc)), on("sinks")),
     "sink counted twice": Mutant(

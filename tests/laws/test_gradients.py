@@ -16,6 +16,7 @@ GRADED = {
     "plain": FEATURES["plain"],
     "non_causal": FEATURES["non_causal"],
     "cap_sinks_window": FEATURES["cap_sinks_window"],
+    "rswa_mm_prefix_sqrt": FEATURES["rswa_mm_prefix_sqrt"],
     "everything": Feature(
         "everything",
         {k: v for k, v in FEATURES["everything"].spec.items() if k != "score_fn"},
@@ -48,6 +49,7 @@ def witness(problem: Problem) -> dict[str, np.ndarray | list[np.ndarray]]:
             problem.q[rows], problem.keys[r], problem.values[r], dout[rows], dlse[rows],
             q_pos=np.arange(length - n, length), scale=spec.get("scale") or problem.head_dim**-0.5,
             causal=problem.causal, window=(window - 1, 0) if window else None, chunk_size=spec.get("chunk_size"),
+            alibi_sqrt=problem.spec.use_alibi_sqrt, **problem.feature.reach(problem.lengths)[r],
             soft_cap=spec.get("logits_soft_cap"), mask_fn=spec.get("mask_fn"),
             slopes=problem.numbers.get("alibi_slopes"), sinks=problem.numbers.get("sinks"),
         )  # fmt: skip

@@ -23,12 +23,11 @@ def attend_one_grad(
     q_pos,
     scale,
     causal=True,
-    window=None,
-    chunk_size=None,
     soft_cap=None,
     slopes=None,
+    alibi_sqrt=False,
     sinks=None,
-    mask_fn=None,
+    **mask,
 ):
     """One request: cotangents dout [Lq H V], dlse [Lq H] -> dict of dq, dk, dv, dslopes [H], dsinks [H]."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
@@ -43,13 +42,15 @@ def attend_one_grad(
     )
     kv_pos = np.arange(k.shape[0])
     distance = kv_pos[None, :] - np.asarray(q_pos)[:, None]
+    if alibi_sqrt:
+        distance = np.where(distance < 0, -np.sqrt(np.abs(distance)), 0)
     for h in range(heads):
         kv_head = h // (heads // kv_heads)
         x0 = (q[:, h] @ k[:, kv_head].T) * scale
         x = soft_cap * np.tanh(x0 / soft_cap) if soft_cap else x0
         if slopes is not None:
             x = x + float(slopes[h]) * distance
-        see = visible_keys(q_pos, kv_pos, head=h, causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn)
+        see = visible_keys(q_pos, kv_pos, head=h, causal=causal, **mask)
         alive = see.any(axis=1)
         x = np.where(see, x, -np.inf)
         sink = np.full(len(x), -np.inf if sinks is None else float(sinks[h]))
