@@ -289,7 +289,7 @@ class Problem:
             out,
             lse,
             tolerances.allowed(rough_out, out, self.dtype, mass, logit),
-            tolerances.allowed(rough_lse, lse, "float32"),
+            tolerances.allowed(rough_lse, lse, "float32", 1.0, logit),
             None if self.spec.output_dtype is None else (self.spec.output_dtype, float(self.numbers["output_scale"])),
         )
 

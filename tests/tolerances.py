@@ -1,11 +1,11 @@
 """How wrong a result may be: twice as wrong as the naive computation in the same precision.
 
-    allowed = 2 * max|naive - exact| + eps(dtype) * max|exact| + eps(float32) * (1 + max|logit|) * max(sum of p * |v|)
+    allowed = 2 * max|naive - exact| + eps(dtype) * max|exact| + eps(float32) * (1 + logit) * max(sum of p * |v|)
 
 `exact` is the float64 witness; `naive` is textbook attention in float32 whose operands, probabilities and
 result are rounded to the dtype. Both are measured on the very data of the test, so no tolerance is a guess.
-The other terms, a unit in the last place of the result, of what was summed to get it and of a logit, cover rows on
-which the naive computation happens to be exact.
+The other terms, a unit in the last place of the result, of what was summed to get it and of what a logit was summed
+from (scale * max(sum of |q| * |k|)), cover rows on which the naive computation happens to be exact.
 """
 
 import ml_dtypes
@@ -63,18 +63,21 @@ def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, soft_cap=None, slope
 
 
 def largest_logit(q, keys, query_lens, scale: float) -> float:
-    """max |q . k| * scale over every request's queries [T H D] and keys [L K D]."""
+    """max |q| . |k| * scale, what a logit is summed from, over every request's queries [T H D] and keys [L K D]."""
     largest, start = 0.0, 0
     for count, k in zip(query_lens, keys, strict=False):
         mine, start = q[start : start + count], start + count
         if count and len(k):
             grouped = mine.reshape(count, k.shape[1], -1, mine.shape[-1])
-            largest = max(largest, np.abs(np.einsum("tkgd,lkd->tkgl", grouped, k)).max() * scale)
+            largest = max(largest, np.einsum("tkgd,lkd->tkgl", np.abs(grouped), np.abs(k)).max() * scale)
     return float(largest)
 
 
 def allowed(naive, exact, dtype: str, mass=0.0, logit: float = 0.0) -> float:
-    """The largest error that passes; `mass` is the sum of p * |v|, which a cancelling sum is made of."""
+    """The largest error that passes; `mass` is the sum of p * |v|, which a cancelling sum is made of.
+
+    For an lse it is 1, the sum of p: a logit wrong by its last place moves it by no more.
+    """
     fine = np.isfinite(exact)
     if not fine.any():
         return 0.0
