@@ -20,8 +20,8 @@ Window = tuple[int, int]
 class AttentionSpec:
     """One attention layer's static description; defaults are filled in, so equal meanings compare equal.
 
-    Order of operations on a logit: q.k * scale -> soft cap -> alibi slope * (kv_pos - q_pos) -> score_fn -> mask ->
-    softmax, with the sink as one more column that is dropped.
+    Order of operations on a logit: q.k * scale -> soft cap -> alibi slope * (kv_pos - q_pos) -> qq_bias -> score_fn ->
+    mask -> softmax, with the sink as one more column that is dropped.
     """
 
     num_heads: int
@@ -40,6 +40,7 @@ class AttentionSpec:
     use_rswa: bool = False  # the window hides none of a request's first meta.rswa_prefix_lens keys
     use_mm_prefix: bool = False  # the tokens of each of meta.mm_prefix_ranges see one another, whatever else hides
     mm_prefix_clamp_sliding_window: bool = False  # ... but the window's left edge (Gemma 4)
+    use_qq_bias: bool = False  # params.qq_bias on the logits among a request's new tokens: trees, after ALiBi
     mask_fn: Callable | None = None  # (head, q_pos, kv_pos) -> bool, jnp-traceable
     score_fn: Callable | None = None  # (score, head, q_pos, kv_pos) -> score
     output_dtype: str | None = None  # 8 bits: the result is stored so, see params.output_scale; None: the queries' own
@@ -122,6 +123,7 @@ class AttentionParams:
     """A layer's traced numbers; real value = stored value * scale, and None means exactly 1.
 
     alibi_slopes f32[H]; sinks f32[H]; q_scale f32[] or [H]; k_scale, v_scale f32[] or [K]; output_scale f32[].
+    qq_bias f32[Q Q]: of new token i on new token j of its request, -inf hides it; 0 for those past Q.
     """
 
     alibi_slopes: jax.Array | None = None
@@ -130,6 +132,7 @@ class AttentionParams:
     k_scale: jax.Array | float | None = None
     v_scale: jax.Array | float | None = None
     output_scale: jax.Array | float | None = None
+    qq_bias: jax.Array | None = None
 
     def check_host(self) -> "AttentionParams":
         """Raise ValueError unless every scale is finite and positive; needs concrete values. Returns self."""
@@ -173,6 +176,7 @@ def _check_together(spec: AttentionSpec) -> None:
         ("use_rswa", "a sliding_window with a left side, and no chunk_size", left and spec.chunk_size is None),
         ("mm_prefix_clamp_sliding_window", "use_mm_prefix and a sliding_window", spec.use_mm_prefix and left),
         ("use_rswa", "a decoder: nothing else is generated", spec.attn_type is AttentionType.DECODER),
+        ("use_qq_bias", "a decoder: nothing else has new tokens", spec.attn_type is AttentionType.DECODER),
         ("use_mm_prefix", "a decoder: an encoder sees both ways", spec.attn_type is AttentionType.DECODER),
     )
     for name, what, there in wanted:

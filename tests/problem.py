@@ -185,6 +185,9 @@ class Problem:
             heads = self.kv_heads if name in ("k_scale", "v_scale") else self.heads
             if name == "output_scale":  # the largest values saturate
                 found[name] = self.rng(name).uniform(0.6, 0.9) / quant.LARGEST[self.spec.output_dtype]
+            elif name == "qq_bias":  # some tokens are hidden from others, none from itself
+                bias = found[name] = self.rng(name).normal(size=(6, 6))
+                bias[(np.abs(bias) > 1.2) & ~np.eye(6, dtype=bool)] = -np.inf
             elif not name.endswith("_scale"):
                 found[name] = self.rng(name).normal(size=heads)
             else:
@@ -218,9 +221,8 @@ class Problem:
     def meta(self) -> jattn.CommonAttentionMetadata:
         live, case = len(self.case.query_lens), self.case
         meta = jattn.CommonAttentionMetadata.from_lengths(
-            case.query_lens, case.seq_lens, self.block_table[:live], self.block_size,
-            num_tokens=self.num_tokens, num_reqs=self.num_reqs, causal=self.causal,
-            **self.feature.reach_of_batch(self.lengths),
+            case.query_lens, case.seq_lens, self.block_table[:live], self.block_size, num_tokens=self.num_tokens,
+            num_reqs=self.num_reqs, causal=self.causal, **self.feature.reach_of_batch(self.lengths),
         )  # fmt: skip
         return meta.replace(block_table=self.block_table)
 
@@ -276,7 +278,7 @@ class Problem:
             clamp_spans=self.spec.mm_prefix_clamp_sliding_window, soft_cap=self.feature.spec.get("logits_soft_cap"),
             slopes=self.numbers.get("alibi_slopes"), sinks=self.numbers.get("sinks"),
             mask_fn=self.feature.spec.get("mask_fn"), score_fn=self.feature.spec.get("score_fn"),
-            each=self.feature.reach(self.lengths),
+            each=self.feature.reach(self.lengths), qq_bias=self.numbers.get("qq_bias"),
         )  # fmt: skip
         batch = dict(num_tokens=self.num_tokens, causal=self.causal, q_starts=q_starts, **options)
         q = attention.scaled(self.q[: self.case.num_tokens], self.numbers.get("q_scale"))

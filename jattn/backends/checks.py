@@ -152,6 +152,11 @@ def check_params(
 ) -> None:
     """Each is there exactly when the spec uses it: an option is honoured or refused."""
     check_kind("params", params, AttentionParams)
+    if (params.qq_bias is not None) != spec.use_qq_bias:
+        raise ValueError(f"params.qq_bias must be given exactly when {spec.use_qq_bias=}")
+    bias = jnp.shape(params.qq_bias) if spec.use_qq_bias else (1, 1)
+    if len(bias) != 2 or bias[0] != bias[1] or not bias[0]:
+        raise ValueError(f"params.qq_bias.shape={bias} must be [Q Q]: new tokens by new tokens")
     if (params.output_scale is None) != (spec.output_dtype is None):
         raise ValueError(
             f"params.output_scale={params.output_scale!r} but spec.output_dtype={spec.output_dtype!r}: a quantised "

@@ -30,6 +30,7 @@ class Feature(enum.StrEnum):
     SOFT_CAP = "logits soft cap"
     MASK_FN = "user mask_fn"
     SCORE_FN = "user score_fn"
+    QQ_BIAS = "bias among the new tokens"
     PER_REQUEST_CAUSAL = "causal per request"
     DIFF_KV = "value head dim other than the key's"
     LSE = "log-sum-exp output"

@@ -97,6 +97,7 @@ class MLABackend(AttentionBackend):
         Feature.MM_PREFIX,  # these an MLASpec has no word for
         Feature.RSWA,
         Feature.CHUNK_LOOKBACK,
+        Feature.QQ_BIAS,
         Feature.ALIBI_SQRT,
         Feature.FUSED_OUTPUT_QUANT,
     }

@@ -106,6 +106,7 @@ def numbers(spec: AttentionSpec, params: AttentionParams) -> Numbers:
         sink=per_head(params.sinks) if spec.has_sinks else None,
         k_scale=per_kv_head(params.k_scale),
         v_scale=per_kv_head(params.v_scale),
+        qq_bias=jnp.asarray(params.qq_bias, jnp.float32) if spec.use_qq_bias else None,
         output_scale=jnp.asarray(params.output_scale, jnp.float32) if spec.output_dtype else None,
     )
 

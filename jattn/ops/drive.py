@@ -117,6 +117,7 @@ def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number)
         causal=rows(batch.causal),
         prefix=rows(batch.prefix),
         span=rows(batch.span),
+        context=rows(batch.context),
         req=req,
         kv_len=of(batch.kv_len),
         kv_offset=of(batch.kv_offset),

@@ -68,8 +68,10 @@ def flat(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
 def _reach(meta: CommonAttentionMetadata, position: jax.Array) -> dict[str, jax.Array | None]:
     """What reaches past causality and window, token by token; a rule that does not ask for it does not look."""
     lens, ranges = meta.rswa_prefix_lens, meta.mm_prefix_ranges
+    req, token = meta.token_to_req(), jnp.arange(meta.num_tokens, dtype=jnp.int32)
     return dict(
-        prefix=None if lens is None else jnp.asarray(lens)[meta.token_to_req()],
+        context=position - (token - jnp.asarray(meta.query_start_loc)[req]),
+        prefix=None if lens is None else jnp.asarray(lens)[req],
         span=None if ranges is None else fill_mm_prefix_query_ranges(meta, ranges, position),
     )
 

@@ -38,6 +38,7 @@ class Numbers:
     sink: jax.Array | None
     k_scale: jax.Array | None
     v_scale: jax.Array | None
+    qq_bias: jax.Array | None = None  # f32[Q Q]
     output_scale: jax.Array | None = None  # f32[]
 
 
@@ -54,6 +55,7 @@ class Tile:
     kv_offset: jax.Array  # i32[] position of key 0 (a later level of a cascade starts later)
     prefix: jax.Array | None = None  # i32[rows] first keys of the request that no window hides
     span: jax.Array | None = None  # i32[rows 2]
+    context: jax.Array | None = None  # i32[rows]
     shard: KeyShard | None = None  # the keys are one rank's share of the request's
 
     def position_of(self, index: jax.Array) -> jax.Array:
@@ -94,7 +96,7 @@ def attend_tile(tile: Tile, keys: Keys, rules: Rules, numbers: Numbers, static_t
         dots = _dots(q, chunk)
         if numbers.k_scale is not None:
             dots = dots * numbers.k_scale
-        logits = shape_logits(rules.logits, dots, head, position, kv_pos, numbers.slope)
+        logits = shape_logits(rules.logits, dots, head, position, kv_pos, numbers.slope, _bias(tile, numbers, kv_pos))
         seen = mask.visible(rules.mask, head, position, kv_pos, causal, prefix, span) & inside[None, None, None]
         m, alpha, p = softmax.weights(m, jnp.where(seen, logits, softmax.NEG_INF))
         return m, l * alpha + jnp.sum(p, -1, keepdims=True), acc * alpha + _weighted(p, chunk)
@@ -131,6 +133,17 @@ def _ranges(tile: Tile, rule: MaskRule):
         return 0, first, last
     prefix = jnp.max(jnp.where(tile.live, tile.prefix, 0))
     return jnp.minimum(tile.index_of(prefix), jnp.minimum(last, tile.kv_len)), first, last
+
+
+def _bias(tile: Tile, numbers: Numbers, kv_pos: jax.Array) -> jax.Array | None:
+    """f32[1 rows 1 C] of queries and keys that are both new; 0 elsewhere."""
+    if numbers.qq_bias is None:
+        return None
+    size = numbers.qq_bias.shape[0]
+    i, j = (tile.position - tile.context)[:, None], kv_pos.reshape(1, -1) - tile.context[:, None]
+    both = (i < size) & (j >= 0) & (j < size)
+    found = numbers.qq_bias[jnp.clip(i, 0, size - 1), jnp.clip(j, 0, size - 1)]
+    return jnp.where(both, found, 0.0)[None, :, None]
 
 
 def _without_strangers(chunk: KVChunk, inside: jax.Array) -> KVChunk:

@@ -12,6 +12,8 @@ def test_the_order_is_scale_cap_alibi_score_fn():
     dots = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32) * 9
     got = shape_logits(rule, jnp.asarray(dots), 2, q_pos, kv_pos, slope=0.25)
     capped = 3 * np.tanh(np.float64(dots) * 0.5 / 3)
+    biased = shape_logits(rule, jnp.asarray(dots), 2, q_pos, kv_pos, slope=0.25, bias=jnp.full((3, 5), 2.0))
+    np.testing.assert_allclose(biased, got + 6, rtol=1e-5, atol=1e-5)  # before score_fn, which takes it three times
     np.testing.assert_allclose(got, (capped + 0.25 * (kv_pos - q_pos)) * 3 + (q_pos - kv_pos), rtol=1e-5, atol=1e-5)
 
 

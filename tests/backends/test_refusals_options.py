@@ -108,6 +108,21 @@ REFUSED = {
         jattn.UnsupportedError,
         "a work list covers one range of keys a tile",
     ),
+    "bias without a flag": (
+        lambda: attend(params=AttentionParams(qq_bias=jnp.zeros((2, 2)))),
+        ValueError,
+        "params.qq_bias must be given exactly when spec.use_qq_bias=False",
+    ),
+    "bias of another shape": (
+        lambda: attend(spec=layer_of(use_qq_bias=True), params=AttentionParams(qq_bias=jnp.zeros((2, 3)))),
+        ValueError,
+        r"params.qq_bias.shape=\(2, 3\) must be \[Q Q\]",
+    ),
+    "bias of an encoder": (
+        lambda: layer_of(use_qq_bias=True, attn_type="encoder"),
+        ValueError,
+        "use_qq_bias=True needs a decoder: nothing else has new tokens",
+    ),
     "a quantised result to project": (
         lambda: jattn.nn.AttentionLayer(spec=INT8, hidden_size=32),
         ValueError,

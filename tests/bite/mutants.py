@@ -107,6 +107,12 @@ def without(name: str):
     return lambda original: lambda spec, params: dataclasses.replace(original(spec, params), **{name: None})
 
 
+def transposed(name: str):
+    """Rows and columns of a traced matrix are exchanged."""
+    change = lambda numbers: dataclasses.replace(numbers, **{name: getattr(numbers, name).T})
+    return lambda original: lambda spec, params: change(original(spec, params))
+
+
 def wrapping(original):
     """Stored numbers past the dtype's maximum begin again at its minimum."""
     return lambda x, dtype, scale=None: (
@@ -181,6 +187,8 @@ MUTANTS = {
     "-1 wraps to the last slot": Mutant(SPLIT_SLOT, wrapping_slot, on("plain")),
     "keys and values swapped": Mutant(WRITE, swapped, on("plain")),
     "query heads read the wrong kv head": Mutant(TILE, transposed_heads, on("plain"), JNP_ONLY),
+    "bias among new tokens ignored": Mutant(NUMBERS, without("qq_bias"), on("qq_bias"), JNP_ONLY),
+    "bias among new tokens transposed": Mutant(NUMBERS, transposed("qq_bias"), on("qq_bias"), JNP_ONLY),
     "k_scale ignored": Mutant(NUMBERS, without("k_scale"), on("scales"), JNP_ONLY),
     "v_scale ignored": Mutant(NUMBERS, without("v_scale"), on("scales"), JNP_ONLY),
     "output_scale ignored": Mutant(NUMBERS, without("output_scale"), on("output_fp8"), JNP_ONLY),

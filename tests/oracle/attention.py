@@ -3,6 +3,7 @@
     x      = (q . k) * scale
     x      = cap * tanh(x / cap)                     soft cap
     x      = x + slope * (kv_pos - q_pos)            ALiBi; or -sqrt(q_pos - kv_pos), keys ahead 0
+    x      = x + bias(i, j)                          of new token i on new token j
     x      = score_fn(x, head, q_pos, kv_pos)
     p      = exp(x) / (exp(sink) + sum of exp(x) over the visible keys)
     out    = sum of p * v                            lse = log of the denominator
@@ -51,6 +52,7 @@ def attend_one(
     soft_cap=None,
     slopes=None,
     alibi_sqrt=False,
+    qq_bias=None,
     sinks=None,
     score_fn=None,
     **mask,
@@ -72,6 +74,8 @@ def attend_one(
             x = soft_cap * np.tanh(x / soft_cap)
         if slopes is not None:
             x = x + float(slopes[h]) * (np.where(j < i, -np.sqrt(np.abs(j - i)), 0) if alibi_sqrt else j - i)
+        if qq_bias is not None:
+            x = x + among_new(qq_bias, q_pos, kv_pos)
         if score_fn is not None:
             x = np.asarray(score_fn(x, h, i, j), np.float64)
         see = visible_keys(q_pos, kv_pos, head=h, causal=causal, **mask)
@@ -88,6 +92,16 @@ def attend_one(
             out[row, h] = (weight[: len(keys)] / total) @ v[keys, kv_head]
             lse[row, h] = top + np.log(total)
     return out, lse
+
+
+def among_new(bias, q_pos, kv_pos):
+    """[Lq, L] of a square bias [Q, Q] among the new tokens, the first of which stands at q_pos[0]; else 0."""
+    out, size = np.zeros((len(q_pos), len(kv_pos))), len(bias)
+    for a, i in enumerate(q_pos):
+        for b, j in enumerate(kv_pos):
+            if q_pos[0] <= j < q_pos[0] + size and i < q_pos[0] + size:
+                out[a, b] = bias[i - q_pos[0], j - q_pos[0]]
+    return out
 
 
 def ragged(
