@@ -162,11 +162,11 @@ MUTANTS = {
     "soft cap ignored": Mutant(LOGITS, with_rule(soft_cap=None), on("soft_cap")),
     "alibi ignored": Mutant(LOGITS, with_rule(has_alibi=False), on("alibi")),
     "alibi with the wrong sign": Mutant(
-        LOGITS, lambda original: lambda rule, x, h, q, kv, slope=None: original(rule, x, h, kv, q, slope), on("alibi")
+        LOGITS, lambda original: lambda rule, x, h, q, kv, *traced: original(rule, x, h, kv, q, *traced), on("alibi")
     ),
     "alibi against the context, not the query": Mutant(
         LOGITS,
-        lambda original: lambda rule, x, h, q, kv, slope=None: original(rule, x, h, 0 * q, kv, slope),
+        lambda original: lambda rule, x, h, q, kv, *traced: original(rule, x, h, 0 * q, kv, *traced),
         on("alibi"),
     ),
     "square root forgotten": Mutant(LOGITS, with_rule(alibi_sqrt=False), on("alibi_sqrt")),
