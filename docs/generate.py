@@ -9,6 +9,7 @@ against the one thing, so that every machine writes the same file.
 """
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -36,19 +37,30 @@ FIELDS = {  # what a layer or its cache must say to ask for a feature; all other
     Feature.SLIDING_WINDOW: dict(sliding_window=1000),
     Feature.TWO_SIDED_WINDOW: dict(sliding_window=(100, 100)),
     Feature.CHUNK: dict(chunk_size=1024),
+    Feature.CHUNK_LOOKBACK: dict(chunk_size=1024, chunk_lookback=1),
     Feature.ALIBI: dict(has_alibi=True),
+    Feature.ALIBI_SQRT: dict(has_alibi=True, use_alibi_sqrt=True),
+    Feature.QQ_BIAS: dict(use_qq_bias=True),
+    Feature.MM_PREFIX: dict(use_mm_prefix=True),
+    Feature.RSWA: dict(sliding_window=1000, use_rswa=True),
     Feature.SOFT_CAP: dict(logits_soft_cap=30.0),
     Feature.MASK_FN: dict(mask_fn=_any),
     Feature.SCORE_FN: dict(score_fn=_any),
     Feature.DIFF_KV: dict(v_head_dim=64),
     Feature.PACKED: dict(cache=None),
+    Feature.FUSED_OUTPUT_QUANT: dict(output_dtype="float8_e4m3fn"),
 }
 SPELLED = {  # how a user says it, where the name alone does not tell
     Feature.SLIDING_WINDOW: "`sliding_window=W`",
     Feature.TWO_SIDED_WINDOW: "`sliding_window=(left, right)`",
     Feature.SINK: "`has_sinks`",
     Feature.CHUNK: "`chunk_size`",
+    Feature.CHUNK_LOOKBACK: "`chunk_lookback`",
     Feature.ALIBI: "`has_alibi`",
+    Feature.ALIBI_SQRT: "`use_alibi_sqrt`",
+    Feature.QQ_BIAS: "`use_qq_bias`",
+    Feature.MM_PREFIX: "`use_mm_prefix`",
+    Feature.RSWA: "`use_rswa`",
     Feature.SOFT_CAP: "`logits_soft_cap`",
     Feature.MASK_FN: "`mask_fn`",
     Feature.SCORE_FN: "`score_fn`",
@@ -58,6 +70,7 @@ SPELLED = {  # how a user says it, where the name alone does not tell
     Feature.PACKED: "`jattn.attention`",
     Feature.CASCADE: "`jattn.cascade_attention`",
     Feature.LSE: "`state.lse`",
+    Feature.FUSED_OUTPUT_QUANT: "`output_dtype`",
     Feature.PER_HEAD_QUANT_SCALES: '`quant="per_head"`',
 }
 
@@ -79,7 +92,8 @@ def _usual(layer: dict, cache: dict | None):
 
 
 def _latent(layer: dict, cache: dict):
-    spec = jattn.MLASpec(**(LATENT | layer))
+    fields = {field.name for field in dataclasses.fields(jattn.MLASpec)}  # what it has no word for is asked by name
+    spec = jattn.MLASpec(**(LATENT | {name: value for name, value in layer.items() if name in fields}))
     cache = dict(block_size=CACHE["block_size"]) | cache
     return spec, jattn.mla_cache_spec(spec, CACHE["num_blocks"], **cache)
 

@@ -65,6 +65,7 @@ class PagedAttention:
         common_prefix_len says how many first keys all requests share: a hint to be fast, never seen in a result.
         """
         checks.check_batch(self.spec, meta)
+        checks.check_reach(self.spec, meta)
         checks.check_causality(self.chosen, self.spec, meta)
         self.parallel.check(meta)
         if common_prefix_len < 0:
@@ -77,6 +78,7 @@ class PagedAttention:
             raise ValueError("a cascade needs at least one level")
         for level in levels:
             checks.check_batch(self.spec, level)
+        checks.check_reach(self.spec, levels[-1])
         checks.check_causality(self.chosen, self.spec, levels[-1])
         return self.builder.build_cascade(tuple(levels))
 
@@ -194,6 +196,7 @@ def attention(
     params = AttentionParams() if params is None else params
     checks.check_kind("spec", spec, AttentionSpec)
     checks.check_lengths(spec, meta)
+    checks.check_reach(spec, meta)
     chip = device.detect()
     if k is None or v is None:
         raise ValueError("attention without a cache needs k and v; use PagedAttention to read cached ones")

@@ -5,9 +5,11 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn.types import AttentionType, pytree
+from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 
@@ -18,8 +20,8 @@ Window = tuple[int, int]
 class AttentionSpec:
     """One attention layer's static description; defaults are filled in, so equal meanings compare equal.
 
-    Order of operations on a logit: q.k * scale -> soft cap -> alibi slope * (kv_pos - q_pos) -> score_fn -> mask ->
-    softmax, with the sink as one more column that is dropped.
+    Order of operations on a logit: q.k * scale -> soft cap -> alibi slope * (kv_pos - q_pos) -> qq_bias -> score_fn ->
+    mask -> softmax, with the sink as one more column that is dropped.
     """
 
     num_heads: int
@@ -30,11 +32,18 @@ class AttentionSpec:
     attn_type: AttentionType | str = AttentionType.DECODER
     sliding_window: int | Window | None = None  # W: self and W-1 before; (left, right) extra keys; becomes a pair
     chunk_size: int | None = None
+    chunk_lookback: int = 0  # whole chunks before the query's own that it sees too
     logits_soft_cap: float | None = None  # 0 becomes None
     has_alibi: bool = False
+    use_alibi_sqrt: bool = False  # slope * -sqrt(q_pos - kv_pos), and nothing for keys ahead
     has_sinks: bool = False
+    use_rswa: bool = False  # the window hides none of a request's first meta.rswa_prefix_lens keys
+    use_mm_prefix: bool = False  # the tokens of each of meta.mm_prefix_ranges see one another, whatever else hides
+    mm_prefix_clamp_sliding_window: bool = False  # ... but the window's left edge (Gemma 4)
+    use_qq_bias: bool = False  # params.qq_bias on the logits among a request's new tokens: trees, after ALiBi
     mask_fn: Callable | None = None  # (head, q_pos, kv_pos) -> bool, jnp-traceable
     score_fn: Callable | None = None  # (score, head, q_pos, kv_pos) -> score
+    output_dtype: str | None = None  # 8 bits: the result is stored so, see params.output_scale; None: the queries' own
 
     def __post_init__(self):
         fill = lambda **values: [object.__setattr__(self, k, v) for k, v in values.items()]  # noqa: E731
@@ -46,6 +55,7 @@ class AttentionSpec:
             attn_type=_attention_type(self.attn_type),
             sliding_window=_window(self.sliding_window),
             logits_soft_cap=_soft_cap(self.logits_soft_cap),
+            output_dtype=_output_dtype(self.output_dtype),
         )
         _positive_int(self, "num_kv_heads", "v_head_dim")
         if self.num_heads % self.num_kv_heads:
@@ -56,6 +66,7 @@ class AttentionSpec:
             raise ValueError(f"{self.scale=} must be finite; leave it None for head_dim ** -0.5")
         if self.chunk_size is not None:
             _positive_int(self, "chunk_size")
+        _check_together(self)
         if self.attn_type is AttentionType.ENCODER_DECODER and (self.sliding_window or self.chunk_size):
             raise ValueError(
                 "an encoder_decoder layer sees every encoder token: sliding_window and chunk_size mean nothing; "
@@ -75,6 +86,18 @@ class AttentionSpec:
         """(left, right) extra keys on each side, -1 = unlimited."""
         return self.sliding_window or (-1, -1)
 
+    @property
+    def needed_back(self) -> tuple[int | None, int | None]:
+        """(tokens, the query's included; chunk) past which no key is needed again, for caches that give pages back.
+
+        None: as far as there are keys. An image or an R-SWA prefix may lie anywhere before the window.
+        """
+        left = (
+            -1 if self.use_rswa or (self.use_mm_prefix and not self.mm_prefix_clamp_sliding_window) else self.window[0]
+        )
+        chunk = None if self.chunk_lookback or self.use_mm_prefix else self.chunk_size
+        return None if left < 0 else left + 1, chunk
+
     def mask_rule(self, causal: bool = True) -> MaskRule:
         """The mask of this layer in a batch whose static causality is `causal`; only decoders are ever causal."""
         left, right = self.window
@@ -83,19 +106,24 @@ class AttentionSpec:
             left=left,
             right=right,
             chunk=self.chunk_size or 0,
+            lookback=self.chunk_lookback,
+            prefix=self.use_rswa,
+            spans=self.use_mm_prefix,
+            clamp_spans=self.mm_prefix_clamp_sliding_window,
             mask_fn=self.mask_fn,
         )
 
     def logit_rule(self) -> LogitRule:
         """What happens to this layer's logits between dot product and mask."""
-        return LogitRule(self.scale, self.logits_soft_cap, self.has_alibi, self.score_fn)
+        return LogitRule(self.scale, self.logits_soft_cap, self.has_alibi, self.use_alibi_sqrt, self.score_fn)
 
 
 @pytree
 class AttentionParams:
     """A layer's traced numbers; real value = stored value * scale, and None means exactly 1.
 
-    alibi_slopes f32[H]; sinks f32[H]; q_scale f32[] or [H]; k_scale, v_scale f32[] or [K].
+    alibi_slopes f32[H]; sinks f32[H]; q_scale f32[] or [H]; k_scale, v_scale f32[] or [K]; output_scale f32[].
+    qq_bias f32[Q Q]: of new token i on new token j of its request, -inf hides it; 0 for those past Q.
     """
 
     alibi_slopes: jax.Array | None = None
@@ -103,10 +131,12 @@ class AttentionParams:
     q_scale: jax.Array | float | None = None
     k_scale: jax.Array | float | None = None
     v_scale: jax.Array | float | None = None
+    output_scale: jax.Array | float | None = None
+    qq_bias: jax.Array | None = None
 
     def check_host(self) -> "AttentionParams":
         """Raise ValueError unless every scale is finite and positive; needs concrete values. Returns self."""
-        for name in ("q_scale", "k_scale", "v_scale"):
+        for name in ("q_scale", "k_scale", "v_scale", "output_scale"):
             scale = getattr(self, name)
             if scale is not None and not (np.isfinite(scale).all() and (np.asarray(scale) > 0).all()):
                 raise ValueError(f"{name}={np.asarray(scale)} must be finite and > 0; pass None for exactly 1")
@@ -133,6 +163,25 @@ def _positive_int(spec, *names: str) -> None:
         value = getattr(spec, name)
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+def _check_together(spec: AttentionSpec) -> None:
+    """Options that mean something only beside another, or not at all for what is no decoder."""
+    if not isinstance(spec.chunk_lookback, (int, np.integer)) or spec.chunk_lookback < 0:
+        raise ValueError(f"chunk_lookback={spec.chunk_lookback!r} must be an integer >= 0: whole chunks")
+    left = spec.window[0] >= 0
+    wanted = (
+        ("chunk_lookback", "chunk_size", spec.chunk_size is not None),
+        ("use_alibi_sqrt", "has_alibi=True", spec.has_alibi),
+        ("use_rswa", "a sliding_window with a left side, and no chunk_size", left and spec.chunk_size is None),
+        ("mm_prefix_clamp_sliding_window", "use_mm_prefix and a sliding_window", spec.use_mm_prefix and left),
+        ("use_rswa", "a decoder: nothing else is generated", spec.attn_type is AttentionType.DECODER),
+        ("use_qq_bias", "a decoder: nothing else has new tokens", spec.attn_type is AttentionType.DECODER),
+        ("use_mm_prefix", "a decoder: an encoder sees both ways", spec.attn_type is AttentionType.DECODER),
+    )
+    for name, what, there in wanted:
+        if getattr(spec, name) and not there:
+            raise ValueError(f"{name}={getattr(spec, name)} needs {what}; got {spec}")
 
 
 def _attention_type(value) -> AttentionType:
@@ -166,3 +215,10 @@ def _soft_cap(value) -> float | None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"logits_soft_cap={value} must be > 0; use None or 0 to turn it off")
     return float(value)
+
+
+def _output_dtype(value) -> str | None:
+    name = value if value is None or isinstance(value, str) else jnp.dtype(value).name
+    if name is not None and name not in quant.QUANTISED:
+        raise ValueError(f"output_dtype={value!r} must be one of {', '.join(quant.QUANTISED)}; None: the queries' own")
+    return name

@@ -31,6 +31,7 @@ class Answer:
     lse: np.ndarray
     out_limit: float
     lse_limit: float
+    output: tuple[str, float] | None = None  # (dtype, scale) of a quantised result
 
     def check(self, state) -> None:
         """Everything that a state must be: right, finite, and exactly (0, -inf) where nothing was visible."""
@@ -38,7 +39,18 @@ class Answer:
         nothing = np.isneginf(self.lse)
         assert not out[nothing].any(), "rows that see no key, padding among them, must be exactly 0"
         tolerances.assert_within(lse, self.lse, self.lse_limit, "lse")
-        tolerances.assert_within(out, self.out, self.out_limit, "out")
+        if self.output is None:
+            tolerances.assert_within(out, self.out, self.out_limit, "out")
+        else:
+            self.check_quantised(out, *self.output)
+
+    def check_quantised(self, stored: np.ndarray, name: str, scale: float) -> None:
+        """Each stored number is one nearest to some real number within the limit, and the largest stands for more."""
+        wanted, limit = self.out / scale, self.out_limit / scale
+        within = np.clip(wanted, -quant.LARGEST[name], quant.LARGEST[name])
+        assert stored.shape == wanted.shape and np.isfinite(stored).all()
+        wrong = np.abs(stored - within) - np.abs(quant.round_to(wanted, name) - within)
+        assert wrong.max() <= 2 * limit, f"stored out: {wrong.max()=:.3g} is over {2 * limit=:.3g}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,7 +183,12 @@ class Problem:
         for wanted in self.feature.params:
             name = wanted.removesuffix("[]")
             heads = self.kv_heads if name in ("k_scale", "v_scale") else self.heads
-            if not name.endswith("_scale"):
+            if name == "output_scale":  # the largest values saturate
+                found[name] = self.rng(name).uniform(0.6, 0.9) / quant.LARGEST[self.spec.output_dtype]
+            elif name == "qq_bias":  # some tokens are hidden from others, none from itself
+                bias = found[name] = self.rng(name).normal(size=(6, 6))
+                bias[(np.abs(bias) > 1.2) & ~np.eye(6, dtype=bool)] = -np.inf
+            elif not name.endswith("_scale"):
                 found[name] = self.rng(name).normal(size=heads)
             else:
                 per_head = wanted.endswith("[]") and not (heads == self.kv_heads and self.quant == "per_tensor")
@@ -204,8 +221,8 @@ class Problem:
     def meta(self) -> jattn.CommonAttentionMetadata:
         live, case = len(self.case.query_lens), self.case
         meta = jattn.CommonAttentionMetadata.from_lengths(
-            case.query_lens, case.seq_lens, self.block_table[:live], self.block_size,
-            num_tokens=self.num_tokens, num_reqs=self.num_reqs, causal=self.causal,
+            case.query_lens, case.seq_lens, self.block_table[:live], self.block_size, num_tokens=self.num_tokens,
+            num_reqs=self.num_reqs, causal=self.causal, **self.feature.reach_of_batch(self.lengths),
         )  # fmt: skip
         return meta.replace(block_table=self.block_table)
 
@@ -257,9 +274,11 @@ class Problem:
         window = self.feature.spec.get("sliding_window")
         options = dict(
             scale=scale, window=(window - 1, 0) if isinstance(window, int) else window,
-            chunk_size=self.feature.spec.get("chunk_size"), soft_cap=self.feature.spec.get("logits_soft_cap"),
+            chunk_size=self.spec.chunk_size, lookback=self.spec.chunk_lookback, alibi_sqrt=self.spec.use_alibi_sqrt,
+            clamp_spans=self.spec.mm_prefix_clamp_sliding_window, soft_cap=self.feature.spec.get("logits_soft_cap"),
             slopes=self.numbers.get("alibi_slopes"), sinks=self.numbers.get("sinks"),
             mask_fn=self.feature.spec.get("mask_fn"), score_fn=self.feature.spec.get("score_fn"),
+            each=self.feature.reach(self.lengths), qq_bias=self.numbers.get("qq_bias"),
         )  # fmt: skip
         batch = dict(num_tokens=self.num_tokens, causal=self.causal, q_starts=q_starts, **options)
         q = attention.scaled(self.q[: self.case.num_tokens], self.numbers.get("q_scale"))
@@ -272,7 +291,8 @@ class Problem:
             out,
             lse,
             tolerances.allowed(rough_out, out, self.dtype, mass, logit),
-            tolerances.allowed(rough_lse, lse, "float32"),
+            tolerances.allowed(rough_lse, lse, "float32", 1.0, logit),
+            None if self.spec.output_dtype is None else (self.spec.output_dtype, float(self.numbers["output_scale"])),
         )
 
 

@@ -54,7 +54,7 @@ def conform(problem: Problem, backend: str, lse_floor: float = 0.0) -> None:
     """
     before = problem.cache(new=False)
     after, state = run(problem, backend, before)
-    assert state.out.dtype == problem.q.dtype and state.lse.dtype == np.float32
+    assert state.out.dtype == (problem.spec.output_dtype or problem.q.dtype) and state.lse.dtype == np.float32
     answer = problem.answer(after)
     dataclasses.replace(answer, lse_limit=max(answer.lse_limit, lse_floor)).check(state)
     written = {slot for r, first in enumerate(problem.case.computed) for slot in problem.slots(r, first)}

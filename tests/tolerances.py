@@ -1,17 +1,17 @@
 """How wrong a result may be: twice as wrong as the naive computation in the same precision.
 
-    allowed = 2 * max|naive - exact| + eps(dtype) * max|exact| + eps(float32) * (1 + max|logit|) * max(sum of p * |v|)
+    allowed = 2 * max|naive - exact| + eps(dtype) * max|exact| + eps(float32) * (1 + logit) * max(sum of p * |v|)
 
 `exact` is the float64 witness; `naive` is textbook attention in float32 whose operands, probabilities and
 result are rounded to the dtype. Both are measured on the very data of the test, so no tolerance is a guess.
-The other terms, a unit in the last place of the result, of what was summed to get it and of a logit, cover rows on
-which the naive computation happens to be exact.
+The other terms, a unit in the last place of the result, of what was summed to get it and of what a logit was summed
+from (scale * max(sum of |q| * |k|)), cover rows on which the naive computation happens to be exact.
 """
 
 import ml_dtypes
 import numpy as np
 
-from tests.oracle.attention import visible_keys
+from tests.oracle.attention import among_new, visible_keys
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -30,8 +30,8 @@ def rounded(x, dtype: str) -> np.ndarray:
     return np.asarray(x).astype(DTYPES[dtype]).astype(np.float32)
 
 
-def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, window=None, chunk_size=None, soft_cap=None,
-              slopes=None, sinks=None, mask_fn=None, score_fn=None):  # fmt: skip
+def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, soft_cap=None, slopes=None, alibi_sqrt=False, qq_bias=None,
+              sinks=None, score_fn=None, **mask):  # fmt: skip
     """`oracle.attend_one` in float32 with operands, probabilities and result rounded to `dtype`."""
     q, k, v = (rounded(x, dtype) for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -40,17 +40,19 @@ def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, window=None, chunk_s
     if not q.shape[0] or not k.shape[0]:
         return out, lse
     i, j = np.asarray(q_pos)[:, None], np.arange(k.shape[0])[None, :]
-    rule = dict(causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn)
+    distance = np.where(j < i, -np.sqrt(np.abs(j - i)), 0) if alibi_sqrt else j - i
     for h in range(heads):
         g = h // (heads // kv_heads)
         x = (q[:, h] @ k[:, g].T) * np.float32(scale)
         if soft_cap:
             x = np.float32(soft_cap) * np.tanh(x / np.float32(soft_cap))
         if slopes is not None:
-            x = x + np.float32(slopes[h]) * (j - i).astype(np.float32)
+            x = x + np.float32(slopes[h]) * distance.astype(np.float32)
+        if qq_bias is not None:
+            x = x + among_new(qq_bias, q_pos, j[0]).astype(np.float32)
         if score_fn is not None:
             x = np.asarray(score_fn(x, h, i, j), np.float32)
-        see = visible_keys(q_pos, j[0], head=h, **rule)
+        see = visible_keys(q_pos, j[0], head=h, causal=causal, **mask)
         alive = see.any(axis=1)
         x = np.where(see, x, np.float32(-np.inf))
         sink = np.full((len(x), 1), -np.inf if sinks is None else sinks[h], np.float32)
@@ -63,18 +65,21 @@ def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, window=None, chunk_s
 
 
 def largest_logit(q, keys, query_lens, scale: float) -> float:
-    """max |q . k| * scale over every request's queries [T H D] and keys [L K D]."""
+    """max |q| . |k| * scale, what a logit is summed from, over every request's queries [T H D] and keys [L K D]."""
     largest, start = 0.0, 0
     for count, k in zip(query_lens, keys, strict=False):
         mine, start = q[start : start + count], start + count
         if count and len(k):
             grouped = mine.reshape(count, k.shape[1], -1, mine.shape[-1])
-            largest = max(largest, np.abs(np.einsum("tkgd,lkd->tkgl", grouped, k)).max() * scale)
+            largest = max(largest, np.einsum("tkgd,lkd->tkgl", np.abs(grouped), np.abs(k)).max() * scale)
     return float(largest)
 
 
 def allowed(naive, exact, dtype: str, mass=0.0, logit: float = 0.0) -> float:
-    """The largest error that passes; `mass` is the sum of p * |v|, which a cancelling sum is made of."""
+    """The largest error that passes; `mass` is the sum of p * |v|, which a cancelling sum is made of.
+
+    For an lse it is 1, the sum of p: a logit wrong by its last place moves it by no more.
+    """
     fine = np.isfinite(exact)
     if not fine.any():
         return 0.0

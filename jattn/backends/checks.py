@@ -14,7 +14,7 @@ from jattn.backends.feature import Feature
 from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import check_scales
-from jattn.errors import UnsupportedError
+from jattn.errors import MissingMetadataError, UnsupportedError
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of
 from jattn.spec import AttentionParams, AttentionSpec
@@ -59,6 +59,19 @@ def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
         starts, lengths = jnp.shape(batch.query_start_loc), jnp.shape(batch.seq_lens)
         if lengths != (meta.max_num_reqs,) or starts != (meta.max_num_reqs + 1,):
             raise ValueError(f"query_start_loc.shape={starts} must be (R + 1,) and seq_lens.shape={lengths} (R,)")
+
+
+def check_reach(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
+    """The batch says where the spans and prefixes are that this layer asks about; another layer does not look."""
+    for flag, name, axes in (("use_mm_prefix", "mm_prefix_ranges", "R, n, 2"), ("use_rswa", "rswa_prefix_lens", "R")):
+        if not getattr(spec, flag):
+            continue
+        value, dims = getattr(meta, name), axes.count(",") + 1
+        if value is None:
+            raise MissingMetadataError(f"spec.{flag}=True needs meta.{name}, i32[{axes}]: give from_lengths {name}=")
+        shape = jnp.shape(value)
+        if len(shape) != dims or shape[0] != meta.max_num_reqs or (dims == 3 and shape[2] != 2):
+            raise ValueError(f"meta.{name}.shape={shape} must be [{axes}] with R={meta.max_num_reqs}, as seq_lens")
 
 
 def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
@@ -139,6 +152,18 @@ def check_params(
 ) -> None:
     """Each is there exactly when the spec uses it: an option is honoured or refused."""
     check_kind("params", params, AttentionParams)
+    if (params.qq_bias is not None) != spec.use_qq_bias:
+        raise ValueError(f"params.qq_bias must be given exactly when {spec.use_qq_bias=}")
+    bias = jnp.shape(params.qq_bias) if spec.use_qq_bias else (1, 1)
+    if len(bias) != 2 or bias[0] != bias[1] or not bias[0]:
+        raise ValueError(f"params.qq_bias.shape={bias} must be [Q Q]: new tokens by new tokens")
+    if (params.output_scale is None) != (spec.output_dtype is None):
+        raise ValueError(
+            f"params.output_scale={params.output_scale!r} but spec.output_dtype={spec.output_dtype!r}: a quantised "
+            "result needs both, any other neither"
+        )
+    if jnp.shape(0.0 if params.output_scale is None else params.output_scale):
+        raise ValueError(f"params.output_scale.shape={jnp.shape(params.output_scale)} must be (): one for all heads")
     for name, flag in (("alibi_slopes", "has_alibi"), ("sinks", "has_sinks")):
         value, used = getattr(params, name), getattr(spec, flag)
         if used and value is None:
@@ -157,7 +182,7 @@ def check_params(
             raise UnsupportedError("the chosen backend does not take these params", {backend.get_name(): (refusal,)})
     if cache_spec is not None:
         check_scales(params, cache_spec)
-    known = {name: getattr(params, name) for name, _ in heads}
+    known = {name: getattr(params, name) for name in (*(name for name, _ in heads), "output_scale")}
     concrete: dict[str, Any] = {n: x for n, x in known.items() if isinstance(x, (int, float, np.ndarray, np.generic))}
     AttentionParams(**concrete).check_host()
 

@@ -199,6 +199,8 @@ class CpuNativeBackend(AttentionBackend):
         Feature.PCP,
         Feature.DCP,
         Feature.QUERY_LENS_MISMATCH,
+        Feature.CHUNK_LOOKBACK,
+        Feature.QQ_BIAS,
         Feature.ALIBI_SQRT,
         Feature.FUSED_OUTPUT_QUANT,
         Feature.MASK_FN,  # a Python function cannot run inside the kernel

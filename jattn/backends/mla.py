@@ -90,7 +90,17 @@ class MLABackend(AttentionBackend):
     supported_kv_cache_dtypes = ()
     supported_block_sizes = (MultipleOf(1),)
     quant_modes = SdpaBackend.quant_modes
-    features = SdpaBackend.features - {Feature.PACKED, Feature.CASCADE, Feature.BATCH_INVARIANCE}
+    features = SdpaBackend.features - {
+        Feature.PACKED,
+        Feature.CASCADE,
+        Feature.BATCH_INVARIANCE,
+        Feature.MM_PREFIX,  # these an MLASpec has no word for
+        Feature.RSWA,
+        Feature.CHUNK_LOOKBACK,
+        Feature.QQ_BIAS,
+        Feature.ALIBI_SQRT,
+        Feature.FUSED_OUTPUT_QUANT,
+    }
 
     @classmethod
     def layer_reasons(cls, spec, cache_spec, chip) -> tuple[str, ...]:

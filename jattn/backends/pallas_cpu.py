@@ -70,16 +70,18 @@ class PallasCpuImpl(AttentionImpl[PallasCpuMetadata]):
     supports_quant_query_input = True
 
     def forward(self, q, cache: PagedKV, m: PallasCpuMetadata, params: AttentionParams) -> AttentionState:
+        quantised = self.spec.output_dtype
         config = Config(
             mask=self.spec.mask_rule(m.is_causal),
             logits=self.spec.logit_rule(),
             kv_dtype=cache.spec.dtype,
-            out_dtype=output_dtype(q.dtype),
+            out_dtype="float32" if quantised else output_dtype(q.dtype),
             layout=cache.spec.physical_layout,
         )
         pool = Pool(cache.k, cache.v, cache.k_token_scale, cache.v_token_scale)
         q, pool, numbers = forward_only((q, pool, _numbers(self.spec, params)), "pallas_cpu")
         out, lse = paged_attention(q, pool, m.batch, m.tiles, numbers, config=config, interpret=True)
+        out = quant.to_dtype(out, quantised, params.output_scale) if quantised else out
         return AttentionState(out=out, lse=lse)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
@@ -105,7 +107,9 @@ class PallasCpuBackend(AttentionBackend):
             Feature.BATCH_INVARIANCE,
             Feature.TWO_SIDED_WINDOW,
             Feature.CHUNK,
+            Feature.CHUNK_LOOKBACK,
             Feature.ALIBI,
+            Feature.ALIBI_SQRT,
             Feature.SOFT_CAP,
             Feature.MASK_FN,
             Feature.SCORE_FN,
@@ -113,6 +117,7 @@ class PallasCpuBackend(AttentionBackend):
             Feature.DIFF_KV,
             Feature.LSE,
             Feature.PACKED,
+            Feature.FUSED_OUTPUT_QUANT,
         }
     )
 

@@ -117,6 +117,7 @@ def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
 def _seen(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | None) -> dict[Feature, str]:
     """What this layer needs, and the words to say so; an lse is always needed, since a state has one."""
     left, right = spec.window
+    layer = spec.absorbed if isinstance(spec, MLASpec) else spec
     # a decoder that is causal anyway loses nothing to the right by a window (W - 1, 0)
     needs_right = right > 0 if spec.attn_type is AttentionType.DECODER else right >= 0
     rows = (
@@ -129,7 +130,12 @@ def _seen(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | None) -> dict
         (Feature.SLIDING_WINDOW, spec.sliding_window is not None, f"sliding_window={(left, right)}"),
         (Feature.TWO_SIDED_WINDOW, needs_right, f"sliding_window={(left, right)}"),
         (Feature.CHUNK, spec.chunk_size is not None, f"chunk_size={spec.chunk_size}"),
+        (Feature.CHUNK_LOOKBACK, layer.chunk_lookback > 0, f"chunk_lookback={layer.chunk_lookback}"),
         (Feature.ALIBI, spec.has_alibi, "has_alibi=True"),
+        (Feature.ALIBI_SQRT, layer.use_alibi_sqrt, "use_alibi_sqrt=True"),
+        (Feature.MM_PREFIX, layer.use_mm_prefix, "use_mm_prefix=True"),
+        (Feature.QQ_BIAS, layer.use_qq_bias, "use_qq_bias=True"),
+        (Feature.RSWA, layer.use_rswa, "use_rswa=True"),
         (Feature.SOFT_CAP, spec.logits_soft_cap is not None, f"logits_soft_cap={spec.logits_soft_cap}"),
         (Feature.MASK_FN, spec.mask_fn is not None, "mask_fn given"),
         (Feature.SCORE_FN, spec.score_fn is not None, "score_fn given"),
@@ -140,5 +146,6 @@ def _seen(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | None) -> dict
         ),
         (Feature.LSE, True, "every attention state carries its lse"),
         (Feature.PACKED, cache_spec is None, "no cache_spec given"),
+        (Feature.FUSED_OUTPUT_QUANT, layer.output_dtype is not None, f"output_dtype={layer.output_dtype}"),
     )
     return {feature: words for feature, needed, words in rows if needed}

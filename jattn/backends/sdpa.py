@@ -8,10 +8,12 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import EVERYTHING, Feature
 from jattn.backends.impl import AttentionImpl
+from jattn.backends.question import cache_dtype_name
 from jattn.errors import UnsupportedError
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of
 from jattn.ops.attend import Plan, attend_packed
+from jattn.ops.forward_only import forward_only
 from jattn.ops.levels import Level, attend_levels, flat, nested, shared_prefix
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
@@ -93,10 +95,12 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
     supports_quant_query_input = True
 
     def forward(self, q, cache, m: SdpaMetadata, params=None) -> AttentionState:
+        q, cache, params = self._differentiable((q, cache, params))
         on_cpu, combine = self.chip.platform == "cpu", self.parallel.combine
         return attend_levels(self.spec, m.is_causal, on_cpu, q, cache, m.levels, params, combine=combine)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params=None) -> AttentionState:
+        q, k, v, params = self._differentiable((q, k, v, params))
         level = flat(meta, self.spec.attn_type)
         plan = Plan(
             spec=self.spec,
@@ -106,6 +110,15 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
             on_cpu=self.chip.platform == "cpu",
         )
         return attend_packed(plan, q, k, v, level.batch, params)
+
+    def fused_output_quant_supported(self, quant_key: str) -> bool:
+        return cache_dtype_name(quant_key) in quant.QUANTISED
+
+    def _differentiable(self, inputs):
+        """The inputs; a quantised result has no derivative, and says so instead of giving zeros."""
+        if self.spec.output_dtype is None:
+            return inputs
+        return forward_only(inputs, f"output_dtype={self.spec.output_dtype!r}", "leave it None to differentiate")
 
 
 class SdpaBackend(AttentionBackend):
@@ -117,14 +130,10 @@ class SdpaBackend(AttentionBackend):
     attn_types = tuple(AttentionType)
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
     features = EVERYTHING - {
-        Feature.MM_PREFIX,
-        Feature.RSWA,
         Feature.NON_CAUSAL_DCP,
         Feature.KV_CONNECTOR,
         Feature.PCP,
         Feature.QUERY_LENS_MISMATCH,
-        Feature.ALIBI_SQRT,
-        Feature.FUSED_OUTPUT_QUANT,
     }
 
     @classmethod

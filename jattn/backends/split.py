@@ -141,7 +141,9 @@ class SplitImpl(AttentionImpl[SplitMetadata]):
     supports_quant_query_input = True
 
     def forward(self, q, cache, m: SplitMetadata, params) -> AttentionState:
-        state = AttentionState.empty(m.num_tokens, self.num_heads, self.spec.v_head_dim, output_dtype(q.dtype))
+        state = AttentionState.empty(
+            m.num_tokens, self.num_heads, self.spec.v_head_dim, output_dtype(q.dtype, self.spec)
+        )
         for half in m.halves.values():
             backend = registry.load(half.backend)
             checks.check_params(backend, self.spec, self.cache_spec, params)

@@ -28,6 +28,8 @@ class CommonAttentionMetadata:
     logits_indices: jax.Array | None = None  # i32[L] tokens whose logits are wanted
     encoder_seq_lens: jax.Array | None = None  # i32[R]
     dcp_local_seq_lens: jax.Array | None = None  # i32[R] keys of each request that this rank holds
+    mm_prefix_ranges: jax.Array | None = None  # i32[R n 2] inclusive spans that see both ways: see ranges.py
+    rswa_prefix_lens: jax.Array | None = None  # i32[R] first keys that no window hides
     cross: "CommonAttentionMetadata | None" = None  # the encoder's tokens: own lengths, pages, slots
     max_query_len: int = static()  # upper bound, bucketed
     max_seq_len: int = static()  # upper bound, bucketed
@@ -99,7 +101,7 @@ class CommonAttentionMetadata:
             query_start_loc=_extend(self.query_start_loc, more, last),
             slot_mapping=_extend(self.slot_mapping, num_tokens - self.num_tokens, PAD_SLOT_ID),
             cross=None if self.cross is None else self.cross.padded(self.cross.num_tokens, num_reqs),
-            **{name: _extend(getattr(self, name), more, fill) for name, fill in _PER_REQUEST.items()},
+            **{name: _extend(getattr(self, name), more, fill) for name, fill in PER_REQUEST.items()},
         )
 
     def unpadded(self, num_tokens: int, num_reqs: int) -> "CommonAttentionMetadata":
@@ -108,7 +110,7 @@ class CommonAttentionMetadata:
             raise ValueError(
                 f"cannot cut T={self.num_tokens}, R={self.max_num_reqs} up to {num_tokens=}, {num_reqs=}; use padded"
             )
-        cut = {name: getattr(self, name) for name in _PER_REQUEST}
+        cut = {name: getattr(self, name) for name in PER_REQUEST}
         return self.replace(
             query_start_loc=self.query_start_loc[: num_reqs + 1],
             slot_mapping=self.slot_mapping[:num_tokens],
@@ -147,9 +149,11 @@ class CommonAttentionMetadata:
         return from_traced(query_start_loc, seq_lens, block_table, block_size, **options)
 
 
-_PER_REQUEST = dict(
-    seq_lens=0, block_table=NULL_BLOCK_ID, causal_per_request=True, encoder_seq_lens=0, dcp_local_seq_lens=0
-)
+PER_REQUEST = dict(
+    seq_lens=0, block_table=NULL_BLOCK_ID, causal_per_request=True, encoder_seq_lens=0, dcp_local_seq_lens=0,
+    mm_prefix_ranges=0, rswa_prefix_lens=0,
+)  # fmt: skip
+"""Fields with one row a request, and what a row of padding holds."""
 
 
 def _minimum(x, bound: int):

@@ -5,6 +5,7 @@ import numpy as np
 
 from jattn.metadata.buckets import power_of_two, query_len_bound
 from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.ranges import compute_mm_prefix_range_tensor
 from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID
 from pallas_kernels.algebra.paging import cdiv, slots_of
 
@@ -22,9 +23,13 @@ def from_lengths(
     encoder_seq_lens=None,
     cross_block_table=None,
     num_encoder_tokens: int | None = None,
+    mm_prefix_ranges=None,
+    rswa_prefix_lens=None,
 ) -> CommonAttentionMetadata:
     """A ragged batch from host lengths, padded up to the static sizes given (None: as given).
 
+    mm_prefix_ranges: pairs (first, last) for each request, or the array that compute_mm_prefix_range_tensor makes of
+    them in a width of its own. rswa_prefix_lens: a number a request.
     block_table may be None where no cache is used. encoder_seq_lens adds `.cross`, whose pages are cross_block_table
     and whose packed tokens are padded to num_encoder_tokens.
     """
@@ -74,6 +79,10 @@ def from_lengths(
         causal_per_request=None if per_request_causal is None else _pad(per_request_causal, width_r),
         encoder_seq_lens=None if encoder is None else encoder.seq_lens,
         cross=encoder,
+        mm_prefix_ranges=None if mm_prefix_ranges is None else _ranges(mm_prefix_ranges, live, width_r),
+        rswa_prefix_lens=None
+        if rswa_prefix_lens is None
+        else _pad(_lengths("rswa_prefix_lens", rswa_prefix_lens, like=q), width_r),
         max_query_len=query_len_bound(int(q.max(initial=0)), width_t),
         max_seq_len=longest,
         is_causal=bool(causal) if per_request_causal is None else True,
@@ -131,6 +140,14 @@ def _lengths(name: str, values, like=None) -> np.ndarray:
     if like is not None and len(x) != len(like):
         raise ValueError(f"{name} has {len(x)} entries but query_lens has {len(like)}: one of each a request")
     return x.astype(np.int32)
+
+
+def _ranges(ranges, live: int, rows: int) -> np.ndarray:
+    if len(ranges) != live:
+        raise ValueError(f"mm_prefix_ranges has {len(ranges)} entries but query_lens has {live}: one list a request")
+    known = isinstance(ranges, np.ndarray) and ranges.ndim == 3
+    table = ranges.astype(np.int32) if known else compute_mm_prefix_range_tensor(ranges)
+    return np.concatenate([table, np.zeros((rows - live, *table.shape[1:]), np.int32)])
 
 
 def _at_least(name: str, size: int | None, n: int) -> int:

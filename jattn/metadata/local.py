@@ -74,6 +74,8 @@ def local_metadata(attn_chunk_size: int, meta: CommonAttentionMetadata, block_si
     for name, why in (
         ("cross", "a cross-attention layer sees every encoder token"),
         ("dcp_local_seq_lens", "a chunk's pages are spread over the ranks"),
+        ("mm_prefix_ranges", "a span may reach over chunks"),
+        ("rswa_prefix_lens", "a prefix lies in an earlier chunk"),
     ):
         if getattr(meta, name) is not None:
             raise ValueError(f"meta.{name} is set and {why}: there are no local virtual batches of it")

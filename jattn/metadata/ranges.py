@@ -1,5 +1,7 @@
 """Spans of a prompt whose tokens see each other both ways (images in a prefix-LM)."""
 
+from itertools import pairwise
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,15 +25,18 @@ def compute_mm_prefix_range_tensor(ranges, num_reqs: int | None = None, max_rang
             if not 0 <= first <= last:
                 raise ValueError(f"request {r}: range ({first}, {last}) must be 0 <= first <= last, both inclusive")
             out[r, i] = first, last
+        if any(a[1] >= b[0] for a, b in pairwise(sorted(pairs))):
+            raise ValueError(f"request {r}: ranges {sorted(pairs)} overlap; a token lies in one span at most")
     return out
 
 
-def fill_mm_prefix_query_ranges(meta: CommonAttentionMetadata, ranges):
-    """i32[T, 2] the inclusive range that holds each token's position, or (-1, -1).
+def fill_mm_prefix_query_ranges(meta: CommonAttentionMetadata, ranges, position=None):
+    """i32[T, 2] the inclusive range that holds each token's position (None: meta's own), or (-1, -1).
 
-    A query sees key j also where first <= j <= last, whatever causality and window say.
+    A query sees key j also where first <= j <= last, whatever causality and window say. A span that is prefilled in
+    pieces shows each piece what is cached by then.
     """
-    position, live = meta.positions(), meta.token_is_live()
+    position, live = meta.positions() if position is None else position, meta.token_is_live()
     if ranges.shape[1] == 0:
         return jnp.full((meta.num_tokens, 2), -1, jnp.int32)
     mine = jnp.asarray(ranges, jnp.int32)[meta.token_to_req()]  # [T, max_ranges, 2]

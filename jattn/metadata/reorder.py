@@ -9,7 +9,7 @@
 Everything here works on numpy (host) and on traced arrays alike.
 """
 
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.common import PER_REQUEST, CommonAttentionMetadata
 from jattn.metadata.host import array_module, is_traced, segment_of, starts_of
 from jattn.types import PAD_SLOT_ID
 
@@ -84,7 +84,6 @@ def apply_permutation(meta: CommonAttentionMetadata, perm) -> CommonAttentionMet
     """
     xp = array_module(meta.query_start_loc, meta.seq_lens, perm)
     tokens = token_permutation(meta, perm)
-    per_request = ("seq_lens", "block_table", "causal_per_request", "encoder_seq_lens", "dcp_local_seq_lens")
     logits = meta.logits_indices
     if logits is not None:
         inside = (logits >= 0) & (logits < meta.num_tokens)
@@ -96,7 +95,7 @@ def apply_permutation(meta: CommonAttentionMetadata, perm) -> CommonAttentionMet
         slot_mapping=xp.asarray(meta.slot_mapping)[tokens],
         logits_indices=logits,
         cross=None if meta.cross is None else apply_permutation(meta.cross, perm),
-        **{name: None if (x := getattr(meta, name)) is None else xp.asarray(x)[perm] for name in per_request},
+        **{name: None if (x := getattr(meta, name)) is None else xp.asarray(x)[perm] for name in PER_REQUEST},
     )
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jattn.errors import UnsupportedError
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
 from jattn.metadata.host import array_module
@@ -30,6 +31,8 @@ def get_scheduler_metadata(
     workers (threads, cores) share them, whole kv_tiles at a time; fixed_split_tokens cuts them at that length
     instead, whatever else is in the batch. Results must not depend on any of these.
     """
+    if spec.use_mm_prefix or spec.use_rswa:
+        raise UnsupportedError("a work list covers one range of keys a tile: no use_mm_prefix, no use_rswa; use 'sdpa'")
     plan = schedule_plan(
         spec,
         num_workers=num_workers,

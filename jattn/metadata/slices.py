@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jattn.metadata.buckets import query_len_bound
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.common import PER_REQUEST, CommonAttentionMetadata
 from jattn.metadata.host import array_module, is_traced, on_host
 from pallas_kernels.algebra.paging import cdiv
 
@@ -52,13 +52,12 @@ def slice_requests(
     inside = xp.clip(bounds, token_start, token_stop)
     lost = xp.where(bounds[:-1] < token_stop, bounds[1:] - inside[1:], 0)
     rows = slice(start, stop)
-    per_request = ("block_table", "causal_per_request", "encoder_seq_lens", "dcp_local_seq_lens")
-    part = {name: None if (x := getattr(meta, name)) is None else x[rows] for name in per_request}
-    if not is_traced(lost):
-        _check_cut(meta, rows, np.asarray(lost) > 0, token_stop)
+    part = {name: None if (x := getattr(meta, name)) is None else x[rows] for name in PER_REQUEST}
+    part["seq_lens"] = part["seq_lens"] - xp.maximum(lost, 0)
+    if not is_traced(lost, part["seq_lens"]):
+        _check_cut(meta, rows, np.asarray(lost) > 0, np.asarray(part["seq_lens"]), token_stop)
     return meta.replace(
         query_start_loc=inside - token_start,
-        seq_lens=meta.seq_lens[rows] - xp.maximum(lost, 0),
         slot_mapping=meta.slot_mapping[token_start:token_stop],
         num_reqs=_int32(xp.clip(meta.num_reqs - start, 0, stop - start), xp),
         num_actual_tokens=_int32(xp.clip(meta.num_actual_tokens - token_start, 0, token_stop - token_start), xp),
@@ -117,14 +116,22 @@ def split_attn_metadata(slices: Sequence[UbatchSlice], meta: CommonAttentionMeta
     return parts
 
 
-def _check_cut(meta: CommonAttentionMetadata, rows: slice, cut: np.ndarray, token_stop: int) -> None:
-    """ValueError where a request loses tokens and something else depends on them."""
+def _check_cut(meta: CommonAttentionMetadata, rows: slice, cut: np.ndarray, left: np.ndarray, token_stop: int) -> None:
+    """ValueError where a request loses tokens (left: how many stay) and something else depends on them."""
     if not cut.any():
         return
     if meta.dcp_local_seq_lens is not None:
         raise ValueError(
             "cutting a request changes its dcp_local_seq_lens: cut first, then call get_dcp_local_seq_lens"
         )
+    if meta.mm_prefix_ranges is not None:
+        first, last = np.moveaxis(np.asarray(meta.mm_prefix_ranges)[rows], 2, 0)
+        inside = (cut[:, None] & (first < left[:, None]) & (left[:, None] <= last)).any(axis=1)
+        if inside.any():
+            raise ValueError(
+                f"request {rows.start + int(np.argmax(inside))} is cut at token {token_stop}, inside a span of "
+                "mm_prefix_ranges: its first tokens see its last keys; cut between spans"
+            )
     both_ways = cut & ~np.broadcast_to(np.asarray(meta.causal), (meta.max_num_reqs,))[rows]
     if both_ways.any():
         raise ValueError(

@@ -9,7 +9,7 @@ Slices (slices.py) need the requests side by side and the bounds on the host; th
 import jax
 import jax.numpy as jnp
 
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.common import PER_REQUEST, CommonAttentionMetadata
 from jattn.metadata.host import segment_of, starts_of
 from jattn.types import PAD_SLOT_ID
 
@@ -25,7 +25,11 @@ def subset(
     keep = jnp.asarray(keep)
     requests = jnp.argsort(~keep, stable=True).astype(jnp.int32)
     live = keep[requests]
-    of_live = lambda x, fill: None if x is None else jnp.where(live, jnp.asarray(x)[requests], fill)
+
+    def of_live(x, fill):
+        rows = None if x is None else jnp.asarray(x)[requests]
+        return None if rows is None else jnp.where(live.reshape(-1, *[1] * (rows.ndim - 1)), rows, fill)
+
     start = starts_of(of_live(meta.query_lens(), 0), jnp)
     row = jnp.arange(num_tokens, dtype=jnp.int32)
     req = segment_of(start[1:], num_tokens, jnp)
@@ -33,17 +37,14 @@ def subset(
     tokens = jnp.where(row < start[-1], old, meta.num_tokens)
     part = meta.replace(
         query_start_loc=start,
-        seq_lens=of_live(meta.seq_lens, 0),
-        block_table=None if meta.block_table is None else jnp.asarray(meta.block_table)[requests],
         slot_mapping=jnp.asarray(meta.slot_mapping).at[tokens].get(mode="fill", fill_value=PAD_SLOT_ID),
+        block_table=None if meta.block_table is None else jnp.asarray(meta.block_table)[requests],
         num_reqs=jnp.sum(live, dtype=jnp.int32),
         num_actual_tokens=start[-1],
-        causal_per_request=of_live(meta.causal_per_request, True),
         logits_indices=None,
-        encoder_seq_lens=of_live(meta.encoder_seq_lens, 0),
-        dcp_local_seq_lens=of_live(meta.dcp_local_seq_lens, 0),
         cross=None if meta.cross is None else _cached(meta.cross, requests, live),
         max_query_len=max_query_len,
+        **{name: of_live(getattr(meta, name), fill) for name, fill in PER_REQUEST.items() if name != "block_table"},
     )
     return part, tokens, requests
 

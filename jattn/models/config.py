@@ -83,8 +83,7 @@ class ModelConfig:
         """In order of their first layer."""
         groups: dict[tuple, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            left, chunk = layer.attention.window[0], layer.attention.chunk_size
-            groups.setdefault((None if left < 0 else left + 1, chunk), []).append(index)
+            groups.setdefault(layer.attention.needed_back, []).append(index)
         return tuple(CacheGroup(tuple(layers), *kept) for kept, layers in groups.items())
 
     def cache_specs(

@@ -42,6 +42,10 @@ class AttentionLayer:
             raise ValueError(f"{self.alibi_slopes=} must be given exactly when {self.spec.has_alibi=}")
         if self.rope is not None and self.rope.dim > self.spec.head_dim:
             raise ValueError(f"{self.rope.dim=} must not exceed {self.spec.head_dim=}")
+        if self.spec.output_dtype is not None:
+            raise ValueError(
+                f"{self.spec.output_dtype=}: the output projection of a layer reads real numbers; use None"
+            )
         if self.rope is not None and self.is_cross:
             raise ValueError("cross attention has no rotary positions: decoder and encoder count their own")
 

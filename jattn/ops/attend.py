@@ -67,7 +67,7 @@ def _forward(plan: Plan, q, source, batch, params, differentiable: bool) -> Atte
     bits = plan.on_cpu and not differentiable
     keys = PackedKeys.of(source[0], source[1], batch.kv_len, bits) if isinstance(source, tuple) else source
     q_real = q if params.q_scale is None else _scaled(q, params.q_scale)
-    shape = drive.OutShape(plan.max_query_len, spec.v_head_dim, plan.out_dtype or output_dtype(q.dtype))
+    shape = drive.OutShape(plan.max_query_len, spec.v_head_dim, plan.out_dtype or output_dtype(q.dtype, spec))
     if bits:
         keys = keys.beside(q_real.dtype.name)
     args = (q_real, batch, keys, plan.rules, numbers(spec, params), shape)
@@ -106,11 +106,15 @@ def numbers(spec: AttentionSpec, params: AttentionParams) -> Numbers:
         sink=per_head(params.sinks) if spec.has_sinks else None,
         k_scale=per_kv_head(params.k_scale),
         v_scale=per_kv_head(params.v_scale),
+        qq_bias=jnp.asarray(params.qq_bias, jnp.float32) if spec.use_qq_bias else None,
+        output_scale=jnp.asarray(params.output_scale, jnp.float32) if spec.output_dtype else None,
     )
 
 
-def output_dtype(q_dtype) -> str:
-    """The queries' own float type; bfloat16 for quantised queries."""
+def output_dtype(q_dtype, spec: AttentionSpec | None = None) -> str:
+    """What a layer asks for, or the queries' own float type; bfloat16 for quantised queries."""
+    if spec is not None and spec.output_dtype is not None:
+        return spec.output_dtype
     name = jnp.dtype(q_dtype).name
     return name if name in quant.FLOATS else "bfloat16"
 

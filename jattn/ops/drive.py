@@ -50,7 +50,7 @@ def one_by_one(
             out, lse = state
             row, tile = _tile(queries, q.dtype.name, batch, kind, *index.locate(t))
             new_out, new_lse = attend_tile(tile, keys, rules, numbers)
-            new_out = quant.encode(new_out, shape.dtype, stored)
+            new_out = quant.encode(new_out, shape.dtype, stored, numbers.output_scale)
             return _keep(out, new_out, row, tile.live), _keep(lse, new_lse, row, tile.live)
 
         out, lse = jax.lax.fori_loop(0, index.total, visit, (out, lse))
@@ -95,7 +95,7 @@ def all_at_once(
         rows = rows.reshape(-1)  # dead rows point past the end and are dropped
         out = out.at[rows].set(new_out.reshape(-1, num_heads, shape.value_dim), mode="drop")
         lse = lse.at[rows].set(new_lse.reshape(-1, num_heads), mode="drop")
-    return AttentionState(out=out.astype(shape.dtype), lse=lse)
+    return AttentionState(out=quant.to_dtype(out, shape.dtype, numbers.output_scale), lse=lse)
 
 
 def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number):
@@ -108,12 +108,16 @@ def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number)
     row = of(batch.start) + done
     live = done + jnp.arange(kind.rows) < of(batch.query_len)
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, kind.rows)  # noqa: E731
-    padded = lambda x: jnp.pad(x, (0, kind.rows))  # noqa: E731
+    padded = lambda x: jnp.pad(x, ((0, kind.rows), *[(0, 0)] * (x.ndim - 1)))  # noqa: E731
+    rows = lambda x: None if x is None else cut(padded(x))  # noqa: E731
     return row, Tile(
         q=jnp.where(live[:, None, None], quant.decode(cut(queries), dtype), 0.0),
         live=live,
         position=cut(padded(batch.position)),
-        causal=None if batch.causal is None else cut(padded(batch.causal)),
+        causal=rows(batch.causal),
+        prefix=rows(batch.prefix),
+        span=rows(batch.span),
+        context=rows(batch.context),
         req=req,
         kv_len=of(batch.kv_len),
         kv_offset=of(batch.kv_offset),

@@ -9,7 +9,7 @@ from jattn.errors import UnsupportedError
 X = TypeVar("X")
 
 
-def forward_only(tree: X, who: str) -> X:
+def forward_only(tree: X, who: str, way_out: str = "use backend='sdpa' to differentiate") -> X:
     """The tree itself; UnsupportedError as soon as a derivative with respect to any of it is taken."""
 
     @jax.custom_jvp
@@ -18,6 +18,6 @@ def forward_only(tree: X, who: str) -> X:
 
     @same.defjvp
     def refuse(primals, tangents):
-        raise UnsupportedError(f"{who} computes forward only; use backend='sdpa' to differentiate")
+        raise UnsupportedError(f"{who} computes forward only; {way_out}")
 
     return same(tree)

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.ranges import fill_mm_prefix_query_ranges
 from jattn.ops.attend import Plan, attend_keys, output_dtype
 from jattn.ops.keys import Keys, PagedKeys
 from jattn.ops.ragged import RaggedBatch
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType, pytree, static
+from pallas_kernels.algebra import quant
 
 
 @pytree
@@ -56,9 +58,21 @@ def flat(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
         kv_offset=jnp.zeros_like(kv_len),
         position=meta.positions(),
         causal=jnp.asarray(per_request)[meta.token_to_req()] if decoder and per_request is not None else None,
+        **(_reach(meta, meta.positions()) if decoder else {}),
     )
     return Level(
         batch=batch, block_table=keys.block_table, max_query_len=meta.max_query_len, max_seq_len=keys.max_seq_len
+    )
+
+
+def _reach(meta: CommonAttentionMetadata, position: jax.Array) -> dict[str, jax.Array | None]:
+    """What reaches past causality and window, token by token; a rule that does not ask for it does not look."""
+    lens, ranges = meta.rswa_prefix_lens, meta.mm_prefix_ranges
+    req, token = meta.token_to_req(), jnp.arange(meta.num_tokens, dtype=jnp.int32)
+    return dict(
+        context=position - (token - jnp.asarray(meta.query_start_loc)[req]),
+        prefix=None if lens is None else jnp.asarray(lens)[req],
+        span=None if ranges is None else fill_mm_prefix_query_ranges(meta, ranges, position),
     )
 
 
@@ -80,21 +94,11 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     tokens = jnp.sum(batch.query_len, keepdims=True)
     zero = jnp.zeros_like(tokens)
     live = batch.query_len > 0
-    prefix = RaggedBatch(
-        start=zero,
-        query_len=tokens,
-        kv_len=zero + shared,
-        kv_offset=zero,
-        position=batch.position,
-        causal=batch.causal,
-    )
-    rest = RaggedBatch(
-        start=batch.start,
-        query_len=batch.query_len,
+    prefix = dataclasses.replace(batch, start=zero, query_len=tokens, kv_len=zero + shared, kv_offset=zero)
+    rest = dataclasses.replace(
+        batch,
         kv_len=jnp.where(live, jnp.maximum(batch.kv_len - shared, 0), 0),
         kv_offset=jnp.where(live, shared, 0).astype(jnp.int32),
-        position=batch.position,
-        causal=batch.causal,
     )
     first = Level(
         batch=prefix,
@@ -137,6 +141,7 @@ def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
             kv_offset=offset[jnp.minimum(start, max(last.num_tokens - 1, 0))],
             position=position,
             causal=causal,
+            **_reach(last, position),
         )
         made.append(
             Level(
@@ -166,7 +171,7 @@ def attend_levels(
     combine, given where these are one rank's keys, merges the ranks' states.
     """
     several = len(levels) > 1 or combine is not None
-    layer = dataclasses.replace(spec, has_sinks=False) if several else spec
+    layer = dataclasses.replace(spec, has_sinks=False, output_dtype=None) if several else spec
     states = []
     for level in levels:
         plan = Plan(
@@ -184,4 +189,5 @@ def attend_levels(
     state = merge(*states) if combine is None else combine(merge(*states))
     if spec.has_sinks:
         state = with_sinks(state, params.sinks)
-    return dataclasses.replace(state, out=state.out.astype(output_dtype(q.dtype)))
+    scale = params.output_scale if spec.output_dtype else None
+    return dataclasses.replace(state, out=quant.to_dtype(state.out, output_dtype(q.dtype, spec), scale))

@@ -27,6 +27,9 @@ class RaggedBatch:
     kv_offset: jax.Array  # i32[R] position of the request's key 0
     position: jax.Array  # i32[T]
     causal: jax.Array | None  # bool[T], None = the rule's
+    prefix: jax.Array | None = None  # i32[T] first keys of the request that no window hides
+    context: jax.Array | None = None  # i32[T] position of the request's first new token
+    span: jax.Array | None = None  # i32[T 2] (first, last) position of the token's span, (-1, -1): none
     shard: KeyShard | None = None  # kv_len counts one rank's keys; None = they are a plain run
 
     @property

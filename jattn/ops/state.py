@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from jattn.types import pytree
+from pallas_kernels.algebra import quant
 
 
 @pytree
 class AttentionState:
-    """out [T H V]; lse f32[T H], natural log of the softmax denominator, sinks included. (0, -inf): saw nothing."""
+    """out [T H V]; lse f32[T H], natural log of the softmax denominator, sinks included. (0, -inf): saw nothing.
+
+    With spec.output_dtype, real out = stored out * params.output_scale.
+    """
 
     out: jax.Array
     lse: jax.Array
@@ -36,6 +40,12 @@ def merge(*states: AttentionState) -> AttentionState:
         raise ValueError("merge needs at least one state; use AttentionState.empty(...) for none")
     if len(states) == 1:
         return states[0]
+    for s in states:
+        if s.out.dtype.name in quant.QUANTISED:
+            raise ValueError(
+                f"a state of {s.out.dtype} is stored numbers, not real ones: merge before the result is quantised "
+                "(spec.output_dtype=None)"
+            )
     shapes = {(s.out.shape, s.lse.shape) for s in states}
     if len(shapes) > 1:
         raise ValueError(f"states to merge must have one shape, got {sorted(shapes)}")

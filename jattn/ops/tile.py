@@ -38,6 +38,8 @@ class Numbers:
     sink: jax.Array | None
     k_scale: jax.Array | None
     v_scale: jax.Array | None
+    qq_bias: jax.Array | None = None  # f32[Q Q]
+    output_scale: jax.Array | None = None  # f32[]
 
 
 @pytree
@@ -51,6 +53,9 @@ class Tile:
     req: jax.Array  # i32[]
     kv_len: jax.Array  # i32[] keys that this request holds
     kv_offset: jax.Array  # i32[] position of key 0 (a later level of a cascade starts later)
+    prefix: jax.Array | None = None  # i32[rows] first keys of the request that no window hides
+    span: jax.Array | None = None  # i32[rows 2]
+    context: jax.Array | None = None  # i32[rows]
     shard: KeyShard | None = None  # the keys are one rank's share of the request's
 
     def position_of(self, index: jax.Array) -> jax.Array:
@@ -73,23 +78,26 @@ def attend_tile(tile: Tile, keys: Keys, rules: Rules, numbers: Numbers, static_t
     num_kv, value_dim = keys.num_kv_heads, keys.v_head_dim
     group = num_heads // num_kv
     q = tile.q.reshape(rows, num_kv, group, -1).transpose(1, 0, 2, 3)  # [K rows G D]
-    first, last = _range(tile, rules.mask)
+    head_stop, first, last = _ranges(tile, rules.mask)
     size = keys.chunk_tokens
-    position = tile.position[None, :, None, None]
-    causal = None if tile.causal is None else tile.causal[None, :, None, None]
+    of_rows = lambda x: None if x is None else x[None, :, None, None]  # noqa: E731
+    position, causal, prefix = of_rows(tile.position), of_rows(tile.causal), of_rows(tile.prefix)
+    span = None if tile.span is None else (of_rows(tile.span[:, 0]), of_rows(tile.span[:, 1]))
     head = jnp.arange(num_heads).reshape(num_kv, 1, group, 1)
 
     def step(c, state):
         m, l, acc = state  # noqa: E741
         index = c * size + jnp.arange(size)
         inside = (index >= first) & (index < last)
+        if rules.mask.prefix:
+            inside |= index < head_stop
         chunk = _without_strangers(keys.read(tile.req, c), inside)
         kv_pos = tile.position_of(index)[None, None, None]
         dots = _dots(q, chunk)
         if numbers.k_scale is not None:
             dots = dots * numbers.k_scale
-        logits = shape_logits(rules.logits, dots, head, position, kv_pos, numbers.slope)
-        seen = mask.visible(rules.mask, head, position, kv_pos, causal) & inside[None, None, None]
+        logits = shape_logits(rules.logits, dots, head, position, kv_pos, numbers.slope, _bias(tile, numbers, kv_pos))
+        seen = mask.visible(rules.mask, head, position, kv_pos, causal, prefix, span) & inside[None, None, None]
         m, alpha, p = softmax.weights(m, jnp.where(seen, logits, softmax.NEG_INF))
         return m, l * alpha + jnp.sum(p, -1, keepdims=True), acc * alpha + _weighted(p, chunk)
 
@@ -98,21 +106,44 @@ def attend_tile(tile: Tile, keys: Keys, rules: Rules, numbers: Numbers, static_t
         body = jax.checkpoint(lambda carry, c: (step(c, carry), None))
         state, _ = jax.lax.scan(body, state, jnp.arange(keys.max_chunks))
     else:
-        state = jax.lax.fori_loop(first // size, cdiv(last, size), step, state)
+        near = first // size
+        if rules.mask.prefix:  # its chunks first, none of them twice
+            state = jax.lax.fori_loop(0, cdiv(head_stop, size), step, state)
+            near = jnp.maximum(near, cdiv(head_stop, size))
+        state = jax.lax.fori_loop(near, cdiv(last, size), step, state)
     out, lse = softmax.finish(*state, sink=numbers.sink)
     if numbers.v_scale is not None:
         out = out * numbers.v_scale
     return out.transpose(1, 0, 2, 3).reshape(rows, num_heads, value_dim), lse.transpose(1, 0, 2).reshape(rows, -1)
 
 
-def _range(tile: Tile, rule: MaskRule):
-    """Half-open range of key indices that some live row may see; empty when no row is live."""
+def _ranges(tile: Tile, rule: MaskRule):
+    """(stop of the prefix, first, last): key indices that some live row may see; nothing when no row is live."""
     q_first = jnp.min(jnp.where(tile.live, tile.position, jnp.iinfo(jnp.int32).max // 2))
     q_last = jnp.max(jnp.where(tile.live, tile.position, jnp.iinfo(jnp.int32).min // 2))
     causal = None if tile.causal is None else jnp.all(tile.causal | ~tile.live)
-    first, last = mask.key_range(rule, q_first, q_last, tile.position_of(tile.kv_len - 1) + 1, causal)
+    span = None
+    if rule.spans:
+        mine = tile.live & (tile.span[:, 1] >= 0)
+        span = jnp.min(jnp.where(mine, tile.span[:, 0], q_first)), jnp.max(jnp.where(mine, tile.span[:, 1], -1))
+    first, last = mask.key_range(rule, q_first, q_last, tile.position_of(tile.kv_len - 1) + 1, causal, span)
     first, last = tile.index_of(first), tile.index_of(last)
-    return first, jnp.where(jnp.any(tile.live), jnp.maximum(last, first), first)
+    last = jnp.where(jnp.any(tile.live), jnp.maximum(last, first), first)
+    if not rule.prefix:
+        return 0, first, last
+    prefix = jnp.max(jnp.where(tile.live, tile.prefix, 0))
+    return jnp.minimum(tile.index_of(prefix), jnp.minimum(last, tile.kv_len)), first, last
+
+
+def _bias(tile: Tile, numbers: Numbers, kv_pos: jax.Array) -> jax.Array | None:
+    """f32[1 rows 1 C] of queries and keys that are both new; 0 elsewhere."""
+    if numbers.qq_bias is None:
+        return None
+    size = numbers.qq_bias.shape[0]
+    i, j = (tile.position - tile.context)[:, None], kv_pos.reshape(1, -1) - tile.context[:, None]
+    both = (i < size) & (j >= 0) & (j < size)
+    found = numbers.qq_bias[jnp.clip(i, 0, size - 1), jnp.clip(j, 0, size - 1)]
+    return jnp.where(both, found, 0.0)[None, :, None]
 
 
 def _without_strangers(chunk: KVChunk, inside: jax.Array) -> KVChunk:

@@ -1,5 +1,7 @@
 """The mask predicate against literal matrices, and the key range against the predicate."""
 
+import dataclasses
+
 import hypothesis
 import hypothesis.strategies as st
 import jax.numpy as jnp
@@ -27,6 +29,14 @@ LITERAL = {
         MaskRule(causal=False, chunk=2),
         [[X, X, o, o], [X, X, o, o], [o, o, X, X], [o, o, X, X]],
     ),
+    "chunks of two and the one before": (
+        MaskRule(chunk=2, lookback=1),
+        [[X, o, o, o], [X, X, o, o], [X, X, X, o], [X, X, X, X]],
+    ),
+    "single keys and the two before, bidirectional": (
+        MaskRule(causal=False, chunk=1, lookback=2),
+        [[X, o, o, o], [X, X, o, o], [X, X, X, o], [o, X, X, X]],
+    ),
     "even keys only": (
         MaskRule(mask_fn=lambda head, q, k: k % 2 == 0),
         [[X, o, o, o], [X, o, o, o], [X, o, X, o], [X, o, X, o]],
@@ -49,23 +59,69 @@ def test_a_traced_causal_flag_overrules_the_rule():
     np.testing.assert_array_equal(seen, [[X, o, o], [X, X, X], [X, X, X]])
 
 
+REACH = {
+    "R-SWA keeps the first two keys": (
+        MaskRule(left=0, prefix=True),
+        [[X, o, o, o, o], [X, X, o, o, o], [X, X, X, o, o], [X, X, o, X, o], [X, X, o, o, X]],
+    ),
+    "a span sees both ways": (
+        MaskRule(spans=True),
+        [[X, o, o, o, o], [X, X, X, X, o], [X, X, X, X, o], [X, X, X, X, o], [X, X, X, X, X]],
+    ),
+    "and past the window": (
+        MaskRule(left=0, spans=True),
+        [[X, o, o, o, o], [o, X, X, X, o], [o, X, X, X, o], [o, X, X, X, o], [o, o, o, o, X]],
+    ),
+    "unless it is clamped": (
+        MaskRule(left=1, spans=True, clamp_spans=True),
+        [[X, o, o, o, o], [X, X, X, X, o], [o, X, X, X, o], [o, o, X, X, o], [o, o, o, X, X]],
+    ),
+    "and past the chunk": (
+        MaskRule(chunk=2, spans=True),
+        [[X, o, o, o, o], [X, X, X, X, o], [o, X, X, X, o], [o, X, X, X, o], [o, o, o, o, X]],
+    ),
+    "a mask_fn hides even so": (
+        MaskRule(spans=True, mask_fn=lambda head, q, k: k != 2),
+        [[X, o, o, o, o], [X, X, o, X, o], [X, X, o, X, o], [X, X, o, X, o], [X, X, o, X, X]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REACH)
+def test_prefixes_and_spans_are_these_matrices(name):
+    """The first two keys are a prefix, tokens 1 to 3 a span."""
+    rule, expected = REACH[name]
+    position = np.arange(5)
+    inside = (position >= 1) & (position <= 3)
+    span = np.where(inside, 1, -1)[:, None], np.where(inside, 3, -1)[:, None]
+    seen = visible(rule, jnp.zeros((1, 1), int), position[:, None], position[None], prefix=2, span=span)
+    np.testing.assert_array_equal(seen, np.array(expected))
+
+
 rules = st.builds(
     MaskRule,
     causal=st.booleans(),
     left=st.integers(-1, 5),
     right=st.integers(-1, 5),
     chunk=st.integers(0, 5),
+    lookback=st.integers(0, 2),
+    spans=st.booleans(),
+    clamp_spans=st.booleans(),
 )
+lens = dict(first=st.integers(-3, 12), rows=st.integers(1, 6), kv_len=st.integers(0, 14))
 
 
-@hypothesis.given(rule=rules, first=st.integers(-3, 12), rows=st.integers(1, 6), kv_len=st.integers(0, 14))
-def test_the_range_is_exactly_the_union_of_what_the_rows_see(rule, first, rows, kv_len):
-    q = jnp.arange(first, first + rows)
-    k = jnp.arange(kv_len)
-    seen = np.asarray(visible(rule, jnp.zeros((1, 1), int), q[:, None], k[None])).any(0)
-    start, stop = key_range(rule, q[0], q[-1], jnp.int32(kv_len))
+@hypothesis.given(rule=rules, **lens, at=st.integers(0, 12), long=st.integers(1, 6))
+def test_the_range_is_exactly_the_union_of_what_the_rows_see(rule, first, rows, kv_len, at, long):
+    q = np.arange(first, first + rows)
+    k = np.arange(kv_len)
+    mine = (at <= q) & (q <= at + long)
+    span = np.where(mine, at, -1)[:, None], np.where(mine, at + long, -1)[:, None]
+    seen = np.asarray(visible(rule, jnp.zeros((1, 1), int), q[:, None], k[None], span=span)).any(0)
+    hull = (at, at + long if mine.any() else -1)
+    start, stop = key_range(rule, q[0], q[-1], jnp.int32(kv_len), span=hull)
     assert 0 <= start <= stop
-    inside = (np.arange(kv_len) >= start) & (np.arange(kv_len) < stop)
+    inside = (k >= start) & (k < stop)
     assert not (seen & ~inside).any(), "a key that is seen lies outside the range"
     one_chunk = rule.chunk == 0 or first // rule.chunk == (first + rows - 1) // rule.chunk
     if one_chunk and rule.right < 0:
@@ -74,8 +130,9 @@ def test_the_range_is_exactly_the_union_of_what_the_rows_see(rule, first, rows, 
 
 @hypothesis.given(rule=rules, first=st.integers(0, 8), rows=st.integers(1, 5), kv_len=st.integers(0, 14))
 def test_the_range_covers_a_traced_causal_flag(rule, first, rows, kv_len):
+    rule = dataclasses.replace(rule, spans=False)
     for causal in (True, False):
-        q, k = jnp.arange(first, first + rows), jnp.arange(kv_len)
+        q, k = np.arange(first, first + rows), np.arange(kv_len)
         seen = np.asarray(visible(rule, jnp.zeros((1, 1), int), q[:, None], k[None], jnp.array(causal))).any(0)
         start, stop = key_range(rule, q[0], q[-1], jnp.int32(kv_len), jnp.array(causal))
         assert not seen[: int(start)].any() and not seen[int(stop) :].any()

@@ -26,6 +26,8 @@ HEAD_DIMS = (
     (192, None),
     (256, None),
     (192, 128),
+    (512, None),
+    (576, 512),
 )
 RATIOS = (1, 3, 4, 5, 7, 8, 16, 17, 71)
 RICH = itertools.cycle(

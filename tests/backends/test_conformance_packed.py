@@ -21,6 +21,7 @@ ROWS = {
     "decoder-plain": ("decoder", Problem(case=CASES["prefill"])),
     "decoder-everything": ("decoder", Problem(case=CASES["prefill"], feature=FEATURES["everything"])),
     "decoder-per_request": ("decoder", Problem(case=CASES["mixed"], feature=FEATURES["per_request_causal"])),
+    "decoder-rswa_mm_prefix": ("decoder", Problem(case=CASES["mixed"], feature=FEATURES["rswa_mm_prefix_sqrt"])),
     "decoder-bf16": ("decoder", Problem(case=CASES["mixed"], feature=FEATURES["window_sinks"], dtype="bfloat16")),
     "decoder-longer-queries": ("decoder", Problem(case=Case("r32", (4, 3), (2, 3)), pad_tokens=1)),
     "decoder-more-values": ("decoder", Problem(case=CASES["prefill"], head_dim=24, v_head_dim=8)),
@@ -41,6 +42,7 @@ def test_packed_attention_agrees_with_the_witness_or_refuses(backend, attn_type,
     meta = jattn.CommonAttentionMetadata.from_lengths(
         problem.case.query_lens, problem.case.seq_lens, None, 1,
         num_tokens=problem.num_tokens, num_reqs=problem.num_reqs, causal=causal,
+        **problem.feature.reach_of_batch(problem.lengths),
     )  # fmt: skip
     poison = lambda x: np.concatenate([*x, np.full((5, *x[0].shape[1:]), np.nan, np.float32)])
     k, v = (poison(x).astype(problem.q.dtype) for x in (problem.keys, problem.values))

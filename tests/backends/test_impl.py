@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jattn.backends import AttentionLayer, AttentionType, ContextParallel
+from jattn.backends.sdpa import SdpaImpl
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.spec import AttentionParams, AttentionSpec
@@ -27,6 +28,8 @@ def test_an_impl_shows_its_layer_and_hashes_by_value():
     assert not any(getattr(impl, flag) for flag in flags)
     assert not impl.supports_mtp_with_cp_non_trivial_interleave_size
     assert not impl.fused_output_quant_supported("fp8")
+    assert SdpaImpl(spec, CACHE, CPU).fused_output_quant_supported("fp8")
+    assert not SdpaImpl(spec, CACHE, CPU).fused_output_quant_supported("nvfp4")
     params = AttentionParams()
     assert impl.prepare_params(params) is params
 

@@ -116,11 +116,17 @@ NEEDS = [
     (dict(sliding_window=4), {}, Feature.SLIDING_WINDOW),
     (dict(sliding_window=(-1, 2)), {}, Feature.TWO_SIDED_WINDOW),
     (dict(chunk_size=4), {}, Feature.CHUNK),
+    (dict(chunk_size=4, chunk_lookback=1), {}, Feature.CHUNK_LOOKBACK),
     (dict(has_alibi=True), {}, Feature.ALIBI),
+    (dict(has_alibi=True, use_alibi_sqrt=True), {}, Feature.ALIBI_SQRT),
+    (dict(sliding_window=4, use_rswa=True), {}, Feature.RSWA),
+    (dict(use_mm_prefix=True), {}, Feature.MM_PREFIX),
     (dict(logits_soft_cap=5.0), {}, Feature.SOFT_CAP),
     (dict(mask_fn=lambda h, q, k: k <= q), {}, Feature.MASK_FN),
     (dict(score_fn=lambda s, h, q, k: s), {}, Feature.SCORE_FN),
     (dict(v_head_dim=16), dict(v_head_dim=16), Feature.DIFF_KV),
+    (dict(use_qq_bias=True), {}, Feature.QQ_BIAS),
+    (dict(output_dtype="int8"), {}, Feature.FUSED_OUTPUT_QUANT),
     ({}, dict(dtype="int8", quant="per_head"), Feature.PER_HEAD_QUANT_SCALES),
 ]
 
@@ -129,7 +135,7 @@ NEEDS = [
 def test_each_field_of_a_spec_asks_for_its_feature(layer, cache, feature):
     spec, cache_spec = dataclasses.replace(SPEC, **layer), dataclasses.replace(CACHE, **cache)
     asked = {name for name, _ in Question.of(spec, cache_spec, CPU).needs}
-    assert feature in asked and asked <= {feature, Feature.LSE, Feature.SLIDING_WINDOW}
+    assert feature in asked and asked <= {feature, Feature.LSE, Feature.SLIDING_WINDOW, Feature.CHUNK, Feature.ALIBI}
     able = derived(features=ToyBackend.features | asked, supported_kv_cache_dtypes=(), quant_modes=("none", "per_head"))
     assert able.reasons(spec, cache_spec, CPU) == ()
     without = derived(features=able.features - {feature}, supported_kv_cache_dtypes=(), quant_modes=able.quant_modes)

@@ -150,10 +150,10 @@ def test_a_named_backend_that_cannot_lists_everybodys_reasons_and_who_could(regi
 
 def test_what_nobody_can_lists_every_backend():
     with pytest.raises(UnsupportedError, match="no backend takes this layer") as refused:
-        backends.resolve(SPEC, CACHE, "cpu", needs=(Feature.RSWA,))
+        backends.resolve(SPEC, CACHE, "cpu", needs=(Feature.KV_CONNECTOR,))
     assert tuple(refused.value.reasons) == backends.list_backends()
     for reasons in refused.value.reasons.values():  # split says it half by half
-        assert any("R-SWA not supported: asked for" in reason for reason in reasons)
+        assert any("KV connector not supported: asked for" in reason for reason in reasons)
 
 
 def test_needs_change_the_choice(registered):

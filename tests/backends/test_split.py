@@ -56,7 +56,12 @@ def plain():
 
 
 @pytest.mark.parametrize(
-    ("case", "feature"), [("mixed_unsorted", "everything_two_ways"), ("empty_in_the_middle", "cap_sinks_window")]
+    ("case", "feature"),
+    [
+        ("mixed_unsorted", "everything_two_ways"),
+        ("empty_in_the_middle", "cap_sinks_window"),
+        ("mixed_unsorted", "rswa_mm_prefix_sqrt"),
+    ],
 )
 def test_equals_the_witness_in_any_order_of_requests(case, feature):
     p = Problem(case=CASES[case], feature=FEATURES[feature])
@@ -207,7 +212,7 @@ def test_reasons_are_the_halves_own():
         assert not pair.supports_sink() and SplitBackend.supports_sink()
         encoder = dataclasses.replace(p.spec, attn_type="encoder")
         assert not pair.reasons(encoder, p.cache_spec, jattn.device.resolve("cpu")), "encoders have no decode half"
-    assert not SplitBackend.supports(Feature.CASCADE) and not SplitBackend.supports(Feature.MM_PREFIX)
+    assert not SplitBackend.supports(Feature.CASCADE) and not SplitBackend.supports(Feature.PCP)
 
 
 def test_the_default_looks_for_what_the_batch_needs_and_never_splits_again():

@@ -18,6 +18,7 @@ FINISH, WEIGHTS = ("pallas_kernels.algebra.softmax.finish",), ("pallas_kernels.a
 LOGITS = ("jattn.ops.tile.shape_logits", "pallas_kernels.cpu.paged_attention.shape_logits")
 SPLIT_SLOT, WRITE = ("jattn.cache.write.split_slot",), ("jattn.backends.impl.write_kv",)
 TILE, NUMBERS, PAGES = ("jattn.ops.drive.attend_tile",), ("jattn.ops.attend.numbers",), ("jattn.ops.keys.gather_pages",)
+STORED = ("pallas_kernels.algebra.quant.to_dtype",)
 EVERYWHERE, JNP_ONLY = ("sdpa", "pallas_cpu"), ("sdpa",)
 
 
@@ -46,7 +47,7 @@ def with_rule(**changes):
 
 def shifted(by: int):
     """Causality off by one: the query believes that it stands `by` further on."""
-    return lambda original: lambda rule, head, q, kv, causal=None: original(rule, head, q + by, kv, causal)
+    return lambda original: lambda rule, head, q, kv, *traced: original(rule, head, q + by, kv, *traced)
 
 
 def range_end(move):
@@ -106,6 +107,21 @@ def without(name: str):
     return lambda original: lambda spec, params: dataclasses.replace(original(spec, params), **{name: None})
 
 
+def transposed(name: str):
+    """Rows and columns of a traced matrix are exchanged."""
+    change = lambda numbers: dataclasses.replace(numbers, **{name: getattr(numbers, name).T})
+    return lambda original: lambda spec, params: change(original(spec, params))
+
+
+def wrapping(original):
+    """Stored numbers past the dtype's maximum begin again at its minimum."""
+    return lambda x, dtype, scale=None: (
+        original(x, dtype, scale)
+        if scale is None
+        else ((jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int32) + 128) % 256 - 128).astype(dtype)
+    )
+
+
 def neighbour_page(original):
     return lambda pool, pages: original(pool, pages + 1)
 
@@ -121,7 +137,7 @@ MUTANTS = {
     "causality ignored": Mutant(MASK, with_rule(causal=False), on("plain")),
     "per-request causality ignored": Mutant(
         MASK,
-        lambda original: lambda rule, head, q, kv, causal=None: original(rule, head, q, kv),
+        lambda original: lambda rule, head, q, kv, causal=None, *traced: original(rule, head, q, kv, None, *traced),
         on("per_request_causal"),
     ),
     "window one key too wide": Mutant(MASK, with_rule(left=lambda rule: rule.left + 1), on("window_5")),
@@ -130,6 +146,13 @@ MUTANTS = {
         MASK, with_rule(right=lambda r: r.right + 1), on("window_two_sided")
     ),
     "chunks ignored": Mutant(MASK, with_rule(chunk=0), on("chunk")),
+    "lookback ignored": Mutant(MASK, with_rule(lookback=0), on("chunk_lookback")),
+    "key range forgets the lookback": Mutant(RANGE, with_rule(lookback=0), on("chunk_lookback")),
+    "window hides the prefix": Mutant(MASK, with_rule(prefix=False), on("rswa"), JNP_ONLY),
+    "spans ignored": Mutant(MASK, with_rule(spans=False), on("mm_prefix"), JNP_ONLY),
+    "key range forgets the spans": Mutant(RANGE, with_rule(spans=False), on("mm_prefix", "two_tiles"), JNP_ONLY),
+    "spans not clamped": Mutant(MASK, with_rule(clamp_spans=False), on("mm_prefix_clamped"), JNP_ONLY),
+    "spans clamped": Mutant(MASK, with_rule(clamp_spans=True), on("mm_prefix_window"), JNP_ONLY),
     "mask_fn ignored": Mutant(MASK, with_rule(mask_fn=None), on("mask_fn"), JNP_ONLY),
     "key range drops the last key": Mutant(RANGE, range_end(lambda end: end - 1), on("plain")),
     "last page dropped": Mutant(RANGE, range_end(lambda end: (end - 1) // 4 * 4), on("plain")),
@@ -139,13 +162,14 @@ MUTANTS = {
     "soft cap ignored": Mutant(LOGITS, with_rule(soft_cap=None), on("soft_cap")),
     "alibi ignored": Mutant(LOGITS, with_rule(has_alibi=False), on("alibi")),
     "alibi with the wrong sign": Mutant(
-        LOGITS, lambda original: lambda rule, x, h, q, kv, slope=None: original(rule, x, h, kv, q, slope), on("alibi")
+        LOGITS, lambda original: lambda rule, x, h, q, kv, *traced: original(rule, x, h, kv, q, *traced), on("alibi")
     ),
     "alibi against the context, not the query": Mutant(
         LOGITS,
-        lambda original: lambda rule, x, h, q, kv, slope=None: original(rule, x, h, 0 * q, kv, slope),
+        lambda original: lambda rule, x, h, q, kv, *traced: original(rule, x, h, 0 * q, kv, *traced),
         on("alibi"),
     ),
+    "square root forgotten": Mutant(LOGITS, with_rule(alibi_sqrt=False), on("alibi_sqrt")),
     "score_fn ignored": Mutant(LOGITS, with_rule(score_fn=None), on("score_fn"), JNP_ONLY),
     "sink ignored": Mutant(FINISH, finished(lambda f, m, l, acc, sink: f(m, l, acc)), on("sinks")),
     "sink counted twice": Mutant(
@@ -163,7 +187,11 @@ MUTANTS = {
     "-1 wraps to the last slot": Mutant(SPLIT_SLOT, wrapping_slot, on("plain")),
     "keys and values swapped": Mutant(WRITE, swapped, on("plain")),
     "query heads read the wrong kv head": Mutant(TILE, transposed_heads, on("plain"), JNP_ONLY),
+    "bias among new tokens ignored": Mutant(NUMBERS, without("qq_bias"), on("qq_bias"), JNP_ONLY),
+    "bias among new tokens transposed": Mutant(NUMBERS, transposed("qq_bias"), on("qq_bias"), JNP_ONLY),
     "k_scale ignored": Mutant(NUMBERS, without("k_scale"), on("scales"), JNP_ONLY),
     "v_scale ignored": Mutant(NUMBERS, without("v_scale"), on("scales"), JNP_ONLY),
+    "output_scale ignored": Mutant(NUMBERS, without("output_scale"), on("output_fp8"), JNP_ONLY),
+    "output wraps instead of saturating": Mutant(STORED, wrapping, on("output_int8")),
     "neighbouring page read": Mutant(PAGES, neighbour_page, on("plain"), JNP_ONLY),
 }

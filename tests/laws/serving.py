@@ -31,7 +31,7 @@ def serve(problem: Problem, pieces: list[tuple[int, ...]], backend: str, num_tok
         done += piece
         meta = jattn.CommonAttentionMetadata.from_lengths(
             piece, done, problem.block_table[: len(lens)], problem.block_size,
-            num_tokens=num_tokens, num_reqs=problem.num_reqs,
+            num_tokens=num_tokens, num_reqs=problem.num_reqs, **problem.feature.reach_of_batch(problem.lengths),
         )  # fmt: skip
         meta = meta.replace(block_table=problem.block_table)
         pad = lambda x: np.concatenate([x[rows], np.full((num_tokens - len(rows), *x.shape[1:]), np.nan, x.dtype)])  # noqa: B023

@@ -8,6 +8,7 @@ import jattn
 from jattn.metadata import CommonAttentionMetadata, cascade_levels
 
 TABLE = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [0, 1, 7, 8, 9], [0, 1, 10, 11, 12]]
+REACH = dict(use_alibi_sqrt=True, sliding_window=3, use_rswa=True, use_mm_prefix=True)
 LEVELS = [8, [(2, 4), (1, 0), (1, 0)]]  # all share 8 tokens, the first two 4 more
 
 
@@ -22,10 +23,20 @@ def test_a_cascade_is_the_flat_batch():
         has_alibi=True,
         has_sinks=True,
     )
+    check(spec)
+
+
+def test_a_cascade_reaches_as_far_as_the_flat_batch():
+    """R-SWA prefixes and spans count positions from the request's first key, whichever level that lies in."""
+    check(jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, has_alibi=True, has_sinks=True, **REACH))
+
+
+def check(spec):
     cache_spec = jattn.KVCacheSpec(num_blocks=16, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
     meta = CommonAttentionMetadata.from_lengths(
-        [1, 3, 2, 1], [13, 17, 14, 9], TABLE, 4, num_tokens=9, num_reqs=5, max_blocks=5
-    )
+        [1, 3, 2, 1], [13, 17, 14, 9], TABLE, 4, num_tokens=9, num_reqs=5, max_blocks=5,
+        rswa_prefix_lens=[5, 2, 9, 0], mm_prefix_ranges=[[(2, 12)], [(13, 15)], [], [(0, 3), (7, 8)]],
+    )  # fmt: skip
     keys = jax.random.split(jax.random.key(0), 5)
     k, v = (jax.random.normal(key, (64, 2, 8)) for key in keys[:2])
     cache = jattn.write_kv(jattn.empty_cache(cache_spec, fill=jnp.nan), k, v, jnp.arange(64))
@@ -36,5 +47,8 @@ def test_a_cascade_is_the_flat_batch():
     q = jax.random.normal(keys[4], (9, 4, 8))
     flat = jax.jit(lambda: jattn.paged_attention(q, cache, meta, spec, params))()
     ours = jax.jit(lambda: jattn.cascade_attention(q, cache, cascade_levels(meta, LEVELS, 4), spec, params))()
-    np.testing.assert_allclose(ours.out, flat.out, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(ours.lse, flat.lse, rtol=2e-5, atol=2e-6)
+    attn = jattn.PagedAttention(spec, cache_spec, "sdpa")
+    hinted = attn.attend(q, cache, attn.build(meta, common_prefix_len=8), params)
+    for state in (ours, hinted):
+        np.testing.assert_allclose(state.out, flat.out, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(state.lse, flat.lse, rtol=2e-5, atol=2e-6)

@@ -19,6 +19,8 @@ OPTIONS = {
     "sinks": FEATURES["sinks"],
     "mask_fn": FEATURES["mask_fn"],
     "score_fn": FEATURES["score_fn"],
+    "qq_bias": FEATURES["qq_bias"],
+    "output_dtype": FEATURES["output_int8"],
     "q_scale": Feature("q_scale", params=("q_scale",)),
     "k_scale": Feature("k_scale", params=("k_scale",)),
     "v_scale": Feature("v_scale", params=("v_scale",)),
@@ -49,6 +51,29 @@ def test_an_option_moves_the_result_or_raises(backend, option):
         assert backend != "sdpa" and refusal.reasons[backend]
         return
     assert np.abs(plain - moved).max() > 1e-3
+
+
+BESIDE = {  # options of an option: (without, with)
+    "chunk_lookback": (FEATURES["chunk"], FEATURES["chunk_lookback"]),
+    "use_alibi_sqrt": (FEATURES["alibi"], FEATURES["alibi_sqrt"]),
+    "use_rswa": (Feature("window_4", dict(sliding_window=4)), FEATURES["rswa"]),
+    "use_mm_prefix": (FEATURES["window_5"], Feature("mm_window", dict(sliding_window=5, use_mm_prefix=True))),
+    "mm_prefix_clamp_sliding_window": (
+        Feature("free", dict(sliding_window=3, use_mm_prefix=True)),
+        FEATURES["mm_prefix_clamped"],
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", BESIDE)
+def test_an_option_of_an_option_moves_the_result_or_raises(backend, option):
+    try:
+        without, moved = (attend(backend, feature) for feature in BESIDE[option])
+    except jattn.UnsupportedError as refusal:
+        assert backend not in ("sdpa", "split") and refusal.reasons[backend]
+        return
+    assert np.abs(without - moved).max() > 1e-3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

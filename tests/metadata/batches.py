@@ -47,6 +47,13 @@ def padded(batch: Lengths, *, causal=True, block_size=BLOCK, width=WIDTH, seed=0
     )
 
 
+def reaching(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """The batch with spans and prefixes that tell its requests apart."""
+    own = np.arange(meta.max_num_reqs, dtype=np.int32)
+    ranges = np.stack([own, own + 3], axis=-1)[:, None]
+    return meta.replace(mm_prefix_ranges=ranges, rswa_prefix_lens=own + 7)
+
+
 def plain(query, seq, block_size=BLOCK, **options) -> CommonAttentionMetadata:
     """A batch as given, unpadded; request r owns blocks r*width, r*width + 1, ..."""
     width = -(-max(seq) // block_size)

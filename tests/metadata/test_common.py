@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jattn.cache import KVCacheSpec
 from jattn.metadata import Buckets, CommonAttentionMetadata, check_host
-from tests.metadata.batches import BLOCK, REQS, TOKENS, WIDTH, assert_same, lengths, padded, plain
+from tests.metadata.batches import BLOCK, REQS, TOKENS, WIDTH, assert_same, lengths, padded, plain, reaching
 
 
 @given(lengths())
@@ -35,7 +35,7 @@ def test_every_array_is_int32_on_the_host(batch):
 
 @given(lengths(), st.integers(0, 5), st.integers(0, 3))
 def test_unpadding_undoes_padding(batch, more_tokens, more_reqs):
-    meta = padded(batch, causal=np.arange(len(batch.query)) % 2 == 0)
+    meta = reaching(padded(batch, causal=np.arange(len(batch.query)) % 2 == 0))
     wide = meta.padded(meta.num_tokens + more_tokens, meta.max_num_reqs + more_reqs)
     assert wide.num_tokens == TOKENS + more_tokens and wide.max_num_reqs == REQS + more_reqs
     assert_same(wide.unpadded(TOKENS, REQS), meta)

@@ -112,6 +112,8 @@ def test_queries_before_the_first_key_see_nothing():
         (dict(block_size=0), "block_size=0 must be >= 1: pass the cache's block size"),
         (dict(block_table=None), "leave the chunk to the mask"),
         (dict(dcp_local_seq_lens=np.zeros(REQS, np.int32)), "a chunk's pages are spread over the ranks"),
+        (dict(mm_prefix_ranges=np.zeros((REQS, 1, 2), np.int32)), "a span may reach over chunks"),
+        (dict(rswa_prefix_lens=np.zeros(REQS, np.int32)), "a prefix lies in an earlier chunk"),
     ],
 )
 def test_what_cannot_be_cut_into_chunks_is_refused(change, message):

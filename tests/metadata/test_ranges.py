@@ -27,5 +27,7 @@ def test_every_token_gets_the_range_that_holds_its_position():
 def test_bad_ranges_are_refused():
     with pytest.raises(ValueError, match=r"request 1: range \(4, 2\) must be 0 <= first <= last"):
         compute_mm_prefix_range_tensor([[], [(4, 2)]])
+    with pytest.raises(ValueError, match=r"request 0: ranges \[\(1, 4\), \(4, 6\)\] overlap"):
+        compute_mm_prefix_range_tensor([[(4, 6), (1, 4)]])
     with pytest.raises(ValueError, match=r"do not fit \[1, 1, 2\]"):
         compute_mm_prefix_range_tensor([[(0, 1), (2, 3)]], max_ranges=1)

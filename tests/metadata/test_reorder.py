@@ -18,7 +18,18 @@ from jattn.metadata import (
     reorder_batch_to_split_decodes_and_prefills,
     token_permutation,
 )
-from tests.metadata.batches import REQS, TOKENS, assert_same, attend, lengths, padded, plain, pool
+from tests.metadata.batches import (
+    REQS,
+    TOKENS,
+    Lengths,
+    assert_same,
+    attend,
+    lengths,
+    padded,
+    plain,
+    pool,
+    reaching,
+)
 
 CASES = {  # (new, computed) of each request, threshold, expected order
     "all decodes": ([(1, 10), (1, 20), (1, 30)], 1, [0, 1, 2]),
@@ -108,6 +119,13 @@ def test_a_permuted_batch_is_the_batch_of_the_permuted_lengths(batch, random):
     live = len(order)
     np.testing.assert_array_equal(moved.block_table[:live], direct.block_table[:live])
     np.testing.assert_array_equal(moved.causal_per_request[:live], direct.causal_per_request[:live])
+
+
+def test_spans_and_prefixes_move_with_their_request():
+    meta = reaching(padded(Lengths([3, 1, 2], [4, 5, 6])))
+    moved = apply_permutation(meta, np.array([2, 0, 1, 3, 4, 5], np.int32))
+    assert moved.rswa_prefix_lens.tolist() == [9, 7, 8, 10, 11, 12]
+    assert moved.mm_prefix_ranges[:, 0, 0].tolist() == [2, 0, 1, 3, 4, 5]
 
 
 @given(lengths())

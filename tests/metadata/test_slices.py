@@ -155,6 +155,17 @@ def test_a_request_that_sees_both_ways_is_never_cut(causal):
         slice_requests(meta, 1, 2, 2, 4)
 
 
+def test_a_span_is_never_cut_and_one_that_is_left_whole_stays():
+    meta = plain([2, 6], [2, 9], mm_prefix_ranges=[[], [(1, 3), (5, 7)]], rswa_prefix_lens=[1, 4])
+    for stop, length in ((3, 4), (4, 5), (7, 8)):
+        part = slice_requests(meta, 1, 2, 2, stop)
+        assert part.seq_lens.tolist() == [length] and part.rswa_prefix_lens.tolist() == [4]
+        assert part.mm_prefix_ranges.tolist() == [[[1, 3], [5, 7]]]
+    for stop in (5, 6):
+        with pytest.raises(ValueError, match=f"request 1 is cut at token {stop}, inside a span of mm_prefix_ranges"):
+            slice_requests(meta, 1, 2, 2, stop)
+
+
 def test_cutting_a_request_does_not_leave_stale_rank_lengths_behind():
     meta = plain([4], [8]).replace(dcp_local_seq_lens=np.array([4], np.int32))
     with pytest.raises(ValueError, match="cut first, then call get_dcp_local_seq_lens"):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn.metadata.subset import subset
+from tests.metadata.batches import reaching
 
 REQS, TOKENS = 5, 22  # one shape: one compilation
 ROWS = st.tuples(st.integers(0, 4), st.integers(0, 9), st.booleans())
@@ -54,6 +55,13 @@ def test_kept_requests_keep_their_tokens_pages_and_positions(rows):
     assert (np.asarray(part.cross.block_table)[:k] == meta.cross.block_table[kept]).all()
     assert list(np.asarray(part.cross.seq_lens)) == [rows[r][1] for r in kept] + [0] * (len(keep) - k)
     assert (np.asarray(part.cross.slot_mapping) == -1).all()
+
+
+def test_spans_and_prefixes_stay_with_their_request():
+    meta = reaching(batch([(1, 5, True), (3, 2, False), (1, 0, True)]))
+    part, *_ = subset(meta, np.array([True, False, True, False, False, False]), 3, 1)
+    assert part.rswa_prefix_lens.tolist() == [7, 9, 0, 0, 0, 0]
+    assert part.mm_prefix_ranges.tolist() == [[[0, 3]], [[2, 5]], *[[[0, 0]]] * 4]
 
 
 def test_the_same_in_jit_and_in_any_number_of_tokens():

@@ -78,8 +78,9 @@ def context_parallel(problem: Problem, world: int, interleave: int):
     cache = jattn.empty_cache(spec, float("nan"))
     step = jax.jit(decode_context_parallel(problem.spec, spec, mesh(world), AXIS, interleave=interleave))
     build = functools.partial(
-        jattn.CommonAttentionMetadata.from_lengths, block_table=table, block_size=problem.block_size * world
-    )
+        jattn.CommonAttentionMetadata.from_lengths, block_table=table, block_size=problem.block_size * world,
+        **problem.feature.reach_of_batch(problem.lengths),
+    )  # fmt: skip
     computed, full = problem.case.computed, problem.case.seq_lens
     old = [
         np.concatenate([x[:n] for x, n in zip(part, computed, strict=True)]) for part in (problem.keys, problem.values)
@@ -105,6 +106,7 @@ def context_parallel(problem: Problem, world: int, interleave: int):
         (3, 2, "chunk_alibi_sinks"),
         (4, 4, "everything_two_ways"),
         (4, 1, "per_request_causal_window"),
+        (2, 1, "rswa_mm_prefix_sqrt"),
         (2, 4, "window_5"),
     ],
 )

@@ -2,7 +2,8 @@
 
     x      = (q . k) * scale
     x      = cap * tanh(x / cap)                     soft cap
-    x      = x + slope * (kv_pos - q_pos)            ALiBi
+    x      = x + slope * (kv_pos - q_pos)            ALiBi; or -sqrt(q_pos - kv_pos), keys ahead 0
+    x      = x + bias(i, j)                          of new token i on new token j
     x      = score_fn(x, head, q_pos, kv_pos)
     p      = exp(x) / (exp(sink) + sum of exp(x) over the visible keys)
     out    = sum of p * v                            lse = log of the denominator
@@ -13,8 +14,13 @@ It is written to be read, not to be fast: nothing is tiled, nothing is online, e
 import numpy as np
 
 
-def visible_keys(q_pos, kv_pos, *, head=0, causal=True, window=None, chunk_size=None, mask_fn=None):
-    """The 0/1 matrix [Lq, L]: may the query at q_pos[i] look at the key at kv_pos[j]?"""
+def visible_keys(q_pos, kv_pos, *, head=0, causal=True, window=None, chunk_size=None, lookback=0, prefix=0, spans=(),
+                 clamp_spans=False, mask_fn=None):  # fmt: skip
+    """The 0/1 matrix [Lq, L]: may the query at q_pos[i] look at the key at kv_pos[j]?
+
+    The window hides none of the first `prefix` keys (R-SWA). The tokens of a span (first, last) see one another
+    whatever else hides them; with clamp_spans, the window's left edge still does.
+    """
     i, j = np.asarray(q_pos)[:, None], np.asarray(kv_pos)[None, :]
     see = np.ones((i.shape[0], j.shape[1]), bool)
     if causal:
@@ -22,11 +28,14 @@ def visible_keys(q_pos, kv_pos, *, head=0, causal=True, window=None, chunk_size=
     if window is not None:
         left, right = window
         if left >= 0:
-            see &= j >= i - left
+            see &= (j >= i - left) | (j < prefix)
         if right >= 0:
             see &= j <= i + right
     if chunk_size is not None:
-        see &= j // chunk_size == i // chunk_size
+        see &= np.isin(i // chunk_size - j // chunk_size, range(lookback + 1))
+    for first, last in spans:
+        together = (i >= first) & (i <= last) & (j >= first) & (j <= last)
+        see |= together & (j >= i - window[0]) if clamp_spans else together
     if mask_fn is not None:
         see &= np.asarray(mask_fn(head, i, j), bool)
     return see
@@ -40,18 +49,18 @@ def attend_one(
     q_pos,
     scale,
     causal=True,
-    window=None,
-    chunk_size=None,
     soft_cap=None,
     slopes=None,
+    alibi_sqrt=False,
+    qq_bias=None,
     sinks=None,
-    mask_fn=None,
     score_fn=None,
+    **mask,
 ):
     """One request: q [Lq H D], k [L K D], v [L K V] -> (out [Lq H V], lse [Lq H], natural log).
 
     Keys sit at positions 0..L-1. Query head h reads kv head h // (H // K). A sink counts in the denominator
-    and in the lse; a row that sees no key gives out 0 and lse -inf even with a sink.
+    and in the lse; a row that sees no key gives out 0 and lse -inf even with a sink. `mask`: see visible_keys.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     (rows, heads, _), (length, kv_heads, _) = q.shape, k.shape
@@ -64,10 +73,12 @@ def attend_one(
         if soft_cap:
             x = soft_cap * np.tanh(x / soft_cap)
         if slopes is not None:
-            x = x + float(slopes[h]) * (j - i)
+            x = x + float(slopes[h]) * (np.where(j < i, -np.sqrt(np.abs(j - i)), 0) if alibi_sqrt else j - i)
+        if qq_bias is not None:
+            x = x + among_new(qq_bias, q_pos, kv_pos)
         if score_fn is not None:
             x = np.asarray(score_fn(x, h, i, j), np.float64)
-        see = visible_keys(q_pos, kv_pos, head=h, causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn)
+        see = visible_keys(q_pos, kv_pos, head=h, causal=causal, **mask)
         for row in range(rows):
             keys = np.flatnonzero(see[row])
             if len(keys) == 0:
@@ -83,6 +94,16 @@ def attend_one(
     return out, lse
 
 
+def among_new(bias, q_pos, kv_pos):
+    """[Lq, L] of a square bias [Q, Q] among the new tokens, the first of which stands at q_pos[0]; else 0."""
+    out, size = np.zeros((len(q_pos), len(kv_pos))), len(bias)
+    for a, i in enumerate(q_pos):
+        for b, j in enumerate(kv_pos):
+            if q_pos[0] <= j < q_pos[0] + size and i < q_pos[0] + size:
+                out[a, b] = bias[i - q_pos[0], j - q_pos[0]]
+    return out
+
+
 def ragged(
     q,
     keys,
@@ -95,6 +116,7 @@ def ragged(
     q_scale=None,
     k_scale=None,
     v_scale=None,
+    each=None,
     attend=attend_one,
     **options,
 ):
@@ -102,7 +124,7 @@ def ragged(
 
     Query i of request r has position q_starts[r] + i; the default L - query_len aligns the last query with
     the last key. Rows past the last request (padding) are out 0, lse -inf. Scales: real = stored * scale,
-    where a scale is a number or one number a head. `attend` judges one request.
+    where a scale is a number or one number a head. each: further options of each request. `attend` judges one request.
     """
     q = np.asarray(q, np.float64)
     heads, v_dim = q.shape[1], values[0].shape[2]
@@ -119,6 +141,7 @@ def ragged(
             q_pos=first + np.arange(n),
             causal=bool(np.broadcast_to(causal, len(query_lens))[r]),
             **options,
+            **(each[r] if each else {}),
         )
         start = stop
     return out, lse

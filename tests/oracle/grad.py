@@ -10,7 +10,7 @@ A row that sees no key has no derivative at all: zeros everywhere.
 
 import numpy as np
 
-from tests.oracle.attention import visible_keys
+from tests.oracle.attention import among_new, visible_keys
 
 
 def attend_one_grad(
@@ -23,12 +23,12 @@ def attend_one_grad(
     q_pos,
     scale,
     causal=True,
-    window=None,
-    chunk_size=None,
     soft_cap=None,
     slopes=None,
+    alibi_sqrt=False,
+    qq_bias=None,
     sinks=None,
-    mask_fn=None,
+    **mask,
 ):
     """One request: cotangents dout [Lq H V], dlse [Lq H] -> dict of dq, dk, dv, dslopes [H], dsinks [H]."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
@@ -40,16 +40,21 @@ def attend_one_grad(
         dv=np.zeros_like(v),
         dslopes=np.zeros(heads),
         dsinks=np.zeros(heads),
+        dqq_bias=np.zeros_like(np.asarray(0.0 if qq_bias is None else qq_bias, np.float64)),
     )
     kv_pos = np.arange(k.shape[0])
     distance = kv_pos[None, :] - np.asarray(q_pos)[:, None]
+    if alibi_sqrt:
+        distance = np.where(distance < 0, -np.sqrt(np.abs(distance)), 0)
     for h in range(heads):
         kv_head = h // (heads // kv_heads)
         x0 = (q[:, h] @ k[:, kv_head].T) * scale
         x = soft_cap * np.tanh(x0 / soft_cap) if soft_cap else x0
         if slopes is not None:
             x = x + float(slopes[h]) * distance
-        see = visible_keys(q_pos, kv_pos, head=h, causal=causal, window=window, chunk_size=chunk_size, mask_fn=mask_fn)
+        if qq_bias is not None:
+            x = x + among_new(qq_bias, q_pos, kv_pos)
+        see = visible_keys(q_pos, kv_pos, head=h, causal=causal, **mask)
         alive = see.any(axis=1)
         x = np.where(see, x, -np.inf)
         sink = np.full(len(x), -np.inf if sinks is None else float(sinks[h]))
@@ -62,6 +67,10 @@ def attend_one_grad(
         row = np.where(alive, dlse[:, h], 0.0) - delta
         dx = p * (dp + row[:, None])
         g["dsinks"][h] = (p_sink * row).sum()
+        if qq_bias is not None:
+            own = np.arange(len(qq_bias)) + np.asarray(q_pos)[0]
+            size = min(len(own), len(q_pos))
+            g["dqq_bias"][:size, :size] += dx[:size, own[:size]]
         g["dslopes"][h] = (dx * distance).sum()
         dx0 = dx * (1 - np.tanh(x0 / soft_cap) ** 2) if soft_cap else dx
         g["dq"][:, h] = scale * dx0 @ k[:, kv_head]

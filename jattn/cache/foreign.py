@@ -1,0 +1,47 @@
+"""Caches in the orders of other libraries: pure transposes to and from the canonical pair [N S K D].
+
+    paged_attention (vLLM)   one flat array [2, N, S * K * D]; x = 16 bytes' worth of numbers
+        keys                 [N K D/x S x]: x neighbouring numbers of a slot lie together, then the next slot's
+        values               [N K D S]
+
+`PagedKV.from_logical(cache_spec, *split_kv_cache(...))` imports one; `join_kv_cache(*cache.logical())` exports.
+"""
+
+import jax
+import jax.numpy as jnp
+
+VECTOR_BYTES = 16
+"""What a CUDA thread loads at once."""
+
+
+def split_kv_cache(kv_cache: jax.Array, num_kv_heads: int, head_size: int) -> tuple[jax.Array, jax.Array]:
+    """(k, v), [N S K D] each, of a flat cache [2, N, S * K * D]; any dtype, the numbers as they are stored."""
+    kv_cache = jnp.asarray(kv_cache)
+    x = _vector(kv_cache.dtype, head_size)
+    if kv_cache.ndim != 3 or kv_cache.shape[0] != 2 or kv_cache.shape[2] % (num_kv_heads * head_size):
+        raise ValueError(
+            f"{kv_cache.shape=} must be [2, N, a multiple of {num_kv_heads} x {head_size}]: keys, then values, a block "
+            "in each row"
+        )
+    blocks = kv_cache.shape[1]
+    k = kv_cache[0].reshape(blocks, num_kv_heads, head_size // x, -1, x)
+    v = kv_cache[1].reshape(blocks, num_kv_heads, head_size, -1)
+    return k.transpose(0, 3, 1, 2, 4).reshape(blocks, -1, num_kv_heads, head_size), v.transpose(0, 3, 1, 2)
+
+
+def join_kv_cache(k: jax.Array, v: jax.Array) -> jax.Array:
+    """The flat cache [2, N, S * K * D] of k and v, [N S K D] each: what split_kv_cache takes apart."""
+    k, v = jnp.asarray(k), jnp.asarray(v)
+    if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
+        raise ValueError(f"k {k.dtype}{k.shape} and v {v.dtype}{v.shape} must both be [N S K D]: one array holds them")
+    blocks, slots, heads, dim = k.shape
+    x = _vector(k.dtype, dim)
+    keys = k.reshape(blocks, slots, heads, dim // x, x).transpose(0, 2, 3, 1, 4)
+    return jnp.stack([keys.reshape(blocks, -1), v.transpose(0, 2, 3, 1).reshape(blocks, -1)])
+
+
+def _vector(dtype, head_size: int) -> int:
+    x = VECTOR_BYTES // jnp.dtype(dtype).itemsize
+    if head_size % x:
+        raise ValueError(f"{head_size=} must be a multiple of {x}, {VECTOR_BYTES} bytes of {jnp.dtype(dtype)}")
+    return x
