@@ -39,7 +39,8 @@ def visible(rule: MaskRule, head, q_pos, kv_pos, causal=None) -> jax.Array:
     if rule.right >= 0:
         seen &= kv_pos <= q_pos + rule.right
     if rule.chunk > 0:
-        seen &= kv_pos // rule.chunk == q_pos // rule.chunk
+        # where a chunk begins, and not its number: // takes a sign, for which a TPU kernel would have to know its chip
+        seen &= kv_pos - kv_pos % rule.chunk == q_pos - q_pos % rule.chunk
     if rule.mask_fn is not None:
         seen = seen & rule.mask_fn(head, q_pos, kv_pos)
     return seen
