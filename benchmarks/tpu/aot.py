@@ -85,6 +85,13 @@ def compile_for(chip: str, function, *shapes):
         return jax.jit(function, out_shardings=here).lower(*placed).compile()
 
 
+def layer_of(shape: Shape):
+    """Its AttentionSpec."""
+    import jattn
+
+    return jattn.AttentionSpec(**LAYER | shape.spec)
+
+
 def call(shape: Shape, chip: str = "v6e"):
     """(function, its arguments as shapes) of one attention call on the backend, plan included."""
     import jax
@@ -93,7 +100,7 @@ def call(shape: Shape, chip: str = "v6e"):
     import jattn
     from jattn.device import Chip
 
-    spec = jattn.AttentionSpec(**LAYER | shape.spec)
+    spec = layer_of(shape)
     dims = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim)
     cache_spec = jattn.KVCacheSpec(**POOL | dims | shape.cache)
     attn = jattn.PagedAttention(spec, cache_spec, backend="pallas_tpu", platform=Chip("tpu", chip))

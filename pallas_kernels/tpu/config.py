@@ -30,12 +30,12 @@ class Config:
     has_sinks: bool = False
     per_head_q_scale: bool = False
     per_request_causal: bool = False
-    block_kv: int = 1024  # keys of one step, rounded to whole parts
-    part_kv: int = 256  # of few rows, where some keys are masked; rounded to whole pages
+    block_kv: int = 1536  # keys of one step, rounded to whole parts
+    part_kv: int = 256  # the same where some are masked, rounded to whole pages
     tile_rows: int = 512  # query rows (token x head of the group) that share one pass over the keys
     chunk_rows: int = 128  # of these, rows of one matrix product
     short_heads: int = 8  # heads of one straight piece of code in the short body
-    long_heads: int = 4  # and where there are many rows
+    long_heads: int = 4  # the same where there are many rows: with 8, tpu7x takes minutes to compile
 
     @property
     def group(self) -> int:

@@ -17,7 +17,7 @@ NAMES = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v6 lite": "v6e", "TPU v6e"
 
 SMEM = MIB - 64 * 1024  # bytes a core, less what the compiler keeps of it
 SPILL = 16 * MIB  # asked for on top of the scratch: registers that spill in the long body
-BUFFERS = 16 * MIB  # each of the pages' share and the rows' share of VMEM stays within
+PAGES, ROWS = 24 * MIB, 16 * MIB  # what the pages and the rows of a tile may take of it
 
 
 def generation_of(chip: str) -> str:
@@ -35,10 +35,10 @@ def default_config(*, longest: int | None = None, **fields) -> Config:
     heads, item = config.num_kv_heads, 4 if config.kv_dtype == "float32" else 1 if config.kv_dtype in EIGHT_BIT else 2
     page_bytes = lambda keys: 2 * keys * heads * dims * item
     row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
-    blocks, tiles = (1024, 512, 256, 128), (512, 256, 128)
+    blocks, tiles = (1536, 1024, 512, 256, 128), (512, 256, 128)
     found = dict(
-        block_kv=next((n for n in blocks if page_bytes(n) <= BUFFERS), blocks[-1]),
-        tile_rows=next((n for n in tiles if row_bytes(n) <= BUFFERS), tiles[-1]),
+        block_kv=next((n for n in blocks if page_bytes(n) <= PAGES), blocks[-1]),
+        tile_rows=next((n for n in tiles if row_bytes(n) <= ROWS), tiles[-1]),
     )
     if longest is not None:
         found |= _rows_for(longest * config.group, config, found["tile_rows"])

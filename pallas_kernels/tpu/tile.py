@@ -55,16 +55,17 @@ class Tile:
     def block(self, side, first_key):
         """The keys of one half, the first of which stands at position first_key.
 
-        Where every row sees every key there is no mask. Elsewhere few rows take the parts that some row sees one by
-        one; many rows take all keys at once, since one long step costs less than several short ones.
+        Where every row sees every key there is no mask. Elsewhere the parts that some row sees are taken one by one.
         """
         c, item = self.c, self.item
         whole = (first_key >= item.full_start) & (first_key + c.block_keys <= item.full_end)
-        keys = Keys(side, 0, c.block_pages, first_key, False)
+
+        def at_once():
+            self._each(functools.partial(self._step, Keys(side, 0, c.block_pages, first_key, False)), c.long_heads)
 
         def part(j, _):
-            some = Keys(side, j * c.part_pages, c.part_pages, first_key + j * c.part_keys, True)
-            self._short(functools.partial(self._step, some))
+            keys = Keys(side, j * c.part_pages, c.part_pages, first_key + j * c.part_keys, True)
+            self._each(functools.partial(self._step, keys), c.long_heads)
             return ()
 
         def parts():
@@ -72,13 +73,7 @@ class Tile:
             last = lax.div(jnp.maximum(item.kv_end - first_key, 0) + c.part_keys - 1, c.part_keys)
             lax.fori_loop(first, jnp.minimum(last, c.block_pages // c.part_pages), part, ())
 
-        def long(masked: bool):
-            return lambda: self._long(c.long_heads, functools.partial(self._step, keys._replace(masked=masked)))
-
-        self._choose(
-            lambda: lax.cond(whole, lambda: self._short(functools.partial(self._step, keys)), parts),
-            lambda: lax.cond(whole, long(False), long(True)),
-        )
+        lax.cond(whole, at_once, parts)
 
     def finish(self):
         """The state becomes the output; lane k of the lse is kv head k's."""
@@ -111,27 +106,22 @@ class Tile:
         kept = self.buf.lse[at].reshape(rows, LANES)
         self.buf.lse[at] = jnp.where(mine, lses, kept).reshape(shape)
 
-    def _each(self, do):
-        """do(heads, first row, rows) over all heads and live rows."""
-        self._choose(lambda: self._short(do), lambda: self._long(1, do))
-
-    def _choose(self, short, long):
-        """short() where a tile has few rows, else long(), if there are such tiles."""
+    def _each(self, do, long_heads: int = 1):
+        """do(heads, first row, rows) over all heads and live rows: few rows at once, many chunk by chunk."""
         c = self.c
-        return lax.cond(self.item.rows <= c.few_rows, short, long) if c.long_tiles else short()
+        short = lambda: _heads(c, c.short_heads, lambda heads: do(heads, 0, c.few_rows))
+        if not c.long_tiles:
+            return short()
 
-    def _short(self, do):
-        _heads(self.c, self.c.short_heads, lambda heads: do(heads, 0, self.c.few_rows))
+        def long():
+            def chunk(i, _):
+                first = pl.multiple_of(i * c.chunk_rows, c.chunk_rows)
+                _heads(c, long_heads, lambda heads: do(heads, first, c.chunk_rows))
+                return ()
 
-    def _long(self, at_once: int, do):
-        """Chunk by chunk."""
-        size = self.c.chunk_rows
+            lax.fori_loop(0, lax.div(self.item.rows + c.chunk_rows - 1, c.chunk_rows), chunk, ())
 
-        def chunk(i, _):
-            _heads(self.c, at_once, lambda heads: do(heads, pl.multiple_of(i * size, size), size))
-            return ()
-
-        lax.fori_loop(0, lax.div(self.item.rows + size - 1, size), chunk, ())
+        return lax.cond(self.item.rows <= c.few_rows, short, long)
 
     def _step(self, keys: Keys, heads, first, rows: int):
         """The recurrence for some heads and rows.
