@@ -14,6 +14,7 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
+from jattn.backends.recompute import backward
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import encode_rows
 from jattn.cache.write import write_backward
@@ -21,8 +22,6 @@ from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
-from jattn.ops.attend import Plan, attend_paged
-from jattn.ops.levels import flat
 from jattn.ops.packed_pages import PAGE, paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
@@ -158,10 +157,7 @@ def _paged(impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params:
 
 def _paged_backward(impl: PallasGpuImpl, saved, cotangent):
     q, cache, m, params = saved
-    level = flat(m.common, impl.spec.attn_type)
-    plan = Plan(impl.spec, m.common.is_causal, level.max_query_len, level.max_seq_len, on_cpu=False)
-    call = lambda q, cache, params: attend_paged(plan, q, cache, m.block_table, level.batch, params)
-    dq, dcache, dparams = jax.vjp(call, q, cache, params)[1](cotangent)
+    dq, dcache, dparams = backward(impl.spec, m.common, m.block_table, q, cache, params, cotangent)
     return dq, dcache, None, dparams
 
 

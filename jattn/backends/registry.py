@@ -15,6 +15,7 @@ Entry = type[AttentionBackend] | str
 
 _TABLE: dict[str, Entry] = {
     "pallas_gpu": "jattn.backends.pallas_gpu:PallasGpuBackend",
+    "pallas_tpu": "jattn.backends.pallas_tpu:PallasTpuBackend",
     "cpu_native": "jattn.backends.cpu_native:CpuNativeBackend",
     "sdpa": "jattn.backends.sdpa:SdpaBackend",
     "split": "jattn.backends.split:SplitBackend",

@@ -47,8 +47,9 @@ def visible(rule: MaskRule, head, q_pos, kv_pos, causal=None, prefix=None, span=
     if rule.right >= 0:
         seen &= kv_pos <= q_pos + rule.right
     if rule.chunk > 0:
-        behind = q_pos // rule.chunk - kv_pos // rule.chunk
-        seen &= (behind >= 0) & (behind <= rule.lookback)
+        # where chunks begin, and not their numbers: // takes a sign, for which a TPU kernel would have to know its chip
+        behind = (q_pos - q_pos % rule.chunk) - (kv_pos - kv_pos % rule.chunk)
+        seen &= (behind >= 0) & (behind <= rule.lookback * rule.chunk)
     if rule.spans:
         both_ways = (kv_pos >= span[0]) & (kv_pos <= span[1])
         seen |= both_ways & near if rule.clamp_spans else both_ways

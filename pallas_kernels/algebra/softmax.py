@@ -26,14 +26,14 @@ def finite_max(m):
     return jnp.where(m == NEG_INF, 0.0, m)
 
 
-def weights(m, logits):
+def weights(m, logits, exp=jnp.exp):
     """One tile's step of the recurrence: (new m, exp(old m - new m), exp(logits - new m)).
 
-    logits f32[..., M, C], -inf where masked.
+    logits f32[..., M, C], -inf where masked; with exp=jnp.exp2 they, and m, are those of the formula times log2(e).
     """
     new_m = jnp.maximum(m, jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
     shift = finite_max(new_m)
-    return new_m, jnp.exp(m - shift), jnp.exp(logits - shift)
+    return new_m, exp(m - shift), exp(logits - shift)
 
 
 def finish(m, l, acc, sink=None) -> tuple[jax.Array, jax.Array]:  # noqa: E741

@@ -14,7 +14,7 @@ from tests.running import conform
 LSE_OF_HARDWARE = {"pallas_gpu": 2.0**-15}
 """Chips whose exponential, logarithm and tanh are approximate: their lse may differ by this, far below 16 bits."""
 
-FIRST_CHOICE = {"cpu": "cpu_native", "gpu": "pallas_gpu"}
+FIRST_CHOICE = {"cpu": "cpu_native", "gpu": "pallas_gpu", "tpu": "pallas_tpu"}
 
 
 def assert_refused(name: str, problem: Problem) -> None:

@@ -1,0 +1,158 @@
+"""Compiles the TPU kernel for four generations on a machine that has none of them; needs the libtpu wheel.
+
+    python -m benchmarks.tpu.aot [--only PARTS] [--chips v5e,v6e]     exit 1 if anything does not compile
+
+One line of JSON a compilation. `environment()` must be set before libtpu is loaded: run it in a process of its own.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+import time
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
+CAP = dict(logits_soft_cap=30.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One layer and one batch: the arguments of AttentionSpec and KVCacheSpec that are not the defaults below."""
+
+    name: str
+    spec: dict = dataclasses.field(default_factory=dict)
+    cache: dict = dataclasses.field(default_factory=dict)
+    dtype: str = "bfloat16"
+    query_lens: tuple[int, ...] = (1, 1, 600, 70)
+    columns: int = 64
+    causal: bool | str = True
+
+
+LAYER = dict(num_heads=32, num_kv_heads=8, head_dim=128)
+POOL = dict(num_blocks=4096, block_size=128)
+MIXED = (
+    *(Shape(f"head_dim_{d}", dict(head_dim=d)) for d in (64, 80, 96, 112, 128, 192, 256)),
+    Shape("v_head_dim", dict(head_dim=192, v_head_dim=128)),
+    *(Shape(f"page_{s}", cache=dict(block_size=s)) for s in (16, 32, 48, 64, 256)),
+    Shape("float32", cache=dict(dtype="float32"), dtype="float32"),
+    Shape("float32_over_bf16", dtype="float32"),
+    *(
+        Shape(f"{d}_page_{s}", cache=dict(dtype=d, quant=mode, block_size=s))
+        for d, mode, s in (
+            ("float8_e4m3fn", "per_head", 128),
+            ("float8_e5m2", "per_tensor", 32),
+            ("int8", "per_tensor", 16),
+        )
+    ),
+    Shape("mha", dict(num_heads=16, num_kv_heads=16)),
+    Shape("ratio_7", dict(num_heads=28, num_kv_heads=4)),
+    Shape("mqa_71", dict(num_heads=71, num_kv_heads=1, head_dim=64)),
+    Shape("window_cap_sinks", dict(sliding_window=1000, has_sinks=True, **CAP)),
+    Shape("two_sided", dict(sliding_window=(100, 30)), causal="each"),
+    Shape("chunk_alibi", dict(chunk_size=1000, has_alibi=True)),
+    Shape("encoder", dict(attn_type="encoder_only", sliding_window=(9, 3))),
+)
+DECODE = Shape("decode", query_lens=(1,) * 256)
+PREFILL = Shape("prefill", query_lens=(2048,) * 2)
+SHAPES = (*MIXED, DECODE, PREFILL, Shape("speculative", query_lens=(4,) * 32))
+
+
+def environment() -> dict[str, str]:
+    """What libtpu wants on a machine without TPUs."""
+    return dict(
+        JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
+    )  # fmt: skip
+
+
+def available() -> bool:
+    """Is the libtpu wheel installed?"""
+    spec = importlib.util.find_spec("libtpu")
+    return spec is not None and spec.origin is not None
+
+
+def compile_for(chip: str, function, *shapes):
+    """`function` compiled for one device of a chip, arguments given as ShapeDtypeStructs."""
+    import jax
+    from jax.experimental import topologies
+
+    mesh = jax.sharding.Mesh(topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices[:1], ("x",))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), shapes)
+    with jax.set_mesh(mesh):
+        return jax.jit(function, out_shardings=here).lower(*placed).compile()
+
+
+def layer_of(shape: Shape):
+    """Its AttentionSpec."""
+    import jattn
+
+    return jattn.AttentionSpec(**LAYER | shape.spec)
+
+
+def call(shape: Shape, chip: str = "v6e"):
+    """(function, its arguments as shapes) of one attention call on the backend, plan included."""
+    import jax
+    import jax.numpy as jnp
+
+    import jattn
+    from jattn.device import Chip
+
+    spec = layer_of(shape)
+    dims = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim)
+    cache_spec = jattn.KVCacheSpec(**POOL | dims | shape.cache)
+    attn = jattn.PagedAttention(spec, cache_spec, backend="pallas_tpu", platform=Chip("tpu", chip))
+    reqs, width = len(shape.query_lens), shape.columns
+    meta = jattn.CommonAttentionMetadata.from_lengths(
+        shape.query_lens, [max(n, 700) for n in shape.query_lens], [[0] * width] * reqs, cache_spec.block_size,
+        causal=[r % 2 == 0 for r in range(reqs)] if shape.causal == "each" else shape.causal,
+    )  # fmt: skip
+    f32 = lambda n: jax.ShapeDtypeStruct((n,), jnp.float32)
+    params = jattn.AttentionParams(
+        alibi_slopes=f32(spec.num_heads) if spec.has_alibi else None,
+        sinks=f32(spec.num_heads) if spec.has_sinks else None,
+        k_scale=f32(spec.num_kv_heads) if cache_spec.quant == "per_head" else None,
+        v_scale=f32(spec.num_kv_heads) if cache_spec.quant == "per_head" else None,
+    )
+    q = jax.ShapeDtypeStruct((sum(shape.query_lens), spec.num_heads, spec.head_dim), shape.dtype)
+    cache = jax.eval_shape(lambda: jattn.empty_cache(cache_spec, storage="native"))
+
+    def attend(q, cache, meta, params):
+        return attn.attend(q, cache, attn.build(meta), params)
+
+    return attend, (q, cache, meta, params)
+
+
+def compile_one(shape: Shape, chip: str) -> dict:
+    """A row: ok and seconds, or the compiler's words."""
+    start = time.perf_counter()
+    try:
+        function, arguments = call(shape, chip)
+        compile_for(chip, function, *arguments)
+    except Exception as error:  # the compiler raises many kinds; all are the answer
+        return dict(shape=shape.name, chip=chip, ok=False, error=str(error)[:2000])
+    return dict(shape=shape.name, chip=chip, ok=True, seconds=round(time.perf_counter() - start, 1))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile, print, and say by the exit code whether all of it went."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.aot", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="names of shapes, separated by commas")
+    parser.add_argument("--chips", default=",".join(TOPOLOGIES))
+    args = parser.parse_args(argv)
+    os.environ.update(environment())
+    failed = 0
+    for shape in SHAPES:
+        if args.only and shape.name not in args.only.split(","):
+            continue
+        for chip in args.chips.split(","):
+            row = compile_one(shape, chip)
+            failed += not row["ok"]
+            print(json.dumps(row), flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

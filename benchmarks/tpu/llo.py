@@ -1,0 +1,119 @@
+"""Reads libtpu's LLO dump of one kernel: its loops, the code that a branch skips, and the bundles of a path.
+
+A bundle is one VLIW instruction; a core issues at most one a cycle, so bundles are a lower bound of cycles and say
+nothing of time: a wait for DMA, a stalled pipe are not in them.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import re
+
+FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_.*"
+"""LIBTPU_INIT_ARGS that write the dump to a folder; read once, when libtpu is loaded."""
+
+_LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s*(LH|LB|LE|PB|PF|CT)?\s*:\s*(>*)\s*\{(.*)$")
+_BRANCH = re.compile(r"sbr\.rel \((!?%p\w+)\) target = \$region(\d+)")
+_REGION = re.compile(r"(?:Start/End empty|Start) region (\d+)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Bundles first .. last - 1."""
+
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first
+
+    def holds(self, other: "Span") -> bool:
+        """Strictly inside."""
+        return self != other and self.first <= other.first and other.last <= self.last
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """The bundles of one kernel, in order."""
+
+    marks: list[str]
+    depths: list[int]
+    texts: list[str]
+
+    @functools.cached_property
+    def loops(self) -> list[Span]:
+        """Every loop, outer ones first."""
+        found = []
+        for i, (mark, depth) in enumerate(zip(self.marks, self.depths, strict=True)):
+            if mark == "LB":
+                stop = i + 1
+                while stop < len(self.depths) and self.depths[stop] >= depth:
+                    if self.marks[stop] == "LB" and self.depths[stop] == depth:
+                        break
+                    stop += 1
+                found.append(Span(i, stop))
+        return found
+
+    @functools.cached_property
+    def skipped(self) -> list[Span]:
+        """What each conditional forward branch jumps over: the bodies of ifs, loops that may run no time."""
+        labels: dict[str, int] = {}
+        for i, text in enumerate(self.texts):
+            for name in _REGION.findall(text):
+                labels.setdefault(name, i)
+        found = []
+        for i, text in enumerate(self.texts):
+            for _, name in _BRANCH.findall(text):
+                if labels.get(name, -1) > i + 1:
+                    found.append(Span(i + 1, labels[name]))
+        return found
+
+    def inside(self, span: Span, spans: list[Span]) -> list[Span]:
+        """Those of `spans` that lie in `span` and in no other of them that does."""
+        held = [s for s in spans if span.holds(s)]
+        return [s for s in held if not any(o.holds(s) for o in held)]
+
+    def count(self, span: Span, word: str) -> int:
+        """How often `word` stands in the bundles of a span."""
+        return sum(text.count(word) for text in self.texts[span.first : span.last])
+
+    def path(self, span: Span, trips, without: tuple[Span, ...] = ()) -> int:
+        """Bundles of one pass through a span: without some code, nested loops as often as trips(loop) says."""
+        gone = [w for w in without if span.holds(w)]
+        nested = [s for s in self.inside(span, self.loops) if not any(w == s or w.holds(s) for w in gone)]
+        own = span.size - sum(x.size for x in (*gone, *nested))
+        return own + sum(trips(s) * self.path(s, trips, without) for s in nested)
+
+
+def read(folder: str | pathlib.Path, name: str) -> Program:
+    """The program whose name holds `name`, the largest if there are several."""
+    files = [
+        p
+        for p in pathlib.Path(folder).glob("*-final_bundles.txt")
+        if name in p.name and "schedule-analysis" not in p.name
+    ]
+    if not files:
+        raise FileNotFoundError(f"no dump of {name!r} in {folder}")
+    return parse(max(files, key=lambda p: p.stat().st_size).read_text(errors="replace"))
+
+
+def parse(text: str) -> Program:
+    """The listing of one kernel; lines that are no bundle belong to the one before."""
+    marks, depths, texts = [], [], []
+    for line in text.splitlines():
+        if match := _LINE.match(line):
+            _, mark, depth, body = match.groups()
+            empty = body.strip().startswith("}") and not depth  # a delay slot is printed without its depth
+            marks.append(mark or "")
+            depths.append(depths[-1] if empty and depths else len(depth))
+            texts.append(body)
+        elif texts:
+            texts[-1] += " " + line.strip()
+    return Program(marks, depths, texts)
+
+
+def enclosing(spans: list[Span], index: int) -> Span | None:
+    """The smallest span that holds a bundle."""
+    held = [s for s in spans if s.first <= index < s.last]
+    return min(held, key=lambda s: s.size) if held else None

@@ -1,0 +1,66 @@
+"""What the listing of a compiled kernel says: bundles a key of decode, of a short sequence, of prefill. Static figures.
+
+Ours: the loop over tiles is the largest loop, the one over blocks the largest in it. A block of few rows is either one
+straight piece, or a loop over masked parts. The peer: everything in its innermost loop that holds a matrix product.
+"""
+
+from benchmarks.tpu.llo import Program, Span
+from pallas_kernels.tpu.paged_attention import Config
+
+PAGES_OF_200 = 2  # a context of 200 tokens in pages of 128
+
+
+def decode(program: Program, config: Config) -> dict:
+    """Bundles a key where every key is seen, fetching of the next block included; bundles of a sequence of 200 keys."""
+    tile, block = _tile_and_block(program)
+    parts = [loop for loop in _products(program, program.loops) if block.holds(loop)]
+    bodies = [s for s in _products(program, program.skipped) if block.holds(s)]
+    masked = max((s for s in bodies if any(s.holds(p) for p in parts)), key=lambda s: s.size)
+    plain = min((s for s in bodies if not any(s.holds(p) or p == s for p in parts)), key=lambda s: s.size)
+    long = program.path(block, _pages(program, config.block_pages), (masked,))
+    short = program.path(block, _pages(program, PAGES_OF_200), (plain,))
+    around = program.path(tile, lambda loop: 0 if loop == block else 1)
+    return dict(
+        keys=config.block_keys, bundles_per_key=round(long / config.block_keys, 3), bundles_at_200=around + short,
+        body=plain.size, spills=program.count(plain, "spill"),
+    )  # fmt: skip
+
+
+def prefill(program: Program, config: Config) -> dict:
+    """1e-3 bundles a query and key, all heads: of blocks that every row sees, and of masked ones."""
+    heads = next(n for n in range(config.long_heads, 0, -1) if config.num_kv_heads % n == 0)
+    queries = config.chunk_rows / config.group * heads / config.num_kv_heads
+    loops = sorted(innermost(program), key=lambda loop: loop.size)[-2:]  # the smaller ones are bodies of few rows
+    masked, seen = (
+        round(1e3 * loop.size / queries / keys, 1)
+        for loop, keys in zip(loops, (config.part_keys, config.block_keys), strict=True)
+    )
+    spills = program.count(loops[1], "spill")
+    return dict(keys=config.block_keys, milli_bundles=seen, milli_bundles_masked=masked, spills=spills)
+
+
+def peer(program: Program, keys: int, queries: int) -> dict:
+    """The same of a kernel whose innermost loop takes `keys` keys for `queries` queries of all heads."""
+    size = max(loop.size for loop in innermost(program))
+    return dict(keys=keys, bundles_per_key=round(size / keys, 3), milli_bundles=round(1e3 * size / keys / queries, 1))
+
+
+def innermost(program: Program) -> list[Span]:
+    """Loops with a matrix product and no further such loop."""
+    loops = _products(program, program.loops)
+    return [loop for loop in loops if not any(loop.holds(other) for other in loops)]
+
+
+def _products(program: Program, spans: list[Span]) -> list[Span]:
+    return [span for span in spans if program.count(span, "vmatmul")]
+
+
+def _tile_and_block(program: Program) -> tuple[Span, Span]:
+    tile = max(program.loops, key=lambda loop: loop.size)
+    return tile, max(program.inside(tile, program.loops), key=lambda loop: loop.size)
+
+
+def _pages(program: Program, pages: int):
+    """Trips of a nested loop: pages that are fetched or waited for, else one."""
+    moves = lambda loop: program.count(loop, "dma.hbm_to_vmem") or program.count(loop, "dma.done.wait")
+    return lambda loop: pages if moves(loop) else 1

@@ -1,0 +1,206 @@
+"""`pallas_tpu`: one Mosaic TPU launch for decode, prefill and mixed batches; first choice on TPU where it serves.
+
+It was never run on a TPU: it is interpreted on CPU, and compiled ahead of time for v5e, v5p, v6e and tpu7x. The cache
+is HND and stored natively: a page of all kv heads is one contiguous copy, and nothing is laid out anew around the
+kernel but queries and outputs. Gradients are those of `sdpa`, recomputed in the backward pass.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jattn.backends.backend import AttentionBackend
+from jattn.backends.builder import AttentionMetadataBuilder
+from jattn.backends.feature import Feature
+from jattn.backends.impl import AttentionImpl
+from jattn.backends.recompute import backward
+from jattn.cache import KVCacheSpec, PagedKV
+from jattn.device import Chip
+from jattn.errors import UnsupportedError
+from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.encoder import keys_of, queries_of
+from jattn.ops.packed_pages import PAGE, paged
+from jattn.ops.state import AttentionState
+from jattn.spec import AttentionParams, AttentionSpec
+from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
+from pallas_kernels.algebra import quant
+from pallas_kernels.tpu import paged_attention as kernel
+
+QUERY_DTYPES = ("bfloat16", "float32")
+
+
+def kernel_config(
+    spec: AttentionSpec,
+    cache_spec: KVCacheSpec,
+    dtype: str = "bfloat16",
+    common: CommonAttentionMetadata | None = None,
+    params: AttentionParams | None = None,
+) -> kernel.Config:
+    """The kernel's static arguments, not checked (see kernel.supports); a plan depends on neither dtype nor params."""
+    decoder = spec.attn_type is AttentionType.DECODER
+    return kernel.default_config(
+        longest=None if common is None else queries_of(common, spec.attn_type).max_query_len,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        page_size=cache_spec.block_size,
+        dtype=dtype,
+        kv_dtype=cache_spec.dtype,
+        mask=spec.mask_rule(common is None or common.is_causal),
+        logits=spec.logit_rule(),
+        has_sinks=spec.has_sinks,
+        per_head_q_scale=params is not None and params.q_scale is not None and jnp.ndim(params.q_scale) == 1,
+        per_request_causal=decoder and common is not None and common.causal_per_request is not None,
+    )
+
+
+@pytree
+class PallasTpuMetadata:
+    """The batch, its pages and slots, and the list of tiles that the kernel walks."""
+
+    common: CommonAttentionMetadata
+    block_table: jax.Array
+    slot_mapping: jax.Array
+    plan: kernel.Plan
+
+    @property
+    def num_tokens(self) -> int:
+        return self.common.num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
+    """Cuts the queries into tiles, in a few small XLA kernels and without a host sync."""
+
+    cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PallasTpuMetadata:
+        """A shared prefix is read once a request, like everything else: the hint changes nothing."""
+        common, kind = common_attn_metadata, self.spec.attn_type
+        queries, keys = queries_of(common, kind), keys_of(common, kind)
+        config = kernel_config(self.spec, self.cache_spec, common=common)
+        columns = 1 if keys.block_table is None else keys.block_table.shape[1]
+        if reasons := kernel.supports_batch(queries.num_tokens, queries.max_num_reqs, columns, config):
+            raise UnsupportedError("the TPU kernel does not take this batch", {"pallas_tpu": tuple(reasons)})
+        causal = jnp.asarray(common.causal_per_request) if config.per_request_causal else None
+        starts, lengths = jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens)
+        plan = kernel.build(starts, lengths, queries.num_tokens, config, causal)
+        return PallasTpuMetadata(common=common, block_table=keys.block_table, slot_mapping=keys.slot_mapping, plan=plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
+    """One launch, a gather of the queries before it and one of the outputs behind it."""
+
+    can_return_lse_for_decode = True
+
+    def forward(self, q, cache: PagedKV, m: PallasTpuMetadata, params: AttentionParams) -> AttentionState:
+        return _paged(self, q, cache, m, params)
+
+    def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
+        """Packed keys are a cache written just now, heads first; the gradient goes back through it."""
+        keys = keys_of(meta, self.spec.attn_type)
+        cache, table = paged(k, v.astype(k.dtype), jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache = dataclasses.replace(
+            cache,
+            k=jnp.swapaxes(cache.k, 1, 2),
+            v=jnp.swapaxes(cache.v, 1, 2),
+            spec=dataclasses.replace(cache.spec, layout="HND"),
+        )
+        m = PallasTpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
+        impl = dataclasses.replace(self, cache_spec=cache.spec)
+        return impl.forward(q, cache, dataclasses.replace(m, block_table=table), params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _paged(impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params: AttentionParams) -> AttentionState:
+    spec = impl.spec
+    config = kernel_config(spec, cache.spec, q.dtype.name, m.common, params)
+    if reasons := kernel.supports(config, chip=impl.chip.generation):
+        raise UnsupportedError(
+            "the TPU kernel does not take these queries; use backend='sdpa'", {"pallas_tpu": tuple(reasons)}
+        )
+    k, v = (quant.native(pool, cache.spec.dtype) for pool in (cache.k, cache.v))
+    out, lse = kernel.ragged_paged_attention(
+        q, k, v, jnp.asarray(m.block_table), m.plan, config,
+        alibi_slopes=params.alibi_slopes if spec.has_alibi else None,
+        sinks=params.sinks if spec.has_sinks else None,
+        q_scale=params.q_scale, k_scale=params.k_scale, v_scale=params.v_scale, chip=impl.chip.generation,
+    )  # fmt: skip
+    return AttentionState(out=out, lse=lse)
+
+
+def _paged_backward(impl: PallasTpuImpl, saved, cotangent):
+    q, cache, m, params = saved
+    dq, dcache, dparams = backward(impl.spec, m.common, m.block_table, q, cache, params, cotangent)
+    return dq, dcache, None, dparams
+
+
+_paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
+
+
+class PallasTpuBackend(AttentionBackend):
+    """bf16 and f32 queries; what the kernel cannot do it says itself (pallas_kernels.tpu.supports)."""
+
+    supported_dtypes = QUERY_DTYPES
+    supported_kv_cache_dtypes = (*QUERY_DTYPES, *quant.QUANTISED)
+    supported_block_sizes = (MultipleOf(16),)
+    kv_cache_layouts = ("HND",)
+    attn_types = tuple(AttentionType)
+    quant_modes = ("none", "per_tensor", "per_head")
+    platforms = ("tpu",)
+    features = frozenset(
+        {
+            Feature.SINK,
+            Feature.PER_HEAD_QUANT_SCALES,
+            Feature.SLIDING_WINDOW,
+            Feature.NON_CAUSAL,
+            Feature.TWO_SIDED_WINDOW,
+            Feature.CHUNK,
+            Feature.ALIBI,
+            Feature.SOFT_CAP,
+            Feature.PER_REQUEST_CAUSAL,
+            Feature.DIFF_KV,
+            Feature.LSE,
+            Feature.PACKED,
+        }
+    )
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "pallas_tpu"
+
+    @classmethod
+    def get_impl_cls(cls) -> type[PallasTpuImpl]:
+        return PallasTpuImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[PallasTpuMetadataBuilder]:
+        return PallasTpuMetadataBuilder
+
+    @classmethod
+    def get_metadata_cls(cls) -> type[PallasTpuMetadata]:
+        return PallasTpuMetadata
+
+    @classmethod
+    def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
+        """The kernel's own, beyond what the class says."""
+        if not isinstance(spec, AttentionSpec):
+            return ()
+        cache_spec = cache_spec or KVCacheSpec(
+            num_blocks=1, block_size=PAGE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+        )  # fmt: skip
+        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
+            return ()
+        plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)  # refused as features already
+        own = kernel.supports(kernel_config(plain, cache_spec), chip=chip.generation if chip.platform == "tpu" else "")
+        if spec.attn_type is AttentionType.ENCODER_DECODER and spec.has_alibi:
+            own.append("ALiBi not supported across encoder and decoder: the kernel takes queries to stand at the end")
+        return tuple(own)

@@ -1,0 +1,68 @@
+"""The TPU kernel, interpreted, beside the witness: poisoned pages, garbage columns, padding (tests/problem.py).
+
+Each row turns several axes; between them every option that the backend declares is on at least once.
+"""
+
+import pytest
+
+import jattn
+from tests.cases import CASES, FEATURES, Case, Feature
+from tests.kernels.tpu.interpreted import SMALL, V6E, judge
+
+LONG = Case("long", (1, 40, 1, 3), (1100, 300, 40, 20))
+ALL = Feature(
+    "all",
+    dict(sliding_window=(40, 3), chunk_size=37, logits_soft_cap=1.5, has_alibi=True, has_sinks=True, scale=0.3),
+    ("alibi_slopes", "sinks", "q_scale[]", "k_scale", "v_scale"),
+    causal="alternate",
+)
+ROWS = {
+    "decode": ("on_wait", dict(case=CASES["decode"], head_dim=128)),
+    "decode, eager": ("eager", dict(case=CASES["page_edges"], heads=8, kv_heads=1)),
+    "mixed": ("on_wait", dict(case=LONG)),
+    "mixed, eager, int8": ("eager", dict(case=LONG, cache_dtype="int8", quant="per_head")),
+    "everything, per request": ("on_wait", dict(case=CASES["mixed_unsorted"], feature=ALL)),
+    "everything, float32": ("eager", dict(case=CASES["empty_in_the_middle"], feature=ALL, dtype="float32")),
+    "ratio 3, fp8, D 80": (
+        "on_wait",
+        dict(case=CASES["speculative"], heads=6, head_dim=80, cache_dtype="float8_e4m3fn", quant="per_tensor"),
+    ),
+    "non-causal, D 192, V 128": (
+        "eager",
+        dict(case=CASES["chunked_prefill"], feature=FEATURES["non_causal"], head_dim=192, v_head_dim=128),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_a_tpu(monkeypatch):
+    monkeypatch.setattr(jattn.device, "detect", lambda: V6E)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_kernel_agrees_with_the_witness(name):
+    mode, changes = ROWS[name]
+    judge(SMALL.replace(**changes), mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_in_both_modes(case, mode):
+    judge(SMALL.replace(case=CASES[case], feature=FEATURES["cap_sinks_window"]), mode)
+
+
+SERVED = [name for name, f in FEATURES.items() if not {"mask_fn", "score_fn"} & set(f.spec)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_every_feature_that_is_not_refused(name):
+    judge(SMALL.replace(case=CASES["mixed_unsorted"], feature=FEATURES[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("page", [16, 32, 48, 256])
+def test_every_head_dim_and_page(dim, page):
+    judge(SMALL.replace(case=CASES["mixed"], head_dim=dim, block_size=page))
