@@ -24,8 +24,8 @@ class Times:
 
 
 SETTLE = 0.03
-"""Seconds of untimed calls at the beginning of a turn. The threads of the one before may spin that long (OpenMP's do, on
-a core that this one needs), and a server calls one library again and again, not two in turn."""
+"""Seconds of untimed calls at the beginning of a turn. The threads of the one before may spin that long (OpenMP's do,
+on a core that this one needs), and a server calls one library again and again, not two in turn."""
 
 
 def in_turn(candidates: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str, Times]:

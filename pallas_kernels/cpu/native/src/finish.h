@@ -13,7 +13,7 @@ INL float expf_(float x) {
 
 // One row: acc[vdim] in natural order is overwritten. A sink is one more column whose value is dropped.
 INL void finish_row(const Problem& p, const Row& row, int head, float m, float l, float value_unit, const float* acc) {
-    bool empty = m == -kInf;
+    bool empty = m == -kInf && l == 0.0f;  // a row of nothing but NaN has no maximum either
     float shift = shift_of(m), weight = 1.0f;
     if (p.sinks && !empty) {
         float sink = p.sinks[row.head], top = sink > shift ? sink : shift;
@@ -58,7 +58,7 @@ static void finish(const Problem& p, const Work& w, int head, float* m, float* l
             fill(acc + r * vdim, vdim, 0.0f);
             for (int s = 0; s < w.splits; s++) {
                 const float* piece = group + s * size;
-                if (piece[rows8 * vdim + r] == -kInf) continue;
+                if (piece[rows8 * vdim + r] == -kInf && piece[rows8 * (vdim + 1) + r] == 0.0f) continue;
                 float weight = expf_(piece[rows8 * vdim + r] - top);
                 total += piece[rows8 * (vdim + 1) + r] * weight;
                 vf f = set1(weight);
