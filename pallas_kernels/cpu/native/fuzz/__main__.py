@@ -4,8 +4,8 @@
     python -m pallas_kernels.cpu.native.fuzz --sanitize thread --callers 4
     python -m pallas_kernels.cpu.native.fuzz --cross aarch64         # needs aarch64-linux-gnu-g++ and qemu-aarch64
 
-x86's AMX is emulated in C++ here (its layout is checked, not its instructions), and so are AVX-512's products of
-bfloat16 on a processor that has none. Exit code 3: the tools are not here.
+On a processor without AMX, or without AVX-512's products of bfloat16, these are emulated in C++: their layout is then
+checked, not their instructions. Exit code 3: the tools are not here.
 """
 
 import argparse
@@ -59,9 +59,9 @@ def tools(cross: str) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:
 def build(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]], sanitize: str) -> pathlib.Path:
     """The driver, with every instruction set of the machine inside."""
     flags = [*cxx, "-O1", "-g", "-std=c++17", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi", "-pthread"]
-    flags += ["-DJATTN_AMX_EMULATED", "-I", str(toolchain.SOURCES)]
-    if not has_bf16_products():
-        flags += ["-DJATTN_PAIRS_EMULATED"]
+    flags += ["-I", str(toolchain.SOURCES)]
+    absent = {"avx512_bf16": "-DJATTN_PAIRS_EMULATED", "amx_bf16": "-DJATTN_AMX_EMULATED"}
+    flags += [flag for feature, flag in absent.items() if feature not in features()]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize=alignment", "-fno-sanitize-recover=all"]
     have = [f"-DJATTN_HAVE_{isa.upper()}" for isa in isas]
@@ -77,12 +77,12 @@ def build(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]], sanitize: s
     return program
 
 
-def has_bf16_products() -> bool:
-    """True where this processor has AVX-512's products of bfloat16."""
+def features() -> frozenset[str]:
+    """What this processor says that it can do; nothing where the system does not tell."""
     try:
-        return "avx512_bf16" in pathlib.Path("/proc/cpuinfo").read_text()
+        return frozenset(pathlib.Path("/proc/cpuinfo").read_text().split())
     except OSError:
-        return False
+        return frozenset()
 
 
 def link_library(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]]) -> None:
