@@ -73,7 +73,7 @@ def setup(heads=4, kv_heads=2, dim=8, v_dim=6, layout="HND", pad=3) -> Setup:
 
 
 def config(dim=8, *, soft_cap=None, has_alibi=False, score_fn=None, layout="HND", **rule) -> Config:
-    logits = LogitRule(dim**-0.5, soft_cap, has_alibi, score_fn)
+    logits = LogitRule(dim**-0.5, soft_cap, has_alibi, score_fn=score_fn)
     return Config(mask=MaskRule(**rule), logits=logits, kv_dtype="float32", out_dtype="float32", layout=layout)
 
 
