@@ -52,7 +52,9 @@ def test_every_case_in_both_modes(case, mode):
     judge(SMALL.replace(case=CASES[case], feature=FEATURES["cap_sinks_window"]), mode)
 
 
-SERVED = [name for name, f in FEATURES.items() if not {"mask_fn", "score_fn"} & set(f.spec)]
+REFUSED = {"mask_fn", "score_fn", "use_mm_prefix", "use_rswa", "chunk_lookback", "use_alibi_sqrt", "use_qq_bias",
+           "output_dtype"}  # fmt: skip
+SERVED = [name for name, f in FEATURES.items() if not REFUSED & set(f.spec)]
 
 
 @pytest.mark.slow
