@@ -60,8 +60,8 @@ def build(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]], sanitize: s
     """The driver, with every instruction set of the machine inside."""
     flags = [*cxx, "-O1", "-g", "-std=c++17", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi", "-pthread"]
     flags += ["-I", str(toolchain.SOURCES)]
-    absent = {"avx512_bf16": "-DJATTN_PAIRS_EMULATED", "amx_bf16": "-DJATTN_AMX_EMULATED"}
-    flags += [flag for feature, flag in absent.items() if feature not in features()]
+    emulated, here = {"avx512_bf16": "-DJATTN_PAIRS_EMULATED", "amx_bf16": "-DJATTN_AMX_EMULATED"}, features()
+    flags += [flag for feature, flag in emulated.items() if feature not in here]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize=alignment", "-fno-sanitize-recover=all"]
     have = [f"-DJATTN_HAVE_{isa.upper()}" for isa in isas]

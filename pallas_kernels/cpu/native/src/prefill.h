@@ -2,6 +2,7 @@
 // the first two cache levels (product.h, or product_amx.h: whichever the instruction set has included). Rows and
 // columns that nobody sees are trimmed, not masked, where whole vectors allow.
 #pragma once
+#include "ahead.h"
 #include "finish.h"
 
 namespace JATTN_ISA {

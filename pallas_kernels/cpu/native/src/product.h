@@ -1,6 +1,6 @@
 // The matrix products of a tile, on words: C[kRows][cols] = fade * C + A[kRows][depth] * B[depth][cols].
 #pragma once
-#include "ahead.h"
+#include "common.h"
 
 namespace JATTN_ISA {
 

@@ -1,7 +1,7 @@
 // The matrix products of a tile on AMX: 16 x 16 sums from 16 x 16 words of A and of B a time, in the layout of
 // product.h. JATTN_AMX_EMULATED computes the same without the instructions, for processors that have none.
 #pragma once
-#include "ahead.h"
+#include "common.h"
 #ifdef JATTN_AMX_EMULATED
 #include "amx_emulated.h"
 #endif
