@@ -22,7 +22,7 @@ from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
-from jattn.ops.packed_pages import PAGE, paged
+from jattn.ops.packed_pages import page_spec, paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
@@ -232,10 +232,7 @@ class PallasGpuBackend(AttentionBackend):
         """The kernel's own, for the query dtype that goes with the cache."""
         if not isinstance(spec, AttentionSpec):
             return ()
-        cache_spec = cache_spec or KVCacheSpec(
-            num_blocks=1, block_size=PAGE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-            v_head_dim=spec.v_head_dim,
-        )  # fmt: skip
+        cache_spec = cache_spec or page_spec(spec)
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
             return ()
         config = kernel_config(spec, cache_spec, query_dtype(cache_spec))

@@ -21,7 +21,7 @@ from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
-from jattn.ops.packed_pages import PAGE, paged
+from jattn.ops.packed_pages import page_spec, paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
@@ -193,10 +193,7 @@ class PallasTpuBackend(AttentionBackend):
         """The kernel's own, beyond what the class says."""
         if not isinstance(spec, AttentionSpec):
             return ()
-        cache_spec = cache_spec or KVCacheSpec(
-            num_blocks=1, block_size=PAGE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-            v_head_dim=spec.v_head_dim,
-        )  # fmt: skip
+        cache_spec = cache_spec or page_spec(spec)
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
             return ()
         plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)  # refused as features already

@@ -4,9 +4,18 @@ import jax
 import jax.numpy as jnp
 
 from jattn.cache import KVCacheSpec, PagedKV
+from jattn.spec import AttentionSpec
 from pallas_kernels.algebra.paging import cdiv
 
 PAGE = 16
+
+
+def page_spec(spec: AttentionSpec) -> KVCacheSpec:
+    """A cache of one page that stands for packed keys where a kernel is asked whether it takes a layer."""
+    return KVCacheSpec(
+        num_blocks=1, block_size=PAGE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+    )  # fmt: skip
 
 
 def paged(k: jax.Array, v: jax.Array, lens: jax.Array, max_seq_len: int) -> tuple[PagedKV, jax.Array]:

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.algebra.door import check_arrays
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.merge_sm90 import join_parts
 from pallas_kernels.gpu.pieces_sm90 import Config
@@ -92,14 +93,7 @@ def _check(q, k_pages, v_pages, block_table, config: Config, alibi_slopes, sinks
         raise NotImplementedError("; ".join(reasons))
     c = config
     order = (c.num_kv_heads, c.page_size) if c.layout == "HND" else (c.page_size, c.num_kv_heads)
-    table = (
-        ("q", q.shape[1:], (c.num_heads, c.head_dim)),
-        ("k_pages", k_pages.shape[1:], (*order, c.head_dim)),
-        ("v_pages", v_pages.shape, (k_pages.shape[0], *order, c.v_head_dim)),
-        ("q dtype", q.dtype.name, c.dtype),
-        ("k_pages dtype", k_pages.dtype.name, c.kv_dtype),
-        ("v_pages dtype", v_pages.dtype.name, c.kv_dtype),
-        ("block_table dtype", block_table.dtype.name, "int32"),
+    more = (
         ("alibi_slopes given", alibi_slopes is not None, c.logits.has_alibi),
         ("sinks given", sinks is not None, c.has_sinks),
         *(
@@ -107,6 +101,4 @@ def _check(q, k_pages, v_pages, block_table, config: Config, alibi_slopes, sinks
             for name, x in zip("kv", token_scales, strict=True)
         ),
     )
-    for name, seen, wanted in table:
-        if seen != wanted:
-            raise ValueError(f"{name} is {seen}; the config wants {wanted}")
+    check_arrays(c, q, k_pages, v_pages, block_table, order, more)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.algebra.door import check_arrays
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu import work_list
 from pallas_kernels.tpu.config import Config
@@ -75,20 +76,11 @@ def _check(q, k_pages, v_pages, block_table, plan: Plan, config: Config, by_name
     tokens, (reqs, columns) = q.shape[0], block_table.shape
     if reasons := supports(c, chip=chip) + supports_batch(tokens, reqs, columns, c):
         raise NotImplementedError("; ".join(reasons))
-    table = (
-        ("q", q.shape[1:], (c.num_heads, c.head_dim)),
-        ("k_pages", k_pages.shape[1:], (c.num_kv_heads, c.page_size, c.head_dim)),
-        ("v_pages", v_pages.shape, (k_pages.shape[0], c.num_kv_heads, c.page_size, c.v_head_dim)),
-        ("q dtype", q.dtype.name, c.dtype),
-        ("k_pages dtype", k_pages.dtype.name, c.kv_dtype),
-        ("v_pages dtype", v_pages.dtype.name, c.kv_dtype),
-        ("block_table dtype", block_table.dtype.name, "int32"),
+    more = (
         ("plan's tokens", plan.row.shape[0], tokens),
         ("alibi_slopes given", by_name["slope"] is not None, c.logits.has_alibi),
         ("sinks given", by_name["sink"] is not None, c.has_sinks),
         ("q_scale a head", jnp.ndim(by_name["q_scale"]) == 1 if by_name["q_scale"] is not None else False,
          c.per_head_q_scale),
     )  # fmt: skip
-    for name, seen, wanted in table:
-        if seen != wanted:
-            raise ValueError(f"{name} is {seen}; the config wants {wanted}")
+    check_arrays(c, q, k_pages, v_pages, block_table, (c.num_kv_heads, c.page_size), more)
