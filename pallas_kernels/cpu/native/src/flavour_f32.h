@@ -36,6 +36,20 @@ struct Float32 {
             }
         };
         int c = 0;
+        if constexpr (is_float8(T))
+            for (; c + 4 * N <= dim; c += 4 * N) {
+                Quad quad[NT];
+#pragma GCC unroll 4
+                for (int t = 0; t < NT; t++) {
+                    quad[t] = load_quad<T>(k[t], c);
+                    if (ahead) ask<4 * N * kBytes>(ahead[t], c * kBytes);
+                }
+                vf x[NT];
+                parts<0>(quad, x), multiply_by(x, c);
+                parts<1>(quad, x), multiply_by(x, c + N);
+                parts<2>(quad, x), multiply_by(x, c + 2 * N);
+                parts<3>(quad, x), multiply_by(x, c + 3 * N);
+            }
         for (; c + 2 * N <= dim; c += 2 * N) {
             vf x[NT], y[NT];
 #pragma GCC unroll 4
@@ -95,6 +109,12 @@ struct Float32 {
     static void unpermute(float* acc, int64_t vdim) { reorder<join>(acc, vdim); }
 
    private:
+    template <int kPart>
+    INL void parts(const Quad (&quad)[NT], vf (&x)[NT]) {
+#pragma GCC unroll 4
+        for (int t = 0; t < NT; t++) x[t] = part<kPart>(quad[t]);
+    }
+
     // To the order of load_two, or back from it: numbers behind the last whole pair of vectors stay.
     template <void (*kHow)(vf&, vf&)>
     INL void reorder(float* x, int64_t n) {
@@ -119,9 +139,15 @@ struct Float32 {
             const char* row = v + idx[t] * row_bytes;
             if (ahead) ask<NV * N * kBytes>(ahead[t], c * kBytes);
             vf x[NV];
-            if constexpr (NV == 1) x[0] = load_raw<T>(row, c, last);
+            if constexpr (NV == 1) {
+                x[0] = load_raw<T>(row, c, last);
+            } else if constexpr (NV == 4 && is_float8(T)) {
+                const Quad quad = load_quad<T>(row, c);
+                x[0] = part<0>(quad), x[1] = part<1>(quad), x[2] = part<2>(quad), x[3] = part<3>(quad);
+            } else {
 #pragma GCC unroll 4
-            for (int i = 0; i + 1 < NV; i += 2) load_two<T>(row, c + i * N, x[i], x[i + 1]);
+                for (int i = 0; i + 1 < NV; i += 2) load_two<T>(row, c + i * N, x[i], x[i + 1]);
+            }
 #pragma GCC unroll 4
             for (int g = 0; g < 4; g++) {
                 vf w = set1(p[t * 4 + g]);

@@ -16,6 +16,7 @@ constexpr int kTileKeys = 128;       // keys of a tile of the long kernel
 constexpr int kBlockKeys = 256;      // keys between two updates of the running maximum in the short kernel
 
 constexpr int64_t bytes_of(Dtype t) { return t == Dtype::f32 ? 4 : t == Dtype::f16 || t == Dtype::bf16 ? 2 : 1; }
+constexpr bool is_float8(Dtype t) { return t == Dtype::e4m3 || t == Dtype::e5m2; }
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 // A ragged batch over pages (or over packed keys: table == nullptr). Absent arrays are nullptr.

@@ -111,23 +111,46 @@ INL vf load_raw(const char* p, int64_t i, int n = N) {
     }
 }
 
+struct Quad {
+    __m256i even, odd;
+};
+template <int kPart>
+INL vf part(const Quad& x) {
+    const __m256i half = kPart % 2 ? x.odd : x.even;
+    return _mm256_cvtph_ps(kPart < 2 ? _mm256_castsi256_si128(half) : _mm256_extracti128_si256(half, 1));
+}
+INL __m256i mark_nan(__m256i half) {
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_or_si256(half, _mm256_set1_epi16((short)0x8000)),
+                                           _mm256_set1_epi16((short)0xbf80));
+    return _mm256_or_si256(half, _mm256_and_si256(nan, _mm256_set1_epi16(0x7e00)));
+}
+template <Dtype T>
+INL Quad quad_of(__m256i x) {
+    if constexpr (T == Dtype::e5m2)
+        return {_mm256_slli_epi16(x, 8), _mm256_and_si256(x, _mm256_set1_epi16((short)0xff00))};
+    const __m256i keep = _mm256_set1_epi16((short)0xbf80);
+    Quad y{_mm256_and_si256(_mm256_maddubs_epi16(_mm256_set1_epi16(128), x), keep),
+           _mm256_and_si256(_mm256_srai_epi16(x, 1), keep)};
+    const __m256i but_sign = _mm256_or_si256(x, _mm256_set1_epi8(-128));
+    if (__builtin_expect(_mm256_movemask_epi8(_mm256_cmpeq_epi8(but_sign, _mm256_set1_epi8(-1))) != 0, 0))
+        y = {mark_nan(y.even), mark_nan(y.odd)};
+    return y;
+}
+template <Dtype T>
+INL Quad load_quad(const char* p, int64_t i) {
+    return quad_of<T>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i)));
+}
+
 template <Dtype T>
 INL void load_two(const char* p, int64_t i, vf& a, vf& b) {
     if constexpr (T == Dtype::bf16) {
         __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 2 * i));
         a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
         b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
-    } else if constexpr (T == Dtype::e4m3 || T == Dtype::e5m2) {
-        __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i))), half;
-        if constexpr (T == Dtype::e5m2) {
-            half = _mm256_slli_epi16(x, 8);
-        } else {
-            __m256i nan = _mm256_cmpeq_epi16(_mm256_or_si256(x, _mm256_set1_epi16(-128)), _mm256_set1_epi16(-1));
-            half = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16((short)0xbfff));
-            half = _mm256_or_si256(half, _mm256_and_si256(nan, _mm256_set1_epi16(0x7e00)));
-        }
-        a = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
-        b = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
+    } else if constexpr (is_float8(T)) {
+        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i));
+        const Quad quad = quad_of<T>(_mm256_zextsi128_si256(x));
+        a = part<0>(quad), b = part<1>(quad);
     } else {
         a = load_raw<T>(p, i), b = load_raw<T>(p, i + N);
     }

@@ -110,24 +110,50 @@ INL vf load_raw(const char* p, int64_t i, int n = N) {
     }
 }
 
-// The same for 2 N numbers, in the order of `split` if is_split(T).
+// 4 N floats of 8 bits as halves, even and odd ones apart, widened N at a time; a half is of unit raw_unit(T).
+struct Quad {
+    __m512i even, odd;
+};
+// Of the first 2 N the even and the odd ones, then of the others.
+template <int kPart>
+INL vf part(const Quad& x) {
+    const __m512i half = kPart % 2 ? x.odd : x.even;
+    return _mm512_cvtph_ps(kPart < 2 ? _mm512_castsi512_si256(half) : _mm512_extracti64x4_epi64(half, 1));
+}
+INL __m512i mark_nan(__m512i half) {  // e4m3's one NaN, S.1111.111, as it comes out of a shift
+    const __mmask32 nan = _mm512_cmpeq_epi16_mask(_mm512_or_si512(half, _mm512_set1_epi16((short)0x8000)),
+                                                  _mm512_set1_epi16((short)0xbf80));
+    return _mm512_mask_mov_epi16(half, nan, _mm512_set1_epi16(0x7e00));
+}
+template <Dtype T>
+INL Quad quad_of(__m512i x) {
+    if constexpr (T == Dtype::e5m2)  // the upper byte of a half
+        return {_mm512_slli_epi16(x, 8), _mm512_and_si512(x, _mm512_set1_epi16((short)0xff00))};
+    // S.EEEE.MMM becomes S.0EEEE.MMM: shifted as a signed number, then without the second sign
+    const __m512i keep = _mm512_set1_epi16((short)0xbf80);
+    Quad y{_mm512_and_si512(_mm512_maddubs_epi16(_mm512_set1_epi16(128), x), keep),  // even bytes times 128
+           _mm512_and_si512(_mm512_srai_epi16(x, 1), keep)};
+    const __m512i but_sign = _mm512_or_si512(x, _mm512_set1_epi8(-128));
+    if (__builtin_expect(_mm512_cmpeq_epi8_mask(but_sign, _mm512_set1_epi8(-1)) != 0, 0))
+        y = {mark_nan(y.even), mark_nan(y.odd)};
+    return y;
+}
+template <Dtype T>
+INL Quad load_quad(const char* p, int64_t i) {
+    return quad_of<T>(_mm512_loadu_si512(p + i));
+}
+
+// 2 N stored numbers from element i on, in the order of `split` if is_split(T).
 template <Dtype T>
 INL void load_two(const char* p, int64_t i, vf& a, vf& b) {
     if constexpr (T == Dtype::bf16) {  // two to a word: the lower one is shifted up, the upper one stands in its place
         __m512i x = _mm512_loadu_si512(p + 2 * i);
         a = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
         b = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
-    } else if constexpr (T == Dtype::e4m3 || T == Dtype::e5m2) {
-        __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i))), half;
-        if constexpr (T == Dtype::e5m2) {
-            half = _mm512_slli_epi16(x, 8);
-        } else {
-            __mmask32 nan = _mm512_cmpeq_epi16_mask(_mm512_or_si512(x, _mm512_set1_epi16(-128)), _mm512_set1_epi16(-1));
-            half = _mm512_and_si512(_mm512_slli_epi16(x, 7), _mm512_set1_epi16((short)0xbfff));
-            half = _mm512_mask_mov_epi16(half, nan, _mm512_set1_epi16(0x7e00));
-        }
-        a = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
-        b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
+    } else if constexpr (is_float8(T)) {
+        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i));
+        const Quad quad = quad_of<T>(_mm512_zextsi256_si512(x));
+        a = part<0>(quad), b = part<1>(quad);
     } else {
         a = load_raw<T>(p, i), b = load_raw<T>(p, i + N);
     }

@@ -105,12 +105,44 @@ INL vf load_raw(const char* p, int64_t i, int n = N) {
     }
 }
 
+struct Quad {
+    uint16x8_t even, odd;
+};
+template <int kPart>
+INL vf part(const Quad& x) {
+    const uint16x8_t half = kPart % 2 ? x.odd : x.even;
+    return vcvt_f32_f16(vreinterpret_f16_u16(kPart < 2 ? vget_low_u16(half) : vget_high_u16(half)));
+}
+INL uint16x8_t mark_nan(uint16x8_t half) {
+    const uint16x8_t nan = vceqq_u16(vorrq_u16(half, vdupq_n_u16(0x8000)), vdupq_n_u16(0xbf80));
+    return vorrq_u16(half, vandq_u16(nan, vdupq_n_u16(0x7e00)));
+}
+template <Dtype T>
+INL Quad quad_of(uint8x16_t x) {
+    const uint16x8_t words = vreinterpretq_u16_u8(x), first = vshlq_n_u16(words, 8);
+    if constexpr (T == Dtype::e5m2) return {first, vandq_u16(words, vdupq_n_u16(0xff00))};
+    auto halved = [](uint16x8_t y) __attribute__((always_inline)) {
+        const uint16x8_t shifted = vreinterpretq_u16_s16(vshrq_n_s16(vreinterpretq_s16_u16(y), 1));
+        return vandq_u16(shifted, vdupq_n_u16(0xbf80));
+    };
+    Quad y{halved(first), halved(words)};
+    if (__builtin_expect(vmaxvq_u8(vorrq_u8(x, vdupq_n_u8(0x80))) == 0xff, 0)) y = {mark_nan(y.even), mark_nan(y.odd)};
+    return y;
+}
+template <Dtype T>
+INL Quad load_quad(const char* p, int64_t i) {
+    return quad_of<T>(vld1q_u8(reinterpret_cast<const uint8_t*>(p + i)));
+}
+
 template <Dtype T>
 INL void load_two(const char* p, int64_t i, vf& a, vf& b) {
     if constexpr (T == Dtype::bf16) {
         vw x = vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(p + 2 * i)));
         a = as_floats(vshlq_n_u32(x, 16));
         b = as_floats(vandq_u32(x, vdupq_n_u32(0xffff0000u)));
+    } else if constexpr (is_float8(T)) {
+        const Quad quad = quad_of<T>(vcombine_u8(vld1_u8(reinterpret_cast<const uint8_t*>(p + i)), vdup_n_u8(0)));
+        a = part<0>(quad), b = part<1>(quad);
     } else {
         a = load_raw<T>(p, i), b = load_raw<T>(p, i + N);
     }
