@@ -45,7 +45,7 @@ INL vf tanh_(vf x) {
     vf q = fma(s, set1(1.19825839466702e-06f), set1(1.18534705686654e-04f));
     q = fma(s, q, set1(2.26843463243900e-03f));
     q = fma(s, q, set1(4.89352518554385e-03f));
-    return div(mul(x, p), q);
+    return quotient(mul(x, p), q);
 }
 
 // The maximum to subtract: 0 while nothing was seen.

@@ -23,6 +23,7 @@ INL vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
 INL vf sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 INL vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 INL vf div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INL vf quotient(vf a, vf b) { return div(a, b); }
 INL vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 INL vf max(vf a, vf b) { return _mm256_max_ps(a, b); }  // b where either is NaN
 INL vf min(vf a, vf b) { return _mm256_min_ps(a, b); }

@@ -23,6 +23,11 @@ INL vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
 INL vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 INL vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 INL vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
+// a / b to about 1e-7: the exact one takes 16 cycles.
+INL vf quotient(vf a, vf b) {
+    const vf y = _mm512_rcp14_ps(b);
+    return mul(a, mul(y, _mm512_fnmadd_ps(b, y, set1(2.0f))));
+}
 INL vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 INL vf max(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 INL vf min(vf a, vf b) { return _mm512_min_ps(a, b); }

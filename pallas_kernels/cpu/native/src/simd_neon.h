@@ -23,6 +23,7 @@ INL vf add(vf a, vf b) { return vaddq_f32(a, b); }
 INL vf sub(vf a, vf b) { return vsubq_f32(a, b); }
 INL vf mul(vf a, vf b) { return vmulq_f32(a, b); }
 INL vf div(vf a, vf b) { return vdivq_f32(a, b); }
+INL vf quotient(vf a, vf b) { return div(a, b); }
 INL vf fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 INL vf max(vf a, vf b) { return vmaxq_f32(a, b); }  // NaN where either is NaN
 INL vf min(vf a, vf b) { return vminq_f32(a, b); }
