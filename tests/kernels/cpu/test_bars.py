@@ -29,6 +29,15 @@ def test_ratios_costs_and_writes_are_judged_on_the_right_side():
     assert verdict(row(bars.FP8, ms=2.0), row(bars.ITS_BF16, ms=1.0)) == [(1.0, False)]
 
 
+def test_pure_xla_is_judged_where_it_has_a_bar():
+    def both(case, vllm, sdpa):
+        return verdict(row(case, "vllm", ratio_to_native=vllm), row(case, "sdpa", ratio_to_native=sdpa))[1:]
+
+    assert both("dec_16x4k_p128_bf16", 3.0, 4.0) == [(0.75, True)]
+    assert both("pre_1x2k_f32", 2.0, 3.0) == [(0.7, False)]
+    assert both("dec_16x4k_p16_f32", 2.0, 3.0) == both("dec_1x32k_bf16", 2.0, 3.0) == both(bars.FP8, 2.0, 3.0) == []
+
+
 def test_the_roofline_takes_the_newest_rows_by_wall_clock(tmp_path):
     shape = dict(flop=4e9, bytes=2e9, clock="wall", read_gb_s=40.0)
     old, new = row("a", best_ms=9.0, **shape), row("a", best_ms=100.0, **shape)
