@@ -40,13 +40,14 @@ INL float shape_row(const Problem& p, float* x, int vectors, float mult, float s
     vf top = set1(-kInf);
     const vf factor = set1(mult), first = set1((float)lo), end = set1((float)hi);
     const vf cap = set1(p.soft_cap), inverse = set1(p.soft_cap != 0.0f ? 1.0f / p.soft_cap : 0.0f);
+    const bool cut = lo > 0 || hi < vectors * N;
     vf at = lane_number();
     for (int i = 0; i < vectors; i++, at = add(at, set1(N))) {
         vf y = mul(load(x + i * N), factor);
         if (k_scales) y = mul(y, load(k_scales + i * N));
         if (p.soft_cap != 0.0f) y = mul(cap, tanh_(mul(y, inverse)));
         if (p.slopes) y = fma(set1(slope), add(set1(far), at), y);
-        y = keep(y, at, first, end, set1(-kInf));
+        if (cut) y = keep(y, at, first, end, set1(-kInf));
         store(x + i * N, y);
         top = max(top, y);
     }

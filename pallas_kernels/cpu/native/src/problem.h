@@ -9,7 +9,7 @@ enum class Dtype : int32_t { f32 = 0, f16 = 1, bf16 = 2, e4m3 = 3, e5m2 = 4, i8 
 constexpr int kDtypes = 6;
 
 constexpr int kShortRows = 16;       // requests with at most this many rows (queries x heads of a group) stream the keys
-constexpr int kLongRows = 432;       // otherwise tiles of at most this many rows, a multiple of every register block
+constexpr int kLongRows = 480;       // otherwise tiles of at most this many rows, a multiple of every register block
 constexpr int kShortChunk = 2048;    // keys of one piece of a split request: fixed, so bits never depend on the batch
 constexpr int kLongChunk = 4096;
 constexpr int kTileKeys = 128;       // keys of a tile of the long kernel

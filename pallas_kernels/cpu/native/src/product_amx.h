@@ -8,7 +8,8 @@
 
 namespace JATTN_ISA {
 
-constexpr int kRows = 16;
+constexpr int kTile = 16;  // rows of a tile
+constexpr int kRows = 2 * kTile;
 constexpr int kDepthStep = 16;  // words of a tile of A: weights and values are zero up to here
 
 struct alignas(64) TileShapes {
@@ -20,18 +21,21 @@ struct alignas(64) TileShapes {
 // The intrinsics do not tell the compiler that they read and write memory.
 INL void memory_fence() { __asm__ volatile("" ::: "memory"); }
 
-// Tiles 0..3 hold sums of NV neighbouring blocks, 4 those of A, 5..7 those of B. Tile numbers are literals.
+// Two blocks of rows meet NV of columns, so that every tile that is loaded serves two products: B comes from the second
+// cache level. Tiles 0..3 hold the sums [row block][column block], 4 and 5 those of A, 6 and 7 those of B. Tile numbers
+// are literals.
 template <int NV, bool kAdd>
 static void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int depth, float* c, int64_t ldc,
                        const float* fade) {
+    float* const lower = c + kTile * ldc;
     if (kAdd) {
         for (int m = 0; m < kRows; m++)
             for (int n = 0; n < NV; n++) store(c + m * ldc + n * N, mul(load(c + m * ldc + n * N), set1(fade[m])));
         memory_fence();
         _tile_loadd(0, c, ldc * 4);
+        _tile_loadd(2, lower, ldc * 4);
         if (NV > 1) _tile_loadd(1, c + N, ldc * 4);
-        if (NV > 2) _tile_loadd(2, c + 2 * N, ldc * 4);
-        if (NV > 3) _tile_loadd(3, c + 3 * N, ldc * 4);
+        if (NV > 1) _tile_loadd(3, lower + N, ldc * 4);
     } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -39,27 +43,21 @@ static void tile_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_
         _tile_zero(3);
     }
     for (int k = 0; k < depth; k += kDepthStep) {
-        const uint32_t* bk = b + k * ldb;
+        _tile_loadd(6, b + k * ldb, ldb * 4);
         _tile_loadd(4, a + k, lda * 4);
-        _tile_loadd(5, bk, ldb * 4);
-        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(5, a + kTile * lda + k, lda * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
         if (NV > 1) {
-            _tile_loadd(6, bk + N, ldb * 4);
-            _tile_dpbf16ps(1, 4, 6);
-        }
-        if (NV > 2) {
-            _tile_loadd(7, bk + 2 * N, ldb * 4);
-            _tile_dpbf16ps(2, 4, 7);
-        }
-        if (NV > 3) {
-            _tile_loadd(5, bk + 3 * N, ldb * 4);
-            _tile_dpbf16ps(3, 4, 5);
+            _tile_loadd(7, b + k * ldb + N, ldb * 4);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
         }
     }
     _tile_stored(0, c, ldc * 4);
+    _tile_stored(2, lower, ldc * 4);
     if (NV > 1) _tile_stored(1, c + N, ldc * 4);
-    if (NV > 2) _tile_stored(2, c + 2 * N, ldc * 4);
-    if (NV > 3) _tile_stored(3, c + 3 * N, ldc * 4);
+    if (NV > 1) _tile_stored(3, lower + N, ldc * 4);
 }
 
 // The unit is set up for as long as this lives.
@@ -77,12 +75,8 @@ static void product(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t l
                     int vectors, const float* fade) {
     memory_fence();
     int n = 0;
-    for (; n + 4 <= vectors; n += 4) tile_block<4, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade);
-    switch (vectors - n) {
-        case 3: tile_block<3, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade); break;
-        case 2: tile_block<2, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade); break;
-        case 1: tile_block<1, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade); break;
-    }
+    for (; n + 2 <= vectors; n += 2) tile_block<2, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade);
+    if (n < vectors) tile_block<1, kAdd>(a, lda, b + n * N, ldb, depth, c + n * N, ldc, fade);
     memory_fence();
 }
 
