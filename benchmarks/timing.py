@@ -29,18 +29,23 @@ on a core that this one needs), and a server calls one library again and again, 
 
 
 def in_turn(candidates: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str, Times]:
-    """Time each candidate once a round, in its own steady state: drift of the machine hits all alike."""
+    """Time each candidate once a round, in its own steady state: drift of the machine hits all alike.
+
+    Whoever begins a round comes last in the next one, so that nobody always follows the same neighbour.
+    """
     for call in candidates.values():
         jax.block_until_ready(call())
     seen: dict[str, list[float]] = {name: [] for name in candidates}
+    order = list(candidates.items())
     for _ in range(rounds):
-        for name, call in candidates.items():
+        for name, call in order:
             begin = time.perf_counter()
             while time.perf_counter() - begin < SETTLE:
                 jax.block_until_ready(call())
             begin = time.perf_counter()
             jax.block_until_ready(call())
             seen[name].append(time.perf_counter() - begin)
+        order.append(order.pop(0))
     return {name: Times(tuple(values)) for name, values in seen.items()}
 
 
