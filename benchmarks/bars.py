@@ -48,21 +48,15 @@ def of_sdpa(name: str) -> float | None:
 
 def judge(rows: list[dict]) -> list[Verdict]:
     """Every bar that these rows can answer, by medians."""
-    verdicts = [
-        Verdict(f"{row['case']}: vLLM / cpu_native", row["ratio_to_native"], against_vllm(row["case"]), True)
-        for row in rows
-        if row["backend"] == "vllm"
-    ]
     vllm = {row["case"]: row["ratio_to_native"] for row in rows if row["backend"] == "vllm"}
-    for row in rows:
-        least = of_sdpa(row["case"])
-        if least and row["backend"] == "sdpa" and row["case"] in vllm:
-            reached = vllm[row["case"]] / row["ratio_to_native"]
-            verdicts.append(Verdict(f"{row['case']}: vLLM / sdpa", reached, least, True))
+    verdicts = [Verdict(f"{case}: vLLM / cpu_native", ratio, against_vllm(case), True) for case, ratio in vllm.items()]
     own = {row["case"]: row["ms"] for row in rows if row["backend"] == "cpu_native" and "cost" not in row}
     if FP8 in own and ITS_BF16 in own:
         verdicts.append(Verdict(f"{FP8}: its bf16 time / its time", own[ITS_BF16] / own[FP8], 1.0, True))
     for row in rows:
+        if row["backend"] == "sdpa" and row["case"] in vllm and (least := of_sdpa(row["case"])):
+            reached = vllm[row["case"]] / row["ratio_to_native"]
+            verdicts.append(Verdict(f"{row['case']}: vLLM / sdpa", reached, least, True))
         if "cost" in row and row["backend"] != row["base"]:
             most = MOST_FOR_WINDOW if row["base"].startswith("context") else MOST_FOR_FEATURES
             verdicts.append(Verdict(f"{row['case']}: {row['backend']} / {row['base']}", row["cost"], most, False))

@@ -20,7 +20,7 @@ struct Arena {
 // A number that load_raw or load_two brings stands for this many times itself: e4m3 comes with the exponent of a half.
 constexpr float raw_unit(Dtype t) { return t == Dtype::e4m3 ? 256.0f : 1.0f; }
 // True where load_two brings even and odd numbers apart.
-constexpr bool is_split(Dtype t) { return t == Dtype::bf16 || t == Dtype::e4m3 || t == Dtype::e5m2; }
+constexpr bool is_split(Dtype t) { return t == Dtype::bf16 || is_float8(t); }
 
 template <Dtype T>
 INL vf loadf(const char* p, int64_t i, int n = N) {

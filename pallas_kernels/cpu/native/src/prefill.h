@@ -23,9 +23,12 @@ static void pack_keys(const char* k, const int64_t* idx, int n, int64_t row_byte
         }
 }
 
+// True where keys lo .. hi - 1 are all that these vectors hold.
+INL bool sees_all(int lo, int hi, int vectors) { return lo == 0 && hi >= vectors * N; }
+
 // True where a row's logits need nothing but their factor: it is then applied inside the exponential.
 INL bool is_plain(const Problem& p, float mult, int lo, int hi, int vectors, const float* k_scales) {
-    return lo == 0 && hi >= vectors * N && !k_scales && p.soft_cap == 0.0f && !p.slopes && mult >= 0.0f;
+    return sees_all(lo, hi, vectors) && !k_scales && p.soft_cap == 0.0f && !p.slopes && mult >= 0.0f;
 }
 
 INL float row_max(const float* x, int vectors) {
@@ -40,7 +43,7 @@ INL float shape_row(const Problem& p, float* x, int vectors, float mult, float s
     vf top = set1(-kInf);
     const vf factor = set1(mult), first = set1((float)lo), end = set1((float)hi);
     const vf cap = set1(p.soft_cap), inverse = set1(p.soft_cap != 0.0f ? 1.0f / p.soft_cap : 0.0f);
-    const bool cut = lo > 0 || hi < vectors * N;
+    const bool cut = !sees_all(lo, hi, vectors);
     vf at = lane_number();
     for (int i = 0; i < vectors; i++, at = add(at, set1(N))) {
         vf y = mul(load(x + i * N), factor);
