@@ -63,13 +63,13 @@ INL Row row_of(const Problem& p, const Work& w, int head, int r) {
     return {first + i, (int64_t)head * p.group + w.g0 + r % w.ng, p.seq_len[w.req] - count + i};
 }
 
-// Where keys [first, first + count) of a piece lie in the pool, a page's run at a time.
-INL void find_keys(const Problem& p, const Work& w, int head, int first, int count, int64_t* idx) {
+// Where keys [first, first + count) of a piece lie in the pool, a page's run at a time; `step` apart in idx.
+INL void find_keys(const Problem& p, const Work& w, int head, int first, int count, int64_t* idx, int step = 1) {
     for (int t = 0; t < count;) {
         const int key = w.begin + first + t;
         int64_t at = row_index(p, w.req, head, key);
         const int run = p.table ? p.block_size - key % p.block_size : count - t;
-        for (int n = run < count - t ? run : count - t; n > 0; n--, at += p.slot_stride) idx[t++] = at;
+        for (int n = run < count - t ? run : count - t; n > 0; n--, at += p.slot_stride) idx[t++ * step] = at;
     }
 }
 

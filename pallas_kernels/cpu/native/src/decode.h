@@ -9,8 +9,9 @@ namespace JATTN_ISA {
 constexpr int kValueRun = 16;  // values between two visits of an accumulator; even
 
 // Logits of one block and four rows: scale, soft cap, ALiBi, mask; returns their maximum over keys in every lane.
-INL vf shape_block(const Problem& p, const RowRule& rule, int r, int t0, int n, const float* k_scales, int begin,
-                   float* logits) {
+// `place` is the number of each key in the block, as they are read.
+INL vf shape_block(const Problem& p, const RowRule& rule, int r, int t0, int n, const float* place,
+                   const float* k_scales, int begin, float* logits) {
     const int vectors = (n + NT - 1) / NT;
     const vf mult = repeat4(rule.mult + r);
     bool cut = n % NT != 0;
@@ -33,8 +34,8 @@ INL vf shape_block(const Problem& p, const RowRule& rule, int r, int t0, int n, 
     }
     const vf lo = repeat4(lo4), hi = repeat4(hi4), far = repeat4(far4), slope = repeat4(rule.slope + r);
     const vf cap = set1(p.soft_cap), inverse = set1(p.soft_cap != 0.0f ? 1.0f / p.soft_cap : 0.0f);
-    vf at = lane_key();
-    for (int i = 0; i < vectors; i++, at = add(at, set1(NT))) {
+    for (int i = 0; i < vectors; i++) {
+        const vf at = spread4(place + i * NT);
         vf x = mul(load(logits + i * N), mult);
         if (k_scales) x = mul(x, spread4(k_scales + i * NT));
         if (p.soft_cap != 0.0f) x = mul(cap, tanh_(mul(x, inverse)));
@@ -47,12 +48,12 @@ INL vf shape_block(const Problem& p, const RowRule& rule, int r, int t0, int n, 
 }
 
 // The first keys of the piece that this thread will most likely claim next; returns how many, none if it is a long one.
-INL int next_keys(const Problem& p, const Queue& queue, int64_t* idx) {
+static int next_keys(const Problem& p, const Queue& queue, int64_t* idx) {
     const int64_t item = queue.claimed.load(std::memory_order_relaxed);
     if (item >= queue.items || !queue.works[item / p.kv_heads].is_short) return 0;
     const Work& w = queue.works[item / p.kv_heads];
     const int count = w.end - w.begin < kBlockKeys ? w.end - w.begin : kBlockKeys;
-    find_keys(p, w, (int)(item % p.kv_heads), 0, count, idx);
+    find_block(p, w, (int)(item % p.kv_heads), 0, count, idx);
     return count;
 }
 
@@ -69,6 +70,7 @@ static void attend_short(const Problem& p, const Work& w, int head, const Queue&
     uint32_t* pairs = arena.take<uint32_t>(2 * kBlockKeys + 4 * N);
     float* k_scales = arena.take<float>(kBlockKeys + N);
     float* v_scales = arena.take<float>(kBlockKeys + N);
+    float* place = arena.take<float>(kBlockKeys + N);
     int64_t* idx = arena.take<int64_t>(kShortChunk + 64);
     int64_t* upcoming = arena.take<int64_t>(kBlockKeys);
     float* sums = arena.take<float>(blocks4 * N);
@@ -82,28 +84,30 @@ static void attend_short(const Problem& p, const Work& w, int head, const Queue&
     }
     fill(acc, padded * vdim, 0.0f);
     fill(sums, blocks4 * N, 0.0f);
-    find_keys(p, w, head, 0, count, idx);
+    auto size_of = [&](int t0) { return count - t0 < kBlockKeys ? count - t0 : kBlockKeys; };
+    for (int t0 = 0; t0 < count; t0 += kBlockKeys) find_block(p, w, head, t0, size_of(t0), idx + t0);
     const int64_t last = count ? idx[count - 1] : 0;
     for (int t = count; t < count + 64; t++) idx[t] = last;
 
-    Stream stream;
-    stream.aim(p.k, k_bytes, 0, idx, count < kBlockKeys ? count : kBlockKeys);
-    stream.rest();
-    for (int t0 = 0; t0 < count; t0 += kBlockKeys) {
-        const int left = count - t0, n = left < kBlockKeys ? left : kBlockKeys, vectors = (n + NT - 1) / NT;
+    Stream stream(k_bytes);
+    stream.begin({p.k, k_bytes, idx, size_of(0)});
+    for (int t0 = 0, numbered = 0; t0 < count; t0 += kBlockKeys) {
+        const int n = size_of(t0), vectors = (n + NT - 1) / NT;
+        const Rows keys{p.k, k_bytes, idx + t0, n}, values{p.v, v_bytes, idx + t0, n};
+        if (n != numbered) number_block(numbered = n, place);
         if (p.k_token_scale) gather(p.k_token_scale, idx + t0, vectors * NT, k_scales);
         if (p.v_token_scale) gather(p.v_token_scale, idx + t0, vectors * NT, v_scales);
         for (int b = 0; b < blocks4; b++) {
             const uint32_t* q4 = q + b * 4 * q_stride;
             const char* const* const ahead = b ? nullptr : stream.next;
-            if (ahead) stream.aim(p.v, v_bytes, k_bytes, idx + t0, n);
+            if (ahead) stream.aim(keys, values);
             for (int i = 0; i < vectors; i++) {
                 const char* k[NT];
                 for (int t = 0; t < NT; t++) k[t] = p.k + idx[t0 + i * NT + t] * k_bytes;
                 store(logits + i * N, F::dots(q4, q_stride, k, p.dim, ahead ? ahead + i * NT : nullptr));
             }
             if (ahead) stream.rest();
-            vf found = shape_block(p, rule, b * 4, t0, n, p.k_token_scale ? k_scales : nullptr, w.begin, logits);
+            vf found = shape_block(p, rule, b * 4, t0, n, place, p.k_token_scale ? k_scales : nullptr, w.begin, logits);
 
             vf old = repeat4(tops + b * 4), top = max(old, found), shift = shift_of(top);
             vf fade = exp_(sub(old, shift)), sum = mul(load(sums + b * N), fade);
@@ -128,10 +132,10 @@ static void attend_short(const Problem& p, const Work& w, int head, const Queue&
             for (int i = vectors; i * NT < n + 8; i++) store(logits + i * N, zero());
 
             const uint32_t* weights = F::weights(logits, n, pairs);
-            if (ahead && left > n)
-                stream.aim(p.k, k_bytes, v_bytes, idx + t0 + n, left - n < kBlockKeys ? left - n : kBlockKeys);
+            if (ahead && t0 + n < count)
+                stream.aim(values, {p.k, k_bytes, idx + t0 + n, size_of(t0 + n)});
             else if (ahead)
-                stream.aim(p.k, k_bytes, v_bytes, upcoming, next_keys(p, queue, upcoming));
+                stream.aim(values, {p.k, k_bytes, upcoming, next_keys(p, queue, upcoming)});
             for (int t = 0; t < n; t += kValueRun)
                 F::accumulate(acc + b * 4 * vdim, vdim, weights + t * (F::kPairs ? 2 : 4), idx + t0 + t,
                               n - t < kValueRun ? n - t : kValueRun, p.v, v_bytes, p.vdim,

@@ -63,7 +63,6 @@ INL vf exp_(vf x) {
     return _mm256_and_ps(mul(p, _mm256_castsi256_ps(power)), alive);
 }
 
-INL vf lane_key() { return _mm256_set_ps(1, 1, 1, 1, 0, 0, 0, 0); }
 INL vf lane_number() { return _mm256_set_ps(7, 6, 5, 4, 3, 2, 1, 0); }
 INL vf repeat4(const float* p) { return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)); }
 INL vf spread4(const float* p) { return _mm256_set_m128(_mm_set1_ps(p[1]), _mm_set1_ps(p[0])); }

@@ -57,8 +57,7 @@ INL vf exp_(vf x) {
     return _mm512_scalef_ps(fma(p, r, set1(1.0f)), n);
 }
 
-// [key][4 rows] vectors: the key of each lane, four values repeated, four lanes folded into one, one value a key.
-INL vf lane_key() { return _mm512_set_ps(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0); }
+// [key][4 rows] vectors: four values repeated, four lanes folded into one, one value a key.
 INL vf lane_number() { return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 INL vf repeat4(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
 INL vf spread4(const float* p) {

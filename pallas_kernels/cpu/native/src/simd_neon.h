@@ -56,7 +56,6 @@ INL vf exp_(vf x) {
 }
 
 // A [key][4 rows] vector holds one key: nothing to spread and nothing to fold.
-INL vf lane_key() { return zero(); }
 INL vf lane_number() {
     const float lanes[4] = {0, 1, 2, 3};
     return load(lanes);
