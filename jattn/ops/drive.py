@@ -33,23 +33,23 @@ def one_by_one(
 ) -> AttentionState:
     """A loop over live tiles; time follows the work, memory is one tile's.
 
-    A tile's dead rows lie on the next request's first tokens, so each write keeps what is there already.
+    A tile's dead rows lie on other tiles' tokens, so each write keeps what is there already.
     `bits`: carry bf16 as bit patterns (see algebra.quant).
     """
     kinds = classes_for(shape.max_query_len)
-    tail = max(kind.rows for kind in kinds)
     num_tokens, num_heads, _ = q.shape
-    queries = jnp.pad(loop_bits(q, bits), ((0, tail), (0, 0), (0, 0)))
+    queries = _at_least(loop_bits(q, bits), max(kind.rows for kind in kinds))
     stored = quant.storage_dtype(shape.dtype, bits)
-    out = jnp.zeros((num_tokens + tail, num_heads, shape.value_dim), stored)
-    lse = jnp.full((num_tokens + tail, num_heads), -jnp.inf, jnp.float32)
+    out = jnp.zeros((queries.shape[0], num_heads, shape.value_dim), stored)
+    lse = jnp.full((queries.shape[0], num_heads), -jnp.inf, jnp.float32)
     for kind in kinds:
         index = index_tiles(batch, kind)
+        ladder = list({part.chunk_tokens: part for part in map(keys.in_chunks, kind.chunks)}.values())
 
-        def visit(t, state, kind=kind, index=index):
+        def visit(t, state, kind=kind, index=index, ladder=ladder):
             out, lse = state
             row, tile = _tile(queries, q.dtype.name, batch, kind, *index.locate(t))
-            new_out, new_lse = attend_tile(tile, keys, rules, numbers)
+            new_out, new_lse = attend_tile(tile, ladder, rules, numbers)
             new_out = quant.encode(new_out, shape.dtype, stored, numbers.output_scale)
             return _keep(out, new_out, row, tile.live), _keep(lse, new_lse, row, tile.live)
 
@@ -78,14 +78,14 @@ def all_at_once(
         if capacity == 0:
             continue
         index = index_tiles(batch, kind)
-        queries = jnp.pad(q, ((0, kind.rows), (0, 0), (0, 0)))
+        queries = _at_least(q, kind.rows)
 
         def visit(t, kind=kind, index=index, queries=queries):
             row, tile = _tile(queries, q.dtype.name, batch, kind, *index.locate(t))
             live = tile.live & (t < index.total)
             tile = dataclasses.replace(tile, live=live)
             return jnp.where(live, row + jnp.arange(kind.rows), num_tokens), *attend_tile(
-                tile, keys, rules, numbers, static_trips
+                tile, (keys,), rules, numbers, static_trips
             )
 
         tiles = jnp.arange(capacity, dtype=jnp.int32)
@@ -101,19 +101,21 @@ def all_at_once(
 def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number):
     """(first packed row, Tile) of tile `number` of request `req`.
 
-    Rows of other requests, and padding, become zeros: in a gradient, 0 * NaN of a dead row would reach live keys.
+    A tile that would stick out of the batch begins earlier: padding all queries instead would copy them, and large
+    fresh memory costs more than the attention of short prompts. Rows of other tiles, and padding, become zeros: in a
+    gradient, 0 * NaN of a dead row would reach live keys.
     """
     of = lambda x: jax.lax.dynamic_index_in_dim(x, req, keepdims=False)  # noqa: E731  x may still be numpy
-    done = number * kind.rows
-    row = of(batch.start) + done
-    live = done + jnp.arange(kind.rows) < of(batch.query_len)
+    first = of(batch.start) + number * kind.rows
+    row = jnp.minimum(first, queries.shape[0] - kind.rows)
+    token = row + jnp.arange(kind.rows)
+    live = (token >= first) & (token < jnp.minimum(first + kind.rows, of(batch.start) + of(batch.query_len)))
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, kind.rows)  # noqa: E731
-    padded = lambda x: jnp.pad(x, ((0, kind.rows), *[(0, 0)] * (x.ndim - 1)))  # noqa: E731
-    rows = lambda x: None if x is None else cut(padded(x))  # noqa: E731
+    rows = lambda x: None if x is None else cut(_at_least(x, queries.shape[0]))  # noqa: E731
     return row, Tile(
         q=jnp.where(live[:, None, None], quant.decode(cut(queries), dtype), 0.0),
         live=live,
-        position=cut(padded(batch.position)),
+        position=rows(batch.position),
         causal=rows(batch.causal),
         prefix=rows(batch.prefix),
         span=rows(batch.span),
@@ -123,6 +125,12 @@ def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number)
         kv_offset=of(batch.kv_offset),
         shard=batch.shard,
     )
+
+
+def _at_least(x, rows: int):
+    """x with at least this many rows: only a batch smaller than a tile is padded."""
+    short = max(rows - x.shape[0], 0)
+    return jnp.pad(x, ((0, short), *[(0, 0)] * (x.ndim - 1))) if short else x
 
 
 def _keep(buffer, rows, at, live):

@@ -16,8 +16,9 @@ from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import cdiv, gather_pages
 
 CHUNK_TOKENS = 256
-"""Keys read at once; measured on CPU, 8 heads x 128: with tiles of 128 queries, 256 keys keep a prefill's logits in a
-core's cache (1.3-1.7x faster than 64 and 512 for four prompts of 512); decode does not care from 128 to 512."""
+"""Keys read at once, where nobody asks for another number."""
+LONGEST_CHUNK = 512
+"""The most that anybody asks for."""
 
 
 @pytree
@@ -49,6 +50,10 @@ class Keys(Protocol):
         """Chunks that the longest request could have."""
         ...
 
+    def in_chunks(self, tokens: int) -> "Keys":
+        """The same keys, about this many at once; larger chunks are multiples of smaller ones."""
+        ...
+
     def beside(self, q_dtype: str) -> "Keys":
         """The same keys, read in the form that suits queries of this dtype in a CPU loop."""
         ...
@@ -69,11 +74,14 @@ class PagedKeys:
 
     @classmethod
     def of(cls, cache: PagedKV, block_table: jax.Array) -> "PagedKeys":
-        """Round the table's width up to whole chunks."""
-        pages = max(1, CHUNK_TOKENS // cache.spec.block_size)
+        """Round the table's width up to whole chunks of any size."""
         table = jnp.asarray(block_table)
-        short = -table.shape[1] % pages
-        return cls(cache=cache, table=jnp.pad(table, ((0, 0), (0, short))), pages_per_chunk=pages)
+        short = -table.shape[1] % _pages(LONGEST_CHUNK, cache.spec.block_size)
+        table = jnp.pad(table, ((0, 0), (0, short)))
+        return cls(cache=cache, table=table, pages_per_chunk=_pages(CHUNK_TOKENS, cache.spec.block_size))
+
+    def in_chunks(self, tokens: int) -> "PagedKeys":
+        return dataclasses.replace(self, pages_per_chunk=_pages(tokens, self.cache.spec.block_size))
 
     @property
     def num_kv_heads(self) -> int:
@@ -121,12 +129,17 @@ class PagedKeys:
         )
 
 
+def _pages(tokens: int, block_size: int) -> int:
+    """Pages of a chunk of at most `tokens` keys, at least one: a power of two, so that chunks of all sizes fit."""
+    return 1 << max(0, (tokens // block_size).bit_length() - 1)
+
+
 @pytree
 class PackedKeys:
     """Keys packed by request: request r owns rows start[r] .. start[r] + kv_len[r] - 1."""
 
-    k: jax.Array  # [Tk + chunk K D] padded so that a chunk that begins inside never clamps
-    v: jax.Array  # [Tk + chunk K V]
+    k: jax.Array  # [Tk + LONGEST_CHUNK K D] padded so that a chunk that begins inside never clamps
+    v: jax.Array  # [Tk + LONGEST_CHUNK K V]
     start: jax.Array  # i32[R]
     dtype: str = static()
     chunk_tokens: int = static()
@@ -135,7 +148,7 @@ class PackedKeys:
     def of(cls, k: jax.Array, v: jax.Array, kv_lens: jax.Array, bits: bool) -> "PackedKeys":
         """Pad the tail; `bits` keeps bf16 as bit patterns on its way into a CPU loop (see algebra.quant)."""
         ends = jnp.cumsum(kv_lens)
-        pad = lambda x: jnp.pad(loop_bits(x, bits), ((0, CHUNK_TOKENS), (0, 0), (0, 0)))  # noqa: E731
+        pad = lambda x: jnp.pad(loop_bits(x, bits), ((0, LONGEST_CHUNK), (0, 0), (0, 0)))  # noqa: E731
         start = (ends - kv_lens).astype(jnp.int32)
         return cls(k=pad(k), v=pad(v), start=start, dtype=k.dtype.name, chunk_tokens=CHUNK_TOKENS)
 
@@ -149,7 +162,10 @@ class PackedKeys:
 
     @property
     def max_chunks(self) -> int:
-        return cdiv(max(self.k.shape[0] - self.chunk_tokens, 1), self.chunk_tokens)
+        return cdiv(max(self.k.shape[0] - LONGEST_CHUNK, 1), self.chunk_tokens)
+
+    def in_chunks(self, tokens: int) -> "PackedKeys":
+        return dataclasses.replace(self, chunk_tokens=tokens)
 
     def beside(self, q_dtype: str) -> "PackedKeys":
         return self

@@ -1,5 +1,7 @@
 """Cached rows of MLA as a source of keys: the key is the whole row, the value its latent part."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -49,6 +51,9 @@ class LatentKeys:
 
     def beside(self, q_dtype: str) -> "LatentKeys":
         return self  # both parts are read real, with scales of their own
+
+    def in_chunks(self, tokens: int) -> "LatentKeys":
+        return dataclasses.replace(self, pages=self.pages.in_chunks(tokens))
 
     def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
         """Chunk number `chunk` of request `req`."""

