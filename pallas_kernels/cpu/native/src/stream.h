@@ -7,11 +7,11 @@
 
 namespace JATTN_ISA {
 
-constexpr int kStreams = 4;  // one stream is 10 to 25 % slower where pages are small, 8 fall over each other where large
+constexpr int kStreams = 4;  // 1 or 2 are slower where pages are small, 8 get in each other's way where they are large
 constexpr int64_t kAheadBytes = 6144;  // 4 KiB are too short, 64 lose a third of the bandwidth
 
-// Of a block of n keys, in order: where key `run * s + k` stands, for runs s of equal length. The last n % kStreams keys
-// stand at the end.
+// Of a block of n keys, kStreams runs of this length are read side by side, a key of each in turn; the n % kStreams keys
+// that are left come last.
 INL int run_of(int n) { return n / kStreams; }
 
 // Keys [t0, t0 + n) of a piece, as they are read.
