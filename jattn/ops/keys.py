@@ -18,7 +18,7 @@ from pallas_kernels.algebra.paging import cdiv, gather_pages
 CHUNK_TOKENS = 256
 """Keys read at once, where nobody asks for another number."""
 LONGEST_CHUNK = 512
-"""The most that anybody asks for."""
+"""The most that anybody asks for: packed keys are padded by so many."""
 
 
 @pytree
@@ -74,14 +74,14 @@ class PagedKeys:
 
     @classmethod
     def of(cls, cache: PagedKV, block_table: jax.Array) -> "PagedKeys":
-        """Round the table's width up to whole chunks of any size."""
-        table = jnp.asarray(block_table)
-        short = -table.shape[1] % _pages(LONGEST_CHUNK, cache.spec.block_size)
-        table = jnp.pad(table, ((0, 0), (0, short)))
-        return cls(cache=cache, table=table, pages_per_chunk=_pages(CHUNK_TOKENS, cache.spec.block_size))
+        """In chunks of CHUNK_TOKENS."""
+        return cls(cache=cache, table=jnp.asarray(block_table), pages_per_chunk=1).in_chunks(CHUNK_TOKENS)
 
     def in_chunks(self, tokens: int) -> "PagedKeys":
-        return dataclasses.replace(self, pages_per_chunk=_pages(tokens, self.cache.spec.block_size))
+        """Round the table's width up to whole chunks."""
+        pages = _pages(tokens, self.cache.spec.block_size)
+        table = jnp.pad(self.table, ((0, 0), (0, -self.table.shape[1] % pages)))
+        return dataclasses.replace(self, table=table, pages_per_chunk=pages)
 
     @property
     def num_kv_heads(self) -> int:
