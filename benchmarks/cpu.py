@@ -4,7 +4,8 @@
     PYTHONPATH=. python -m benchmarks.cpu --bars --peers --slow --write    # everything, by wall clock: an idle machine
 
 A ratio is the other's time over cpu_native's, round by round: its median, and that of the best runs. The bandwidth
-floor is the time in which this machine, in this run, only reads the keys and values.
+floor is the time in which this machine, in this run, only reads the keys and values. Freed memory is kept, as `jattn
+serve` keeps it: vLLM's kernels write to one array again and again, and a fresh one would cost JAX up to a third more.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import jattn
 from benchmarks import bars, inputs, naive, run, timing, write
 from benchmarks import cases as named
 from benchmarks.peers import vllm_cpu
+from jattn.engine import keep_freed_memory
 
 FEATURES = {
     "off": {},
@@ -45,15 +47,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--per-core", action="store_true", help="processor time, vLLM on one thread: for busy machines")
     parser.add_argument("--features", action="store_true", help="what each feature costs, instead of the cases")
+    parser.add_argument("--fresh-memory", action="store_true", help="leave malloc alone: large results on fresh pages")
     parser.add_argument("--bars", action="store_true", help="cases, features and KV writes, then every bar judged")
     parser.add_argument("--write", action="store_true", help="append to benchmarks/results/cpu/native.jsonl")
     args = parser.parse_args(argv)
     if args.peers and (why := vllm_cpu.available()):
         parser.error(f"--peers: {why}")
+    kept = not args.fresh_memory and keep_freed_memory()
     bandwidth = run.read_bandwidth()
-    print(f"{run.chip_name()}, JAX {jax.__version__}; read bandwidth here, now: {bandwidth / 1e9:.1f} GB/s")
+    print(
+        f"{run.chip_name()}, JAX {jax.__version__}; read bandwidth here, now: {bandwidth / 1e9:.1f} GB/s;"
+        f" freed memory is {'kept' if kept else 'given back'}"
+    )
     rows = []
     for some in produce(args, bandwidth):
+        some = [row | {"memory_kept": kept} for row in some]
         rows += some
         if args.write:  # at once: a run of an hour may end early
             run.append(some, "native")

@@ -4,7 +4,7 @@ import argparse
 
 from jattn import embedded
 from jattn.cli import screen
-from jattn.engine import Engine, SamplingParams
+from jattn.engine import Engine, SamplingParams, keep_freed_memory
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def make_engine(args: argparse.Namespace, seed: int = 0) -> Engine:
-    """The engine that the options describe."""
+    """The engine that the options describe, in a process that keeps the memory it frees."""
+    keep_freed_memory()
     options = dict(
         num_blocks=args.num_blocks,
         block_size=args.block_size,

@@ -3,6 +3,7 @@
 from jattn.engine.blocks import BlockPool
 from jattn.engine.chat import ChatTemplate
 from jattn.engine.engine import Engine
+from jattn.engine.memory import keep_freed_memory
 from jattn.engine.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
 from jattn.engine.params import SamplingParams
 from jattn.engine.scheduler import Limits, Scheduler, StepPlan
@@ -28,5 +29,6 @@ __all__ = [
     "StepPlan",
     "TokenLogprob",
     "Tokenizer",
+    "keep_freed_memory",
     "load_tokenizer",
 ]

@@ -72,12 +72,15 @@ class Tile:
         return jnp.maximum(relative, 0) if self.shard is None else self.shard.count_below(relative)
 
 
-def attend_tile(tile: Tile, ladder: Sequence[Keys], rules: Rules, numbers: Numbers, static_trips: bool = False):
+def attend_tile(
+    tile: Tile, ladder: Sequence[Keys], rules: Rules, numbers: Numbers, static_trips: bool = False, sides: int = 1
+):
     """(out f32[rows H V], lse f32[rows H]) of a tile.
 
     `ladder` holds the same keys in chunks of falling size: the largest are visited while they fill, the rest in smaller
     ones. static_trips visits every chunk that the keys could have, which reverse-mode differentiation needs; otherwise
-    only those in the tile's range are visited.
+    only those in the tile's range are visited. `sides`: kv heads in so many groups that wait for each other only where
+    keys are read (see `sides_of`).
     """
     rows, num_heads, _ = tile.q.shape
     num_kv, value_dim = ladder[0].num_kv_heads, ladder[0].v_head_dim
@@ -88,43 +91,59 @@ def attend_tile(tile: Tile, ladder: Sequence[Keys], rules: Rules, numbers: Numbe
     position, causal, prefix = of_rows(tile.position), of_rows(tile.causal), of_rows(tile.prefix)
     span = None if tile.span is None else (of_rows(tile.span[:, 0]), of_rows(tile.span[:, 1]))
     head = jnp.arange(num_heads).reshape(num_kv, 1, group, 1)
+    shares = [slice(i * num_kv // sides, (i + 1) * num_kv // sides) for i in range(sides)]
 
-    def step(keys, c, state, inside):
+    def fold(state, share, chunk, index, inside):
         m, l, acc = state  # noqa: E741
-        index = c * keys.chunk_tokens + jnp.arange(keys.chunk_tokens)
-        inside = inside(index)
-        chunk = _without_strangers(keys.read(tile.req, c), inside)
+        of_share = lambda x: None if x is None else x[share]  # noqa: E731
+        chunk = _without_strangers(jax.tree.map(lambda x: x[:, share], chunk), inside)
         kv_pos = tile.position_of(index)[None, None, None]
-        dots = _dots(q, chunk)
+        dots = _dots(q[share], chunk)
         if numbers.k_scale is not None:
-            dots = dots * numbers.k_scale
-        logits = shape_logits(rules.logits, dots, head, position, kv_pos, numbers.slope, _bias(tile, numbers, kv_pos))
-        seen = mask.visible(rules.mask, head, position, kv_pos, causal, prefix, span) & inside[None, None, None]
+            dots = dots * numbers.k_scale[share]
+        bias = _bias(tile, numbers, kv_pos)
+        logits = shape_logits(rules.logits, dots, head[share], position, kv_pos, of_share(numbers.slope), bias)
+        seen = mask.visible(rules.mask, head[share], position, kv_pos, causal, prefix, span) & inside[None, None, None]
         m, alpha, p = softmax.weights(m, jnp.where(seen, logits, softmax.NEG_INF))
         return m, l * alpha + jnp.sum(p, -1, keepdims=True), acc * alpha + _weighted(p, chunk)
 
-    def sweep(state, first, last):
+    def step(keys, c, states, inside):
+        index = c * keys.chunk_tokens + jnp.arange(keys.chunk_tokens)
+        chunk = keys.read(tile.req, c)
+        return tuple(fold(*s, chunk, index, inside(index)) for s in zip(states, shares, strict=True))
+
+    def sweep(states, first, last):
         for keys, finer in zip(ladder, (*ladder[1:], ladder[-1]), strict=True):
             size, begin = keys.chunk_tokens, first
             stop = (last + finer.chunk_tokens - 1) // size  # a chunk that finer ones would fill too is one of these
             visit = functools.partial(step, keys, inside=lambda i, begin=begin: (i >= begin) & (i < last))
-            state = jax.lax.fori_loop(begin // size, stop, visit, state)
+            states = jax.lax.fori_loop(begin // size, stop, visit, states)
             first = jnp.maximum(first, stop * size)
-        return state
+        return states
 
-    state = softmax.start((num_kv, rows, group), value_dim)
+    states = tuple(softmax.start((share.stop - share.start, rows, group), value_dim) for share in shares)
     if static_trips:
         inside = lambda i: ((i >= first) & (i < last)) | (i < head_stop)  # noqa: E731
         body = jax.checkpoint(lambda carry, c: (step(ladder[0], c, carry, inside), None))
-        state, _ = jax.lax.scan(body, state, jnp.arange(ladder[0].max_chunks))
+        states, _ = jax.lax.scan(body, states, jnp.arange(ladder[0].max_chunks))
     else:
         if rules.mask.prefix:  # its keys first, none of them twice
-            state = sweep(state, 0, head_stop)
-        state = sweep(state, jnp.maximum(first, head_stop), last)
-    out, lse = softmax.finish(*state, sink=numbers.sink)
+            states = sweep(states, 0, head_stop)
+        states = sweep(states, jnp.maximum(first, head_stop), last)
+    out, lse = softmax.finish(*map(jnp.concatenate, zip(*states, strict=True)), sink=numbers.sink)
     if numbers.v_scale is not None:
         out = out * numbers.v_scale
     return out.transpose(1, 0, 2, 3).reshape(rows, num_heads, value_dim), lse.transpose(1, 0, 2).reshape(rows, -1)
+
+
+def sides_of(rows: int, num_kv: int) -> int:
+    """For a CPU's loop: two groups of kv heads where a step has many query rows, and heads enough.
+
+    XLA gives a product of less than 2**23 multiplications a head to one thread; of two independent ones each thread
+    takes its own, and one's softmax hides beside the other's products. 5 to 20 % of a prompt on two cores; more than
+    two, or few rows, gain nothing.
+    """
+    return 2 if rows > FEW_ROWS and num_kv % 2 == 0 else 1
 
 
 def _ranges(tile: Tile, rule: MaskRule):
