@@ -84,7 +84,8 @@ def all_at_once(
         def visit(t, kind=kind, index=index, queries=queries):
             row, tile = _tile(queries, q.dtype.name, batch, kind, *index.locate(t))
             live = tile.live & (t < index.total)
-            tile = dataclasses.replace(tile, live=live)
+            clear = jnp.where(live[:, None, None], tile.q, 0.0)  # in a gradient 0 * NaN of a dead row would reach keys
+            tile = dataclasses.replace(tile, live=live, q=clear)
             return jnp.where(live, row + jnp.arange(kind.rows), num_tokens), *attend_tile(
                 tile, (keys,), rules, numbers, static_trips
             )
@@ -103,8 +104,7 @@ def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number)
     """(first packed row, Tile) of tile `number` of request `req`.
 
     A tile that would stick out of the batch begins earlier: padding all queries instead would copy them, and large
-    fresh memory costs more than the attention of short prompts. Rows of other tiles, and padding, become zeros: in a
-    gradient, 0 * NaN of a dead row would reach live keys.
+    fresh memory costs more than the attention of short prompts.
     """
     of = lambda x: jax.lax.dynamic_index_in_dim(x, req, keepdims=False)  # noqa: E731  x may still be numpy
     first = of(batch.start) + number * kind.rows
@@ -114,7 +114,7 @@ def _tile(queries, dtype: str, batch: RaggedBatch, kind: TileClass, req, number)
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, kind.rows)  # noqa: E731
     rows = lambda x: None if x is None else cut(_at_least(x, queries.shape[0]))  # noqa: E731
     return row, Tile(
-        q=jnp.where(live[:, None, None], quant.decode(cut(queries), dtype), 0.0),
+        q=quant.decode(cut(queries), dtype),
         live=live,
         position=rows(batch.position),
         causal=rows(batch.causal),

@@ -92,13 +92,14 @@ def attend_tile(
     span = None if tile.span is None else (of_rows(tile.span[:, 0]), of_rows(tile.span[:, 1]))
     head = jnp.arange(num_heads).reshape(num_kv, 1, group, 1)
     shares = [slice(i * num_kv // sides, (i + 1) * num_kv // sides) for i in range(sides)]
+    queries = [q[share] for share in shares]  # cut outside the loop
 
-    def fold(state, share, chunk, index, inside):
+    def fold(state, share, q, chunk, index, inside):
         m, l, acc = state  # noqa: E741
         of_share = lambda x: None if x is None else x[share]  # noqa: E731
         chunk = _without_strangers(jax.tree.map(lambda x: x[:, share], chunk), inside)
         kv_pos = tile.position_of(index)[None, None, None]
-        dots = _dots(q[share], chunk)
+        dots = _dots(q, chunk)
         if numbers.k_scale is not None:
             dots = dots * numbers.k_scale[share]
         bias = _bias(tile, numbers, kv_pos)
@@ -110,7 +111,7 @@ def attend_tile(
     def step(keys, c, states, inside):
         index = c * keys.chunk_tokens + jnp.arange(keys.chunk_tokens)
         chunk = keys.read(tile.req, c)
-        return tuple(fold(*s, chunk, index, inside(index)) for s in zip(states, shares, strict=True))
+        return tuple(fold(*s, chunk, index, inside(index)) for s in zip(states, shares, queries, strict=True))
 
     def sweep(states, first, last):
         for keys, finer in zip(ladder, (*ladder[1:], ladder[-1]), strict=True):

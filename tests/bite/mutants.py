@@ -81,11 +81,11 @@ def swapped(original):
 def transposed_heads(original):
     """Query head h reads kv head h % K instead of h // G."""
 
-    def mutant(tile, ladder, rules, numbers, static_trips=False):
+    def mutant(tile, ladder, *args, **options):
         rows, heads, dim = tile.q.shape
         kv = ladder[0].num_kv_heads
         q = tile.q.reshape(rows, heads // kv, kv, dim).swapaxes(1, 2).reshape(rows, heads, dim)
-        out, lse = original(dataclasses.replace(tile, q=q), ladder, rules, numbers, static_trips)
+        out, lse = original(dataclasses.replace(tile, q=q), ladder, *args, **options)
         back = lambda x: x.reshape(rows, kv, heads // kv, -1).swapaxes(1, 2).reshape(rows, heads, -1)
         return back(out), back(lse)[..., 0]
 
