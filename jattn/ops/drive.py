@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jattn.ops.keys import Keys, loop_bits
 from jattn.ops.ragged import RaggedBatch, TileClass, classes_for, index_tiles
 from jattn.ops.state import AttentionState
-from jattn.ops.tile import Numbers, Rules, Tile, attend_tile, sides_of
+from jattn.ops.tile import Numbers, Rules, Tile, attend_tile, shares_of
 from pallas_kernels.algebra import quant
 
 ROWS_AT_ONCE = 4096
@@ -45,12 +45,12 @@ def one_by_one(
     for kind in kinds:
         index = index_tiles(batch, kind)
         ladder = list({part.chunk_tokens: part for part in map(keys.in_chunks, kind.chunks)}.values())
-        sides = sides_of(kind.rows * num_heads // keys.num_kv_heads, keys.num_kv_heads)
+        shares = shares_of(kind.rows * num_heads // keys.num_kv_heads, keys.num_kv_heads)
 
-        def visit(t, state, kind=kind, index=index, ladder=ladder, sides=sides):
+        def visit(t, state, kind=kind, index=index, ladder=ladder, shares=shares):
             out, lse = state
             row, tile = _tile(queries, q.dtype.name, batch, kind, *index.locate(t))
-            new_out, new_lse = attend_tile(tile, ladder, rules, numbers, sides=sides)
+            new_out, new_lse = attend_tile(tile, ladder, rules, numbers, shares=shares)
             new_out = quant.encode(new_out, shape.dtype, stored, numbers.output_scale)
             return _keep(out, new_out, row, tile.live), _keep(lse, new_lse, row, tile.live)
 

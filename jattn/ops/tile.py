@@ -73,14 +73,14 @@ class Tile:
 
 
 def attend_tile(
-    tile: Tile, ladder: Sequence[Keys], rules: Rules, numbers: Numbers, static_trips: bool = False, sides: int = 1
+    tile: Tile, ladder: Sequence[Keys], rules: Rules, numbers: Numbers, static_trips: bool = False, shares: int = 1
 ):
     """(out f32[rows H V], lse f32[rows H]) of a tile.
 
     `ladder` holds the same keys in chunks of falling size: the largest are visited while they fill, the rest in smaller
     ones. static_trips visits every chunk that the keys could have, which reverse-mode differentiation needs; otherwise
-    only those in the tile's range are visited. `sides`: kv heads in so many groups that wait for each other only where
-    keys are read (see `sides_of`).
+    only those in the tile's range are visited. `shares`: the kv heads in so many parts that wait for each other only
+    where keys are read (see `shares_of`).
     """
     rows, num_heads, _ = tile.q.shape
     num_kv, value_dim = ladder[0].num_kv_heads, ladder[0].v_head_dim
@@ -91,27 +91,27 @@ def attend_tile(
     position, causal, prefix = of_rows(tile.position), of_rows(tile.causal), of_rows(tile.prefix)
     span = None if tile.span is None else (of_rows(tile.span[:, 0]), of_rows(tile.span[:, 1]))
     head = jnp.arange(num_heads).reshape(num_kv, 1, group, 1)
-    shares = [slice(i * num_kv // sides, (i + 1) * num_kv // sides) for i in range(sides)]
-    queries = [q[share] for share in shares]  # cut outside the loop
+    parts = [slice(i * num_kv // shares, (i + 1) * num_kv // shares) for i in range(shares)]
+    queries = [q[part] for part in parts]  # cut outside the loop
 
-    def fold(state, share, q, chunk, index, inside):
+    def fold(state, part, q, chunk, index, inside):
         m, l, acc = state  # noqa: E741
-        of_share = lambda x: None if x is None else x[share]  # noqa: E731
-        chunk = _without_strangers(jax.tree.map(lambda x: x[:, share], chunk), inside)
+        of_part = lambda x: None if x is None else x[part]  # noqa: E731
+        chunk = _without_strangers(jax.tree.map(lambda x: x[:, part], chunk), inside)
         kv_pos = tile.position_of(index)[None, None, None]
         dots = _dots(q, chunk)
         if numbers.k_scale is not None:
-            dots = dots * numbers.k_scale[share]
+            dots = dots * numbers.k_scale[part]
         bias = _bias(tile, numbers, kv_pos)
-        logits = shape_logits(rules.logits, dots, head[share], position, kv_pos, of_share(numbers.slope), bias)
-        seen = mask.visible(rules.mask, head[share], position, kv_pos, causal, prefix, span) & inside[None, None, None]
+        logits = shape_logits(rules.logits, dots, head[part], position, kv_pos, of_part(numbers.slope), bias)
+        seen = mask.visible(rules.mask, head[part], position, kv_pos, causal, prefix, span) & inside[None, None, None]
         m, alpha, p = softmax.weights(m, jnp.where(seen, logits, softmax.NEG_INF))
         return m, l * alpha + jnp.sum(p, -1, keepdims=True), acc * alpha + _weighted(p, chunk)
 
     def step(keys, c, states, inside):
         index = c * keys.chunk_tokens + jnp.arange(keys.chunk_tokens)
         chunk = keys.read(tile.req, c)
-        return tuple(fold(*s, chunk, index, inside(index)) for s in zip(states, shares, queries, strict=True))
+        return tuple(fold(*s, chunk, index, inside(index)) for s in zip(states, parts, queries, strict=True))
 
     def sweep(states, first, last):
         for keys, finer in zip(ladder, (*ladder[1:], ladder[-1]), strict=True):
@@ -122,7 +122,7 @@ def attend_tile(
             first = jnp.maximum(first, stop * size)
         return states
 
-    states = tuple(softmax.start((share.stop - share.start, rows, group), value_dim) for share in shares)
+    states = tuple(softmax.start((part.stop - part.start, rows, group), value_dim) for part in parts)
     if static_trips:
         inside = lambda i: ((i >= first) & (i < last)) | (i < head_stop)  # noqa: E731
         body = jax.checkpoint(lambda carry, c: (step(ladder[0], c, carry, inside), None))
@@ -137,12 +137,12 @@ def attend_tile(
     return out.transpose(1, 0, 2, 3).reshape(rows, num_heads, value_dim), lse.transpose(1, 0, 2).reshape(rows, -1)
 
 
-def sides_of(rows: int, num_kv: int) -> int:
-    """For a CPU's loop: two groups of kv heads where a step has many query rows, and heads enough.
+def shares_of(rows: int, num_kv: int) -> int:
+    """For a CPU's loop: two where a step has many query rows, and the kv heads can be halved.
 
-    XLA gives a product of less than 2**23 multiplications a head to one thread; of two independent ones each thread
-    takes its own, and one's softmax hides beside the other's products. 5 to 20 % of a prompt on two cores; more than
-    two, or few rows, gain nothing.
+    XLA gives a product to one thread while its result has at most 512 rows by 128 columns a head, whatever the number
+    of heads. Of two products each thread takes one, and one's softmax hides beside the other's: 5 to 15 % of a prompt
+    on two cores. More than two, or few rows, gain nothing.
     """
     return 2 if rows > FEW_ROWS and num_kv % 2 == 0 else 1
 

@@ -59,9 +59,9 @@ def test_every_key_is_read_once_whatever_the_sizes_of_chunks(how, block_size, fe
     problem.answer(cache).check(state)
 
 
-@pytest.mark.parametrize("sides", [1, 2, 3])  # 3: groups of 1, 1 and 2 heads
-def test_groups_of_heads_give_what_all_heads_give_together(sides, monkeypatch):
-    monkeypatch.setattr("jattn.ops.drive.sides_of", lambda rows, num_kv: sides)
+@pytest.mark.parametrize("shares", [1, 2, 3])  # 3: of 1, 1 and 2 heads
+def test_shares_of_the_heads_give_what_all_give_together(shares, monkeypatch):
+    monkeypatch.setattr("jattn.ops.drive.shares_of", lambda rows, num_kv: shares)
     of_four = dict(heads=8, kv_heads=4, cache_dtype="int8", quant="per_token_head")
     problem = Problem(case=LADDERS, feature=FEATURES["chunk_alibi_sinks"], **of_four)
     state, cache = drive(problem, "one by one")
