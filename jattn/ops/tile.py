@@ -138,13 +138,13 @@ def attend_tile(
 
 
 def shares_of(rows: int, num_kv: int) -> int:
-    """For a CPU's loop: two where a step has many query rows, and the kv heads can be halved.
+    """For a CPU's loop: two where a step has many query rows, and the kv heads can be halved; JAX 0.10 alone.
 
-    XLA gives a product to one thread while its result has at most 512 rows by 128 columns a head, whatever the number
-    of heads. Of two products each thread takes one, and one's softmax hides beside the other's: 5 to 15 % of a prompt
-    on two cores. More than two, or few rows, gain nothing.
+    Its XLA gives a product to one thread while the result has at most 512 rows by 128 columns a head, whatever the
+    number of heads. Of two products each thread takes one, and one's softmax hides beside the other's: 4 to 13 % of a
+    prompt. More than two, or few rows, gain nothing, and newer XLA is 2 to 5 % faster undivided.
     """
-    return 2 if rows > FEW_ROWS and num_kv % 2 == 0 else 1
+    return 2 if rows > FEW_ROWS and num_kv % 2 == 0 and jax.__version_info__ < (0, 11) else 1
 
 
 def _ranges(tile: Tile, rule: MaskRule):
