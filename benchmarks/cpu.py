@@ -1,11 +1,13 @@
 """The bars of the CPU: cpu_native, sdpa, the naive gather and vLLM's own kernels, taking turns in one process.
 
     PYTHONPATH=. python -m benchmarks.cpu --case dec_16x4k,pre --rounds 9 --peers --write
-    PYTHONPATH=. python -m benchmarks.cpu --bars --peers --slow --write    # everything, by wall clock: an idle machine
+    PYTHONPATH=. python -m benchmarks.cpu --bars --peers --slow --sweeps 3 --write    # everything, by wall clock
 
-A ratio is the other's time over cpu_native's, round by round: its median, and that of the best runs. The bandwidth
-floor is the time in which this machine, in this run, only reads the keys and values. Freed memory is kept, as `jattn
-serve` keeps it: vLLM's kernels write to one array again and again, and a fresh one would cost JAX up to a third more.
+A ratio is the other's time over cpu_native's, round by round: its median, and that of the best runs. Of several sweeps
+over everything, each figure is that of all their rounds: a neighbour's busy minute touches a third of every case's
+rounds then, not all rounds of some. The bandwidth floor is the time in which this machine, in this run, only reads the
+keys and values. Freed memory is kept, as `jattn serve` keeps it: vLLM's kernels write to one array again and again,
+and a fresh one would cost JAX up to a third more.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from jattn.engine import keep_freed_memory
 RECYCLED_BYTES = 60 << 20
 """Results are smaller and come on kept memory; the cases' pools are larger and come on fresh large pages, as a server's
 one pool does."""
+
 FEATURES = {
     "off": {},
     "window": {"sliding_window": 4096},
@@ -44,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run, print a table; --write keeps the rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__.splitlines()[0])
     parser.add_argument("--case", default="", help="parts of case names, separated by commas")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="of every sweep")
+    parser.add_argument("--sweeps", type=int, default=1, help="over everything; the last writes rows")
     parser.add_argument("--peers", action="store_true", help="vLLM's kernels take turns too")
     parser.add_argument("--slow", action="store_true", help="sdpa and the naive gather take turns too")
     parser.add_argument("--isa", default="auto")
@@ -57,34 +61,43 @@ def main(argv: list[str] | None = None) -> int:
     if args.peers and (why := vllm_cpu.available()):
         parser.error(f"--peers: {why}")
     kept = not args.fresh_memory and keep_freed_memory(RECYCLED_BYTES)
-    bandwidth = run.read_bandwidth()
-    print(
-        f"{run.chip_name()}, JAX {jax.__version__}; read bandwidth here, now: {bandwidth / 1e9:.1f} GB/s;"
-        f" freed memory is {'kept' if kept else 'given back'}"
-    )
+    rounds, bandwidth, wrong = timing.Rounds(), 0.0, False
+    for number in range(1, args.sweeps + 1):
+        bandwidth = max(bandwidth, run.read_bandwidth())
+        print(
+            f"{run.chip_name()}, JAX {jax.__version__}; read bandwidth here, so far: {bandwidth / 1e9:.1f} GB/s;"
+            f" freed memory is {'kept' if kept else 'given back'}; sweep {number} of {args.sweeps}"
+        )
+        rows = sweep(args, bandwidth, rounds, {"memory_kept": kept, "sweeps": number})
+        wrong |= any(row.get("wrong") for row in rows)
+    return int(wrong)
+
+
+def sweep(args, bandwidth: float, rounds: timing.Rounds, columns: dict) -> list[dict]:
+    """Everything once, and the rows of all rounds so far; bars are judged from them."""
     rows = []
-    for some in produce(args, bandwidth):
-        some = [row | {"memory_kept": kept} for row in some]
+    for some in produce(args, bandwidth, rounds):
+        some = [row | columns for row in some]
         rows += some
-        if args.write:  # at once: a run of an hour may end early
+        if args.write and columns["sweeps"] == args.sweeps:  # at once: a run of an hour may end early
             run.append(some, "native")
     if args.bars:
-        print("\n".join(map(str, bars.judge(rows))))
-    return int(any(row.get("wrong") for row in rows))
+        print("\n".join(map(str, bars.judge(rows))), flush=True)
+    return rows
 
 
-def produce(args, bandwidth: float) -> Iterator[list[dict]]:
+def produce(args, bandwidth: float, rounds: timing.Rounds) -> Iterator[list[dict]]:
     """The rows of one measurement after the other."""
     if not args.features or args.bars:
         for case in dict.fromkeys(case for part in args.case.split(",") for case in named.find(part)):
-            yield measure(case, args, bandwidth)
+            yield measure(case, args, bandwidth, rounds)
     if args.features or args.bars:
-        yield features(args, bandwidth)
+        yield features(args, bandwidth, rounds)
     if args.bars:
         yield write.table("cpu_native", 1024, 30)
 
 
-def measure(case: named.Case, args, bandwidth: float) -> list[dict]:
+def measure(case: named.Case, args, bandwidth: float, rounds: timing.Rounds) -> list[dict]:
     """One row a contender; ratios are against cpu_native."""
     given = inputs.make(case)
     contenders = {"cpu_native": caller(given, "cpu_native", args.isa)}
@@ -98,7 +111,7 @@ def measure(case: named.Case, args, bandwidth: float) -> list[dict]:
             contenders["naive"] = lambda: yardstick(given.q, given.cache, given.meta, given.spec.scale)
     if args.per_core and args.peers:
         peer.use_threads(1)
-    times = (processor_time if args.per_core else timing.in_turn)(contenders, args.rounds)
+    times = rounds.add(case.name, (processor_time if args.per_core else timing.in_turn)(contenders, args.rounds))
     error = run.check(case, given, contenders["cpu_native"]())
     rows = []
     for name, spent in times.items():
@@ -158,20 +171,20 @@ def caller(given: inputs.Inputs, backend: str, isa: str = "auto"):
     return lambda: compiled(given.q, given.cache, built, given.params)
 
 
-def features(args, bandwidth: float) -> list[dict]:
+def features(args, bandwidth: float, rounds: timing.Rounds) -> list[dict]:
     """What each feature costs in decode and prefill, and a window of 512 in a context of 8192."""
     rows, clock = [], processor_time if args.per_core else timing.in_turn
     for case in (*named.find("dec_16x4k_p16_bf16"), *named.find("pre_1x2k_bf16")):
         calls = {}
         for name, options in FEATURES.items():
             calls[name] = caller(inputs.make(case, spec_options=options), "cpu_native")
-        rows += costs(case, clock(calls, args.rounds), "off", bandwidth)
+        rows += costs(case, rounds.add(f"features {case.name}", clock(calls, args.rounds)), "off", bandwidth)
     long, short = named.decode("dec_16x8k_window512", 16, 8192), named.decode("dec_16x512", 16, 512)
     calls = {
         "context_512": caller(inputs.make(short), "cpu_native"),
         "window_512": caller(inputs.make(long, spec_options={"sliding_window": 512}), "cpu_native"),
     }
-    return rows + costs(long, clock(calls, args.rounds), "context_512", bandwidth)
+    return rows + costs(long, rounds.add(long.name, clock(calls, args.rounds)), "context_512", bandwidth)
 
 
 def costs(case: named.Case, times: dict[str, timing.Times], base: str, bandwidth: float) -> list[dict]:

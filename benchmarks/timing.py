@@ -49,6 +49,19 @@ def in_turn(candidates: dict[str, Callable[[], object]], rounds: int = 7) -> dic
     return {name: Times(tuple(values)) for name, values in seen.items()}
 
 
+class Rounds:
+    """The rounds of several sweeps, by the name of what was measured."""
+
+    def __init__(self):
+        self._seen: dict[str, dict[str, Times]] = {}
+
+    def add(self, name: str, times: dict[str, Times]) -> dict[str, Times]:
+        """The earlier rounds of this name, and these."""
+        before = self._seen.get(name, {who: Times(()) for who in times})
+        self._seen[name] = {who: Times((*before[who].rounds, *new.rounds)) for who, new in times.items()}
+        return self._seen[name]
+
+
 def ratio(times: dict[str, Times], slower: str, faster: str) -> float:
     """Median over the rounds of slower / faster."""
     pairs = zip(times[slower].rounds, times[faster].rounds, strict=True)

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jattn.cache.layout import PagedKV
+from jattn.ops.ragged import CLASSES
 from jattn.types import pytree, static
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import cdiv, gather_pages
 
 CHUNK_TOKENS = 256
 """Keys read at once, where nobody asks for another number."""
-LONGEST_CHUNK = 512
+LONGEST_CHUNK = max(CHUNK_TOKENS, *(tokens for kind in CLASSES for tokens in kind.chunks))
 """The most that anybody asks for: packed keys are padded by so many."""
 
 

@@ -94,15 +94,13 @@ def attend_tile(
     parts = [slice(i * num_kv // shares, (i + 1) * num_kv // shares) for i in range(shares)]
     queries = [q[part] for part in parts]  # cut outside the loop
 
-    def fold(state, part, q, chunk, index, inside):
+    def fold(state, part, q, chunk, kv_pos, bias, inside):
         m, l, acc = state  # noqa: E741
         of_part = lambda x: None if x is None else x[part]  # noqa: E731
         chunk = _without_strangers(jax.tree.map(lambda x: x[:, part], chunk), inside)
-        kv_pos = tile.position_of(index)[None, None, None]
         dots = _dots(q, chunk)
         if numbers.k_scale is not None:
             dots = dots * numbers.k_scale[part]
-        bias = _bias(tile, numbers, kv_pos)
         logits = shape_logits(rules.logits, dots, head[part], position, kv_pos, of_part(numbers.slope), bias)
         seen = mask.visible(rules.mask, head[part], position, kv_pos, causal, prefix, span) & inside[None, None, None]
         m, alpha, p = softmax.weights(m, jnp.where(seen, logits, softmax.NEG_INF))
@@ -110,8 +108,9 @@ def attend_tile(
 
     def step(keys, c, states, inside):
         index = c * keys.chunk_tokens + jnp.arange(keys.chunk_tokens)
-        chunk = keys.read(tile.req, c)
-        return tuple(fold(*s, chunk, index, inside(index)) for s in zip(states, parts, queries, strict=True))
+        kv_pos = tile.position_of(index)[None, None, None]
+        shared = keys.read(tile.req, c), kv_pos, _bias(tile, numbers, kv_pos), inside(index)
+        return tuple(fold(*own, *shared) for own in zip(states, parts, queries, strict=True))
 
     def sweep(states, first, last):
         for keys, finer in zip(ladder, (*ladder[1:], ladder[-1]), strict=True):

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import bars, cases, roofline
+from benchmarks import bars, cases, roofline, timing
 
 
 def row(case, backend="cpu_native", ms=1.0, **more):
@@ -27,6 +27,16 @@ def test_ratios_costs_and_writes_are_judged_on_the_right_side():
     assert verdict(row("write_64_bf16_16mib", ms=0.3, temp_mib=0.0)) == [(0.2, False), (0.01, True)]
     assert verdict(row("write_64_bf16_16mib", ms=0.1, temp_mib=32.0)) == [(0.2, True), (0.01, False)]
     assert verdict(row(bars.FP8, ms=2.0), row(bars.ITS_BF16, ms=1.0)) == [(1.0, False)]
+
+
+def test_a_figure_of_several_sweeps_is_that_of_all_their_rounds():
+    rounds = timing.Rounds()
+    rounds.add("dec", {"own": timing.Times((1.0, 1.0)), "other": timing.Times((5.0, 5.0))})  # a busy minute
+    rounds.add("dec", {"own": timing.Times((1.0, 1.0, 0.5)), "other": timing.Times((2.0, 2.0, 1.0))})
+    pre = rounds.add("pre", {"own": timing.Times((3.0,)), "other": timing.Times((3.0,))})
+    dec = rounds.add("dec", {"own": timing.Times((1.0, 1.0)), "other": timing.Times((2.0, 2.0))})
+    assert timing.ratio(dec, "other", "own") == 2.0 and dec["own"].best == 0.5 and len(dec["own"].rounds) == 7
+    assert timing.ratio(pre, "other", "own") == 1.0
 
 
 def test_pure_xla_is_judged_where_it_has_a_bar():
