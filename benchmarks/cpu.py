@@ -68,18 +68,18 @@ def main(argv: list[str] | None = None) -> int:
             f"{run.chip_name()}, JAX {jax.__version__}; read bandwidth here, so far: {bandwidth / 1e9:.1f} GB/s;"
             f" freed memory is {'kept' if kept else 'given back'}; sweep {number} of {args.sweeps}"
         )
-        rows = sweep(args, bandwidth, rounds, {"memory_kept": kept, "sweeps": number})
+        rows = sweep(args, number, bandwidth, rounds, kept)
         wrong |= any(row.get("wrong") for row in rows)
     return int(wrong)
 
 
-def sweep(args, bandwidth: float, rounds: timing.Rounds, columns: dict) -> list[dict]:
+def sweep(args, number: int, bandwidth: float, rounds: timing.Rounds, kept: bool) -> list[dict]:
     """Everything once, and the rows of all rounds so far; bars are judged from them."""
     rows = []
     for some in produce(args, bandwidth, rounds):
-        some = [row | columns for row in some]
+        some = [row | {"memory_kept": kept, "sweeps": number} for row in some]
         rows += some
-        if args.write and columns["sweeps"] == args.sweeps:  # at once: a run of an hour may end early
+        if args.write and number == args.sweeps:  # at once: a run of an hour may end early
             run.append(some, "native")
     if args.bars:
         print("\n".join(map(str, bars.judge(rows))), flush=True)

@@ -8,7 +8,7 @@
 namespace JATTN_ISA {
 
 constexpr int kStreams = 4;  // 1 or 2 are slower where pages are small, 8 get in each other's way where they are large
-// 1 to 3 KiB are as good where a neighbour shares the core's caches, and 6 lose an eighth; 64 lose a third anywhere.
+// 1 to 3 KiB are as good where a neighbour shares the core's caches, and 6 lose an eighth; 64 lost a third.
 constexpr int64_t kAheadBytes = 3072;
 
 // Of a block of n keys, kStreams runs of this length are read side by side, a key of each in turn; the n % kStreams keys
