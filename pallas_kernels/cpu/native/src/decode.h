@@ -2,6 +2,7 @@
 // Logits of a block are [key][4 rows], so that four rows share every load of a key.
 #pragma once
 #include "finish.h"
+#include "pace.h"
 #include "stream.h"
 
 namespace JATTN_ISA {
@@ -89,7 +90,8 @@ static void attend_short(const Problem& p, const Work& w, int head, const Queue&
     const int64_t last = count ? idx[count - 1] : 0;
     for (int t = count; t < count + 64; t++) idx[t] = last;
 
-    Stream stream(k_bytes);
+    static thread_local Pace<> pace;
+    Stream stream(k_bytes, pace.begin(count * (k_bytes + v_bytes)));
     stream.begin({p.k, k_bytes, idx, size_of(0)});
     for (int t0 = 0, numbered = 0; t0 < count; t0 += kBlockKeys) {
         const int n = size_of(t0), vectors = (n + NT - 1) / NT;
@@ -143,6 +145,7 @@ static void attend_short(const Problem& p, const Work& w, int head, const Queue&
             if (ahead) stream.rest();
         }
     }
+    pace.done();
     float* m = tops;
     float* l = arena.take<float>(padded);
     for (int b = 0; b < blocks4; b++) {

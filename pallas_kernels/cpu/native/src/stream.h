@@ -8,8 +8,6 @@
 namespace JATTN_ISA {
 
 constexpr int kStreams = 4;  // 1 or 2 are slower where pages are small, 8 get in each other's way where they are large
-// 1 to 3 KiB are as good where a neighbour shares the core's caches, and 6 lose an eighth; 64 lost a third.
-constexpr int64_t kAheadBytes = 3072;
 
 // Of a block of n keys, kStreams runs of this length are read side by side, a key of each in turn; the n % kStreams keys
 // that are left come last.
@@ -44,8 +42,8 @@ struct Stream {
     int64_t asked = 0, longest = 0;        // bytes of a row that the products ask for, and that there are
     int ahead = 0, count = 0;
 
-    explicit Stream(int64_t row_bytes) {
-        const int64_t rows = kAheadBytes / (row_bytes ? row_bytes : 1) / NT * NT;
+    Stream(int64_t row_bytes, int64_t ahead_bytes) {
+        const int64_t rows = ahead_bytes / (row_bytes ? row_bytes : 1) / NT * NT;
         ahead = (int)(rows < NT ? NT : rows > kBlockKeys / 2 ? kBlockKeys / 2 : rows);
     }
     // The first rows that anybody reads: nobody could ask for them.

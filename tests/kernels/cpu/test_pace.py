@@ -1,0 +1,39 @@
+"""How far ahead the native kernels ask for keys: on a simulated clock, each thread finds the distance that is faster."""
+
+import pathlib
+import subprocess
+
+import pytest
+
+from pallas_kernels.cpu.native import toolchain
+from tests.kernels.cpu.native_setup import needs_library
+
+DRIVER = pathlib.Path(__file__).with_name("pace_driver.cc")
+
+
+@pytest.fixture(scope="module")
+def shares(tmp_path_factory):
+    """(times as dear the worse distance, noise, bytes of a piece) -> share of good pieces before and after each change."""
+    program = tmp_path_factory.mktemp("pace") / "driver"
+    build = [*toolchain.compiler(), *toolchain.BASE_FLAGS, f"-I{toolchain.SOURCES}", str(DRIVER), "-o", str(program)]
+    subprocess.run(build, check=True)
+
+    def run(*arguments) -> list[float]:
+        found = subprocess.run([program, *map(str, arguments)], check=True, capture_output=True, text=True)
+        return [float(share) for share in found.stdout.split()]
+
+    return run
+
+
+@needs_library
+@pytest.mark.parametrize(("dear", "noise"), [(1.3, 0.0), (1.2, 0.5), (1.08, 0.0)])
+def test_the_faster_distance_is_found_and_found_again_when_it_changes(shares, dear, noise):
+    """All but the trials, one piece of sixteen, are read at the better distance."""
+    assert shares(dear, noise, 1 << 20) == pytest.approx([15 / 16] * 4, abs=0.01)
+
+
+@needs_library
+def test_equal_distances_and_short_pieces_change_nothing(shares):
+    """Differences of a few percent are not worth a change, and short pieces say nothing: the far distance stays."""
+    assert shares(1.02, 0.0, 1 << 20) == pytest.approx([1 / 16, 15 / 16] * 2, abs=0.01)
+    assert shares(2.0, 0.0, 1 << 10) == [0, 1, 0, 1]
