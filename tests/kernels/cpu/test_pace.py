@@ -1,4 +1,4 @@
-"""How far ahead the native kernels ask for keys: on a simulated clock, each thread finds the distance that is faster."""
+"""How far ahead native kernels ask for keys: on a simulated clock, each thread finds the distance that is faster."""
 
 import pathlib
 import subprocess
@@ -13,7 +13,7 @@ DRIVER = pathlib.Path(__file__).with_name("pace_driver.cc")
 
 @pytest.fixture(scope="module")
 def shares(tmp_path_factory):
-    """(times as dear the worse distance, noise, bytes of a piece) -> share of good pieces before and after each change."""
+    """(cost of the worse distance over the better, noise, bytes of a piece) -> share of good pieces in four eras."""
     program = tmp_path_factory.mktemp("pace") / "driver"
     build = [*toolchain.compiler(), *toolchain.BASE_FLAGS, f"-I{toolchain.SOURCES}", str(DRIVER), "-o", str(program)]
     subprocess.run(build, check=True)

@@ -59,7 +59,8 @@ class Batch {
         p.q_type = (Dtype)pick(0, 2);
         p.out_type = p.q_type;
         p.kv_heads = pick(1, 3), p.group = pick(1, 5), p.heads = p.kv_heads * p.group;
-        p.dim = pick(1, 70), p.vdim = pick(1, 70), p.block_size = pick(1, 9), p.blocks = pick(1, 40);
+        p.dim = pick(1, 70), p.vdim = pick(1, 70), p.blocks = pick(1, 40);
+        p.block_size = pick(0, 7) ? pick(1, 9) : pick(1, 70);  // large: several blocks of keys, and pieces
         p.tokens = pick(1, 90), p.requests = pick(1, 4), p.table_width = pick(1, 60);
         const bool heads_first = pick(0, 1);
         p.block_stride = (int64_t)p.kv_heads * p.block_size;

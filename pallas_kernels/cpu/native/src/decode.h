@@ -7,7 +7,10 @@
 
 namespace JATTN_ISA {
 
-constexpr int kValueRun = 16;  // values between two visits of an accumulator; even
+// Values between two visits of an accumulator; even. A panel of columns is narrower than a large row: over many of them,
+// the memory would be read in two sweeps, which costs more than the visits.
+template <class F>
+constexpr int kValueRun = 16 / F::kBytes;
 
 // Logits of one block and four rows: scale, soft cap, ALiBi, mask; returns their maximum over keys in every lane.
 // `place` is the number of each key in the block, as they are read.
@@ -138,9 +141,9 @@ static void attend_short(const Problem& p, const Work& w, int head, const Queue&
                 stream.aim(values, {p.k, k_bytes, idx + t0 + n, size_of(t0 + n)});
             else if (ahead)
                 stream.aim(values, {p.k, k_bytes, upcoming, next_keys(p, queue, upcoming)});
-            for (int t = 0; t < n; t += kValueRun)
+            for (int t = 0; t < n; t += kValueRun<F>)
                 F::accumulate(acc + b * 4 * vdim, vdim, weights + t * (F::kPairs ? 2 : 4), idx + t0 + t,
-                              n - t < kValueRun ? n - t : kValueRun, p.v, v_bytes, p.vdim,
+                              n - t < kValueRun<F> ? n - t : kValueRun<F>, p.v, v_bytes, p.vdim,
                               ahead ? ahead + t : nullptr);
             if (ahead) stream.rest();
         }

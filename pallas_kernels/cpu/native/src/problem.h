@@ -13,7 +13,7 @@ constexpr int kLongRows = 480;       // otherwise tiles of at most this many row
 constexpr int kShortChunk = 2048;    // keys of one piece of a split request: fixed, so bits never depend on the batch
 constexpr int kLongChunk = 4096;
 constexpr int kTileKeys = 128;       // keys of a tile of the long kernel
-constexpr int kBlockKeys = 256;      // keys between two updates of the running maximum in the short kernel
+constexpr int kBlockKeys = 512;      // keys between two updates of the running maximum in the short kernel
 
 constexpr int64_t bytes_of(Dtype t) { return t == Dtype::f32 ? 4 : t == Dtype::f16 || t == Dtype::bf16 ? 2 : 1; }
 constexpr bool is_float8(Dtype t) { return t == Dtype::e4m3 || t == Dtype::e5m2; }
