@@ -65,9 +65,10 @@ def draw(rows: list[dict], out: pathlib.Path) -> None:
         mine = [point(row) for row in rows if row["backend"] == backend]
         beside = 1.1 ** (1.5 - number)  # the best side by side: cases of one type lie at the same x
         axes.scatter([x * beside for x, _ in mine], [y for _, y in mine], s=22, label=backend, color=COLOURS[backend])
-    for x, kinds in kinds_at(rows).items():
+    for number, (x, kinds) in enumerate(sorted(kinds_at(rows).items())):
         low = min(point(row)[1] for row in rows if point(row)[0] == x)
-        axes.annotate("\n".join(kinds), (x, low), (0, -16), textcoords="offset points", ha="center", fontsize=8)
+        below = -16 - 12 * (number % 2)  # neighbours' names would meet on one line
+        axes.annotate("\n".join(kinds), (x, low), (0, below), textcoords="offset points", ha="center", fontsize=8)
     bandwidth = max(row["read_gb_s"] for row in rows)
     top = max(point(row)[1] for row in rows)
     left = min(point(row)[0] for row in rows) / 2
