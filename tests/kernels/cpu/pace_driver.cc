@@ -1,5 +1,5 @@
-// Reads pieces on a clock of its own, where one distance costs `near` and the other `far` nanoseconds a byte for so many
-// pieces, then the other way round; prints which share of the second half of each time was asked for at the better one.
+// Reads pieces on a clock of its own, where a byte costs one nanosecond at the near distance and `dear` at the far one,
+// then the other way round, and so on for four eras; prints which share of each era's second half was read at the better.
 #include <cstdio>
 #include <cstdlib>
 
@@ -16,7 +16,7 @@ struct Simulated {
 };
 
 int main(int argc, char** argv) {
-    const double cheap = 1.0, dear = std::atof(argv[1]), noise = std::atof(argv[2]);
+    const double dear = std::atof(argv[1]), noise = std::atof(argv[2]);
     const long bytes = std::atol(argv[3]), pieces = 4096;
     simulated::Pace<Simulated> pace;
     unsigned state = 1;
@@ -28,7 +28,7 @@ int main(int argc, char** argv) {
             const bool better = (asked == simulated::kNearBytes) == (era % 2 == 0);
             state = state * 1664525u + 1013904223u;
             const double jitter = 1.0 + noise * ((state >> 8) / 16777216.0);
-            Simulated::time += Simulated::duration((long)((better ? cheap : dear) * jitter * bytes));
+            Simulated::time += Simulated::duration((long)((better ? 1.0 : dear) * jitter * bytes));
             if (state % 997 == 0) Simulated::time += Simulated::duration(10000000);  // somebody else had the core
             pace.done();
             good += better && i >= pieces / 2;

@@ -39,7 +39,8 @@ static void one(StdPool& pool, const Kernels& kernels, unsigned seed) {
 int main(int argc, char** argv) {
     const double seconds = argc > 1 ? std::atof(argv[1]) : 10;
     const int callers = argc > 2 ? std::atoi(argv[2]) : 2;
-    if (argc > 3) next_seed = (unsigned)std::atol(argv[3]);
+    const unsigned first = argc > 3 ? (unsigned)std::atol(argv[3]) : 0;
+    next_seed = first;
     using Clock = std::chrono::steady_clock;
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
     {
@@ -54,7 +55,7 @@ int main(int argc, char** argv) {
             });
         for (auto& thread : threads) thread.join();
     }
-    std::printf("%u random batches (%u attended) on %s, %d callers at once: %u wrong\n", next_seed.load(),
+    std::printf("%u random batches (%u attended) on %s, %d callers at once: %u wrong\n", next_seed - first,
                 attended.load(), known_isas().c_str(), callers, wrong.load());
     return wrong != 0;
 }

@@ -6,8 +6,6 @@
 #include <chrono>
 #include <cstdint>
 
-#include "problem.h"
-
 namespace JATTN_ISA {
 
 constexpr int64_t kNearBytes = 3072, kFarBytes = 6144;  // 1 and 2 KiB are no better than the one, 8 to 24 than the other
