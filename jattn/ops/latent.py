@@ -52,6 +52,9 @@ class LatentKeys:
     def beside(self, q_dtype: str) -> "LatentKeys":
         return self  # both parts are read real, with scales of their own
 
+    def in_place(self, query_rows: int) -> None:
+        return None  # all query heads share one kv head, so there are many rows
+
     def in_chunks(self, tokens: int) -> "LatentKeys":
         return dataclasses.replace(self, pages=self.pages.in_chunks(tokens))
 

@@ -7,12 +7,13 @@ are replaced by zeros, because a stale page may hold NaN and 0 * NaN is NaN.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jattn.ops.in_place import PlacedKeys
 from jattn.ops.keys import Keys, KVChunk
 from jattn.ops.shard import KeyShard
 from jattn.types import pytree
@@ -72,18 +73,31 @@ class Tile:
         return jnp.maximum(relative, 0) if self.shard is None else self.shard.count_below(relative)
 
 
+class Rung(NamedTuple):
+    """How a tile's keys are visited while steps of this size fill."""
+
+    keys: Keys
+    at_once: int = 1
+    """Chunks of a step, one after the other in arithmetic: while one is being multiplied, XLA may read the next."""
+
+    @property
+    def tokens(self) -> int:
+        """Keys of a step."""
+        return self.keys.chunk_tokens * self.at_once
+
+
 def attend_tile(
-    tile: Tile, ladder: Sequence[Keys], rules: Rules, numbers: Numbers, static_trips: bool = False, shares: int = 1
+    tile: Tile, ladder: Sequence[Rung], rules: Rules, numbers: Numbers, static_trips: bool = False, shares: int = 1
 ):
     """(out f32[rows H V], lse f32[rows H]) of a tile.
 
-    `ladder` holds the same keys in chunks of falling size: the largest are visited while they fill, the rest in smaller
+    `ladder` holds the same keys in steps of falling size: the largest are visited while they fill, the rest in smaller
     ones. static_trips visits every chunk that the keys could have, which reverse-mode differentiation needs; otherwise
     only those in the tile's range are visited. `shares`: the kv heads in so many parts that wait for each other only
     where keys are read (see `shares_of`).
     """
     rows, num_heads, _ = tile.q.shape
-    num_kv, value_dim = ladder[0].num_kv_heads, ladder[0].v_head_dim
+    num_kv, value_dim = ladder[0].keys.num_kv_heads, ladder[0].keys.v_head_dim
     group = num_heads // num_kv
     q = tile.q.reshape(rows, num_kv, group, -1).transpose(1, 0, 2, 3)  # [K rows G D]
     head_stop, first, last = _ranges(tile, rules.mask)
@@ -97,7 +111,7 @@ def attend_tile(
     def fold(state, part, q, chunk, kv_pos, bias, inside):
         m, l, acc = state  # noqa: E741
         of_part = lambda x: None if x is None else x[part]  # noqa: E731
-        chunk = _without_strangers(jax.tree.map(lambda x: x[:, part], chunk), inside)
+        chunk = _without_strangers(chunk if shares == 1 else jax.tree.map(lambda x: x[:, part], chunk), inside)
         dots = _dots(q, chunk)
         if numbers.k_scale is not None:
             dots = dots * numbers.k_scale[part]
@@ -113,19 +127,27 @@ def attend_tile(
         return tuple(fold(*own, *shared) for own in zip(states, parts, queries, strict=True))
 
     def sweep(states, first, last):
-        for keys, finer in zip(ladder, (*ladder[1:], ladder[-1]), strict=True):
-            size, begin = keys.chunk_tokens, first
-            stop = (last + finer.chunk_tokens - 1) // size  # a chunk that finer ones would fill too is one of these
-            visit = functools.partial(step, keys, inside=lambda i, begin=begin: (i >= begin) & (i < last))
-            states = jax.lax.fori_loop(begin // size, stop, visit, states)
-            first = jnp.maximum(first, stop * size)
+        begin = first
+        for rung, finer in zip(ladder, (*ladder[1:], ladder[-1]), strict=True):
+            # a step that finer ones would fill too is one of these
+            stop = (last + finer.tokens - 1) // rung.tokens
+
+            def visit(s, states, rung=rung, begin=begin):
+                inside = lambda i: (i >= begin) & (i < last)  # noqa: E731
+                for c in range(rung.at_once):
+                    states = step(rung.keys, s * rung.at_once + c, states, inside)
+                return states
+
+            states = jax.lax.fori_loop(begin // rung.tokens, stop, visit, states)
+            begin = jnp.maximum(begin, stop * rung.tokens)
         return states
 
     states = tuple(softmax.start((part.stop - part.start, rows, group), value_dim) for part in parts)
     if static_trips:
         inside = lambda i: ((i >= first) & (i < last)) | (i < head_stop)  # noqa: E731
-        body = jax.checkpoint(lambda carry, c: (step(ladder[0], c, carry, inside), None))
-        states, _ = jax.lax.scan(body, states, jnp.arange(ladder[0].max_chunks))
+        keys = ladder[0].keys
+        body = jax.checkpoint(lambda carry, c: (step(keys, c, carry, inside), None))
+        states, _ = jax.lax.scan(body, states, jnp.arange(keys.max_chunks))
     else:
         if rules.mask.prefix:  # its keys first, none of them twice
             states = sweep(states, 0, head_stop)
@@ -176,12 +198,12 @@ def _bias(tile: Tile, numbers: Numbers, kv_pos: jax.Array) -> jax.Array | None:
 
 
 def _without_strangers(chunk: KVChunk, inside: jax.Array) -> KVChunk:
-    """Zeros in place of keys outside the tile's range."""
-    pages, _, slots, _ = chunk.k.shape
+    """Zeros in place of keys outside the tile's range; keys in place stay, for the mask hides all that they give."""
+    pages, _, slots, _ = chunk.v.shape
     keep = inside.reshape(pages, 1, slots)
     clear = lambda x, k: None if x is None else jnp.where(k, x, 0.0)  # noqa: E731
     return KVChunk(
-        k=clear(chunk.k, keep[..., None]),
+        k=chunk.k if isinstance(chunk.k, PlacedKeys) else clear(chunk.k, keep[..., None]),
         v=clear(chunk.v, keep[..., None]),
         k_scale=clear(chunk.k_scale, keep),
         v_scale=clear(chunk.v_scale, keep),
@@ -191,8 +213,11 @@ def _without_strangers(chunk: KVChunk, inside: jax.Array) -> KVChunk:
 def _dots(q: jax.Array, chunk: KVChunk) -> jax.Array:
     """q [K rows G D] . k -> f32[K rows G C]."""
     num_kv, rows, group, dim = q.shape
+    flat = q.reshape(num_kv, rows * group, dim)
+    if isinstance(chunk.k, PlacedKeys):
+        return chunk.k.dots(flat).reshape(num_kv, rows, group, -1)
     pages, _, slots, _ = chunk.k.shape
-    flat = q.reshape(num_kv, rows * group, dim).astype(chunk.k.dtype)
+    flat = flat.astype(chunk.k.dtype)
     keys = chunk.k.transpose(1, 0, 2, 3).reshape(num_kv, pages * slots, dim)
     if rows * group <= FEW_ROWS and keys.dtype == jnp.float32:  # XLA would fold the transposition without a barrier
         dots = jax.lax.optimization_barrier(einsum("kmd,kcd->kcm", flat, keys)).transpose(0, 2, 1)

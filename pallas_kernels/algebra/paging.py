@@ -23,10 +23,14 @@ def split_slot(slot: jax.Array, num_blocks: int, block_size: int):
     return jnp.where(inside, slot // block_size, num_blocks), jnp.where(inside, slot % block_size, 0)
 
 
+def page_ids(pool: jax.Array, pages: jax.Array) -> jax.Array:
+    """Pages that pool[N, ...] has; an id that is out of range becomes some page, which the mask hides."""
+    return jnp.clip(pages, 0, pool.shape[0] - 1)
+
+
 def gather_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
-    """pool[N, ...] at pages i32[P] -> [P, ...]; ids that are out of range read some page, which the mask hides."""
-    safe = jnp.clip(pages, 0, pool.shape[0] - 1)
-    return pool.at[safe].get(mode="promise_in_bounds")
+    """pool[N, ...] at pages i32[P] -> [P, ...]."""
+    return pool.at[page_ids(pool, pages)].get(mode="promise_in_bounds")
 
 
 def slots_of(block_table: jax.Array, req: jax.Array, position: jax.Array, block_size: int) -> jax.Array:

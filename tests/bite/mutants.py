@@ -83,7 +83,7 @@ def transposed_heads(original):
 
     def mutant(tile, ladder, *args, **options):
         rows, heads, dim = tile.q.shape
-        kv = ladder[0].num_kv_heads
+        kv = ladder[0].keys.num_kv_heads
         q = tile.q.reshape(rows, heads // kv, kv, dim).swapaxes(1, 2).reshape(rows, heads, dim)
         out, lse = original(dataclasses.replace(tile, q=q), ladder, *args, **options)
         back = lambda x: x.reshape(rows, kv, heads // kv, -1).swapaxes(1, 2).reshape(rows, heads, -1)

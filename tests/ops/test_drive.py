@@ -49,7 +49,7 @@ LADDERS = Case("ladders", (1, 1, 1, 2, 300, 5, 140), (100, 500, 1300, 640, 700, 
 
 
 @pytest.mark.parametrize("how", ["one by one", "differentiable"])
-@pytest.mark.parametrize("block_size", [16, 48, 600])  # chunks of 8 to 32 pages, of 2 to 8, and of one
+@pytest.mark.parametrize("block_size", [16, 48, 64, 600])  # chunks of 8 to 32 pages, of 2 to 8, of 4 in place, of one
 @pytest.mark.parametrize(
     "feature", [FEATURES["plain"], Feature("window_300", dict(sliding_window=300)), FEATURES["rswa_mm_prefix_sqrt"]]
 )
