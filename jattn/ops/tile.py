@@ -129,17 +129,18 @@ def attend_tile(
     def sweep(states, first, last):
         begin = first
         for rung, finer in zip(ladder, (*ladder[1:], ladder[-1]), strict=True):
-            # a step that finer ones would fill too is one of these
-            stop = (last + finer.tokens - 1) // rung.tokens
+            chunk = begin // rung.keys.chunk_tokens  # steps begin where the range does, chunks where the request does
+            span = last - chunk * rung.keys.chunk_tokens
+            steps = (span + finer.tokens - 1) // rung.tokens  # a step that finer ones would fill too is one of these
 
-            def visit(s, states, rung=rung, begin=begin):
+            def visit(s, states, rung=rung, begin=begin, chunk=chunk):
                 inside = lambda i: (i >= begin) & (i < last)  # noqa: E731
                 for c in range(rung.at_once):
-                    states = step(rung.keys, s * rung.at_once + c, states, inside)
+                    states = step(rung.keys, chunk + s * rung.at_once + c, states, inside)
                 return states
 
-            states = jax.lax.fori_loop(begin // rung.tokens, stop, visit, states)
-            begin = jnp.maximum(begin, stop * rung.tokens)
+            states = jax.lax.fori_loop(0, steps, visit, states)
+            begin = jnp.maximum(begin, chunk * rung.keys.chunk_tokens + steps * rung.tokens)
         return states
 
     states = tuple(softmax.start((part.stop - part.start, rows, group), value_dim) for part in parts)

@@ -49,24 +49,22 @@ def test_a_dot_holds_one_key_and_ids_out_of_range_read_some_page():
     poisoned = pool.astype(np.float32)
     poisoned[1, 0, 5] = np.nan
     pages = np.array([2, 1, 99, -7])
-    got = np.asarray(
-        jax.jit(lambda x: PlacedKeys(pool=x, pages=jax.numpy.asarray(pages)).dots(q.astype(np.float32)))(poisoned)
-    )
+    keys = PlacedKeys(pool=jax.numpy.asarray(poisoned), pages=jax.numpy.asarray(pages))
+    got = np.asarray(jax.jit(PlacedKeys.dots)(keys, q.astype(np.float32)))
     want = np.einsum("kmd,pksd->kmps", q, pool[[2, 1, 2, 0]]).reshape(2, 4, -1)
     hit = np.isnan(got)
     assert hit[0, :, 64 + 5].all() and hit.sum() == 4
     np.testing.assert_allclose(got[~hit], want[~hit], atol=2e-5)
 
 
-LONG = Case("long", (1, 1, 1, 1), (1024, 1100, 2300, 60))
-"""Contexts that end with a step, in a chunk, in a chunk after two steps, and before the first is full."""
-
-
-WINDOW = Feature("window_300", dict(sliding_window=300))
+LONG = Case("long", (1, 1, 1, 1, 1), (1024, 1100, 2300, 60, 3600))
+"""Contexts that end with a step, in a chunk, in a chunk after two steps, and before one is full."""
+WINDOWS = [Feature(f"window_{size}", dict(sliding_window=size)) for size in (300, 1500)]
+"""The longer one begins amid a chunk and fills a step from there."""
 
 
 @pytest.mark.parametrize("block_size", [64, 128, 256, 2048])
-@pytest.mark.parametrize("feature", [FEATURES["plain"], WINDOW, FEATURES["chunk_alibi_sinks"]])
+@pytest.mark.parametrize("feature", [FEATURES["plain"], *WINDOWS, FEATURES["chunk_alibi_sinks"]])
 def test_decode_of_long_contexts_gives_the_witness_answer(block_size, feature):
     problem = Problem(case=LONG, feature=feature, block_size=block_size)
     cache = problem.cache()
