@@ -14,5 +14,9 @@ class CacheFullError(RuntimeError):
     """The block pool has fewer free blocks than were asked for; nothing was allocated."""
 
 
+class EngineDeadError(RuntimeError):
+    """The engine's device no longer computes: nothing more is served, and the process should be started anew."""
+
+
 class MissingMetadataError(ValueError, AttributeError):
     """The batch lacks what this type of attention needs (an encoder's lengths, say)."""

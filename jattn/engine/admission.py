@@ -4,11 +4,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
 
+import jax
 import numpy as np
 
 from jattn.backends import Feature, explain
 from jattn.engine.outputs import Completion, FinishReason, RequestOutput
-from jattn.engine.params import SamplingParams
+from jattn.engine.params import SamplingParams, is_encodable
 from jattn.engine.scheduler import Limits
 from jattn.engine.step import Model
 from jattn.engine.tokenizer import Tokenizer
@@ -36,16 +37,25 @@ def model_of(config: Any, caches: Many, forward: Callable | None, backend: str, 
 
 
 def check(
-    prompt: str | Many[int], params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, limits: Limits
+    prompt: str | Many[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    limits: Limits,
+    salt: str = "",
 ) -> tuple[tuple[int, ...], list[str]]:
     """(the prompt's tokens, why it cannot be served)."""
+    reasons = []
+    if not isinstance(params, SamplingParams):
+        reasons.append(f"params is {type(params).__name__}, not jattn.SamplingParams")
+    if not isinstance(salt, str) or not is_encodable(salt):
+        reasons.append(f"salt={salt!a} must be text without surrogates")
     try:
         tokens = tuple(_tokens(prompt, tokenizer))
     except (TypeError, ValueError) as error:
-        return (), [str(error)]
-    reasons = []
-    if not isinstance(params, SamplingParams):
-        return tokens, [f"params={params!r} must be jattn.SamplingParams"]
+        return (), [*reasons, str(error)]
+    if reasons:
+        return tokens, reasons
     if not tokens:
         reasons.append("the prompt is empty: there is no token to continue from")
     if bad := sorted({t for t in (*tokens, *params.stop_token_ids) if not 0 <= t < vocab_size}):
@@ -59,6 +69,17 @@ def check(
     return tokens, reasons
 
 
+def prompts_of(prompts: Any) -> list:
+    """One prompt (a text, or token ids) or several of them, as a list."""
+    if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
+        return [prompts]
+    if isinstance(prompts, (np.ndarray, jax.Array)):
+        return [prompts] if prompts.ndim < 2 else list(prompts)
+    prompts = list(prompts)
+    is_token = lambda x: isinstance(x, (int, np.integer)) or getattr(x, "ndim", None) == 0
+    return [prompts] if prompts and all(map(is_token, prompts)) else prompts
+
+
 def refused(id: str, tokens: tuple[int, ...], reasons: list[str]) -> RequestOutput:
     """What a request that cannot be served gets."""
     why = "; ".join(reasons)
@@ -69,6 +90,8 @@ def _tokens(prompt: str | Many[int], tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer; this engine has none: give token ids")
+        if not is_encodable(prompt):
+            raise ValueError("the prompt holds a surrogate, which is no character and cannot be encoded as UTF-8")
         return tokenizer.encode(prompt)
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):

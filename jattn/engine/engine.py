@@ -1,11 +1,11 @@
 """The engine: requests in, tokens out; everything that changes while a model is served is in here."""
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,19 +14,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn.engine import admission, sizing, warming
+from jattn.cache import PagedKV
+from jattn.engine import admission, sizing
 from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
 from jattn.engine.chat import ChatTemplate, load_chat_template
-from jattn.engine.flight import Flight, Landed, behind, kept_on_device, logprob_of, send
+from jattn.engine.flight import Flight, Landed, behind, kept_on_device
 from jattn.engine.outputs import FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams
-from jattn.engine.response import Request, Response
-from jattn.engine.sampling import Sampled
-from jattn.engine.scheduler import Limits, Row, Scheduler, StepPlan
-from jattn.engine.sequence import Sequence
+from jattn.engine.requests import LiveRequests
+from jattn.engine.response import Request, Response, unforeseen
+from jattn.engine.runner import Runner
+from jattn.engine.scheduler import Limits, Scheduler, StepPlan
+from jattn.engine.sequence import Sequence, seed_of
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
-from jattn.engine.step import NOT_SAMPLED, Batch
+from jattn.engine.step import NOT_SAMPLED, Model
 from jattn.engine.tables import BlockTables, most_blocks
 from jattn.engine.tokenizer import Tokenizer, load_tokenizer
 
@@ -43,6 +45,11 @@ class Engine:
     deterministic=True gives every dispatch one shape and takes a batch-invariant attention backend, so that a
     request's tokens are the same bits alone and in any batch, chunking, preemption or prefix hit; see docs/serving.md
     for what it costs.
+
+    What fails in a step fails the requests of that step alone. Where the device itself no longer computes, step raises
+    EngineDeadError: only a new process helps.
+
+    seed: of the requests that bring none; None: another in every engine.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class Engine:
         deterministic: bool = False,
         chat_template: ChatTemplate | None = None,
         forward: Callable | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
         max_burst = sizing.default_burst() if max_burst is None else max_burst
@@ -74,16 +81,19 @@ class Engine:
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst)
         self.shapes = StepShapes(self.limits, block_size, deterministic)
         self.tokenizer, self.chat_template = tokenizer, chat_template
-        self.config, self.params = config, params
-        self.caches = config.make_caches(pools, block_size, dtype)
-        self.model = admission.model_of(config, self.caches, forward, backend, deterministic)
-        self.tables = BlockTables(pools, block_size, groups, prefix_caching)
+        self.config = config
+        make_caches = functools.partial(config.make_caches, pools, block_size, dtype)
+        caches = make_caches()
+        model = admission.model_of(config, caches, forward, backend, deterministic)
+        self._runner = Runner(model, params, caches, make_caches, self.shapes)
+        self._make_tables = functools.partial(BlockTables, pools, block_size, groups, prefix_caching)
+        self.tables = self._make_tables()
         self.scheduler = Scheduler(self.limits, self.tables)
-        self._requests: dict[str, Request] = {}
-        self._responses: dict[str, Response] = {}  # by sequence
-        self._ended: list[RequestOutput] = []  # refused at the door: told by the next step
+        self._live = LiveRequests()
+        self._untold: list[RequestOutput] = []  # what the next step returns beside its own
         self._stats = Stats()
         self._flight: Flight | None = None  # sent before the one ahead of it was read
+        self._plan: StepPlan | None = None  # of the step that is being taken
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
         self._seeds = np.random.default_rng(seed)
         self._next_id = 0
@@ -108,15 +118,31 @@ class Engine:
     def generate(
         self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Every prompt's completions, in the order of the prompts."""
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
-            prompts = [prompts]  # type: ignore[assignment]
+        """Every prompt's completions, in the order of the prompts.
+
+        Requests that were added before are served beside them, and the next step tells of those. Where an interrupt
+        ends the wait, the requests of this call are aborted.
+        """
+        prompts = admission.prompts_of(prompts)
         many = [params or SamplingParams()] * len(prompts) if not isinstance(params, (list, tuple)) else params
         if len(many) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(many)} SamplingParams: give one, or one a prompt")
-        ids = [self.add_request(prompt, each) for prompt, each in zip(prompts, many, strict=True)]
-        found = {output.id: output for output in self.drain()}
-        return [found[id] for id in ids]
+        mine: dict[str, RequestOutput | None] = {}
+        others: dict[str, RequestOutput] = {}
+        try:
+            for prompt, each in zip(prompts, many, strict=True):
+                mine[self.add_request(prompt, each)] = None
+            while None in mine.values():
+                for output in self.step():
+                    if output.id not in mine:
+                        others[output.id] = output
+                    elif output.finished:
+                        mine[output.id] = output
+        finally:
+            for id in [id for id, output in mine.items() if output is None]:
+                self.abort(id)
+            self._untold = [*others.values(), *(output for output in self._untold if output.id not in mine)]
+        return [output for output in mine.values() if output is not None]
 
     def drain(self) -> Iterator[RequestOutput]:
         """Step until nothing is left; every request as it ends."""
@@ -127,7 +153,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Is there anything for step() to do or to tell?"""
-        return bool(self._requests or self._ended)
+        return bool(self._live or self._untold)
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, salt: str = ""
@@ -137,28 +163,31 @@ class Engine:
 
         Requests of different `salt` share no cached blocks (what one tenant sent cannot be timed by another).
         """
+        self._runner.must_be_alive()
         params = SamplingParams() if params is None else params
-        id = f"request-{self._next_id}" if request_id is None else request_id
-        if id in self._requests:
+        id = self._new_id() if request_id is None else request_id
+        if not isinstance(id, str) or not id:
+            raise ValueError(f"request_id={id!r} must be a string that is not empty")
+        if id in self._live or any(output.id == id for output in self._untold):
             raise ValueError(f"request {id!r} is still running; choose another id")
-        self._next_id += 1
         self._stats = self._stats.plus(requests=1)
-        tokens, reasons = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits)
+        tokens, reasons = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
         if reasons:
-            self._ended.append(admission.refused(id, tokens, reasons))
+            self._untold.append(admission.refused(id, tokens, reasons))
             self._stats = self._stats.plus(failed=1)
             return id
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        self._next_id += 1
+        root = hashlib.blake2b(salt.encode()).digest()
         request = Request(id, tokens, [])
         for index in range(params.n):
             name = f"{self._next_id}.{index}"  # ours: a user's ids may look like anything
-            seq = Sequence(name, tokens, params, (seed + index) % 2**63, hashlib.blake2b(salt.encode()).digest())
+            seq = Sequence(name, tokens, params, seed_of(seed, index), root)
             stop_ids = stop_ids_of(seq, self.config.eos_token_ids)
             response = Response.of(id, seq, index, stop_ids, self.limits.max_model_len, self.tokenizer)
             request.responses.append(response)
-            self._responses[name] = response
             self.scheduler.add(seq)
-        self._requests[id] = request
+        self._live.add(request)
         return id
 
     def step(self) -> list[RequestOutput]:
@@ -168,11 +197,23 @@ class Engine:
         host does takes no time of the device's. (On a GPU sending a loop takes as long as its steps but the last.) A
         row that the host ends is computed once more, and what comes of it dropped.
         """
+        self._runner.must_be_awake("step()")
+        outputs, self._untold = self._untold, []
+        try:
+            return outputs + self._advance()
+        except Exception as error:  # whatever it is, it is not the other requests'
+            return outputs + self._contain(error)
+        except BaseException:  # an interrupt: nothing is lost, the rows of this step are computed anew
+            self._untold = outputs + self._start_over(new_caches=True)
+            raise
+
+    def _advance(self) -> list[RequestOutput]:
+        """Take a step, and return what came of it."""
         begin = time.perf_counter()
-        outputs, self._ended = self._ended, []
-        flight, self._flight = self._flight or self._send(self.scheduler.schedule()), None
-        if flight is None:
-            return outputs
+        flight, self._flight = self._flight, None
+        self._plan = flight.plan if flight else None
+        if flight is None and (flight := self._send(self.scheduler.schedule())) is None:
+            return []
         plan = self.scheduler.follow(flight.plan)
         if plan is None:
             landed = self._land(flight)
@@ -181,29 +222,28 @@ class Engine:
             batch = behind(flight, plan, self.scheduler.running, self.shapes)
             reading = self._reader.submit(self._land, flight)
             try:
-                self._flight = self._fly(plan, plan.rows, batch)
+                self._flight = self._runner.send(plan, plan.rows, batch, self._stats.dispatches)
             finally:
                 landed = reading.result()
             busy = max(self._flight.seconds, landed.seconds)
-        self._forget_finished(landed.moved)
+        self._live.drop_finished(landed.moved)
         self._stats = self._stats.plus(
             dispatches=1, steps=landed.steps, device_seconds=busy, host_seconds=time.perf_counter() - begin - busy
         )
-        return outputs + landed.outputs
+        return landed.outputs
 
     def _send(self, plan: StepPlan) -> Flight | None:
         """Compute a plan; None: there is nothing to do."""
+        self._plan = plan
         if not plan.rows:
+            if self._live:
+                raise AssertionError("requests wait, but the scheduler planned nothing")
             return None
         self._note(plan)
-        seqs = {row.id: self._responses[row.id].seq for row in plan.rows}
+        seqs = {row.id: self._live.response(row.id).seq for row in plan.rows}
         lanes = lanes_of(plan, self.shapes)
         batch = batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids)
-        return self._fly(plan, lanes, kept_on_device(batch))
-
-    def _fly(self, plan: StepPlan, lanes: tuple[Row, ...], batch: Batch) -> Flight:
-        self.caches, flight = send(self.model, self.params, self.caches, plan, lanes, batch, self._stats.dispatches)
-        return flight
+        return self._runner.send(plan, lanes, kept_on_device(batch), self._stats.dispatches)
 
     def _land(self, flight: Flight) -> Landed:
         """Wait for a flight's tokens, and bring every request up to date."""
@@ -211,13 +251,14 @@ class Engine:
         tokens = np.asarray(flight.said.tokens)
         told = jax.device_get(flight.said) if flight.is_told else None
         seconds = time.perf_counter() - begin
-        moved = self._accept(flight, tokens, told)
+        moved, counts = self._live.accept(flight, tokens, told, self.scheduler)
+        self._stats = self._stats.plus(**counts)
         steps = int((tokens != NOT_SAMPLED).any(axis=1).sum()) or 1
-        return Landed(moved, [self._requests[id].output() for id in moved], steps, seconds)
+        return Landed(moved, self._live.outputs(moved), steps, seconds)
 
     def abort(self, request_id: str) -> bool:
         """Stop a request and free its blocks at once; False where there is no such request any more."""
-        request = self._requests.get(request_id)
+        request = self._live.get(request_id)
         if request is None:
             return False
         for response in request.responses:
@@ -225,9 +266,19 @@ class Engine:
                 response.finish_reason = FinishReason.ABORT
                 self.scheduler.remove(response.seq)
                 self._stats = self._stats.plus(aborted=1)
-        self._ended.append(request.output())
-        self._drop(request)
+        self._untold.append(request.output())
+        self._live.drop(request)
         return True
+
+    @property
+    def caches(self) -> tuple[PagedKV, ...] | None:
+        """The pools on the device, one a layer; None while the engine sleeps."""
+        return self._runner.caches
+
+    @property
+    def model(self) -> Model:
+        """What every dispatch calls."""
+        return self._runner.model
 
     @property
     def stats(self) -> Stats:
@@ -238,7 +289,7 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             cache_usage=self.tables.usage,
             group_usage=self.tables.group_usage,
-            evictions=sum(pool.evictions for pool in self.tables.pools),
+            evictions=self._stats.evictions + self.tables.evictions,
         )
 
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
@@ -246,55 +297,100 @@ class Engine:
 
         progress(done, total, what) is called before each.
         """
+        self._runner.must_be_awake("warmup()")
         if self.has_work:
             raise RuntimeError("warm up before the first request: the pool must be idle")
-        self.caches, count = warming.warm(
-            self.model, self.params, self.caches, self.shapes, len(self.tables.groups), progress
-        )
-        return count
+        return self._runner.warm(progress)
 
-    # ------------------------------------------------------------------ after a dispatch
-    def _accept(self, flight: Flight, tokens: np.ndarray, told: Sampled | None) -> list[str]:
-        """Bring every row's sequence and response up to date; ids of the requests that have news."""
-        moved, counts = dict[str, None](), Counter[str]()
-        last_lane = {lane.id: r for r, lane in enumerate(flight.lanes)}
-        for row in flight.plan.rows:
-            r = last_lane[row.id]
-            response = self._responses.get(row.id)
-            if response is None or response.finish_reason is not None:  # ended while this was on its way
-                continue
-            accepted = response.accept([t for t in tokens[:, r] if t != NOT_SAMPLED] if row.samples else [])
-            if told is not None and response.seq.params.logprobs is not None:
-                response.logprobs += [
-                    logprob_of(told, i, r, response.seq.params.logprobs) for i in range(len(accepted))
-                ]
-            self.scheduler.commit(response.seq, row, accepted)
-            counts["output_tokens"] += len(accepted)
-            if response.finish_reason is not None:
-                failed = response.finish_reason is FinishReason.ERROR
-                self.scheduler.remove(response.seq, trusted=not failed)
-                counts["failed" if failed else "finished"] += 1
-            if accepted or response.finish_reason is not None:
-                moved[response.request_id] = None
-        self._stats = self._stats.plus(**counts)
-        return list(moved)
+    # ------------------------------------------------------------------ between steps
+    @property
+    def params(self) -> Any:
+        """The weights that are served, in containers of the caller's own; update_weights exchanges them."""
+        self._runner.must_be_awake("params")
+        return jax.tree.map(lambda x: x, self._runner.params)
 
-    def _forget_finished(self, ids: list[str]) -> None:
-        for id in ids:
-            if all(response.finish_reason is not None for response in self._requests[id].responses):
-                self._drop(self._requests[id])
+    def update_weights(self, params: Any) -> None:
+        """Serve other weights of the same form from the next step on.
 
-    def _drop(self, request: Request) -> None:
-        del self._requests[request.id]
-        for response in request.responses:
-            del self._responses[response.seq.id]
+        Requests under way keep their tokens, and go on with keys and values that the new weights compute; nothing that
+        other weights wrote is read again. The weights are copied first, so there must be room for both.
+        """
+        self._runner.must_be_awake("update_weights()")
+        exchange = self._runner.update(params)
+        self._settle()
+        exchange()
+        self._untold += self._start_over(weights_version=self.tables.weights_version + 1)
+
+    def sleep(self) -> None:
+        """Give the device's memory back: the weights go to the host, the cache is dropped. Requests may be added and
+        aborted meanwhile; wake() lets them go on."""
+        self._runner.must_be_alive()
+        if not self._runner.is_asleep:
+            self._settle()
+            self._untold += self._start_over()
+            self._runner.sleep()
+
+    def wake(self) -> None:
+        """Take back what sleep() gave away."""
+        self._runner.must_be_alive()
+        self._runner.wake()
+
+    def _settle(self) -> None:
+        """Read the dispatch that is on its way."""
+        if self._flight is not None:
+            flight, self._flight, self._plan = self._flight, None, self._flight.plan
+            try:
+                landed = self._land(flight)
+                self._live.drop_finished(landed.moved)
+                self._untold += landed.outputs
+            except Exception as error:
+                self._untold += self._contain(error)
+
+    # ------------------------------------------------------------------ after a failure
+    def _contain(self, error: Exception) -> list[RequestOutput]:
+        """Fail the rows of the step that raised; the others are computed anew, in caches of their own."""
+        plan, scheduler = self._plan, self.scheduler
+        blamed = [row.id for row in plan.rows] if plan and plan.rows else None
+        if blamed is None:  # nobody knows whose plan it would have been: it must not come again
+            blamed = [seq.id for seq in (*scheduler.running, *list(scheduler.waiting)[:1])]
+        log.error("a step failed, and with it the sequences %s", ", ".join(blamed), exc_info=error)
+        self._stats = self._stats.plus(failed=self._live.fail(blamed, unforeseen(error)))
+        return self._start_over(blamed, new_caches=True)
+
+    def _start_over(
+        self, touched: Iterable[str] = (), *, new_caches: bool = False, weights_version: int | None = None
+    ) -> list[RequestOutput]:
+        """Empty pools, in which every sequence that has not ended waits again, as after a preemption of all.
+
+        Returns what the requests of `touched` and of the step's own plan have so far.
+        """
+        ids = self._live.ids_of([*touched, *(row.id for row in (self._plan.rows if self._plan else ()))])
+        outputs = self._live.outputs(ids)
+        self._live.drop_finished(ids)
+        self._stats = self._stats.plus(evictions=self.tables.evictions)
+        version = self.tables.weights_version if weights_version is None else weights_version
+        self._flight, self._plan, self.tables = None, None, self._make_tables(weights_version=version)
+        self.scheduler = Scheduler(self.limits, self.tables)
+        for seq in self._live.unfinished():
+            seq.start_over()
+            self.scheduler.add(seq)
+        if new_caches:
+            self._runner.renew_caches()
+        return outputs
+
+    def _new_id(self) -> str:
+        """An id that no request has: a user may have chosen one of the same form."""
+        while (id := f"request-{self._next_id}") in self._live:
+            self._next_id += 1
+        self._next_id += 1
+        return id
 
     def _note(self, plan: StepPlan) -> None:
         for id, hit in plan.admitted:
-            response = self._responses[id]
+            response = self._live.response(id)
             if response.seq.num_preemptions == 0:
                 response.num_cached = hit
                 self._stats = self._stats.plus(prompt_tokens=len(response.seq.prompt), cached_tokens=hit)
         if plan.preempted:
             self._stats = self._stats.plus(preemptions=len(plan.preempted))
-            log.info("preempted %s: the pool is full", ", ".join(plan.preempted))
+            log.info("preempted %s: the pool is full", ", ".join(self._live.ids_of(plan.preempted)))

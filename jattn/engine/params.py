@@ -1,11 +1,25 @@
 """What a request asks of the sampler."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 MAX_LOGPROBS = 20
 """The most alternatives that a request may ask for a token (the limit of the OpenAI interface)."""
+
+MAX_COMPLETIONS = 128
+"""The most completions of one prompt: each is a sequence with blocks of its own."""
+
+MAX_STOPS = 64
+"""The most stop strings, and the most stop tokens, of a request."""
+
+MAX_STOP_CHARACTERS = 4096
+"""The most characters of a request's stop strings together: every token is compared with all of them."""
+
+MAX_INT32 = 2**31 - 1
+"""The device counts in int32."""
+
+MAX_TEMPERATURE, REPETITION_RANGE = 1e4, (1e-2, 1e2)
+"""Within these a logit that float32 holds stays finite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,8 +28,8 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0 (or -1), top_p 1 and min_p 0 are off. Penalties follow the OpenAI interface
     (presence, frequency: over the output) and its common extension (repetition: over prompt and output, 1 is off).
-    The draw at a position depends on the seed, the position and the logits, not on who else is in the batch; without
-    a seed the engine takes one of its own. `stop` strings end the text before themselves.
+    The draw at a position depends on the seed, the completion's index, the position and the logits, not on who else is
+    in the batch; without a seed the engine takes one of its own. `stop` strings end the text before themselves.
     """
 
     temperature: float = 1.0
@@ -35,9 +49,9 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; k: the chosen token's, and the k most likely ones'
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", stop if stop is None else tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        for name in _FIELDS:
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         reasons = list(self._reasons())
         if reasons:
             raise ValueError("; ".join(reasons))
@@ -57,27 +71,73 @@ class SamplingParams:
     def _reasons(self):
         """One sentence for each mistake."""
         ranges = dict(
-            temperature=(0, math.inf), top_p=(0, 1), min_p=(0, 1), repetition_penalty=(0, math.inf),
+            temperature=(0, MAX_TEMPERATURE), min_p=(0, 1), repetition_penalty=REPETITION_RANGE,
             presence_penalty=(-2, 2), frequency_penalty=(-2, 2),
         )  # fmt: skip
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            open_end = name in ("top_p", "repetition_penalty")
-            if not _is_number(value) or not low <= value <= high or (open_end and value == 0) or math.isinf(value):
-                yield f"{name}={value!r} must be a number {'above' if open_end else 'from'} {low} up to {high}"
-        for name, low in (("top_k", -1), ("n", 1), ("max_tokens", 1)):
-            if not _is_int(getattr(self, name)) or getattr(self, name) < low:
-                yield f"{name}={getattr(self, name)!r} must be an integer of at least {low}"
-        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
-            yield f"seed={self.seed!r} must be None or an integer from 0 up to 2**63 - 1"
-        if self.logprobs is not None and not (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS):
-            yield f"logprobs={self.logprobs!r} must be None or an integer from 0 up to {MAX_LOGPROBS}"
-        if self.stop is None or not all(isinstance(text, str) and text for text in self.stop):
-            yield f"stop={self.stop!r} must be non-empty strings"
-        if not all(_is_int(token) and token >= 0 for token in self.stop_token_ids):
-            yield f"stop_token_ids={self.stop_token_ids!r} must be token ids, 0 or more"
+            if not _is_number(value) or not low <= value <= high:
+                yield f"{name}={_shown(value)} must be a number from {low:g} up to {high:g}"
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            yield f"top_p={_shown(self.top_p)} must be a number above 0 up to 1"
+        integers = dict(top_k=(-1, MAX_INT32), n=(1, MAX_COMPLETIONS), max_tokens=(1, MAX_INT32))
+        optional = dict(seed=(0, 2**63 - 1), logprobs=(0, MAX_LOGPROBS))
+        for name, (low, high) in (integers | optional).items():
+            value, may_be_none = getattr(self, name), name in optional
+            if not (may_be_none and value is None) and not (_is_int(value) and low <= value <= high):
+                kind = "None or an integer" if may_be_none else "an integer"
+                yield f"{name}={_shown(value)} must be {kind} from {low} up to {high}"
+        yield from self._stop_reasons()
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                yield f"{name}={_shown(getattr(self, name))} must be True or False"
         if self.temperature == 0 and self.n != 1:
-            yield f"n={self.n} with temperature=0 would give the same completion n times; use n=1 or a temperature"
+            yield f"n={_shown(self.n)} with temperature=0 gives the same completion n times; use n=1 or a temperature"
+
+    def _stop_reasons(self):
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+            yield f"stop={_shown(self.stop)} must be non-empty strings"
+        elif len(self.stop) > MAX_STOPS or sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
+            yield (
+                f"stop has {len(self.stop)} strings of {sum(map(len, self.stop))} characters together; "
+                f"at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS} characters together"
+            )
+        elif not all(is_encodable(text) for text in self.stop):
+            yield f"stop={_shown(self.stop)} holds a surrogate, which is no character and never appears in text"
+        ids = self.stop_token_ids
+        if not isinstance(ids, tuple) or not all(_is_int(token) and 0 <= token <= MAX_INT32 for token in ids):
+            yield f"stop_token_ids={_shown(ids)} must be token ids, integers from 0 up to {MAX_INT32}"
+        elif len(ids) > MAX_STOPS:
+            yield f"stop_token_ids has {len(ids)} tokens, at most {MAX_STOPS}"
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+
+def is_encodable(text: str) -> bool:
+    """Can the text be written as UTF-8? A string with a lone surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _plain(value, depth: int = 1):
+    """numpy's and JAX's numbers as Python's, lists and arrays of them as tuples; anything else as it is."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if getattr(value, "ndim", None) == 0:  # a number of numpy or JAX
+        return value.item()
+    if depth and hasattr(value, "__iter__"):
+        return tuple(_plain(each, depth - 1) for each in value)
+    return value
+
+
+def _shown(value) -> str:
+    """A value in an error message: whole where short."""
+    text = ascii(value) if not isinstance(value, int) or abs(value) < 10**40 else "an integer of over 40 digits"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _is_int(value) -> bool:
@@ -85,4 +145,4 @@ def _is_int(value) -> bool:
 
 
 def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value  # not NaN

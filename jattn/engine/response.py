@@ -1,6 +1,7 @@
 """The host's side of a completion: text, stop conditions, log-probabilities."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence as Many
 
 from jattn.engine.detokenize import Detokenizer, find_stop, held_back
@@ -8,6 +9,13 @@ from jattn.engine.outputs import Completion, FinishReason, RequestOutput, TokenL
 from jattn.engine.sampling import BAD_TOKEN
 from jattn.engine.sequence import Sequence
 from jattn.engine.tokenizer import Tokenizer
+
+log = logging.getLogger("jattn.engine")
+
+
+def unforeseen(error: Exception) -> str:
+    """What a client is told of an internal error."""
+    return f"an internal error ({type(error).__name__}) ended this request; the engine's log has the details"
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,6 +65,11 @@ class Response:
     def fail(self, why: str) -> None:
         """End with an error."""
         self.finish_reason, self.error = FinishReason.ERROR, why
+
+    def fail_unforeseen(self, error: Exception) -> None:
+        """End with an error that nobody planned for. Its message may speak of other requests: only the log has it."""
+        log.error("request %s failed", self.request_id, exc_info=error)
+        self.fail(unforeseen(error))
 
     def completion(self) -> Completion:
         """So far; what may yet become a stop string is held back until it is decided."""

@@ -120,9 +120,10 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
 
 
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    below = scaled < jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(rows.min_p)[:, None]
-    scaled = jnp.where(below, -jnp.inf, scaled)
+    # Differences to the likeliest, so that no temperature, however small, overflows: at worst the others are -inf.
+    below_best = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = below_best / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    scaled = jnp.where(scaled < jnp.log(rows.min_p)[:, None], -jnp.inf, scaled)
     restricted = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
     scaled = jax.lax.cond(restricted, lambda: _restrict(scaled, rows), lambda: scaled)
     keys = jax.vmap(_row_key)(rows.seed, rows.position)

@@ -98,7 +98,7 @@ class Scheduler:
         while i < len(self.running):
             seq = self.running[i]
             count = min(len(seq.tokens) - seq.num_computed, budget)
-            if not count:
+            if not budget:
                 break
             while seq in self.running and not self.tables.extend(seq, seq.num_computed + count):
                 preempted.append(self._preempt_youngest())
@@ -163,6 +163,8 @@ class Scheduler:
 
     def _row(self, seq: Sequence, count: int) -> Row:
         """Final: only sequences without a row in this plan are preempted, so others may count on what it computes."""
+        if count < 1:
+            raise AssertionError(f"sequence {seq.id} has {len(seq.tokens)} tokens, all computed: nothing is left to do")
         self.tables.publish(seq, seq.num_computed + count)
         return Row(seq.id, seq.num_computed, count, seq.num_computed + count == len(seq.tokens))
 

@@ -1,6 +1,7 @@
 """One completion in the making: its tokens, how far they are computed, and the blocks it holds."""
 
 import dataclasses
+import hashlib
 
 from jattn.engine.params import SamplingParams
 
@@ -35,3 +36,16 @@ class Sequence:
     def output(self) -> list[int]:
         """The tokens generated so far."""
         return self.tokens[len(self.prompt) :]
+
+    def start_over(self) -> None:
+        """Forget what was computed, but no token; the blocks it held are nobody's any more."""
+        self.num_preemptions += bool(self.tables)
+        self.tables, self.kept_from, self.names = [], [], []
+        self.num_computed = self.num_shared = self.num_published = 0
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of a request's completion: the request's own, then some that no other request is likely to bring."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}.{index}".encode(), digest_size=8).digest(), "little") >> 1

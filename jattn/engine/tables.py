@@ -4,6 +4,7 @@ Layers that keep the same tokens form a cache group and share one table. A group
 gives blocks back as soon as no later token can see them; its table then holds the null block there.
 """
 
+import hashlib
 from collections.abc import Sequence as Many
 from typing import Protocol
 
@@ -52,17 +53,30 @@ def most_blocks(
 class BlockTables:
     """Pools and tables of all groups; a sequence's tables live in the sequence, and only this class changes them."""
 
-    def __init__(self, num_blocks: Many[int], block_size: int, groups: Many[Group], prefix_caching: bool = True):
-        """num_blocks: of each group's pool."""
+    def __init__(
+        self,
+        num_blocks: Many[int],
+        block_size: int,
+        groups: Many[Group],
+        prefix_caching: bool = True,
+        weights_version: int = 0,
+    ):
+        """num_blocks: of each group's pool. Tables of different weights never share a block's name."""
         self.block_size = block_size
         self.groups = tuple(groups)
         self.pools = tuple(BlockPool(count) for _, count in zip(self.groups, num_blocks, strict=True))
         self.prefix_caching = prefix_caching
+        self.weights_version = weights_version
 
     @property
     def usage(self) -> float:
         """The share of blocks in use, of the fullest group."""
         return max(share for _, share in self.group_usage)
+
+    @property
+    def evictions(self) -> int:
+        """Cached blocks that were given up for others."""
+        return sum(pool.evictions for pool in self.pools)
 
     @property
     def group_usage(self) -> tuple[tuple[str, float], ...]:
@@ -155,11 +169,15 @@ class BlockTables:
                 return hits
         return 0
 
+    def _root(self, salt: bytes) -> bytes:
+        """What the name of a first block begins from: the weights that compute it, and the request's salt."""
+        return hashlib.blake2b(self.weights_version.to_bytes(8, "little") + salt).digest()
+
     def _name_blocks(self, seq: Sequence, count: int) -> None:
         """Hashes of the first `count` blocks; they depend on tokens only and outlive a preemption."""
         while len(seq.names) < count:
             i = len(seq.names)
-            parent = seq.names[-1] if seq.names else seq.salt
+            parent = seq.names[-1] if seq.names else self._root(seq.salt)
             seq.names.append(block_hash(parent, seq.tokens[i * self.block_size : (i + 1) * self.block_size]))
 
 

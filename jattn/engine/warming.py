@@ -1,4 +1,4 @@
-"""Compiling every program before the first request."""
+"""Compiling every program before the first request, and trying whether one still runs."""
 
 from collections.abc import Callable
 
@@ -9,19 +9,24 @@ from jattn.engine.shapes import StepShapes
 from jattn.engine.step import Model, dispatch
 
 
-def warm(
-    model: Model,
-    params,
-    caches,
-    shapes: StepShapes,
-    num_groups: int,
-    progress: Callable[[int, int, str], None] | None = None,
-):
-    """(caches, number of programs): every bucket once, with a batch of padding that writes nowhere."""
+def warm(model: Model, params, caches, shapes: StepShapes, progress: Callable[[int, int, str], None] | None = None):
+    """(caches, number of programs): every bucket once."""
     todo = shapes.all()
     for done, shape in enumerate(todo):
         if progress is not None:
             progress(done, len(todo), f"{shape[0]} tokens of {shape[1]} requests")
-        caches, said, _ = dispatch(model, params, caches, empty_batch(shape, num_groups, shapes))
-        jax.block_until_ready(said)
+        caches = _run(model, params, caches, shapes, shape)
     return caches, len(todo)
+
+
+def probe(model: Model, params, caches, shapes: StepShapes):
+    """The caches after the smallest program has run; raises where the device, the weights or the model are broken."""
+    return _run(model, params, caches, shapes, shapes.all()[0])
+
+
+def _run(model: Model, params, caches, shapes: StepShapes, shape: tuple[int, int, bool]):
+    """A batch of padding, which writes nowhere, computed to its end."""
+    num_groups = len(model.config.cache_groups)
+    caches, said, _ = dispatch(model, params, caches, empty_batch(shape, num_groups, shapes))
+    jax.block_until_ready(said)
+    return caches

@@ -144,11 +144,14 @@ def test_a_seeded_draw_depends_on_nobody_else():
     assert alone.token_ids != other.token_ids
 
 
-def test_n_completions_are_the_seeds_that_follow():
+def test_n_completions_are_draws_of_their_own_and_no_other_seeds():
     served = engine()
     many = served.generate([[5, 6]], SamplingParams(n=3, seed=20, max_tokens=8))[0]
+    again = served.generate([[5, 6]], SamplingParams(n=3, seed=20, max_tokens=8))[0]
+    assert many.outputs == again.outputs
     ones = [served.generate([[5, 6]], SamplingParams(seed=20 + i, max_tokens=8))[0].token_ids for i in range(3)]
-    assert [output.token_ids for output in many.outputs] == ones
+    assert many.outputs[0].token_ids == ones[0]
+    assert len({*ones, *(output.token_ids for output in many.outputs)}) == 5, "seed=s, n=2 is not seed=s+1"
     assert [output.index for output in many.outputs] == [0, 1, 2]
     stats, prompt = served.stats, [*range(10, 30)]
     served.generate([prompt], SamplingParams(n=3, seed=20, max_tokens=8))

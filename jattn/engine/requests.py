@@ -1,0 +1,109 @@
+"""The requests that are being served, by id, and their completions, by sequence."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from jattn.engine.flight import Flight, logprob_of
+from jattn.engine.outputs import FinishReason, RequestOutput
+from jattn.engine.response import Request, Response
+from jattn.engine.sampling import Sampled
+from jattn.engine.scheduler import Row, Scheduler
+from jattn.engine.sequence import Sequence
+from jattn.engine.step import NOT_SAMPLED
+
+
+class LiveRequests:
+    """Requests from their admission until their last output is told."""
+
+    def __init__(self):
+        self._requests: dict[str, Request] = {}
+        self._responses: dict[str, Response] = {}  # by sequence id; in order of arrival
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._requests
+
+    def get(self, id: str) -> Request | None:
+        return self._requests.get(id)
+
+    def response(self, seq_id: str) -> Response:
+        """The completion that this sequence becomes."""
+        return self._responses[seq_id]
+
+    def add(self, request: Request) -> None:
+        self._requests[request.id] = request
+        self._responses |= {response.seq.id: response for response in request.responses}
+
+    def drop(self, request: Request) -> None:
+        del self._requests[request.id]
+        for response in request.responses:
+            del self._responses[response.seq.id]
+
+    def unfinished(self) -> list[Sequence]:
+        """Sequences that go on, the first to come first."""
+        return [response.seq for response in self._responses.values() if response.finish_reason is None]
+
+    def ids_of(self, seq_ids: Iterable[str]) -> list[str]:
+        """The requests of these sequences, each once; those that have left are left out."""
+        return list(dict.fromkeys(self._responses[s].request_id for s in seq_ids if s in self._responses))
+
+    def outputs(self, ids: Iterable[str]) -> list[RequestOutput]:
+        """What these requests have so far."""
+        return [self._requests[id].output() for id in ids]
+
+    def drop_finished(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            if all(response.finish_reason is not None for response in self._requests[id].responses):
+                self.drop(self._requests[id])
+
+    def fail(self, seq_ids: Iterable[str], why: str) -> int:
+        """End these completions with an error; how many had not ended yet."""
+        going_on = [r for r in map(self._responses.get, seq_ids) if r is not None and r.finish_reason is None]
+        for response in going_on:
+            response.fail(why)
+        return len(going_on)
+
+    def accept(
+        self, flight: Flight, tokens: np.ndarray, told: Sampled | None, scheduler: Scheduler
+    ) -> tuple[list[str], Counter[str]]:
+        """Bring the sequence and the completion of every row up to date; (requests with news, what to count).
+
+        tokens: i32[steps R] as the dispatch gave them.
+        """
+        moved, counts = dict[str, None](), Counter[str]()
+        last_lane = {lane.id: r for r, lane in enumerate(flight.lanes)}
+        for row in flight.plan.rows:
+            response = self._responses.get(row.id)
+            if response is None or response.finish_reason is not None:  # ended while this was on its way
+                continue
+            accepted = _accept_row(response, row, tokens, told, last_lane[row.id])
+            scheduler.commit(response.seq, row, accepted)
+            counts["output_tokens"] += len(accepted)
+            if response.finish_reason is not None:
+                failed = response.finish_reason is FinishReason.ERROR
+                scheduler.remove(response.seq, trusted=not failed)
+                counts["failed" if failed else "finished"] += 1
+            if accepted or response.finish_reason is not None:
+                moved[response.request_id] = None
+        return list(moved), counts
+
+
+def _accept_row(response: Response, row: Row, tokens: np.ndarray, told: Sampled | None, column: int) -> list[int]:
+    """The tokens of one row that count. What goes wrong here, in a tokenizer say, is this row's alone."""
+    new = [token for token in tokens[:, column].tolist() if token != NOT_SAMPLED] if row.samples else []
+    if row.samples and not new:
+        response.fail("the model was asked for a token and gave none")
+        return []
+    try:
+        accepted = response.accept(new)
+        if told is not None and response.seq.params.logprobs is not None:
+            count = response.seq.params.logprobs
+            response.logprobs += [logprob_of(told, i, column, count) for i in range(len(accepted))]
+    except Exception as error:
+        response.fail_unforeseen(error)
+        return []
+    return accepted

@@ -1,0 +1,84 @@
+"""The device's side of an engine: the weights, the caches, and the program that is sent over them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jattn.engine import warming, weights
+from jattn.engine.flight import Flight, send
+from jattn.engine.scheduler import Row, StepPlan
+from jattn.engine.shapes import StepShapes
+from jattn.engine.step import Batch, Model
+from jattn.errors import EngineDeadError
+
+
+class Runner:
+    """Awake it holds weights and caches; asleep, a copy of the weights on the host; dead, it refuses everything."""
+
+    def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):
+        self.model, self.shapes = model, shapes
+        self.params, self.caches = weights.adopt(params), caches
+        self._make_caches = make_caches
+        self._stored: weights.StoredWeights | None = None  # while it sleeps
+        self._dead: EngineDeadError | None = None
+
+    def send(self, plan: StepPlan, lanes: tuple[Row, ...], batch: Batch, number: int) -> Flight:
+        """Send a batch to the device; number: of the dispatch, for a profile."""
+        self.caches, flight = send(self.model, self.params, self.caches, plan, lanes, batch, number)
+        return flight
+
+    def warm(self, progress: Callable[[int, int, str], None] | None) -> int:
+        """Compile every program; how many."""
+        self.caches, count = warming.warm(self.model, self.params, self.caches, self.shapes, progress)
+        return count
+
+    # ------------------------------------------------------------------ weights and memory
+    def update(self, params: Any) -> Callable[[], None]:
+        """Copy weights of the same form to the device; what is returned puts them in place of the present ones."""
+        fresh = weights.copied_like(self.params, params)
+        return lambda: setattr(self, "params", fresh)
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._stored is not None
+
+    def sleep(self) -> None:
+        """Keep the weights on the host, and nothing on the device."""
+        self._stored = weights.StoredWeights(self.params)
+        self.params = None
+        self._drop_caches()
+
+    def wake(self) -> None:
+        """Bring the weights back, and make empty caches."""
+        if self._stored is not None:
+            self.params, self.caches = self._stored.restored(), self._make_caches()
+            self._stored = None
+
+    # ------------------------------------------------------------------ after a failure
+    def renew_caches(self) -> None:
+        """What the caches hold after a failure is not known. EngineDeadError where the device does not compute."""
+        try:
+            self._drop_caches()
+            self.caches = self._make_caches()
+            self.caches = warming.probe(self.model, self.params, self.caches, self.shapes)
+        except Exception as error:
+            self._dead = EngineDeadError(f"the device no longer computes ({type(error).__name__}); start a new process")
+            raise self._dead from error
+
+    def must_be_alive(self) -> None:
+        """EngineDeadError after renew_caches raised one."""
+        if self._dead is not None:
+            raise self._dead
+
+    def must_be_awake(self, what: str) -> None:
+        """RuntimeError where `what` needs the weights and they are away."""
+        self.must_be_alive()
+        if self.is_asleep:
+            raise RuntimeError(f"{what} while the engine sleeps: call wake() first")
+
+    def _drop_caches(self) -> None:
+        for leaf in jax.tree.leaves(self.caches):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self.caches = None

@@ -1,0 +1,54 @@
+"""A model's weights inside an engine: out of everybody else's reach, exchanged whole, put aside and brought back."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def adopt(params: Any) -> Any:
+    """The same weights in containers of our own. Arrays of numpy, which others can write to, are copied; JAX's cannot
+    change, and are shared."""
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, may_alias=False), params)
+
+
+def copied_like(old: Any, new: Any) -> Any:
+    """`new` where `old` lies, in memory that nobody else can donate or delete; ValueError unless it is `old`'s equal in
+    structure, shapes and dtypes."""
+    if wrong := _differences(old, new):
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}; nothing was changed")
+    return jax.tree.map(lambda a, b: jax.device_put(b, a.sharding, may_alias=False), old, new)
+
+
+class StoredWeights:
+    """Weights on the host, and where they belong."""
+
+    def __init__(self, params: Any):
+        self._places = jax.tree.map(lambda x: x.sharding, params)
+        self._host = jax.tree.map(lambda x: np.array(x), params)  # a copy: np.asarray may be the device's own memory
+
+    def restored(self) -> Any:
+        """The weights where they were."""
+        return jax.tree.map(lambda x, place: jax.device_put(x, place, may_alias=False), self._host, self._places)
+
+
+def _differences(old: Any, new: Any) -> list[str]:
+    """How `new` differs from `old` in form, by name."""
+    name = jax.tree_util.keystr
+    a = {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(old)}
+    b = {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(new)}
+    wrong = [f"{path} is missing" for path in a if path not in b]
+    wrong += [f"{path} is unknown" for path in b if path not in a]
+    for path in a:
+        if path in b and (seen := _form(b[path])) != (wanted := _form(a[path])):
+            wrong.append(f"{path} is {seen}, not {wanted}")
+    if not wrong and jax.tree.structure(old) != jax.tree.structure(new):
+        wrong.append(f"the containers are {jax.tree.structure(new)}, not {jax.tree.structure(old)}")
+    return wrong
+
+
+def _form(leaf: Any) -> str:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return type(leaf).__name__
+    return f"{leaf.dtype}{list(leaf.shape)}"
