@@ -91,10 +91,10 @@ def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[l
 
 def replay(engine: jattn.Engine, batches: list) -> float:
     """Seconds of the same dispatches, one behind the other."""
-    batches = jax.block_until_ready(jax.device_put(batches))
+    runner, batches = engine.runner, jax.block_until_ready(jax.device_put(batches))
     begin = time.perf_counter()
     for batch in batches:
-        engine.caches, *news = flight_module.dispatch(engine.model, engine.params, engine.caches, *batch)
+        runner.caches, *news = flight_module.dispatch(runner.model, runner.params, runner.caches, *batch)
     jax.block_until_ready(news)
     return time.perf_counter() - begin
 

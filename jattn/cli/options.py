@@ -23,7 +23,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-prefix-caching", action="store_true", help="compute shared beginnings anew")
 
 
-def make_engine(args: argparse.Namespace, seed: int = 0) -> Engine:
+def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
     """The engine that the options describe, in a process that keeps the memory it frees."""
     keep_freed_memory()
     options = dict(

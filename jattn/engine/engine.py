@@ -85,7 +85,7 @@ class Engine:
         make_caches = functools.partial(config.make_caches, pools, block_size, dtype)
         caches = make_caches()
         model = admission.model_of(config, caches, forward, backend, deterministic)
-        self._runner = Runner(model, params, caches, make_caches, self.shapes)
+        self.runner = Runner(model, params, caches, make_caches, self.shapes)
         self._make_tables = functools.partial(BlockTables, pools, block_size, groups, prefix_caching)
         self.tables = self._make_tables()
         self.scheduler = Scheduler(self.limits, self.tables)
@@ -163,7 +163,7 @@ class Engine:
 
         Requests of different `salt` share no cached blocks (what one tenant sent cannot be timed by another).
         """
-        self._runner.must_be_alive()
+        self.runner.must_be_alive()
         params = SamplingParams() if params is None else params
         id = self._new_id() if request_id is None else request_id
         if not isinstance(id, str) or not id:
@@ -197,7 +197,7 @@ class Engine:
         host does takes no time of the device's. (On a GPU sending a loop takes as long as its steps but the last.) A
         row that the host ends is computed once more, and what comes of it dropped.
         """
-        self._runner.must_be_awake("step()")
+        self.runner.must_be_awake("step()")
         outputs, self._untold = self._untold, []
         try:
             return outputs + self._advance()
@@ -222,7 +222,7 @@ class Engine:
             batch = behind(flight, plan, self.scheduler.running, self.shapes)
             reading = self._reader.submit(self._land, flight)
             try:
-                self._flight = self._runner.send(plan, plan.rows, batch, self._stats.dispatches)
+                self._flight = self.runner.send(plan, plan.rows, batch, self._stats.dispatches)
             finally:
                 landed = reading.result()
             busy = max(self._flight.seconds, landed.seconds)
@@ -243,7 +243,7 @@ class Engine:
         seqs = {row.id: self._live.response(row.id).seq for row in plan.rows}
         lanes = lanes_of(plan, self.shapes)
         batch = batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids)
-        return self._runner.send(plan, lanes, kept_on_device(batch), self._stats.dispatches)
+        return self.runner.send(plan, lanes, kept_on_device(batch), self._stats.dispatches)
 
     def _land(self, flight: Flight) -> Landed:
         """Wait for a flight's tokens, and bring every request up to date."""
@@ -273,12 +273,12 @@ class Engine:
     @property
     def caches(self) -> tuple[PagedKV, ...] | None:
         """The pools on the device, one a layer; None while the engine sleeps."""
-        return self._runner.caches
+        return self.runner.caches
 
     @property
     def model(self) -> Model:
         """What every dispatch calls."""
-        return self._runner.model
+        return self.runner.model
 
     @property
     def stats(self) -> Stats:
@@ -297,17 +297,17 @@ class Engine:
 
         progress(done, total, what) is called before each.
         """
-        self._runner.must_be_awake("warmup()")
+        self.runner.must_be_awake("warmup()")
         if self.has_work:
             raise RuntimeError("warm up before the first request: the pool must be idle")
-        return self._runner.warm(progress)
+        return self.runner.warm(progress)
 
     # ------------------------------------------------------------------ between steps
     @property
     def params(self) -> Any:
         """The weights that are served, in containers of the caller's own; update_weights exchanges them."""
-        self._runner.must_be_awake("params")
-        return jax.tree.map(lambda x: x, self._runner.params)
+        self.runner.must_be_awake("params")
+        return jax.tree.map(lambda x: x, self.runner.params)
 
     def update_weights(self, params: Any) -> None:
         """Serve other weights of the same form from the next step on.
@@ -315,8 +315,8 @@ class Engine:
         Requests under way keep their tokens, and go on with keys and values that the new weights compute; nothing that
         other weights wrote is read again. The weights are copied first, so there must be room for both.
         """
-        self._runner.must_be_awake("update_weights()")
-        exchange = self._runner.update(params)
+        self.runner.must_be_awake("update_weights()")
+        exchange = self.runner.update(params)
         self._settle()
         exchange()
         self._untold += self._start_over(weights_version=self.tables.weights_version + 1)
@@ -324,16 +324,16 @@ class Engine:
     def sleep(self) -> None:
         """Give the device's memory back: the weights go to the host, the cache is dropped. Requests may be added and
         aborted meanwhile; wake() lets them go on."""
-        self._runner.must_be_alive()
-        if not self._runner.is_asleep:
+        self.runner.must_be_alive()
+        if not self.runner.is_asleep:
             self._settle()
             self._untold += self._start_over()
-            self._runner.sleep()
+            self.runner.sleep()
 
     def wake(self) -> None:
         """Take back what sleep() gave away."""
-        self._runner.must_be_alive()
-        self._runner.wake()
+        self.runner.must_be_alive()
+        self.runner.wake()
 
     def _settle(self) -> None:
         """Read the dispatch that is on its way."""
@@ -375,7 +375,7 @@ class Engine:
             seq.start_over()
             self.scheduler.add(seq)
         if new_caches:
-            self._runner.renew_caches()
+            self.runner.renew_caches()
         return outputs
 
     def _new_id(self) -> str:

@@ -13,11 +13,12 @@ SOURCES = ("jattn/", "pallas_kernels/")
 
 
 def ceiling(name: str) -> int:
-    return 500 if name.startswith("pallas_kernels/") else 300
+    return 600 if name.startswith("pallas_kernels/") else 400
 
 
 def test_no_file_outgrows_its_ceiling():
-    """300 lines, a kernel 500, blank lines and comments included: above that hides a second noun."""
+    """400 lines, a kernel 600, blank lines and comments included. Most files are half that long; a longer one usually
+    holds a second noun."""
     lines = {tree.relative(p): len((tree.text(p) or "").splitlines()) for p in tree.files(".py", ".cc", ".h")}
     over = {name: count for name, count in lines.items() if count > ceiling(name)}
     assert not over

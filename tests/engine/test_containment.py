@@ -1,0 +1,185 @@
+"""What fails in a step fails the rows of that step; everybody else gets the answer of a quiet engine."""
+
+import logging
+import threading
+
+import pytest
+
+from jattn.engine import ByteTokenizer, Engine, SamplingParams, flight, warming
+from jattn.engine.tables import BlockTables
+from jattn.errors import EngineDeadError
+from tests.engine import fake
+
+HYBRID = fake.FakeConfig(
+    cache_groups=(fake.Group((0,)), fake.Group((1,), sliding_window=5), fake.Group((2,), chunk_size=8))
+)
+GREEDY = dict(temperature=0, ignore_eos=True)
+LEAKY = RuntimeError("a detail of another request")
+SIZES = dict(num_blocks=60, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_burst=3)
+
+
+def engine(config=HYBRID, params=fake.PARAMS, **options):
+    return Engine(config, params, forward=fake.forward, **SIZES | options)
+
+
+def answer(prompt, count, config=HYBRID):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(fake.next_logits(config, tokens).argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+@pytest.fixture
+def failing(monkeypatch, caplog):
+    """failing(when, before=True): the dispatches of these numbers raise, before or after the device has run."""
+    caplog.set_level(logging.CRITICAL, "jattn.engine")
+    real, count = flight.dispatch, iter(range(10**6))
+
+    def install(when, error=LEAKY, before=True):
+        def dispatch(*args):
+            number = next(count)
+            if number in when and before:
+                raise error
+            result = real(*args)
+            if number in when:
+                raise error
+            return result
+
+        monkeypatch.setattr(flight, "dispatch", dispatch)
+
+    return install
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the device", "after donation"])
+@pytest.mark.parametrize("number", range(6))
+def test_a_dispatch_that_raises_fails_its_rows_and_nobody_else(failing, number, before):
+    """Two rows run, two wait; whichever dispatch fails (prompts, decodes, one that was sent ahead)."""
+    served = engine()
+    prompts = [[5, 6, 7], [9, 8], [20, 21, 22, 23, 24], [5, 6, 7, 30]]
+    failing({number}, before=before)
+    outputs = served.generate(prompts, SamplingParams(max_tokens=12, **GREEDY))
+    failed = [i for i, output in enumerate(outputs) if output.error]
+    assert failed and len(failed) <= 2, "the rows of one step"
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        if i in failed:
+            assert output.finish_reason == "error" and "internal error (RuntimeError)" in output.error
+            assert "another request" not in output.error, "an exception's text may speak of anybody"
+            assert output.token_ids == answer(prompt, 12)[: len(output.token_ids)]
+        else:
+            assert output.token_ids == answer(prompt, 12)
+    assert served.stats.failed == len(failed)
+    for pool in served.tables.pools:
+        pool.check({})
+    again = served.generate(prompts, SamplingParams(max_tokens=5, **GREEDY))
+    assert [output.token_ids for output in again] == [answer(prompt, 5) for prompt in prompts]
+
+
+def test_a_scheduler_that_raises_fails_who_it_may_have_planned_for(monkeypatch, failing):
+    failing(set())
+    served, real, calls = engine(), BlockTables.admit, iter(range(99))
+    monkeypatch.setattr(BlockTables, "admit", lambda *args: 1 / 0 if next(calls) == 1 else real(*args))
+    outputs = served.generate([[5, 6], [7, 8], [9, 10]], SamplingParams(max_tokens=4, **GREEDY))
+    assert [bool(output.error) for output in outputs] == [True, True, False]
+    assert outputs[2].token_ids == answer([9, 10], 4)
+
+
+def test_a_prefix_hit_that_leaves_nothing_to_compute_is_an_error_and_no_endless_loop(monkeypatch, failing):
+    failing(set())
+    served, real = engine(fake.FakeConfig()), BlockTables.admit
+
+    def admit(tables, seq):
+        hit = real(tables, seq)
+        if hit:
+            seq.num_computed = len(seq.tokens)
+        return seq.num_computed
+
+    prompt = list(range(5, 17))
+    served.generate([prompt], SamplingParams(max_tokens=1, **GREEDY))
+    monkeypatch.setattr(BlockTables, "admit", admit)
+    (output,) = served.generate([prompt], SamplingParams(max_tokens=1, **GREEDY))
+    assert "internal error (AssertionError)" in output.error
+
+
+def test_a_step_that_moves_nobody_is_an_error(monkeypatch, failing):
+    failing(set())
+    served = engine()
+    monkeypatch.setattr(BlockTables, "fits", lambda *args: False)
+    (output,) = served.generate([[5, 6]])
+    assert "internal error (AssertionError)" in output.error
+
+
+def test_a_model_that_gives_no_token_fails_its_row(monkeypatch):
+    real = flight.dispatch
+
+    def silent(*args):
+        caches, said, ahead = real(*args)
+        return caches, said.__class__(**{**vars(said), "tokens": said.tokens.at[:, 0].set(-2)}), ahead
+
+    monkeypatch.setattr(flight, "dispatch", silent)
+    first, second = engine().generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, **GREEDY))
+    assert "gave none" in first.error and second.token_ids[0] == answer([7, 8], 1)[0]
+
+
+class Strict(ByteTokenizer):
+    """Some tokens cannot be read."""
+
+    def decode(self, token_ids):
+        if 42 in token_ids:
+            raise KeyError(42)
+        return super().decode(token_ids)
+
+
+def test_text_that_cannot_be_read_fails_its_request_alone(failing):
+    failing(set())
+    config = fake.FakeConfig(eos_token_ids=())
+    served = engine(config, tokenizer=Strict())
+    outputs = served.generate([[i, i + 1] for i in range(3, 23)], SamplingParams(max_tokens=6, **GREEDY))
+    told = [answer(output.prompt_token_ids, 6, config) for output in outputs]
+    assert [bool(output.error) for output in outputs] == [42 in tokens for tokens in told]
+    assert 0 < sum(42 in tokens for tokens in told) < 20
+    assert all(output.error or output.token_ids == tokens for output, tokens in zip(outputs, told, strict=True))
+
+
+def test_only_a_device_that_no_longer_computes_ends_the_engine(monkeypatch, failing):
+    failing(range(99))
+    served = engine()
+    served.add_request([5, 6])
+    (output,) = served.step()
+    assert output.error, "one failure, and the device computes: the engine goes on"
+    monkeypatch.setattr(warming, "dispatch", lambda *args: 1 / 0)
+    served.add_request([5, 6])
+    for call in (served.step, served.step, lambda: served.add_request([5]), served.sleep, served.warmup):
+        with pytest.raises(EngineDeadError, match="start a new process"):
+            call()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_an_interrupt_loses_nothing(failing, number):
+    failing({number}, KeyboardInterrupt(), before=False)
+    served, params = engine(), SamplingParams(max_tokens=9, **GREEDY)
+    ids = [served.add_request(prompt, params) for prompt in ([5, 6], [7, 8, 9])]
+    found = {}
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            found |= {output.id: output for output in served.step()}
+    found |= {output.id: output for output in served.drain()}
+    assert [found[id].token_ids for id in ids] == [answer([5, 6], 9), answer([7, 8, 9], 9)]
+
+
+def test_an_interrupted_generate_leaves_nothing_of_its_own_behind(failing):
+    failing({2}, KeyboardInterrupt())
+    served = engine()
+    other = served.add_request([9, 8], SamplingParams(max_tokens=9, **GREEDY))
+    with pytest.raises(KeyboardInterrupt):
+        served.generate([[5, 6]] * 3, SamplingParams(max_tokens=9, **GREEDY))
+    outputs = [output for output in served.drain()]
+    assert [(output.id, output.token_ids) for output in outputs] == [(other, answer([9, 8], 9))]
+
+
+def test_no_thread_is_left_when_an_engine_is_dropped():
+    before = threading.active_count()
+    for _ in range(3):
+        served = engine()
+        served.generate([[5, 6]], SamplingParams(max_tokens=9, **GREEDY))
+        del served
+    assert threading.active_count() <= before + 1

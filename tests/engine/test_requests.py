@@ -1,0 +1,176 @@
+"""What may be asked of an engine, in which forms; every request gets its own answer, and each is told once."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.engine import ByteTokenizer, Engine, SamplingParams
+from tests.engine import fake
+
+CONFIG = fake.FakeConfig(eos_token_ids=())
+GREEDY = dict(temperature=0, ignore_eos=True)
+SIZES = dict(num_blocks=30, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_burst=3)
+
+
+def engine(**options):
+    return Engine(CONFIG, fake.PARAMS, options.pop("tokenizer", None), forward=fake.forward, **SIZES | options)
+
+
+def answer(prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(fake.next_logits(CONFIG, tokens).argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def test_generate_tells_of_its_own_and_leaves_the_others_to_the_next_step():
+    served = engine()
+    short = served.add_request([5, 6], SamplingParams(max_tokens=2, **GREEDY))
+    long = served.add_request([7, 8], SamplingParams(max_tokens=40, **GREEDY))
+    refused = served.add_request([])
+    gone = served.add_request([9], SamplingParams(max_tokens=40, **GREEDY))
+    served.abort(gone)
+    outputs = served.generate([[20, 21], [22]], SamplingParams(max_tokens=9, **GREEDY))
+    assert [output.token_ids for output in outputs] == [answer([20, 21], 9), answer([22], 9)]
+    found = {}
+    for output in served.drain():
+        assert output.id not in found, "told once"
+        found[output.id] = output
+    assert found.keys() == {short, long, refused, gone}
+    assert found[short].token_ids == answer([5, 6], 2) and found[long].token_ids == answer([7, 8], 40)
+
+
+def test_a_prompt_may_be_any_sequence_of_integers():
+    served, want = engine(), answer([5, 6, 7], 4)
+    params = SamplingParams(max_tokens=np.int64(4), temperature=np.float32(0), ignore_eos=True, top_k=jnp.int32(3))
+    one = [[5, 6, 7], (5, 6, 7), np.array([5, 6, 7], np.uint8), jnp.array([5, 6, 7]), range(5, 8)]
+    one += [[np.int32(5), 6, 7], list(jnp.array([5, 6, 7])), [np.array(5), 6, 7]]
+    for prompt in one:
+        (output,) = served.generate(prompt, params)
+        assert output.token_ids == want and output.prompt_token_ids == (5, 6, 7)
+        assert all(type(token) is int for token in output.prompt_token_ids)
+        assert [o.token_ids for o in served.generate([prompt, [7]], params)] == [want, answer([7], 4)]
+    for many in (np.array([[5, 6, 7]] * 2), jnp.array([[5, 6, 7]] * 2), ([5, 6, 7], (5, 6, 7)), [range(5, 8)] * 2):
+        assert [output.token_ids for output in served.generate(many, params)] == [want] * 2
+    assert served.generate([], params) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([[]], "empty"),
+        ([[5.0]], "float64"),
+        ([[True, False]], "bool"),
+        ([[2**70]], "object"),
+        ([[2**64 - 1]], "outside the vocabulary"),
+        ([[-1]], "outside the vocabulary"),
+        ([[[5], [6]]], r"shape \(2, 1\)"),
+        ([[[5], [6, 7]]], "."),
+        ([None], "object"),
+        ([5.5], r"shape \(\)"),
+        ([{"a": 1}], "object"),
+        (["text"], "needs a tokenizer"),
+        ([b"bytes"], r"shape \(\)"),
+        ([[5] * 10**6], "1000000 tokens"),
+    ],
+)
+def test_what_is_no_prompt_fails_alone_with_a_reason(prompt, words):
+    served = engine()
+    bad, good = served.generate([*prompt, [5, 6]], SamplingParams(max_tokens=3, **GREEDY))
+    assert bad.finish_reason == "error" and good.token_ids == answer([5, 6], 3)
+    assert re.search(words, bad.error), bad.error
+
+
+def test_text_that_cannot_be_encoded_fails_alone():
+    served = engine(tokenizer=ByteTokenizer(num_special=2))
+    for prompt, salt in (("\ud800", ""), ([5], "\ud800"), ([5], 7), ([5], None)):
+        served.add_request(prompt, salt=salt)
+        (output,) = served.step()
+        assert "surrogate" in output.error
+    served.add_request([5], params="greedy")
+    assert "SamplingParams" in served.step()[0].error
+    assert served.generate([[5, 6]], SamplingParams(max_tokens=3, **GREEDY))[0].token_ids == answer([5, 6], 3)
+
+
+def test_ids_are_text_and_never_meet():
+    served, params = engine(), SamplingParams(max_tokens=3, **GREEDY)
+    assert served.add_request([5], params, request_id="request-1") == "request-1"
+    assert served.add_request([6], params, request_id="0.0") == "0.0", "the engine's own names are no matter"
+    ids = [served.add_request([7], params) for _ in range(3)]
+    assert len({"request-1", "0.0", *ids}) == 5
+    with pytest.raises(ValueError, match="still running"):
+        served.add_request([5], params, request_id="request-1")
+    for id in (5, "", None.__class__, b"x", np.int64(3)):
+        with pytest.raises(ValueError, match="must be a string"):
+            served.add_request([5], params, request_id=id)
+    refused = served.add_request([], params, request_id="twice")
+    with pytest.raises(ValueError, match="still running"):
+        served.add_request([5], params, request_id=refused)
+    found = {output.id: output.token_ids for output in served.drain()}
+    assert found == {"request-1": answer([5], 3), "0.0": answer([6], 3), "twice": ()} | dict.fromkeys(
+        ids, answer([7], 3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("top_k", [2**31, -2, 1.5, True, "3", None]),
+        ("n", [0, 129, 300_000, 10**400]),
+        ("max_tokens", [0, 2**31, None]),
+        ("seed", [-1, 2**63, 1.0]),
+        ("logprobs", [-1, 21, True]),
+        ("temperature", [-1, 1e39, float("nan"), float("inf"), 10**400, "hot", None, np.array([1.0, 2.0])]),
+        ("top_p", [0, 1.1, float("nan"), None]),
+        ("min_p", [-0.1, 1.1]),
+        ("repetition_penalty", [0, 1e-40, 1e9]),
+        ("presence_penalty", [3, float("-inf")]),
+        ("frequency_penalty", [-3, "x"]),
+        ("stop", ["", [""], [5], 5, None, ["a"] * 65, ["a" * 4097], "\ud800", {"a": 1}.values()]),
+        ("stop_token_ids", [5, [-1], [2**31], [1.5], None, [3] * 65, [[3]], "34"]),
+        ("ignore_eos", [1, "no", None]),
+        ("include_stop_str_in_output", [0]),
+    ],
+)
+def test_every_number_and_text_is_bounded_at_the_door(field, values):
+    for value in values:
+        with pytest.raises(ValueError, match=field) as refusal:
+            SamplingParams(**{field: value})
+        assert len(str(refusal.value)) < 300
+
+
+def test_seeds_differ_between_engines_and_between_completions():
+    draw = lambda **options: [
+        output.token_ids
+        for output in engine(**options).generate([[5, 6]] * 2, SamplingParams(max_tokens=12, ignore_eos=True))
+    ]
+    assert draw(seed=3) == draw(seed=3) != draw(seed=4)
+    unseeded = [tuple(draw()) for _ in range(3)]
+    assert len(set(unseeded)) == 3, "R-36: the same tokens after every restart"
+    many = lambda seed, n: (
+        engine().generate([[5, 6]], SamplingParams(max_tokens=12, n=n, seed=seed, ignore_eos=True))[0].outputs
+    )
+    draws = {seed: [output.token_ids for output in many(seed, 4)] for seed in range(10, 16)}
+    assert len({tokens for four in draws.values() for tokens in four}) == 24
+    assert draws[10][0] == many(10, 1)[0].token_ids
+
+
+@pytest.mark.parametrize("prompt_len", [1, 7, 8, 9, 30, 31])
+def test_r50_the_last_token_that_fits_is_told(prompt_len):
+    served = engine(max_model_len=32)
+    prompt = [5 + i for i in range(prompt_len)]
+    for asked in (32 - prompt_len, 32):
+        (output,) = served.generate([prompt], SamplingParams(max_tokens=asked, **GREEDY))
+        assert output.token_ids == answer(prompt, 32 - prompt_len) and output.finish_reason == "length"
+
+
+def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_finite():
+    served = engine()
+    for temperature in (1e-45, 1e-38, 1e-30):
+        (output,) = served.generate([[5, 6]], SamplingParams(max_tokens=9, temperature=temperature, ignore_eos=True))
+        assert output.token_ids == answer([5, 6], 9)
+    for options in (dict(temperature=1e4), dict(repetition_penalty=1e-2), dict(repetition_penalty=1e2)):
+        (output,) = served.generate([[5, 6]], SamplingParams(max_tokens=9, ignore_eos=True, **options))
+        assert len(output.token_ids) == 9 and not output.error

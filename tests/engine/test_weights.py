@@ -1,0 +1,159 @@
+"""Weights are exchanged whole, between steps, and no key of other weights is ever served (R-41)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.engine import BlockTables, Engine, SamplingParams, Sequence
+from tests.engine import fake
+
+CONFIG = fake.FakeConfig(eos_token_ids=())
+GREEDY = dict(temperature=0, ignore_eos=True)
+SIZES = dict(num_blocks=60, block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_burst=3)
+
+
+def shifted(tokens, shift):
+    """Never the token whose logits are NaN."""
+    return 2 + (tokens - 2 + shift) % (CONFIG.vocab_size - 2)
+
+
+def forward(config, params, token_ids, caches, meta, **options):
+    """The fake model, whose keys depend on the weights: token ids are stored shifted by `shift`."""
+    shift = params["deep"][0]["shift"].astype(jnp.int32)
+    return fake.forward(config, params, shifted(jnp.asarray(token_ids), shift), caches, meta, **options)
+
+
+def weights(shift=0, bias=None):
+    bias = fake.PARAMS["bias"] if bias is None else bias
+    return {"bias": jnp.asarray(bias), "deep": [{"shift": jnp.asarray(shift, jnp.float32)}]}
+
+
+def engine(params, **options):
+    return Engine(CONFIG, params, forward=forward, **SIZES | options)
+
+
+def answer(prompt, count, shift=0):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(fake.next_logits(CONFIG, shifted(np.asarray(tokens), shift)).argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+PROMPT = list(range(5, 30))
+
+
+def test_r41_after_an_exchange_everything_is_what_a_fresh_engine_gives():
+    served, params = engine(weights()), SamplingParams(max_tokens=8, **GREEDY)
+    assert served.generate([PROMPT], params)[0].token_ids == answer(PROMPT, 8)
+    served.update_weights(weights(3))
+    assert served.generate([PROMPT], params)[0].token_ids == answer(PROMPT, 8, 3) != answer(PROMPT, 8)
+    assert served.stats.cached_tokens == 0
+    served.update_weights(weights(0))  # the same as at first: known to nobody, and right all the same
+    assert served.generate([PROMPT], params)[0].token_ids == answer(PROMPT, 8)
+    assert served.stats.cached_tokens == 0
+    served.generate([PROMPT], params)
+    assert served.stats.cached_tokens == 24
+
+
+def test_the_name_of_a_block_carries_the_weights_version():
+    names = []
+    for version in (0, 1):
+        tables = BlockTables((9,), 4, CONFIG.cache_groups, weights_version=version)
+        seq = Sequence("0.0", tuple(PROMPT), SamplingParams())
+        tables.admit(seq)
+        names.append(seq.names)
+    assert len(names[0]) == 6 and not set(names[0]) & set(names[1])
+
+
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_a_request_under_way_goes_on_with_what_the_new_weights_compute(steps):
+    """Whatever is on its way at the time: prompts, decodes, a dispatch that was sent ahead."""
+    served, params = engine(weights()), SamplingParams(max_tokens=30, **GREEDY)
+    prompts = [PROMPT, [9, 8], [7]]
+    ids = [served.add_request(prompt, params) for prompt in prompts]
+    for _ in range(steps):
+        served.step()
+    before = {output.id: output.token_ids for output in served._live.outputs(ids)}
+    served.update_weights(weights(3))
+    landed = {output.id: output.token_ids for output in served._live.outputs(ids)}
+    found = {output.id: output.token_ids for output in served.drain()}
+    for id, prompt in zip(ids, prompts, strict=True):
+        kept = landed[id]
+        assert kept[: len(before[id])] == before[id]
+        assert kept == answer(prompt, len(kept))
+        assert found[id] == kept + answer([*prompt, *kept], 30 - len(kept), 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda w: {"bias": w["bias"]}, r"\['deep'\]\[0\]\['shift'\] is missing"),
+        (lambda w: w | {"more": w["bias"]}, r"\['more'\] is unknown"),
+        (lambda w: w | {"bias": w["bias"][:-1]}, r"\['bias'\] is float32\[60\], not float32\[61\]"),
+        (lambda w: w | {"bias": w["bias"].astype(jnp.bfloat16)}, r"\['bias'\] is bfloat16\[61\], not float32"),
+        (lambda w: w | {"bias": "text"}, r"\['bias'\] is str, not float32"),
+        (lambda w: w | {"deep": tuple(w["deep"])}, "containers"),
+        (lambda w: None, "missing"),
+    ],
+)
+def test_weights_of_another_form_are_refused_and_change_nothing(wrong, words):
+    served, params = engine(weights()), SamplingParams(max_tokens=8, **GREEDY)
+    id = served.add_request(PROMPT, params)
+    served.step()
+    with pytest.raises(ValueError, match=words):
+        served.update_weights(wrong(weights(3)))
+    (output,) = served.drain()
+    assert (output.id, output.token_ids) == (id, answer(PROMPT, 8))
+
+
+def test_nobody_changes_the_weights_behind_the_engines_back():
+    mine = weights()
+    mine["deep"][0]["shift"] = np.zeros((), np.float32)  # numpy's can be written to
+    served, params = engine(mine), SamplingParams(max_tokens=4, **GREEDY)
+    with pytest.raises(AttributeError):
+        served.params = weights(3)
+    mine["deep"][0]["shift"][...] = 3
+    mine["bias"] = mine["bias"] + 1e9 * np.arange(61)
+    served.params["deep"][0]["shift"] = jnp.float32(3)
+    assert served.generate([PROMPT], params)[0].token_ids == answer(PROMPT, 4)
+    new = weights(3)
+    served.update_weights(new)
+    jax.tree.map(lambda x: x.delete(), new)  # as a training step does that donates its weights
+    assert served.generate([PROMPT], params)[0].token_ids == answer(PROMPT, 4, 3)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_nap_changes_no_token_and_holds_no_memory(steps):
+    served, params = engine(weights()), SamplingParams(max_tokens=20, **GREEDY)
+    ids = [served.add_request(prompt, params) for prompt in (PROMPT, [9, 8])]
+    for _ in range(steps):
+        served.step()
+    held = jax.tree.leaves(served.caches)
+    served.sleep()
+    served.sleep()
+    assert all(leaf.is_deleted() for leaf in held) and served.caches is None
+    ids.append(served.add_request([7], params))
+    for call in (served.step, served.warmup, lambda: served.params, lambda: served.update_weights(weights())):
+        with pytest.raises(RuntimeError, match="wake"):
+            call()
+    assert served.abort(ids[1])
+    served.wake()
+    served.wake()
+    found = {output.id: output for output in served.drain()}
+    assert found[ids[0]].token_ids == answer(PROMPT, 20) and found[ids[2]].token_ids == answer([7], 20)
+    assert found[ids[1]].finish_reason == "abort"
+
+
+def test_nothing_compiles_after_an_exchange_or_a_nap(compiles):
+    served, params = engine(weights()), SamplingParams(max_tokens=8, **GREEDY)
+    served.warmup()
+    served.generate([PROMPT], params)
+    new = weights(3)
+    served.update_weights(weights(1))
+    with compiles() as seen:
+        served.update_weights(new)
+        served.sleep()
+        served.wake()
+        served.generate([PROMPT], params)
+    assert "dispatch" not in seen.names
