@@ -52,16 +52,16 @@ class Runner:
     def wake(self) -> None:
         """Bring the weights back, and make empty caches."""
         if self._stored is not None:
-            self.params, self.caches = self._stored.restored(), self._make_caches()
+            self.params = self._stored.restored()
             self._stored = None
+            self.renew_caches()
 
-    # ------------------------------------------------------------------ after a failure
+    # ------------------------------------------------------------------ whole or broken
     def renew_caches(self) -> None:
-        """What the caches hold after a failure is not known. EngineDeadError where the device does not compute."""
+        """Empty caches in place of those there were. EngineDeadError where the device does not compute."""
         try:
             self._drop_caches()
-            self.caches = self._make_caches()
-            self.caches = warming.probe(self.model, self.params, self.caches, self.shapes)
+            self.caches = warming.probe(self.model, self.params, self._make_caches(), self.shapes)
         except Exception as error:
             self._dead = EngineDeadError(f"the device no longer computes ({type(error).__name__}); start a new process")
             raise self._dead from error

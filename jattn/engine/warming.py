@@ -10,17 +10,22 @@ from jattn.engine.step import Model, dispatch
 
 
 def warm(model: Model, params, caches, shapes: StepShapes, progress: Callable[[int, int, str], None] | None = None):
-    """(caches, number of programs): every bucket once."""
+    """(caches, number of programs): every bucket once.
+
+    The first bucket twice: over new caches, and over such as a dispatch leaves. JAX tells the two apart on a GPU, and
+    compiles for each.
+    """
     todo = shapes.all()
-    for done, shape in enumerate(todo):
-        if progress is not None:
+    for done, shape in enumerate((*todo, todo[0])):
+        if progress is not None and done < len(todo):
             progress(done, len(todo), f"{shape[0]} tokens of {shape[1]} requests")
         caches = _run(model, params, caches, shapes, shape)
     return caches, len(todo)
 
 
 def probe(model: Model, params, caches, shapes: StepShapes):
-    """The caches after the smallest program has run; raises where the device, the weights or the model are broken."""
+    """New caches after the smallest program has run over them, as every other program knows caches; raises where the
+    device, the weights or the model are broken."""
     return _run(model, params, caches, shapes, shapes.all()[0])
 
 
