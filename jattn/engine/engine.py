@@ -295,7 +295,7 @@ class Engine:
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every program that serving can ask for; afterwards nothing compiles. Returns how many.
 
-        progress(done, total, what) is called before each.
+        progress(done, total, what) is called as each is compiled.
         """
         self.runner.must_be_awake("warmup()")
         if self.has_work:

@@ -1,6 +1,8 @@
 """Compiling every program before the first request, and trying whether one still runs."""
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
 
@@ -10,15 +12,22 @@ from jattn.engine.step import Model, dispatch
 
 
 def warm(model: Model, params, caches, shapes: StepShapes, progress: Callable[[int, int, str], None] | None = None):
-    """(caches, number of programs): every bucket once.
+    """(caches, number of programs): every bucket compiled, several at a time, and run once.
 
-    The first bucket twice: over new caches, and over such as a dispatch leaves. JAX tells the two apart on a GPU, and
-    compiles for each.
+    The first bucket runs twice: over new caches, and over such as a dispatch leaves. JAX tells the two apart on a GPU,
+    and compiles for each.
     """
     todo = shapes.all()
-    for done, shape in enumerate((*todo, todo[0])):
-        if progress is not None and done < len(todo):
-            progress(done, len(todo), f"{shape[0]} tokens of {shape[1]} requests")
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
+        # Lowering is Python's work, one program after the other; compiling one leaves Python to lower the next.
+        # A call of `dispatch` with arguments like these finds what was compiled here.
+        lower = lambda shape: dispatch.lower(model, params, caches, _padding(model, shapes, shape))
+        jobs = {pool.submit(lower(shape).compile): shape for shape in todo}
+        for done, job in enumerate(as_completed(jobs)):
+            job.result()
+            if progress is not None:
+                progress(done, len(todo), "{} tokens of {} requests".format(*jobs[job]))
+    for shape in (*todo, todo[0]):
         caches = _run(model, params, caches, shapes, shape)
     return caches, len(todo)
 
@@ -30,8 +39,12 @@ def probe(model: Model, params, caches, shapes: StepShapes):
 
 
 def _run(model: Model, params, caches, shapes: StepShapes, shape: tuple[int, int, bool]):
-    """A batch of padding, which writes nowhere, computed to its end."""
-    num_groups = len(model.config.cache_groups)
-    caches, said, _ = dispatch(model, params, caches, empty_batch(shape, num_groups, shapes))
+    """A batch of padding computed to its end."""
+    caches, said, _ = dispatch(model, params, caches, _padding(model, shapes, shape))
     jax.block_until_ready(said)
     return caches
+
+
+def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]):
+    """A batch that writes nowhere."""
+    return empty_batch(shape, len(model.config.cache_groups), shapes)
