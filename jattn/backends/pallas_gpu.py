@@ -186,9 +186,14 @@ class PallasGpuBackend(AttentionBackend):
     """bf16 and f16 queries on Hopper; what the kernel cannot do it says itself (pallas_kernels.gpu.supports)."""
 
     supported_dtypes = QUERY_DTYPES
-    supported_kv_cache_dtypes = (*QUERY_DTYPES, *quant.QUANTISED)
+    supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(8),)
-    attn_types = tuple(AttentionType)
+    attn_types = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
     platforms = ("gpu",)
     min_compute_capability = 90

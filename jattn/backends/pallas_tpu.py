@@ -149,10 +149,15 @@ class PallasTpuBackend(AttentionBackend):
     """bf16 and f32 queries; what the kernel cannot do it says itself (pallas_kernels.tpu.supports)."""
 
     supported_dtypes = QUERY_DTYPES
-    supported_kv_cache_dtypes = (*QUERY_DTYPES, *quant.QUANTISED)
+    supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(16),)
     kv_cache_layouts = ("HND",)
-    attn_types = tuple(AttentionType)
+    attn_types = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
     quant_modes = ("none", "per_tensor", "per_head")
     platforms = ("tpu",)
     features = frozenset(

@@ -45,7 +45,7 @@ def _vllm(backend, q: Question) -> Iterator[str]:
         needed = f"sm_{backend.min_compute_capability} or newer"
         yield f"compute capability not supported: {chip.generation} seen, {needed} supported"
     if not backend.supports_attn_type(q.attn_type):
-        yield f"attention type {q.attn_type} not supported: {_list(backend.attn_types)} supported"
+        yield f"attention type {q.attn_type} not supported: {listed(backend.attn_types)} supported"
     yield from _features(backend, q, _AFTER_TYPE)
 
 
@@ -79,9 +79,10 @@ def supports(backend, feature: Feature) -> bool:
 
 
 def _not(what: str, seen, supported) -> str:
-    return f"{what} not supported: {seen} seen, {_list(supported)} supported"
+    return f"{what} not supported: {seen} seen, {listed(supported)} supported"
 
 
-def _list(values) -> str:
+def listed(values) -> str:
+    """'16, 32' or 'multiples of 8': how a sentence names what is supported."""
     words = {MultipleOf: lambda v: f"multiples of {v.base}", AttentionType: lambda v: v.value}
-    return ", ".join(words.get(type(v), str)(v) for v in values) or "others"
+    return ", ".join(words.get(type(v), str)(v) for v in values) or "none"

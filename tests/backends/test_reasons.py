@@ -136,9 +136,17 @@ def test_each_field_of_a_spec_asks_for_its_feature(layer, cache, feature):
     spec, cache_spec = dataclasses.replace(SPEC, **layer), dataclasses.replace(CACHE, **cache)
     asked = {name for name, _ in Question.of(spec, cache_spec, CPU).needs}
     assert feature in asked and asked <= {feature, Feature.LSE, Feature.SLIDING_WINDOW, Feature.CHUNK, Feature.ALIBI}
-    able = derived(features=ToyBackend.features | asked, supported_kv_cache_dtypes=(), quant_modes=("none", "per_head"))
+    able = derived(
+        features=ToyBackend.features | asked,
+        supported_kv_cache_dtypes=("float32", "int8"),
+        quant_modes=("none", "per_head"),
+    )
     assert able.reasons(spec, cache_spec, CPU) == ()
-    without = derived(features=able.features - {feature}, supported_kv_cache_dtypes=(), quant_modes=able.quant_modes)
+    without = derived(
+        features=able.features - {feature},
+        supported_kv_cache_dtypes=able.supported_kv_cache_dtypes,
+        quant_modes=able.quant_modes,
+    )
     assert [reason.split(":")[0] for reason in without.reasons(spec, cache_spec, CPU)] == [f"{feature} not supported"]
 
 
