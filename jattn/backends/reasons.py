@@ -1,10 +1,12 @@
 """Why a backend cannot: every reason, in one order, each saying what was seen and what is supported."""
 
+import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jattn.backends.feature import Feature
 from jattn.backends.question import Question
+from jattn.spec import AttentionSpec
 from jattn.types import AttentionType, MultipleOf
 
 if TYPE_CHECKING:
@@ -76,6 +78,25 @@ def supports(backend, feature: Feature) -> bool:
         Feature.BATCH_INVARIANCE: backend.supports_batch_invariance,
     }
     return named[feature]() if feature in named else backend.supports(feature)
+
+
+def without_refused(backend, spec: AttentionSpec) -> AttentionSpec:
+    """The layer less the options that the backend's features refuse already: a kernel's own reasons do not repeat them.
+
+    A field that is not in the table stays, and the kernel judges it.
+    """
+    table = {
+        Feature.CHUNK_LOOKBACK: dict(chunk_lookback=0),
+        Feature.RSWA: dict(use_rswa=False),
+        Feature.MM_PREFIX: dict(use_mm_prefix=False, mm_prefix_clamp_sliding_window=False),
+        Feature.ALIBI_SQRT: dict(use_alibi_sqrt=False),
+        Feature.MASK_FN: dict(mask_fn=None),
+        Feature.SCORE_FN: dict(score_fn=None),
+    }
+    changes: dict[str, Any] = {}
+    for feature, fields in table.items():
+        changes |= {} if supports(backend, feature) else fields
+    return dataclasses.replace(spec, **changes)
 
 
 def _not(what: str, seen, supported) -> str:
