@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import jattn
+from tests import matrix
 from tests.problem import Problem
 
 
@@ -25,7 +26,7 @@ def run(problem: Problem, backend: str = "auto", pages: jattn.PagedKV | None = N
 
 
 def takes(backend: str, problem: Problem) -> bool:
-    """Does this backend take this layer and this batch, here?"""
+    """Does this backend take this layer and this batch, here? AssertionError unless the support matrix says so too."""
     try:
         attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
         jax.eval_shape(attn.build, problem.meta)
@@ -33,8 +34,10 @@ def takes(backend: str, problem: Problem) -> bool:
             jax.eval_shape(
                 lambda meta: attn.attend(problem.q, problem.cache(), attn.build(meta), problem.params), problem.meta
             )
-    except jattn.UnsupportedError:
+    except jattn.UnsupportedError as refusal:
+        matrix.check_refusal(backend, problem, refusal)
         return False
+    matrix.check_taken(backend, problem)
     return True
 
 
