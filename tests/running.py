@@ -59,7 +59,7 @@ def conform(problem: Problem, backend: str, lse_floor: float = 0.0) -> None:
     after, state = run(problem, backend, before)
     assert state.out.dtype == (problem.spec.output_dtype or problem.q.dtype) and state.lse.dtype == np.float32
     answer = problem.answer(after)
-    dataclasses.replace(answer, lse_limit=max(answer.lse_limit, lse_floor)).check(state)
+    dataclasses.replace(answer, lse_limit=np.maximum(answer.lse_limit, lse_floor)).check(state)
     written = {slot for r, first in enumerate(problem.case.computed) for slot in problem.slots(r, first)}
     others = np.setdiff1d(np.arange(problem.num_blocks * problem.block_size), list(written))
     for old, held in zip(_slots(problem, before), _slots(problem, after), strict=True):
