@@ -148,7 +148,7 @@ MUTANTS = {
     "a draw's position forgotten between dispatches": Mutant(
         "jattn.engine.batch.sampling_rows",
         positions_lost,
-        (laws.test_a_seeded_request_draws_alike_in_bursts_of_any_length,),
+        (laws.test_the_draw_of_a_token_is_that_of_its_position,),
     ),
     "a key that does not advance": Mutant(
         "jattn.engine.sampling._row_key",

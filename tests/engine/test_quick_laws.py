@@ -3,6 +3,7 @@
 import numpy as np
 
 from jattn.engine import Engine, SamplingParams
+from jattn.engine.sampling import choose, penalties_of, sampling_rows
 from tests.engine import fake
 
 PLAIN = fake.FakeConfig()
@@ -10,9 +11,9 @@ WINDOW = fake.FakeConfig(cache_groups=(fake.Group((0,), sliding_window=5),))
 A, B = [3, 4, 5, 6], [7, 8, 9, 10]  # a block each
 
 
-def engine(config=PLAIN, **options):
+def engine(config=PLAIN, params=fake.PARAMS, **options):
     sizes = dict(num_blocks=24, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_burst=3)
-    return Engine(config, fake.PARAMS, forward=fake.forward, **sizes | options)
+    return Engine(config, params, forward=fake.forward, **sizes | options)
 
 
 def outputs_of(served, requests, most_steps=60, **options):
@@ -73,14 +74,18 @@ def test_a_window_gives_no_block_back_that_is_still_seen():
 
 
 def test_penalties_are_applied_to_what_was_said():
-    """Greedy, in bursts: the definition, token by token."""
-    (tokens,) = said(engine(), A, max_tokens=12, ignore_eos=True, frequency_penalty=1.3, repetition_penalty=1.7)
+    """Greedy, in bursts: the definition, token by token. Without them, one token is said all the time."""
+    bias = 11.0 * (np.arange(PLAIN.vocab_size) == 9).astype(np.float32)
+    served = engine(max_burst=8, params={"bias": fake.PARAMS["bias"] + bias})
+    assert said(served, A, max_tokens=12, ignore_eos=True) == [[9] * 12]
+    (tokens,) = said(served, A, max_tokens=12, ignore_eos=True, frequency_penalty=2.0, repetition_penalty=1.1)
+    assert 1 <= tokens.count(9) < 10
     for i, token in enumerate(tokens):
-        row = fake.next_logits(PLAIN, A + tokens[:i]).astype(np.float64)
+        row = (fake.next_logits(PLAIN, A + tokens[:i]) + bias).astype(np.float64)
         for t in {*A, *tokens[:i]}:
-            row[t] = row[t] / 1.7 if row[t] > 0 else row[t] * 1.7
+            row[t] = row[t] / 1.1 if row[t] > 0 else row[t] * 1.1
         for t in set(tokens[:i]):
-            row[t] -= 1.3 * tokens[:i].count(t)
+            row[t] -= 2.0 * tokens[:i].count(t)
         assert abs(row[token] - row.max()) < 1e-5, f"token {i}"
 
 
@@ -91,6 +96,16 @@ def test_a_seeded_request_draws_alike_in_bursts_of_any_length():
 
 
 def test_flat_logits_are_drawn_differently_step_after_step():
-    """At a temperature that makes all tokens alike, twelve draws are not one and the same token."""
-    (tokens,) = said(engine(), A, temperature=1e6, seed=5, max_tokens=12, ignore_eos=True)
-    assert len(set(tokens)) >= 6
+    """At a temperature that makes all tokens nearly alike, twelve draws are not one and the same token."""
+    (tokens,) = said(engine(), A, temperature=30.0, seed=5, max_tokens=12, ignore_eos=True)
+    assert len(tokens) == 12 and len(set(tokens)) >= 8
+
+
+def test_the_draw_of_a_token_is_that_of_its_position():
+    """Counted from the first token of the output, whichever dispatch it comes from."""
+    drawn = dict(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
+    (tokens,) = said(engine(), A, **drawn)
+    logits = np.stack([fake.next_logits(PLAIN, A + tokens[:i]) for i in range(12)])
+    rows = sampling_rows([SamplingParams(**drawn)] * 12, [5] * 12, range(12), [1] * 12, [()] * 12, 12)
+    wanted = choose(logits, rows, penalties_of([], [], [], 12, 4), np.full((1, 12), -2, np.int32), False).tokens
+    assert tokens == np.asarray(wanted).tolist()
