@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import jattn
+from tests import matrix
 from tests.problem import Problem
 
 
@@ -25,7 +26,7 @@ def run(problem: Problem, backend: str = "auto", pages: jattn.PagedKV | None = N
 
 
 def takes(backend: str, problem: Problem) -> bool:
-    """Does this backend take this layer and this batch, here?"""
+    """Does this backend take this layer and this batch, here? AssertionError unless the support matrix says so too."""
     try:
         attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
         jax.eval_shape(attn.build, problem.meta)
@@ -33,8 +34,10 @@ def takes(backend: str, problem: Problem) -> bool:
             jax.eval_shape(
                 lambda meta: attn.attend(problem.q, problem.cache(), attn.build(meta), problem.params), problem.meta
             )
-    except jattn.UnsupportedError:
+    except jattn.UnsupportedError as refusal:
+        matrix.check_refusal(backend, problem, refusal)
         return False
+    matrix.check_taken(backend, problem)
     return True
 
 
@@ -56,7 +59,7 @@ def conform(problem: Problem, backend: str, lse_floor: float = 0.0) -> None:
     after, state = run(problem, backend, before)
     assert state.out.dtype == (problem.spec.output_dtype or problem.q.dtype) and state.lse.dtype == np.float32
     answer = problem.answer(after)
-    dataclasses.replace(answer, lse_limit=max(answer.lse_limit, lse_floor)).check(state)
+    dataclasses.replace(answer, lse_limit=np.maximum(answer.lse_limit, lse_floor)).check(state)
     written = {slot for r, first in enumerate(problem.case.computed) for slot in problem.slots(r, first)}
     others = np.setdiff1d(np.arange(problem.num_blocks * problem.block_size), list(written))
     for old, held in zip(_slots(problem, before), _slots(problem, after), strict=True):

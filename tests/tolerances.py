@@ -3,7 +3,8 @@
     allowed = 2 * max|naive - exact| + eps(dtype) * max|exact| + eps(float32) * (1 + logit) * max(sum of p * |v|)
 
 `exact` is the float64 witness; `naive` is textbook attention in float32 whose operands, probabilities and
-result are rounded to the dtype. Both are measured on the very data of the test, so no tolerance is a guess.
+result are rounded to the dtype. Both are measured on the very data of the test, so no tolerance is a guess; and on
+each request by itself, because a short request's large numbers would hide an error in a long one's small ones.
 The other terms, a unit in the last place of the result, of what was summed to get it and of what a logit was summed
 from (scale * max(sum of |q| * |k|)), cover rows on which the naive computation happens to be exact.
 """
@@ -64,19 +65,16 @@ def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, soft_cap=None, slope
     return out, lse
 
 
-def largest_logit(q, keys, query_lens, scale: float) -> float:
-    """max |q| . |k| * scale, what a logit is summed from, over every request's queries [T H D] and keys [L K D]."""
-    largest, start = 0.0, 0
-    for count, k in zip(query_lens, keys, strict=False):
-        mine, start = q[start : start + count], start + count
-        if count and len(k):
-            grouped = mine.reshape(count, k.shape[1], -1, mine.shape[-1])
-            largest = max(largest, np.einsum("tkgd,lkd->tkgl", np.abs(grouped), np.abs(k)).max() * scale)
-    return float(largest)
+def largest_logit(q, k, scale: float) -> float:
+    """max |q| . |k| * scale, what a logit is summed from, over one request's queries [Lq H D] and keys [L K D]."""
+    if not len(q) or not len(k):
+        return 0.0
+    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+    return float(np.einsum("tkgd,lkd->tkgl", np.abs(grouped), np.abs(k)).max() * scale)
 
 
 def allowed(naive, exact, dtype: str, mass=0.0, logit: float = 0.0) -> float:
-    """The largest error that passes; `mass` is the sum of p * |v|, which a cancelling sum is made of.
+    """The largest error of one request that passes; `mass` is the sum of p * |v|, which a cancelling sum is made of.
 
     For an lse it is 1, the sum of p: a logit wrong by its last place moves it by no more.
     """
@@ -88,13 +86,28 @@ def allowed(naive, exact, dtype: str, mass=0.0, logit: float = 0.0) -> float:
     return float(2 * wrong + last_place)
 
 
-def assert_within(got, exact, limit: float, what: str = "out") -> None:
-    """Same shape, same infinities, no NaN, and no element further from `exact` than `limit`."""
+def allowed_each(naive, exact, query_lens, dtype: str, mass, logits) -> np.ndarray:
+    """`allowed` of each request of a packed batch, one number a row: [T 1 ..], 0 for padding. logits: one a request."""
+    limits, start = np.zeros((len(exact), *[1] * (exact.ndim - 1))), 0
+    for count, logit in zip(query_lens, logits, strict=True):
+        rows, start = slice(start, start + count), start + count
+        limits[rows] = allowed(naive[rows], exact[rows], dtype, mass[rows], logit)
+    return limits
+
+
+def assert_within(got, exact, limit, what: str = "out") -> None:
+    """Same shape, same infinities, no NaN, no element further from `exact` than `limit`: one for all, or one a row."""
     got = np.asarray(got, np.float64)
     assert got.shape == exact.shape, f"{what}: {got.shape=} must be {exact.shape}"
     assert not np.isnan(got).any(), f"{what}: {np.isnan(got).sum()} NaN of {got.size}"
     np.testing.assert_array_equal(np.isinf(got), np.isinf(exact), err_msg=f"{what}: infinities differ")
     fine = np.isfinite(exact)
-    error = np.abs(got - np.where(fine, exact, 0))[fine]
-    worst = error.max(initial=0.0)
-    assert worst <= limit, f"{what}: {worst=:.3g} is over {limit=:.3g} in {(error > limit).mean():.1%} of elements"
+    error = np.where(fine, np.abs(np.where(fine, got, 0) - np.where(fine, exact, 0)), 0)
+    over = error > limit
+    if over.any():
+        worst = np.unravel_index(np.argmax(np.where(over, error, 0)), error.shape)
+        allowed_there = np.broadcast_to(limit, error.shape)[worst]
+        raise AssertionError(
+            f"{what}: {error[worst]:.3g} at {tuple(map(int, worst))} is over {allowed_there:.3g}, "
+            f"and {over.mean():.1%} of elements are over theirs"
+        )

@@ -7,7 +7,7 @@ from jattn.backends.derive import (
     subclass_attention_backend_with_overrides,
     subclass_attention_metadata_builder,
 )
-from jattn.backends.feature import EVERYTHING, Feature
+from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.backends.layer import AttentionLayer
 from jattn.backends.metadata import AttentionMetadata
@@ -18,7 +18,6 @@ from jattn.backends.select import BackendReport, explain, resolve
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf
 
 __all__ = [
-    "EVERYTHING",
     "AttentionBackend",
     "AttentionCGSupport",
     "AttentionImpl",

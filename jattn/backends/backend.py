@@ -10,7 +10,7 @@ from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.backends.metadata import AttentionMetadata
 from jattn.backends.question import Question, cache_dtype_name
-from jattn.backends.reasons import reasons_against
+from jattn.backends.reasons import listed, reasons_against
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.spec import AttentionSpec
@@ -20,17 +20,18 @@ from jattn.types import AttentionType, MultipleOf
 class AttentionBackend(abc.ABC):
     """Capability is data: a backend sets the class attributes below, and overrides a method only for a rule.
 
-    Whatever it does not declare it refuses, so a feature added later is refused by every older backend.
+    Every attribute lists what is supported; an empty list supports nothing. What a backend does not list it refuses, so
+    a feature, a dtype or a layout added later is refused by every older backend.
     """
 
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")  # of the query
-    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16")  # empty: any
-    supported_head_sizes: ClassVar[tuple[int, ...]] = ()  # empty: any
-    supported_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)  # empty: any
+    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16")
+    supported_head_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)
+    supported_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)
     attn_types: ClassVar[tuple[AttentionType, ...]] = (AttentionType.DECODER,)
     kv_cache_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
     quant_modes: ClassVar[tuple[str, ...]] = ("none",)
-    platforms: ClassVar[tuple[str, ...]] = ()  # empty: any
+    platforms: ClassVar[tuple[str, ...]] = ("cpu", "gpu", "tpu")
     min_compute_capability: ClassVar[int] = 0  # 90 for sm_90; only GPUs have one
     features: ClassVar[frozenset[Feature]] = frozenset()
     mla: ClassVar[bool] = False  # latent caches only
@@ -97,15 +98,17 @@ class AttentionBackend(abc.ABC):
         return jnp.dtype(dtype).name in cls.supported_dtypes
 
     @classmethod
-    def get_supported_head_sizes(cls) -> tuple[int, ...]:
-        """Empty means any."""
+    def get_supported_head_sizes(cls) -> tuple[int | MultipleOf, ...]:
+        """Numbers, and multiples of numbers."""
         return cls.supported_head_sizes
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """True where the list is empty or holds it."""
-        sizes = cls.get_supported_head_sizes()
-        return not sizes or head_size in sizes
+        """True where the list holds it, or a number that it is declared a multiple of."""
+        return any(
+            head_size % size.base == 0 if isinstance(size, MultipleOf) else head_size == size
+            for size in cls.get_supported_head_sizes()
+        )
 
     @classmethod
     def validate_head_size(cls, head_size: int) -> None:
@@ -113,27 +116,25 @@ class AttentionBackend(abc.ABC):
         if not cls.supports_head_size(head_size):
             raise ValueError(
                 f"Head size {head_size} is not supported by {cls.__name__.removesuffix('Backend')}. "
-                f"Supported head sizes are: {list(cls.get_supported_head_sizes())}. "
+                f"Supported head sizes are: [{listed(cls.get_supported_head_sizes())}]. "
                 "Use backend='sdpa', which supports all head sizes."
             )
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """None: not asked; an empty list: any; else membership, after vLLM's spellings are made ours."""
-        if kv_cache_dtype is None or not cls.supported_kv_cache_dtypes:
-            return True
-        return cache_dtype_name(kv_cache_dtype) in cls.supported_kv_cache_dtypes
+        """None: not asked; else membership, after vLLM's spellings are made ours."""
+        return kv_cache_dtype is None or cache_dtype_name(kv_cache_dtype) in cls.supported_kv_cache_dtypes
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> tuple[int | MultipleOf, ...]:
-        """Page sizes that the kernel takes; empty means any."""
+        """Page sizes that the kernel takes."""
         return cls.supported_block_sizes
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """None: not asked; an empty list: any; else some listed size divides it, as pages can be split."""
+        """None: not asked; else some listed size divides it, as pages can be split."""
         bases = _bases(cls.get_supported_kernel_block_sizes())
-        return block_size is None or not bases or any(block_size % base == 0 for base in bases)
+        return block_size is None or any(block_size % base == 0 for base in bases)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -211,7 +212,7 @@ class AttentionBackend(abc.ABC):
     @classmethod
     def supports_platform(cls, platform: str, generation: str = "") -> bool:
         """'cpu', 'gpu' or 'tpu', and where it matters a generation."""
-        return not cls.platforms or platform in cls.platforms
+        return platform in cls.platforms
 
     @classmethod
     def supports_compute_capability(cls, capability: int) -> bool:

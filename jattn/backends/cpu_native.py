@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import EVERYTHING, Feature
+from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import write_backward
@@ -24,7 +24,6 @@ from jattn.ops.levels import Level, flat
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
-from pallas_kernels.algebra import quant
 from pallas_kernels.cpu.native import library, ops
 
 
@@ -185,28 +184,34 @@ _write.defvjp(lambda impl, *args: (_write(impl, *args), args), lambda impl, *arg
 class CpuNativeBackend(AttentionBackend):
     """Any head dim up to 512, any page size, layout and quantisation; no user-written mask or score, no cascade."""
 
-    supported_dtypes = (*quant.FLOATS, *quant.QUANTISED)
-    supported_kv_cache_dtypes = ()
+    supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(1),)
-    attn_types = tuple(AttentionType)
+    attn_types = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
     platforms = ("cpu",)
-    features = EVERYTHING - {
-        Feature.MM_PREFIX,
-        Feature.RSWA,
-        Feature.NON_CAUSAL_DCP,
-        Feature.KV_CONNECTOR,
-        Feature.PCP,
-        Feature.DCP,
-        Feature.QUERY_LENS_MISMATCH,
-        Feature.CHUNK_LOOKBACK,
-        Feature.QQ_BIAS,
-        Feature.ALIBI_SQRT,
-        Feature.FUSED_OUTPUT_QUANT,
-        Feature.MASK_FN,  # a Python function cannot run inside the kernel
-        Feature.SCORE_FN,
-        Feature.CASCADE,
-    }
+    features = frozenset(
+        {
+            Feature.SINK,
+            Feature.PER_HEAD_QUANT_SCALES,
+            Feature.SLIDING_WINDOW,
+            Feature.NON_CAUSAL,
+            Feature.BATCH_INVARIANCE,
+            Feature.TWO_SIDED_WINDOW,
+            Feature.CHUNK,
+            Feature.ALIBI,
+            Feature.SOFT_CAP,
+            Feature.PER_REQUEST_CAUSAL,
+            Feature.DIFF_KV,
+            Feature.LSE,
+            Feature.PACKED,
+        }
+    )
 
     @classmethod
     def get_name(cls) -> str:

@@ -37,7 +37,3 @@ class Feature(enum.StrEnum):
     PACKED = "attention without a cache"
     CASCADE = "levels of keys shared between requests"
     FUSED_OUTPUT_QUANT = "fused output quantization"
-
-
-EVERYTHING = frozenset(Feature)
-"""All of them: for a backend that subtracts what it lacks."""

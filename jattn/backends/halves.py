@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from jattn.backends import registry
 from jattn.backends.backend import AttentionBackend
-from jattn.backends.feature import EVERYTHING, Feature
+from jattn.backends.feature import Feature
+from jattn.backends.question import Question
 from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.spec import AttentionSpec
-from jattn.types import AttentionType
-from pallas_kernels.algebra import quant
+from jattn.types import AttentionType, MultipleOf
 
 Backend = type[AttentionBackend]
 
@@ -72,16 +72,46 @@ def candidates(name: str | None) -> list[Backend]:
 class DividedBackend(AttentionBackend):
     """Hands each half of a batch to another backend, and is never a half itself.
 
-    What it can is what both halves can: the class attributes below are only bounds, the methods ask the halves.
+    What it can is what both halves can, within the class attributes below: what they do not list, no half is asked for.
     """
 
     halves: ClassVar[Halves] = Halves()
-    supported_dtypes = (*quant.FLOATS, *quant.QUANTISED)
-    supported_kv_cache_dtypes = ()
-    supported_block_sizes = ()
-    attn_types = tuple(AttentionType)
+    supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    supported_block_sizes = (MultipleOf(1),)
+    attn_types = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
+    platforms = ("cpu", "gpu", "tpu")
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
-    features = EVERYTHING - {Feature.CASCADE, Feature.DCP}
+    features = frozenset(
+        {
+            Feature.MM_PREFIX,
+            Feature.SINK,
+            Feature.PER_HEAD_QUANT_SCALES,
+            Feature.SLIDING_WINDOW,
+            Feature.RSWA,
+            Feature.NON_CAUSAL,
+            Feature.BATCH_INVARIANCE,
+            Feature.TWO_SIDED_WINDOW,
+            Feature.CHUNK,
+            Feature.CHUNK_LOOKBACK,
+            Feature.ALIBI,
+            Feature.ALIBI_SQRT,
+            Feature.SOFT_CAP,
+            Feature.MASK_FN,
+            Feature.SCORE_FN,
+            Feature.QQ_BIAS,
+            Feature.PER_REQUEST_CAUSAL,
+            Feature.DIFF_KV,
+            Feature.LSE,
+            Feature.PACKED,
+            Feature.FUSED_OUTPUT_QUANT,
+        }
+    )
 
     @classmethod
     def supports(cls, feature: Feature) -> bool:
@@ -89,22 +119,29 @@ class DividedBackend(AttentionBackend):
 
     @classmethod
     def supports_dtype(cls, dtype) -> bool:
-        return cls.halves.able(lambda backend: backend.supports_dtype(dtype))
+        return super().supports_dtype(dtype) and cls.halves.able(lambda backend: backend.supports_dtype(dtype))
 
     @classmethod
     def supports_platform(cls, platform: str, generation: str = "") -> bool:
-        return cls.halves.able(lambda backend: backend.supports_platform(platform, generation))
+        able = cls.halves.able(lambda backend: backend.supports_platform(platform, generation))
+        return super().supports_platform(platform, generation) and able
 
     @classmethod
     def validate_configuration(cls, head_size: int, **asked) -> list[str]:
         names = cls.halves.names(asked.get("attn_type", AttentionType.DECODER))
-        return cls.halves.reasons(names, lambda backend: backend.validate_configuration(head_size, **asked))
+        halves = cls.halves.reasons(names, lambda backend: backend.validate_configuration(head_size, **asked))
+        return [*cls._beyond(Question.from_flags(head_size, **asked)), *halves]
 
     @classmethod
     def reasons(cls, spec, cache_spec, chip, needs=()) -> tuple[str, ...]:
-        own = tuple(f"{need} not supported: asked for" for need in needs if need not in cls.features)
         names = cls.halves.names(spec.attn_type, cache_spec is not None)
-        return (*own, *cls.halves.reasons(names, lambda backend: backend.reasons(spec, cache_spec, chip, needs)))
+        halves = cls.halves.reasons(names, lambda backend: backend.reasons(spec, cache_spec, chip, needs))
+        return (*cls._beyond(Question.of(spec, cache_spec, chip, needs)), *halves)
+
+    @classmethod
+    def _beyond(cls, question: Question) -> list[str]:
+        """Features that the split itself lacks, whatever its halves can."""
+        return [f"{feature} not supported: {seen}" for feature, seen in question.needs if feature not in cls.features]
 
 
 @functools.lru_cache(maxsize=256)

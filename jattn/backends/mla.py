@@ -8,7 +8,6 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
-from jattn.backends.sdpa import SdpaBackend
 from jattn.cache import PagedKV
 from jattn.cache.latent import check_latent, write_latent
 from jattn.metadata import CommonAttentionMetadata
@@ -18,7 +17,6 @@ from jattn.ops.mla import Latent, MLAMetadata
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
 from jattn.types import AttentionCGSupport, MultipleOf
-from pallas_kernels.algebra import quant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,21 +84,29 @@ class MLABackend(AttentionBackend):
     """Latent caches only, in either form (see cache.latent)."""
 
     mla = True
-    supported_dtypes = quant.FLOATS
-    supported_kv_cache_dtypes = ()
+    supported_dtypes = ("float32", "float16", "bfloat16")
+    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(1),)
-    quant_modes = SdpaBackend.quant_modes
-    features = SdpaBackend.features - {
-        Feature.PACKED,
-        Feature.CASCADE,
-        Feature.BATCH_INVARIANCE,
-        Feature.MM_PREFIX,  # these an MLASpec has no word for
-        Feature.RSWA,
-        Feature.CHUNK_LOOKBACK,
-        Feature.QQ_BIAS,
-        Feature.ALIBI_SQRT,
-        Feature.FUSED_OUTPUT_QUANT,
-    }
+    platforms = ("cpu", "gpu", "tpu")
+    quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
+    features = frozenset(
+        {
+            Feature.SINK,
+            Feature.PER_HEAD_QUANT_SCALES,
+            Feature.SLIDING_WINDOW,
+            Feature.NON_CAUSAL,
+            Feature.DCP,
+            Feature.TWO_SIDED_WINDOW,
+            Feature.CHUNK,
+            Feature.ALIBI,
+            Feature.SOFT_CAP,
+            Feature.MASK_FN,
+            Feature.SCORE_FN,
+            Feature.PER_REQUEST_CAUSAL,
+            Feature.DIFF_KV,
+            Feature.LSE,
+        }
+    )
 
     @classmethod
     def layer_reasons(cls, spec, cache_spec, chip) -> tuple[str, ...]:

@@ -93,10 +93,16 @@ class PallasCpuImpl(AttentionImpl[PallasCpuMetadata]):
 class PallasCpuBackend(AttentionBackend):
     """Any head size, page size and platform; no gradient, no context parallelism, no cascade."""
 
-    supported_dtypes = (*quant.FLOATS, *quant.QUANTISED)
-    supported_kv_cache_dtypes = ()
+    supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(1),)
-    attn_types = tuple(AttentionType)
+    attn_types = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
+    platforms = ("cpu", "gpu", "tpu")
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
     features = frozenset(
         {

@@ -14,6 +14,7 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
+from jattn.backends.reasons import without_refused
 from jattn.backends.recompute import backward
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import encode_rows
@@ -186,9 +187,14 @@ class PallasGpuBackend(AttentionBackend):
     """bf16 and f16 queries on Hopper; what the kernel cannot do it says itself (pallas_kernels.gpu.supports)."""
 
     supported_dtypes = QUERY_DTYPES
-    supported_kv_cache_dtypes = (*QUERY_DTYPES, *quant.QUANTISED)
+    supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(8),)
-    attn_types = tuple(AttentionType)
+    attn_types = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
     platforms = ("gpu",)
     min_compute_capability = 90
@@ -235,7 +241,7 @@ class PallasGpuBackend(AttentionBackend):
         cache_spec = cache_spec or page_spec(spec)
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
             return ()
-        config = kernel_config(spec, cache_spec, query_dtype(cache_spec))
+        config = kernel_config(without_refused(cls, spec), cache_spec, query_dtype(cache_spec))
         own = kernel.supports(config, chip=chip.generation or "sm_90")
         positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
         if spec.attn_type is AttentionType.ENCODER_DECODER and positional:

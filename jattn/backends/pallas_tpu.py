@@ -15,6 +15,7 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
+from jattn.backends.reasons import without_refused
 from jattn.backends.recompute import backward
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
@@ -149,10 +150,15 @@ class PallasTpuBackend(AttentionBackend):
     """bf16 and f32 queries; what the kernel cannot do it says itself (pallas_kernels.tpu.supports)."""
 
     supported_dtypes = QUERY_DTYPES
-    supported_kv_cache_dtypes = (*QUERY_DTYPES, *quant.QUANTISED)
+    supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(16),)
     kv_cache_layouts = ("HND",)
-    attn_types = tuple(AttentionType)
+    attn_types = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
     quant_modes = ("none", "per_tensor", "per_head")
     platforms = ("tpu",)
     features = frozenset(
@@ -196,8 +202,8 @@ class PallasTpuBackend(AttentionBackend):
         cache_spec = cache_spec or page_spec(spec)
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
             return ()
-        plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)  # refused as features already
-        own = kernel.supports(kernel_config(plain, cache_spec), chip=chip.generation if chip.platform == "tpu" else "")
+        plain = kernel_config(without_refused(cls, spec), cache_spec)
+        own = kernel.supports(plain, chip=chip.generation if chip.platform == "tpu" else "")
         if spec.attn_type is AttentionType.ENCODER_DECODER and spec.has_alibi:
             own.append("ALiBi not supported across encoder and decoder: the kernel takes queries to stand at the end")
         return tuple(own)

@@ -1,10 +1,12 @@
 """Why a backend cannot: every reason, in one order, each saying what was seen and what is supported."""
 
+import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jattn.backends.feature import Feature
 from jattn.backends.question import Question
+from jattn.spec import AttentionSpec
 from jattn.types import AttentionType, MultipleOf
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def _vllm(backend, q: Question) -> Iterator[str]:
         needed = f"sm_{backend.min_compute_capability} or newer"
         yield f"compute capability not supported: {chip.generation} seen, {needed} supported"
     if not backend.supports_attn_type(q.attn_type):
-        yield f"attention type {q.attn_type} not supported: {_list(backend.attn_types)} supported"
+        yield f"attention type {q.attn_type} not supported: {listed(backend.attn_types)} supported"
     yield from _features(backend, q, _AFTER_TYPE)
 
 
@@ -78,10 +80,30 @@ def supports(backend, feature: Feature) -> bool:
     return named[feature]() if feature in named else backend.supports(feature)
 
 
+def without_refused(backend, spec: AttentionSpec) -> AttentionSpec:
+    """The layer less the options that the backend's features refuse already: a kernel's own reasons do not repeat them.
+
+    A field that is not in the table stays, and the kernel judges it.
+    """
+    table = {
+        Feature.CHUNK_LOOKBACK: dict(chunk_lookback=0),
+        Feature.RSWA: dict(use_rswa=False),
+        Feature.MM_PREFIX: dict(use_mm_prefix=False, mm_prefix_clamp_sliding_window=False),
+        Feature.ALIBI_SQRT: dict(use_alibi_sqrt=False),
+        Feature.MASK_FN: dict(mask_fn=None),
+        Feature.SCORE_FN: dict(score_fn=None),
+    }
+    changes: dict[str, Any] = {}
+    for feature, fields in table.items():
+        changes |= {} if supports(backend, feature) else fields
+    return dataclasses.replace(spec, **changes)
+
+
 def _not(what: str, seen, supported) -> str:
-    return f"{what} not supported: {seen} seen, {_list(supported)} supported"
+    return f"{what} not supported: {seen} seen, {listed(supported)} supported"
 
 
-def _list(values) -> str:
+def listed(values) -> str:
+    """'16, 32' or 'multiples of 8': how a sentence names what is supported."""
     words = {MultipleOf: lambda v: f"multiples of {v.base}", AttentionType: lambda v: v.value}
-    return ", ".join(words.get(type(v), str)(v) for v in values) or "others"
+    return ", ".join(words.get(type(v), str)(v) for v in values) or "none"

@@ -6,7 +6,7 @@ import jax
 
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import EVERYTHING, Feature
+from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.backends.question import cache_dtype_name
 from jattn.errors import UnsupportedError
@@ -124,17 +124,44 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
 class SdpaBackend(AttentionBackend):
     """Any head size, any page size, every feature that a spec can ask for."""
 
-    supported_dtypes = (*quant.FLOATS, *quant.QUANTISED)
-    supported_kv_cache_dtypes = ()
+    supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(1),)
-    attn_types = tuple(AttentionType)
+    attn_types = (
+        AttentionType.DECODER,
+        AttentionType.ENCODER,
+        AttentionType.ENCODER_ONLY,
+        AttentionType.ENCODER_DECODER,
+    )
+    platforms = ("cpu", "gpu", "tpu")
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
-    features = EVERYTHING - {
-        Feature.NON_CAUSAL_DCP,
-        Feature.KV_CONNECTOR,
-        Feature.PCP,
-        Feature.QUERY_LENS_MISMATCH,
-    }
+    features = frozenset(
+        {
+            Feature.MM_PREFIX,
+            Feature.SINK,
+            Feature.PER_HEAD_QUANT_SCALES,
+            Feature.SLIDING_WINDOW,
+            Feature.RSWA,
+            Feature.NON_CAUSAL,
+            Feature.BATCH_INVARIANCE,
+            Feature.DCP,
+            Feature.TWO_SIDED_WINDOW,
+            Feature.CHUNK,
+            Feature.CHUNK_LOOKBACK,
+            Feature.ALIBI,
+            Feature.ALIBI_SQRT,
+            Feature.SOFT_CAP,
+            Feature.MASK_FN,
+            Feature.SCORE_FN,
+            Feature.QQ_BIAS,
+            Feature.PER_REQUEST_CAUSAL,
+            Feature.DIFF_KV,
+            Feature.LSE,
+            Feature.PACKED,
+            Feature.CASCADE,
+            Feature.FUSED_OUTPUT_QUANT,
+        }
+    )
 
     @classmethod
     def get_name(cls) -> str:

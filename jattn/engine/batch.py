@@ -1,8 +1,10 @@
-"""From a plan to the arrays of a dispatch: numpy only, pure."""
+"""From a plan to the arrays of a dispatch: numpy only, pure, and read-only once they are made."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
+from typing import TypeVar
 
+import jax
 import numpy as np
 
 from jattn.engine.sampling import penalties_of, sampling_rows
@@ -12,6 +14,8 @@ from jattn.engine.shapes import StepShapes
 from jattn.engine.step import Batch
 from jattn.metadata import CommonAttentionMetadata
 from jattn.types import NULL_BLOCK_ID
+
+T = TypeVar("T")
 
 
 def lanes_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
@@ -53,7 +57,7 @@ def batch_of(
         num_rows,
     )
     histories = [seq.tokens if lane.samples else () for seq, lane in zip(chosen, lanes, strict=True)]
-    return Batch(
+    batch = Batch(
         token_ids=token_ids,
         metas=tuple(metas),
         rows=rows,
@@ -64,6 +68,17 @@ def batch_of(
         follows=np.bool_(False),
         block_size=shapes.block_size,
     )
+    return read_only(batch)
+
+
+def read_only(tree: T) -> T:
+    """The same; its numpy arrays can no longer be written to. JAX on a CPU reads them in place while it computes, so a
+    write before the dispatch has landed would change what it sees."""
+    for leaf in jax.tree.leaves(tree):
+        while isinstance(leaf, np.ndarray):  # a view, and what it is a view of
+            leaf.setflags(write=False)
+            leaf = leaf.base
+    return tree
 
 
 def tables_of(seqs: Many[Sequence], num_rows: int, shapes: StepShapes) -> list[np.ndarray]:
@@ -73,7 +88,7 @@ def tables_of(seqs: Many[Sequence], num_rows: int, shapes: StepShapes) -> list[n
         tables.append(np.full((num_rows, shapes.max_blocks), NULL_BLOCK_ID, np.int32))
         for line, seq in zip(tables[g], seqs, strict=False):
             line[: len(seq.tables[g])] = seq.tables[g]
-    return tables
+    return read_only(tables)
 
 
 def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShapes) -> Batch:

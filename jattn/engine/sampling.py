@@ -16,6 +16,9 @@ from jattn.types import pytree
 BAD_TOKEN = -1
 """Sampled where a row's logits hold NaN or nothing finite: that row cannot go on, the others can."""
 
+MIN_TEMPERATURE = 1e-30
+"""Of a draw; smaller ones mean the same, and float32 may flush them to 0."""
+
 STOP_IDS = 8
 """Stop tokens a row that the device looks for; the host looks for all of them."""
 
@@ -120,10 +123,11 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
 
 
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    # Differences to the likeliest, so that no temperature, however small, overflows: at worst the others are -inf.
-    below_best = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = below_best / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    scaled = jnp.where(scaled < jnp.log(rows.min_p)[:, None], -jnp.inf, scaled)
+    # The largest becomes 0 before the division: a small temperature then overflows to -inf only, which is never drawn.
+    temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
+    below = scaled < jnp.log(rows.min_p)[:, None]
+    scaled = jnp.where(below, -jnp.inf, scaled)
     restricted = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
     scaled = jax.lax.cond(restricted, lambda: _restrict(scaled, rows), lambda: scaled)
     keys = jax.vmap(_row_key)(rows.seed, rows.position)

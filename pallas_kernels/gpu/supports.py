@@ -1,9 +1,12 @@
 """What the Hopper kernel can do, asked before it is made, answered with every reason; and its default tiles."""
 
 from pallas_kernels import tuning
+from pallas_kernels.algebra.rules import unlisted
 from pallas_kernels.gpu.pieces_sm90 import Config
 from pallas_kernels.gpu.rows_sm90 import ROWS, swizzle_bytes
 
+MASKS = ("causal", "left", "right", "chunk", "mask_fn")  # fields of a MaskRule, and of a LogitRule, that it honours
+LOGITS = ("scale", "soft_cap", "has_alibi", "score_fn")
 EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
 SCALE_BYTES = 8  # of a key and its value, where each has its own
@@ -84,6 +87,8 @@ def supports(config: Config, *, chip: str = "sm_90") -> list[str]:
         thin = c.quantised and c.kv_dtype in EIGHT_BIT and swizzle_bytes(dim, c.kv_dtype) < 32
         refuse(thin, f"{name} {dim} with an 8-bit cache: wanted a multiple of 32")
     refuse(c.v_head_dim > c.head_dim, f"v_head_dim {c.v_head_dim} is larger than head_dim {c.head_dim}")
+    for seen in (*unlisted(c.mask, MASKS), *unlisted(c.logits, LOGITS)):
+        refuse(True, f"{seen}: not in this kernel")
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")

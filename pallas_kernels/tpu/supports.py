@@ -5,9 +5,12 @@ never run on one.
 """
 
 from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.algebra.rules import unlisted
 from pallas_kernels.tpu.config import LANES, PACK, Config
 from pallas_kernels.tpu.work_list import FIELDS
 
+MASKS = ("causal", "left", "right", "chunk")  # fields of a MaskRule, and of a LogitRule, that it honours
+LOGITS = ("scale", "soft_cap", "has_alibi")
 EIGHT_BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 MIB = 1 << 20
 VMEM = {"v5e": 128 * MIB, "v6e": 128 * MIB, "v5p": 64 * MIB, "tpu7x": 64 * MIB}  # bytes a core
@@ -72,7 +75,8 @@ def supports(config: Config, *, chip: str = "") -> list[str]:
         refuse(dim % 16 != 0 or not 64 <= dim <= 256, f"{what} {dim}: wanted a multiple of 16 from 64 to 256")
     page = c.page_size
     refuse(page % 16 != 0 or not 16 <= page <= 256, f"page size {page}: wanted a multiple of 16 from 16 to 256")
-    refuse(c.mask.mask_fn is not None or c.logits.score_fn is not None, "mask_fn, score_fn: not in this kernel")
+    for seen in (*unlisted(c.mask, MASKS), *unlisted(c.logits, LOGITS)):
+        refuse(True, f"{seen}: not in this kernel")
     room = VMEM.get(name, min(VMEM.values()))
     wanted = c.vmem_bytes() + SPILL
     refuse(wanted > room, f"{wanted} bytes of VMEM ({c.num_kv_heads} kv heads); {name or 'the smallest chip'}: {room}")

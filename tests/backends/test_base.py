@@ -21,7 +21,7 @@ def test_defaults_are_vllms_and_every_feature_is_refused():
     assert base.get_supported_dtypes() == ("float16", "bfloat16")
     assert base.supported_kv_cache_dtypes == ("auto", "float16", "bfloat16")
     assert base.get_supported_kernel_block_sizes() == (MultipleOf(1),)
-    assert base.get_supported_head_sizes() == () and base.supports_head_size(7)
+    assert base.get_supported_head_sizes() == (MultipleOf(1),) and base.supports_head_size(7)
     assert not any(base.supports(feature) for feature in Feature)
     assert not any((base.is_mla(), base.is_sparse(), base.is_ssm(), base.supports_sink(), base.supports_mm_prefix()))
     assert [t for t in AttentionType if base.supports_attn_type(t)] == [AttentionType.DECODER]
@@ -34,7 +34,7 @@ def test_defaults_are_vllms_and_every_feature_is_refused():
     ("listed", "asked", "answer"),
     [
         (("auto",), None, True),
-        ((), "int8", True),
+        ((), "int8", False),
         (("auto",), "auto", True),
         (("auto",), "bfloat16", False),
         (("auto", "bfloat16"), jnp.bfloat16, True),
@@ -53,7 +53,7 @@ def test_supports_kv_cache_dtype(listed, asked, answer):
     ("listed", "asked", "answer"),
     [
         ((MultipleOf(16),), None, True),
-        ((), 3, True),
+        ((), 3, False),
         ((MultipleOf(16),), 48, True),
         ((MultipleOf(16),), 24, False),
         ((64,), 64, True),
@@ -71,7 +71,16 @@ def test_preferred_block_size_is_the_default_where_it_can_be():
     fixed = derived(supported_block_sizes=(64, MultipleOf(24)))
     assert fixed.get_preferred_block_size(128) == 128
     assert fixed.get_preferred_block_size(16) == 24
-    assert derived(supported_block_sizes=()).get_preferred_block_size(7) == 7
+    assert derived(supported_block_sizes=(MultipleOf(1),)).get_preferred_block_size(7) == 7
+
+
+def test_an_empty_list_supports_nothing():
+    none = derived(supported_head_sizes=(), platforms=(), attn_types=(), quant_modes=(), kv_cache_layouts=())
+    assert not none.supports_head_size(8) and not none.supports_platform("cpu")
+    assert not none.supports_attn_type("decoder") and not none.supported_kv_cache_layouts()
+    assert "head_size not supported: 8 seen, none supported" in none.validate_configuration(8)
+    assert derived(supported_head_sizes=(MultipleOf(8), 20)).supports_head_size(20)
+    assert not derived(supported_head_sizes=(MultipleOf(8), 20)).supports_head_size(12)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import jattn
 from tests.backends.rows import CHIP_ROWS, ROWS
 from tests.problem import Problem
-from tests.running import conform
+from tests.running import conform, run, takes
 
 LSE_OF_HARDWARE = {"pallas_gpu": 2.0**-15}
 """Chips whose exponential, logarithm and tanh are approximate: their lse may differ by this, far below 16 bits."""
@@ -18,8 +18,13 @@ FIRST_CHOICE = {"cpu": "cpu_native", "gpu": "pallas_gpu", "tpu": "pallas_tpu"}
 
 
 def assert_refused(name: str, problem: Problem) -> None:
-    """The report has reasons, and the door raises with the same ones."""
+    """The report has reasons, and the door raises with the same ones; or the batch is refused with its own."""
     report = {r.name: r for r in jattn.explain(problem.spec, problem.cache_spec)}[name]
+    if report.supported:  # causality and per-head scales are known only with the batch
+        with pytest.raises(jattn.UnsupportedError) as refusal:
+            run(problem, name)
+        assert refusal.value.reasons[name]
+        return
     assert report.reasons and all(report.reasons)
     with pytest.raises(jattn.UnsupportedError) as refusal:
         jattn.PagedAttention(problem.spec, problem.cache_spec, backend=name)
@@ -39,12 +44,8 @@ def test_the_first_choice_of_this_platform_agrees_in_the_sizes_that_chips_are_ma
 
 
 def judge(backend: str, problem: Problem) -> None:
-    """The backend gives the witness's numbers and writes nothing it should not, or refuses with reasons."""
-    supported = {r.name: r.supported for r in jattn.explain(problem.spec, problem.cache_spec)}[backend]
-    if not supported:
-        return assert_refused(backend, problem)
-    try:
+    """The witness's numbers and nothing written that should not be; or, where the matrix says so, reasons."""
+    if takes(backend, problem):  # AssertionError unless the support matrix says the same
         conform(problem, backend, lse_floor=LSE_OF_HARDWARE.get(backend, 0.0))
-    except jattn.UnsupportedError as refusal:  # causality and per-head scales are known only with the batch
-        assert backend != "sdpa" and refusal.reasons[backend]
-    return None
+    else:
+        assert_refused(backend, problem)

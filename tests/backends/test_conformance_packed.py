@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jattn
+from tests import matrix
 from tests.backends.rows import LONG
 from tests.backends.test_conformance import LSE_OF_HARDWARE
 from tests.cases import CASES, FEATURES, Case, Feature
@@ -50,15 +51,16 @@ def test_packed_attention_agrees_with_the_witness_or_refuses(backend, attn_type,
     try:
         state = jattn.attention(problem.q, k, v, meta, spec, problem.params, backend=backend)
     except jattn.UnsupportedError as refusal:
-        assert backend != "sdpa" and refusal.reasons[backend] and all(refusal.reasons[backend])
+        matrix.check_refusal(backend, problem, refusal, attn_type, packed=True)
         return
     assert report.supported
+    matrix.check_taken(backend, problem, attn_type, packed=True)
     real = (
         [attention.scaled(x, problem.numbers.get(name)) for x in rows]
         for rows, name in ((problem.keys, "k_scale"), (problem.values, "v_scale"))
     )
     answer = problem.answer_over(*real)
-    dataclasses.replace(answer, lse_limit=max(answer.lse_limit, LSE_OF_HARDWARE.get(backend, 0.0))).check(state)
+    dataclasses.replace(answer, lse_limit=np.maximum(answer.lse_limit, LSE_OF_HARDWARE.get(backend, 0.0))).check(state)
 
 
 CHIP = Problem(case=LONG, heads=8, kv_heads=2, head_dim=64, dtype="bfloat16")
@@ -117,8 +119,9 @@ def test_r23_cross_attention_writes_once_and_reads_ever_after(backend, name):
     try:
         attn = jattn.PagedAttention(spec, encoder.cache_spec, backend=backend)
     except jattn.UnsupportedError as refusal:
-        assert backend != "sdpa" and refusal.reasons[backend]
+        matrix.check_refusal(backend, problem, refusal, "encoder_decoder")
         return
+    matrix.check_taken(backend, problem, "encoder_decoder")
     new = encoder.new(encoder.keys), encoder.new(encoder.values)
     cache, first = attn(problem.q, *new, encoder.cache(new=False), attn.build(meta), problem.params)
     encoder.stored(cache)

@@ -5,9 +5,17 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from jattn.backends import Feature, Question
+from jattn.backends import Feature, Question, pallas_gpu, pallas_tpu
+from jattn.cache import KVCacheSpec
 from jattn.device import Chip
+from jattn.spec import AttentionSpec
+from pallas_kernels.algebra import logits, mask
+from pallas_kernels.gpu import supports as gpu_supports
+from pallas_kernels.tpu import supports as tpu_supports
 from tests.backends.toy import CACHE, CPU, SPEC, ToyBackend, derived
+
+CHIP_SPEC = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128)
+CHIP_CACHE = KVCacheSpec(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=128)
 
 
 def test_every_reason_is_given_in_vllms_order_then_ours_then_the_combination():
@@ -136,10 +144,47 @@ def test_each_field_of_a_spec_asks_for_its_feature(layer, cache, feature):
     spec, cache_spec = dataclasses.replace(SPEC, **layer), dataclasses.replace(CACHE, **cache)
     asked = {name for name, _ in Question.of(spec, cache_spec, CPU).needs}
     assert feature in asked and asked <= {feature, Feature.LSE, Feature.SLIDING_WINDOW, Feature.CHUNK, Feature.ALIBI}
-    able = derived(features=ToyBackend.features | asked, supported_kv_cache_dtypes=(), quant_modes=("none", "per_head"))
+    able = derived(
+        features=ToyBackend.features | asked,
+        supported_kv_cache_dtypes=("float32", "int8"),
+        quant_modes=("none", "per_head"),
+    )
     assert able.reasons(spec, cache_spec, CPU) == ()
-    without = derived(features=able.features - {feature}, supported_kv_cache_dtypes=(), quant_modes=able.quant_modes)
+    without = derived(
+        features=able.features - {feature},
+        supported_kv_cache_dtypes=able.supported_kv_cache_dtypes,
+        quant_modes=able.quant_modes,
+    )
     assert [reason.split(":")[0] for reason in without.reasons(spec, cache_spec, CPU)] == [f"{feature} not supported"]
+
+
+def test_every_field_of_a_spec_is_asked_for_by_a_feature_or_is_everybodys():
+    """A field that neither list names would be ignored in silence by every backend that does not know it."""
+    everybodys = {"num_heads", "head_dim", "num_kv_heads", "scale", "attn_type"}
+    with_another = {"mm_prefix_clamp_sliding_window"}  # it changes what MM_PREFIX means, and needs it
+    asked = {name for layer, _, _ in NEEDS for name in layer}
+    assert {field.name for field in dataclasses.fields(SPEC)} == asked | everybodys | with_another
+
+
+RULES = [
+    (mask.MaskRule(), dict(lookback=1)),
+    (mask.MaskRule(), dict(prefix=True)),
+    (mask.MaskRule(), dict(spans=True)),
+    (mask.MaskRule(), dict(clamp_spans=True)),
+    (logits.LogitRule(1.0), dict(alibi_sqrt=True)),
+]
+
+
+@pytest.mark.parametrize(("rule", "field"), RULES, ids=[next(iter(field)) for _, field in RULES])
+def test_a_chips_kernel_refuses_a_field_of_a_rule_that_it_does_not_list(rule, field):
+    """Also where it is called without a backend in front: the kernels would leave the field out of their masks."""
+    ((name, value),) = field.items()
+    for module, kernel in ((pallas_gpu, gpu_supports), (pallas_tpu, tpu_supports)):
+        config = module.kernel_config(CHIP_SPEC, CHIP_CACHE, "bfloat16")
+        assert not kernel.supports(config)
+        which = "mask" if isinstance(rule, mask.MaskRule) else "logits"
+        changed = dataclasses.replace(config, **{which: dataclasses.replace(getattr(config, which), **field)})
+        assert kernel.supports(changed) == [f"{name}={value}: not in this kernel"]
 
 
 def test_a_plain_window_looks_left_only_unless_the_type_has_no_causality():

@@ -13,6 +13,7 @@ import pytest
 
 import jattn
 from tests.bite.mutants import MUTANTS, Mutant
+from tests.cases import Case
 from tests.problem import Problem
 from tests.running import conform
 
@@ -56,6 +57,20 @@ def test_an_output_that_aliases_the_query_or_is_constant_is_caught():
     for fake in (problem.q, np.zeros_like(answer.out), np.full_like(answer.out, answer.out.mean())):
         with pytest.raises(AssertionError, match="out"):
             answer.check(dataclasses.replace(state, out=np.where(blank, 0, fake)))
+
+
+def test_a_wrong_long_request_beside_a_right_short_one_is_caught():
+    """Two keys make large numbers, 900 small ones: what one request may be wrong by is too much for the other."""
+    problem = Problem(case=Case("short_and_long", (1, 1), (2, 900)), block_size=16, dtype="bfloat16")
+    cache = problem.cache()
+    answer, state = problem.answer(cache), jattn.paged_attention(problem.q, cache, problem.meta, problem.spec)
+    answer.check(state)
+    short, long = answer.out_limit[0, 0, 0], answer.out_limit[1, 0, 0]
+    assert short > 4 * long > 0
+    wrong = np.array(state.out, np.float32)
+    wrong[1] += short / 2
+    with pytest.raises(AssertionError, match=r"out: .* at \(1, "):
+        answer.check(dataclasses.replace(state, out=wrong))
 
 
 def test_values_that_leak_into_padding_are_caught():

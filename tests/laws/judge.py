@@ -10,15 +10,15 @@ from tests.running import run, takes
 
 
 def able(problem: Problem) -> list[str]:
-    """The backends that take this problem, here."""
-    return [backend for backend in jattn.list_backends() if takes(backend, problem)]
+    """The backends that take this problem, here: at least one, and all that the support matrix names."""
+    found = [backend for backend in jattn.list_backends() if takes(backend, problem)]
+    assert found, "no backend takes this problem"
+    return found
 
 
 def judge(problem: Problem) -> None:
     """Write and attend on every backend that takes the problem; at least one must."""
-    backends = able(problem)
-    assert backends
-    for backend in backends:
+    for backend in able(problem):
         cache, state = run(problem, backend)
         problem.answer(cache).check(state)
 

@@ -5,15 +5,16 @@ import pytest
 
 import jattn
 from tests.cases import CASES, FEATURES, Case
+from tests.laws.judge import able
 from tests.problem import Problem
-from tests.running import run, same_bits, takes
+from tests.running import run, same_bits
 
 NAMES = ("plain", "cap_sinks_window", "per_request_causal", "chunk_alibi_sinks")
+PROBLEMS = {name: Problem(case=CASES["mixed_unsorted"], feature=FEATURES[name]) for name in NAMES}
 PAIRS = [
     pytest.param(backend, problem, id=f"{backend}-{name}")
-    for name in NAMES
-    for backend in jattn.list_backends()
-    if takes(backend, problem := Problem(case=CASES["mixed_unsorted"], feature=FEATURES[name]))
+    for name, problem in PROBLEMS.items()
+    for backend in able(problem)
 ]
 
 
@@ -61,7 +62,7 @@ def test_a_request_alone_in_company_and_in_another_order_is_the_same(backend, pr
         assert same_bits(rows_of(shuffled, other, order.index(r)), rows_of(problem, together, r))
 
 
-@pytest.mark.parametrize("backend", [b for b in jattn.list_backends() if takes(b, Problem())])
+@pytest.mark.parametrize("backend", able(Problem()))
 def test_r30_static_bounds_and_long_neighbours_do_not_move_a_bit(backend):
     short = Problem(case=Case("short", (1, 5), (40, 37)), block_size=16)
     long = short.replace(case=Case("long", (1, 5, 1, 150), (40, 37, 700, 150)))

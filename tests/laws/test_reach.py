@@ -8,9 +8,10 @@ import pytest
 
 import jattn
 from tests.cases import CASES, FEATURES, Case
+from tests.laws.judge import able
 from tests.oracle.attention import visible_keys
 from tests.problem import Problem
-from tests.running import run, same_bits, takes
+from tests.running import run, same_bits
 
 WINDOWED = Problem(case=CASES["mixed_unsorted"], feature=FEATURES["window_5"])
 
@@ -33,7 +34,7 @@ def test_what_lies_between_prefix_and_window_is_neither_read_nor_needed():
     assert len(hidden) > 1000 and same_bits(state, wanted)
 
 
-@pytest.mark.parametrize("backend", [name for name in jattn.list_backends() if takes(name, WINDOWED)])
+@pytest.mark.parametrize("backend", able(WINDOWED))
 def test_a_layer_that_does_not_ask_does_not_look(backend):
     """Hybrid models: one batch for layers with and without."""
     plain = WINDOWED

@@ -9,6 +9,7 @@ import pytest
 
 import jattn
 from tests.cases import FEATURES, Case
+from tests.laws.judge import able
 from tests.laws.serving import serve, whole
 from tests.problem import Problem
 from tests.running import step, takes
@@ -17,7 +18,7 @@ ONE_STEP = [name for name, f in FEATURES.items() if f.spec.get("use_mm_prefix") 
 """They speak of the tokens of one step: spans look ahead, a bias counts new tokens."""
 CAUSAL = [name for name, f in FEATURES.items() if f.causal is True and f.name not in ONE_STEP]
 BASE = Problem(case=Case("two", (9, 6), (9, 6)), heads=2, kv_heads=1, head_dim=8, block_size=4)
-ABLE = [backend for backend in jattn.list_backends() if takes(backend, BASE)]
+ABLE = able(BASE)
 
 
 def held(problem: Problem) -> jattn.PagedKV:

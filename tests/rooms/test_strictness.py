@@ -1,5 +1,7 @@
 """The suite's own strictness: conftest.py and pyproject.toml keep what they promise."""
 
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.conftest import HOST_DEVICES
+from tests.rooms.tree import ROOT
 
 
 def test_rank_promotion_raises():
@@ -17,6 +20,46 @@ def test_rank_promotion_raises():
 def test_a_warning_is_an_error():
     with pytest.raises(UserWarning, match="loud"):
         warnings.warn("loud", stacklevel=1)
+
+
+HANGS = """
+import ctypes, threading
+
+def test_before():
+    pass
+
+def test_that_waits_for_a_thread():
+    threading.Event().wait()
+
+def test_that_holds_the_interpreter():
+    ctypes.PyDLL(None).sleep(100)
+
+def test_behind():
+    pass
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the C library's sleep is called")
+def test_a_test_that_hangs_fails_by_name_and_the_others_run(tmp_path):
+    """With the suite's own options but for the seconds: a blocked thread, and code that never gives the lock back."""
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    clocks = "-o timeout=1 -o faulthandler_timeout=3 -n 1 -p no:cacheprovider".split()
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), *clocks]
+    done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    for name in ("test_that_waits_for_a_thread", "test_that_holds_the_interpreter"):
+        assert f"crashed while running 'test_hangs.py::{name}'" in done.stdout, done.stdout
+    assert done.returncode == 1 and "2 failed, 2 passed" in done.stdout, done.stdout
+
+
+def test_a_parametrisation_over_nothing_fails(tmp_path):
+    (tmp_path / "test_none.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('x', [])\ndef test_each(x):\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "Empty parameter set in 'test_each'" in done.stdout, done.stdout
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the host's devices are counted on CPU only")

@@ -25,6 +25,7 @@ def test_a_call_lowers_for_tpu(name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(840)  # a generation takes minutes to compile for
 @pytest.mark.skipif(not aot.available(), reason="the libtpu wheel is not installed: pip install libtpu")
 @pytest.mark.parametrize("chip", aot.TOPOLOGIES)
 def test_every_shape_compiles(chip):

@@ -1,0 +1,175 @@
+"""Broken twins of the engine: one mistake each, and the quick law that sees it."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from tests.bite.experts import test_every_token_gets_what_its_own_experts_give
+from tests.engine import test_quick_laws as laws
+from tests.engine import test_sampling_odd as sampling
+from tests.engine import test_scheduler as scheduler
+
+TABLES = "jattn.engine.tables.BlockTables"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mutant:
+    """Where it sits, what it does to the original, and the tests that fail with it."""
+
+    target: str
+    make: Callable[[Callable], Callable]
+    laws: tuple[Callable, ...]
+
+
+def unsalted(original):
+    """Names of blocks as if no request had a salt."""
+
+    def mutant(self, seq, count):
+        salt, seq.salt = seq.salt, b""
+        original(self, seq, count)
+        seq.salt = salt
+
+    return mutant
+
+
+def whole_prompt(original):
+    """The last token may be found in the cache too: then nothing is left to compute."""
+
+    def mutant(self, seq):
+        seq.tokens.append(2)
+        hits = original(self, seq)
+        seq.tokens.pop()
+        return hits
+
+    return mutant
+
+
+def restricted(change):
+    """`_restrict` keeps other tokens: change(kept bool[R V], logits [R V])."""
+
+    def make(original):
+        def mutant(scaled, rows):
+            kept = original(scaled, rows)
+            return jnp.where(change(jnp.isfinite(kept), scaled), scaled, -jnp.inf)
+
+        return mutant
+
+    return make
+
+
+def one_fewer(kept, scaled):
+    """Without the least likely of those kept, where there are others."""
+    least = jnp.min(jnp.where(kept, scaled, jnp.inf), axis=-1, keepdims=True)
+    return kept & ((scaled > least) | (kept.sum(axis=-1, keepdims=True) == 1))
+
+
+def one_more(kept, scaled):
+    """And the likeliest of those cut off."""
+    next_one = jnp.max(jnp.where(kept, -jnp.inf, scaled), axis=-1, keepdims=True)
+    return kept | (scaled == next_one)
+
+
+def at_one_position(original):
+    """Every draw of a burst with the key of its first step."""
+
+    def mutant(logits, rows, penalties, said, is_told):
+        step = jnp.sum(said[:, 0] != -2)
+        return original(logits, dataclasses.replace(rows, position=rows.position - step), penalties, said, is_told)
+
+    return mutant
+
+
+def positions_lost(original):
+    """A dispatch begins to count its draws anew."""
+    return lambda params, seeds, positions, *rest: original(params, seeds, [0] * len(positions), *rest)
+
+
+MUTANTS = {
+    "salt ignored": Mutant(
+        f"{TABLES}._name_blocks",
+        unsalted,
+        (
+            laws.test_requests_of_different_salts_share_nothing_and_those_of_one_salt_do,
+            scheduler.test_a_shared_beginning_is_computed_once_and_a_salt_keeps_it_apart,
+        ),
+    ),
+    "a block's name forgets what stands before it": Mutant(
+        "jattn.engine.tables.block_hash",
+        lambda original: lambda parent, tokens: original(b"", tokens),
+        (laws.test_a_block_is_shared_only_behind_the_same_beginning,),
+    ),
+    "a prefix hit of the whole prompt": Mutant(
+        f"{TABLES}._longest_hit",
+        whole_prompt,
+        (
+            laws.test_a_prompt_that_is_cached_whole_still_gets_its_tokens,
+            scheduler.test_a_shared_beginning_is_computed_once_and_a_salt_keeps_it_apart,
+        ),
+    ),
+    "untrusted blocks shared": Mutant(
+        f"{TABLES}.release",
+        lambda original: lambda self, seq, *, trusted=True: original(self, seq),
+        (
+            laws.test_what_a_failed_request_wrote_is_shared_with_nobody,
+            scheduler.test_what_an_untrusted_sequence_wrote_is_not_shared,
+        ),
+    ),
+    "window blocks given back a block too early": Mutant(
+        "jattn.engine.tables.first_visible",
+        lambda original: lambda group, position: original(group, position + 4),
+        (laws.test_a_window_gives_no_block_back_that_is_still_seen,),
+    ),
+    "penalties not applied": Mutant(
+        "jattn.engine.sampling.penalised",
+        lambda original: lambda logits, penalties: logits,
+        (laws.test_penalties_are_applied_to_what_was_said,),
+    ),
+    "penalties forget what the burst has said": Mutant(
+        "jattn.engine.sampling.Penalties.after",
+        lambda original: lambda self, said: original(self, jnp.full_like(said, -2)),
+        (laws.test_penalties_are_applied_to_what_was_said,),
+    ),
+    "a cut keeps one token fewer": Mutant(
+        "jattn.engine.sampling._restrict",
+        restricted(one_fewer),
+        (sampling.test_r47_a_cut_keeps_exactly_what_the_definition_keeps,),
+    ),
+    "a cut keeps one token more": Mutant(
+        "jattn.engine.sampling._restrict",
+        restricted(one_more),
+        (sampling.test_r47_a_cut_keeps_exactly_what_the_definition_keeps,),
+    ),
+    "draws of a burst alike": Mutant(
+        "jattn.engine.step.choose",
+        at_one_position,
+        (laws.test_a_seeded_request_draws_alike_in_bursts_of_any_length,),
+    ),
+    "a draw's position forgotten between dispatches": Mutant(
+        "jattn.engine.batch.sampling_rows",
+        positions_lost,
+        (laws.test_the_draw_of_a_token_is_that_of_its_position,),
+    ),
+    "a key that does not advance": Mutant(
+        "jattn.engine.sampling._row_key",
+        lambda original: lambda seed, position: original(seed, 0 * position),
+        (
+            laws.test_flat_logits_are_drawn_differently_step_after_step,
+            sampling.test_r36_draws_of_one_request_step_after_step_are_independent_and_have_the_softmax_s_shares,
+        ),
+    ),
+    "the order of rows after the experts": Mutant(
+        "jattn.models.moe.MoE._experts",
+        lambda original: lambda self, *args: jnp.roll(original(self, *args), 1, axis=0),
+        (test_every_token_gets_what_its_own_experts_give,),
+    ),
+    "rows of experts not put back": Mutant(
+        "jattn.models.moe.MoE._experts",
+        lambda original: (
+            lambda self, w, rows, sizes, expert: original(self, w, rows, sizes, expert)[
+                jnp.argsort(jnp.argsort(rows[:, 0]))
+            ]
+        ),
+        (test_every_token_gets_what_its_own_experts_give,),
+    ),
+}

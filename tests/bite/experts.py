@@ -1,0 +1,42 @@
+"""A mixture of experts by its definition, one token and one expert at a time: a witness that needs no extra."""
+
+import numpy as np
+import pytest
+
+from jattn.models.moe import MoE
+
+E, TOP, WIDTH, HIDDEN, T = 5, 2, 6, 4, 9
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def by_the_definition(weights, x, on_input: bool):
+    """float64[T hidden]: the TOP experts of each token, weighted on what they give or on what they get."""
+    router, gate, up, down = (
+        np.asarray(weights[name]["kernel"], np.float64) for name in ("router", "gate", "up", "down")
+    )
+    out = np.zeros_like(x)
+    for t, row in enumerate(x):
+        logits = row @ router
+        best = np.argsort(-logits)[:TOP]
+        share = 1 / (1 + np.exp(-logits[best])) if on_input else np.exp(logits[best]) / np.exp(logits[best]).sum()
+        for e, weight in zip(best, share, strict=True):
+            seen = row * weight if on_input else row
+            y = (silu(seen @ gate[e]) * (seen @ up[e])) @ down[e]
+            out[t] += y if on_input else y * weight
+    return out
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid_of_input"])
+def test_every_token_gets_what_its_own_experts_give(scores="softmax"):
+    """Tokens of nine different pairs of experts: a row that comes back to another token's place is far off."""
+    rng = np.random.default_rng(0)
+    moe = MoE(num_experts=E, top_k=TOP, width=WIDTH, scores=scores)
+    shapes = dict(router=(HIDDEN, E), gate=(E, HIDDEN, WIDTH), up=(E, HIDDEN, WIDTH), down=(E, WIDTH, HIDDEN))
+    weights = {name: {"kernel": rng.normal(size=shape).astype(np.float32)} for name, shape in shapes.items()}
+    x = rng.normal(size=(T, HIDDEN)).astype(np.float32)
+    wanted = by_the_definition(weights, x.astype(np.float64), scores == "sigmoid_of_input")
+    got = np.asarray(moe(weights, x))
+    assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()

@@ -1,0 +1,171 @@
+"""Sampling where float bounds decide: odd vocabularies, ties, NaN, temperatures and cuts near their ends; and chance.
+
+R-36 (all samples alike) and R-47 (an id past the vocabulary, a fault on NaN, a top-p that never ends) of the field.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jattn.engine import SamplingParams
+from jattn.engine.sampling import BAD_TOKEN, choose, penalties_of, sampling_rows
+
+ALMOST_1 = float(np.nextafter(np.float32(1), np.float32(0)))
+SLACK = 1e-4
+"""Of a cumulative probability: float32 sums of a vocabulary differ from float64's by less."""
+
+
+def drawn(logits, params, draws=64, seeds=None, positions=None):
+    """i32[draws R] of logits f32[R V]; seeds, positions [draws R] (default: seed r, position i of draw i)."""
+    rows = len(params)
+    at = np.arange(draws)[:, None] + np.zeros(rows, int)
+    seeds = np.zeros_like(at) + np.arange(rows) if seeds is None else np.asarray(seeds)
+    positions = at if positions is None else np.asarray(positions)
+    rules = sampling_rows(params, [0] * rows, [0] * rows, [1] * rows, [()] * rows, rows)
+    penalties, said = penalties_of([], [], [], rows, 4), np.full((1, rows), -2, np.int32)
+    words = np.stack([seeds & 0xFFFFFFFF, seeds >> 32], axis=-1).astype(np.uint32)
+
+    @jax.jit
+    def every(logits, words, positions):
+        def one(seed_and_position):
+            seed, position = seed_and_position
+            row = dataclasses.replace(rules, seed=seed, position=position)
+            return choose(logits, row, penalties, said, False).tokens
+
+        return jax.lax.map(one, (words, positions))
+
+    return np.asarray(every(np.asarray(logits, np.float32), words, positions.astype(np.int32)))
+
+
+def allowed(logits, p: SamplingParams, slack: float) -> np.ndarray:
+    """bool[V] in float64, by the definition; ties with a token that is kept stay in. `slack` widens top_p and min_p."""
+    x = np.asarray(np.asarray(logits, np.float32), np.float64) / p.temperature
+    prob = np.exp(x - x.max())
+    prob[prob < p.min_p * (1 - slack)] = 0
+    kept = prob > 0
+    if p.top_k:
+        kept &= prob >= np.sort(prob)[::-1][min(p.top_k, len(prob)) - 1]
+    if p.top_p < 1:
+        order = np.argsort(-prob, kind="stable")
+        inside = np.where(np.arange(len(prob)) < (p.top_k or len(prob)), prob[order], 0)
+        before = np.cumsum(inside) / inside.sum() - inside / inside.sum()
+        last = max(np.flatnonzero((before < p.top_p + slack) & (inside > 0)), default=0)
+        kept &= prob >= prob[order[last]]
+    return kept
+
+
+CUTS = {
+    "off": {},
+    "top_p almost 1": dict(top_p=ALMOST_1),
+    "top_p tiny": dict(top_p=1e-30),
+    "top_p below float32": dict(top_p=1e-50),
+    "top_p half": dict(top_p=0.5),
+    "top_k 1": dict(top_k=1),
+    "top_k beyond": dict(top_k=10**6),
+    "min_p 1": dict(min_p=1.0),
+    "all": dict(top_k=7, top_p=ALMOST_1, min_p=1e-6),
+    "hot": dict(temperature=1e6, top_p=0.9),
+    "cold": dict(temperature=1e-3, top_p=0.9),
+}
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 127, 1021])
+def test_r47_a_drawn_id_is_one_that_its_rules_leave_whatever_the_vocabulary(vocab):
+    rng = np.random.default_rng(vocab)
+    params = [SamplingParams(**cut) for cut in CUTS.values()]
+    logits = rng.normal(size=(len(params), vocab)).astype(np.float32) * 3
+    tokens = drawn(logits, params)
+    assert tokens.min() >= 0 and tokens.max() < vocab
+    for r, (name, p) in enumerate(zip(CUTS, params, strict=True)):
+        assert allowed(logits[r], p, SLACK)[tokens[:, r]].all(), name
+
+
+@pytest.mark.parametrize("vocab", [5, 1021])
+def test_r47_ties_stay_in_and_every_one_of_them_is_drawn(vocab):
+    """All alike: no cut can tell them apart, however small."""
+    params = [SamplingParams(**CUTS[name]) for name in ("off", "top_p tiny", "top_k 1", "min_p 1", "all")]
+    tokens = drawn(np.full((len(params), vocab), 2.5), params, draws=40 * 5)
+    assert tokens.min() >= 0 and tokens.max() < vocab
+    for r in range(len(params)):
+        assert len(set(tokens[:, r])) >= min(vocab, 100)
+
+
+def test_r47_a_cut_keeps_exactly_what_the_definition_keeps():
+    """One token less, or one more, shows: every probability here is far from the cut and likely to be drawn."""
+    shares = np.array([[0.4, 0.3, 0.2, 0.1]] * 5)
+    cuts = [dict(top_p=0.35), dict(top_p=0.65), dict(top_p=0.85), dict(top_k=3), dict(min_p=0.6)]
+    tokens = drawn(np.log(shares), [SamplingParams(**cut) for cut in cuts], draws=200)
+    assert [len(set(tokens[:, r])) for r in range(5)] == [1, 2, 3, 3, 2]
+
+
+def test_r47_rows_that_cannot_go_on_are_told_and_their_neighbours_are_not_touched():
+    params = [SamplingParams(top_p=0.9, top_k=5)] * 6
+    logits = np.random.default_rng(0).normal(size=(6, 37)).astype(np.float32)
+    whole = drawn(logits, params)
+    ruined = logits.copy()
+    ruined[1, 36], ruined[2, 0], ruined[3], ruined[4, :36] = np.nan, np.inf, -np.inf, -np.inf
+    tokens = drawn(ruined, params)
+    assert (tokens[:, 1:4] == BAD_TOKEN).all()
+    assert (tokens[:, 4] == 36).all(), "the only token that is left"
+    np.testing.assert_array_equal(tokens[:, [0, 5]], whole[:, [0, 5]])
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 1e-30, 1e-44])
+def test_r47_a_temperature_near_zero_is_greedy_and_nothing_overflows(temperature):
+    logits = np.array([[3.0, 5.0, 4.0, -2.0], [-9.0, -7.0, -8.0, -7.5], [1e30, 3e30, 2e30, 0.0]], np.float32)
+    for cut in ({}, dict(top_p=0.9), dict(min_p=0.1), dict(top_k=2)):
+        tokens = drawn(logits, [SamplingParams(temperature=temperature, **cut)] * 3, draws=16)
+        assert (tokens == 1).all(), cut
+
+
+def chi_square(seen: np.ndarray, share: np.ndarray) -> float:
+    """Standard deviations by which the statistic of these counts is above its mean (Wilson and Hilferty)."""
+    wanted, free = share * seen.sum(), share.size - 1
+    statistic = ((seen - wanted) ** 2 / wanted).sum()
+    return ((statistic / free) ** (1 / 3) - (1 - 2 / (9 * free))) / np.sqrt(2 / (9 * free))
+
+
+LOGITS = np.array([0.0, -0.4, 0.7, 0.2, -1.0], np.float32)
+SHARE = np.exp(LOGITS.astype(np.float64)) / np.exp(LOGITS.astype(np.float64)).sum()
+
+
+def chances(tokens) -> dict[str, float]:
+    """How surprising these draws [N], one after another, are: each by itself, and each after the one before it."""
+    pairs = np.bincount(tokens[:-1] * 5 + tokens[1:], minlength=25)
+    return {
+        "alone": chi_square(np.bincount(tokens, minlength=5), SHARE),
+        "after another": chi_square(pairs, np.outer(SHARE, SHARE).ravel()),
+    }
+
+
+def test_r36_draws_of_one_request_step_after_step_are_independent_and_have_the_softmax_s_shares():
+    seeds = np.tile(np.array([0, 1, 2**62 + 3]), (4000, 1))
+    tokens = drawn(np.tile(LOGITS, (3, 1)), [SamplingParams()] * 3, draws=4000, seeds=seeds)
+    for r in range(3):
+        assert all(-4.5 < sigmas < 4.5 for sigmas in chances(tokens[:, r]).values()), chances(tokens[:, r])
+
+
+def test_r36_first_draws_of_requests_with_seeds_of_every_kind_are_independent():
+    """Seeds that follow one another (n completions), that differ in the upper word only, and random ones."""
+    seeds = np.stack(
+        [np.arange(4000), np.arange(4000) << 32, np.random.default_rng(0).integers(2**63, size=4000)], axis=1
+    )
+    tokens = drawn(
+        np.tile(LOGITS, (3, 1)), [SamplingParams()] * 3, draws=4000, seeds=seeds, positions=np.zeros_like(seeds)
+    )
+    for r in range(3):
+        assert all(-4.5 < sigmas < 4.5 for sigmas in chances(tokens[:, r]).values()), chances(tokens[:, r])
+    rows = np.bincount(tokens[:, 0] * 5 + tokens[:, 2], minlength=25)
+    assert -4.5 < chi_square(rows, np.outer(SHARE, SHARE).ravel()) < 4.5
+
+
+def test_the_chi_square_test_sees_a_key_that_does_not_advance():
+    """Four thousand copies of one draw, draws that all come twice, and shares that are uniform."""
+    rng = np.random.default_rng(0)
+    fair = rng.choice(5, size=4000, p=SHARE)
+    assert all(-4.5 < sigmas < 4.5 for sigmas in chances(fair).values())
+    assert chances(np.full(4000, 2))["alone"] > 20
+    assert chances(np.repeat(fair[:2000], 2))["after another"] > 20
+    assert chances(rng.integers(5, size=4000))["alone"] > 8
