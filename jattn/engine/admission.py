@@ -1,5 +1,6 @@
 """At the door: can this model be served so, and this request at all? Every reason at once."""
 
+import hashlib
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from jattn.backends import Feature, explain
+from jattn.engine.blocks import first_parent
 from jattn.engine.outputs import Completion, FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams
 from jattn.engine.scheduler import Limits
+from jattn.engine.sequence import Sequence
 from jattn.engine.step import Model
 from jattn.engine.tokenizer import Tokenizer
 
@@ -57,6 +60,12 @@ def check(
     if params.stop and tokenizer is None:
         reasons.append("stop strings need a tokenizer; use stop_token_ids")
     return tokens, reasons
+
+
+def salt_of(seq: Sequence, salt: str, config: Any, limits: Limits) -> bytes:
+    """What a sequence's cached blocks depend on beside its tokens: the user's salt, and how its keys are turned."""
+    variant = config.rope_variant(seq.final_length(limits.max_model_len))
+    return first_parent(hashlib.blake2b(salt.encode()).digest(), variant)
 
 
 def refused(id: str, tokens: tuple[int, ...], reasons: list[str]) -> RequestOutput:

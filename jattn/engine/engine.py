@@ -1,7 +1,6 @@
 """The engine: requests in, tokens out; everything that changes while a model is served is in here."""
 
 import dataclasses
-import hashlib
 import logging
 import time
 from collections import Counter
@@ -72,7 +71,7 @@ class Engine:
         most = [most_blocks(group, *step, prefix_caching) for group in groups]
         pools, max_model_len = sizing.pools_of(config, dtype, num_blocks, block_size, most, max_num_seqs, max_model_len)
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst)
-        self.shapes = StepShapes(self.limits, block_size, deterministic)
+        self.shapes = StepShapes(self.limits, block_size, deterministic, config.rope_depends_on_length)
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.config, self.params = config, params
         self.caches = config.make_caches(pools, block_size, dtype)
@@ -152,7 +151,8 @@ class Engine:
         request = Request(id, tokens, [])
         for index in range(params.n):
             name = f"{self._next_id}.{index}"  # ours: a user's ids may look like anything
-            seq = Sequence(name, tokens, params, (seed + index) % 2**63, hashlib.blake2b(salt.encode()).digest())
+            seq = Sequence(name, tokens, params, (seed + index) % 2**63)
+            seq.salt = admission.salt_of(seq, salt, self.config, self.limits)
             stop_ids = stop_ids_of(seq, self.config.eos_token_ids)
             response = Response.of(id, seq, index, stop_ids, self.limits.max_model_len, self.tokenizer)
             request.responses.append(response)

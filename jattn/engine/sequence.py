@@ -26,6 +26,10 @@ class Sequence:
     def __post_init__(self):
         self.tokens = list(self.prompt)
 
+    def final_length(self, max_model_len: int) -> int:
+        """The most tokens that it will ever have, known from its start and the same after a preemption."""
+        return min(len(self.prompt) + self.params.max_tokens, max_model_len)
+
     @property
     def num_output(self) -> int:
         """Tokens generated so far."""
