@@ -59,7 +59,7 @@ class Linear(Scaling):
 class DynamicNTK(Scaling):
     """A larger theta for requests longer than the trained length; shorter ones are exact.
 
-        theta * s ** (dim / (dim - 2))    s = factor * length / trained_length - (factor - 1)
+    theta * s ** (dim / (dim - 2))    s = factor * length / trained_length - (factor - 1)
     """
 
     factor: float
