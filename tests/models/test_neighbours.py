@@ -19,6 +19,7 @@ REQUESTS = [  # (prompt, max_tokens): the trained length of the scalings is 20
     ([*BEGINNING, 40, 41, 42], 16),  # ends at 28, grows past 20
     ([*BEGINNING, 40, 41, 42], 8),  # the same prompt, ends at 20 at most
     ([*BEGINNING, 50, 51, 52, 53, 54, 55, 56], 20),  # ends at 36
+    ([*BEGINNING, *range(30, 45)], 6),  # cut into other chunks here than alone, some of them short of 20
     ([7, 8, 9], 5),
     ([*BEGINNING, 40, 41, 42], 16),  # the first again, its prompt cached
     ([*BEGINNING, 13], 10),
