@@ -17,19 +17,19 @@ def rope_of(
     c: Keys, head_dim: int, max_positions: int, *, interleaved: bool = False, partial: bool = False, usual: Any = None
 ) -> Rope:
     """The rope of all layers. partial: the family may turn a part of each head. usual: parameters where none are."""
-    stored = parameters_of(c) or (usual or {})
+    name, stored = parameters_of(c)
+    stored = stored or (usual or {})
     if kinds := [kind for kind in KINDS if kind in stored]:
-        raise UnsupportedError(f"{c.where}: rope parameters of {', '.join(kinds)} apart are not built for this family")
+        raise UnsupportedError(f"{c.where}: {name} of {', '.join(kinds)} apart is not built for this family")
     trained = c.count("original_max_position_embeddings", None, low=2)
-    beside = {name: c.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    values = {name: value for name, value in beside.items() if value is not None} | stored
-    return rope_from(
-        Keys(values, f"{c.where}, rope parameters"), head_dim, max_positions, trained, interleaved, partial
-    )
+    beside = {key: c.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    values = {key: value for key, value in beside.items() if value is not None} | stored
+    return rope_from(Keys(values, f"{c.where}, {name}"), head_dim, max_positions, trained, interleaved, partial)
 
 
 def rope_of_kind(c: Keys, kind: str, theta: float, head_dim: int, max_positions: int, old: Any = None) -> Rope:
-    """The rope of one kind of layers, where each has its own: rope_parameters[kind], `old` being read over it.
+    """The rope of one kind of layers, where each has its own: rope_parameters[kind], with `old`, an object in the old
+    spelling, over it.
 
     theta: where it is not said there. Parameters that are not under a kind's name are refused.
     """
@@ -38,13 +38,15 @@ def rope_of_kind(c: Keys, kind: str, theta: float, head_dim: int, max_positions:
         raise UnsupportedError(f"{c.where}: rope_parameters has {loose[0]!r} beside {' and '.join(KINDS[:2])}")
     own = Keys(stored, f"{c.where}, rope_parameters").part(kind).given
     values = {"rope_theta": theta, **{k: v for k, v in own.items() if v is not None}, **(old or {})}
-    return rope_from(Keys(values, f"{c.where}, rope parameters of {kind}"), head_dim, max_positions)
+    name = "rope_scaling" if old else f"rope_parameters of {kind}"
+    return rope_from(Keys(values, f"{c.where}, {name}"), head_dim, max_positions)
 
 
-def parameters_of(c: Keys) -> dict[str, Any]:
-    """The object in which they lie: the old one, where it is there and holds anything."""
+def parameters_of(c: Keys) -> tuple[str, dict[str, Any]]:
+    """Under which key they lie, and they: under the old one, where it is there and holds anything."""
     old, new = c.part("rope_scaling").given, c.part("rope_parameters").given
-    return {key: value for key, value in (old or new).items() if value is not None}
+    name, found = ("rope_scaling", old) if old else ("rope_parameters", new)
+    return name, {key: value for key, value in found.items() if value is not None}
 
 
 def rope_from(

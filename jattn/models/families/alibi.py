@@ -54,7 +54,7 @@ def bloom(c: Keys) -> ModelConfig:
         "masked_softmax_fusion", "attention_softmax_in_fp32", "unk_token_id", "hidden_dropout",
     )  # fmt: skip
     norm = Norm(kind="layer", eps=c.number("layer_norm_epsilon", above=0), has_bias=True)
-    hidden = either(c, "n_embed", "hidden_size")
+    hidden = either(c, "hidden_size", "n_embed")
     heads = either(c, "n_head", "num_attention_heads", MOST_HEADS)
     count = either(c, "n_layer", "num_hidden_layers", MOST_LAYERS)
     return ModelConfig(
@@ -63,7 +63,7 @@ def bloom(c: Keys) -> ModelConfig:
 
 
 def either(c: Keys, name: str, other: str, high: int = MOST) -> int:
-    """A count under one of two names."""
+    """A count under one of two names; the other one counts where both are there."""
     value = c.count(other, None, high=high)
     return c.count(name, high=high) if value is None else c.count(name, value, high=high)
 
