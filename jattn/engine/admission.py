@@ -1,5 +1,6 @@
 """At the door: can this model be served so, and this request at all? Every reason at once."""
 
+import hashlib
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from jattn.backends import Feature, explain
+from jattn.engine.blocks import first_parent
 from jattn.engine.outputs import Completion, FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams, is_encodable
 from jattn.engine.scheduler import Limits
@@ -78,6 +80,17 @@ def prompts_of(prompts: Any) -> list:
     prompts = list(prompts)
     is_token = lambda x: isinstance(x, (int, np.integer)) or getattr(x, "ndim", None) == 0
     return [prompts] if prompts and all(map(is_token, prompts)) else prompts
+
+
+def depends_on_length(config: Any) -> bool:
+    """Do a request's keys depend on its final length? A config that is not of jattn.models need not know the word."""
+    return getattr(config, "rope_depends_on_length", False)
+
+
+def root_of(salt: str, config: Any, final_length: int) -> bytes:
+    """What a request's cached blocks depend on beside its tokens: the user's salt, and how its keys are turned."""
+    variant = config.rope_variant(final_length) if depends_on_length(config) else ()
+    return first_parent(hashlib.blake2b(salt.encode()).digest(), variant)
 
 
 def refused(id: str, tokens: tuple[int, ...], reasons: list[str]) -> RequestOutput:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jattn.engine.sampling import penalties_of, sampling_rows
 from jattn.engine.scheduler import Row, StepPlan, remaining_tokens
-from jattn.engine.sequence import Sequence
+from jattn.engine.sequence import Sequence, final_length
 from jattn.engine.shapes import StepShapes
 from jattn.engine.step import Batch
 from jattn.metadata import CommonAttentionMetadata
@@ -46,7 +46,8 @@ def batch_of(
     seq_lens = [lane.start + lane.num_new for lane in lanes]
     shape = num_tokens, num_rows, decode
     tables = tables_of(chosen, len(chosen), shapes)
-    metas = [_meta(query_lens, seq_lens, table, shapes, shape) for table in tables]
+    final_lens = [final_length(seq.prompt, seq.params, shapes.limits.max_model_len) for seq in chosen]
+    metas = [_meta(query_lens, seq_lens, final_lens, table, shapes, shape) for table in tables]
     limit, params = shapes.limits.max_model_len, [seq.params for seq in chosen]
     rows = sampling_rows(
         params,
@@ -96,7 +97,7 @@ def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShape
     num_tokens, num_rows, _ = shape
     return Batch(
         token_ids=np.zeros(num_tokens, np.int32),
-        metas=(_meta([], [], np.zeros((0, 1), np.int32), shapes, shape),) * num_groups,
+        metas=(_meta([], [], [], np.zeros((0, 1), np.int32), shapes, shape),) * num_groups,
         rows=sampling_rows([], [], [], [], [], num_rows),
         penalties=penalties_of([], [], [], num_rows, shapes.limits.max_model_len),
         is_told=np.bool_(False),
@@ -112,10 +113,13 @@ def stop_ids_of(seq: Sequence, eos: tuple[int, ...]) -> tuple[int, ...]:
     return (*(() if seq.params.ignore_eos else eos), *seq.params.stop_token_ids)
 
 
-def _meta(query_lens, seq_lens, table, shapes: StepShapes, shape: tuple[int, int, bool]) -> CommonAttentionMetadata:
+def _meta(
+    query_lens, seq_lens, final_lens, table, shapes: StepShapes, shape: tuple[int, int, bool]
+) -> CommonAttentionMetadata:
     num_tokens, num_rows, decode = shape
     meta = CommonAttentionMetadata.from_lengths(
         query_lens, seq_lens, table, shapes.block_size,
         num_tokens=num_tokens, num_reqs=num_rows, max_blocks=shapes.max_blocks,
+        final_seq_lens=final_lens if shapes.with_final_lens else None,
     )  # fmt: skip
     return meta.replace(max_query_len=1 if decode else num_tokens)  # one trace a bucket

@@ -24,6 +24,11 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), key=parent[:64], digest_size=32).digest()
 
 
+def first_parent(salt: bytes, rope_variant: Sequence[int]) -> bytes:
+    """The parent of a request's first block: its salt, and what of its length its keys depend on, if they do."""
+    return block_hash(salt, rope_variant) if rope_variant else salt
+
+
 class BlockPool:
     """Blocks 1 .. num_blocks-1 (block 0 fills unused table columns and is never dealt out)."""
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +24,7 @@ from jattn.engine.requests import LiveRequests
 from jattn.engine.response import Request, Response, unforeseen
 from jattn.engine.runner import Runner
 from jattn.engine.scheduler import Limits, Scheduler, StepPlan
-from jattn.engine.sequence import Sequence, seed_of
+from jattn.engine.sequence import Sequence, final_length, seed_of
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
 from jattn.engine.step import NOT_SAMPLED, Model
@@ -79,7 +78,7 @@ class Engine:
         most = [most_blocks(group, *step, prefix_caching) for group in groups]
         pools, max_model_len = sizing.pools_of(config, dtype, num_blocks, block_size, most, max_num_seqs, max_model_len)
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst)
-        self.shapes = StepShapes(self.limits, block_size, deterministic)
+        self.shapes = StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config))
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.config = config
         make_caches = functools.partial(config.make_caches, pools, block_size, dtype)
@@ -178,7 +177,7 @@ class Engine:
             return id
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         self._next_id += 1
-        root = hashlib.blake2b(salt.encode()).digest()
+        root = admission.root_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
         request = Request(id, tokens, [])
         for index in range(params.n):
             name = f"{self._next_id}.{index}"  # ours: a user's ids may look like anything

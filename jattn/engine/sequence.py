@@ -49,3 +49,8 @@ def seed_of(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}.{index}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def final_length(prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> int:
+    """The most tokens that a request will ever have, known from its start and the same after a preemption."""
+    return min(len(prompt) + params.max_tokens, max_model_len)

@@ -21,6 +21,7 @@ class StepShapes:
     limits: Limits
     block_size: int
     deterministic: bool = False
+    with_final_lens: bool = False  # the model's rotary positions depend on them
 
     @property
     def buckets(self) -> Buckets:

@@ -30,6 +30,7 @@ class CommonAttentionMetadata:
     dcp_local_seq_lens: jax.Array | None = None  # i32[R] keys of each request that this rank holds
     mm_prefix_ranges: jax.Array | None = None  # i32[R n 2] inclusive spans that see both ways: see ranges.py
     rswa_prefix_lens: jax.Array | None = None  # i32[R] first keys that no window hides
+    final_seq_lens: jax.Array | None = None  # i32[R] most tokens that each request will ever have; see final_lens
     cross: "CommonAttentionMetadata | None" = None  # the encoder's tokens: own lengths, pages, slots
     max_query_len: int = static()  # upper bound, bucketed
     max_seq_len: int = static()  # upper bound, bucketed
@@ -58,6 +59,14 @@ class CommonAttentionMetadata:
     def num_computed_tokens(self) -> jax.Array:
         """i32[R] tokens already in the cache: seq_lens - query_lens."""
         return self.seq_lens - self.query_lens()
+
+    def final_lens(self) -> jax.Array:
+        """i32[R] the length that each request's rotary positions are made for (longrope, dynamic NTK).
+
+        `final_seq_lens`: prompt plus the most that may be generated, the same on every call for a request. None:
+        seq_lens, right only where a request comes whole in one call.
+        """
+        return self.seq_lens if self.final_seq_lens is None else self.final_seq_lens
 
     def token_to_req(self) -> jax.Array:
         """i32[T] the request of each token; pad tokens get the last request."""
@@ -151,7 +160,7 @@ class CommonAttentionMetadata:
 
 PER_REQUEST = dict(
     seq_lens=0, block_table=NULL_BLOCK_ID, causal_per_request=True, encoder_seq_lens=0, dcp_local_seq_lens=0,
-    mm_prefix_ranges=0, rswa_prefix_lens=0,
+    mm_prefix_ranges=0, rswa_prefix_lens=0, final_seq_lens=0,
 )  # fmt: skip
 """Fields with one row a request, and what a row of padding holds."""
 

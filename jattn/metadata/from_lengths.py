@@ -25,11 +25,13 @@ def from_lengths(
     num_encoder_tokens: int | None = None,
     mm_prefix_ranges=None,
     rswa_prefix_lens=None,
+    final_seq_lens=None,
 ) -> CommonAttentionMetadata:
     """A ragged batch from host lengths, padded up to the static sizes given (None: as given).
 
     mm_prefix_ranges: pairs (first, last) for each request, or the array that compute_mm_prefix_range_tensor makes of
-    them in a width of its own. rswa_prefix_lens: a number a request.
+    them in a width of its own. rswa_prefix_lens: a number a request. final_seq_lens: the most
+    tokens that each request will ever have, for rotary positions that depend on it (longrope, dynamic NTK).
     block_table may be None where no cache is used. encoder_seq_lens adds `.cross`, whose pages are cross_block_table
     and whose packed tokens are padded to num_encoder_tokens.
     """
@@ -83,6 +85,7 @@ def from_lengths(
         rswa_prefix_lens=None
         if rswa_prefix_lens is None
         else _pad(_lengths("rswa_prefix_lens", rswa_prefix_lens, like=q), width_r),
+        final_seq_lens=None if final_seq_lens is None else _pad(_final(final_seq_lens, s), width_r),
         max_query_len=query_len_bound(int(q.max(initial=0)), width_t),
         max_seq_len=longest,
         is_causal=bool(causal) if per_request_causal is None else True,
@@ -99,6 +102,7 @@ def from_traced(
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
     causal=True,
+    final_seq_lens=None,
 ) -> CommonAttentionMetadata:
     """The same from device arrays i32[R+1], i32[R], i32[R B]; static sizes must be said, nothing is checked.
 
@@ -117,6 +121,7 @@ def from_traced(
         num_reqs=last.astype(jnp.int32),
         num_actual_tokens=start[-1],
         causal_per_request=None if one else jnp.asarray(causal, bool),
+        final_seq_lens=None if final_seq_lens is None else jnp.asarray(final_seq_lens, jnp.int32),
         max_query_len=num_tokens if max_query_len is None else max_query_len,
         max_seq_len=max_seq_len
         if max_seq_len is not None
@@ -140,6 +145,17 @@ def _lengths(name: str, values, like=None) -> np.ndarray:
     if like is not None and len(x) != len(like):
         raise ValueError(f"{name} has {len(x)} entries but query_lens has {len(like)}: one of each a request")
     return x.astype(np.int32)
+
+
+def _final(values, seq_lens: np.ndarray) -> np.ndarray:
+    x = _lengths("final_seq_lens", values, like=seq_lens)
+    if (x < seq_lens).any():
+        r = int(np.argmax(x < seq_lens))
+        raise ValueError(
+            f"final_seq_lens[{r}]={x[r]} is less than seq_lens[{r}]={seq_lens[r]}: "
+            "it is the most tokens that the request will ever have"
+        )
+    return x
 
 
 def _ranges(ranges, live: int, rows: int) -> np.ndarray:

@@ -88,7 +88,7 @@ def local_metadata(attn_chunk_size: int, meta: CommonAttentionMetadata, block_si
     q_local, k_local, remap, count = _virtual(
         attn_chunk_size, meta.query_start_loc, meta.seq_lens, block_size, max(capacity, 1)
     )
-    causal = meta.causal_per_request
+    causal, final = meta.causal_per_request, meta.final_seq_lens
     return meta.replace(
         query_start_loc=starts_of(q_local, xp),
         seq_lens=k_local,
@@ -96,6 +96,7 @@ def local_metadata(attn_chunk_size: int, meta: CommonAttentionMetadata, block_si
         num_reqs=xp.asarray(count, xp.int32),
         causal_per_request=None if causal is None else xp.where(remap.live, xp.asarray(causal)[remap.req], True),
         encoder_seq_lens=None,
+        final_seq_lens=None if final is None else xp.where(remap.live, xp.asarray(final)[remap.req], 0),
         max_query_len=min(meta.max_query_len, attn_chunk_size),
         max_seq_len=attn_chunk_size,
     ), remap

@@ -7,7 +7,7 @@ from typing import Any
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
-from jattn.nn import AttentionLayer, Norm, Rope
+from jattn.nn import AttentionLayer, Norm, Rope, Scaling
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType
 
@@ -77,6 +77,21 @@ class ModelConfig:
     def is_encoder(self) -> bool:
         """Does every token see every other? Then there is no cache and no next token: see encode."""
         return all(layer.attention.attn_type in ENCODERS for layer in self.layers)
+
+    @property
+    def rope_depends_on_length(self) -> bool:
+        """Do some rotary positions depend on a request's final length? Then batches need `final_seq_lens`."""
+        return bool(self._length_scalings)
+
+    def rope_variant(self, final_length: int) -> tuple[int, ...]:
+        """What of a request's final length its keys depend on: requests share pages only where this is equal."""
+        return tuple(scaling.variant(final_length) for scaling in self._length_scalings)
+
+    @property
+    def _length_scalings(self) -> list[Scaling]:
+        """Each distinct one, in the order of the layers."""
+        scalings = [layer.rope.scaling for layer in self.layers if layer.rope is not None]
+        return list(dict.fromkeys(scaling for scaling in scalings if scaling.needs_lengths))
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

@@ -1,8 +1,11 @@
 """config.json, read key by key: what nobody read and nobody knows to be harmless is an error, never ignored."""
 
 import json
+import math
 import pathlib
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 from jattn.errors import UnsupportedError
 
@@ -32,35 +35,81 @@ HARMLESS = frozenset({
 """Keys that change no number of a forward pass."""
 
 
-class Keys:
-    """A config.json being read. Ask with get, need and only; close() says what was left over."""
+MISSING: Any = object()
+"""The default of a key that must be there."""
 
-    def __init__(self, values: dict[str, Any], where: str = "config.json"):
-        self.values, self.where, self.read = values, where, set()
+MOST = 2**31 - 1
+"""No count of a config is larger: token ids and lengths are int32."""
+
+
+class Keys:
+    """A config.json being read, each value checked as it is asked for; close() says what was left over.
+
+    defaults: what absence of a key means to this family. A null is a null, and then the reader's own default counts.
+    """
+
+    def __init__(self, values: dict[str, Any], where: str = "config.json", defaults: Mapping[str, Any] | None = None):
+        self.given, self.where, self.read = values, where, set()
+        self.values = {**(defaults or {}), **values}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value, or the default where it is absent or null."""
+        """The value, or the default where it is null, or absent and of no default of the family's."""
         self.read.add(name)
         value = self.values.get(name)
+        if value is None and default is MISSING:
+            raise ValueError(f"{self.where} has no {name!r}, which this family needs")
         return default if value is None else value
 
-    def need(self, name: str) -> Any:
-        """The value, which must be there."""
-        value = self.get(name)
-        if value is None:
-            raise ValueError(f"{self.where} has no {name!r}, which this family needs")
-        return value
+    def count(self, name: str, default: Any = MISSING, *, low: int = 1, high: int = MOST) -> Any:
+        """An integer from low to high."""
+        fits = lambda x: isinstance(x, int) and not isinstance(x, bool) and low <= x <= high
+        return self._checked(name, default, fits, f"an integer from {low} to {high}")
+
+    def number(self, name: str, default: Any = MISSING, *, above: float = -math.inf, most: float = math.inf) -> Any:
+        """A finite number over `above`, at most `most`, as a float."""
+        limits = "".join([f" above {above}"] * (above > -math.inf) + [f" of at most {most}"] * (most < math.inf))
+        value = self._checked(name, default, lambda x: _is_number(x) and above < x <= most, f"a finite number{limits}")
+        return float(value) if _is_number(value) else value
+
+    def numbers(self, name: str, *, above: float = -math.inf) -> tuple[float, ...]:
+        """A list of finite numbers over `above`."""
+        fits = lambda x: isinstance(x, list | tuple) and x and all(_is_number(n) and n > above for n in x)
+        limit = f" above {above}" if above > -math.inf else ""
+        return tuple(map(float, self._checked(name, MISSING, fits, f"a list of finite numbers{limit}")))
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        return self._checked(name, default, lambda x: isinstance(x, bool), "true or false")
+
+    def choice(self, name: str, known: Iterable[str], default: Any = MISSING) -> Any:
+        """One of some names."""
+        known = tuple(known)
+        return self._checked(name, default, lambda x: isinstance(x, str) and x in known, f"one of {', '.join(known)}")
+
+    def choices(self, name: str, known: Iterable[str], length: int) -> list[str] | None:
+        """A list of names, one a layer; None where it is absent."""
+        known = tuple(known)
+        fits = lambda x: isinstance(x, list | tuple) and len(x) == length and all(_is_one_of(n, known) for n in x)
+        value = self._checked(name, None, fits, f"a list of {length} (one a layer), each one of {', '.join(known)}")
+        return None if value is None else list(value)
+
+    def counts(self, name: str, most: int) -> list[int] | None:
+        """A list of integers from 0 to `most`; None where it is absent."""
+        fits = lambda x: isinstance(x, list | tuple) and all(_is_index(n, most) for n in x)
+        value = self._checked(name, None, fits, f"a list of integers from 0 to {most}")
+        return None if value is None else list(value)
 
     def only(self, name: str, *allowed: Any) -> None:
         """The key must be absent, null, or one of these: nothing else is built."""
         value = self.get(name)
-        if value is not None and value not in allowed:
+        if value is not None and not any(value == x and type(value) is type(x) for x in allowed):
             wanted = " or ".join(map(repr, allowed)) or "absent"
-            raise UnsupportedError(f"{self.where}: {name}={value!r} is not supported; it must be {wanted}")
+            raise UnsupportedError(f"{self.where}: {name}={_short(value)} is not supported; it must be {wanted}")
 
-    def part(self, name: str) -> "Keys":
-        """A nested object, read like this one."""
-        return Keys(self.get(name, {}), f"{self.where}, {name}")
+    def part(self, name: str, defaults: Mapping[str, Any] | None = None) -> "Keys":
+        """A nested object, read like this one; empty where it is absent."""
+        value = self._checked(name, {}, lambda x: isinstance(x, dict), "an object")
+        return Keys(value, f"{self.where}, {name}", defaults)
 
     def ignore(self, *names: str) -> None:
         """Keys that this family is known not to use."""
@@ -68,13 +117,35 @@ class Keys:
 
     def close(self) -> None:
         """Raise for every key that was neither read nor harmless."""
-        left = {k: v for k, v in self.values.items() if k not in self.read and k not in HARMLESS and v is not None}
+        left = {k: v for k, v in self.given.items() if k not in self.read and k not in HARMLESS and v is not None}
         if left:
             named = ", ".join(f"{k}={_short(v)}" for k, v in sorted(left.items()))
             raise UnsupportedError(
                 f"{self.where} has keys that may change the numbers and that nobody here reads: {named}. Remove those "
                 "that you know to be harmless, or add support in jattn/models/families"
             )
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raise for a value that is right alone and wrong beside the others."""
+        raise ValueError(f"{self.where}: {name}={_short(self.values.get(name))} {why}")
+
+    def _checked(self, name: str, default: Any, fits: Callable[[Any], Any], wanted: str) -> Any:
+        value = self.get(name, default)
+        if value is not default and not fits(value):
+            raise ValueError(f"{self.where}: {name}={_short(value)} must be {wanted}")
+        return value
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
+
+
+def _is_index(x: Any, most: int) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x <= most
+
+
+def _is_one_of(x: Any, known: tuple[str, ...]) -> bool:
+    return isinstance(x, str) and x in known
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -91,5 +162,5 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."

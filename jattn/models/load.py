@@ -52,7 +52,7 @@ def load_config(directory: str | pathlib.Path) -> ModelConfig:
 def family_of(values: dict[str, Any]) -> Family:
     """The translator by model_type."""
     name = values.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UnsupportedError(f"config.json: model_type={name!r} is not supported; known are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
@@ -61,7 +61,8 @@ def _translated(folder: pathlib.Path) -> tuple[ModelConfig, Family]:
     values = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():  # chat models name more end tokens there
-        values |= {"eos_token_id": _both(values.get("eos_token_id"), read_json(generation).get("eos_token_id"))}
+        ends = _both(values.get("eos_token_id"), read_json(generation).get("eos_token_id"))
+        values |= {"eos_token_id": ends} if ends else {}  # none anywhere: the family's own
     family = family_of(values)
     return family.read(Keys(values, str(folder / "config.json"))), family
 

@@ -9,72 +9,131 @@ from jattn.models.keys import Keys
 from jattn.nn import DynamicNTK, Linear, Llama3, LongRope, Rope, Scaling, Yarn
 from jattn.nn.rope_scaling import yarn_magnitude
 
+KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Names under which each kind of layer may have parameters of its own."""
 
-def rope_of(c: Keys, head_dim: int, max_positions: int, *, kind: str | None = None, interleaved: bool = False) -> Rope:
-    """The rope of a model, or of its layers of one `kind` ('full_attention' ...) where each has its own."""
-    values = dict(c.get("rope_parameters", {}))
-    if kind is not None and kind in values:
-        values = dict(values[kind])
-    old = dict(c.get("rope_scaling", {}))
-    values = {"rope_theta": c.get("rope_theta", 10000.0), **old, **values}
-    fraction = values.pop("partial_rotary_factor", None) or c.get("partial_rotary_factor", 1.0)
-    trained = c.get("original_max_position_embeddings")
-    where = Keys(values, f"{c.where}, rope parameters")
-    theta, scaling = float(where.get("rope_theta")), scaling_of(where, max_positions, trained)
-    where.close()
-    return Rope(dim=int(head_dim * fraction), theta=theta, scaling=scaling, interleaved=interleaved)
+
+def rope_of(
+    c: Keys, head_dim: int, max_positions: int, *, interleaved: bool = False, partial: bool = False, usual: Any = None
+) -> Rope:
+    """The rope of all layers. partial: the family may turn a part of each head. usual: parameters where none are."""
+    name, stored = parameters_of(c)
+    stored = stored or (usual or {})
+    if kinds := [kind for kind in KINDS if kind in stored]:
+        raise UnsupportedError(f"{c.where}: {name} of {', '.join(kinds)} apart is not built for this family")
+    trained = c.count("original_max_position_embeddings", None, low=2)
+    beside = {key: c.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    values = {key: value for key, value in beside.items() if value is not None} | stored
+    return rope_from(Keys(values, f"{c.where}, {name}"), head_dim, max_positions, trained, interleaved, partial)
+
+
+def rope_of_kind(c: Keys, kind: str, theta: float, head_dim: int, max_positions: int, old: Any = None) -> Rope:
+    """The rope of one kind of layers, where each has its own: rope_parameters[kind], with `old`, an object in the old
+    spelling, over it.
+
+    theta: where it is not said there. Parameters that are not under a kind's name are refused.
+    """
+    stored = c.part("rope_parameters").given
+    if loose := sorted(set(stored) - set(KINDS)):
+        raise UnsupportedError(f"{c.where}: rope_parameters has {loose[0]!r} beside {' and '.join(KINDS[:2])}")
+    own = Keys(stored, f"{c.where}, rope_parameters").part(kind).given
+    values = {"rope_theta": theta, **{k: v for k, v in own.items() if v is not None}, **(old or {})}
+    name = "rope_scaling" if old else f"rope_parameters of {kind}"
+    return rope_from(Keys(values, f"{c.where}, {name}"), head_dim, max_positions)
+
+
+def parameters_of(c: Keys) -> tuple[str, dict[str, Any]]:
+    """Under which key they lie, and they: under the old one, where it is there and holds anything."""
+    old, new = c.part("rope_scaling").given, c.part("rope_parameters").given
+    name, found = ("rope_scaling", old) if old else ("rope_parameters", new)
+    return name, {key: value for key, value in found.items() if value is not None}
+
+
+def rope_from(
+    r: Keys, head_dim: int, max_positions: int, trained: int | None = None, interleaved=False, partial=False
+) -> Rope:
+    """From one flat object. trained: the length beside it, which comes first."""
+    theta, scaling = r.number("rope_theta", above=1), scaling_of(r, max_positions, trained)
+    fraction = r.number("partial_rotary_factor", 1.0, above=0, most=1)
+    r.close()
+    dim = int(head_dim * fraction)
+    if fraction != 1 and not partial:
+        raise UnsupportedError(f"{r.where}: partial_rotary_factor={fraction} is not built for this family: use 1")
+    if dim % 2 or dim < 2:
+        raise ValueError(f"{r.where}: {dim} numbers of a head_dim={head_dim} are to be turned, in pairs: not even")
+    if isinstance(scaling, LongRope) and (len(scaling.short), len(scaling.long)) != (dim // 2, dim // 2):
+        raise ValueError(
+            f"{r.where}: short_factor and long_factor have {len(scaling.short)} and {len(scaling.long)} divisors; "
+            f"{dim // 2} pairs of a head are turned"
+        )
+    return Rope(dim=dim, theta=theta, scaling=scaling, interleaved=interleaved)
 
 
 def scaling_of(r: Keys, max_positions: int, trained: int | None = None) -> Scaling:
     """How frequencies are stretched."""
     name = r.get("rope_type", r.get("type", "default"))
     r.ignore("rope_type", "type")
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise UnsupportedError(f"{r.where}: rope_type={name!r} is not supported; known are {', '.join(METHODS)}")
     return METHODS[name](r, max_positions, trained)
 
 
+def trained_length(r: Keys, max_positions: int, trained: int | None) -> int:
+    """The length that the model was trained for before it was stretched: beside the parameters, in them, or all."""
+    inner = r.count("original_max_position_embeddings", max_positions, low=2)
+    return inner if trained is None else trained
+
+
 def _default(r: Keys, max_positions: int, trained: int | None) -> Scaling:
+    r.ignore("original_max_position_embeddings")
     return Scaling()
 
 
 def _linear(r: Keys, max_positions: int, trained: int | None) -> Scaling:
-    return Linear(factor=float(r.need("factor")))
+    return Linear(factor=_factor(r))
 
 
 def _dynamic(r: Keys, max_positions: int, trained: int | None) -> Scaling:
     r.ignore("original_max_position_embeddings")  # transformers stretches from max_position_embeddings on
-    return DynamicNTK(factor=float(r.need("factor")), trained_length=max_positions)
+    return DynamicNTK(factor=r.number("factor", above=0), trained_length=max_positions)
 
 
 def _llama3(r: Keys, max_positions: int, trained: int | None) -> Scaling:
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    values: dict[str, Any] = {name: float(r.need(name)) for name in names}
-    return Llama3(**values, trained_length=r.need("original_max_position_embeddings"))
+    low, high = r.number("low_freq_factor", above=0), r.number("high_freq_factor", above=0)
+    if low == high:
+        r.refuse("low_freq_factor", "must differ from high_freq_factor")
+    length = trained_length(r, max_positions, trained)
+    return Llama3(factor=_factor(r), low_freq_factor=low, high_freq_factor=high, trained_length=length)
 
 
 def _yarn(r: Keys, max_positions: int, trained: int | None) -> Scaling:
-    trained = r.get("original_max_position_embeddings", trained or max_positions)
-    factor = float(r.get("factor", max_positions / trained))
-    magnitude, weight, weight_all = (r.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    trained = trained_length(r, max_positions, trained)
+    factor = _factor(r, max_positions / trained)
+    magnitude = r.number("attention_factor", None, above=0)
+    weight, weight_all = r.number("mscale", None), r.number("mscale_all_dim", None)
     if magnitude is None and weight and weight_all:
         magnitude = yarn_magnitude(factor, weight) / yarn_magnitude(factor, weight_all)
     return Yarn(
         factor=factor,
         trained_length=trained,
-        beta_fast=float(r.get("beta_fast", 32.0)),
-        beta_slow=float(r.get("beta_slow", 1.0)),
-        truncate=r.get("truncate", True),
+        beta_fast=r.number("beta_fast", 32.0, above=0),
+        beta_slow=r.number("beta_slow", 1.0, above=0),
+        truncate=r.flag("truncate", True),
         magnitude=magnitude,
     )
 
 
 def _longrope(r: Keys, max_positions: int, trained: int | None) -> Scaling:
-    trained = r.get("original_max_position_embeddings", trained or max_positions)
-    factor = r.get("factor", max_positions / trained)
+    trained = trained_length(r, max_positions, trained)
+    factor = _factor(r, max_positions / trained)
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    short, long = (tuple(map(float, r.need(f"{name}_factor"))) for name in ("short", "long"))
-    return LongRope(short=short, long=long, trained_length=trained, magnitude=r.get("attention_factor", usual))
+    short, long = (r.numbers(f"{name}_factor", above=0) for name in ("short", "long"))
+    magnitude = r.number("attention_factor", usual, above=0)
+    return LongRope(short=short, long=long, trained_length=trained, magnitude=magnitude)
+
+
+def _factor(r: Keys, usual: Any = None) -> float:
+    return r.number("factor", above=0) if usual is None else r.number("factor", usual, above=0)
 
 
 METHODS = {

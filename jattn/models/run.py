@@ -33,7 +33,9 @@ def prompt_logits(
     table, logits = np.arange(blocks, dtype=np.int32)[None], []
     for first in range(0, len(ids), size):
         new = ids[first : first + size]
-        meta = CommonAttentionMetadata.from_lengths([len(new)], [first + len(new)], table, BLOCK_SIZE, num_tokens=size)
+        meta = CommonAttentionMetadata.from_lengths(
+            [len(new)], [first + len(new)], table, BLOCK_SIZE, num_tokens=size, final_seq_lens=[len(ids)]
+        )
         padded = np.pad(new, (0, size - len(new)))
         caches, rows = step(config, params, padded, caches, meta, backend=backend)
         logits.append(rows[: len(new)])

@@ -55,8 +55,8 @@ def attend_over(spec: AttentionSpec, meta: CommonAttentionMetadata, cache, plan:
 
 
 def angles_of(rope: Rope | None, batch: CommonAttentionMetadata) -> Angles | None:
-    """The turns of a batch's tokens."""
+    """The turns of a batch's tokens: a function of each token's position and its request's final length alone."""
     if rope is None:
         return None
-    lengths = jnp.asarray(batch.seq_lens)[batch.token_to_req()] if rope.scaling.needs_lengths else None
+    lengths = jnp.asarray(batch.final_lens())[batch.token_to_req()] if rope.scaling.needs_lengths else None
     return rope.angles(batch.positions(), lengths)

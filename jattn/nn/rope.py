@@ -35,11 +35,10 @@ class Rope:
             raise ValueError(f"rope {self.dim=} must be even and at least 2: numbers are turned in pairs")
 
     def angles(self, positions: jax.Array, lengths: jax.Array | None = None) -> Angles:
-        """For positions i32[T]; lengths i32[T] (each token's whole request) where the scaling depends on them."""
+        """For positions i32[T]; lengths i32[T]: each token's request's final length, where the scaling needs it."""
         if self.scaling.needs_lengths and lengths is None:
             raise ValueError(f"{type(self.scaling).__name__} scaling depends on each request's length: pass lengths=")
-        frequency = self.scaling.frequencies(self.dim, self.theta, lengths)  # f32[dim/2], or [T, dim/2]
-        angle = positions.astype(jnp.float32)[:, None] * jnp.atleast_2d(frequency)
+        angle = self.scaling.angles(self.dim, self.theta, positions, lengths)
         factor = self.scaling.attention_factor
         return Angles(cos=jnp.cos(angle) * factor, sin=jnp.sin(angle) * factor, interleaved=self.interleaved)
 

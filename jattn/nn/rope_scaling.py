@@ -1,4 +1,7 @@
-"""How rotary frequencies are stretched for contexts longer than the trained one; one short class a method."""
+"""How rotary frequencies are stretched for contexts longer than the trained one; one short class a method.
+
+`frequencies` is the definition, on the host in float64. `angles` is what a step computes from it (phases.py).
+"""
 
 import dataclasses
 import math
@@ -7,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.nn.phases import phases, reduced
+
 
 def base_frequencies(dim: int, theta: float) -> np.ndarray:
-    """f32[dim/2]: theta ** (-2 i / dim)."""
-    return (1.0 / np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / dim)).astype(np.float32)
+    """f64[dim/2]: theta ** (-2 i / dim)."""
+    return float(theta) ** (-np.arange(0, dim, 2) / dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +32,17 @@ class Scaling:
         """What cos and sin are multiplied by."""
         return 1.0
 
-    def frequencies(self, dim: int, theta: float, lengths: jax.Array | None = None):
-        """f32[dim/2], or f32[T, dim/2] where they depend on lengths i32[T]."""
+    def variant(self, length: int) -> int:
+        """Requests of this final length and of another share their turns where the two variants are equal."""
+        return 0
+
+    def frequencies(self, dim: int, theta: float, length: int = 0) -> np.ndarray:
+        """f64[dim/2] in a request whose final length is `length`."""
         return base_frequencies(dim, theta)
+
+    def angles(self, dim: int, theta: float, positions: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        """f32[T, dim/2] of positions i32[T]; lengths i32[T]: each token's request's final length."""
+        return phases(positions, self.frequencies(dim, theta))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,16 +51,15 @@ class Linear(Scaling):
 
     factor: float
 
-    def frequencies(self, dim, theta, lengths=None):
-        return base_frequencies(dim, theta) / np.float32(self.factor)
+    def frequencies(self, dim, theta, length=0):
+        return base_frequencies(dim, theta) / self.factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicNTK(Scaling):
     """A larger theta for requests longer than the trained length; shorter ones are exact.
 
-    Past that length, as in every implementation, a cached key keeps the turn it was written with: numbers there
-    depend on how a prompt is cut into chunks.
+    theta * s ** (dim / (dim - 2))    s = factor * length / trained_length - (factor - 1)
     """
 
     factor: float
@@ -57,11 +69,40 @@ class DynamicNTK(Scaling):
     def needs_lengths(self) -> bool:
         return True
 
-    def frequencies(self, dim, theta, lengths=None):
-        length = jnp.maximum(jnp.asarray(lengths), self.trained_length).astype(jnp.float32)
-        stretch = self.factor * length / self.trained_length - (self.factor - 1)
-        base = theta * stretch ** (dim / (dim - 2))
-        return 1.0 / base[:, None] ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)[None, :]
+    def variant(self, length):
+        return max(length, self.trained_length)
+
+    def frequencies(self, dim, theta, length=0):
+        return base_frequencies(dim, theta) * self._stretch(length) ** -_exponents(dim)
+
+    def _stretch(self, length: int) -> float:
+        return self.factor * max(length, self.trained_length) / self.trained_length - (self.factor - 1)
+
+    def angles(self, dim, theta, positions, lengths=None):
+        """Frequencies at the nearest tabulated length below, exact, less a small float32 part for the rest of it."""
+        nodes = self._nodes()
+        lengths = jnp.asarray(lengths, jnp.int32)
+        at = jnp.maximum(jnp.searchsorted(jnp.asarray(nodes, jnp.int32), lengths, side="right") - 1, 0)
+        near = np.stack([self.frequencies(dim, theta, node) for node in nodes])
+        growth = np.asarray([self.factor / self.trained_length / self._stretch(node) for node in nodes], np.float32)
+        beyond = jnp.maximum(lengths - jnp.asarray(nodes, jnp.int32)[at], 0).astype(jnp.float32)
+        log_ratio = jnp.log1p(beyond * jnp.asarray(growth)[at])  # of the stretch here to the node's
+        less = -jnp.expm1(-log_ratio[:, None] * jnp.asarray(_exponents(dim), jnp.float32)[None, :])
+        rest = positions.astype(jnp.float32)[:, None] * jnp.asarray(near, jnp.float32)[at] * less
+        return reduced(phases(positions, near, at) - rest)
+
+    def _nodes(self) -> list[int]:
+        """Lengths whose stretches lie 1/64 apart, up to 2**24; below that distance each length is a node."""
+        nodes = [self.trained_length]
+        while self.factor > 0 and nodes[-1] < 2**24 and len(nodes) < 2048:
+            step = self._stretch(nodes[-1]) * self.trained_length / self.factor / 64
+            nodes.append(nodes[-1] + max(int(step), 1))
+        return nodes
+
+
+def _exponents(dim: int) -> np.ndarray:
+    """f64[dim/2]: frequency i falls as the stretch to the power of minus this."""
+    return np.arange(0, dim, 2) / max(dim - 2, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,12 +114,12 @@ class Llama3(Scaling):
     high_freq_factor: float
     trained_length: int
 
-    def frequencies(self, dim, theta, lengths=None):
+    def frequencies(self, dim, theta, length=0):
         base = base_frequencies(dim, theta)
         turns = self.trained_length * base / (2 * math.pi)  # within the trained length
         smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         smooth = np.clip(smooth, 0.0, 1.0)
-        return ((1 - smooth) * base / self.factor + smooth * base).astype(np.float32)
+        return (1 - smooth) * base / self.factor + smooth * base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +138,7 @@ class Yarn(Scaling):
     def attention_factor(self) -> float:
         return yarn_magnitude(self.factor) if self.magnitude is None else self.magnitude
 
-    def frequencies(self, dim, theta, lengths=None):
+    def frequencies(self, dim, theta, length=0):
         low, high = (self._dimension(turns, dim, theta) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -105,7 +146,7 @@ class Yarn(Scaling):
         ramp = (np.arange(dim // 2) - low) / max(high - low, 0.001)
         keep = 1 - np.clip(ramp, 0, 1)
         base = base_frequencies(dim, theta)
-        return (base / self.factor * (1 - keep) + base * keep).astype(np.float32)
+        return base / self.factor * (1 - keep) + base * keep
 
     def _dimension(self, turns: float, dim: int, theta: float) -> float:
         """The (fractional) dimension that makes this many turns in the trained length."""
@@ -134,10 +175,15 @@ class LongRope(Scaling):
     def attention_factor(self) -> float:
         return self.magnitude
 
-    def frequencies(self, dim, theta, lengths=None):
+    def variant(self, length):
+        return int(length > self.trained_length)
+
+    def frequencies(self, dim, theta, length=0):
         for name in ("short", "long"):
             if len(getattr(self, name)) != dim // 2:
                 raise ValueError(f"longrope {name} has {len(getattr(self, name))} divisors but rope turns {dim // 2}")
-        base = base_frequencies(dim, theta)
-        short, long = (base / np.asarray(divisors, np.float32) for divisors in (self.short, self.long))
-        return jnp.where((jnp.asarray(lengths) > self.trained_length)[:, None], long[None], short[None])
+        return base_frequencies(dim, theta) / np.asarray(self.long if self.variant(length) else self.short, float)
+
+    def angles(self, dim, theta, positions, lengths=None):
+        both = np.stack([self.frequencies(dim, theta, length) for length in (0, self.trained_length + 1)])
+        return phases(positions, both, (jnp.asarray(lengths) > self.trained_length).astype(jnp.int32))

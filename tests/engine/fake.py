@@ -39,10 +39,14 @@ class FakeConfig:
     eos_token_ids: tuple[int, ...] = (0,)
     max_positions: int = 256
     cache_groups: tuple[Group, ...] = (Group((0,)),)
+    rope_depends_on_length: bool = False
 
     @property
     def layers(self):
         return tuple(Layer(group) for group in self.cache_groups)
+
+    def rope_variant(self, final_length):
+        return ()
 
     def cache_specs(self, num_blocks, block_size, dtype):
         counts = (num_blocks,) * len(self.cache_groups) if isinstance(num_blocks, int) else num_blocks

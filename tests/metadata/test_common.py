@@ -8,6 +8,11 @@ from hypothesis import strategies as st
 
 from jattn.cache import KVCacheSpec
 from jattn.metadata import Buckets, CommonAttentionMetadata, check_host
+from jattn.metadata.drafting import next_decode
+from jattn.metadata.local import make_local_attention_virtual_batches
+from jattn.metadata.reorder import apply_permutation
+from jattn.metadata.slices import slice_requests
+from jattn.metadata.subset import subset
 from tests.metadata.batches import BLOCK, REQS, TOKENS, WIDTH, assert_same, lengths, padded, plain, reaching
 
 
@@ -189,3 +194,33 @@ def test_a_bucketed_batch_has_one_of_the_budgeted_trace_keys(batch):
     assert (meta.num_tokens, meta.max_num_reqs, meta.block_table.shape[1]) == tuple(sizes.values())
     assert meta.max_query_len in (1, 8, max(meta.num_tokens, 8))
     assert meta.max_seq_len == sizes["max_blocks"] * BLOCK
+
+
+def test_final_lengths_go_wherever_their_requests_go():
+    """Padded, cut, sliced, reordered, chosen, advanced, made local, split: request 0 ends at 40, request 1 at 50."""
+    meta = CommonAttentionMetadata.from_lengths([1, 3], [5, 9], [[0, 1, 2], [3, 4, 5]], BLOCK, final_seq_lens=[40, 50])
+    assert meta.final_lens().tolist() == [40, 50] and meta.replace(final_seq_lens=None).final_lens().tolist() == [5, 9]
+    wide = meta.padded(8, 4)
+    assert wide.final_seq_lens.tolist() == [40, 50, 0, 0] and wide.unpadded(4, 2).final_seq_lens.tolist() == [40, 50]
+    at_once = CommonAttentionMetadata.from_lengths(
+        [1, 3], [5, 9], meta.block_table, BLOCK, num_tokens=8, num_reqs=4, final_seq_lens=[40, 50]
+    )
+    assert_same(at_once.replace(max_query_len=4), wide.replace(max_query_len=4))
+    assert slice_requests(meta, 1, 2).final_seq_lens.tolist() == [50]
+    assert slice_requests(meta, 1, 2, 1, 3).final_seq_lens.tolist() == [50]  # a request that is cut ends where it did
+    assert apply_permutation(meta, np.array([1, 0])).final_seq_lens.tolist() == [50, 40]
+    part, _, _ = subset(meta, np.array([False, True]), 4, 4)
+    assert part.final_seq_lens.tolist() == [50, 0]
+    local, _ = make_local_attention_virtual_batches(4, wide, BLOCK)
+    live = int(local.num_reqs)
+    assert local.final_seq_lens.tolist()[:live] == [40, 50, 50] and not local.final_seq_lens[live:].any()
+    decode = next_decode(meta, BLOCK)
+    for step in (decode, decode.advanced(BLOCK), jax.jit(lambda m: m.advanced(BLOCK))(decode)):
+        assert step.final_seq_lens.tolist() == [40, 50]
+    traced = CommonAttentionMetadata.from_traced(
+        meta.query_start_loc, meta.seq_lens, meta.block_table, BLOCK, num_tokens=4, final_seq_lens=[40, 50]
+    )
+    assert_same(traced.replace(max_query_len=4), meta.replace(max_query_len=4))
+    for bad, words in (([40, 8], r"final_seq_lens\[1\]=8 is less than seq_lens\[1\]=9"), ([40], "one of each")):
+        with pytest.raises(ValueError, match=words):
+            CommonAttentionMetadata.from_lengths([1, 3], [5, 9], meta.block_table, BLOCK, final_seq_lens=bad)

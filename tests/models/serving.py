@@ -35,25 +35,25 @@ class Server:
         for new in schedule:
             tokens = np.concatenate([p[d : d + n] for p, d, n in zip(prompts, done, new, strict=True)])
             done = [d + n for d, n in zip(done, new, strict=True)]
-            rows = self.step(tokens, new, done)
+            rows = self.step(tokens, new, done, [len(p) for p in prompts])
             for mine, part in zip(logits, np.split(rows, np.cumsum(new)), strict=False):
                 mine.append(part)
         assert done == [len(p) for p in prompts], "the schedule must serve every token"
         return [np.concatenate(mine) for mine in logits]
 
-    def step(self, tokens: np.ndarray, query_lens, seq_lens) -> np.ndarray:
+    def step(self, tokens: np.ndarray, query_lens, seq_lens, final_seq_lens) -> np.ndarray:
         """One compiled step; padding tokens carry ids outside the vocabulary."""
         size = DECODE if max(query_lens) <= 1 else PREFILL
-        metas = [self.meta(table, query_lens, seq_lens, size) for table in self.tables]
+        metas = [self.meta(table, query_lens, seq_lens, final_seq_lens, size) for table in self.tables]
         padded = np.pad(tokens, (0, size - len(tokens)), constant_values=10**6).astype(np.int32)
         meta = metas[0] if len(metas) == 1 else tuple(metas)
         self.caches, logits = step(self.config, self.params, padded, self.caches, meta, backend=self.backend)
         return np.asarray(logits)[: len(tokens)]
 
-    def meta(self, table, query_lens, seq_lens, size: int) -> jattn.CommonAttentionMetadata:
+    def meta(self, table, query_lens, seq_lens, final_seq_lens, size: int) -> jattn.CommonAttentionMetadata:
         """One static bound of the query length for each size."""
         live = table[: len(query_lens)]
         meta = jattn.CommonAttentionMetadata.from_lengths(
-            query_lens, seq_lens, live, BLOCK_SIZE, num_tokens=size, num_reqs=REQUESTS
+            query_lens, seq_lens, live, BLOCK_SIZE, num_tokens=size, num_reqs=REQUESTS, final_seq_lens=final_seq_lens
         )
         return meta if size == DECODE else meta.replace(max_query_len=PREFILL)

@@ -29,9 +29,8 @@ def test_dot_products_depend_on_the_distance_only():
     np.testing.assert_allclose(*dots, atol=1e-4)
 
 
-def frequencies(scaling: Scaling, lengths=None) -> np.ndarray:
-    lengths = None if lengths is None else jnp.asarray(lengths)
-    return np.asarray(scaling.frequencies(DIM, THETA, lengths))
+def frequencies(scaling: Scaling, length: int = 0) -> np.ndarray:
+    return scaling.frequencies(DIM, THETA, length)
 
 
 def test_linear_divides_every_frequency():
@@ -39,7 +38,9 @@ def test_linear_divides_every_frequency():
 
 
 def test_dynamic_ntk_grows_theta_past_the_trained_length_only():
-    short, long = frequencies(DynamicNTK(factor=2.0, trained_length=8), [5, 24])
+    scaling = DynamicNTK(factor=2.0, trained_length=8)
+    short, long = frequencies(scaling, 5), frequencies(scaling, 24)
+    assert [scaling.variant(n) for n in (5, 8, 9, 24)] == [8, 8, 9, 24]
     theta = THETA * (2.0 * 24 / 8 - 1) ** (DIM / (DIM - 2))
     np.testing.assert_allclose(short, BASE, rtol=1e-6)
     np.testing.assert_allclose(long, theta ** (-np.arange(0, DIM, 2) / DIM), rtol=1e-5)
@@ -68,7 +69,8 @@ def test_yarn_ramps_between_its_two_numbers_of_turns():
 
 def test_longrope_takes_the_long_divisors_past_the_trained_length():
     scaling = LongRope(short=(1.0, 2.0, 3.0), long=(4.0, 5.0, 6.0), trained_length=8, magnitude=1.5)
-    short, long = frequencies(scaling, [8, 9])
+    short, long = frequencies(scaling, 8), frequencies(scaling, 9)
+    assert [scaling.variant(n) for n in (5, 8, 9, 24)] == [0, 0, 1, 1]
     np.testing.assert_allclose(short, BASE / [1, 2, 3], rtol=1e-6)
     np.testing.assert_allclose(long, BASE / [4, 5, 6], rtol=1e-6)
     turned = Rope(dim=DIM, theta=THETA, scaling=scaling).angles(jnp.zeros(2, jnp.int32), jnp.asarray([8, 9]))
@@ -81,7 +83,7 @@ def test_longrope_takes_the_long_divisors_past_the_trained_length():
         lambda: Rope(dim=5),
         lambda: rotate(jnp.asarray(X), Rope(dim=D + 2).angles(jnp.arange(LENGTH))),
         lambda: Rope(dim=DIM, scaling=DynamicNTK(factor=2.0, trained_length=8)).angles(jnp.arange(LENGTH)),
-        lambda: LongRope(short=(1.0,), long=(1.0, 1.0, 1.0), trained_length=8).frequencies(DIM, THETA, jnp.arange(2)),
+        lambda: LongRope(short=(1.0,), long=(1.0, 1.0, 1.0), trained_length=8).frequencies(DIM, THETA),
     ],
 )
 def test_what_cannot_mean_anything_is_refused(bad):

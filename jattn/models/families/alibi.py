@@ -7,7 +7,8 @@ import numpy as np
 
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.families.family import Family, token_ids
-from jattn.models.keys import Keys
+from jattn.models.families.llama import MOST_HEADS, MOST_LAYERS, share_of
+from jattn.models.keys import MOST, Keys
 from jattn.models.mlp import MLP
 from jattn.models.names import Source, linears, norms, rows, same, sources, transposed
 from jattn.nn import AttentionLayer, Norm
@@ -25,7 +26,12 @@ def decoder(
     c: Keys, hidden: int, heads: int, count: int, slopes: tuple[float, ...], norm: Norm, gelu: str, **mixer: Any
 ) -> dict[str, Any]:
     """What the two share."""
-    spec = AttentionSpec(num_heads=heads, head_dim=hidden // heads, has_alibi=True, scale=mixer.pop("scale", None))
+    spec = AttentionSpec(
+        num_heads=heads,
+        head_dim=share_of(c, "hidden_size", hidden, heads),
+        has_alibi=True,
+        scale=mixer.pop("scale", None),
+    )
     bias = norm.has_bias
     layer = LayerConfig(
         mixer=AttentionLayer(spec=spec, hidden_size=hidden, qkv_bias=bias, out_bias=bias, alibi_slopes=slopes, **mixer),
@@ -34,8 +40,8 @@ def decoder(
         mlp_norm=norm,
     )
     return dict(
-        family=c.need("model_type"), vocab_size=c.need("vocab_size"), hidden_size=hidden, layers=(layer,) * count,
-        final_norm=norm, tied_embeddings=c.get("tie_word_embeddings", True), **token_ids(c),
+        family=c.get("model_type"), vocab_size=c.count("vocab_size"), hidden_size=hidden, layers=(layer,) * count,
+        final_norm=norm, tied_embeddings=c.flag("tie_word_embeddings", True), **token_ids(c),
     )  # fmt: skip
 
 
@@ -47,14 +53,19 @@ def bloom(c: Keys) -> ModelConfig:
         "slow_but_exact", "seq_length", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "bias_dropout_fusion",
         "masked_softmax_fusion", "attention_softmax_in_fp32", "unk_token_id", "hidden_dropout",
     )  # fmt: skip
-    norm = Norm(kind="layer", eps=c.need("layer_norm_epsilon"), has_bias=True)
-    hidden = c.get("hidden_size", c.get("n_embed", 64))
-    heads, count = (
-        c.get(a, c.get(b)) for a, b in (("n_head", "num_attention_heads"), ("n_layer", "num_hidden_layers"))
-    )
+    norm = Norm(kind="layer", eps=c.number("layer_norm_epsilon", above=0), has_bias=True)
+    hidden = either(c, "hidden_size", "n_embed")
+    heads = either(c, "n_head", "num_attention_heads", MOST_HEADS)
+    count = either(c, "n_layer", "num_hidden_layers", MOST_LAYERS)
     return ModelConfig(
         **decoder(c, hidden, heads, count, alibi_slopes(heads), norm, "gelu_pytorch_tanh"), embedding_norm=norm
     )
+
+
+def either(c: Keys, name: str, other: str, high: int = MOST) -> int:
+    """A count under one of two names; the other one counts where both are there."""
+    value = c.count(other, None, high=high)
+    return c.count(name, high=high) if value is None else c.count(name, value, high=high)
 
 
 def mpt(c: Keys) -> ModelConfig:
@@ -70,13 +81,13 @@ def mpt(c: Keys) -> ModelConfig:
     c.only("logit_scale")
     c.only("norm_type", "low_precision_layernorm", "layernorm")
     c.ignore("learned_pos_emb", "embedding_fraction", "verbose", "init_config", "tokenizer_name", "max_seq_len")
-    heads, norm = c.need("n_heads"), Norm(kind="layer", eps=c.get("layer_norm_epsilon", 1e-5))
-    slopes = alibi_slopes(heads, attn.get("alibi_bias_max", 8))
-    own = dict(scale=attn.get("softmax_scale"), clip_qkv=attn.get("clip_qkv"))
-    if not attn.get("alibi", False):
-        raise ValueError(f"{attn.where}: alibi must be true; MPT without it has learned positions, which are not built")
+    heads = c.count("n_heads", high=MOST_HEADS)
+    norm = Norm(kind="layer", eps=c.number("layer_norm_epsilon", 1e-5, above=0))
+    slopes = alibi_slopes(heads, attn.number("alibi_bias_max", 8.0, above=0))
+    own = dict(scale=attn.number("softmax_scale", None), clip_qkv=attn.number("clip_qkv", None, above=0))
     attn.close()
-    return ModelConfig(**decoder(c, c.need("d_model"), heads, c.need("n_layers"), slopes, norm, "gelu", **own))
+    count = c.count("n_layers", high=MOST_LAYERS)
+    return ModelConfig(**decoder(c, c.count("d_model"), heads, count, slopes, norm, "gelu", **own))
 
 
 def head_part(part: int, heads: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -120,5 +131,7 @@ def _head(config: ModelConfig) -> dict[str, Any]:
     return {} if config.tied_embeddings else {"head.kernel": ("lm_head.weight", transposed)}
 
 
-BLOOM = Family(bloom, bloom_names, ("lm_head.weight",), prefix="transformer.")
+BLOOM = Family(
+    bloom, bloom_names, ("lm_head.weight",), prefix="transformer.", defaults=dict(bos_token_id=1, eos_token_id=2)
+)
 MPT = Family(mpt, mpt_names, ("lm_head.weight",), prefix="transformer.")

@@ -6,8 +6,9 @@ import numpy as np
 
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.families.family import Family, token_ids
+from jattn.models.families.llama import MOST_HEADS, MOST_LAYERS, share_of
 from jattn.models.keys import Keys
-from jattn.models.mlp import MLP
+from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.names import Source, linears, norms, same, sources
 from jattn.nn import AttentionLayer, Norm
 from jattn.spec import AttentionSpec
@@ -29,14 +30,15 @@ def bart(c: Keys) -> ModelConfig:
 
 def half(c: Keys, side: str, **more: Any) -> ModelConfig:
     """The encoder or the decoder."""
-    hidden, heads, longest = c.need("d_model"), c.need(f"{side}_attention_heads"), c.need("max_position_embeddings")
+    hidden, heads = c.count("d_model"), c.count(f"{side}_attention_heads", high=MOST_HEADS)
+    longest, head_dim = c.count("max_position_embeddings"), share_of(c, "d_model", hidden, heads)
 
     def attention(kind: str) -> AttentionLayer:
-        spec = AttentionSpec(num_heads=heads, head_dim=hidden // heads, attn_type=kind)
+        spec = AttentionSpec(num_heads=heads, head_dim=head_dim, attn_type=kind)
         return AttentionLayer(spec=spec, hidden_size=hidden, qkv_bias=True, out_bias=True)
 
     decodes = side == "decoder"
-    width, act = c.need(f"{side}_ffn_dim"), c.get("activation_function", "gelu")
+    width, act = c.count(f"{side}_ffn_dim"), c.choice("activation_function", ACTIVATIONS, "gelu")
     layer = LayerConfig(
         mixer=attention(side),
         cross=attention("encoder_decoder") if decodes else None,
@@ -46,9 +48,9 @@ def half(c: Keys, side: str, **more: Any) -> ModelConfig:
         mlp_norm_sum=NORM,
     )
     return ModelConfig(
-        family="bart", vocab_size=c.need("vocab_size"), hidden_size=hidden,
-        layers=(layer,) * c.need(f"{side}_layers"), final_norm=None, embedding_norm=NORM,
-        embedding_scale=hidden**0.5 if c.get("scale_embedding", False) else 1.0,
+        family="bart", vocab_size=c.count("vocab_size"), hidden_size=hidden,
+        layers=(layer,) * c.count(f"{side}_layers", high=MOST_LAYERS), final_norm=None, embedding_norm=NORM,
+        embedding_scale=hidden**0.5 if c.flag("scale_embedding", False) else 1.0,
         learned_positions=longest, max_positions=longest, **({"tied_embeddings": True} | more),
     )  # fmt: skip
 
@@ -83,4 +85,4 @@ def layer_names(cross: bool = False) -> dict[str, Any]:
 
 
 UNUSED = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-BART = Family(bart, names, UNUSED)
+BART = Family(bart, names, UNUSED, defaults=dict(bos_token_id=0, eos_token_id=2, pad_token_id=1))

@@ -5,20 +5,22 @@ from typing import Any
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.families.family import Family
 from jattn.models.families.llama import (
+    MOST_LAYERS,
     UNUSED,
     attention_names,
     biases,
     decoder,
     heads_of,
     mlp_names,
+    norm_of,
     outside,
-    windows_of,
+    windows_by_type,
 )  # fmt: skip
 from jattn.models.keys import Keys
-from jattn.models.mlp import MLP
+from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.names import Source, norms, sources
-from jattn.models.rope_keys import rope_of
-from jattn.nn import AttentionLayer, Norm, Rope
+from jattn.models.rope_keys import rope_of, rope_of_kind
+from jattn.nn import AttentionLayer, Rope
 from jattn.spec import AttentionSpec
 
 NORMS = {
@@ -33,14 +35,12 @@ def translate(c: Keys, every: int, ropes: tuple[Rope, Rope], soft_cap: float | N
     """Sliding layers but for each `every`-th; ropes (global, local)."""
     c.only("use_bidirectional_attention", False)
     c.ignore("hidden_act")  # hidden_activation is the one that counts
-    hidden, heads, count = c.need("hidden_size"), heads_of(c), c.need("num_hidden_layers")
-    norm = Norm(eps=c.need("rms_norm_eps"), one_plus=True)
-    mlp = MLP(width=c.need("intermediate_size"), activation=c.get("hidden_activation", "gelu_pytorch_tanh"))
-    scale, bias, kept = c.need("query_pre_attn_scalar") ** -0.5, biases(c), dict.fromkeys(NORMS, norm)
-    if c.get("layer_types") is None:
-        windows = [None if (i + 1) % every == 0 else c.need("sliding_window") for i in range(count)]
-    else:
-        windows = windows_of(c, count)
+    hidden, heads, count = c.count("hidden_size"), heads_of(c), c.count("num_hidden_layers", high=MOST_LAYERS)
+    norm, act = norm_of(c, one_plus=True), c.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
+    mlp = MLP(width=c.count("intermediate_size"), activation=act)
+    scale = c.number("query_pre_attn_scalar", above=0) ** -0.5
+    bias, kept = biases(c), dict.fromkeys(NORMS, norm)
+    windows = windows_by_type(c, count, [(i + 1) % every != 0 for i in range(count)])
 
     def layer(window: int | None) -> LayerConfig:
         spec = AttentionSpec(**heads, scale=scale, sliding_window=window, logits_soft_cap=soft_cap)
@@ -48,24 +48,25 @@ def translate(c: Keys, every: int, ropes: tuple[Rope, Rope], soft_cap: float | N
         mixer = AttentionLayer(spec=spec, hidden_size=hidden, rope=rope, qk_norm=norm if qk_norm else None, **bias)
         return LayerConfig(mixer=mixer, mlp=mlp, **kept)
 
-    final_cap = c.get("final_logit_softcapping")
+    final_cap = c.number("final_logit_softcapping", None, above=0)
     return decoder(c, map(layer, windows), norm, tied=True, embedding_scale=hidden**0.5, logits_soft_cap=final_cap)
 
 
 def gemma2(c: Keys) -> ModelConfig:
     """Every second layer sees everything; attention logits are soft-capped."""
-    rope = rope_of(c, c.need("head_dim"), c.need("max_position_embeddings"))
-    return translate(c, 2, (rope, rope), c.get("attn_logit_softcapping"), qk_norm=False)
+    rope = rope_of(c, heads_of(c)["head_dim"], c.count("max_position_embeddings"))
+    return translate(c, 2, (rope, rope), c.number("attn_logit_softcapping", None, above=0), qk_norm=False)
 
 
 def gemma3(c: Keys) -> ModelConfig:
     """Every sixth layer sees everything; local layers have a theta of their own; q and k are normalised."""
     c.only("attn_logit_softcapping")  # no implementation applies it
-    size, longest = c.need("head_dim"), c.need("max_position_embeddings")
-    whole = rope_of(c, size, longest, kind="full_attention")
-    local = c.get("rope_local_base_freq")
-    near = Rope(dim=whole.dim, theta=local) if local else rope_of(c, size, longest, kind="sliding_attention")
-    every = c.get("sliding_window_pattern", c.get("_sliding_window_pattern", 6))
+    size, longest = heads_of(c)["head_dim"], c.count("max_position_embeddings")
+    near_theta, theta = c.number("rope_local_base_freq", 10000.0, above=1), c.number("rope_theta", 1e6, above=1)
+    old = c.part("rope_scaling").given
+    whole = rope_of_kind(c, "full_attention", theta, size, longest, old)
+    near = rope_of_kind(c, "sliding_attention", near_theta, size, longest)
+    every = c.count("sliding_window_pattern", c.count("_sliding_window_pattern", 6))
     return translate(c, every, (whole, near), None, qk_norm=True)
 
 
@@ -78,5 +79,10 @@ def names(config: ModelConfig) -> dict[str, Source]:
     return sources(config, outside(config), "model.layers.{}.", layer)
 
 
-GEMMA2 = Family(gemma2, names, UNUSED)
-GEMMA3_TEXT = Family(gemma3, names, UNUSED)
+BOTH = dict(
+    head_dim=256, num_key_value_heads=4, query_pre_attn_scalar=256, sliding_window=4096, pad_token_id=0,
+    eos_token_id=1, bos_token_id=2,
+)  # fmt: skip
+CAPS = dict(final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
+GEMMA2 = Family(gemma2, names, UNUSED, defaults=BOTH | CAPS | dict(rope_theta=10000.0))
+GEMMA3_TEXT = Family(gemma3, names, UNUSED, defaults=BOTH)

@@ -5,7 +5,16 @@ from typing import Any
 
 from jattn.models.config import ModelConfig
 from jattn.models.families.family import Family
-from jattn.models.families.llama import NORM_NAMES, UNUSED, attention_names, biases, outside, translate
+from jattn.models.families.llama import (
+    NORM_NAMES,
+    UNUSED,
+    attention_names,
+    biases,
+    experts_of,
+    outside,
+    translate,
+    windows_by_type,
+)  # fmt: skip
 from jattn.models.keys import Keys
 from jattn.models.moe import MoE
 from jattn.models.mxfp4 import unpacked
@@ -17,14 +26,18 @@ def gpt_oss(c: Keys) -> ModelConfig:
     c.only("hidden_act", "silu")  # the unit is built in
     c.ignore("experts_per_token", "initial_context_length")  # second names of other keys
     moe = MoE(
-        num_experts=c.need("num_local_experts"),
-        top_k=c.need("num_experts_per_tok"),
-        width=c.need("intermediate_size"),
-        clamp=(c.get("swiglu_alpha", 1.702), c.get("swiglu_limit", 7.0)),
+        **experts_of(c),
+        width=c.count("intermediate_size"),
+        clamp=(c.number("swiglu_alpha", 1.702), c.number("swiglu_limit", 7.0, above=0)),
         router_bias=True,
         bias=True,
     )
-    return translate(c, mlp=moe, sinks=True, **biases(c))
+    return translate(c, mlp=moe, windows=windows_of, sinks=True, ropes=dict(usual=YARN), **biases(c))
+
+
+def windows_of(c: Keys, count: int) -> list[int | None]:
+    """Every second layer sees everything."""
+    return windows_by_type(c, count, [(index + 1) % 2 != 0 for index in range(count)])
 
 
 def names(config: ModelConfig) -> dict[str, Source]:
@@ -56,4 +69,8 @@ LAYER: dict[str, Any] = {
     "mlp.down.kernel": (f"{EXPERTS}.down_proj", same),
     "mlp.down.bias": (f"{EXPERTS}.down_proj_bias", same),
 }
-GPT_OSS = Family(gpt_oss, names, UNUSED, packings=("mxfp4",))
+YARN = dict(
+    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
+)
+DEFAULTS = dict(num_key_value_heads=8, head_dim=64, sliding_window=128, attention_bias=True, rope_theta=150000.0)
+GPT_OSS = Family(gpt_oss, names, UNUSED, packings=("mxfp4",), defaults=DEFAULTS)

@@ -4,44 +4,47 @@ from typing import Any
 
 import numpy as np
 
-from jattn.errors import UnsupportedError
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.families.family import Family
 from jattn.models.families.llama import (
+    ENDS,
+    MOST_LAYERS,
     NORM_NAMES,
     UNUSED,
     attention_names,
     biases,
     decoder,
+    experts_of,
     heads_of,
     mlp_names,
+    norm_of,
     outside,
 )  # fmt: skip
 from jattn.models.keys import Keys
-from jattn.models.mlp import MLP
+from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.moe import MoE
 from jattn.models.names import Source, linears, same, sources
 from jattn.models.rope_keys import rope_of
-from jattn.nn import AttentionLayer, Norm
+from jattn.nn import AttentionLayer
 from jattn.spec import AttentionSpec
 
 
 def llama4(c: Keys) -> ModelConfig:
     """A layer with positions turns in pairs, then normalises q and k; one without warms q as positions grow."""
-    count, heads, norm = c.need("num_hidden_layers"), heads_of(c), Norm(eps=c.need("rms_norm_eps"))
+    count, heads, norm = c.count("num_hidden_layers", high=MOST_LAYERS), heads_of(c), norm_of(c)
     c.ignore("for_llm_compressor", "attn_implementation")
-    rope = rope_of(c, heads["head_dim"], c.need("max_position_embeddings"), interleaved=True)
-    bare = Norm(eps=c.need("rms_norm_eps"), has_scale=False) if c.get("use_qk_norm", True) else None
-    growth = (c.get("floor_scale", 8192), c.get("attn_scale", 0.1)) if c.get("attn_temperature_tuning", True) else None
-    growth = None if growth is None else (float(growth[0]), float(growth[1]))
+    rope = rope_of(c, heads["head_dim"], c.count("max_position_embeddings"), interleaved=True)
+    bare = norm_of(c, has_scale=False) if c.flag("use_qk_norm", True) else None
+    growth = c.number("floor_scale", 8192.0, above=0), c.number("attn_scale", 0.1)
+    growth = growth if c.flag("attn_temperature_tuning", True) else None
     turned, mixed = turned_layers(c, count), moe_layers(c, count)
-    chunked, bias = chunked_layers(c, turned), biases(c)
+    chunks, bias = chunks_of(c, turned), biases(c)
     halves = dense(c), moe(c)
 
     def layer(index: int) -> LayerConfig:
-        spec = AttentionSpec(**heads, chunk_size=c.need("attention_chunk_size") if chunked[index] else None)
+        spec = AttentionSpec(**heads, chunk_size=chunks[index])
         own = dict(rope=rope, qk_norm=bare, norm_after_rope=True) if turned[index] else dict(query_growth=growth)
-        mixer = AttentionLayer(spec=spec, hidden_size=c.need("hidden_size"), **own, **bias)
+        mixer = AttentionLayer(spec=spec, hidden_size=c.count("hidden_size"), **own, **bias)
         return LayerConfig(mixer=mixer, mlp=halves[index in mixed], attn_norm=norm, mlp_norm=norm)
 
     return decoder(c, map(layer, range(count)), norm)
@@ -49,43 +52,38 @@ def llama4(c: Keys) -> ModelConfig:
 
 def turned_layers(c: Keys, count: int) -> list[bool]:
     """Which layers have positions."""
-    every, given = c.get("no_rope_layer_interval", 4), c.get("no_rope_layers")
-    return [bool(x) for x in given] if given else [(index + 1) % every != 0 for index in range(count)]
+    every, given = c.count("no_rope_layer_interval", 4), c.counts("no_rope_layers", 1)
+    if given and len(given) < count:
+        c.refuse("no_rope_layers", f"must have one number for each of the {count} layers")
+    return [bool(x) for x in given[:count]] if given else [(index + 1) % every != 0 for index in range(count)]
 
 
-def chunked_layers(c: Keys, turned: list[bool]) -> list[bool]:
-    """Which layers see only their own chunk."""
-    types = c.get("layer_types")
-    if types is None:
-        return turned
-    known = {"chunked_attention": True, "full_attention": False}
-    if not set(types) <= known.keys():
-        raise UnsupportedError(f"{c.where}: layer_types {sorted(set(types))} must be among {[*known]}")
-    return [known[name] for name in types]
+def chunks_of(c: Keys, turned: list[bool]) -> list[int | None]:
+    """The chunk that each layer sees; None: everything."""
+    types = c.choices("layer_types", ("chunked_attention", "full_attention"), len(turned))
+    chunked = turned if types is None else [kind == "chunked_attention" for kind in types]
+    size = c.count("attention_chunk_size", None)
+    if size is None and any(chunked):
+        c.refuse("attention_chunk_size", "must be a number: some layers see only their own chunk")
+    return [size if mine else None for mine in chunked]
 
 
 def moe_layers(c: Keys, count: int) -> set[int]:
     """Which layers have experts."""
-    step, given = c.get("interleave_moe_layer_step", 1), c.get("moe_layers")
+    step, given = c.count("interleave_moe_layer_step", 1), c.counts("moe_layers", count - 1)
     return set(range(step - 1, count, step)) if given is None else set(given)
 
 
 def dense(c: Keys) -> MLP:
     """The MLP of layers without experts."""
-    return MLP(width=c.need("intermediate_size_mlp"), activation=c.get("hidden_act", "silu"))
+    return MLP(width=c.count("intermediate_size_mlp"), activation=c.choice("hidden_act", ACTIVATIONS, "silu"))
 
 
 def moe(c: Keys) -> MoE:
     """Experts whose input is scaled by the sigmoid of their logit, and one that all tokens visit."""
-    width, act = c.need("intermediate_size"), c.get("hidden_act", "silu")
-    return MoE(
-        num_experts=c.need("num_local_experts"),
-        top_k=c.need("num_experts_per_tok"),
-        width=width,
-        activation=act,
-        scores="sigmoid_of_input",
-        shared=MLP(width=width, activation=act),
-    )
+    width, act = c.count("intermediate_size"), c.choice("hidden_act", ACTIVATIONS, "silu")
+    shared = MLP(width=width, activation=act)
+    return MoE(**experts_of(c), width=width, activation=act, scores="sigmoid_of_input", shared=shared)
 
 
 def names(config: ModelConfig) -> dict[str, Source]:
@@ -108,4 +106,5 @@ def layer_names(config: ModelConfig, index: int) -> dict[str, Any]:
     return table | experts | {"mlp.down.kernel": ("feed_forward.experts.down_proj", same)}
 
 
-LLAMA4_TEXT = Family(llama4, names, UNUSED)
+DEFAULTS = ENDS | dict(num_key_value_heads=8, head_dim=128, rope_theta=500000.0, attention_chunk_size=8192)
+LLAMA4_TEXT = Family(llama4, names, UNUSED, defaults=DEFAULTS)

@@ -6,21 +6,25 @@ import numpy as np
 
 from jattn.models.config import ModelConfig
 from jattn.models.families.family import Family
-from jattn.models.families.llama import NORM_NAMES, UNUSED, attention_names, outside, translate
+from jattn.models.families.llama import (
+    ENDS,
+    NORM_NAMES,
+    UNUSED,
+    attention_names,
+    experts_of,
+    outside,
+    translate,
+)  # fmt: skip
 from jattn.models.keys import Keys
+from jattn.models.mlp import ACTIVATIONS
 from jattn.models.moe import MoE
 from jattn.models.names import Source, linears, sources
 
 
 def mixtral(c: Keys) -> ModelConfig:
     """Softmax over the chosen experts."""
-    moe = MoE(
-        num_experts=c.need("num_local_experts"),
-        top_k=c.need("num_experts_per_tok"),
-        width=c.need("intermediate_size"),
-        activation=c.get("hidden_act", "silu"),
-    )
-    return translate(c, mlp=moe)
+    act = c.choice("hidden_act", ACTIVATIONS, "silu")
+    return translate(c, mlp=MoE(**experts_of(c), width=c.count("intermediate_size"), activation=act))
 
 
 def names(config: ModelConfig) -> dict[str, Source]:
@@ -43,4 +47,4 @@ def expert_names(count: int) -> dict[str, Any]:
     return table
 
 
-MIXTRAL = Family(mixtral, names, UNUSED)
+MIXTRAL = Family(mixtral, names, UNUSED, defaults=ENDS | dict(num_key_value_heads=8, rope_theta=1e6))

@@ -5,6 +5,7 @@ from typing import Any
 from jattn.models.config import ModelConfig
 from jattn.models.families.family import Family
 from jattn.models.families.llama import NORM_NAMES, UNUSED, outside, translate
+from jattn.models.keys import Keys
 from jattn.models.names import Source, linears, rows, sources
 
 
@@ -27,4 +28,12 @@ def layer_names(config: ModelConfig, index: int) -> dict[str, Any]:
     return table
 
 
-PHI3 = Family(translate, names, UNUSED)
+def phi3(c: Keys) -> ModelConfig:
+    """Rotation may be partial."""
+    return translate(c, ropes=dict(partial=True))
+
+
+DEFAULTS = dict(
+    rope_theta=10000.0, original_max_position_embeddings=4096, bos_token_id=1, eos_token_id=32000, pad_token_id=32000
+)
+PHI3 = Family(phi3, names, UNUSED, defaults=DEFAULTS)

@@ -1,0 +1,37 @@
+"""position * frequency, modulo a whole turn, to the last bit of a float32, at any position.
+
+A product in float32 is off by 0.004 radians at position 131071 and by 0.04 at 1048575: frequency and product are both
+rounded to 24 bits. Here a frequency is a number of turns in fixed point, in units of 2**-32 of a turn, and whole
+turns drop out of an int32 product, which wraps.
+
+    frequency 1 rad = 683565275.58 units     position 131071: 131071 * 683565275 mod 2**32, + 131071 * 0.58
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+UNIT = 2 * math.pi / 2**32  # radians
+
+
+def phases(positions: jax.Array, frequencies: np.ndarray, row: jax.Array | None = None) -> jax.Array:
+    """f32[T, n] in [-pi, pi): positions i32[T] times frequencies f64[n], radians a position.
+
+    row i32[T]: each token's row of frequencies f64[rows, n]. Positions may be negative; |position| < 2**24.
+    """
+    units = np.asarray(frequencies, np.float64) / UNIT % 2**32
+    whole = np.floor(units)
+    high = jnp.asarray(whole.astype(np.uint64).astype(np.uint32).view(np.int32))
+    low = jnp.asarray(units - whole, jnp.float32)
+    high, low = (x[None] if row is None else x[row] for x in (high, low))
+    positions = jnp.asarray(positions, jnp.int32)[:, None]
+    part = jnp.round(positions.astype(jnp.float32) * low).astype(jnp.int32)
+    return (positions * high + part).astype(jnp.float32) * jnp.float32(UNIT)
+
+
+def reduced(angle: jax.Array) -> jax.Array:
+    """The angle without its whole turns."""
+    turn = jnp.float32(2 * math.pi)
+    return angle - jnp.round(angle / turn) * turn

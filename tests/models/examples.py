@@ -1,0 +1,86 @@
+"""A tiny config.json of every family and every rope scaling, written by hand: nothing here needs transformers."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jattn import models
+from jattn.nn.weights import is_weight
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=24, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=100.0, eos_token_id=[],
+)  # fmt: skip
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+TRAINED = 20
+SHORT, LONG = [1.0, 1.25, 1.5, 2.0], [2.0, 3.0, 5.0, 8.0]
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False)
+LLAMA3 = dict(
+    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+KINDS = ["sliding_attention", "full_attention"]
+LONGROPE = dict(rope_type="longrope", short_factor=SHORT, long_factor=LONG)
+
+
+def of(family: str, **changes: Any) -> dict[str, Any]:
+    """COMMON of this family, with changes."""
+    return COMMON | dict(model_type=family) | changes
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": of("llama", attention_bias=True, mlp_bias=True),
+    "llama, linear": of("llama", rope_scaling=dict(rope_type="linear", factor=2.0)),
+    "llama, dynamic": of("llama", max_position_embeddings=TRAINED, rope_scaling=dict(rope_type="dynamic", factor=3.0)),
+    "llama, yarn": of("llama", rope_scaling=YARN),
+    "llama, llama3": of("llama", rope_scaling=LLAMA3),
+    "mistral": of("mistral", sliding_window=5),
+    "qwen2": of("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": of("qwen3", head_dim=10),
+    "gemma2": of(
+        "gemma2", head_dim=12, sliding_window=5, query_pre_attn_scalar=7, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3_text": of(
+        "gemma3_text", head_dim=12, sliding_window=5, query_pre_attn_scalar=7, layer_types=KINDS,
+        rope_local_base_freq=50.0, rope_scaling=dict(rope_type="linear", factor=2.0),
+    ),
+    "phi3, longrope": of(
+        "phi3", partial_rotary_factor=1.0, original_max_position_embeddings=TRAINED, rope_scaling=LONGROPE
+    ),
+    "mixtral": of("mixtral", **EXPERTS),
+    "gpt_oss": of("gpt_oss", **EXPERTS, head_dim=10, sliding_window=5, rope_scaling=YARN),
+    "bloom": dict(
+        model_type="bloom", vocab_size=61, hidden_size=32, n_head=4, n_layer=2, layer_norm_epsilon=1e-5, eos_token_id=[]
+    ),
+    "mpt": dict(
+        model_type="mpt", vocab_size=61, d_model=32, n_heads=4, n_layers=2, eos_token_id=[],
+        attn_config=dict(alibi=True, clip_qkv=1.0, softmax_scale=0.2),
+    ),
+    "llama4_text": of(
+        "llama4_text", **EXPERTS, head_dim=10, intermediate_size_mlp=40, interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0], attention_chunk_size=8, floor_scale=4, attn_scale=0.5,
+    ),
+}  # fmt: skip
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": dict(
+        model_type="bert", vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=24, max_position_embeddings=64,
+    ),
+    "bart": dict(
+        model_type="bart", vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=24,
+        decoder_ffn_dim=24, encoder_attention_heads=2, decoder_attention_heads=4, max_position_embeddings=64,
+    ),
+}  # fmt: skip
+ALL = DECODERS | ENCODERS
+
+
+def params_of(config: models.ModelConfig, seed: int = 0) -> Any:
+    """Random float32 weights from numpy: no norm, bias or sink is idle, and nothing is compiled to make them."""
+    rng = np.random.default_rng(seed)
+
+    def draw(weight):
+        spread = 0.3 if len(weight.shape) == 1 else weight.shape[-2] ** -0.5
+        return (rng.normal(size=weight.shape) * spread + (weight.fill or 0.0)).astype(np.float32)
+
+    return jax.tree.map(draw, models.weights_of(config), is_leaf=is_weight)

@@ -1,0 +1,147 @@
+"""Values that a config.json may not hold: one sentence that names the file and the key; and what absence means."""
+
+import math
+
+import pytest
+
+from jattn import models
+from jattn.errors import UnsupportedError
+from jattn.models.families import FAMILIES
+from jattn.nn import Yarn
+from tests.models import examples
+
+BAD = {
+    "text": "x", "empty text": "", "negative": -3, "not a number": math.nan, "infinite": math.inf, "object": {"x": 1},
+    "nested": [["x"]], "a bool": True, "fraction": 1.5, "huge": 2**70, "zero": 0,
+}  # fmt: skip
+NUMBERS = {
+    "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "attn_logit_softcapping", "floor_scale",
+    "final_logit_softcapping", "rms_norm_eps", "layer_norm_epsilon", "softmax_scale", "clip_qkv", "factor",
+    "low_freq_factor", "high_freq_factor", "attn_scale",
+}  # fmt: skip
+FLAGS = {"attention_bias", "mlp_bias", "use_sliding_window", "truncate", "alibi", "tie_word_embeddings"}
+IDS = {"eos_token_id", "bos_token_id", "pad_token_id", "max_window_layers"}
+
+
+def allowed(key: str, kind: str) -> bool:
+    """Values that are odd and mean something."""
+    signed = key in ("attn_scale", "softmax_scale")
+    return (
+        (key in NUMBERS and kind in ("fraction", "huge"))
+        or (signed and kind in ("negative", "zero"))
+        or (key in FLAGS and kind == "a bool")
+        or (key in IDS and kind == "zero")
+    )
+
+
+def parts(values: dict):
+    """(path, key) of every value, those of nested objects too."""
+    for key, value in values.items():
+        yield (), key
+        if isinstance(value, dict):
+            yield from (((key,), inner) for inner in value)
+
+
+def changed(values: dict, path: tuple[str, ...], key: str, value) -> dict:
+    return values | ({path[0]: values[path[0]] | {key: value}} if path else {key: value})
+
+
+def refused(values: dict) -> str:
+    """What is said of a config that is refused; '' where it is taken."""
+    try:
+        models.config_of(values)
+    except (ValueError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", examples.ALL)
+def test_a_bad_value_is_named_in_one_sentence(name):
+    values = FAMILIES[examples.ALL[name]["model_type"]].defaults | examples.ALL[name]
+    assert not refused(values)
+    for path, key in parts(values):
+        for kind, bad in BAD.items():
+            said = refused(changed(values, path, key, bad))
+            assert bool(said) != allowed(key, kind), (key, kind, said)
+            assert not said or (key in said and "config.json" in said and "\n" not in said), (key, kind, said)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("mixtral", dict(num_experts_per_tok=5), "num_experts_per_tok=5 must be at most num_local_experts=4"),
+        ("llama", dict(num_key_value_heads=3), "num_key_value_heads=3 must divide num_attention_heads=4"),
+        ("llama", dict(hidden_size=33), "hidden_size=33 must be a multiple of the 4 heads"),
+        ("llama", dict(head_dim=7), "7 numbers of a head_dim=7 are to be turned, in pairs: not even"),
+        ("phi3, longrope", dict(head_dim=12), "short_factor and long_factor have 4 and 4 divisors; 6 pairs"),
+        ("llama", dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000 must be an integer from 1 to 10000"),
+        ("llama4_text", dict(no_rope_layers=[1]), "no_rope_layers=.1. must have one number for each of the 2 layers"),
+        ("llama4_text", dict(moe_layers=[5]), "moe_layers=.5. must be a list of integers from 0 to 1"),
+        ("llama4_text", dict(attention_chunk_size=None), "attention_chunk_size=null must be a number"),
+        ("gemma2", dict(layer_types=["full_attention"]), "layer_types=.* must be a list of 2 .one a layer."),
+        ("llama", dict(rope_scaling=dict(rope_type="linear")), "no 'factor'"),
+        ("llama", dict(model_type=["llama"]), "model_type=.'llama'. is not supported"),
+    ],
+)
+def test_values_that_do_not_fit_one_another_are_named(family, changes, words):
+    with pytest.raises((ValueError, UnsupportedError), match=rf"config\.json.*{words}"):
+        models.config_of(examples.ALL[family] | changes)
+
+
+def config(family: str, **changes):
+    """A config of the keys that are asked for alone, and changes."""
+    asked = {k: v for k, v in examples.COMMON.items() if k not in ("rope_theta", "eos_token_id", "num_key_value_heads")}
+    more = examples.EXPERTS if family in ("mixtral", "gpt_oss", "llama4_text") else {}
+    more = more | (dict(intermediate_size_mlp=40) if family == "llama4_text" else {})
+    return models.config_of(asked | more | dict(model_type=family, num_attention_heads=32, hidden_size=64) | changes)
+
+
+def test_absent_keys_mean_what_they_mean_to_transformers():
+    """Its defaults, written out; tests/models/test_absent_keys.py asks transformers itself, key by key."""
+    gemma = config("gemma2")
+    assert gemma.logits_soft_cap == 30 and gemma.layers[0].attention.logits_soft_cap == 50
+    null = config("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert null.logits_soft_cap is None and null.layers[0].attention.logits_soft_cap is None
+    for family in ("mistral", "gemma2", "gemma3_text"):
+        assert config(family).layers[0].attention.window == (4095, 0)
+        assert config(family, sliding_window=None).layers[0].attention.window == (-1, -1)
+    for family in ("llama", "phi3", "mixtral", "qwen2", "qwen3"):
+        assert config(family).layers[0].attention.window == (-1, -1)
+    thetas = dict(llama=1e4, mistral=1e4, qwen2=1e4, qwen3=1e4, gemma2=1e4, phi3=1e4, mixtral=1e6, gpt_oss=1.5e5,
+                  llama4_text=5e5)  # fmt: skip
+    assert {family: config(family).layers[0].rope.theta for family in thetas} == thetas
+    local, far = (config("gemma3_text", num_hidden_layers=6).layers[i].rope.theta for i in (0, 5))
+    assert (local, far) == (1e4, 1e6)
+    oss = config("gpt_oss").layers[0]
+    assert oss.rope.scaling == Yarn(factor=32.0, trained_length=4096, truncate=False)
+    assert oss.mixer.qkv_bias and oss.attention.window == (127, 0) and oss.attention.head_dim == 64
+    ends = dict(llama=2, mistral=2, mixtral=2, llama4_text=2, gemma2=1, gemma3_text=1, phi3=32000)
+    assert {family: config(family).eos_token_ids for family in ends} == {f: (end,) for f, end in ends.items()}
+    assert config("qwen2").eos_token_ids == config("llama", eos_token_id=None).eos_token_ids == ()
+    assert config("phi3", rope_scaling=examples.LONGROPE | dict(short_factor=[1.0], long_factor=[2.0])).layers[
+        0
+    ].rope.scaling.trained_length == 4096  # fmt: skip
+
+
+def test_ends_of_a_folder_are_the_familys_own_only_where_it_names_none(tmp_path):
+    import json
+
+    values = {k: v for k, v in examples.DECODERS["llama"].items() if k != "eos_token_id"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert models.load_config(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[5, 7])))
+    assert models.load_config(tmp_path).eos_token_ids == (5, 7)
+
+
+def test_llama4_takes_the_keys_that_transformers_always_writes():
+    plain = config("llama4_text", layer_types=["full_attention"] * 2, attn_temperature_tuning=False, floor_scale=8192,
+                   attn_scale=0.1, attention_chunk_size=8192, no_rope_layers=[1, 0])  # fmt: skip
+    assert [layer.attention.chunk_size for layer in plain.layers] == [None, None]
+    assert plain.layers[1].mixer.query_growth is None and plain.layers[1].rope is None
+
+
+def test_dynamic_ntk_makes_room_for_the_requests_it_is_there_for():
+    values = examples.DECODERS["llama, dynamic"]
+    assert models.config_of(values).max_positions == 3 * values["max_position_embeddings"]
+    assert models.config_of(examples.DECODERS["llama, linear"]).max_positions == 64

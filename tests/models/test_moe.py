@@ -1,0 +1,69 @@
+"""Mixtures of experts against their definition, token by token in float64: no transformers needed."""
+
+import jax
+import numpy as np
+import pytest
+
+from jattn import models
+from jattn.models import MLP, MoE
+from jattn.nn.weights import is_weight
+from tests.models import examples, textbook
+
+HIDDEN, ROWS = 12, 30
+SIZES = dict(num_experts=5, width=7)
+VARIANTS = {
+    "softmax": (dict(top_k=2), {}),
+    "softmax over one": (dict(top_k=1), {}),
+    "softmax over all": (dict(top_k=5), {}),
+    "gpt-oss": (
+        dict(top_k=3, clamp=(1.7, 0.9), router_bias=True, bias=True),
+        dict(clamp=(1.7, 0.9)),
+    ),
+    "sigmoid, shared": (
+        dict(top_k=2, scores="sigmoid_of_input", shared=MLP(width=6)),
+        dict(sigmoid=True),
+    ),
+    "sigmoid of one": (dict(top_k=1, scores="sigmoid_of_input"), dict(sigmoid=True)),
+}  # fmt: skip
+
+
+def doubled(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def drawn(tree, seed: int):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda w: rng.normal(size=w.shape).astype(np.float32) * 0.6, tree, is_leaf=is_weight)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_token_visits_its_own_experts_and_gets_back_its_own_row(name):
+    options, rules = VARIANTS[name]
+    layer = MoE(**SIZES, **options)
+    weights, x = drawn(layer.weights(HIDDEN), 1), np.random.default_rng(2).normal(size=(ROWS, HIDDEN))
+    wanted, visited = textbook.moe(doubled(weights), x.astype(np.float32).astype(float), options["top_k"], **rules)
+    if options["top_k"] < 5:
+        assert len({tuple(sorted(some)) for some in visited.tolist()}) >= 3, "the rows must differ in their experts"
+        assert len(np.unique(visited)) == 5, "each expert must be visited"
+    mine = np.asarray(jax.jit(layer)(weights, x.astype(np.float32)))
+    np.testing.assert_allclose(mine, wanted, atol=2e-5 * wanted.std())
+    for row in range(ROWS):  # a row that came back to another token would be seen
+        assert np.abs(np.delete(wanted, row, axis=0) - mine[row]).max(axis=1).min() > 0.01
+
+
+DEFAULT = dict(rope_scaling=dict(rope_type="default"))
+WHOLE = {
+    "mixtral": (examples.DECODERS["mixtral"], [None, None], None),
+    "gpt_oss": (examples.DECODERS["gpt_oss"] | DEFAULT, [5, None], (1.702, 7.0)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_decoder_of_experts_is_the_textbook_whole_and_in_chunks(name):
+    values, windows, clamp = WHOLE[name]
+    config = models.config_of(values)
+    params, ids = examples.params_of(config), np.random.default_rng(5).integers(0, 61, 19)
+    wanted = textbook.mixture_decoder(values, doubled(params), ids, windows, clamp)
+    for chunk in (None, 8):
+        mine = models.prompt_logits(config, params, ids, chunk=chunk, backend="sdpa")
+        np.testing.assert_allclose(mine, wanted, atol=1e-4 * wanted.std())
