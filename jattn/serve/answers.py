@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jattn.engine import Completion, RequestOutput, TokenLogprob, Tokenizer
+from jattn.engine import Completion, RequestOutput, Tokenizer, TokenLogprob
 from jattn.serve import logprobs
 from jattn.serve.errors import FailedError
 from jattn.serve.fields import Asked
@@ -79,10 +79,11 @@ class Answer:
         if done.logprobs is None:
             return index, choice, [], 0
         bounds, start = choice.offsets.bounds, choice.tokens
-        choice.offsets.add(done.token_ids[len(bounds) - 1 :])
-        while choice.tokens < len(bounds) - 1 and (
-            done.finish_reason is not None or bounds[choice.tokens + 1] <= len(done.text)
-        ):
+        choice.offsets.add(done.token_ids[choice.offsets.count :])
+        is_over = done.finish_reason is not None
+        if is_over:
+            choice.offsets.finish()
+        while choice.tokens < len(bounds) - 1 and (is_over or bounds[choice.tokens + 1] <= len(done.text)):
             choice.tokens += 1
         return index, choice, list(done.logprobs[start : choice.tokens]), start
 

@@ -105,7 +105,11 @@ class Connection(H11Protocol):
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = errors.encode(errors.error_body(message, errors.BadRequestError.kind))
-            headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
             response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))

@@ -13,6 +13,7 @@ from jattn.engine.params import MAX_LOGPROBS
 from jattn.serve.errors import BadRequestError
 
 INT32 = 2**31 - 1
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 4096
 
 Reader = Callable[[Any], Any]
 """A field's value, as the server uses it; _WrongError says what it must be."""
@@ -149,10 +150,20 @@ def _text(value: Any) -> str:
     return value
 
 
-def _texts(value: Any) -> str | list[str]:
-    if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
-        raise _WrongError("text, or a list of texts")
-    return value
+def _stop(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise _WrongError("text, or a list of texts, none of them empty")
+    if len(texts) > MAX_STOPS or sum(map(len, texts)) > MAX_STOP_CHARACTERS:
+        raise _WrongError(f"at most {MAX_STOPS} texts, together of at most {MAX_STOP_CHARACTERS} characters")
+    return texts
+
+
+def _stop_tokens(value: Any) -> tuple[int, ...]:
+    tokens = _tokens(value)
+    if len(tokens) > MAX_STOPS:
+        raise _WrongError(f"at most {MAX_STOPS} token ids")
+    return tokens
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
@@ -200,14 +211,13 @@ def _message(message: Any) -> dict[str, Any]:
     """{role, content, name}; what an answer of this interface carries besides may be there and empty."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _WrongError("a list of messages, each an object with a role and a content")
-    for name, value in message.items():
-        if name not in ("role", "content", "name") and value not in (None, []):
+    kept = {name: value for name, value in message.items() if value is not None}
+    for name, value in kept.items():
+        if name not in ("role", "content", "name") and value != []:
             raise _WrongError(f"without a message's {name!r:.80}, which is not served here")
-    if not isinstance(message.get("name", ""), str):
+    if not isinstance(kept.get("name", ""), str):
         raise _WrongError("messages whose name is text")
-    return {name: message[name] for name in ("role", "name") if name in message} | {
-        "content": _content(message.get("content"))
-    }
+    return {name: kept[name] for name in ("role", "name") if name in kept} | {"content": _content(kept.get("content"))}
 
 
 def _content(content: Any) -> str:
@@ -232,13 +242,13 @@ SAMPLING: dict[str, Reader] = dict(
     top_p=_number(0, 1),
     n=_integer(1, 128),
     seed=_integer(0, 2**63 - 1),
-    stop=_texts,
+    stop=_stop,
     presence_penalty=_number(-2, 2),
     frequency_penalty=_number(-2, 2),
     top_k=_integer(-1, INT32),
     min_p=_number(0, 1),
     repetition_penalty=_number(0.01, 100),
-    stop_token_ids=_tokens,
+    stop_token_ids=_stop_tokens,
     ignore_eos=_boolean,
     include_stop_str_in_output=_boolean,
 )

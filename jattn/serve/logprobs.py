@@ -1,9 +1,11 @@
 """Log-probabilities as the interface writes them, and where each token's text begins."""
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
-from jattn.engine import TokenLogprob, Tokenizer
-from jattn.engine.detokenize import REPLACEMENT, Detokenizer
+from jattn.engine import Tokenizer, TokenLogprob
+from jattn.engine.detokenize import MOST_TOKENS_OF_A_CHARACTER, REPLACEMENT
 
 LOWEST = -9999.0
 """Written for a probability of nothing: JSON has no infinity (OpenAI's own number)."""
@@ -15,17 +17,40 @@ def text_of(token: int, tokenizer: Tokenizer | None) -> str:
 
 
 class Offsets:
-    """Where the text of each token begins, in characters of the completion's text; a token that ends a character
-    begins where that character does."""
+    """Where the text of each token begins, in characters of the completion's text.
+
+    A token that continues a character begins where that character does. bounds[i] is where the i-th token begins, and
+    bounds[-1] where the last one ends; the tokens of an unfinished character are not among them yet.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None):
-        self._reader = None if tokenizer is None else Detokenizer(tokenizer)
-        self.bounds = [0]  # one more than tokens
+        self._tokenizer = tokenizer
+        self.bounds, self.count = [0], 0  # count: tokens added
+        self._context: list[int] = []  # tokens before those held: a token's text may depend on them
+        self._held: list[int] = []
 
-    def add(self, token_ids: tuple[int, ...]) -> None:
+    def add(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
-            grown = 0 if self._reader is None else len(self._reader.add([token]))
-            self.bounds.append(self.bounds[-1] + grown)
+            self.count += 1
+            self._held.append(token)
+            text = self._decode(self._context + self._held)
+            if not text.endswith(REPLACEMENT) or len(self._held) >= MOST_TOKENS_OF_A_CHARACTER:
+                self._settle(text)
+
+    def finish(self) -> None:
+        """There will be no more tokens."""
+        self._settle(self._decode(self._context + self._held))
+
+    def _settle(self, text: str) -> None:
+        begin, shown = self.bounds[-1], len(self._decode(self._context))
+        for count in range(1, len(self._held) + 1):
+            so_far = self._decode(self._context + self._held[:count])
+            certain = len(os.path.commonprefix([so_far, text]))
+            self.bounds.append(max(begin + certain - shown, self.bounds[-1]))
+        self._context, self._held = self._held or self._context, []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
 
 
 def of_completion(told: list[TokenLogprob], offsets: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
