@@ -49,11 +49,19 @@ def make_server(engine: Engine, options: ServerOptions, host: str = "127.0.0.1",
     """A server that is not running yet."""
     app = make_app(engine, options)
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", loop="asyncio", ws="none", lifespan="on", access_log=False,
-        http=functools.partial(Connection, options),  # type: ignore[arg-type]  a factory of protocols, as it is called
-        timeout_keep_alive=options.keep_alive_timeout,  # type: ignore[arg-type]  only given to call_later
+        app,
+        host=host,
+        port=port,
+        http=functools.partial(Connection, options),  # type: ignore[arg-type]  it only calls it
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=options.keep_alive_timeout,  # type: ignore[arg-type]  it only gives it to call_later
         timeout_graceful_shutdown=FLUSH_SECONDS,
-    )  # fmt: skip
+    )
     return Server(config, app.state.loop, options.grace)
 
 

@@ -1,6 +1,7 @@
 """A server in a thread of this process, over the fake model or the embedded one, and raw connections to it."""
 
 import contextlib
+import http.client
 import json
 import socket
 import threading
@@ -26,6 +27,14 @@ def make_engine(**options):
     sizes = dict(num_blocks=65, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, deterministic=True)
     tokenizer, template = ByteTokenizer(num_special=2), ChatTemplate(TEMPLATE)
     return Engine(CONFIG, PARAMS, tokenizer, forward=fake.forward, chat_template=template, **sizes | options)
+
+
+def slow_engine(seconds=0.02):
+    """The fake model, `seconds` a step."""
+    engine = make_engine()
+    step = engine.step
+    engine.step = lambda: time.sleep(seconds) or step()
+    return engine
 
 
 def embedded_engine(**options):
@@ -86,6 +95,13 @@ def post(path, body, headers=""):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n{headers}\r\n"
     return head.encode("utf-8") + raw
+
+
+def answered(raw):
+    """(status, JSON) of the next answer on a connection that stays open."""
+    response = http.client.HTTPResponse(raw)
+    response.begin()
+    return response.status, json.loads(response.read())
 
 
 def until_closed(raw):

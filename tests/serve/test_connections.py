@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from jattn.serve.connections import Connection
-from tests.serve.running import connection, is_idle, make_engine, post, serving, until_closed, wait_until
+from tests.serve.running import answered, connection, is_idle, post, serving, slow_engine, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -79,7 +79,7 @@ def test_an_idle_connection_is_closed_and_a_used_one_kept(server):
     with connection(url) as raw:
         for _ in range(4):
             raw.sendall(post("/v1/completions", ASK))
-            assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            assert answered(raw)[0] == 200
             time.sleep(0.25)
         begin = time.monotonic()
         until_closed(raw)
@@ -88,7 +88,7 @@ def test_an_idle_connection_is_closed_and_a_used_one_kept(server):
 
 def test_a_second_request_has_the_header_time_out_too(server):
     with connection(server[2], post("/v1/completions", ASK)) as raw:
-        assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert answered(raw)[0] == 200
         raw.sendall(HEAD)
         assert b"HTTP/1.1 408" in until_closed(raw)
 
@@ -101,10 +101,7 @@ def test_requests_in_a_row_on_one_connection_are_all_answered(server):
 
 
 def test_a_long_answer_outlives_every_time_out_while_it_is_read():
-    engine = make_engine()
-    step = engine.step
-    engine.step = lambda: time.sleep(0.02) or step()
-    with serving(engine, header_timeout=0.3, body_timeout=0.3, keep_alive_timeout=0.3, write_timeout=0.3) as (
+    with serving(slow_engine(), header_timeout=0.3, body_timeout=0.3, keep_alive_timeout=0.3, write_timeout=0.3) as (
         _,
         _,
         url,

@@ -12,17 +12,10 @@ import time
 import httpx
 import pytest
 
-from tests.serve.running import connection, free_port, make_engine, post, serving, until_closed, wait_until
+from tests.serve.running import connection, free_port, post, serving, slow_engine, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
 LONG = ASK | {"max_tokens": 200}
-
-
-def slow_engine(seconds=0.02):
-    engine = make_engine()
-    step = engine.step
-    engine.step = lambda: time.sleep(seconds) or step()
-    return engine
 
 
 @contextlib.contextmanager
