@@ -13,7 +13,15 @@ EXAMPLE = """example:
   curl localhost:8000/v1/completions -d '{"prompt": "740+583=", "max_tokens": 4, "temperature": 0}'
 
 The API key, where one is wanted, is read from the environment variable that --api-key-env names, so that it stands in
-no process list."""
+no process list. SIGTERM ends the server in order, exit code 0; an engine that breaks ends it with exit code 1."""
+
+SECONDS = (
+    ("header-timeout", 10.0, "for a client to send a request's headers"),
+    ("body-timeout", 60.0, "for a client to send a request's body"),
+    ("keep-alive-timeout", 5.0, "that an idle connection is kept"),
+    ("write-timeout", 60.0, "that a client may take nothing of its answer"),
+    ("grace", 20.0, "after SIGTERM for requests that run"),
+)
 
 
 def add(commands) -> None:
@@ -30,7 +38,14 @@ def add(commands) -> None:
     group.add_argument("--model-name", help="what clients call the model (default: the folder's name)")
     group.add_argument("--api-key-env", metavar="NAME", help="ask for the API key in this environment variable")
     group.add_argument("--max-body-bytes", type=int, default=1 << 20, help="default: 1048576")
-    group.add_argument("--max-queue", type=int, default=256, help="requests served or waiting (default: 256)")
+    group.add_argument(
+        "--max-queue", type=int, default=256, help="sequences served or waiting, n a prompt (default: 256)"
+    )
+    group.add_argument("--max-connections", type=int, default=512, help="default: 512")
+    for name, seconds, what in SECONDS:
+        group.add_argument(
+            f"--{name}", type=float, default=seconds, metavar="SECONDS", help=f"{what} (default: {seconds:g})"
+        )
     group.add_argument("--no-warmup", action="store_true", help="compile when first needed, not before serving")
     options.add_engine(parser)
     parser.set_defaults(run=run)
@@ -47,12 +62,20 @@ def run(args: argparse.Namespace) -> int:
         from jattn.serve import ServerOptions, serve
     except ImportError as error:
         raise ImportError(f"the server needs pip install 'jattn[serve]' ({error})") from error
+    name = args.model_name or (Path(args.model).resolve().name if args.model else "adder")
+    seconds = {option: getattr(args, option) for option in (name.replace("-", "_") for name, _, _ in SECONDS)}
+    server = ServerOptions(
+        model_name=name,
+        api_key=key,
+        max_body_bytes=args.max_body_bytes,
+        max_queue=args.max_queue,
+        max_connections=args.max_connections,
+        **seconds,
+    )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     engine = options.make_engine(args)
     if not args.no_warmup:
         options.warm(engine)
-    name = args.model_name or (Path(args.model).resolve().name if args.model else "adder")
-    server = ServerOptions(model_name=name, api_key=key, max_body_bytes=args.max_body_bytes, max_queue=args.max_queue)
     print(f"serving {name} on http://{args.host}:{args.port}/v1", file=sys.stderr, flush=True)
     serve(engine, server, args.host, args.port)
     return 0

@@ -3,39 +3,30 @@
 import asyncio
 import contextlib
 import dataclasses
-import hmac
-import json
+import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jattn.engine import Engine, RequestOutput, admission
-from jattn.serve import wire
-from jattn.serve.loop import EngineLoop, QueueFullError, StoppedError
+from jattn.engine import Engine, admission
+from jattn.serve import body, errors, fields
+from jattn.serve.answers import Answer
+from jattn.serve.door import Door, allowed
+from jattn.serve.loop import EngineLoop
+from jattn.serve.options import ServerOptions
+from jattn.serve.stream import Stream
 
-POLL_SECONDS = 0.1
-"""How often a request that is not streamed looks whether its client is still there."""
+log = logging.getLogger("jattn.serve")
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """What the server accepts."""
-
-    model_name: str = "jattn"
-    api_key: str | None = None
-    max_body_bytes: int = 1 << 20
-    max_queue: int = 256
-    max_prompts: int = 64  # of one body
-    default_max_tokens: int = 16
-
-
-class TooLargeError(ValueError):
-    """The body is larger than the server accepts."""
+CLIENT_LEFT = 499
+"""In the log only: nobody is there to read it."""
 
 
 def make_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starlette:  # noqa: B008  frozen
@@ -55,10 +46,13 @@ def make_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starle
         Route("/v1/completions", guarded(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", guarded(server.chat), methods=["POST"]),
         Route("/v1/models", guarded(server.models)),
+        Route("/v1/models/{name:path}", guarded(server.model)),
         Route("/metrics", guarded(server.metrics)),
         Route("/health", server.health),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan)
+    door = Middleware(Door, is_closing=lambda: not loop.healthy)
+    app = Starlette(routes=routes, lifespan=lifespan, middleware=[door], exception_handlers={HTTPException: _by_http})
+    app.router.redirect_slashes = False
     app.state.loop = loop
     return app
 
@@ -68,168 +62,144 @@ class _Server:
     engine: Engine
     loop: EngineLoop
     options: ServerOptions
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-    def guarded(self, handler: Callable) -> Callable:
+    def guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable:
         """With the API key asked for, and every refusal as the interface words it."""
 
         async def answer(request: Request) -> Response:
-            if not self._allowed(request):
-                return _refusal(401, "the API key is missing or wrong", "authentication_error")
             try:
+                if not allowed(request.scope["headers"], self.options.api_key):
+                    raise errors.KeyRefusedError("the API key is missing or wrong: send Authorization: Bearer KEY")
                 return await handler(request)
-            except wire.BadRequestError as error:
-                return _refusal(400, str(error), param=error.param)
-            except TooLargeError as error:
-                return _refusal(413, str(error))
-            except QueueFullError as error:
-                return _refusal(429, str(error), "rate_limit_error", headers={"Retry-After": "1"})
-            except StoppedError as error:
-                return _refusal(503, str(error), "server_error")
+            except errors.ServeError as error:
+                return errors.response_of(error)
             except ClientDisconnect:
-                return Response(status_code=499)
+                return Response(status_code=CLIENT_LEFT)
 
         return answer
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request)
-        return await self._serve(request, wire.parse_completion(body, self.options.default_max_tokens))
+        limit = self.options.default_max_tokens
+        return await self._serve(request, lambda found: fields.completion(found, limit))
 
     async def chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        room = self.engine.limits.max_model_len
-        return await self._serve(request, wire.parse_chat(body, self.engine.chat_template, room))
+        template, room = self.engine.chat_template, self.engine.limits.max_model_len
+        return await self._serve(request, lambda found: fields.chat(found, template, room))
 
     async def models(self, request: Request) -> Response:
-        card = dict(id=self.options.model_name, object="model", created=int(time.time()), owned_by="jattn")
-        return JSONResponse({"object": "list", "data": [card | {"max_model_len": self.engine.limits.max_model_len}]})
+        return errors.json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return errors.json_response(self._card())
 
     async def health(self, request: Request) -> Response:
         healthy = self.loop.healthy
-        return JSONResponse({"status": "ok" if healthy else "stopped"}, status_code=200 if healthy else 503)
+        return errors.json_response({"status": "ok" if healthy else "stopped"}, 200 if healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.loop.stats.prometheus(), media_type="text/plain; version=0.0.4")
 
     # ------------------------------------------------------------------ serving
-    async def _serve(self, request: Request, asked: wire.Asked) -> Response:
-        self._check(asked)
-        id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        streams = [self.loop.stream(prompt, asked.params, asked.salt) for prompt in asked.prompts]
+    async def _serve(self, request: Request, parse: Callable[[dict[str, Any]], fields.Asked]) -> Response:
+        self.loop.check_open()
+        raw = await body.read(request, self.options.max_body_bytes)
+        asked = await asyncio.to_thread(lambda: self._checked(parse(body.parse(raw))))  # a long prompt takes long
+        id = request.scope["state"]["id"]
+        if asked.user is not None:
+            log.info("%s is of user %r", id, asked.user)
+        answer = Answer(asked, id, self.options.model_name, self.engine.tokenizer)
+        stream = self.loop.submit(id, asked.prompts, asked.params, asked.salt)
         if asked.stream:
-            events = _merged(streams)
-            first = await anext(events)  # a full queue is a 429, not a broken stream
-            return StreamingResponse(self._events(asked, id, first, events), media_type="text/event-stream")
-        outputs = await _unless_gone(request, asyncio.gather(*(_last(stream) for stream in streams)))
-        failed = [output.error for output in outputs for output in output.outputs if output.error]
-        if failed:
-            return _refusal(500, failed[0], "server_error")
-        return JSONResponse(wire.answer(asked, outputs, id, self.options.model_name, self._token_text))
+            return _EventStream(answer, stream, asked.include_usage)
+        with contextlib.closing(stream):
+            outputs = await _unless_gone(request, stream.finished())
+        return errors.json_response(answer.whole(outputs))
 
-    async def _events(self, asked: wire.Asked, id: str, first, events) -> AsyncIterator[str]:
-        """Server-sent events; the last is [DONE], or an error."""
-        name, seen, last = self.options.model_name, {}, {}
-        try:
-            async with contextlib.aclosing(events):
-                news = first
-                while news is not None:
-                    p, output = news
-                    last[p] = output
-                    for done in output.outputs:
-                        if done.error:
-                            yield _event(wire.error_body(done.error, "server_error"))
-                            return
-                        key = (p, done.index)
-                        state = (done.text, len(done.token_ids), done.finish_reason)
-                        text, tokens, _ = before = seen.get(key, ("", 0, None))
-                        if state != before:
-                            index = p * asked.params.n + done.index
-                            yield _event(wire.chunk(asked, done, index, (text, tokens), id, name, self._token_text))
-                        seen[key] = state
-                    news = await anext(events, None)
-        except StoppedError as error:
-            yield _event(wire.error_body(str(error), "server_error"))
-            return
-        if asked.include_usage:
-            yield _event(wire.usage_chunk(asked, list(last.values()), id, name))
-        yield "data: [DONE]\n\n"
-
-    def _check(self, asked: wire.Asked) -> None:
-        """400 for what the engine would refuse."""
-        if len(asked.prompts) > self.options.max_prompts:
-            raise wire.BadRequestError(f"{len(asked.prompts)} prompts, at most {self.options.max_prompts}", "prompt")
-        engine = self.engine
+    def _checked(self, asked: fields.Asked) -> fields.Asked:
+        """With its prompts as tokens; an error for what cannot be served."""
+        if asked.model is not None:
+            self._check_model(asked.model)
+        name, most = "messages" if asked.chat else "prompt", self.options.max_prompts
+        if len(asked.prompts) > most:
+            raise errors.BadRequestError(f"{len(asked.prompts)} prompts, at most {most}", name)
+        if len(asked.prompts) * asked.params.n > self.options.max_queue:
+            count = f"{len(asked.prompts)} prompts x n={asked.params.n}"
+            raise errors.BadRequestError(f"{count} are more sequences than the {self.options.max_queue} served", "n")
+        engine, prompts = self.engine, []
         for prompt in asked.prompts:
             vocab = engine.config.vocab_size
-            _, reasons = admission.check(prompt, asked.params, engine.tokenizer, vocab, engine.limits)
+            tokens, reasons = admission.check(prompt, asked.params, engine.tokenizer, vocab, engine.limits)
             if reasons:
-                raise wire.BadRequestError("; ".join(reasons), "messages" if asked.chat else "prompt")
+                raise errors.BadRequestError("; ".join(reasons), name)
+            prompts.append(tokens)
+        return dataclasses.replace(asked, prompts=tuple(prompts))
 
-    async def _body(self, request: Request) -> dict:
-        most, parts, size = self.options.max_body_bytes, [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise TooLargeError(f"the body is larger than {most} bytes")
-            parts.append(part)
+    def _check_model(self, name: str) -> None:
+        if name != self.options.model_name:
+            raise errors.UnknownModelError(f"there is no model {name!r:.80}, only {self.options.model_name!r}", "model")
+
+    def _card(self) -> dict[str, Any]:
+        card = dict(id=self.options.model_name, object="model", created=self.created, owned_by="jattn")
+        return card | {"max_model_len": self.engine.limits.max_model_len}
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; the last is [DONE], or an error. However it ends, the engine is done with the body."""
+
+    def __init__(self, answer: Answer, stream: Stream, include_usage: bool):
+        super().__init__(self._events(answer, include_usage), 200, {"Cache-Control": "no-cache"}, "text/event-stream")
+        self._stream = stream
+
+    async def __call__(self, scope, receive, send) -> None:
+        with contextlib.closing(self._stream):
+            await super().__call__(scope, receive, send)
+
+    async def _events(self, answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
         try:
-            return json.loads(b"".join(parts))
-        except ValueError as error:
-            raise wire.BadRequestError(f"the body is not JSON: {error}") from error
-
-    def _allowed(self, request: Request) -> bool:
-        key = self.options.api_key
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return key is None or hmac.compare_digest(given.encode(), key.encode())
-
-    def _token_text(self, token: int) -> str:
-        return str(token) if self.engine.tokenizer is None else self.engine.tokenizer.decode([token])
-
-
-async def _last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """A request's final output."""
-    async with contextlib.aclosing(stream):
-        async for output in stream:
-            if output.finished:
-                return output
-    raise StoppedError("the engine ended a request without saying why")
+            async for p, output in self._stream:
+                for event in answer.events(p, output):
+                    yield _event(event)
+            if include_usage:
+                yield _event(answer.last_event())
+        except errors.ServeError as error:
+            yield _event(errors.body_of(error))
+        except Exception:
+            log.exception("a stream failed")
+            yield _event(errors.body_of(errors.ServeError("the server failed")))
+        else:
+            yield b"data: [DONE]\n\n"
 
 
-async def _merged(streams: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """(which, output) of several requests as they come; all are left together."""
-    async with contextlib.AsyncExitStack() as stack:
-        for stream in streams:
-            await stack.enter_async_context(contextlib.aclosing(stream))
-        tasks = {asyncio.ensure_future(anext(stream, None)): p for p, stream in enumerate(streams)}
-        try:
-            while tasks:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    p = tasks.pop(task)
-                    if (output := task.result()) is not None:
-                        tasks[asyncio.ensure_future(anext(streams[p], None))] = p
-                        yield p, output
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + errors.encode(body) + b"\n\n"
 
 
-async def _unless_gone(request: Request, work: asyncio.Future):
+async def _unless_gone(request: Request, work: Awaitable) -> Any:
     """The result of `work`; where the client leaves before it is there, the work is cancelled."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
     try:
-        while not work.done():
-            await asyncio.wait([work], timeout=POLL_SECONDS)
-            if not work.done() and await request.is_disconnected():
-                raise ClientDisconnect
-        return work.result()
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-def _event(body: dict) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+async def _left(request: Request) -> None:
+    """Returns when the client has left; its body is read already."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
-def _refusal(status: int, message: str, kind="invalid_request_error", param=None, headers=None) -> JSONResponse:
-    return JSONResponse(wire.error_body(message, kind, param), status_code=status, headers=headers)
+async def _by_http(request: Request, error: Exception) -> Response:
+    """404 and 405, as the router raises them."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    said = {404: f"there is no {where}", 405: f"{where} is not allowed"}.get(error.status_code, error.detail)
+    refusal = errors.error_body(said, errors.BadRequestError.kind)
+    return errors.json_response(refusal, error.status_code, dict(error.headers or {}))

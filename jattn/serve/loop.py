@@ -1,47 +1,59 @@
 """The engine's thread: the only caller of the engine; coroutines talk to it through queues.
 
-A stream that was accepted always ends: with a finished output, or with an error that says what happened.
+A body that was accepted always ends: with finished outputs, or with an error that says what happened.
 """
 
-import asyncio
-import itertools
+import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 
-from jattn.engine import Engine, RequestOutput, SamplingParams, Stats
+from jattn.engine import Engine, FinishReason, RequestOutput, SamplingParams, Stats
 from jattn.engine.engine import Prompt
+from jattn.serve.errors import FailedError, QueueFullError, StoppedError
+from jattn.serve.stream import Inbox, Stream
 
 log = logging.getLogger("jattn.serve")
 
 
-class QueueFullError(RuntimeError):
-    """More requests wait than the server accepts."""
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """One prompt of a body, from its acceptance until the engine holds nothing of it."""
 
-
-class StoppedError(RuntimeError):
-    """The engine stopped before the request was finished."""
+    id: str
+    index: int  # of the prompt in its body
+    params: SamplingParams
+    inbox: Inbox
+    has_left: bool = False  # the client is gone
 
 
 class EngineLoop:
-    """Runs engine.step() while there is work, in a thread of its own."""
+    """Runs engine.step() while there is work, in a thread of its own.
+
+    `max_queue` counts sequences, n a prompt, from acceptance until the engine has let go of them.
+    """
 
     def __init__(self, engine: Engine, max_queue: int = 256):
         self.engine, self.max_queue = engine, max_queue
+        self.failure: BaseException | None = None  # what broke the engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._listeners: dict[str, Callable[[RequestOutput | Exception], None]] = {}
-        self._ids = (f"req-{i}" for i in itertools.count())
-        self._lock = threading.Lock()
-        self._stopped: Exception | None = None
+        self._requests: dict[str, _Request] = {}
+        self._lock = threading.Lock()  # of _requests and _closed
+        self._closed: str | None = None  # why nothing is accepted any more
         self._thread = threading.Thread(target=self._run, name="jattn-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
+    def drain(self, why: str = "the server is shutting down") -> None:
+        """Accept nothing more; what runs goes on."""
+        with self._lock:
+            self._closed = self._closed or why
+
     def stop(self, why: str = "the server is shutting down") -> None:
-        """End every stream with an error, and the thread; safe to call from anywhere, twice too."""
-        self._commands.put(lambda: self._end(StoppedError(why)))
+        """End every stream with an error, and the thread."""
+        self._commands.put(lambda: self._end(why))
         self._commands.put(None)
 
     def join(self) -> None:
@@ -50,44 +62,51 @@ class EngineLoop:
     @property
     def healthy(self) -> bool:
         """Can it still serve?"""
-        return self._stopped is None and self._thread.is_alive()
+        return self._closed is None and self._thread.is_alive()
+
+    @property
+    def num_requests(self) -> int:
+        """Prompts that were accepted and of which the engine still holds something."""
+        return len(self._requests)
 
     @property
     def stats(self) -> Stats:
         """The engine's, as of now."""
         return self.engine.stats
 
-    async def stream(self, prompt: Prompt, params: SamplingParams, salt: str = "") -> AsyncIterator[RequestOutput]:
-        """A request's outputs as they grow. Leaving early, by an exception or a cancelled task, aborts it."""
-        inbox: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        id = self._accept(lambda news: loop.call_soon_threadsafe(inbox.put_nowait, news))
-        self._commands.put(lambda: self._add(id, prompt, params, salt))
-        finished = False
-        try:
-            while not finished:
-                news = await inbox.get()
-                if isinstance(news, Exception):
-                    finished = True
-                    raise news
-                finished = news.finished
-                yield news
-        finally:
-            with self._lock:
-                self._listeners.pop(id, None)
-            if not finished:
-                self._commands.put(lambda: self._abort(id))
+    def check_open(self) -> None:
+        """StoppedError where nothing is accepted any more."""
+        if self._closed is not None:
+            raise StoppedError(self._closed)
+
+    def submit(self, id: str, prompts: Sequence[Prompt], params: SamplingParams, salt: str = "") -> Stream:
+        """Queue a body's prompts, all or none of them; call it, and read the Stream, in one event loop.
+
+        The engine knows them as `id`, or as `id.0`, `id.1` ... where there are several.
+        """
+        inbox = Inbox()
+        ids = [id] if len(prompts) == 1 else [f"{id}.{index}" for index in range(len(prompts))]
+        requests = [_Request(each, index, params, inbox) for index, each in enumerate(ids)]
+        with self._lock:
+            self.check_open()
+            held = sum(request.params.n for request in self._requests.values())
+            if held + len(ids) * params.n > self.max_queue:
+                raise QueueFullError(
+                    f"{held} sequences are served or wait, this body asks for {len(ids) * params.n} more, and at most "
+                    f"{self.max_queue} may; try again later"
+                )
+            self._requests.update({request.id: request for request in requests})
+        for request, prompt in zip(requests, prompts, strict=True):
+            self._commands.put(lambda request=request, prompt=prompt: self._add(request, prompt, salt))
+        return Stream(inbox, len(ids), lambda: self._leave(requests))
 
     # ------------------------------------------------------------------ in any thread
-    def _accept(self, listener: Callable[[RequestOutput | Exception], None]) -> str:
+    def _leave(self, requests: list[_Request]) -> None:
         with self._lock:
-            if self._stopped is not None:
-                raise StoppedError(str(self._stopped))
-            if len(self._listeners) >= self.max_queue:
-                raise QueueFullError(f"{len(self._listeners)} requests are being served or wait; try again later")
-            id = next(self._ids)
-            self._listeners[id] = listener
-            return id
+            running = [request for request in requests if self._requests.get(request.id) is request]
+        for request in running:
+            request.has_left = True
+            self._commands.put(lambda request=request: self._abort(request))
 
     # ------------------------------------------------------------------ in the engine's thread
     def _run(self) -> None:
@@ -95,9 +114,10 @@ class EngineLoop:
             while self._obey():
                 for output in self.engine.step():
                     self._tell(output)
-        except Exception as error:  # whatever it is, nobody may wait for ever
-            log.exception("the engine failed")
-            self._end(StoppedError(f"the engine failed: {error}"))
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            log.exception("the engine is broken")
+            self.failure = error
+            self._end(f"the engine failed: {error}")
 
     def _obey(self) -> bool:
         """Do what was asked; waits where there is nothing else to do. False: stop."""
@@ -108,28 +128,42 @@ class EngineLoop:
             command()
         return True
 
-    def _add(self, id: str, prompt: Prompt, params: SamplingParams, salt: str) -> None:
-        self.engine.add_request(prompt, params, request_id=id, salt=salt)
+    def _add(self, request: _Request, prompt: Prompt, salt: str) -> None:
+        if request.has_left:
+            self._let_go(request)
+            return
+        try:
+            self.engine.add_request(prompt, request.params, request_id=request.id, salt=salt)
+        except Exception as error:  # this request's own: the others go on
+            log.exception("%s: the engine could not take it", request.id)
+            self._let_go(request)
+            request.inbox.put(request.index, FailedError(f"the engine could not take this request: {error}"))
 
-    def _abort(self, id: str) -> None:
-        self.engine.abort(id)
+    def _abort(self, request: _Request) -> None:
+        if self._requests.get(request.id) is not request:  # it ended meanwhile
+            return
+        try:
+            self.engine.abort(request.id)
+        except Exception:
+            log.exception("%s: the engine could not abort it", request.id)
+        self._let_go(request)
 
     def _tell(self, output: RequestOutput) -> None:
+        request = self._requests.get(output.id)
+        if request is None:
+            return
+        aborted = any(done.finish_reason is FinishReason.ABORT for done in output.outputs)
+        if output.finished:
+            self._let_go(request)
+        request.inbox.put(request.index, FailedError("the engine dropped this request") if aborted else output)
+
+    def _let_go(self, request: _Request) -> None:
         with self._lock:
-            listener = self._listeners.get(output.id)
-        if listener is not None:
-            _send(listener, output)
+            self._requests.pop(request.id, None)
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, why: str) -> None:
         with self._lock:
-            self._stopped = error
-            listeners = list(self._listeners.values())
-        for listener in listeners:
-            _send(listener, error)
-
-
-def _send(listener, news) -> None:
-    try:
-        listener(news)
-    except RuntimeError:  # its event loop has closed: nobody is there to hear
-        log.debug("a listener left before its news came")
+            self._closed = why
+            requests, self._requests = list(self._requests.values()), {}
+        for request in requests:
+            request.inbox.put(request.index, StoppedError(why))

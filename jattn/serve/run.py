@@ -1,30 +1,76 @@
-"""Running the application under uvicorn until a signal."""
+"""Running the application under uvicorn until a signal, or until the engine breaks."""
+
+import functools
+import time
 
 import uvicorn
 
 from jattn.engine import Engine
-from jattn.serve.app import ServerOptions, make_app
+from jattn.serve.app import make_app
+from jattn.serve.connections import Connection
+from jattn.serve.loop import EngineLoop
+from jattn.serve.options import ServerOptions
+
+FLUSH_SECONDS = 5
+"""For clients to take the end of their answers, once there is nothing more to compute."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn, whose first signal ends every stream with an error instead of leaving clients to wait."""
+    """uvicorn with an orderly end.
 
-    def __init__(self, config: uvicorn.Config, loop):
+    After the first signal new requests get 503 while those that run have `grace` seconds to finish; then, or after a
+    second signal, their streams end with an error. A broken engine ends the server at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, loop: EngineLoop, grace: float):
         super().__init__(config)
-        self._engine_loop = loop
+        self.engine_loop, self.grace = loop, grace
+        self._num_signals = 0
+        self._deadline: float | None = None
 
     def handle_exit(self, sig, frame) -> None:
-        self._engine_loop.stop()
-        super().handle_exit(sig, frame)
+        self._num_signals += 1  # nothing more: a signal may come while a lock is held
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls this ten times a second; True: end."""
+        if self._num_signals and self._deadline is None:
+            self._deadline = time.monotonic() + self.grace
+            self.engine_loop.drain()
+        if self._deadline is not None:
+            is_over = self._num_signals > 1 or time.monotonic() >= self._deadline
+            if is_over:
+                self.engine_loop.stop()
+            self.should_exit |= is_over or not self.engine_loop.num_requests
+        self.should_exit |= self.engine_loop.failure is not None
+        return await super().on_tick(counter)
 
 
 def make_server(engine: Engine, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> Server:
     """A server that is not running yet."""
     app = make_app(engine, options)
-    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
-    return Server(config, app.state.loop)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=functools.partial(Connection, options),  # type: ignore[arg-type]  it only calls it
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=options.keep_alive_timeout,  # type: ignore[arg-type]  it only gives it to call_later
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
+    return Server(config, app.state.loop, options.grace)
 
 
 def serve(engine: Engine, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serve until a signal; only this machine can connect unless `host` says otherwise."""
-    make_server(engine, options, host, port).run()
+    """Serve until a signal; only this machine can connect unless `host` says otherwise.
+
+    RuntimeError where the engine broke: the process should end with an exit code, so that it is started anew.
+    """
+    server = make_server(engine, options, host, port)
+    server.run()
+    if (failure := server.engine_loop.failure) is not None:
+        raise RuntimeError("the engine is broken, and with it the server") from failure

@@ -1,0 +1,116 @@
+"""One connection: how long it may take to send a request or to take an answer, and how many there may be."""
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from jattn.serve import errors
+from jattn.serve.options import ServerOptions
+
+
+class Connection(H11Protocol):
+    """uvicorn's, with time-outs, a limit of connections, and JSON for requests that never reach the application.
+
+    uvicorn itself closes a connection that is idle between two requests.
+    """
+
+    def __init__(self, options: ServerOptions, **uvicorns: Any):
+        super().__init__(**uvicorns)
+        self._options = options
+        self._reading: str | None = None  # what of a request is awaited: "headers", "body"
+        self._reader: asyncio.TimerHandle | None = None
+        self._writer: asyncio.TimerHandle | None = None
+        self._unsent = 0  # bytes, when the client was last looked after
+
+    # ------------------------------------------------------------------ asyncio's and uvicorn's calls
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # pause_writing for the first byte that waits
+        if len(self.connections) > self._options.max_connections:
+            self._refuse(503, "the server has as many connections as it accepts; try again later")
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._expect(None)
+        self._forget_writer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unsent = self.transport.get_write_buffer_size()
+        self._writer = self.loop.call_later(self._options.write_timeout, self._check_writing)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_writer()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    # ------------------------------------------------------------------ reading
+    def _watch(self) -> None:
+        """Start or end the timer of what the client has to send next."""
+        state = self.conn.their_state
+        if self.transport.is_closing():
+            self._expect(None)
+        elif state is h11.SEND_BODY:
+            self._expect("body")
+        elif state is h11.IDLE and self.timeout_keep_alive_task is None:
+            self._expect("headers")
+        else:
+            self._expect(None)
+
+    def _expect(self, part: str | None) -> None:
+        if part == self._reading:
+            return
+        if self._reader is not None:
+            self._reader.cancel()
+        self._reading, self._reader = part, None
+        if part is not None:
+            seconds = dict(headers=self._options.header_timeout, body=self._options.body_timeout)[part]
+            self._reader = self.loop.call_later(seconds, self._refuse, 408, f"the {part} took over {seconds:g} seconds")
+
+    # ------------------------------------------------------------------ writing
+    def _check_writing(self) -> None:
+        """Close where the client has taken nothing since it was last looked after."""
+        unsent, before = self.transport.get_write_buffer_size(), self._unsent
+        if unsent >= before:
+            self.transport.abort()
+            return
+        self._unsent = unsent
+        self._writer = self.loop.call_later(self._options.write_timeout, self._check_writing)
+
+    def _forget_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.cancel()
+            self._writer = None
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer where no answer has begun, and close."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:  # the application must not answer as well
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = errors.encode(errors.error_body(message, errors.BadRequestError.kind))
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        self.transport.close()

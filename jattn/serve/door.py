@@ -1,0 +1,67 @@
+"""What every request passes: an id of its own, a line in the log, and an answer in JSON whatever happens inside."""
+
+import hashlib
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jattn.serve import errors
+
+log = logging.getLogger("jattn.serve")
+
+PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
+
+
+class Door:
+    """ASGI middleware. The id is the answer's, the header X-Request-Id, the engine's and the log's."""
+
+    def __init__(self, app: ASGIApp, is_closing: Callable[[], bool]):
+        self._app, self._is_closing = app, is_closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        id = f"{PREFIXES.get(scope['path'], 'req')}-{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["id"] = id
+        begin, status = time.monotonic(), None
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id.encode())]
+                if self._is_closing():
+                    message["headers"].append((b"connection", b"close"))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        except Exception:
+            if status is not None:  # half an answer is out: the connection must break, so that nobody takes it for one
+                raise
+            log.exception("%s failed", id)
+            await errors.response_of(errors.ServeError("the server failed; its log says why"))(scope, receive, named)
+        finally:
+            seconds = time.monotonic() - begin
+            log.info("%s %s %r %s in %.3f s", id, scope["method"], scope["path"], status, seconds)
+
+
+def allowed(headers: Iterable[tuple[bytes, bytes]], key: str | None) -> bool:
+    """Is there no key to ask for, or is it there, once, as `Authorization: Bearer KEY`?
+
+    Clients send text beyond ASCII in UTF-8 or in Latin-1. All comparisons take the same time.
+    """
+    if key is None:
+        return True
+    given = [value for name, value in headers if name == b"authorization"]
+    scheme, _, said = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    wanted = [key.encode("utf-8", errors="surrogateescape")]
+    wanted += [key.encode("latin-1")] if all(ord(char) < 256 for char in key) else []
+    hashed = lambda text: hashlib.sha256(text).digest()
+    same = [hmac.compare_digest(hashed(said.strip(b" ")), hashed(each)) for each in wanted]
+    return scheme.lower() == b"bearer" and any(same)

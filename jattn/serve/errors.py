@@ -1,0 +1,83 @@
+"""What can go wrong with a request: a status, and the JSON that the OpenAI interface gives it."""
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+
+MAX_MESSAGE = 1000
+"""Characters of a message; a message may quote what the client sent."""
+
+
+class ServeError(Exception):
+    """An answer that is not 200; `param` names the field of the body that it is about."""
+
+    status, kind, code = 500, "server_error", None
+    headers: dict[str, str] = {}
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+class BadRequestError(ServeError):
+    """A body that cannot be served."""
+
+    status, kind = 400, "invalid_request_error"
+
+
+class KeyRefusedError(ServeError):
+    """The API key is missing or wrong."""
+
+    status, kind, code = 401, "invalid_request_error", "invalid_api_key"
+    headers = {"WWW-Authenticate": "Bearer"}
+
+
+class UnknownModelError(ServeError):
+    """The body names a model that is not served here."""
+
+    status, kind, code = 404, "invalid_request_error", "model_not_found"
+
+
+class TooLargeError(ServeError):
+    """The body is larger than the server accepts."""
+
+    status, kind = 413, "invalid_request_error"
+
+
+class QueueFullError(ServeError):
+    """More sequences are served or wait than the server accepts."""
+
+    status, kind, code = 429, "rate_limit_error", "rate_limit_exceeded"
+    headers = {"Retry-After": "1"}
+
+
+class FailedError(ServeError):
+    """The engine could not finish this request; others go on."""
+
+
+class StoppedError(ServeError):
+    """The server is stopping, or its engine is broken."""
+
+    status = 503
+
+
+def encode(body: dict[str, Any]) -> bytes:
+    """JSON in UTF-8; ValueError for a number that JSON does not have."""
+    return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", errors="replace")
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message[:MAX_MESSAGE], "type": kind, "param": param, "code": code}}
+
+
+def body_of(error: ServeError) -> dict[str, Any]:
+    return error_body(str(error), error.kind, error.param, error.code)
+
+
+def response_of(error: ServeError) -> Response:
+    return json_response(body_of(error), error.status, error.headers)
+
+
+def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(body), status, headers, media_type="application/json")

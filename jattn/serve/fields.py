@@ -1,0 +1,280 @@
+"""What a body may carry: every field read by its own reader, or refused by its name.
+
+A null is a field left out. Beyond the OpenAI interface: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
+include_stop_str_in_output and cache_salt.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jattn.engine import ChatTemplate, SamplingParams
+from jattn.engine.params import MAX_LOGPROBS
+from jattn.serve.errors import BadRequestError
+
+INT32 = 2**31 - 1
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 4096
+
+Reader = Callable[[Any], Any]
+"""A field's value, as the server uses it; _WrongError says what it must be."""
+
+Prompts = tuple[str | tuple[int, ...], ...]
+
+
+class _WrongError(ValueError):
+    """What the value must be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a body asks for."""
+
+    prompts: Prompts
+    params: SamplingParams
+    chat: bool
+    model: str | None = None
+    stream: bool = False
+    include_usage: bool = False
+    salt: str = ""
+    user: str | None = None
+
+
+def completion(body: dict[str, Any], default_max_tokens: int) -> Asked:
+    """POST /v1/completions."""
+    found = _read(body, COMPLETION)
+    if "prompt" not in found:
+        raise BadRequestError("prompt=None must be text, token ids, or a list of either", "prompt")
+    sampling = dict(max_tokens=found.get("max_tokens", default_max_tokens), logprobs=found.get("logprobs"))
+    return _asked(found, found["prompt"], sampling, chat=False)
+
+
+def chat(body: dict[str, Any], template: ChatTemplate | None, default_max_tokens: int) -> Asked:
+    """POST /v1/chat/completions."""
+    found = _read(body, CHAT)
+    if template is None:
+        raise BadRequestError("this model's folder has no chat template; use /v1/completions", "messages")
+    if "messages" not in found:
+        raise BadRequestError("messages=None must be a non-empty list of messages", "messages")
+    limits = {found[name] for name in ("max_tokens", "max_completion_tokens") if name in found}
+    if len(limits) > 1:
+        raise BadRequestError("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+    is_told = found.get("logprobs", False)
+    if "top_logprobs" in found and not is_told:
+        raise BadRequestError("top_logprobs needs logprobs=true", "top_logprobs")
+    try:
+        prompt = template.render(found["messages"])
+    except Exception as error:  # a template may do anything with messages that it does not expect
+        raise BadRequestError(f"the chat template cannot render these messages: {error}", "messages") from error
+    sampling = dict(
+        max_tokens=limits.pop() if limits else default_max_tokens,
+        logprobs=found.get("top_logprobs", 0) if is_told else None,
+    )
+    return _asked(found, (prompt,), sampling, chat=True)
+
+
+def _asked(found: dict[str, Any], prompts: Prompts, sampling: dict[str, Any], chat: bool) -> Asked:
+    options = found.get("stream_options")
+    if options is not None and not found.get("stream"):
+        raise BadRequestError("stream_options needs stream=true", "stream_options")
+    try:
+        params = SamplingParams(**{name: found[name] for name in SAMPLING if name in found}, **sampling)
+    except ValueError as error:
+        raise BadRequestError(str(error)) from error
+    return Asked(
+        prompts,
+        params,
+        chat,
+        model=found.get("model"),
+        stream=found.get("stream", False),
+        include_usage=(options or {}).get("include_usage", False),
+        salt=found.get("cache_salt", ""),
+        user=found.get("safety_identifier", found.get("user")),
+    )
+
+
+def _read(body: dict[str, Any], readers: dict[str, Reader]) -> dict[str, Any]:
+    """The fields that are there, read; every mistake at once."""
+    found, wrong = {}, {}
+    for name, value in body.items():
+        if name in readers:
+            if value is None:
+                continue
+            try:
+                found[name] = readers[name](value)
+            except _WrongError as error:
+                wrong[name] = f"{name}={value!r:.80} must be {error}"
+        elif name not in NEUTRAL:
+            wrong[name] = f"{name:.80} is not known"
+        elif value is not None and not any(_is_same(value, neutral) for neutral in NEUTRAL[name]):
+            wrong[name] = f"{name} is not served here"
+    if wrong:
+        raise BadRequestError("; ".join(wrong.values()), next(iter(wrong))[:80])
+    return found
+
+
+# ---------------------------------------------------------------------- readers
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _WrongError("true or false")
+    return value
+
+
+def _integer(low: int, high: int) -> Reader:
+    def read(value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise _WrongError(f"an integer from {low} to {high}")
+        return value
+
+    return read
+
+
+def _number(low: float, high: float) -> Reader:
+    def read(value: Any) -> float:
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise _WrongError(f"a number from {low} to {high}")
+        return value
+
+    return read
+
+
+def _temperature(value: Any) -> float:
+    value = _number(0, 100)(value)
+    if 0 < value < 1e-3:
+        raise _WrongError("0 (the likeliest token) or at least 0.001")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _WrongError("text")
+    return value
+
+
+def _stop(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise _WrongError("text, or a list of texts, none of them empty")
+    if len(texts) > MAX_STOPS or sum(map(len, texts)) > MAX_STOP_CHARACTERS:
+        raise _WrongError(f"at most {MAX_STOPS} texts, together of at most {MAX_STOP_CHARACTERS} characters")
+    return texts
+
+
+def _stop_tokens(value: Any) -> tuple[int, ...]:
+    tokens = _tokens(value)
+    if len(tokens) > MAX_STOPS:
+        raise _WrongError(f"at most {MAX_STOPS} token ids")
+    return tokens
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= INT32 for token in value):
+        raise _WrongError("a list of token ids")
+    return tuple(value)
+
+
+def _prompts(value: Any) -> Prompts:
+    """Text, tokens, or a list of texts and of tokens."""
+    if isinstance(value, str):
+        return (value,)
+    try:
+        if not isinstance(value, list) or not value:
+            raise _WrongError
+        if type(value[0]) is int:
+            return (_tokens(value),)
+        return tuple(prompt if isinstance(prompt, str) else _tokens(prompt) for prompt in value)
+    except _WrongError:
+        raise _WrongError("text, token ids, or a list of either") from None
+
+
+def _stream_options(value: Any) -> dict[str, bool]:
+    if not isinstance(value, dict):
+        raise _WrongError("an object")
+    readers = dict(include_usage=_boolean, include_obfuscation=_no)
+    if unknown := [name for name in value if name not in readers]:
+        raise _WrongError(f"without {unknown[0]!r:.80}, which is not known")
+    return {name: readers[name](option) for name, option in value.items() if option is not None}
+
+
+def _no(value: Any) -> bool:
+    if value is not False:
+        raise _WrongError("without include_obfuscation, which is not served here")
+    return value
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise _WrongError("a non-empty list of messages")
+    return [_message(message) for message in value]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """{role, content, name}; what an answer of this interface carries besides may be there and empty."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _WrongError("a list of messages, each an object with a role and a content")
+    kept = {name: value for name, value in message.items() if value is not None}
+    for name, value in kept.items():
+        if name not in ("role", "content", "name") and value != []:
+            raise _WrongError(f"without a message's {name!r:.80}, which is not served here")
+    if not isinstance(kept.get("name", ""), str):
+        raise _WrongError("messages whose name is text")
+    return {name: kept[name] for name in ("role", "name") if name in kept} | {"content": _content(kept.get("content"))}
+
+
+def _content(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise _WrongError("messages whose content is text, or a list of text parts")
+    for part in content:
+        if part.get("type") != "text":
+            raise _WrongError(f"without parts of type {part.get('type')!r:.80}: only text is served here")
+        if not isinstance(part.get("text"), str) or len(part) != 2:
+            raise _WrongError("messages whose parts are {type, text}, the text a text")
+    return "".join(part["text"] for part in content)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one == other  # True is no 1
+
+
+SAMPLING: dict[str, Reader] = dict(
+    temperature=_temperature,
+    top_p=_number(0, 1),
+    n=_integer(1, 128),
+    seed=_integer(0, 2**63 - 1),
+    stop=_stop,
+    presence_penalty=_number(-2, 2),
+    frequency_penalty=_number(-2, 2),
+    top_k=_integer(-1, INT32),
+    min_p=_number(0, 1),
+    repetition_penalty=_number(0.01, 100),
+    stop_token_ids=_stop_tokens,
+    ignore_eos=_boolean,
+    include_stop_str_in_output=_boolean,
+)
+"""Fields that are SamplingParams by the same name."""
+
+COMMON = SAMPLING | dict(
+    model=_text,
+    stream=_boolean,
+    stream_options=_stream_options,
+    cache_salt=_text,
+    user=_text,  # logged beside the request's id
+    safety_identifier=_text,  # the newer name of user
+    max_tokens=_integer(1, INT32),
+)
+COMPLETION = COMMON | dict(prompt=_prompts, logprobs=_integer(0, MAX_LOGPROBS))
+CHAT = COMMON | dict(
+    messages=_messages,
+    max_completion_tokens=_integer(1, INT32),
+    logprobs=_boolean,
+    top_logprobs=_integer(0, MAX_LOGPROBS),
+)
+NEUTRAL: dict[str, tuple] = dict(
+    echo=(False,), best_of=(1,), suffix=("",), logit_bias=({},), tools=([],), tool_choice=("none", "auto"),
+    response_format=({"type": "text"},), functions=([],), function_call=("none", "auto"),
+    parallel_tool_calls=(True, False), modalities=(["text"],), audio=(), metadata=({},), store=(False,),
+    service_tier=("auto", "default"), prediction=(), reasoning_effort=(), verbosity=(), web_search_options=(),
+    moderation=(), prompt_cache_key=(), prompt_cache_options=(), prompt_cache_retention=(),
+)  # fmt: skip
+"""Fields that are understood but not served: accepted only where they ask for nothing."""

@@ -1,0 +1,47 @@
+"""What the server accepts, and how long it waits."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Limits are counts or bytes, time-outs seconds."""
+
+    model_name: str = "jattn"
+    api_key: str | None = None
+    max_body_bytes: int = 1 << 20
+    max_queue: int = 256  # sequences served or waiting: prompts x n of every accepted body
+    max_prompts: int = 64  # of one body
+    default_max_tokens: int = 16  # of /v1/completions; a chat may fill the model's length
+    max_connections: int = 512
+    header_timeout: float = 10.0  # for a request's line and headers, from the connection or their first byte
+    body_timeout: float = 60.0  # for a request's body, from the end of its headers
+    keep_alive_timeout: float = 5.0  # between two requests of a connection
+    write_timeout: float = 60.0  # without a byte taken by a client that has bytes to take
+    grace: float = 20.0  # for running requests after SIGTERM
+
+    def __post_init__(self):
+        reasons = []
+        for name in ("max_body_bytes", "max_queue", "max_prompts", "default_max_tokens", "max_connections"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                reasons.append(f"{name}={value!r} must be an integer of at least 1")
+        for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout", "grace"):
+            value, low = getattr(self, name), "from" if name == "grace" else "above"
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf or (value == 0 and name != "grace"):
+                reasons.append(f"{name}={value!r} must be a number of seconds {low} 0")
+        if not self.model_name or not _is_encodable(self.model_name):
+            reasons.append(f"model_name={self.model_name!a} must be text, and not empty")
+        if self.api_key is not None and not _is_header_value(self.api_key):
+            reasons.append("api_key must be text without spaces at its ends and without control characters")
+        if reasons:
+            raise ValueError("; ".join(reasons))
+
+
+def _is_encodable(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _is_header_value(text: str) -> bool:
+    return bool(text) and text == text.strip() and not any(ord(char) < 32 or ord(char) == 127 for char in text)

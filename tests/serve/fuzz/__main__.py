@@ -1,0 +1,181 @@
+"""Hostile clients against a server of this process over the embedded model, and a good one in between.
+
+    python -m tests.serve.fuzz --seconds 60 --seed 0        for a minute
+    python -m tests.serve.fuzz --bodies 20000               for so many bodies
+
+Every answer must have a status that tests/serve/fuzz/expect.py allows and the interface's shape; after each hundred
+bodies good requests must be answered rightly; at the end nothing may be left. The exit code is 1 where something was
+wrong, and what was sent is printed.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import json
+import logging
+import random
+import sys
+import threading
+import time
+
+from tests.serve.fuzz import bodies, clients, expect, left
+from tests.serve.running import embedded_engine, serving
+
+OPTIONS = dict(
+    model_name=expect.MODEL,
+    max_body_bytes=expect.MAX_BODY,
+    max_queue=expect.MAX_SEQUENCES,
+    max_prompts=expect.MAX_PROMPTS,
+    header_timeout=0.5,
+    body_timeout=1.0,
+    keep_alive_timeout=2.0,
+    write_timeout=1.0,
+    max_connections=256,
+)
+WORKERS = 2
+MUCH = 600
+"""Tokens: whoever asks for more is not waited for."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.serve.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, help="for how long (default: 20, or until --bodies are sent)")
+    parser.add_argument("--bodies", type=int, help="how many bodies (default: as many as fit into --seconds)")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    args = parser.parse_args(argv)
+    seconds = args.seconds or (20.0 if args.bodies is None else float("inf"))
+    return fuzz(seconds, args.bodies or sys.maxsize, args.seed)
+
+
+def fuzz(seconds: float, most: int, seed: int) -> int:
+    """The exit code."""
+    engine = embedded_engine()
+    engine.warmup()
+    errors = Errors(logging.ERROR)
+    logging.getLogger().addHandler(errors)
+    with serving(engine, **OPTIONS) as (_, server, url):
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every request that is no HTTP
+        port = int(url.rpartition(":")[2])
+        run = Run(port, seconds, most)
+        run.good()  # connections, threads and caches that stay are there from now on
+        before = left.resources(server)
+        threads = [threading.Thread(target=run.work, args=(seed * WORKERS + w,)) for w in range(WORKERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if not run.wrong:
+            run.good()
+            run.wrong += left.leaks(engine, server, before)
+    run.wrong += errors.lines
+    print(
+        f"{run.sent} bodies in {time.monotonic() - run.begin:.0f} s: {dict(sorted(run.statuses.items()))}, "
+        f"{run.abandoned} not waited for, {run.misbehaved} misbehaving clients, {run.num_good} good rounds, seed {seed}"
+    )
+    for line in run.wrong:
+        print(f"WRONG: {line}", file=sys.stderr)
+    return 1 if run.wrong else 0
+
+
+class Errors(logging.Handler):
+    """What the server, uvicorn or asyncio call an error."""
+
+    def __init__(self, level: int):
+        super().__init__(level)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+class Run:
+    """What the workers share."""
+
+    def __init__(self, port: int, seconds: float, most: int):
+        self.port, self.most = port, most
+        self.begin = time.monotonic()
+        self.end = self.begin + seconds
+        self.sent = self.abandoned = self.num_good = self.misbehaved = 0
+        self.statuses: collections.Counter[int] = collections.Counter()
+        self.wrong: list[str] = []
+        self._lock = threading.Lock()
+
+    def work(self, seed: int) -> None:
+        """Send bodies until the end, or until something is wrong."""
+        rng, client = random.Random(seed), clients.Client(self.port)
+        aside = concurrent.futures.ThreadPoolExecutor(4)  # misbehaving clients take their time
+        beside: list[concurrent.futures.Future] = []
+        raw, path = b"", ""
+        try:
+            while self._next():
+                is_chat = rng.random() < 0.4
+                path, raw = clients.PATHS[is_chat], bodies.mutated(rng, bodies.good(rng, is_chat))
+                if rng.random() < 0.03:
+                    beside.append(
+                        aside.submit(rng.choice(clients.MISBEHAVING), self.port, random.Random(rng.random()), raw)
+                    )
+                if len(beside) > 8:
+                    beside.pop(0).result(clients.PATIENCE)
+                    self.misbehaved += 1
+                self._send(client, path, raw)
+            for future in beside:
+                future.result(clients.PATIENCE)
+                self.misbehaved += 1
+        except Exception as error:
+            self.wrong.append(f"{type(error).__name__}: {error}\n  seed {seed}, POST {path} {raw[:2000]!r}")
+        finally:
+            aside.shutdown()
+            client.close()
+
+    def good(self) -> None:
+        """Good requests, whole and streamed, are answered rightly."""
+        client = clients.Client(self.port)
+        for stream in (False, True):
+            asked = {"prompt": "740+583=", "max_tokens": 8, "temperature": 0, "stop": "\n", "stream": stream}
+            raw = json.dumps(asked).encode()
+            if client.judge(clients.PATHS[0], raw) != 200:
+                raise clients.WrongError("a good request was refused")
+            _, kind, body = client.ask(clients.PATHS[0], raw)
+            if stream:
+                choices, _ = clients.read_stream(asked, False, kind, body)
+                text = choices[0]["text"]
+            else:
+                text = json.loads(body)["choices"][0]["text"]
+            if text != "2340":
+                raise clients.WrongError(f"740+583= is 2340, lowest digit first, not {text!r}")
+        status, _, body = client.ask("/health", b"", "GET")
+        client.close()
+        if (status, json.loads(body)) != (200, {"status": "ok"}):
+            raise clients.WrongError(f"/health says {status} {body!r}")
+        self.num_good += 1
+
+    def _next(self) -> bool:
+        with self._lock:
+            if self.wrong or self.sent >= self.most or time.monotonic() > self.end:
+                return False
+            self.sent += 1
+            is_turn = self.sent % 100 == 0
+        if is_turn:
+            self.good()
+        return True
+
+    def _send(self, client: clients.Client, path: str, raw: bytes) -> None:
+        if expect.statuses(path, raw) == {200} and work_of(json.loads(raw), path == clients.PATHS[1]) > MUCH:
+            self.abandoned += 1
+            clients.abandons(self.port, path, raw)
+            return
+        status = client.judge(path, raw)
+        with self._lock:
+            self.statuses[status] += 1
+
+
+def work_of(body: dict, is_chat: bool) -> int:
+    """Tokens that a body asks for."""
+    asked = expect.prompts({name: value for name, value in body.items() if value is not None}, is_chat)
+    limit = body.get("max_completion_tokens") or body.get("max_tokens") or (expect.LENGTH if is_chat else 16)
+    room = sum(min(limit, expect.LENGTH - len(p)) for p in asked)
+    return room * (body.get("n") or 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

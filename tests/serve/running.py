@@ -1,0 +1,113 @@
+"""A server in a thread of this process, over the fake model or the embedded one, and raw connections to it."""
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+
+import numpy as np
+
+from jattn import embedded
+from jattn.engine import ByteTokenizer, ChatTemplate, Engine
+from jattn.serve import ServerOptions
+from jattn.serve.run import make_server
+from tests.engine import fake
+
+CONFIG = fake.FakeConfig(vocab_size=258, max_positions=256)
+PARAMS = {"bias": np.where(np.arange(258) < 2, -1000, 0).astype(np.float32)}  # no end, no poison by itself
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def make_engine(**options):
+    """The fake model, whose tokens are bytes."""
+    sizes = dict(num_blocks=65, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, deterministic=True)
+    tokenizer, template = ByteTokenizer(num_special=2), ChatTemplate(TEMPLATE)
+    return Engine(CONFIG, PARAMS, tokenizer, forward=fake.forward, chat_template=template, **sizes | options)
+
+
+def slow_engine(seconds=0.02):
+    """The fake model, `seconds` a step."""
+    engine = make_engine()
+    step = engine.step
+    engine.step = lambda: time.sleep(seconds) or step()
+    return engine
+
+
+def embedded_engine(**options):
+    """The embedded model, which adds, with a chat template."""
+    sizes = dict(num_blocks=129, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, backend="sdpa")
+    engine = Engine.from_pretrained(embedded.directory(), **sizes | options)
+    engine.chat_template = ChatTemplate(TEMPLATE)
+    return engine
+
+
+@contextlib.contextmanager
+def serving(engine=None, **options):
+    """(engine, server, base address) of a server in a thread."""
+    engine = make_engine() if engine is None else engine
+    port = free_port()
+    server = make_server(engine, ServerOptions(**dict(model_name="fake") | options), port=port)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield engine, server, f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        server.engine_loop.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until(true, seconds=30):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+def is_idle(engine, server):
+    """Does nobody hold a place, a sequence or a block?"""
+    return not (server.engine_loop.num_requests or engine.has_work or engine.stats.cache_usage)
+
+
+@contextlib.contextmanager
+def connection(url, sent=b"", timeout=30):
+    """A socket to the server, over which `sent` went."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout) as raw:
+        raw.sendall(sent)
+        yield raw
+
+
+def post(path, body, headers=""):
+    """The bytes of a POST."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n{headers}\r\n"
+    return head.encode("utf-8") + raw
+
+
+def answered(raw):
+    """(status, JSON) of the next answer on a connection that stays open."""
+    response = http.client.HTTPResponse(raw)
+    response.begin()
+    return response.status, json.loads(response.read())
+
+
+def until_closed(raw):
+    """All that the server sends before it closes."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := raw.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)

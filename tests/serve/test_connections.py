@@ -1,0 +1,165 @@
+"""Connections that are slow, stuck or too many: each is closed in time, and only itself is held back."""
+
+import gc
+import json
+import socket
+import time
+
+import httpx
+import pytest
+
+from jattn.serve.connections import Connection
+from tests.serve.running import answered, connection, is_idle, post, serving, slow_engine, until_closed, wait_until
+
+ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(header_timeout=0.4, body_timeout=0.8, keep_alive_timeout=0.6, write_timeout=1.0) as running:
+        yield running
+
+
+def drip(raw, bytes_, seconds):
+    """Send byte by byte until the server closes."""
+    try:
+        for byte in bytes_:
+            raw.sendall(bytes([byte]))
+            time.sleep(seconds)
+    except OSError:
+        return
+
+
+def closed_after(url, sent, dripped=b""):
+    """(what came, after how many seconds the server closed)."""
+    begin = time.monotonic()
+    with connection(url, sent) as raw:
+        drip(raw, dripped, 0.1)
+        return until_closed(raw), time.monotonic() - begin
+
+
+def test_a_connection_that_says_nothing_is_closed(server):
+    _, seconds = closed_after(server[2], b"")
+    assert 0.3 < seconds < 5
+
+
+def test_headers_that_take_too_long_are_told_so_and_closed(server):
+    """Slowloris: a byte now and then does not put the time-out off."""
+    said, seconds = closed_after(server[2], HEAD, b"X-Slow: " + b"x" * 50)
+    assert seconds < 3 and (not said or b"HTTP/1.1 408" in said)
+    said, _ = closed_after(server[2], HEAD)
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
+    assert "headers" in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("how", ["length", "chunked"])
+def test_a_body_that_takes_too_long_is_told_so_and_closed(server, how):
+    engine, loop, url = server
+    size = b"Content-Length: 1000\r\n\r\n" if how == "length" else b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
+    said, seconds = closed_after(url, HEAD + size)
+    assert 0.7 < seconds < 5 and said.startswith(b"HTTP/1.1 408")
+    assert "body" in json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
+    _, seconds = closed_after(url, HEAD + b"Content-Length: 1000\r\n\r\n", b"x" * 50)
+    assert seconds < 4
+
+
+def test_a_body_that_nobody_wants_cannot_be_sent_for_ever(server):
+    """Refused at its headers, a client may go on sending for the time-out, no longer."""
+    begin = time.monotonic()
+    with connection(server[2], b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n") as raw:
+        drip(raw, b"1\r\nx\r\n" * 20, 0.05)
+        assert b"404" in until_closed(raw)
+    assert time.monotonic() - begin < 5
+
+
+def test_an_idle_connection_is_closed_and_a_used_one_kept(server):
+    url = server[2]
+    with connection(url) as raw:
+        for _ in range(4):
+            raw.sendall(post("/v1/completions", ASK))
+            assert answered(raw)[0] == 200
+            time.sleep(0.25)
+        begin = time.monotonic()
+        until_closed(raw)
+        assert time.monotonic() - begin < 3
+
+
+def test_a_second_request_has_the_header_time_out_too(server):
+    with connection(server[2], post("/v1/completions", ASK)) as raw:
+        assert answered(raw)[0] == 200
+        raw.sendall(HEAD)
+        assert b"HTTP/1.1 408" in until_closed(raw)
+
+
+def test_requests_in_a_row_on_one_connection_are_all_answered(server):
+    """Pipelined, the last without keep-alive."""
+    raw = post("/v1/completions", ASK) * 3 + post("/v1/completions", ASK, "Connection: close\r\n")
+    with connection(server[2], raw) as peer:
+        assert until_closed(peer).count(b"HTTP/1.1 200") == 4
+
+
+def test_a_long_answer_outlives_every_time_out_while_it_is_read():
+    with serving(slow_engine(), header_timeout=0.3, body_timeout=0.3, keep_alive_timeout=0.3, write_timeout=0.3) as (
+        _,
+        _,
+        url,
+    ):
+        for stream in (False, True):
+            begin = time.monotonic()
+            ask = ASK | {"max_tokens": 200, "stream": stream}
+            answer = httpx.post(f"{url}/v1/completions", json=ask, timeout=30)
+            assert answer.status_code == 200 and time.monotonic() - begin > 0.4
+            assert answer.text.rstrip().endswith("[DONE]" if stream else "}")
+
+
+def test_a_client_that_takes_nothing_holds_back_itself_alone_and_is_closed():
+    """Its events coalesce; neighbours are served meanwhile; its connection ends with the write time-out."""
+    with serving(write_timeout=1.0, max_queue=300) as (engine, server, url):
+        # n choices of logprobs: more than the kernel's buffers for one connection.
+        ask = ASK | dict(max_tokens=250, n=32, temperature=1, logprobs=20, stream=True)
+        host, port = url.removeprefix("http://").split(":")
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect((host, int(port)))
+            deaf.sendall(post("/v1/completions", ask))
+            wait_until(lambda: server.engine_loop.num_requests == 1)
+            assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=60).status_code == 200
+            wait_until(lambda: not server.server_state.connections, 60)
+        wait_until(lambda: is_idle(engine, server))
+        assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
+
+
+def test_more_connections_than_the_limit_are_told_so_and_places_come_back():
+    with serving(max_connections=3) as (_, server, url):
+        peers = [connection(url, HEAD) for _ in range(3)]
+        for peer in peers:
+            peer.__enter__()
+        wait_until(lambda: len(server.server_state.connections) == 3)
+        with connection(url) as fourth:
+            said = until_closed(fourth)
+        assert (
+            said.startswith(b"HTTP/1.1 503")
+            and "connections" in json.loads(said.split(b"\r\n\r\n")[1])["error"]["message"]
+        )
+        for peer in peers:
+            peer.__exit__(None, None, None)
+        wait_until(lambda: not server.server_state.connections)
+        assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
+
+
+def test_cut_connections_leave_no_task_no_timer_and_no_place():
+    with serving() as (engine, server, url):
+        raw = post("/v1/completions", ASK | {"max_tokens": 200, "stream": True})
+        for cut in (0, 1, 10, len(raw) // 2, len(raw) - 1, len(raw)):
+            with connection(url, raw[:cut]):
+                pass
+        wait_until(lambda: not server.server_state.connections and not server.server_state.tasks)
+        wait_until(lambda: is_idle(engine, server))
+        wait_until(lambda: not connections_alive())
+
+
+def connections_alive():
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is Connection]

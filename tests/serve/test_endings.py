@@ -1,0 +1,142 @@
+"""How a server ends: in order at a signal, at once when its engine breaks."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.serve.running import connection, free_port, post, serving, slow_engine, until_closed, wait_until
+
+ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
+LONG = ASK | {"max_tokens": 200}
+
+
+@contextlib.contextmanager
+def asking(url, body):
+    """[the answer] of a request in a thread, there when the block ends."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60)))
+    thread.start()
+    yield answers
+    thread.join(60)
+
+
+def test_after_a_signal_what_runs_is_finished_and_what_comes_is_refused():
+    with serving(slow_engine(), grace=30) as (_, server, url):
+        with asking(url, LONG) as whole, asking(url, LONG | {"stream": True}) as streamed, httpx.Client() as client:
+            client.get(f"{url}/health")  # a connection from before the signal
+            wait_until(lambda: server.engine_loop.num_requests == 2)
+            server.handle_exit(signal.SIGTERM, None)
+            wait_until(lambda: not server.engine_loop.healthy)
+            for asked in (client, httpx):  # on the old connection, and on a new one
+                refused = asked.post(f"{url}/v1/completions", json=ASK)
+                assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+                assert refused.headers["connection"] == "close"
+            assert httpx.get(f"{url}/health").status_code == 503
+        assert whole[0].status_code == 200 and whole[0].json()["usage"]["completion_tokens"] == 200
+        assert streamed[0].text.endswith("data: [DONE]\n\n")
+        wait_until(lambda: server.should_exit)
+        with pytest.raises(httpx.ConnectError):
+            wait_until(lambda: httpx.get(f"{url}/health").status_code == 0)
+
+
+@pytest.mark.parametrize("how", ["the grace period", "a second signal"])
+def test_what_is_not_finished_in_time_ends_with_an_error(how):
+    grace = 0.3 if how == "the grace period" else 60
+    with serving(slow_engine(0.1), grace=grace) as (_, server, url):
+        with asking(url, LONG) as whole, asking(url, LONG | {"stream": True}) as streamed:
+            wait_until(lambda: server.engine_loop.num_requests == 2)
+            server.handle_exit(signal.SIGTERM, None)
+            if how == "a second signal":
+                server.handle_exit(signal.SIGTERM, None)
+        assert whole[0].status_code == 503 and "shutting down" in whole[0].json()["error"]["message"]
+        last = streamed[0].text.strip().rpartition("data: ")[2]
+        assert "shutting down" in json.loads(last)["error"]["message"]
+
+
+def test_a_request_whose_body_is_still_coming_when_the_signal_does_is_refused():
+    with serving(slow_engine(), grace=30) as (_, server, url):
+        raw = post("/v1/completions", ASK)
+        with asking(url, LONG), connection(url, raw[:-5]) as peer:
+            wait_until(lambda: server.engine_loop.num_requests == 1)
+            server.handle_exit(signal.SIGTERM, None)
+            wait_until(lambda: not server.engine_loop.healthy)
+            peer.sendall(raw[-5:])
+            assert until_closed(peer).startswith(b"HTTP/1.1 503")
+
+
+# ---------------------------------------------------------------------- processes
+BREAKS = """
+import sys, threading
+from jattn.serve import ServerOptions, serve
+from tests.serve.running import make_engine
+
+engine = make_engine()
+step = engine.step
+
+def breaks():
+    outputs = step()
+    if any(len(output.token_ids) > 5 for output in outputs):
+        raise RuntimeError("the device is gone")
+    return outputs
+
+engine.step = breaks
+serve(engine, ServerOptions(model_name="fake"), port=int(sys.argv[1]))
+"""
+
+
+@contextlib.contextmanager
+def process(arguments, port):
+    """A server in a process of its own, once it answers."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    child = subprocess.Popen([sys.executable, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 120
+        while True:
+            assert child.poll() is None and time.monotonic() < end, "the server did not start"
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                    break
+            time.sleep(0.1)
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_broken_engine_ends_streams_with_an_error_and_the_process_with_a_code():
+    """So that a supervisor starts it anew."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with process(["-c", BREAKS, str(port)], port) as child:
+        with asking(url, LONG | {"stream": True}) as streamed, asking(url, LONG) as whole:
+            pass
+        assert "the device is gone" in json.loads(streamed[0].text.strip().rpartition("data: ")[2])["error"]["message"]
+        assert whole[0].status_code == 503 and "the device is gone" in whole[0].json()["error"]["message"]
+        _, said = child.communicate(timeout=30)
+        assert child.returncode == 1 and "the device is gone" in said
+
+
+def test_jattn_serve_ends_with_code_0_after_a_signal_and_lets_its_requests_finish():
+    port = free_port()
+    sizes = ["--num-blocks", "65", "--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--deterministic"]
+    command = ["-m", "jattn", "serve", "--port", str(port), *sizes, "--backend", "sdpa", "--grace", "60"]
+    with process([*command, "--no-warmup"], port) as child:
+        body = {"prompt": "740+583=", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        with asking(f"http://127.0.0.1:{port}", body | {"stream": True}) as streamed:
+            wait_until(lambda: " 0.0" not in _usage(port), 60)
+            child.send_signal(signal.SIGTERM)
+        assert streamed[0].text.endswith("data: [DONE]\n\n")
+        assert child.wait(30) == 0
+
+
+def _usage(port):
+    metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    return next(line for line in metrics.splitlines() if line.startswith("jattn_cache_usage "))
