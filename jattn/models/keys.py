@@ -1,7 +1,6 @@
 """config.json, read key by key: what nobody read and nobody knows to be harmless is an error, never ignored."""
 
 import json
-import pathlib
 from typing import Any
 
 from jattn.errors import UnsupportedError
@@ -75,19 +74,6 @@ class Keys:
                 f"{self.where} has keys that may change the numbers and that nobody here reads: {named}. Remove those "
                 "that you know to be harmless, or add support in jattn/models/families"
             )
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object from a file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: a checkpoint folder holds config.json and *.safetensors") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
-    return values
 
 
 def _short(value: Any) -> str:
