@@ -42,8 +42,8 @@ class Checkpoint:
             for name in handle.keys():
                 if name in self.where:
                     raise ValueError(
-                        f"tensor {plain(name)} is in both {self.where[name].path} and {path.name}: leave only the files "
-                        "of one checkpoint in the folder"
+                        f"tensor {plain(name)} is in {self.where[name].path} and in {path.name} too: leave only the "
+                        "files of one checkpoint in the folder"
                     )
                 self.where[name] = Stored(path, handle, name)
         if index is not None:

@@ -63,7 +63,9 @@ def family_of(values: dict[str, Any]) -> Family:
 
 def _translated(folder: Path) -> tuple[ModelConfig, Family]:
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: give one with config.json and *.safetensors (download it first)")
+        raise FileNotFoundError(
+            f"{folder} is no folder: give one with config.json and *.safetensors (download it first)"
+        )
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not is_there(path):
         raise FileNotFoundError(f"{path} is missing: a model folder holds config.json and *.safetensors")
