@@ -25,7 +25,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self.tokenizer = tokenizer
         self._parts: list[str] = []
-        self._window, self._shown = _context(tokenizer, prompt)  # tokens, and how much of their text is out
+        self._window, self._shown, self._sure = _context(tokenizer, prompt)  # tokens, their text that is out
         self._context = len(self._window)  # of these, those that stand there for the sake of the others
         self._stalled = 0  # tokens at the window's end that brought no text
         self._is_whole = True  # does the window's text end with a whole character?
@@ -39,12 +39,12 @@ class Detokenizer:
     def add(self, new: Sequence[int]) -> str:
         """What these tokens add to the text; held back while the last character is unfinished."""
         if len(new) > 1:  # all at once, or, where the bytes are no text, one by one
-            before = self._window, self._shown, self._context, self._stalled
+            before = self._window, self._shown, self._sure, self._context, self._stalled
             news = self._advance(new)
             if news and self._is_whole and REPLACEMENT not in news:
                 self._parts.append(news)
                 return news
-            self._window, self._shown, self._context, self._stalled = before
+            self._window, self._shown, self._sure, self._context, self._stalled = before
         news = "".join([self._advance([token]) for token in new])
         self._parts.append(news)
         return news
@@ -62,10 +62,11 @@ class Detokenizer:
         waits = waits and (len(new) > 1 or self._stalled < MOST_TOKENS_OF_A_CHARACTER)
         whole = self.tokenizer.decode(self._window)
         certain = whole.rstrip(REPLACEMENT) if waits else whole
-        news = _after(self._shown, certain)
+        news = _after(self._shown, self._sure, certain)
         self._is_whole = certain == whole
         if news:
-            self._shown, self._stalled = certain, 0
+            self._shown = self._sure = certain
+            self._stalled = 0
             if self._is_whole or len(self._window) > MOST_CONTEXT:
                 self._move()
         elif not waits:  # special tokens have no text and no influence on that of others
@@ -73,33 +74,45 @@ class Detokenizer:
         return news
 
     def _move(self) -> None:
-        """Make the newest tokens the context of the next; where they have no text, those before them stay too."""
+        """Make the newest tokens the context of the next; where they are no whole text, those before them stay too."""
         last = self._window[self._context :]
         text = self.tokenizer.decode(last)
-        if text or len(self._window) > MOST_CONTEXT:
-            self._window, self._shown = last, text if self._is_whole else text.rstrip(REPLACEMENT)
+        if (text and not text.startswith(REPLACEMENT)) or len(self._window) > MOST_CONTEXT:
+            self._window = last
+            self._shown = self._sure = text if self._is_whole else text.rstrip(REPLACEMENT)
         self._context = len(self._window)
 
 
-def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], str]:
-    """The prompt's last tokens, from the beginning of a character on, and their text; none where it has no text."""
-    size = MOST_CONTEXT // 4
-    while True:
+def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], str, str]:
+    """The prompt's last tokens, from the beginning of a character on; their text; that without an unfinished end."""
+    for size in (MOST_CONTEXT // 4, MOST_CONTEXT):
         tokens = list(prompt[-size:])
+        is_all = len(tokens) == len(prompt)
         for start in range(min(MOST_TOKENS_OF_A_CHARACTER, len(tokens))):
             text = tokenizer.decode(tokens[start:])
-            if text and not text.startswith(REPLACEMENT):
-                return tokens[start:], text
-        if size >= len(prompt):
-            return [], ""
-        size *= 4
+            sure = _whole_part(tokenizer, tokens[start:], text)
+            if sure and not sure.startswith(REPLACEMENT):
+                return tokens[start:], text, sure
+        if is_all:
+            text = tokenizer.decode(tokens)
+            return tokens, text, _whole_part(tokenizer, tokens, text)
+    return [], "", ""
 
 
-def _after(shown: str, text: str) -> str:
-    """What `text` has after `shown`, which it begins with, except for the signs of an unfinished character."""
+def _whole_part(tokenizer: Tokenizer, tokens: list[int], text: str) -> str:
+    """The text of all but the last tokens, as few as make it end with a whole character; "" where none do."""
+    for end in range(len(tokens), max(len(tokens) - MOST_TOKENS_OF_A_CHARACTER, -1), -1):
+        part = text if end == len(tokens) else tokenizer.decode(tokens[:end])
+        if not part.endswith(REPLACEMENT):
+            return part
+    return ""
+
+
+def _after(shown: str, sure: str, text: str) -> str:
+    """What `text` has after `shown`, or, where other bytes made another character of its end, after `sure`."""
     if text.startswith(shown):
         return text[len(shown) :]
-    return "" if shown.startswith(text) else text[len(os.path.commonprefix([shown, text])) :]
+    return "" if shown.startswith(text) else text[len(os.path.commonprefix([sure, text])) :]
 
 
 def find_stop(text: str, stop: Sequence[str], start: int) -> tuple[int, str] | None:
