@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 from jattn.cli import options
-from jattn.engine import Engine, RequestOutput, SamplingParams
+from jattn.engine import Engine, RequestOutput, SamplingParams, chat_prompt
+
+Prompt = str | list[int]
 
 EXAMPLE = """example:
   jattn generate '740+583=' --stop '\\n'
@@ -30,16 +32,13 @@ def add(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 where every prompt was served."""
     params = options.sampling_params(args)
-    prompts = _prompts(args)
+    texts = _prompts(args)
     engine = options.make_engine(args)
-    if args.chat:
-        if engine.chat_template is None:
-            raise ValueError("this model's folder has no chat template; leave --chat out")
-        prompts = [engine.chat_template.render([{"role": "user", "content": prompt}]) for prompt in prompts]
+    prompts: list[Prompt] = [_chat(engine, text) for text in texts] if args.chat else list(texts)
     failed = (
         _stream(engine, prompts[0], params)
         if len(prompts) == 1 and not args.json
-        else _all(engine, prompts, params, args)
+        else _all(engine, texts, prompts, params, args)
     )
     return 1 if failed else 0
 
@@ -58,7 +57,14 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
+def _chat(engine: Engine, text: str) -> list[int]:
+    """The tokens of a chat that the text begins."""
+    if engine.chat_template is None or engine.tokenizer is None:
+        raise ValueError("this model's folder has no chat template; leave --chat out")
+    return chat_prompt(engine.tokenizer, engine.chat_template, [{"role": "user", "content": text}])
+
+
+def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:
     """One prompt, its text as it comes; several completions one after the other. The number that failed."""
     engine.add_request(prompt, params)
     shown, last = "", None
@@ -72,18 +78,21 @@ def _stream(engine: Engine, prompt: str, params: SamplingParams) -> int:
     return _complain(last)
 
 
-def _all(engine: Engine, prompts: list[str], params: SamplingParams, args: argparse.Namespace) -> int:
+def _all(
+    engine: Engine, texts: list[str], prompts: list[Prompt], params: SamplingParams, args: argparse.Namespace
+) -> int:
+    """Every prompt; texts are what the user wrote. The number that failed."""
     if args.json:
         ids = {engine.add_request(prompt, params): i for i, prompt in enumerate(prompts)}
         failed = 0
         for output in engine.drain():
             failed += _complain(output)
-            print(json.dumps(_record(ids[output.id], prompts[ids[output.id]], output), ensure_ascii=False), flush=True)
+            print(json.dumps(_record(ids[output.id], texts[ids[output.id]], output), ensure_ascii=False), flush=True)
         return failed
     failed = 0
-    for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
+    for text, output in zip(texts, engine.generate(prompts, params), strict=True):
         for completion in output.outputs:
-            print(prompt + completion.text)
+            print(text + ("\n" if args.chat else "") + completion.text)
         failed += _complain(output)
     return failed
 

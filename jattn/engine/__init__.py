@@ -1,7 +1,7 @@
 """Serving: requests in, tokens out, over a paged cache."""
 
 from jattn.engine.blocks import BlockPool
-from jattn.engine.chat import ChatTemplate
+from jattn.engine.chat import ChatTemplate, chat_prompt
 from jattn.engine.engine import Engine
 from jattn.engine.memory import keep_freed_memory
 from jattn.engine.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
@@ -29,6 +29,7 @@ __all__ = [
     "StepPlan",
     "TokenLogprob",
     "Tokenizer",
+    "chat_prompt",
     "keep_freed_memory",
     "load_tokenizer",
 ]

@@ -1,55 +1,200 @@
 """A folder's chat template: messages to one prompt."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jattn.engine.tokenizer import tokenizer_config
+from jattn.engine.special import read_special_tokens
+from jattn.engine.tokenizer import Tokenizer
+from jattn.models.files import is_there, read_json, read_text, shown
+
+FILE, LEGACY, FOLDER = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
+MOST_SOURCE = 1 << 18
+"""Characters of a template; those published have up to some thirty thousand."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names that clients and templates have for one thing."""
+MARK = "\ue000the text to go on from ends here\ue000 "
+"""Put after a last message that is continued, to find its end in the prompt; its space shows whether it was trimmed."""
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+MOST_DEPTH = 64
+"""Of lists and objects inside each other in what a template is given."""
 
 
 class ChatTemplate:
-    """The jinja template of tokenizer_config.json or chat_template.jinja, run in jinja's sandbox."""
+    """One jinja template, or several by name, run in a sandbox: see jattn.engine.sandbox.
 
-    def __init__(self, source: str, variables: dict[str, Any] | None = None):
-        try:
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as error:
-            raise ImportError("a chat template needs jinja2: pip install 'jattn[models]'") from error
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals["raise_exception"] = _refuse
-        self._template = environment.from_string(source)
-        self._variables = variables or {}
+    Nothing is compiled before the first chat, so that what is wrong with a template stops chats alone.
+    variables: what a template finds by name, as `bos_token`. where: what errors call it. problem: why there is no
+    template that could be run; every chat is refused with it.
+    """
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt that asks the model for the next message; ValueError with the template's own complaint."""
-        import jinja2
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        where: str = "the chat template",
+        problem: str | None = None,
+    ):
+        self._sources = {"default": source} if isinstance(source, str) else dict(source)
+        self._variables, self._where, self._problem = dict(variables or {}), where, problem
+        self._compiled: dict[str, Any] = {}
 
-        try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._variables)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that asks the model for the next message; ValueError with the template's own complaint.
+
+        It has its special tokens in it: encode it with add_special_tokens=False, as chat_prompt does. tools and
+        documents are JSON schemas and texts for the templates that know them; variables (`enable_thinking`,
+        `reasoning_effort`) reach the template by name. continue_final_message: the prompt ends in the midst of the last
+        message, and without a header for a new one; otherwise add_generation_prompt is True unless said. template: the
+        name of one of several; where nothing is said, "tool_use" if there are tools and "default" if not.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message continues the last message; add_generation_prompt begins a new one"
+            )
+        if taken := [name for name in RESERVED if name in (variables or {})]:
+            raise ValueError(f"{taken[0]} is an argument of its own, not a variable of the template")
+        chat = _plain(messages)
+        if not chat or not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
+            raise ValueError(
+                "messages must be a non-empty list of objects such as {'role': 'user', 'content': 'hello'}"
+            )
+        chat = [_with_thoughts({k: v for k, v in message.items() if v is not None}) for message in chat]
+        end = _mark(chat[-1]) if continue_final_message else None
+        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        given = dict(messages=chat, tools=_plain(tools), documents=_plain(documents), add_generation_prompt=begins)
+        text = self._run(self._chosen(template, tools), self._variables | _plain(variables or {}) | given)
+        return text if end is None else _cut(text, end, self._where)
+
+    def _chosen(self, name: str | None, tools: Any) -> str:
+        if self._problem is not None:
+            raise ValueError(self._problem)
+        if name is None:
+            name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise ValueError(
+                f"{self._where}: there is no template {name!r} but {', '.join(sorted(self._sources))}: name one"
+            )
+        return name
+
+    def _run(self, name: str, variables: dict[str, Any]) -> str:
+        from jattn.engine import sandbox
+
+        if name not in self._compiled:
+            if len(self._sources[name]) > MOST_SOURCE:
+                raise ValueError(f"{self._where} has {len(self._sources[name])} characters, more than {MOST_SOURCE}")
+            self._compiled[name] = sandbox.compiled(self._sources[name], self._where)
+        return sandbox.run(self._compiled[name], variables, self._where)
+
+
+def chat_prompt(
+    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> list[int]:
+    """The tokens of a chat, for Engine.add_request; options are those of ChatTemplate.render.
+
+    The template writes the special tokens, and the tokenizer adds none: a second one at the beginning would change
+    what the model says.
+    """
+    return tokenizer.encode(template.render(messages, **options), add_special_tokens=False)
 
 
 def load_chat_template(directory: str | Path) -> ChatTemplate | None:
-    """The folder's template; None where it has none."""
-    config = tokenizer_config(directory)
-    path = Path(directory) / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
-    if isinstance(source, list):  # several named ones
-        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    if source is None:
-        return None
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    return ChatTemplate(source, {name: _text(config[name]) for name in names if config.get(name) is not None})
+    """The folder's template or templates; None where it has none. What cannot be read is told when a chat is asked.
+
+    chat_template.jinja and the files of additional_chat_templates/ come before chat_template.json, and that before
+    tokenizer_config.json, as transformers has it.
+    """
+    directory = Path(directory)
+    name = directory.resolve().name  # errors reach clients, whom the path does not concern
+    where = f"the chat template of {name}"
+    try:
+        sources = _sources(directory)
+        variables = read_special_tokens(directory).by_name
+    except (ValueError, FileNotFoundError) as error:
+        return ChatTemplate(
+            {}, where=where, problem=f"{where} cannot be used: {str(error).replace(str(directory), name)}"
+        )
+    return ChatTemplate(sources, variables, where=where) if sources else None
 
 
-def _text(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else token["content"]
+def _sources(directory: Path) -> dict[str, str]:
+    """Every template by name."""
+    found = {}
+    if is_there(directory / FILE):
+        found["default"] = read_text(directory / FILE)
+    for path in sorted((directory / FOLDER).glob("*.jinja")):
+        found[path.stem] = read_text(path)
+    if found:
+        return found
+    for path in (directory / LEGACY, directory / "tokenizer_config.json"):
+        value = read_json(path).get("chat_template") if is_there(path) else None
+        if value is not None:
+            return _by_name(path, value)
+    return {}
 
 
-def _refuse(message: str):
-    import jinja2
+def _by_name(path: Path, value: Any) -> dict[str, str]:
+    """The value of a chat_template: a text, {name: text}, or [{name, template}]."""
+    named = value
+    if isinstance(value, str):
+        named = {"default": value}
+    elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        named = {entry.get("name"): entry.get("template") for entry in value}
+    if not isinstance(named, dict) or not named or not all(isinstance(x, str) for pair in named.items() for x in pair):
+        raise ValueError(
+            f"{path}: chat_template={shown(value)} must be a text, or a list of objects with a name and a template"
+        )
+    return named
 
-    raise jinja2.TemplateError(message)
+
+def _plain(value: Any, depth: int = MOST_DEPTH) -> Any:
+    """Plain data alone: what a template is given has no methods but those of JSON's types."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind, plain in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
+        if isinstance(value, kind):
+            return plain(value)
+    if depth == 0:
+        raise ValueError(f"a chat template takes lists and objects at most {MOST_DEPTH} deep in each other")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [_plain(item, depth - 1) for item in value]
+    raise ValueError(f"a chat template takes texts, numbers, lists and objects, not {type(value).__name__}")
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message's reasoning under the two names that templates read."""
+    thought = next((message[name] for name in THOUGHTS if name in message), None)
+    return message if thought is None else {"thinking": thought} | message | {"reasoning_content": thought}
+
+
+def _mark(message: dict[str, Any]) -> str:
+    """Put the mark after the message's text, and return that text."""
+    content = message.get("content")
+    parts = [part for part in content if isinstance(part, dict) and "text" in part] if isinstance(content, list) else []
+    holder, key = (parts[-1], "text") if parts else (message, "content")
+    text = holder.get(key)
+    if not isinstance(text, str):
+        raise ValueError("continue_final_message needs a last message with a text as its content")
+    holder[key] = text + MARK
+    return text
+
+
+def _cut(prompt: str, text: str, where: str) -> str:
+    """The prompt up to the mark, and without the space that the template took from the message's end."""
+    at = prompt.rfind(MARK.strip())
+    if at < 0 or text.strip() not in prompt:
+        raise ValueError(f"{where} leaves out or changes the last message, so that it cannot be continued")
+    return prompt[:at] if prompt.startswith(MARK, at) else prompt[:at].rstrip()

@@ -39,7 +39,7 @@ class Response:
     def of(
         cls, request_id: str, seq: Sequence, index: int, stop_ids, max_model_len: int, tokenizer: Tokenizer | None
     ) -> "Response":
-        detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        detokenizer = None if tokenizer is None else Detokenizer(tokenizer, seq.prompt)
         return cls(request_id, seq, index, stop_ids, max_model_len, detokenizer)
 
     def accept(self, tokens: Many[int]) -> list[int]:

@@ -1,16 +1,20 @@
 """Text to tokens and back: a folder's tokenizer.json, or bytes."""
 
-import json
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from jattn.engine.special import SpecialTokens, read_special_tokens, tokenizer_config
+from jattn.models.files import MOST_LISTED_BYTES, is_there, read_text, shown
 
 
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, with what the model expects before them."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text, with what the model expects around a prompt; False: of the text alone, as of a rendered
+        chat, which has those tokens in it. Special tokens that are written in the text are found either way."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -24,7 +28,7 @@ class ByteTokenizer:
     def __init__(self, num_special: int = 3):
         self.num_special = num_special
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [byte + self.num_special for byte in text.encode("utf-8")]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -33,41 +37,72 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """The tokenizer.json of a Hugging Face folder, by the `tokenizers` library."""
+    """A tokenizer.json, by the `tokenizers` library; special tokens that only other files of its folder name are added.
 
-    def __init__(self, path: Path):
-        tokenizers = _library()
-        self._inner = tokenizers.Tokenizer.from_file(str(path))
+    Truncation and padding that the file may ask for are off: a prompt is encoded whole, and nothing else.
+    """
 
-    def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text).ids
+    def __init__(self, path: Path, special: SpecialTokens | None = None):
+        self._library = _library()
+        self._name = path.name
+        text = read_text(path, MOST_LISTED_BYTES)
+        with _named(f"{path} is not a tokenizer that can be read"):
+            self._inner = self._library.Tokenizer.from_str(text)
+            self._inner.no_truncation()
+            self._inner.no_padding()
+        if special is not None:
+            with _named(f"{path}: the special tokens of the files beside it cannot be added"):
+                self._add(special)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        text.encode()  # half of a surrogate pair is no text
+        with _named(f"{self._name} cannot encode this text"):
+            return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._inner.decode(list(token_ids), skip_special_tokens=True)
+        with _named(f"{self._name} cannot decode these tokens"):
+            return self._inner.decode(list(token_ids), skip_special_tokens=True)
+
+    def _add(self, special: SpecialTokens) -> None:
+        known = {token.content for token in self._inner.get_added_tokens_decoder().values()}
+        for id, flags in sorted(special.added.items()):
+            if flags["content"] not in known:
+                self._inner.add_tokens([self._library.AddedToken(**flags)])
+                if (given := self._inner.token_to_id(flags["content"])) != id:
+                    raise ValueError(f"{shown(flags['content'])} has the id {id} there and {given} in tokenizer.json")
+        known = {token.content for token in self._inner.get_added_tokens_decoder().values() if token.special}
+        new = [text for text in special.texts if text not in known]
+        self._inner.add_special_tokens([self._library.AddedToken(text, normalized=False) for text in new])
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The folder's tokenizer: tokenizer.json, or bytes where tokenizer_config.json says ByT5Tokenizer."""
     directory = Path(directory)
-    if (directory / "tokenizer.json").exists():
-        return FolderTokenizer(directory / "tokenizer.json")
+    if is_there(directory / "tokenizer.json"):
+        return FolderTokenizer(directory / "tokenizer.json", read_special_tokens(directory))
     config = tokenizer_config(directory)
     if config.get("tokenizer_class") == "ByT5Tokenizer":
         return ByteTokenizer()
+    own = "; code of its own, as auto_map names it, is never run here" if config.get("auto_map") else ""
     raise FileNotFoundError(
         f"{directory} has no tokenizer.json, and its tokenizer_config.json names "
-        f"{config.get('tokenizer_class', 'no tokenizer_class')!r}, not ByT5Tokenizer; save the tokenizer in the fast "
-        "format, or pass token ids to an Engine made without a tokenizer"
+        f"{shown(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
+        "the fast format, or pass token ids to an Engine made without a tokenizer"
     )
 
 
-def tokenizer_config(directory: str | Path) -> dict[str, Any]:
-    """tokenizer_config.json; {} where there is none."""
-    path = Path(directory) / "tokenizer_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """The library's errors as ValueErrors that say `what`. Its panics are no Exceptions and have no public class."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{what}: {error}") from error
+        raise
 
 
-def _library():
+def _library() -> Any:
     try:
         import tokenizers
     except ImportError as error:

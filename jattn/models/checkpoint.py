@@ -1,49 +1,101 @@
 """Tensors of a folder of *.safetensors, memory-mapped, one at a time."""
 
 import contextlib
-import pathlib
+import math
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.models.keys import read_json
+from jattn.models.files import MOST_LISTED_BYTES, is_there, read_json, regular_file, shown
 from jattn.models.names import Source
 from jattn.nn.weights import Weight, is_weight
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""What weights may be when they are in place; packed forms are whole numbers until a Source unpacks them."""
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies."""
+
+    path: Path
+    handle: Any
+    name: str
 
 
 class Checkpoint:
-    """The tensors by name; files stay mapped, nothing is read until a tensor is asked for."""
+    """The tensors by name; files stay mapped, nothing is read until a tensor is asked for.
 
-    def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack, prefix: str = ""):
-        try:
-            from safetensors import safe_open
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError("reading *.safetensors needs that library: pip install 'jattn[models]'") from None
-        self.where: dict[str, tuple[Any, str]] = {}
-        for path in files_of(directory):
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} is named by {INDEX} but missing: the download is not complete")
-            handle = stack.enter_context(safe_open(path, framework="numpy"))
-            self.where |= {name: (handle, name) for name in handle.keys()}
+    Nothing in a folder is run: a *.safetensors file is a table and numbers, and files of pickles are never opened.
+    """
+
+    def __init__(self, directory: Path, stack: contextlib.ExitStack, prefix: str = ""):
+        self.directory = directory
+        self.where: dict[str, Stored] = {}
+        index = read_index(directory)
+        for path in files_of(directory, index):
+            handle = _opened(path, stack)
+            for name in handle.keys():
+                if name in self.where:
+                    raise ValueError(
+                        f"tensor {plain(name)} is in {self.where[name].path} and in {path.name} too: leave only the "
+                        "files of one checkpoint in the folder"
+                    )
+                self.where[name] = Stored(path, handle, name)
+        if index is not None:
+            _compare(directory / INDEX, index, self.where)
         if prefix and not any(name.startswith(prefix) for name in self.where):
             self.where = {prefix + name: place for name, place in self.where.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, as it is stored."""
-        handle, stored = self.where[name]
-        return handle.get_tensor(stored)
+        """One tensor, as it is stored; ValueError where a number is NaN or infinite."""
+        path, handle, stored = self.where[name]
+        try:
+            value = handle.get_tensor(stored)
+        except Exception as error:  # that library's own class, or what a dtype without a name in numpy causes
+            raise ValueError(f"{path}: tensor {plain(stored)} cannot be read: {error}") from error
+        if not is_finite(value):
+            raise ValueError(f"{path}: tensor {plain(stored)} holds NaN or infinity: the file is damaged")
+        return value
 
 
-def files_of(directory: pathlib.Path) -> list[pathlib.Path]:
+def read_index(directory: Path) -> dict[str, str] | None:
+    """The file's name by tensor, as the index of a folder says it; None: it has no index.
+
+    A file's name is a plain one: an index cannot lead out of its folder. (What lies under that name may be a link.)
+    """
+    path = directory / INDEX
+    if not is_there(path):
+        return None
+    table = read_json(path, MOST_LISTED_BYTES).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ValueError(f"{path} must have a 'weight_map' of tensors' names to files' names, not {shown(table)}")
+    for tensor, name in table.items():
+        if not (isinstance(name, str) and _is_plain(name)):
+            raise ValueError(
+                f"{path} says that tensor {plain(tensor)} is in {shown(name)}: that must be the plain name of a "
+                "*.safetensors file beside it"
+            )
+    return table
+
+
+def _is_plain(name: str) -> bool:
+    return Path(name).name == name and "\\" not in name and name.isprintable() and name.endswith(".safetensors")
+
+
+def files_of(directory: Path, index: dict[str, str] | None) -> list[Path]:
     """Those of the index, or the single file, or whatever *.safetensors there are."""
-    if (directory / INDEX).is_file():
-        return [directory / name for name in sorted(set(read_json(directory / INDEX)["weight_map"].values()))]
-    if (directory / SINGLE).is_file():
+    if index is not None:
+        found = [directory / name for name in sorted(set(index.values()))]
+        for path in found:
+            if not is_there(path):
+                raise FileNotFoundError(f"{path} is named by {INDEX} but missing: the download is not complete")
+        return found
+    if is_there(directory / SINGLE):
         return [directory / SINGLE]
     found = sorted(directory.glob("*.safetensors"))
     if not found:
@@ -52,6 +104,51 @@ def files_of(directory: pathlib.Path) -> list[pathlib.Path]:
             "(transformers: model.save_pretrained(directory))"
         )
     return found
+
+
+def _opened(path: Path, stack: contextlib.ExitStack) -> Any:
+    """The file, mapped, its table checked by the library of that format."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("reading *.safetensors needs that library: pip install 'jattn[models]'") from None
+    try:
+        return stack.enter_context(safe_open(regular_file(path), framework="numpy"))
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{path} is not a whole *.safetensors file ({error}): fetch it again") from error
+
+
+def _compare(path: Path, index: dict[str, str], where: dict[str, Stored]) -> None:
+    """ValueError unless the index and the files name the same tensors in the same places."""
+    for tensor, name in index.items():
+        if tensor not in where or where[tensor].path.name != name:
+            there = f"which has it not; {where[tensor].path.name} has" if tensor in where else "and no file has it"
+            raise ValueError(f"{path} says that tensor {plain(tensor)} is in {name}, {there}: fetch the folder again")
+    for tensor, stored in where.items():
+        if tensor not in index:
+            raise ValueError(f"{stored.path} has a tensor {plain(tensor)} of which {INDEX} says nothing")
+
+
+def plain(name: str) -> str:
+    """A tensor's name in an error: as it is, unless it is long or would break the line."""
+    return name if name.isprintable() and len(name) <= 120 else shown(name, 120)
+
+
+def is_finite(x: np.ndarray) -> bool:
+    """No NaN, no infinity: two passes over the bits as integers, which numpy does at the memory's rate.
+
+    Numbers of one sign are ordered as their bits are, and all that is not finite lies from infinity on.
+    """
+    if not x.size or not jnp.issubdtype(x.dtype, jnp.floating):
+        return True
+    width = x.dtype.itemsize
+    if width == 1:
+        return bool(np.isfinite(x.astype(np.float32)).all())
+    of = lambda infinity: np.array(infinity, x.dtype).view(f"u{width}")
+    unsigned, signed = x.view(f"u{width}"), x.view(f"i{width}")
+    return bool(unsigned.max() < of(-math.inf) and signed.max() < of(math.inf).view(f"i{width}"))
 
 
 def read_params(
@@ -69,6 +166,8 @@ def read_params(
     sharding: one for all arrays, or a function (path, Weight) -> sharding or None. unused: endings of tensor names
     that hold nothing a forward pass needs. progress(done, total, path) is called before each weight.
     """
+    if dtype is not None and jnp.dtype(dtype).name not in FLOATS:
+        raise ValueError(f"dtype={jnp.dtype(dtype).name} of weights must be None or one of {', '.join(FLOATS)}")
     leaves, structure = jax.tree.flatten_with_path(wanted, is_leaf=is_weight)
     weights = {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): w for path, w in leaves}
     table = {path: source.within(checkpoint.where) for path, source in table.items()}
@@ -77,25 +176,44 @@ def read_params(
     for done, (path, weight) in enumerate(weights.items()):
         if progress is not None:
             progress(done, len(weights), path)
-        source = table[path]
-        value = source.make(*(checkpoint.read(name) for name in source.names))
-        if value.shape != weight.shape:
-            raise ValueError(
-                f"tensor {source.names[0]} gives {path} the shape {value.shape} but config.json says {weight.shape}"
-            )
-        value = np.ascontiguousarray(value, value.dtype if dtype is None else jnp.dtype(dtype))
+        value = _made(checkpoint, table[path], path, weight, dtype)
         place = sharding(path, weight) if callable(sharding) else sharding
         arrays.append(jnp.array(value) if place is None else jax.device_put(value, place))
     return jax.tree.unflatten(structure, arrays)
+
+
+def _made(checkpoint: Checkpoint, source: Source, path: str, weight: Weight, dtype: Any) -> np.ndarray:
+    """One weight out of its tensors, of the right shape, floating and finite."""
+    stored = [checkpoint.read(name) for name in source.names]
+    file, _, first = checkpoint.where[source.names[0]]
+    try:
+        value = source.make(*stored)
+    except (ValueError, TypeError, IndexError) as error:  # of ranks, shapes or dtypes that do not go together
+        kinds = ", ".join(sorted({f"{x.dtype}{list(x.shape)}" for x in stored})[:4])
+        raise ValueError(f"{file}: tensor {plain(first)} ({kinds}) does not make {path}: {error}") from error
+    if value.shape != weight.shape:
+        raise ValueError(
+            f"{file}: tensor {plain(first)} gives {path} the shape {value.shape} but config.json says {weight.shape}"
+        )
+    if value.dtype.name not in FLOATS:
+        raise ValueError(
+            f"{file}: tensor {plain(first)} gives {path} as {value.dtype}; weights must be one of {', '.join(FLOATS)}"
+        )
+    with np.errstate(over="ignore"):
+        made = np.ascontiguousarray(value, value.dtype if dtype is None else jnp.dtype(dtype))
+    is_new = made.dtype != value.dtype or any(x.dtype.name not in FLOATS for x in stored)
+    if is_new and not is_finite(made):
+        raise ValueError(f"{file}: tensor {plain(first)} does not fit in {made.dtype}: some numbers are too large")
+    return made
 
 
 def _account(checkpoint: Checkpoint, table: dict[str, Source], weights: dict[str, Weight], unused) -> None:
     """ValueError unless the checkpoint has what the model needs and nothing else."""
     problems = [f"the model needs {path} and its family's table has no row for it" for path in weights.keys() - table]
     names = {name for path in weights for name in table.get(path, Source((), lambda: None)).names}
-    problems += [f"tensor {name} is missing" for name in sorted(names - checkpoint.where.keys())]
+    problems += [f"tensor {plain(name)} is missing" for name in sorted(names - checkpoint.where.keys())]
     left = sorted(n for n in checkpoint.where.keys() - names if not n.endswith(tuple(unused)))
-    problems += [f"tensor {name} is there and nobody reads it" for name in left]
+    problems += [f"tensor {plain(name)} is there and nobody reads it" for name in left]
     if problems:
-        shown = "\n  ".join(problems[:12]) + (f"\n  and {len(problems) - 12} more" if len(problems) > 12 else "")
-        raise ValueError(f"the checkpoint does not fit its config.json:\n  {shown}")
+        told = "\n  ".join(problems[:12]) + (f"\n  and {len(problems) - 12} more" if len(problems) > 12 else "")
+        raise ValueError(f"{checkpoint.directory}: the checkpoint does not fit its config.json:\n  {told}")

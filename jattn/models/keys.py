@@ -2,7 +2,6 @@
 
 import json
 import math
-import pathlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -146,19 +145,6 @@ def _is_index(x: Any, most: int) -> bool:
 
 def _is_one_of(x: Any, known: tuple[str, ...]) -> bool:
     return isinstance(x, str) and x in known
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object from a file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: a checkpoint folder holds config.json and *.safetensors") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
-    return values
 
 
 def _short(value: Any) -> str:

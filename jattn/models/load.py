@@ -1,8 +1,8 @@
 """A Hugging Face folder to (config, params)."""
 
 import contextlib
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jattn.errors import UnsupportedError
@@ -10,12 +10,13 @@ from jattn.models.checkpoint import Checkpoint, read_params
 from jattn.models.config import ModelConfig
 from jattn.models.families import FAMILIES
 from jattn.models.families.family import Family
-from jattn.models.keys import Keys, read_json
+from jattn.models.files import is_there, read_json, shown
+from jattn.models.keys import Keys
 from jattn.models.shapes import weights_of
 
 
 def load(
-    directory: str | pathlib.Path,
+    directory: str | Path,
     *,
     dtype: Any = None,
     sharding: Any = None,
@@ -27,7 +28,7 @@ def load(
     (path, Weight) -> Sharding or None; `Weight.axes` has logical axis names. progress(done, total, path) is called
     before each weight is read.
     """
-    folder = pathlib.Path(directory)
+    folder = Path(directory)
     config, family = _translated(folder)
     table = family.sources(config)
     with contextlib.ExitStack() as stack:
@@ -44,32 +45,43 @@ def config_of(values: dict[str, Any]) -> ModelConfig:
     return family_of(values).read(Keys(values))
 
 
-def load_config(directory: str | pathlib.Path) -> ModelConfig:
+def load_config(directory: str | Path) -> ModelConfig:
     """The config alone, without reading a tensor."""
-    return _translated(pathlib.Path(directory))[0]
+    return _translated(Path(directory))[0]
 
 
 def family_of(values: dict[str, Any]) -> Family:
     """The translator by model_type."""
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UnsupportedError(f"config.json: model_type={name!r} is not supported; known are {', '.join(FAMILIES)}")
+        own = "; the code that its auto_map names is never run here" if values.get("auto_map") else ""
+        raise UnsupportedError(
+            f"config.json: model_type={shown(name)} is not supported; known are {', '.join(FAMILIES)}{own}"
+        )
     return FAMILIES[name]
 
 
-def _translated(folder: pathlib.Path) -> tuple[ModelConfig, Family]:
-    values = read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if generation.is_file():  # chat models name more end tokens there
-        ends = _both(values.get("eos_token_id"), read_json(generation).get("eos_token_id"))
+def _translated(folder: Path) -> tuple[ModelConfig, Family]:
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is no folder: give one with config.json and *.safetensors (download it first)"
+        )
+    path, generation = folder / "config.json", folder / "generation_config.json"
+    if not is_there(path):
+        raise FileNotFoundError(f"{path} is missing: a model folder holds config.json and *.safetensors")
+    values = read_json(path)
+    if is_there(generation):  # chat models name more end tokens there
+        more = _end_ids(generation, read_json(generation))
+        ends = list(dict.fromkeys(_end_ids(path, values) + more))
         values |= {"eos_token_id": ends} if ends else {}  # none anywhere: the family's own
     family = family_of(values)
-    return family.read(Keys(values, str(folder / "config.json"))), family
+    return family.read(Keys(values, str(path))), family
 
 
-def _both(*ids: Any) -> list[int]:
-    """Ids from several places, each an int, a list or None, in order and once."""
-    found: dict[int, None] = {}
-    for some in ids:
-        found |= dict.fromkeys([] if some is None else [some] if isinstance(some, int) else some)
-    return list(found)
+def _end_ids(path: Path, values: dict[str, Any]) -> list[int]:
+    """The end tokens that a file names: a number, a list of them, or nothing."""
+    found = values.get("eos_token_id")
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(id) is int and id >= 0 for id in ids):
+        raise ValueError(f"{path}: eos_token_id={shown(found)} must be a token's id from 0 up, or a list of those")
+    return ids

@@ -1,0 +1,120 @@
+"""Files of a model folder, which anybody may have made: read whole, bounded, and refused by name."""
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 24
+"""Of a settings file (16 MiB); those published hold some kilobytes, and a few megabytes where they list tokens."""
+MOST_LISTED_BYTES = 1 << 28
+"""Of a file that lists every tensor or every token (256 MiB); the largest published ones have about 35 MB."""
+MOST_DEPTH = 64
+"""Of lists and objects inside each other."""
+LFS = b"version https://git-lfs"
+
+
+def regular_file(path: Path) -> Path:
+    """The path, where it is a file that can be read: not a folder, device or pipe, not empty, no LFS pointer.
+
+    Symbolic links are followed: a download cache keeps the files elsewhere and links to them.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path} is {_kind(found.st_mode)}, and a model folder holds regular files")
+        if found.st_size == 0:
+            raise ValueError(f"{path} is empty: the download is not complete; fetch it again")
+        with path.open("rb") as file:
+            start = file.read(len(LFS))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if start == LFS:
+        raise ValueError(f"{path} is a pointer of Git LFS and not the file itself: run `git lfs pull` in its folder")
+    return path
+
+
+def is_there(path: Path) -> bool:
+    """Does the folder list such a name? A link to nothing counts: reading it says that it is missing."""
+    return os.path.lexists(path)
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """A text file in UTF-8; a byte order mark is left out."""
+    if (size := regular_file(path).stat().st_size) > most_bytes:
+        raise ValueError(f"{path} has {size} bytes, more than the {most_bytes} that such a file may have")
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it in UTF-8") from None
+
+
+def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The object of a JSON file: strict JSON, no key twice, text that can be encoded, a bounded depth."""
+    text = read_text(path, most_bytes)
+    try:
+        values = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
+        _check(values)
+    except RecursionError:
+        raise ValueError(f"{path} is not read: {_TOO_DEEP}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON that can be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+_TOO_DEEP = f"its lists and objects lie more than {MOST_DEPTH} deep in each other"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {shown(twice)} is there twice; keep one")
+    return found
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(shown(digits))
+
+
+def _check(values: Any) -> None:
+    """ValueError where it is too deep, or where a text holds half of a surrogate pair."""
+    level = [values]
+    for _ in range(MOST_DEPTH):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                if not value.isascii():
+                    value.encode()
+            elif isinstance(value, dict):
+                below += value
+                below += value.values()
+            elif isinstance(value, list):
+                below += value
+        level = below
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value of a file as an error shows it: on one line and short."""
+    text = ascii(value) if isinstance(value, str) else repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+    return next((name for test, name in kinds.items() if test(mode)), "a device")

@@ -1,0 +1,133 @@
+"""Weights of a model folder are hostile until read: files and tensors that cannot be used are named."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+
+from jattn import models
+from jattn.models.checkpoint import Checkpoint, is_finite
+from tests.models import folders, tiny
+from tests.models.folders import INDEX, LFS, ONE, TWO, table
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return folders.make(tmp_path)
+
+
+def index(path, change):
+    """The index, changed by a function of its weight_map."""
+    values = json.loads((path / INDEX).read_text())
+    change(values["weight_map"])
+    (path / INDEX).write_text(json.dumps(values))
+
+
+def test_the_index_and_the_files_agree_on_where_each_tensor_is(folder):
+    from safetensors.numpy import load_file, save_file
+
+    first = sorted(load_file(folder / ONE))[0]
+    index(folder, lambda table: table.update({first: TWO}))
+    with pytest.raises(ValueError, match=f"{first} is in {TWO}.*{ONE} has"):
+        models.load(folder)
+    index(folder, lambda table: table.pop(first))
+    with pytest.raises(ValueError, match=f"{ONE} has a tensor {first} of which {INDEX} says nothing"):
+        models.load(folder)
+    index(folder, lambda table: table.update({first: ONE, "model.ghost": ONE}))
+    with pytest.raises(ValueError, match="model.ghost is in .*no file has it"):
+        models.load(folder)
+    save_file(load_file(folder / TWO) | {first: np.zeros(1, np.float32)}, folder / TWO)
+    with pytest.raises(ValueError, match=f"{first} is in .*{ONE} and in {TWO} too"):
+        models.load(folder)
+    (folder / TWO).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{TWO} is named by .*download is not complete"):
+        models.load(folder)
+
+
+def test_two_checkpoints_in_one_folder_are_not_mixed(folder):
+    (folder / INDEX).unlink()
+    (folder / "copy.safetensors").write_bytes((folder / ONE).read_bytes())
+    with pytest.raises(ValueError, match=f"copy.safetensors and in {ONE} too"):
+        models.load(folder)
+
+
+FLOAT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+BROKEN_SHARD = {
+    "empty": (b"", "is empty"),
+    "a pointer": (LFS, "Git LFS"),
+    "a few bytes": (b"123", "not a whole"),
+    "a huge table": (table({}, length=2**63), "not a whole"),
+    "no table": (table(b"PK\3\4 a zip or a pickle"), "not a whole"),
+    "overlapping": (table({"a": FLOAT, "b": FLOAT}, bytes(8)), "not a whole"),
+    "cut": (table({"a": FLOAT}, bytes(7)), "not a whole"),
+    "too long": (table({"a": FLOAT}, bytes(9)), "not a whole"),
+    "another size": (table({"a": FLOAT | {"shape": [3]}}, bytes(8)), "not a whole"),
+    "overflowing": (table({"a": FLOAT | {"shape": [2**40, 2**40]}}, bytes(8)), "not a whole"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN_SHARD)
+def test_a_shard_that_cannot_be_read_is_named(folder, name):
+    content, message = BROKEN_SHARD[name]
+    (folder / TWO).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{TWO}.*{message}"):
+        models.load(folder)
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+WRONG_TENSORS = {
+    "integers": (lambda x: x.astype(np.int32), "int32.*must be one of float16"),
+    "bytes": (lambda x: x.astype(np.uint8), "uint8.*must be one of float16"),
+    "complex": (lambda x: x.astype(np.complex64), "complex64.*must be one of float16"),
+    "NaN": (lambda x: np.where(x == x.max(), np.nan, x), "NaN or infinity"),
+    "infinity": (lambda x: np.where(x == x.max(), -np.inf, x).astype(np.float16), "NaN or infinity"),
+    "another shape": (lambda x: x[:, :-1], r"up.kernel the shape \(15, 20\) but config.json says \(16, 20\)"),
+    "one axis": (lambda x: x.ravel(), "shape"),
+    "no axis": (lambda x: x.ravel()[0], "shape"),
+    "nothing": (lambda x: x[:0], "shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TENSORS)
+def test_a_tensor_that_is_no_weight_is_named(tmp_path, name):
+    change, message = WRONG_TENSORS[name]
+    made = tiny.tensors()
+    made[NAME] = change(made[NAME])
+    tiny.write(tmp_path, made=made)
+    with pytest.raises(ValueError, match=f"model.safetensors: tensor {NAME}.*{message}"):
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E8M0", "F4"])
+def test_a_dtype_without_a_name_in_numpy_is_refused(folder, dtype):
+    end = 2 if dtype == "F4" else 4
+    content = table({"a": {"dtype": dtype, "shape": [2, 2], "data_offsets": [0, end]}}, bytes(end))
+    (folder / INDEX).unlink(), (folder / ONE).unlink(), (folder / TWO).unlink()
+    (folder / "model.safetensors").write_bytes(content)
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match="model.safetensors: tensor a cannot be read"):
+        Checkpoint(folder, stack).read("a")
+
+
+def test_a_dtype_that_is_asked_for_holds_the_weights_or_is_refused(tmp_path):
+    made = tiny.tensors()
+    made[NAME][3, 4] = 1e5
+    tiny.write(tmp_path, made=made)
+    assert models.load(tmp_path, dtype="bfloat16")
+    with pytest.raises(ValueError, match=f"{NAME} does not fit in float16"):
+        models.load(tmp_path, dtype="float16")
+    with pytest.raises(ValueError, match="dtype=int8 of weights must be None or one of float16"):
+        models.load(tmp_path, dtype="int8")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_finite_is_what_numpy_says_it_is(dtype):
+    from ml_dtypes import bfloat16
+
+    kind = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
+    rng = np.random.default_rng(0)
+    for _ in range(300):  # any bits at all: numbers, both zeros, tiny ones, NaNs of both signs
+        x = rng.integers(0, 256, (rng.integers(1, 4), kind.itemsize), np.uint8).view(kind)
+        with np.errstate(invalid="ignore"):
+            assert is_finite(x) == np.isfinite(x.astype(np.float64)).all()
+    assert is_finite(np.zeros((0, 3), kind)) and is_finite(np.ones((), kind)) and is_finite(np.ones(3, np.uint8))
