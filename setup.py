@@ -54,11 +54,12 @@ class BuildPy(build_py):
             old.unlink()
         try:
             toolchain.compiler()
-            library = build.library(prebuilt=False)
+            library = build.library(prebuilt=False).path
         except (toolchain.BuildError, OSError) as error:
             print(f"jattn: a wheel without native CPU kernels, they are built at first use: {error}", file=sys.stderr)
             return False
-        shutil.copy2(library, folder)
+        shutil.copy(library, folder)
+        (folder / library.name).chmod(0o755)  # a cache is for its owner alone
         return True
 
 

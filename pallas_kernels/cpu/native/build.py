@@ -1,74 +1,98 @@
 """Finds the library: beside this file (a wheel brings it), in the user's cache, or compiled now, once per machine.
 
-One process compiles while others wait for it, and the file is renamed into place when it is complete; a cache folder
-that cannot be written is replaced by a temporary one.
+One process compiles while others wait for it. The compiler works in a temporary folder of its own; only the finished
+library enters the cache.
 """
 
-import contextlib
 import logging
 import os
 import pathlib
 import tempfile
 import time
+from collections.abc import Iterator
 
-from pallas_kernels.cpu.native import toolchain
+from pallas_kernels.cpu.native import kept, toolchain
+from pallas_kernels.cpu.native.kept import Folder, Library
 from pallas_kernels.cpu.native.toolchain import BuildError
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).resolve().parent
 
 log = logging.getLogger(__name__)
 
 
-def library(prebuilt: bool = True) -> pathlib.Path:
-    """Path of the library, made if there is none yet; BuildError says why it cannot be.
+def library(prebuilt: bool = True) -> Library:
+    """The library, made if there is none yet; BuildError says why it cannot be.
 
     `prebuilt=False` passes over the one that came with the package.
     """
-    if prebuilt and (found := toolchain.find(HERE)):
+    if prebuilt and (found := _packaged()):
         return found
-    folder = _cache_folder()
-    if found := toolchain.find(folder):
-        return found
-    cxx = toolchain.compiler()
-    with _one_at_a_time(folder / f"{toolchain.stem()}.lock"):
-        if found := toolchain.find(folder):  # another process was faster
-            return found
-        target, began = folder / toolchain.name(), time.perf_counter()
-        try:
-            toolchain.make(target, cxx)
-        except OSError as error:
-            raise BuildError(f"the native kernels could not be written to {folder}: {error}") from error
-    log.warning("built the native CPU kernels in %.1f s: %s", time.perf_counter() - began, target)
-    return target
-
-
-def _cache_folder() -> pathlib.Path:
-    """$JATTN_CACHE_DIR, else the user's cache, else a private temporary folder: the first that can be written."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    places = [os.environ.get("JATTN_CACHE_DIR"), os.path.join(home, "jattn")]
-    for place in filter(None, places):
-        with contextlib.suppress(OSError):
-            os.makedirs(place, exist_ok=True)
-            with tempfile.TemporaryFile(dir=place):
-                return pathlib.Path(place)
-    user = os.getuid() if hasattr(os, "getuid") else 0
+    cxx, compiler, absent = (), None, None
     try:
-        place = pathlib.Path(tempfile.gettempdir()) / f"jattn-{user}"
-        place.mkdir(mode=0o700, exist_ok=True)
-        if place.stat().st_uid != user:  # somebody else's folder is nothing to load code from
-            place = pathlib.Path(tempfile.mkdtemp(prefix="jattn-"))
-    except OSError as error:
-        raise BuildError(f"no folder to build in can be written ({error}); set JATTN_CACHE_DIR") from error
-    return place
+        cxx = toolchain.compiler()
+        compiler = toolchain.compiler_hash(cxx)
+    except BuildError as error:  # then one that any compiler has made is as good
+        absent = error
+    why = []
+    for place in _places(fresh=compiler is not None):
+        try:
+            with kept.private(place) as folder:
+                if found := kept.find(folder, compiler):
+                    return found
+                if compiler is not None:
+                    return _build(folder, cxx, compiler)
+        except OSError as error:
+            why.append(f"{place}: {error}")
+    if absent:
+        raise absent
+    raise BuildError(f"no folder to keep it in can be used ({'; '.join(why)}); set JATTN_CACHE_DIR")
 
 
-@contextlib.contextmanager
-def _one_at_a_time(path: pathlib.Path):
-    """Others wait here while one builds; without file locks everybody builds, which is slower and still right."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
+def _packaged() -> Library | None:
+    if os.open not in os.supports_dir_fd:
+        return None
+    fd = os.open(HERE, os.O_RDONLY)
+    try:
+        return kept.find(Folder(HERE, fd), packaged=True)
+    finally:
+        os.close(fd)
 
-            handle = stack.enter_context(open(path, "w"))
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+
+def _build(folder: Folder, cxx: tuple[str, ...], compiler: str) -> Library:
+    """Compile, unless another process was faster; OSError where the folder cannot be written."""
+    with kept.one_at_a_time(folder, toolchain.BUILD_SECONDS):
+        if found := kept.find(folder, compiler):
+            return found
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="jattn-build-") as work:
+            made = pathlib.Path(work, "library.so")
+            toolchain.make(made, cxx)
+            kept.store(folder, made.read_bytes(), compiler)
+        found = kept.find(folder, compiler)
+    if not found:
+        raise BuildError(f"the library that was built into {folder.path} cannot be found there again")
+    log.warning("built the native CPU kernels in %.1f s: %s", time.perf_counter() - began, found.path)
+    return found
+
+
+def _places(fresh: bool) -> Iterator[str]:
+    """$JATTN_CACHE_DIR alone where it is set; else the user's cache, then a temporary folder, where they are safe."""
+    if asked := os.environ.get("JATTN_CACHE_DIR"):
+        yield asked
+        return
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(home):  # unset, or to be ignored: XDG's rule
+        home = os.path.join(os.path.expanduser("~"), ".cache")
+    user = os.geteuid() if hasattr(os, "geteuid") else 0
+    for place in (os.path.join(home, "jattn"), os.path.join(tempfile.gettempdir(), f"jattn-{user}")):
+        try:
+            with kept.private(place):
+                pass
+        except BuildError as error:
+            log.warning("the native kernels are not kept there: %s", error)
+        except OSError as error:
+            log.info("the native kernels are not kept in %s: %s", place, error)
+        else:
+            yield place
+    if fresh:  # nobody else has it yet
+        yield tempfile.mkdtemp(prefix="jattn-")

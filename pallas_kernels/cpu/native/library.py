@@ -60,12 +60,13 @@ def _load() -> Status:
 
 def _open() -> tuple[str, ctypes.CDLL]:
     """The library; one that came with the package but not for this system's libc gives way to one made here."""
-    path = str(build.library())
+    found = build.library()
     try:
-        return path, ctypes.CDLL(path)
+        return str(found.path), found.load()
     except OSError:
-        path = str(build.library(prebuilt=False))
-        return path, ctypes.CDLL(path)
+        os.close(found.fd)
+        found = build.library(prebuilt=False)
+        return str(found.path), found.load()
 
 
 def check_isa(isa: str) -> str:

@@ -1,8 +1,6 @@
-"""What is compiled and how: flags, compiler, headers, one command per instruction set. Needs jaxlib's headers alone.
+"""What is compiled and how: flags, compiler, headers, one command per instruction set. Needs jaxlib's headers alone."""
 
-A library's name carries a hash of the sources and flags, and the version of XLA's FFI that it was compiled against.
-"""
-
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -11,11 +9,15 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 
 SOURCES = pathlib.Path(__file__).parent / "src"
-BASE_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-DNDEBUG", "-fno-math-errno")
+BASE_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-fno-math-errno")
+QUESTION_SECONDS, BUILD_SECONDS = 60.0, 900.0
+"""How long the compiler may take to answer a question about itself, and to make the library; then it is stopped."""
 _X86 = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-march=x86-64-v4",),
@@ -43,8 +45,7 @@ def accepted(cxx: tuple[str, ...], names: dict[str, tuple[str, ...]]) -> dict[st
     """The ISAs whose flags this compiler knows: an old one leaves out the newest instruction sets."""
 
     def knows(own: tuple[str, ...]) -> bool:
-        probe = [*cxx, *own, "-fsyntax-only", "-x", "c++", os.devnull]
-        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+        return _ask([*cxx, *own, "-fsyntax-only", "-x", "c++", os.devnull])[0] == 0
 
     found = {isa: own for isa, own in names.items() if knows(own)}
     if not found:
@@ -54,10 +55,10 @@ def accepted(cxx: tuple[str, ...], names: dict[str, tuple[str, ...]]) -> dict[st
 
 def compiler() -> tuple[str, ...]:
     """The command of the C++ compiler: $CXX, or the first of c++, g++, clang++ on the path."""
-    asked = os.environ.get("CXX")
-    for program, *rest in (shlex.split(asked),) if asked else (["c++"], ["g++"], ["clang++"]):
+    asked = os.environ.get("CXX", "").strip()
+    for program, *rest in (_words("CXX"),) if asked else (["c++"], ["g++"], ["clang++"]):
         if found := shutil.which(program):
-            return (found, *rest)
+            return (os.path.abspath(found), *rest)
     raise BuildError(
         (
             f"$CXX={asked} is no program of this machine"
@@ -86,59 +87,96 @@ def ffi_version() -> tuple[int, int]:
     return int(major[1]), int(minor[1])
 
 
-def stem() -> str:
-    """The first part of a library's name: a hash of everything of ours that decides its content."""
+def source_hash() -> str:
+    """Of everything of ours that decides what a library contains: sources and flags, for every instruction set."""
     digest = hashlib.sha256(repr((BASE_FLAGS, extra_flags(), sorted(isas().items()), platform.system())).encode())
     for path in sorted(SOURCES.iterdir()):
-        digest.update(path.read_bytes())
-    return f"libjattn_cpu-{digest.hexdigest()[:16]}"
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def name() -> str:
-    """The file name of a library made here and now."""
-    return f"{stem()}-ffi{'.'.join(map(str, ffi_version()))}.so"
-
-
-def find(folder: pathlib.Path) -> pathlib.Path | None:
-    """A library in `folder` that was made from these sources and that the installed XLA serves."""
-    major, minor = ffi_version()
-    for number in range(minor, -1, -1):
-        if (path := folder / f"{stem()}-ffi{major}.{number}.so").exists():
-            return path
-    return None
+def compiler_hash(cxx: tuple[str, ...]) -> str:
+    """Of the compiler: its path and arguments, and what it says of its version."""
+    code, said = _ask([*cxx, "--version"])
+    if code:
+        raise BuildError(f"{cxx[0]} --version failed: {_shortened(said.splitlines()[-3:])}")
+    return hashlib.sha256(repr((cxx, said)).encode()).hexdigest()[:8]
 
 
 def extra_flags() -> tuple[str, ...]:
     """$JATTN_NATIVE_FLAGS, for compiling and for linking: sanitizers, debugging."""
-    return tuple(shlex.split(os.environ.get("JATTN_NATIVE_FLAGS", "")))
+    return _words("JATTN_NATIVE_FLAGS")
 
 
 def make(target: pathlib.Path, cxx: tuple[str, ...], names: dict[str, tuple[str, ...]] | None = None) -> None:
-    """Compile every translation unit side by side, link, rename into place."""
+    """Compile every translation unit side by side in the folder of `target`, and link."""
     names, extra = accepted(cxx, names or isas()), extra_flags()
     flags = (*BASE_FLAGS, "-isystem", str(headers()), *extra)
     have = tuple(f"-DJATTN_HAVE_{isa.upper()}" for isa in names)
     units = {"ffi": have} | {f"isa_{isa}": own for isa, own in names.items()}
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        objects = [os.path.join(work, f"{unit}.o") for unit in units]
-        commands = [
-            [*cxx, *flags, *own, "-c", str(SOURCES / f"{unit}.cc"), "-o", made]
-            for (unit, own), made in zip(units.items(), objects, strict=True)
-        ]
-        _run_all(commands)
-        finished = os.path.join(work, "library.so")
-        _run_all([[*cxx, "-shared", *extra, *objects, "-o", finished, "-lm"]])
-        os.replace(finished, target)
+    objects = [str(target.parent / f"{unit}.o") for unit in units]
+    commands = [
+        [*cxx, *flags, *own, "-c", str(SOURCES / f"{unit}.cc"), "-o", made]
+        for (unit, own), made in zip(units.items(), objects, strict=True)
+    ]
+    end = time.monotonic() + BUILD_SECONDS
+    _run_all(commands, end)
+    _run_all([[*cxx, "-shared", *extra, *objects, "-o", str(target), "-lm"]], end)
 
 
-def _run_all(commands: list[list[str]]) -> None:
-    """All at once; the first failure's last lines become the error."""
+def _words(variable: str) -> tuple[str, ...]:
+    """The words of an environment variable, as a shell would read them."""
+    text = os.environ.get(variable, "")
     try:
-        running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
-    except OSError as error:
-        raise BuildError(f"the compiler could not be started: {error}") from error
-    outputs = [process.communicate()[0] for process in running]
-    for command, process, output in zip(commands, running, outputs, strict=True):
-        if process.returncode:
-            lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()[-3:]
-            raise BuildError(f"the build failed: {command[0]} said: {' | '.join(lines[:3])}")
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise BuildError(f"${variable}={text!r} cannot be read as a command line: {error}") from error
+
+
+def _ask(command: list[str]) -> tuple[int, str]:
+    """(exit status, what it said) of a question to the compiler."""
+    return _run_side_by_side([command], time.monotonic() + QUESTION_SECONDS)[0]
+
+
+def _run_all(commands: list[list[str]], end: float) -> None:
+    """All at once; the first failure's first errors, or its last lines, become the error."""
+    for command, (code, said) in zip(commands, _run_side_by_side(commands, end), strict=True):
+        if code:
+            lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()[-3:]
+            raise BuildError(f"the build failed: {command[0]} said: {_shortened(lines)}")
+
+
+def _shortened(lines: list[str]) -> str:
+    """Three lines of a compiler, of a length that a log can bear."""
+    return " | ".join(line[:300] for line in lines[:3]) or "nothing"
+
+
+def _run_side_by_side(commands: list[list[str]], end: float) -> list[tuple[int, str]]:
+    """(exit status, output) of each; whatever still runs at `end`, or when this is interrupted, is stopped."""
+    environment = {**os.environ, "LC_ALL": "C"}  # messages in English: their errors are looked for
+    with contextlib.ExitStack() as stack:
+        running = []
+        for command in commands:
+            said = stack.enter_context(tempfile.TemporaryFile())
+            pipes = dict(stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
+            try:
+                process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
+            except OSError as error:
+                raise BuildError(f"the compiler could not be started: {error}") from error
+            stack.callback(_stop, process)
+            running.append((process, said))
+        try:
+            codes = [process.wait(max(0.0, end - time.monotonic())) for process, _ in running]
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"{commands[0][0]} did not finish in time and was stopped; set CXX to another") from error
+        for _, said in running:
+            said.seek(0)
+        return [(code, said.read().decode(errors="replace")) for code, (_, said) in zip(codes, running, strict=True)]
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """A compiler is often a script: it goes with all that it has started."""
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

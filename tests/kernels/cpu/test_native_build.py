@@ -1,4 +1,7 @@
-"""Where the native library comes from: found, built once by many processes, or honestly absent. No compiler runs."""
+"""How the native library is compiled: once by many processes, by a compiler that may fail, hang or be absent.
+
+No compiler runs here: a shell script stands for it.
+"""
 
 import os
 import pathlib
@@ -7,15 +10,10 @@ import sys
 
 import pytest
 
-from pallas_kernels.cpu.native import build, toolchain
+from pallas_kernels.cpu.native import build, kept, library, toolchain
 
 ROOT = pathlib.Path(__file__).parents[3]
-FAKE_COMPILER = """#!/bin/sh
-# Slow enough for others to come while it links; writes what it was asked to write.
-case "$*" in *-shared*) echo link >> "$JATTN_TEST_LOG"; sleep 0.4;; esac
-while [ $# -gt 0 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done
-"""
-WHICH_LIBRARY = "from pallas_kernels.cpu.native import build; print(build.library())"
+WHICH_LIBRARY = "from pallas_kernels.cpu.native import build; print(build.library().path)"
 TWO_LAYERS = """
 import jattn
 cache_spec = jattn.KVCacheSpec(num_blocks=2, block_size=2, num_kv_heads=1, head_dim=8)
@@ -25,79 +23,98 @@ for heads in (1, 2):
 """
 
 
-@pytest.fixture
-def environment(tmp_path, monkeypatch):
-    """A home of its own and a compiler that pretends."""
-    if sys.platform == "win32":
-        pytest.skip("a shell script stands for the compiler")
-    fake = tmp_path / "c++"
-    fake.write_text(FAKE_COMPILER)
-    fake.chmod(0o755)
-    for name in ("JATTN_CACHE_DIR", "XDG_CACHE_HOME", "JATTN_NATIVE", "JATTN_NATIVE_FLAGS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("tempfile.tempdir", None)
-    for name, value in {"HOME": tmp_path, "CXX": fake, "JATTN_TEST_LOG": tmp_path / "log", "TMPDIR": tmp_path}.items():
-        monkeypatch.setenv(name, str(value))
-    return tmp_path
-
-
 def start(code: str) -> subprocess.Popen:
     """A Python of this environment, as a user would start it in the checkout."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=dict(os.environ), **pipes)
 
 
-def test_processes_that_start_together_build_once(environment):
+def answering(folder: pathlib.Path, version: str) -> str:
+    """A compiler that says this version and otherwise works."""
+    script = folder / "c++"
+    script.write_text(script.read_text().replace("# says", f'case "$*" in *--version*) echo "{version}"; exit;; esac #'))
+    return str(script)
+
+
+def test_where_a_compiler_is_the_library_is_too():
+    """A suite that passes has run the backend that a user gets: without a library the kernels' tests must fail."""
+    try:
+        toolchain.isas(), toolchain.compiler()
+    except toolchain.BuildError as error:
+        pytest.skip(str(error))
+    assert library.status().available, library.status().reason
+
+
+def test_processes_that_start_together_build_once(pretended, monkeypatch):
+    monkeypatch.setenv("JATTN_TEST_LINK_SECONDS", "0.4")
     running = [start(WHICH_LIBRARY) for _ in range(4)]
     answers = [process.communicate(timeout=60) for process in running]
     paths = {out.strip() for out, _ in answers}
     assert len(paths) == 1 and pathlib.Path(paths.pop()).read_text() == "made\n", answers
-    assert (environment / "log").read_text() == "link\n"
+    assert (pretended / "log").read_text() == "link\n"
     assert sum("built the native CPU kernels" in err for _, err in answers) == 1
 
 
-def test_a_library_that_is_there_needs_no_compiler(environment, monkeypatch):
-    made = build.library()
-    monkeypatch.setenv("CXX", str(environment / "nothing"))
-    assert build.library() == made and made.is_relative_to(environment / ".cache")
+def test_a_library_that_is_there_needs_no_compiler(pretended, monkeypatch):
+    made = build.library().path
+    monkeypatch.setenv("CXX", str(pretended / "nothing"))
+    assert build.library().path == made and made.is_relative_to(pretended / ".cache")
 
 
-def test_a_home_that_cannot_be_written_is_no_error(environment, monkeypatch):
-    monkeypatch.setenv("HOME", str(environment / "c++"))  # a file: nothing can be made below it, not even by root
-    made = build.library()
-    assert made.exists() and made.parent.parent == environment and made.parent.name.startswith("jattn-")
-    assert made.parent.stat().st_mode & 0o077 == 0, "others could put code there"
+def test_another_compiler_or_another_version_builds_anew(pretended, monkeypatch):
+    """A newer compiler may know more instruction sets; what an older one made stays for those who use that."""
+    first = build.library().path
+    answering(pretended, "g++ 99")
+    second = build.library().path
+    monkeypatch.setenv("CXX", f"{pretended / 'c++'} -fast")
+    third = build.library().path
+    assert len({first, second, third}) == 3 and (pretended / "log").read_text() == "link\n" * 3
+    assert build.library().path == third and first.exists()
 
 
-def test_a_failing_compiler_is_quoted_and_leaves_nothing(environment):
+def test_a_failing_compiler_is_quoted_and_leaves_nothing(pretended):
     says = "ffi.cc:1: fatal error: no such thing"
-    (environment / "c++").write_text(f'#!/bin/sh\ncase "$*" in *.cc*) echo "{says}"; exit 1;; esac\n')
+    (pretended / "c++").write_text(f'#!/bin/sh\ncase "$*" in *.cc*) echo "{says}"; exit 1;; esac\n')
     with pytest.raises(toolchain.BuildError, match=f"the build failed: .* said: {says}"):
         build.library()
-    assert not list((environment / ".cache" / "jattn").glob("*.so"))
+    assert os.listdir(pretended / ".cache" / "jattn") == [kept.LOCK]
 
 
-def test_only_a_library_of_these_sources_that_xla_serves_is_taken(tmp_path, monkeypatch):
-    """XLA serves what was compiled against its own major version and up to its minor one."""
-    monkeypatch.setattr(toolchain, "ffi_version", lambda: (0, 3))
-    stem = toolchain.stem()
-    for name in (f"{stem}-ffi0.4.so", f"{stem}-ffi1.3.so", "libjattn_cpu-0123456789abcdef-ffi0.3.so"):
-        (tmp_path / name).touch()
-    assert toolchain.find(tmp_path) is None
-    for minor in (1, 3):
-        (tmp_path / f"{stem}-ffi0.{minor}.so").touch()
-        assert toolchain.find(tmp_path).name == f"{stem}-ffi0.{minor}.so"
-    monkeypatch.setenv("JATTN_NATIVE_FLAGS", "-fsanitize=undefined")
-    assert toolchain.find(tmp_path) is None, "flags are part of what a library is"
+@pytest.mark.parametrize("hangs_at", ["--version", "-fsyntax-only", "-shared"])
+def test_a_compiler_that_hangs_is_stopped_with_all_it_started(pretended, monkeypatch, hangs_at):
+    monkeypatch.setattr(toolchain, "QUESTION_SECONDS", 0.5)
+    monkeypatch.setattr(toolchain, "BUILD_SECONDS", 0.5)
+    script = (pretended / "c++").read_text()
+    wait = f'case "$*" in *{hangs_at}*) sleep 60 & echo $! > "{pretended}/child"; wait;; esac'
+    (pretended / "c++").write_text(script.replace("# says", wait))
+    with pytest.raises(toolchain.BuildError, match="did not finish in time and was stopped; set CXX"):
+        build.library()
+    child = pathlib.Path("/proc", (pretended / "child").read_text().strip(), "status")
+    assert not child.exists() or "Z (zombie)" in child.read_text()
 
 
-def test_the_installed_xla_names_its_version():
-    assert toolchain.name() == f"{toolchain.stem()}-ffi{'.'.join(map(str, toolchain.ffi_version()))}.so"
+@pytest.mark.parametrize("variable", ["CXX", "JATTN_NATIVE_FLAGS"])
+def test_a_variable_that_is_no_command_line_is_a_reason_and_no_crash(pretended, monkeypatch, variable):
+    monkeypatch.setenv(variable, '-Dx="y')
+    with pytest.raises(toolchain.BuildError, match=rf"\${variable}=.* cannot be read as a command line: No closing"):
+        build.library()
+    assert "No closing quotation" in library._load().reason
+
+
+def test_messages_in_any_encoding_are_quoted(pretended):
+    (pretended / "c++").write_text("""#!/bin/sh\ncase "$*" in *.cc*) printf 'error: \\351t\\351\\n'; exit 1;; esac\n""")
+    with pytest.raises(toolchain.BuildError, match="said: error: \ufffdt\ufffd"):
+        build.library()
+
+
+def test_the_installed_xla_names_its_version(pretended):
+    version = ".".join(map(str, toolchain.ffi_version()))
+    assert build.library().path.name.startswith(f"{kept.PREFIX}{toolchain.source_hash()}-ffi{version}-")
     assert toolchain.ffi_version() >= (0, 1)
 
 
 @pytest.mark.parametrize("hidden", [{"CXX": "/nonexistent"}, {"PATH": ""}])
-def test_without_a_compiler_attention_falls_to_sdpa_and_one_line_says_why(environment, monkeypatch, hidden):
+def test_without_a_compiler_attention_falls_to_sdpa_and_one_line_says_why(pretended, monkeypatch, hidden):
     monkeypatch.delenv("CXX")
     for name, value in hidden.items():
         monkeypatch.setenv(name, value)

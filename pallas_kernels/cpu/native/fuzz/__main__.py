@@ -63,7 +63,7 @@ def build(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]], sanitize: s
     emulated, here = {"avx512_bf16": "-DJATTN_PAIRS_EMULATED", "amx_bf16": "-DJATTN_AMX_EMULATED"}, features()
     flags += [flag for feature, flag in emulated.items() if feature not in here]
     if sanitize:
-        flags += [f"-fsanitize={sanitize}", "-fno-sanitize=alignment", "-fno-sanitize-recover=all"]
+        flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
     have = [f"-DJATTN_HAVE_{isa.upper()}" for isa in isas]
     units = {f"isa_{isa}": (toolchain.SOURCES / f"isa_{isa}.cc", own) for isa, own in isas.items()}
     units["fuzz"] = HERE / "fuzz.cc", have

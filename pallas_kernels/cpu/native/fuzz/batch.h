@@ -1,7 +1,9 @@
 // A random batch that owns its memory. Every buffer has exactly the size that a kernel may touch, so that a sanitizer
 // sees one step too far.
 #pragma once
+#include <algorithm>
 #include <memory>
+#include <new>
 #include <random>
 #include <vector>
 
@@ -13,15 +15,21 @@ namespace jattn {
 template <class T>
 class Exact {  // std::vector may keep more than it shows
    public:
-    void make(size_t n, T fill) {
-        data_.reset(new T[n]);
-        for (size_t i = 0; i < n; i++) data_[i] = fill;
+    // n elements up to the end of their memory, `offset` bytes behind a cache line: a multiple of an element's size.
+    void make(size_t n, T fill, size_t offset = 0) {
+        data_.reset(new (std::align_val_t(64)) char[offset + n * sizeof(T)]);
+        begin_ = reinterpret_cast<T*>(data_.get() + offset);
+        for (size_t i = 0; i < n; i++) begin_[i] = fill;
     }
-    T* get() { return data_.get(); }
-    T& operator[](size_t i) { return data_[i]; }
+    T* get() { return begin_; }
+    T& operator[](size_t i) { return begin_[i]; }
 
    private:
-    std::unique_ptr<T[]> data_;
+    struct Free {
+        void operator()(char* p) const { ::operator delete[](p, std::align_val_t(64)); }
+    };
+    std::unique_ptr<char[], Free> data_;
+    T* begin_ = nullptr;
 };
 
 class Batch {
@@ -35,13 +43,14 @@ class Batch {
         choose_lengths();
         choose_options();
         choose_write();
+        maybe_pack();
     }
 
    private:
     std::mt19937 rng_;
     Exact<char> q_, k_, v_, out_, new_k_, new_v_, k_pool_, v_pool_;
     Exact<float> lse_, token_scale_, head_scale_, slopes_, sinks_, k_token_, v_token_;
-    Exact<int32_t> start_, seq_, kv_, causal_, table_, slots_;
+    Exact<int32_t> start_, seq_, kv_, causal_, table_, kv_start_, slots_;
 
     int pick(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng_); }
     int32_t garbage(int high) {
@@ -49,7 +58,7 @@ class Batch {
         return pick(0, 3) ? pick(0, high) : extreme[pick(0, 6)];
     }
     const char* numbers(Exact<char>& to, Dtype t, int64_t count) {
-        to.make(count * bytes_of(t), 0);
+        to.make(count * bytes_of(t), 0, pick(0, 3) ? 0 : bytes_of(t));
         for (int64_t i = 0; i < count; i++) random_number(t, rng_, to.get(), i);
         return to.get();
     }
@@ -62,6 +71,13 @@ class Batch {
         p.dim = pick(1, 70), p.vdim = pick(1, 70), p.blocks = pick(1, 40);
         p.block_size = pick(0, 7) ? pick(1, 9) : pick(1, 70);  // large: several blocks of keys, and pieces
         p.tokens = pick(1, 90), p.requests = pick(1, 4), p.table_width = pick(1, 60);
+        switch (pick(0, 47)) {  // nothing of something
+            case 0: p.tokens = 0; break;
+            case 1: p.requests = 0; break;
+            case 2: p.table_width = 0; break;
+            case 3: p.blocks = 0; break;
+            case 4: p.block_size = 0; break;
+        }
         const bool heads_first = pick(0, 1);
         p.block_stride = (int64_t)p.kv_heads * p.block_size;
         p.head_stride = heads_first ? p.block_size : 1, p.slot_stride = heads_first ? 1 : p.kv_heads;
@@ -69,13 +85,14 @@ class Batch {
         p.q = numbers(q_, p.q_type, p.tokens * p.heads * p.dim);
         p.k = numbers(k_, p.kv_type, rows * p.dim);
         p.v = numbers(v_, p.kv_type, rows * p.vdim);
-        out_.make(p.tokens * p.heads * p.vdim * bytes_of(p.out_type), 0x55);
+        out_.make(p.tokens * p.heads * p.vdim * bytes_of(p.out_type), 0x55, pick(0, 3) ? 0 : bytes_of(p.out_type));
         lse_.make(p.tokens * p.heads, 7.0f);
         p.out = out_.get(), p.lse = lse_.get();
+        p.stream_out = pick(0, 1) && may_stream(p);
     }
 
     void choose_lengths() {
-        const int room = (int)(p.table_width * p.block_size);
+        const int room = (int)(p.blocks ? p.table_width * p.block_size : 0);
         start_.make(p.requests + 1, 0), seq_.make(p.requests, 0), kv_.make(p.requests, 0);
         causal_.make(p.requests, 0), table_.make(p.requests * p.table_width, 0);
         for (int i = 0; i <= p.requests; i++) start_[i] = sane ? 0 : garbage((int)p.tokens);
@@ -88,8 +105,26 @@ class Batch {
             causal_[i] = pick(0, 1);
         }
         for (int i = 0; i < p.requests * p.table_width; i++)
-            table_[i] = sane ? pick(0, (int)p.blocks - 1) : garbage((int)p.blocks);
+            table_[i] = sane ? pick(0, std::max(0, (int)p.blocks - 1)) : garbage((int)p.blocks);
         p.query_start = start_.get(), p.seq_len = seq_.get(), p.kv_len = kv_.get(), p.table = table_.get();
+        p.paged = true;
+    }
+
+    // The same memory as packed keys, every request's behind the others'. Called last: the write knows pages alone.
+    void maybe_pack() {
+        if (pick(0, 3)) return;
+        p.packed_keys = p.blocks * p.block_size;
+        kv_start_.make(p.requests, 0);
+        int64_t next = 0;
+        for (int i = 0; i < p.requests; i++) {
+            if (sane) kv_[i] = (int32_t)std::min<int64_t>(kv_[i], p.packed_keys - next);
+            if (sane) seq_[i] = std::max(kv_[i], start_[i + 1] - start_[i]);
+            kv_start_[i] = sane ? (int32_t)next : garbage((int)p.packed_keys + 3);
+            next += sane ? kv_[i] : 0;
+        }
+        p.paged = false, p.kv_start = kv_start_.get(), p.table = nullptr;
+        p.table_width = p.blocks = 0;
+        p.block_size = 1, p.slot_stride = p.kv_heads, p.head_stride = 1;
     }
 
     void choose_options() {

@@ -1,21 +1,10 @@
-// What the kernels of one ISA share: scratch memory, tanh, queries and rows of a piece of work.
+// What the kernels of one ISA share: tanh, queries and rows of a piece of work.
 #pragma once
 #include "problem.h"
 
 namespace JATTN_ISA {
 
 constexpr float kInf = __builtin_inff();
-
-// Scratch memory, handed out in pieces aligned to cache lines.
-struct Arena {
-    char* at;
-    template <class T>
-    T* take(int64_t n) {
-        T* p = reinterpret_cast<T*>(at);
-        at += round_up(n * (int64_t)sizeof(T), 64);
-        return p;
-    }
-};
 
 // A number that load_raw or load_two brings stands for this many times itself: e4m3 comes with the exponent of a half.
 constexpr float raw_unit(Dtype t) { return t == Dtype::e4m3 ? 256.0f : 1.0f; }
@@ -60,7 +49,8 @@ struct Row {
 INL Row row_of(const Problem& p, const Work& w, int head, int r) {
     int64_t first = p.query_start[w.req], count = (int64_t)p.query_start[w.req + 1] - first;
     int64_t i = w.q0 + r / w.ng;
-    return {first + i, (int64_t)head * p.group + w.g0 + r % w.ng, p.seq_len[w.req] - count + i};
+    const int64_t of_group = w.g0 + r % w.ng, query_head = head * (int64_t)p.group + of_group;
+    return {first + i, JATTN_MUTANT(heads_interleaved, of_group * p.kv_heads + head, query_head), p.seq_len[w.req] - count + i};
 }
 
 // Where keys [first, first + count) of a piece lie in the pool, a page's run at a time; `step` apart in idx.
@@ -68,7 +58,7 @@ INL void find_keys(const Problem& p, const Work& w, int head, int first, int cou
     for (int t = 0; t < count;) {
         const int key = w.begin + first + t;
         int64_t at = row_index(p, w.req, head, key);
-        const int run = p.table ? p.block_size - key % p.block_size : count - t;
+        const int run = p.paged ? p.block_size - key % p.block_size : count - t;
         for (int n = run < count - t ? run : count - t; n > 0; n--, at += p.slot_stride) idx[t++ * step] = at;
     }
 }
@@ -82,7 +72,8 @@ struct RowRule {
 INL RowRule row_rules(const Problem& p, const Work& w, int head, int padded, float key_unit, Arena& arena) {
     RowRule rule{arena.take<float>(padded), arena.take<float>(padded), arena.take<float>(padded),
                  arena.take<int32_t>(padded), arena.take<int32_t>(padded)};
-    float scale = p.scale * key_unit * (p.k_scale ? p.k_scale[head] : 1.0f);
+    const float* const k_scale = JATTN_MUTANT(scales_swapped, p.v_scale, p.k_scale);
+    float scale = JATTN_MUTANT(scale_ignored, 1.0f, p.scale) * key_unit * (k_scale ? k_scale[head] : 1.0f);
     for (int r = 0; r < padded; r++) {
         if (r >= w.rows()) {
             rule.mult[r] = rule.slope[r] = rule.position[r] = 0.0f;
@@ -91,8 +82,8 @@ INL RowRule row_rules(const Problem& p, const Work& w, int head, int padded, flo
         }
         Row row = row_of(p, w, head, r);
         Range see = visible(p, w.req, row.position);
-        rule.mult[r] = scale * (p.q_scale ? p.q_scale[row.head] : 1.0f);
-        rule.slope[r] = p.slopes ? p.slopes[row.head] : 0.0f;
+        rule.mult[r] = scale * (p.q_scale && !JATTN_MUTANT(query_scale_ignored, true, false) ? p.q_scale[row.head] : 1.0f);
+        rule.slope[r] = p.slopes ? p.slopes[JATTN_MUTANT(slope_of_another_head, head, row.head)] : 0.0f;
         rule.position[r] = (float)(row.position - w.begin);
         rule.lo[r] = (int32_t)(see.lo < w.begin ? w.begin : see.lo > w.end ? w.end : see.lo);
         rule.hi[r] = (int32_t)(see.hi > w.end ? w.end : see.hi < w.begin ? w.begin : see.hi);
@@ -119,7 +110,7 @@ static inline void to_floats(Dtype t, const char* from, int n, float* to) {
 
 // Token scales of keys idx[0..n-1], gathered.
 INL void gather(const float* scales, const int64_t* idx, int n, float* to) {
-    for (int i = 0; i < n; i++) to[i] = scales[idx[i]];
+    for (int i = 0; i < n; i++) to[i] = scales[idx[JATTN_MUTANT(token_scale_of_a_neighbour, 0, i)]];
 }
 
 }  // namespace JATTN_ISA

@@ -42,7 +42,7 @@ INL vf shape_block(const Problem& p, const RowRule& rule, int r, int t0, int n, 
         const vf at = spread4(place + i * NT);
         vf x = mul(load(logits + i * N), mult);
         if (k_scales) x = mul(x, spread4(k_scales + i * NT));
-        if (p.soft_cap != 0.0f) x = mul(cap, tanh_(mul(x, inverse)));
+        if (p.soft_cap != 0.0f && !JATTN_MUTANT(soft_cap_ignored, true, false)) x = mul(cap, tanh_(mul(x, inverse)));
         if (p.slopes) x = fma(slope, add(far, at), x);
         if (cut) x = keep(x, at, lo, hi, set1(-kInf));
         store(logits + i * N, x);
@@ -63,8 +63,7 @@ static int next_keys(const Problem& p, const Queue& queue, int64_t* idx) {
 
 template <class F>
 static void attend_short(const Problem& p, const Work& w, int head, const Queue& queue, float* partials,
-                         int32_t* counters, char* scratch) {
-    Arena arena{scratch};
+                         int32_t* counters, Arena arena) {
     const int rows = w.rows(), blocks4 = (rows + 3) / 4, padded = blocks4 * 4, count = w.end - w.begin;
     const int64_t q_stride = F::words(p.dim), vdim = padded_vdim(p);
     const int64_t k_bytes = p.dim * bytes_of(F::kType), v_bytes = p.vdim * bytes_of(F::kType);
@@ -119,7 +118,7 @@ static void attend_short(const Problem& p, const Work& w, int head, const Queue&
             float lanes[N];
             store(lanes, top);
             for (int g = 0; g < 4; g++) tops[b * 4 + g] = lanes[g];
-            if (t0 && any_differs(old, top)) {
+            if (t0 && !JATTN_MUTANT(blocks_not_faded, true, false) && any_differs(old, top)) {
                 store(lanes, fade);
                 for (int g = 0; g < 4; g++)
                     for (int c = 0; c < vdim; c += N) {

@@ -18,12 +18,13 @@ INL void finish_row(const Problem& p, const Row& row, int head, float m, float l
     if (p.sinks && !empty) {
         float sink = p.sinks[row.head], top = sink > shift ? sink : shift;
         weight = expf_(shift - top);
-        l = l * weight + expf_(sink - top);
+        l = l * weight + JATTN_MUTANT(sink_twice, 2.0f, 1.0f) * expf_(sink - top);
         shift = top;
     }
-    float factor = empty ? 0.0f : weight / l * value_unit * (p.v_scale ? p.v_scale[head] : 1.0f);
+    const float* const v_scale = JATTN_MUTANT(scales_swapped, p.k_scale, p.v_scale);
+    float factor = empty ? 0.0f : weight / l * value_unit * (v_scale ? v_scale[head] : 1.0f);
     int64_t at = row.token * p.heads + row.head;
-    p.lse[at] = empty ? -kInf : shift + log_(l);
+    p.lse[at] = empty ? -kInf : (shift + log_(l)) * JATTN_MUTANT(lse_in_base_two, 1.44269504f, 1.0f);
     char* out = p.out + at * p.vdim * bytes_of(p.out_type);
     vf f = set1(factor);
     if (p.stream_out) {
@@ -43,7 +44,7 @@ static void finish(const Problem& p, const Work& w, int head, float* m, float* l
     const int rows = w.rows();
     const int64_t vdim = padded_vdim(p), rows8 = round_up(rows, 8), size = partial_floats(p, rows);
     if (w.splits > 1) {
-        float* group = partials + w.partial + head * w.splits * size;
+        float* group = partials + w.partial + (int64_t)head * w.splits * size;
         float* mine = group + w.split * size;
         __builtin_memcpy(mine, acc, rows * vdim * 4);
         __builtin_memcpy(mine + rows8 * vdim, m, rows * 4);
@@ -59,7 +60,7 @@ static void finish(const Problem& p, const Work& w, int head, float* m, float* l
             for (int s = 0; s < w.splits; s++) {
                 const float* piece = group + s * size;
                 if (piece[rows8 * vdim + r] == -kInf && piece[rows8 * (vdim + 1) + r] == 0.0f) continue;
-                float weight = expf_(piece[rows8 * vdim + r] - top);
+                float weight = JATTN_MUTANT(pieces_not_faded, 1.0f, expf_(piece[rows8 * vdim + r] - top));
                 total += piece[rows8 * (vdim + 1) + r] * weight;
                 vf f = set1(weight);
                 for (int c = 0; c < vdim; c += N)

@@ -9,7 +9,7 @@ namespace JATTN_ISA {
 // Few rows by one flavour, many by the same or another.
 template <class Short, class Long = Short>
 static void attend(const Problem& p, const Queue& queue, int64_t item, float* partials, int32_t* counters,
-                   char* scratch) {
+                   Arena scratch) {
     const Work& w = queue.works[item / p.kv_heads];
     const int head = (int)(item % p.kv_heads);
     if (w.is_short)

@@ -48,7 +48,7 @@ INL float shape_row(const Problem& p, float* x, int vectors, float mult, float s
     for (int i = 0; i < vectors; i++, at = add(at, set1(N))) {
         vf y = mul(load(x + i * N), factor);
         if (k_scales) y = mul(y, load(k_scales + i * N));
-        if (p.soft_cap != 0.0f) y = mul(cap, tanh_(mul(y, inverse)));
+        if (p.soft_cap != 0.0f && !JATTN_MUTANT(soft_cap_ignored, true, false)) y = mul(cap, tanh_(mul(y, inverse)));
         if (p.slopes) y = fma(set1(slope), add(set1(far), at), y);
         if (cut) y = keep(y, at, first, end, set1(-kInf));
         store(x + i * N, y);
@@ -108,7 +108,7 @@ static void weigh(const Problem& p, const LongRows& s, int begin, int t0, int n,
         vf x = exp_(sub(old, shift));
         store_rows(s.tops + r + i, top, m - i);
         store_rows(s.sums + r + i, mul(load(s.sums + r + i), x), m - i);
-        store(s.fade + i, x);
+        store(s.fade + i, JATTN_MUTANT(tiles_not_faded, set1(1.0f), x));
         store(s.found + i, shift);
     }
     for (int i = 0; i < m; i++) {
@@ -131,8 +131,7 @@ static void weigh(const Problem& p, const LongRows& s, int begin, int t0, int n,
 
 template <class F>
 static void attend_long(const Problem& p, const Work& w, int head, float* partials, int32_t* counters,
-                        char* scratch) {
-    Arena arena{scratch};
+                        Arena arena) {
     const Tiles tiles;
     (void)tiles;
     const int rows = w.rows(), padded = (int)round_up(rows, kRows), count = w.end - w.begin;

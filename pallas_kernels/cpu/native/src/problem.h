@@ -3,6 +3,9 @@
 #include <atomic>
 #include <cstdint>
 
+#include "memory.h"
+#include "mutants.h"
+
 namespace jattn {
 
 enum class Dtype : int32_t { f32 = 0, f16 = 1, bf16 = 2, e4m3 = 3, e5m2 = 4, i8 = 5 };
@@ -19,7 +22,7 @@ constexpr int64_t bytes_of(Dtype t) { return t == Dtype::f32 ? 4 : t == Dtype::f
 constexpr bool is_float8(Dtype t) { return t == Dtype::e4m3 || t == Dtype::e5m2; }
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// A ragged batch over pages (or over packed keys: table == nullptr). Absent arrays are nullptr.
+// A ragged batch over pages, or over packed keys. Absent arrays are nullptr.
 struct Problem {
     const char *q, *k, *v;                          // q [T H D]; pools of rows, see row_index
     const float *k_token_scale, *v_token_scale;     // one a row of the pool
@@ -30,6 +33,7 @@ struct Problem {
     char* out;                                      // [T H V]
     float* lse;                                     // [T H]
     bool stream_out;  // a large output of whole cache lines: written past the caches
+    bool paged;
     int64_t tokens, requests, table_width, blocks, packed_keys;
     int32_t block_size, heads, kv_heads, group, dim, vdim;
     int64_t block_stride, head_stride, slot_stride;  // of a row, in rows
@@ -50,6 +54,11 @@ struct Work {
     int rows() const { return nq * ng; }
 };
 
+// True where rows of the output are whole cache lines: they may be written past the caches.
+inline bool may_stream(const Problem& p) {
+    return p.vdim * bytes_of(p.out_type) % 64 == 0 && reinterpret_cast<uintptr_t>(p.out) % 64 == 0;
+}
+
 // Keys [lo, hi) that the query at `position` sees: every mask of the library is such a range.
 struct Range {
     int64_t lo, hi;
@@ -57,11 +66,14 @@ struct Range {
 
 inline Range visible(const Problem& p, int req, int64_t position) {
     int64_t lo = 0, hi = p.kv_len[req];
-    if (p.causal && p.causal[req] && position + 1 < hi) hi = position + 1;
-    if (p.left >= 0 && position - p.left > lo) lo = position - p.left;
+    const int64_t after = position + JATTN_MUTANT(causal_off_by_one, 2, 1);
+    if (p.causal && p.causal[req] && after < hi) hi = after;
+    const int64_t before = position - p.left - JATTN_MUTANT(window_off_by_one, 1, 0);
+    if (p.left >= 0 && before > lo) lo = before;
     if (p.right >= 0 && position + p.right + 1 < hi) hi = position + p.right + 1;
     if (p.chunk > 0) {
         int64_t first = position / p.chunk * p.chunk - (position % p.chunk < 0 ? p.chunk : 0);
+        first += JATTN_MUTANT(chunk_off_by_one, 1, 0);
         if (first > lo) lo = first;
         if (first + p.chunk < hi) hi = first + p.chunk;
     }
@@ -69,14 +81,10 @@ inline Range visible(const Problem& p, int req, int64_t position) {
     return {lo < hi ? lo : hi, hi};
 }
 
-// Row of key `j` of a request in the pool; an id outside the pool is clamped, so nothing outside is ever touched.
+// Row of key `j` of a request in the pool; a page outside the pool is clamped, so nothing outside is ever touched.
 inline int64_t row_index(const Problem& p, int req, int head, int64_t j) {
-    if (!p.table) {
-        int64_t row = p.kv_start[req] + j;
-        row = row < 0 ? 0 : row >= p.packed_keys ? p.packed_keys - 1 : row;
-        return row * p.slot_stride + head * p.head_stride;
-    }
-    int64_t block = p.table[req * p.table_width + j / p.block_size];
+    if (!p.paged) return (p.kv_start[req] + j) * p.slot_stride + head * p.head_stride;  // see lengths.h
+    int64_t block = p.table[(int64_t)req * p.table_width + j / p.block_size];
     block = block < 0 ? 0 : block >= p.blocks ? p.blocks - 1 : block;
     return block * p.block_stride + head * p.head_stride + j % p.block_size * p.slot_stride;
 }
@@ -105,7 +113,7 @@ struct Queue {
 struct Kernels {
     const char* name;
     void (*attend[kDtypes])(const Problem&, const Queue&, int64_t item, float* partials, int32_t* counters,
-                            char* scratch);
+                            Arena scratch);
     void (*write)(const Write&, int64_t begin, int64_t end);
     int64_t lanes;  // padding of rows in memory, in floats
 };

@@ -9,7 +9,7 @@
 namespace jattn {
 
 struct Schedule {
-    std::vector<Work> works;  // each stands for kv_heads items
+    std::vector<Work, Allocator<Work>> works;  // each stands for kv_heads items
     int64_t partial_floats = 0, counters = 0;
     double cost = 0;
 };
@@ -25,7 +25,7 @@ inline void add_tile(const Problem& p, Schedule& s, Work w, int64_t chunk) {
     if (w.splits > 1) {
         w.partial = s.partial_floats;
         w.counter = s.counters;
-        s.partial_floats += p.kv_heads * w.splits * partial_floats(p, w.rows());
+        s.partial_floats += (int64_t)p.kv_heads * w.splits * partial_floats(p, w.rows());
         s.counters += p.kv_heads;
     }
     for (w.split = 0; w.split < w.splits; w.split++) {

@@ -1,11 +1,13 @@
 // Loops on a thread pool: XLA's own, or any with num_threads() and Schedule(task). The caller takes part; nobody waits
-// for a task that has not begun.
+// for a task that has not begun. An exception ends the loop early and comes out of it on the caller's thread.
 #pragma once
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 
 namespace jattn {
 
@@ -20,6 +22,13 @@ void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
         std::atomic<int64_t> next{0}, done{0};
         std::mutex mutex;
         std::condition_variable all_done;
+        std::atomic<bool> failed{false};
+        std::exception_ptr failure;  // the first one
+        void fail() {
+            std::lock_guard<std::mutex> lock(mutex);
+            if (!failure) failure = std::current_exception();
+            failed = true;
+        }
     };
     if (threads <= 1) {
         std::atomic<int64_t> next{0};
@@ -34,7 +43,11 @@ void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
     auto work = [state, body, n](bool helper) {
         int64_t mine = 0, i;
         while ((i = state->next.fetch_add(1, std::memory_order_relaxed)) < n) {
-            (*body)(i, state->next);
+            try {
+                if (!state->failed.load(std::memory_order_relaxed)) (*body)(i, state->next);
+            } catch (...) {
+                state->fail();
+            }
             mine++;
         }
         if (mine && state->done.fetch_add(mine, std::memory_order_acq_rel) + mine == n && helper) {
@@ -42,7 +55,10 @@ void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
             state->all_done.notify_one();
         }
     };
-    for (int64_t t = 1; t < threads; t++) pool.Schedule([work] { work(true); });
+    try {
+        for (int64_t t = 1; t < threads; t++) pool.Schedule([work] { work(true); });
+    } catch (const std::bad_alloc&) {  // fewer helpers then
+    }
     work(false);
     for (int spin = 0; spin < 4000 && state->done.load(std::memory_order_acquire) < n; spin++) {
 #if defined(__x86_64__)
@@ -55,6 +71,7 @@ void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
         std::unique_lock<std::mutex> lock(state->mutex);
         state->all_done.wait(lock, [&] { return state->done.load(std::memory_order_acquire) >= n; });
     }
+    if (state->failed) std::rethrow_exception(state->failure);
 }
 
 }  // namespace jattn

@@ -49,7 +49,7 @@ INL Words encode(Dtype to, vf x) {
 static void encode_row(Dtype to, const float* x, int n, float scale, bool scaled, char* out) {
     const bool bytes = bytes_of(to) == 1;
     for (int i = 0; i < n; i += N) {
-        const vf y = scaled || bytes ? div(load(x + i), set1(scale)) : load(x + i);
+        const vf y = scaled || bytes ? div(load(x + i), set1(JATTN_MUTANT(scale_not_divided, 1.0f, scale))) : load(x + i);
         const int left = n - i < N ? n - i : N;
         if (!bytes) {
             storef(to, out, i, y, left);
@@ -100,6 +100,7 @@ static void write_rows(const Write& w, int64_t begin, int64_t end) {
     alignas(64) float x[512 + N];
     for (int64_t token = begin; token < end; token++) {
         int64_t slot = w.slots[token];
+        if (JATTN_MUTANT(negative_slot_written, slot < 0, false)) slot += w.blocks * w.block_size;
         if (slot < 0 || slot >= w.blocks * w.block_size) continue;
         for (int head = 0; head < w.kv_heads; head++) {
             int64_t row = slot / w.block_size * w.block_stride + head * w.head_stride +

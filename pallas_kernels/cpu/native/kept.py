@@ -1,0 +1,169 @@
+"""Libraries kept in folders: one is taken only where nobody else can have written it and it is what its name says.
+
+    libjattn_cpu-<sources and flags>-ffi<version of XLA's FFI>-<compiler>-<content>.so
+
+The folder is opened once and everything goes through its descriptor, so nobody can put another in its place between
+the check and the use; what is loaded is the very file whose bytes were compared with its name.
+"""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import logging
+import os
+import pathlib
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pallas_kernels.cpu.native import toolchain
+from pallas_kernels.cpu.native.toolchain import BuildError
+
+log = logging.getLogger(__name__)
+
+PREFIX = "libjattn_cpu-"
+LOCK = "build.lock"
+_NAME = re.compile(
+    PREFIX
+    + r"(?P<sources>[0-9a-f]+)-ffi(?P<major>\d+)\.(?P<minor>\d+)-(?P<compiler>[0-9a-f]+)-(?P<content>[0-9a-f]+)\.so"
+)
+
+
+class Folder(NamedTuple):
+    """An opened folder."""
+
+    path: pathlib.Path
+    fd: int
+
+
+class Library(NamedTuple):
+    """A verified file, open as long as the process lives: dlopen takes a second one of its name for the first."""
+
+    path: pathlib.Path
+    fd: int
+
+    def load(self) -> ctypes.CDLL:
+        """The file that was verified, whatever stands at its path by now; OSError where the system cannot load it."""
+        by_descriptor = f"/proc/self/fd/{self.fd}"
+        return ctypes.CDLL(by_descriptor if os.path.exists(by_descriptor) else str(self.path))
+
+
+@contextlib.contextmanager
+def private(path: str) -> Iterator[Folder]:
+    """The folder at `path`, made if there is none; BuildError where somebody else could write there."""
+    if not os.path.isabs(path):
+        raise BuildError(f"the folder {path!r} is not an absolute path")
+    if not hasattr(os, "geteuid") or os.open not in os.supports_dir_fd:
+        raise BuildError("this system does not tell who may write a folder: no library is kept or loaded here")
+    place = pathlib.Path(path)
+    for folder in (*reversed(place.parents), place):
+        if not folder.is_dir():
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+    try:
+        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise BuildError(f"{place} is a symbolic link or no folder; name the folder itself") from error
+        raise
+    try:
+        if why := _open_to_others(os.fstat(fd)):
+            raise BuildError(f"{place} {why}: code is loaded from there; name a folder of your own with mode 0700")
+        yield Folder(place, fd)
+    finally:
+        os.close(fd)
+
+
+def _open_to_others(found: os.stat_result) -> str:
+    """Why others may have written it; nothing where they cannot."""
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return ""
+
+
+def find(folder: Folder, compiler: str | None = None, packaged: bool = False) -> Library | None:
+    """A library of these sources that the installed XLA serves, the newest first; by this compiler unless None.
+
+    `packaged`: it came with the Python files beside it and is trusted as they are, if it is whole.
+    """
+    major, minor = toolchain.ffi_version()
+    sources, found = toolchain.source_hash(), []
+    for name in os.listdir(folder.fd):
+        match = _NAME.fullmatch(name)
+        if not match or match["sources"] != sources or compiler not in (None, match["compiler"]):
+            continue
+        if int(match["major"]) == major and int(match["minor"]) <= minor:
+            found.append((int(match["minor"]), name, match["content"]))
+    for _, name, content in sorted(found, reverse=True):
+        if library := _verified(folder, name, content, packaged):
+            return library
+    return None
+
+
+def _verified(folder: Folder, name: str, content: str, packaged: bool) -> Library | None:
+    """The file of this name, if its bytes are those that the name promises; nothing that could be another's."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder.fd)
+    except OSError as error:
+        log.warning("%s is passed over: %s", folder.path / name, error)
+        return None
+    found = os.fstat(fd)
+    why = "is no regular file" if not stat.S_ISREG(found.st_mode) else "" if packaged else _open_to_others(found)
+    if not why and _hash(_read(fd)) != content:
+        why = "is not what its name says: cut off or changed"
+    if not why:
+        return Library(folder.path / name, fd)
+    os.close(fd)
+    log.warning("%s is passed over: it %s", folder.path / name, why)
+    return None
+
+
+def store(folder: Folder, content: bytes, compiler: str) -> None:
+    """Put a library there under its name, whole or not at all; what lay there unusable under such a name goes."""
+    stem = f"{PREFIX}{toolchain.source_hash()}-ffi{'.'.join(map(str, toolchain.ffi_version()))}-{compiler}"
+    unfinished = f".unfinished-{secrets.token_hex(8)}"
+    for old in os.listdir(folder.fd):
+        if old.startswith((f"{stem}-", ".unfinished-")):
+            with contextlib.suppress(OSError):
+                os.unlink(old, dir_fd=folder.fd)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(unfinished, flags, 0o700, dir_fd=folder.fd), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(unfinished, f"{stem}-{_hash(content)}.so", src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Folder, seconds: float) -> Iterator[None]:
+    """Others wait here while one builds, at most so long: where locks fail everybody builds, slower and still right."""
+    handle = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder.fd)
+    end = time.monotonic() + seconds
+    try:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            while time.monotonic() < end:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _read(fd: int) -> bytes:
+    with open(os.dup(fd), "rb") as file:
+        return file.read()
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]

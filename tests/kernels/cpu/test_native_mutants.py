@@ -1,0 +1,101 @@
+"""The native kernels' tests bite: a library with faults compiled in, one switched on at a time, fails the conformance.
+
+The faults are those of src/mutants.h. The library that has them is built for the plainest instruction set, without
+optimisation, once for all workers; it stands beside the real one in the process and shares nothing with it.
+"""
+
+import ctypes
+import functools
+import pathlib
+import re
+
+import pytest
+
+from pallas_kernels.cpu.native import library, toolchain
+from tests.cases import CASES, COMBINED, FEATURES, Case
+from tests.kernels.cpu.native_setup import needs_library
+from tests.problem import Problem
+from tests.running import conform
+
+pytestmark = needs_library
+
+ONLY_HERE = dict(spare_blocks=41)
+"""A shape that no other test compiles: a compiled step keeps the library that it was compiled for."""
+
+PROBLEMS = {
+    "window": Problem(feature=COMBINED["cap_sinks_window"], case=CASES["mixed_unsorted"], **ONLY_HERE),
+    "chunk": Problem(feature=COMBINED["chunk_alibi_sinks"], heads=6, **ONLY_HERE),
+    "scales": Problem(feature=FEATURES["head_scales"], cache_dtype="int8", quant="per_head", **ONLY_HERE),
+    "token_scales": Problem(cache_dtype="float8_e4m3fn", quant="per_token_head", **ONLY_HERE),
+    "tiles": Problem(case=CASES["two_tiles"], **ONLY_HERE),
+    "pieces": Problem(case=Case("pieces", (1, 2), (2600, 700)), kv_heads=1, block_size=64, **ONLY_HERE),
+}
+CAUGHT_BY = {
+    "causal_off_by_one": "chunk",
+    "window_off_by_one": "window",
+    "chunk_off_by_one": "chunk",
+    "scale_ignored": "window",
+    "scales_swapped": "scales",
+    "query_scale_ignored": "scales",
+    "token_scale_of_a_neighbour": "token_scales",
+    "soft_cap_ignored": "window",
+    "slope_of_another_head": "chunk",
+    "heads_interleaved": "window",
+    "sink_twice": "window",
+    "lse_in_base_two": "window",
+    "last_page_dropped": "window",
+    "pieces_not_faded": "pieces",
+    "blocks_not_faded": "pieces",
+    "tiles_not_faded": "tiles",
+    "padding_not_cleared": "window",
+    "negative_slot_written": "window",
+    "scale_not_divided": "scales",
+}
+
+
+def declared() -> list[str]:
+    """The names of the faults in their order; the first is 'none'."""
+    source = (toolchain.SOURCES / "mutants.h").read_text()
+    body = re.search(r"enum class Mutant : int \{(.*?)\}", source, re.DOTALL)
+    assert body
+    return re.findall(r"\w+", body[1])
+
+
+@pytest.fixture
+def switch_on(faulty, faulty_library):
+    """Switches one fault on in the library that serves meanwhile."""
+    names = declared()
+    yield lambda name: faulty_library.jattn_switch_on(ctypes.c_int(names.index(name)))
+    faulty_library.jattn_switch_on(ctypes.c_int(0))
+
+
+@functools.cache
+def healthy(name: str) -> bool:
+    """The same problem with no fault switched on passes."""
+    conform(PROBLEMS[name], "cpu_native")
+    return True
+
+
+@pytest.mark.parametrize("mutant", CAUGHT_BY)
+def test_a_native_mutant_is_caught(mutant, switch_on):
+    assert healthy(CAUGHT_BY[mutant])
+    switch_on(mutant)
+    with pytest.raises(AssertionError):
+        conform(PROBLEMS[CAUGHT_BY[mutant]], "cpu_native")
+
+
+def test_every_fault_that_is_declared_is_compiled_and_tested():
+    assert declared() == ["none", *CAUGHT_BY]
+    sources = "".join(p.read_text() for p in toolchain.SOURCES.iterdir())
+    assert set(re.findall(r"JATTN_MUTANT\((\w+), ", sources)) - {"name"} == set(CAUGHT_BY)
+
+
+def test_what_users_run_has_no_switch():
+    assert b"jattn_switch_on" not in pathlib.Path(library.status().path).read_bytes()
+
+
+def test_two_libraries_in_one_process_share_nothing(switch_on, monkeypatch):
+    """A fault in one leaves the other's answers alone, whichever was loaded first."""
+    switch_on("scale_ignored")
+    monkeypatch.undo()  # the real one serves again
+    conform(PROBLEMS["window"].replace(spare_blocks=43), "cpu_native")
