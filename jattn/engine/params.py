@@ -18,7 +18,7 @@ MAX_STOP_CHARACTERS = 4096
 MAX_INT32 = 2**31 - 1
 """The device counts in int32."""
 
-MAX_TEMPERATURE, REPETITION_RANGE = 1e4, (1e-2, 1e2)
+MAX_TEMPERATURE, REPETITION_RANGE = 1e6, (1e-2, 1e2)
 """Within these a logit that float32 holds stays finite."""
 
 
