@@ -108,14 +108,14 @@ class _Server:
         asked = await asyncio.to_thread(lambda: self._checked(parse(body.parse(raw))))  # a long prompt takes long
         id = request.scope["state"]["id"]
         if asked.user is not None:
-            log.info("%s is of user %r", id, asked.user)
+            log.info("%s is of user %.200r", id, asked.user)
         answer = Answer(asked, id, self.options.model_name, self.engine.tokenizer)
         stream = self.loop.submit(id, asked.prompts, asked.params, asked.salt)
         if asked.stream:
-            return _EventStream(answer, stream, asked.include_usage)
+            return _EventStream(answer, stream, asked)
         with contextlib.closing(stream):
             outputs = await _unless_gone(request, stream.finished())
-        return errors.json_response(answer.whole(outputs))
+        return await asyncio.to_thread(lambda: errors.json_response(answer.whole(outputs)))
 
     def _checked(self, asked: fields.Asked) -> fields.Asked:
         """With its prompts as tokens; an error for what cannot be served."""
@@ -148,20 +148,22 @@ class _Server:
 class _EventStream(StreamingResponse):
     """Server-sent events; the last is [DONE], or an error. However it ends, the engine is done with the body."""
 
-    def __init__(self, answer: Answer, stream: Stream, include_usage: bool):
-        super().__init__(self._events(answer, include_usage), 200, {"Cache-Control": "no-cache"}, "text/event-stream")
+    def __init__(self, answer: Answer, stream: Stream, asked: fields.Asked):
+        super().__init__(self._events(answer, asked), 200, {"Cache-Control": "no-cache"}, "text/event-stream")
         self._stream = stream
 
     async def __call__(self, scope, receive, send) -> None:
         with contextlib.closing(self._stream):
             await super().__call__(scope, receive, send)
 
-    async def _events(self, answer: Answer, include_usage: bool) -> AsyncIterator[bytes]:
+    async def _events(self, answer: Answer, asked: fields.Asked) -> AsyncIterator[bytes]:
+        is_long = asked.params.logprobs is not None  # much to write a token: not in the event loop
         try:
             async for p, output in self._stream:
-                for event in answer.events(p, output):
+                events = answer.events(p, output)
+                for event in await asyncio.to_thread(list, events) if is_long else events:
                     yield _event(event)
-            if include_usage:
+            if asked.include_usage:
                 yield _event(answer.last_event())
         except errors.ServeError as error:
             yield _event(errors.body_of(error))

@@ -79,7 +79,14 @@ class Connection(H11Protocol):
         self._reading, self._reader = part, None
         if part is not None:
             seconds = dict(headers=self._options.header_timeout, body=self._options.body_timeout)[part]
-            self._reader = self.loop.call_later(seconds, self._refuse, 408, f"the {part} took over {seconds:g} seconds")
+            self._reader = self.loop.call_later(seconds, self._time_out, f"the {part} took over {seconds:g} seconds")
+
+    def _time_out(self, why: str) -> None:
+        has_said = self._reading == "body" or self.conn.trailing_data[0]
+        if has_said:
+            self._refuse(408, why)
+        else:  # nothing was asked: an answer would be taken for that of the next request
+            self.transport.close()
 
     # ------------------------------------------------------------------ writing
     def _check_writing(self) -> None:

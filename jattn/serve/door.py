@@ -14,6 +14,7 @@ from jattn.serve import errors
 log = logging.getLogger("jattn.serve")
 
 PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
+PROBES = ("/health", "/metrics")  # asked every few seconds
 
 
 class Door:
@@ -48,7 +49,8 @@ class Door:
             await errors.response_of(errors.ServeError("the server failed; its log says why"))(scope, receive, named)
         finally:
             seconds = time.monotonic() - begin
-            log.info("%s %s %r %s in %.3f s", id, scope["method"], scope["path"], status, seconds)
+            level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+            log.log(level, "%s %s %.200r %s in %.3f s", id, scope["method"], scope["path"], status, seconds)
 
 
 def allowed(headers: Iterable[tuple[bytes, bytes]], key: str | None) -> bool:

@@ -40,10 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     return load(args.clients, args.seconds, args.seed)
 
 
-def load(num_clients: int, seconds: float, seed: int) -> int:
+def load(num_clients: int, seconds: float, seed: int, engine: Engine | None = None) -> int:
     """The exit code."""
-    engine = float32_engine()
-    engine.warmup()
+    if engine is None:
+        engine = float32_engine()
+        engine.warmup()
     jobs = make_jobs(engine, random.Random(seed))
     options = dict(model_name="adder", max_queue=2 * num_clients, max_connections=2 * num_clients)
     with serving(engine, **options) as (_, server, url):

@@ -40,8 +40,8 @@ def closed_after(url, sent, dripped=b""):
 
 
 def test_a_connection_that_says_nothing_is_closed(server):
-    _, seconds = closed_after(server[2], b"")
-    assert 0.3 < seconds < 5
+    said, seconds = closed_after(server[2], b"")
+    assert said == b"" and 0.3 < seconds < 5
 
 
 def test_headers_that_take_too_long_are_told_so_and_closed(server):
@@ -114,11 +114,17 @@ def test_a_long_answer_outlives_every_time_out_while_it_is_read():
             assert answer.text.rstrip().endswith("[DONE]" if stream else "}")
 
 
-def test_a_client_that_takes_nothing_holds_back_itself_alone_and_is_closed():
+def test_a_client_that_takes_nothing_holds_back_itself_alone_and_is_closed(monkeypatch):
     """Its events coalesce; neighbours are served meanwhile; its connection ends with the write time-out."""
-    with serving(write_timeout=1.0, max_queue=300) as (engine, server, url):
-        # n choices of logprobs: more than the kernel's buffers for one connection.
-        ask = ASK | dict(max_tokens=250, n=32, temperature=1, logprobs=20, stream=True)
+    made = Connection.connection_made
+
+    def with_small_buffer(self, transport):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", with_small_buffer)
+    with serving(write_timeout=1.0) as (engine, server, url):
+        ask = ASK | dict(max_tokens=250, n=8, temperature=1, logprobs=20, stream=True)
         host, port = url.removeprefix("http://").split(":")
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -127,6 +133,7 @@ def test_a_client_that_takes_nothing_holds_back_itself_alone_and_is_closed():
             wait_until(lambda: server.engine_loop.num_requests == 1)
             assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=60).status_code == 200
             wait_until(lambda: not server.server_state.connections, 60)
+            assert b"[DONE]" not in until_closed(deaf)
         wait_until(lambda: is_idle(engine, server))
         assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
 

@@ -1,6 +1,7 @@
 """A body that cannot be served is a 4xx in OpenAI's JSON, named by its field, and the server serves on."""
 
 import json
+import time
 
 import httpx
 import pytest
@@ -175,6 +176,14 @@ def test_messages_are_objects_with_a_role_and_text(url, messages):
 )
 def test_fields_of_a_chat_that_do_not_go_together_are_refused(url, more, param):
     refused(send(url, CHAT | more, "chat/completions"), param=param)
+
+
+def test_a_body_of_very_many_keys_is_read_in_a_moment(url):
+    """Looking for a key that stands twice once took time by the square of their number."""
+    names = [f'"{i}":1' for i in range(80_000)]
+    begin = time.monotonic()
+    refused(send(url, ("{" + ",".join([*names, names[-1]]) + "}").encode()))
+    assert time.monotonic() - begin < 5
 
 
 def test_a_null_is_a_field_left_out(url):

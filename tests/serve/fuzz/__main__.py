@@ -11,6 +11,7 @@ wrong, and what was sent is printed.
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import json
 import logging
 import random
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 
+from jattn.engine import Engine
 from tests.serve.fuzz import bodies, clients, expect, left
 from tests.serve.running import embedded_engine, serving
 
@@ -33,6 +35,7 @@ OPTIONS = dict(
     max_connections=256,
 )
 WORKERS = 2
+GOOD = {"prompt": "740+583=", "max_tokens": 8, "temperature": 0, "stop": "\n"}
 MUCH = 600
 """Tokens: whoever asks for more is not waited for."""
 
@@ -47,16 +50,19 @@ def main(argv: list[str] | None = None) -> int:
     return fuzz(seconds, args.bodies or sys.maxsize, args.seed)
 
 
-def fuzz(seconds: float, most: int, seed: int) -> int:
-    """The exit code."""
-    engine = embedded_engine()
-    engine.warmup()
+def fuzz(seconds: float, most: int, seed: int, engine: Engine | None = None, want: str = "2340") -> int:
+    """The exit code; want: what the model says of 740+583=, lowest digit first."""
+    if engine is None:
+        engine = embedded_engine()
+        engine.warmup()
     errors = Errors(logging.ERROR)
     logging.getLogger().addHandler(errors)
-    with serving(engine, **OPTIONS) as (_, server, url):
+    with contextlib.ExitStack() as stack:
+        stack.callback(logging.getLogger().removeHandler, errors)
+        _, server, url = stack.enter_context(serving(engine, **OPTIONS))
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every request that is no HTTP
         port = int(url.rpartition(":")[2])
-        run = Run(port, seconds, most)
+        run = Run(port, seconds, most, want)
         run.good()  # connections, threads and caches that stay are there from now on
         before = left.resources(server)
         threads = [threading.Thread(target=run.work, args=(seed * WORKERS + w,)) for w in range(WORKERS)]
@@ -91,8 +97,8 @@ class Errors(logging.Handler):
 class Run:
     """What the workers share."""
 
-    def __init__(self, port: int, seconds: float, most: int):
-        self.port, self.most = port, most
+    def __init__(self, port: int, seconds: float, most: int, want: str):
+        self.port, self.most, self.want = port, most, want
         self.begin = time.monotonic()
         self.end = self.begin + seconds
         self.sent = self.abandoned = self.num_good = self.misbehaved = 0
@@ -129,24 +135,23 @@ class Run:
 
     def good(self) -> None:
         """Good requests, whole and streamed, are answered rightly."""
-        client = clients.Client(self.port)
-        for stream in (False, True):
-            asked = {"prompt": "740+583=", "max_tokens": 8, "temperature": 0, "stop": "\n", "stream": stream}
-            raw = json.dumps(asked).encode()
-            if client.judge(clients.PATHS[0], raw) != 200:
-                raise clients.WrongError("a good request was refused")
-            _, kind, body = client.ask(clients.PATHS[0], raw)
-            if stream:
-                choices, _ = clients.read_stream(asked, False, kind, body)
-                text = choices[0]["text"]
-            else:
-                text = json.loads(body)["choices"][0]["text"]
-            if text != "2340":
-                raise clients.WrongError(f"740+583= is 2340, lowest digit first, not {text!r}")
-        status, _, body = client.ask("/health", b"", "GET")
-        client.close()
-        if (status, json.loads(body)) != (200, {"status": "ok"}):
-            raise clients.WrongError(f"/health says {status} {body!r}")
+        with contextlib.closing(clients.Client(self.port)) as client:
+            for stream in (False, True):
+                asked = GOOD | {"stream": stream}
+                raw = json.dumps(asked).encode()
+                if client.judge(clients.PATHS[0], raw) != 200:
+                    raise clients.WrongError("a good request was refused")
+                _, kind, body = client.ask(clients.PATHS[0], raw)
+                if stream:
+                    choices, _ = clients.read_stream(asked, False, kind, body)
+                    text = choices[0]["text"]
+                else:
+                    text = json.loads(body)["choices"][0]["text"]
+                if text != self.want:
+                    raise clients.WrongError(f"{text!r} is not {self.want!r}, which a good request gets")
+            status, _, body = client.ask("/health", b"", "GET")
+            if (status, json.loads(body)) != (200, {"status": "ok"}):
+                raise clients.WrongError(f"/health says {status} {body!r}")
         self.num_good += 1
 
     def _next(self) -> bool:

@@ -7,6 +7,9 @@ import threading
 
 from tests.serve.running import wait_until
 
+PATIENCE = 20
+"""Seconds that the server has to put everything away."""
+
 MEGABYTES = 200
 """That a process may grow by, of caches and fragments; a leak of a body a request is more."""
 
@@ -44,7 +47,7 @@ def leaks(engine, server, before: dict[str, int]) -> list[str]:
         return [f"{count} {name} are left" for name, count in counts.items() if count]
 
     try:
-        wait_until(lambda: not found(), 20)
+        wait_until(lambda: not found(), PATIENCE)
     except AssertionError:
         return found()
     return []

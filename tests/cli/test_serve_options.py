@@ -1,0 +1,15 @@
+"""`jattn serve` has the options of ServerOptions, and their defaults."""
+
+import argparse
+
+from jattn.cli import serve
+from jattn.serve import ServerOptions
+
+
+def test_the_commands_defaults_are_those_of_the_library():
+    parser = argparse.ArgumentParser()
+    serve.add(parser.add_subparsers())
+    args, options = vars(parser.parse_args(["serve"])), vars(ServerOptions())
+    shared = set(args) & set(options) - {"model_name"}
+    assert {name: args[name] for name in shared} == {name: options[name] for name in shared}
+    assert set(options) - shared == {"model_name", "api_key", "max_prompts", "default_max_tokens"}

@@ -1,0 +1,80 @@
+"""The fuzzer and the load in small, and that the fuzzer bites: a server made wrong is found out."""
+
+import numpy as np
+import pytest
+
+from jattn.engine import ByteTokenizer, ChatTemplate, Engine, SamplingParams
+from jattn.serve import body, errors, fields, logprobs
+from jattn.serve.loop import EngineLoop
+from tests.engine import fake
+from tests.serve import load
+from tests.serve.fuzz import clients, expect, left
+from tests.serve.fuzz.__main__ import GOOD, fuzz
+from tests.serve.running import TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """The fake model, in the embedded one's size: little to compile."""
+    config = fake.FakeConfig(vocab_size=expect.VOCABULARY, max_positions=expect.LENGTH)
+    params = {"bias": np.where(np.arange(expect.VOCABULARY) < 3, -1000, 0).astype(np.float32)}
+    sizes = dict(num_blocks=129, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, deterministic=True)
+    template = ChatTemplate(TEMPLATE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake, "POISON", -1)  # no token that it fails at
+        yield Engine(config, params, ByteTokenizer(), forward=fake.forward, chat_template=template, **sizes)
+
+
+@pytest.fixture
+def run(engine, monkeypatch):
+    """The fuzzer over that model, less patient."""
+    monkeypatch.setattr(clients, "PATIENCE", 5)
+    monkeypatch.setattr(left, "PATIENCE", 2)
+    asked = {name: value for name, value in GOOD.items() if name != "prompt"}
+    want = engine.generate(GOOD["prompt"], SamplingParams(**asked))[0].text
+    yield lambda bodies, seed: fuzz(60, bodies, seed, engine, want)
+    for id in list(engine._requests):  # a server that was made wrong may leave some
+        engine.abort(id)
+    engine.step()
+
+
+def test_a_few_hundred_hostile_bodies_are_answered_rightly_and_nothing_is_left(run):
+    assert run(200, 1) == 0
+
+
+MUTANTS = {
+    "a refusal is a 500": lambda patch: patch.setattr(errors.BadRequestError, "status", 500),
+    "the first of two equal keys counts": lambda patch: patch.setattr(body, "_object", lambda p: dict(reversed(p))),
+    "what is known and not served is taken": lambda patch: patch.setattr(fields, "_is_same", lambda a, b: True),
+    "places do not come back": lambda patch: patch.setattr(EngineLoop, "_abort", lambda self, request: None),
+    "the chosen token is not among the top": lambda patch: patch.setattr(logprobs, "_by_text", lambda t, _: {}),
+    "errors are written in another way": lambda patch: patch.setattr(
+        errors, "error_body", lambda message, *more: {"error": message}
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_fuzzer_finds_a_server_that_is_wrong(mutant, run, monkeypatch, capsys):
+    MUTANTS[mutant](monkeypatch)
+    assert run(3000, 2) == 1
+    assert "WRONG" in capsys.readouterr().err
+
+
+def test_texts_under_load_are_those_of_quiet_runs_and_no_stream_is_lost(engine, monkeypatch):
+    """R-37, in small: 32 clients with random sleeps, a quarter of them leaving."""
+    monkeypatch.setattr(load, "GROWTH", 10**6)  # too short to tell
+    assert load.load(32, 2, 1, engine) == 0
+
+
+def test_the_expectation_knows_what_is_right_and_wrong():
+    """By hand, since the fuzzer's verdict rests on it."""
+    good = b'{"prompt": "x"}'
+    for raw, want in {
+        good: {200}, b'{"prompt": "x", "prompt": "x"}': {400}, b'{"prompt": "x", "n": true}': {400}, b"[]": {400},
+        b'{"prompt": "x", "model": "y"}': {404}, b'{"prompt": ""}': {400}, b'{"prompt": [383]}': {200},
+        b'{"prompt": [384]}': {400}, b'{"prompt": "x", "tools": null}': {200}, b'{"prompt": "x", "tool": null}': {400},
+        b" " * (1 << 17): {413}, b'{"prompt": "x", "n": 2, "temperature": 0}': {400},
+    }.items():  # fmt: skip
+        assert expect.statuses("/v1/completions", raw) == want, raw[:80]
+    assert expect.statuses("/v1/chat/completions", good) == {400}
