@@ -19,6 +19,9 @@ def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentio
         raise ValueError(f"query_start_loc ends at {start[-1]}, past the {meta.num_tokens} packed tokens")
     causal = np.broadcast_to(np.asarray(meta.causal), seq.shape)
     _first(causal & (seq < query), lambda r: f"request {r}: seq_len={seq[r]} is less than query_len={query[r]}")
+    if meta.final_seq_lens is not None:
+        end = np.asarray(meta.final_seq_lens)
+        _first(end < seq, lambda r: f"request {r}: final_seq_len={end[r]} is less than seq_len={seq[r]}")
     for name, values, bound in (("query_len", query, meta.max_query_len), ("seq_len", seq, meta.max_seq_len)):
         _first(values > bound, lambda r, n=name, v=values, b=bound: f"request {r}: {n}={v[r]} is above max_{n}={b}")
     if meta.block_table is not None and cache_spec is not None:

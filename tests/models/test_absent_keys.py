@@ -1,5 +1,7 @@
 """A key that is absent means what it means to transformers, or is asked for; one that is null is null there too."""
 
+import copy
+
 import pytest
 
 from jattn import models
@@ -49,7 +51,8 @@ EXAMPLES = {
 
 
 def by_transformers(values: dict) -> dict:
-    """The config with every key written out."""
+    """The config with every key written out; transformers writes into what it is given."""
+    values = copy.deepcopy(values)
     return transformers.CONFIG_MAPPING[values["model_type"]](
         **{key: value for key, value in values.items() if key != "model_type"}
     ).to_dict()

@@ -50,6 +50,17 @@ PHI_3_128K = dict(
     rope_theta=10000.0, sliding_window=262144, tie_word_embeddings=False, torch_dtype="bfloat16",
     transformers_version="4.40.2", use_cache=True, attention_bias=False, vocab_size=32064,
 )  # fmt: skip
+PHI_4_MINI = dict(
+    architectures=["Phi3ForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=199999,
+    auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}, embd_pdrop=0.0, eos_token_id=199999, full_attn_mod=1,
+    hidden_act="silu", hidden_size=3072, initializer_range=0.02, intermediate_size=8192, interpolate_factor=1,
+    lm_head_bias=False, max_position_embeddings=131072, mlp_bias=False, model_type="phi3", num_attention_heads=24,
+    num_hidden_layers=32, num_key_value_heads=8, original_max_position_embeddings=4096, pad_token_id=199999,
+    partial_rotary_factor=0.75, resid_pdrop=0.0, rms_norm_eps=1e-05,
+    rope_scaling=dict(long_factor=[2.0] * 48, short_factor=[1.0] * 48, type="longrope"), rope_theta=10000.0,
+    sliding_window=262144, tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.45.0",
+    use_cache=True, vocab_size=200064,
+)  # fmt: skip
 GPT_OSS_20B = dict(
     architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0, eos_token_id=200002,
     experts_per_token=4, head_dim=64, hidden_act="silu", hidden_size=2880, initial_context_length=4096,
@@ -85,6 +96,13 @@ PUBLISHED = dict(
     llama=LLAMA_31_8B, qwen2=QWEN_25, gemma2=GEMMA_2, gemma3_text=GEMMA_3, phi3=PHI_3_128K, gpt_oss=GPT_OSS_20B,
     bloom=BLOOM_560M, mpt=MPT_7B,
 )  # fmt: skip
+
+
+def test_phi_4_turns_three_quarters_of_a_head_by_its_requests_final_length():
+    config = models.config_of(PHI_4_MINI)
+    assert config.layers[0].rope.dim == 96 and config.max_positions == 131072 and config.tied_embeddings
+    assert config.rope_depends_on_length
+    assert [config.rope_variant(length) for length in (1, 4096, 4097, 131072)] == [(0,), (0,), (1,), (1,)]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

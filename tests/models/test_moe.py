@@ -51,6 +51,16 @@ def test_each_token_visits_its_own_experts_and_gets_back_its_own_row(name):
         assert np.abs(np.delete(wanted, row, axis=0) - mine[row]).max(axis=1).min() > 0.01
 
 
+def test_a_token_of_nans_spoils_no_other():
+    layer = MoE(**SIZES, top_k=2, bias=True, clamp=(1.7, 0.9))
+    weights, x = drawn(layer.weights(HIDDEN), 1), np.random.default_rng(2).normal(size=(ROWS, HIDDEN))
+    run, poisoned = jax.jit(layer), np.array(x, np.float32)
+    poisoned[4] = np.nan
+    spoiled = np.asarray(run(weights, poisoned))
+    assert np.isnan(spoiled[4]).all()
+    np.testing.assert_allclose(np.delete(spoiled, 4, 0), np.delete(run(weights, x.astype(np.float32)), 4, 0), atol=1e-5)
+
+
 DEFAULT = dict(rope_scaling=dict(rope_type="default"))
 WHOLE = {
     "mixtral": (examples.DECODERS["mixtral"], [None, None], None),

@@ -87,6 +87,16 @@ def test_a_request_is_turned_by_its_final_length_from_its_first_token_on(name):
     assert np.abs(firsts[0] - firsts[1]).max() > 0.01, "short and long look alike"
 
 
+def test_every_bit_of_a_longrope_request_is_the_same_in_a_deterministic_engine():
+    """Each token of a prompt is then a row of its own, and each such row knows its request's final length."""
+    config = models.config_of(examples.DECODERS["phi3, longrope"])
+    new = lambda: Engine(config, examples.params_of(config), **SIZES, deterministic=True, backend="sdpa")
+    crowded = new().generate([prompt for prompt, _ in REQUESTS], TOLD)
+    for (prompt, _), asked, output in list(zip(REQUESTS, TOLD, crowded, strict=True))[::2]:
+        (alone,) = new().generate([prompt], asked)
+        assert (alone.token_ids, alone.logprobs) == (output.token_ids, output.logprobs)
+
+
 def test_pages_of_other_turns_are_never_shared():
     config = models.config_of(examples.DECODERS["phi3, longrope"])
     served = Engine(config, examples.params_of(config), **SIZES | dict(num_blocks=30))

@@ -1,4 +1,4 @@
-"""Turns late in a context: every scaling against float64, where a float32 product is off by 0.04 radians."""
+"""R-38, turns late in a context: every scaling against float64, where a float32 product is off by 0.04 radians."""
 
 import jax
 import jax.numpy as jnp

@@ -36,7 +36,8 @@ def llama4(c: Keys) -> ModelConfig:
     rope = rope_of(c, heads["head_dim"], c.count("max_position_embeddings"), interleaved=True)
     bare = norm_of(c, has_scale=False) if c.flag("use_qk_norm", True) else None
     growth = c.number("floor_scale", 8192.0, above=0), c.number("attn_scale", 0.1)
-    growth = growth if c.flag("attn_temperature_tuning", True) else None
+    tuned = c.get("attn_temperature_tuning") == 4  # how the first release of the model wrote true
+    growth = growth if tuned or c.flag("attn_temperature_tuning", True) else None
     turned, mixed = turned_layers(c, count), moe_layers(c, count)
     chunks, bias = chunks_of(c, turned), biases(c)
     halves = dense(c), moe(c)

@@ -30,6 +30,8 @@ def layer_names(config: ModelConfig, index: int) -> dict[str, Any]:
 
 def phi3(c: Keys) -> ModelConfig:
     """Rotation may be partial."""
+    c.only("lm_head_bias", False)
+    c.ignore("full_attn_mod", "interpolate_factor")  # transformers reads neither
     return translate(c, ropes=dict(partial=True))
 
 
