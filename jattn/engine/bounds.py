@@ -11,7 +11,7 @@ MOST_SECONDS = 2.0
 """Of the thread's own time, to render a chat. Templates in use take milliseconds."""
 MOST_SIZE = 1 << 24
 """Characters of a text, or of all the texts in a list."""
-MOST_PARTS = 1 << 20
+MOST_PARTS = 1 << 18
 """Values in a list or an object, those inside its own included."""
 MOST_NUMBER = 1 << 16
 """A width or a count; bits of a product."""
