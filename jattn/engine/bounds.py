@@ -119,9 +119,9 @@ def check_growth(name: str, value: Any, others: list[Any]) -> None:
     elif name in GROWING and isinstance(value, Sized):
         if name == "join" and isinstance(value, str) and isinstance(others[0], Sized):
             value, others = others[0], [value]  # the method of the text between
-        first = others[0] if others else None
-        is_count = name == "replace" and isinstance(value, str) and isinstance(first, str) and first
-        units = value.count(first) if is_count else len(value)
+        units, first = len(value), others[0] if others else None
+        if name == "replace" and isinstance(value, str) and isinstance(first, str) and first:
+            units = value.count(first)
         size = max([*map(size_of, others), *numbers], default=0)
     else:
         return
