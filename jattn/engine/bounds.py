@@ -11,7 +11,7 @@ MOST_SECONDS = 2.0
 """Of the thread's own time, to render a chat. Templates in use take milliseconds."""
 MOST_SIZE = 1 << 24
 """Characters of a text, or of all the texts in a list."""
-MOST_PARTS = 1 << 20
+MOST_PARTS = 1 << 18
 """Values in a list or an object, those inside its own included."""
 MOST_NUMBER = 1 << 16
 """A width or a count; bits of a product."""
@@ -119,9 +119,9 @@ def check_growth(name: str, value: Any, others: list[Any]) -> None:
     elif name in GROWING and isinstance(value, Sized):
         if name == "join" and isinstance(value, str) and isinstance(others[0], Sized):
             value, others = others[0], [value]  # the method of the text between
-        first = others[0] if others else None
-        is_count = name == "replace" and isinstance(value, str) and isinstance(first, str) and first
-        units = value.count(first) if is_count else len(value)
+        units, first = len(value), others[0] if others else None
+        if name == "replace" and isinstance(value, str) and isinstance(first, str) and first:
+            units = value.count(first)
         size = max([*map(size_of, others), *numbers], default=0)
     else:
         return

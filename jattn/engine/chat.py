@@ -13,7 +13,7 @@ MOST_SOURCE = 1 << 18
 """Characters of a template; those published have up to some thirty thousand."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names that clients and templates have for one thing."""
-MARK = "\ue000the text to go on from ends here\ue000 "
+MARK = "THE-LAST-MESSAGE-IS-CONTINUED-FROM-HERE "
 """Put after a last message that is continued, to find its end in the prompt; its space shows whether it was trimmed."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 MOST_DEPTH = 64

@@ -21,8 +21,9 @@ class SpecialTokens:
 
     @property
     def texts(self) -> list[str]:
-        """Every text once."""
-        return list(dict.fromkeys([*self.by_name.values(), *self.others]))
+        """Every text once; ids that a vocabulary lacks are given in this order."""
+        usual = [self.by_name[name] for name in NAMES if name in self.by_name]
+        return list(dict.fromkeys([*usual, *self.by_name.values(), *self.others]))
 
 
 def read_special_tokens(directory: Path) -> SpecialTokens:
@@ -50,7 +51,7 @@ def _tokens(path: Path, values: dict[str, Any]) -> tuple[dict[str, str], list[st
     """(texts by name, texts without one) of a file."""
     by_name, others = {}, []
     for key, value in values.items():
-        if value is None or (key.endswith("_token") and key not in NAMES and not isinstance(value, str)):
+        if value is None or (key.endswith("_token") and key not in NAMES and not isinstance(value, (str, dict))):
             continue  # add_bos_token and the like are switches
         if key in LISTS and isinstance(value, dict):
             by_name |= {name: _text(path, f"{key}, {name}", token) for name, token in value.items()}
