@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from tests.bite.experts import test_every_token_gets_what_its_own_experts_give
+from tests.bite.test_experts import test_every_token_gets_what_its_own_experts_give
 from tests.engine import test_quick_laws as laws
 from tests.engine import test_sampling_odd as sampling
 from tests.engine import test_scheduler as scheduler

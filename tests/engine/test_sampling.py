@@ -118,13 +118,13 @@ def test_every_mistake_is_named_at_once():
         SamplingParams(temperature=-1, top_p=0, min_p=2, top_k=-2, n=0, max_tokens=0, seed=-1, logprobs=21, stop=[""])
     for name in ("temperature", "top_p", "min_p", "top_k", "n", "max_tokens", "seed", "logprobs", "stop"):
         assert f"{name}=" in str(refusal.value)
-    for bad in (
-        dict(temperature=float("nan")),
-        dict(temperature=0, n=2),
-        dict(repetition_penalty=0),
-        dict(max_tokens=1.5),
+    for bad, sentence in (
+        (dict(temperature=float("nan")), "temperature=nan must be a number from 0"),
+        (dict(temperature=0, n=2), "n=2 with temperature=0"),
+        (dict(repetition_penalty=0), "repetition_penalty=0 must be a number above 0"),
+        (dict(max_tokens=1.5), "max_tokens=1.5 must be an integer"),
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=sentence):
             SamplingParams(**bad)
     assert SamplingParams(top_k=-1, stop="x").top_k == 0 and SamplingParams(stop="x").stop == ("x",)
     assert hash(SamplingParams()) == hash(SamplingParams())

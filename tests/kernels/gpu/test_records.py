@@ -37,6 +37,7 @@ def test_the_table_says_which_bars_are_met():
 
 
 def test_what_was_tuned_is_a_kernel_that_fits_and_is_used():
+    assert {kind for *_, kind in tuning.table()} == {"long", "few", "narrow"}
     for (head_dim, v_head_dim, kv_dtype, kind), tiles in tuning.table().items():
         rows = {"long": None, "few": 4, "narrow": 4}[kind]
         shape = dict(head_dim=head_dim, v_head_dim=v_head_dim, kv_dtype=kv_dtype, page_size=16)
