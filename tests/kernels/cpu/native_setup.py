@@ -13,7 +13,6 @@ STATUS = library.status()
 ISAS = STATUS.isas or ("auto",)
 
 
-
 def _no_compiler() -> str:
     """Why no library can be built here. Where one can, its absence is a failure: the tests run and say so."""
     try:

@@ -83,7 +83,10 @@ BAD_ATTEND = {
     "packed without starts": (PACKED | dict(kv_start=i32(0)), r"kv_start is \[0\] and must be \[3\]"),
     "packed, values shorter": (PACKED | dict(v=f32(8, K, V)), r"v is \[8 2 24\] and must be \[9 2 24\]"),
     "packed, values of another type": (PACKED | dict(v=f32(9, K, V).astype(jnp.bfloat16)), "of the one type"),
-    "a pool of halves read as floats": (dict(k=f32(N, K, S, D).astype(jnp.float16)), "of the one type that kv_type names"),
+    "a pool of halves read as floats": (
+        dict(k=f32(N, K, S, D).astype(jnp.float16)),
+        "of the one type that kv_type names",
+    ),
     "bits of bf16 read as floats": (dict(k=jnp.zeros((N, K, S, D), jnp.uint16)), "of the one type that kv_type names"),
     "an unknown type": (dict(kv_type=6), "kv_type is no type"),
     "a negative type": (dict(kv_type=-1), "kv_type is no type"),

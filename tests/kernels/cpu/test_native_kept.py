@@ -34,7 +34,11 @@ def test_a_folder_that_others_can_write_is_refused(monkeypatch, pretended, mode)
     place = pretended / "shared"
     place.mkdir()
     place.chmod(mode)
-    refused(monkeypatch, place, rf"can be written by others \(mode {mode:04o}\): .* name a folder of your own with mode 0700")
+    refused(
+        monkeypatch,
+        place,
+        rf"can be written by others \(mode {mode:04o}\): .* name a folder of your own with mode 0700",
+    )
 
 
 def test_a_symbolic_link_is_refused_even_to_a_folder_of_ones_own(pretended, monkeypatch):
