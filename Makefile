@@ -57,7 +57,7 @@ wheel: $(READY)  ## a wheel in dist/, with the native CPU kernels inside where a
 	@$(PIP) wheel --no-deps --wheel-dir dist .
 
 # JAX itself is not built for sanitizers: AddressSanitizer must come before it, and its leaks are not ours.
-SANITIZED := JATTN_NATIVE_FLAGS="-g -fsanitize=address,undefined -fno-sanitize=alignment -fno-sanitize-recover=undefined"
+SANITIZED := JATTN_NATIVE_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 PRELOAD    = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)"
 FUZZ      := -m pallas_kernels.cpu.native.fuzz
 SECONDS   ?= 20
@@ -65,9 +65,9 @@ SECONDS   ?= 20
 sanitize: $(READY)  ## the native kernels under sanitizers: fuzzed alone, then their tests; SECONDS=600 for longer
 	@"$(PY)" $(FUZZ) --sanitize address,undefined --seconds $(SECONDS)
 	@"$(PY)" $(FUZZ) --sanitize thread --callers 4 --seconds $(SECONDS)
-	@$(SANITIZED) "$(PY)" -c "from pallas_kernels.cpu.native import build; print(build.library())"
+	@$(SANITIZED) "$(PY)" -c "from pallas_kernels.cpu.native import build; print(build.library().path)"
 	@$(SANITIZED) $(PRELOAD) ASAN_OPTIONS=detect_leaks=0 "$(PY)" -m pytest -q tests/kernels/cpu/test_native.py \
-	  tests/kernels/cpu/test_native_write.py $(ARGS)
+	  tests/kernels/cpu/test_native_write.py tests/kernels/cpu/test_native_hostile.py $(ARGS)
 
 arm64: $(READY)  ## NEON kernels: compiled by a cross compiler, run under qemu, compared with a reference
 	@"$(PY)" $(FUZZ) --cross aarch64 --seconds $(SECONDS)

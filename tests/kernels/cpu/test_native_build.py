@@ -20,6 +20,7 @@ cache_spec = jattn.KVCacheSpec(num_blocks=2, block_size=2, num_kv_heads=1, head_
 for heads in (1, 2):
     attn = jattn.PagedAttention(jattn.AttentionSpec(num_heads=heads, num_kv_heads=1, head_dim=8), cache_spec)
     print(attn.backend_name)
+print("REASON", *next(r.reasons for r in jattn.explain(attn.spec, cache_spec) if r.name == "cpu_native"))
 """
 
 
@@ -32,7 +33,9 @@ def start(code: str) -> subprocess.Popen:
 def answering(folder: pathlib.Path, version: str) -> str:
     """A compiler that says this version and otherwise works."""
     script = folder / "c++"
-    script.write_text(script.read_text().replace("# says", f'case "$*" in *--version*) echo "{version}"; exit;; esac #'))
+    script.write_text(
+        script.read_text().replace("# says", f'case "$*" in *--version*) echo "{version}"; exit;; esac #')
+    )
     return str(script)
 
 
@@ -113,13 +116,39 @@ def test_the_installed_xla_names_its_version(pretended):
     assert toolchain.ffi_version() >= (0, 1)
 
 
-@pytest.mark.parametrize("hidden", [{"CXX": "/nonexistent"}, {"PATH": ""}])
-def test_without_a_compiler_attention_falls_to_sdpa_and_one_line_says_why(pretended, monkeypatch, hidden):
-    monkeypatch.delenv("CXX")
-    for name, value in hidden.items():
+WITHOUT = {
+    "no such compiler": (dict(CXX="/nonexistent"), "/nonexistent is no program of this machine; install one"),
+    "nothing on the path": (dict(PATH=""), "no C++ compiler (c++, g++, clang++) on this machine; install one"),
+    "a compiler that fails": (dict(CXX="false"), "false --version failed"),
+    "a folder of others": (dict(JATTN_CACHE_DIR="."), "the folder '.' is not an absolute path"),
+}
+
+
+def without(monkeypatch, why: str) -> str:
+    """Make it so; the sentence that must be said."""
+    changed, sentence = WITHOUT[why]
+    if "CXX" not in changed:
+        monkeypatch.delenv("CXX")
+    for name, value in changed.items():
         monkeypatch.setenv(name, value)
+    return sentence
+
+
+@pytest.mark.parametrize("why", WITHOUT)
+def test_every_way_to_have_no_library_is_a_reason(pretended, monkeypatch, why):
+    sentence = without(monkeypatch, why)
+    found = library._load()
+    assert (
+        not found.available and found.reason.startswith("the native library is absent: ") and sentence in found.reason
+    )
+
+
+@pytest.mark.parametrize("why", ["no such compiler", "a compiler that fails"])
+def test_without_a_library_attention_falls_to_sdpa_and_one_line_says_why(pretended, monkeypatch, why):
+    """The log says it once, and `explain` whenever it is asked."""
+    sentence = without(monkeypatch, why)
     out, err = start(TWO_LAYERS).communicate(timeout=120)
-    assert out.split() == ["sdpa", "sdpa"], err
+    assert out.splitlines()[:2] == ["sdpa", "sdpa"], err
     told = [line for line in err.splitlines() if "plain XLA" in line]
-    assert len(told) == 1 and "apt-get install g++" in told[0], err
-    assert ("/nonexistent" if "CXX" in hidden else "no C++ compiler") in told[0]
+    assert len(told) == 1 and sentence in told[0], err
+    assert sentence in out.split("REASON", 1)[1]

@@ -83,7 +83,10 @@ BAD_ATTEND = {
     "packed without starts": (PACKED | dict(kv_start=i32(0)), r"kv_start is \[0\] and must be \[3\]"),
     "packed, values shorter": (PACKED | dict(v=f32(8, K, V)), r"v is \[8 2 24\] and must be \[9 2 24\]"),
     "packed, values of another type": (PACKED | dict(v=f32(9, K, V).astype(jnp.bfloat16)), "of the one type"),
-    "a pool of halves read as floats": (dict(k=f32(N, K, S, D).astype(jnp.float16)), "of the one type that kv_type names"),
+    "a pool of halves read as floats": (
+        dict(k=f32(N, K, S, D).astype(jnp.float16)),
+        "of the one type that kv_type names",
+    ),
     "bits of bf16 read as floats": (dict(k=jnp.zeros((N, K, S, D), jnp.uint16)), "of the one type that kv_type names"),
     "an unknown type": (dict(kv_type=6), "kv_type is no type"),
     "a negative type": (dict(kv_type=-1), "kv_type is no type"),
@@ -141,12 +144,12 @@ def test_fill_refuses_two_values_and_another_type():
             jax.ffi.ffi_call(library.FILL, jax.ShapeDtypeStruct((4,), dtype))(value)
 
 
-@pytest.mark.parametrize(
-    "empty", [dict(tokens=0), dict(requests=0), dict(blocks=0), dict(page=0), dict(width=0), dict(tokens=0, requests=0)],
-    ids=lambda sizes: ",".join(f"{name}=0" for name in sizes),
-)  # fmt: skip
+EMPTY = ("tokens",), ("requests",), ("blocks",), ("page",), ("width",), ("tokens", "requests")
+
+
+@pytest.mark.parametrize("empty", EMPTY, ids="+".join)
 def test_nothing_of_something_is_an_empty_answer(empty):
-    sizes = dict(tokens=T, requests=R, blocks=N, page=S, width=B) | empty
+    sizes = dict(tokens=T, requests=R, blocks=N, page=S, width=B) | dict.fromkeys(empty, 0)
     out, lse = attend(
         q=f32(sizes["tokens"], H, D) + 1,
         k=f32(sizes["blocks"], K, sizes["page"], D),
@@ -187,7 +190,7 @@ def test_packed_keys_past_the_last_are_no_keys(start, length):
 
 
 def test_hostile_numbers_leave_neighbours_alone():
-    """Slots outside the pool write nothing; table entries outside it read inside; lengths beyond the table end there."""
+    """Slots outside the pool write nothing, table entries outside read inside, lengths end where the table does."""
     slots = jnp.array([-1, -(2**31), N * S, 2**31 - 1, N * S + 1, -N * S], jnp.int32)
     assert not any(np.asarray(pool).any() for pool in write(k=f32(T, K, D) + 1, v=f32(T, K, V) + 1, slots=slots))
     k, v = f32(N, K, S, D) + 1, f32(N, K, S, V) + 2

@@ -34,7 +34,11 @@ def test_a_folder_that_others_can_write_is_refused(monkeypatch, pretended, mode)
     place = pretended / "shared"
     place.mkdir()
     place.chmod(mode)
-    refused(monkeypatch, place, rf"can be written by others \(mode {mode:04o}\): .* name a folder of your own with mode 0700")
+    refused(
+        monkeypatch,
+        place,
+        rf"can be written by others \(mode {mode:04o}\): .* name a folder of your own with mode 0700",
+    )
 
 
 def test_a_symbolic_link_is_refused_even_to_a_folder_of_ones_own(pretended, monkeypatch):
@@ -44,7 +48,7 @@ def test_a_symbolic_link_is_refused_even_to_a_folder_of_ones_own(pretended, monk
     refused(monkeypatch, pretended / "c++", "is a symbolic link or no folder")
 
 
-def test_a_folder_of_somebody_else_is_refused(monkeypatch, pretended, monkeypatch):
+def test_a_folder_of_somebody_else_is_refused(pretended, monkeypatch):
     place = pretended / "theirs"
     place.mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
@@ -62,7 +66,7 @@ def test_a_folder_is_made_for_its_owner_alone_whatever_the_umask(pretended):
 
 
 @pytest.mark.parametrize("asked", ["cache", "./cache", "~/cache"])
-def test_a_relative_folder_is_refused(monkeypatch, pretended, monkeypatch, asked):
+def test_a_relative_folder_is_refused(pretended, monkeypatch, asked):
     monkeypatch.setenv("JATTN_CACHE_DIR", asked)
     monkeypatch.chdir(pretended)
     with pytest.raises(toolchain.BuildError, match="is not an absolute path"):

@@ -67,4 +67,3 @@ def test_every_number_of_threads_gives_the_same_right_answer():
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 33, "the pool was to have 33 threads"
-
