@@ -129,7 +129,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Packed keys are a cache written just now: the gradient goes back through both."""
         keys = keys_of(meta, self.spec.attn_type)
-        cache, table = paged(k, v.astype(k.dtype), jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache, table = paged(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
         impl = dataclasses.replace(self, cache_spec=cache.spec)
         return impl.forward(q, cache, dataclasses.replace(m, block_table=table), params)

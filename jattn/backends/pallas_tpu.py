@@ -106,7 +106,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Packed keys are a cache written just now, heads first; the gradient goes back through it."""
         keys = keys_of(meta, self.spec.attn_type)
-        cache, table = paged(k, v.astype(k.dtype), jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache, table = paged(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         cache = dataclasses.replace(
             cache,
             k=jnp.swapaxes(cache.k, 1, 2),

@@ -59,7 +59,7 @@ REFUSED = {
     "negative lookback": (
         lambda: layer_of(chunk_size=4, chunk_lookback=-1),
         ValueError,
-        "chunk_lookback=-1 must be an integer >= 0: whole chunks",
+        "chunk_lookback=-1 must be an integer >= 0",
     ),
     "square root of no ALiBi": (lambda: layer_of(use_alibi_sqrt=True), ValueError, "needs has_alibi=True"),
     "R-SWA without a window": (lambda: layer_of(use_rswa=True), ValueError, "needs a sliding_window with a left side"),
