@@ -13,7 +13,7 @@ from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import check_alive, check_scales
 from jattn.errors import MissingMetadataError, UnsupportedError
-from jattn.errors.arguments import as_array, check_kind, integers, is_float
+from jattn.errors.arguments import as_array, check_kind, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.common import check_block_size
 from jattn.metadata.encoder import keys_of
@@ -147,6 +147,11 @@ def check_query(spec: AttentionSpec, q, num_tokens: int) -> jax.Array:
     return q
 
 
+def query_dtype(q) -> str:
+    """The name of the queries' dtype, as JAX takes them."""
+    return jnp.asarray(as_array("q", q)).dtype.name
+
+
 def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.Array, jax.Array]:
     """k [Tk K D] and v [Tk K V] as arrays, of equally many tokens: num_tokens, if that is known."""
     if k is None or v is None:
@@ -252,18 +257,23 @@ def check_functions(spec) -> None:
             continue
         try:
             got = jax.eval_shape(lambda *x, f=function: jnp.asarray(f(*x)), *arguments)
-        except Exception as error:  # a user's function: whatever it raises is its author's to read
+        except Exception as error:  # whatever a user's function raises is its author's to read
+            raised = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{name} must be {meaning}; called with traced arrays, it raised {raised}") from error
+        if not fits(got.dtype) or not _broadcasts(got.shape, score.shape):
             raise ValueError(
-                f"{name} must be {meaning}; called so, it raised {type(error).__name__}: {error}"
-            ) from error
-        if not fits(got.dtype) or len(got.shape) > 3 or jnp.broadcast_shapes(got.shape, score.shape) != score.shape:
-            raise ValueError(
-                f"{name} must be {meaning} in a shape that broadcasts to its arguments'; for head [2 1 1], q_pos [1 3 1], "
-                f"kv_pos [1 1 5] it gave {got.dtype}{list(got.shape)}"
+                f"{name} must be {meaning} in a shape that broadcasts to its arguments'; for head [2 1 1], "
+                f"q_pos [1 3 1], kv_pos [1 1 5] it gave {got.dtype}{list(got.shape)}"
             )
 
 
+def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    fits = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(size in (1, most) for size, most in fits)
+
+
 _TABLE, _VECTOR = integers(2), integers(1)
+FEATURE = kind(Feature, way_out="e.g. (jattn.backends.Feature.NON_CAUSAL,)")
 
 
 def _rows(name: str, x, heads: int, dim: int) -> None:

@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
-import jax.numpy as jnp
-
 from jattn.backends import registry
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.feature import EVERYTHING, Feature
@@ -40,9 +38,12 @@ class Halves:
         cache_spec: KVCacheSpec | None,
         chip: Chip,
         needs: tuple[Feature, ...] = (),
-        dtypes: tuple[jnp.dtype, ...] = (),
+        dtypes: tuple[str, ...] = (),
     ) -> dict[str, Backend]:
-        """A backend for each half of this layer, or UnsupportedError with every reason; dtypes: see select.resolve."""
+        """A backend for each half of this layer, or UnsupportedError with every reason.
+
+        dtypes: of queries and packed keys; who takes them is preferred, and where nobody does, the door says so.
+        """
         asked = (spec, cache_spec, chip, needs, dtypes, registry.entries())
         names = self.names(spec.attn_type, cache_spec is not None)
         return {half: _choose(half, name, *asked) for half, name in names.items()}
@@ -101,19 +102,22 @@ class DividedBackend(AttentionBackend):
         return cls.halves.reasons(names, lambda backend: backend.validate_configuration(head_size, **asked))
 
     @classmethod
-    def reasons(cls, spec, cache_spec, chip, needs=()) -> tuple[str, ...]:
+    def reasons(cls, spec, cache_spec, chip, needs=(), dtypes=()) -> tuple[str, ...]:
         own = tuple(f"{need} not supported: asked for" for need in needs if need not in cls.features)
         names = cls.halves.names(spec.attn_type, cache_spec is not None)
-        return (*own, *cls.halves.reasons(names, lambda backend: backend.reasons(spec, cache_spec, chip, needs)))
+        asked = (spec, cache_spec, chip, needs, dtypes)
+        return (*own, *cls.halves.reasons(names, lambda backend: backend.reasons(*asked)))
 
 
 @functools.lru_cache(maxsize=256)
 def _choose(half: str, name: str | None, spec, cache_spec, chip: Chip, needs, dtypes, table) -> Backend:
     """Keyed by the registry's table too, so that registering a backend is seen at once."""
-    answers = {backend: backend.reasons(spec, cache_spec, chip, needs) for backend in candidates(name)}
-    chosen = [backend for backend, reasons in answers.items() if not reasons]
-    if chosen:
-        return registry.prefer(chosen, dtypes)
+    answers: dict[Backend, tuple[str, ...]] = {}
+    for wished in dict.fromkeys((dtypes, ())):
+        answers = {backend: backend.reasons(spec, cache_spec, chip, needs, wished) for backend in candidates(name)}
+        chosen = [backend for backend, reasons in answers.items() if not reasons]
+        if chosen:
+            return chosen[0]
     raise UnsupportedError(
         f"nobody computes the {half} half of this batch: {spec} over {cache_spec}",
         {b.get_name(): x for b, x in answers.items()},

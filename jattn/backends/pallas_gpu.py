@@ -244,3 +244,19 @@ class PallasGpuBackend(AttentionBackend):
                 "stand at the end of the keys"
             )
         return tuple(own)
+
+    @classmethod
+    def query_reasons(cls, spec, cache_spec, chip, dtype, keys=None) -> tuple[str, ...]:
+        """The kernel's own for this dtype beside the cache's, beyond those against the layer."""
+        refused = super().query_reasons(spec, cache_spec, chip, dtype, keys)
+        if refused or not isinstance(spec, AttentionSpec):
+            return refused
+        cache_spec = cache_spec or dataclasses.replace(page_spec(spec), dtype=keys or "bfloat16")
+        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
+            return ()
+        plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)
+        usual, mine = (
+            kernel.supports(kernel_config(plain, cache_spec, asked), chip=chip.generation or "sm_90")
+            for asked in (query_dtype(cache_spec), dtype)
+        )
+        return tuple(reason for reason in mine if reason not in usual)

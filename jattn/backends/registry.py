@@ -2,10 +2,8 @@
 
 import difflib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import jax.numpy as jnp
 
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.impl import AttentionImpl
@@ -41,11 +39,6 @@ def load(name: str) -> type[AttentionBackend]:
         return entry
     module, _, attribute = entry.partition(":")
     return _checked(name, getattr(importlib.import_module(module), attribute))
-
-
-def prefer(able: Sequence[type[AttentionBackend]], dtypes: tuple[jnp.dtype, ...]) -> type[AttentionBackend]:
-    """The first that takes arrays of all these dtypes, which no spec tells, else the first."""
-    return next((backend for backend in able if all(map(backend.supports_dtype, dtypes))), able[0])
 
 
 def register_backend(name: str, backend: Entry | None = None, *, before: str | None = None) -> Callable | Entry:

@@ -65,7 +65,8 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
         """Each half gets the whole hint: what all requests share, those of a half share too."""
         common = common_attn_metadata
         needs = tuple(feature for feature, _ in checks.causal_needs(self.spec, common))
-        chosen = self.halves.choose(self.spec, self.cache_spec, self.chip, needs)
+        dtypes = () if self.dtype is None else (self.dtype,)
+        chosen = self.halves.choose(self.spec, self.cache_spec, self.chip, needs, dtypes)
         halves = {}
         for half, (part, tokens, requests) in self._parts(common, "decode" in chosen).items():
             plan = self._builder(chosen[half]).build(common_prefix_len, part, fast_build)
@@ -80,7 +81,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
 
     def _builder(self, backend: "type[AttentionBackend] | str") -> AttentionMetadataBuilder:
         backend = registry.load(backend) if isinstance(backend, str) else backend
-        return backend.get_builder_cls()(self.spec, self.cache_spec, self.chip)
+        return backend.get_builder_cls()(self.spec, self.cache_spec, self.chip, self.parallel, self.dtype)
 
     def _parts(self, common: CommonAttentionMetadata, decodes: bool):
         """(batch, its tokens, its requests) of each half; a batch that is all one half is not taken apart."""
@@ -168,7 +169,7 @@ class SplitImpl(AttentionImpl[SplitMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params) -> AttentionState:
         needs = tuple(feature for feature, _ in checks.causal_needs(self.spec, meta))
-        backend = self.halves.choose(self.spec, None, self.chip, needs, (q.dtype, k.dtype))["prefill"]
+        backend = self.halves.choose(self.spec, None, self.chip, needs, (q.dtype.name, k.dtype.name))["prefill"]
         checks.check_params(backend, self.spec, None, params)
         checks.check_dtype(backend, q, params)
         return self._impl(backend).forward_packed(q, k, v, meta, params)

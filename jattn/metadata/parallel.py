@@ -10,7 +10,7 @@ from jattn.metadata.host import array_module
 _RANK = integers(0)
 
 
-@takes(seq_lens=integers(1), dcp_size=integer(1), rank=optional(_RANK), interleave=integer(1))
+@takes(seq_lens=integers(), dcp_size=integer(1), rank=optional(_RANK), interleave=integer(1))
 def get_dcp_local_seq_lens(seq_lens, dcp_size: int = 1, rank=None, interleave: int = 1):
     """i32[R] keys that `rank` holds of each request, or i32[R, size] for all ranks (rank None).
 
@@ -20,6 +20,8 @@ def get_dcp_local_seq_lens(seq_lens, dcp_size: int = 1, rank=None, interleave: i
     """
     xp = array_module(seq_lens, rank)
     lens = xp.asarray(seq_lens, xp.int32)
+    if rank is None and lens.ndim != 1:
+        raise ValueError(f"seq_lens.shape={lens.shape} must be (R,), or rank must be given")
     if rank is None:
         lens, rank = lens[:, None], xp.arange(dcp_size, dtype=xp.int32)[None, :]
     base = lens // interleave // dcp_size * interleave

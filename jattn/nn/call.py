@@ -7,13 +7,16 @@ import jax.numpy as jnp
 
 from jattn.attention import PagedAttention, attention
 from jattn.cache import PagedKV
+from jattn.errors.arguments import as_array, check_kind, is_float, kind, takes
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.encoder import queries_of
+from jattn.metadata.common import BATCH
+from jattn.metadata.encoder import keys_of, queries_of
 from jattn.nn.layer import Attend, AttentionLayer, run
 from jattn.nn.rope import Angles, Rope
 from jattn.spec import AttentionSpec
 
 
+@takes(layer=kind(AttentionLayer), weights=kind(dict), meta=BATCH)
 def call(
     layer: AttentionLayer,
     weights: dict[str, Any],
@@ -32,24 +35,36 @@ def call(
     keys_from [Te, hidden]: the encoder's packed tokens, for a cross layer's first step.
     """
     batch = queries_of(meta, layer.spec.attn_type)
-    attend = attend_over(layer.spec, meta, cache, plan, backend)
+    attend = attend_over(layer.spec, meta, cache, plan, backend, x)
     if layer.is_cross and cache is None and keys_from is None:
         raise ValueError("a cross layer without a cache needs the encoder's tokens on every call: pass keys_from=")
     if keys_from is not None and not layer.is_cross:
         raise ValueError(f"keys_from is for cross layers (attn_type 'encoder_decoder'), not {layer.spec.attn_type}")
+    _check_tokens("x", x, layer.hidden_size, batch.num_tokens)
+    if keys_from is not None:
+        _check_tokens("keys_from", keys_from, layer.hidden_size, keys_of(meta, layer.spec.attn_type).num_tokens)
     return run(
         layer, weights, x, attend, positions=batch.positions(), angles=angles_of(layer.rope, batch),
         keys_from=keys_from,
     )  # fmt: skip
 
 
-def attend_over(spec: AttentionSpec, meta: CommonAttentionMetadata, cache, plan: Any, backend: str) -> Attend:
-    """Where this layer's keys live: in pages, or nowhere beyond the call."""
+def _check_tokens(name: str, x, hidden: int, tokens: int) -> None:
+    """x [tokens, hidden] of floats."""
+    x = as_array(name, x)
+    if x.shape != (tokens, hidden) or not is_float(x.dtype):
+        raise ValueError(f"{name} must be floats [T, hidden] = {[tokens, hidden]}, got {x.dtype}{list(x.shape)}")
+
+
+def attend_over(
+    spec: AttentionSpec, meta: CommonAttentionMetadata, cache, plan: Any, backend: str, x: jax.Array
+) -> Attend:
+    """Where this layer's keys live: in pages, or nowhere beyond the call. The queries have the dtype of x."""
     if cache is None:
         if plan is not None:
             raise ValueError("a plan is of a cache's pages: pass the cache too, or no plan")
         return lambda q, k, v, params: (None, attention(q, k, v, meta, spec, params, backend=backend))
-    attn = PagedAttention(spec, cache.spec, backend)
+    attn = PagedAttention(spec, check_kind("cache", cache, PagedKV).spec, backend, dtype=as_array("x", x).dtype)
     plan = attn.build(meta) if plan is None else plan
     return lambda q, k, v, params: attn(q, k, v, cache, plan, params)
 

@@ -36,7 +36,8 @@ def merge(*states: AttentionState) -> AttentionState:
         lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
     A state whose lse is -inf (or +inf, as some kernels mark it) is empty and contributes nothing, NaN included.
-    The result's dtype is the one that holds those of all outs. At most one of the states may hold the sinks (or none, and `with_sinks` adds them afterwards).
+    The result's dtype is the one that holds those of all outs.
+    At most one of the states may hold the sinks (or none, and `with_sinks` adds them afterwards).
     """
     if not states:
         raise ValueError("merge needs at least one state; use AttentionState.empty(...) for none")
