@@ -18,10 +18,10 @@ from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.backends.parallel import ContextParallel
-from jattn.backends.select import resolve
+from jattn.backends.select import query_dtype, resolve
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
-from jattn.errors.arguments import boolean, check_kind, dtype_name, integer, integers, sequence_of
+from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.common import BATCH
 from jattn.metadata.encoder import queries_of
@@ -54,7 +54,7 @@ class PagedAttention:
         checks.check_specs(self.spec, self.cache_spec)
         chip = device.resolve(self.platform)
         needs = (*sequence_of(checks.FEATURE)("needs", self.needs), *_parallel(self.parallel).needs)
-        asked, guess = None if self.dtype is None else dtype_name("dtype", self.dtype), _dtype_of(self.cache_spec)
+        asked, guess = None if self.dtype is None else query_dtype("dtype", self.dtype), _dtype_of(self.cache_spec)
         dtypes = dict(dtypes=(asked,)) if asked else dict(wished=(guess,)) if guess else {}
         chosen = resolve(self.spec, self.cache_spec, chip, self.backend, needs, **dtypes)
         object.__setattr__(self, "chosen", chosen)

@@ -148,6 +148,12 @@ class AttentionParams:
         return self
 
 
+def with_arrays(params: AttentionParams) -> AttentionParams:
+    """The same numbers, lists as arrays."""
+    lists = {name: x for name, x in vars(params).items() if isinstance(x, (list, tuple))}
+    return dataclasses.replace(params, **{name: as_array(f"params.{name}", x) for name, x in lists.items()})
+
+
 def check_positive(params, *names: str) -> None:
     """Raise ValueError where a scale whose value the host holds is no finite number > 0.
 

@@ -56,7 +56,8 @@ class Explanation(tuple[BackendReport, ...]):
         return f"<table>{head}{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
-def _query_dtype(name: str, value) -> str:
+def query_dtype(name: str, value) -> str:
+    """The name of a dtype that queries may have."""
     found = dtype_name(name, value)
     if found not in (*quant.FLOATS, *quant.QUANTISED):
         raise ValueError(f"{name}={short(value)} must be one of {', '.join((*quant.FLOATS, *quant.QUANTISED))}")
@@ -67,7 +68,7 @@ _NEEDS = sequence_of(kind(Feature))
 _ASKED = dict(spec=kind(AttentionSpec, MLASpec), cache_spec=optional(kind(KVCacheSpec)), needs=_NEEDS)
 
 
-@takes(dtype=optional(_query_dtype), **_ASKED)
+@takes(dtype=optional(query_dtype), **_ASKED)
 def explain(
     spec: AttentionSpec,
     cache_spec: KVCacheSpec | None,
@@ -83,7 +84,7 @@ def explain(
     return _ask(spec, cache_spec, device.resolve(platform), needs, () if dtype is None else (dtype,))
 
 
-@takes(dtypes=sequence_of(_query_dtype), wished=sequence_of(_query_dtype), **_ASKED)
+@takes(dtypes=sequence_of(query_dtype), wished=sequence_of(query_dtype), **_ASKED)
 def resolve(
     spec: AttentionSpec,
     cache_spec: KVCacheSpec | None,

@@ -20,6 +20,7 @@ from jattn.errors.arguments import (
     short,
     takes,
 )
+from jattn.spec import AttentionParams, check_positive, with_arrays
 from jattn.types import pytree, static
 from pallas_kernels.algebra import quant
 
@@ -28,7 +29,7 @@ QUANT_MODES = ("none", "per_tensor", "per_head", "per_token_head")
 
 
 def _storage(name: str, value):
-    if value not in (None, "native", "bits"):
+    if value is not None and (not isinstance(value, str) or value not in ("native", "bits")):
         raise ValueError(f"{name}={short(value)} is not known; use 'native', 'bits' or None to let the platform choose")
     return value
 
@@ -140,6 +141,7 @@ class PagedKV:
             raise ValueError(f"{v.shape=} must be [N S K V] of {spec}")
         check_scales(params, spec)
         empty = empty_cache(spec, storage=storage)
+        params = params and with_arrays(params)
         scales = (None, None) if params is None else (params.k_scale, params.v_scale)
         k, k_token = encode_rows(jnp.asarray(k), spec, empty.k.dtype, scales[0])
         v, v_token = encode_rows(jnp.asarray(v), spec, empty.v.dtype, scales[1])
@@ -160,6 +162,8 @@ def check_alive(cache: PagedKV, name: str = "cache") -> PagedKV:
 
 def check_scales(params, spec: KVCacheSpec) -> None:
     """k_scale and v_scale: None, a scalar, or one a kv head; one a head needs a cache that is quantised so."""
+    if params is not None:
+        check_kind("params", params, AttentionParams)
     for name in ("k_scale", "v_scale"):
         scale = None if params is None else getattr(params, name)
         if scale is None:
@@ -167,6 +171,7 @@ def check_scales(params, spec: KVCacheSpec) -> None:
         shape = as_array(f"params.{name}", scale).shape
         if shape not in ((), (spec.num_kv_heads,)):
             raise ValueError(f"params.{name}.shape={shape} must be () or ({spec.num_kv_heads},)")
+        check_positive(params, name)
         if shape and spec.quant == "per_tensor":
             raise ValueError(f"params.{name} has one scale a head but {spec.quant=}; use quant='per_head' or a scalar")
 

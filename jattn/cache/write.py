@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.cache.layout import PagedKV, check_alive, check_scales, encode_rows
-from jattn.errors.arguments import as_array, check_kind, integers
-from jattn.spec import AttentionParams
+from jattn.errors.arguments import as_array, integers
+from jattn.spec import AttentionParams, with_arrays
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import split_slot
 
@@ -18,6 +18,7 @@ def write_kv(
     A slot < 0 or >= N*S writes nothing; a slot_mapping shorter than k leaves the remaining rows unwritten.
     """
     k, v, slot_mapping = check_static(cache, k, v, slot_mapping, params)
+    params = params and with_arrays(params)
     spec = cache.spec
     rows = slot_mapping.shape[0]
     block, offset = split_slot(slot_mapping, spec.num_blocks, spec.block_size)
@@ -46,8 +47,6 @@ def write_backward(saved, cotangent):
 def check_static(cache: PagedKV, k, v, slot_mapping, params=None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """k, v and slot_mapping as arrays, or ValueError where shapes and dtypes tell that the write means nothing."""
     spec = check_alive(cache).spec
-    if params is not None:
-        check_kind("params", params, AttentionParams)
     k, v = jnp.asarray(as_array("k", k)), jnp.asarray(as_array("v", v))
     for name, x, dim in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
         if x.ndim != 3 or x.shape[1:] != (spec.num_kv_heads, dim):

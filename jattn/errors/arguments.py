@@ -111,7 +111,7 @@ def _int_of(name: str, value: Any, words: str) -> int:
         raise ValueError(f"{name} is traced and must be a Python int: it decides a static shape; mark it static")
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer, np.ndarray, jax.Array)):
         raise ValueError(f"{name}={short(value)} must be {words}, got {type(value).__name__}")
-    if isinstance(value, (np.ndarray, jax.Array)) and (value.ndim or value.dtype.kind not in "iu"):
+    if isinstance(value, (np.ndarray, jax.Array)) and (value.ndim or not _is_integer(value.dtype)):
         raise ValueError(f"{name} must be one integer, got {value.dtype}{list(value.shape)}")
     return int(_alive(name, value))
 
@@ -172,7 +172,7 @@ def text(name: str, value: Any) -> str:
 
 def dtype_name(name: str, value: Any) -> str:
     """The name of a dtype, from its name or from an object that stands for it."""
-    if isinstance(value, (str, type, np.dtype)) or hasattr(value, "dtype"):
+    if isinstance(value, (str, type, np.dtype)):
         try:
             return jnp.dtype(value).name
         except (TypeError, ValueError, KeyError):
@@ -220,7 +220,7 @@ def as_array(name: str, value: Any, holds: str = _NUMBERS, ndims: tuple[int, ...
         raise ValueError(f"{name}.dtype={array.dtype} must be {_TYPES[holds]}{_shape_words(ndims)}")
     if ndims and array.ndim not in ndims:
         raise ValueError(f"{name}.shape={tuple(array.shape)} must have {_ranks(ndims)} axes of {holds}")
-    if holds == _INTEGERS and not isinstance(array, jax.Array) and array.dtype != np.int32:
+    if _is_integer(array.dtype) and not isinstance(array, jax.Array) and array.dtype != np.int32:
         array = _as_int32(name, array)
     return array
 
@@ -254,19 +254,24 @@ def _alive(name: str, array: Any) -> Any:
 
 def is_float(dtype: Any) -> bool:
     """Of the floating types, bfloat16 and float8 among them."""
-    return dtype.kind == "f" or (dtype.kind == "V" and jnp.issubdtype(dtype, jnp.floating))
+    return _kind_of(dtype) == "f" or (_kind_of(dtype) == "V" and jnp.issubdtype(dtype, jnp.floating))
 
 
 def _is_integer(dtype: Any) -> bool:
-    return dtype.kind in "iu"
+    return _kind_of(dtype) in "iu"
 
 
 def _is_number(dtype: Any) -> bool:
-    return dtype.kind in "iu" or is_float(dtype)
+    return _kind_of(dtype) in "iu" or is_float(dtype)
 
 
 def _is_bool(dtype: Any) -> bool:
-    return dtype.kind == "b"
+    return _kind_of(dtype) == "b"
+
+
+def _kind_of(dtype: Any) -> str:
+    """numpy's letter; JAX's own types, such as a random key's, have none."""
+    return getattr(dtype, "kind", "?")
 
 
 def _ranks(ndims: tuple[int, ...]) -> str:

@@ -10,7 +10,7 @@ A batch without encoder lengths is an encoder's own batch: ENCODER then reads it
 """
 
 from jattn.errors import MissingMetadataError
-from jattn.errors.arguments import takes
+from jattn.errors.arguments import short, takes
 from jattn.metadata.common import BATCH, CommonAttentionMetadata
 from jattn.types import AttentionType
 
@@ -20,8 +20,8 @@ def attention_type(value: AttentionType | str) -> AttentionType:
     try:
         return AttentionType(value)
     except (ValueError, TypeError):
-        names = ", ".join(AttentionType)
-        raise MissingMetadataError(f"Invalid attention type {value}; use one of {names} as attn_type") from None
+        seen, names = value if isinstance(value, str) else short(value), ", ".join(AttentionType)
+        raise MissingMetadataError(f"Invalid attention type {seen}; use one of {names} as attn_type") from None
 
 
 def _type(name: str, value: AttentionType | str) -> AttentionType:

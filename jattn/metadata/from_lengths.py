@@ -119,8 +119,9 @@ def from_traced(
     if block_table is not None and block_table.shape[0] != rows:
         raise ValueError(f"block_table.shape={block_table.shape} must have one row a request, {rows}")
     one = isinstance(causal, (bool, np.bool_))
-    if not one and as_array("causal", causal, "bools", (1,)).shape != (rows,):
-        raise ValueError(f"causal.shape={jnp.shape(causal)} must be ({rows},): one bool a request, or one bool")
+    causal = causal if one else as_array("causal", causal, "bools", (1,))
+    if not one and causal.shape != (rows,):
+        raise ValueError(f"causal.shape={causal.shape} must be ({rows},): one bool a request, or one bool")
     used = (start[1:] > start[:-1]) | (seq_lens > 0)
     last = jnp.max(jnp.where(used, jnp.arange(1, rows + 1), 0), initial=0)
     meta = CommonAttentionMetadata(
@@ -197,7 +198,8 @@ def _slots(q: np.ndarray, s: np.ndarray, start: np.ndarray, table: np.ndarray, b
 
 
 def _ranges(ranges, live: int, rows: int) -> np.ndarray:
-    if not hasattr(ranges, "__len__") or len(ranges) != live:
+    shaped = isinstance(ranges, (list, tuple)) or getattr(ranges, "ndim", 0)
+    if not shaped or len(ranges) != live:
         raise ValueError(
             f"mm_prefix_ranges={short(ranges)} must have {live} entries, as query_lens: one list a request"
         )
@@ -230,7 +232,7 @@ def _table(block_table, seq_lens, block_size: int, rows: int, columns: int | Non
         r = int(np.argmax(seq_lens))
         raise ValueError(
             f"block_table has {table.shape[1]} columns but request {r} with seq_len={seq_lens[r]} "
-            f"needs {needed} blocks of {block_size}"
+            f"needs {needed} blocks of {block_size} (block_size)"
         )
     if columns is not None and columns < needed:
         raise ValueError(f"max_blocks={columns} is less than the {needed} blocks that the longest request needs")

@@ -34,6 +34,8 @@ class BlockTableRemap:
     def __call__(self, block_table):
         """i32[R B] -> i32[virtual, chunk // block_size]; rows of padding hold the null block."""
         block_table = integers(2)("block_table", block_table)
+        if not block_table.shape[1]:
+            raise ValueError(f"block_table.shape={tuple(block_table.shape)} must have a column: the pages of a request")
         xp = array_module(block_table, self.req)
         table = xp.asarray(block_table)
         pages = table[self.req[:, None], xp.minimum(self.column, table.shape[1] - 1)]

@@ -44,7 +44,9 @@ def csr_from_block_table(block_table, seq_lens, block_size: int, num_indices: in
 
     Indices past indptr[-1] hold the null block; a request without tokens has no page and last_page_len 0.
     """
-    _one_each(block_table.shape[0], seq_lens=seq_lens)
+    if not block_table.shape[1] or block_table.shape[0] != seq_lens.shape[0]:
+        shapes = f"block_table.shape={tuple(block_table.shape)} and seq_lens.shape={tuple(seq_lens.shape)}"
+        raise ValueError(f"{shapes} must be [R, B] with B > 0 and [R]")
     xp = array_module(block_table, seq_lens)
     table, lens = xp.asarray(block_table, xp.int32), xp.asarray(seq_lens, xp.int32)
     count = table.size if num_indices is None else num_indices

@@ -86,6 +86,11 @@ def _layout(name: str, layout: str) -> str:
     return layout
 
 
+def _wish(name: str, layout: str | None) -> str | None:
+    """None and 'auto' are none."""
+    return None if layout is None or (isinstance(layout, str) and layout == "auto") else _layout(name, layout)
+
+
 _SETS = sequence_of(sequence_of(_layout))
 
 
@@ -102,13 +107,11 @@ def get_kv_cache_layout(
     common layout.
     """
     sets = _SETS("supported", supported)
-    for argument, given in (("requested", requested), ("preferred", preferred)):
-        if given not in (None, "auto"):
-            _layout(argument, given)
+    requested, preferred = _wish("requested", requested), _wish("preferred", preferred)
     candidates = [x for x in (sets[0] if sets else LAYOUTS) if all(x in s for s in sets)]
     if not candidates:
         raise ValueError(f"no kv cache layout satisfies every supported set {sets}; choose backends that share one")
-    if requested not in (None, "auto"):
+    if requested is not None:
         if requested not in candidates:
             raise ValueError(
                 f"kv cache layout {requested!r} does not satisfy every supported set; "
@@ -117,7 +120,7 @@ def get_kv_cache_layout(
         return requested
     if preferred in candidates:
         return preferred
-    if preferred not in (None, "auto"):
+    if preferred is not None:
         warnings.warn(
             f"preferred kv cache layout {preferred!r} is not supported, using {candidates[0]!r}", stacklevel=2
         )

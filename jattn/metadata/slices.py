@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jattn.errors.arguments import check_kind, integer, integers, kind, optional, sequence_of, takes
+from jattn.errors.arguments import check_kind, integer, integers, kind, optional, sequence_of, short, takes
 from jattn.metadata.buckets import query_len_bound
 from jattn.metadata.common import BATCH, PER_REQUEST, CommonAttentionMetadata
 from jattn.metadata.host import array_module, is_traced, on_host
@@ -21,7 +21,7 @@ Split = tuple[int, int, int, int]
 
 def _split(name: str, value) -> Split:
     if not isinstance(value, (tuple, list)) or len(value) != 4:
-        raise ValueError(f"{name} must be the four numbers that split_decodes_and_prefills returns, got {value!r}")
+        raise ValueError(f"{name} must be the four numbers that split_decodes_and_prefills returns, got {short(value)}")
     decodes, prefills, decode_tokens, prefill_tokens = (integer(0)(name, n) for n in value)
     return decodes, prefills, decode_tokens, prefill_tokens
 
