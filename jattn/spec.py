@@ -209,8 +209,8 @@ def _check_together(spec: AttentionSpec) -> None:
 
 def _attention_type(value) -> AttentionType:
     try:
-        return AttentionType(value)
-    except (ValueError, TypeError):
+        return AttentionType(value if isinstance(value, str) else "")
+    except ValueError:
         names = ", ".join(AttentionType)
         raise ValueError(f"attn_type={short(value)} is not known; use one of {names}") from None
 

@@ -18,8 +18,8 @@ from jattn.types import AttentionType
 def attention_type(value: AttentionType | str) -> AttentionType:
     """The type as an enum, or an error that names them all."""
     try:
-        return AttentionType(value)
-    except (ValueError, TypeError):
+        return AttentionType(value if isinstance(value, str) else "")
+    except ValueError:
         seen, names = value if isinstance(value, str) else short(value), ", ".join(AttentionType)
         raise MissingMetadataError(f"Invalid attention type {seen}; use one of {names} as attn_type") from None
 

@@ -27,7 +27,8 @@ def compute_mm_prefix_range_tensor(ranges, num_reqs: int | None = None, max_rang
     width = max(map(len, ranges), default=0) if max_ranges is None else max_ranges
     if len(ranges) > rows or any(len(r) > width for r in ranges):
         raise ValueError(
-            f"ranges: {len(ranges)} requests with {[len(r) for r in ranges]} ranges do not fit [num_reqs, max_ranges, 2] = [{rows}, {width}, 2]"
+            f"ranges: {len(ranges)} requests with {[len(r) for r in ranges]} ranges "
+            f"do not fit [num_reqs, max_ranges, 2] = [{rows}, {width}, 2]"
         )
     out = np.zeros((rows, width, 2), np.int32)
     for r, pairs in enumerate(ranges):
@@ -52,8 +53,8 @@ def fill_mm_prefix_query_ranges(meta: CommonAttentionMetadata, ranges, position=
         return jnp.full((meta.num_tokens, 2), -1, jnp.int32)
     if position.shape != (meta.num_tokens,) or ranges.shape[0] != meta.max_num_reqs or ranges.shape[2] != 2:
         raise ValueError(
-            f"position.shape={position.shape} must be [T] with T={meta.num_tokens}, and ranges.shape={ranges.shape} [R, n, 2] "
-            f"with R={meta.max_num_reqs}"
+            f"position.shape={position.shape} must be [T] with T={meta.num_tokens}, and ranges.shape={ranges.shape} "
+            f"[R, n, 2] with R={meta.max_num_reqs}"
         )
     mine = jnp.asarray(ranges, jnp.int32)[meta.token_to_req()]  # [T, max_ranges, 2]
     first, last = mine[..., 0], mine[..., 1]

@@ -47,7 +47,8 @@ DOORS = {
     "Buckets.sizes": Door(jattn.Buckets((1, 8), (4,), (4,)).sizes, dict(num_tokens=4, num_reqs=2, num_blocks=3),
                           staged=False),
     "Buckets.sizes_for": Door(jattn.Buckets((1, 8), (4,), (4,)).sizes_for,
-                              dict(query_lens=[1, 2], seq_lens=[5, 2], block_size=4), staged=False),
+                              dict(query_lens=[1, 2], seq_lens=[5, 2], block_size=4),
+                              also=dict(block_size=("num_blocks",)), staged=False),
     "cascade_levels": Door(jattn.cascade_levels, dict(meta=BUILD([1, 1], [5, 6], [[1, 2], [1, 0]], 4), prefixes=4,
                                                       block_size=4), also=dict(prefixes=("level",)), staged=False),
     "use_cascade_attention": Door(m.use_cascade_attention, dict(
