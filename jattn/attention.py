@@ -27,7 +27,7 @@ from jattn.metadata.common import BATCH
 from jattn.metadata.encoder import queries_of
 from jattn.ops.attend import output_dtype
 from jattn.ops.state import AttentionState
-from jattn.spec import AttentionParams, AttentionSpec
+from jattn.spec import AttentionParams, AttentionSpec, with_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,8 @@ class PagedAttention:
         """
         checks.check_built(m, self.chosen.get_metadata_cls())
         pool = self.cache_spec.num_blocks
-        if pool % integer(1)("blocks_per_layer", blocks_per_layer):
+        blocks_per_layer = integer(1)("blocks_per_layer", blocks_per_layer)
+        if pool % blocks_per_layer:
             raise ValueError(f"{blocks_per_layer=} must divide the pool's {pool} blocks")
         if (
             isinstance(_LAYER("layer", layer), (int, np.integer, np.ndarray))
@@ -143,7 +144,7 @@ class PagedAttention:
 
     def _checked(self, q, cache: PagedKV, m: Any, params: AttentionParams | None) -> tuple[jax.Array, AttentionParams]:
         """The static checks of a call; returns q as an array and the params, none given being all None."""
-        params = AttentionParams() if params is None else params
+        params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
         checks.check_built(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         checks.check_params(self.chosen, self.spec, self.cache_spec, params)
@@ -215,7 +216,7 @@ def attention(
     an encoder_decoder layer's keys are packed by the encoder's lengths. Where k and v are of two dtypes, both are read
     in the one that holds them exactly.
     """
-    params = AttentionParams() if params is None else params
+    params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
     checks.check_kind("spec", spec, AttentionSpec)
     checks.check_lengths(spec, meta)
     meta = meta if meta.max_num_reqs else checks.with_a_row(meta)

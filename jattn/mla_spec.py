@@ -155,8 +155,9 @@ def check_mla_params(spec: MLASpec, params: MLAParams) -> None:
         given = getattr(params, name)
         if given is None and name in ("w_uk", "w_uv"):
             raise ValueError(f"params.{name} is missing; give kv_b_proj, or both w_uk and w_uv")
-        if given is not None and as_array(f"params.{name}", given).shape not in shapes:
-            raise ValueError(f"params.{name}.shape={jnp.shape(given)} must be {' or '.join(map(str, shapes))}")
+        shape = None if given is None else as_array(f"params.{name}", given).shape
+        if shape is not None and shape not in shapes:
+            raise ValueError(f"params.{name}.shape={shape} must be {' or '.join(map(str, shapes))}")
     for name, flag in (("alibi_slopes", "has_alibi"), ("sinks", "has_sinks")):
         if (getattr(params, name) is not None) != getattr(spec, flag):
             raise ValueError(f"params.{name} is {getattr(params, name)!r} but spec.{flag}={getattr(spec, flag)}")

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jattn.attention import PagedAttention
+from jattn.backends.checks import check_cache
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.errors.arguments import check_kind, integer, kind, short, takes, text
+from jattn.errors.arguments import check_kind, integer, kind, reals, short, takes, text
 from jattn.metadata import CommonAttentionMetadata
+from jattn.metadata.common import BATCH
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.ops.state import AttentionState
@@ -44,7 +46,7 @@ def rank_spec(spec: AttentionSpec, axis: str, world: int) -> AttentionSpec:
     """One rank's heads of a layer; a user's mask_fn and score_fn still see the head's number in the whole layer."""
     kv_heads, rest = divmod(spec.num_heads // spec.group_size, world)
     if rest:
-        raise ValueError(f"{spec.num_kv_heads=} must be a multiple of the {world} ranks of axis {axis!r}")
+        raise ValueError(f"{spec.num_kv_heads=} must be a multiple of the {world=} ranks of axis {axis!r}")
     heads = spec.num_heads // world
 
     def anywhere(head):
@@ -95,8 +97,10 @@ def tensor_parallel(
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | None = None):
         params = AttentionParams() if params is None else check_kind("params", params, AttentionParams)
         for name, x, count in (("q", q, spec.num_heads), ("k", k, spec.num_kv_heads), ("v", v, spec.num_kv_heads)):
-            if x is not None and (jnp.ndim(x) != 3 or jnp.shape(x)[1] != count):
+            if x is not None and reals(3)(name, x).shape[1] != count:
                 raise ValueError(f"{name}.shape={jnp.shape(x)} must be [T, {count}, ...]: the heads of all ranks")
+        check_cache(cache, cache_spec)
+        BATCH("meta", meta)
         per_head = jax.tree.map(lambda x: PartitionSpec(*[axis] * jnp.ndim(x)), params)
         if params.qq_bias is not None:  # among tokens: every rank's heads see all of it
             per_head = dataclasses.replace(per_head, qq_bias=PartitionSpec())

@@ -142,14 +142,16 @@ def check_query(spec: AttentionSpec, q, num_tokens: int) -> jax.Array:
             f"q has {q.shape[0]} tokens but the metadata has T={num_tokens}: pad q, or make the metadata with "
             f"num_tokens={q.shape[0]}"
         )
-    if q.dtype.name not in (*quant.FLOATS, *quant.QUANTISED):
-        raise ValueError(f"q.dtype={q.dtype} must be one of {', '.join((*quant.FLOATS, *quant.QUANTISED))}")
+    query_dtype(q)
     return q
 
 
 def query_dtype(q) -> str:
     """The name of the queries' dtype, as JAX takes them."""
-    return jnp.asarray(as_array("q", q)).dtype.name
+    name = jnp.asarray(as_array("q", q)).dtype.name
+    if name not in (*quant.FLOATS, *quant.QUANTISED):
+        raise ValueError(f"q.dtype={name} must be one of {', '.join((*quant.FLOATS, *quant.QUANTISED))}")
+    return name
 
 
 def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.Array, jax.Array]:

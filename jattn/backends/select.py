@@ -99,7 +99,7 @@ def resolve(
     dtypes: of the queries and of packed keys, where they are known. wished: where they are a guess, which decides only
     as long as somebody takes them.
     """
-    if backend != "auto":
+    if not isinstance(backend, str) or backend != "auto":
         registry.load(backend)
     reports = Explanation()
     for asked in dict.fromkeys((dtypes or wished, dtypes)):

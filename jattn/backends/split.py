@@ -22,6 +22,7 @@ from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.halves import DividedBackend, Halves
 from jattn.backends.impl import AttentionImpl
 from jattn.cache import KVCacheSpec, PagedKV
+from jattn.errors.arguments import integer, optional, takes, text
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
 from jattn.metadata.subset import subset
@@ -198,6 +199,7 @@ class SplitBackend(DividedBackend):
         return SplitMetadata
 
 
+@takes(name=text, decode=optional(text), prefill=optional(text), decode_threshold=integer(1), before=optional(text))
 def make_split_backend(
     name: str,
     *,
@@ -213,8 +215,6 @@ def make_split_backend(
     for half in (decode, prefill):
         if half is not None and issubclass(registry.load(half), DividedBackend):
             raise ValueError(f"backend {half!r} is itself a split; name backends that compute")
-    if decode_threshold < 1:
-        raise ValueError(f"{decode_threshold=} must be at least 1: a decode has one new token")
     halves = dict(halves=Halves(decode, prefill, decode_threshold), __module__=__name__)
     impl = type(f"{name}:impl", (SplitImpl,), halves)
     builder = type(f"{name}:builder", (SplitMetadataBuilder,), halves)

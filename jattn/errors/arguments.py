@@ -172,7 +172,8 @@ def text(name: str, value: Any) -> str:
 
 def dtype_name(name: str, value: Any) -> str:
     """The name of a dtype, from its name or from an object that stands for it."""
-    if isinstance(value, (str, type, np.dtype)):
+    code = isinstance(value, str) and len(value) < 4  # numpy's one-letter codes mean other types than they look
+    if isinstance(value, (str, type, np.dtype)) and not code:
         try:
             return jnp.dtype(value).name
         except (TypeError, ValueError, KeyError):

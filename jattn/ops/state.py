@@ -10,6 +10,13 @@ from jattn.types import pytree
 from pallas_kernels.algebra import quant
 
 
+def _out_dtype(name: str, value) -> str:
+    found = dtype_name(name, value)
+    if found not in (*quant.FLOATS, *quant.QUANTISED):
+        raise ValueError(f"{name}={found} must be one of {', '.join((*quant.FLOATS, *quant.QUANTISED))}")
+    return found
+
+
 @pytree
 class AttentionState:
     """out [T H V]; lse f32[T H], natural log of the softmax denominator, sinks included. (0, -inf): saw nothing.
@@ -21,7 +28,7 @@ class AttentionState:
     lse: jax.Array
 
     @classmethod
-    @takes(num_tokens=integer(0), num_heads=integer(1), v_head_dim=integer(1), dtype=dtype_name)
+    @takes(num_tokens=integer(0), num_heads=integer(1), v_head_dim=integer(1), dtype=_out_dtype)
     def empty(cls, num_tokens: int, num_heads: int, v_head_dim: int, dtype=jnp.float32) -> "AttentionState":
         """The identity of `merge`."""
         return cls(

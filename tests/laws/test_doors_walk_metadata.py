@@ -59,7 +59,8 @@ DOORS = {
                                  staged=False),
     "next_decode": Door(m.next_decode, dict(meta=META, block_size=4)),
     "draft_metadata": Door(m.draft_metadata, dict(meta=DECODES, draft_index=1, block_size=4)),
-    "update_block_table": Door(m.update_block_table, dict(meta=META, block_table=TABLE, slot_mapping=META.slot_mapping)),
+    "update_block_table": Door(m.update_block_table, dict(
+        meta=META, block_table=TABLE, slot_mapping=META.slot_mapping)),
     **{f.__name__: Door(f, dict(meta=CROSS, attn_type="decoder"))
        for f in (m.lens_for, m.keys_of, m.queries_of, m.get_seq_len_block_table_args)},
     **{f.__name__: Door(f, dict(meta=CROSS))
@@ -153,7 +154,8 @@ DOORS = {
                               dict(k_scale=1.0, v_scale=2.0)),
     "copy_blocks": Door(jattn.copy_blocks, dict(cache=CACHE, src_dst=[[0, 1]])),
     "swap_blocks": Door(jattn.swap_blocks, dict(src_cache=CACHE, dst_cache=CACHE, src_dst=[[0, 1]])),
-    "split_kv_cache": Door(split_kv_cache, dict(kv_cache=np.zeros((2, 3, 64), np.float32), num_kv_heads=2, head_size=8)),
+    "split_kv_cache": Door(split_kv_cache, dict(
+        kv_cache=np.zeros((2, 3, 64), np.float32), num_kv_heads=2, head_size=8)),
     "join_kv_cache": Door(join_kv_cache, dict(k=jnp.ones((2, 4, 2, 8)), v=jnp.ones((2, 4, 2, 8)))),
 }  # fmt: skip
 

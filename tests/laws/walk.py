@@ -1,12 +1,11 @@
-"""A walk along the doors: every argument of a public function is given every value that cannot be meant, one at a time.
+"""A walk along the doors: every argument of a public function is given every value that cannot be meant, one by one.
 
-The law: a call returns, or raises ValueError, TypeError or UnsupportedError from a line of this library, with a sentence
-that names the argument. Never what happens to break deeper down: AttributeError, KeyError, an assertion, numpy's or
-JAX's own complaint.
+The law: a call returns, or raises ValueError, TypeError or UnsupportedError from a line of this library, with a
+sentence that names the argument. Never what happens to break deeper down: AttributeError, KeyError, an assertion,
+numpy's or JAX's own complaint.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,12 +104,10 @@ def run(door: Door, **changes) -> None:
         door.call(**{**door.good, **changes, **traced})
         return 0
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jnp.ComplexWarning if hasattr(jnp, "ComplexWarning") else UserWarning)
-        if traced or door.staged:
-            jax.eval_shape(body, traced)
-        else:
-            body({})
+    if traced or door.staged:
+        jax.eval_shape(body, traced)
+    else:
+        body({})
 
 
 def complaint(door: Door, argument: str, value: Any) -> str | None:
