@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jattn import device
 from jattn.backends import checks
@@ -18,27 +18,32 @@ from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.backends.parallel import ContextParallel
-from jattn.backends.select import resolve
+from jattn.backends.select import query_dtype, resolve
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
+from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
 from jattn.metadata import CommonAttentionMetadata
+from jattn.metadata.common import BATCH
 from jattn.metadata.encoder import queries_of
+from jattn.ops.attend import output_dtype
 from jattn.ops.state import AttentionState
-from jattn.spec import AttentionParams, AttentionSpec
+from jattn.spec import AttentionParams, AttentionSpec, with_arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttention:
     """Attention of one layer over its paged cache: hashable, and equal where it computes the same.
 
-    The backend is chosen at construction; UnsupportedError lists every backend's every reason. `needs` names features
-    that no spec can tell, so that 'auto' looks for them too, e.g. (Feature.NON_CAUSAL,).
+    The backend is chosen at construction; UnsupportedError lists every backend's every reason. `dtype` is that of the
+    queries, where it decides who computes; None: the cache's, unless that is quantised. `needs` names features that no
+    spec can tell, so that 'auto' looks for them too, e.g. (Feature.NON_CAUSAL,).
     """
 
     spec: AttentionSpec
     cache_spec: KVCacheSpec
     backend: str = dataclasses.field(default="auto", compare=False)  # what was asked for; backend_name: what was chosen
     platform: str | Chip | None = dataclasses.field(default=None, compare=False)
+    dtype: Any = dataclasses.field(default=None, compare=False)
     needs: tuple[Feature, ...] = dataclasses.field(default=(), compare=False, kw_only=True)
     parallel: ContextParallel = dataclasses.field(default=ContextParallel(), kw_only=True)  # see jattn.parallel
     chosen: type[AttentionBackend] = dataclasses.field(init=False, repr=False)
@@ -48,11 +53,14 @@ class PagedAttention:
     def __post_init__(self):
         checks.check_specs(self.spec, self.cache_spec)
         chip = device.resolve(self.platform)
-        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, (*self.needs, *self.parallel.needs))
+        needs = (*sequence_of(checks.FEATURE)("needs", self.needs), *_parallel(self.parallel).needs)
+        asked, guess = None if self.dtype is None else query_dtype("dtype", self.dtype), _dtype_of(self.cache_spec)
+        dtypes = dict(dtypes=(asked,)) if asked else dict(wished=(guess,)) if guess else {}
+        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, needs, **dtypes)
         object.__setattr__(self, "chosen", chosen)
         who = (self.spec, self.cache_spec, chip, self.parallel)
         object.__setattr__(self, "impl", chosen.get_impl_cls()(*who))
-        object.__setattr__(self, "builder", chosen.get_builder_cls()(*who))
+        object.__setattr__(self, "builder", chosen.get_builder_cls()(*who, asked or guess))
 
     @property
     def backend_name(self) -> str:
@@ -64,23 +72,22 @@ class PagedAttention:
 
         common_prefix_len says how many first keys all requests share: a hint to be fast, never seen in a result.
         """
-        checks.check_batch(self.spec, meta)
+        meta = checks.check_batch(self.spec, self.cache_spec, meta, self.parallel.dcp_world_size)
         checks.check_reach(self.spec, meta)
         checks.check_causality(self.chosen, self.spec, meta)
         self.parallel.check(meta)
-        if common_prefix_len < 0:
-            raise ValueError(f"{common_prefix_len=} must be >= 0")
-        return self.builder.build(common_prefix_len, meta, fast_build)
+        common_prefix_len = _COUNT("common_prefix_len", common_prefix_len)
+        return self.builder.build(common_prefix_len, meta, boolean("fast_build", fast_build))
 
     def build_cascade(self, levels: Sequence[CommonAttentionMetadata]) -> Any:
         """The plan of keys in levels: see cascade_attention. New tokens are written where the last level says."""
+        levels = _LEVELS("levels", levels)
         if not levels:
-            raise ValueError("a cascade needs at least one level")
-        for level in levels:
-            checks.check_batch(self.spec, level)
+            raise ValueError("a cascade needs at least one level: levels is empty")
+        levels = tuple(checks.check_batch(self.spec, self.cache_spec, level) for level in levels)
         checks.check_reach(self.spec, levels[-1])
         checks.check_causality(self.chosen, self.spec, levels[-1])
-        return self.builder.build_cascade(tuple(levels))
+        return self.builder.build_cascade(levels)
 
     def __call__(
         self,
@@ -98,15 +105,13 @@ class PagedAttention:
         """
         if k is None and v is None:
             return cache, self.attend(q, cache, m, params)
-        q = jnp.asarray(q)
-        params = self._checked(q, cache, m, params)
+        q, params = self._checked(q, cache, m, params)
         k, v = checks.check_keys(self.spec, k, v, m.slot_mapping.shape[0])
         return _update_and_forward(self.impl, q, k, v, cache, m, params)
 
     def attend(self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams | None = None) -> AttentionState:
         """Read only: q [T H D] over what the cache holds."""
-        q = jnp.asarray(q)
-        params = self._checked(q, cache, m, params)
+        q, params = self._checked(q, cache, m, params)
         return _forward(self.impl, q, cache, m, params)
 
     def update_block_table(self, m: Any, block_table: jax.Array, slot_mapping: jax.Array) -> Any:
@@ -116,8 +121,8 @@ class PagedAttention:
             ("block_table", block_table, m.block_table),
             ("slot_mapping", slot_mapping, m.slot_mapping),
         ):
-            if jnp.shape(new) != old.shape:
-                raise ValueError(f"{name}.shape={jnp.shape(new)} must stay {old.shape}; build anew for another shape")
+            if _TABLE(name, new).shape != old.shape:
+                raise ValueError(f"{name}.shape={np.shape(new)} must stay {old.shape}; build anew for another shape")
         return self.builder.update_block_table(m, block_table, slot_mapping)
 
     def for_layer(self, m: Any, layer: jax.Array | int, blocks_per_layer: int) -> Any:
@@ -127,21 +132,37 @@ class PagedAttention:
         """
         checks.check_built(m, self.chosen.get_metadata_cls())
         pool = self.cache_spec.num_blocks
-        if blocks_per_layer < 1 or pool % blocks_per_layer:
+        blocks_per_layer = integer(1)("blocks_per_layer", blocks_per_layer)
+        if pool % blocks_per_layer:
             raise ValueError(f"{blocks_per_layer=} must divide the pool's {pool} blocks")
-        if isinstance(layer, int) and not 0 <= layer < pool // blocks_per_layer:
+        if (
+            isinstance(_LAYER("layer", layer), (int, np.integer, np.ndarray))
+            and not 0 <= layer < pool // blocks_per_layer
+        ):
             raise ValueError(f"{layer=} must be one of the pool's {pool // blocks_per_layer} layers, counted from 0")
         return self.builder.for_layer(m, layer, blocks_per_layer)
 
-    def _checked(self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams | None) -> AttentionParams:
-        """The static checks of a call; returns the params, none given being all None."""
-        params = AttentionParams() if params is None else params
+    def _checked(self, q, cache: PagedKV, m: Any, params: AttentionParams | None) -> tuple[jax.Array, AttentionParams]:
+        """The static checks of a call; returns q as an array and the params, none given being all None."""
+        params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
         checks.check_built(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         checks.check_params(self.chosen, self.spec, self.cache_spec, params)
-        checks.check_query(self.spec, q, m.num_tokens)
+        q = checks.check_query(self.spec, q, m.num_tokens)
         checks.check_dtype(self.chosen, q, params)
-        return params
+        return q, params
+
+
+_COUNT, _TABLE, _LAYER, _LEVELS = integer(0), integers(1, 2), integers(0), sequence_of(BATCH)
+
+
+def _parallel(parallel: ContextParallel) -> ContextParallel:
+    return check_kind("parallel", parallel, ContextParallel, "see jattn.parallel")
+
+
+def _dtype_of(cache_spec: KVCacheSpec) -> str | None:
+    """What its queries are of, most likely."""
+    return None if cache_spec.is_quantized else cache_spec.dtype
 
 
 def paged_attention(
@@ -155,7 +176,8 @@ def paged_attention(
     platform: str | Chip | None = None,
 ) -> AttentionState:
     """One read-only call: q [T H D] over the pages of `meta`. A model makes a PagedAttention once instead."""
-    attn = PagedAttention(spec, checks.check_kind("cache", cache, PagedKV).spec, backend, platform)
+    cache_spec = checks.check_kind("cache", cache, PagedKV).spec
+    attn = PagedAttention(spec, cache_spec, backend, platform, checks.query_dtype(q))
     return attn.attend(q, cache, attn.build(meta), params)
 
 
@@ -174,7 +196,7 @@ def cascade_attention(
     count the keys of that level only. Positions run on from level to level, so every mask means what it means flat.
     """
     cache_spec = checks.check_kind("cache", cache, PagedKV).spec
-    attn = PagedAttention(spec, cache_spec, backend, needs=(Feature.CASCADE,))
+    attn = PagedAttention(spec, cache_spec, backend, None, checks.query_dtype(q), needs=(Feature.CASCADE,))
     return attn.attend(q, cache, attn.build_cascade(levels), params)
 
 
@@ -191,20 +213,21 @@ def attention(
     """Without a cache: q [T H D] over k [Tk K D], v [Tk K V], packed by request.
 
     Request r owns keys cumsum(seq_lens)[r-1] .. cumsum(seq_lens)[r]-1, which is q's own packing in self-attention;
-    an encoder_decoder layer's keys are packed by the encoder's lengths.
+    an encoder_decoder layer's keys are packed by the encoder's lengths. Where k and v are of two dtypes, both are read
+    in the one that holds them exactly.
     """
-    params = AttentionParams() if params is None else params
+    params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
     checks.check_kind("spec", spec, AttentionSpec)
     checks.check_lengths(spec, meta)
+    meta = meta if meta.max_num_reqs else checks.with_a_row(meta)
     checks.check_reach(spec, meta)
     chip = device.detect()
     if k is None or v is None:
         raise ValueError("attention without a cache needs k and v; use PagedAttention to read cached ones")
-    q = jnp.asarray(q)
-    chosen = resolve(spec, None, chip, backend, dtypes=(q.dtype, jnp.asarray(k).dtype))
+    q = checks.check_query(spec, q, queries_of(meta, spec.attn_type).num_tokens)
+    k, v = checks.as_one_dtype(*checks.check_keys(spec, k, v, None))
+    chosen = resolve(spec, None, chip, backend, dtypes=(q.dtype.name, k.dtype.name))
     checks.check_causality(chosen, spec, meta)
-    checks.check_query(spec, q, queries_of(meta, spec.attn_type).num_tokens)
-    k, v = checks.check_keys(spec, k, v, None)
     checks.check_packing(spec, meta, k.shape[0])
     checks.check_params(chosen, spec, None, params)
     checks.check_dtype(chosen, q, params)
@@ -217,14 +240,24 @@ def attention(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _forward(impl: AttentionImpl, q, cache, m, params) -> AttentionState:
-    return impl.forward(q, cache, m, params)
+    checks.check_functions(impl.spec)
+    return impl.forward(q, cache, m, params) if q.shape[0] else _no_tokens(impl, q)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _update_and_forward(impl: AttentionImpl, q, k, v, cache, m, params) -> tuple[PagedKV, AttentionState]:
-    return impl.update_and_forward(q, k, v, cache, m, params)
+    checks.check_functions(impl.spec)
+    if q.shape[0]:
+        return impl.update_and_forward(q, k, v, cache, m, params)
+    return impl.do_kv_cache_update(cache, k, v, m, params) if k.shape[0] else cache, _no_tokens(impl, q)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _forward_packed(impl: AttentionImpl, q, k, v, meta, params) -> AttentionState:
-    return impl.forward_packed(q, k, v, meta, params)
+    checks.check_functions(impl.spec)
+    return impl.forward_packed(q, k, v, meta, params) if q.shape[0] else _no_tokens(impl, q)
+
+
+def _no_tokens(impl: AttentionImpl, q) -> AttentionState:
+    """Of a batch without a token: no kernel is asked about shapes of 0."""
+    return AttentionState.empty(0, impl.num_heads, impl.spec.v_head_dim, output_dtype(q.dtype, impl.spec))

@@ -5,6 +5,8 @@ import functools
 
 import jax
 
+from jattn.errors.arguments import short
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -38,8 +40,10 @@ def resolve(platform: "str | Chip | None") -> Chip:
         return detect()
     if isinstance(platform, Chip):
         return platform
-    name = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+    name = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform) if isinstance(platform, str) else None
     if name not in PLATFORMS:
-        raise ValueError(f"{platform=} is not known; use one of {', '.join(PLATFORMS)}, or None to detect it")
+        raise ValueError(
+            f"platform={short(platform)} is not known; use one of {', '.join(PLATFORMS)}, or None to detect"
+        )
     here = detect()
     return here if here.platform == name else Chip(name)

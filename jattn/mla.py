@@ -15,6 +15,7 @@ from jattn.backends.select import resolve
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.latent import check_latent
 from jattn.device import Chip
+from jattn.errors.arguments import as_array, boolean, integer
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, check_mla_params
 from jattn.ops.mla import MLAMetadata
@@ -42,6 +43,7 @@ class MLAAttention:
         checks.check_kind("spec", self.spec, MLASpec, "jattn.PagedAttention takes an AttentionSpec")
         checks.check_kind("cache_spec", self.cache_spec, KVCacheSpec, "make one with jattn.mla_cache_spec(...)")
         check_latent(self.spec, self.cache_spec)
+        checks.check_kind("parallel", self.parallel, ContextParallel, "see jattn.parallel")
         chip = device.resolve(self.platform)
         chosen = resolve(self.spec, self.cache_spec, chip, self.backend, self.parallel.needs)
         object.__setattr__(self, "chosen", chosen)
@@ -65,18 +67,18 @@ class MLAAttention:
 
     def build(self, meta: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False) -> MLAMetadata:
         """The plan of this batch: once a step, for all layers of this spec; pure, on the host or in jit."""
-        checks.check_batch(self.spec, meta)
+        meta = checks.check_batch(self.spec, self.cache_spec, meta, self.parallel.dcp_world_size)
         checks.check_causality(self.chosen, self.spec, meta)
         self.parallel.check(meta)
-        if common_prefix_len < 0:
-            raise ValueError(f"{common_prefix_len=} must be >= 0")
-        return self.builder.build(common_prefix_len, meta, fast_build)
+        common_prefix_len = integer(0)("common_prefix_len", common_prefix_len)
+        return self.builder.build(common_prefix_len, meta, boolean("fast_build", fast_build))
 
     def write(
         self, kv_c: jax.Array, k_pe: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams | None = None
     ) -> PagedKV:
         """Store the new tokens' rows; params are needed for their scales only."""
-        params = MLAParams() if params is None else params
+        params = MLAParams() if params is None else checks.check_kind("params", params, MLAParams)
+        checks.check_built(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         kv_c, k_pe = self._rows(kv_c, k_pe, m)
         return self.impl.do_kv_cache_update(cache, kv_c, k_pe, m, params)
@@ -122,12 +124,11 @@ class MLAAttention:
         return _traced(self.impl, "prefill_mha", q, cache, m, params, *new)
 
     def _checked(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> jax.Array:
-        q = jnp.asarray(q)
         checks.check_built(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         check_mla_params(self.spec, params)
         check_latent(self.spec, self.cache_spec, params)
-        checks.check_query(self.spec.materialised, q, m.num_tokens)
+        q = checks.check_query(self.spec.materialised, q, m.num_tokens)
         if not self.chosen.supports_dtype(q.dtype):
             raise ValueError(f"q.dtype={q.dtype} must be one of {', '.join(self.chosen.get_supported_dtypes())}")
         return q
@@ -135,7 +136,7 @@ class MLAAttention:
     def _rows(self, kv_c, k_pe, m: MLAMetadata) -> tuple[jax.Array, jax.Array]:
         if kv_c is None or k_pe is None:
             raise ValueError("give both kv_c and k_pe, or neither to read what is cached")
-        kv_c, k_pe = jnp.asarray(kv_c), jnp.asarray(k_pe)
+        kv_c, k_pe = jnp.asarray(as_array("kv_c", kv_c)), jnp.asarray(as_array("k_pe", k_pe))
         k_pe = k_pe[:, 0] if k_pe.ndim == 3 and k_pe.shape[1] == 1 else k_pe  # [T 1 R], as projections often leave it
         for name, x, width in (
             ("kv_c", kv_c, self.spec.kv_lora_rank),
@@ -151,4 +152,5 @@ class MLAAttention:
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _traced(impl: MLAImpl, reading: str, *args):
     """Traced once for each equal layer: see the end of jattn.attention."""
+    checks.check_functions(impl.spec)
     return getattr(impl, reading)(*args)

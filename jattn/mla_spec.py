@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jattn.spec import AttentionSpec, Window
+from jattn.errors.arguments import as_array, check_fields, integer, kind, optional, takes
+from jattn.spec import AttentionSpec, Window, check_positive
 from jattn.types import AttentionType, pytree
 
 FEATURES = (
@@ -45,11 +45,8 @@ class MLASpec:
     score_fn: Callable | None = None
 
     def __post_init__(self):
-        optional = () if self.q_lora_rank is None else ("q_lora_rank",)
-        for name in (*optional, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
+        sizes = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        check_fields(self, **dict.fromkeys(sizes, integer(1)), q_lora_rank=optional(integer(1)))
         if self.scale is None:
             object.__setattr__(self, "scale", self.qk_head_dim**-0.5)
         checked = self.absorbed
@@ -128,6 +125,7 @@ class MLAParams:
     k_pe_scale: jax.Array | float | None = None  # f32[] of the cached rotated keys
 
 
+@takes(spec=kind(MLASpec), params=kind(MLAParams))
 def absorb(spec: MLASpec, params: MLAParams) -> MLAParams:
     """Params with kv_b_proj split into W_UK and W_UV, laid out as the absorbed form multiplies; pure, idempotent."""
     if params.kv_b_proj is None:
@@ -157,8 +155,10 @@ def check_mla_params(spec: MLASpec, params: MLAParams) -> None:
         given = getattr(params, name)
         if given is None and name in ("w_uk", "w_uv"):
             raise ValueError(f"params.{name} is missing; give kv_b_proj, or both w_uk and w_uv")
-        if given is not None and jnp.shape(given) not in shapes:
-            raise ValueError(f"params.{name}.shape={jnp.shape(given)} must be {' or '.join(map(str, shapes))}")
+        shape = None if given is None else as_array(f"params.{name}", given).shape
+        if shape is not None and shape not in shapes:
+            raise ValueError(f"params.{name}.shape={shape} must be {' or '.join(map(str, shapes))}")
     for name, flag in (("alibi_slopes", "has_alibi"), ("sinks", "has_sinks")):
         if (getattr(params, name) is not None) != getattr(spec, flag):
             raise ValueError(f"params.{name} is {getattr(params, name)!r} but spec.{flag}={getattr(spec, flag)}")
+    check_positive(params, "kv_c_scale", "k_pe_scale")

@@ -9,28 +9,44 @@ Inside a model's own shard_map, use PagedAttention with `rank_spec` and `rank_ca
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jattn.attention import PagedAttention
+from jattn.backends.checks import check_cache
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
+from jattn.errors.arguments import check_kind, integer, kind, reals, short, takes, text
 from jattn.metadata import CommonAttentionMetadata
+from jattn.metadata.common import BATCH
 from jattn.mla import MLAAttention
-from jattn.mla_spec import MLASpec
+from jattn.mla_spec import MLAParams, MLASpec
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 
 Step = Callable[..., tuple[PagedKV, AttentionState]]
 
 
+def _world(mesh: Mesh, axis: str) -> int:
+    """How many ranks the axis has."""
+    names = check_kind("mesh", mesh, Mesh, "make one with jax.sharding.Mesh or jax.make_mesh").axis_names
+    if not isinstance(axis, str) or axis not in names:
+        raise ValueError(f"axis={short(axis)} is none of the mesh's axes {names}")
+    return mesh.shape[axis]
+
+
+_SPECS = dict(spec=kind(AttentionSpec), cache_spec=kind(KVCacheSpec))
+
+
+@takes(spec=kind(AttentionSpec), axis=text, world=integer(1))
 def rank_spec(spec: AttentionSpec, axis: str, world: int) -> AttentionSpec:
     """One rank's heads of a layer; a user's mask_fn and score_fn still see the head's number in the whole layer."""
     kv_heads, rest = divmod(spec.num_heads // spec.group_size, world)
     if rest:
-        raise ValueError(f"{spec.num_kv_heads=} must be a multiple of the {world} ranks of axis {axis!r}")
+        raise ValueError(f"{spec.num_kv_heads=} must be a multiple of the {world=} ranks of axis {axis!r}")
     heads = spec.num_heads // world
 
     def anywhere(head):
@@ -46,26 +62,32 @@ def rank_spec(spec: AttentionSpec, axis: str, world: int) -> AttentionSpec:
     )
 
 
+@takes(cache_spec=kind(KVCacheSpec), world=integer(1))
 def rank_cache_spec(cache_spec: KVCacheSpec, world: int) -> KVCacheSpec:
     """One rank's heads of a cache."""
+    if cache_spec.num_kv_heads % world:
+        raise ValueError(f"{cache_spec.num_kv_heads=} must be a multiple of the {world=} ranks")
     return dataclasses.replace(cache_spec, num_kv_heads=cache_spec.num_kv_heads // world)
 
 
+@takes(cache_spec=kind(KVCacheSpec), axis=text)
 def head_partition(cache_spec: KVCacheSpec, axis: str) -> PartitionSpec:
     """How every array of a cache is laid over the ranks when heads are shared out."""
     return PartitionSpec(None, axis) if cache_spec.physical_layout == "HND" else PartitionSpec(None, None, axis)
 
 
+@takes(**_SPECS)
 def tensor_parallel(
-    spec: AttentionSpec, cache_spec: KVCacheSpec, mesh: Mesh, axis: str, *, backend: str = "auto"
+    spec: AttentionSpec, cache_spec: KVCacheSpec, mesh: Mesh, axis: str, *, backend: str = "auto", dtype: Any = None
 ) -> Step:
     """step(q, k, v, cache, meta, params) with heads shared out over `axis`; nothing is communicated.
 
+    dtype is that of the queries: see PagedAttention.
     Arrays are global: q [T H D], the cache of `cache_spec`; place the cache by head_partition once, and it stays.
     """
-    world = mesh.shape[axis]
-    local = rank_cache_spec(cache_spec, world)
-    attn = PagedAttention(rank_spec(spec, axis, world), local, backend)
+    world = _world(mesh, axis)
+    local_spec, local = rank_spec(spec, axis, world), rank_cache_spec(cache_spec, world)
+    attn = PagedAttention(local_spec, local, backend, dtype=dtype)
     heads, pools = PartitionSpec(None, axis), head_partition(cache_spec, axis)
 
     def body(q, k, v, cache, meta, params):
@@ -73,8 +95,15 @@ def tensor_parallel(
         return dataclasses.replace(cache, spec=cache_spec), state
 
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | None = None):
-        params = AttentionParams() if params is None else params
+        params = AttentionParams() if params is None else check_kind("params", params, AttentionParams)
+        for name, x, count in (("q", q, spec.num_heads), ("k", k, spec.num_kv_heads), ("v", v, spec.num_kv_heads)):
+            if x is not None and reals(3)(name, x).shape[1] != count:
+                raise ValueError(f"{name}.shape={jnp.shape(x)} must be [T, {count}, ...]: the heads of all ranks")
+        check_cache(cache, cache_spec)
+        BATCH("meta", meta)
         per_head = jax.tree.map(lambda x: PartitionSpec(*[axis] * jnp.ndim(x)), params)
+        if params.qq_bias is not None:  # among tokens: every rank's heads see all of it
+            per_head = dataclasses.replace(per_head, qq_bias=PartitionSpec())
         specs = (heads, heads, heads, pools, PartitionSpec(), per_head)
         mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, heads), check_vma=False)
         return mapped(q, k, v, cache, meta, params)
@@ -82,6 +111,7 @@ def tensor_parallel(
     return step
 
 
+@takes(spec=kind(AttentionSpec, MLASpec), cache_spec=kind(KVCacheSpec), interleave=integer(1))
 def decode_context_parallel(
     spec: AttentionSpec | MLASpec,
     cache_spec: KVCacheSpec,
@@ -90,20 +120,24 @@ def decode_context_parallel(
     *,
     interleave: int = 1,
     backend: str = "auto",
+    dtype: Any = None,
 ) -> Step:
     """step(q, k, v, cache, meta, params) with each request's keys dealt out over `axis` in runs of `interleave`.
 
     cache_spec counts the blocks of all ranks together: each holds a pool of num_blocks // world. The batch is built
     with from_lengths(..., block_size * world): one block id stands for one page on every rank. An MLASpec takes
-    kv_c, k_pe for k, v. The queries, and the result, are whole on every rank.
+    kv_c, k_pe for k, v. dtype is that of the queries (see PagedAttention). The queries, and the result, are whole on
+    every rank.
     """
-    world = mesh.shape[axis]
+    world = _world(mesh, axis)
     if cache_spec.num_blocks % world:
         raise ValueError(f"{cache_spec.num_blocks=} must be a multiple of the {world} ranks of axis {axis!r}")
     local = dataclasses.replace(cache_spec, num_blocks=cache_spec.num_blocks // world)
     parallel = ContextParallel(dcp_axis=axis if world > 1 else None, dcp_world_size=world, interleave=interleave)
-    layer = MLAAttention if isinstance(spec, MLASpec) else PagedAttention
-    attn = layer(spec, local, backend, parallel=parallel)
+    if isinstance(spec, MLASpec):
+        attn = MLAAttention(spec, local, backend, parallel=parallel)
+    else:
+        attn = PagedAttention(spec, local, backend, dtype=dtype, parallel=parallel)
     everywhere, pools = PartitionSpec(), PartitionSpec(axis)
 
     def body(q, k, v, cache, meta, params):
@@ -111,4 +145,9 @@ def decode_context_parallel(
         return dataclasses.replace(cache, spec=cache_spec), state
 
     specs = (everywhere, everywhere, everywhere, pools, everywhere, everywhere)
-    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, everywhere), check_vma=False)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, everywhere), check_vma=False)
+
+    def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | MLAParams | None = None):
+        return mapped(q, k, v, cache, meta, params)
+
+    return step

@@ -1,19 +1,33 @@
 """What a layer asks for: frozen and hashable, so that equal layers share one trace; and its traced numbers."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from jattn.errors.arguments import (
+    as_array,
+    boolean,
+    check_fields,
+    dtype_name,
+    function,
+    integer,
+    number,
+    optional,
+    short,
+)
 from jattn.types import AttentionType, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 
 Window = tuple[int, int]
+_FLAGS = dict.fromkeys(
+    ("has_alibi", "use_alibi_sqrt", "has_sinks", "use_rswa", "use_mm_prefix", "mm_prefix_clamp_sliding_window",
+     "use_qq_bias"), boolean,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,34 +61,28 @@ class AttentionSpec:
 
     def __post_init__(self):
         fill = lambda **values: [object.__setattr__(self, k, v) for k, v in values.items()]  # noqa: E731
-        _positive_int(self, "num_heads", "head_dim")
+        check_fields(self, num_heads=integer(1), head_dim=integer(1), chunk_lookback=integer(0), **_FLAGS)
         fill(
             num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
             v_head_dim=self.head_dim if self.v_head_dim is None else self.v_head_dim,
-            scale=self.head_dim**-0.5 if self.scale is None else float(self.scale),
+            scale=self.head_dim**-0.5 if self.scale is None else number(above=0)("scale", self.scale),
             attn_type=_attention_type(self.attn_type),
             sliding_window=_window(self.sliding_window),
             logits_soft_cap=_soft_cap(self.logits_soft_cap),
             output_dtype=_output_dtype(self.output_dtype),
         )
-        _positive_int(self, "num_kv_heads", "v_head_dim")
+        check_fields(self, num_kv_heads=integer(1), v_head_dim=integer(1), chunk_size=optional(integer(1)))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: each kv head serves whole groups"
             )
-        if not math.isfinite(self.scale):
-            raise ValueError(f"{self.scale=} must be finite; leave it None for head_dim ** -0.5")
-        if self.chunk_size is not None:
-            _positive_int(self, "chunk_size")
         _check_together(self)
         if self.attn_type is AttentionType.ENCODER_DECODER and (self.sliding_window or self.chunk_size):
             raise ValueError(
                 "an encoder_decoder layer sees every encoder token: sliding_window and chunk_size mean nothing; "
                 "use mask_fn(head, q_pos, kv_pos) to hide some"
             )
-        for name in ("mask_fn", "score_fn"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be callable or None")
+        check_fields(self, mask_fn=optional(function), score_fn=optional(function))
 
     @property
     def group_size(self) -> int:
@@ -135,12 +143,36 @@ class AttentionParams:
     qq_bias: jax.Array | None = None
 
     def check_host(self) -> "AttentionParams":
-        """Raise ValueError unless every scale is finite and positive; needs concrete values. Returns self."""
-        for name in ("q_scale", "k_scale", "v_scale", "output_scale"):
-            scale = getattr(self, name)
-            if scale is not None and not (np.isfinite(scale).all() and (np.asarray(scale) > 0).all()):
-                raise ValueError(f"{name}={np.asarray(scale)} must be finite and > 0; pass None for exactly 1")
+        """Raise ValueError unless every scale is finite and positive; traced ones have no values to look at."""
+        check_positive(self, "q_scale", "k_scale", "v_scale", "output_scale")
         return self
+
+
+def with_arrays(params: AttentionParams) -> AttentionParams:
+    """The same numbers, lists as arrays."""
+    lists = {name: x for name, x in vars(params).items() if isinstance(x, (list, tuple))}
+    return dataclasses.replace(params, **{name: as_array(f"params.{name}", x) for name, x in lists.items()})
+
+
+def check_positive(params, *names: str) -> None:
+    """Raise ValueError where a scale whose value the host holds is no finite number > 0.
+
+    Looked at: Python's, numpy's and a CPU's; a value on another device would have to be waited for.
+    """
+    for name in names:
+        scale = getattr(params, name)
+        if scale is None:
+            continue
+        x = as_array(f"params.{name}", scale)
+        if isinstance(x, jax.Array) and (isinstance(x, Tracer) or not x.is_fully_addressable or not _on_cpu(x)):
+            continue
+        x = np.asarray(x, np.float32)
+        if not (np.isfinite(x) & (x > 0)).all():
+            raise ValueError(f"params.{name}={x} must be finite and > 0; pass None for exactly 1")
+
+
+def _on_cpu(x: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in x.devices())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,17 +190,8 @@ class PerLayerParameters:
         return cls(spec.window[0], spec.logits_soft_cap, spec.scale, spec.has_sinks)
 
 
-def _positive_int(spec, *names: str) -> None:
-    for name in names:
-        value = getattr(spec, name)
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive integer")
-
-
 def _check_together(spec: AttentionSpec) -> None:
     """Options that mean something only beside another, or not at all for what is no decoder."""
-    if not isinstance(spec.chunk_lookback, (int, np.integer)) or spec.chunk_lookback < 0:
-        raise ValueError(f"chunk_lookback={spec.chunk_lookback!r} must be an integer >= 0: whole chunks")
     left = spec.window[0] >= 0
     wanted = (
         ("chunk_lookback", "chunk_size", spec.chunk_size is not None),
@@ -186,39 +209,35 @@ def _check_together(spec: AttentionSpec) -> None:
 
 def _attention_type(value) -> AttentionType:
     try:
-        return AttentionType(value)
+        return AttentionType(value if isinstance(value, str) else "")
     except ValueError:
         names = ", ".join(AttentionType)
-        raise ValueError(f"attn_type={value!r} is not known; use one of {names}") from None
+        raise ValueError(f"attn_type={short(value)} is not known; use one of {names}") from None
 
 
 def _window(value) -> Window | None:
     """(left, right) from either spelling; a pair that hides nothing becomes None."""
     if value is None:
         return None
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        if value < 1:
-            raise ValueError(f"sliding_window={value} must be >= 1 (the query itself counts); use None for no window")
-        return (int(value) - 1, 0)
-    if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, (int, np.integer)) for v in value):
-        left, right = (int(v) for v in value)
-        if left >= -1 and right >= -1:
-            return None if (left, right) == (-1, -1) else (left, right)
-    raise ValueError(
-        f"sliding_window={value!r} must be None, an int >= 1, or (left, right) extra keys with -1 = unlimited"
-    )
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        left, right = (integer(-1)("sliding_window", v) for v in value)
+        return None if (left, right) == (-1, -1) else (left, right)
+    try:
+        return integer(1)("sliding_window", value) - 1, 0
+    except ValueError:
+        raise ValueError(
+            f"sliding_window={short(value)} must be None, an int >= 1 (the query itself counts), or (left, right) "
+            "extra keys with -1 = unlimited"
+        ) from None
 
 
 def _soft_cap(value) -> float | None:
-    if value is None or value == 0:
-        return None
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"logits_soft_cap={value} must be > 0; use None or 0 to turn it off")
-    return float(value)
+    """None and 0 turn it off."""
+    return None if value is None else number(least=0)("logits_soft_cap", value) or None
 
 
 def _output_dtype(value) -> str | None:
-    name = value if value is None or isinstance(value, str) else jnp.dtype(value).name
+    name = value if value is None or isinstance(value, str) else dtype_name("output_dtype", value)
     if name is not None and name not in quant.QUANTISED:
-        raise ValueError(f"output_dtype={value!r} must be one of {', '.join(quant.QUANTISED)}; None: the queries' own")
+        raise ValueError(f"output_dtype={short(value)} must be one of {', '.join(quant.QUANTISED)}, or None")
     return name

@@ -230,6 +230,20 @@ class AttentionBackend(abc.ABC):
         return ()
 
     @classmethod
+    def query_reasons(
+        cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip, dtype: str, keys: str | None = None
+    ) -> tuple[str, ...]:
+        """Why not queries of this dtype over this cache, or (cache_spec None) over packed keys of dtype `keys`."""
+        reasons = []
+        if not cls.supports_dtype(dtype):
+            known = ", ".join(cls.get_supported_dtypes())
+            reasons.append(f"dtype not supported: {dtype} seen, {known} supported")
+        if keys is not None and not cls.supports_kv_cache_dtype(keys):
+            known = ", ".join(cls.supported_kv_cache_dtypes)
+            reasons.append(f"dtype of packed keys not supported: {keys} seen, {known} supported")
+        return tuple(reasons)
+
+    @classmethod
     def validate_configuration(cls, head_size: int, **asked) -> list[str]:
         """Every reason against, in a fixed order. Keywords are vLLM's: see Question.from_flags."""
         return reasons_against(cls, Question.from_flags(head_size, **asked))
@@ -241,9 +255,14 @@ class AttentionBackend(abc.ABC):
         cache_spec: KVCacheSpec | None,
         chip: Chip,
         needs: tuple[Feature, ...] = (),
+        dtypes: tuple[str, ...] = (),
     ) -> tuple[str, ...]:
-        """Every reason against this layer over this cache (None: packed) on this chip; empty: it runs."""
+        """Every reason against this layer over this cache (None: packed) on this chip; empty: it runs.
+
+        dtypes: of the queries and, where there is no cache, of the packed keys; (): not asked.
+        """
         own = cls.layer_reasons(spec, cache_spec, chip)
+        own += cls.query_reasons(spec, cache_spec, chip, *dtypes) if dtypes else ()
         return tuple(reasons_against(cls, Question.of(spec, cache_spec, chip, needs), own))
 
 

@@ -40,6 +40,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     cache_spec: KVCacheSpec  # packed attention needs no plan
     chip: Chip
     parallel: ContextParallel = ContextParallel()
+    dtype: str | None = None  # of the queries, where it decides who computes; None: not known
 
     @abc.abstractmethod
     def build(

@@ -3,8 +3,6 @@
 Values (ascending starts, block ids inside the pool ...) are `metadata.check_host`'s, before device_put.
 """
 
-from typing import Any, TypeVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,15 +11,15 @@ from jattn.backends.backend import AttentionBackend
 from jattn.backends.feature import Feature
 from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.write import check_scales
+from jattn.cache.layout import check_alive, check_scales
 from jattn.errors import MissingMetadataError, UnsupportedError
+from jattn.errors.arguments import as_array, check_kind, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
+from jattn.metadata.common import check_block_size
 from jattn.metadata.encoder import keys_of
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType
 from pallas_kernels.algebra import quant
-
-C = TypeVar("C")
 
 _CACHE_FIELDS = (
     *("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim"),
@@ -39,23 +37,47 @@ def check_specs(spec: AttentionSpec, cache_spec: KVCacheSpec) -> None:
             raise ValueError(f"spec.{name}={layer} but cache_spec.{name}={cache}; they must be equal")
 
 
-def check_batch(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
-    """The metadata hangs together and has the pages that this kind of layer reads."""
+def check_batch(
+    spec: AttentionSpec, cache_spec: KVCacheSpec, meta: CommonAttentionMetadata, ranks: int = 1
+) -> CommonAttentionMetadata:
+    """The metadata hangs together and has the pages that this kind of layer reads; a batch of no request has one row.
+
+    ranks share a block id between them: a batch's block is as long as theirs together.
+    """
     check_lengths(spec, meta)
-    table = keys_of(meta, spec.attn_type).block_table
+    keys = keys_of(meta, spec.attn_type)
+    table = keys.block_table
     if table is None:
         raise ValueError(
             "attention over a cache needs block_table: pass it to from_lengths (cross_block_table for the encoder's), "
             "or use jattn.attention for packed k, v"
         )
-    if jnp.ndim(table) != 2 or table.shape[0] != meta.max_num_reqs:
+    _TABLE("meta.block_table", table)
+    if table.shape[0] != meta.max_num_reqs:
         raise ValueError(f"block_table.shape={jnp.shape(table)} must be [R, B] with R={meta.max_num_reqs}, as seq_lens")
+    _VECTOR("meta.slot_mapping", keys.slot_mapping)
+    what = "cache_spec.block_size" if ranks == 1 else f"cache_spec.block_size * {ranks} ranks"
+    check_block_size(keys, cache_spec.block_size * ranks, what)
+    return meta if meta.max_num_reqs else with_a_row(meta)
+
+
+def with_a_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """A batch of no request, not even of padding, as one request of padding: what kernels and plans count on."""
+
+    def column(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        table = batch.block_table
+        return batch if table is None or table.shape[1] else batch.replace(block_table=np.zeros((0, 1), np.int32))
+
+    meta = column(meta) if meta.cross is None else column(meta).replace(cross=column(meta.cross))
+    return meta.padded(meta.num_tokens, 1)
 
 
 def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
     """The lengths of the queries and of the keys."""
     check_kind("meta", meta, CommonAttentionMetadata, "make one with CommonAttentionMetadata.from_lengths(...)")
     for batch in (meta, keys_of(meta, spec.attn_type)):
+        _VECTOR("meta.query_start_loc", batch.query_start_loc)
+        _VECTOR("meta.seq_lens", batch.seq_lens)
         starts, lengths = jnp.shape(batch.query_start_loc), jnp.shape(batch.seq_lens)
         if lengths != (meta.max_num_reqs,) or starts != (meta.max_num_reqs + 1,):
             raise ValueError(f"query_start_loc.shape={starts} must be (R + 1,) and seq_lens.shape={lengths} (R,)")
@@ -100,7 +122,7 @@ def causal_needs(spec: AttentionSpec, meta: CommonAttentionMetadata) -> list[tup
 
 def check_cache(cache: PagedKV, cache_spec: KVCacheSpec) -> None:
     """The cache is one of cache_spec's, whole."""
-    check_kind("cache", cache, PagedKV, "make one with jattn.empty_cache(cache_spec)")
+    check_alive(cache)
     if cache.spec != cache_spec:
         values = ((name, getattr(cache.spec, name), getattr(cache_spec, name)) for name in _CACHE_FIELDS)
         different = [f"{name} {a!r} (wanted {b!r})" for name, a, b in values if a != b]
@@ -111,14 +133,25 @@ def check_cache(cache: PagedKV, cache_spec: KVCacheSpec) -> None:
             raise ValueError(f"cache.{name}.shape={jnp.shape(getattr(cache, name))} must be {shape} for {cache_spec}")
 
 
-def check_query(spec: AttentionSpec, q, num_tokens: int) -> None:
-    """q [T H D], one row a token of the batch."""
+def check_query(spec: AttentionSpec, q, num_tokens: int) -> jax.Array:
+    """q [T H D] as an array, one row a token of the batch."""
+    q = jnp.asarray(as_array("q", q))
     _rows("q", q, spec.num_heads, spec.head_dim)
     if q.shape[0] != num_tokens:
         raise ValueError(
             f"q has {q.shape[0]} tokens but the metadata has T={num_tokens}: pad q, or make the metadata with "
             f"num_tokens={q.shape[0]}"
         )
+    query_dtype(q)
+    return q
+
+
+def query_dtype(q) -> str:
+    """The name of the queries' dtype, as JAX takes them."""
+    name = jnp.asarray(as_array("q", q)).dtype.name
+    if name not in (*quant.FLOATS, *quant.QUANTISED):
+        raise ValueError(f"q.dtype={name} must be one of {', '.join((*quant.FLOATS, *quant.QUANTISED))}")
+    return name
 
 
 def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.Array, jax.Array]:
@@ -126,7 +159,7 @@ def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.A
     if k is None or v is None:
         given, missing = ("v", "k") if k is None else ("k", "v")
         raise ValueError(f"{given} is given but {missing} is None: pass both, or neither to read what is cached")
-    k, v = jnp.asarray(k), jnp.asarray(v)
+    k, v = jnp.asarray(as_array("k", k)), jnp.asarray(as_array("v", v))
     for name, x, dim in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
         _rows(name, x, spec.num_kv_heads, dim)
         if x.dtype.name not in quant.FLOATS:
@@ -138,6 +171,12 @@ def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.A
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"{k.shape[0]=} and {v.shape[0]=} must be the same number of tokens")
     return k, v
+
+
+def as_one_dtype(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Packed k and v as arrays of one dtype, the smallest that holds the numbers of both exactly."""
+    dtype = jnp.promote_types(k.dtype, v.dtype)
+    return k.astype(dtype), v.astype(dtype)
 
 
 def check_packing(spec: AttentionSpec, meta: CommonAttentionMetadata, num_keys: int) -> None:
@@ -154,6 +193,9 @@ def check_params(
     check_kind("params", params, AttentionParams)
     if (params.qq_bias is not None) != spec.use_qq_bias:
         raise ValueError(f"params.qq_bias must be given exactly when {spec.use_qq_bias=}")
+    for name in ("alibi_slopes", "sinks", "qq_bias", "q_scale", "output_scale"):
+        if getattr(params, name) is not None:
+            as_array(f"params.{name}", getattr(params, name))
     bias = jnp.shape(params.qq_bias) if spec.use_qq_bias else (1, 1)
     if len(bias) != 2 or bias[0] != bias[1] or not bias[0]:
         raise ValueError(f"params.qq_bias.shape={bias} must be [Q Q]: new tokens by new tokens")
@@ -175,29 +217,25 @@ def check_params(
     heads = (("q_scale", spec.num_heads), ("k_scale", spec.num_kv_heads), ("v_scale", spec.num_kv_heads))
     for name, count in heads:
         value = getattr(params, name)
-        if value is not None and jnp.shape(value) not in ((), (count,)):
+        if value is not None and as_array(f"params.{name}", value).shape not in ((), (count,)):
             raise ValueError(f"params.{name}.shape={jnp.shape(value)} must be () or ({count},)")
         if jnp.ndim(0.0 if value is None else value) == 1 and not backend.supports_per_head_quant_scales():
             refusal = f"{Feature.PER_HEAD_QUANT_SCALES} not supported: params.{name} has one a head"
             raise UnsupportedError("the chosen backend does not take these params", {backend.get_name(): (refusal,)})
     if cache_spec is not None:
         check_scales(params, cache_spec)
-    known = {name: getattr(params, name) for name in (*(name for name, _ in heads), "output_scale")}
-    concrete: dict[str, Any] = {n: x for n, x in known.items() if isinstance(x, (int, float, np.ndarray, np.generic))}
-    AttentionParams(**concrete).check_host()
+    params.check_host()
 
 
 def check_dtype(backend: type[AttentionBackend], q, params: AttentionParams) -> None:
     """The query's type, which no spec tells; a quantised one says what it means by q_scale."""
     supported = ", ".join(backend.get_supported_dtypes())
-    known = (*quant.FLOATS, *quant.QUANTISED)
-    if q.dtype.name not in known:
-        raise ValueError(f"q.dtype={q.dtype} must be one of {', '.join(known)}")
     if q.dtype.name in quant.QUANTISED and params.q_scale is None:
         raise ValueError(f"q.dtype={q.dtype} needs params.q_scale: real value = stored value * scale")
     if not backend.supports_dtype(q.dtype):
         raise UnsupportedError(
-            "the chosen backend does not take this query; cast it or name another backend",
+            "the chosen backend does not take this query; cast it, name another backend, or let 'auto' know of it by "
+            f"dtype={q.dtype.name!r}",
             {backend.get_name(): (f"dtype not supported: {q.dtype} seen, {supported} supported",)},
         )
 
@@ -207,12 +245,37 @@ def check_built(m, metadata_cls: type) -> None:
     check_kind("m", m, metadata_cls, "call m = attn.build(meta) first, with the same attn")
 
 
-def check_kind(name: str, value: Any, wanted: type[C], way_out: str = "") -> C:
-    """The value itself, or TypeError: an object of another class has none of the names that we would ask it for."""
-    if not isinstance(value, wanted):
-        hint = f"; {way_out}" if way_out else ""
-        raise TypeError(f"{name} must be {wanted.__name__}, got {type(value).__name__}{hint}")
-    return value
+def check_functions(spec) -> None:
+    """mask_fn and score_fn take what they are given and answer in kind; asked once a trace, with no value at hand."""
+    index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 1, 1), (1, 3, 1), (1, 1, 5))]
+    score = jax.ShapeDtypeStruct((2, 3, 5), jnp.float32)
+    asked = (
+        ("mask_fn", "(head, q_pos, kv_pos) -> bool", index, lambda dtype: dtype == jnp.bool_),
+        ("score_fn", "(score, head, q_pos, kv_pos) -> a float score", [score, *index], is_float),
+    )
+    for name, meaning, arguments, fits in asked:
+        function = getattr(spec, name)
+        if function is None:
+            continue
+        try:
+            got = jax.eval_shape(lambda *x, f=function: jnp.asarray(f(*x)), *arguments)
+        except Exception as error:  # whatever a user's function raises is its author's to read
+            raised = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{name} must be {meaning}; called with traced arrays, it raised {raised}") from error
+        if not fits(got.dtype) or not _broadcasts(got.shape, score.shape):
+            raise ValueError(
+                f"{name} must be {meaning} in a shape that broadcasts to its arguments'; for head [2 1 1], "
+                f"q_pos [1 3 1], kv_pos [1 1 5] it gave {got.dtype}{list(got.shape)}"
+            )
+
+
+def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    fits = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(size in (1, most) for size, most in fits)
+
+
+_TABLE, _VECTOR = integers(2), integers(1)
+FEATURE = kind(Feature, way_out="e.g. (jattn.backends.Feature.NON_CAUSAL,)")
 
 
 def _rows(name: str, x, heads: int, dim: int) -> None:

@@ -69,7 +69,7 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
         return _paged(self, q, cache, m, params)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
-        return _packed(self, q, k, v.astype(k.dtype), meta, params)
+        return _packed(self, q, k, v, meta, params)
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: CpuNativeMetadata, params: AttentionParams) -> PagedKV:
         """In place where the cache is donated; the values are those of jattn.write_kv."""

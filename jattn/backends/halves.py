@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
-import jax.numpy as jnp
-
 from jattn.backends import registry
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.feature import Feature
@@ -40,9 +38,12 @@ class Halves:
         cache_spec: KVCacheSpec | None,
         chip: Chip,
         needs: tuple[Feature, ...] = (),
-        dtypes: tuple[jnp.dtype, ...] = (),
+        dtypes: tuple[str, ...] = (),
     ) -> dict[str, Backend]:
-        """A backend for each half of this layer, or UnsupportedError with every reason; dtypes: see select.resolve."""
+        """A backend for each half of this layer, or UnsupportedError with every reason.
+
+        dtypes: of queries and packed keys; who takes them is preferred, and where nobody does, the door says so.
+        """
         asked = (spec, cache_spec, chip, needs, dtypes, registry.entries())
         names = self.names(spec.attn_type, cache_spec is not None)
         return {half: _choose(half, name, *asked) for half, name in names.items()}
@@ -133,10 +134,11 @@ class DividedBackend(AttentionBackend):
         return [*cls._beyond(Question.from_flags(head_size, **asked)), *halves]
 
     @classmethod
-    def reasons(cls, spec, cache_spec, chip, needs=()) -> tuple[str, ...]:
+    def reasons(cls, spec, cache_spec, chip, needs=(), dtypes=()) -> tuple[str, ...]:
         names = cls.halves.names(spec.attn_type, cache_spec is not None)
-        halves = cls.halves.reasons(names, lambda backend: backend.reasons(spec, cache_spec, chip, needs))
-        return (*cls._beyond(Question.of(spec, cache_spec, chip, needs)), *halves)
+        asked = (spec, cache_spec, chip, needs, dtypes)
+        halves = cls.halves.reasons(names, lambda backend: backend.reasons(*asked))
+        return (*cls._beyond(Question.of(*asked)), *halves)
 
     @classmethod
     def _beyond(cls, question: Question) -> list[str]:
@@ -147,10 +149,12 @@ class DividedBackend(AttentionBackend):
 @functools.lru_cache(maxsize=256)
 def _choose(half: str, name: str | None, spec, cache_spec, chip: Chip, needs, dtypes, table) -> Backend:
     """Keyed by the registry's table too, so that registering a backend is seen at once."""
-    answers = {backend: backend.reasons(spec, cache_spec, chip, needs) for backend in candidates(name)}
-    chosen = [backend for backend, reasons in answers.items() if not reasons]
-    if chosen:
-        return registry.prefer(chosen, dtypes)
+    answers: dict[Backend, tuple[str, ...]] = {}
+    for wished in dict.fromkeys((dtypes, ())):
+        answers = {backend: backend.reasons(spec, cache_spec, chip, needs, wished) for backend in candidates(name)}
+        chosen = [backend for backend, reasons in answers.items() if not reasons]
+        if chosen:
+            return chosen[0]
     raise UnsupportedError(
         f"nobody computes the {half} half of this batch: {spec} over {cache_spec}",
         {b.get_name(): x for b, x in answers.items()},

@@ -130,7 +130,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Packed keys are a cache written just now: the gradient goes back through both."""
         keys = keys_of(meta, self.spec.attn_type)
-        cache, table = paged(k, v.astype(k.dtype), jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache, table = paged(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
         impl = dataclasses.replace(self, cache_spec=cache.spec)
         return impl.forward(q, cache, dataclasses.replace(m, block_table=table), params)
@@ -250,3 +250,19 @@ class PallasGpuBackend(AttentionBackend):
                 "stand at the end of the keys"
             )
         return tuple(own)
+
+    @classmethod
+    def query_reasons(cls, spec, cache_spec, chip, dtype, keys=None) -> tuple[str, ...]:
+        """The kernel's own for this dtype beside the cache's, beyond those against the layer."""
+        refused = super().query_reasons(spec, cache_spec, chip, dtype, keys)
+        if refused or not isinstance(spec, AttentionSpec):
+            return refused
+        cache_spec = cache_spec or dataclasses.replace(page_spec(spec), dtype=keys or "bfloat16")
+        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
+            return ()
+        plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)
+        usual, mine = (
+            kernel.supports(kernel_config(plain, cache_spec, asked), chip=chip.generation or "sm_90")
+            for asked in (query_dtype(cache_spec), dtype)
+        )
+        return tuple(reason for reason in mine if reason not in usual)

@@ -107,7 +107,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Packed keys are a cache written just now, heads first; the gradient goes back through it."""
         keys = keys_of(meta, self.spec.attn_type)
-        cache, table = paged(k, v.astype(k.dtype), jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache, table = paged(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         cache = dataclasses.replace(
             cache,
             k=jnp.swapaxes(cache.k, 1, 2),
@@ -207,3 +207,21 @@ class PallasTpuBackend(AttentionBackend):
         if spec.attn_type is AttentionType.ENCODER_DECODER and spec.has_alibi:
             own.append("ALiBi not supported across encoder and decoder: the kernel takes queries to stand at the end")
         return tuple(own)
+
+    @classmethod
+    def query_reasons(cls, spec, cache_spec, chip, dtype, keys=None) -> tuple[str, ...]:
+        """The kernel's own for this dtype beside the cache's, beyond those against the layer."""
+        refused = super().query_reasons(spec, cache_spec, chip, dtype, keys)
+        if refused or not isinstance(spec, AttentionSpec):
+            return refused
+        cache_spec = cache_spec or dataclasses.replace(page_spec(spec), dtype=keys or "bfloat16")
+        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
+            return ()
+        plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)
+        usual, mine = (
+            kernel.supports(
+                kernel_config(plain, cache_spec, asked), chip=chip.generation if chip.platform == "tpu" else ""
+            )
+            for asked in ("bfloat16", dtype)
+        )
+        return tuple(reason for reason in mine if reason not in usual)

@@ -9,6 +9,7 @@ from jax import lax
 
 from jattn.backends.feature import Feature
 from jattn.cache import KVCacheSpec
+from jattn.errors.arguments import check_fields, integer, optional, text
 from jattn.metadata import CommonAttentionMetadata
 from jattn.ops.parallel import cp_lse_ag_out_ar
 from jattn.ops.shard import KeyShard
@@ -26,14 +27,14 @@ class ContextParallel:
     interleave: int = 1  # consecutive tokens of one rank
 
     def __post_init__(self):
+        counts = ("dcp_world_size", "pcp_world_size", "interleave")
+        check_fields(self, **dict.fromkeys(counts, integer(1)), dcp_axis=optional(text), pcp_axis=optional(text))
         for kind in ("dcp", "pcp"):
             axis, size = getattr(self, f"{kind}_axis"), getattr(self, f"{kind}_world_size")
-            if size < 1 or (axis is None) != (size == 1):
+            if (axis is None) != (size == 1):
                 raise ValueError(
                     f"{kind}_axis={axis!r} with {kind}_world_size={size}: a size > 1 needs an axis, 1 none"
                 )
-        if self.interleave < 1:
-            raise ValueError(f"{self.interleave=} must be >= 1")
 
     @property
     def needs(self) -> tuple[Feature, ...]:

@@ -2,13 +2,12 @@
 
 import difflib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import jax.numpy as jnp
 
 from jattn.backends.backend import AttentionBackend
 from jattn.backends.impl import AttentionImpl
+from jattn.errors.arguments import short
 
 Entry = type[AttentionBackend] | str
 """A class, or where to find it: 'package.module:Class'."""
@@ -43,11 +42,6 @@ def load(name: str) -> type[AttentionBackend]:
     return _checked(name, getattr(importlib.import_module(module), attribute))
 
 
-def prefer(able: Sequence[type[AttentionBackend]], dtypes: tuple[jnp.dtype, ...]) -> type[AttentionBackend]:
-    """The first that takes arrays of all these dtypes, which no spec tells, else the first."""
-    return next((backend for backend in able if all(map(backend.supports_dtype, dtypes))), able[0])
-
-
 def register_backend(name: str, backend: Entry | None = None, *, before: str | None = None) -> Callable | Entry:
     """Add a backend of your own: a class, 'package.module:Class', or as a decorator of the class.
 
@@ -56,11 +50,11 @@ def register_backend(name: str, backend: Entry | None = None, *, before: str | N
     if backend is None:
         return lambda cls: register_backend(name, cls, before=before)
     if not isinstance(name, str) or not name or name == "auto":
-        raise ValueError(f"backend name {name!r} must be a non-empty string other than 'auto'")
+        raise ValueError(f"backend name {short(name)} must be a non-empty string other than 'auto'")
     if name in _TABLE:
         raise ValueError(f"backend {name!r} is already registered; unregister_backend it first or choose another name")
-    if before is not None and before not in _TABLE:
-        raise ValueError(f"{before=} is not known; use one of {', '.join(_TABLE)}")
+    if before is not None and (not isinstance(before, str) or before not in _TABLE):
+        raise ValueError(f"before={short(before)} is not known; use one of {', '.join(_TABLE)}")
     if not isinstance(backend, str):
         _checked(name, backend)
     elif not all(backend.partition(":")):
@@ -79,10 +73,10 @@ def unregister_backend(name: str) -> None:
 
 
 def _entry(name: str) -> Entry:
-    if name not in _TABLE:
-        close = difflib.get_close_matches(str(name), _TABLE, 1)
+    if not isinstance(name, str) or name not in _TABLE:
+        close = difflib.get_close_matches(name, _TABLE, 1) if isinstance(name, str) else None
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"backend {name!r} is not known{hint}; use 'auto' or one of {', '.join(_TABLE)}")
+        raise ValueError(f"backend {short(name)} is not known{hint}; use 'auto' or one of {', '.join(_TABLE)}")
     return _TABLE[name]
 
 

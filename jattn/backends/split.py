@@ -22,6 +22,7 @@ from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.halves import DividedBackend, Halves
 from jattn.backends.impl import AttentionImpl
 from jattn.cache import KVCacheSpec, PagedKV
+from jattn.errors.arguments import integer, optional, takes, text
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
 from jattn.metadata.subset import subset
@@ -65,7 +66,8 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
         """Each half gets the whole hint: what all requests share, those of a half share too."""
         common = common_attn_metadata
         needs = tuple(feature for feature, _ in checks.causal_needs(self.spec, common))
-        chosen = self.halves.choose(self.spec, self.cache_spec, self.chip, needs)
+        dtypes = () if self.dtype is None else (self.dtype,)
+        chosen = self.halves.choose(self.spec, self.cache_spec, self.chip, needs, dtypes)
         halves = {}
         for half, (part, tokens, requests) in self._parts(common, "decode" in chosen).items():
             plan = self._builder(chosen[half]).build(common_prefix_len, part, fast_build)
@@ -80,7 +82,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
 
     def _builder(self, backend: "type[AttentionBackend] | str") -> AttentionMetadataBuilder:
         backend = registry.load(backend) if isinstance(backend, str) else backend
-        return backend.get_builder_cls()(self.spec, self.cache_spec, self.chip)
+        return backend.get_builder_cls()(self.spec, self.cache_spec, self.chip, self.parallel, self.dtype)
 
     def _parts(self, common: CommonAttentionMetadata, decodes: bool):
         """(batch, its tokens, its requests) of each half; a batch that is all one half is not taken apart."""
@@ -168,7 +170,7 @@ class SplitImpl(AttentionImpl[SplitMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params) -> AttentionState:
         needs = tuple(feature for feature, _ in checks.causal_needs(self.spec, meta))
-        backend = self.halves.choose(self.spec, None, self.chip, needs, (q.dtype, k.dtype))["prefill"]
+        backend = self.halves.choose(self.spec, None, self.chip, needs, (q.dtype.name, k.dtype.name))["prefill"]
         checks.check_params(backend, self.spec, None, params)
         checks.check_dtype(backend, q, params)
         return self._impl(backend).forward_packed(q, k, v, meta, params)
@@ -197,6 +199,7 @@ class SplitBackend(DividedBackend):
         return SplitMetadata
 
 
+@takes(name=text, decode=optional(text), prefill=optional(text), decode_threshold=integer(1), before=optional(text))
 def make_split_backend(
     name: str,
     *,
@@ -212,8 +215,6 @@ def make_split_backend(
     for half in (decode, prefill):
         if half is not None and issubclass(registry.load(half), DividedBackend):
             raise ValueError(f"backend {half!r} is itself a split; name backends that compute")
-    if decode_threshold < 1:
-        raise ValueError(f"{decode_threshold=} must be at least 1: a decode has one new token")
     halves = dict(halves=Halves(decode, prefill, decode_threshold), __module__=__name__)
     impl = type(f"{name}:impl", (SplitImpl,), halves)
     builder = type(f"{name}:builder", (SplitMetadataBuilder,), halves)

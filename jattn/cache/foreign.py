@@ -10,18 +10,21 @@
 import jax
 import jax.numpy as jnp
 
+from jattn.errors.arguments import integer, reals, takes
+
 VECTOR_BYTES = 16
 """What a CUDA thread loads at once."""
 
 
+@takes(kv_cache=reals(3), num_kv_heads=integer(1), head_size=integer(1))
 def split_kv_cache(kv_cache: jax.Array, num_kv_heads: int, head_size: int) -> tuple[jax.Array, jax.Array]:
     """(k, v), [N S K D] each, of a flat cache [2, N, S * K * D]; any dtype, the numbers as they are stored."""
     kv_cache = jnp.asarray(kv_cache)
     x = _vector(kv_cache.dtype, head_size)
     if kv_cache.ndim != 3 or kv_cache.shape[0] != 2 or kv_cache.shape[2] % (num_kv_heads * head_size):
         raise ValueError(
-            f"{kv_cache.shape=} must be [2, N, a multiple of {num_kv_heads} x {head_size}]: keys, then values, a block "
-            "in each row"
+            f"{kv_cache.shape=} must be [2, N, a multiple of {num_kv_heads=} x {head_size=}]: keys, then values, a "
+            "block in each row"
         )
     blocks = kv_cache.shape[1]
     k = kv_cache[0].reshape(blocks, num_kv_heads, head_size // x, -1, x)
@@ -29,6 +32,7 @@ def split_kv_cache(kv_cache: jax.Array, num_kv_heads: int, head_size: int) -> tu
     return k.transpose(0, 3, 1, 2, 4).reshape(blocks, -1, num_kv_heads, head_size), v.transpose(0, 3, 1, 2)
 
 
+@takes(k=reals(4), v=reals(4))
 def join_kv_cache(k: jax.Array, v: jax.Array) -> jax.Array:
     """The flat cache [2, N, S * K * D] of k and v, [N S K D] each: what split_kv_cache takes apart."""
     k, v = jnp.asarray(k), jnp.asarray(v)

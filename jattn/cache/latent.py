@@ -14,12 +14,14 @@ import jax.numpy as jnp
 
 from jattn.cache.layout import KVCacheSpec, PagedKV
 from jattn.cache.write import write_kv
+from jattn.errors.arguments import kind, takes
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.spec import AttentionParams
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import split_slot
 
 
+@takes(spec=kind(MLASpec))
 def mla_cache_spec(
     spec: MLASpec, num_blocks: int, block_size: int, *, dtype: str = "bfloat16", quant: str = "none", layout="auto"
 ) -> KVCacheSpec:
@@ -62,7 +64,7 @@ def write_latent(
     k, v = k_pe[:, None], kv_c[:, None]
     k_scale, v_scale = params.k_pe_scale, params.kv_c_scale
     if is_wide(spec, cache.spec):
-        k = jnp.concatenate([v, k.astype(v.dtype)], axis=-1)
+        k = jnp.concatenate([v, k], axis=-1)  # of two dtypes: the one that holds both exactly
         v, k_scale = k[..., : cache.spec.v_head_dim], v_scale
     return write_kv(cache, k, v, slot_mapping, AttentionParams(k_scale=k_scale, v_scale=v_scale))
 

@@ -5,16 +5,33 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jattn.cache.pool import filled
 from jattn.device import Chip, resolve
+from jattn.errors.arguments import (
+    as_array,
+    check_fields,
+    check_kind,
+    choice,
+    dtype_name,
+    integer,
+    kind,
+    number,
+    short,
+    takes,
+)
+from jattn.spec import AttentionParams, check_positive, with_arrays
 from jattn.types import pytree, static
 from pallas_kernels.algebra import quant
 
 LAYOUTS = ("auto", "NHD", "HND")
 QUANT_MODES = ("none", "per_tensor", "per_head", "per_token_head")
-STORAGES = (None, "native", "bits")
+
+
+def _storage(name: str, value):
+    if value is not None and (not isinstance(value, str) or value not in ("native", "bits")):
+        raise ValueError(f"{name}={short(value)} is not known; use 'native', 'bits' or None to let the platform choose")
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,14 +54,9 @@ class KVCacheSpec:
     def __post_init__(self):
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
-        for name in ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
-        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
-        for name, known in (("layout", LAYOUTS), ("quant", QUANT_MODES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(known)}")
+        sizes = ("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim")
+        check_fields(self, **dict.fromkeys(sizes, integer(1)), dtype=_dtype_name)
+        check_fields(self, layout=choice(*LAYOUTS), quant=choice(*QUANT_MODES))
         if (self.quant != "none") != (self.dtype in quant.QUANTISED):
             raise ValueError(
                 f"{self.dtype=} with {self.quant=}: {', '.join(quant.QUANTISED)} go with quant "
@@ -109,6 +121,7 @@ class PagedKV:
 
     def logical(self) -> tuple[jax.Array, jax.Array]:
         """(k [N S K D], v [N S K V]) decoded to float32, token scales applied. For tests and notebooks."""
+        check_alive(self)
         return self._logical(self.k, self.k_token_scale), self._logical(self.v, self.v_token_scale)
 
     def _logical(self, pool, token_scale):
@@ -118,13 +131,17 @@ class PagedKV:
         return jnp.swapaxes(x, 1, 2) if self.spec.physical_layout == "HND" else x
 
     @classmethod
+    @takes(spec=kind(KVCacheSpec))
     def from_logical(cls, spec: KVCacheSpec, k, v, params=None, *, storage: str | None = None) -> "PagedKV":
         """A cache that holds k [N S K D], v [N S K V] (floats), encoded as a write would: tests, import, export."""
-        if jnp.shape(k) != (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim):
-            raise ValueError(f"{jnp.shape(k)=} must be [N S K D] of {spec}")
-        if jnp.shape(v) != (*jnp.shape(k)[:3], spec.v_head_dim):
-            raise ValueError(f"{jnp.shape(v)=} must be [N S K V] of {spec}")
+        k, v = as_array("k", k), as_array("v", v)
+        if k.shape != (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim):
+            raise ValueError(f"{k.shape=} must be [N S K D] of {spec}")
+        if v.shape != (*k.shape[:3], spec.v_head_dim):
+            raise ValueError(f"{v.shape=} must be [N S K V] of {spec}")
+        check_scales(params, spec)
         empty = empty_cache(spec, storage=storage)
+        params = params and with_arrays(params)
         scales = (None, None) if params is None else (params.k_scale, params.v_scale)
         k, k_token = encode_rows(jnp.asarray(k), spec, empty.k.dtype, scales[0])
         v, v_token = encode_rows(jnp.asarray(v), spec, empty.v.dtype, scales[1])
@@ -132,6 +149,31 @@ class PagedKV:
             (lambda x: x) if spec.physical_layout == "NHD" else (lambda x: None if x is None else jnp.swapaxes(x, 1, 2))
         )
         return cls(k=order(k), v=order(v), k_token_scale=order(k_token), v_token_scale=order(v_token), spec=spec)
+
+
+def check_alive(cache: PagedKV, name: str = "cache") -> PagedKV:
+    """The cache itself; TypeError for anything else, ValueError where it was donated and its memory is another's."""
+    check_kind(name, cache, PagedKV, "make one with jattn.empty_cache(cache_spec)")
+    for pool in (cache.k, cache.v):
+        if isinstance(pool, jax.Array) and not isinstance(pool, jax.core.Tracer) and pool.is_deleted():
+            raise ValueError(f"{name} was donated to an earlier call and is deleted; use the cache which that returned")
+    return cache
+
+
+def check_scales(params, spec: KVCacheSpec) -> None:
+    """k_scale and v_scale: None, a scalar, or one a kv head; one a head needs a cache that is quantised so."""
+    if params is not None:
+        check_kind("params", params, AttentionParams)
+    for name in ("k_scale", "v_scale"):
+        scale = None if params is None else getattr(params, name)
+        if scale is None:
+            continue
+        shape = as_array(f"params.{name}", scale).shape
+        if shape not in ((), (spec.num_kv_heads,)):
+            raise ValueError(f"params.{name}.shape={shape} must be () or ({spec.num_kv_heads},)")
+        check_positive(params, name)
+        if shape and spec.quant == "per_tensor":
+            raise ValueError(f"params.{name} has one scale a head but {spec.quant=}; use quant='per_head' or a scalar")
 
 
 def encode_rows(x: jax.Array, spec: KVCacheSpec, stored_dtype, scale):
@@ -146,6 +188,7 @@ def encode_rows(x: jax.Array, spec: KVCacheSpec, stored_dtype, scale):
     return stored, None if token_scale is None else token_scale[..., 0]
 
 
+@takes(spec=kind(KVCacheSpec), fill=number(finite=False), storage=_storage)
 def empty_cache(
     spec: KVCacheSpec, fill: float = 0.0, *, platform: "str | Chip | None" = None, storage: str | None = None
 ) -> PagedKV:
@@ -154,8 +197,6 @@ def empty_cache(
     storage: None lets the platform choose ('bits' on CPU, where XLA would otherwise copy the pool on every bf16 or
     fp8 write; 'native' elsewhere); 'native' on CPU trades that for a cache that can be differentiated.
     """
-    if storage not in STORAGES:
-        raise ValueError(f"{storage=} is not known; use 'native', 'bits' or None to let the platform choose")
     chip = resolve(platform)
     bits = chip.platform == "cpu" if storage is None else storage == "bits"
     stored = quant.storage_dtype(spec.dtype, bits)
@@ -177,17 +218,18 @@ def empty_cache(
     )
 
 
+@takes(spec=kind(KVCacheSpec), num_layers=integer(0))
 def bytes_of(spec: KVCacheSpec, num_layers: int = 1) -> int:
     """Bytes of `num_layers` caches of this spec."""
     return math.prod((spec.num_blocks, spec.bytes_per_block, num_layers))
 
 
-def _dtype_name(dtype) -> str:
+def _dtype_name(name: str, dtype) -> str:
     try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
+        found = dtype_name(name, dtype)
+    except ValueError:
+        found = None
     known = (*quant.FLOATS, *quant.QUANTISED)
-    if name not in known:
-        raise ValueError(f"cache dtype {dtype!r} is not known; use one of {', '.join(known)}")
-    return name
+    if found not in known:
+        raise ValueError(f"cache dtype {short(dtype)} is not known; use one of {', '.join(known)}")
+    return found

@@ -3,9 +3,18 @@
 import jax
 import jax.numpy as jnp
 
-from jattn.cache.layout import PagedKV
+from jattn.cache.layout import PagedKV, check_alive
+from jattn.errors.arguments import integers, takes
 
 
+def _alive(name: str, cache: PagedKV) -> PagedKV:
+    return check_alive(cache, name)
+
+
+_PAIRS = integers(2)
+
+
+@takes(cache=_alive, src_dst=_PAIRS)
 def copy_blocks(cache: PagedKV, src_dst: jax.Array) -> PagedKV:
     """Copy block src to block dst for each pair of i32[n, 2]; overlapping pairs read the old values.
 
@@ -14,11 +23,12 @@ def copy_blocks(cache: PagedKV, src_dst: jax.Array) -> PagedKV:
     return swap_blocks(cache, cache, src_dst)
 
 
+@takes(src_cache=_alive, dst_cache=_alive, src_dst=_PAIRS)
 def swap_blocks(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> PagedKV:
     """Copy blocks of one cache into another of the same spec but for its size; returns the new destination."""
+    if src_dst.shape[1] != 2:
+        raise ValueError(f"{src_dst.shape=} must be integer [n, 2] pairs (source block, target block)")
     src_dst = jnp.asarray(src_dst)
-    if src_dst.ndim != 2 or src_dst.shape[1] != 2 or not jnp.issubdtype(src_dst.dtype, jnp.integer):
-        raise ValueError(f"{src_dst.shape=} {src_dst.dtype=} must be integer [n, 2] pairs (source block, target block)")
     a, b = src_cache.spec, dst_cache.spec
     same = ("block_size", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "physical_layout", "quant")
     different = [name for name in same if getattr(a, name) != getattr(b, name)]

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from jattn.cache.layout import PagedKV, encode_rows
-from jattn.spec import AttentionParams
+from jattn.cache.layout import PagedKV, check_alive, check_scales, encode_rows
+from jattn.errors.arguments import as_array, integers
+from jattn.spec import AttentionParams, with_arrays
+from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import split_slot
 
 
@@ -15,7 +17,8 @@ def write_kv(
 
     A slot < 0 or >= N*S writes nothing; a slot_mapping shorter than k leaves the remaining rows unwritten.
     """
-    check_static(cache, k, v, slot_mapping, params)
+    k, v, slot_mapping = check_static(cache, k, v, slot_mapping, params)
+    params = params and with_arrays(params)
     spec = cache.spec
     rows = slot_mapping.shape[0]
     block, offset = split_slot(slot_mapping, spec.num_blocks, spec.block_size)
@@ -41,30 +44,25 @@ def write_backward(saved, cotangent):
     return dcache, dk, dv, None, dparams
 
 
-def check_static(cache: PagedKV, k, v, slot_mapping, params=None) -> None:
-    """Raise ValueError where shapes and dtypes already tell that the write cannot mean anything."""
-    spec = cache.spec
+def check_static(cache: PagedKV, k, v, slot_mapping, params=None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """k, v and slot_mapping as arrays, or ValueError where shapes and dtypes tell that the write means nothing."""
+    spec = check_alive(cache).spec
+    k, v = jnp.asarray(as_array("k", k)), jnp.asarray(as_array("v", v))
     for name, x, dim in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
-        if jnp.ndim(x) != 3 or x.shape[1:] != (spec.num_kv_heads, dim):
-            raise ValueError(f"{name}.shape={jnp.shape(x)} must be [T, {spec.num_kv_heads}, {dim}] for {spec}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name}.dtype={x.dtype} must be a float type; the cache does the quantising")
+        if x.ndim != 3 or x.shape[1:] != (spec.num_kv_heads, dim):
+            raise ValueError(f"{name}.shape={x.shape} must be [T, {spec.num_kv_heads}, {dim}] for {spec}")
+        if x.dtype.name not in quant.FLOATS:
+            raise ValueError(
+                f"{name}.dtype={x.dtype} must be a float type, one of {', '.join(quant.FLOATS)}; the cache does the "
+                "quantising"
+            )
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"{k.shape[0]=} and {v.shape[0]=} must be the same number of tokens")
-    if jnp.ndim(slot_mapping) != 1 or slot_mapping.shape[0] > k.shape[0]:
-        raise ValueError(f"{jnp.shape(slot_mapping)=} must be [T] with at most {k.shape[0]=} rows")
-    if not jnp.issubdtype(slot_mapping.dtype, jnp.integer):
-        raise ValueError(f"{slot_mapping.dtype=} must be an integer type")
+    slots = jnp.asarray(_SLOTS("slot_mapping", slot_mapping))
+    if slots.shape[0] > k.shape[0]:
+        raise ValueError(f"slot_mapping.shape={slots.shape} must be [T] with at most {k.shape[0]=} rows")
     check_scales(params, spec)
+    return k, v, slots
 
 
-def check_scales(params: AttentionParams | None, spec) -> None:
-    """k_scale and v_scale: None, a scalar, or one a kv head; one a head needs a cache that is quantised so."""
-    for name in ("k_scale", "v_scale"):
-        scale = None if params is None else getattr(params, name)
-        if scale is None or jnp.ndim(scale) == 0:
-            continue
-        if jnp.shape(scale) != (spec.num_kv_heads,):
-            raise ValueError(f"{name}.shape={jnp.shape(scale)} must be () or ({spec.num_kv_heads},)")
-        if spec.quant == "per_tensor":
-            raise ValueError(f"{name} has one scale a head but {spec.quant=}; use quant='per_head' or a scalar")
+_SLOTS = integers(1)

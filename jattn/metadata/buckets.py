@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jattn.errors.arguments import check_fields, integer, integers, sequence_of, takes
 from pallas_kernels.algebra.paging import cdiv
 
 SHORT_QUERY = 8
@@ -20,6 +21,16 @@ def query_len_bound(longest: int, num_tokens: int) -> int:
     return SHORT_QUERY if longest <= SHORT_QUERY else max(num_tokens, SHORT_QUERY)
 
 
+_LENS = integers(1, host="buckets are chosen on the host")
+
+
+def _sizes_of(name: str, value) -> tuple[int, ...]:
+    sizes = sequence_of(integer(1))(name, value)
+    if not sizes:
+        raise ValueError(f"{name} must hold at least one size")
+    return sizes
+
+
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """The static sizes that a server compiles for; a batch takes the smallest that holds it."""
@@ -28,24 +39,32 @@ class Buckets:
     reqs: tuple[int, ...]
     blocks: tuple[int, ...]
 
+    def __post_init__(self):
+        check_fields(self, tokens=_sizes_of, reqs=_sizes_of, blocks=_sizes_of)
+
     @classmethod
+    @takes(max_tokens=integer(1), max_reqs=integer(1), max_blocks=integer(1))
     def powers_of_two(cls, max_tokens: int, max_reqs: int, max_blocks: int) -> "Buckets":
         """1, 2, 4 ... up to and including each maximum."""
         ladder = lambda top: tuple(sorted({min(1 << i, top) for i in range((top - 1).bit_length() + 1)}))  # noqa: E731
         return cls(ladder(max_tokens), ladder(max_reqs), ladder(max_blocks))
 
+    @takes(num_tokens=integer(0), num_reqs=integer(0), num_blocks=integer(0))
     def sizes(self, num_tokens: int, num_reqs: int, num_blocks: int) -> dict[str, int]:
         """from_lengths' padding arguments for a batch of this size."""
         return dict(
-            num_tokens=_fit("tokens", num_tokens, self.tokens),
-            num_reqs=_fit("requests", num_reqs, self.reqs),
-            max_blocks=_fit("blocks of a request", num_blocks, self.blocks),
+            num_tokens=_fit("num_tokens", num_tokens, self.tokens),
+            num_reqs=_fit("num_reqs", num_reqs, self.reqs),
+            max_blocks=_fit("num_blocks", num_blocks, self.blocks),
         )
 
+    @takes(query_lens=_LENS, seq_lens=_LENS, block_size=integer(1))
     def sizes_for(self, query_lens, seq_lens, block_size: int) -> dict[str, int]:
         """The same from a batch's lengths."""
-        longest = max(map(int, seq_lens), default=0)
-        return self.sizes(int(sum(query_lens)), len(seq_lens), cdiv(max(longest, 1), block_size))
+        if len(query_lens) != len(seq_lens) or (query_lens < 0).any() or (seq_lens < 0).any():
+            raise ValueError(f"{query_lens=} and {seq_lens=} must be lengths >= 0, one of each a request")
+        total, longest = int(query_lens.sum(dtype="int64")), int(seq_lens.max(initial=0))
+        return self.sizes(total, len(seq_lens), cdiv(max(longest, 1), block_size))
 
     @property
     def budget(self) -> int:
@@ -53,8 +72,13 @@ class Buckets:
         return len(self.tokens) * len(self.reqs) * len(self.blocks) * 3
 
 
-def _fit(what: str, n: int, sizes: tuple[int, ...]) -> int:
+_WORDS = dict(num_tokens="tokens", num_reqs="requests", num_blocks="blocks of a request")
+
+
+def _fit(name: str, n: int, sizes: tuple[int, ...]) -> int:
     for size in sorted(sizes):
         if n <= size:
             return size
-    raise ValueError(f"{n} {what} do not fit the largest bucket {max(sizes)}; split the batch or add a bucket")
+    raise ValueError(
+        f"{name}: {n} {_WORDS[name]} do not fit the largest bucket {max(sizes)}; split the batch or add a bucket"
+    )

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.errors.arguments import boolean, integer, integers, short, takes
+from jattn.metadata.common import BATCH, CommonAttentionMetadata, check_block_size
 from jattn.metadata.host import array_module, is_traced
 from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID
 from pallas_kernels.algebra.paging import cdiv
@@ -21,6 +22,17 @@ Level = int | Sequence[tuple[int, int]]
 MIN_PREFIX, MIN_REQS, TILE = 256, 8, 128
 
 
+@takes(
+    common_prefix_len=integer(0),
+    query_lens=integers(1, host="ask before jit"),
+    num_query_heads=integer(1),
+    num_kv_heads=integer(1),
+    use_alibi=boolean,
+    use_sliding_window=boolean,
+    use_local_attention=boolean,
+    num_sms=integer(1),
+    dcp_world_size=integer(1),
+)
 def use_cascade_attention(
     common_prefix_len: int,
     query_lens,
@@ -50,6 +62,7 @@ def use_cascade_attention(
     return cascade < cdiv(len(lens) * num_kv_heads * cdiv(group, TILE) * prefix_tiles, num_sms)
 
 
+@takes(meta=BATCH, block_size=integer(1))
 def cascade_levels(
     meta: CommonAttentionMetadata, prefixes: int | Sequence[Level], block_size: int
 ) -> list[CommonAttentionMetadata]:
@@ -64,9 +77,9 @@ def cascade_levels(
         raise ValueError(
             "cascade levels share pages of one cache: they need meta.block_table, no cross, no dcp lengths"
         )
+    check_block_size(meta, block_size)
     live = meta.max_num_reqs if is_traced(meta.num_reqs) else int(meta.num_reqs)
-    levels = [prefixes] if isinstance(prefixes, (int, np.integer)) else list(prefixes)
-    groups = [[(live, int(p))] if isinstance(p, (int, np.integer)) else [*p] for p in levels]
+    groups = _groups(prefixes, live)
     done = np.zeros(live, np.int64)  # tokens of each request that the levels so far have taken
     out = []
     for i, level in enumerate(groups):
@@ -75,6 +88,22 @@ def cascade_levels(
         done += np.repeat([n for _, n in level], [n for n, _ in level])
     _check_shared(meta, done, groups, block_size)
     return [*out, _last_level(meta, done, block_size)]
+
+
+def _groups(prefixes, live: int) -> list[list[tuple[int, int]]]:
+    """Each level as (num_requests, tokens) pairs."""
+    one = not isinstance(prefixes, (list, tuple))
+    levels = [prefixes] if one else prefixes
+    groups = []
+    for i, level in enumerate(levels):
+        name = "prefixes" if one else f"prefixes[{i}]"
+        if not isinstance(level, (list, tuple)):
+            groups.append([(live, integer(0)(name, level))])
+            continue
+        if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in level):
+            raise ValueError(f"{name}={short(level)} must be a number of tokens, or pairs (num_requests, tokens)")
+        groups.append([(integer(0)(name, n), integer()(name, tokens)) for n, tokens in level])
+    return groups
 
 
 def _shared_level(meta, level, done: np.ndarray, block_size: int) -> CommonAttentionMetadata:
@@ -97,6 +126,7 @@ def _shared_level(meta, level, done: np.ndarray, block_size: int) -> CommonAtten
         max_query_len=meta.num_tokens,
         max_seq_len=width * block_size,
         is_causal=False,
+        block_size=block_size,
     )
 
 
@@ -110,6 +140,7 @@ def _last_level(meta, done: np.ndarray, block_size: int) -> CommonAttentionMetad
         seq_lens=xp.maximum(xp.asarray(meta.seq_lens) - taken, 0),
         block_table=xp.take_along_axis(xp.asarray(meta.block_table), xp.asarray(column), axis=1),
         max_seq_len=width * block_size,
+        block_size=block_size,
     )
 
 

@@ -2,16 +2,29 @@
 
 import numpy as np
 
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.errors.arguments import integers, takes
+from jattn.metadata.common import BATCH, CommonAttentionMetadata, check_block_size
 from pallas_kernels.algebra.paging import cdiv
 
+_HOST = integers(1, host="call check_host before device_put, never inside jit")
 
+
+def _with_pages(name: str, cache_spec):
+    if cache_spec is not None and not (hasattr(cache_spec, "block_size") and hasattr(cache_spec, "num_blocks")):
+        raise TypeError(f"{name} must be the cache's KVCacheSpec or None, got {type(cache_spec).__name__}")
+    return cache_spec
+
+
+@takes(meta=BATCH, cache_spec=_with_pages)
 def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentionMetadata:
     """Raise ValueError unless starts ascend, lengths fit their tables and every used block lies in the pool.
 
     Returns meta, so that it can stand in an expression. Only live requests are looked at.
     """
-    start, seq = np.asarray(meta.query_start_loc), np.asarray(meta.seq_lens)
+    start = np.asarray(_HOST("meta.query_start_loc", meta.query_start_loc))
+    seq = np.asarray(_HOST("meta.seq_lens", meta.seq_lens))
+    if start.shape != (len(seq) + 1,):
+        raise ValueError(f"meta.query_start_loc.shape={start.shape} must be (R + 1,) beside {seq.shape=}")
     query = np.diff(start)
     if start[0] != 0 or (query < 0).any():
         raise ValueError(f"query_start_loc={start} must start at 0 and never descend")
@@ -32,7 +45,7 @@ def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentio
 
 
 def _check_pages(meta, seq, cache_spec) -> None:
-    size, blocks = cache_spec.block_size, cache_spec.num_blocks
+    size, blocks = check_block_size(meta, cache_spec.block_size, "cache_spec.block_size"), cache_spec.num_blocks
     table, slots = np.asarray(meta.block_table), np.asarray(meta.slot_mapping)
     used = cdiv(seq, size)
     _first(

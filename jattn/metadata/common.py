@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.errors.arguments import booleans, integer, kind, takes
 from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID, pytree, static
 from pallas_kernels.algebra.paging import slots_of
 
@@ -35,6 +36,7 @@ class CommonAttentionMetadata:
     max_query_len: int = static()  # upper bound, bucketed
     max_seq_len: int = static()  # upper bound, bucketed
     is_causal: bool = static(default=True)
+    block_size: int | None = static(default=None)  # tokens of a page of block_table; None: not known, not checked
 
     @property
     def causal(self) -> "bool | jax.Array":
@@ -72,7 +74,7 @@ class CommonAttentionMetadata:
         """i32[T] the request of each token; pad tokens get the last request."""
         tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
         req = jnp.searchsorted(jnp.asarray(self.query_start_loc)[1:], tokens, side="right")
-        return jnp.clip(req, 0, self.max_num_reqs - 1).astype(jnp.int32)
+        return jnp.clip(req, 0, max(self.max_num_reqs - 1, 0)).astype(jnp.int32)
 
     def token_is_live(self) -> jax.Array:
         """bool[T] False for pad tokens."""
@@ -84,7 +86,7 @@ class CommonAttentionMetadata:
         start = jnp.asarray(self.query_start_loc)[:-1]
         first = self.num_computed_tokens() - start
         tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
-        return jnp.where(self.token_is_live(), tokens + first[req], 0)
+        return jnp.where(self.token_is_live(), tokens + first.at[req].get(mode="fill", fill_value=0), 0)
 
     def logits_at_last_token(self) -> jax.Array:
         """i32[R] index of each request's last new token (0 where there is none: mask those by query_lens)."""
@@ -95,9 +97,13 @@ class CommonAttentionMetadata:
         if "causal" in changes:
             causal = changes.pop("causal")
             one = isinstance(causal, (bool, np.bool_))
+            causal = causal if one else _CAUSAL("causal", causal)
             changes |= dict(is_causal=bool(causal) if one else True, causal_per_request=None if one else causal)
+        if unknown := changes.keys() - self.__dataclass_fields__.keys():
+            raise ValueError(f"{', '.join(sorted(unknown))}: no field of a batch; use {', '.join(FIELDS)} or causal")
         return dataclasses.replace(self, **changes)
 
+    @takes(num_tokens=integer(0), num_reqs=integer(0))
     def padded(self, num_tokens: int, num_reqs: int) -> "CommonAttentionMetadata":
         """The same batch in larger static sizes."""
         if num_tokens < self.num_tokens or num_reqs < self.max_num_reqs:
@@ -113,6 +119,7 @@ class CommonAttentionMetadata:
             **{name: _extend(getattr(self, name), more, fill) for name, fill in PER_REQUEST.items()},
         )
 
+    @takes(num_tokens=integer(0), num_reqs=integer(0))
     def unpadded(self, num_tokens: int, num_reqs: int) -> "CommonAttentionMetadata":
         """The first `num_reqs` requests and `num_tokens` tokens, in those static sizes."""
         if num_tokens > self.num_tokens or num_reqs > self.max_num_reqs:
@@ -129,6 +136,7 @@ class CommonAttentionMetadata:
             **{name: None if x is None else x[:num_reqs] for name, x in cut.items()},
         )
 
+    @takes(block_size=integer(1))
     def advanced(self, block_size: int) -> "CommonAttentionMetadata":
         """The next decode step of a batch in which every live request has one new token: for `lax.while_loop`.
 
@@ -137,6 +145,7 @@ class CommonAttentionMetadata:
         """
         if self.max_query_len != 1:
             raise ValueError(f"{self.max_query_len=} must be 1: only a decode batch can advance token by token")
+        check_block_size(self, block_size)
         seq_lens = self.seq_lens + self.query_lens()
         req = self.token_to_req()
         slots = slots_of(jnp.asarray(self.block_table), req, (seq_lens - 1)[req], block_size)
@@ -163,6 +172,23 @@ PER_REQUEST = dict(
     mm_prefix_ranges=0, rswa_prefix_lens=0, final_seq_lens=0,
 )  # fmt: skip
 """Fields with one row a request, and what a row of padding holds."""
+
+
+BATCH = kind(CommonAttentionMetadata, way_out="make one with CommonAttentionMetadata.from_lengths(...)")
+FIELDS = tuple(field.name for field in dataclasses.fields(CommonAttentionMetadata))
+_CAUSAL = booleans(1)
+
+
+def check_block_size(meta: CommonAttentionMetadata, block_size: int, of: str = "block_size") -> int:
+    """The block size itself; ValueError where the batch has no pages, or pages of another size."""
+    if meta.block_table is None:
+        raise ValueError("meta.block_table is None: this needs the pages of a cache; give from_lengths block_table=")
+    if meta.block_size not in (None, block_size):
+        raise ValueError(
+            f"{of}={block_size} but the batch was made for pages of meta.block_size={meta.block_size} tokens: "
+            f"its slots mean other pages; make the batch with block_size={block_size}"
+        )
+    return block_size
 
 
 def _minimum(x, bound: int):

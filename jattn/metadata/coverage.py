@@ -2,11 +2,13 @@
 
 import numpy as np
 
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.errors.arguments import kind, takes
+from jattn.metadata.common import BATCH, CommonAttentionMetadata
 from jattn.metadata.host import on_host
 from jattn.types import AttentionCGSupport
 
 
+@takes(meta=BATCH)
 def required_support(meta: CommonAttentionMetadata) -> AttentionCGSupport:
     """The least that a step must cover for this batch: single-token decodes, uniform lengths, or any mix."""
     start = on_host(meta.query_start_loc, "required_support", "ask before jit")
@@ -17,6 +19,7 @@ def required_support(meta: CommonAttentionMetadata) -> AttentionCGSupport:
     return AttentionCGSupport.UNIFORM_BATCH if (query == query[0]).all() else AttentionCGSupport.ALWAYS
 
 
+@takes(meta=BATCH, support=kind(AttentionCGSupport))
 def can_run_in_cudagraph(meta: CommonAttentionMetadata, support: AttentionCGSupport) -> bool:
     """True where a step that covers `support` covers this batch."""
     return support >= required_support(meta)

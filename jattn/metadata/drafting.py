@@ -2,11 +2,13 @@
 
 import jax.numpy as jnp
 
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.errors.arguments import integer, integers, takes
+from jattn.metadata.common import BATCH, CommonAttentionMetadata, check_block_size
 from jattn.types import PAD_SLOT_ID
 from pallas_kernels.algebra.paging import slots_of
 
 
+@takes(meta=BATCH, block_size=integer(1))
 def next_decode(meta: CommonAttentionMetadata, block_size: int) -> CommonAttentionMetadata:
     """The step after any batch: one new token for every request that has tokens, R packed tokens in all.
 
@@ -25,6 +27,7 @@ def next_decode(meta: CommonAttentionMetadata, block_size: int) -> CommonAttenti
     return draft_metadata(step, 1, block_size)
 
 
+@takes(meta=BATCH, draft_index=integers(0), block_size=integer(1))
 def draft_metadata(meta: CommonAttentionMetadata, draft_index, block_size: int) -> CommonAttentionMetadata:
     """Draft step `draft_index` (traced or not) of a decode batch: the batch after that many more tokens a
     request.
@@ -34,6 +37,7 @@ def draft_metadata(meta: CommonAttentionMetadata, draft_index, block_size: int) 
     """
     if meta.max_query_len != 1:
         raise ValueError(f"{meta.max_query_len=} must be 1: drafts are decode batches; make the first with next_decode")
+    check_block_size(meta, block_size)
     query = meta.query_lens()
     seq_lens = jnp.asarray(meta.seq_lens) + query * draft_index
     req = meta.token_to_req()
@@ -43,6 +47,7 @@ def draft_metadata(meta: CommonAttentionMetadata, draft_index, block_size: int) 
     )
 
 
+@takes(meta=BATCH, block_table=integers(2), slot_mapping=integers(1))
 def update_block_table(meta: CommonAttentionMetadata, block_table, slot_mapping) -> CommonAttentionMetadata:
     """The same batch over another group's pages (hybrid caches): lengths are shared, tables and slots are
     not.

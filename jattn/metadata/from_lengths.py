@@ -3,13 +3,18 @@
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.errors.arguments import INT32, as_array, integer, integers, optional, short, takes
 from jattn.metadata.buckets import power_of_two, query_len_bound
 from jattn.metadata.common import CommonAttentionMetadata
 from jattn.metadata.ranges import compute_mm_prefix_range_tensor
 from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID
 from pallas_kernels.algebra.paging import cdiv, slots_of
 
+_WAY_OUT = "inside jit use CommonAttentionMetadata.from_traced"
+_SIZE = optional(integer(0))
 
+
+@takes(block_size=integer(1), num_tokens=_SIZE, num_reqs=_SIZE, max_blocks=_SIZE, num_encoder_tokens=_SIZE)
 def from_lengths(
     query_lens,
     seq_lens,
@@ -37,28 +42,22 @@ def from_lengths(
     """
     q = _lengths("query_lens", query_lens)
     s = _lengths("seq_lens", seq_lens, like=q)
-    live, total = len(q), int(q.sum())
+    live, total = len(q), int(q.sum(dtype=np.int64))
+    if total > INT32:
+        raise ValueError(f"query_lens add up to {total} tokens, which is outside int32; split the batch")
     width_r = _at_least("num_reqs", num_reqs, live)
     width_t = _at_least("num_tokens", num_tokens, total)
-    per_request_causal = None if isinstance(causal, (bool, np.bool_)) else np.asarray(causal, bool)
-    if per_request_causal is not None and per_request_causal.shape != (live,):
-        raise ValueError(f"causal.shape={per_request_causal.shape} must be ({live},): one bool a request, or one bool")
-    aligned = s if per_request_causal is None else np.where(per_request_causal, s, np.maximum(s, q))
-    if causal is not False and (aligned < q).any() and block_table is not None:
-        r = int(np.argmax(aligned < q))
-        raise ValueError(
-            f"request {r}: seq_len={s[r]} is less than query_len={q[r]}; seq_lens count computed AND new tokens"
-        )
+    per_request_causal = _causal(causal, live)
+    is_causal = bool(causal) if per_request_causal is None else True
+    if block_table is not None and is_causal:
+        _check_new(q, s, per_request_causal)
     start = np.zeros(width_r + 1, np.int32)
     np.cumsum(q, out=start[1 : live + 1])
     start[live + 1 :] = total
     table = _table(block_table, s, block_size, width_r, max_blocks)
     slots = np.full(width_t, PAD_SLOT_ID, np.int32)
     if table is not None and total:
-        req = np.repeat(np.arange(live), q)
-        position = np.arange(total) + np.repeat(s - q - start[:live], q)
-        column = np.clip(position // block_size, 0, table.shape[1] - 1)
-        slots[:total] = np.where(position >= 0, table[req, column] * block_size + position % block_size, PAD_SLOT_ID)
+        slots[:total] = _slots(q, s, start[:live], table, block_size)
     if table is not None:
         longest = table.shape[1] * block_size
     else:
@@ -66,9 +65,7 @@ def from_lengths(
     encoder = None
     if encoder_seq_lens is not None:
         e = _lengths("encoder_seq_lens", encoder_seq_lens, like=q)
-        encoder = from_lengths(
-            e, e, cross_block_table, block_size, num_tokens=num_encoder_tokens, num_reqs=width_r, causal=False
-        )
+        encoder = _encoder(e, cross_block_table, block_size, num_encoder_tokens, width_r)
     elif cross_block_table is not None or num_encoder_tokens is not None:
         raise ValueError("cross_block_table and num_encoder_tokens need encoder_seq_lens")
     return CommonAttentionMetadata(
@@ -88,10 +85,20 @@ def from_lengths(
         final_seq_lens=None if final_seq_lens is None else _pad(_final(final_seq_lens, s), width_r),
         max_query_len=query_len_bound(int(q.max(initial=0)), width_t),
         max_seq_len=longest,
-        is_causal=bool(causal) if per_request_causal is None else True,
+        is_causal=is_causal,
+        block_size=None if table is None else block_size,
     )
 
 
+@takes(
+    query_start_loc=integers(1),
+    seq_lens=integers(1),
+    block_table=optional(integers(2)),
+    block_size=integer(1),
+    num_tokens=integer(0),
+    max_query_len=optional(integer(0)),
+    max_seq_len=optional(integer(0)),
+)
 def from_traced(
     query_start_loc,
     seq_lens,
@@ -104,15 +111,23 @@ def from_traced(
     causal=True,
     final_seq_lens=None,
 ) -> CommonAttentionMetadata:
-    """The same from device arrays i32[R+1], i32[R], i32[R B]; static sizes must be said, nothing is checked.
+    """The same from device arrays i32[R+1], i32[R], i32[R B]; static sizes must be said, no value is checked.
 
     num_reqs counts up to the last request that has a token or a length.
     """
     start = jnp.asarray(query_start_loc, jnp.int32)
     seq_lens = jnp.asarray(seq_lens, jnp.int32)
+    rows = seq_lens.shape[0]
+    if start.shape != (rows + 1,):
+        raise ValueError(f"query_start_loc.shape={start.shape} must be (R + 1,) beside seq_lens.shape=({rows},)")
+    if block_table is not None and block_table.shape[0] != rows:
+        raise ValueError(f"block_table.shape={block_table.shape} must have one row a request, {rows}")
     one = isinstance(causal, (bool, np.bool_))
+    causal = causal if one else as_array("causal", causal, "bools", (1,))
+    if not one and causal.shape != (rows,):
+        raise ValueError(f"causal.shape={causal.shape} must be ({rows},): one bool a request, or one bool")
     used = (start[1:] > start[:-1]) | (seq_lens > 0)
-    last = jnp.max(jnp.where(used, jnp.arange(1, seq_lens.shape[0] + 1), 0))
+    last = jnp.max(jnp.where(used, jnp.arange(1, rows + 1), 0), initial=0)
     meta = CommonAttentionMetadata(
         query_start_loc=start,
         seq_lens=seq_lens,
@@ -129,19 +144,20 @@ def from_traced(
         if block_table is None
         else block_table.shape[1] * block_size,
         is_causal=bool(causal) if one else True,
+        block_size=None if block_table is None else block_size,
     )
-    if block_table is None:
+    if block_table is None or not rows:
         return meta
     slots = slots_of(meta.block_table, meta.token_to_req(), meta.positions(), block_size)
     return meta.replace(slot_mapping=jnp.where(meta.token_is_live(), slots, PAD_SLOT_ID).astype(jnp.int32))
 
 
 def _lengths(name: str, values, like=None) -> np.ndarray:
-    x = np.asarray(values)
-    if x.ndim != 1 or not (np.issubdtype(x.dtype, np.integer) or x.size == 0):
+    x = np.asarray(as_array(name, values, "integers", (), _WAY_OUT))
+    if x.ndim != 1:
         raise ValueError(f"{name} must be a 1-D list of integers, got shape {x.shape} of {x.dtype}")
     if (x < 0).any():
-        raise ValueError(f"{name}[{int(np.argmax(x < 0))}]={x.min()} must be >= 0")
+        raise ValueError(f"{name}[{int(np.argmax(x < 0))}]={x[x < 0][0]} must be >= 0")
     if like is not None and len(x) != len(like):
         raise ValueError(f"{name} has {len(x)} entries but query_lens has {len(like)}: one of each a request")
     return x.astype(np.int32)
@@ -158,11 +174,55 @@ def _final(values, seq_lens: np.ndarray) -> np.ndarray:
     return x
 
 
+def _encoder(lens: np.ndarray, table, block_size: int, num_tokens: int | None, rows: int) -> CommonAttentionMetadata:
+    try:
+        return from_lengths(lens, lens, table, block_size, num_tokens=num_tokens, num_reqs=rows, causal=False)
+    except ValueError as error:
+        given = "encoder_seq_lens" if table is None else "encoder_seq_lens with cross_block_table"
+        raise ValueError(f"{given} (num_tokens: num_encoder_tokens): {error}") from None
+
+
+def _causal(causal, live: int) -> np.ndarray | None:
+    """bool[R], or None for one bool."""
+    if isinstance(causal, (bool, np.bool_)):
+        return None
+    each = np.asarray(as_array("causal", causal, "bools", (), _WAY_OUT))
+    if each.shape != (live,):
+        raise ValueError(f"causal.shape={each.shape} must be ({live},): one bool a request, or one bool")
+    return each
+
+
+def _check_new(q: np.ndarray, s: np.ndarray, causal: np.ndarray | None) -> None:
+    short = s < q if causal is None else (s < q) & causal
+    if short.any():
+        r = int(np.argmax(short))
+        raise ValueError(
+            f"request {r}: seq_len={s[r]} is less than query_len={q[r]}; seq_lens count computed AND new tokens"
+        )
+
+
+def _slots(q: np.ndarray, s: np.ndarray, start: np.ndarray, table: np.ndarray, block_size: int) -> np.ndarray:
+    """Where each new token is written; a block whose slots would not be int32 is refused."""
+    total = int(q.sum())
+    req = np.repeat(np.arange(len(q)), q)
+    position = np.arange(total) + np.repeat(s - q - start, q)
+    column = np.clip(position // block_size, 0, table.shape[1] - 1)
+    block = table[req, column]
+    if (largest := int(block.max())) >= 2**31 // block_size:
+        raise ValueError(f"block_table holds block {largest} of {block_size} tokens: its slots are outside int32")
+    return np.where(position >= 0, block * block_size + position % block_size, PAD_SLOT_ID)
+
+
 def _ranges(ranges, live: int, rows: int) -> np.ndarray:
-    if len(ranges) != live:
-        raise ValueError(f"mm_prefix_ranges has {len(ranges)} entries but query_lens has {live}: one list a request")
+    shaped = isinstance(ranges, (list, tuple)) or getattr(ranges, "ndim", 0)
+    if not shaped or len(ranges) != live:
+        raise ValueError(
+            f"mm_prefix_ranges={short(ranges)} must have {live} entries, as query_lens: one list a request"
+        )
     known = isinstance(ranges, np.ndarray) and ranges.ndim == 3
-    table = ranges.astype(np.int32) if known else compute_mm_prefix_range_tensor(ranges)
+    table = as_array("mm_prefix_ranges", ranges, "integers") if known else compute_mm_prefix_range_tensor(ranges)
+    if table.shape[2] != 2:
+        raise ValueError(f"mm_prefix_ranges.shape={table.shape} must be [{live}, n, 2]: pairs (first, last)")
     return np.concatenate([table, np.zeros((rows - live, *table.shape[1:]), np.int32)])
 
 
@@ -179,28 +239,43 @@ def _pad(x: np.ndarray, n: int) -> np.ndarray:
 
 
 def _table(block_table, seq_lens, block_size: int, rows: int, columns: int | None) -> np.ndarray | None:
-    """The block table padded with NULL_BLOCK_ID; None stays None."""
+    """The block table padded with NULL_BLOCK_ID; None stays None. What no request uses may be any integer."""
     if block_table is None:
         return None
-    if block_size < 1:
-        raise ValueError(f"{block_size=} must be >= 1")
-    table = np.asarray(block_table)
-    if table.ndim != 2 or table.shape[0] != len(seq_lens) or not np.issubdtype(table.dtype, np.integer):
-        raise ValueError(
-            f"block_table must be an integer array with one row a request, [{len(seq_lens)}, B]; "
-            f"got shape {table.shape} of {table.dtype}"
-        )
+    table = _host_table(block_table, len(seq_lens))
     needed = cdiv(int(seq_lens.max(initial=0)), block_size)
     if table.shape[1] < needed:
         r = int(np.argmax(seq_lens))
         raise ValueError(
             f"block_table has {table.shape[1]} columns but request {r} with seq_len={seq_lens[r]} "
-            f"needs {needed} blocks of {block_size}"
+            f"needs {needed} blocks of {block_size} (block_size)"
         )
     if columns is not None and columns < needed:
         raise ValueError(f"max_blocks={columns} is less than the {needed} blocks that the longest request needs")
     width = table.shape[1] if columns is None else columns
-    keep = min(width, table.shape[1])
+    table = table[:, :width]
+    if table.size and (table.min() < 0 or table.max() > INT32):  # perhaps where nobody looks
+        used = np.arange(table.shape[1]) < cdiv(seq_lens.astype(np.int64), block_size)[:, None]
+        bad = used & ((table < 0) | (table > INT32))
+        if bad.any():
+            r, column = (int(x) for x in np.argwhere(bad)[0])
+            raise ValueError(f"block_table[{r}, {column}]={table[r, column]} must be a block id >= 0, within int32")
+        table = np.clip(table, -(2**31), INT32)
     out = np.full((rows, max(width, 1)), NULL_BLOCK_ID, np.int32)
-    out[: len(table), :keep] = np.clip(table[:, :keep], -(2**31), 2**31 - 1)
+    out[: len(table), : table.shape[1]] = table
     return out
+
+
+def _host_table(block_table, rows: int) -> np.ndarray:
+    """As numpy, in the integers that it came in."""
+    table = block_table
+    if not (isinstance(table, np.ndarray) and table.dtype.kind in "iu"):
+        table = np.asarray(as_array("block_table", block_table, "integers", (), _WAY_OUT))
+    if table.ndim == 1 and not table.size and not rows:
+        table = table.reshape(0, 0)
+    if table.ndim != 2 or table.shape[0] != rows:
+        raise ValueError(
+            f"block_table must be an integer array with one row a request, [{rows}, B]; got shape {table.shape} of "
+            f"{table.dtype}"
+        )
+    return table

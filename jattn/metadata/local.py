@@ -12,7 +12,8 @@ from the chunk.
 
 import jax
 
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.errors.arguments import integer, integers, takes
+from jattn.metadata.common import BATCH, CommonAttentionMetadata, check_block_size
 from jattn.metadata.host import array_module, inclusive_sum, on_host, segment_of, starts_of
 from jattn.types import NULL_BLOCK_ID, pytree
 from pallas_kernels.algebra.paging import cdiv
@@ -32,12 +33,16 @@ class BlockTableRemap:
 
     def __call__(self, block_table):
         """i32[R B] -> i32[virtual, chunk // block_size]; rows of padding hold the null block."""
+        block_table = integers(2)("block_table", block_table)
+        if not block_table.shape[1]:
+            raise ValueError(f"block_table.shape={tuple(block_table.shape)} must have a column: the pages of a request")
         xp = array_module(block_table, self.req)
         table = xp.asarray(block_table)
         pages = table[self.req[:, None], xp.minimum(self.column, table.shape[1] - 1)]
         return xp.where(self.live[:, None], pages, NULL_BLOCK_ID).astype(xp.int32)
 
 
+@takes(attn_chunk_size=integer(1), max_num_reqs=integer(0), max_num_tokens=integer(0))
 def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_reqs: int, max_num_tokens: int) -> int:
     """No batch of these sizes has more virtual batches: min(2R + ceil(T / chunk), T)."""
     return min(2 * max_num_reqs + cdiv(max_num_tokens, attn_chunk_size), max_num_tokens)
@@ -51,6 +56,16 @@ def make_local_attention_virtual_batches(attn_chunk_size: int, batch, *args, **k
     return form(attn_chunk_size, batch, *args, **kwargs)
 
 
+_LENS = integers(1, host="pass a CommonAttentionMetadata instead")
+
+
+@takes(
+    attn_chunk_size=integer(),
+    query_start_loc_np=_LENS,
+    seq_lens_np=_LENS,
+    block_table=integers(2, host="pass a CommonAttentionMetadata instead"),
+    block_size=integer(),
+)
 def local_arrays(attn_chunk_size: int, query_start_loc_np, seq_lens_np, block_table, block_size: int = 0):
     """numpy (q_lens, query_start_loc, k_lens, block_table) of just as many virtual batches as there are."""
     check_chunk(attn_chunk_size, block_size)
@@ -58,12 +73,18 @@ def local_arrays(attn_chunk_size: int, query_start_loc_np, seq_lens_np, block_ta
         on_host(x, "local_arrays", "pass a CommonAttentionMetadata")
         for x in (query_start_loc_np, seq_lens_np, block_table)
     )
+    if len(start) != len(lens) + 1 or len(table) != len(lens):
+        raise ValueError(
+            f"query_start_loc_np, seq_lens_np and block_table have {len(start)}, {len(lens)} and {len(table)} rows: "
+            "they must have R + 1, R and R"
+        )
     capacity = max_local_attention_virtual_batches(attn_chunk_size, len(lens), int(start[-1]))
     q_local, k_local, remap, count = _virtual(attn_chunk_size, start, lens, block_size, capacity)
     q_local, k_local = q_local[:count], k_local[:count]
     return q_local, starts_of(q_local, array_module()), k_local, remap(table)[:count]
 
 
+@takes(attn_chunk_size=integer(), meta=BATCH, block_size=integer())
 def local_metadata(attn_chunk_size: int, meta: CommonAttentionMetadata, block_size: int = 0):
     """(CommonAttentionMetadata, BlockTableRemap), padded to max_local_attention_virtual_batches; host and jit
     alike.
@@ -83,6 +104,7 @@ def local_metadata(attn_chunk_size: int, meta: CommonAttentionMetadata, block_si
         raise ValueError(
             "meta.block_table is None: without pages leave the chunk to the mask (AttentionSpec.chunk_size)"
         )
+    check_block_size(meta, block_size)
     capacity = max_local_attention_virtual_batches(attn_chunk_size, meta.max_num_reqs, meta.num_tokens)
     xp = array_module(meta.query_start_loc, meta.seq_lens)
     q_local, k_local, remap, count = _virtual(
@@ -109,8 +131,7 @@ def check_chunk(attn_chunk_size: int, block_size: int) -> None:
     if attn_chunk_size < 1 or attn_chunk_size % block_size:
         raise ValueError(
             f"attn_chunk_size {attn_chunk_size} is not divisible by block_size {block_size}; "
-            "choose a block size that divides the chunk, "
-            " or leave the chunk to the mask (AttentionSpec.chunk_size)"
+            "choose a block size that divides the chunk, or leave the chunk to the mask (AttentionSpec.chunk_size)"
         )
 
 

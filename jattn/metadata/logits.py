@@ -2,12 +2,14 @@
 
 import numpy as np
 
+from jattn.errors.arguments import integers, optional, takes
 from jattn.metadata.buckets import query_len_bound
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.common import BATCH, CommonAttentionMetadata
 from jattn.metadata.host import array_module, starts_of
 from jattn.types import PAD_SLOT_ID
 
 
+@takes(common=BATCH, num_logits_indices=optional(integers(0)))
 def make_kv_sharing_fast_prefill_common_attn_metadata(
     common: CommonAttentionMetadata, num_logits_indices=None
 ) -> CommonAttentionMetadata:

@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
+from jattn.errors.arguments import boolean, check_kind, sequence_of, short, takes
 from jattn.spec import AttentionSpec, PerLayerParameters
 
 LAYOUTS = ("HND", "NHD")
@@ -18,11 +19,26 @@ class GlobalHyperparameters(PerLayerParameters):
     has_same_all_params: bool = True
 
 
+def _mapping_of(wanted: type):
+    def check(name: str, layers: Mapping) -> Mapping:
+        check_kind(name, layers, Mapping, f"layer names to {wanted.__name__}")
+        for layer, value in layers.items():
+            check_kind(f"{name}[{layer!r}]", value, wanted)
+        return layers
+
+    return check
+
+
+_LAYERS = _mapping_of(PerLayerParameters)
+
+
+@takes(specs=_mapping_of(AttentionSpec))
 def get_per_layer_parameters(specs: Mapping[str, AttentionSpec]) -> dict[str, PerLayerParameters]:
     """The plan-relevant parameters of each layer, by name."""
     return {name: PerLayerParameters.of(spec) for name, spec in specs.items()}
 
 
+@takes(per_layer_params=_LAYERS, strict=boolean)
 def infer_global_hyperparameters(
     per_layer_params: Mapping[str, PerLayerParameters], strict: bool = False
 ) -> GlobalHyperparameters:
@@ -32,7 +48,7 @@ def infer_global_hyperparameters(
     group_by_parameters.
     """
     if not per_layer_params:
-        raise ValueError("No attention layers found in the model.")
+        raise ValueError("No attention layers found in the model: per_layer_params is empty")
     (first_name, first), *others = per_layer_params.items()
     same_window = all(p.window_left == first.window_left for _, p in others)
     different = [name for name, p in others if p != first]
@@ -51,6 +67,7 @@ def infer_global_hyperparameters(
     return GlobalHyperparameters(**shared, has_same_window_lefts=same_window, has_same_all_params=not different)
 
 
+@takes(per_layer_params=_LAYERS)
 def group_by_parameters(
     per_layer_params: Mapping[str, PerLayerParameters],
 ) -> dict[PerLayerParameters, tuple[str, ...]]:
@@ -59,6 +76,22 @@ def group_by_parameters(
     for name, params in per_layer_params.items():
         groups[params] = (*groups.get(params, ()), name)
     return groups
+
+
+def _layout(name: str, layout: str) -> str:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(
+            f"kv cache layout {short(layout)} is not known; use one of {', '.join(LAYOUTS)} or 'auto' as {name}"
+        )
+    return layout
+
+
+def _wish(name: str, layout: str | None) -> str | None:
+    """None and 'auto' are none."""
+    return None if layout is None or (isinstance(layout, str) and layout == "auto") else _layout(name, layout)
+
+
+_SETS = sequence_of(sequence_of(_layout))
 
 
 def get_kv_cache_layout(
@@ -73,17 +106,12 @@ def get_kv_cache_layout(
     taken where it is allowed and dropped with a warning where it is not. Otherwise the first set's first
     common layout.
     """
-    sets = [tuple(s) for s in supported]
-    for name in (
-        *(x for s in sets for x in s),
-        *(x for x in (requested, preferred) if x not in (None, "auto")),
-    ):
-        if name not in LAYOUTS:
-            raise ValueError(f"kv cache layout {name!r} is not known; use one of {', '.join(LAYOUTS)} or 'auto'")
+    sets = _SETS("supported", supported)
+    requested, preferred = _wish("requested", requested), _wish("preferred", preferred)
     candidates = [x for x in (sets[0] if sets else LAYOUTS) if all(x in s for s in sets)]
     if not candidates:
         raise ValueError(f"no kv cache layout satisfies every supported set {sets}; choose backends that share one")
-    if requested not in (None, "auto"):
+    if requested is not None:
         if requested not in candidates:
             raise ValueError(
                 f"kv cache layout {requested!r} does not satisfy every supported set; "
@@ -92,7 +120,7 @@ def get_kv_cache_layout(
         return requested
     if preferred in candidates:
         return preferred
-    if preferred not in (None, "auto"):
+    if preferred is not None:
         warnings.warn(
             f"preferred kv cache layout {preferred!r} is not supported, using {candidates[0]!r}", stacklevel=2
         )

@@ -9,13 +9,18 @@
 Everything here works on numpy (host) and on traced arrays alike.
 """
 
-from jattn.metadata.common import PER_REQUEST, CommonAttentionMetadata
+import numpy as np
+
+from jattn.errors.arguments import boolean, booleans, integer, integers, optional, takes
+from jattn.metadata.common import BATCH, PER_REQUEST, CommonAttentionMetadata
 from jattn.metadata.host import array_module, is_traced, segment_of, starts_of
 from jattn.types import PAD_SLOT_ID
 
 DECODE, SHORT_EXTEND, LONG_EXTEND, PREFILL, PADDING = range(5)
+_FLAGS = optional(booleans(1))
 
 
+@takes(common=BATCH, decode_threshold=integer(0), is_prefilling=_FLAGS)
 def reorder_batch_to_split_decodes_and_prefills(
     common: CommonAttentionMetadata, decode_threshold: int = 1, *, is_prefilling=None
 ):
@@ -31,10 +36,14 @@ def reorder_batch_to_split_decodes_and_prefills(
     return perm, modified if is_traced(modified) else bool(modified)
 
 
+@takes(query_lens=integers(1), num_computed_tokens=integers(1), decode_threshold=integer(0), is_prefilling=_FLAGS)
 def batch_regions(query_lens, num_computed_tokens, decode_threshold: int = 1, is_prefilling=None):
     """i32[R] the region of each request; is_prefilling bool[R] tells short extends from decodes (None: all
     decodes).
     """
+    for name, x in (("num_computed_tokens", num_computed_tokens), ("is_prefilling", is_prefilling)):
+        if x is not None and x.shape != query_lens.shape:
+            raise ValueError(f"{name}.shape={x.shape} must be {query_lens.shape}, as query_lens")
     xp = array_module(query_lens, num_computed_tokens, is_prefilling)
     query, computed = xp.asarray(query_lens), xp.asarray(num_computed_tokens)
     short = DECODE if is_prefilling is None else xp.where(xp.asarray(is_prefilling, bool), SHORT_EXTEND, DECODE)
@@ -43,6 +52,7 @@ def batch_regions(query_lens, num_computed_tokens, decode_threshold: int = 1, is
     return xp.where((query == 0) & (computed <= 0), PADDING, region).astype(xp.int32)
 
 
+@takes(region=integers(1))
 def region_permutation(region):
     """i32[R] perm with region[perm] sorted: misplaced rows trade places in stable order, all others keep
     theirs.
@@ -55,18 +65,22 @@ def region_permutation(region):
     return xp.where(misplaced, source[rank], xp.arange(region.shape[0])).astype(xp.int32)
 
 
+@takes(perm=integers(1))
 def inverse_permutation(perm):
     """The permutation that undoes perm: inverse[perm[i]] = i."""
+    _check_values(perm)
     xp = array_module(perm)
     return xp.argsort(xp.asarray(perm), stable=True).astype(xp.int32)
 
 
+@takes(meta=BATCH, perm=integers(1))
 def token_permutation(meta: CommonAttentionMetadata, perm):
     """i32[T] for packed arrays: q of the reordered batch is q[token_permutation(meta, perm)]; pad tokens
     stay.
 
     Outputs go back with its inverse: attend(reordered)[inverse_permutation(...)] equals attend(as given).
     """
+    _check_perm(meta, perm)
     xp = array_module(meta.query_start_loc, perm)
     old = xp.asarray(meta.query_start_loc)
     new = starts_of((old[1:] - old[:-1])[perm], xp)
@@ -76,6 +90,7 @@ def token_permutation(meta: CommonAttentionMetadata, perm):
     return xp.where(token < new[-1], moved, token)
 
 
+@takes(meta=BATCH, perm=integers(1))
 def apply_permutation(meta: CommonAttentionMetadata, perm) -> CommonAttentionMetadata:
     """The batch with request i replaced by old request perm[i], tokens along with it (encoder tokens too, in
     .cross).
@@ -99,6 +114,13 @@ def apply_permutation(meta: CommonAttentionMetadata, perm) -> CommonAttentionMet
     )
 
 
+@takes(
+    threshold=optional(integer(0)),
+    num_speculative_tokens=optional(integer(0)),
+    dcp_size=integer(1),
+    supports_spec_as_decode=boolean,
+    supports_dcp_with_varlen=boolean,
+)
 def decode_threshold(
     threshold: int | None = 1,
     num_speculative_tokens: int | None = None,
@@ -117,3 +139,17 @@ def decode_threshold(
     if dcp_size > 1 and not supports_dcp_with_varlen:
         threshold = 1
     return threshold
+
+
+def _check_perm(meta: CommonAttentionMetadata, perm) -> None:
+    if perm.shape != (meta.max_num_reqs,):
+        raise ValueError(
+            f"perm.shape={perm.shape} must be ({meta.max_num_reqs},): a permutation of the batch's requests"
+        )
+    _check_values(perm)
+
+
+def _check_values(perm) -> None:
+    """Only numpy's values are looked at: another array's would have to be waited for."""
+    if isinstance(perm, np.ndarray) and (np.sort(perm) != np.arange(len(perm))).any():
+        raise ValueError(f"perm={perm} must hold each of 0 .. {len(perm) - 1} once")

@@ -1,9 +1,8 @@
 """The work list of a batch for one layer's mask: planned once a step, on the host or inside jit."""
 
-import numpy as np
-
 from jattn.errors import UnsupportedError
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.errors.arguments import boolean, integer, kind, optional, takes
+from jattn.metadata.common import BATCH, CommonAttentionMetadata
 from jattn.metadata.encoder import keys_of, queries_of
 from jattn.metadata.host import array_module
 from jattn.spec import AttentionSpec
@@ -11,7 +10,14 @@ from jattn.types import AttentionType
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.algebra.schedule import Schedule, SchedulePlan, make_schedule
 
+_SIZES = dict(
+    num_workers=integer(1), kv_tile=integer(1), max_query_rows=integer(1), max_split_queries=integer(0),
+    fixed_split_tokens=optional(integer(1)),
+)  # fmt: skip
+_SPEC = kind(AttentionSpec)
 
+
+@takes(meta=BATCH, spec=_SPEC, enable_kv_split=boolean, **_SIZES)
 def get_scheduler_metadata(
     meta: CommonAttentionMetadata,
     spec: AttentionSpec,
@@ -56,6 +62,7 @@ def get_scheduler_metadata(
     )
 
 
+@takes(spec=_SPEC, **_SIZES)
 def schedule_plan(
     spec: AttentionSpec,
     *,
@@ -68,14 +75,7 @@ def schedule_plan(
     """The static sizes of a work list; kv heads are work of their own, so a split only fills the workers they
     leave.
     """
-    for name, value in (
-        ("num_workers", num_workers),
-        ("kv_tile", kv_tile),
-        ("max_query_rows", max_query_rows),
-    ):
-        if not isinstance(value, (int, np.integer)) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive integer")
-    if fixed_split_tokens is not None and (fixed_split_tokens < 1 or fixed_split_tokens % kv_tile):
+    if fixed_split_tokens is not None and fixed_split_tokens % kv_tile:
         raise ValueError(f"{fixed_split_tokens=} must be a positive multiple of {kv_tile=}")
     return SchedulePlan(
         q_tile=max(max_query_rows // spec.group_size, 1),

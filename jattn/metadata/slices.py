@@ -10,12 +10,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jattn.errors.arguments import check_kind, integer, integers, kind, optional, sequence_of, short, takes
 from jattn.metadata.buckets import query_len_bound
-from jattn.metadata.common import PER_REQUEST, CommonAttentionMetadata
+from jattn.metadata.common import BATCH, PER_REQUEST, CommonAttentionMetadata
 from jattn.metadata.host import array_module, is_traced, on_host
 from pallas_kernels.algebra.paging import cdiv
 
 Split = tuple[int, int, int, int]
+
+
+def _split(name: str, value) -> Split:
+    if not isinstance(value, (tuple, list)) or len(value) != 4:
+        raise ValueError(f"{name} must be the four numbers that split_decodes_and_prefills returns, got {short(value)}")
+    decodes, prefills, decode_tokens, prefill_tokens = (integer(0)(name, n) for n in value)
+    return decodes, prefills, decode_tokens, prefill_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +34,7 @@ class UbatchSlice:
     token_slice: slice
 
 
+@takes(meta=BATCH, start=integer(), stop=integer(), token_start=optional(integer()), token_stop=optional(integer()))
 def slice_requests(
     meta: CommonAttentionMetadata,
     start: int,
@@ -68,24 +77,30 @@ def slice_requests(
     )
 
 
+@takes(meta=BATCH, split=_split)
 def decode_metadata(meta: CommonAttentionMetadata, split: Split) -> CommonAttentionMetadata | None:
     """The decodes of split = split_decodes_and_prefills(meta); None where they have no token."""
     decodes, _, tokens, _ = split
     return slice_requests(meta, 0, decodes, 0, tokens) if tokens else None
 
 
+@takes(meta=BATCH, split=_split)
 def prefill_metadata(meta: CommonAttentionMetadata, split: Split) -> CommonAttentionMetadata | None:
     """Everything behind the decodes, the batch's padding included; None where there is no prefill token."""
     decodes, _, tokens, prefill_tokens = split
     return slice_requests(meta, decodes, meta.max_num_reqs, tokens, meta.num_tokens) if prefill_tokens else None
 
 
+@takes(query_start_loc=integers(1), request_slice=kind(slice))
 def slice_query_start_locs(query_start_loc, request_slice: slice):
     """i32[n+1] starts of some consecutive requests, rebased to 0."""
-    first, last, _ = request_slice.indices(query_start_loc.shape[0] - 1)
+    if not query_start_loc.shape[0]:
+        raise ValueError("query_start_loc must have R + 1 entries, got none")
+    first, last = _bounds("request_slice", request_slice, query_start_loc.shape[0] - 1)
     return query_start_loc[first : last + 1] - query_start_loc[first]
 
 
+@takes(meta=BATCH, num_ubatches=integer(1))
 def ubatch_slices(meta: CommonAttentionMetadata, num_ubatches: int = 2, split_points=None) -> tuple[UbatchSlice, ...]:
     """Micro-batches of about equal numbers of live tokens, or cut at the packed tokens `split_points`. Host
     only.
@@ -94,7 +109,7 @@ def ubatch_slices(meta: CommonAttentionMetadata, num_ubatches: int = 2, split_po
     total = int(bounds[-1])
     if split_points is None:
         split_points = [cdiv(total * i, num_ubatches) for i in range(1, num_ubatches)]
-    cuts = [0, *map(int, np.atleast_1d(np.asarray(split_points, np.int64))), total]
+    cuts = [0, *np.atleast_1d(np.asarray(_POINTS("split_points", split_points))).tolist(), total]
     if any(a >= b for a, b in zip(cuts, cuts[1:], strict=False)):
         raise ValueError(f"{split_points=} must ascend strictly between 0 and the {total} live tokens of the batch")
     live = bounds[: int(meta.num_reqs) + 1]
@@ -107,13 +122,30 @@ def ubatch_slices(meta: CommonAttentionMetadata, num_ubatches: int = 2, split_po
     )
 
 
+@takes(meta=BATCH)
 def split_attn_metadata(slices: Sequence[UbatchSlice], meta: CommonAttentionMetadata) -> list[CommonAttentionMetadata]:
     """One batch for each micro-batch."""
     parts = []
-    for s in slices:
-        start, stop, _ = s.request_slice.indices(meta.max_num_reqs)
-        parts.append(slice_requests(meta, start, stop, *s.token_slice.indices(meta.num_tokens)[:2]))
+    for i, s in enumerate(sequence_of(kind(UbatchSlice))("slices", slices)):
+        start, stop = _bounds(f"slices[{i}].request_slice", s.request_slice, meta.max_num_reqs)
+        parts.append(
+            slice_requests(meta, start, stop, *_bounds(f"slices[{i}].token_slice", s.token_slice, meta.num_tokens))
+        )
     return parts
+
+
+_POINTS = integers(0, 1, host="choose the slices before jit")
+
+
+def _bounds(name: str, part: slice, size: int) -> tuple[int, int]:
+    """(start, stop) of a slice in steps of one."""
+    check_kind(name, part, slice)
+    if part.step not in (None, 1):
+        raise ValueError(f"{name}={part} must have step 1")
+    for bound in (part.start, part.stop):
+        if bound is not None:
+            integer()(name, bound)
+    return part.indices(size)[:2]
 
 
 def _check_cut(meta: CommonAttentionMetadata, rows: slice, cut: np.ndarray, left: np.ndarray, token_stop: int) -> None:

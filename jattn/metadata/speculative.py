@@ -2,7 +2,10 @@
 
 import jax
 
+from jattn.errors.arguments import integer, reals, takes
 
+
+@takes(query=reals(), batch_size=integer())
 def reshape_query_for_spec_decode(query: jax.Array, batch_size: int) -> jax.Array:
     """[T H D] -> [batch, T // batch, H, D], for batches in which every request has equally many tokens."""
     if query.ndim != 3:
@@ -12,6 +15,7 @@ def reshape_query_for_spec_decode(query: jax.Array, batch_size: int) -> jax.Arra
     return query.reshape(batch_size, query.shape[0] // batch_size, *query.shape[1:])
 
 
+@takes(output=reals())
 def reshape_attn_output_for_spec_decode(output: jax.Array) -> jax.Array:
     """[batch, tokens, H, V] -> [T H V]; an output that is packed already is returned as it is."""
     if output.ndim not in (3, 4):

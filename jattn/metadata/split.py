@@ -9,12 +9,14 @@ every backend masks by length.
 
 import numpy as np
 
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.errors.arguments import as_array, boolean, integer, integers, takes
+from jattn.metadata.common import BATCH, CommonAttentionMetadata
 from jattn.metadata.host import on_host
 
 _WAY_OUT = "split on the host, before jit, and pass the pieces in"
 
 
+@takes(common=BATCH, decode_threshold=integer(0), require_uniform=boolean, treat_short_extends_as_decodes=boolean)
 def split_decodes_and_prefills(
     common: CommonAttentionMetadata,
     decode_threshold: int = 1,
@@ -47,6 +49,7 @@ def split_decodes_and_prefills(
     return first, len(query) - first, decode_tokens, int(query.sum()) - decode_tokens
 
 
+@takes(common=BATCH, decode_threshold=integer(0))
 def split_decodes_prefills_and_extends(
     common: CommonAttentionMetadata, decode_threshold: int = 1
 ) -> tuple[int, int, int, int, int, int]:
@@ -71,6 +74,7 @@ def split_decodes_prefills_and_extends(
     return (*(int(n) for n in counts), *(int(n) for n in np.diff(ends)))
 
 
+@takes(seq_lens=integers(1, host=_WAY_OUT), workspace_size=integer(0), request_offset=integer())
 def split_prefill_chunks(seq_lens, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
     """Runs (first, last + 1) of requests that fit the workspace together, packed greedily in order."""
     lens = on_host(seq_lens, "split_prefill_chunks", _WAY_OUT)
@@ -94,7 +98,7 @@ def _live(common: CommonAttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _per_request(name: str, values, common: CommonAttentionMetadata) -> np.ndarray:
-    x = np.asarray(values, bool)
+    x = np.asarray(as_array(name, values, "bools", (), _WAY_OUT))
     if x.ndim != 1 or len(x) < int(common.num_reqs):
         raise ValueError(f"{name}.shape={x.shape} must be [R]: one bool for each of {int(common.num_reqs)} requests")
     return x

@@ -39,9 +39,9 @@ def forward(
     requests; None once they are cached.
     """
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
-    step, count = _Step(config, caches, batches, backend), len(config.layers)
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
     x = embed(config, params, jnp.asarray(token_ids), positions)
+    step, count = _Step(config, caches, batches, backend, x.dtype), len(config.layers)
     own, cross = [], []
     for index, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         at = index + count
@@ -83,10 +83,11 @@ def _mlp(layer: LayerConfig, weights, x):
 class _Step:
     """What the layers of one step share: a plan for each distinct attention and batch, angles for each rope."""
 
-    def __init__(self, config: ModelConfig, caches: Sequence[PagedKV], batches: Sequence, backend: str):
+    def __init__(self, config: ModelConfig, caches: Sequence[PagedKV], batches: Sequence, backend: str, dtype):
         group = {index: batch for g, batch in zip(config.cache_groups, batches, strict=True) for index in g.layers}
         specs = [layer.attention for layer in config.layers] + [l.cross.spec for l in config.layers if l.cross]
-        self.attns = [PagedAttention(spec, cache.spec, backend) for spec, cache in zip(specs, caches, strict=True)]
+        pools = [cache.spec for cache in caches]
+        self.attns = [PagedAttention(*of, backend, dtype=dtype) for of in zip(specs, pools, strict=True)]
         self.batches = [group.get(index, batches[0]) for index in range(len(specs))]  # cross pages: in any batch
         self.plans: dict[tuple, Any] = {}
         self.turns: dict[Rope, Angles] = {}

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jattn.errors.arguments import boolean, check_fields, integer, kind, number, optional, sequence_of
 from jattn.nn.norm import Norm
 from jattn.nn.rope import Angles, Rope, rotate
 from jattn.ops.state import AttentionState
@@ -19,6 +20,13 @@ from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType
 
 Attend = Callable[[jax.Array, "jax.Array | None", "jax.Array | None", AttentionParams], tuple]
+
+
+def _growth(name: str, value) -> tuple[float, float]:
+    pair = sequence_of(number())(name, value)
+    if len(pair) != 2 or pair[0] <= 0:
+        raise ValueError(f"{name}={pair} must be (every, weight) with every > 0")
+    return pair
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +46,16 @@ class AttentionLayer:
     query_growth: tuple[float, float] | None = None  # (every, weight): q *= 1 + weight * log(1 + (pos + 1) // every)
 
     def __post_init__(self):
+        flags = dict.fromkeys(("norm_after_rope", "qkv_bias", "out_bias", "fused_qkv"), boolean)
+        check_fields(
+            self, spec=kind(AttentionSpec), hidden_size=integer(1), rope=optional(kind(Rope)),
+            qk_norm=optional(kind(Norm)), clip_qkv=optional(number(above=0)), **flags,
+            alibi_slopes=optional(sequence_of(number())), query_growth=optional(_growth),
+        )  # fmt: skip
         if (self.alibi_slopes is not None) != self.spec.has_alibi:
             raise ValueError(f"{self.alibi_slopes=} must be given exactly when {self.spec.has_alibi=}")
+        if self.alibi_slopes is not None and len(self.alibi_slopes) != self.spec.num_heads:
+            raise ValueError(f"{self.alibi_slopes=} must be one a head, {self.spec.num_heads}")
         if self.rope is not None and self.rope.dim > self.spec.head_dim:
             raise ValueError(f"{self.rope.dim=} must not exceed {self.spec.head_dim=}")
         if self.spec.output_dtype is not None:

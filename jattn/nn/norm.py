@@ -4,6 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jattn.errors.arguments import as_array, boolean, check_fields, check_kind, choice, is_float, number
 
 KINDS = ("rms", "layer")
 
@@ -22,11 +25,13 @@ class Norm:
     has_bias: bool = False
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"norm {self.kind=} is not known; use one of {', '.join(KINDS)}")
+        flags = dict.fromkeys(("one_plus", "has_scale", "has_bias"), boolean)
+        choice(*KINDS)("norm kind", self.kind)
+        check_fields(self, eps=number(least=0), **flags)
 
     def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
         """In float32; weights = {'scale': [n], 'bias': [n]}, each if the norm has it."""
+        self._check(weights, x)
         y = x.astype(jnp.float32)
         if self.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -36,6 +41,20 @@ class Norm:
         if self.has_bias:
             y = y + _broadcast(weights["bias"], y)
         return y.astype(x.dtype)
+
+    def _check(self, weights: dict, x: jax.Array) -> None:
+        """x [..., n] of floats, and each weight [n] that the norm has."""
+        check_kind("weights", weights, dict)
+        check_kind("x", x, (jax.Array, np.ndarray))
+        if not is_float(as_array("x", x).dtype) or not x.ndim:
+            raise ValueError(f"x must be floats [..., n], got {x.dtype}{list(x.shape)}")
+        for name in (name for name, there in (("scale", self.has_scale), ("bias", self.has_bias)) if there):
+            shape = as_array(f"weights[{name!r}]", weights[name]).shape if name in weights else None
+            if shape != x.shape[-1:]:
+                raise ValueError(
+                    f"weights[{name!r}].shape={shape} must be {x.shape[-1:]}, the last axis of x; weights has "
+                    f"{sorted(map(str, weights))}"
+                )
 
 
 def _broadcast(weight: jax.Array, y: jax.Array) -> jax.Array:

@@ -5,6 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jattn.errors.arguments import (
+    boolean,
+    check_fields,
+    integer,
+    integers,
+    is_float,
+    kind,
+    number,
+    optional,
+    reals,
+    takes,
+)
 from jattn.nn.rope_scaling import Scaling
 from jattn.types import pytree, static
 
@@ -31,24 +43,38 @@ class Rope:
     interleaved: bool = False
 
     def __post_init__(self):
+        check_fields(self, dim=integer(), theta=number(above=0), scaling=kind(Scaling), interleaved=boolean)
         if self.dim < 2 or self.dim % 2:
             raise ValueError(f"rope {self.dim=} must be even and at least 2: numbers are turned in pairs")
 
+    @takes(positions=integers(1), lengths=optional(integers(1)))
     def angles(self, positions: jax.Array, lengths: jax.Array | None = None) -> Angles:
         """For positions i32[T]; lengths i32[T]: each token's request's final length, where the scaling needs it."""
         if self.scaling.needs_lengths and lengths is None:
             raise ValueError(f"{type(self.scaling).__name__} scaling depends on each request's length: pass lengths=")
+        if lengths is not None and lengths.shape != positions.shape:
+            raise ValueError(f"lengths.shape={lengths.shape} must be {positions.shape}, as positions")
         angle = self.scaling.angles(self.dim, self.theta, positions, lengths)
         factor = self.scaling.attention_factor
         return Angles(cos=jnp.cos(angle) * factor, sin=jnp.sin(angle) * factor, interleaved=self.interleaved)
 
 
+def _floats(name: str, x):
+    x = jnp.asarray(reals(3)(name, x))
+    if not is_float(x.dtype):
+        raise ValueError(f"{name}.dtype={x.dtype} must be a float type")
+    return x
+
+
+@takes(x=_floats, angles=kind(Angles))
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:
     """x [T, heads, D] with its first dim numbers turned, in float32, back in x's dtype."""
     cos, sin = angles.cos[:, None, :], angles.sin[:, None, :]
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:
-        raise ValueError(f"rope turns {dim} numbers but a head has {x.shape[-1]}")
+        raise ValueError(f"rope turns {dim} numbers but a head of x has {x.shape[-1]}")
+    if x.shape[0] != cos.shape[0]:
+        raise ValueError(f"{x.shape=} must have a row for each of the {cos.shape[0]} angles")
     turned, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
     if angles.interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]

@@ -5,8 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jattn.errors.arguments import check_kind, dtype_name, integer, is_float, reals, takes
 from jattn.types import pytree
 from pallas_kernels.algebra import quant
+
+
+def _out_dtype(name: str, value) -> str:
+    found = dtype_name(name, value)
+    if found not in (*quant.FLOATS, *quant.QUANTISED):
+        raise ValueError(f"{name}={found} must be one of {', '.join((*quant.FLOATS, *quant.QUANTISED))}")
+    return found
 
 
 @pytree
@@ -20,6 +28,7 @@ class AttentionState:
     lse: jax.Array
 
     @classmethod
+    @takes(num_tokens=integer(0), num_heads=integer(1), v_head_dim=integer(1), dtype=_out_dtype)
     def empty(cls, num_tokens: int, num_heads: int, v_head_dim: int, dtype=jnp.float32) -> "AttentionState":
         """The identity of `merge`."""
         return cls(
@@ -34,21 +43,19 @@ def merge(*states: AttentionState) -> AttentionState:
         lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
     A state whose lse is -inf (or +inf, as some kernels mark it) is empty and contributes nothing, NaN included.
+    The result's dtype is the one that holds those of all outs.
     At most one of the states may hold the sinks (or none, and `with_sinks` adds them afterwards).
     """
     if not states:
         raise ValueError("merge needs at least one state; use AttentionState.empty(...) for none")
-    if len(states) == 1:
-        return states[0]
-    for s in states:
-        if s.out.dtype.name in quant.QUANTISED:
-            raise ValueError(
-                f"a state of {s.out.dtype} is stored numbers, not real ones: merge before the result is quantised "
-                "(spec.output_dtype=None)"
-            )
+    for i, s in enumerate(states):
+        _check_state(f"states[{i}]", s)
     shapes = {(s.out.shape, s.lse.shape) for s in states}
     if len(shapes) > 1:
         raise ValueError(f"states to merge must have one shape, got {sorted(shapes)}")
+    dtype = jnp.result_type(*(s.out for s in states))
+    if len(states) == 1:
+        return _with_empty_rows(states[0])
     lse = jnp.stack([jnp.where(jnp.isposinf(s.lse), -jnp.inf, s.lse) for s in states])
     top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
@@ -62,8 +69,36 @@ def merge(*states: AttentionState) -> AttentionState:
     )
     out = functools.reduce(jnp.add, parts)
     return AttentionState(
-        out=out.astype(states[0].out.dtype),
+        out=out.astype(dtype),
         lse=jnp.where(nothing, -jnp.inf, shift + jnp.log(safe)),
+    )
+
+
+def _check_state(name: str, state: AttentionState) -> None:
+    """out [T H V] of real numbers beside lse f32[T H]."""
+    check_kind(name, state, AttentionState)
+    out, lse = _OUT(f"{name}.out", state.out), _LSE(f"{name}.lse", state.lse)
+    if out.dtype.name in quant.QUANTISED:
+        raise ValueError(
+            f"{name}: a state of {out.dtype} is stored numbers, not real ones: merge before the result is quantised "
+            "(spec.output_dtype=None)"
+        )
+    if not is_float(out.dtype) or lse.dtype.name != "float32" or lse.shape != out.shape[:2]:
+        raise ValueError(
+            f"{name}: out {out.dtype}{list(out.shape)} and lse {lse.dtype}{list(lse.shape)} must be floats [T H V] and "
+            "float32 [T H]"
+        )
+
+
+_OUT, _LSE = reals(3), reals(2)
+
+
+def _with_empty_rows(state: AttentionState) -> AttentionState:
+    """The state itself, its empty rows exactly (0, -inf)."""
+    empty = jnp.isinf(state.lse)
+    return AttentionState(
+        out=jnp.where(empty[..., None], jnp.zeros((), state.out.dtype), state.out),
+        lse=jnp.where(empty, -jnp.inf, state.lse),
     )
 
 

@@ -98,7 +98,11 @@ REFUSED = {
         ValueError,
         r"block_table.shape=\(3, 2\) must be \[R, B\] with R=5",
     ),
-    "negative prefix": (lambda: build(common_prefix_len=-1), ValueError, "common_prefix_len=-1 must be >= 0"),
+    "negative prefix": (
+        lambda: build(common_prefix_len=-1),
+        ValueError,
+        "common_prefix_len=-1 must be an integer >= 0",
+    ),
     "no level": (lambda: PagedAttention(SPEC, CACHE, "sdpa").build_cascade([]), ValueError, "at least one level"),
     "cross without encoder": (
         lambda: build(spec=CROSS),

@@ -23,7 +23,7 @@ REFUSED = {
     "unknown output_dtype": (
         lambda: layer_of(output_dtype="bfloat16"),
         ValueError,
-        "output_dtype='bfloat16' must be one of float8_e4m3fn, float8_e5m2, int8; None: the queries' own",
+        "output_dtype='bfloat16' must be one of float8_e4m3fn, float8_e5m2, int8, or None",
     ),
     "output_scale missing": (
         lambda: scaled(scale=None),
@@ -59,7 +59,7 @@ REFUSED = {
     "negative lookback": (
         lambda: layer_of(chunk_size=4, chunk_lookback=-1),
         ValueError,
-        "chunk_lookback=-1 must be an integer >= 0: whole chunks",
+        "chunk_lookback=-1 must be an integer >= 0",
     ),
     "square root of no ALiBi": (lambda: layer_of(use_alibi_sqrt=True), ValueError, "needs has_alibi=True"),
     "R-SWA without a window": (lambda: layer_of(use_rswa=True), ValueError, "needs a sliding_window with a left side"),
@@ -101,7 +101,7 @@ REFUSED = {
     "ranges of fewer requests": (
         lambda: batch(mm_prefix_ranges=[[(0, 2)]]),
         ValueError,
-        "mm_prefix_ranges has 1 entries but query_lens has 4: one list a request",
+        "must have 4 entries, as query_lens: one list a request",
     ),
     "a work list of two ranges": (
         lambda: get_scheduler_metadata(batch(), RSWA),

@@ -50,5 +50,5 @@ def test_blocks_only_move_between_twins():
     cache = filled("float32", "none", 0)
     with pytest.raises(ValueError, match="differ in block_size"):
         jattn.swap_blocks(cache, filled("float32", "none", 0, block_size=4), jnp.array([[0, 0]]))
-    with pytest.raises(ValueError, match=r"must be integer \[n, 2\] pairs"):
+    with pytest.raises(ValueError, match=r"must have 2 axes of integers"):
         jattn.copy_blocks(cache, jnp.array([0, 1]))

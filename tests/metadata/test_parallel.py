@@ -47,7 +47,7 @@ def test_each_member_of_an_axis_finds_its_own_length():
 def test_one_rank_holds_everything_and_the_batch_carries_its_share():
     assert get_dcp_local_seq_lens(np.array([5, 0])).tolist() == [[5], [0]]
     assert with_dcp(plain([1, 1], [5, 8]), 2, 1, 4).dcp_local_seq_lens.tolist() == [1, 4]
-    with pytest.raises(ValueError, match="dcp_size=0 and interleave=1 must be >= 1"):
+    with pytest.raises(ValueError, match="dcp_size=0 must be a positive integer"):
         get_dcp_local_seq_lens(np.array([1]), 0)
 
 

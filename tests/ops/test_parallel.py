@@ -217,6 +217,6 @@ def test_only_backends_that_can_are_asked():
         jattn.PagedAttention(spec, cache_spec, parallel=ContextParallel(pcp_axis="p", pcp_world_size=2))
     with pytest.raises(ValueError, match="must divide"):
         uneven = ContextParallel(dcp_axis=AXIS, dcp_world_size=2, interleave=3)
-        jattn.PagedAttention(spec, cache_spec, parallel=uneven).build(Problem().meta)
+        jattn.PagedAttention(spec, cache_spec, parallel=uneven).build(Problem().meta.replace(block_size=8))
     with pytest.raises(ValueError, match="holds every key"):
         jattn.PagedAttention(spec, cache_spec).build(with_dcp(Problem().meta, 2, 0))

@@ -1,0 +1,157 @@
+"""R-49: every operand of every Pallas kernel is read by the kernel: an array that is passed and not read is a bug, or a
+copy for nothing. Kernels are traced on any machine; what is looked at is their jaxpr."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import jattn
+from jattn.backends.pallas_gpu import write_rows
+from jattn.device import Chip
+from tests.cases import CASES, FEATURES, Feature
+from tests.problem import Problem
+
+KERNELS = ("pallas_call", "mpmd_map", "core_map")
+WRITES = ("swap", "masked_swap", "addupdate")  # to their first operand
+
+
+def inner(value):
+    """The jaxprs within a parameter of an equation."""
+    if hasattr(value, "eqns"):
+        return [value]
+    if hasattr(value, "jaxpr"):
+        return [value.jaxpr]
+    return [j for x in value for j in inner(x)] if isinstance(value, (tuple, list)) else []
+
+
+def bodies(equation):
+    """(jaxpr, its variables for the equation's operands, in order; None: not handed down) of each sub-program."""
+    operands, params = list(equation.invars), equation.params
+    name = equation.primitive.name
+    if name == "while":
+        at, of = params["cond_nconsts"], params["body_nconsts"]
+        cond, body = inner(params["cond_jaxpr"])[0], inner(params["body_jaxpr"])[0]
+        carry = len(operands) - at - of
+        yield cond, [*cond.invars[:at], *[None] * of, *cond.invars[at:]]
+        yield body, [*[None] * at, *body.invars]
+        assert len(body.invars) == of + carry
+        return
+    for jaxpr in (j for value in params.values() for j in inner(value)):
+        if name == "cond":
+            yield jaxpr, [None, *jaxpr.invars]
+        elif len(jaxpr.constvars) == len(operands) and operands:
+            yield jaxpr, list(jaxpr.constvars)  # run_scoped: what it closes over
+        else:
+            yield jaxpr, list(jaxpr.invars)
+
+
+def is_read(jaxpr, variable) -> bool:
+    """Does some operation of the program, or of a program within it, take this variable, but to write it?"""
+    for equation in jaxpr.eqns:
+        places = [i for i, x in enumerate(equation.invars) if x is variable]
+        if not places:
+            continue
+        programs = list(bodies(equation))
+        if not programs and not (equation.primitive.name in WRITES and places == [0]):
+            return True
+        for program, names in programs:
+            assert len(names) >= len(equation.invars), f"{equation.primitive} hands its operands down in a way unknown"
+            if any(names[i] is not None and is_read(program, names[i]) for i in places):
+                return True
+    return False
+
+
+def kernels(jaxpr):
+    """Every kernel's equation, however deep."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in KERNELS:
+            yield equation
+        else:
+            for value in equation.params.values():
+                for program in inner(value):
+                    yield from kernels(program)
+
+
+def unread(function, *args, placeholder: tuple[int, ...] | None = None) -> list[list[int]]:
+    """For each kernel that the function launches, the operands that it does not read, but those of this shape."""
+    found = []
+    for equation in kernels(jax.make_jaxpr(function)(*args).jaxpr):
+        programs = [j for value in equation.params.values() for j in inner(value) if len(j.invars)]
+        names = [j.constvars if len(j.constvars) == len(equation.invars) else j.invars for j in programs]
+        missing = [
+            i
+            for i in range(len(equation.invars))
+            if equation.invars[i].aval.shape != placeholder
+            and not any(is_read(j, mine[i]) for j, mine in zip(programs, names, strict=True))
+        ]
+        found.append(missing)
+    return found
+
+
+def copying(x_ref, y_ref, out_ref):
+    out_ref[...] = x_ref[...]
+
+
+def adding(x_ref, y_ref, out_ref):
+    @pl.when(x_ref[0] > 0)
+    def _():
+        out_ref[...] = x_ref[...] + y_ref[...]
+
+
+@pytest.mark.parametrize(("kernel", "missing"), [(copying, [1]), (adding, [])])
+def test_the_checker_sees_an_operand_that_nobody_reads(kernel, missing):
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((8,), jnp.float32), interpret=True)
+    assert unread(call, jnp.ones(8), jnp.ones(8)) == [missing]
+
+
+RICH = dict(sliding_window=40, logits_soft_cap=1.5, has_alibi=True, has_sinks=True)
+SCALES = ("q_scale[]", "k_scale[]", "v_scale[]")
+CHIP = dict(head_dim=128, block_size=16, dtype="bfloat16", layout="HND")
+ROWS = {
+    "pallas_cpu, plain": ("pallas_cpu", "cpu", "", dict(case=CASES["mixed"])),
+    "pallas_cpu, everything": ("pallas_cpu", "cpu", "", dict(feature=FEATURES["everything_two_ways"])),
+    "pallas_cpu, token scales": ("pallas_cpu", "cpu", "", dict(cache_dtype="int8", quant="per_token_head")),
+}
+for platform, generation in (("gpu", "sm_90"), ("tpu", "v6e")):
+    rich = Feature("rich", RICH, ("alibi_slopes", "sinks", *(SCALES if platform == "gpu" else ("q_scale[]",))))
+    chip = (f"pallas_{platform}", platform, generation)
+    ROWS |= {
+        f"{chip[0]}, plain": (*chip, CHIP),
+        f"{chip[0]}, rich": (*chip, CHIP | dict(feature=rich)),
+        f"{chip[0]}, per request": (*chip, CHIP | dict(feature=FEATURES["per_request_causal"])),
+        f"{chip[0]}, fp8": (*chip, CHIP | dict(cache_dtype="float8_e4m3fn", quant="per_tensor")),
+    }
+ROWS["pallas_gpu, token scales"] = (
+    "pallas_gpu",
+    "gpu",
+    "sm_90",
+    CHIP | dict(cache_dtype="int8", quant="per_token_head"),
+)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_r49_every_operand_of_an_attention_kernel_is_read(row):
+    backend, platform, generation, changes = ROWS[row]
+    problem = Problem(**changes)
+    attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend, Chip(platform, generation), problem.dtype)
+    attend = lambda q, cache, meta, params: attn.attend(q, cache, attn.build(meta), params)
+    # A layer with neither slopes nor sinks gives the GPU's kernels zeros in their place, f32[H 2]: H * 8 bytes.
+    nothing = (problem.heads, 2) if platform == "gpu" and not (attn.spec.has_alibi or attn.spec.has_sinks) else None
+    arguments = (problem.q, problem.cache(storage="native"), problem.meta, problem.params)
+    found = unread(attend, *arguments, placeholder=nothing)
+    assert found and not any(found), found
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_r49_every_operand_of_the_page_writer_is_read(scaled):
+    dtype = jnp.int8 if scaled else jnp.bfloat16
+    rows, pools = (jnp.ones((8, 2, 128), dtype),) * 2, (jnp.ones((4, 2, 16, 128), dtype),) * 2
+    scales = ((jnp.ones((8, 2)),) * 2, (jnp.ones((4, 2, 16)),) * 2) if scaled else ((), ())
+    write = lambda rows, scales, slots, pools, old: write_rows(
+        rows, scales, slots, pools, old, page_size=16, heads_first=True
+    )
+    found = unread(write, rows, scales[0], np.arange(8, dtype=np.int32), pools, scales[1])
+    written_in_place = [[i for i in missing if i < 2 + 2 * scaled + 1] for missing in found]  # the pools are the rest
+    assert found and not any(written_in_place), found
