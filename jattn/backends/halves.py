@@ -13,6 +13,7 @@ from jattn.backends.reasons import supports
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
+from jattn.errors.arguments import dtype_name
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType, MultipleOf
 
@@ -44,6 +45,7 @@ class Halves:
 
         dtypes: of queries and packed keys; who takes them is preferred, and where nobody does, the door says so.
         """
+        dtypes = tuple(dtype_name("dtypes", dtype) for dtype in dtypes)
         asked = (spec, cache_spec, chip, needs, dtypes, registry.entries())
         names = self.names(spec.attn_type, cache_spec is not None)
         return {half: _choose(half, name, *asked) for half, name in names.items()}
@@ -138,7 +140,7 @@ class DividedBackend(AttentionBackend):
         names = cls.halves.names(spec.attn_type, cache_spec is not None)
         asked = (spec, cache_spec, chip, needs, dtypes)
         halves = cls.halves.reasons(names, lambda backend: backend.reasons(*asked))
-        return (*cls._beyond(Question.of(*asked)), *halves)
+        return (*cls._beyond(Question.of(spec, cache_spec, chip, needs)), *halves)
 
     @classmethod
     def _beyond(cls, question: Question) -> list[str]:

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jattn.cache.pool import filled
 from jattn.device import Chip, resolve
@@ -155,7 +156,7 @@ def check_alive(cache: PagedKV, name: str = "cache") -> PagedKV:
     """The cache itself; TypeError for anything else, ValueError where it was donated and its memory is another's."""
     check_kind(name, cache, PagedKV, "make one with jattn.empty_cache(cache_spec)")
     for pool in (cache.k, cache.v):
-        if isinstance(pool, jax.Array) and not isinstance(pool, jax.core.Tracer) and pool.is_deleted():
+        if isinstance(pool, jax.Array) and not isinstance(pool, Tracer) and pool.is_deleted():
             raise ValueError(f"{name} was donated to an earlier call and is deleted; use the cache which that returned")
     return cache
 

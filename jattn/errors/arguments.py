@@ -45,7 +45,7 @@ def takes(**rules: Rule) -> Callable[[Callable[P, R]], Callable[P, R]]:
             named: dict[str, Any] = {
                 name: rules[name](name, value) if name in rules else value for name, value in kwargs.items()
             }
-            return function(*checked, **named)
+            return function(*checked, **named)  # pyright: ignore[reportCallIssue]
 
         return door
 

@@ -123,9 +123,9 @@ def from_traced(
     if block_table is not None and block_table.shape[0] != rows:
         raise ValueError(f"block_table.shape={block_table.shape} must have one row a request, {rows}")
     one = isinstance(causal, (bool, np.bool_))
-    causal = causal if one else as_array("causal", causal, "bools", (1,))
-    if not one and causal.shape != (rows,):
-        raise ValueError(f"causal.shape={causal.shape} must be ({rows},): one bool a request, or one bool")
+    each = None if one else as_array("causal", causal, "bools", (1,))
+    if each is not None and each.shape != (rows,):
+        raise ValueError(f"causal.shape={each.shape} must be ({rows},): one bool a request, or one bool")
     used = (start[1:] > start[:-1]) | (seq_lens > 0)
     last = jnp.max(jnp.where(used, jnp.arange(1, rows + 1), 0), initial=0)
     meta = CommonAttentionMetadata(
@@ -135,7 +135,7 @@ def from_traced(
         slot_mapping=jnp.full(num_tokens, PAD_SLOT_ID, jnp.int32),
         num_reqs=last.astype(jnp.int32),
         num_actual_tokens=start[-1],
-        causal_per_request=None if one else jnp.asarray(causal, bool),
+        causal_per_request=None if each is None else jnp.asarray(each),
         final_seq_lens=None if final_seq_lens is None else jnp.asarray(final_seq_lens, jnp.int32),
         max_query_len=num_tokens if max_query_len is None else max_query_len,
         max_seq_len=max_seq_len

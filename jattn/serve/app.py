@@ -85,7 +85,7 @@ class _Server:
 
     async def chat(self, request: Request) -> Response:
         template, room = self.engine.chat_template, self.engine.limits.max_model_len
-        return await self._serve(request, lambda found: fields.chat(found, template, room))
+        return await self._serve(request, lambda found: fields.chat(found, template, self.engine.tokenizer, room))
 
     async def models(self, request: Request) -> Response:
         return errors.json_response({"object": "list", "data": [self._card()]})

@@ -1,19 +1,17 @@
 """What a body may carry: every field read by its own reader, or refused by its name.
 
 A null is a field left out. Beyond the OpenAI interface: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
-include_stop_str_in_output and cache_salt.
+include_stop_str_in_output and cache_salt; of a chat, what its template reads: documents, chat_template_kwargs,
+add_generation_prompt and continue_final_message.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jattn.engine import ChatTemplate, SamplingParams
-from jattn.engine.params import MAX_LOGPROBS
+from jattn.engine import ChatTemplate, SamplingParams, Tokenizer, chat_prompt
+from jattn.engine.params import MAX_COMPLETIONS, MAX_INT32, MAX_LOGPROBS, MAX_STOP_CHARACTERS, MAX_STOPS, REPETITION_RANGE
 from jattn.serve.errors import BadRequestError
-
-INT32 = 2**31 - 1
-MAX_STOPS, MAX_STOP_CHARACTERS = 64, 4096
 
 Reader = Callable[[Any], Any]
 """A field's value, as the server uses it; _WrongError says what it must be."""
@@ -48,11 +46,14 @@ def completion(body: dict[str, Any], default_max_tokens: int) -> Asked:
     return _asked(found, found["prompt"], sampling, chat=False)
 
 
-def chat(body: dict[str, Any], template: ChatTemplate | None, default_max_tokens: int) -> Asked:
+def chat(
+    body: dict[str, Any], template: ChatTemplate | None, tokenizer: Tokenizer | None, default_max_tokens: int
+) -> Asked:
     """POST /v1/chat/completions."""
     found = _read(body, CHAT)
-    if template is None:
-        raise BadRequestError("this model's folder has no chat template; use /v1/completions", "messages")
+    if template is None or tokenizer is None:
+        lacking = "chat template" if template is None else "tokenizer"
+        raise BadRequestError(f"this model's folder has no {lacking}; use /v1/completions", "messages")
     if "messages" not in found:
         raise BadRequestError("messages=None must be a non-empty list of messages", "messages")
     limits = {found[name] for name in ("max_tokens", "max_completion_tokens") if name in found}
@@ -62,7 +63,10 @@ def chat(body: dict[str, Any], template: ChatTemplate | None, default_max_tokens
     if "top_logprobs" in found and not is_told:
         raise BadRequestError("top_logprobs needs logprobs=true", "top_logprobs")
     try:
-        prompt = template.render(found["messages"])
+        variables = {name: found[name] for name in ("reasoning_effort",) if name in found}
+        variables |= found.get("chat_template_kwargs", {})
+        passed = {name: found[name] for name in PASSED if name in found}
+        prompt = tuple(chat_prompt(tokenizer, template, found["messages"], variables=variables, **passed))
     except Exception as error:  # a template may do anything with messages that it does not expect
         raise BadRequestError(f"the chat template cannot render these messages: {error}", "messages") from error
     sampling = dict(
@@ -167,7 +171,7 @@ def _stop_tokens(value: Any) -> tuple[int, ...]:
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= INT32 for token in value):
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= MAX_INT32 for token in value):
         raise _WrongError("a list of token ids")
     return tuple(value)
 
@@ -208,21 +212,28 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """{role, content, name}; what an answer of this interface carries besides may be there and empty."""
+    """What a template may read; what else an answer of this interface carries may be there and empty."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _WrongError("a list of messages, each an object with a role and a content")
-    kept = {name: value for name, value in message.items() if value is not None}
-    for name, value in kept.items():
-        if name not in ("role", "content", "name") and value != []:
+    given = {name: value for name, value in message.items() if value is not None}
+    kept = {}
+    for name, value in given.items():
+        if name == "content":
+            kept[name] = _content(value)
+        elif name == "tool_calls":
+            kept[name] = _objects(value)
+        elif name in MESSAGE_TEXTS:
+            if not isinstance(value, str):
+                raise _WrongError(f"messages whose {name} is text")
+            kept[name] = value
+        elif value != []:
             raise _WrongError(f"without a message's {name!r:.80}, which is not served here")
-    if not isinstance(kept.get("name", ""), str):
-        raise _WrongError("messages whose name is text")
-    return {name: kept[name] for name in ("role", "name") if name in kept} | {"content": _content(kept.get("content"))}
+    return kept
 
 
 def _content(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise _WrongError("messages whose content is text, or a list of text parts")
     for part in content:
@@ -233,6 +244,18 @@ def _content(content: Any) -> str:
     return "".join(part["text"] for part in content)
 
 
+def _objects(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise _WrongError("a list of objects")
+    return value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _WrongError("an object")
+    return value
+
+
 def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other  # True is no 1
 
@@ -240,14 +263,14 @@ def _is_same(one: Any, other: Any) -> bool:
 SAMPLING: dict[str, Reader] = dict(
     temperature=_temperature,
     top_p=_number(0, 1),
-    n=_integer(1, 128),
+    n=_integer(1, MAX_COMPLETIONS),
     seed=_integer(0, 2**63 - 1),
     stop=_stop,
     presence_penalty=_number(-2, 2),
     frequency_penalty=_number(-2, 2),
-    top_k=_integer(-1, INT32),
+    top_k=_integer(-1, MAX_INT32),
     min_p=_number(0, 1),
-    repetition_penalty=_number(0.01, 100),
+    repetition_penalty=_number(*REPETITION_RANGE),
     stop_token_ids=_stop_tokens,
     ignore_eos=_boolean,
     include_stop_str_in_output=_boolean,
@@ -261,20 +284,32 @@ COMMON = SAMPLING | dict(
     cache_salt=_text,
     user=_text,  # logged beside the request's id
     safety_identifier=_text,  # the newer name of user
-    max_tokens=_integer(1, INT32),
+    max_tokens=_integer(1, MAX_INT32),
 )
 COMPLETION = COMMON | dict(prompt=_prompts, logprobs=_integer(0, MAX_LOGPROBS))
 CHAT = COMMON | dict(
     messages=_messages,
-    max_completion_tokens=_integer(1, INT32),
+    max_completion_tokens=_integer(1, MAX_INT32),
     logprobs=_boolean,
     top_logprobs=_integer(0, MAX_LOGPROBS),
+    tools=_objects,  # for the template; an answer's calls stay in its text
+    documents=_objects,
+    add_generation_prompt=_boolean,
+    continue_final_message=_boolean,
+    reasoning_effort=_text,
+    chat_template_kwargs=_object,
 )
+PASSED = ("tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Fields of a chat that ChatTemplate.render takes by the same name."""
+
+MESSAGE_TEXTS = ("role", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal")
+"""Fields of a message that are text."""
+
 NEUTRAL: dict[str, tuple] = dict(
     echo=(False,), best_of=(1,), suffix=("",), logit_bias=({},), tools=([],), tool_choice=("none", "auto"),
     response_format=({"type": "text"},), functions=([],), function_call=("none", "auto"),
     parallel_tool_calls=(True, False), modalities=(["text"],), audio=(), metadata=({},), store=(False,),
-    service_tier=("auto", "default"), prediction=(), reasoning_effort=(), verbosity=(), web_search_options=(),
+    service_tier=("auto", "default"), prediction=(), verbosity=(), web_search_options=(),
     moderation=(), prompt_cache_key=(), prompt_cache_options=(), prompt_cache_retention=(),
 )  # fmt: skip
 """Fields that are understood but not served: accepted only where they ask for nothing."""

@@ -35,7 +35,7 @@ def leaks(engine, server, before: dict[str, int]) -> list[str]:
         counts = dict(
             requests=server.engine_loop.num_requests,
             sequences=len(engine.scheduler.running) + len(engine.scheduler.waiting),
-            responses=len(engine._responses) + len(engine._requests),
+            responses=len(engine._live) + len(engine._live.unfinished()),
             blocks=engine.stats.cache_usage,
             connections=len(server.server_state.connections),
             requests_in_http=len(server.server_state.tasks),
