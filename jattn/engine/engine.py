@@ -185,8 +185,9 @@ class Engine:
             stop_ids = stop_ids_of(seq, self.config.eos_token_ids)
             response = Response.of(id, seq, index, stop_ids, self.limits.max_model_len, self.tokenizer)
             request.responses.append(response)
-            self.scheduler.add(seq)
-        self._live.add(request)
+        self._live.add(request)  # whole: what could fail is behind us
+        for response in request.responses:
+            self.scheduler.add(response.seq)
         return id
 
     def step(self) -> list[RequestOutput]:

@@ -27,6 +27,10 @@ class LiveRequests:
     def __contains__(self, id: str) -> bool:
         return id in self._requests
 
+    def ids(self) -> list[str]:
+        """Of all requests, the first to come first."""
+        return list(self._requests)
+
     def get(self, id: str) -> Request | None:
         return self._requests.get(id)
 

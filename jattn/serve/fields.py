@@ -10,7 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from jattn.engine import ChatTemplate, SamplingParams, Tokenizer, chat_prompt
-from jattn.engine.params import MAX_COMPLETIONS, MAX_INT32, MAX_LOGPROBS, MAX_STOP_CHARACTERS, MAX_STOPS, REPETITION_RANGE
+from jattn.engine.params import (
+    MAX_COMPLETIONS,
+    MAX_INT32,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    REPETITION_RANGE,
+)
 from jattn.serve.errors import BadRequestError
 
 Reader = Callable[[Any], Any]
@@ -309,7 +316,7 @@ NEUTRAL: dict[str, tuple] = dict(
     echo=(False,), best_of=(1,), suffix=("",), logit_bias=({},), tools=([],), tool_choice=("none", "auto"),
     response_format=({"type": "text"},), functions=([],), function_call=("none", "auto"),
     parallel_tool_calls=(True, False), modalities=(["text"],), audio=(), metadata=({},), store=(False,),
-    service_tier=("auto", "default"), prediction=(), verbosity=(), web_search_options=(),
+    service_tier=("auto", "default"), prediction=(), reasoning_effort=(), verbosity=(), web_search_options=(),
     moderation=(), prompt_cache_key=(), prompt_cache_options=(), prompt_cache_retention=(),
 )  # fmt: skip
 """Fields that are understood but not served: accepted only where they ask for nothing."""

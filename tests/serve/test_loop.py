@@ -56,13 +56,17 @@ def test_a_request_that_the_engine_cannot_take_fails_alone(monkeypatch):
     """As a salt once did that cannot be encoded: it ended the engine's thread, and everybody's streams."""
     with running() as loop:
         (want,) = finished(loop, "a", "hello")
-        with pytest.raises(FailedError, match="encode"):
 
-            async def salted():
-                await loop.submit("b", ["hello"], params(), salt="\ud800").finished()
+        async def salted(salt):
+            return await loop.submit("b", ["hello"], params(), salt=salt).finished()
 
-            asyncio.run(salted())
-        assert loop.healthy and loop.num_requests == 0
+        (refused,) = asyncio.run(salted("\ud800"))
+        assert "surrogate" in refused.error
+        monkeypatch.setattr("jattn.engine.engine.seed_of", lambda *args: 1 / 0)
+        with pytest.raises(FailedError, match="ZeroDivisionError|division"):
+            asyncio.run(salted(""))
+        monkeypatch.undo()
+        assert loop.healthy and loop.num_requests == 0 and not loop.engine.has_work
         assert finished(loop, "c", "hello")[0].outputs == want.outputs
 
 

@@ -114,7 +114,7 @@ WRONG = [  # (field, values): what is none of the field's type, or out of its ra
     ("echo", [1, True, "x", 0]),
     ("best_of", [True, 2, "1", 1.0]),
     ("logit_bias", [{"50256": -100}, [], 1]),
-    ("tools", [[{"type": "function"}], {}, 0]),
+    ("tools", [["x"], {}, 0]),
     ("response_format", [{"type": "json_object"}, "text", {"type": "text", "x": 1}]),
     ("store", [True, 0]),
     ("metadata", [{"a": "b"}, []]),
@@ -154,7 +154,7 @@ def test_a_prompt_is_text_tokens_or_a_list_of_either(url, prompt):
         [{"role": "user", "content": [{"type": "text", "text": 1}]}],
         [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-        [{"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}], [{"role": "user", "content": "x", "name": 1}],
+        [{"role": "user", "content": "x", "tool_calls": ["1"]}], [{"role": "user", "content": "x", "name": 1}],
         [{"role": "user", "content": "x", "colour": "red"}],
     ],
 )  # fmt: skip
@@ -247,7 +247,7 @@ def test_an_announced_body_that_is_too_large_is_refused_before_it_comes(url):
 def test_a_template_that_stumbles_over_messages_refuses_them(url):
     with serving() as (engine, _, other):
 
-        def render(messages):
+        def render(messages, **options):
             raise TypeError("can only concatenate str")
 
         engine.chat_template = type("Template", (), {"render": staticmethod(render)})

@@ -52,7 +52,7 @@ KEYS = [
     "echo", "best_of", "suffix", "logit_bias", "tools", "tool_choice", "functions", "function_call",
     "response_format",
     "parallel_tool_calls", "modalities", "audio", "metadata", "store", "service_tier", "reasoning_effort",
-    "prediction",
+    "prediction", "documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
 ]  # fmt: skip
 
 

@@ -41,7 +41,9 @@ def prompts(body: dict, is_chat: bool) -> list:
     """Each as text, or as a list of tokens."""
     if is_chat:
         text = "".join(f"{m['role'][:1]}:{_text(m.get('content'))}\n" for m in body["messages"])
-        return [text + "a:"]
+        if body.get("continue_final_message"):
+            return [text[:-1]]
+        return [text + "a:" * body.get("add_generation_prompt", True)]
     prompt = body["prompt"]
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
@@ -83,8 +85,19 @@ def _go_together(body, is_chat) -> bool:
     if is_chat:
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
         told = "top_logprobs" not in body or body.get("logprobs") is True
-        return "messages" in body and told and len(set(map(str, limits))) < 2
+        taken = {"messages", "tools", "documents", "add_generation_prompt"} & set(body.get("chat_template_kwargs", ()))
+        fine = "messages" in body and told and len(set(map(str, limits))) < 2 and not taken
+        return fine and (not body.get("continue_final_message") or _can_continue(body))
     return "prompt" in body
+
+
+def _can_continue(body) -> bool:
+    """Is there a text to go on from?"""
+    return body.get("add_generation_prompt") is not True and bool(_text(body["messages"][-1].get("content")).strip())
+
+
+def _are_objects(v) -> bool:
+    return isinstance(v, list) and all(isinstance(each, dict) for each in v)
 
 
 def _fits(body, is_chat) -> bool:
@@ -143,12 +156,16 @@ def _are_options(v) -> bool:
     )
 
 
+TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal")
+
+
 def _is_message(v) -> bool:
     if not isinstance(v, dict) or not _is_text(v.get("role")):
         return False
-    others = [value for name, value in v.items() if name not in ("role", "content", "name")]
-    named = v.get("name") is None or _is_text(v["name"])
-    return named and all(value is None or value == [] for value in others) and _is_content(v.get("content"))
+    given = {name: value for name, value in v.items() if value is not None and name not in ("role", "content")}
+    others = [value for name, value in given.items() if name not in (*TEXTS, "tool_calls")]
+    told = all(_is_text(given[name]) for name in TEXTS if name in given) and _are_objects(given.get("tool_calls", []))
+    return told and all(value == [] for value in others) and _is_content(v.get("content"))
 
 
 def _is_content(v) -> bool:
@@ -191,6 +208,12 @@ CHAT = dict(
     max_completion_tokens=_whole(1, INT32),
     logprobs=_is_bool,
     top_logprobs=_whole(0, 20),
+    tools=_are_objects,
+    documents=_are_objects,
+    add_generation_prompt=_is_bool,
+    continue_final_message=_is_bool,
+    reasoning_effort=_is_text,
+    chat_template_kwargs=lambda v: isinstance(v, dict),
 )
 ASKING_NOTHING = dict(
     echo=[False], best_of=[1], suffix=[""], logit_bias=[{}], tools=[[]], functions=[[]], metadata=[{}], store=[False],

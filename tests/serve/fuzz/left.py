@@ -41,7 +41,7 @@ def leaks(engine, server, before: dict[str, int]) -> list[str]:
             requests_in_http=len(server.server_state.tasks),
             files=max(now["files"] - before["files"], 0),
             tasks=max(now["tasks"] - before["tasks"], 0),
-            threads=max(sum("fuzz" in t.name or "Pool" in t.name for t in threading.enumerate()), 0),
+            threads=[t.name for t in threading.enumerate() if t.name.startswith(("fuzz", "ThreadPool"))],
             megabytes=max(now["megabytes"] - before["megabytes"] - MEGABYTES, 0),
         )
         return [f"{count} {name} are left" for name, count in counts.items() if count]
