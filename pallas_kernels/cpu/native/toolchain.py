@@ -158,9 +158,11 @@ def _run_side_by_side(commands: list[list[str]], end: float) -> list[tuple[int, 
         running = []
         for command in commands:
             said = stack.enter_context(tempfile.TemporaryFile())
-            pipes = dict(stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
             try:
-                process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=environment,
+                    start_new_session=True,
+                )  # fmt: skip
             except OSError as error:
                 raise BuildError(f"the compiler could not be started: {error}") from error
             stack.callback(_stop, process)
