@@ -23,8 +23,8 @@ def split_kv_cache(kv_cache: jax.Array, num_kv_heads: int, head_size: int) -> tu
     x = _vector(kv_cache.dtype, head_size)
     if kv_cache.ndim != 3 or kv_cache.shape[0] != 2 or kv_cache.shape[2] % (num_kv_heads * head_size):
         raise ValueError(
-            f"{kv_cache.shape=} must be [2, N, a multiple of {num_kv_heads=} x {head_size=}]: keys, then values, a "
-            "block in each row"
+            f"{kv_cache.shape=} must be [2, N, a multiple of {num_kv_heads} x {head_size}], num_kv_heads x head_size: "
+            "keys, then values, a block in each row"
         )
     blocks = kv_cache.shape[1]
     k = kv_cache[0].reshape(blocks, num_kv_heads, head_size // x, -1, x)

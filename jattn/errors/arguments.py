@@ -209,13 +209,13 @@ def booleans(*ndims: int) -> Rule:
 def as_array(name: str, value: Any, holds: str = _NUMBERS, ndims: tuple[int, ...] = (), host: str = "") -> Any:
     """The value as the array it is, or as numpy where it is a number or a list."""
     if isinstance(value, Tracer):
-        if host:
-            raise ValueError(f"{name} is traced, and its values are looked at here: {host}")
         array = value
     elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
         array = _alive(name, value)
     else:
         array = _from_list(name, value, holds)
+    if host and isinstance(array, Tracer):
+        raise ValueError(f"{name} is traced, and its values are looked at here: {host}")
     holds_it = {_INTEGERS: _is_integer, _NUMBERS: _is_number, _BOOLS: _is_bool}[holds]
     if not holds_it(array.dtype):
         raise ValueError(f"{name}.dtype={array.dtype} must be {_TYPES[holds]}{_shape_words(ndims)}")
@@ -230,8 +230,9 @@ def _from_list(name: str, value: Any, holds: str) -> Any:
     if value is None or isinstance(value, (str, bytes, dict, set)):
         raise ValueError(f"{name}={short(value)} must be an array of {holds}, got {type(value).__name__}")
     try:
-        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
-        array = jnp.asarray(value) if traced else np.asarray(value)
+        array = np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{name}={short(value)} is no array of {holds}: {error}") from None
     if array.size == 0 and array.dtype == np.float64:  # numpy's type of []

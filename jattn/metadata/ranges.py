@@ -28,7 +28,7 @@ def compute_mm_prefix_range_tensor(ranges, num_reqs: int | None = None, max_rang
     if len(ranges) > rows or any(len(r) > width for r in ranges):
         raise ValueError(
             f"ranges: {len(ranges)} requests with {[len(r) for r in ranges]} ranges "
-            f"do not fit [num_reqs, max_ranges, 2] = [{rows}, {width}, 2]"
+            f"do not fit [{rows}, {width}, 2], num_reqs and max_ranges"
         )
     out = np.zeros((rows, width, 2), np.int32)
     for r, pairs in enumerate(ranges):

@@ -252,7 +252,7 @@ def test_one_compiled_step_covers_what_the_halves_cover():
 def test_bad_pairs_are_refused():
     with pytest.raises(ValueError, match="'split' is itself a split"):
         make_split_backend("pair", decode="split")
-    with pytest.raises(ValueError, match="decode_threshold=0 must be at least 1"):
+    with pytest.raises(ValueError, match="decode_threshold=0 must be a positive integer"):
         make_split_backend("pair", decode_threshold=0)
     with pytest.raises(ValueError, match="backend 'sdpo' is not known"):
         make_split_backend("pair", prefill="sdpo")
