@@ -20,10 +20,10 @@ TOOLS := $(VENV)/.ready-tools
 WITNESS := $(VENV)/.ready-parity
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity lint format types imports notebooks bench wheel sanitize arm64 check clean
+.PHONY: help demo test parity lint format types imports notebooks bench wheel sanitize fuzz-server arm64 check clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
 
 demo: $(READY)  ## a ragged batch through every backend that works here, checked
 	@"$(PY)" -m jattn demo $(ARGS)
@@ -68,6 +68,9 @@ sanitize: $(READY)  ## the native kernels under sanitizers: fuzzed alone, then t
 	@$(SANITIZED) "$(PY)" -c "from pallas_kernels.cpu.native import build; print(build.library().path)"
 	@$(SANITIZED) $(PRELOAD) ASAN_OPTIONS=detect_leaks=0 "$(PY)" -m pytest -q tests/kernels/cpu/test_native.py \
 	  tests/kernels/cpu/test_native_write.py tests/kernels/cpu/test_native_hostile.py $(ARGS)
+
+fuzz-server: $(READY)  ## hostile clients against a real server; SECONDS=600 for longer, ARGS='--bodies 20000 --seed 7'
+	@JAX_PLATFORMS=cpu $(KEEP) "$(PY)" -m tests.serve.fuzz --seconds $(SECONDS) $(ARGS)
 
 arm64: $(READY)  ## NEON kernels: compiled by a cross compiler, run under qemu, compared with a reference
 	@"$(PY)" $(FUZZ) --cross aarch64 --seconds $(SECONDS)
