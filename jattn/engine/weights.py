@@ -18,19 +18,38 @@ def copied_like(old: Any, new: Any) -> Any:
     if wrong := _differences(old, new):
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}; nothing was changed")
-    return jax.tree.map(lambda a, b: jax.device_put(b, a.sharding, may_alias=False), old, new)
+    return jax.tree.map(lambda a, b: _placed(b, _place(a)), old, new)
+
+
+def bound_like(params: Any, caches: Any) -> Any:
+    """New caches, bound to the device of the weights if those are bound to one: as a dispatch returns them. JAX compiles
+    anew where that changes."""
+    places = {x.sharding for x in jax.tree.leaves(params) if x.committed}
+    return jax.device_put(caches, places.pop()) if len(places) == 1 else caches
+
+
+def _place(x: jax.Array) -> jax.sharding.Sharding | None:
+    """What an array is bound to; None: it lies on the default device, and may be computed with on any."""
+    return x.sharding if x.committed else None
+
+
+def _placed(x: Any, place: jax.sharding.Sharding | None) -> jax.Array:
+    """A copy at this place, bound to it or not: only by way of the host does an array come unbound."""
+    x = np.asarray(x) if place is None and getattr(x, "committed", False) else x
+    return jax.device_put(x, place, may_alias=False)
 
 
 class StoredWeights:
     """Weights on the host, and where they belong."""
 
     def __init__(self, params: Any):
-        self._places = jax.tree.map(lambda x: x.sharding, params)
+        self._places = [_place(x) for x in jax.tree.leaves(params)]
         self._host = jax.tree.map(lambda x: np.array(x), params)  # a copy: np.asarray may be the device's own memory
 
     def restored(self) -> Any:
         """The weights where they were."""
-        return jax.tree.map(lambda x, place: jax.device_put(x, place, may_alias=False), self._host, self._places)
+        leaves, structure = jax.tree.flatten(self._host)
+        return jax.tree.unflatten(structure, [_placed(x, place) for x, place in zip(leaves, self._places, strict=True)])
 
 
 def _differences(old: Any, new: Any) -> list[str]:
