@@ -60,8 +60,9 @@ def check(
         return tokens, reasons
     if not tokens:
         reasons.append("the prompt is empty: there is no token to continue from")
-    if bad := sorted({t for t in (*tokens, *params.stop_token_ids) if not 0 <= t < vocab_size}):
-        reasons.append(f"tokens {bad[:5]} are outside the vocabulary of {vocab_size}")
+    for what, ids in (("tokens", tokens), ("stop_token_ids", params.stop_token_ids)):
+        if bad := sorted({t for t in ids if not 0 <= t < vocab_size}):
+            reasons.append(f"{what} {bad[:5]} are outside the vocabulary of {vocab_size}")
     if len(tokens) >= limits.max_model_len:
         reasons.append(
             f"the prompt has {len(tokens)} tokens, and prompt and output together may have {limits.max_model_len}"
