@@ -25,7 +25,7 @@ class Group(Protocol):
 
 
 def first_visible(group: Group, position: int) -> int:
-    """The first position that a token at `position`, or any later one, can see."""
+    """The lowest position that a token at `position`, or a later one, can still see."""
     first = 0
     if group.sliding_window is not None:
         first = max(first, position - group.sliding_window + 1)
@@ -37,10 +37,10 @@ def first_visible(group: Group, position: int) -> int:
 def most_blocks(
     group: Group, block_size: int, num_seqs: int, num_new: int, burst: int, prefix_caching: bool = False
 ) -> int | None:
-    """Blocks that so many sequences have a use for in this group; None: as many as they have tokens.
+    """Upper bound of the blocks that `num_seqs` sequences use in this group; None: it grows with their lengths.
 
     num_new: tokens that a step may add to all of them together; burst: to each of them, decoding. Before a step a
-    sequence keeps its reach - 1 last tokens; L tokens lie in at most cdiv(L - 1, block_size) + 1 blocks. Prefix caching
+    sequence keeps its last reach - 1 tokens; L tokens lie in at most cdiv(L - 1, block_size) + 1 blocks. Prefix caching
     doubles that: a full pool would otherwise remember no beginning at all.
     """
     reach = min((n for n in (group.sliding_window, group.chunk_size) if n is not None), default=None)
@@ -61,7 +61,7 @@ class BlockTables:
         prefix_caching: bool = True,
         weights_version: int = 0,
     ):
-        """num_blocks: of each group's pool. Tables of different weights never share a block's name."""
+        """num_blocks: of each group's pool. weights_version goes into every block's hash."""
         self.block_size = block_size
         self.groups = tuple(groups)
         self.pools = tuple(BlockPool(count) for _, count in zip(self.groups, num_blocks, strict=True))
@@ -170,11 +170,11 @@ class BlockTables:
         return 0
 
     def _root(self, salt: bytes) -> bytes:
-        """What the name of a first block begins from: the weights that compute it, and the request's salt."""
+        """The parent hash of a request's first block: the weights' version and the request's salt."""
         return hashlib.blake2b(self.weights_version.to_bytes(8, "little") + salt).digest()
 
     def _name_blocks(self, seq: Sequence, count: int) -> None:
-        """Hashes of the first `count` blocks; they depend on tokens only and outlive a preemption."""
+        """Hashes of the first `count` blocks: of tokens, salt and weights' version, so a preemption keeps them."""
         while len(seq.names) < count:
             i = len(seq.names)
             parent = seq.names[-1] if seq.names else self._root(seq.salt)

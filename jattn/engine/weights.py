@@ -1,4 +1,4 @@
-"""A model's weights inside an engine: out of everybody else's reach, exchanged whole, put aside and brought back."""
+"""A model's weights inside an engine: taken over, exchanged as a whole, moved to the host and back."""
 
 from typing import Any
 
@@ -7,14 +7,13 @@ import numpy as np
 
 
 def adopt(params: Any) -> Any:
-    """The same weights in containers of our own. Arrays of numpy, which others can write to, are copied; JAX's cannot
-    change, and are shared."""
+    """The same weights in new containers. numpy arrays, which others can write to, are copied; JAX arrays are shared, so
+    the caller must not delete or donate them."""
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, may_alias=False), params)
 
 
 def copied_like(old: Any, new: Any) -> Any:
-    """`new` where `old` lies, in memory that nobody else can donate or delete; ValueError unless it is `old`'s equal in
-    structure, shapes and dtypes."""
+    """A copy of `new` with the shardings of `old`; ValueError unless structure, shapes and dtypes are equal."""
     if wrong := _differences(old, new):
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}; nothing was changed")
@@ -22,14 +21,14 @@ def copied_like(old: Any, new: Any) -> Any:
 
 
 class StoredWeights:
-    """Weights on the host, and where they belong."""
+    """Weights on the host, and the shardings that they had."""
 
     def __init__(self, params: Any):
         self._places = jax.tree.map(lambda x: x.sharding, params)
         self._host = jax.tree.map(lambda x: np.array(x), params)  # a copy: np.asarray may be the device's own memory
 
     def restored(self) -> Any:
-        """The weights where they were."""
+        """The weights on their devices again."""
         return jax.tree.map(lambda x, place: jax.device_put(x, place, may_alias=False), self._host, self._places)
 
 
