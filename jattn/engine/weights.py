@@ -7,7 +7,7 @@ import numpy as np
 
 
 def adopt(params: Any) -> Any:
-    """The same weights in new containers. numpy arrays, which others can write to, are copied; JAX arrays are shared, so
+    """The same weights in new containers. numpy arrays, which others can write to, are copied; JAX arrays are shared:
     the caller must not delete or donate them."""
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, may_alias=False), params)
 
