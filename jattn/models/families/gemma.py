@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 (text): norms around both halves, scales that are added to one, embeddings scaled up."""
+"""Gemma 2 and 3 (text): norms before and after each part, norm scales stored less 1, scaled embeddings."""
 
 from typing import Any
 
