@@ -1,4 +1,4 @@
-"""Why a backend cannot: every reason, in one order, each saying what was seen and what is supported."""
+"""Why a backend refuses: every reason, in a fixed order, each with what was seen and what is supported."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -81,9 +81,9 @@ def supports(backend, feature: Feature) -> bool:
 
 
 def without_refused(backend, spec: AttentionSpec) -> AttentionSpec:
-    """The layer less the options that the backend's features refuse already: a kernel's own reasons do not repeat them.
+    """The layer without the options that the backend's features refuse already, so that a kernel does not repeat them.
 
-    A field that is not in the table stays, and the kernel judges it.
+    An option that is not in the table stays, and the kernel decides about it.
     """
     table = {
         Feature.CHUNK_LOOKBACK: dict(chunk_lookback=0),
