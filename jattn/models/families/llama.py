@@ -89,7 +89,7 @@ def windows_by_type(c: Keys, count: int, usual: list[bool]) -> list[int | None]:
     return [window if mine else None for mine in slides]
 
 
-def qwens_windows(c: Keys, count: int) -> list[int | None]:
+def qwen_windows(c: Keys, count: int) -> list[int | None]:
     """Windows only with use_sliding_window, and only from layer max_window_layers on."""
     first, used = c.count("max_window_layers", low=0), c.flag("use_sliding_window", False)
     windows = windows_by_type(c, count, [index >= first for index in range(count)])
@@ -190,12 +190,12 @@ def llama(c: Keys) -> ModelConfig:
 
 def qwen2(c: Keys) -> ModelConfig:
     """Biases of q, k and v."""
-    return translate(c, windows=qwens_windows, qkv_bias=True)
+    return translate(c, windows=qwen_windows, qkv_bias=True)
 
 
 def qwen3(c: Keys) -> ModelConfig:
     """Norms of q and k."""
-    return translate(c, windows=qwens_windows, qk_norm=norm_of(c), **biases(c))
+    return translate(c, windows=qwen_windows, qk_norm=norm_of(c), **biases(c))
 
 
 LLAMA = Family(llama, names, UNUSED, defaults=ENDS | dict(rope_theta=10000.0))
