@@ -18,7 +18,8 @@ class Runner:
 
     def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):
         self.model, self.shapes = model, shapes
-        self.params, self.caches = weights.adopt(params), caches
+        self.params = weights.adopt(params)
+        self.caches = weights.bound_like(self.params, caches)
         self._make_caches = make_caches
         self._stored: weights.StoredWeights | None = None  # while it sleeps
         self._dead: EngineDeadError | None = None
@@ -61,7 +62,8 @@ class Runner:
         """Replace the caches by empty ones and run a small program; EngineDeadError if that fails."""
         try:
             self._drop_caches()
-            self.caches = warming.probe(self.model, self.params, self._make_caches(), self.shapes)
+            caches = weights.bound_like(self.params, self._make_caches())
+            self.caches = warming.probe(self.model, self.params, caches, self.shapes)
         except Exception as error:
             self._dead = EngineDeadError(f"the device no longer computes ({type(error).__name__}); start a new process")
             raise self._dead from error

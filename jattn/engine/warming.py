@@ -8,16 +8,15 @@ import jax
 
 from jattn.engine.batch import empty_batch
 from jattn.engine.shapes import StepShapes
-from jattn.engine.step import Model, dispatch
+from jattn.engine.step import Batch, Model, dispatch, following
 
 
 def warm(model: Model, params, caches, shapes: StepShapes, progress: Callable[[int, int, str], None] | None = None):
-    """(caches, number of programs): every bucket compiled, several at a time, and run once.
-
-    The first bucket runs twice: over new caches, and over caches that a dispatch returned. On a GPU, JAX compiles for
-    each of the two.
-    """
+    """(caches, number of programs): every bucket compiled, several at a time, and run once."""
     todo = shapes.all()
+    # The first trace of a kernel imports modules of JAX that register settings, and settings are part of a program's
+    # cache key: a program compiled before that import would not be found again, and would compile again when served.
+    dispatch.lower(model, params, caches, _padding(model, shapes, todo[0]))
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
         # Lowering holds the GIL, compiling does not: one program is lowered while others compile.
         # A later call of `dispatch` with arguments of these shapes finds the compiled program.
@@ -27,24 +26,28 @@ def warm(model: Model, params, caches, shapes: StepShapes, progress: Callable[[i
             job.result()
             if progress is not None:
                 progress(done, len(todo), "{} tokens of {} requests".format(*jobs[job]))
-    for shape in (*todo, todo[0]):
+    for shape in todo:
         caches = _run(model, params, caches, shapes, shape)
     return caches, len(todo)
 
 
 def probe(model: Model, params, caches, shapes: StepShapes):
-    """The caches that the smallest program returns, run over new ones; raises where device, weights or model are
-    broken. (On a GPU, JAX would compile again for caches that no program has returned.)"""
+    """The caches after the smallest program has run; raises where the device, the weights or the model are broken."""
     return _run(model, params, caches, shapes, shapes.all()[0])
 
 
 def _run(model: Model, params, caches, shapes: StepShapes, shape: tuple[int, int, bool]):
-    """Run a batch of padding and wait for it."""
-    caches, said, _ = dispatch(model, params, caches, _padding(model, shapes, shape))
+    """Run a batch of padding and wait: from host arrays and, if it decodes, again from the dispatch's results. With
+    weights that are committed to a device those results are committed too, and JAX compiles for them separately."""
+    batch = _padding(model, shapes, shape)
+    caches, said, ahead = dispatch(model, params, caches, batch)
+    if shape[2]:
+        tables = [meta.block_table for meta in batch.metas]
+        caches, said, _ = dispatch(model, params, caches, following(batch, ahead, tables))
     jax.block_until_ready(said)
     return caches
 
 
-def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]):
+def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]) -> Batch:
     """A batch that writes to no slot."""
     return empty_batch(shape, len(model.config.cache_groups), shapes)

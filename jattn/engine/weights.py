@@ -13,23 +13,42 @@ def adopt(params: Any) -> Any:
 
 
 def copied_like(old: Any, new: Any) -> Any:
-    """A copy of `new` with the shardings of `old`; ValueError unless structure, shapes and dtypes are equal."""
+    """A copy of `new`, placed like `old`; ValueError unless structure, shapes and dtypes are equal."""
     if wrong := _differences(old, new):
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}; nothing was changed")
-    return jax.tree.map(lambda a, b: jax.device_put(b, a.sharding, may_alias=False), old, new)
+    return jax.tree.map(lambda a, b: _placed(b, _place(a)), old, new)
+
+
+def bound_like(params: Any, caches: Any) -> Any:
+    """The caches, committed to the weights' device if the weights are committed to one, as a dispatch returns them; JAX
+    compiles separately for committed arrays."""
+    places = {x.sharding for x in jax.tree.leaves(params) if x.committed}
+    return jax.device_put(caches, places.pop()) if len(places) == 1 else caches
+
+
+def _place(x: jax.Array) -> jax.sharding.Sharding | None:
+    """The sharding that an array is committed to; None: it is uncommitted, on the default device."""
+    return x.sharding if x.committed else None
+
+
+def _placed(x: Any, place: jax.sharding.Sharding | None) -> jax.Array:
+    """A copy committed to `place`, or uncommitted if that is None (only a copy through the host is uncommitted again)."""
+    x = np.asarray(x) if place is None and getattr(x, "committed", False) else x
+    return jax.device_put(x, place, may_alias=False)
 
 
 class StoredWeights:
     """Weights on the host, and the shardings that they had."""
 
     def __init__(self, params: Any):
-        self._places = jax.tree.map(lambda x: x.sharding, params)
+        self._places = [_place(x) for x in jax.tree.leaves(params)]
         self._host = jax.tree.map(lambda x: np.array(x), params)  # a copy: np.asarray may be the device's own memory
 
     def restored(self) -> Any:
         """The weights on their devices again."""
-        return jax.tree.map(lambda x, place: jax.device_put(x, place, may_alias=False), self._host, self._places)
+        leaves, structure = jax.tree.flatten(self._host)
+        return jax.tree.unflatten(structure, [_placed(x, place) for x, place in zip(leaves, self._places, strict=True)])
 
 
 def _differences(old: Any, new: Any) -> list[str]:

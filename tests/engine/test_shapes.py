@@ -1,11 +1,15 @@
 """The static shapes of a server: few, known in advance, and enough for every plan."""
 
+import subprocess
+import sys
+
 import hypothesis
 from hypothesis import strategies as st
 
 from jattn.engine import Limits, StepPlan
 from jattn.engine.scheduler import Row
 from jattn.engine.shapes import StepShapes
+from tests.rooms.tree import ROOT
 
 
 @hypothesis.given(st.data(), st.integers(1, 70), st.integers(0, 200), st.booleans())
@@ -28,3 +32,37 @@ def test_there_are_few_of_them():
     assert len(StepShapes(Limits(64, 2048, 4096), 16).all()) == 7 + 6
     assert StepShapes(Limits(64, 64, 4096), 16, True).all() == ((64, 64, True),)
     assert StepShapes(Limits(3, 3, 8), 4).all() == ((1, 1, True), (2, 2, True), (3, 3, True), (3, 3, False))
+
+
+LATE_SETTING = """
+import logging
+import jax
+from jax._src import config
+from jattn.engine import Engine, SamplingParams
+from tests.engine import fake
+
+made = []
+
+def forward(*args, **options):
+    if not made:  # as an import in the midst of a trace does
+        named = dict(name="jattn_test_late_setting", default=False, help="", include_in_jit_key=True)
+        made.append(config.bool_state(**named, include_in_trace_context=True))
+    return fake.forward(*args, **options)
+
+sizes = dict(num_blocks=30, block_size=4, max_num_seqs=2, max_num_batched_tokens=16)
+engine = Engine(fake.FakeConfig(), fake.PARAMS, forward=forward, **sizes)
+engine.warmup()
+jax.config.update("jax_log_compiles", True)
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("jax").addHandler(handler)
+engine.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=9, ignore_eos=True))
+assert made and not [line for line in said if "Compiling jit(dispatch)" in line], said
+"""
+
+
+def test_a_setting_that_the_first_trace_registers_compiles_nothing_later():
+    """On a GPU the kernel's first trace imports a part of JAX that does this; a batch of one row then compiled anew."""
+    done = subprocess.run([sys.executable, "-c", LATE_SETTING], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]

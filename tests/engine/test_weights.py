@@ -145,15 +145,32 @@ def test_a_nap_changes_no_token_and_holds_no_memory(steps):
     assert found[ids[1]].finish_reason == "abort"
 
 
-def test_nothing_compiles_after_an_exchange_or_a_nap(compiles):
-    served, params = engine(weights()), SamplingParams(max_tokens=8, **GREEDY)
+@pytest.mark.parametrize("bound", [False, True], ids=["unbound", "bound to a device"])
+def test_nothing_compiles_after_warm_up_an_exchange_or_a_nap(compiles, bound):
+    """JAX compiles anew where an array was bound to a device and is not, or the other way round."""
+    device = jax.devices()[0]
+    served = engine(jax.device_put(weights(), device if bound else None))
+    params = SamplingParams(max_tokens=8, **GREEDY)
     served.warmup()
-    served.generate([PROMPT], params)
-    new = weights(3)
-    served.update_weights(weights(1))
+    new = jax.device_put(weights(3), None if bound else device)
     with compiles() as seen:
+        served.generate([PROMPT], params)
         served.update_weights(new)
+        served.generate([PROMPT], params)
         served.sleep()
         served.wake()
         served.generate([PROMPT], params)
     assert "dispatch" not in seen.names
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_weights_stay_bound_to_their_device_or_unbound(bound):
+    device = jax.devices()[0] if bound else None
+    served = engine(jax.device_put(weights(), device))
+    told = lambda: {leaf.committed for leaf in jax.tree.leaves(served.params)}
+    assert told() == {bound}
+    served.update_weights(jax.device_put(weights(3), None if bound else jax.devices()[0]))
+    assert told() == {bound}
+    served.sleep()
+    served.wake()
+    assert told() == {bound}
