@@ -33,7 +33,7 @@ def _place(x: jax.Array) -> jax.sharding.Sharding | None:
 
 
 def _placed(x: Any, place: jax.sharding.Sharding | None) -> jax.Array:
-    """A copy committed to `place`, or uncommitted if that is None (only a copy through the host is uncommitted again)."""
+    """A copy committed to `place`, or uncommitted if that is None (via the host: no other copy is)."""
     x = np.asarray(x) if place is None and getattr(x, "committed", False) else x
     return jax.device_put(x, place, may_alias=False)
 
