@@ -75,7 +75,7 @@ fuzz-server: $(READY)  ## hostile clients against a real server; SECONDS=600 for
 arm64: $(READY)  ## NEON kernels: compiled by a cross compiler, run under qemu, compared with a reference
 	@"$(PY)" $(FUZZ) --cross aarch64 --seconds $(SECONDS)
 
-check: test lint types imports notebooks  ## everything above that judges
+check: test lint types imports notebooks  ## test, lint, types, imports and notebooks; .ci/run does more
 
 clean:  ## remove the environments and caches
 	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,6 +1,6 @@
-"""What the doors of attention refuse, and the sentence for each: shapes, dtypes and options, at trace time.
+"""Checks of the public attention functions, at trace time: shapes, dtypes and options.
 
-Values (ascending starts, block ids inside the pool ...) are `metadata.check_host`'s, before device_put.
+Values (ascending starts, block ids inside the pool ...) are checked by `metadata.check_host`, before device_put.
 """
 
 import jax
@@ -28,7 +28,7 @@ _CACHE_FIELDS = (
 
 
 def check_specs(spec: AttentionSpec, cache_spec: KVCacheSpec) -> None:
-    """The layer and its cache speak of the same heads."""
+    """The layer and its cache must agree on heads and head dims."""
     check_kind("spec", spec, AttentionSpec)
     check_kind("cache_spec", cache_spec, KVCacheSpec, "jattn.attention(q, k, v, meta, spec) needs no cache")
     for name in ("num_kv_heads", "head_dim", "v_head_dim"):
@@ -40,9 +40,10 @@ def check_specs(spec: AttentionSpec, cache_spec: KVCacheSpec) -> None:
 def check_batch(
     spec: AttentionSpec, cache_spec: KVCacheSpec, meta: CommonAttentionMetadata, ranks: int = 1
 ) -> CommonAttentionMetadata:
-    """The metadata hangs together and has the pages that this kind of layer reads; a batch of no request has one row.
+    """The metadata, checked: its parts agree, and it has the pages that this layer reads. A batch without a row gets
+    one row of padding.
 
-    ranks share a block id between them: a batch's block is as long as theirs together.
+    ranks: that hold a part of each block; the batch's block_size is the sum of theirs.
     """
     check_lengths(spec, meta)
     keys = keys_of(meta, spec.attn_type)
@@ -62,7 +63,7 @@ def check_batch(
 
 
 def with_a_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """A batch of no request, not even of padding, as one request of padding: what kernels and plans count on."""
+    """A batch of R=0 rows as one row of padding: kernels and plans need at least one."""
 
     def column(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
         table = batch.block_table
@@ -73,7 +74,7 @@ def with_a_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
 
 
 def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
-    """The lengths of the queries and of the keys."""
+    """The lengths of queries and keys must be vectors that fit together."""
     check_kind("meta", meta, CommonAttentionMetadata, "make one with CommonAttentionMetadata.from_lengths(...)")
     for batch in (meta, keys_of(meta, spec.attn_type)):
         _VECTOR("meta.query_start_loc", batch.query_start_loc)
@@ -84,7 +85,7 @@ def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
 
 
 def check_reach(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
-    """The batch says where the spans and prefixes are that this layer asks about; another layer does not look."""
+    """The batch must have the ranges of use_mm_prefix and the prefixes of use_rswa, if the layer uses them."""
     for flag, name, axes in (("use_mm_prefix", "mm_prefix_ranges", "R, n, 2"), ("use_rswa", "rswa_prefix_lens", "R")):
         if not getattr(spec, flag):
             continue
@@ -97,7 +98,7 @@ def check_reach(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
 
 
 def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
-    """The backend takes what only the batch tells."""
+    """The backend must support the batch's causality, which no spec tells."""
     needs = causal_needs(spec, meta)
     lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not supports(backend, feature))
     if lacking:
@@ -107,7 +108,7 @@ def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: 
 
 
 def causal_needs(spec: AttentionSpec, meta: CommonAttentionMetadata) -> list[tuple[Feature, str]]:
-    """What a batch whose decoder sees ahead needs, for all requests or for some, and what was seen."""
+    """(feature, what was seen) for each feature that a decoder's batch needs if some request is not causal."""
     if spec.attn_type is not AttentionType.DECODER:
         return []
     needs = []
@@ -121,7 +122,7 @@ def causal_needs(spec: AttentionSpec, meta: CommonAttentionMetadata) -> list[tup
 
 
 def check_cache(cache: PagedKV, cache_spec: KVCacheSpec) -> None:
-    """The cache is one of cache_spec's, whole."""
+    """The cache must have cache_spec and its shapes, and must not be deleted."""
     check_alive(cache)
     if cache.spec != cache_spec:
         values = ((name, getattr(cache.spec, name), getattr(cache_spec, name)) for name in _CACHE_FIELDS)
@@ -147,7 +148,7 @@ def check_query(spec: AttentionSpec, q, num_tokens: int) -> jax.Array:
 
 
 def query_dtype(q) -> str:
-    """The name of the queries' dtype, as JAX takes them."""
+    """The name of the queries' dtype after conversion to a JAX array."""
     name = jnp.asarray(as_array("q", q)).dtype.name
     if name not in (*quant.FLOATS, *quant.QUANTISED):
         raise ValueError(f"q.dtype={name} must be one of {', '.join((*quant.FLOATS, *quant.QUANTISED))}")
@@ -155,7 +156,7 @@ def query_dtype(q) -> str:
 
 
 def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.Array, jax.Array]:
-    """k [Tk K D] and v [Tk K V] as arrays, of equally many tokens: num_tokens, if that is known."""
+    """k [Tk K D] and v [Tk K V] as arrays; Tk must be equal, and num_tokens if that is given."""
     if k is None or v is None:
         given, missing = ("v", "k") if k is None else ("k", "v")
         raise ValueError(f"{given} is given but {missing} is None: pass both, or neither to read what is cached")
@@ -174,13 +175,13 @@ def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.A
 
 
 def as_one_dtype(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Packed k and v as arrays of one dtype, the smallest that holds the numbers of both exactly."""
+    """Packed k and v in one dtype: the smallest that holds the numbers of both exactly."""
     dtype = jnp.promote_types(k.dtype, v.dtype)
     return k.astype(dtype), v.astype(dtype)
 
 
 def check_packing(spec: AttentionSpec, meta: CommonAttentionMetadata, num_keys: int) -> None:
-    """On the host, where lengths are values: the packed keys hold every request's."""
+    """The packed keys must be at least as many as the lengths add up to; checked where lengths are numpy."""
     lengths = keys_of(meta, spec.attn_type).seq_lens
     if isinstance(lengths, np.ndarray) and lengths.sum() > num_keys:
         raise ValueError(f"k has {num_keys} tokens but the requests' lengths add up to {lengths.sum()}")
@@ -189,7 +190,7 @@ def check_packing(spec: AttentionSpec, meta: CommonAttentionMetadata, num_keys: 
 def check_params(
     backend: type[AttentionBackend], spec: AttentionSpec, cache_spec: KVCacheSpec | None, params: AttentionParams
 ) -> None:
-    """Each is there exactly when the spec uses it: an option is honoured or refused."""
+    """A parameter must be given if the spec uses it, and must be None if not; shapes must fit."""
     check_kind("params", params, AttentionParams)
     if (params.qq_bias is not None) != spec.use_qq_bias:
         raise ValueError(f"params.qq_bias must be given exactly when {spec.use_qq_bias=}")
@@ -228,7 +229,7 @@ def check_params(
 
 
 def check_dtype(backend: type[AttentionBackend], q, params: AttentionParams) -> None:
-    """The query's type, which no spec tells; a quantised one says what it means by q_scale."""
+    """The backend must take the queries' dtype; quantised queries need q_scale."""
     supported = ", ".join(backend.get_supported_dtypes())
     if q.dtype.name in quant.QUANTISED and params.q_scale is None:
         raise ValueError(f"q.dtype={q.dtype} needs params.q_scale: real value = stored value * scale")
@@ -241,12 +242,12 @@ def check_dtype(backend: type[AttentionBackend], q, params: AttentionParams) -> 
 
 
 def check_built(m, metadata_cls: type) -> None:
-    """m came from this attention's build."""
+    """m must come from this attention's build."""
     check_kind("m", m, metadata_cls, "call m = attn.build(meta) first, with the same attn")
 
 
 def check_functions(spec) -> None:
-    """mask_fn and score_fn take what they are given and answer in kind; asked once a trace, with no value at hand."""
+    """mask_fn and score_fn must accept their arguments and return the right dtype and shape; tried with eval_shape."""
     index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 1, 1), (1, 3, 1), (1, 1, 5))]
     score = jax.ShapeDtypeStruct((2, 3, 5), jnp.float32)
     asked = (

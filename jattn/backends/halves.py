@@ -1,4 +1,4 @@
-"""Who computes which half of a split batch: named, or the best that can; and why nobody can."""
+"""Choosing the backends of a split batch's two halves, decodes and prefills; or every reason why none can."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ class Halves:
     threshold: int = 1  # longest query of a decode
 
     def names(self, attn_type: AttentionType | str, cached: bool = True) -> dict[str, str | None]:
-        """The halves of such a layer. Without a cache nothing is decoded, and an encoder never does."""
+        """The halves that a layer needs: only 'prefill' without a cache and for encoders."""
         decodes = cached and attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         return (dict(decode=self.decode) if decodes else {}) | dict(prefill=self.prefill)
 
@@ -43,7 +43,7 @@ class Halves:
     ) -> dict[str, Backend]:
         """A backend for each half of this layer, or UnsupportedError with every reason.
 
-        dtypes: of queries and packed keys; who takes them is preferred, and where nobody does, the door says so.
+        dtypes: of queries and packed keys; a backend that takes them is preferred; if none does, the call refuses.
         """
         dtypes = tuple(dtype_name("dtypes", dtype) for dtype in dtypes)
         asked = (spec, cache_spec, chip, needs, dtypes, registry.entries())
@@ -60,12 +60,12 @@ class Halves:
         return found
 
     def able(self, ask: Callable[[Backend], bool]) -> bool:
-        """Has each half somebody who says yes?"""
+        """True if `ask` is true for some backend of each half."""
         return all(any(map(ask, candidates(name))) for name in (self.decode, self.prefill))
 
 
 def candidates(name: str | None) -> list[Backend]:
-    """The one named, or everybody who does not divide the work in turn; a latent cache has a door of its own."""
+    """The named backend, or all that are not split backends themselves and not for latent caches."""
     if name is not None:
         return [registry.load(name)]
     everybody = map(registry.load, registry.list_backends())
@@ -73,9 +73,9 @@ def candidates(name: str | None) -> list[Backend]:
 
 
 class DividedBackend(AttentionBackend):
-    """Hands each half of a batch to another backend, and is never a half itself.
+    """Gives each half of a batch to another backend, and is never a half itself.
 
-    What it can is what both halves can, within the class attributes below: what they do not list, no half is asked for.
+    It supports what both halves support, and only what the class attributes below list.
     """
 
     halves: ClassVar[Halves] = Halves()

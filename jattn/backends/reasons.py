@@ -1,4 +1,4 @@
-"""Why a backend cannot: every reason, in one order, each saying what was seen and what is supported."""
+"""Why a backend refuses: every reason, in a fixed order, each with what was seen and what is supported."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ def reasons_against(backend: "type[AttentionBackend]", question: Question, own: 
 def _vllm(backend, q: Question) -> Iterator[str]:
     for head_size in dict.fromkeys((q.head_size, q.v_head_size or q.head_size)):
         if not backend.supports_head_size(head_size):
-            yield _not("head_size", head_size, backend.get_supported_head_sizes())
+            yield _unsupported("head_size", head_size, backend.get_supported_head_sizes())
     if q.dtype is not None and not backend.supports_dtype(q.dtype):
-        yield _not("dtype", q.dtype, backend.get_supported_dtypes())
+        yield _unsupported("dtype", q.dtype, backend.get_supported_dtypes())
     if not backend.supports_kv_cache_dtype(q.kv_cache_dtype):
-        yield _not("kv_cache_dtype", q.kv_cache_dtype, backend.supported_kv_cache_dtypes)
+        yield _unsupported("kv_cache_dtype", q.kv_cache_dtype, backend.supported_kv_cache_dtypes)
     if not backend.supports_block_size(q.block_size):
-        yield _not("block_size", q.block_size, backend.get_supported_kernel_block_sizes())
+        yield _unsupported("block_size", q.block_size, backend.get_supported_kernel_block_sizes())
     yield from _features(backend, q, _BEFORE_MLA)
     if q.use_mla != backend.is_mla():
         yield "MLA not supported" if q.use_mla else "non-MLA not supported: it takes latent caches only"
@@ -54,12 +54,12 @@ def _vllm(backend, q: Question) -> Iterator[str]:
 def _ours(backend, q: Question) -> Iterator[str]:
     layouts = backend.supported_kv_cache_layouts()
     if q.kv_cache_layout is not None and q.kv_cache_layout not in layouts:
-        yield _not("kv_cache_layout", q.kv_cache_layout, layouts)
+        yield _unsupported("kv_cache_layout", q.kv_cache_layout, layouts)
     if q.quant is not None and q.quant not in backend.quant_modes:
-        yield _not("quant", repr(q.quant), [repr(mode) for mode in backend.quant_modes])
+        yield _unsupported("quant", repr(q.quant), [repr(mode) for mode in backend.quant_modes])
     chip = q.device_capability
     if chip is not None and not backend.supports_platform(chip.platform, chip.generation):
-        yield _not("platform", f"{chip.platform} {chip.generation}".strip(), backend.platforms)
+        yield _unsupported("platform", f"{chip.platform} {chip.generation}".strip(), backend.platforms)
 
 
 def _features(backend, q: Question, among: tuple[Feature, ...]) -> Iterator[str]:
@@ -81,9 +81,9 @@ def supports(backend, feature: Feature) -> bool:
 
 
 def without_refused(backend, spec: AttentionSpec) -> AttentionSpec:
-    """The layer less the options that the backend's features refuse already: a kernel's own reasons do not repeat them.
+    """The layer without the options that the backend's features refuse already, so that a kernel does not repeat them.
 
-    A field that is not in the table stays, and the kernel judges it.
+    An option that is not in the table stays, and the kernel decides about it.
     """
     table = {
         Feature.CHUNK_LOOKBACK: dict(chunk_lookback=0),
@@ -99,7 +99,7 @@ def without_refused(backend, spec: AttentionSpec) -> AttentionSpec:
     return dataclasses.replace(spec, **changes)
 
 
-def _not(what: str, seen, supported) -> str:
+def _unsupported(what: str, seen, supported) -> str:
     return f"{what} not supported: {seen} seen, {listed(supported)} supported"
 
 

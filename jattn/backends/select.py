@@ -76,7 +76,7 @@ def explain(
     needs: tuple[Feature, ...] = (),
     dtype: Any = None,
 ) -> Explanation:
-    """What every backend says to this layer over this cache (None: packed, no cache) on this platform.
+    """Every backend's report on this layer with this cache (None: packed, no cache) on this platform.
 
     `needs` adds features that only the batch or the caller can know, e.g. Feature.NON_CAUSAL; `dtype` is that of the
     queries (None: not asked).
@@ -96,8 +96,8 @@ def resolve(
 ) -> type[AttentionBackend]:
     """The first backend that can ('auto'), or the named one; else UnsupportedError with every reason.
 
-    dtypes: of the queries and of packed keys, where they are known. wished: where they are a guess, which decides only
-    as long as somebody takes them.
+    dtypes: of the queries and of packed keys, if known. wished: a guess of them: a backend that takes them is
+    preferred; if there is none, they are not asked for.
     """
     if not isinstance(backend, str) or backend != "auto":
         registry.load(backend)

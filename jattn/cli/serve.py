@@ -12,15 +12,15 @@ EXAMPLE = """example:
   jattn serve --model ~/models/llama --port 8000
   curl localhost:8000/v1/completions -d '{"prompt": "740+583=", "max_tokens": 4, "temperature": 0}'
 
-The API key, where one is wanted, is read from the environment variable that --api-key-env names, so that it stands in
-no process list. SIGTERM ends the server in order, exit code 0; an engine that breaks ends it with exit code 1."""
+An API key is read from the environment variable that --api-key-env names, so that no process list shows it.
+After SIGTERM the server finishes running requests and exits with code 0; if the engine breaks, with code 1."""
 
 SECONDS = (
     ("header-timeout", 10.0, "for a client to send a request's headers"),
     ("body-timeout", 60.0, "for a client to send a request's body"),
-    ("keep-alive-timeout", 5.0, "that an idle connection is kept"),
-    ("write-timeout", 60.0, "that a client may take nothing of its answer"),
-    ("grace", 20.0, "after SIGTERM for requests that run"),
+    ("keep-alive-timeout", 5.0, "that a connection may be idle between requests"),
+    ("write-timeout", 60.0, "that a client may read nothing of its answer"),
+    ("grace", 20.0, "after SIGTERM for running requests to finish"),
 )
 
 

@@ -1,4 +1,4 @@
-"""At the door: can this model be served so, and this request at all? Every reason at once."""
+"""Checks before serving: of the engine's options with this model, and of each request. Every reason at once."""
 
 import hashlib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from jattn.engine.tokenizer import Tokenizer
 
 
 def model_of(config: Any, caches: Many, forward: Callable | None, backend: str, deterministic: bool) -> Model:
-    """The model as a dispatch calls it, with a backend that keeps the promise of `deterministic`."""
+    """The model as a dispatch calls it. deterministic: with a batch-invariant backend, or ValueError."""
     if forward is None:
         from jattn import models
 
@@ -84,18 +84,18 @@ def prompts_of(prompts: Any) -> list:
 
 
 def depends_on_length(config: Any) -> bool:
-    """Do a request's keys depend on its final length? A config that is not of jattn.models need not know the word."""
+    """Do a request's keys depend on its final length? A config of the caller's own may lack the attribute: then no."""
     return getattr(config, "rope_depends_on_length", False)
 
 
 def root_of(salt: str, config: Any, final_length: int) -> bytes:
-    """What a request's cached blocks depend on beside its tokens: the user's salt, and how its keys are turned."""
+    """What a request's cached blocks depend on besides its tokens: the user's salt and its rope variant."""
     variant = config.rope_variant(final_length) if depends_on_length(config) else ()
     return first_parent(hashlib.blake2b(salt.encode()).digest(), variant)
 
 
 def refused(id: str, tokens: tuple[int, ...], reasons: list[str]) -> RequestOutput:
-    """What a request that cannot be served gets."""
+    """The output of a request that cannot be served."""
     why = "; ".join(reasons)
     return RequestOutput(id, tokens, (Completion(0, "", (), finish_reason=FinishReason.ERROR, error=why),))
 

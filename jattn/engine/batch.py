@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 def lanes_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
-    """The rows that the device sees: the plan's, or, where every bit counts, one for each token.
+    """The rows that the device sees: the plan's, or, if shapes.deterministic, one row for each token.
 
-    Attention may sum in another order for a token of a long row than for a single one; as a row of its own, a prompt's
-    token is computed just like a generated one.
+    Attention may sum in another order for a token of a long row than for a single token. As a row of its own, a
+    prompt's token is computed exactly like a generated one.
     """
     if not shapes.deterministic:
         return plan.rows
@@ -73,10 +73,10 @@ def batch_of(
 
 
 def read_only(tree: T) -> T:
-    """The same; its numpy arrays can no longer be written to. JAX on a CPU reads them in place while it computes, so a
-    write before the dispatch has landed would change what it sees."""
+    """The same tree, its numpy arrays made read-only. JAX on a CPU reads them in place while it computes, so a write
+    before the dispatch has finished would change its input."""
     for leaf in jax.tree.leaves(tree):
-        while isinstance(leaf, np.ndarray):  # a view, and what it is a view of
+        while isinstance(leaf, np.ndarray):  # a view, then the array that it views
             leaf.setflags(write=False)
             leaf = leaf.base
     return tree
@@ -93,7 +93,7 @@ def tables_of(seqs: Many[Sequence], num_rows: int, shapes: StepShapes) -> list[n
 
 
 def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShapes) -> Batch:
-    """A batch of padding in a bucket: what warming up compiles with; it writes nowhere."""
+    """A batch of padding only, in a bucket's shape: warmup compiles with it. It writes to no slot."""
     num_tokens, num_rows, _ = shape
     return Batch(
         token_ids=np.zeros(num_tokens, np.int32),

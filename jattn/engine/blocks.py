@@ -19,13 +19,14 @@ from jattn.types import NULL_BLOCK_ID
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The name of a full block: its tokens and, through `parent`, everything before them.
 
-    The parent of a request's first block is its salt, so that requests of different salts share nothing.
+    The parent of a request's first block is made of the weights' version and the request's salt (tables.py): requests
+    that differ in either share nothing.
     """
     return hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), key=parent[:64], digest_size=32).digest()
 
 
 def first_parent(salt: bytes, rope_variant: Sequence[int]) -> bytes:
-    """The parent of a request's first block: its salt, and what of its length its keys depend on, if they do."""
+    """The salt, combined with the rope variant where the keys depend on the request's final length."""
     return block_hash(salt, rope_variant) if rope_variant else salt
 
 
@@ -82,8 +83,8 @@ class BlockPool:
         self._free.pop(block, None)
 
     def publish(self, block: int, name: bytes) -> None:
-        """A held block is full, or will be before anyone reads it: others may share it. Where the contents are cached
-        already, the first copy stays."""
+        """Let others share a held block that is full, or will be before anyone reads it. If the same contents are
+        cached already, the first copy stays the shared one."""
         if name not in self._cached and block not in self._name:
             self._cached[name] = block
             self._name[block] = name

@@ -1,4 +1,4 @@
-"""How much a chat template may do: its time, and the size of what it makes. Each check raises BoundError."""
+"""Limits of a chat template: its time, and the size of the values it makes. Each check raises BoundError."""
 
 import contextlib
 import contextvars
@@ -8,21 +8,21 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 MOST_SECONDS = 2.0
-"""Of the thread's own time, to render a chat. Templates in use take milliseconds."""
+"""CPU time of the thread to render one chat. Templates in use take milliseconds."""
 MOST_SIZE = 1 << 24
 """Characters of a text, or of all the texts in a list."""
 MOST_PARTS = 1 << 18
-"""Values in a list or an object, those inside its own included."""
+"""Values in a list or an object, nested ones included."""
 MOST_NUMBER = 1 << 16
-"""A width or a count; bits of a product."""
+"""Largest width or count, and most bits of a product of integers."""
 COUNTING = ("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice")
-"""Methods and filters whose numbers are widths and counts."""
+"""Methods and filters whose integer arguments are widths or counts."""
 GROWING = ("replace", "join", "expandtabs", "indent", "wordwrap", "translate")
-"""Methods and filters whose result may have a size of a product."""
+"""Methods and filters whose result may be as large as the product of their operands' sizes."""
 PERCENT = ("%", r"%(\([^)]*\))?[-+ #0-9.]*(\d{5}|\*)")
 BRACES = ("{", r"\{[^{}]*:[^{}]*(\d{5}|\{)")
 WIDTHS = {"%": PERCENT, "format": BRACES, "format_map": BRACES}
-"""What a format's fields begin with, and one whose width has five digits or comes from an argument."""
+"""Method -> (what a format field begins with, a pattern of fields whose width has five digits or is an argument)."""
 
 _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("deadline")
 
@@ -49,7 +49,7 @@ def measured(value: Any) -> Any:
 
 
 def size_of(value: Any) -> int:
-    """Characters and parts of all that a value leads to; too much from MOST_PARTS parts on."""
+    """Characters and parts of a value, nested ones included; 2 * MOST_SIZE from MOST_PARTS parts on."""
     left, parts, characters = [value], 0, 0
     while left:
         item = left.pop()
@@ -79,20 +79,20 @@ def joined(parts: Iterable[Any]) -> str:
 
 
 def looped(values: Any) -> Any:
-    """What a loop goes over: a list as it is, anything else with a look at the clock for each item."""
+    """The iterable of a loop: a sized one as it is, any other with a check of the time at each item."""
     check_time()
     return values if isinstance(values, Sized) else timed(values)
 
 
 def timed(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, with a look at the clock for each."""
+    """The values, with a check of the time at each."""
     for value in values:
         check_time()
         yield value
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Refuse what would be too large before it is made."""
+    """Refuse an operation whose result would be too large, before it is computed."""
     check_time()
     if operator == "*":
         for many, count in ((left, right), (right, left)):
@@ -107,7 +107,7 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
 
 
 def check_growth(name: str, value: Any, others: list[Any]) -> None:
-    """Refuse a method or filter of a text or list whose result might be too large, before it is made."""
+    """Refuse a call of a method or filter whose result might be too large, before it is computed."""
     numbers = [abs(other) for other in others if isinstance(other, int)] if name in COUNTING else []
     if max(numbers, default=0) > MOST_NUMBER:
         raise BoundError(f"{name} with a width or a count of more than {MOST_NUMBER}")
@@ -118,7 +118,7 @@ def check_growth(name: str, value: Any, others: list[Any]) -> None:
         units, size = str(value).count(sign), sum(map(size_of, others))
     elif name in GROWING and isinstance(value, Sized):
         if name == "join" and isinstance(value, str) and isinstance(others[0], Sized):
-            value, others = others[0], [value]  # the method of the text between
+            value, others = others[0], [value]  # str.join: the list is the argument
         units, first = len(value), others[0] if others else None
         if name == "replace" and isinstance(value, str) and isinstance(first, str) and first:
             units = value.count(first)
@@ -130,6 +130,6 @@ def check_growth(name: str, value: Any, others: list[Any]) -> None:
 
 
 def check_time() -> None:
-    """Refuse to go on when the time is over."""
+    """Raise BoundError when the time is used up."""
     if time.thread_time() > _deadline.get(float("inf")):
         raise BoundError(f"more than {MOST_SECONDS:g} seconds")

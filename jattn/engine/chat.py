@@ -10,22 +10,22 @@ from jattn.models.files import is_there, read_json, read_text, shown
 
 FILE, LEGACY, FOLDER = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 MOST_SOURCE = 1 << 18
-"""Characters of a template; those published have up to some thirty thousand."""
+"""Most characters of a template; published ones have up to about 30,000."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names that clients and templates have for one thing."""
+"""Keys under which clients send a message's reasoning."""
 MARK = "THE-LAST-MESSAGE-IS-CONTINUED-FROM-HERE "
-"""Put after a last message that is continued, to find its end in the prompt; its space shows whether it was trimmed."""
+"""Appended to a message that is continued, to find its end in the prompt; a missing trailing space means: trimmed."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 MOST_DEPTH = 64
-"""Of lists and objects inside each other in what a template is given."""
+"""Deepest nesting of lists and objects in a template's input."""
 
 
 class ChatTemplate:
     """One jinja template, or several by name, run in a sandbox: see jattn.engine.sandbox.
 
-    Nothing is compiled before the first chat, so that what is wrong with a template stops chats alone.
-    variables: what a template finds by name, as `bos_token`. where: what errors call it. problem: why there is no
-    template that could be run; every chat is refused with it.
+    Nothing is compiled before the first chat, so a broken template fails chats and nothing else.
+    variables: values that every chat has by name, such as `bos_token`. where: the template's name in errors. problem:
+    why the folder's template cannot be used; every chat is then refused with this message.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class ChatTemplate:
     ) -> str:
         """The prompt that asks the model for the next message; ValueError with the template's own complaint.
 
-        It has its special tokens in it: encode it with add_special_tokens=False, as chat_prompt does. tools and
-        documents are JSON schemas and texts for the templates that know them; variables (`enable_thinking`,
-        `reasoning_effort`) reach the template by name. continue_final_message: the prompt ends in the midst of the last
-        message, and without a header for a new one; otherwise add_generation_prompt is True unless said. template: the
-        name of one of several; where nothing is said, "tool_use" if there are tools and "default" if not.
+        The prompt contains its special tokens: encode it with add_special_tokens=False, as chat_prompt does. tools and
+        documents are passed on to the template; variables (`enable_thinking`, `reasoning_effort`) reach it by name.
+        continue_final_message: the prompt ends inside the last message, without a header for a new one.
+        add_generation_prompt: None means True, or False with continue_final_message. template: the name of one of
+        several; None means "tool_use" if there are tools and such a template, else "default".
         """
         if continue_final_message and add_generation_prompt:
             raise ValueError(
@@ -103,20 +103,19 @@ def chat_prompt(
 ) -> list[int]:
     """The tokens of a chat, for Engine.add_request; options are those of ChatTemplate.render.
 
-    The template writes the special tokens, and the tokenizer adds none: a second one at the beginning would change
-    what the model says.
+    The template writes the special tokens and the tokenizer adds none: two BOS tokens would change the model's answer.
     """
     return tokenizer.encode(template.render(messages, **options), add_special_tokens=False)
 
 
 def load_chat_template(directory: str | Path) -> ChatTemplate | None:
-    """The folder's template or templates; None where it has none. What cannot be read is told when a chat is asked.
+    """The folder's template or templates; None where it has none. An unreadable file is reported by the first chat.
 
     chat_template.jinja and the files of additional_chat_templates/ come before chat_template.json, and that before
     tokenizer_config.json, as transformers has it.
     """
     directory = Path(directory)
-    name = directory.resolve().name  # errors reach clients, whom the path does not concern
+    name = directory.resolve().name  # errors reach clients, who must not see the path
     where = f"the chat template of {name}"
     try:
         sources = _sources(directory)
@@ -159,7 +158,7 @@ def _by_name(path: Path, value: Any) -> dict[str, str]:
 
 
 def _plain(value: Any, depth: int = MOST_DEPTH) -> Any:
-    """Plain data alone: what a template is given has no methods but those of JSON's types."""
+    """A copy made of JSON's types alone, so that a template finds no other methods on its input."""
     if value is None or isinstance(value, bool):
         return value
     for kind, plain in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
@@ -175,7 +174,7 @@ def _plain(value: Any, depth: int = MOST_DEPTH) -> Any:
 
 
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message's reasoning under the two names that templates read."""
+    """The message with its reasoning under both keys that templates read."""
     thought = next((message[name] for name in THOUGHTS if name in message), None)
     return message if thought is None else {"thinking": thought} | message | {"reasoning_content": thought}
 
@@ -193,7 +192,7 @@ def _mark(message: dict[str, Any]) -> str:
 
 
 def _cut(prompt: str, text: str, where: str) -> str:
-    """The prompt up to the mark, and without the space that the template took from the message's end."""
+    """The prompt up to the mark; where the template trimmed the message, the prompt's end is trimmed too."""
     at = prompt.rfind(MARK.strip())
     if at < 0 or text.strip() not in prompt:
         raise ValueError(f"{where} leaves out or changes the last message, so that it cannot be continued")

@@ -1,4 +1,4 @@
-"""Text that grows token by token, and never by half a character."""
+"""Text that grows token by token, always by whole characters."""
 
 import os
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from jattn.engine.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 MOST_TOKENS_OF_A_CHARACTER = 6
-"""After so many tokens without a whole character the bytes are not UTF-8, and are shown as they are."""
+"""If this many tokens give no whole character, the bytes are not UTF-8 and U+FFFD is shown."""
 MOST_CONTEXT = 32
-"""Tokens decoded again for their influence on the next; two or three are enough for every tokenizer in use."""
+"""Most earlier tokens that are decoded again with new ones; known tokenizers need two or three."""
 
 
 class Detokenizer:
@@ -17,28 +17,28 @@ class Detokenizer:
 
     A token's text may depend on the ones before it (a leading space, a character over several tokens), so a few of
     the last tokens are decoded with and without the new ones, and the difference is the new text. At first those are
-    the prompt's last ones: the text is what decode(prompt + output) has after decode(prompt), so that the space before
-    a first word stays, and a character that the prompt left unfinished is whole. An add of few tokens decodes few
-    tokens, however many came before.
+    the prompt's last ones: the text is what decode(prompt + output) has after decode(prompt), so the space before a
+    first word stays, and a character that begins in the prompt is shown whole. The cost of adding a token does not
+    depend on how many came before.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self.tokenizer = tokenizer
         self._parts: list[str] = []
-        self._window, self._shown, self._sure = _context(tokenizer, prompt)  # tokens, their text that is out
-        self._context = len(self._window)  # of these, those that stand there for the sake of the others
+        self._window, self._shown, self._sure = _context(tokenizer, prompt)  # tokens, their text as shown so far
+        self._context = len(self._window)  # how many leading tokens of the window are context only
         self._stalled = 0  # tokens at the window's end that brought no text
         self._is_whole = True  # does the window's text end with a whole character?
 
     @property
     def text(self) -> str:
-        """All that was shown."""
+        """All text returned so far."""
         self._parts = ["".join(self._parts)]
         return self._parts[0]
 
     def add(self, new: Sequence[int]) -> str:
         """What these tokens add to the text; held back while the last character is unfinished."""
-        if len(new) > 1:  # all at once, or, where the bytes are no text, one by one
+        if len(new) > 1:  # all at once; one by one where the bytes are not whole text
             before = self._window, self._shown, self._sure, self._context, self._stalled
             news = self._advance(new)
             if news and self._is_whole and REPLACEMENT not in news:
@@ -50,7 +50,7 @@ class Detokenizer:
         return news
 
     def finish(self) -> str:
-        """What was held back, unfinished as it is."""
+        """The text held back, its unfinished character as U+FFFD."""
         news = self._advance([], waits=False)
         self._parts.append(news)
         return news
@@ -74,7 +74,7 @@ class Detokenizer:
         return news
 
     def _move(self) -> None:
-        """Make the newest tokens the context of the next; where they are no whole text, those before them stay too."""
+        """Make the newest tokens the context of the next ones; if their text is not whole, keep the earlier too."""
         last = self._window[self._context :]
         text = self.tokenizer.decode(last)
         if (text and not text.startswith(REPLACEMENT)) or len(self._window) > MOST_CONTEXT:
@@ -84,7 +84,7 @@ class Detokenizer:
 
 
 def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], str, str]:
-    """The prompt's last tokens, from the beginning of a character on; their text; that without an unfinished end."""
+    """(the prompt's last tokens, from a character's beginning; their text; the text without an unfinished end)."""
     for size in (MOST_CONTEXT // 4, MOST_CONTEXT):
         tokens = list(prompt[-size:])
         is_all = len(tokens) == len(prompt)
@@ -109,7 +109,7 @@ def _whole_part(tokenizer: Tokenizer, tokens: list[int], text: str) -> str:
 
 
 def _after(shown: str, sure: str, text: str) -> str:
-    """What `text` has after `shown`, or, where other bytes made another character of its end, after `sure`."""
+    """The text after `shown`; if new bytes turned the end of `shown` into another character, the text after `sure`."""
     if text.startswith(shown):
         return text[len(shown) :]
     return "" if shown.startswith(text) else text[len(os.path.commonprefix([sure, text])) :]
@@ -127,7 +127,7 @@ def held_back(text: str, stop: Sequence[str]) -> int:
 
 
 def _overlap(text: str, s: str) -> int:
-    """Length of the longest end of `text` that `s` begins with and goes on after."""
+    """Length of the longest suffix of `text` that is a proper prefix of `s`."""
     tail = text[max(len(text) - len(s) + 1, 0) :]
     at = tail.find(s[0])
     while at >= 0 and not s.startswith(tail[at:]):

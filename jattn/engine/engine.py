@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out; everything that changes while a model is served is in here."""
+"""The engine: requests in, tokens out. It is the only object that changes while a model is served."""
 
 import dataclasses
 import functools
@@ -39,16 +39,16 @@ log = logging.getLogger("jattn.engine")
 class Engine:
     """Continuous batching over a paged cache: add_request, step, abort; or all at once, generate.
 
-    Not for several threads: one thread calls it, as the server does.
+    Not thread-safe: call it from one thread. Only `stats` may be read from others.
 
-    deterministic=True gives every dispatch one shape and takes a batch-invariant attention backend, so that a
-    request's tokens are the same bits alone and in any batch, chunking, preemption or prefix hit; see docs/serving.md
-    for what it costs.
+    deterministic=True gives every dispatch one shape and takes a batch-invariant attention backend. A request's tokens
+    are then the same bits alone and in any batch, whatever is chunked, preempted or found in the prefix cache;
+    docs/serving.md says what this costs.
 
-    What fails in a step fails the requests of that step alone. Where the device itself no longer computes, step raises
-    EngineDeadError: only a new process helps.
+    An exception in a step fails the requests of that step only. If the device itself no longer computes, step raises
+    EngineDeadError: start a new process.
 
-    seed: of the requests that bring none; None: another in every engine.
+    seed: makes the seeds of requests that have none; None: fresh entropy.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Engine:
         self.tables = self._make_tables()
         self.scheduler = Scheduler(self.limits, self.tables)
         self._live = LiveRequests()
-        self._untold: list[RequestOutput] = []  # what the next step returns beside its own
+        self._untold: list[RequestOutput] = []  # what the next step returns besides its own outputs
         self._stats = Stats()
-        self._flight: Flight | None = None  # sent before the one ahead of it was read
+        self._flight: Flight | None = None  # dispatch sent by the last step, its tokens not yet read
         self._plan: StepPlan | None = None  # of the step that is being taken
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
         self._seeds = np.random.default_rng(seed)
@@ -119,8 +119,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Every prompt's completions, in the order of the prompts.
 
-        Requests that were added before are served beside them, and the next step tells of those. Where an interrupt
-        ends the wait, the requests of this call are aborted.
+        Requests added earlier are served at the same time; the next step returns their outputs. If an exception or
+        an interrupt ends this call, its requests are aborted.
         """
         prompts = admission.prompts_of(prompts)
         many = [params or SamplingParams()] * len(prompts) if not isinstance(params, (list, tuple)) else params
@@ -144,14 +144,14 @@ class Engine:
         return [output for output in mine.values() if output is not None]
 
     def drain(self) -> Iterator[RequestOutput]:
-        """Step until nothing is left; every request as it ends."""
+        """Step until no request is left; yields each request's final output."""
         while self.has_work:
             yield from (output for output in self.step() if output.finished)
 
     # ------------------------------------------------------------------ step by step
     @property
     def has_work(self) -> bool:
-        """Is there anything for step() to do or to tell?"""
+        """Has step() anything to compute or to return?"""
         return bool(self._live or self._untold)
 
     def add_request(
@@ -160,7 +160,7 @@ class Engine:
         """Queue a prompt (text or token ids) and return its id; a request that cannot be served fails alone, with
         finish_reason "error", in the next step.
 
-        Requests of different `salt` share no cached blocks (what one tenant sent cannot be timed by another).
+        Requests of different `salt` share no cached blocks, so one tenant cannot learn by timing what another sent.
         """
         self.runner.must_be_alive()
         params = SamplingParams() if params is None else params
@@ -180,35 +180,35 @@ class Engine:
         root = admission.root_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
         request = Request(id, tokens, [])
         for index in range(params.n):
-            name = f"{self._next_id}.{index}"  # ours: a user's ids may look like anything
+            name = f"{self._next_id}.{index}"  # our own: a user's request_id may have any form
             seq = Sequence(name, tokens, params, seed_of(seed, index), root)
             stop_ids = stop_ids_of(seq, self.config.eos_token_ids)
             response = Response.of(id, seq, index, stop_ids, self.limits.max_model_len, self.tokenizer)
             request.responses.append(response)
-        self._live.add(request)  # whole: what could fail is behind us
+        self._live.add(request)  # only now: everything that may raise has been done
         for response in request.responses:
             self.scheduler.add(response.seq)
         return id
 
     def step(self) -> list[RequestOutput]:
-        """One dispatch: the outputs so far of every request that moved, and of every one that ended.
+        """One dispatch: the outputs so far of every request that has new tokens or has ended.
 
-        Where all rows decode on, the next dispatch is sent while a thread of its own reads this one's tokens: what the
-        host does takes no time of the device's. (On a GPU sending a loop takes as long as its steps but the last.) A
-        row that the host ends is computed once more, and what comes of it dropped.
+        Where all rows go on decoding, the next dispatch is sent while a second thread reads this one's tokens, so the
+        device does not wait for the host. (On a GPU, sending a loop returns only when its last step begins.) A row that
+        the host ends meanwhile is computed once more for nothing.
         """
         self.runner.must_be_awake("step()")
         outputs, self._untold = self._untold, []
         try:
             return outputs + self._advance()
-        except Exception as error:  # whatever it is, it is not the other requests'
+        except Exception as error:  # of any kind: the other requests go on
             return outputs + self._contain(error)
-        except BaseException:  # an interrupt: nothing is lost, the rows of this step are computed anew
+        except BaseException:  # an interrupt: the rows of this step are computed again later
             self._untold = outputs + self._start_over(new_caches=True)
             raise
 
     def _advance(self) -> list[RequestOutput]:
-        """Take a step, and return what came of it."""
+        """Take a step and return its outputs."""
         begin = time.perf_counter()
         flight, self._flight = self._flight, None
         self._plan = flight.plan if flight else None
@@ -233,7 +233,7 @@ class Engine:
         return landed.outputs
 
     def _send(self, plan: StepPlan) -> Flight | None:
-        """Compute a plan; None: there is nothing to do."""
+        """Send a plan to the device; None: there is nothing to do."""
         self._plan = plan
         if not plan.rows:
             if self._live:
@@ -246,7 +246,7 @@ class Engine:
         return self.runner.send(plan, lanes, kept_on_device(batch), self._stats.dispatches)
 
     def _land(self, flight: Flight) -> Landed:
-        """Wait for a flight's tokens, and bring every request up to date."""
+        """Wait for a dispatch's tokens and update its requests."""
         begin = time.perf_counter()
         tokens = np.asarray(flight.said.tokens)
         told = jax.device_get(flight.said) if flight.is_told else None
@@ -257,7 +257,7 @@ class Engine:
         return Landed(moved, self._live.outputs(moved), steps, seconds)
 
     def abort(self, request_id: str) -> bool:
-        """Stop a request and free its blocks at once; False where there is no such request any more."""
+        """Stop a request and free its blocks at once; False where no such request is served."""
         request = self._live.get(request_id)
         if request is None:
             return False
@@ -293,9 +293,9 @@ class Engine:
         )
 
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
-        """Compile every program that serving can ask for; afterwards nothing compiles. Returns how many.
+        """Compile every program that serving can need, so that nothing compiles later; returns how many there are.
 
-        progress(done, total, what) is called as each is compiled.
+        progress(done, total, what) is called after each.
         """
         self.runner.must_be_awake("warmup()")
         if self.has_work:
@@ -305,15 +305,15 @@ class Engine:
     # ------------------------------------------------------------------ between steps
     @property
     def params(self) -> Any:
-        """The weights that are served, in containers of the caller's own; update_weights exchanges them."""
+        """The weights that are served: new containers, the same arrays. Exchange them by update_weights."""
         self.runner.must_be_awake("params")
         return jax.tree.map(lambda x: x, self.runner.params)
 
     def update_weights(self, params: Any) -> None:
         """Serve other weights of the same form from the next step on.
 
-        Requests under way keep their tokens, and go on with keys and values that the new weights compute; nothing that
-        other weights wrote is read again. The weights are copied first, so there must be room for both.
+        Running requests keep their tokens and go on with keys and values of the new weights; nothing that the old
+        weights wrote is read again. The new weights are copied first, so there must be room for both.
         """
         self.runner.must_be_awake("update_weights()")
         exchange = self.runner.update(params)
@@ -322,8 +322,8 @@ class Engine:
         self._untold += self._start_over(weights_version=self.tables.weights_version + 1)
 
     def sleep(self) -> None:
-        """Give the device's memory back: the weights go to the host, the cache is dropped. Requests may be added and
-        aborted meanwhile; wake() lets them go on."""
+        """Free the device's memory: the weights move to the host, the caches are dropped. Requests may be added and
+        aborted meanwhile; they go on after wake()."""
         self.runner.must_be_alive()
         if not self.runner.is_asleep:
             self._settle()
@@ -331,12 +331,12 @@ class Engine:
             self.runner.sleep()
 
     def wake(self) -> None:
-        """Take back what sleep() gave away."""
+        """Undo sleep(): weights and empty caches are on the device again."""
         self.runner.must_be_alive()
         self.runner.wake()
 
     def _settle(self) -> None:
-        """Read the dispatch that is on its way."""
+        """Read the dispatch that was sent and not yet read, if there is one."""
         if self._flight is not None:
             flight, self._flight, self._plan = self._flight, None, self._flight.plan
             try:
@@ -348,10 +348,12 @@ class Engine:
 
     # ------------------------------------------------------------------ after a failure
     def _contain(self, error: Exception) -> list[RequestOutput]:
-        """Fail the rows of the step that raised; the others are computed anew, in caches of their own."""
+        """Fail the rows of the step that raised; all others are computed again, in new caches."""
         plan, scheduler = self._plan, self.scheduler
         blamed = [row.id for row in plan.rows] if plan and plan.rows else None
-        if blamed is None:  # nobody knows whose plan it would have been: it must not come again
+        if (
+            blamed is None
+        ):  # schedule() itself raised: fail the running and the first waiting, or the next step raises too
             blamed = [seq.id for seq in (*scheduler.running, *list(scheduler.waiting)[:1])]
         log.error("a step failed, and with it the sequences %s", ", ".join(blamed), exc_info=error)
         self._stats = self._stats.plus(failed=self._live.fail(blamed, unforeseen(error)))
@@ -360,9 +362,9 @@ class Engine:
     def _start_over(
         self, touched: Iterable[str] = (), *, new_caches: bool = False, weights_version: int | None = None
     ) -> list[RequestOutput]:
-        """Empty pools, in which every sequence that has not ended waits again, as after a preemption of all.
+        """Empty the pools and let every unfinished sequence wait again, as if all had been preempted.
 
-        Returns what the requests of `touched` and of the step's own plan have so far.
+        Returns the outputs so far of the requests of `touched` and of the current plan.
         """
         ids = self._live.ids_of([*touched, *(row.id for row in (self._plan.rows if self._plan else ()))])
         outputs = self._live.outputs(ids)

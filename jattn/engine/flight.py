@@ -1,4 +1,4 @@
-"""A dispatch on its way: sent to the device, its tokens not yet read."""
+"""A dispatch in flight: sent to the device, its tokens not yet read."""
 
 import dataclasses
 import time
@@ -17,29 +17,29 @@ from jattn.engine.step import Ahead, Batch, Model, dispatch, following
 
 @dataclasses.dataclass(frozen=True)
 class Flight:
-    """What was sent, and what will come of it."""
+    """A dispatch that was sent: its plan and batch, and the arrays of its result."""
 
     plan: StepPlan
     lanes: tuple[Row, ...]  # the plan's rows as the device sees them
     batch: Batch
-    is_told: bool  # the batch's
+    is_told: bool  # batch.is_told, on the host
     said: Sampled
     ahead: Ahead
-    seconds: float  # that sending it took
+    seconds: float  # spent in sending it
 
 
 @dataclasses.dataclass(frozen=True)
 class Landed:
-    """What came of a flight."""
+    """The result of a dispatch, on the host."""
 
-    moved: list[str]  # requests that have news
+    moved: list[str]  # requests with new tokens, or ended
     outputs: list[RequestOutput]  # theirs
-    steps: int  # that the device took
-    seconds: float  # of waiting for the device
+    steps: int  # that the device computed
+    seconds: float  # spent waiting for the device
 
 
 def send(model: Model, params, caches, plan: StepPlan, lanes: tuple[Row, ...], batch: Batch, number: int):
-    """(caches, Flight), its tokens unread; number: of the dispatch, for a profile."""
+    """Send a batch: (caches, Flight). number: of the dispatch, shown in profiles."""
     begin, is_told = time.perf_counter(), bool(batch.is_told)
     with jax.profiler.StepTraceAnnotation("jattn.step", step_num=number):
         caches, said, ahead = dispatch(model, params, caches, batch)
@@ -47,20 +47,20 @@ def send(model: Model, params, caches, plan: StepPlan, lanes: tuple[Row, ...], b
 
 
 def kept_on_device(batch: Batch) -> Batch:
-    """The same, its rows' rules on the device: the dispatches behind it take them from there."""
+    """The same, with the sampling rules on the device, where later dispatches of these rows use them again."""
     return dataclasses.replace(batch, **jax.device_put(dict(rows=batch.rows, penalties=batch.penalties)))
 
 
 def behind(flight: Flight, plan: StepPlan, running: list[Sequence], shapes: StepShapes) -> Batch:
-    """The batch of `plan`, which follows a flight of the same rows; what it starts from is on the device already."""
+    """The batch of `plan`, which continues the rows of `flight` from their state on the device."""
     tables = tables_of(running, flight.batch.metas[0].max_num_reqs, shapes)
     news = {} if plan.burst == flight.plan.burst else {"steps": np.int32(plan.burst)}
-    is_told = np.bool_(False)  # the scheduler lets no such plan follow; known to the host without asking the device
+    is_told = np.bool_(False)  # Scheduler.follow plans nothing for rows that need it
     return dataclasses.replace(following(flight.batch, flight.ahead, tables), is_told=is_told, **news)
 
 
 def logprob_of(told: Sampled, step: int, row: int, count: int) -> TokenLogprob:
-    """Of the token that a row said in a step, with its `count` likeliest."""
+    """Of the token sampled by a row in a step, with the `count` most likely ones."""
     at = step, row
     top = zip(told.top_tokens[at][:count].tolist(), told.top_logprobs[at][:count].tolist(), strict=True)
     return TokenLogprob(int(told.tokens[at]), float(told.logprobs[at]), dict(top))

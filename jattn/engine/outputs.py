@@ -1,4 +1,4 @@
-"""What comes out: a request's completions, whole or so far."""
+"""The engine's results: a request's completions, finished or so far."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler."""
+"""SamplingParams: how a request's tokens are chosen, and when it stops."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ MAX_INT32 = 2**31 - 1
 """The device counts in int32."""
 
 MAX_TEMPERATURE, REPETITION_RANGE = 1e6, (1e-2, 1e2)
-"""Within these a logit that float32 holds stays finite."""
+"""Within these limits every finite float32 logit stays finite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop; frozen, and whole: every mistake is named at once.
+    """How to choose tokens and when to stop. Frozen; one ValueError names every mistake.
 
     temperature 0 is greedy. top_k 0 (or -1), top_p 1 and min_p 0 are off. Penalties follow the OpenAI interface
     (presence, frequency: over the output) and its common extension (repetition: over prompt and output, 1 is off).
-    The draw at a position depends on the seed, the completion's index, the position and the logits, not on who else is
-    in the batch; without a seed the engine takes one of its own. `stop` strings end the text before themselves.
+    The draw at a position depends on the seed, the completion's index, the position and the logits, not on the other
+    rows of the batch; without a seed the engine draws one. The text ends before a `stop` string.
     """
 
     temperature: float = 1.0
@@ -46,7 +46,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    logprobs: int | None = None  # None: none; k: the chosen token's, and the k most likely ones'
+    logprobs: int | None = None  # None: off; k: of the chosen token and the k most likely ones
 
     def __post_init__(self):
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
@@ -65,7 +65,7 @@ class SamplingParams:
 
     @property
     def is_told(self) -> bool:
-        """Does a step of this request take more than its logits, or tell more than its token?"""
+        """Does a step of this request need its earlier tokens (penalties), or return log-probabilities?"""
         return self.is_penalised or self.logprobs is not None
 
     def _reasons(self):
@@ -135,7 +135,7 @@ def _plain(value, depth: int = 1):
 
 
 def _shown(value) -> str:
-    """A value in an error message: whole where short."""
+    """A value in an error message, cut to 80 characters."""
     text = ascii(value) if not isinstance(value, int) or abs(value) < 10**40 else "an integer of over 40 digits"
     return text if len(text) <= 80 else text[:77] + "..."
 

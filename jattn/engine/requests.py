@@ -15,7 +15,7 @@ from jattn.engine.step import NOT_SAMPLED
 
 
 class LiveRequests:
-    """Requests from their admission until their last output is told."""
+    """Requests from their admission until their last output is returned."""
 
     def __init__(self):
         self._requests: dict[str, Request] = {}
@@ -28,7 +28,7 @@ class LiveRequests:
         return id in self._requests
 
     def ids(self) -> list[str]:
-        """Of all requests, the first to come first."""
+        """Of all requests, oldest first."""
         return list(self._requests)
 
     def get(self, id: str) -> Request | None:
@@ -48,11 +48,11 @@ class LiveRequests:
             del self._responses[response.seq.id]
 
     def unfinished(self) -> list[Sequence]:
-        """Sequences that go on, the first to come first."""
+        """Sequences that have not ended, oldest first."""
         return [response.seq for response in self._responses.values() if response.finish_reason is None]
 
     def ids_of(self, seq_ids: Iterable[str]) -> list[str]:
-        """The requests of these sequences, each once; those that have left are left out."""
+        """The ids of these sequences' requests, each once; dropped requests are left out."""
         return list(dict.fromkeys(self._responses[s].request_id for s in seq_ids if s in self._responses))
 
     def outputs(self, ids: Iterable[str]) -> list[RequestOutput]:
@@ -65,7 +65,7 @@ class LiveRequests:
                 self.drop(self._requests[id])
 
     def fail(self, seq_ids: Iterable[str], why: str) -> int:
-        """End these completions with an error; how many had not ended yet."""
+        """End these completions with an error; returns how many had not ended before."""
         going_on = [r for r in map(self._responses.get, seq_ids) if r is not None and r.finish_reason is None]
         for response in going_on:
             response.fail(why)
@@ -74,7 +74,7 @@ class LiveRequests:
     def accept(
         self, flight: Flight, tokens: np.ndarray, told: Sampled | None, scheduler: Scheduler
     ) -> tuple[list[str], Counter[str]]:
-        """Bring the sequence and the completion of every row up to date; (requests with news, what to count).
+        """Update the sequence and the completion of every row: (ids of requests that changed, counts for Stats).
 
         tokens: i32[steps R] as the dispatch gave them.
         """
@@ -82,7 +82,7 @@ class LiveRequests:
         last_lane = {lane.id: r for r, lane in enumerate(flight.lanes)}
         for row in flight.plan.rows:
             response = self._responses.get(row.id)
-            if response is None or response.finish_reason is not None:  # ended while this was on its way
+            if response is None or response.finish_reason is not None:  # ended while the dispatch was in flight
                 continue
             accepted = _accept_row(response, row, tokens, told, last_lane[row.id])
             scheduler.commit(response.seq, row, accepted)
@@ -97,7 +97,7 @@ class LiveRequests:
 
 
 def _accept_row(response: Response, row: Row, tokens: np.ndarray, told: Sampled | None, column: int) -> list[int]:
-    """The tokens of one row that count. What goes wrong here, in a tokenizer say, is this row's alone."""
+    """The tokens of one row up to its end. An exception here (of a tokenizer, say) fails this row only."""
     new = [token for token in tokens[:, column].tolist() if token != NOT_SAMPLED] if row.samples else []
     if row.samples and not new:
         response.fail("the model was asked for a token and gave none")

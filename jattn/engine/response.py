@@ -20,7 +20,7 @@ def unforeseen(error: Exception) -> str:
 
 @dataclasses.dataclass(eq=False)
 class Response:
-    """What has been made of a sequence's output, and why it ended."""
+    """The text and log-probabilities of one sequence so far, and why it ended."""
 
     request_id: str
     seq: Sequence
@@ -43,7 +43,7 @@ class Response:
         return cls(request_id, seq, index, stop_ids, max_model_len, detokenizer)
 
     def accept(self, tokens: Many[int]) -> list[int]:
-        """The tokens that count, up to the one that ends the sequence."""
+        """Take new tokens; returns those up to the one that ends the sequence."""
         accepted, unread = [], []
         for token in map(int, tokens):
             if token == BAD_TOKEN:
@@ -52,7 +52,7 @@ class Response:
             accepted.append(token)
             reason = self._reason_to_end(token, self.seq.num_output + len(accepted))
             unread += [] if reason is FinishReason.STOP else [token]
-            if reason is not None or self.seq.params.stop:  # a stop string ends the text at its own token
+            if reason is not None or self.seq.params.stop:  # with stop strings: token by token, to end at the right one
                 self._read(unread)
                 unread = []
             if reason is not None and self.finish_reason is None:
@@ -67,12 +67,12 @@ class Response:
         self.finish_reason, self.error = FinishReason.ERROR, why
 
     def fail_unforeseen(self, error: Exception) -> None:
-        """End with an error that nobody planned for. Its message may speak of other requests: only the log has it."""
+        """End with an internal error. Its message may quote other requests, so only the log has it."""
         log.error("request %s failed", self.request_id, exc_info=error)
         self.fail(unforeseen(error))
 
     def completion(self) -> Completion:
-        """So far; what may yet become a stop string is held back until it is decided."""
+        """The completion so far, less an end of the text that may become a stop string."""
         told = self.seq.params.logprobs is not None
         return Completion(
             index=self.index,
@@ -91,7 +91,7 @@ class Response:
         return FinishReason.LENGTH if is_long else None
 
     def _read(self, tokens: Many[int], last: bool = False) -> None:
-        """Grow the text, and end where a stop string does."""
+        """Append the tokens' text; end at a stop string."""
         if self.detokenizer is None or not (tokens or last):
             return
         before = len(self._text)
@@ -115,7 +115,7 @@ class Response:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt and its completions in the making."""
+    """A prompt and its unfinished completions."""
 
     id: str
     prompt: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The device's side of an engine: the weights, the caches, and the program that is sent over them."""
+"""The device's side of an engine: the weights, the caches, and the dispatches over them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from jattn.errors import EngineDeadError
 
 
 class Runner:
-    """Awake it holds weights and caches; asleep, a copy of the weights on the host; dead, it refuses everything."""
+    """Awake: weights and caches are on the device. Asleep: weights on the host. Dead: must_be_alive() raises."""
 
     def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):
         self.model, self.shapes = model, shapes
@@ -25,18 +25,18 @@ class Runner:
         self._dead: EngineDeadError | None = None
 
     def send(self, plan: StepPlan, lanes: tuple[Row, ...], batch: Batch, number: int) -> Flight:
-        """Send a batch to the device; number: of the dispatch, for a profile."""
+        """Send a batch to the device; number: of the dispatch, shown in profiles."""
         self.caches, flight = send(self.model, self.params, self.caches, plan, lanes, batch, number)
         return flight
 
     def warm(self, progress: Callable[[int, int, str], None] | None) -> int:
-        """Compile every program; how many."""
+        """Compile every program; returns how many."""
         self.caches, count = warming.warm(self.model, self.params, self.caches, self.shapes, progress)
         return count
 
     # ------------------------------------------------------------------ weights and memory
     def update(self, params: Any) -> Callable[[], None]:
-        """Copy weights of the same form to the device; what is returned puts them in place of the present ones."""
+        """Copy weights of the same form to the device; calling the returned function puts them in use."""
         fresh = weights.copied_like(self.params, params)
         return lambda: setattr(self, "params", fresh)
 
@@ -45,7 +45,7 @@ class Runner:
         return self._stored is not None
 
     def sleep(self) -> None:
-        """Keep the weights on the host, and nothing on the device."""
+        """Move the weights to the host and drop the caches."""
         self._stored = weights.StoredWeights(self.params)
         self.params = None
         self._drop_caches()
@@ -59,7 +59,7 @@ class Runner:
 
     # ------------------------------------------------------------------ whole or broken
     def renew_caches(self) -> None:
-        """Empty caches in place of those there were. EngineDeadError where the device does not compute."""
+        """Replace the caches by empty ones and run a small program; EngineDeadError if that fails."""
         try:
             self._drop_caches()
             caches = weights.bound_like(self.params, self._make_caches())
@@ -74,7 +74,7 @@ class Runner:
             raise self._dead
 
     def must_be_awake(self, what: str) -> None:
-        """RuntimeError where `what` needs the weights and they are away."""
+        """RuntimeError while asleep: `what` needs the weights on the device."""
         self.must_be_alive()
         if self.is_asleep:
             raise RuntimeError(f"{what} while the engine sleeps: call wake() first")

@@ -1,4 +1,4 @@
-"""Choosing tokens on the device: every row by its own rules, with a draw that depends on its seed and position only.
+"""Choosing tokens on the device, each row by its own rules. A draw depends on the row's seed, position and logits.
 
 logits -> (log-probabilities) -> penalties -> / temperature -> min_p -> top_k -> top_p -> Gumbel noise -> argmax
 """
@@ -14,13 +14,13 @@ from jattn.engine.params import MAX_LOGPROBS, SamplingParams
 from jattn.types import pytree
 
 BAD_TOKEN = -1
-"""Sampled where a row's logits hold NaN or nothing finite: that row cannot go on, the others can."""
+"""Sampled where a row's logits hold NaN, or +inf, or no finite number: that row ends, the others go on."""
 
 MIN_TEMPERATURE = 1e-30
-"""Of a draw; smaller ones mean the same, and float32 may flush them to 0."""
+"""Smaller temperatures are raised to this one: the draw is the same, and float32 may flush them to 0."""
 
 STOP_IDS = 8
-"""Stop tokens a row that the device looks for; the host looks for all of them."""
+"""Most stop tokens of a row that the device checks; the host checks all of them."""
 
 
 @pytree
@@ -48,7 +48,7 @@ class Penalties:
     prompt_len: jax.Array  # i32[R]
 
     def after(self, said: jax.Array) -> "Penalties":
-        """The same rows when they have said i32[S R] more, negative: nothing."""
+        """The same rows after sampling the tokens i32[S R]; negative: none."""
         return dataclasses.replace(self, history=jnp.concatenate([self.history, said.T], axis=1))
 
 
@@ -80,7 +80,7 @@ def choose(logits: jax.Array, rows: SamplingRows, penalties: Penalties, said: ja
         lambda: untold(_usable(logits, _drawn(logits, rows))),
         lambda: _told(logits, rows, penalties.after(said), top[1]),
     )
-    # One choice among three: on a GPU every choice is a wait for its condition.
+    # One switch of three branches, not two nested ones: on a GPU each switch waits for its condition.
     return jax.lax.switch(jnp.where(is_told, 2, jnp.any(rows.temperature > 0).astype(jnp.int32)), branches)
 
 
@@ -123,7 +123,7 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
 
 
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    # The largest becomes 0 before the division: a small temperature then overflows to -inf only, which is never drawn.
+    # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
     temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
     below = scaled < jnp.log(rows.min_p)[:, None]

@@ -1,8 +1,8 @@
-"""Jinja for templates of strangers: no way out of the template, and a bound on the time, size and loops of one chat.
+"""Jinja for untrusted templates: no access to Python, and limits on the time and the sizes of one chat.
 
-Beyond jinja's own sandbox (no private attributes, no data changed, ranges of 100,000): loops, calls and filters look
-at the clock, and whatever an operator, a call or a filter makes has a largest size. What is not bounded further is one
-operation on data of that size.
+Jinja's own sandbox refuses private attributes, changes of data, and ranges above 100,000. Here, in addition, loops,
+calls and filters check the time, and the result of every operator, call and filter has a largest size. A single
+operation on data of that size is not interrupted.
 """
 
 import datetime
@@ -16,18 +16,18 @@ from jattn.engine.bounds import check_growth, check_time, measured
 
 
 def compiled(source: str, where: str) -> Any:
-    """A template ready to run; ValueError where it is none."""
+    """A compiled template; ValueError where the source cannot be compiled."""
     environment = _environment()
     try:
         return environment.from_string(source)
-    except Exception as error:  # jinja's own, or Python's where the code that jinja makes of it goes too deep
+    except Exception as error:  # jinja's, or Python's where the generated code nests too deeply
         line = getattr(error, "lineno", None)
         at = f", line {line}" if line else ""
         raise ValueError(f"{where} is not a template that can be read: {error}{at}") from error
 
 
 def run(template: Any, variables: dict[str, Any], where: str) -> str:
-    """The text; ValueError with what the template, or one of its bounds, objects to."""
+    """The rendered text; ValueError with the message of the template or of the limit that it reached."""
     try:
         with bounds.clock():
             return template.render(variables)
@@ -45,7 +45,7 @@ def _environment() -> Any:
         raise ImportError("a chat template needs jinja2: pip install 'jattn[models]'") from error
 
     class Checks(visitor.NodeTransformer):
-        """Sends loops, and what puts values together, through filters of ours."""
+        """Passes loops, concatenations and literals through the filters looped, joined and measured."""
 
         def through(self, name: str, node: Any) -> Any:
             return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
@@ -68,7 +68,7 @@ def _environment() -> Any:
             return self.visit_List(node) if node.ctx == "load" else self.generic_visit(node)
 
     class Generation(ext.Extension):
-        """{% generation %} marks an assistant's text for training; a prompt takes it as it is."""
+        """{% generation %} marks an assistant's text for training; rendering ignores the mark."""
 
         tags = {"generation"}
 
@@ -78,7 +78,7 @@ def _environment() -> Any:
 
     class Environment(sandbox.ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("+", "*", "**", "%"))
-        concat = staticmethod(bounds.joined)  # of a whole prompt, a macro, a block
+        concat = staticmethod(bounds.joined)  # joins the pieces of a prompt, macro or block
 
         def _parse(self, source: str, name: Any, filename: Any) -> Any:
             return Checks().visit(super()._parse(source, name, filename))
@@ -96,7 +96,7 @@ def _environment() -> Any:
             return measured(super().call(context, obj, *args, **options))
 
     class Namespace(utils.Namespace):
-        """Its attributes are the template's own: a private name would lead to those of Python."""
+        """A namespace without private names: such a name could reach attributes of Python's own."""
 
         def __init__(self, /, *args: Any, **values: Any):
             values = dict(*args, **values)
@@ -150,7 +150,7 @@ def strftime_now(format: str) -> str:
 
 
 def _bounded(name: str, filter: Any) -> Any:
-    """A filter whose numbers and whose result are bounded."""
+    """The filter with limits on its counts and on the size of its result."""
     leading = 1 if hasattr(filter, "jinja_pass_arg") else 0  # jinja's own argument before the value
 
     @functools.wraps(filter)
@@ -165,5 +165,5 @@ def _bounded(name: str, filter: Any) -> Any:
 
 
 def _dictionary(*args: Any, **values: Any) -> dict:
-    """dict, and not the class itself."""
+    """dict() as a function: the class itself would give a template its methods."""
     return dict(*args, **values)

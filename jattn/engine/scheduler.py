@@ -1,8 +1,8 @@
 """Continuous batching: which tokens of which sequences the next dispatch computes.
 
 First come, first served. Every running sequence gets its next token (or the next chunk of its prompt) before a
-waiting one is admitted; where blocks run out, the youngest running sequence gives all of its own back and waits again
-at the front: its tokens are kept and computed anew, so nothing is lost and nothing changes.
+waiting one is admitted. When no block is free, the youngest running sequence is preempted: it frees its blocks and
+waits at the front of the queue. It keeps its tokens and is computed again, so its output does not change.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jattn.engine.tables import BlockTables
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a dispatch may hold."""
+    """Limits of a dispatch, and of a sequence's length."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -51,7 +51,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One dispatch. `burst` tokens are generated a row; with `until_any`, fewer once some row has ended."""
+    """One dispatch: up to `burst` tokens for each row; with `until_any` it stops as soon as some row ends."""
 
     rows: tuple[Row, ...] = ()
     burst: int = 1
@@ -71,7 +71,7 @@ class StepPlan:
 
 
 class Scheduler:
-    """The two queues. schedule() -> StepPlan; commit() tells what became of a row."""
+    """The two queues, waiting and running. schedule() makes a StepPlan; commit() takes the tokens of a computed row."""
 
     def __init__(self, limits: Limits, tables: BlockTables):
         self.limits = limits
@@ -80,7 +80,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence; its longest form must fit the pool alone (the engine's max_model_len sees to it)."""
+        """Queue a sequence. At full length it must fit the pool alone; the engine's max_model_len ensures that."""
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence, *, trusted: bool = True) -> None:
@@ -92,7 +92,7 @@ class Scheduler:
             self.waiting.remove(seq)
 
     def schedule(self) -> StepPlan:
-        """The next dispatch; no rows: nothing to do. Blocks for it are dealt out."""
+        """The next dispatch, with its blocks allocated; no rows: nothing to do."""
         budget, rows, preempted = self.limits.max_num_batched_tokens, [], []
         i = 0
         while i < len(self.running):
@@ -123,9 +123,9 @@ class Scheduler:
         return dataclasses.replace(plan, burst=self._burst(plan), until_any=bool(self.waiting))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
-        """The burst that can be sent behind `plan` before anyone knows what came of that; blocks for it are dealt out.
+        """The burst that can be sent after `plan` before the tokens of `plan` are read, with its blocks allocated.
 
-        None where the host has to look first: somebody waits, ends for certain, has ended, or has no blocks to go on.
+        None if the host must read them first: a sequence waits, has ended, is certain to end, or gets no blocks.
         """
         told = any(seq.params.is_told for seq in self.running)
         if self.waiting or told or not plan.is_decode or [row.id for row in plan.rows] != [s.id for s in self.running]:
@@ -139,13 +139,13 @@ class Scheduler:
         return StepPlan(rows, burst=burst) if min(left) >= 1 and self.tables.extend_all(wanted) else None
 
     def commit(self, seq: Sequence, row: Row, new_tokens: list[int]) -> None:
-        """A row was computed and these tokens came of it: all but the last of them are in the cache too."""
+        """A row was computed and gave these tokens; the keys of all but the last are in the cache."""
         seq.num_computed = row.start + row.num_new + max(len(new_tokens) - 1, 0)
         seq.tokens += new_tokens
         self.tables.settle(seq)
 
     def _burst(self, plan: StepPlan) -> int:
-        """Steps that this dispatch can take without the host: blocks for all of them are dealt out here."""
+        """Decode steps that this dispatch can take without the host; allocates blocks for all of them."""
         if not plan.rows or not plan.is_decode:
             return 1
         seqs = self.running[: len(plan.rows)]
@@ -162,7 +162,8 @@ class Scheduler:
         return remaining_tokens(seq, self.limits.max_model_len)
 
     def _row(self, seq: Sequence, count: int) -> Row:
-        """Final: only sequences without a row in this plan are preempted, so others may count on what it computes."""
+        """A row of the plan. It is never withdrawn (only sequences without a row are preempted), so others may share
+        its blocks in the same step."""
         if count < 1:
             raise AssertionError(f"sequence {seq.id} has {len(seq.tokens)} tokens, all computed: nothing is left to do")
         self.tables.publish(seq, seq.num_computed + count)
@@ -177,5 +178,5 @@ class Scheduler:
 
 
 def remaining_tokens(seq: Sequence, max_model_len: int) -> int:
-    """Tokens that a sequence may still generate: what it asked for, within the model's length."""
+    """Tokens that a sequence may still generate, by its max_tokens and max_model_len."""
     return min(seq.params.max_tokens - seq.num_output, max_model_len - len(seq.tokens))

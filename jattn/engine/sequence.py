@@ -1,4 +1,4 @@
-"""One completion in the making: its tokens, how far they are computed, and the blocks it holds."""
+"""One completion as the scheduler sees it: its tokens, how many are computed, and the blocks it holds."""
 
 import dataclasses
 import hashlib
@@ -8,17 +8,19 @@ from jattn.engine.params import SamplingParams
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A prompt and what has been generated; a request with n completions is n of them."""
+    """A prompt and its generated tokens; a request with n completions has n sequences."""
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int = 0
-    salt: bytes = b""
+    salt: bytes = b""  # admission.root_of: a hash of the request's salt and rope variant
     tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt, then the output
     num_computed: int = 0  # tokens whose keys and values are in the cache
-    tables: list[list[int]] = dataclasses.field(default_factory=list)  # one a cache group; only BlockTables writes
-    kept_from: list[int] = dataclasses.field(default_factory=list)  # a group: blocks before this were given back
+    tables: list[list[int]] = dataclasses.field(
+        default_factory=list
+    )  # one per cache group; only BlockTables changes them
+    kept_from: list[int] = dataclasses.field(default_factory=list)  # per group: blocks before this one were given back
     names: list[bytes] = dataclasses.field(default_factory=list)  # hashes of the first full blocks
     num_shared: int = 0  # blocks that came from the prefix cache
     num_published: int = 0  # blocks that others may share
@@ -38,19 +40,19 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     def start_over(self) -> None:
-        """Forget what was computed, but no token; the blocks it held are nobody's any more."""
+        """Keep the tokens and forget what was computed; the caller has dropped the pools that held its blocks."""
         self.num_preemptions += bool(self.tables)
         self.tables, self.kept_from, self.names = [], [], []
         self.num_computed = self.num_shared = self.num_published = 0
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed of a request's completion: the request's own, then some that no other request is likely to bring."""
+    """The seed of completion `index`: the request's own for 0, a hash of both for the others."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}.{index}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def final_length(prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> int:
-    """The most tokens that a request will ever have, known from its start and the same after a preemption."""
+    """The most tokens that a request will ever have; known at its start, and the same after a preemption."""
     return min(len(prompt) + params.max_tokens, max_model_len)

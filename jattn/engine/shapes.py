@@ -1,4 +1,4 @@
-"""The few static shapes a server compiles for: one program each, all of them known in advance."""
+"""The few static shapes that a server compiles for, all known in advance; one program each."""
 
 import dataclasses
 
@@ -12,10 +12,10 @@ SMALLEST_MIXED = 16
 
 @dataclasses.dataclass(frozen=True)
 class StepShapes:
-    """Static sizes of a dispatch: decodes pad tokens and requests alike, other batches pad their tokens only.
+    """Static sizes of a dispatch: decodes pad T and R to the same size; other batches pad T, and R is max_num_seqs.
 
-    `deterministic`: one shape for every batch, and every token a row of its own. A matrix product may sum in another
-    order when its number of rows changes, so only equal shapes make a token's numbers the same bits in every batch.
+    deterministic: one shape for every batch, and a row for every token. A matrix product may sum in another order when
+    its number of rows changes, so only equal shapes give a token the same bits in every batch.
     """
 
     limits: Limits
@@ -40,7 +40,7 @@ class StepShapes:
         return cdiv(self.limits.max_model_len, self.block_size)
 
     def of(self, plan: StepPlan) -> tuple[int, int, bool]:
-        """(T, R, only single tokens) of a plan's dispatch."""
+        """(T, R, is every row a single token?) of a plan's dispatch."""
         if self.deterministic:
             return self.all()[0]
         if plan.is_decode:
@@ -49,7 +49,7 @@ class StepShapes:
         return self.buckets.sizes(plan.num_tokens, 1, 1)["num_tokens"], self.limits.max_num_seqs, False
 
     def all(self) -> tuple[tuple[int, int, bool], ...]:
-        """Every shape that `of` can answer."""
+        """Every shape that `of` can return."""
         decode = tuple((rows, rows, True) for rows in self.buckets.reqs)
         if self.deterministic:
             return decode

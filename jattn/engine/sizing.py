@@ -11,10 +11,10 @@ from jattn.errors import CacheFullError
 from pallas_kernels.algebra.paging import cdiv
 
 CPU_SHARE = 0.25
-"""Share of the host's available memory: other programs live there too."""
+"""Share of the host's available memory for the cache; other programs need the rest."""
 
 DEVICE_SHARE = 0.9
-"""Share of a device's free memory: programs need some too."""
+"""Share of a device's free memory for the cache; compiled programs need the rest."""
 
 DEFAULT_MODEL_LEN = 4096
 """Where neither the model nor the user says how long a sequence may be."""
@@ -29,8 +29,8 @@ def free_bytes() -> int:
 
 
 def default_burst() -> int:
-    """Decode steps of a dispatch. An accelerator's steps are short: 16 take 25 ms for a model of 1e9 parameters on an
-    H200, and hide what the host does between dispatches; a processor's take that long each, and people read along."""
+    """Decode steps of a dispatch. An accelerator's steps are short (16 take 25 ms for a model of 1e9 parameters on an
+    H200), and 16 hide the host's work between dispatches. On a CPU each step takes that long."""
     return 8 if jax.default_backend() == "cpu" else 16
 
 

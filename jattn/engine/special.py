@@ -13,7 +13,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclasses.dataclass(frozen=True)
 class SpecialTokens:
-    """by_name: 'bos_token' -> its text, and so on; others: texts without a name; added: AddedToken's fields by id."""
+    """by_name: 'bos_token' -> its text, and so on; others: tokens without a name; added: AddedToken's fields by id."""
 
     by_name: dict[str, str]
     others: tuple[str, ...] = ()
@@ -21,7 +21,7 @@ class SpecialTokens:
 
     @property
     def texts(self) -> list[str]:
-        """Every text once; ids that a vocabulary lacks are given in this order."""
+        """Every token's text, once; a vocabulary without them numbers them in this order."""
         usual = [self.by_name[name] for name in NAMES if name in self.by_name]
         return list(dict.fromkeys([*usual, *self.by_name.values(), *self.others]))
 
@@ -29,7 +29,7 @@ class SpecialTokens:
 def read_special_tokens(directory: Path) -> SpecialTokens:
     """Of tokenizer_config.json and special_tokens_map.json.
 
-    Where both name a token, the first rules if it lists `added_tokens_decoder`, as newer ones do, and else the second.
+    Where both name a token, the first file counts if it has `added_tokens_decoder` (newer folders do), else the second.
     """
     path, other = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
     config = tokenizer_config(directory)
@@ -52,7 +52,7 @@ def _tokens(path: Path, values: dict[str, Any]) -> tuple[dict[str, str], list[st
     by_name, others = {}, []
     for key, value in values.items():
         if value is None or (key.endswith("_token") and key not in NAMES and not isinstance(value, (str, dict))):
-            continue  # add_bos_token and the like are switches
+            continue  # add_bos_token and the like are flags, not tokens
         if key in LISTS and isinstance(value, dict):
             by_name |= {name: _text(path, f"{key}, {name}", token) for name, token in value.items()}
         elif key in LISTS:

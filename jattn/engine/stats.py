@@ -1,4 +1,4 @@
-"""What the engine counts, as a value."""
+"""The engine's counters and queue lengths, as a value."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ class Stats:
     group_usage: tuple[tuple[str, float], ...] = ()
 
     def plus(self, **more: float) -> "Stats":
-        """These counters, some of them larger."""
+        """A copy with these amounts added."""
         return dataclasses.replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
 
     def prometheus(self, prefix: str = "jattn") -> str:

@@ -1,8 +1,8 @@
-"""The dispatch: one compiled program that computes a batch, samples, and decodes on, all without the host.
+"""The dispatch: one compiled program that computes a batch, samples, and goes on decoding without the host.
 
-The first step takes any batch, prompts included; every further one takes the tokens just sampled. A row that has
-ended writes nowhere and stands still until all have. The loop's length is data, so it never compiles anew. A dispatch
-also leaves on the device what the next one would start from, so that it can be sent before this one's tokens are read.
+The first step takes any batch, prompts included; each later step takes the tokens just sampled. A row that has ended
+writes to no slot and waits for the others. The number of steps is data, so it causes no compilation. The dispatch also
+leaves its rows' state on the device, so that the next one can be sent before this one's tokens are read.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ MOST_STEPS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a dispatch calls: pure, and hashable, so that equal models share their programs.
+    """The function that a dispatch calls. Pure and hashable: equal models share compiled programs.
 
     forward(config, params, token_ids, caches, meta, backend=, logits_at=) -> (caches, logits), meta one
     CommonAttentionMetadata, or a tuple where the model has several cache groups: `jattn.models.forward`.
@@ -52,22 +52,22 @@ class Model:
 
 @pytree
 class Batch:
-    """What a dispatch reads; metas: one a cache group."""
+    """The input of a dispatch; metas: one per cache group."""
 
     token_ids: jax.Array  # i32[T]
     metas: tuple[CommonAttentionMetadata, ...]
     rows: SamplingRows
     penalties: Penalties
-    is_told: jax.Array  # bool[] has some row penalties, or log-probabilities to tell?
+    is_told: jax.Array  # bool[] does some row have penalties, or want log-probabilities?
     steps: jax.Array  # i32[] at most this many, and at most MOST_STEPS
     until_any: jax.Array  # bool[] stop as soon as some row ends
-    follows: jax.Array  # bool[] made from an Ahead: each row's slot is looked up in its table, which may have grown
+    follows: jax.Array  # bool[] made from an Ahead: slots are computed from the tables, which may have grown
     block_size: int = static()
 
 
 @pytree
 class Progress:
-    """What the loop carries."""
+    """The state of the loop."""
 
     step: jax.Array  # i32[]
     alive: jax.Array  # bool[R]
@@ -78,7 +78,7 @@ class Progress:
 
 @pytree
 class Ahead:
-    """Where a dispatch leaves its rows, on the device."""
+    """The state of the rows after a dispatch, on the device: the next dispatch can start from it."""
 
     token_ids: jax.Array  # i32[T]
     metas: tuple[CommonAttentionMetadata, ...]
@@ -87,7 +87,7 @@ class Ahead:
 
 
 def following(batch: Batch, ahead: Ahead, tables) -> Batch:
-    """The decode batch that comes after `batch`, whose tokens nobody has read; tables i32[R B]: one a cache group."""
+    """The decode batch after `batch`, whose tokens the host has not read; tables i32[R B], one per cache group."""
     metas = tuple(meta.replace(block_table=table) for meta, table in zip(ahead.metas, tables, strict=True))
     rows = dataclasses.replace(batch.rows, position=ahead.position, remaining=ahead.remaining)
     return dataclasses.replace(batch, token_ids=ahead.token_ids, metas=metas, rows=rows, follows=np.bool_(True))
@@ -138,20 +138,20 @@ def dispatch(model: Model, params, caches, batch: Batch):
 
 
 def _with_slots(meta: CommonAttentionMetadata, batch: Batch) -> CommonAttentionMetadata:
-    """The batch's own slots, or, where it follows a dispatch, those of each row's one token by its table."""
+    """The batch with its own slots, or, if it follows a dispatch, with slots computed from the tables."""
     slots = _decode_slots(meta, (batch.rows.remaining > 0) & (meta.query_lens() > 0), batch.block_size)
     return meta.replace(slot_mapping=jnp.where(batch.follows, slots, meta.slot_mapping))
 
 
 def _decode_slots(meta: CommonAttentionMetadata, writes: jax.Array, block_size: int) -> jax.Array:
-    """i32[T]: where the last token of each row goes; rows that write nothing, and tokens past R, are padding."""
+    """i32[T]: the slot of each row's last token; padding for rows that write nothing, and past R."""
     slots = slots_of(jnp.asarray(meta.block_table), jnp.arange(meta.max_num_reqs), meta.seq_lens - 1, block_size)
     slots = jnp.where(writes, slots, PAD_SLOT_ID).astype(jnp.int32)
     return jnp.concatenate([slots, jnp.full(meta.num_tokens - meta.max_num_reqs, PAD_SLOT_ID, jnp.int32)])
 
 
 def next_batch(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int) -> CommonAttentionMetadata:
-    """The decode step after any batch: one token for each row that had some, nothing written for those not alive.
+    """The decode step after any batch: one token for each row that had tokens; rows not alive write nothing.
 
     Like `meta.advanced`, but rows may end, and the batch before may hold prompts: T stays, tokens past R are padding.
     """

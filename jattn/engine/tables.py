@@ -1,7 +1,7 @@
-"""Block tables of running requests: one row a cache group, dealt out, shared, and given back as a window moves on.
+"""Block tables of running sequences, one per cache group: allocating, sharing and freeing blocks.
 
 Layers that keep the same tokens form a cache group and share one table. A group with a sliding window or with chunks
-gives blocks back as soon as no later token can see them; its table then holds the null block there.
+frees blocks as soon as no later token can see them; its table then holds the null block there.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ class Group(Protocol):
 
 
 def first_visible(group: Group, position: int) -> int:
-    """The first position that a token at `position`, or any later one, can see."""
+    """The lowest position that a token at `position`, or a later one, can still see."""
     first = 0
     if group.sliding_window is not None:
         first = max(first, position - group.sliding_window + 1)
@@ -37,10 +37,10 @@ def first_visible(group: Group, position: int) -> int:
 def most_blocks(
     group: Group, block_size: int, num_seqs: int, num_new: int, burst: int, prefix_caching: bool = False
 ) -> int | None:
-    """Blocks that so many sequences have a use for in this group; None: as many as they have tokens.
+    """Upper bound of the blocks that `num_seqs` sequences use in this group; None: it grows with their lengths.
 
     num_new: tokens that a step may add to all of them together; burst: to each of them, decoding. Before a step a
-    sequence keeps its reach - 1 last tokens; L tokens lie in at most cdiv(L - 1, block_size) + 1 blocks. Prefix caching
+    sequence keeps its last reach - 1 tokens; L tokens lie in at most cdiv(L - 1, block_size) + 1 blocks. Prefix caching
     doubles that: a full pool would otherwise remember no beginning at all.
     """
     reach = min((n for n in (group.sliding_window, group.chunk_size) if n is not None), default=None)
@@ -61,7 +61,7 @@ class BlockTables:
         prefix_caching: bool = True,
         weights_version: int = 0,
     ):
-        """num_blocks: of each group's pool. Tables of different weights never share a block's name."""
+        """num_blocks: of each group's pool. weights_version goes into every block's hash."""
         self.block_size = block_size
         self.groups = tuple(groups)
         self.pools = tuple(BlockPool(count) for _, count in zip(self.groups, num_blocks, strict=True))
@@ -85,7 +85,7 @@ class BlockTables:
         return tuple((_name(group), share) for group, share in zip(self.groups, shares, strict=True))
 
     def admit(self, seq: Sequence) -> int:
-        """Give a sequence without blocks every cached block of its beginning; the number of tokens that saves."""
+        """Give a sequence without blocks the cached blocks of its beginning; returns how many tokens that saves."""
         seq.tables = [[] for _ in self.groups]
         seq.kept_from = [0] * len(self.groups)
         hits = self._longest_hit(seq) if self.prefix_caching else 0
@@ -109,11 +109,11 @@ class BlockTables:
         return True
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make room for the first `num_tokens` tokens; False: some group has no blocks for them."""
+        """Allocate blocks for the first `num_tokens` tokens; False, and none allocated, if some group lacks them."""
         return self.extend_all([(seq, num_tokens)])
 
     def extend_all(self, wanted: Many[tuple[Sequence, int]]) -> bool:
-        """Make room for every (sequence, number of tokens), or, where there are no blocks for all, for none."""
+        """Allocate blocks for every (sequence, number of tokens), or for none if they do not suffice."""
         if not self.fits(wanted):
             return False
         for seq, num_tokens in wanted:
@@ -124,8 +124,8 @@ class BlockTables:
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let others share the blocks that the first `num_tokens` tokens fill.
 
-        They may be computed, or due in the step that is being planned: every row's keys are written before any row
-        reads, so what one sequence of a step computes, the others of that step can share.
+        They may be computed already, or be part of the step that is being planned: every row's keys are written before
+        any row reads, so sequences of one step can share each other's blocks.
         """
         full = num_tokens // self.block_size
         if not self.prefix_caching or full <= seq.num_published:
@@ -138,7 +138,7 @@ class BlockTables:
         seq.num_published = full
 
     def settle(self, seq: Sequence) -> None:
-        """After a step: share what is computed, and give back the blocks that no later token of this sequence sees."""
+        """After a step: share full blocks, and free those that no later token of this sequence can see."""
         self.publish(seq, seq.num_computed)
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             kept = min(first_visible(group, seq.num_computed) // self.block_size, len(seq.tables[g]))
@@ -148,18 +148,18 @@ class BlockTables:
             seq.kept_from[g] = max(seq.kept_from[g], kept)
 
     def release(self, seq: Sequence, *, trusted: bool = True) -> None:
-        """Give every block back; not `trusted`: nobody may share what it wrote."""
+        """Free every block; not `trusted`: blocks that it wrote are removed from the prefix cache."""
         for table, kept, pool in zip(seq.tables, seq.kept_from, self.pools, strict=True):
             held = table[kept:]
             if not trusted:
                 for block in table[max(kept, seq.num_shared) :]:
                     pool.forget(block)
-            pool.release(reversed(held))  # the beginning, which others are likelier to share, is evicted last
+            pool.release(reversed(held))  # first blocks are shared most, so they are evicted last
         seq.tables, seq.kept_from = [], []
         seq.num_computed = seq.num_shared = seq.num_published = 0
 
     def _longest_hit(self, seq: Sequence) -> int:
-        """Blocks at the beginning that need no computing; at least the last token is always computed."""
+        """How many blocks at the beginning are cached in every group; the last token is always computed."""
         limit = (len(seq.tokens) - 1) // self.block_size
         self._name_blocks(seq, limit)
         cached = [[pool.find(name) is not None for name in seq.names[:limit]] for pool in self.pools]
@@ -170,11 +170,11 @@ class BlockTables:
         return 0
 
     def _root(self, salt: bytes) -> bytes:
-        """What the name of a first block begins from: the weights that compute it, and the request's salt."""
+        """The parent hash of a request's first block: the weights' version and the request's salt."""
         return hashlib.blake2b(self.weights_version.to_bytes(8, "little") + salt).digest()
 
     def _name_blocks(self, seq: Sequence, count: int) -> None:
-        """Hashes of the first `count` blocks; they depend on tokens only and outlive a preemption."""
+        """Hashes of the first `count` blocks: of tokens, salt and weights' version, so a preemption keeps them."""
         while len(seq.names) < count:
             i = len(seq.names)
             parent = seq.names[-1] if seq.names else self._root(seq.salt)

@@ -10,11 +10,11 @@ from jattn.models.files import MOST_LISTED_BYTES, is_there, read_text, shown
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
+    """What the engine needs of a tokenizer. The server calls it from several threads at once."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a text, with what the model expects around a prompt; False: of the text alone, as of a rendered
-        chat, which has those tokens in it. Special tokens that are written in the text are found either way."""
+        """Tokens of a text, with the special tokens (BOS, say) that the model expects; False: of the text alone, e.g.
+        of a rendered chat, which contains them. Special tokens written in the text are found either way."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token a UTF-8 byte, after a few special ones: ByT5's vocabulary, and nothing to install."""
+    """One token per UTF-8 byte, after a few special ones: ByT5's vocabulary. Needs no library."""
 
     def __init__(self, num_special: int = 3):
         self.num_special = num_special
@@ -37,9 +37,9 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A tokenizer.json, by the `tokenizers` library; special tokens that only other files of its folder name are added.
+    """A tokenizer.json, read by the `tokenizers` library; special tokens named only in other files are added.
 
-    Truncation and padding that the file may ask for are off: a prompt is encoded whole, and nothing else.
+    Truncation and padding are switched off, whatever the file says: a prompt is encoded whole.
     """
 
     def __init__(self, path: Path, special: SpecialTokens | None = None):
@@ -55,7 +55,7 @@ class FolderTokenizer:
                 self._add(special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        text.encode()  # half of a surrogate pair is no text
+        text.encode()  # UnicodeEncodeError for half of a surrogate pair
         with _named(f"{self._name} cannot encode this text"):
             return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -93,7 +93,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """The library's errors as ValueErrors that say `what`. Its panics are no Exceptions and have no public class."""
+    """Turn the library's errors into ValueErrors that begin with `what`; its panics derive from BaseException."""
     try:
         yield
     except BaseException as error:

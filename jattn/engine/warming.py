@@ -1,4 +1,4 @@
-"""Compiling every program before the first request, and trying whether one still runs."""
+"""Compiling every program before the first request, and checking that one still runs."""
 
 import os
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from jattn.engine.step import Batch, Model, dispatch, following
 def warm(model: Model, params, caches, shapes: StepShapes, progress: Callable[[int, int, str], None] | None = None):
     """(caches, number of programs): every bucket compiled, several at a time, and run once."""
     todo = shapes.all()
-    # The first trace of a kernel imports parts of JAX that register settings. Settings are part of a program's name, so
-    # what was traced before that would not be found again: the first program would be compiled anew in mid-serving.
+    # The first trace of a kernel imports modules of JAX that register settings, and settings are part of a program's
+    # cache key: a program compiled before that import would not be found again, and would compile again when served.
     dispatch.lower(model, params, caches, _padding(model, shapes, todo[0]))
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
-        # Lowering is Python's work, one program after the other; compiling one leaves Python to lower the next.
-        # A call of `dispatch` with arguments like these finds what was compiled here.
+        # Lowering holds the GIL, compiling does not: one program is lowered while others compile.
+        # A later call of `dispatch` with arguments of these shapes finds the compiled program.
         lower = lambda shape: dispatch.lower(model, params, caches, _padding(model, shapes, shape))
         jobs = {pool.submit(lower(shape).compile): shape for shape in todo}
         for done, job in enumerate(as_completed(jobs)):
@@ -37,8 +37,8 @@ def probe(model: Model, params, caches, shapes: StepShapes):
 
 
 def _run(model: Model, params, caches, shapes: StepShapes, shape: tuple[int, int, bool]):
-    """A batch of padding computed to its end, from arrays of the host and, decoding, from those that a dispatch leaves:
-    where weights are bound to a device, so are the latter, and JAX compiles for them too."""
+    """Run a batch of padding and wait: from host arrays and, if it decodes, again from the dispatch's results. With
+    weights that are committed to a device those results are committed too, and JAX compiles for them separately."""
     batch = _padding(model, shapes, shape)
     caches, said, ahead = dispatch(model, params, caches, batch)
     if shape[2]:
@@ -49,5 +49,5 @@ def _run(model: Model, params, caches, shapes: StepShapes, shape: tuple[int, int
 
 
 def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]) -> Batch:
-    """A batch that writes nowhere."""
+    """A batch that writes to no slot."""
     return empty_batch(shape, len(model.config.cache_groups), shapes)

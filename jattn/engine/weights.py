@@ -1,4 +1,4 @@
-"""A model's weights inside an engine: out of everybody else's reach, exchanged whole, put aside and brought back."""
+"""A model's weights inside an engine: taken over, exchanged as a whole, moved to the host and back."""
 
 from typing import Any
 
@@ -7,14 +7,13 @@ import numpy as np
 
 
 def adopt(params: Any) -> Any:
-    """The same weights in containers of our own. Arrays of numpy, which others can write to, are copied; JAX's cannot
-    change, and are shared."""
+    """The same weights in new containers. numpy arrays, which others can write to, are copied; JAX arrays are shared:
+    the caller must not delete or donate them."""
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, may_alias=False), params)
 
 
 def copied_like(old: Any, new: Any) -> Any:
-    """`new` where `old` lies, in memory that nobody else can donate or delete; ValueError unless it is `old`'s equal in
-    structure, shapes and dtypes."""
+    """A copy of `new`, placed like `old`; ValueError unless structure, shapes and dtypes are equal."""
     if wrong := _differences(old, new):
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}; nothing was changed")
@@ -22,32 +21,32 @@ def copied_like(old: Any, new: Any) -> Any:
 
 
 def bound_like(params: Any, caches: Any) -> Any:
-    """New caches, bound to the device of the weights if those are bound to one: as a dispatch returns them. JAX compiles
-    anew where that changes."""
+    """The caches, committed to the weights' device if the weights are committed to one, as a dispatch returns them; JAX
+    compiles separately for committed arrays."""
     places = {x.sharding for x in jax.tree.leaves(params) if x.committed}
     return jax.device_put(caches, places.pop()) if len(places) == 1 else caches
 
 
 def _place(x: jax.Array) -> jax.sharding.Sharding | None:
-    """What an array is bound to; None: it lies on the default device, and may be computed with on any."""
+    """The sharding that an array is committed to; None: it is uncommitted, on the default device."""
     return x.sharding if x.committed else None
 
 
 def _placed(x: Any, place: jax.sharding.Sharding | None) -> jax.Array:
-    """A copy at this place, bound to it or not: only by way of the host does an array come unbound."""
+    """A copy committed to `place`, or uncommitted if that is None (via the host: no other copy is)."""
     x = np.asarray(x) if place is None and getattr(x, "committed", False) else x
     return jax.device_put(x, place, may_alias=False)
 
 
 class StoredWeights:
-    """Weights on the host, and where they belong."""
+    """Weights on the host, and the shardings that they had."""
 
     def __init__(self, params: Any):
         self._places = [_place(x) for x in jax.tree.leaves(params)]
         self._host = jax.tree.map(lambda x: np.array(x), params)  # a copy: np.asarray may be the device's own memory
 
     def restored(self) -> Any:
-        """The weights where they were."""
+        """The weights on their devices again."""
         leaves, structure = jax.tree.flatten(self._host)
         return jax.tree.unflatten(structure, [_placed(x, place) for x, place in zip(leaves, self._places, strict=True)])
 

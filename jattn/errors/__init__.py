@@ -1,8 +1,8 @@
-"""The errors of this library that are not plain ValueErrors."""
+"""Error classes of this library; a caller's mistake is a plain ValueError or TypeError."""
 
 
 class UnsupportedError(NotImplementedError):
-    """No backend can do what was asked; carries every candidate's every reason."""
+    """No backend can do what was asked; `reasons` has every backend's reasons."""
 
     def __init__(self, message: str, reasons: dict[str, tuple[str, ...]] | None = None):
         self.reasons = dict(reasons or {})

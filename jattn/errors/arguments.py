@@ -1,8 +1,8 @@
-"""What a door asks of an argument: one rule an argument, and the sentence for each that does not pass.
+"""Rules for the arguments of public functions: one rule per argument, with its error messages.
 
-A rule is called with the argument's name and value and returns the value as the function uses it (a list becomes an
-array, numpy.bool_ a bool). It looks at types, shapes and dtypes; at values only where the host holds them, never
-inside jit. A rule takes about a microsecond.
+A rule takes an argument's name and value and returns the value as the function uses it (a list becomes an array,
+numpy.bool_ a bool), or raises. It checks types, shapes and dtypes; values only if they are on the host, never inside
+jit. A call of a rule takes about a microsecond.
 """
 
 import functools
@@ -28,7 +28,7 @@ _TYPES = {_INTEGERS: "an integer type", _NUMBERS: "a type of real numbers", _BOO
 
 
 def takes(**rules: Rule) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function whose named arguments pass their rules first; defaults are not asked."""
+    """Decorator: the named arguments pass through their rules before the call; defaults do not."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         names = tuple(inspect.signature(function).parameters)
@@ -53,13 +53,13 @@ def takes(**rules: Rule) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def check_fields(instance: Any, **rules: Rule) -> None:
-    """The same for the fields of a frozen dataclass, in its __post_init__."""
+    """Rules for the fields of a frozen dataclass; call it in __post_init__."""
     for name, rule in rules.items():
         object.__setattr__(instance, name, rule(name, getattr(instance, name)))
 
 
 def check_kind(name: str, value: Any, wanted: type[C] | tuple[type, ...], way_out: str = "") -> C:
-    """The value itself, or TypeError: an object of another class has none of the names that we would ask it for."""
+    """The value itself; TypeError if it is of another class. way_out: what to do instead."""
     if not isinstance(value, wanted):
         names = " or ".join(w.__name__ for w in (wanted if isinstance(wanted, tuple) else (wanted,)))
         hint = f"; {way_out}" if way_out else ""
@@ -73,12 +73,12 @@ def kind(*wanted: type, way_out: str = "") -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """None, or what the rule takes."""
+    """None, or a value that the rule accepts."""
     return lambda name, value: None if value is None else rule(name, value)
 
 
 def sequence_of(rule: Rule) -> Rule:
-    """A tuple of the members of any list, tuple or iterator; a string, a mapping and an array are none."""
+    """A list, tuple or iterator, as a tuple; strings, mappings, sets and arrays are refused."""
 
     def check(name: str, value: Any) -> tuple:
         if isinstance(value, (str, bytes, dict, set, np.ndarray, jax.Array)) or not hasattr(value, "__iter__"):
@@ -89,7 +89,7 @@ def sequence_of(rule: Rule) -> Rule:
 
 
 def integer(least: int | None = None, most: int = INT32) -> Rule:
-    """An int of this range; numpy's integers and 0-d integer arrays with a value count as such, bool does not."""
+    """An int in this range; numpy integers and 0-d integer arrays are accepted, bools are not."""
 
     words = "a positive integer" if least == 1 else "an integer" if least is None else f"an integer >= {least}"
 
@@ -117,7 +117,7 @@ def _int_of(name: str, value: Any, words: str) -> int:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """True or False, numpy's too; 'no' is not False."""
+    """True or False, Python's or numpy's."""
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name}={short(value)} must be True or False")
     return bool(value)
@@ -171,8 +171,8 @@ def text(name: str, value: Any) -> str:
 
 
 def dtype_name(name: str, value: Any) -> str:
-    """The name of a dtype, from its name or from an object that stands for it."""
-    code = isinstance(value, str) and len(value) < 4  # numpy's one-letter codes mean other types than they look
+    """The name of a dtype, given as a name, a dtype or a scalar type."""
+    code = isinstance(value, str) and len(value) < 4  # codes such as 'f8' or 'e' are refused: they are easily misread
     if isinstance(value, (str, type, np.dtype)) and not code:
         try:
             return jnp.dtype(value).name
@@ -191,7 +191,7 @@ def function(name: str, value: Any) -> Callable:
 def integers(*ndims: int, host: str = "") -> Rule:
     """An integer array of one of these ranks, int32 where the host holds it; lists become arrays.
 
-    host: the way out for a traced array, where the function looks at values.
+    host: if given, traced arrays are refused with this hint, because the function reads values.
     """
     return lambda name, value: as_array(name, value, _INTEGERS, ndims, host)
 
@@ -207,7 +207,7 @@ def booleans(*ndims: int) -> Rule:
 
 
 def as_array(name: str, value: Any, holds: str = _NUMBERS, ndims: tuple[int, ...] = (), host: str = "") -> Any:
-    """The value as the array it is, or as numpy where it is a number or a list."""
+    """An array as it is; a number or a list as a numpy array."""
     if isinstance(value, Tracer):
         array = value
     elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
@@ -255,7 +255,7 @@ def _alive(name: str, array: Any) -> Any:
 
 
 def is_float(dtype: Any) -> bool:
-    """Of the floating types, bfloat16 and float8 among them."""
+    """True for floating types, bfloat16 and float8 included."""
     return _kind_of(dtype) == "f" or (_kind_of(dtype) == "V" and jnp.issubdtype(dtype, jnp.floating))
 
 
@@ -272,7 +272,7 @@ def _is_bool(dtype: Any) -> bool:
 
 
 def _kind_of(dtype: Any) -> str:
-    """numpy's letter; JAX's own types, such as a random key's, have none."""
+    """numpy's letter for the kind; "?" for JAX's own types, such as random keys."""
     return getattr(dtype, "kind", "?")
 
 
@@ -285,7 +285,7 @@ def _shape_words(ndims: tuple[int, ...]) -> str:
 
 
 def short(value: Any) -> str:
-    """The value in a sentence: an array by its type and shape, anything long cut."""
+    """A value in an error message: an array as its dtype and shape, anything else cut to 60 characters."""
     if isinstance(value, (np.ndarray, jax.Array)):
         return f"{value.dtype}{list(value.shape)}"
     try:

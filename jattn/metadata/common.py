@@ -1,7 +1,7 @@
 """The batch that all layers of a step share, as an immutable pytree of int32 arrays.
 
-Padding is invisible: pad requests have q_len 0 and seq_len 0, pad tokens have slot -1, and unused table columns may
-hold anything. Arrays are numpy as long as the host made them (jit takes numpy directly and fastest).
+Padding has no effect: padding requests have query_len 0 and seq_len 0, padding tokens have slot -1, and unused table
+columns may hold anything. Arrays made on the host are numpy, which jit takes directly and fastest.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ class CommonAttentionMetadata:
     dcp_local_seq_lens: jax.Array | None = None  # i32[R] keys of each request that this rank holds
     mm_prefix_ranges: jax.Array | None = None  # i32[R n 2] inclusive spans that see both ways: see ranges.py
     rswa_prefix_lens: jax.Array | None = None  # i32[R] first keys that no window hides
-    final_seq_lens: jax.Array | None = None  # i32[R] most tokens that each request will ever have; see final_lens
+    final_seq_lens: jax.Array | None = None  # i32[R] the most tokens that each request will have; see final_lens
     cross: "CommonAttentionMetadata | None" = None  # the encoder's tokens: own lengths, pages, slots
     max_query_len: int = static()  # upper bound, bucketed
     max_seq_len: int = static()  # upper bound, bucketed
     is_causal: bool = static(default=True)
-    block_size: int | None = static(default=None)  # tokens of a page of block_table; None: not known, not checked
+    block_size: int | None = static(default=None)  # tokens per page of block_table; None: unknown, not checked
 
     @property
     def causal(self) -> "bool | jax.Array":
@@ -63,10 +63,10 @@ class CommonAttentionMetadata:
         return self.seq_lens - self.query_lens()
 
     def final_lens(self) -> jax.Array:
-        """i32[R] the length that each request's rotary positions are made for (longrope, dynamic NTK).
+        """i32[R] the lengths that rotary angles are computed for (longrope, dynamic NTK).
 
-        `final_seq_lens`: prompt plus the most that may be generated, the same on every call for a request. None:
-        seq_lens, right only where a request comes whole in one call.
+        `final_seq_lens`: prompt plus the most that may be generated, the same in every call for a request. If it is
+        None, seq_lens: right only if each request is whole in one call.
         """
         return self.seq_lens if self.final_seq_lens is None else self.final_seq_lens
 
@@ -171,7 +171,7 @@ PER_REQUEST = dict(
     seq_lens=0, block_table=NULL_BLOCK_ID, causal_per_request=True, encoder_seq_lens=0, dcp_local_seq_lens=0,
     mm_prefix_ranges=0, rswa_prefix_lens=0, final_seq_lens=0,
 )  # fmt: skip
-"""Fields with one row a request, and what a row of padding holds."""
+"""Fields with one row per request -> the value in padding rows."""
 
 
 BATCH = kind(CommonAttentionMetadata, way_out="make one with CommonAttentionMetadata.from_lengths(...)")
@@ -180,7 +180,7 @@ _CAUSAL = booleans(1)
 
 
 def check_block_size(meta: CommonAttentionMetadata, block_size: int, of: str = "block_size") -> int:
-    """The block size itself; ValueError where the batch has no pages, or pages of another size."""
+    """Returns the block size; ValueError if the batch has no pages, or pages of another size."""
     if meta.block_table is None:
         raise ValueError("meta.block_table is None: this needs the pages of a cache; give from_lengths block_table=")
     if meta.block_size not in (None, block_size):

@@ -1,4 +1,4 @@
-"""Metadata from lengths: on the host in numpy (plans), and its traced twin (device loops)."""
+"""Metadata from lengths: on the host in numpy, and its traced twin for loops on the device."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,10 +35,9 @@ def from_lengths(
     """A ragged batch from host lengths, padded up to the static sizes given (None: as given).
 
     mm_prefix_ranges: pairs (first, last) for each request, or the array that compute_mm_prefix_range_tensor makes of
-    them in a width of its own. rswa_prefix_lens: a number a request. final_seq_lens: the most
-    tokens that each request will ever have, for rotary positions that depend on it (longrope, dynamic NTK).
-    block_table may be None where no cache is used. encoder_seq_lens adds `.cross`, whose pages are cross_block_table
-    and whose packed tokens are padded to num_encoder_tokens.
+    them. rswa_prefix_lens: a number per request. final_seq_lens: the most tokens that each request will have, for
+    rotary angles that depend on it (longrope, dynamic NTK). block_table may be None without a cache. encoder_seq_lens
+    adds `.cross`, with the pages cross_block_table and packed tokens padded to num_encoder_tokens.
     """
     q = _lengths("query_lens", query_lens)
     s = _lengths("seq_lens", seq_lens, like=q)
@@ -111,7 +110,7 @@ def from_traced(
     causal=True,
     final_seq_lens=None,
 ) -> CommonAttentionMetadata:
-    """The same from device arrays i32[R+1], i32[R], i32[R B]; static sizes must be said, no value is checked.
+    """The same from device arrays i32[R+1], i32[R], i32[R B]; static sizes must be given, no value is checked.
 
     num_reqs counts up to the last request that has a token or a length.
     """
@@ -239,7 +238,7 @@ def _pad(x: np.ndarray, n: int) -> np.ndarray:
 
 
 def _table(block_table, seq_lens, block_size: int, rows: int, columns: int | None) -> np.ndarray | None:
-    """The block table padded with NULL_BLOCK_ID; None stays None. What no request uses may be any integer."""
+    """The block table padded with NULL_BLOCK_ID; None stays None. Unused entries may be any integer."""
     if block_table is None:
         return None
     table = _host_table(block_table, len(seq_lens))
@@ -254,7 +253,7 @@ def _table(block_table, seq_lens, block_size: int, rows: int, columns: int | Non
         raise ValueError(f"max_blocks={columns} is less than the {needed} blocks that the longest request needs")
     width = table.shape[1] if columns is None else columns
     table = table[:, :width]
-    if table.size and (table.min() < 0 or table.max() > INT32):  # perhaps where nobody looks
+    if table.size and (table.min() < 0 or table.max() > INT32):  # maybe only in unused columns
         used = np.arange(table.shape[1]) < cdiv(seq_lens.astype(np.int64), block_size)[:, None]
         bad = used & ((table < 0) | (table > INT32))
         if bad.any():

@@ -16,11 +16,11 @@ from jattn.nn.weights import Weight, is_weight
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""What weights may be when they are in place; packed forms are whole numbers until a Source unpacks them."""
+"""Dtypes of weights in the params; packed weights are stored as integers, and a Source unpacks them."""
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies."""
+    """Where a tensor is stored: the file, its open handle, and the tensor's name in it."""
 
     path: Path
     handle: Any
@@ -28,9 +28,9 @@ class Stored(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors by name; files stay mapped, nothing is read until a tensor is asked for.
+    """The tensors by name. The files are memory-mapped; a tensor is read when it is asked for.
 
-    Nothing in a folder is run: a *.safetensors file is a table and numbers, and files of pickles are never opened.
+    Nothing in a folder is executed: a *.safetensors file holds a table and numbers, and pickle files are never opened.
     """
 
     def __init__(self, directory: Path, stack: contextlib.ExitStack, prefix: str = ""):
@@ -52,11 +52,11 @@ class Checkpoint:
             self.where = {prefix + name: place for name, place in self.where.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, as it is stored; ValueError where a number is NaN or infinite."""
+        """One tensor, as stored; ValueError if it holds NaN or infinity."""
         path, handle, stored = self.where[name]
         try:
             value = handle.get_tensor(stored)
-        except Exception as error:  # that library's own class, or what a dtype without a name in numpy causes
+        except Exception as error:  # SafetensorError, or whatever a dtype unknown to numpy raises
             raise ValueError(f"{path}: tensor {plain(stored)} cannot be read: {error}") from error
         if not is_finite(value):
             raise ValueError(f"{path}: tensor {plain(stored)} holds NaN or infinity: the file is damaged")
@@ -64,9 +64,9 @@ class Checkpoint:
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
-    """The file's name by tensor, as the index of a folder says it; None: it has no index.
+    """Tensor -> file name, as the folder's index says; None: it has no index.
 
-    A file's name is a plain one: an index cannot lead out of its folder. (What lies under that name may be a link.)
+    File names must be plain, so an index cannot name files outside the folder. (The file itself may be a link.)
     """
     path = directory / INDEX
     if not is_there(path):
@@ -88,7 +88,7 @@ def _is_plain(name: str) -> bool:
 
 
 def files_of(directory: Path, index: dict[str, str] | None) -> list[Path]:
-    """Those of the index, or the single file, or whatever *.safetensors there are."""
+    """The files that the index names, else model.safetensors, else all *.safetensors."""
     if index is not None:
         found = [directory / name for name in sorted(set(index.values()))]
         for path in found:
@@ -107,7 +107,7 @@ def files_of(directory: Path, index: dict[str, str] | None) -> list[Path]:
 
 
 def _opened(path: Path, stack: contextlib.ExitStack) -> Any:
-    """The file, mapped, its table checked by the library of that format."""
+    """The file, memory-mapped; the safetensors library checks its table."""
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:
@@ -121,7 +121,7 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> Any:
 
 
 def _compare(path: Path, index: dict[str, str], where: dict[str, Stored]) -> None:
-    """ValueError unless the index and the files name the same tensors in the same places."""
+    """ValueError unless the index and the files agree on every tensor's file."""
     for tensor, name in index.items():
         if tensor not in where or where[tensor].path.name != name:
             there = f"which has it not; {where[tensor].path.name} has" if tensor in where else "and no file has it"
@@ -132,14 +132,14 @@ def _compare(path: Path, index: dict[str, str], where: dict[str, Stored]) -> Non
 
 
 def plain(name: str) -> str:
-    """A tensor's name in an error: as it is, unless it is long or would break the line."""
+    """A tensor's name in an error message: quoted and cut only if it is long or not printable."""
     return name if name.isprintable() and len(name) <= 120 else shown(name, 120)
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """No NaN, no infinity: two passes over the bits as integers, which numpy does at the memory's rate.
+    """True without NaN and infinity: two integer comparisons over the bits, at the speed of memory.
 
-    Numbers of one sign are ordered as their bits are, and all that is not finite lies from infinity on.
+    The bits of floats of one sign, read as integers, are in the floats' order; infinity and NaN come last.
     """
     if not x.size or not jnp.issubdtype(x.dtype, jnp.floating):
         return True
@@ -161,10 +161,10 @@ def read_params(
     sharding: Any = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Any:
-    """The tree `wanted` (of Weights) as arrays. Every weight and every tensor is accounted for.
+    """The tree `wanted` (of Weights) as arrays. A weight without a tensor or a tensor without a weight is an error.
 
-    sharding: one for all arrays, or a function (path, Weight) -> sharding or None. unused: endings of tensor names
-    that hold nothing a forward pass needs. progress(done, total, path) is called before each weight.
+    sharding: one for all arrays, or a function (path, Weight) -> sharding or None. unused: endings of the
+    names of tensors that a forward pass does not need. progress(done, total, path) is called before each weight.
     """
     if dtype is not None and jnp.dtype(dtype).name not in FLOATS:
         raise ValueError(f"dtype={jnp.dtype(dtype).name} of weights must be None or one of {', '.join(FLOATS)}")
@@ -183,12 +183,12 @@ def read_params(
 
 
 def _made(checkpoint: Checkpoint, source: Source, path: str, weight: Weight, dtype: Any) -> np.ndarray:
-    """One weight out of its tensors, of the right shape, floating and finite."""
+    """One weight made of its tensors; ValueError unless its shape is right and its numbers are finite floats."""
     stored = [checkpoint.read(name) for name in source.names]
     file, _, first = checkpoint.where[source.names[0]]
     try:
         value = source.make(*stored)
-    except (ValueError, TypeError, IndexError) as error:  # of ranks, shapes or dtypes that do not go together
+    except (ValueError, TypeError, IndexError) as error:  # ranks, shapes or dtypes that do not fit
         kinds = ", ".join(sorted({f"{x.dtype}{list(x.shape)}" for x in stored})[:4])
         raise ValueError(f"{file}: tensor {plain(first)} ({kinds}) does not make {path}: {error}") from error
     if value.shape != weight.shape:
@@ -208,7 +208,7 @@ def _made(checkpoint: Checkpoint, source: Source, path: str, weight: Weight, dty
 
 
 def _account(checkpoint: Checkpoint, table: dict[str, Source], weights: dict[str, Weight], unused) -> None:
-    """ValueError unless the checkpoint has what the model needs and nothing else."""
+    """ValueError unless the checkpoint's tensors are exactly those that the model needs (and `unused`)."""
     problems = [f"the model needs {path} and its family's table has no row for it" for path in weights.keys() - table]
     names = {name for path in weights for name in table.get(path, Source((), lambda: None)).names}
     problems += [f"tensor {plain(name)} is missing" for name in sorted(names - checkpoint.where.keys())]

@@ -1,4 +1,4 @@
-"""A model as pure data: what a family's translator makes of config.json, and all that the decoder reads."""
+"""A model as pure data: made from config.json by a family's translator, and read by the decoder."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -19,13 +19,13 @@ class CacheGroup:
     """Layers that keep the same tokens, so that one block table serves them all."""
 
     layers: tuple[int, ...]
-    sliding_window: int | None = None  # tokens further back are never read again
-    chunk_size: int | None = None  # nor those of earlier chunks
+    sliding_window: int | None = None  # older tokens are never read again
+    chunk_size: int | None = None  # tokens of earlier chunks are never read again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer. Each part is  sum(x + after(part(norm(x)))); norms that are None are not there."""
+    """One layer. Each part computes norm_sum(x + norm_after(part(norm(x)))); a norm that is None is left out."""
 
     mixer: AttentionLayer
     mlp: MLP | MoE
@@ -51,7 +51,7 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A whole model: hashable, a static argument under jit. With `encoder`, its layers attend to that one's tokens."""
+    """A whole model: hashable, a static argument under jit. With `encoder`, layers attend to its output too."""
 
     family: str
     vocab_size: int
@@ -84,12 +84,12 @@ class ModelConfig:
         return bool(self._length_scalings)
 
     def rope_variant(self, final_length: int) -> tuple[int, ...]:
-        """What of a request's final length its keys depend on: requests share pages only where this is equal."""
+        """The part of a request's final length that its keys depend on: equal variants may share pages."""
         return tuple(scaling.variant(final_length) for scaling in self._length_scalings)
 
     @property
     def _length_scalings(self) -> list[Scaling]:
-        """Each distinct one, in the order of the layers."""
+        """The distinct scalings that depend on lengths, in layer order."""
         scalings = [layer.rope.scaling for layer in self.layers if layer.rope is not None]
         return list(dict.fromkeys(scaling for scaling in scalings if scaling.needs_lengths))
 

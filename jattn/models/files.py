@@ -1,4 +1,4 @@
-"""Files of a model folder, which anybody may have made: read whole, bounded, and refused by name."""
+"""Reading the files of an untrusted model folder: limits on size and depth; errors name the file."""
 
 import json
 import math
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 24
-"""Of a settings file (16 MiB); those published hold some kilobytes, and a few megabytes where they list tokens."""
+"""Most bytes of a settings file (16 MiB); published ones have kilobytes, or a few megabytes if they list tokens."""
 MOST_LISTED_BYTES = 1 << 28
-"""Of a file that lists every tensor or every token (256 MiB); the largest published ones have about 35 MB."""
+"""Most bytes of a file that lists every tensor or token (256 MiB); the largest published one has about 35 MB."""
 MOST_DEPTH = 64
-"""Of lists and objects inside each other."""
+"""Deepest nesting of lists and objects."""
 LFS = b"version https://git-lfs"
 
 
 def regular_file(path: Path) -> Path:
-    """The path, where it is a file that can be read: not a folder, device or pipe, not empty, no LFS pointer.
+    """The path, if it is a readable regular file that is not empty and no Git LFS pointer; else an error that says why.
 
-    Symbolic links are followed: a download cache keeps the files elsewhere and links to them.
+    Symbolic links are followed: in a download cache the files of a folder are links.
     """
     try:
         found = path.stat()
@@ -39,12 +39,12 @@ def regular_file(path: Path) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Does the folder list such a name? A link to nothing counts: reading it says that it is missing."""
+    """Does the folder have an entry of this name? A broken link counts: reading it then says that it is missing."""
     return os.path.lexists(path)
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """A text file in UTF-8; a byte order mark is left out."""
+    """The text of a UTF-8 file, without a byte order mark."""
     if (size := regular_file(path).stat().st_size) > most_bytes:
         raise ValueError(f"{path} has {size} bytes, more than the {most_bytes} that such a file may have")
     try:
@@ -54,7 +54,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The object of a JSON file: strict JSON, no key twice, text that can be encoded, a bounded depth."""
+    """The object in a JSON file: strict JSON, no key twice, no half of a surrogate pair, at most MOST_DEPTH deep."""
     text = read_text(path, most_bytes)
     try:
         values = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
@@ -90,7 +90,7 @@ def _finite(digits: str) -> float:
 
 
 def _check(values: Any) -> None:
-    """ValueError where it is too deep, or where a text holds half of a surrogate pair."""
+    """ValueError if it nests too deeply or a text holds half of a surrogate pair."""
     level = [values]
     for _ in range(MOST_DEPTH):
         below: list[Any] = []
@@ -110,7 +110,7 @@ def _check(values: Any) -> None:
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """A value of a file as an error shows it: on one line and short."""
+    """A file's value in an error message: on one line, cut to `most` characters."""
     text = ascii(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= most else text[: most - 3] + "..."
 

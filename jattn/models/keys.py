@@ -1,4 +1,4 @@
-"""config.json, read key by key: what nobody read and nobody knows to be harmless is an error, never ignored."""
+"""config.json, read key by key: a key that was neither read nor listed as harmless is an error."""
 
 import json
 import math
@@ -21,30 +21,30 @@ HARMLESS = frozenset({
     "embd_pdrop", "emb_pdrop", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "dropout",
     "activation_dropout", "router_aux_loss_coef", "router_jitter_noise", "gradient_checkpointing",
     "decoder_layerdrop", "encoder_layerdrop", "use_mup",
-    # generation; the ids of tokens are read by everyone
+    # generation; every family reads the bos, eos and pad ids
     "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "remove_invalid_values",
     "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
     "begin_suppress_tokens", "exponential_decay_length_penalty", "sep_token_id", "decoder_start_token_id",
     "chunk_size_feed_forward",  # the same numbers, computed in slices
-    "pretraining_tp",  # the same numbers, in slices again
+    "pretraining_tp",  # the same numbers, computed in slices
     "pruned_heads", "tie_encoder_decoder", "cross_attention_hidden_size", "add_cross_attention",
 })  # fmt: skip
-"""Keys that change no number of a forward pass."""
+"""Keys that do not change the numbers of a forward pass."""
 
 
 MISSING: Any = object()
-"""The default of a key that must be there."""
+"""The default of a key that is required."""
 
 MOST = 2**31 - 1
-"""No count of a config is larger: token ids and lengths are int32."""
+"""The largest count in a config: token ids and lengths are int32."""
 
 
 class Keys:
-    """A config.json being read, each value checked as it is asked for; close() says what was left over.
+    """The keys of a config.json. Each value is checked when it is read; close() raises for keys that nobody read.
 
-    defaults: what absence of a key means to this family. A null is a null, and then the reader's own default counts.
+    defaults: the family's values of absent keys. A key that is null takes the default of the call instead.
     """
 
     def __init__(self, values: dict[str, Any], where: str = "config.json", defaults: Mapping[str, Any] | None = None):
@@ -52,7 +52,7 @@ class Keys:
         self.values = {**(defaults or {}), **values}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value, or the default where it is null, or absent and of no default of the family's."""
+        """The value; absent: the family's default; null, or absent without one: `default`."""
         self.read.add(name)
         value = self.values.get(name)
         if value is None and default is MISSING:
@@ -81,7 +81,7 @@ class Keys:
         return self._checked(name, default, lambda x: isinstance(x, bool), "true or false")
 
     def choice(self, name: str, known: Iterable[str], default: Any = MISSING) -> Any:
-        """One of some names."""
+        """One of the known names."""
         known = tuple(known)
         return self._checked(name, default, lambda x: isinstance(x, str) and x in known, f"one of {', '.join(known)}")
 
@@ -99,7 +99,7 @@ class Keys:
         return None if value is None else list(value)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """The key must be absent, null, or one of these: nothing else is built."""
+        """The key must be absent, null, or one of these values: no other is implemented."""
         value = self.get(name)
         if value is not None and not any(value == x and type(value) is type(x) for x in allowed):
             wanted = " or ".join(map(repr, allowed)) or "absent"
@@ -111,11 +111,11 @@ class Keys:
         return Keys(value, f"{self.where}, {name}", defaults)
 
     def ignore(self, *names: str) -> None:
-        """Keys that this family is known not to use."""
+        """Mark keys as read: this family does not use them."""
         self.read.update(names)
 
     def close(self) -> None:
-        """Raise for every key that was neither read nor harmless."""
+        """UnsupportedError if a key was neither read nor harmless; names all of them."""
         left = {k: v for k, v in self.given.items() if k not in self.read and k not in HARMLESS and v is not None}
         if left:
             named = ", ".join(f"{k}={_short(v)}" for k, v in sorted(left.items()))
@@ -125,7 +125,7 @@ class Keys:
             )
 
     def refuse(self, name: str, why: str) -> NoReturn:
-        """Raise for a value that is right alone and wrong beside the others."""
+        """ValueError for a value that does not fit the other keys."""
         raise ValueError(f"{self.where}: {name}={_short(self.values.get(name))} {why}")
 
     def _checked(self, name: str, default: Any, fits: Callable[[Any], Any], wanted: str) -> Any:

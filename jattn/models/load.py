@@ -1,4 +1,4 @@
-"""A Hugging Face folder to (config, params)."""
+"""Reading a Hugging Face folder: (config, params)."""
 
 import contextlib
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def load_config(directory: str | Path) -> ModelConfig:
 
 
 def family_of(values: dict[str, Any]) -> Family:
-    """The translator by model_type."""
+    """The family of a config's model_type."""
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         own = "; the code that its auto_map names is never run here" if values.get("auto_map") else ""
@@ -73,7 +73,7 @@ def _translated(folder: Path) -> tuple[ModelConfig, Family]:
     if is_there(generation):  # chat models name more end tokens there
         more = _end_ids(generation, read_json(generation))
         ends = list(dict.fromkeys(_end_ids(path, values) + more))
-        values |= {"eos_token_id": ends} if ends else {}  # none anywhere: the family's own
+        values |= {"eos_token_id": ends} if ends else {}  # neither file has any: the family's default
     family = family_of(values)
     return family.read(Keys(values, str(path))), family
 

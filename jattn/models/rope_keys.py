@@ -1,5 +1,4 @@
-"""The rotary embedding that a config.json asks for, in its old spelling (rope_theta, rope_scaling) and its new one
-(rope_parameters)."""
+"""The rotary embedding of a config.json, in the old keys (rope_theta, rope_scaling) or the new (rope_parameters)."""
 
 import math
 from typing import Any
@@ -10,13 +9,13 @@ from jattn.nn import DynamicNTK, Linear, Llama3, LongRope, Rope, Scaling, Yarn
 from jattn.nn.rope_scaling import yarn_magnitude
 
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Names under which each kind of layer may have parameters of its own."""
+"""Kinds of layers; rope_parameters may hold an object for each."""
 
 
 def rope_of(
     c: Keys, head_dim: int, max_positions: int, *, interleaved: bool = False, partial: bool = False, usual: Any = None
 ) -> Rope:
-    """The rope of all layers. partial: the family may turn a part of each head. usual: parameters where none are."""
+    """The Rope of all layers. partial: allow a partial_rotary_factor. usual: parameters for a config that has none."""
     name, stored = parameters_of(c)
     stored = stored or (usual or {})
     if kinds := [kind for kind in KINDS if kind in stored]:
@@ -28,10 +27,9 @@ def rope_of(
 
 
 def rope_of_kind(c: Keys, kind: str, theta: float, head_dim: int, max_positions: int, old: Any = None) -> Rope:
-    """The rope of one kind of layers, where each has its own: rope_parameters[kind], with `old`, an object in the old
-    spelling, over it.
+    """The Rope of one kind of layers: rope_parameters[kind], overridden by `old`, the object of rope_scaling.
 
-    theta: where it is not said there. Parameters that are not under a kind's name are refused.
+    theta: the default of rope_theta. Parameters that are not under a kind's name are refused.
     """
     stored = c.part("rope_parameters").given
     if loose := sorted(set(stored) - set(KINDS)):
@@ -43,7 +41,7 @@ def rope_of_kind(c: Keys, kind: str, theta: float, head_dim: int, max_positions:
 
 
 def parameters_of(c: Keys) -> tuple[str, dict[str, Any]]:
-    """Under which key they lie, and they: under the old one, where it is there and holds anything."""
+    """(key, parameters): rope_scaling if it is there and not empty, else rope_parameters."""
     old, new = c.part("rope_scaling").given, c.part("rope_parameters").given
     name, found = ("rope_scaling", old) if old else ("rope_parameters", new)
     return name, {key: value for key, value in found.items() if value is not None}
@@ -52,7 +50,7 @@ def parameters_of(c: Keys) -> tuple[str, dict[str, Any]]:
 def rope_from(
     r: Keys, head_dim: int, max_positions: int, trained: int | None = None, interleaved=False, partial=False
 ) -> Rope:
-    """From one flat object. trained: the length beside it, which comes first."""
+    """The Rope of one flat object. trained: original_max_position_embeddings beside it, which comes first."""
     theta, scaling = r.number("rope_theta", above=1), scaling_of(r, max_positions, trained)
     fraction = r.number("partial_rotary_factor", 1.0, above=0, most=1)
     r.close()
@@ -70,7 +68,7 @@ def rope_from(
 
 
 def scaling_of(r: Keys, max_positions: int, trained: int | None = None) -> Scaling:
-    """How frequencies are stretched."""
+    """The Scaling of one flat object, by its rope_type."""
     name = r.get("rope_type", r.get("type", "default"))
     r.ignore("rope_type", "type")
     if not isinstance(name, str) or name not in METHODS:
@@ -79,7 +77,7 @@ def scaling_of(r: Keys, max_positions: int, trained: int | None = None) -> Scali
 
 
 def trained_length(r: Keys, max_positions: int, trained: int | None) -> int:
-    """The length that the model was trained for before it was stretched: beside the parameters, in them, or all."""
+    """The length before stretching: `trained`, else the object's own, else max_positions."""
     inner = r.count("original_max_position_embeddings", max_positions, low=2)
     return inner if trained is None else trained
 

@@ -1,8 +1,8 @@
-"""position * frequency, modulo a whole turn, to the last bit of a float32, at any position.
+"""position * frequency modulo 2 pi, as exact as a float32 can be, at any position below 2**24.
 
 A product in float32 is off by 0.004 radians at position 131071 and by 0.04 at 1048575: frequency and product are both
-rounded to 24 bits. Here a frequency is a number of turns in fixed point, in units of 2**-32 of a turn, and whole
-turns drop out of an int32 product, which wraps.
+rounded to 24 bits. Here a frequency is a fixed-point number of turns, in units of 2**-32 of a turn, and the
+int32 product, which wraps, loses exactly the whole turns.
 
     frequency 1 rad = 683565275.58 units     position 131071: 131071 * 683565275 mod 2**32, + 131071 * 0.58
 """
@@ -32,6 +32,6 @@ def phases(positions: jax.Array, frequencies: np.ndarray, row: jax.Array | None 
 
 
 def reduced(angle: jax.Array) -> jax.Array:
-    """The angle without its whole turns."""
+    """The angle modulo 2 pi, in [-pi, pi]."""
     turn = jnp.float32(2 * math.pi)
     return angle - jnp.round(angle / turn) * turn

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: which angles (Rope, a static description) and how a row is turned (rotate)."""
+"""Rotary position embeddings: Rope, a static description that gives the angles, and rotate, which applies them."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ from jattn.types import pytree, static
 
 @pytree
 class Angles:
-    """The turn of every token, made once a step for all layers that share a Rope."""
+    """The rotation of every token, computed once a step for all layers that share a Rope."""
 
     cos: jax.Array  # f32[T, dim // 2]
     sin: jax.Array
@@ -32,7 +32,7 @@ class Angles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """The first `dim` numbers of a head are turned by position * theta ** (-2 i / dim), i = 0 .. dim/2 - 1.
+    """The first `dim` numbers of a head are rotated in pairs, by position * theta ** (-2 i / dim), i = 0 .. dim/2 - 1.
 
     interleaved: pairs are (2i, 2i+1); otherwise (i, i + dim/2). A dim below the head's is partial rotation.
     """
@@ -49,7 +49,7 @@ class Rope:
 
     @takes(positions=integers(1), lengths=optional(integers(1)))
     def angles(self, positions: jax.Array, lengths: jax.Array | None = None) -> Angles:
-        """For positions i32[T]; lengths i32[T]: each token's request's final length, where the scaling needs it."""
+        """For positions i32[T]; lengths i32[T]: the final length of each token's request, if the scaling needs it."""
         if self.scaling.needs_lengths and lengths is None:
             raise ValueError(f"{type(self.scaling).__name__} scaling depends on each request's length: pass lengths=")
         if lengths is not None and lengths.shape != positions.shape:
@@ -68,7 +68,7 @@ def _floats(name: str, x):
 
 @takes(x=_floats, angles=kind(Angles))
 def rotate(x: jax.Array, angles: Angles) -> jax.Array:
-    """x [T, heads, D] with its first dim numbers turned, in float32, back in x's dtype."""
+    """x [T, heads, D] with its first dim numbers rotated, computed in float32, in x's dtype."""
     cos, sin = angles.cos[:, None, :], angles.sin[:, None, :]
     dim = 2 * cos.shape[-1]
     if dim > x.shape[-1]:

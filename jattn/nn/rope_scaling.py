@@ -1,6 +1,6 @@
-"""How rotary frequencies are stretched for contexts longer than the trained one; one short class a method.
+"""How rotary frequencies are changed for contexts longer than the trained one; one short class per method.
 
-`frequencies` is the definition, on the host in float64. `angles` is what a step computes from it (phases.py).
+`frequencies` is the definition, on the host in float64; `angles` computes a step's angles from it (phases.py).
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ def base_frequencies(dim: int, theta: float) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """No stretching; the others replace `frequencies`."""
+    """Frequencies unchanged; subclasses override `frequencies`."""
 
     @property
     def needs_lengths(self) -> bool:
-        """Do the frequencies depend on the length of a token's request?"""
+        """Do the frequencies depend on the final length of a token's request?"""
         return False
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         return 1.0
 
     def variant(self, length: int) -> int:
-        """Requests of this final length and of another share their turns where the two variants are equal."""
+        """Requests whose final lengths have equal variants have equal angles, so they may share cached keys."""
         return 0
 
     def frequencies(self, dim: int, theta: float, length: int = 0) -> np.ndarray:
@@ -41,7 +41,7 @@ class Scaling:
         return base_frequencies(dim, theta)
 
     def angles(self, dim: int, theta: float, positions: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
-        """f32[T, dim/2] of positions i32[T]; lengths i32[T]: each token's request's final length."""
+        """f32[T, dim/2] of positions i32[T]; lengths i32[T]: the final length of each token's request."""
         return phases(positions, self.frequencies(dim, theta))
 
 
@@ -79,20 +79,20 @@ class DynamicNTK(Scaling):
         return self.factor * max(length, self.trained_length) / self.trained_length - (self.factor - 1)
 
     def angles(self, dim, theta, positions, lengths=None):
-        """Frequencies at the nearest tabulated length below, exact, less a small float32 part for the rest of it."""
+        """The exact angle at the nearest tabulated length below, minus a small float32 correction for the rest."""
         nodes = self._nodes()
         lengths = jnp.asarray(lengths, jnp.int32)
         at = jnp.maximum(jnp.searchsorted(jnp.asarray(nodes, jnp.int32), lengths, side="right") - 1, 0)
         near = np.stack([self.frequencies(dim, theta, node) for node in nodes])
         growth = np.asarray([self.factor / self.trained_length / self._stretch(node) for node in nodes], np.float32)
         beyond = jnp.maximum(lengths - jnp.asarray(nodes, jnp.int32)[at], 0).astype(jnp.float32)
-        log_ratio = jnp.log1p(beyond * jnp.asarray(growth)[at])  # of the stretch here to the node's
+        log_ratio = jnp.log1p(beyond * jnp.asarray(growth)[at])  # log(stretch at this length / stretch at its node)
         less = -jnp.expm1(-log_ratio[:, None] * jnp.asarray(_exponents(dim), jnp.float32)[None, :])
         rest = positions.astype(jnp.float32)[:, None] * jnp.asarray(near, jnp.float32)[at] * less
         return reduced(phases(positions, near, at) - rest)
 
     def _nodes(self) -> list[int]:
-        """Lengths whose stretches lie 1/64 apart, up to 2**24; below that distance each length is a node."""
+        """Tabulated lengths, up to 2**24: the next is 1/64 more in stretch, or 1 token longer."""
         nodes = [self.trained_length]
         while self.factor > 0 and nodes[-1] < 2**24 and len(nodes) < 2048:
             step = self._stretch(nodes[-1]) * self.trained_length / self.factor / 64
@@ -101,13 +101,13 @@ class DynamicNTK(Scaling):
 
 
 def _exponents(dim: int) -> np.ndarray:
-    """f64[dim/2]: frequency i falls as the stretch to the power of minus this."""
+    """f64[dim/2]: frequency i is multiplied by stretch ** -exponent[i]."""
     return np.arange(0, dim, 2) / max(dim - 2, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3(Scaling):
-    """Long wavelengths divided by `factor`, short ones kept, a smooth passage between."""
+    """Long wavelengths divided by `factor`, short ones kept, a linear transition between."""
 
     factor: float
     low_freq_factor: float
@@ -124,8 +124,8 @@ class Llama3(Scaling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn(Scaling):
-    """NTK by parts: dimensions with under `beta_slow` turns in the trained length are divided by `factor`, those
-    with over `beta_fast` kept, a ramp between; logits are warmed by `magnitude` squared."""
+    """NTK by parts: frequencies of dimensions with under `beta_slow` turns in the trained length are divided by
+    `factor`, those with over `beta_fast` turns kept, a ramp between; logits are multiplied by `magnitude` squared."""
 
     factor: float
     trained_length: int
@@ -160,7 +160,7 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRope(Scaling):
-    """A divisor for every dimension: `short` up to the trained length, `long` for requests past it."""
+    """A divisor for every frequency: `short` for requests up to the trained length, `long` for longer ones."""
 
     short: tuple[float, ...]
     long: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Outputs as the JSON of the OpenAI interface: whole, or event by event."""
+"""Engine outputs as the JSON of the OpenAI interface: one whole answer, or stream events."""
 
 import dataclasses
 import time
@@ -13,7 +13,7 @@ from jattn.serve.fields import Asked
 
 @dataclasses.dataclass
 class _Choice:
-    """How much of a completion has been told."""
+    """How much of a completion has been sent."""
 
     offsets: logprobs.Offsets
     characters: int = 0
@@ -23,7 +23,7 @@ class _Choice:
 
 
 class Answer:
-    """One body's answer in the making; the work of an event depends on what is new, not on what went before."""
+    """Builds the answer to one body. The work for an event depends on what is new, not on the length so far."""
 
     def __init__(self, asked: Asked, id: str, model: str, tokenizer: Tokenizer | None):
         self._asked, self._tokenizer = asked, tokenizer
@@ -32,7 +32,7 @@ class Answer:
         self._head = {"id": id, "created": int(time.time()), "model": model}
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The body for finished requests; FailedError where a completion failed."""
+        """The whole answer, from finished requests; FailedError where a completion failed."""
         choices = []
         for p, output in enumerate(outputs):
             for done in output.outputs:
@@ -46,7 +46,7 @@ class Answer:
         return self._body("chat.completion", choices) | {"usage": _usage(outputs)}
 
     def events(self, p: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """What an output of the p-th prompt adds to the stream; FailedError where a completion failed."""
+        """The stream events that a new output of the p-th prompt gives; FailedError where a completion failed."""
         self._last[p] = output
         for done in output.outputs:
             index, choice, told, start = self._news(p, done)
@@ -64,13 +64,13 @@ class Answer:
             yield self._body("chat.completion.chunk", [body]) | usage
 
     def last_event(self) -> dict[str, Any]:
-        """The stream's last, where the client asked for the usage."""
+        """The last event of a stream with include_usage: the token counts."""
         return self._body("chat.completion.chunk", []) | {"usage": _usage(list(self._last.values()))}
 
     def _news(self, p: int, done: Completion) -> tuple[int, _Choice, list[TokenLogprob], int]:
-        """(the choice's index, what was told of it, tokens to tell, where they begin).
+        """(the choice's index, its state, log-probabilities to send, the position of the first of them).
 
-        A token is told once its text is: a stop string may yet cut what is held back.
+        A token's log-probabilities are sent with its text: a stop string may still cut text that is held back.
         """
         if done.error is not None:
             raise FailedError(done.error)

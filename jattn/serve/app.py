@@ -26,11 +26,11 @@ from jattn.serve.stream import Stream
 log = logging.getLogger("jattn.serve")
 
 CLIENT_LEFT = 499
-"""In the log only: nobody is there to read it."""
+"""Status in the log where the client has closed the connection."""
 
 
 def make_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starlette:  # noqa: B008  frozen
-    """The application; its lifespan starts and stops the engine's thread, `app.state.loop`."""
+    """The ASGI application; its lifespan starts and stops the engine's thread, `app.state.loop`."""
     loop = EngineLoop(engine, options.max_queue)
     server = _Server(engine, loop, options)
 
@@ -65,7 +65,7 @@ class _Server:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable:
-        """With the API key asked for, and every refusal as the interface words it."""
+        """The handler behind a check of the API key; a ServeError becomes its JSON answer."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -105,7 +105,9 @@ class _Server:
     async def _serve(self, request: Request, parse: Callable[[dict[str, Any]], fields.Asked]) -> Response:
         self.loop.check_open()
         raw = await body.read(request, self.options.max_body_bytes)
-        asked = await asyncio.to_thread(lambda: self._checked(parse(body.parse(raw))))  # a long prompt takes long
+        asked = await asyncio.to_thread(
+            lambda: self._checked(parse(body.parse(raw)))
+        )  # in a thread: a long prompt takes time
         id = request.scope["state"]["id"]
         if asked.user is not None:
             log.info("%s is of user %.200r", id, asked.user)
@@ -118,7 +120,7 @@ class _Server:
         return await asyncio.to_thread(lambda: errors.json_response(answer.whole(outputs)))
 
     def _checked(self, asked: fields.Asked) -> fields.Asked:
-        """With its prompts as tokens; an error for what cannot be served."""
+        """The request with its prompts as tokens; an error where it cannot be served."""
         if asked.model is not None:
             self._check_model(asked.model)
         name, most = "messages" if asked.chat else "prompt", self.options.max_prompts
@@ -146,7 +148,7 @@ class _Server:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events; the last is [DONE], or an error. However it ends, the engine is done with the body."""
+    """Server-sent events; the last is [DONE] or an error. When it ends, unfinished requests are aborted."""
 
     def __init__(self, answer: Answer, stream: Stream, asked: fields.Asked):
         super().__init__(self._events(answer, asked), 200, {"Cache-Control": "no-cache"}, "text/event-stream")
@@ -157,7 +159,7 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     async def _events(self, answer: Answer, asked: fields.Asked) -> AsyncIterator[bytes]:
-        is_long = asked.params.logprobs is not None  # much to write a token: not in the event loop
+        is_long = asked.params.logprobs is not None  # log-probabilities are slow to write: in a thread
         try:
             async for p, output in self._stream:
                 events = answer.events(p, output)
@@ -179,7 +181,7 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 async def _unless_gone(request: Request, work: Awaitable) -> Any:
-    """The result of `work`; where the client leaves before it is there, the work is cancelled."""
+    """The result of `work`; if the client disconnects first, the work is cancelled and ClientDisconnect raised."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -193,13 +195,13 @@ async def _unless_gone(request: Request, work: Awaitable) -> Any:
 
 
 async def _left(request: Request) -> None:
-    """Returns when the client has left; its body is read already."""
+    """Wait until the client disconnects; its body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _by_http(request: Request, error: Exception) -> Response:
-    """404 and 405, as the router raises them."""
+    """The router's 404 and 405 as JSON."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"
     said = {404: f"there is no {where}", 405: f"{where} is not allowed"}.get(error.status_code, error.detail)

@@ -1,4 +1,4 @@
-"""A request's body: read up to a limit, and JSON that means one thing to every reader."""
+"""Reading a request's body: a size limit, and strict JSON that every parser reads alike."""
 
 import json
 import math
@@ -9,16 +9,16 @@ from starlette.requests import Request
 from jattn.serve.errors import BadRequestError, TooLargeError
 
 MAX_DEPTH = 32
-"""Objects and lists inside each other."""
+"""Deepest nesting of objects and lists."""
 
 MAX_DIGITS = 20
-"""Of an integer: a seed has up to 19."""
+"""Most digits of an integer; a seed has up to 19."""
 
 
 async def read(request: Request, most: int) -> bytes:
-    """At most `most` bytes; what announces more is refused before it is read."""
+    """The body, at most `most` bytes; a larger content-length is refused without reading."""
     too_large = TooLargeError(f"the body is larger than {most} bytes")
-    announced = request.headers.get("content-length", "0")  # the HTTP parser saw to it that these are digits
+    announced = request.headers.get("content-length", "0")  # h11 has checked that these are digits
     if len(announced) > MAX_DIGITS or int(announced) > most:
         raise too_large
     parts, size = [], 0
@@ -31,8 +31,8 @@ async def read(request: Request, most: int) -> bytes:
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """The JSON object in a body: UTF-8 without a byte order mark, no key twice, no number beyond a double, text that
-    can be written down, and nothing nested deeper than MAX_DEPTH."""
+    """The JSON object in a body: UTF-8 without a byte order mark, no key twice, no number beyond a double, no half of a
+    surrogate pair, and nothing nested deeper than MAX_DEPTH."""
     try:
         body = json.loads(
             raw.decode("utf-8"),

@@ -1,4 +1,4 @@
-"""One connection: how long it may take to send a request or to take an answer, and how many there may be."""
+"""One HTTP connection: time-outs for sending a request and reading the answer, and a limit of connections."""
 
 import asyncio
 from typing import Any
@@ -11,23 +11,23 @@ from jattn.serve.options import ServerOptions
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with time-outs, a limit of connections, and JSON for requests that never reach the application.
+    """uvicorn's protocol with time-outs, a limit of connections, and JSON errors for requests that are not valid HTTP.
 
-    uvicorn itself closes a connection that is idle between two requests.
+    uvicorn itself closes connections that are idle between two requests.
     """
 
     def __init__(self, options: ServerOptions, **uvicorns: Any):
         super().__init__(**uvicorns)
         self._options = options
-        self._reading: str | None = None  # what of a request is awaited: "headers", "body"
+        self._reading: str | None = None  # the part of a request that is awaited: "headers" or "body"
         self._reader: asyncio.TimerHandle | None = None
         self._writer: asyncio.TimerHandle | None = None
-        self._unsent = 0  # bytes, when the client was last looked after
+        self._unsent = 0  # bytes waiting to be sent, at the last check
 
     # ------------------------------------------------------------------ asyncio's and uvicorn's calls
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # pause_writing for the first byte that waits
+        transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as one byte waits
         if len(self.connections) > self._options.max_connections:
             self._refuse(503, "the server has as many connections as it accepts; try again later")
         self._watch()
@@ -60,7 +60,7 @@ class Connection(H11Protocol):
 
     # ------------------------------------------------------------------ reading
     def _watch(self) -> None:
-        """Start or end the timer of what the client has to send next."""
+        """Start or stop the timer for what the client must send next."""
         state = self.conn.their_state
         if self.transport.is_closing():
             self._expect(None)
@@ -85,12 +85,12 @@ class Connection(H11Protocol):
         has_said = self._reading == "body" or self.conn.trailing_data[0]
         if has_said:
             self._refuse(408, why)
-        else:  # nothing was asked: an answer would be taken for that of the next request
+        else:  # no request has begun: the client would take a 408 for the answer to its next one
             self.transport.close()
 
     # ------------------------------------------------------------------ writing
     def _check_writing(self) -> None:
-        """Close where the client has taken nothing since it was last looked after."""
+        """Close the connection if the client has read nothing since the last check."""
         unsent, before = self.transport.get_write_buffer_size(), self._unsent
         if unsent >= before:
             self.transport.abort()
@@ -104,7 +104,7 @@ class Connection(H11Protocol):
             self._writer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer where no answer has begun, and close."""
+        """Send an error, unless an answer has begun, and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:  # the application must not answer as well

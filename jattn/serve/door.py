@@ -1,4 +1,4 @@
-"""What every request passes: an id of its own, a line in the log, and an answer in JSON whatever happens inside."""
+"""Around every request: an id, a line in the log, and a JSON answer even if the application raises."""
 
 import hashlib
 import hmac
@@ -14,11 +14,11 @@ from jattn.serve import errors
 log = logging.getLogger("jattn.serve")
 
 PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
-PROBES = ("/health", "/metrics")  # asked every few seconds
+PROBES = ("/health", "/metrics")  # requested every few seconds: logged at DEBUG
 
 
 class Door:
-    """ASGI middleware. The id is the answer's, the header X-Request-Id, the engine's and the log's."""
+    """ASGI middleware. The same id is in the answer, in the header X-Request-Id, in the engine and in the log."""
 
     def __init__(self, app: ASGIApp, is_closing: Callable[[], bool]):
         self._app, self._is_closing = app, is_closing
@@ -43,7 +43,7 @@ class Door:
         try:
             await self._app(scope, receive, named)
         except Exception:
-            if status is not None:  # half an answer is out: the connection must break, so that nobody takes it for one
+            if status is not None:  # the answer has begun: break the connection, so that it is not taken for whole
                 raise
             log.exception("%s failed", id)
             await errors.response_of(errors.ServeError("the server failed; its log says why"))(scope, receive, named)
@@ -54,9 +54,9 @@ class Door:
 
 
 def allowed(headers: Iterable[tuple[bytes, bytes]], key: str | None) -> bool:
-    """Is there no key to ask for, or is it there, once, as `Authorization: Bearer KEY`?
+    """True if no key is needed, or if there is one header `Authorization: Bearer KEY` with this key.
 
-    Clients send text beyond ASCII in UTF-8 or in Latin-1. All comparisons take the same time.
+    A key beyond ASCII may arrive in UTF-8 or Latin-1. The comparison takes the same time for every key.
     """
     if key is None:
         return True

@@ -1,4 +1,4 @@
-"""What can go wrong with a request: a status, and the JSON that the OpenAI interface gives it."""
+"""The errors that clients see: an HTTP status, and the JSON of the OpenAI interface."""
 
 import json
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from starlette.responses import Response
 
 MAX_MESSAGE = 1000
-"""Characters of a message; a message may quote what the client sent."""
+"""Most characters of a message, which may quote the client's text."""
 
 
 class ServeError(Exception):
-    """An answer that is not 200; `param` names the field of the body that it is about."""
+    """An error answer; `param` names the body's field at fault."""
 
     status, kind, code = 500, "server_error", None
     headers: dict[str, str] = {}
@@ -53,7 +53,7 @@ class QueueFullError(ServeError):
 
 
 class FailedError(ServeError):
-    """The engine could not finish this request; others go on."""
+    """The engine could not finish this request; others continue."""
 
 
 class StoppedError(ServeError):

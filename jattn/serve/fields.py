@@ -1,8 +1,8 @@
-"""What a body may carry: every field read by its own reader, or refused by its name.
+"""The fields of a body: each is read by its own reader, or refused by name.
 
-A null is a field left out. Beyond the OpenAI interface: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos,
-include_stop_str_in_output and cache_salt; of a chat, what its template reads: documents, chat_template_kwargs,
-add_generation_prompt and continue_final_message.
+A null means that the field is absent. Beyond the OpenAI interface: top_k, min_p, repetition_penalty, stop_token_ids,
+ignore_eos, include_stop_str_in_output and cache_salt; of a chat, what its template reads: documents,
+chat_template_kwargs, add_generation_prompt and continue_final_message.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jattn.engine.params import (
 from jattn.serve.errors import BadRequestError
 
 Reader = Callable[[Any], Any]
-"""A field's value, as the server uses it; _WrongError says what it must be."""
+"""Checks a field's value and returns it as the server uses it; _WrongError says what it must be."""
 
 Prompts = tuple[str | tuple[int, ...], ...]
 
@@ -66,19 +66,19 @@ def chat(
     limits = {found[name] for name in ("max_tokens", "max_completion_tokens") if name in found}
     if len(limits) > 1:
         raise BadRequestError("max_tokens and max_completion_tokens differ; give one", "max_tokens")
-    is_told = found.get("logprobs", False)
-    if "top_logprobs" in found and not is_told:
+    wants_logprobs = found.get("logprobs", False)
+    if "top_logprobs" in found and not wants_logprobs:
         raise BadRequestError("top_logprobs needs logprobs=true", "top_logprobs")
     try:
         variables = {name: found[name] for name in ("reasoning_effort",) if name in found}
         variables |= found.get("chat_template_kwargs", {})
         passed = {name: found[name] for name in PASSED if name in found}
         prompt = tuple(chat_prompt(tokenizer, template, found["messages"], variables=variables, **passed))
-    except Exception as error:  # a template may do anything with messages that it does not expect
+    except Exception as error:  # a template is a program and may raise anything
         raise BadRequestError(f"the chat template cannot render these messages: {error}", "messages") from error
     sampling = dict(
         max_tokens=limits.pop() if limits else default_max_tokens,
-        logprobs=found.get("top_logprobs", 0) if is_told else None,
+        logprobs=found.get("top_logprobs", 0) if wants_logprobs else None,
     )
     return _asked(found, (prompt,), sampling, chat=True)
 
@@ -104,7 +104,7 @@ def _asked(found: dict[str, Any], prompts: Prompts, sampling: dict[str, Any], ch
 
 
 def _read(body: dict[str, Any], readers: dict[str, Reader]) -> dict[str, Any]:
-    """The fields that are there, read; every mistake at once."""
+    """The values of the fields that are present; one error names every mistake."""
     found, wrong = {}, {}
     for name, value in body.items():
         if name in readers:
@@ -219,7 +219,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """What a template may read; what else an answer of this interface carries may be there and empty."""
+    """The fields of a message that a template may read. Others (of an answer that is sent back) must be null or []."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _WrongError("a list of messages, each an object with a role and a content")
     given = {name: value for name, value in message.items() if value is not None}
@@ -264,7 +264,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and one == other  # True is no 1
+    return type(one) is type(other) and one == other  # in Python True == 1
 
 
 SAMPLING: dict[str, Reader] = dict(
@@ -282,7 +282,7 @@ SAMPLING: dict[str, Reader] = dict(
     ignore_eos=_boolean,
     include_stop_str_in_output=_boolean,
 )
-"""Fields that are SamplingParams by the same name."""
+"""Fields that SamplingParams has under the same name."""
 
 COMMON = SAMPLING | dict(
     model=_text,
@@ -299,7 +299,7 @@ CHAT = COMMON | dict(
     max_completion_tokens=_integer(1, MAX_INT32),
     logprobs=_boolean,
     top_logprobs=_integer(0, MAX_LOGPROBS),
-    tools=_objects,  # for the template; an answer's calls stay in its text
+    tools=_objects,  # for the template; calls in the answer stay text
     documents=_objects,
     add_generation_prompt=_boolean,
     continue_final_message=_boolean,
@@ -307,7 +307,7 @@ CHAT = COMMON | dict(
     chat_template_kwargs=_object,
 )
 PASSED = ("tools", "documents", "add_generation_prompt", "continue_final_message")
-"""Fields of a chat that ChatTemplate.render takes by the same name."""
+"""Fields of a chat that ChatTemplate.render takes under the same name."""
 
 MESSAGE_TEXTS = ("role", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal")
 """Fields of a message that are text."""
@@ -319,4 +319,4 @@ NEUTRAL: dict[str, tuple] = dict(
     service_tier=("auto", "default"), prediction=(), reasoning_effort=(), verbosity=(), web_search_options=(),
     moderation=(), prompt_cache_key=(), prompt_cache_options=(), prompt_cache_retention=(),
 )  # fmt: skip
-"""Fields that are understood but not served: accepted only where they ask for nothing."""
+"""Fields of the interface that are not served: field -> the values that ask for nothing, which are accepted."""

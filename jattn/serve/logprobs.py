@@ -1,4 +1,4 @@
-"""Log-probabilities as the interface writes them, and where each token's text begins."""
+"""Log-probabilities in the interface's JSON, and where each token's text begins."""
 
 import os
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from jattn.engine import Tokenizer, TokenLogprob
 from jattn.engine.detokenize import MOST_TOKENS_OF_A_CHARACTER, REPLACEMENT
 
 LOWEST = -9999.0
-"""Written for a probability of nothing: JSON has no infinity (OpenAI's own number)."""
+"""Written for -inf, which JSON does not have; OpenAI uses the same number."""
 
 
 def text_of(token: int, tokenizer: Tokenizer | None) -> str:
-    """A token alone; part of a character reads as U+FFFD."""
+    """One token decoded alone; a part of a character gives U+FFFD."""
     return str(token) if tokenizer is None else tokenizer.decode([token])
 
 
@@ -26,7 +26,7 @@ class Offsets:
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
         self.bounds, self.count = [0], 0  # count: tokens added
-        self._context: list[int] = []  # tokens before those held: a token's text may depend on them
+        self._context: list[int] = []  # tokens before _held: the text of _held may depend on them
         self._held: list[int] = []
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ def of_completion(told: list[TokenLogprob], offsets: list[int], tokenizer: Token
 
 
 def of_chat(told: list[TokenLogprob], tokenizer: Tokenizer | None, count: int) -> dict[str, Any]:
-    """The logprobs of a chat: an entry a token, with its `count` likeliest and, where it is not one, the token."""
+    """The logprobs of a chat: an entry a token, with its `count` most likely tokens and the token itself."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = text_of(token, tokenizer)
@@ -79,7 +79,7 @@ def of_chat(told: list[TokenLogprob], tokenizer: Tokenizer | None, count: int) -
 
 
 def _by_text(t: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, float]:
-    """By the tokens' texts, the chosen one first; a text that is taken gives way to the token's number."""
+    """Text -> log-probability, the chosen token first; a second token of the same text is called token_id:N."""
     found: dict[str, float] = {}
     for token, logprob in ({t.token_id: t.logprob} | t.top).items():
         text = text_of(token, tokenizer)

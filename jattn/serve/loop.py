@@ -1,6 +1,6 @@
-"""The engine's thread: the only caller of the engine; coroutines talk to it through queues.
+"""The engine's thread: it alone changes the engine; coroutines send it commands and read its outputs from inboxes.
 
-A body that was accepted always ends: with finished outputs, or with an error that says what happened.
+Every accepted body ends, with finished outputs or with an error.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ log = logging.getLogger("jattn.serve")
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """One prompt of a body, from its acceptance until the engine holds nothing of it."""
+    """One prompt of a body, from its acceptance until the engine has finished or aborted it."""
 
     id: str
     index: int  # of the prompt in its body
@@ -31,7 +31,7 @@ class _Request:
 class EngineLoop:
     """Runs engine.step() while there is work, in a thread of its own.
 
-    `max_queue` counts sequences, n a prompt, from acceptance until the engine has let go of them.
+    `max_queue` limits the sequences (n per prompt) from acceptance until the engine has finished or aborted them.
     """
 
     def __init__(self, engine: Engine, max_queue: int = 256):
@@ -39,7 +39,7 @@ class EngineLoop:
         self.failure: BaseException | None = None  # what broke the engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, _Request] = {}
-        self._lock = threading.Lock()  # of _requests and _closed
+        self._lock = threading.Lock()  # guards _requests and _closed
         self._closed: str | None = None  # why nothing is accepted any more
         self._thread = threading.Thread(target=self._run, name="jattn-engine", daemon=True)
 
@@ -47,12 +47,12 @@ class EngineLoop:
         self._thread.start()
 
     def drain(self, why: str = "the server is shutting down") -> None:
-        """Accept nothing more; what runs goes on."""
+        """Accept nothing more; accepted requests go on."""
         with self._lock:
             self._closed = self._closed or why
 
     def stop(self, why: str = "the server is shutting down") -> None:
-        """End every stream with an error, and the thread."""
+        """End every stream with an error, then the thread."""
         self._commands.put(lambda: self._end(why))
         self._commands.put(None)
 
@@ -61,28 +61,28 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Can it still serve?"""
+        """Does it accept requests?"""
         return self._closed is None and self._thread.is_alive()
 
     @property
     def num_requests(self) -> int:
-        """Prompts that were accepted and of which the engine still holds something."""
+        """Accepted prompts that are not finished or aborted yet."""
         return len(self._requests)
 
     @property
     def stats(self) -> Stats:
-        """The engine's, as of now."""
+        """The engine's counters now; read from any thread."""
         return self.engine.stats
 
     def check_open(self) -> None:
-        """StoppedError where nothing is accepted any more."""
+        """StoppedError if nothing is accepted any more."""
         if self._closed is not None:
             raise StoppedError(self._closed)
 
     def submit(self, id: str, prompts: Sequence[Prompt], params: SamplingParams, salt: str = "") -> Stream:
-        """Queue a body's prompts, all or none of them; call it, and read the Stream, in one event loop.
+        """Queue all of a body's prompts, or none of them; call it and read the Stream in the same event loop.
 
-        The engine knows them as `id`, or as `id.0`, `id.1` ... where there are several.
+        Their ids in the engine are `id`, or `id.0`, `id.1` ... where there are several.
         """
         inbox = Inbox()
         ids = [id] if len(prompts) == 1 else [f"{id}.{index}" for index in range(len(prompts))]
@@ -114,13 +114,13 @@ class EngineLoop:
             while self._obey():
                 for output in self.engine.step():
                     self._tell(output)
-        except BaseException as error:  # whatever it is, nobody may wait for ever
+        except BaseException as error:  # of any kind: no client may wait for ever
             log.exception("the engine is broken")
             self.failure = error
             self._end(f"the engine failed: {error}")
 
     def _obey(self) -> bool:
-        """Do what was asked; waits where there is nothing else to do. False: stop."""
+        """Run the queued commands; waits for one while the engine has no work. False: end the thread."""
         while not (self._commands.empty() and self.engine.has_work):
             command = self._commands.get()
             if command is None:
@@ -134,7 +134,7 @@ class EngineLoop:
             return
         try:
             self.engine.add_request(prompt, request.params, request_id=request.id, salt=salt)
-        except Exception as error:  # this request's own: the others go on
+        except Exception as error:  # fails this request only
             log.exception("%s: the engine could not take it", request.id)
             self._let_go(request)
             request.inbox.put(request.index, FailedError(f"the engine could not take this request: {error}"))

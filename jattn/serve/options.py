@@ -1,4 +1,4 @@
-"""What the server accepts, and how long it waits."""
+"""The server's limits and time-outs."""
 
 import dataclasses
 import math
@@ -6,19 +6,19 @@ import math
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Limits are counts or bytes, time-outs seconds."""
+    """Limits are counts or bytes; time-outs are seconds."""
 
     model_name: str = "jattn"
     api_key: str | None = None
     max_body_bytes: int = 1 << 20
     max_queue: int = 256  # sequences served or waiting: prompts x n of every accepted body
     max_prompts: int = 64  # of one body
-    default_max_tokens: int = 16  # of /v1/completions; a chat may fill the model's length
+    default_max_tokens: int = 16  # of /v1/completions; a chat's default is max_model_len
     max_connections: int = 512
-    header_timeout: float = 10.0  # for a request's line and headers, from the connection or their first byte
+    header_timeout: float = 10.0  # for the request line and headers, from the connection or their first byte
     body_timeout: float = 60.0  # for a request's body, from the end of its headers
     keep_alive_timeout: float = 5.0  # between two requests of a connection
-    write_timeout: float = 60.0  # without a byte taken by a client that has bytes to take
+    write_timeout: float = 60.0  # for a client that reads nothing of a waiting answer
     grace: float = 20.0  # for running requests after SIGTERM
 
     def __post_init__(self):

@@ -12,11 +12,11 @@ from jattn.serve.loop import EngineLoop
 from jattn.serve.options import ServerOptions
 
 FLUSH_SECONDS = 5
-"""For clients to take the end of their answers, once there is nothing more to compute."""
+"""For clients to read the end of their answers after the last request has ended."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn with an orderly end.
+    """uvicorn with a graceful shutdown.
 
     After the first signal new requests get 503 while those that run have `grace` seconds to finish; then, or after a
     second signal, their streams end with an error. A broken engine ends the server at once.
@@ -29,7 +29,7 @@ class Server(uvicorn.Server):
         self._deadline: float | None = None
 
     def handle_exit(self, sig, frame) -> None:
-        self._num_signals += 1  # nothing more: a signal may come while a lock is held
+        self._num_signals += 1  # only count: a signal may arrive while a lock is held
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls this ten times a second; True: end."""
@@ -46,20 +46,20 @@ class Server(uvicorn.Server):
 
 
 def make_server(engine: Engine, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> Server:
-    """A server that is not running yet."""
+    """A server, not started."""
     app = make_app(engine, options)
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=functools.partial(Connection, options),  # type: ignore[arg-type]  it only calls it
+        http=functools.partial(Connection, options),  # type: ignore[arg-type]  uvicorn only calls it
         ws="none",
         loop="asyncio",
         lifespan="on",
         log_config=None,
         log_level="warning",
         access_log=False,
-        timeout_keep_alive=options.keep_alive_timeout,  # type: ignore[arg-type]  it only gives it to call_later
+        timeout_keep_alive=options.keep_alive_timeout,  # type: ignore[arg-type]  uvicorn only passes it to call_later
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
     return Server(config, app.state.loop, options.grace)
@@ -68,7 +68,7 @@ def make_server(engine: Engine, options: ServerOptions, host: str = "127.0.0.1",
 def serve(engine: Engine, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> None:
     """Serve until a signal; only this machine can connect unless `host` says otherwise.
 
-    RuntimeError where the engine broke: the process should end with an exit code, so that it is started anew.
+    RuntimeError if the engine broke: exit with a code other than 0 then, so that a supervisor restarts the process.
     """
     server = make_server(engine, options, host, port)
     server.run()

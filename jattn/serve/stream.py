@@ -1,4 +1,4 @@
-"""How outputs get from the engine's thread to a coroutine: the newest of each request, never a queue of them."""
+"""Outputs from the engine's thread to a coroutine: the newest one of each request, not a queue of all."""
 
 import asyncio
 import contextlib
@@ -11,15 +11,15 @@ News = RequestOutput | Exception
 
 
 class Inbox:
-    """The newest output of each of a body's requests. An output holds all of its request so far, so that a reader who
-    is late misses nothing, and memory does not depend on how late."""
+    """The newest output of each request of a body. An output holds the whole request so far, so a slow reader misses
+    nothing, and memory does not grow while it waits."""
 
     def __init__(self):
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
         self._lock = threading.Lock()
         self._news: dict[int, News] = {}
-        self._is_called = False  # the event loop was asked to set _arrived, and the reader has not come since
+        self._is_called = False  # _arrived.set is scheduled, and get() has not run since
 
     def put(self, index: int, news: News) -> None:
         """From any thread."""
@@ -27,11 +27,11 @@ class Inbox:
             self._news[index] = news
             must_call, self._is_called = not self._is_called, True
         if must_call:
-            with contextlib.suppress(RuntimeError):  # the event loop has closed: nobody is there to hear
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: there is no reader
                 self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def get(self) -> dict[int, News]:
-        """What is new, by request; waits for it."""
+        """Wait for new outputs; returns them by the request's index."""
         await self._arrived.wait()
         with self._lock:
             self._arrived.clear()
@@ -40,7 +40,7 @@ class Inbox:
 
 
 class Stream:
-    """The outputs of a body's requests as they grow: (which, output), until all are finished, or an exception."""
+    """The outputs of a body's requests as they grow: (index, output), until all are finished, or a ServeError."""
 
     def __init__(self, inbox: Inbox, count: int, leave: Callable[[], None]):
         self._inbox, self._count, self._leave = inbox, count, leave
@@ -61,5 +61,5 @@ class Stream:
         return [last[index] for index in range(self._count)]
 
     def close(self) -> None:
-        """Abort what is not finished; close every stream, read to its end or not."""
+        """Abort the unfinished requests. Call it for every stream, also after its end."""
         self._leave()

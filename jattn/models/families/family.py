@@ -1,4 +1,4 @@
-"""What a family of models is here: a reader of its config.json, and a table of its tensor names."""
+"""A family of models: a translator of its config.json, and a table of its tensor names."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,31 +11,31 @@ from jattn.models.names import Source
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Two functions and the endings of tensor names that may be left unread."""
+    """Two functions, and data about the family's checkpoints and configs."""
 
     translate: Callable[[Keys], ModelConfig]
     sources: Callable[[ModelConfig], dict[str, Source]]
-    unused: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()  # endings of the names of tensors that are not read
     prefix: str = "model."  # a checkpoint saved from the bare decoder lacks it
-    packings: tuple[str, ...] = ()  # quantisations of the stored weights that are unpacked as they are read
-    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # what an absent key means: transformers' own
+    packings: tuple[str, ...] = ()  # quant_methods whose weights are unpacked when read
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # values of absent keys, as in transformers
 
     def read(self, keys: Keys) -> ModelConfig:
-        """The config, every key accounted for; a value that is wrong is named."""
+        """The ModelConfig; an unknown key or a wrong value is an error that names it."""
         keys = Keys(keys.given, keys.where, self.defaults)
         method = keys.part("quantization_config").given.get("quant_method")
         if not isinstance(method, str) or method not in self.packings:
             keys.only("quantization_config")
         try:
             config = self.translate(keys)
-        except ValueError as error:  # of a part, which knows nothing of files
+        except ValueError as error:  # e.g. AttentionSpec's, which does not name the file
             raise error if keys.where in str(error) else ValueError(f"{keys.where}: {error}") from error
         keys.close()
         return config
 
 
 def token_ids(c: Keys) -> dict[str, Any]:
-    """The special tokens, which every family names alike; -1 is what some write for none."""
+    """bos, eos and pad ids, under the same keys in every family; some configs write -1 for none."""
     ends = c.get("eos_token_id", ())
     ends = ends if isinstance(ends, list | tuple) else (ends,)
     if not all(isinstance(end, int) and not isinstance(end, bool) and -1 <= end <= MOST for end in ends):

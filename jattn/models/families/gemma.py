@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 (text): norms around both halves, scales that are added to one, embeddings scaled up."""
+"""Gemma 2 and 3 (text): norms before and after each part, norm scales stored less 1, scaled embeddings."""
 
 from typing import Any
 
@@ -79,10 +79,10 @@ def names(config: ModelConfig) -> dict[str, Source]:
     return sources(config, outside(config), "model.layers.{}.", layer)
 
 
-BOTH = dict(
+DEFAULTS = dict(
     head_dim=256, num_key_value_heads=4, query_pre_attn_scalar=256, sliding_window=4096, pad_token_id=0,
     eos_token_id=1, bos_token_id=2,
 )  # fmt: skip
 CAPS = dict(final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
-GEMMA2 = Family(gemma2, names, UNUSED, defaults=BOTH | CAPS | dict(rope_theta=10000.0))
-GEMMA3_TEXT = Family(gemma3, names, UNUSED, defaults=BOTH)
+GEMMA2 = Family(gemma2, names, UNUSED, defaults=DEFAULTS | CAPS | dict(rope_theta=10000.0))
+GEMMA3_TEXT = Family(gemma3, names, UNUSED, defaults=DEFAULTS)

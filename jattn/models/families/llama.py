@@ -18,7 +18,7 @@ Windows = Callable[[Keys, int], list[int | None]]
 
 
 MOST_LAYERS, MOST_HEADS, MOST_EXPERTS = 10_000, 65_536, 65_536
-"""Above any model there is; a config that says more would fill the memory with its own description."""
+"""More than any known model has; larger numbers in a config would exhaust memory while it is read."""
 
 
 def heads_of(c: Keys) -> dict[str, int]:
@@ -31,14 +31,14 @@ def heads_of(c: Keys) -> dict[str, int]:
 
 
 def share_of(c: Keys, name: str, hidden: int, heads: int) -> int:
-    """The numbers of one head, where all have equal shares of the key `name`."""
+    """head_dim where it is not given: the value of key `name`, divided by the heads."""
     if hidden % heads:
         c.refuse(name, f"must be a multiple of the {heads} heads, or head_dim be given")
     return hidden // heads
 
 
 def decoder(c: Keys, layers: Any, norm: Norm, tied: bool = False, **more: Any) -> ModelConfig:
-    """The parts that all families after Llama share; tied: what absence of the key means to this family."""
+    """The parts that all families after Llama share; tied: the default of tie_word_embeddings."""
     layers = tuple(layers)
     return ModelConfig(
         family=c.get("model_type"),
@@ -64,7 +64,7 @@ def one_window(c: Keys, count: int) -> list[int | None]:
     """The same window in all layers, as in Mistral."""
     window = c.count("sliding_window", None)
     if window is not None:
-        c.only("use_sliding_window", True)  # transformers does not look at it
+        c.only("use_sliding_window", True)  # transformers uses the window even where this is false
     c.ignore("use_sliding_window", "max_window_layers")
     types = c.choices("layer_types", KINDS[:2], count)
     if types is not None and {kind == KINDS[1] for kind in types} != {window is not None}:
@@ -73,7 +73,7 @@ def one_window(c: Keys, count: int) -> list[int | None]:
 
 
 def no_windows(c: Keys, count: int) -> list[int | None]:
-    """Llama sees everything."""
+    """Llama: every layer attends to all earlier tokens."""
     c.only("sliding_window")
     c.only("use_sliding_window", False)
     c.ignore("max_window_layers")
@@ -82,15 +82,15 @@ def no_windows(c: Keys, count: int) -> list[int | None]:
 
 
 def windows_by_type(c: Keys, count: int, usual: list[bool]) -> list[int | None]:
-    """Each layer's window by layer_types, or where those are absent by `usual`."""
+    """Each layer's window: by layer_types, or by `usual` (does the layer slide?) if that is absent."""
     types = c.choices("layer_types", KINDS[:2], count)
     slides = usual if types is None else [kind == KINDS[1] for kind in types]
     window = c.count("sliding_window", None)
     return [window if mine else None for mine in slides]
 
 
-def qwens_windows(c: Keys, count: int) -> list[int | None]:
-    """None unless they are switched on, and then not in the first layers."""
+def qwen_windows(c: Keys, count: int) -> list[int | None]:
+    """Windows only with use_sliding_window, and only from layer max_window_layers on."""
     first, used = c.count("max_window_layers", low=0), c.flag("use_sliding_window", False)
     windows = windows_by_type(c, count, [index >= first for index in range(count)])
     return windows if used else [None] * count
@@ -100,8 +100,8 @@ def translate(
     c: Keys, *, mlp: MLP | MoE | None = None, windows: Windows = one_window, sinks: bool = False,
     ropes: dict[str, Any] | None = None, **mixer: Any,
 ) -> ModelConfig:  # fmt: skip
-    """A pre-norm decoder with rotary positions; `mixer` are options of AttentionLayer, mlp None reads a gated one,
-    `ropes` are options of rope_of."""
+    """A pre-norm decoder with rotary positions; `mixer` are options of AttentionLayer, `ropes` of rope_of; mlp None:
+    a gated MLP from the config."""
     norm, heads, count = norm_of(c), heads_of(c), c.count("num_hidden_layers", high=MOST_LAYERS)
     rope = rope_of(c, heads["head_dim"], c.count("max_position_embeddings"), **(ropes or {}))
     mlp = gated_mlp(c) if mlp is None else mlp
@@ -147,7 +147,7 @@ def names(config: ModelConfig) -> dict[str, Source]:
 
 
 def outside(config: ModelConfig) -> dict[str, Any]:
-    """What lies outside the layers; a tied head is not stored, or stored twice."""
+    """The tensors outside the layers; a tied head is not stored, or not read."""
     table = {"embed": ("model.embed_tokens.weight", same), **norms({"final_norm": "model.norm"})}
     return table if config.tied_embeddings else table | {"head.kernel": ("lm_head.weight", transposed)}
 
@@ -176,7 +176,7 @@ def mlp_names(config: ModelConfig, index: int, where: str = "mlp") -> dict[str, 
     return linears(table, getattr(config.layers[index].mlp, "bias", False))
 
 
-UNUSED = ("rotary_emb.inv_freq", "lm_head.weight")  # buffers, and a tied head that was stored all the same
+UNUSED = ("rotary_emb.inv_freq", "lm_head.weight")  # buffers, and a tied head stored a second time
 ENDS = dict(bos_token_id=1, eos_token_id=2)
 QWEN = dict(
     num_key_value_heads=32, use_sliding_window=False, sliding_window=4096, max_window_layers=28, rope_theta=10000.0
@@ -184,18 +184,18 @@ QWEN = dict(
 
 
 def llama(c: Keys) -> ModelConfig:
-    """Biases as it says, no windows."""
+    """Biases as the config says, no windows."""
     return translate(c, mlp=gated_mlp(c, c.flag("mlp_bias", False)), windows=no_windows, **biases(c))
 
 
 def qwen2(c: Keys) -> ModelConfig:
     """Biases of q, k and v."""
-    return translate(c, windows=qwens_windows, qkv_bias=True)
+    return translate(c, windows=qwen_windows, qkv_bias=True)
 
 
 def qwen3(c: Keys) -> ModelConfig:
     """Norms of q and k."""
-    return translate(c, windows=qwens_windows, qk_norm=norm_of(c), **biases(c))
+    return translate(c, windows=qwen_windows, qk_norm=norm_of(c), **biases(c))
 
 
 LLAMA = Family(llama, names, UNUSED, defaults=ENDS | dict(rope_theta=10000.0))

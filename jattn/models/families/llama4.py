@@ -30,13 +30,13 @@ from jattn.spec import AttentionSpec
 
 
 def llama4(c: Keys) -> ModelConfig:
-    """A layer with positions turns in pairs, then normalises q and k; one without warms q as positions grow."""
+    """Layers with rotary positions rotate pairs and then normalise q and k; the others scale q up as positions grow."""
     count, heads, norm = c.count("num_hidden_layers", high=MOST_LAYERS), heads_of(c), norm_of(c)
     c.ignore("for_llm_compressor", "attn_implementation")
     rope = rope_of(c, heads["head_dim"], c.count("max_position_embeddings"), interleaved=True)
     bare = norm_of(c, has_scale=False) if c.flag("use_qk_norm", True) else None
     growth = c.number("floor_scale", 8192.0, above=0), c.number("attn_scale", 0.1)
-    tuned = c.get("attn_temperature_tuning") == 4  # how the first release of the model wrote true
+    tuned = c.get("attn_temperature_tuning") == 4  # the model's first release wrote 4 for true
     growth = growth if tuned or c.flag("attn_temperature_tuning", True) else None
     turned, mixed = turned_layers(c, count), moe_layers(c, count)
     chunks, bias = chunks_of(c, turned), biases(c)

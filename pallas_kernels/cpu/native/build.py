@@ -1,4 +1,4 @@
-"""Finds the library: beside this file (a wheel brings it), in the user's cache, or compiled now, once per machine.
+"""Finds the native library: beside this file (from a wheel) or in the user's cache; else compiles it into that cache.
 
 One process compiles while others wait for it. The compiler works in a temporary folder of its own; only the finished
 library enters the cache.
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def library(prebuilt: bool = True) -> Library:
-    """The library, made if there is none yet; BuildError says why it cannot be.
+    """The library, compiled if there is none yet; BuildError says why that is not possible.
 
-    `prebuilt=False` passes over the one that came with the package.
+    prebuilt=False: not the one that came with the package.
     """
     if prebuilt and (found := _packaged()):
         return found
@@ -31,10 +31,10 @@ def library(prebuilt: bool = True) -> Library:
     try:
         cxx = toolchain.compiler()
         compiler = toolchain.compiler_hash(cxx)
-    except BuildError as error:  # then one that any compiler has made is as good
+    except BuildError as error:  # no compiler here: take a kept library of any compiler
         absent = error
     why = []
-    for place in _places(fresh=compiler is not None):
+    for place in _places(may_build=compiler is not None):
         try:
             with kept.private(place) as folder:
                 if found := kept.find(folder, compiler):
@@ -75,8 +75,9 @@ def _build(folder: Folder, cxx: tuple[str, ...], compiler: str) -> Library:
     return found
 
 
-def _places(fresh: bool) -> Iterator[str]:
-    """$JATTN_CACHE_DIR alone where it is set; else the user's cache, then a temporary folder, where they are safe."""
+def _places(may_build: bool) -> Iterator[str]:
+    """$JATTN_CACHE_DIR alone, if it is set; else those of the user's cache and a temporary folder that nobody else can
+    write to; with may_build, at last a new folder."""
     if asked := os.environ.get("JATTN_CACHE_DIR"):
         yield asked
         return
@@ -94,5 +95,5 @@ def _places(fresh: bool) -> Iterator[str]:
             log.info("the native kernels are not kept in %s: %s", place, error)
         else:
             yield place
-    if fresh:  # nobody else has it yet
+    if may_build:  # new, so it holds no library yet
         yield tempfile.mkdtemp(prefix="jattn-")

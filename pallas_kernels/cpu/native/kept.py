@@ -1,9 +1,9 @@
-"""Libraries kept in folders: one is taken only where nobody else can have written it and it is what its name says.
+"""Libraries kept in folders. One is loaded only if no other user can have written it and its name holds its hash.
 
     libjattn_cpu-<sources and flags>-ffi<version of XLA's FFI>-<compiler>-<content>.so
 
-The folder is opened once and everything goes through its descriptor, so nobody can put another in its place between
-the check and the use; what is loaded is the very file whose bytes were compared with its name.
+The folder is opened once and used through its descriptor, so it cannot be replaced between check and use; the file
+that is loaded is the one whose bytes were hashed.
 """
 
 import contextlib
@@ -41,20 +41,21 @@ class Folder(NamedTuple):
 
 
 class Library(NamedTuple):
-    """A verified file, open as long as the process lives: dlopen takes a second one of its name for the first."""
+    """A verified file. Once loaded, its descriptor stays open: dlopen compares paths, and would return the old library
+    for a reused /proc/self/fd/N."""
 
     path: pathlib.Path
     fd: int
 
     def load(self) -> ctypes.CDLL:
-        """The file that was verified, whatever stands at its path by now; OSError where the system cannot load it."""
+        """Load the verified file, even if its path now names another; OSError if the system cannot load it."""
         by_descriptor = f"/proc/self/fd/{self.fd}"
         return ctypes.CDLL(by_descriptor if os.path.exists(by_descriptor) else str(self.path))
 
 
 @contextlib.contextmanager
 def private(path: str) -> Iterator[Folder]:
-    """The folder at `path`, made if there is none; BuildError where somebody else could write there."""
+    """The folder at `path`, created if missing; BuildError if another user could write to it."""
     if not os.path.isabs(path):
         raise BuildError(f"the folder {path!r} is not an absolute path")
     if not hasattr(os, "geteuid") or os.open not in os.supports_dir_fd:
@@ -79,7 +80,7 @@ def private(path: str) -> Iterator[Folder]:
 
 
 def _open_to_others(found: os.stat_result) -> str:
-    """Why others may have written it; nothing where they cannot."""
+    """Why another user may have written it; "" if none can."""
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -88,9 +89,9 @@ def _open_to_others(found: os.stat_result) -> str:
 
 
 def find(folder: Folder, compiler: str | None = None, packaged: bool = False) -> Library | None:
-    """A library of these sources that the installed XLA serves, the newest first; by this compiler unless None.
+    """The newest library of these sources that the installed XLA can call; compiler: its hash, None: of any.
 
-    `packaged`: it came with the Python files beside it and is trusted as they are, if it is whole.
+    packaged: it came with the Python files beside it, so its owner is not checked, only its hash.
     """
     major, minor = toolchain.ffi_version()
     sources, found = toolchain.source_hash(), []
@@ -107,7 +108,7 @@ def find(folder: Folder, compiler: str | None = None, packaged: bool = False) ->
 
 
 def _verified(folder: Folder, name: str, content: str, packaged: bool) -> Library | None:
-    """The file of this name, if its bytes are those that the name promises; nothing that could be another's."""
+    """The file of this name; None if its hash differs from the name's or another user may have written it."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder.fd)
     except OSError as error:
@@ -125,7 +126,7 @@ def _verified(folder: Folder, name: str, content: str, packaged: bool) -> Librar
 
 
 def store(folder: Folder, content: bytes, compiler: str) -> None:
-    """Put a library there under its name, whole or not at all; what lay there unusable under such a name goes."""
+    """Write a library under its name, atomically; remove unusable ones of the same sources and compiler."""
     stem = f"{PREFIX}{toolchain.source_hash()}-ffi{'.'.join(map(str, toolchain.ffi_version()))}-{compiler}"
     unfinished = f".unfinished-{secrets.token_hex(8)}"
     for old in os.listdir(folder.fd):
@@ -142,7 +143,7 @@ def store(folder: Folder, content: bytes, compiler: str) -> None:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Folder, seconds: float) -> Iterator[None]:
-    """Others wait here while one builds, at most so long: where locks fail everybody builds, slower and still right."""
+    """A lock for building, waited for at most `seconds`; without it several may build, which is only slower."""
     handle = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder.fd)
     end = time.monotonic() + seconds
     try:

@@ -1,4 +1,4 @@
-"""Loads the library once, tells XLA about its calls, and says which ISAs run here or why none does."""
+"""Loads the library once, registers its calls with XLA, and says which ISAs run here, or why none does."""
 
 import ctypes
 import dataclasses
@@ -18,7 +18,7 @@ _SYMBOLS = {ATTEND: "JattnAttend", WRITE: "JattnWrite", FILL: "JattnFill"}
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Either ISAs, best first, or the reason why there are none."""
+    """The usable ISAs, best first, or the reason why there are none."""
 
     isas: tuple[str, ...] = ()
     reason: str = ""
@@ -32,9 +32,9 @@ class Status:
 
 @functools.cache
 def status() -> Status:
-    """Build if needed, load, register: the first call may take some seconds, later ones nothing.
+    """Build if needed, load, register; cached: only the first call takes time, some seconds if it builds.
 
-    Where there is no library, one line of the log says so: attention on a CPU is then left to XLA.
+    Without a library one line of the log says why; attention on a CPU then runs as plain XLA.
     """
     found = _load()
     if not found.available:
@@ -59,7 +59,7 @@ def _load() -> Status:
 
 
 def _open() -> tuple[str, ctypes.CDLL]:
-    """The library; one that came with the package but not for this system's libc gives way to one made here."""
+    """The library; if the packaged one cannot be loaded (another libc, say), one that is compiled here."""
     found = build.library()
     try:
         return str(found.path), found.load()

@@ -1,4 +1,4 @@
-"""What is compiled and how: flags, compiler, headers, one command per instruction set. Needs jaxlib's headers alone."""
+"""What is compiled and how: flags, compiler, headers, one command per instruction set. Needs only jaxlib's headers."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,7 @@ import time
 SOURCES = pathlib.Path(__file__).parent / "src"
 BASE_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-fno-math-errno")
 QUESTION_SECONDS, BUILD_SECONDS = 60.0, 900.0
-"""How long the compiler may take to answer a question about itself, and to make the library; then it is stopped."""
+"""Time limits of the compiler: for --version and a check of flags, and for the whole build; then it is killed."""
 _X86 = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-march=x86-64-v4",),
@@ -30,7 +30,7 @@ ISA_FLAGS = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM64, "arm64": _ARM64}
 
 
 class BuildError(RuntimeError):
-    """Why there is no library; the message is a sentence for users."""
+    """Why there is no library; its message is shown to users."""
 
 
 def isas(machine: str | None = None) -> dict[str, tuple[str, ...]]:
@@ -42,7 +42,7 @@ def isas(machine: str | None = None) -> dict[str, tuple[str, ...]]:
 
 
 def accepted(cxx: tuple[str, ...], names: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """The ISAs whose flags this compiler knows: an old one leaves out the newest instruction sets."""
+    """The ISAs whose flags this compiler accepts; an old compiler does not know the newest ones."""
 
     def knows(own: tuple[str, ...]) -> bool:
         return _ask([*cxx, *own, "-fsyntax-only", "-x", "c++", os.devnull])[0] == 0
@@ -79,7 +79,7 @@ def headers() -> pathlib.Path:
 
 
 def ffi_version() -> tuple[int, int]:
-    """(major, minor) of the installed XLA's FFI: it serves what was compiled against its major and up to its minor."""
+    """(major, minor) of the installed XLA's FFI: it calls libraries of the same major and no newer minor."""
     text = (headers() / "xla" / "ffi" / "api" / "c_api.h").read_text()
     major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR"))
     if not major or not minor:
@@ -88,7 +88,7 @@ def ffi_version() -> tuple[int, int]:
 
 
 def source_hash() -> str:
-    """Of everything of ours that decides what a library contains: sources and flags, for every instruction set."""
+    """A hash of our sources and of the flags of every instruction set."""
     digest = hashlib.sha256(repr((BASE_FLAGS, extra_flags(), sorted(isas().items()), platform.system())).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -96,7 +96,7 @@ def source_hash() -> str:
 
 
 def compiler_hash(cxx: tuple[str, ...]) -> str:
-    """Of the compiler: its path and arguments, and what it says of its version."""
+    """A hash of the compiler's path, arguments and --version."""
     code, said = _ask([*cxx, "--version"])
     if code:
         raise BuildError(f"{cxx[0]} --version failed: {_shortened(said.splitlines()[-3:])}")
@@ -109,7 +109,7 @@ def extra_flags() -> tuple[str, ...]:
 
 
 def make(target: pathlib.Path, cxx: tuple[str, ...], names: dict[str, tuple[str, ...]] | None = None) -> None:
-    """Compile every translation unit side by side in the folder of `target`, and link."""
+    """Compile all translation units in parallel in the folder of `target`, and link."""
     names, extra = accepted(cxx, names or isas()), extra_flags()
     flags = (*BASE_FLAGS, "-isystem", str(headers()), *extra)
     have = tuple(f"-DJATTN_HAVE_{isa.upper()}" for isa in names)
@@ -125,7 +125,7 @@ def make(target: pathlib.Path, cxx: tuple[str, ...], names: dict[str, tuple[str,
 
 
 def _words(variable: str) -> tuple[str, ...]:
-    """The words of an environment variable, as a shell would read them."""
+    """An environment variable, split into words as a shell does."""
     text = os.environ.get(variable, "")
     try:
         return tuple(shlex.split(text))
@@ -134,12 +134,12 @@ def _words(variable: str) -> tuple[str, ...]:
 
 
 def _ask(command: list[str]) -> tuple[int, str]:
-    """(exit status, what it said) of a question to the compiler."""
+    """(exit status, output) of a short command of the compiler."""
     return _run_side_by_side([command], time.monotonic() + QUESTION_SECONDS)[0]
 
 
 def _run_all(commands: list[list[str]], end: float) -> None:
-    """All at once; the first failure's first errors, or its last lines, become the error."""
+    """Run all commands in parallel; BuildError with the first lines of error, or the last lines, of one that failed."""
     for command, (code, said) in zip(commands, _run_side_by_side(commands, end), strict=True):
         if code:
             lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()[-3:]
@@ -147,13 +147,13 @@ def _run_all(commands: list[list[str]], end: float) -> None:
 
 
 def _shortened(lines: list[str]) -> str:
-    """Three lines of a compiler, of a length that a log can bear."""
+    """At most three lines of a compiler's output, each cut to 300 characters."""
     return " | ".join(line[:300] for line in lines[:3]) or "nothing"
 
 
 def _run_side_by_side(commands: list[list[str]], end: float) -> list[tuple[int, str]]:
-    """(exit status, output) of each; whatever still runs at `end`, or when this is interrupted, is stopped."""
-    environment = {**os.environ, "LC_ALL": "C"}  # messages in English: their errors are looked for
+    """(exit status, output) of each; commands that still run at `end`, or when this is interrupted, are killed."""
+    environment = {**os.environ, "LC_ALL": "C"}  # English messages: _run_all searches them for "error"
     with contextlib.ExitStack() as stack:
         running = []
         for command in commands:
@@ -177,7 +177,7 @@ def _run_side_by_side(commands: list[list[str]], end: float) -> list[tuple[int, 
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """A compiler is often a script: it goes with all that it has started."""
+    """Kill a process and its children: a compiler is often a script."""
     if process.poll() is None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-// What the arrays of a call must be before a kernel may touch them: the first thing that is wrong becomes the call's error.
+// Checks of a call's arrays before a kernel touches them; the first one that fails becomes the call's error.
 #pragma once
 #include <initializer_list>
 #include <string>
@@ -31,7 +31,7 @@ inline bool holds(ffi::DataType t, Dtype stored) {
 
 class Arrays {
    public:
-    std::string wrong;  // empty while nothing is
+    std::string wrong;  // the first failure; empty: none
 
     void must(bool good, const char* sentence) {
         if (!good && wrong.empty()) wrong = sentence;
@@ -52,7 +52,7 @@ class Arrays {
         if (x.dimensions().size() != wanted && wrong.empty())
             wrong = std::string(name) + " is " + text(x.dimensions()) + " and must have rank " + std::to_string(wanted);
     }
-    // Kernels count these in 32 bits.
+    // Kernels hold these numbers in 32 bits.
     void count(const char* name, int64_t seen, int64_t least, int64_t most = INT32_MAX) {
         if ((seen < least || seen > most) && wrong.empty())
             wrong = std::string(name) + " is " + std::to_string(seen) + " and must be " + std::to_string(least) + " to " +

@@ -1,5 +1,5 @@
 // The custom calls, as XLA sees them: attention over pages or packed keys, the write into the pool, and a new pool.
-// Every array is checked before it is touched, and no exception leaves a call: XLA is built without them.
+// Every array is checked before it is used, and no exception leaves a call: XLA is built without exceptions.
 #include "xla/ffi/api/ffi.h"
 
 #if defined(__linux__)
@@ -28,7 +28,7 @@ ffi::Error refuse(const char* call, const std::string& why) {
     return ffi::Error::InvalidArgument(std::string("jattn_cpu_") + call + ": " + why);
 }
 
-// What a call returns instead of an exception.
+// Runs the body of a call and turns exceptions into errors.
 template <class F>
 ffi::Error guarded(const char* call, F&& body) {
     try {
@@ -39,7 +39,7 @@ ffi::Error guarded(const char* call, F&& body) {
         } catch (const std::exception& error) {
             return ffi::Error::Internal(std::string("jattn_cpu_") + call + ": " + error.what());
         }
-    } catch (...) {  // no memory for the sentence either
+    } catch (...) {  // no memory for the message either
         return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory");
     }
 }
@@ -50,8 +50,8 @@ std::string unknown_isa(std::string_view isa) {
     return "isa=" + std::string(isa) + " does not run here; use one of " + known_isas();
 }
 
-// Fresh memory costs a page fault for every 4 KiB, a third of a float32 prefill's time for its output, and each such page
-// of a pool an address translation of its own whenever it is read: ask for large pages.
+// Asks for 2 MiB pages for large arrays: fewer page faults in fresh memory (with 4 KiB pages those of the output take a
+// third of a float32 prefill's time), and fewer TLB misses when a pool is read.
 void on_large_pages(const void* data, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     const uintptr_t page = 4096, begin = ((uintptr_t)data + page - 1) & ~(page - 1);
@@ -67,7 +67,7 @@ void set_strides(P& p, bool heads_first) {
     p.slot_stride = heads_first ? 1 : p.kv_heads;
 }
 
-// The arrays of attention; p.heads and the like are set by the caller afterwards.
+// What is wrong with the arrays of attention; "" if nothing is.
 std::string wrong_with(const Any& q, const Any& k, const Any& v, const Floats& k_token, const Floats& v_token,
                        const Ints& query_start, const Ints& seq_len, const Ints& kv_len, const Ints& table,
                        const Ints& kv_start, const Ints& causal, const Floats& slopes, const Floats& sinks,
@@ -180,7 +180,7 @@ ffi::Error attend_call(ffi::ThreadPool pool, Any q, Any k, Any v, Floats k_token
     });
 }
 
-using Pool = std::pair<const Any*, ffi::Result<Any>*>;  // as it came, as it will be
+using Pool = std::pair<const Any*, ffi::Result<Any>*>;  // input, output
 
 std::string wrong_with(const Any& k, const Any& v, const Ints& slots, const Floats& k_scale, const Floats& v_scale,
                        const Pool (&pools)[4], int32_t kv_type, bool heads_first) {
@@ -223,7 +223,7 @@ ffi::Error write_call(ffi::ThreadPool pool, Any k, Any v, Ints slots, Floats k_s
         const Pool pools[] = {{&k_in, &k_pool}, {&v_in, &v_pool}, {&kt_in, &k_token}, {&vt_in, &v_token}};
         const std::string wrong = wrong_with(k, v, slots, k_scale, v_scale, pools, kv_type, heads_first);
         if (!wrong.empty()) return refuse("write", wrong);
-        for (auto& [from, to] : pools)  // XLA aliases them; should it ever not, the rest of the pool is still right
+        for (auto& [from, to] : pools)  // XLA aliases input and output; if it ever does not, the rest of the pool is copied
             if (from->size_bytes() && from->untyped_data() != (*to)->untyped_data())
                 std::memcpy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
         Write w{};
@@ -270,7 +270,7 @@ ffi::Error fill_call(ffi::ThreadPool pool, Any value, ffi::Result<Any> out) {
 
 }  // namespace
 
-#pragma GCC visibility push(default)  // these alone leave the library: two of them in one process share nothing
+#pragma GCC visibility push(default)  // only these are exported: two libraries in one process share no symbols
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnAttend, attend_call,

@@ -1,4 +1,4 @@
-// What a caller passes as lengths, made safe.
+// The caller's lengths, clamped so that kernels never leave their arrays.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -8,8 +8,7 @@
 
 namespace jattn {
 
-// Lengths as they may safely be used, whatever was passed: ascending starts within T, keys within the table, or within
-// the packed keys.
+// Clamped lengths: starts ascend within T; a request's keys stay within its table row, or within the packed keys.
 struct Lengths {
     std::vector<int32_t, Allocator<int32_t>> memory;
     explicit Lengths(Problem& p) : memory(3 * p.requests + 1) {

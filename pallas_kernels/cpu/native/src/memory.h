@@ -1,4 +1,4 @@
-// Memory of the kernels: whoever cannot have it says how much was wanted, scratch memory has an end, and what is kept
+// Memory of the kernels. A failed allocation is an error with its size; scratch memory is checked for overruns; memory kept
 // between calls is bounded.
 #pragma once
 #include <atomic>
@@ -30,7 +30,7 @@ class NoMemory : public std::bad_alloc {
 
 constexpr size_t kPage = 4096;
 
-// Memory for a standard container.
+// Allocator of standard containers that throws NoMemory.
 template <class T>
 struct Allocator {
     using value_type = T;
@@ -47,7 +47,7 @@ struct Allocator {
     friend bool operator!=(const Allocator&, const Allocator&) { return false; }
 };
 
-// Whole pages that are used again: fresh ones cost a page fault each.
+// Pages that are kept and used again: a fresh page costs a page fault.
 class Buffer {
    public:
     Buffer() = default;
@@ -75,8 +75,8 @@ class Buffer {
 
 constexpr size_t kKeptBytes = 64u << 20;
 
-// Memory for the time of one call. The process keeps one block of at most kKeptBytes for the next call; what is larger,
-// or not needed by two calls at once, goes back to the system.
+// Memory for one call. The process keeps one buffer of at most kKeptBytes for the next call; larger buffers, and all but
+// one of calls that ran at the same time, are freed.
 class CallMemory {
    public:
     char* data = nullptr;
@@ -99,7 +99,7 @@ class CallMemory {
     static inline std::atomic<Buffer*> kept_{nullptr};  // never freed: threads may run as long as the process
 };
 
-// Scratch memory of one piece of work, handed out in pieces aligned to cache lines.
+// Scratch memory of one work item, handed out in pieces aligned to cache lines.
 class Arena {
    public:
     Arena(char* begin, int64_t bytes) : at_(begin), left_(bytes) {}

@@ -1,5 +1,5 @@
 // Faults that the tests must find (tests/kernels/cpu/test_native_mutants.py): a library built with -DJATTN_MUTANTS
-// computes wrong() instead of right() for the one that is switched on. Any other build contains right() alone.
+// evaluates `wrong` instead of `right` for the one that is switched on. Any other build contains only `right`.
 #pragma once
 
 #ifdef JATTN_MUTANTS

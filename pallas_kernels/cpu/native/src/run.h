@@ -1,4 +1,4 @@
-// One call, whole, on the threads of a pool: what XLA's FFI and the fuzz driver both run.
+// One whole call on the threads of a pool; XLA's FFI and the fuzz driver both run it.
 #pragma once
 #include <cstring>
 #include <limits>
@@ -18,7 +18,7 @@ inline void clear_rows(const Problem& p, int64_t begin, int64_t end) {
     std::fill(p.lse + begin * p.heads, p.lse + end * p.heads, -std::numeric_limits<float>::infinity());
 }
 
-// Lengths are made safe, work is cut and done, rows of nobody are cleared.
+// Clamps the lengths, clears the rows of no request, cuts the work into items and runs them.
 template <class Pool>
 void run_attend(Pool& pool, Problem p, const Kernels& kernels, int64_t threads) {
     Lengths lengths(p);
@@ -34,7 +34,7 @@ void run_attend(Pool& pool, Problem p, const Kernels& kernels, int64_t threads) 
     if (threads <= 0 && schedule.cost < kInlineCost) threads = 1;
     const int64_t items = (int64_t)schedule.works.size() * p.kv_heads;
     parallel_for(pool, items, threads, [&](int64_t i, const std::atomic<int64_t>& claimed) {
-        static thread_local Buffer own;  // a few MiB: scratch_bytes() does not depend on lengths
+        static thread_local Buffer own;  // a few MiB, whatever the lengths are
         kernel(p, Queue{schedule.works.data(), items, claimed}, i, partials, counters, Arena(own.get(scratch), scratch));
     });
 }

@@ -1,5 +1,5 @@
-// Loops on a thread pool: XLA's own, or any with num_threads() and Schedule(task). The caller takes part; nobody waits
-// for a task that has not begun. An exception ends the loop early and comes out of it on the caller's thread.
+// Loops on a thread pool: XLA's own, or any with num_threads() and Schedule(task). The caller's thread takes part and waits
+// for no task that has not begun. An exception ends the loop early and is thrown again on the caller's thread.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -11,8 +11,8 @@
 
 namespace jattn {
 
-// f(i, claimed) for i in 0..n-1, claimed one by one in order; the next to be claimed is `claimed`, for whoever likes to
-// prepare. Helpers that the pool starts late find nothing left and leave; the caller returns when every claimed item is
+// f(i, claimed) for i in 0..n-1, claimed one by one in order; `claimed` is the next item to be claimed, so that f can
+// prefetch. Helpers that the pool starts late find nothing left and leave; the caller returns when every claimed item is
 // done, so it can never wait for a queue (no deadlock when many executions share the pool).
 template <class Pool, class F>
 void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
@@ -57,7 +57,7 @@ void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
     };
     try {
         for (int64_t t = 1; t < threads; t++) pool.Schedule([work] { work(true); });
-    } catch (const std::bad_alloc&) {  // fewer helpers then
+    } catch (const std::bad_alloc&) {  // then there are fewer helpers
     }
     work(false);
     for (int spin = 0; spin < 4000 && state->done.load(std::memory_order_acquire) < n; spin++) {
