@@ -45,31 +45,37 @@ def check(
     vocab_size: int,
     limits: Limits,
     salt: str = "",
-) -> tuple[tuple[int, ...], list[str]]:
-    """(the prompt's tokens, why it cannot be served)."""
-    reasons = []
+) -> tuple[tuple[int, ...], dict[str, str]]:
+    """(the prompt's tokens, why it cannot be served: a sentence for each argument that is wrong)."""
+    wrong = {}
     if not isinstance(params, SamplingParams):
-        reasons.append(f"params is {type(params).__name__}, not jattn.SamplingParams")
+        wrong["params"] = f"params is {type(params).__name__}, not jattn.SamplingParams"
     if not isinstance(salt, str) or not is_encodable(salt):
-        reasons.append(f"salt={salt!a} must be text without surrogates")
+        wrong["salt"] = f"salt={salt!a} must be text without surrogates"
     try:
         tokens = tuple(_tokens(prompt, tokenizer))
     except (TypeError, ValueError) as error:
-        return (), [*reasons, str(error)]
-    if reasons:
-        return tokens, reasons
+        return (), wrong | {"prompt": str(error)}
     if not tokens:
-        reasons.append("the prompt is empty: there is no token to continue from")
-    for what, ids in (("tokens", tokens), ("stop_token_ids", params.stop_token_ids)):
-        if bad := sorted({t for t in ids if not 0 <= t < vocab_size}):
-            reasons.append(f"{what} {bad[:5]} are outside the vocabulary of {vocab_size}")
-    if len(tokens) >= limits.max_model_len:
-        reasons.append(
-            f"the prompt has {len(tokens)} tokens, and prompt and output together may have {limits.max_model_len}"
-        )
+        wrong["prompt"] = "the prompt is empty: there is no token to continue from"
+    elif outside := _outside(tokens, vocab_size):
+        wrong["prompt"] = f"tokens {outside}"
+    elif len(tokens) >= limits.max_model_len:
+        most = limits.max_model_len
+        wrong["prompt"] = f"the prompt has {len(tokens)} tokens, and prompt and output together may have {most}"
+    if "params" in wrong:
+        return tokens, wrong
+    if outside := _outside(params.stop_token_ids, vocab_size):
+        wrong["stop_token_ids"] = f"stop_token_ids {outside}"
     if params.stop and tokenizer is None:
-        reasons.append("stop strings need a tokenizer; use stop_token_ids")
-    return tokens, reasons
+        wrong["stop"] = "stop strings need a tokenizer; use stop_token_ids"
+    return tokens, wrong
+
+
+def _outside(ids: tuple[int, ...], vocab_size: int) -> str:
+    """What is wrong with ids that are no tokens; empty where there are none."""
+    bad = sorted({token for token in ids if not 0 <= token < vocab_size})
+    return f"{bad[:5]} are outside the vocabulary of {vocab_size}" if bad else ""
 
 
 def prompts_of(prompts: Any) -> list:
@@ -94,9 +100,9 @@ def root_of(salt: str, config: Any, final_length: int) -> bytes:
     return first_parent(hashlib.blake2b(salt.encode()).digest(), variant)
 
 
-def refused(id: str, tokens: tuple[int, ...], reasons: list[str]) -> RequestOutput:
+def refused(id: str, tokens: tuple[int, ...], wrong: dict[str, str]) -> RequestOutput:
     """The output of a request that cannot be served."""
-    why = "; ".join(reasons)
+    why = "; ".join(wrong.values())
     return RequestOutput(id, tokens, (Completion(0, "", (), finish_reason=FinishReason.ERROR, error=why),))
 
 

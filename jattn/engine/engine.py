@@ -95,7 +95,7 @@ class Engine:
         self._plan: StepPlan | None = None  # of the step that is being taken
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
         self._seeds = np.random.default_rng(seed)
-        self._next_id = 0
+        self._next_id = self._next_name = 0
 
     @classmethod
     def from_pretrained(
@@ -170,17 +170,17 @@ class Engine:
         if id in self._live or any(output.id == id for output in self._untold):
             raise ValueError(f"request {id!r} is still running; choose another id")
         self._stats = self._stats.plus(requests=1)
-        tokens, reasons = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
-        if reasons:
-            self._untold.append(admission.refused(id, tokens, reasons))
+        tokens, wrong = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
+        if wrong:
+            self._untold.append(admission.refused(id, tokens, wrong))
             self._stats = self._stats.plus(failed=1)
             return id
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-        self._next_id += 1
+        self._next_name += 1
         root = admission.root_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
         request = Request(id, tokens, [])
         for index in range(params.n):
-            name = f"{self._next_id}.{index}"  # our own: a user's request_id may have any form
+            name = f"{self._next_name}.{index}"  # our own: a user's request_id may have any form
             seq = Sequence(name, tokens, params, seed_of(seed, index), root)
             stop_ids = stop_ids_of(seq, self.config.eos_token_ids)
             response = Response.of(id, seq, index, stop_ids, self.limits.max_model_len, self.tokenizer)

@@ -65,8 +65,13 @@ class Runner:
             caches = weights.bound_like(self.params, self._make_caches())
             self.caches = warming.probe(self.model, self.params, caches, self.shapes)
         except Exception as error:
-            self._dead = EngineDeadError(f"the device no longer computes ({type(error).__name__}); start a new process")
+            self._dead = EngineDeadError(f"{self._cause(error)}; make a new engine, best in a new process")
             raise self._dead from error
+
+    def _cause(self, error: Exception) -> str:
+        if any(x.is_deleted() for x in jax.tree.leaves(self.params)):
+            return "the weights were deleted or donated after the engine was given them"
+        return f"the device no longer computes ({type(error).__name__})"
 
     def must_be_alive(self) -> None:
         """EngineDeadError after renew_caches raised one."""

@@ -132,9 +132,10 @@ class _Server:
         engine, prompts = self.engine, []
         for prompt in asked.prompts:
             vocab = engine.config.vocab_size
-            tokens, reasons = admission.check(prompt, asked.params, engine.tokenizer, vocab, engine.limits)
-            if reasons:
-                raise errors.BadRequestError("; ".join(reasons), name)
+            tokens, wrong = admission.check(prompt, asked.params, engine.tokenizer, vocab, engine.limits)
+            if wrong:
+                field = next(iter(wrong))
+                raise errors.BadRequestError("; ".join(wrong.values()), name if field == "prompt" else field)
             prompts.append(tokens)
         return dataclasses.replace(asked, prompts=tuple(prompts))
 

@@ -111,7 +111,9 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = errors.encode(errors.error_body(message, errors.BadRequestError.kind))
+            body = errors.encode(
+                errors.error_body(message, "server_error" if status >= 500 else errors.BadRequestError.kind)
+            )
             headers = [
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),

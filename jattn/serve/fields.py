@@ -69,6 +69,10 @@ def chat(
     wants_logprobs = found.get("logprobs", False)
     if "top_logprobs" in found and not wants_logprobs:
         raise BadRequestError("top_logprobs needs logprobs=true", "top_logprobs")
+    if found.get("tools") and body.get("parallel_tool_calls") is False:
+        raise BadRequestError("parallel_tool_calls=false is not enforced here", "parallel_tool_calls")
+    if body.get("tool_choice") == "none":
+        found.pop("tools", None)
     try:
         variables = {name: found[name] for name in ("reasoning_effort",) if name in found}
         variables |= found.get("chat_template_kwargs", {})
@@ -89,8 +93,9 @@ def _asked(found: dict[str, Any], prompts: Prompts, sampling: dict[str, Any], ch
         raise BadRequestError("stream_options needs stream=true", "stream_options")
     try:
         params = SamplingParams(**{name: found[name] for name in SAMPLING if name in found}, **sampling)
-    except ValueError as error:
-        raise BadRequestError(str(error)) from error
+    except ValueError as error:  # of fields that are each right alone, as n=2 beside temperature=0
+        name = next((name for name in SAMPLING if str(error).startswith(f"{name}=")), None)
+        raise BadRequestError(str(error), name) from error
     return Asked(
         prompts,
         params,
@@ -152,6 +157,12 @@ def _temperature(value: Any) -> float:
     value = _number(0, 100)(value)
     if 0 < value < 1e-3:
         raise _WrongError("0 (the likeliest token) or at least 0.001")
+    return value
+
+
+def _top_p(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value <= 1:
+        raise _WrongError("a number above 0 up to 1")
     return value
 
 
@@ -269,7 +280,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 SAMPLING: dict[str, Reader] = dict(
     temperature=_temperature,
-    top_p=_number(0, 1),
+    top_p=_top_p,
     n=_integer(1, MAX_COMPLETIONS),
     seed=_integer(0, 2**63 - 1),
     stop=_stop,

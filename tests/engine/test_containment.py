@@ -3,6 +3,7 @@
 import logging
 import threading
 
+import jax.numpy as jnp
 import pytest
 
 from jattn.engine import ByteTokenizer, Engine, SamplingParams, flight, warming
@@ -149,7 +150,7 @@ def test_only_a_device_that_no_longer_computes_ends_the_engine(monkeypatch, fail
     monkeypatch.setattr(warming, "dispatch", lambda *args: 1 / 0)
     served.add_request([5, 6])
     for call in (served.step, served.step, lambda: served.add_request([5]), served.sleep, served.warmup):
-        with pytest.raises(EngineDeadError, match="start a new process"):
+        with pytest.raises(EngineDeadError, match="no longer computes .* new engine"):
             call()
 
 
@@ -183,3 +184,13 @@ def test_no_thread_is_left_when_an_engine_is_dropped():
         served.generate([[5, 6]], SamplingParams(max_tokens=9, **GREEDY))
         del served
     assert threading.active_count() <= before + 1
+
+
+def test_weights_that_somebody_deletes_are_named_as_the_cause(failing):
+    failing(set())
+    mine = {"bias": jnp.asarray(fake.PARAMS["bias"])}
+    served = engine(params=mine)
+    mine["bias"].delete()
+    served.add_request([5, 6])
+    with pytest.raises(EngineDeadError, match="the weights were deleted or donated"):
+        served.step()

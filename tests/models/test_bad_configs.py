@@ -25,7 +25,7 @@ IDS = {"eos_token_id", "bos_token_id", "pad_token_id", "max_window_layers"}
 
 def allowed(key: str, kind: str) -> bool:
     """Values that are odd and mean something."""
-    signed = key in ("attn_scale", "softmax_scale")
+    signed = key == "attn_scale"
     return (
         (key in NUMBERS and kind in ("fraction", "huge"))
         or (signed and kind in ("negative", "zero"))

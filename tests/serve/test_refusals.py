@@ -6,6 +6,7 @@ import time
 import httpx
 import pytest
 
+from jattn.engine import ChatTemplate
 from tests.serve.running import connection, serving, until_closed
 
 GOOD = {"model": "fake", "prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -264,3 +265,29 @@ def test_an_answer_that_cannot_be_written_is_one_whole_error(monkeypatch):
             events = [line for line in answer.iter_lines() if line]
         assert "error" in json.loads(events[-1].removeprefix("data: "))
         assert send(url, GOOD).status_code == 200
+
+
+def test_an_error_names_the_field_that_is_wrong(url):
+    for more, field in (
+        ({"stop_token_ids": [2000]}, "stop_token_ids"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"prompt": [2000]}, "prompt"),
+    ):
+        assert field in refused(send(url, GOOD | more), param=field)["message"] or field == "prompt"
+
+
+def test_tools_are_passed_to_the_template_unless_none_may_be_called(url):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    with serving() as (engine, _, other):
+        engine.chat_template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | length }}")
+        counts = [
+            send(other, CHAT | {"tools": tools} | more, "chat/completions").json()["usage"]["prompt_tokens"]
+            for more in ({}, {"tool_choice": "auto"})
+        ]
+        assert counts[0] == counts[1]
+        engine.chat_template = ChatTemplate("{% if tools %}{{ raise_exception('tools') }}{% endif %}x")
+        assert send(other, CHAT | {"tools": tools, "tool_choice": "none"}, "chat/completions").status_code == 200
+        refused(send(other, CHAT | {"tools": tools}, "chat/completions"), param="messages")
+        body = CHAT | {"tools": tools, "parallel_tool_calls": False}
+        refused(send(other, body, "chat/completions"), param="parallel_tool_calls")

@@ -84,7 +84,7 @@ def mpt(c: Keys) -> ModelConfig:
     heads = c.count("n_heads", high=MOST_HEADS)
     norm = Norm(kind="layer", eps=c.number("layer_norm_epsilon", 1e-5, above=0))
     slopes = alibi_slopes(heads, attn.number("alibi_bias_max", 8.0, above=0))
-    own = dict(scale=attn.number("softmax_scale", None), clip_qkv=attn.number("clip_qkv", None, above=0))
+    own = dict(scale=attn.number("softmax_scale", None, above=0), clip_qkv=attn.number("clip_qkv", None, above=0))
     attn.close()
     count = c.count("n_layers", high=MOST_LAYERS)
     return ModelConfig(**decoder(c, c.count("d_model"), heads, count, slopes, norm, "gelu", **own))

@@ -86,6 +86,8 @@ def _go_together(body, is_chat) -> bool:
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
         told = "top_logprobs" not in body or body.get("logprobs") is True
         taken = {"messages", "tools", "documents", "add_generation_prompt"} & set(body.get("chat_template_kwargs", ()))
+        if body.get("tools") and body.get("parallel_tool_calls") is False:
+            return False
         fine = "messages" in body and told and len(set(map(str, limits))) < 2 and not taken
         return fine and (not body.get("continue_final_message") or _can_continue(body))
     return "prompt" in body
