@@ -114,7 +114,7 @@ def main() -> None:
     replay(engine, batches)  # untimed
     device = statistics.median(replay(engine, batches) for _ in range(args.rounds)) / args.dispatches
     served = sum(seconds) / args.dispatches
-    layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.model.backend)
+    layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.runner.model.backend)
     row = dict(
         bench="engine_step", small=args.small, requests=requests, burst=BURST, dispatches=args.dispatches,
         backend=layer.backend_name, served_ms=served * 1e3, served_median_ms=statistics.median(seconds) * 1e3,

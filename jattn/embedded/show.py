@@ -89,7 +89,7 @@ def judge(engine: Engine, asked: list[Problem], outputs: list[RequestOutput]) ->
 
 def _print_summary(engine: Engine, seconds: float, peak: float, verdict: Verdict) -> None:
     stats = engine.stats
-    layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.model.backend)
+    layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.runner.model.backend)
     rows = {
         "attention backend": layer.backend_name,
         "sums right": f"{verdict.right} of {REQUESTS}, none of them trained on",

@@ -8,13 +8,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn.backends import Feature, explain
+from jattn.backends import Feature, explain, resolve
 from jattn.engine.blocks import first_parent
 from jattn.engine.outputs import Completion, FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams, is_encodable
 from jattn.engine.scheduler import Limits
 from jattn.engine.step import Model
 from jattn.engine.tokenizer import Tokenizer
+from jattn.errors.arguments import boolean, dtype_name, integer, optional, text
+
+OPTIONS = dict(
+    num_blocks=optional(integer(1)), block_size=integer(1), max_num_seqs=integer(1), max_num_batched_tokens=integer(1),
+    max_model_len=optional(integer(1)), max_burst=optional(integer(1)), cache_dtype=optional(dtype_name), backend=text,
+    prefix_caching=boolean, deterministic=boolean, seed=optional(integer(0, 2**63 - 1)),
+)  # fmt: skip
+"""What each of the Engine's options must be."""
 
 
 def model_of(config: Any, caches: Many, forward: Callable | None, backend: str, deterministic: bool) -> Model:
@@ -24,6 +32,9 @@ def model_of(config: Any, caches: Many, forward: Callable | None, backend: str, 
 
         forward = models.forward
     if not deterministic:
+        if backend != "auto":  # refused here with every reason, not by the first request
+            for layer, cache in zip(config.layers, caches, strict=True):
+                resolve(layer.attention, cache.spec, backend=backend)
         return Model(forward, config, backend)
     able = None
     for layer, cache in zip(config.layers, caches, strict=True):
@@ -54,7 +65,7 @@ def check(
         wrong["salt"] = f"salt={salt!a} must be text without surrogates"
     try:
         tokens = tuple(_tokens(prompt, tokenizer))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last: an array that was deleted
         return (), wrong | {"prompt": str(error)}
     if not tokens:
         wrong["prompt"] = "the prompt is empty: there is no token to continue from"
@@ -80,7 +91,7 @@ def _outside(ids: tuple[int, ...], vocab_size: int) -> str:
 
 def prompts_of(prompts: Any) -> list:
     """One prompt (a text, or token ids) or several of them, as a list."""
-    if isinstance(prompts, str) or not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, (str, bytes, bytearray)) or not hasattr(prompts, "__iter__"):
         return [prompts]
     if isinstance(prompts, (np.ndarray, jax.Array)):
         return [prompts] if prompts.ndim < 2 else list(prompts)
@@ -113,6 +124,10 @@ def _tokens(prompt: str | Many[int], tokenizer: Tokenizer | None) -> list[int]:
         if not is_encodable(prompt):
             raise ValueError("the prompt holds a surrogate, which is no character and cannot be encoded as UTF-8")
         return tokenizer.encode(prompt)
+    if isinstance(prompt, (bytes, bytearray)):
+        raise ValueError("a prompt of bytes is neither text nor token ids: decode it, or give list(prompt)")
+    if isinstance(prompt, (list, tuple)) and any(isinstance(token, (bool, np.bool_)) for token in prompt):
+        raise ValueError("a prompt must be text or a list of token ids, and a bool is no token id")
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(f"a prompt must be text or a list of token ids, not shape {ids.shape} of {ids.dtype}")

@@ -14,22 +14,23 @@ import jax
 import numpy as np
 
 from jattn.cache import PagedKV
-from jattn.engine import admission, sizing
+from jattn.engine import admission, interrupts, sizing
 from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
 from jattn.engine.chat import ChatTemplate, load_chat_template
 from jattn.engine.flight import Flight, Landed, behind, kept_on_device
 from jattn.engine.outputs import FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams
 from jattn.engine.requests import LiveRequests
-from jattn.engine.response import Request, Response, unforeseen
+from jattn.engine.response import Request, unforeseen
 from jattn.engine.runner import Runner
 from jattn.engine.scheduler import Limits, Scheduler, StepPlan
 from jattn.engine.sequence import Sequence, final_length, seed_of
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
-from jattn.engine.step import NOT_SAMPLED, Model
+from jattn.engine.step import NOT_SAMPLED
 from jattn.engine.tables import BlockTables, most_blocks
 from jattn.engine.tokenizer import Tokenizer, load_tokenizer
+from jattn.errors.arguments import takes
 
 Prompt = str | Many[int]
 
@@ -46,11 +47,12 @@ class Engine:
     docs/serving.md says what this costs.
 
     An exception in a step fails the requests of that step only. If the device itself no longer computes, step raises
-    EngineDeadError: start a new process.
+    EngineDeadError: start a new process. A Ctrl-C takes effect between two calls, not inside one: nothing is lost.
 
     seed: makes the seeds of requests that have none; None: fresh entropy.
     """
 
+    @takes(**admission.OPTIONS)
     def __init__(
         self,
         config: Any,
@@ -123,14 +125,16 @@ class Engine:
         an interrupt ends this call, its requests are aborted.
         """
         prompts = admission.prompts_of(prompts)
-        many = [params or SamplingParams()] * len(prompts) if not isinstance(params, (list, tuple)) else params
+        many = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(many) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(many)} SamplingParams: give one, or one a prompt")
         mine: dict[str, RequestOutput | None] = {}
         others: dict[str, RequestOutput] = {}
         try:
             for prompt, each in zip(prompts, many, strict=True):
-                mine[self.add_request(prompt, each)] = None
+                id = self._new_id()
+                mine[id] = None  # before it is added: an interrupt in between must find it
+                self.add_request(prompt, each, request_id=id)
             while None in mine.values():
                 for output in self.step():
                     if output.id not in mine:
@@ -138,9 +142,10 @@ class Engine:
                     elif output.finished:
                         mine[output.id] = output
         finally:
-            for id in [id for id, output in mine.items() if output is None]:
-                self.abort(id)
-            self._untold = [*others.values(), *(output for output in self._untold if output.id not in mine)]
+            with interrupts.held():
+                for id in [id for id, output in mine.items() if output is None]:
+                    self.abort(id)
+                self._untold = [*others.values(), *(output for output in self._untold if output.id not in mine)]
         return [output for output in mine.values() if output is not None]
 
     def drain(self) -> Iterator[RequestOutput]:
@@ -154,6 +159,7 @@ class Engine:
         """Has step() anything to compute or to return?"""
         return bool(self._live or self._untold)
 
+    @interrupts.held()
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, salt: str = ""
     ) -> str:
@@ -167,7 +173,7 @@ class Engine:
         id = self._new_id() if request_id is None else request_id
         if not isinstance(id, str) or not id:
             raise ValueError(f"request_id={id!r} must be a string that is not empty")
-        if id in self._live or any(output.id == id for output in self._untold):
+        if self._is_taken(id):
             raise ValueError(f"request {id!r} is still running; choose another id")
         self._stats = self._stats.plus(requests=1)
         tokens, wrong = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
@@ -178,16 +184,12 @@ class Engine:
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         self._next_name += 1
         root = admission.root_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
-        request = Request(id, tokens, [])
-        for index in range(params.n):
-            name = f"{self._next_name}.{index}"  # our own: a user's request_id may have any form
-            seq = Sequence(name, tokens, params, seed_of(seed, index), root)
-            stop_ids = stop_ids_of(seq, self.config.eos_token_ids)
-            response = Response.of(id, seq, index, stop_ids, self.limits.max_model_len, self.tokenizer)
-            request.responses.append(response)
+        seqs = [Sequence(f"{self._next_name}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
+        longest, eos = self.limits.max_model_len, self.config.eos_token_ids
+        request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], longest, self.tokenizer)
         self._live.add(request)  # only now: everything that may raise has been done
-        for response in request.responses:
-            self.scheduler.add(response.seq)
+        for seq in seqs:
+            self.scheduler.add(seq)
         return id
 
     def step(self) -> list[RequestOutput]:
@@ -197,14 +199,20 @@ class Engine:
         device does not wait for the host. (On a GPU, sending a loop returns only when its last step begins.) A row that
         the host ends meanwhile is computed once more for nothing.
         """
-        self.runner.must_be_awake("step()")
+        self._take_step()
         outputs, self._untold = self._untold, []
+        return outputs
+
+    @interrupts.held()
+    def _take_step(self) -> None:
+        """Take a step. Its outputs are kept until step() returns them, also if an interrupt comes first."""
+        self.runner.must_be_awake("step()")
         try:
-            return outputs + self._advance()
+            self._untold += self._advance()
         except Exception as error:  # of any kind: the other requests go on
-            return outputs + self._contain(error)
-        except BaseException:  # an interrupt: the rows of this step are computed again later
-            self._untold = outputs + self._start_over(new_caches=True)
+            self._untold += self._contain(error)
+        except BaseException:  # raised by something that we called: the rows of this step are computed again later
+            self._untold += self._start_over(new_caches=True)
             raise
 
     def _advance(self) -> list[RequestOutput]:
@@ -239,7 +247,7 @@ class Engine:
             if self._live:
                 raise AssertionError("requests wait, but the scheduler planned nothing")
             return None
-        self._note(plan)
+        self._stats = self._stats.plus(**self._live.count_plan(plan))
         seqs = {row.id: self._live.response(row.id).seq for row in plan.rows}
         lanes = lanes_of(plan, self.shapes)
         batch = batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids)
@@ -256,9 +264,10 @@ class Engine:
         steps = int((tokens != NOT_SAMPLED).any(axis=1).sum()) or 1
         return Landed(moved, self._live.outputs(moved), steps, seconds)
 
+    @interrupts.held()
     def abort(self, request_id: str) -> bool:
         """Stop a request and free its blocks at once; False where no such request is served."""
-        request = self._live.get(request_id)
+        request = self._live.get(request_id) if isinstance(request_id, str) else None
         if request is None:
             return False
         for response in request.responses:
@@ -274,11 +283,6 @@ class Engine:
     def caches(self) -> tuple[PagedKV, ...] | None:
         """The pools on the device, one a layer; None while the engine sleeps."""
         return self.runner.caches
-
-    @property
-    def model(self) -> Model:
-        """What every dispatch calls."""
-        return self.runner.model
 
     @property
     def stats(self) -> Stats:
@@ -309,6 +313,7 @@ class Engine:
         self.runner.must_be_awake("params")
         return jax.tree.map(lambda x: x, self.runner.params)
 
+    @interrupts.held()
     def update_weights(self, params: Any) -> None:
         """Serve other weights of the same form from the next step on.
 
@@ -321,6 +326,7 @@ class Engine:
         exchange()
         self._untold += self._start_over(weights_version=self.tables.weights_version + 1)
 
+    @interrupts.held()
     def sleep(self) -> None:
         """Free the device's memory: the weights move to the host, the caches are dropped. Requests may be added and
         aborted meanwhile; they go on after wake()."""
@@ -330,6 +336,7 @@ class Engine:
             self._untold += self._start_over()
             self.runner.sleep()
 
+    @interrupts.held()
     def wake(self) -> None:
         """Undo sleep(): weights and empty caches are on the device again."""
         self.runner.must_be_alive()
@@ -351,9 +358,7 @@ class Engine:
         """Fail the rows of the step that raised; all others are computed again, in new caches."""
         plan, scheduler = self._plan, self.scheduler
         blamed = [row.id for row in plan.rows] if plan and plan.rows else None
-        if (
-            blamed is None
-        ):  # schedule() itself raised: fail the running and the first waiting, or the next step raises too
+        if blamed is None:  # schedule() itself raised. The next one would too: fail all that it looks at.
             blamed = [seq.id for seq in (*scheduler.running, *list(scheduler.waiting)[:1])]
         log.error("a step failed, and with it the sequences %s", ", ".join(blamed), exc_info=error)
         self._stats = self._stats.plus(failed=self._live.fail(blamed, unforeseen(error)))
@@ -382,17 +387,11 @@ class Engine:
 
     def _new_id(self) -> str:
         """An id that no request has: a user may have chosen one of the same form."""
-        while (id := f"request-{self._next_id}") in self._live:
+        while self._is_taken(id := f"request-{self._next_id}"):
             self._next_id += 1
         self._next_id += 1
         return id
 
-    def _note(self, plan: StepPlan) -> None:
-        for id, hit in plan.admitted:
-            response = self._live.response(id)
-            if response.seq.num_preemptions == 0:
-                response.num_cached = hit
-                self._stats = self._stats.plus(prompt_tokens=len(response.seq.prompt), cached_tokens=hit)
-        if plan.preempted:
-            self._stats = self._stats.plus(preemptions=len(plan.preempted))
-            log.info("preempted %s: the pool is full", ", ".join(self._live.ids_of(plan.preempted)))
+    def _is_taken(self, id: str) -> bool:
+        """Is a request of this id running, or its last output not yet returned?"""
+        return id in self._live or any(output.id == id for output in self._untold)

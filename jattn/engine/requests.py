@@ -1,5 +1,6 @@
 """The requests that are being served, by id, and their completions, by sequence."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 
@@ -9,9 +10,11 @@ from jattn.engine.flight import Flight, logprob_of
 from jattn.engine.outputs import FinishReason, RequestOutput
 from jattn.engine.response import Request, Response
 from jattn.engine.sampling import Sampled
-from jattn.engine.scheduler import Row, Scheduler
+from jattn.engine.scheduler import Row, Scheduler, StepPlan
 from jattn.engine.sequence import Sequence
 from jattn.engine.step import NOT_SAMPLED
+
+log = logging.getLogger("jattn.engine")
 
 
 class LiveRequests:
@@ -63,6 +66,18 @@ class LiveRequests:
         for id in ids:
             if all(response.finish_reason is not None for response in self._requests[id].responses):
                 self.drop(self._requests[id])
+
+    def count_plan(self, plan: StepPlan) -> Counter[str]:
+        """What a plan adds to the stats; tells each request what the prefix cache saved it."""
+        counts = Counter(preemptions=len(plan.preempted))
+        for seq_id, hit in plan.admitted:
+            response = self._responses[seq_id]
+            if response.seq.num_preemptions == 0:
+                response.num_cached = hit
+                counts.update(prompt_tokens=len(response.seq.prompt), cached_tokens=hit)
+        if plan.preempted:
+            log.info("preempted %s: the pool is full", ", ".join(self.ids_of(plan.preempted)))
+        return counts
 
     def fail(self, seq_ids: Iterable[str], why: str) -> int:
         """End these completions with an error; returns how many had not ended before."""

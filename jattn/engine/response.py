@@ -121,6 +121,14 @@ class Request:
     prompt: tuple[int, ...]
     responses: list[Response]
 
+    @classmethod
+    def of(
+        cls, id: str, prompt: tuple[int, ...], seqs: list[Sequence], stop_ids, longest: int, tokenizer: Tokenizer | None
+    ) -> "Request":
+        """A completion for each sequence; stop_ids: of each."""
+        each = enumerate(zip(seqs, stop_ids, strict=True))
+        return cls(id, prompt, [Response.of(id, seq, i, ids, longest, tokenizer) for i, (seq, ids) in each])
+
     def output(self) -> RequestOutput:
         """So far."""
         return RequestOutput(

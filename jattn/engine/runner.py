@@ -71,6 +71,8 @@ class Runner:
     def _cause(self, error: Exception) -> str:
         if any(x.is_deleted() for x in jax.tree.leaves(self.params)):
             return "the weights were deleted or donated after the engine was given them"
+        if not isinstance(error, RuntimeError):  # XLA's own errors are
+            return f"the model's program cannot be made ({type(error).__name__}: {error})"
         return f"the device no longer computes ({type(error).__name__})"
 
     def must_be_alive(self) -> None:

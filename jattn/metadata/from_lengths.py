@@ -97,6 +97,7 @@ def from_lengths(
     num_tokens=integer(0),
     max_query_len=optional(integer(0)),
     max_seq_len=optional(integer(0)),
+    final_seq_lens=optional(integers(1)),
 )
 def from_traced(
     query_start_loc,
@@ -125,6 +126,8 @@ def from_traced(
     each = None if one else as_array("causal", causal, "bools", (1,))
     if each is not None and each.shape != (rows,):
         raise ValueError(f"causal.shape={each.shape} must be ({rows},): one bool a request, or one bool")
+    if final_seq_lens is not None and final_seq_lens.shape != (rows,):
+        raise ValueError(f"final_seq_lens.shape={final_seq_lens.shape} must be ({rows},): one length a request")
     used = (start[1:] > start[:-1]) | (seq_lens > 0)
     last = jnp.max(jnp.where(used, jnp.arange(1, rows + 1), 0), initial=0)
     meta = CommonAttentionMetadata(

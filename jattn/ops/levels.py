@@ -138,7 +138,7 @@ def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
             start=start,
             query_len=level.query_lens(),
             kv_len=jnp.asarray(level.seq_lens),
-            kv_offset=offset[jnp.minimum(start, max(last.num_tokens - 1, 0))],
+            kv_offset=offset[jnp.minimum(start, last.num_tokens - 1)] if last.num_tokens else jnp.zeros_like(start),
             position=position,
             causal=causal,
             **_reach(last, position),

@@ -1,14 +1,19 @@
 """What fails in a step fails the rows of that step; everybody else gets the answer of a quiet engine."""
 
+import contextlib
 import logging
+import signal
 import threading
+import time
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jattn.engine import ByteTokenizer, Engine, SamplingParams, flight, warming
+from jattn.engine import ByteTokenizer, Engine, SamplingParams, flight, interrupts, warming
 from jattn.engine.tables import BlockTables
-from jattn.errors import EngineDeadError
+from jattn.errors import EngineDeadError, UnsupportedError
 from tests.engine import fake
 
 HYBRID = fake.FakeConfig(
@@ -147,7 +152,11 @@ def test_only_a_device_that_no_longer_computes_ends_the_engine(monkeypatch, fail
     served.add_request([5, 6])
     (output,) = served.step()
     assert output.error, "one failure, and the device computes: the engine goes on"
-    monkeypatch.setattr(warming, "dispatch", lambda *args: 1 / 0)
+
+    def broken(*args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device is gone")
+
+    monkeypatch.setattr(warming, "dispatch", broken)
     served.add_request([5, 6])
     for call in (served.step, served.step, lambda: served.add_request([5]), served.sleep, served.warmup):
         with pytest.raises(EngineDeadError, match="no longer computes .* new engine"):
@@ -194,3 +203,88 @@ def test_weights_that_somebody_deletes_are_named_as_the_cause(failing):
     served.add_request([5, 6])
     with pytest.raises(EngineDeadError, match="the weights were deleted or donated"):
         served.step()
+
+
+class Interrupting(ByteTokenizer):
+    """A real SIGINT comes while the n-th piece of text is read, in the reader's thread or in the step's own."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.calls, self.when = 0, when
+
+    def decode(self, token_ids):
+        self.calls += 1
+        if self.calls in self.when:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.002)
+        return super().decode(token_ids)
+
+
+@pytest.mark.parametrize("first", [3, 8, 17, 29])
+def test_a_ctrl_c_in_a_step_changes_no_token_and_no_text(first):
+    config = fake.FakeConfig(eos_token_ids=())
+    tokenizer = Interrupting(())
+    served = engine(config, tokenizer=tokenizer, max_num_seqs=4)
+    prompts, params = [[5, 6], [7, 8, 9], [20, 21]], SamplingParams(max_tokens=24, **GREEDY)
+    want = [(output.token_ids, output.text) for output in served.generate(prompts, params)]
+    served.update_weights(fake.PARAMS)  # nothing is cached any more
+    ids = [served.add_request(prompt, params) for prompt in prompts]
+    tokenizer.calls, tokenizer.when = 0, (first, first + 1, first + 6)
+    found, interrupts_seen = {}, 0
+    while served.has_work:
+        try:
+            found |= {output.id: output for output in served.step()}
+        except KeyboardInterrupt:
+            interrupts_seen += 1
+    assert 1 <= interrupts_seen <= 3
+    assert [(found[id].token_ids, found[id].text) for id in ids] == want
+    again = served.generate(prompts, params)
+    assert [(output.token_ids, output.text) for output in again] == want, "a later request found wrong keys"
+    for pool in served.tables.pools:
+        pool.check({})
+
+
+def test_an_interrupt_is_held_until_a_change_is_whole():
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        signal.raise_signal(signal.SIGINT)
+        done.append(True)
+    assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_between_two_weights_serves_no_key_of_the_old_ones(monkeypatch):
+    """Wherever the signal comes in update_weights, sleep and wake."""
+    config, params = fake.FakeConfig(eos_token_ids=()), SamplingParams(max_tokens=6, **GREEDY)
+    prompt = list(range(5, 30))
+    served = engine(config)
+    served.generate([prompt], params)
+    for name in ("_settle", "_start_over"):
+        real = getattr(served, name)
+        monkeypatch.setattr(
+            served, name, lambda *a, real=real, **k: (signal.raise_signal(signal.SIGINT), real(*a, **k))[1]
+        )
+    cached = served.stats.cached_tokens
+    for change in (lambda: served.update_weights(fake.PARAMS), served.sleep, served.wake):
+        with contextlib.suppress(KeyboardInterrupt):
+            change()
+    assert served.generate([prompt], params)[0].token_ids == answer(prompt, 6, config)
+    assert served.stats.cached_tokens == cached and served.tables.weights_version == 1
+
+
+def test_a_backend_that_cannot_is_refused_when_the_engine_is_made():
+    with pytest.raises(UnsupportedError, match="does not take"):
+        engine(fake.FakeConfig(), backend="pallas_tpu")
+    with pytest.raises(ValueError, match="nope"):
+        engine(fake.FakeConfig(), backend="nope")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("prefix_caching", "no"), ("deterministic", 1), ("num_blocks", "x"), ("block_size", 0), ("max_num_seqs", True),
+     ("max_model_len", 1.5), ("seed", -1), ("seed", "x"), ("max_burst", 0), ("backend", None),
+     ("cache_dtype", "int99")],
+)  # fmt: skip
+def test_every_option_of_an_engine_is_checked(option, value):
+    with pytest.raises((ValueError, TypeError), match=option):
+        engine(**{option: value})
+    assert engine(max_num_seqs=np.int64(4), block_size=np.int32(4)).limits.max_num_seqs == 4

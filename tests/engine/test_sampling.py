@@ -121,7 +121,7 @@ def test_every_mistake_is_named_at_once():
     for bad, sentence in (
         (dict(temperature=float("nan")), "temperature=nan must be a number from 0"),
         (dict(temperature=0, n=2), "n=2 with temperature=0"),
-        (dict(repetition_penalty=0), "repetition_penalty=0 must be a number above 0"),
+        (dict(repetition_penalty=0), "repetition_penalty=0 must be a number from 0.01"),
         (dict(max_tokens=1.5), "max_tokens=1.5 must be an integer"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -41,7 +41,7 @@ def defined(name: str, length: int) -> np.ndarray:
 
 @pytest.mark.parametrize("position", [131071, 1048575])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_cos_and_sin_late_in_a_context_are_those_of_float64(name, position):
+def test_r38_cos_and_sin_late_in_a_context_are_those_of_float64(name, position):
     scaling = SCALINGS[name]
     positions = position - np.array([0, 1, 2, 4321, position - 7])
     turn = jax.jit(lambda at, lengths: Rope(dim=DIM, theta=THETA, scaling=scaling).angles(at, lengths))

@@ -61,7 +61,7 @@ def test_the_fuzzer_finds_a_server_that_is_wrong(mutant, run, monkeypatch, capsy
     assert "WRONG" in capsys.readouterr().err
 
 
-def test_texts_under_load_are_those_of_quiet_runs_and_no_stream_is_lost(engine, monkeypatch):
+def test_r37_texts_under_load_are_those_of_quiet_runs_and_no_stream_is_lost(engine, monkeypatch):
     """R-37, in small: 32 clients with random sleeps, a quarter of them leaving."""
     monkeypatch.setattr(load, "GROWTH", 10**6)  # too short to tell
     assert load.load(32, 2, 1, engine) == 0

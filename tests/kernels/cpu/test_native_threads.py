@@ -60,7 +60,7 @@ print(len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 33)
 
 
 @needs_library
-def test_every_number_of_threads_gives_the_same_right_answer():
+def test_r42_every_number_of_threads_gives_the_same_right_answer():
     environment = {**os.environ, "NPROC": "33", "JAX_PLATFORMS": "cpu"}  # the size of XLA's pool
     root = pathlib.Path(__file__).parents[3]
     command = [sys.executable, "-c", IN_A_POOL_OF_33]
