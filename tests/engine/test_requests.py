@@ -171,6 +171,8 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_finite():
     for temperature in (1e-45, 1e-38, 1e-30):
         (output,) = served.generate([[5, 6]], SamplingParams(max_tokens=9, temperature=temperature, ignore_eos=True))
         assert output.token_ids == answer([5, 6], 9)
+    never = {"bias": np.where(fake.PARAMS["bias"] < 0, -np.inf, 0).astype(np.float32)}  # at 1e6, -1000 is no hindrance
+    served = Engine(CONFIG, never, forward=fake.forward, **SIZES)
     for options in (dict(temperature=1e6), dict(repetition_penalty=1e-2), dict(repetition_penalty=1e2)):
         (output,) = served.generate([[5, 6]], SamplingParams(max_tokens=9, ignore_eos=True, **options))
         assert len(output.token_ids) == 9 and not output.error
