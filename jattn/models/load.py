@@ -35,8 +35,8 @@ def load(
         checkpoint = Checkpoint(folder, stack, family.prefix)
         _compare_sizes(folder, tensors_of(config, family.sources), len(checkpoint.where))
         params = read_params(
-            checkpoint, family.sources(config), weights_of(config), unused=family.unused, dtype=dtype, sharding=sharding,
-            progress=progress,
+            checkpoint, family.sources(config), weights_of(config), unused=family.unused, dtype=dtype,
+            sharding=sharding, progress=progress,
         )  # fmt: skip
     return config, params
 
