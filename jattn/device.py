@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
@@ -25,12 +26,12 @@ class Chip:
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
-def devices() -> list[jax.Device]:
+def devices() -> list[Any]:
     """JAX's devices; UnsupportedError where it cannot start the platform that it is told to use."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError, without words: "cuda" in a JAX without CUDA
-        asked = jax.config.jax_platforms
+        asked = getattr(jax.config, "jax_platforms", None)
         told = f"JAX_PLATFORMS={asked}" if asked else "JAX_PLATFORMS not set"
         raise UnsupportedError(
             f"JAX finds no device with {told}: {' '.join(str(error).split()) or 'it has no such platform here'}; unset "
