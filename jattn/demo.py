@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from jattn.device import devices
 
 QUERY_LENS = (1, 1, 7, 5)
 SEQ_LENS = (37, 5, 7, 21)
@@ -32,9 +33,7 @@ def run() -> int:
     naive = np.concatenate([reference(*request, rounded=_to_bfloat16) for request in requests])
     allowed = 2 * np.abs(naive - want).max()
 
-    print(
-        f"jax {jax.__version__} on {jax.devices()[0].device_kind}: requests with {QUERY_LENS} new of {SEQ_LENS} tokens"
-    )
+    print(f"jax {jax.__version__} on {devices()[0].device_kind}: requests with {QUERY_LENS} new of {SEQ_LENS} tokens")
     print(f"{SPEC.num_heads} heads, {SPEC.num_kv_heads} kv heads, pages of {BLOCK_SIZE}, allowed error {allowed:.1e}\n")
     rows, wrong = [("backend", "max error", "ms", "verdict")], 0
     for report in jattn.explain(SPEC, CACHE):

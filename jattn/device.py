@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
+from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
 
 
@@ -24,10 +26,23 @@ class Chip:
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
+def devices() -> list[Any]:
+    """JAX's devices; UnsupportedError where it cannot start the platform that it is told to use."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError, without words: "cuda" in a JAX without CUDA
+        asked = getattr(jax.config, "jax_platforms", None)
+        told = f"JAX_PLATFORMS={asked}" if asked else "JAX_PLATFORMS not set"
+        raise UnsupportedError(
+            f"JAX finds no device with {told}: {' '.join(str(error).split()) or 'it has no such platform here'}; unset "
+            "that variable, name a platform of this machine in it, or install the JAX for the one that it names"
+        ) from error
+
+
 @functools.cache
 def detect() -> Chip:
     """The chip of JAX's default device."""
-    device = jax.devices()[0]
+    device = devices()[0]
     if device.platform == "gpu":
         capability = str(getattr(device, "compute_capability", "")).replace(".", "")
         return Chip("gpu", f"sm_{capability}" if capability else "")

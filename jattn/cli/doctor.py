@@ -9,6 +9,7 @@ import jax
 import jattn
 from jattn import demo as self_check
 from jattn.cli import screen
+from jattn.device import devices
 from jattn.engine import sizing
 
 EXTRAS = dict(models=("safetensors", "tokenizers", "jinja2", "rich"), serve=("starlette", "uvicorn"), train=("optax",))
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         ("jattn", f"{jattn.__version__}, Python {platform.python_version()}, {platform.platform()}"),
         ("jax", f"{jax.__version__}, jaxlib {_version('jaxlib')}, numpy {_version('numpy')}"),
-        *((f"device {device.id}", f"{device.platform}, {device.device_kind}") for device in jax.devices()),
+        *((f"device {device.id}", f"{device.platform}, {device.device_kind}") for device in devices()),
         ("memory a cache may take", f"{sizing.free_bytes() / 2**30:.1f} GiB"),
         *((f"extra {extra}", _extra(extra, packages)) for extra, packages in EXTRAS.items()),
         ("native CPU library", _native()),

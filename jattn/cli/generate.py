@@ -50,11 +50,21 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         return args.prompts
     if args.file is None and sys.stdin.isatty():
         raise ValueError("no prompt: give some as arguments, in --file, or on stdin")
-    text = sys.stdin.read() if args.file is None else args.file.read_text(encoding="utf-8")
-    prompts = [line for line in text.splitlines() if line]
+    prompts = [line for line in _lines(args.file) if line]
     if not prompts:
         raise ValueError("no prompt: every line is empty")
     return prompts
+
+
+def _lines(file: Path | None) -> list[str]:
+    """The lines of a file or of stdin, in UTF-8; they end with \\n or \\r\\n, and other separators are text."""
+    data = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = "stdin" if file is None else file
+        raise ValueError(f"{where} is not UTF-8 ({error.reason} at byte {error.start}): save it in UTF-8") from None
+    return [line.removesuffix("\r") for line in text.split("\n")]
 
 
 def _chat(engine: Engine, text: str) -> list[int]:

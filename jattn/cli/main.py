@@ -1,8 +1,11 @@
 """`jattn COMMAND`: the parser, and errors in one sentence."""
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jattn
 from jattn.cli import bench, demo, doctor, explain, generate, serve
@@ -12,8 +15,44 @@ EXPECTED = (ValueError, OSError, ImportError, UnsupportedError, CacheFullError)
 """What a user can cause: told in a sentence, without a traceback."""
 
 
+CLOSED_PIPE = 128 + 13
+"""The exit code of a program that SIGPIPE ends."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 when it found nothing wrong."""
+    """Run one command; the exit code is 0 when it found nothing wrong.
+
+    Where the reader of its output has gone (jattn ... | head), it ends without a word.
+    """
+    try:
+        try:
+            return _run(argv)
+        finally:  # --help leaves by SystemExit
+            _flush()
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        _discard(sys.stderr)
+        return CLOSED_PIPE
+    except OSError as error:  # a full disk
+        _discard(sys.stdout)
+        print(f"jattn: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _discard(stream: Any) -> None:
+    """What is still in its buffer goes nowhere, or Python would complain about it at its end."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # not a file of the system's
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="jattn",
         description="Paged attention for JAX: look at it, try it, measure it, serve a model with it.",
@@ -26,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
+    except BrokenPipeError:
+        raise
     except EXPECTED as error:
         print(f"jattn: {error}", file=sys.stderr)
         return 2

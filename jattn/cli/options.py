@@ -1,8 +1,9 @@
 """Options that several commands share: which model, how to serve it, how to sample."""
 
 import argparse
+import re
 
-from jattn import embedded
+from jattn import device, embedded
 from jattn.cli import screen
 from jattn.engine import Engine, SamplingParams, keep_freed_memory
 
@@ -25,7 +26,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
     """The engine that the options describe, in a process that keeps the memory it frees."""
+    if args.model == "":
+        raise ValueError("--model '' names no folder: give one, or leave --model out for the embedded model")
     keep_freed_memory()
+    device.detect()  # says so in a sentence where JAX cannot start
     options = dict(
         num_blocks=args.num_blocks,
         block_size=args.block_size,
@@ -37,8 +41,9 @@ def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
         prefix_caching=not args.no_prefix_caching,
         seed=seed,
     )
+    folder = embedded.directory() if args.model is None else args.model
     with screen.progress("loading") as report:
-        return Engine.from_pretrained(args.model or embedded.directory(), progress=report, **options)
+        return Engine.from_pretrained(folder, progress=report, **options)
 
 
 SAMPLING = dict(
@@ -67,8 +72,27 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The SamplingParams that the options describe."""
-    stop = [text.encode().decode("unicode_escape") for text in args.stop]  # --stop '\n'
+    stop = [unescaped("--stop", text) for text in args.stop]
     return SamplingParams(**{name: getattr(args, name) for name in SAMPLING}, stop=stop, ignore_eos=args.ignore_eos)
+
+
+ESCAPE = re.compile(r"\\([\\'\"abfnrtv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-3]?[0-7]{1,2})?")
+
+
+def unescaped(option: str, text: str) -> str:
+    """The text with Python's backslash escapes read, as in --stop '\\n'; everything else stays as it is."""
+
+    def read(found: re.Match[str]) -> str:
+        if found[1] is None:
+            raise ValueError("a backslash begins no escape there; write two for one")
+        return found[0].encode("ascii").decode("unicode_escape")
+
+    try:
+        made = ESCAPE.sub(read, text)
+        made.encode()  # no half of a surrogate pair
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r} cannot be read: {error}") from None
+    return made
 
 
 def warm(engine: Engine) -> int:

@@ -123,7 +123,7 @@ def boolean(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def number(above: float | None = None, finite: bool = True, least: float | None = None) -> Rule:
+def number(above: float | None = None, finite: bool = True, least: float | None = None, most: float = math.inf) -> Rule:
     """A real Python or numpy number of this range, as a float."""
 
     def check(name: str, value: Any) -> float:
@@ -140,6 +140,8 @@ def number(above: float | None = None, finite: bool = True, least: float | None 
             raise ValueError(
                 f"{name}={short(value)} must be {f'> {above:g}' if above is not None else f'>= {least:g}'}"
             )
+        if finite and plain > most:
+            raise ValueError(f"{name}={short(value)} must be at most {most:g}")
         return plain
 
     return check

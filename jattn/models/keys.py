@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -39,6 +38,8 @@ MISSING: Any = object()
 
 MOST = 2**31 - 1
 """The largest count in a config: token ids and lengths are int32."""
+TINY, VAST = 1e-18, 1e18
+"""Sizes of a config's numbers that are not zero: they are float32 on the device, and their squares must be too."""
 
 
 class Keys:
@@ -65,16 +66,26 @@ class Keys:
         return self._checked(name, default, fits, f"an integer from {low} to {high}")
 
     def number(self, name: str, default: Any = MISSING, *, above: float = -math.inf, most: float = math.inf) -> Any:
-        """A finite number over `above`, at most `most`, as a float."""
-        limits = "".join([f" above {above}"] * (above > -math.inf) + [f" of at most {most}"] * (most < math.inf))
-        value = self._checked(name, default, lambda x: _is_number(x) and above < x <= most, f"a finite number{limits}")
+        """A finite number over `above`, at most `most`, as a float; 0, or of a size from TINY to VAST."""
+        limits = f"{f' above {above:g}' if above > -math.inf else ''} of at most {min(most, VAST):g}"
+        fits = lambda x: _is_number(x) and above < x <= most
+        value = self._checked(name, default, fits, f"a finite number{limits}, of size 0 or at least {TINY:g}")
         return float(value) if _is_number(value) else value
 
-    def numbers(self, name: str, *, above: float = -math.inf) -> tuple[float, ...]:
-        """A list of finite numbers over `above`."""
-        fits = lambda x: isinstance(x, list | tuple) and x and all(_is_number(n) and n > above for n in x)
-        limit = f" above {above}" if above > -math.inf else ""
-        return tuple(map(float, self._checked(name, MISSING, fits, f"a list of finite numbers{limit}")))
+    def within(self, name: str, limits: tuple[float, float], default: Any = MISSING) -> Any:
+        """A number between two limits, as a float."""
+        fits = lambda x: _is_number(x) and limits[0] <= x <= limits[1]
+        value = self._checked(name, default, fits, "a number from {:g} to {:g}".format(*limits))
+        return float(value) if _is_number(value) else value
+
+    def numbers_within(self, name: str, limits: tuple[float, float]) -> tuple[float, ...]:
+        """A list of such numbers."""
+        fits = lambda x: (
+            isinstance(x, list | tuple) and x and all(_is_number(n) and limits[0] <= n <= limits[1] for n in x)
+        )
+        return tuple(
+            map(float, self._checked(name, MISSING, fits, "a list of numbers from {:g} to {:g}".format(*limits)))
+        )
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
@@ -136,7 +147,7 @@ class Keys:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
+    return isinstance(x, int | float) and not isinstance(x, bool) and (x == 0 or TINY <= abs(x) <= VAST)
 
 
 def _is_index(x: Any, most: int) -> bool:

@@ -12,6 +12,7 @@ from jattn.models.families import FAMILIES
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json, shown
 from jattn.models.keys import Keys
+from jattn.models.names import tensors_of
 from jattn.models.shapes import weights_of
 
 
@@ -30,14 +31,27 @@ def load(
     """
     folder = Path(directory)
     config, family = _translated(folder)
-    table = family.sources(config)
     with contextlib.ExitStack() as stack:
         checkpoint = Checkpoint(folder, stack, family.prefix)
+        _compare_sizes(folder, tensors_of(config, family.sources), len(checkpoint.where))
         params = read_params(
-            checkpoint, table, weights_of(config), unused=family.unused, dtype=dtype, sharding=sharding,
-            progress=progress,
+            checkpoint, family.sources(config), weights_of(config), unused=family.unused, dtype=dtype,
+            sharding=sharding, progress=progress,
         )  # fmt: skip
     return config, params
+
+
+MOST_MISSING = 10_000
+"""Up to so many missing tensors are looked for one by one, and named."""
+
+
+def _compare_sizes(folder: Path, wanted: int, there: int) -> None:
+    """ValueError if a config asks for far more than the files have: to list it could take minutes and all memory."""
+    if wanted > there + MOST_MISSING:
+        raise ValueError(
+            f"{folder / 'config.json'} asks for {wanted} tensors in its layers and experts, and the *.safetensors "
+            f"beside it have {there}: the two do not belong together"
+        )
 
 
 def config_of(values: dict[str, Any]) -> ModelConfig:

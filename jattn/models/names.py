@@ -1,12 +1,13 @@
 """Where each weight of ours lies in a checkpoint: a table of paths, tensor names and what to do on the way."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import numpy as np
 
-from jattn.models.config import ModelConfig
+from jattn.models.config import LayerConfig, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,17 @@ def sources(
         for path, (names, make) in layer(index).items():
             table[f"layers.{index}.{path}"] = Source(tuple(at + name for name in _tuple(names)), make)
     return table
+
+
+def tensors_of(config: ModelConfig, sources: Callable[[ModelConfig], dict[str, Source]]) -> int:
+    """How many tensors a checkpoint has for the layers, counted from one layer of each kind: every other is alike."""
+
+    def count(*layers: LayerConfig) -> int:
+        table = sources(dataclasses.replace(config, layers=layers))
+        return len({name for source in table.values() for name in source.names})
+
+    kinds = collections.Counter(config.layers)
+    return sum(times * (count(layer, layer) - count(layer)) for layer, times in kinds.items())
 
 
 def _tuple(names: Any) -> tuple[str, ...]:

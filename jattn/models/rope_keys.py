@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 from jattn.errors import UnsupportedError
-from jattn.models.keys import Keys
+from jattn.models.keys import MISSING, Keys
 from jattn.nn import DynamicNTK, Linear, Llama3, LongRope, Rope, Scaling, Yarn
-from jattn.nn.rope_scaling import yarn_magnitude
+from jattn.nn.rope_scaling import FACTORS, MOST_THETA, yarn_magnitude
 
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers; rope_parameters may hold an object for each."""
@@ -51,7 +51,7 @@ def rope_from(
     r: Keys, head_dim: int, max_positions: int, trained: int | None = None, interleaved=False, partial=False
 ) -> Rope:
     """The Rope of one flat object. trained: original_max_position_embeddings beside it, which comes first."""
-    theta, scaling = r.number("rope_theta", above=1), scaling_of(r, max_positions, trained)
+    theta, scaling = theta_of(r, "rope_theta"), scaling_of(r, max_positions, trained)
     fraction = r.number("partial_rotary_factor", 1.0, above=0, most=1)
     r.close()
     dim = int(head_dim * fraction)
@@ -65,6 +65,11 @@ def rope_from(
             f"{dim // 2} pairs of a head are turned"
         )
     return Rope(dim=dim, theta=theta, scaling=scaling, interleaved=interleaved)
+
+
+def theta_of(r: Keys, name: str, default: Any = MISSING) -> float:
+    """The base of the frequencies."""
+    return r.number(name, default, above=1, most=MOST_THETA)
 
 
 def scaling_of(r: Keys, max_positions: int, trained: int | None = None) -> Scaling:
@@ -88,34 +93,34 @@ def _default(r: Keys, max_positions: int, trained: int | None) -> Scaling:
 
 
 def _linear(r: Keys, max_positions: int, trained: int | None) -> Scaling:
-    return Linear(factor=_factor(r))
+    return Linear(factor=r.within("factor", FACTORS))
 
 
 def _dynamic(r: Keys, max_positions: int, trained: int | None) -> Scaling:
     r.ignore("original_max_position_embeddings")  # transformers stretches from max_position_embeddings on
-    return DynamicNTK(factor=r.number("factor", above=0), trained_length=max_positions)
+    return DynamicNTK(factor=r.within("factor", FACTORS), trained_length=max_positions)
 
 
 def _llama3(r: Keys, max_positions: int, trained: int | None) -> Scaling:
-    low, high = r.number("low_freq_factor", above=0), r.number("high_freq_factor", above=0)
-    if low == high:
-        r.refuse("low_freq_factor", "must differ from high_freq_factor")
+    low, high = r.within("low_freq_factor", FACTORS), r.within("high_freq_factor", FACTORS)
+    if low >= high:
+        r.refuse("low_freq_factor", f"must be below high_freq_factor={high:g}")
     length = trained_length(r, max_positions, trained)
-    return Llama3(factor=_factor(r), low_freq_factor=low, high_freq_factor=high, trained_length=length)
+    return Llama3(factor=r.within("factor", FACTORS), low_freq_factor=low, high_freq_factor=high, trained_length=length)
 
 
 def _yarn(r: Keys, max_positions: int, trained: int | None) -> Scaling:
     trained = trained_length(r, max_positions, trained)
-    factor = _factor(r, max_positions / trained)
-    magnitude = r.number("attention_factor", None, above=0)
-    weight, weight_all = r.number("mscale", None), r.number("mscale_all_dim", None)
+    factor = _factor(r, max_positions, trained)
+    magnitude = r.within("attention_factor", FACTORS, None)
+    weight, weight_all = (r.within(name, MSCALES, None) for name in ("mscale", "mscale_all_dim"))
     if magnitude is None and weight and weight_all:
         magnitude = yarn_magnitude(factor, weight) / yarn_magnitude(factor, weight_all)
     return Yarn(
         factor=factor,
         trained_length=trained,
-        beta_fast=r.number("beta_fast", 32.0, above=0),
-        beta_slow=r.number("beta_slow", 1.0, above=0),
+        beta_fast=r.within("beta_fast", FACTORS, 32.0),
+        beta_slow=r.within("beta_slow", FACTORS, 1.0),
         truncate=r.flag("truncate", True),
         magnitude=magnitude,
     )
@@ -123,15 +128,27 @@ def _yarn(r: Keys, max_positions: int, trained: int | None) -> Scaling:
 
 def _longrope(r: Keys, max_positions: int, trained: int | None) -> Scaling:
     trained = trained_length(r, max_positions, trained)
-    factor = _factor(r, max_positions / trained)
+    factor = _factor(r, max_positions, trained)
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    short, long = (r.numbers(f"{name}_factor", above=0) for name in ("short", "long"))
-    magnitude = r.number("attention_factor", usual, above=0)
+    short, long = (r.numbers_within(f"{name}_factor", FACTORS) for name in ("short", "long"))
+    magnitude = r.within("attention_factor", FACTORS, usual)
     return LongRope(short=short, long=long, trained_length=trained, magnitude=magnitude)
 
 
-def _factor(r: Keys, usual: Any = None) -> float:
-    return r.number("factor", above=0) if usual is None else r.number("factor", usual, above=0)
+MSCALES = (0.0, 1000.0)
+"""Limits of yarn's mscale and mscale_all_dim: a negative one could make a magnitude of 0."""
+
+
+def _factor(r: Keys, max_positions: int, trained: int) -> float:
+    """The factor; where it is absent, what makes the positions of the trained length."""
+    usual = max_positions / trained
+    factor = r.within("factor", FACTORS, usual)
+    if not FACTORS[0] <= factor <= FACTORS[1]:
+        raise ValueError(
+            f"{r.where}: factor is absent, and max_position_embeddings={max_positions} / "
+            f"original_max_position_embeddings={trained} is not a number from {FACTORS[0]:g} to {FACTORS[1]:g}"
+        )
+    return factor
 
 
 METHODS = {

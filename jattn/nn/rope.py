@@ -17,7 +17,7 @@ from jattn.errors.arguments import (
     reals,
     takes,
 )
-from jattn.nn.rope_scaling import Scaling
+from jattn.nn.rope_scaling import MOST_THETA, Scaling
 from jattn.types import pytree, static
 
 
@@ -43,7 +43,9 @@ class Rope:
     interleaved: bool = False
 
     def __post_init__(self):
-        check_fields(self, dim=integer(), theta=number(above=0), scaling=kind(Scaling), interleaved=boolean)
+        check_fields(
+            self, dim=integer(), theta=number(above=1, most=MOST_THETA), scaling=kind(Scaling), interleaved=boolean
+        )
         if self.dim < 2 or self.dim % 2:
             raise ValueError(f"rope {self.dim=} must be even and at least 2: numbers are turned in pairs")
 

@@ -10,7 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.errors.arguments import boolean, check_fields, integer, number, optional, sequence_of
 from jattn.nn.phases import phases, reduced
+
+FACTORS = (1e-6, 1e6)
+"""Least and most of a factor, divisor or number of turns; published ones lie between 0.5 and 128. Within these limits
+every frequency is finite and not zero, and every angle keeps its digits."""
+MOST_THETA = 1e18
+"""Published ones reach 1e9."""
+
+_factor = number(least=FACTORS[0], most=FACTORS[1])
+_length = integer(1)
 
 
 def base_frequencies(dim: int, theta: float) -> np.ndarray:
@@ -51,6 +61,9 @@ class Linear(Scaling):
 
     factor: float
 
+    def __post_init__(self):
+        check_fields(self, factor=_factor)
+
     def frequencies(self, dim, theta, length=0):
         return base_frequencies(dim, theta) / self.factor
 
@@ -65,6 +78,9 @@ class DynamicNTK(Scaling):
     factor: float
     trained_length: int
 
+    def __post_init__(self):
+        check_fields(self, factor=_factor, trained_length=_length)
+
     @property
     def needs_lengths(self) -> bool:
         return True
@@ -76,7 +92,8 @@ class DynamicNTK(Scaling):
         return base_frequencies(dim, theta) * self._stretch(length) ** -_exponents(dim)
 
     def _stretch(self, length: int) -> float:
-        return self.factor * max(length, self.trained_length) / self.trained_length - (self.factor - 1)
+        """s, written so that nothing cancels: it is exactly 1 up to the trained length."""
+        return 1 + self.factor * (max(length - self.trained_length, 0) / self.trained_length)
 
     def angles(self, dim, theta, positions, lengths=None):
         """The exact angle at the nearest tabulated length below, minus a small float32 correction for the rest."""
@@ -94,9 +111,9 @@ class DynamicNTK(Scaling):
     def _nodes(self) -> list[int]:
         """Tabulated lengths, up to 2**24: the next is 1/64 more in stretch, or 1 token longer."""
         nodes = [self.trained_length]
-        while self.factor > 0 and nodes[-1] < 2**24 and len(nodes) < 2048:
+        while nodes[-1] < 2**24 and len(nodes) < 2048:
             step = self._stretch(nodes[-1]) * self.trained_length / self.factor / 64
-            nodes.append(nodes[-1] + max(int(step), 1))
+            nodes.append(min(nodes[-1] + max(int(step), 1), 2**24))
         return nodes
 
 
@@ -113,6 +130,12 @@ class Llama3(Scaling):
     low_freq_factor: float
     high_freq_factor: float
     trained_length: int
+
+    def __post_init__(self):
+        factors = dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _factor)
+        check_fields(self, **factors, trained_length=_length)
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"{self.low_freq_factor=} must be below {self.high_freq_factor=}")
 
     def frequencies(self, dim, theta, length=0):
         base = base_frequencies(dim, theta)
@@ -133,6 +156,10 @@ class Yarn(Scaling):
     beta_slow: float = 1.0
     truncate: bool = True  # round the ends of the ramp to whole dimensions
     magnitude: float | None = None  # None: 0.1 ln(factor) + 1
+
+    def __post_init__(self):
+        factors = dict.fromkeys(("factor", "beta_fast", "beta_slow"), _factor)
+        check_fields(self, **factors, trained_length=_length, truncate=boolean, magnitude=optional(_factor))
 
     @property
     def attention_factor(self) -> float:
@@ -166,6 +193,10 @@ class LongRope(Scaling):
     long: tuple[float, ...]
     trained_length: int
     magnitude: float = 1.0
+
+    def __post_init__(self):
+        divisors = dict.fromkeys(("short", "long"), sequence_of(_factor))
+        check_fields(self, **divisors, trained_length=_length, magnitude=_factor)
 
     @property
     def needs_lengths(self) -> bool:

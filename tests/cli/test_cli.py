@@ -1,6 +1,7 @@
 """The commands say what they found, in words and in the exit code."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 
@@ -65,6 +66,42 @@ def test_the_demo_fails_where_numbers_differ(lie, monkeypatch, capsys):
     monkeypatch.setattr(demo, "_run_backend", lambda *args: (backend(*args)[0] * lie, 1.0))
     assert cli.main(["demo", "--backends-only"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+def typed(line: str, **variables: str) -> subprocess.CompletedProcess:
+    """A command line of bash that begins with jattn; the exit code is that of jattn."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | variables
+    line = f"{sys.executable} -m jattn {line}; exit ${{PIPESTATUS[0]}}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain --num-heads 4 --head-dim 64", "generate x", "demo"])
+@pytest.mark.parametrize("platform", ["foo", "cuda"])
+def test_a_platform_that_jax_cannot_start_is_a_sentence(command, platform):
+    done = typed(command, JAX_PLATFORMS=platform)
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert said.startswith(f"jattn: JAX finds no device with JAX_PLATFORMS={platform}: ") and "unset" in said
+
+
+@pytest.mark.parametrize(
+    "command", ["explain --num-heads 4 --head-dim 64", "explain --help", "generate x --max-tokens 2"]
+)
+def test_a_reader_that_has_gone_is_no_error(command):
+    """`true` reads nothing and is gone before the first line."""
+    done = typed(f"{command} | true")
+    assert (done.returncode, done.stderr, done.stdout) == (141, "", "")
+
+
+def test_a_reader_of_complaints_that_has_gone_is_no_error():
+    done = typed("generate x --model no-such-folder 2>&1 | true")
+    assert (done.returncode, done.stderr, done.stdout) == (141, "", "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_is_a_sentence():
+    done = typed("--version > /dev/full")
+    assert (done.returncode, done.stderr) == (2, "jattn: the output cannot be written: No space left on device\n")
 
 
 def test_the_module_is_the_command():

@@ -1,5 +1,7 @@
 """generate, bench, serve, doctor, and the demo's second half: over the embedded model."""
 
+import argparse
+import ast
 import io
 import json
 import re
@@ -7,7 +9,7 @@ import re
 import pytest
 
 from jattn import cli
-from jattn.cli import screen
+from jattn.cli import generate, options, screen
 from jattn.cli.trace import make_trace
 from jattn.embedded import show
 from jattn.engine import outputs
@@ -37,6 +39,7 @@ def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
     [
         (["generate", "x", "--temperature", "-1", "--top-p", "2"], "temperature=-1.0.*top_p=2.0"),
         (["generate", "x", "--model", "no-such-folder"], "no-such-folder"),
+        (["generate", "x", "--model", ""], "--model '' names no folder"),
         (["generate", "x", "--chat", *SMALL], "no chat template"),
         (["generate", "x", "--file", "y"], "not both"),
         (["generate", "x", *SMALL, "--max-num-seqs", "99"], "max_num_batched_tokens=32 must be at least"),
@@ -53,6 +56,30 @@ def test_a_mistake_is_one_sentence_and_no_traceback(arguments, words, capsys):
 def test_a_prompt_that_is_too_long_fails_aloud(capsys):
     assert cli.main(["generate", "1" * 70, *SMALL]) == 1
     assert "70 tokens" in capsys.readouterr().err
+
+
+def test_stop_texts_are_kept_but_for_their_escapes(capsys):
+    """Witness: the text as Python reads a literal."""
+    read = lambda text: options.unescaped("--stop", text)
+    for literal in (r"\n", r"a\tb", r"é\n", "é€😀", r"\x41\u20ac\U0001f600é", r"\\n", r"\0\012", "", r"\\é", r"\'"):
+        assert read(literal) == ast.literal_eval(f'"{literal}"')
+    for bad in ("\\x", "x\\", "\\q", "\\€", r"\ud800", r"\U00110000", r"\u12", "\udce9"):
+        assert cli.main(["generate", "x", "--stop", bad, *SMALL]) == 2
+        assert re.match(r"jattn: --stop '.*' cannot be read: ", capsys.readouterr().err), bad
+
+
+def test_a_prompts_file_has_a_prompt_a_line_and_other_separators_are_text(tmp_path, monkeypatch, capsys):
+    wanted = ["a\u2028b", "c\x0bd\x85e\rf", "é"]
+    data = "\ufeffa\u2028b\r\n\nc\x0bd\x85e\rf\né".encode()
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(data)
+    args = argparse.Namespace(prompts=[], file=file)
+    assert generate._prompts(args) == wanted
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert generate._prompts(argparse.Namespace(prompts=[], file=None)) == wanted
+    file.write_bytes(b"ab\xff")
+    assert cli.main(["generate", "--file", str(file), *SMALL]) == 2
+    assert "prompts.txt is not UTF-8 (invalid start byte at byte 2)" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

@@ -27,7 +27,7 @@ def allowed(key: str, kind: str) -> bool:
     """Values that are odd and mean something."""
     signed = key == "attn_scale"
     return (
-        (key in NUMBERS and kind in ("fraction", "huge"))
+        (key in NUMBERS and kind == "fraction")
         or (signed and kind in ("negative", "zero"))
         or (key in FLAGS and kind == "a bool")
         or (key in IDS and kind == "zero")
@@ -86,6 +86,55 @@ def test_a_bad_value_is_named_in_one_sentence(name):
 def test_values_that_do_not_fit_one_another_are_named(family, changes, words):
     with pytest.raises((ValueError, UnsupportedError), match=rf"config\.json.*{words}"):
         models.config_of(examples.ALL[family] | changes)
+
+
+SCALED = {
+    "linear": ("llama, linear", ["factor"]),
+    "dynamic": ("llama, dynamic", ["factor"]),
+    "llama3": ("llama, llama3", ["factor", "low_freq_factor", "high_freq_factor"]),
+    "yarn": ("llama, yarn", ["factor", "attention_factor", "beta_fast", "beta_slow"]),
+    "longrope": ("phi3, longrope", ["factor", "attention_factor"]),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_numbers_of_which_no_frequency_can_be_made_are_refused_when_the_config_is_read(kind):
+    """Else the first request ends the engine, or is answered from frequencies that are infinite."""
+    family, keys = SCALED[kind]
+    values = examples.ALL[family]
+    for bad in (1e30, 1e-30, 1e-320, 5e-324, 1.7e308, 0, -1.0):
+        for key in keys:
+            said = refused(changed(values, ("rope_scaling",), key, bad))
+            assert "config.json" in said and f"{key}=" in said and "\n" not in said, (key, bad, said)
+        assert "rope_theta=" in refused(values | dict(rope_theta=bad))
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        assert key in refused(changed(values, ("rope_scaling",), key, [1.0, 1e-30, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "bad"),
+    [
+        ("llama", "rms_norm_eps", 1e-320),
+        ("llama", "rms_norm_eps", 1e300),
+        ("bloom", "layer_norm_epsilon", 1e300),
+        ("gemma2", "attn_logit_softcapping", 1e-320),
+        ("gemma2", "final_logit_softcapping", 1e300),
+        ("gemma2", "query_pre_attn_scalar", 1e-320),
+        ("gemma3_text", "rope_local_base_freq", 1e300),
+        ("phi3, longrope", "partial_rotary_factor", 1e-320),
+        ("llama4_text", "attn_scale", 1e300),
+    ],
+)
+def test_numbers_that_float32_cannot_hold_are_refused_when_the_config_is_read(family, key, bad):
+    said = refused(examples.ALL[family] | {key: bad})
+    assert "config.json" in said and f"{key}=" in said and "\n" not in said, said
+
+
+def test_yarn_refuses_what_would_make_its_magnitude_nothing_and_lengths_too_far_apart():
+    yarn = dict(examples.YARN, mscale=1.0, mscale_all_dim=-7.2134752)
+    assert "mscale_all_dim=" in refused(examples.of("llama", rope_scaling=yarn))
+    apart = dict(rope_type="yarn", original_max_position_embeddings=2**31 - 1)
+    assert "original_max_position_embeddings=2147483647" in refused(examples.of("llama", rope_scaling=apart))
 
 
 def config(family: str, **changes):

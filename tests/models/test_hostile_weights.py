@@ -2,13 +2,17 @@
 
 import contextlib
 import json
+import re
+import time
 
 import numpy as np
 import pytest
 
 from jattn import models
 from jattn.models.checkpoint import Checkpoint, is_finite
-from tests.models import folders, tiny
+from jattn.models.families import FAMILIES
+from jattn.models.names import tensors_of
+from tests.models import examples, folders, tiny
 from tests.models.folders import INDEX, LFS, ONE, TWO, table
 
 
@@ -43,6 +47,34 @@ def test_the_index_and_the_files_agree_on_where_each_tensor_is(folder):
     (folder / TWO).unlink()
     with pytest.raises(FileNotFoundError, match=f"{TWO} is named by .*download is not complete"):
         models.load(folder)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(model_type="mixtral", num_hidden_layers=10_000, num_local_experts=10_000, num_experts_per_tok=2),
+        dict(model_type="mixtral", num_hidden_layers=2, num_local_experts=65_536, num_experts_per_tok=2),
+        dict(num_hidden_layers=10_000),
+    ],
+    ids=["layers times experts", "experts", "layers"],
+)
+def test_a_config_that_asks_for_far_more_than_the_files_have_is_refused_at_once(folder, asked):
+    """Its table alone would have 300,000,000 names."""
+    (folder / "config.json").write_text(json.dumps(tiny.CONFIG | asked))
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match=r"config.json asks for \d+ tensors .* have 21: the two do not belong") as said:
+        models.load(folder)
+    assert time.perf_counter() - began < 5 and "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("name", examples.ALL)
+def test_the_layers_are_counted_as_they_are_listed(name):
+    """Against the whole table: what is not counted is outside of the layers."""
+    values = examples.ALL[name]
+    config, family = models.config_of(values), FAMILIES[values["model_type"]]
+    listed = {name for source in family.sources(config).values() for name in source.names}
+    inside = {name for name in listed if re.search(r"(?<!encoder\.)(layers?|h|blocks)\.\d+\.|bert\.encoder", name)}
+    assert tensors_of(config, family.sources) == len(inside)
 
 
 def test_two_checkpoints_in_one_folder_are_not_mixed(folder):

@@ -91,6 +91,47 @@ def test_what_cannot_mean_anything_is_refused(bad):
         bad()
 
 
+NUMBERS = {
+    Linear: dict(factor=2.0),
+    DynamicNTK: dict(factor=2.0, trained_length=8),
+    Llama3: dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_length=64),
+    Yarn: dict(factor=4.0, trained_length=64, beta_fast=32.0, beta_slow=1.0, magnitude=1.0),
+    LongRope: dict(short=(1.0, 2.0, 3.0), long=(4.0, 5.0, 6.0), trained_length=8, magnitude=1.5),
+    Rope: dict(dim=DIM, theta=THETA),
+}
+BAD_NUMBERS = (0.0, -1.0, 1e-320, 1e-30, 1e30, np.nan, np.inf, "2", None, True)
+
+
+@pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind, fields in NUMBERS.items() for field in fields])
+def test_a_number_that_no_frequency_can_be_made_of_is_refused_where_it_is_given(kind, field):
+    kind(**NUMBERS[kind])
+    for bad in BAD_NUMBERS:
+        if (field, bad) == ("magnitude", None) and kind is Yarn:
+            continue  # its default
+        value = (1.0, bad, 3.0) if field in ("short", "long") else bad
+        with pytest.raises(ValueError, match=field):
+            kind(**NUMBERS[kind] | {field: value})
+    with pytest.raises(ValueError, match="must be below"):
+        Llama3(**NUMBERS[Llama3] | dict(low_freq_factor=4.0))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NUMBERS if kind is not Rope])
+@pytest.mark.parametrize("extreme", [1e-6, 1e6])
+@pytest.mark.parametrize(("theta", "trained"), [(1 + 1e-15, 1), (1e18, 2**31 - 1)])
+def test_every_number_that_is_taken_gives_finite_turns(kind, extreme, theta, trained):
+    """At the limits of all fields at once."""
+    fields = {name: extreme for name in NUMBERS[kind]} | dict(trained_length=trained)
+    fields |= {name: (extreme,) * 3 for name in ("short", "long")}
+    fields |= dict(low_freq_factor=extreme / 2, factor=extreme) if extreme > 1 else dict(high_freq_factor=1e6)
+    scaling = kind(**{name: fields[name] for name in NUMBERS[kind]})
+    at, lengths = jnp.asarray([0, 1, 2**24 - 1]), jnp.asarray([1, 2, 2**24])
+    turned = Rope(dim=DIM, theta=theta, scaling=scaling).angles(at, lengths)
+    assert np.isfinite(turned.cos).all() and np.isfinite(turned.sin).all()
+    for length in (1, 2**24):
+        frequencies = scaling.frequencies(DIM, theta, length)
+        assert np.isfinite(frequencies).all() and (frequencies > 0).all()
+
+
 def test_the_turn_is_made_in_float32_and_comes_back_in_the_rows_dtype():
     rope = Rope(dim=D, theta=THETA)
     at = jnp.full(LENGTH, 4095)

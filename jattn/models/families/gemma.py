@@ -19,7 +19,7 @@ from jattn.models.families.llama import (
 from jattn.models.keys import Keys
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.names import Source, norms, sources
-from jattn.models.rope_keys import rope_of, rope_of_kind
+from jattn.models.rope_keys import rope_of, rope_of_kind, theta_of
 from jattn.nn import AttentionLayer, Rope
 from jattn.spec import AttentionSpec
 
@@ -62,7 +62,7 @@ def gemma3(c: Keys) -> ModelConfig:
     """Every sixth layer sees everything; local layers have a theta of their own; q and k are normalised."""
     c.only("attn_logit_softcapping")  # no implementation applies it
     size, longest = heads_of(c)["head_dim"], c.count("max_position_embeddings")
-    near_theta, theta = c.number("rope_local_base_freq", 10000.0, above=1), c.number("rope_theta", 1e6, above=1)
+    near_theta, theta = theta_of(c, "rope_local_base_freq", 10000.0), theta_of(c, "rope_theta", 1e6)
     old = c.part("rope_scaling").given
     whole = rope_of_kind(c, "full_attention", theta, size, longest, old)
     near = rope_of_kind(c, "sliding_attention", near_theta, size, longest)

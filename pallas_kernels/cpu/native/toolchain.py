@@ -13,11 +13,14 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 
 SOURCES = pathlib.Path(__file__).parent / "src"
 BASE_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-fno-math-errno")
 QUESTION_SECONDS, BUILD_SECONDS = 60.0, 900.0
 """Time limits of the compiler: for --version and a check of flags, and for the whole build; then it is killed."""
+MOST_SAID = 1 << 20
+"""Most bytes of a command's messages; a command that writes more is stopped before it fills the disk."""
 _X86 = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-march=x86-64-v4",),
@@ -122,6 +125,8 @@ def make(target: pathlib.Path, cxx: tuple[str, ...], names: dict[str, tuple[str,
     end = time.monotonic() + BUILD_SECONDS
     _run_all(commands, end)
     _run_all([[*cxx, "-shared", *extra, *objects, "-o", str(target), "-lm"]], end)
+    if not target.is_file() or not target.stat().st_size:
+        raise BuildError(f"{cxx[0]} ended without an error but made no library; set CXX to a C++ compiler")
 
 
 def _words(variable: str) -> tuple[str, ...]:
@@ -167,13 +172,42 @@ def _run_side_by_side(commands: list[list[str]], end: float) -> list[tuple[int, 
                 raise BuildError(f"the compiler could not be started: {error}") from error
             stack.callback(_stop, process)
             running.append((process, said))
-        try:
-            codes = [process.wait(max(0.0, end - time.monotonic())) for process, _ in running]
-        except subprocess.TimeoutExpired as error:
-            raise BuildError(f"{commands[0][0]} did not finish in time and was stopped; set CXX to another") from error
+        stack.enter_context(_killed_with_us([process for process, _ in running]))
+        pause = 0.001
+        while any(process.poll() is None for process, _ in running):
+            if any(os.fstat(said.fileno()).st_size > MOST_SAID for _, said in running):
+                raise BuildError(f"{commands[0][0]} wrote messages without end and was stopped; set CXX to another")
+            if time.monotonic() > end:
+                raise BuildError(f"{commands[0][0]} did not finish in time and was stopped; set CXX to another")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
         for _, said in running:
             said.seek(0)
-        return [(code, said.read().decode(errors="replace")) for code, (_, said) in zip(codes, running, strict=True)]
+        return [(process.returncode, said.read(MOST_SAID).decode(errors="replace")) for process, said in running]
+
+
+@contextlib.contextmanager
+def _killed_with_us(processes: list[subprocess.Popen]) -> Iterator[None]:
+    """While this lasts, the processes and their children are killed if this process ends, by whatever signal.
+
+    A shell waits for the end of a pipe whose other end is held here alone.
+    """
+    script = 'read -r _; for group; do kill -s KILL -- "-$group"; done'
+    groups = [str(process.pid) for process in processes]  # each leads a session of its own
+    try:
+        watch = subprocess.Popen(
+            ["/bin/sh", "-c", script, "sh", *groups], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    except OSError:  # no shell: then only time limits and the end of this block stop them
+        yield
+        return
+    with watch:  # closes the pipe, once the shell is gone
+        try:
+            yield
+        finally:
+            watch.kill()
+            watch.wait()
 
 
 def _stop(process: subprocess.Popen) -> None:

@@ -5,6 +5,7 @@ No compiler runs here: a shell script stands for it.
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,9 @@ for heads in (1, 2):
     print(attn.backend_name)
 print("REASON", *next(r.reasons for r in jattn.explain(attn.spec, cache_spec) if r.name == "cpu_native"))
 """
+
+
+EMPTY = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done\nexit 0\n'
 
 
 def start(code: str) -> subprocess.Popen:
@@ -105,6 +109,38 @@ def test_a_compiler_that_hangs_is_stopped_with_all_it_started(pretended, monkeyp
         build.library()
     child = int((pretended / "child").read_text())
     assert any(time.sleep(0.05) or not alive(child) for _ in range(200)), "what it started still runs"
+
+
+@pytest.mark.parametrize("talks_at", ["--version", "-fsyntax-only", "-shared"])
+def test_a_compiler_that_never_stops_talking_is_stopped_before_the_disk_is_full(pretended, talks_at):
+    script = (pretended / "c++").read_text()
+    (pretended / "c++").write_text(script.replace("# says", f'case "$*" in *{talks_at}*) yes;; esac'))
+    began = time.monotonic()
+    with pytest.raises(toolchain.BuildError, match="wrote messages without end and was stopped; set CXX"):
+        build.library()
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_the_compiler_ends_with_the_process_that_started_it(pretended, how):
+    script = (pretended / "c++").read_text()
+    wait = 'case "$*" in *-shared*) cd "$HOME"; sleep 60 & echo $! > new; mv new child; wait;; esac'
+    (pretended / "c++").write_text(script.replace("# says", wait))
+    process = start(WHICH_LIBRARY)
+    assert any(time.sleep(0.05) or (pretended / "child").exists() for _ in range(600))
+    child = int((pretended / "child").read_text())
+    time.sleep(0.2)  # the compiler starts a moment before its guard
+    process.send_signal(how)
+    process.communicate(timeout=60)
+    assert any(time.sleep(0.05) or not alive(child) for _ in range(200)), "what it started still runs"
+
+
+@pytest.mark.parametrize("makes", ["nothing", "an empty file"])
+def test_a_compiler_that_makes_nothing_is_named_and_not_the_folder(pretended, makes):
+    """As CXX=/bin/true does."""
+    (pretended / "c++").write_text("#!/bin/sh\n" + ("" if makes == "nothing" else EMPTY))
+    with pytest.raises(toolchain.BuildError, match=r"c\+\+ ended without an error but made no library; set CXX"):
+        build.library()
 
 
 @pytest.mark.parametrize("variable", ["CXX", "JATTN_NATIVE_FLAGS"])
