@@ -28,8 +28,10 @@ def raw_of(value):
         (raw_of(CHAT | {"tools": [{}] * 300_000}), "more than 20000"),
         (raw_of({f"{i:x}": 1 for i in range(110_000)}), "more than 20000"),
         (raw_of({"prompt": [[{"x": [1] * 20_000}]]}), "more than 20000"),
-        (raw_of({"prompt": [[1]] * 250_000}), "250000 prompts, at most 64"),
-        (raw_of({"prompt": [1] * 500_000}), "500000 tokens"),
+        (raw_of({"prompt": [[1]] * 250_000}), "more than 20000"),
+        (raw_of({"prompt": [1] * 500_000}), "more than 20000"),
+        (raw_of({"prompt": [[1]] * 2000}), "2000 prompts, at most 64"),
+        (raw_of({"prompt": [1] * 5000}), "5000 tokens"),
         (raw_of({"prompt": ["x", [1] * ROOM]}), "256 tokens"),
     ],
 )
@@ -40,6 +42,18 @@ def test_too_many_values_are_refused_before_they_are_looked_at(raw, words, monke
     with pytest.raises(BadRequestError, match=words):
         body.parse(raw, 64, ROOM)
     assert len(looked) <= body.MAX_VALUES + 10
+
+
+def test_lists_and_objects_beyond_the_bound_are_not_even_parsed(monkeypatch):
+    monkeypatch.setattr(body.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    for text in (b"[],", b"{},", b'"\\"x",[{},', b'1,1,"[{",'):
+        with pytest.raises(BadRequestError, match="more than 20000"):
+            body.parse(b'{"prompt": [' + text * 40_000 + b"1]}", 64, ROOM)
+
+
+def test_marks_inside_a_text_are_no_values():
+    text = '[{,"\\' * 100_000
+    assert body.parse(raw_of({"prompt": text, "user": "\\"}), 64, ROOM)["prompt"] == text
 
 
 def test_as_many_values_as_may_be_are_read():
