@@ -68,9 +68,9 @@ sys.exit(cli.main(["serve", "--port", "0"]))
 
 def test_sigterm_before_it_serves_ends_it_with_a_sentence_and_code_0():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen([sys.executable, "-c", COMPILES_FOR_EVER], env=environment, **pipes) as child:
-        assert child.stdout.readline() == "compiling\n"
+    command, pipe = [sys.executable, "-c", COMPILES_FOR_EVER], subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "compiling\n"
         begin = time.monotonic()
         child.send_signal(signal.SIGTERM)
         _, said = child.communicate(timeout=30)
