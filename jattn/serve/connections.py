@@ -56,16 +56,19 @@ class Connection(H11Protocol):
 
     def handle_events(self) -> None:
         """Parse one round of events; the next round comes after those of other connections."""
-        self._is_called = False
+        was_called, self._is_called = self._is_called, False
         if self.transport.is_closing() or self._num_dropped is not None:
             return
         self.conn.begin_round()
         super().handle_events()
-        if self.cycle is not None:
+        if self.cycle is not None and self.cycle.transport is self.transport:
             self.cycle.transport = _AnswersTransport(self)  # type: ignore[assignment]  it has what a cycle calls
         if self.conn.round_is_over:
             self._is_called = True
+            self.transport.pause_reading()
             self.loop.call_soon(self.handle_events)
+        elif was_called and not self.flow.read_paused:
+            self.transport.resume_reading()
         self._watch()
 
     def on_response_complete(self) -> None:
@@ -103,6 +106,7 @@ class Connection(H11Protocol):
             self._num_dropped = 0
             self.transport.write_eof()
             self.flow.resume_reading()
+            self.transport.resume_reading()
             self._expect("rest")
 
     # ------------------------------------------------------------------ reading
