@@ -1,9 +1,13 @@
 """`jattn serve`: an OpenAI-compatible HTTP server."""
 
 import argparse
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from jattn.cli import options
@@ -13,7 +17,8 @@ EXAMPLE = """example:
   curl localhost:8000/v1/completions -d '{"prompt": "740+583=", "max_tokens": 4, "temperature": 0}'
 
 An API key is read from the environment variable that --api-key-env names, so that no process list shows it.
-After SIGTERM the server finishes running requests and exits with code 0; if the engine breaks, with code 1."""
+After SIGTERM the server finishes running requests and exits with code 0, also while it loads and compiles; if the
+engine breaks, with code 1."""
 
 SECONDS = (
     ("header-timeout", 10.0, "for a client to send a request's headers"),
@@ -34,7 +39,7 @@ def add(commands) -> None:
     )
     group = parser.add_argument_group("the server")
     group.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1, this machine only)")
-    group.add_argument("--port", type=int, default=8000, help="default: 8000")
+    group.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free port")
     group.add_argument("--model-name", help="what clients call the model (default: the folder's name)")
     group.add_argument("--api-key-env", metavar="NAME", help="ask for the API key in this environment variable")
     group.add_argument("--max-body-bytes", type=int, default=1 << 20, help="default: 1048576")
@@ -60,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--api-key-env {args.api_key_env}: that variable is not set, or empty")
     try:
         from jattn.serve import ServerOptions, serve
+        from jattn.serve.run import bind
     except ImportError as error:
         raise ImportError(f"the server needs pip install 'jattn[serve]' ({error})") from error
     name = args.model_name or (Path(args.model).resolve().name if args.model else "adder")
@@ -73,9 +79,30 @@ def run(args: argparse.Namespace) -> int:
         **seconds,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    engine = options.make_engine(args)
-    if not args.no_warmup:
-        options.warm(engine)
-    print(f"serving {name} on http://{args.host}:{args.port}/v1", file=sys.stderr, flush=True)
-    serve(engine, server, args.host, args.port)
+    with _ending_quietly():
+        sockets = bind(args.host, args.port)  # before the model loads: a port that is taken is told at once
+        engine = options.make_engine(args)
+        if not args.no_warmup:
+            options.warm(engine)
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        print(f"serving {name} on http://{host}:{sockets[0].getsockname()[1]}/v1", file=sys.stderr, flush=True)
+        serve(engine, server, args.host, args.port, sockets)
     return 0
+
+
+@contextlib.contextmanager
+def _ending_quietly() -> Iterator[None]:
+    """SIGTERM ends the process with a sentence and code 0; while it serves, the server has its own handler."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: object) -> None:
+    print("jattn: ended by SIGTERM", file=sys.stderr, flush=True)
+    raise SystemExit(0)

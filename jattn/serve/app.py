@@ -21,6 +21,7 @@ from jattn.serve.answers import Answer
 from jattn.serve.door import Door, allowed
 from jattn.serve.loop import EngineLoop
 from jattn.serve.options import ServerOptions
+from jattn.serve.parsing import Parsers
 from jattn.serve.stream import Stream
 
 log = logging.getLogger("jattn.serve")
@@ -32,13 +33,15 @@ CLIENT_LEFT = 499
 def make_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starlette:  # noqa: B008  frozen
     """The ASGI application; its lifespan starts and stops the engine's thread, `app.state.loop`."""
     loop = EngineLoop(engine, options.max_queue)
-    server = _Server(engine, loop, options)
+    parsers = Parsers(options.max_body_bytes)
+    server = _Server(engine, loop, parsers, options)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette):
         loop.start()
         yield
         loop.stop()
+        parsers.close()
         await asyncio.to_thread(loop.join)
 
     guarded = server.guarded
@@ -51,7 +54,8 @@ def make_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starle
         Route("/health", server.health),
     ]
     door = Middleware(Door, is_closing=lambda: not loop.healthy)
-    app = Starlette(routes=routes, lifespan=lifespan, middleware=[door], exception_handlers={HTTPException: _by_http})
+    handlers = {HTTPException: server.by_http}
+    app = Starlette(routes=routes, lifespan=lifespan, middleware=[door], exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.state.loop = loop
     return app
@@ -61,6 +65,7 @@ def make_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starle
 class _Server:
     engine: Engine
     loop: EngineLoop
+    parsers: Parsers
     options: ServerOptions
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -69,8 +74,7 @@ class _Server:
 
         async def answer(request: Request) -> Response:
             try:
-                if not allowed(request.scope["headers"], self.options.api_key):
-                    raise errors.KeyRefusedError("the API key is missing or wrong: send Authorization: Bearer KEY")
+                self._check_key(request)
                 return await handler(request)
             except errors.ServeError as error:
                 return errors.response_of(error)
@@ -101,13 +105,25 @@ class _Server:
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.loop.stats.prometheus(), media_type="text/plain; version=0.0.4")
 
+    async def by_http(self, request: Request, error: Exception) -> Response:
+        """The router's 404 and 405 as JSON; without the API key, a 401 that does not tell which paths there are."""
+        assert isinstance(error, HTTPException)
+        try:
+            if request.url.path != "/health":
+                self._check_key(request)
+        except errors.KeyRefusedError as refused:
+            return errors.response_of(refused)
+        where = f"{request.method} {request.url.path}"
+        said = {404: f"there is no {where}", 405: f"{where} is not allowed"}.get(error.status_code, error.detail)
+        refusal = errors.error_body(said, errors.BadRequestError.kind)
+        return errors.json_response(refusal, error.status_code, dict(error.headers or {}))
+
     # ------------------------------------------------------------------ serving
     async def _serve(self, request: Request, parse: Callable[[dict[str, Any]], fields.Asked]) -> Response:
         self.loop.check_open()
         raw = await body.read(request, self.options.max_body_bytes)
-        asked = await asyncio.to_thread(
-            lambda: self._checked(parse(body.parse(raw)))
-        )  # in a thread: a long prompt takes time
+        most, room = self.options.max_prompts, self.engine.limits.max_model_len
+        asked = await self.parsers.run(raw, lambda raw: self._checked(parse(body.parse(raw, most, room))))
         id = request.scope["state"]["id"]
         if asked.user is not None:
             log.info("%s is of user %.200r", id, asked.user)
@@ -123,9 +139,10 @@ class _Server:
         """The request with its prompts as tokens; an error where it cannot be served."""
         if asked.model is not None:
             self._check_model(asked.model)
-        name, most = "messages" if asked.chat else "prompt", self.options.max_prompts
-        if len(asked.prompts) > most:
-            raise errors.BadRequestError(f"{len(asked.prompts)} prompts, at most {most}", name)
+        name, room = "messages" if asked.chat else "prompt", self.engine.limits.max_model_len
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                fields.check_length(prompt, room, name)
         if len(asked.prompts) * asked.params.n > self.options.max_queue:
             count = f"{len(asked.prompts)} prompts x n={asked.params.n}"
             raise errors.BadRequestError(f"{count} are more sequences than the {self.options.max_queue} served", "n")
@@ -138,6 +155,10 @@ class _Server:
                 raise errors.BadRequestError("; ".join(wrong.values()), name if field == "prompt" else field)
             prompts.append(tokens)
         return dataclasses.replace(asked, prompts=tuple(prompts))
+
+    def _check_key(self, request: Request) -> None:
+        if not allowed(request.scope["headers"], self.options.api_key):
+            raise errors.KeyRefusedError("the API key is missing or wrong: send Authorization: Bearer KEY")
 
     def _check_model(self, name: str) -> None:
         if name != self.options.model_name:
@@ -199,12 +220,3 @@ async def _left(request: Request) -> None:
     """Wait until the client disconnects; its body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _by_http(request: Request, error: Exception) -> Response:
-    """The router's 404 and 405 as JSON."""
-    assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
-    said = {404: f"there is no {where}", 405: f"{where} is not allowed"}.get(error.status_code, error.detail)
-    refusal = errors.error_body(said, errors.BadRequestError.kind)
-    return errors.json_response(refusal, error.status_code, dict(error.headers or {}))

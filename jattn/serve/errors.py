@@ -45,8 +45,14 @@ class TooLargeError(ServeError):
     status, kind = 413, "invalid_request_error"
 
 
+class EncodedError(ServeError):
+    """The body is compressed."""
+
+    status, kind = 415, "invalid_request_error"
+
+
 class QueueFullError(ServeError):
-    """More sequences are served or wait than the server accepts."""
+    """More sequences are served or wait, or more bodies are being parsed, than the server accepts."""
 
     status, kind, code = 429, "rate_limit_error", "rate_limit_exceeded"
     headers = {"Retry-After": "1"}

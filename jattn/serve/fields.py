@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jattn.engine import ChatTemplate, SamplingParams, Tokenizer, chat_prompt
+from jattn.engine import ChatTemplate, SamplingParams, Tokenizer
+from jattn.engine.chat import RESERVED
 from jattn.engine.params import (
     MAX_COMPLETIONS,
     MAX_INT32,
@@ -24,6 +25,10 @@ Reader = Callable[[Any], Any]
 """Checks a field's value and returns it as the server uses it; _WrongError says what it must be."""
 
 Prompts = tuple[str | tuple[int, ...], ...]
+
+
+MAX_TOKEN_CHARACTERS = 256
+"""Of a text, for each token of the model's length; more is refused before it is tokenised. Long tokens have 128."""
 
 
 class _WrongError(ValueError):
@@ -53,9 +58,14 @@ def completion(body: dict[str, Any], default_max_tokens: int) -> Asked:
     return _asked(found, found["prompt"], sampling, chat=False)
 
 
-def chat(
-    body: dict[str, Any], template: ChatTemplate | None, tokenizer: Tokenizer | None, default_max_tokens: int
-) -> Asked:
+def check_length(text: str, max_model_len: int, name: str) -> None:
+    """Refuse a text that is too long for any tokenizer to fit it in."""
+    if len(text) > (most := max_model_len * MAX_TOKEN_CHARACTERS):
+        why = f"{most} for the {max_model_len} tokens that prompt and output together may have"
+        raise BadRequestError(f"the prompt has {len(text)} characters, more than {why}", name)
+
+
+def chat(body: dict[str, Any], template: ChatTemplate | None, tokenizer: Tokenizer | None, max_model_len: int) -> Asked:
     """POST /v1/chat/completions."""
     found = _read(body, CHAT)
     if template is None or tokenizer is None:
@@ -73,15 +83,20 @@ def chat(
         raise BadRequestError("parallel_tool_calls=false is not enforced here", "parallel_tool_calls")
     if body.get("tool_choice") == "none":
         found.pop("tools", None)
+    variables = {name: found[name] for name in ("reasoning_effort",) if name in found}
+    variables |= found.get("chat_template_kwargs", {})
+    passed = {name: found[name] for name in PASSED if name in found}
     try:
-        variables = {name: found[name] for name in ("reasoning_effort",) if name in found}
-        variables |= found.get("chat_template_kwargs", {})
-        passed = {name: found[name] for name in PASSED if name in found}
-        prompt = tuple(chat_prompt(tokenizer, template, found["messages"], variables=variables, **passed))
+        text = template.render(found["messages"], variables=variables, **passed)
     except Exception as error:  # a template is a program and may raise anything
         raise BadRequestError(f"the chat template cannot render these messages: {error}", "messages") from error
+    check_length(text, max_model_len, "messages")
+    try:
+        prompt = tuple(tokenizer.encode(text, add_special_tokens=False))  # the template writes them
+    except Exception as error:
+        raise BadRequestError(f"the chat cannot be tokenised: {error}", "messages") from error
     sampling = dict(
-        max_tokens=limits.pop() if limits else default_max_tokens,
+        max_tokens=limits.pop() if limits else max_model_len,
         logprobs=found.get("top_logprobs", 0) if wants_logprobs else None,
     )
     return _asked(found, (prompt,), sampling, chat=True)
@@ -274,6 +289,12 @@ def _object(value: Any) -> dict[str, Any]:
     return value
 
 
+def _variables(value: Any) -> dict[str, Any]:
+    if taken := [name for name in RESERVED if name in _object(value)]:
+        raise _WrongError(f"without {taken[0]}, which is a field of its own")
+    return value
+
+
 def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other  # in Python True == 1
 
@@ -315,7 +336,7 @@ CHAT = COMMON | dict(
     add_generation_prompt=_boolean,
     continue_final_message=_boolean,
     reasoning_effort=_text,
-    chat_template_kwargs=_object,
+    chat_template_kwargs=_variables,
 )
 PASSED = ("tools", "documents", "add_generation_prompt", "continue_final_message")
 """Fields of a chat that ChatTemplate.render takes under the same name."""

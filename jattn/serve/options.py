@@ -21,6 +21,11 @@ class ServerOptions:
     write_timeout: float = 60.0  # for a client that reads nothing of a waiting answer
     grace: float = 20.0  # for running requests after SIGTERM
 
+    @property
+    def max_framing_bytes(self) -> int:
+        """Of a chunked body, beside its content."""
+        return max(1 << 16, self.max_body_bytes // 16)
+
     def __post_init__(self):
         reasons = []
         for name in ("max_body_bytes", "max_queue", "max_prompts", "default_max_tokens", "max_connections"):

@@ -1,6 +1,9 @@
 """Running the application under uvicorn until a signal, or until the engine breaks."""
 
+import asyncio
+import errno
 import functools
+import socket
 import time
 
 import uvicorn
@@ -44,6 +47,19 @@ class Server(uvicorn.Server):
         self.should_exit |= self.engine_loop.failure is not None
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets=None) -> None:
+        """uvicorn's, which cancels what still runs after FLUSH_SECONDS + 1: before that, clients that do not read are
+        cut off, and their answers end as after any disconnect."""
+        timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._cut_off)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
 
 def make_server(engine: Engine, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> Server:
     """A server, not started."""
@@ -60,17 +76,68 @@ def make_server(engine: Engine, options: ServerOptions, host: str = "127.0.0.1",
         log_level="warning",
         access_log=False,
         timeout_keep_alive=options.keep_alive_timeout,  # type: ignore[arg-type]  uvicorn only passes it to call_later
-        timeout_graceful_shutdown=FLUSH_SECONDS,
+        timeout_graceful_shutdown=FLUSH_SECONDS + 1,
     )
     return Server(config, app.state.loop, options.grace)
 
 
-def serve(engine: Engine, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> None:
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets at every address of `host`, which do not listen yet: a client is refused until the server serves.
+
+    ValueError for what is no address, OSError for one that is taken or not this machine's. Port 0: any free one.
+    """
+    if not host:
+        raise ValueError("host='' would mean every interface: say 0.0.0.0 or :: for that, 127.0.0.1 for this machine")
+    if not 0 <= port <= 65535:
+        raise ValueError(f"{port=} must be from 0 to 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{host=} is no address: {error}") from error
+    sockets, problems = [], []
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        try:
+            sockets.append(_bound(family, kind, protocol, (address[0], port or address[1], *address[2:])))
+        except OSError as error:
+            problems.append(OSError(error.errno, f"cannot listen on {host}, port {port}: {error.strerror}"))
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                break
+        else:
+            port = port or sockets[0].getsockname()[1]  # the same for every address
+    if not sockets or any(problem.errno in (errno.EADDRINUSE, errno.EACCES) for problem in problems):
+        for each in sockets:
+            each.close()
+        raise problems[-1]
+    return sockets
+
+
+def _bound(family: int, kind: int, protocol: int, address: tuple) -> socket.socket:
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def serve(
+    engine: Engine,
+    options: ServerOptions,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    sockets: list[socket.socket] | None = None,
+) -> None:
     """Serve until a signal; only this machine can connect unless `host` says otherwise.
 
-    RuntimeError if the engine broke: exit with a code other than 0 then, so that a supervisor restarts the process.
+    sockets: what `bind` gave for this host and port; by default they are bound here. RuntimeError if the engine broke:
+    exit with a code other than 0 then, so that a supervisor restarts the process.
     """
+    sockets = bind(host, port) if sockets is None else sockets
     server = make_server(engine, options, host, port)
-    server.run()
+    server.run(sockets)
     if (failure := server.engine_loop.failure) is not None:
         raise RuntimeError("the engine is broken, and with it the server") from failure

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,8 @@ import time
 import httpx
 import pytest
 
+from jattn.serve import run
+from jattn.serve.connections import Connection
 from tests.serve.running import connection, free_port, post, serving, slow_engine, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -70,6 +73,26 @@ def test_a_request_whose_body_is_still_coming_when_the_signal_does_is_refused():
             wait_until(lambda: not server.engine_loop.healthy)
             peer.sendall(raw[-5:])
             assert until_closed(peer).startswith(b"HTTP/1.1 503")
+
+
+def test_a_client_that_does_not_read_is_cut_off_at_the_end_and_no_error_logged(monkeypatch, caplog):
+    monkeypatch.setattr(run, "FLUSH_SECONDS", 0.5)
+    made = Connection.connection_made
+
+    def with_small_buffer(self, transport):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", with_small_buffer)
+    with serving(write_timeout=60, grace=0) as (_, server, url), socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = url.removeprefix("http://").split(":")
+        deaf.connect((host, int(port)))
+        deaf.sendall(post("/v1/completions", LONG | dict(n=8, temperature=1, logprobs=20, stream=True)))
+        wait_until(lambda: any(each.flow and each.flow.write_paused for each in server.server_state.connections))
+        server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: server.should_exit and not server.server_state.tasks)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 # ---------------------------------------------------------------------- processes

@@ -74,6 +74,10 @@ def test_the_expectation_knows_what_is_right_and_wrong():
         good: {200}, b'{"prompt": "x", "prompt": "x"}': {400}, b'{"prompt": "x", "n": true}': {400}, b"[]": {400},
         b'{"prompt": "x", "model": "y"}': {404}, b'{"prompt": ""}': {400}, b'{"prompt": [383]}': {200},
         b'{"prompt": [384]}': {400}, b'{"prompt": "x", "tools": null}': {200}, b'{"prompt": "x", "tool": null}': {400},
+        b'{"model": "y", "prompt": [' + b"1," * 1023 + b"1]}": {400},
+        b'{"model": "y", "prompt": [' + b"1," * 1022 + b"1]}": {404},
+        b'{"model": "y", "prompt": [' + b"[]," * 64 + b"[]]}": {400},
+        b'{"model": "y", "prompt": "x", "messages": [' + b"0," * 20_000 + b"0]}": {400},
         b" " * (1 << 17): {413}, b'{"prompt": "x", "n": 2, "temperature": 0}': {400},
     }.items():  # fmt: skip
         assert expect.statuses("/v1/completions", raw) == want, raw[:80]

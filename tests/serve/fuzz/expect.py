@@ -6,6 +6,7 @@ import math
 MODEL = "adder"
 VOCABULARY, LENGTH = 384, 1024  # of the embedded model; a token a byte
 MAX_BODY, MAX_PROMPTS, MAX_SEQUENCES = 1 << 16, 64, 256  # as the fuzzer starts its server
+MAX_VALUES = 20_000  # keys and list items, besides those of the prompt
 INT32 = 2**31 - 1
 
 
@@ -26,6 +27,8 @@ def statuses(path: str, raw: bytes) -> set[int]:
         return {400}
     if not isinstance(body, dict):
         return {400}
+    if not _is_bounded(body):
+        return {400}
     is_chat = path.endswith("/chat/completions")
     fields = COMMON | (CHAT if is_chat else COMPLETION)
     if set(body) - set(fields) - set(ASKING_NOTHING):
@@ -35,6 +38,26 @@ def statuses(path: str, raw: bytes) -> set[int]:
     if body.get("model", MODEL) != MODEL and isinstance(body["model"], str):
         return {404} if fine else {400, 404}
     return {200} if fine and _fits(body, is_chat) else {400}
+
+
+def _is_bounded(body: dict) -> bool:
+    """Few enough values, prompts and tokens to look at them."""
+    extra, prompt = 0, body.get("prompt")
+    if isinstance(prompt, list) and prompt:
+        lists = [each for each in prompt if isinstance(each, list)]
+        is_tokens = isinstance(prompt[0], int) and not isinstance(prompt[0], bool)
+        if (not is_tokens and len(prompt) > MAX_PROMPTS) or any(
+            len(each) >= LENGTH for each in ([prompt] if is_tokens else lists)
+        ):
+            return False
+        extra = len(prompt) + (0 if is_tokens else sum(map(len, lists)))
+    return _num_values(body) <= MAX_VALUES + extra
+
+
+def _num_values(value) -> int:
+    if not isinstance(value, (dict, list)):
+        return 0
+    return len(value) + sum(map(_num_values, value.values() if isinstance(value, dict) else value))
 
 
 def prompts(body: dict, is_chat: bool) -> list:

@@ -1,0 +1,78 @@
+"""`jattn serve` before it serves: its address is checked and bound before the model loads, SIGTERM ends it quietly."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jattn import cli
+from jattn.cli import options
+from jattn.serve.run import bind
+
+
+@pytest.fixture
+def loads_nothing(monkeypatch):
+    monkeypatch.setattr(options, "make_engine", lambda args: pytest.fail("the model was loaded"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "99999"], "port=99999 must be from 0 to 65535"),
+        (["--port", "-1"], "port=-1 must be from 0 to 65535"),
+        (["--host", ""], "every interface"),
+        (["--host", "no such host"], "is no address"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),  # of no machine (RFC 5737)
+    ],
+)
+def test_a_wrong_address_is_a_sentence_before_anything_loads(arguments, words, capsys, loads_nothing):
+    assert cli.main(["serve", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jattn: ") and words in said and said.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_a_sentence_before_anything_loads(capsys, loads_nothing):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["serve", "--port", port]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jattn: ") and port in said and "in use" in said and "serving" not in said
+
+
+def test_every_address_of_a_host_is_bound_at_one_port_and_does_not_listen_yet():
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(each) for each in bind("localhost", 0)]
+        (port,) = {each.getsockname()[1] for each in sockets}
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
+
+
+COMPILES_FOR_EVER = """
+import sys, time
+from jattn import cli
+from jattn.cli import options
+
+def warm(engine):
+    print("compiling", flush=True)
+    time.sleep(60)
+
+options.make_engine, options.warm = lambda args: None, warm
+sys.exit(cli.main(["serve", "--port", "0"]))
+"""
+
+
+def test_sigterm_before_it_serves_ends_it_with_a_sentence_and_code_0():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command, pipe = [sys.executable, "-c", COMPILES_FOR_EVER], subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "compiling\n"
+        begin = time.monotonic()
+        child.send_signal(signal.SIGTERM)
+        _, said = child.communicate(timeout=30)
+    assert child.returncode == 0 and time.monotonic() - begin < 20
+    assert said == "jattn: ended by SIGTERM\n"
