@@ -9,7 +9,7 @@ import pytest
 
 from jattn.engine import SamplingParams
 from tests.engine import fake
-from tests.serve.running import make_engine, serving, wait_until
+from tests.serve.running import make_engine, serving, slow_engine, wait_until
 
 KEY = "a-key"
 
@@ -142,7 +142,7 @@ def test_a_poisoned_request_fails_alone(server, said):
 def test_a_server_that_stops_or_fails_ends_its_streams_with_an_error(said):
     for how, words in (("stop", "shutting down"), ("fail", "boom")):
         with (
-            serving() as (engine, server, url),
+            serving(slow_engine()) as (engine, server, url),
             openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
         ):
             stream = iter(
