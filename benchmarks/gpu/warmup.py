@@ -30,8 +30,8 @@ def make_engine(small: bool) -> jattn.Engine:
     params = jax.block_until_ready(models.init_params(config, 0, "float32" if small else "bfloat16"))
     rows, budget = (4, 64) if small else (64, 2048)
     return jattn.Engine(
-        config, params, ByteTokenizer(), num_blocks=max(rows * 10, 34), max_num_seqs=rows, max_num_batched_tokens=budget,
-        max_model_len=512,
+        config, params, ByteTokenizer(), num_blocks=max(rows * 7, 34), max_num_seqs=rows,
+        max_num_batched_tokens=budget, max_model_len=512,
     )  # fmt: skip
 
 
@@ -80,8 +80,8 @@ def main() -> None:
     everything(engine)
     row = dict(
         bench="warmup", case="warmup_1b_r64", small=args.small, seconds=round(ready, 1), programs=programs,
-        cache="cold", compiled_in_warmup=compiled, compiled_later=sum(s > 1 for s in seconds), preemptions=engine.stats.preemptions,
-        cached_tokens=engine.stats.cached_tokens,
+        cache="cold", compiled_in_warmup=compiled, compiled_later=sum(s > 1 for s in seconds),
+        preemptions=engine.stats.preemptions, cached_tokens=engine.stats.cached_tokens,
     )  # fmt: skip
     row |= provenance()
     print(json.dumps(row))
