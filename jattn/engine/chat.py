@@ -1,9 +1,11 @@
 """A folder's chat template: messages to one prompt."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jattn.engine.renderer import render
 from jattn.engine.special import read_special_tokens
 from jattn.engine.tokenizer import Tokenizer
 from jattn.models.files import is_there, read_json, read_text, shown
@@ -21,7 +23,7 @@ MOST_DEPTH = 64
 
 
 class ChatTemplate:
-    """One jinja template, or several by name, run in a sandbox: see jattn.engine.sandbox.
+    """One jinja template, or several by name, run in a process of its own: see jattn.engine.renderer.
 
     Nothing is compiled before the first chat, so a broken template fails chats and nothing else.
     variables: values that every chat has by name, such as `bos_token`. where: the template's name in errors. problem:
@@ -38,7 +40,6 @@ class ChatTemplate:
     ):
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         self._variables, self._where, self._problem = dict(variables or {}), where, problem
-        self._compiled: dict[str, Any] = {}
 
     def render(
         self,
@@ -89,13 +90,10 @@ class ChatTemplate:
         return name
 
     def _run(self, name: str, variables: dict[str, Any]) -> str:
-        from jattn.engine import sandbox
-
-        if name not in self._compiled:
-            if len(self._sources[name]) > MOST_SOURCE:
-                raise ValueError(f"{self._where} has {len(self._sources[name])} characters, more than {MOST_SOURCE}")
-            self._compiled[name] = sandbox.compiled(self._sources[name], self._where)
-        return sandbox.run(self._compiled[name], variables, self._where)
+        source = self._sources[name]
+        if len(source) > MOST_SOURCE:
+            raise ValueError(f"{self._where} has {len(source)} characters, more than {MOST_SOURCE}")
+        return render(source, variables, self._where)
 
 
 def chat_prompt(
@@ -114,16 +112,14 @@ def load_chat_template(directory: str | Path) -> ChatTemplate | None:
     chat_template.jinja and the files of additional_chat_templates/ come before chat_template.json, and that before
     tokenizer_config.json, as transformers has it.
     """
-    directory = Path(directory)
-    name = directory.resolve().name  # errors reach clients, who must not see the path
-    where = f"the chat template of {name}"
+    directory = Path(directory).resolve()
+    where = f"the chat template of {directory.name}"
     try:
         sources = _sources(directory)
         variables = read_special_tokens(directory).by_name
     except (ValueError, FileNotFoundError) as error:
-        return ChatTemplate(
-            {}, where=where, problem=f"{where} cannot be used: {str(error).replace(str(directory), name)}"
-        )
+        why = str(error).replace(f"{directory}{os.sep}", "")  # it reaches clients, who must not see the path
+        return ChatTemplate({}, where=where, problem=f"{where} cannot be used: {why}")
     return ChatTemplate(sources, variables, where=where) if sources else None
 
 

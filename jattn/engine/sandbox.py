@@ -1,71 +1,102 @@
-"""Jinja for untrusted templates: no access to Python, and limits on the time and the sizes of one chat.
+"""The program of the process that renders chat templates: JSON lines in, JSON lines out.
 
-Jinja's own sandbox refuses private attributes, changes of data, and ranges above 100,000. Here, in addition, loops,
-calls and filters check the time, and the result of every operator, call and filter has a largest size. A single
-operation on data of that size is not interrupted.
+jattn.engine.renderer starts it as a script. It imports nothing of jattn, whose import would start JAX. The kernel
+bounds the process, so no operation of a template needs a check of its own; jinja's sandbox and the methods named here
+keep the template from Python.
 """
 
 import datetime
 import functools
 import json
-from collections.abc import Iterator
+import signal
+import sys
 from typing import Any
 
-from jattn.engine import bounds
-from jattn.engine.bounds import check_growth, check_time, measured
+MOST_ERROR = 2000
+"""Characters of an error that are passed on."""
+METHODS = {
+    str: "capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha isascii "
+    "isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip "
+    "partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines "
+    "startswith strip striptags swapcase title translate unescape upper zfill",
+    dict: "copy get items keys values",
+    (list, tuple): "copy count index",
+    (int, float): "as_integer_ratio bit_count bit_length conjugate denominator hex imag is_integer numerator real",
+    (bytes, bytearray, memoryview): "",
+}
+"""Types -> what a template may take of them; none makes bytes."""
 
 
-def compiled(source: str, where: str) -> Any:
-    """A compiled template; ValueError where the source cannot be compiled."""
-    environment = _environment()
+def main() -> None:
+    """Answer requests until there are no more; the arguments are Python's search path and the most bytes of memory."""
+    sys.path[:] = json.loads(sys.argv[1])
+    bound_memory(int(sys.argv[2]))
+    environment = make_environment()
+    compiled = functools.lru_cache(maxsize=8)(environment.from_string)
+    say({})  # ready
+    for line in sys.stdin.buffer:
+        request = json.loads(line.decode("utf-8", "surrogatepass"))
+        bound_time(request["seconds"])
+        try:
+            answer = answered(compiled, request)
+        except MemoryError:
+            answer = {"refused": "MemoryError: more memory than one chat may take"}
+        bound_time(0)
+        say(answer)
+
+
+def say(answer: dict[str, str]) -> None:
+    text = json.dumps(answer, ensure_ascii=False) + "\n"
+    sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
+    sys.stdout.buffer.flush()
+
+
+def bound_memory(most: int) -> None:
+    """Where the system has such a limit, allocating more fails with MemoryError."""
     try:
-        return environment.from_string(source)
+        import resource
+    except ImportError:  # Windows
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def bound_time(seconds: float) -> None:
+    """The kernel ends this process after so much processor time, whatever it does then; 0: it does not."""
+    if hasattr(signal, "setitimer"):  # else the other side's clock alone ends it
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def answered(compiled: Any, request: dict[str, Any]) -> dict[str, str]:
+    """{"text": the prompt}, {"unreadable": why the template cannot be compiled}, or {"refused": why it ended}."""
+    try:
+        template = compiled(request["source"])
+    except MemoryError:
+        raise
     except Exception as error:  # jinja's, or Python's where the generated code nests too deeply
         line = getattr(error, "lineno", None)
-        at = f", line {line}" if line else ""
-        raise ValueError(f"{where} is not a template that can be read: {error}{at}") from error
-
-
-def run(template: Any, variables: dict[str, Any], where: str) -> str:
-    """The rendered text; ValueError with the message of the template or of the limit that it reached."""
+        return {"unreadable": str(error)[:MOST_ERROR] + (f", line {line}" if line else "")}
     try:
-        with bounds.clock():
-            return template.render(variables)
+        text = template.render(request["variables"])
+    except MemoryError:
+        raise
     except Exception as error:  # a template is a program: it may raise anything
         kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
-        raise ValueError(f"{where} refuses these messages: {kind}{error}") from error
+        return {"refused": f"{kind}{error}"[:MOST_ERROR]}
+    if len(text) > request["most"]:
+        return {"refused": f"a prompt of {len(text)} characters, more than {request['most']}"}
+    return {"text": text}
 
 
-@functools.lru_cache(maxsize=1)
-def _environment() -> Any:
-    try:
-        import jinja2
-        from jinja2 import ext, nodes, sandbox, utils, visitor
-    except ImportError as error:
-        raise ImportError("a chat template needs jinja2: pip install 'jattn[models]'") from error
-
-    class Checks(visitor.NodeTransformer):
-        """Passes loops, concatenations and literals through the filters looped, joined and measured."""
-
-        def through(self, name: str, node: Any) -> Any:
-            return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-
-        def visit_For(self, node: Any) -> Any:
-            node = self.generic_visit(node)
-            node.iter = self.through("looped", node.iter)
-            return node
-
-        def visit_Concat(self, node: Any) -> Any:
-            node = self.generic_visit(node)
-            return self.through("joined", nodes.List(node.nodes, lineno=node.lineno))
-
-        def visit_List(self, node: Any) -> Any:
-            return self.through("measured", self.generic_visit(node))
-
-        visit_Dict = visit_List
-
-        def visit_Tuple(self, node: Any) -> Any:
-            return self.visit_List(node) if node.ctx == "load" else self.generic_visit(node)
+def make_environment() -> Any:
+    """Jinja as transformers sets it up, in its sandbox."""
+    import jinja2
+    from jinja2 import ext, nodes, sandbox, utils
 
     class Generation(ext.Extension):
         """{% generation %} marks an assistant's text for training; rendering ignores the mark."""
@@ -77,23 +108,11 @@ def _environment() -> Any:
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     class Environment(sandbox.ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(("+", "*", "**", "%"))
-        concat = staticmethod(bounds.joined)  # joins the pieces of a prompt, macro or block
-
-        def _parse(self, source: str, name: Any, filename: Any) -> Any:
-            return Checks().visit(super()._parse(source, name, filename))
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            bounds.check_operator(operator, left, right)
-            return measured(super().call_binop(context, operator, left, right))
-
-        def call(self, context: Any, obj: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
-            check_time()
-            owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # jinja wraps str.format
-            if isinstance(owner, str):
-                args = tuple(list(bounds.timed(arg)) if isinstance(arg, Iterator) else arg for arg in args)
-                check_growth(getattr(obj, "__name__", ""), owner, [*args, *options.values()])
-            return measured(super().call(context, obj, *args, **options))
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            for types, names in METHODS.items():
+                if isinstance(obj, types):
+                    return attr in names.split()
+            return super().is_safe_attribute(obj, attr, value)
 
     class Namespace(utils.Namespace):
         """A namespace without private names: such a name could reach attributes of Python's own."""
@@ -116,18 +135,12 @@ def _environment() -> Any:
         raise jinja2.TemplateError(message)
 
     environment = Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        optimized=False,
-        extensions=[Generation, ext.loopcontrols],
-        finalize=measured,
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[Generation, ext.loopcontrols]
     )
-    del environment.filters["urlize"]  # takes long for long texts
-    environment.filters = {name: _bounded(name, filter) for name, filter in environment.filters.items()}
-    environment.filters |= dict(tojson=tojson, looped=bounds.looped, joined=bounds.joined, measured=measured)
+    environment.filters["tojson"] = tojson
     del environment.globals["lipsum"], environment.globals["cycler"], environment.globals["joiner"]
     environment.globals |= dict(
-        raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace, dict=_dictionary
+        raise_exception=raise_exception, strftime_now=strftime_now, namespace=Namespace, dict=dictionary
     )
     return environment
 
@@ -136,34 +149,18 @@ def tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """JSON as transformers writes it: nothing escaped for HTML, and json.dumps's options."""
-    if bounds.size_of([indent, separators]) > 100 or (isinstance(indent, int) and indent > 100):
-        raise bounds.BoundError("tojson with an indent or separators of more than 100 characters")
-    return json.dumps(
-        measured(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def strftime_now(format: str) -> str:
     """The local time."""
-    check_growth("%", format, [])
     return datetime.datetime.now().strftime(format)
 
 
-def _bounded(name: str, filter: Any) -> Any:
-    """The filter with limits on its counts and on the size of its result."""
-    leading = 1 if hasattr(filter, "jinja_pass_arg") else 0  # jinja's own argument before the value
-
-    @functools.wraps(filter)
-    def bounded(*args: Any, **options: Any) -> Any:
-        check_time()
-        own, (value, *rest) = args[:leading], args[leading:]
-        value = list(bounds.timed(value)) if isinstance(value, Iterator) else value
-        check_growth("%" if name == "format" else name, value, [*rest, *options.values()])
-        return measured(filter(*own, value, *rest, **options))
-
-    return bounded
-
-
-def _dictionary(*args: Any, **values: Any) -> dict:
+def dictionary(*args: Any, **values: Any) -> dict:
     """dict() as a function: the class itself would give a template its methods."""
     return dict(*args, **values)
+
+
+if __name__ == "__main__":
+    main()

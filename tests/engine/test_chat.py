@@ -1,13 +1,18 @@
 """A chat template is a stranger's program: it gets what it needs, says what it refuses, and is bounded."""
 
 import json
+import os
+import resource
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import jattn
 from jattn.cli import main
 from jattn.engine import ByteTokenizer, ChatTemplate, Engine, chat_prompt, load_tokenizer
+from jattn.engine import renderer
 from jattn.engine.chat import load_chat_template
 from jattn.engine.response import Response
 from jattn.engine.sequence import Sequence
@@ -125,51 +130,112 @@ def test_a_template_reaches_nothing_but_its_messages(source):
         ChatTemplate(source).render(HELLO)
 
 
-LOOP = "{% set n = namespace(s='ab', l=[1]) %}{% for i in range(100) %}"
+LOOP = "{% set n = namespace(s='ab', l=[1], i=9) %}{% for i in range(99999) %}"
 TOO_MUCH = {
     "a long loop": "{% for i in range(10**9) %}{% endfor %}",
     "loops in loops": "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",
     "a macro that calls itself": "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(0) }}",
     "many calls": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "a long text": "{{ 'a' * 10**12 }}",
+    "a text longer than a prompt": "{{ 'a' * 20000000 }}",
     "a long list": "{{ [0] * 10**12 }}",
-    "a large number": "{{ 10 ** (10 ** 10) }}",
-    "large numbers": LOOP + "{% set n.i = (n.i or 9) * (n.i or 9) %}{% endfor %}",
+    "a large number": "{{ (10 ** (10 ** 10)) % 7 }}",
+    "large numbers": LOOP + "{% set n.i = n.i * n.i %}{% endfor %}",
+    "doubling by -": LOOP + "{% set n.i = n.i - -n.i - -n.i * n.i %}{% endfor %}",
     "doubling by +": LOOP + "{% set n.s = n.s + n.s %}{% endfor %}",
     "doubling by ~": LOOP + "{% set n.s = n.s ~ n.s %}{% endfor %}",
     "doubling by a block": LOOP + "{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}{% endfor %}",
     "doubling a list": LOOP + "{% set n.l = n.l + n.l %}{% endfor %}",
-    "lists in lists": LOOP + "{% set n.l = [n.l, n.l] %}{% endfor %}",
-    "tuples in tuples": LOOP + "{% set n.l = (n.l, n.l) %}{% endfor %}",
-    "objects in objects": LOOP + "{% set n.l = {'a': n.l, 'b': n.l} %}{% endfor %}",
-    "a dict of dicts": LOOP + "{% set n.l = dict(a=n.l, b=n.l) %}{% endfor %}",
-    "a wide column": "{{ 'a'.center(10**9) }}",
-    "a wide filter": "{{ 'a' | center(10**9) }}",
-    "a wide format": "{{ '%1000000000d' % 1 }}",
-    "a wide format filter": "{{ '%1000000000d' | format(1) }}",
-    "a wide format method": "{{ '{:1000000000d}'.format(1) }}",
-    "a width in an argument": "{{ '%*d' % (10**9, 1) }}",
-    "a width in braces": "{{ '{:{}d}'.format(1, 10**9) }}",
-    "a wide date": "{{ strftime_now('%1000000000Y') }}",
+    "lists in lists": LOOP + "{% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l }}",
+    "one list in another": LOOP + "{% set n.l = [n.l] %}{% endfor %}{{ n.l }}",
+    "objects in objects": LOOP + "{% set n.l = {'a': n.l, 'b': n.l} %}{% endfor %}{{ n.l }}",
+    "a list of a long list": "{% set n = namespace(l=[0] * 200000) %}" "{% for i in range(99999) %}"
+    "{% set x = [n.l] | string %}{% endfor %}",
+    "comparisons of long texts": "{% set a = 'ab' * 4000000 %}{% set b, c = a ~ 'c', a ~ a %}"
+    "{% for i in range(99999) %}{% if b in c %}{% endif %}{% endfor %}",
+    "one long operation": "{% set a = 'a' * 10**7 %}{{ (a ~ 'b') in (a ~ a) or (a * 9).replace('a', 'bb') | title }}",
+    "a wide column": "{{ 'a'.center(10**10) }}",
+    "a wide filter": "{{ 'a' | center(10**10) }}",
+    "a wide format": "{{ '%10000000000d' % 1 }}",
+    "a wide format method": "{{ '{:10000000000d}'.format(1) }}",
+    "a width in an argument": "{{ '%*d' % (10**10, 1) }}",
     "many replacements": "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
-    "a filter's replacements": "{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}",
-    "a wide join": "{{ ('b' * 10**6).join('a' * 10**6) }}",
     "a filter's join": "{{ ('a' * 10**6) | join('b' * 10**6) }}",
     "tabs": "{{ ('\\t' * 10**7).expandtabs(60000) }}",
-    "indents": "{{ ('a\\n' * 10**6) | indent(60000) }}",
-    "JSON far to the right": "{{ messages | tojson(indent=10**9) }}",
-    "JSON far apart": "{{ messages | tojson(separators=('a' * 10**6, 'b')) }}",
+    "titles": "{{ ('ab ' * 50000000) | title | length }}",
+    "JSON far to the right": "{{ messages | tojson(indent=10**10) }}",
     "a long answer": "{% for i in range(99999) %}{{ 'a' * 10**6 }}{% endfor %}",
+    "a long way to compile": "{{ " + "+".join(["a"] * 100000) + " }}",
 }
+STOPPED = "more than 0.3 seconds of processor time|Memory|Overflow|Recursion|a prompt of 20000000 char|recursion"
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_a_template_that_asks_for_too_much_is_stopped(name, monkeypatch):
-    monkeypatch.setattr("jattn.engine.bounds.MOST_SECONDS", 0.3)
-    begin = time.thread_time()
-    with pytest.raises(ValueError, match="the chat template refuses these messages: (Bound|Overflow|Recursion)"):
+    monkeypatch.setattr("jattn.engine.renderer.MOST_SECONDS", 0.3)
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.thread_time()
+    with pytest.raises(ValueError, match=f"the chat template (refuses these|is not a).*: .*({STOPPED})"):
         ChatTemplate(TOO_MUCH[name]).render(HELLO)
-    assert time.thread_time() - begin < 3
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert time.thread_time() - begin < 0.5, "this process computes nothing of it"
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3, "of all processes ended meanwhile"
+    assert ChatTemplate("{{ messages[0].content }}").render(HELLO) == "a<b", "the next chat is served"
+
+
+NO_BYTES = ["'a'.encode('ascii')", "(1).to_bytes(9, 'big')", "'a'.encode", "'a'|attr('encode')", "(1).from_bytes"]
+
+
+@pytest.mark.parametrize("source", NO_BYTES)
+def test_a_template_gets_no_bytes(source):
+    with pytest.raises(ValueError, match="unsafe|no attribute|not callable"):
+        ChatTemplate("{{ (" + source + ").x }}").render(HELLO)
+
+
+def test_the_clock_ends_a_process_that_takes_no_processor_time(monkeypatch):
+    """Even one that is stopped; the chat after it is served by another."""
+    good = ChatTemplate("{{ messages[0].content }}")
+    assert good.render(HELLO) == "a<b"
+    monkeypatch.setattr(renderer, "MOST_WAIT", 0.5)
+    os.kill(renderer._idle[-1]._popen.pid, signal.SIGSTOP)
+    with pytest.raises(ValueError, match="the chat template refuses.*more than 0.5 seconds by the clock"):
+        good.render(HELLO)
+    monkeypatch.undo()
+    assert good.render(HELLO) == "a<b"
+    os.kill(renderer._idle[-1]._popen.pid, signal.SIGKILL)
+    renderer._idle[-1]._popen.wait()
+    assert good.render(HELLO) == "a<b", "nor does one that ended while it was idle end a chat"
+
+
+def test_chats_of_many_threads_get_their_own_texts_from_few_processes(monkeypatch):
+    monkeypatch.setattr(renderer, "MOST_SECONDS", 0.3)
+    good, bad = ChatTemplate("{{ messages[0].content }}"), ChatTemplate(TOO_MUCH["loops in loops"])
+
+    def chat(i):
+        if i % 8 == 0:
+            with pytest.raises(ValueError, match="processor time"):
+                bad.render(HELLO)
+        return good.render([{"role": "user", "content": f"{i} \ud800é🙂\0"}])
+
+    with ThreadPoolExecutor(12) as threads:
+        assert list(threads.map(chat, range(32))) == [f"{i} \ud800é🙂\0" for i in range(32)]
+    assert 1 <= len(renderer._idle) <= renderer.MOST_PROCESSES
+
+
+def test_the_process_ends_when_its_input_does():
+    process = renderer.Process()
+    process._popen.stdin.close()
+    assert process._popen.wait(10) == 0
+    process.close()
+
+
+@pytest.mark.parametrize("dots", [".", "..", "absolute"])
+def test_an_error_names_the_file_however_its_folder_is_named(tmp_path, dots, monkeypatch):
+    path = folders.make(tmp_path)
+    (path / "chat_template.jinja").write_bytes(b"\xff\xfe{")
+    (path / "inside").mkdir()
+    monkeypatch.chdir(path / "inside" if dots == ".." else path)
+    with pytest.raises(ValueError, match=r"the chat template of \w+ cannot be used: chat_template\.jinja is not UTF-8"):
+        load_chat_template(path if dots == "absolute" else dots).render(HELLO)
 
 
 def test_what_templates_do_with_large_numbers_and_long_messages_is_no_matter():
