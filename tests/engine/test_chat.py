@@ -11,8 +11,7 @@ import pytest
 
 import jattn
 from jattn.cli import main
-from jattn.engine import ByteTokenizer, ChatTemplate, Engine, chat_prompt, load_tokenizer
-from jattn.engine import renderer
+from jattn.engine import ByteTokenizer, ChatTemplate, Engine, chat_prompt, load_tokenizer, renderer
 from jattn.engine.chat import load_chat_template
 from jattn.engine.response import Response
 from jattn.engine.sequence import Sequence
@@ -149,7 +148,8 @@ TOO_MUCH = {
     "lists in lists": LOOP + "{% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l }}",
     "one list in another": LOOP + "{% set n.l = [n.l] %}{% endfor %}{{ n.l }}",
     "objects in objects": LOOP + "{% set n.l = {'a': n.l, 'b': n.l} %}{% endfor %}{{ n.l }}",
-    "a list of a long list": "{% set n = namespace(l=[0] * 200000) %}" "{% for i in range(99999) %}"
+    "a list of a long list": "{% set n = namespace(l=[0] * 200000) %}"
+    "{% for i in range(99999) %}"
     "{% set x = [n.l] | string %}{% endfor %}",
     "comparisons of long texts": "{% set a = 'ab' * 4000000 %}{% set b, c = a ~ 'c', a ~ a %}"
     "{% for i in range(99999) %}{% if b in c %}{% endif %}{% endfor %}",
