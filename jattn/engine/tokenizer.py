@@ -1,12 +1,19 @@
 """Text to tokens and back: a folder's tokenizer.json, or bytes."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from jattn.engine.growth import check_growth
 from jattn.engine.special import SpecialTokens, read_special_tokens, tokenizer_config
 from jattn.models.files import MOST_LISTED_BYTES, is_there, read_text, shown
+
+MOST_TEXT = 1 << 24
+"""Characters of a text that is encoded."""
+MOST_GROWN = 1 << 28
+"""Characters that the rules of a tokenizer.json may make of it."""
 
 
 class Tokenizer(Protocol):
@@ -47,6 +54,8 @@ class FolderTokenizer:
         self._name = path.name
         text = read_text(path, MOST_LISTED_BYTES)
         with _named(f"{path} is not a tokenizer that can be read"):
+            growth = check_growth(json.loads(text))  # before the library sees it: it applies the rules to added tokens
+            self._most = min(MOST_TEXT, int(MOST_GROWN / growth))
             self._inner = self._library.Tokenizer.from_str(text)
             self._inner.no_truncation()
             self._inner.no_padding()
@@ -55,6 +64,8 @@ class FolderTokenizer:
                 self._add(special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > self._most:
+            raise ValueError(f"{self._name} encodes up to {self._most} characters, and this text has {len(text)}")
         text.encode()  # UnicodeEncodeError for half of a surrogate pair
         with _named(f"{self._name} cannot encode this text"):
             return self._inner.encode(text, add_special_tokens=add_special_tokens).ids

@@ -1,5 +1,6 @@
 """Text in and out: no half characters, stop strings, a folder's tokenizer and chat template."""
 
+import base64
 import json
 
 import hypothesis
@@ -105,3 +106,55 @@ def test_a_chat_template_is_the_folders_and_cannot_reach_out(tmp_path):
         load_chat_template(tmp_path).render(messages)
     with pytest.raises(ValueError, match="refuses"):
         ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}").render(messages)
+
+
+def replaced(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def sequence(kind, rules):
+    return {"type": "Sequence", kind: rules}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+COPIES = {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 9999, "pair": [], "special_tokens": {}}
+MAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"a" * 5000 + b"\0").decode()
+BOMBS = {
+    "replacements": {"normalizer": sequence("normalizers", [replaced({"String": "a"}, "a" * 1000)] * 4)},
+    "matches of nothing": {"normalizer": replaced({"Regex": "x*"}, "a" * 5000)},
+    "nested": {"normalizer": sequence("normalizers", [sequence("normalizers", [replaced({"String": "a"}, "aa")] * 13)])},
+    "beginnings": {"normalizer": sequence("normalizers", [{"type": "Prepend", "prepend": "a" * 5000}])},
+    "forms": {"normalizer": sequence("normalizers", [{"type": "NFKD"}, replaced({"String": "a"}, "\ufdfa")] * 3)},
+    "a map": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": MAP}},
+    "bytes of bytes": {"pre_tokenizer": sequence("pretokenizers", [BYTES] * 40)},
+    "copies": {"post_processor": {"type": "TemplateProcessing"} | COPIES},
+    "a decoder": {"decoder": sequence("decoders", [replaced({"String": "a"}, "a" * 1000)] * 4)},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_tokenizer_that_lengthens_texts_without_measure_is_refused(tmp_path, name):
+    """Before the library applies its rules, also to the tokens that it adds: it ends the process without memory."""
+    values = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).to_str())
+    token = dict(id=1, content="a" * 99, single_word=False, lstrip=False, rstrip=False, normalized=True, special=False)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values | {"added_tokens": [token]} | BOMBS[name]))
+    with pytest.raises(ValueError, match="tokenizer.json.*may make .* characters of one"):
+        load_tokenizer(tmp_path)
+
+
+def test_published_kinds_of_rules_are_within_measure_and_long_texts_are_not(tmp_path, monkeypatch):
+    rules, pieces = tokenizers.normalizers, tokenizers.pre_tokenizers
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    for normalizer in (
+        rules.Sequence([rules.Prepend("▁"), rules.Replace(" ", "▁")]),
+        rules.Sequence([rules.Replace("``", '"'), rules.NFKD(), rules.StripAccents(), rules.Lowercase()]),
+        rules.Sequence([rules.NFC(), rules.Replace(tokenizers.Regex(r"\s+"), " "), rules.Lowercase()]),
+        rules.BertNormalizer(),
+    ):
+        inner.normalizer, inner.pre_tokenizer = normalizer, pieces.Sequence([pieces.Digits(), pieces.ByteLevel()])
+        inner.save(str(tmp_path / "tokenizer.json"))
+        assert load_tokenizer(tmp_path).encode("a" * 100_000)
+    monkeypatch.setattr("jattn.engine.tokenizer.MOST_TEXT", 1000)
+    assert load_tokenizer(tmp_path).encode("a" * 1000)
+    with pytest.raises(ValueError, match="tokenizer.json encodes up to 1000 characters, and this text has 1001"):
+        load_tokenizer(tmp_path).encode("a" * 1001)
