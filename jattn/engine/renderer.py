@@ -93,6 +93,9 @@ class Process:
         )
         try:
             self._answer(MOST_START)
+        except EndedError as error:  # not the chat's fault
+            self.close()
+            raise RuntimeError(f"the process that renders chat templates does not start: {error}") from error
         except BaseException:
             self.close()
             raise

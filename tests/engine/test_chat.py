@@ -149,7 +149,8 @@ TOO_MUCH = {
     "lists in lists": LOOP + "{% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l }}",
     "one list in another": LOOP + "{% set n.l = [n.l] %}{% endfor %}{{ n.l }}",
     "objects in objects": LOOP + "{% set n.l = {'a': n.l, 'b': n.l} %}{% endfor %}{{ n.l }}",
-    "a list of a long list": "{% set n = namespace(l=[0] * 200000) %}" "{% for i in range(99999) %}"
+    "a list of a long list": "{% set n = namespace(l=[0] * 200000) %}"
+    "{% for i in range(99999) %}"
     "{% set x = [n.l] | string %}{% endfor %}",
     "comparisons of long texts": "{% set a = 'ab' * 4000000 %}{% set b, c = a ~ 'c', a ~ a %}"
     "{% for i in range(99999) %}{% if b in c %}{% endif %}{% endfor %}",
@@ -219,6 +220,14 @@ def test_chats_of_many_threads_get_their_own_texts_from_few_processes(monkeypatc
     with ThreadPoolExecutor(12) as threads:
         assert list(threads.map(chat, range(32))) == [f"{i} \ud800é🙂\0" for i in range(32)]
     assert 1 <= len(renderer._idle) <= renderer.MOST_PROCESSES
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_chat(monkeypatch, tmp_path):
+    (tmp_path / "broken.py").write_text("raise SystemExit(7)")
+    monkeypatch.setattr(renderer, "PROGRAM", tmp_path / "broken.py")
+    monkeypatch.setattr(renderer, "_idle", [])
+    with pytest.raises(RuntimeError, match="does not start: .*code 7"):
+        ChatTemplate("x").render(HELLO)
 
 
 def test_the_process_ends_when_its_input_does():

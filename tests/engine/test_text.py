@@ -122,7 +122,9 @@ MAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"a" * 5000 + b"\0
 BOMBS = {
     "replacements": {"normalizer": sequence("normalizers", [replaced({"String": "a"}, "a" * 1000)] * 4)},
     "matches of nothing": {"normalizer": replaced({"Regex": "x*"}, "a" * 5000)},
-    "nested": {"normalizer": sequence("normalizers", [sequence("normalizers", [replaced({"String": "a"}, "aa")] * 13)])},
+    "nested": {
+        "normalizer": sequence("normalizers", [sequence("normalizers", [replaced({"String": "a"}, "aa")] * 13)])
+    },
     "beginnings": {"normalizer": sequence("normalizers", [{"type": "Prepend", "prepend": "a" * 5000}])},
     "forms": {"normalizer": sequence("normalizers", [{"type": "NFKD"}, replaced({"String": "a"}, "\ufdfa")] * 3)},
     "a map": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": MAP}},
