@@ -11,8 +11,7 @@ import pytest
 
 import jattn
 from jattn.cli import main
-from jattn.engine import ByteTokenizer, ChatTemplate, Engine, chat_prompt, load_tokenizer
-from jattn.engine import renderer
+from jattn.engine import ByteTokenizer, ChatTemplate, Engine, chat_prompt, load_tokenizer, renderer
 from jattn.engine.chat import load_chat_template
 from jattn.engine.response import Response
 from jattn.engine.sequence import Sequence
