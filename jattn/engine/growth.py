@@ -80,7 +80,7 @@ def growth_of(rule: dict[str, Any]) -> float:
 
 
 def longest_mapped(blob: Any) -> float:
-    """Characters of the longest text in SentencePiece's map: 4 bytes (its trie's size), the trie, texts ended by NUL."""
+    """Characters of the longest text in SentencePiece's map: four bytes (its trie's size), the trie, the texts."""
     try:
         octets = base64.b64decode(blob or "")
     except (binascii.Error, TypeError, ValueError):
