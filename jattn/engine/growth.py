@@ -80,7 +80,7 @@ def growth_of(rule: dict[str, Any]) -> float:
 
 
 def longest_mapped(blob: Any) -> float:
-    """Characters of the longest text in SentencePiece's map: 4 bytes (size of its trie), the trie, NUL-ended texts."""
+    """Characters of the longest text in SentencePiece's map: four bytes (its trie's size), the trie, the texts."""
     try:
         octets = base64.b64decode(blob or "")
     except (binascii.Error, TypeError, ValueError):

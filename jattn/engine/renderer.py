@@ -28,6 +28,8 @@ MOST_SIZE = 1 << 24
 """Characters of a prompt."""
 MOST_PROCESSES = 4
 """Chats that are rendered at once; others wait."""
+PASSED = ("TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+"""Variables of the environment that the process gets; an API key may be in another."""
 PROGRAM = Path(__file__).with_name("sandbox.py")
 
 _places = threading.BoundedSemaphore(MOST_PROCESSES)
@@ -89,10 +91,14 @@ class Process:
             [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(sys.path), str(MOST_MEMORY)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={name: os.environ[name] for name in PASSED if name in os.environ},
             start_new_session=True,
         )
         try:
             self._answer(MOST_START)
+        except EndedError as error:  # not the chat's fault
+            self.close()
+            raise RuntimeError(f"the process that renders chat templates does not start: {error}") from error
         except BaseException:
             self.close()
             raise

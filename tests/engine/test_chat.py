@@ -221,6 +221,14 @@ def test_chats_of_many_threads_get_their_own_texts_from_few_processes(monkeypatc
     assert 1 <= len(renderer._idle) <= renderer.MOST_PROCESSES
 
 
+def test_a_process_that_does_not_start_is_no_fault_of_the_chat(monkeypatch, tmp_path):
+    (tmp_path / "broken.py").write_text("raise SystemExit(7)")
+    monkeypatch.setattr(renderer, "PROGRAM", tmp_path / "broken.py")
+    monkeypatch.setattr(renderer, "_idle", [])
+    with pytest.raises(RuntimeError, match="does not start: .*code 7"):
+        ChatTemplate("x").render(HELLO)
+
+
 def test_the_process_ends_when_its_input_does():
     process = renderer.Process()
     process._popen.stdin.close()
