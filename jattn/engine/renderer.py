@@ -146,7 +146,8 @@ def _why(code: int, seconds: float | None) -> str:
 
 
 @atexit.register
-def _close_all() -> None:
+def close_idle() -> None:
+    """End the processes that wait; the next chat starts one."""
     while _idle:
         _idle.pop().close()
 

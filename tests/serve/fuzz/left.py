@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 
+from jattn.engine import renderer
 from tests.serve.running import wait_until
 
 PATIENCE = 20
@@ -17,6 +18,7 @@ MEGABYTES = 200
 def resources(server) -> dict[str, int]:
     """What a process holds."""
     gc.collect()
+    renderer.close_idle()  # they wait for the next chat, and hold a pipe each way
     loop = server.servers[0].get_loop()
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
