@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from jattn.engine.params import is_encodable
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
@@ -36,16 +38,12 @@ class ServerOptions:
             value, low = getattr(self, name), "from" if name == "grace" else "above"
             if not isinstance(value, (int, float)) or not 0 <= value < math.inf or (value == 0 and name != "grace"):
                 reasons.append(f"{name}={value!r} must be a number of seconds {low} 0")
-        if not self.model_name or not _is_encodable(self.model_name):
+        if not self.model_name or not is_encodable(self.model_name):
             reasons.append(f"model_name={self.model_name!a} must be text, and not empty")
         if self.api_key is not None and not _is_header_value(self.api_key):
             reasons.append("api_key must be text without spaces at its ends and without control characters")
         if reasons:
             raise ValueError("; ".join(reasons))
-
-
-def _is_encodable(text: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _is_header_value(text: str) -> bool:
