@@ -12,15 +12,10 @@ import numpy as np
 from jattn.backends.metadata import M
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec
+from jattn.compat.vllm import can_run_in_cudagraph, decode_threshold, reorder_batch_to_split_decodes_and_prefills
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata import (
-    CommonAttentionMetadata,
-    can_run_in_cudagraph,
-    decode_threshold,
-    reorder_batch_to_split_decodes_and_prefills,
-    use_cascade_attention,
-)
+from jattn.metadata import CommonAttentionMetadata, use_cascade_attention
 from jattn.spec import AttentionSpec
 from jattn.types import PAD_SLOT_ID, AttentionCGSupport
 

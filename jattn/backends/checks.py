@@ -15,8 +15,7 @@ from jattn.cache.layout import check_alive, check_scales
 from jattn.errors import MissingMetadataError, UnsupportedError
 from jattn.errors.arguments import as_array, check_kind, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.common import check_block_size
-from jattn.metadata.encoder import keys_of
+from jattn.metadata.batch import check_block_size, keys_of
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType
 from pallas_kernels.algebra import quant

@@ -17,8 +17,7 @@ from jattn.backends.impl import AttentionImpl
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import write_backward
 from jattn.device import Chip
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.attend import Plan, attend_packed, attend_paged, output_dtype
 from jattn.ops.levels import Level, flat
 from jattn.ops.state import AttentionState

@@ -13,8 +13,7 @@ from jattn.backends.builder import AttentionMetadataBuilder
 from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.cache import PagedKV
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.attend import output_dtype
 from jattn.ops.forward_only import forward_only
 from jattn.ops.packed_pages import paged

@@ -20,8 +20,7 @@ from jattn.backends.recompute import backward
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.packed_pages import page_spec, paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec

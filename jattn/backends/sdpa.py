@@ -10,8 +10,7 @@ from jattn.backends.feature import Feature
 from jattn.backends.impl import AttentionImpl
 from jattn.backends.question import cache_dtype_name
 from jattn.errors import UnsupportedError
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of
 from jattn.ops.attend import Plan, attend_packed
 from jattn.ops.forward_only import forward_only
 from jattn.ops.levels import Level, attend_levels, flat, nested, shared_prefix

@@ -23,8 +23,7 @@ from jattn.backends.halves import DividedBackend, Halves
 from jattn.backends.impl import AttentionImpl
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.errors.arguments import integer, optional, takes, text
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.subset import subset
 from jattn.ops.attend import output_dtype
 from jattn.ops.state import AttentionState

@@ -4,7 +4,7 @@ Keys go round the ranks in runs of `interleave`: rank = (position // interleave)
 """
 
 from jattn.errors.arguments import integer, integers, optional, takes
-from jattn.metadata.common import BATCH, CommonAttentionMetadata
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata
 from jattn.metadata.host import array_module
 
 _RANK = integers(0)

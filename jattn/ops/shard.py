@@ -12,7 +12,7 @@ one a rank, which together hold N * S consecutive tokens.
 import jax
 import jax.numpy as jnp
 
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.metadata.parallel import get_dcp_local_seq_lens
 from jattn.types import PAD_SLOT_ID, pytree, static
 from pallas_kernels.algebra.paging import slots_of

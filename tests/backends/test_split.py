@@ -13,7 +13,7 @@ from jattn.backends import registry
 from jattn.backends.feature import Feature
 from jattn.backends.sdpa import SdpaBackend
 from jattn.backends.split import SplitBackend, make_split_backend
-from jattn.metadata.reorder import apply_permutation, token_permutation
+from jattn.compat.vllm.decodes_and_prefills import apply_permutation, token_permutation
 from jattn.metadata.subset import subset
 from jattn.types import AttentionCGSupport
 from tests.cases import CASES, FEATURES, Case

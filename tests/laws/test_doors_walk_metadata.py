@@ -7,8 +7,8 @@ import pytest
 
 import jattn
 from jattn import metadata
-from jattn.cache import join_kv_cache, split_kv_cache
 from jattn.cache.layout import bytes_of
+from jattn.compat.vllm import join_kv_cache, split_kv_cache
 from tests.laws.walk import Door, walk
 
 TABLE = np.array([[1, 2], [3, 0]], np.int32)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jattn.metadata import CommonAttentionMetadata, get_scheduler_metadata, schedule_plan
+from jattn.compat.vllm import get_scheduler_metadata, schedule_plan
+from jattn.metadata import CommonAttentionMetadata
 from jattn.spec import AttentionSpec
 from tests.metadata.batches import assert_same, attend, lengths, padded, plain, pool
 from tests.metadata.test_cascade import merged

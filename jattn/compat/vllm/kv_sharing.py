@@ -3,8 +3,8 @@
 import numpy as np
 
 from jattn.errors.arguments import integers, optional, takes
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata
 from jattn.metadata.buckets import query_len_bound
-from jattn.metadata.common import BATCH, CommonAttentionMetadata
 from jattn.metadata.host import array_module, starts_of
 from jattn.types import PAD_SLOT_ID
 

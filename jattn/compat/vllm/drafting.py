@@ -1,9 +1,10 @@
-"""Steps of a device loop, from the batch it started with: drafts, decodes, other block tables."""
+"""Speculative decoding: the batches of draft steps, and uniform batches as [requests, tokens of a request]."""
 
+import jax
 import jax.numpy as jnp
 
-from jattn.errors.arguments import integer, integers, takes
-from jattn.metadata.common import BATCH, CommonAttentionMetadata, check_block_size
+from jattn.errors.arguments import integer, integers, reals, takes
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
 from jattn.types import PAD_SLOT_ID
 from pallas_kernels.algebra.paging import slots_of
 
@@ -57,3 +58,21 @@ def update_block_table(meta: CommonAttentionMetadata, block_table, slot_mapping)
     if block_table.shape[0] != meta.max_num_reqs:
         raise ValueError(f"{block_table.shape=} must have {meta.max_num_reqs} rows, one a request")
     return meta.replace(block_table=block_table, slot_mapping=slot_mapping)
+
+
+@takes(query=reals(), batch_size=integer())
+def reshape_query_for_spec_decode(query: jax.Array, batch_size: int) -> jax.Array:
+    """[T H D] -> [batch, T // batch, H, D], for batches in which every request has equally many tokens."""
+    if query.ndim != 3:
+        raise ValueError(f"{query.shape=} must be [T H D]")
+    if batch_size < 1 or query.shape[0] % batch_size:
+        raise ValueError(f"{query.shape[0]} tokens do not divide among {batch_size=} requests; only uniform batches do")
+    return query.reshape(batch_size, query.shape[0] // batch_size, *query.shape[1:])
+
+
+@takes(output=reals())
+def reshape_attn_output_for_spec_decode(output: jax.Array) -> jax.Array:
+    """[batch, tokens, H, V] -> [T H V]; an output that is packed already is returned as it is."""
+    if output.ndim not in (3, 4):
+        raise ValueError(f"{output.shape=} must be [batch, tokens, H, V] or packed [T H V]")
+    return output if output.ndim == 3 else output.reshape(-1, *output.shape[2:])

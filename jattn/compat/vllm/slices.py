@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jattn.errors.arguments import check_kind, integer, integers, kind, optional, sequence_of, short, takes
+from jattn.metadata.batch import BATCH, PER_REQUEST, CommonAttentionMetadata
 from jattn.metadata.buckets import query_len_bound
-from jattn.metadata.common import BATCH, PER_REQUEST, CommonAttentionMetadata
 from jattn.metadata.host import array_module, is_traced, on_host
 from pallas_kernels.algebra.paging import cdiv
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata import (
-    CommonAttentionMetadata,
+from jattn.compat.vllm import (
     UbatchSlice,
     apply_permutation,
     decode_metadata,
@@ -19,6 +18,7 @@ from jattn.metadata import (
     split_decodes_and_prefills,
     ubatch_slices,
 )
+from jattn.metadata import CommonAttentionMetadata
 from tests.metadata.batches import assert_same, attend, lengths, padded, plain, pool
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata import (
+from jattn.compat.vllm import (
     apply_permutation,
     reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,

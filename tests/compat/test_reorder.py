@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata import (
-    CommonAttentionMetadata,
+from jattn.compat.vllm import (
     apply_permutation,
     batch_regions,
     decode_threshold,
@@ -18,6 +17,7 @@ from jattn.metadata import (
     reorder_batch_to_split_decodes_and_prefills,
     token_permutation,
 )
+from jattn.metadata import CommonAttentionMetadata
 from tests.metadata.batches import (
     REQS,
     TOKENS,

@@ -2,8 +2,7 @@
 
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import boolean, integer, kind, optional, takes
-from jattn.metadata.common import BATCH, CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of, queries_of
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.host import array_module
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata import (
+from jattn.compat.vllm import (
     block_table_from_csr,
     csr_from_block_table,
     get_batch_indices_positions,

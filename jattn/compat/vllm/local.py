@@ -13,7 +13,7 @@ from the chunk.
 import jax
 
 from jattn.errors.arguments import integer, integers, takes
-from jattn.metadata.common import BATCH, CommonAttentionMetadata, check_block_size
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
 from jattn.metadata.host import array_module, inclusive_sum, on_host, segment_of, starts_of
 from jattn.types import NULL_BLOCK_ID, pytree
 from pallas_kernels.algebra.paging import cdiv

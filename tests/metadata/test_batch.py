@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jattn.cache import KVCacheSpec
+from jattn.compat.vllm.decodes_and_prefills import apply_permutation
+from jattn.compat.vllm.drafting import next_decode
+from jattn.compat.vllm.local import make_local_attention_virtual_batches
+from jattn.compat.vllm.slices import slice_requests
 from jattn.metadata import Buckets, CommonAttentionMetadata, check_host
-from jattn.metadata.drafting import next_decode
-from jattn.metadata.local import make_local_attention_virtual_batches
-from jattn.metadata.reorder import apply_permutation
-from jattn.metadata.slices import slice_requests
 from jattn.metadata.subset import subset
 from tests.metadata.batches import BLOCK, REQS, TOKENS, WIDTH, assert_same, lengths, padded, plain, reaching
 

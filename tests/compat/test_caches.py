@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.cache import join_kv_cache, split_kv_cache
+from jattn.compat.vllm import join_kv_cache, split_kv_cache
 
 N, S, K = 3, 5, 2
 

@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 
-from jattn.metadata import (
-    CommonAttentionMetadata,
+from jattn.compat.vllm import (
     get_seq_len_block_table_args,
     is_all_cross_attn_metadata_set,
     is_all_encoder_attn_metadata_set,
-    keys_of,
     lens_for,
-    queries_of,
 )
+from jattn.metadata import CommonAttentionMetadata, keys_of, queries_of
 from jattn.types import AttentionType
 from tests.metadata.batches import plain
 

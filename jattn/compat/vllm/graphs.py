@@ -3,7 +3,7 @@
 import numpy as np
 
 from jattn.errors.arguments import kind, takes
-from jattn.metadata.common import BATCH, CommonAttentionMetadata
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata
 from jattn.metadata.host import on_host
 from jattn.types import AttentionCGSupport
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata import make_kv_sharing_fast_prefill_common_attn_metadata as fast_prefill
+from jattn.compat.vllm import make_kv_sharing_fast_prefill_common_attn_metadata as fast_prefill
 from tests.metadata.batches import TOKENS, assert_same, attend, lengths, padded, plain, pool
 
 

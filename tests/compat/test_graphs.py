@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jattn.metadata import can_run_in_cudagraph, required_support
+from jattn.compat.vllm import can_run_in_cudagraph, required_support
 from jattn.types import AttentionCGSupport
 from tests.metadata.batches import plain
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jattn.metadata import (
+from jattn.compat.vllm import (
     get_kv_cache_layout,
     get_per_layer_parameters,
     group_by_parameters,

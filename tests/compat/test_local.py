@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata import (
-    CommonAttentionMetadata,
-    check_host,
-    make_local_attention_virtual_batches,
-    max_local_attention_virtual_batches,
-)
+from jattn.compat.vllm import make_local_attention_virtual_batches, max_local_attention_virtual_batches
+from jattn.metadata import CommonAttentionMetadata, check_host
 from tests.metadata.batches import BLOCK, REQS, TOKENS, assert_same, attend, lengths, padded, plain, pool
 
 CASES = {  # (new, total, chunk, block), virtual (new, total), their tables; request r owns blocks r*width ..

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata import CommonAttentionMetadata, draft_metadata, next_decode, update_block_table
+from jattn.compat.vllm import draft_metadata, next_decode, update_block_table
+from jattn.metadata import CommonAttentionMetadata
 from tests.metadata.batches import BLOCK, REQS, assert_same, lengths, padded, plain
 
 _draft = jax.jit(lambda meta, i: draft_metadata(meta, i, BLOCK))
