@@ -13,12 +13,9 @@ import numpy as np
 
 from jattn import device
 from jattn.backends import checks
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import Feature
-from jattn.backends.impl import AttentionImpl
+from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.parallel import ContextParallel
-from jattn.backends.select import query_dtype, resolve
+from jattn.backends.registry import query_dtype, resolve
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
@@ -27,6 +24,7 @@ from jattn.metadata.batch import BATCH, queries_of
 from jattn.ops.attend import output_dtype
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec, with_arrays
+from jattn.types import Feature
 
 
 @dataclasses.dataclass(frozen=True)

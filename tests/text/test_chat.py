@@ -11,10 +11,10 @@ import pytest
 
 import jattn
 from jattn.cli import main
-from jattn.engine import ByteTokenizer, ChatTemplate, Engine, chat_prompt, load_tokenizer, renderer
-from jattn.engine.chat import load_chat_template
-from jattn.engine.response import Response
-from jattn.engine.sequence import Sequence
+from jattn.engine import Engine, renderer
+from jattn.engine.request import Response, Sequence
+from jattn.text import ByteTokenizer, ChatTemplate, chat_prompt, load_tokenizer
+from jattn.text.chat import load_chat_template
 from tests.models import folders
 
 HELLO = [{"role": "user", "content": "a<b"}]
@@ -172,7 +172,7 @@ STOPPED = "more than 0.3 seconds of processor time|Memory|Overflow|Recursion|a p
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_a_template_that_asks_for_too_much_is_stopped(name, monkeypatch):
-    monkeypatch.setattr("jattn.engine.renderer.MOST_SECONDS", 0.3)
+    monkeypatch.setattr("jattn.text.renderer.MOST_SECONDS", 0.3)
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.thread_time()
     with pytest.raises(ValueError, match=f"the chat template (refuses these|is not a).*: .*({STOPPED})"):
         ChatTemplate(TOO_MUCH[name]).render(HELLO)

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jattn.engine.renderer import render
-from jattn.engine.special import read_special_tokens
-from jattn.engine.tokenizer import Tokenizer
 from jattn.models.files import is_there, read_json, read_text, shown
+from jattn.text.renderer import render
+from jattn.text.special import read_special_tokens
+from jattn.text.tokenizer import Tokenizer
 
 FILE, LEGACY, FOLDER = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 MOST_SOURCE = 1 << 18
@@ -23,7 +23,7 @@ MOST_DEPTH = 64
 
 
 class ChatTemplate:
-    """One jinja template, or several by name, run in a process of its own: see jattn.engine.renderer.
+    """One jinja template, or several by name, run in a process of its own: see jattn.text.renderer.
 
     Nothing is compiled before the first chat, so a broken template fails chats and nothing else.
     variables: values that every chat has by name, such as `bos_token`. where: the template's name in errors. problem:

@@ -6,9 +6,9 @@ import json
 import pytest
 import tokenizers
 
-from jattn.engine import chat_prompt, load_tokenizer
-from jattn.engine.chat import ChatTemplate, load_chat_template
-from tests.engine.templates import CHATS, TEMPLATES
+from jattn.text import chat_prompt, load_tokenizer
+from jattn.text.chat import ChatTemplate, load_chat_template
+from tests.text.templates import CHATS, TEMPLATES
 
 transformers = pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
 

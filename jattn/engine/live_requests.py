@@ -7,11 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from jattn.engine.flight import Flight, logprob_of
-from jattn.engine.outputs import FinishReason, RequestOutput
-from jattn.engine.response import Request, Response
+from jattn.engine.request import FinishReason, Request, RequestOutput, Response, Sequence
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, Scheduler, StepPlan
-from jattn.engine.sequence import Sequence
 from jattn.engine.step import NOT_SAMPLED
 
 log = logging.getLogger("jattn.engine")

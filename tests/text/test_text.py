@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 from hypothesis import strategies as st
 
-from jattn.engine import ByteTokenizer, ChatTemplate, load_tokenizer
-from jattn.engine.chat import load_chat_template
-from jattn.engine.detokenize import Detokenizer, find_stop, held_back
+from jattn.text import ByteTokenizer, ChatTemplate, load_tokenizer
+from jattn.text.chat import load_chat_template
+from jattn.text.tokenizer import Detokenizer, find_stop, held_back
 
 CODE = ByteTokenizer()
 
@@ -156,7 +156,7 @@ def test_published_kinds_of_rules_are_within_measure_and_long_texts_are_not(tmp_
         inner.normalizer, inner.pre_tokenizer = normalizer, pieces.Sequence([pieces.Digits(), pieces.ByteLevel()])
         inner.save(str(tmp_path / "tokenizer.json"))
         assert load_tokenizer(tmp_path).encode("a" * 100_000)
-    monkeypatch.setattr("jattn.engine.tokenizer.MOST_TEXT", 1000)
+    monkeypatch.setattr("jattn.text.tokenizer.MOST_TEXT", 1000)
     assert load_tokenizer(tmp_path).encode("a" * 1000)
     with pytest.raises(ValueError, match="tokenizer.json encodes up to 1000 characters, and this text has 1001"):
         load_tokenizer(tmp_path).encode("a" * 1001)

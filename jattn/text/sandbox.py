@@ -1,6 +1,6 @@
 """The program of the process that renders chat templates: JSON lines in, JSON lines out.
 
-jattn.engine.renderer starts it as a script. It imports nothing of jattn, whose import would start JAX. The kernel
+jattn.text.renderer starts it as a script. It imports nothing of jattn, whose import would start JAX. The kernel
 bounds the process, so no operation of a template needs a check of its own; jinja's sandbox and the methods named here
 keep the template from Python.
 """

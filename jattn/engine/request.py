@@ -1,14 +1,133 @@
-"""The host's side of a completion: text, stop conditions, log-probabilities."""
+"""A request from its admission to its result: its sequences, their text so far, and what the caller gets."""
 
 import dataclasses
+import enum
+import hashlib
 import logging
 from collections.abc import Sequence as Many
 
-from jattn.engine.detokenize import Detokenizer, find_stop, held_back
-from jattn.engine.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
+from jattn.engine.params import SamplingParams
 from jattn.engine.sampling import BAD_TOKEN
-from jattn.engine.sequence import Sequence
-from jattn.engine.tokenizer import Tokenizer
+from jattn.text.tokenizer import Detokenizer, Tokenizer, find_stop, held_back
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A prompt and its generated tokens; a request with n completions has n sequences."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int = 0
+    salt: bytes = b""  # admission.root_of: a hash of the request's salt and rope variant
+    tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt, then the output
+    num_computed: int = 0  # tokens whose keys and values are in the cache
+    tables: list[list[int]] = dataclasses.field(
+        default_factory=list
+    )  # one per cache group; only BlockTables changes them
+    kept_from: list[int] = dataclasses.field(default_factory=list)  # per group: blocks before this one were given back
+    names: list[bytes] = dataclasses.field(default_factory=list)  # hashes of the first full blocks
+    num_shared: int = 0  # blocks that came from the prefix cache
+    num_published: int = 0  # blocks that others may share
+    num_preemptions: int = 0
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[len(self.prompt) :]
+
+    def start_over(self) -> None:
+        """Keep the tokens and forget what was computed; the caller has dropped the pools that held its blocks."""
+        self.num_preemptions += bool(self.tables)
+        self.tables, self.kept_from, self.names = [], [], []
+        self.num_computed = self.num_shared = self.num_published = 0
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of completion `index`: the request's own for 0, a hash of both for the others."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}.{index}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def final_length(prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> int:
+    """The most tokens that a request will ever have; known at its start, and the same after a preemption."""
+    return min(len(prompt) + params.max_tokens, max_model_len)
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's length
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """How likely a chosen token was, and the most likely ones, before temperature and penalties."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One of a request's n completions."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None  # None: not yet
+    error: str | None = None
+    stop: str | int | None = None  # the stop string or token that ended it
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """A request, finished or so far; `.text` and its neighbours are the first completion's."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[Completion, ...]
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache saved, of the first completion
+
+    @property
+    def finished(self) -> bool:
+        """Have all completions ended?"""
+        return all(output.finish_reason is not None for output in self.outputs)
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason
+
+    @property
+    def error(self) -> str | None:
+        return self.outputs[0].error
+
 
 log = logging.getLogger("jattn.engine")
 
