@@ -8,12 +8,8 @@ from jattn.types import AttentionType
 from jattn.cache import KVCacheSpec, PagedKV, copy_blocks, empty_cache, swap_blocks, write_kv
 
 # The batch, and what can be done with it
-from jattn.metadata import (
-    Buckets,
-    CommonAttentionMetadata,
-    cascade_levels,
-    check_host,
-    get_dcp_local_seq_lens,
+from jattn.metadata import Buckets, CommonAttentionMetadata, cascade_levels, check_host, get_dcp_local_seq_lens
+from jattn.compat.vllm import (
     get_kv_cache_layout,
     get_per_layer_parameters,
     get_scheduler_metadata,

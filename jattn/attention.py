@@ -13,21 +13,18 @@ import numpy as np
 
 from jattn import device
 from jattn.backends import checks
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import Feature
-from jattn.backends.impl import AttentionImpl
+from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.parallel import ContextParallel
-from jattn.backends.select import query_dtype, resolve
+from jattn.backends.registry import query_dtype, resolve
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.common import BATCH
-from jattn.metadata.encoder import queries_of
+from jattn.metadata.batch import BATCH, queries_of
 from jattn.ops.attend import output_dtype
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec, with_arrays
+from jattn.types import Feature
 
 
 @dataclasses.dataclass(frozen=True)

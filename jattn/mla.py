@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from jattn import device
 from jattn.backends import checks
-from jattn.backends.backend import AttentionBackend
+from jattn.backends.base import AttentionBackend
 from jattn.backends.mla import MLAImpl, MLAMetadataBuilder
 from jattn.backends.parallel import ContextParallel
-from jattn.backends.select import resolve
+from jattn.backends.registry import resolve
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.latent import check_latent
 from jattn.device import Chip

@@ -20,7 +20,7 @@ import jattn
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from benchmarks.run import provenance
 from jattn import models
-from jattn.engine import ByteTokenizer
+from jattn.text import ByteTokenizer
 
 DISPATCH = "/jax/core/compile/backend_compile_duration"
 

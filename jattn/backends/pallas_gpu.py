@@ -10,23 +10,19 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import Feature
-from jattn.backends.impl import AttentionImpl
-from jattn.backends.reasons import without_refused
+from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.capability import without_refused
 from jattn.backends.recompute import backward
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import encode_rows
 from jattn.cache.write import write_backward
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.packed_pages import page_spec, paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
+from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.gpu import paged_attention as kernel
 from pallas_kernels.gpu.work_list import WorkList
@@ -186,6 +182,10 @@ _write.defvjp(lambda impl, *args: (_write(impl, *args), args), lambda impl, *arg
 class PallasGpuBackend(AttentionBackend):
     """bf16 and f16 queries on Hopper; what the kernel cannot do it says itself (pallas_kernels.gpu.supports)."""
 
+    name = "pallas_gpu"
+    impl_cls = PallasGpuImpl
+    builder_cls = PallasGpuMetadataBuilder
+    metadata_cls = PallasGpuMetadata
     supported_dtypes = QUERY_DTYPES
     supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(8),)
@@ -216,22 +216,6 @@ class PallasGpuBackend(AttentionBackend):
             Feature.PACKED,
         }
     )
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "pallas_gpu"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[PallasGpuImpl]:
-        return PallasGpuImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[PallasGpuMetadataBuilder]:
-        return PallasGpuMetadataBuilder
-
-    @classmethod
-    def get_metadata_cls(cls) -> type[PallasGpuMetadata]:
-        return PallasGpuMetadata
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:

@@ -11,21 +11,17 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import Feature
-from jattn.backends.impl import AttentionImpl
-from jattn.backends.reasons import without_refused
+from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.capability import without_refused
 from jattn.backends.recompute import backward
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.packed_pages import page_spec, paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
+from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.tpu import paged_attention as kernel
 
@@ -149,6 +145,10 @@ _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
 class PallasTpuBackend(AttentionBackend):
     """bf16 and f32 queries; what the kernel cannot do it says itself (pallas_kernels.tpu.supports)."""
 
+    name = "pallas_tpu"
+    impl_cls = PallasTpuImpl
+    builder_cls = PallasTpuMetadataBuilder
+    metadata_cls = PallasTpuMetadata
     supported_dtypes = QUERY_DTYPES
     supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(16),)
@@ -177,22 +177,6 @@ class PallasTpuBackend(AttentionBackend):
             Feature.PACKED,
         }
     )
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "pallas_tpu"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[PallasTpuImpl]:
-        return PallasTpuImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[PallasTpuMetadataBuilder]:
-        return PallasTpuMetadataBuilder
-
-    @classmethod
-    def get_metadata_cls(cls) -> type[PallasTpuMetadata]:
-        return PallasTpuMetadata
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:

@@ -4,20 +4,16 @@ import dataclasses
 
 import jax
 
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import Feature
-from jattn.backends.impl import AttentionImpl
-from jattn.backends.question import cache_dtype_name
+from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.capability import cache_dtype_name
 from jattn.errors import UnsupportedError
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of
 from jattn.ops.attend import Plan, attend_packed
 from jattn.ops.forward_only import forward_only
 from jattn.ops.levels import Level, attend_levels, flat, nested, shared_prefix
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
-from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree, static
+from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
 from pallas_kernels.algebra import quant
 
 
@@ -124,6 +120,10 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
 class SdpaBackend(AttentionBackend):
     """Any head size, any page size, every feature that a spec can ask for."""
 
+    name = "sdpa"
+    impl_cls = SdpaImpl
+    builder_cls = SdpaMetadataBuilder
+    metadata_cls = SdpaMetadata
     supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(1),)
@@ -162,19 +162,3 @@ class SdpaBackend(AttentionBackend):
             Feature.FUSED_OUTPUT_QUANT,
         }
     )
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "sdpa"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[SdpaImpl]:
-        return SdpaImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[SdpaMetadataBuilder]:
-        return SdpaMetadataBuilder
-
-    @classmethod
-    def get_metadata_cls(cls) -> type[SdpaMetadata]:
-        return SdpaMetadata

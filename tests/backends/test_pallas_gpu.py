@@ -9,7 +9,7 @@ import pytest
 
 import jattn
 from jattn.backends import Feature, resolve
-from jattn.backends.halves import Halves
+from jattn.backends.split import Halves
 from jattn.device import Chip
 
 HOPPER = Chip("gpu", "sm_90")

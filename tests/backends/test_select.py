@@ -97,7 +97,7 @@ def test_a_backend_by_path_is_imported_when_first_asked_for(registered, tmp_path
             backends.AttentionBackend,
             {},
             TypeError,
-            "lacks get_builder_cls, get_impl_cls, get_metadata_cls, get_name",
+            "lacks name, impl_cls, builder_cls, metadata_cls",
         ),
     ],
 )
