@@ -53,8 +53,8 @@ class PallasCpuMetadataBuilder(AttentionMetadataBuilder[PallasCpuMetadata]):
         """A shared prefix is read once a request, like everything else: the hint changes nothing."""
         return _metadata(common_attn_metadata, self.spec.attn_type)
 
-    def update_block_table(self, metadata: PallasCpuMetadata, blk_table, slot_mapping) -> PallasCpuMetadata:
-        batch = metadata.batch._replace(block_table=jnp.asarray(blk_table))
+    def update_block_table(self, metadata: PallasCpuMetadata, block_table, slot_mapping) -> PallasCpuMetadata:
+        batch = metadata.batch._replace(block_table=jnp.asarray(block_table))
         return dataclasses.replace(metadata, batch=batch, slot_mapping=slot_mapping)
 
 

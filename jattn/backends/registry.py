@@ -179,8 +179,8 @@ def explain(
 def resolve(
     spec: AttentionSpec,
     cache_spec: KVCacheSpec | None,
-    platform: "str | Chip | None" = None,
     backend: str = "auto",
+    platform: "str | Chip | None" = None,
     needs: tuple[Feature, ...] = (),
     dtypes: tuple[str, ...] = (),
     wished: tuple[str, ...] = (),

@@ -65,12 +65,12 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
             levels=nested(tuple(levels)), slot_mapping=levels[-1].slot_mapping, is_causal=levels[-1].is_causal
         )
 
-    def update_block_table(self, metadata: SdpaMetadata, blk_table, slot_mapping) -> SdpaMetadata:
+    def update_block_table(self, metadata: SdpaMetadata, block_table, slot_mapping) -> SdpaMetadata:
         """The same plan over another group's pages; a cascade's levels have tables of their own."""
         first, *others = metadata.levels
         if others:
             raise ValueError("a cascade has one block table a level: build it anew instead of updating one table")
-        level = dataclasses.replace(first, block_table=blk_table)
+        level = dataclasses.replace(first, block_table=block_table)
         return dataclasses.replace(metadata, levels=(level,), slot_mapping=slot_mapping)
 
     def for_layer(self, metadata: SdpaMetadata, layer, blocks_per_layer: int) -> SdpaMetadata:
