@@ -15,7 +15,7 @@ from jattn import device
 from jattn.backends import checks
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.parallel import ContextParallel
-from jattn.backends.registry import query_dtype, resolve
+from jattn.backends.registry import query_dtype_rule, resolve
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
@@ -51,7 +51,7 @@ class PagedAttention:
         checks.check_specs(self.spec, self.cache_spec)
         chip = device.resolve(self.platform)
         needs = (*sequence_of(checks.FEATURE)("needs", self.needs), *_parallel(self.parallel).needs)
-        asked, guess = None if self.dtype is None else query_dtype("dtype", self.dtype), _dtype_of(self.cache_spec)
+        asked, guess = None if self.dtype is None else query_dtype_rule("dtype", self.dtype), _dtype_of(self.cache_spec)
         dtypes = dict(dtypes=(asked,)) if asked else dict(wished=(guess,)) if guess else {}
         chosen = resolve(self.spec, self.cache_spec, self.backend, chip, needs, **dtypes)
         object.__setattr__(self, "chosen", chosen)
