@@ -28,7 +28,7 @@ import numpy as np
 import jattn
 from benchmarks.run import provenance
 from jattn import models
-from jattn.engine import flight as flight_module
+from jattn.engine import runner as engine_runner
 from jattn.text import ByteTokenizer
 
 LLAMA = dict(
@@ -46,17 +46,17 @@ UNTIMED = 3  # decode dispatches before the clock runs: the first compiles
 @contextlib.contextmanager
 def recorded() -> Iterator[list]:
     """The batches that the engine dispatches, in order."""
-    real, batches = flight_module.dispatch, []
+    real, batches = engine_runner.dispatch, []
 
     def dispatch(model, params, caches, batch, *rest):
         batches.append((batch, *rest))
         return real(model, params, caches, batch, *rest)
 
-    flight_module.dispatch = dispatch
+    engine_runner.dispatch = dispatch
     try:
         yield batches
     finally:
-        flight_module.dispatch = real
+        engine_runner.dispatch = real
 
 
 def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.Engine:
@@ -94,7 +94,7 @@ def replay(engine: jattn.Engine, batches: list) -> float:
     runner, batches = engine.runner, jax.block_until_ready(jax.device_put(batches))
     begin = time.perf_counter()
     for batch in batches:
-        runner.caches, *news = flight_module.dispatch(runner.model, runner.params, runner.caches, *batch)
+        runner.caches, *news = engine_runner.dispatch(runner.model, runner.params, runner.caches, *batch)
     jax.block_until_ready(news)
     return time.perf_counter() - begin
 

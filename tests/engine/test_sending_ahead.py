@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jattn.engine import Engine, SamplingParams, flight
+from jattn.engine import Engine, SamplingParams, runner
 from tests.engine import fake
 
 HYBRID = fake.FakeConfig(
@@ -20,8 +20,8 @@ def engine(config, **options):
 @pytest.fixture
 def sent(monkeypatch):
     """The batches that were dispatched, in order."""
-    batches, real = [], flight.dispatch
-    monkeypatch.setattr(flight, "dispatch", lambda *args: batches.append(args[-1]) or real(*args))
+    batches, real = [], runner.dispatch
+    monkeypatch.setattr(runner, "dispatch", lambda *args: batches.append(args[-1]) or real(*args))
     return batches
 
 
@@ -31,9 +31,13 @@ def test_the_next_burst_is_sent_before_this_one_is_read_and_dropped_where_the_ho
     ids = [served.add_request(prompt, SamplingParams(max_tokens=n, temperature=0)) for prompt, n in (keep, drop)]
     served.step()  # the prompts
     served.step()
-    assert [bool(batch.follows) for batch in sent] == [False, False, True]  # one decode was read, its successor is out
+    assert [bool(batch.continues) for batch in sent] == [
+        False,
+        False,
+        True,
+    ]  # the third is sent ahead
     served.step()
-    assert len(sent) == 4 and sent[-1].follows
+    assert len(sent) == 4 and sent[-1].continues
     assert served.abort(ids[1])
     found = {output.id: output for output in served.drain()}
     assert (list(found[ids[0]].token_ids), found[ids[0]].finish_reason) == fake.greedy(HYBRID, *keep)
@@ -50,7 +54,7 @@ def test_r35_what_was_dispatched_can_no_longer_be_written_to(sent):
     for options in (greedy, penalised):
         served.generate([[4, 5, 6], [7, 8]], SamplingParams(max_tokens=9, **options))
     arrays = [x for batch in sent for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
-    assert any(batch.follows for batch in sent) and len(arrays) > 5 * len(sent)
+    assert any(batch.continues for batch in sent) and len(arrays) > 5 * len(sent)
     for array in arrays:
         while isinstance(array, np.ndarray):
             with pytest.raises(ValueError, match="read-only"):
@@ -67,7 +71,7 @@ def test_r35_a_pool_that_is_always_full_gives_the_models_tokens(sent):
     for prompt, output in zip(prompts, outputs, strict=True):
         assert (list(output.token_ids), output.finish_reason) == fake.greedy(HYBRID, prompt, 17, 34)
     stats = served.stats
-    assert stats.preemptions > 5 and stats.evictions > 20 and sum(bool(batch.follows) for batch in sent) > 3
+    assert stats.preemptions > 5 and stats.evictions > 20 and sum(bool(batch.continues) for batch in sent) > 3
 
 
 def test_nobody_runs_ahead_while_somebody_waits_or_is_about_to_end(sent):
@@ -76,6 +80,6 @@ def test_nobody_runs_ahead_while_somebody_waits_or_is_about_to_end(sent):
         served.add_request([4, 5, 6], SamplingParams(max_tokens=10, temperature=0))
     while served.stats.waiting:
         served.step()
-    assert not any(batch.follows for batch in sent)
+    assert not any(batch.continues for batch in sent)
     list(served.drain())
-    assert [int(batch.steps) for batch in sent if batch.follows] == [3, 3]  # 10 tokens: 1 with the prompt, 3 + 3 + 3
+    assert [int(batch.steps) for batch in sent if batch.continues] == [3, 3]  # 10 tokens: 1 with the prompt, 3 + 3 + 3
