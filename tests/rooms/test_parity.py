@@ -25,7 +25,7 @@ def flaw(row: list[str]) -> str | None:
     """Done needs a test (beyond the five parts and robustness, a file); part and not yet say what is missing."""
     name, status, what, *proof = row
     if status not in STATUSES or not what:
-        return "no status or no words"
+        return "no status or no description"
     if status in ("part", "not yet") and "not yet" not in what:
         return "what is missing?"
     if status == "done" and name[0] in "SR" and "`tests/" not in proof[0]:
