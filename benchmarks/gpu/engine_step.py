@@ -27,8 +27,8 @@ import numpy as np
 import jattn
 from benchmarks import records
 from jattn import models
-from jattn.engine import ByteTokenizer
 from jattn.engine import flight as flight_module
+from jattn.text import ByteTokenizer
 
 LLAMA = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=32000, hidden_size=2048, intermediate_size=8192,

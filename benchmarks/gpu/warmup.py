@@ -19,7 +19,7 @@ import jattn
 from benchmarks import records
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from jattn import models
-from jattn.engine import ByteTokenizer
+from jattn.text import ByteTokenizer
 
 DISPATCH = "/jax/core/compile/backend_compile_duration"
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from jattn.backends import Feature, explain, resolve
 from jattn.engine.blocks import first_parent
-from jattn.engine.outputs import Completion, FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams, is_encodable
+from jattn.engine.request import Completion, FinishReason, RequestOutput
 from jattn.engine.scheduler import Limits
 from jattn.engine.step import Model
-from jattn.engine.tokenizer import Tokenizer
 from jattn.errors.arguments import boolean, dtype_name, integer, optional, text
+from jattn.text.tokenizer import Tokenizer
 
 OPTIONS = dict(
     num_blocks=optional(integer(1)), block_size=integer(1), max_num_seqs=integer(1), max_num_batched_tokens=integer(1),

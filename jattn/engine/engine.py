@@ -16,21 +16,19 @@ import numpy as np
 from jattn.cache import PagedKV
 from jattn.engine import admission, interrupts, sizing
 from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
-from jattn.engine.chat import ChatTemplate, load_chat_template
 from jattn.engine.flight import Flight, Landed, behind, kept_on_device
-from jattn.engine.outputs import FinishReason, RequestOutput
+from jattn.engine.live_requests import LiveRequests
 from jattn.engine.params import SamplingParams
-from jattn.engine.requests import LiveRequests
-from jattn.engine.response import Request, unforeseen
+from jattn.engine.request import FinishReason, Request, RequestOutput, Sequence, final_length, seed_of, unforeseen
 from jattn.engine.runner import Runner
 from jattn.engine.scheduler import Limits, Scheduler, StepPlan
-from jattn.engine.sequence import Sequence, final_length, seed_of
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
 from jattn.engine.step import NOT_SAMPLED
 from jattn.engine.tables import BlockTables, most_blocks
-from jattn.engine.tokenizer import Tokenizer, load_tokenizer
 from jattn.errors.arguments import takes
+from jattn.text.chat import ChatTemplate, load_chat_template
+from jattn.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Many[int]
 

@@ -7,10 +7,9 @@ import jax
 import numpy as np
 
 from jattn.engine.batch import tables_of
-from jattn.engine.outputs import RequestOutput, TokenLogprob
+from jattn.engine.request import RequestOutput, Sequence, TokenLogprob
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
-from jattn.engine.sequence import Sequence
 from jattn.engine.shapes import StepShapes
 from jattn.engine.step import Ahead, Batch, Model, dispatch, following
 

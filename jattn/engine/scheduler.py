@@ -8,7 +8,7 @@ waits at the front of the queue. It keeps its tokens and is computed again, so i
 import dataclasses
 from collections import deque
 
-from jattn.engine.sequence import Sequence
+from jattn.engine.request import Sequence
 from jattn.engine.step import MOST_STEPS
 from jattn.engine.tables import BlockTables
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, Penalties, Sampled, SamplingRows, choose
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.types import PAD_SLOT_ID, pytree, static
 from pallas_kernels.algebra.paging import slots_of
 

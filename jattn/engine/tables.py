@@ -9,7 +9,7 @@ from collections.abc import Sequence as Many
 from typing import Protocol
 
 from jattn.engine.blocks import BlockPool, block_hash
-from jattn.engine.sequence import Sequence
+from jattn.engine.request import Sequence
 from jattn.types import NULL_BLOCK_ID
 from pallas_kernels.algebra.paging import cdiv
 

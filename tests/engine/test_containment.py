@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.engine import ByteTokenizer, Engine, SamplingParams, flight, interrupts, warming
+from jattn.engine import Engine, SamplingParams, flight, interrupts, warming
 from jattn.engine.tables import BlockTables
 from jattn.errors import EngineDeadError, UnsupportedError
+from jattn.text import ByteTokenizer
 from tests.engine import fake
 
 HYBRID = fake.FakeConfig(
