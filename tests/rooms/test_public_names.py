@@ -1,4 +1,4 @@
-"""The public names are a contract: adding one is a decision written down here, losing one is a break."""
+"""The public names are a contract: a new one is listed here with its reason, a lost one breaks users."""
 
 import jattn
 
