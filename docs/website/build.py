@@ -21,7 +21,7 @@ NAVIGATION = {  # caption: pages, without suffix; `*` takes every page there is,
         "docs/serving",
     ),
     "Notebooks": ("notebooks/*",),
-    "Reference": ("docs/arguments", "docs/support_matrix", "reference/index", "reference/*"),
+    "Reference": ("docs/arguments", "docs/support_matrix", "reference/index"),
     "Project": ("docs/performance", "docs/notebook/*", "docs/how_to_add", "docs/parity", "CONTRIBUTING"),
 }
 
@@ -77,7 +77,7 @@ def build() -> int:
     from sphinx.cmd.build import main
 
     assemble(SITE / "source")
-    options = ["-b", "html", "-c", str(Path(__file__).parent), "-d", str(SITE / "cache")]
+    options = ["-a", "-b", "html", "-c", str(Path(__file__).parent), "-d", str(SITE / "cache")]
     code = main([*options, "--fail-on-warning", "--quiet", str(SITE / "source"), str(SITE / "html")])
     if code == 0:
         print(f"written: {(SITE / 'html' / 'index.html').relative_to(ROOT)}")

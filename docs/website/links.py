@@ -4,8 +4,6 @@
 package (`AttentionSpec`), or, inside a docstring, a neighbour in the same class or package.
 """
 
-import dataclasses
-import importlib
 import re
 
 from docutils import nodes
@@ -40,7 +38,7 @@ class LinkNames(SphinxTransform):
                 )  # fmt: skip
                 literal.replace_self(link)
                 link += literal
-            elif found[1].startswith("jattn.") and not exists(found[1]):
+            elif found[1].startswith("jattn.") and not reference.exists(found[1]):
                 log.warning("`%s` names nothing", found[1], location=literal)
 
     def _target(self, literal: nodes.literal, name: str) -> str | None:
@@ -64,27 +62,6 @@ class LinkNames(SphinxTransform):
                     yield f"{signature['module']}."
             node = node.parent
         yield ""
-
-
-def exists(name: str) -> bool:
-    """Whether a dotted name leads to a module, an attribute or a field."""
-    thing, *parts = name.split(".")
-    try:
-        here = importlib.import_module(thing)
-    except ImportError:
-        return False
-    for part in parts:
-        thing += f".{part}"
-        if dataclasses.is_dataclass(here) and part in {field.name for field in dataclasses.fields(here)}:
-            return True
-        if hasattr(here, part):
-            here = getattr(here, part)
-            continue
-        try:
-            here = importlib.import_module(thing)
-        except ImportError:
-            return False
-    return True
 
 
 def _inside(node: nodes.Node, kinds: tuple[type, ...]) -> bool:

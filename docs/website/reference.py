@@ -44,10 +44,12 @@ class Entry:
 @functools.cache
 def packages() -> dict[str, types.ModuleType]:
     """The public packages, and the modules that one of them exports."""
-    found = {name: importlib.import_module(name) for name in PACKAGES}
-    for package in list(found.values()):
+    found = {}
+    for name in PACKAGES:
+        found[name] = package = importlib.import_module(name)
         exported = (getattr(package, each) for each in package.__all__)
-        found |= {module.__name__: module for module in exported if isinstance(module, types.ModuleType)}
+        modules = (thing for thing in exported if isinstance(thing, types.ModuleType))
+        found |= {module.__name__: module for module in modules if module.__name__ not in PACKAGES}
     return found
 
 
@@ -74,6 +76,27 @@ def targets() -> dict[str, str]:
             for member, _ in source.members(entry.thing):
                 found[f"{spelling}.{member}"] = f"{entry.full_name}.{member}"
     return found
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name leads to a module, an attribute or a field."""
+    thing, *parts = name.split(".")
+    try:
+        here = importlib.import_module(thing)
+    except ImportError:
+        return False
+    for part in parts:
+        thing += f".{part}"
+        if dataclasses.is_dataclass(here) and part in {field.name for field in dataclasses.fields(here)}:
+            return True
+        if hasattr(here, part):
+            here = getattr(here, part)
+            continue
+        try:
+            here = importlib.import_module(thing)
+        except ImportError:
+            return False
+    return True
 
 
 def pages() -> dict[str, str]:
@@ -128,6 +151,7 @@ def _grouped(module: types.ModuleType) -> list[tuple[str, list[str]]]:
 
 def _contents() -> str:
     lines = ["# API reference", "", "Every public name, one line each. A name links to its signature and description."]
+    lines += ["", ":::{toctree}", ":hidden:", "", *packages(), ":::"]
     for package, module in packages().items():
         lines += ["", f"## {package}", "", escaped(source.first_sentence(module))]
         for title, names in _grouped(module):
@@ -179,10 +203,12 @@ def _described(entry: Entry) -> list[str]:
         head = f"{entry.name}({_signature(fields, annotated=not dataclasses.is_dataclass(thing))})"
         kind = "py:exception" if issubclass(thing, BaseException) else "py:class"
         bare = issubclass(thing, enum.Enum) or inspect.isabstract(thing) or not (fields or _has_init(thing))
-        body = [*_doc(thing), *_fields(thing, fields)]
+        rows = _fields(thing, fields)
+        body = [*_doc(thing), *rows]
+        option = [":single-line-parameter-list:"] if rows else []  # the table has a line for each
         for name, value in source.members(thing):
             body += ["", *_member(name, value, thing)]
-        return [f"::::{{{kind}}} {entry.name if bare else head}", module, "", *body, "::::"]
+        return [f"::::{{{kind}}} {entry.name if bare else head}", module, *option, "", *body, "::::"]
     if callable(thing):
         return [f"::::{{py:function}} {_call(entry.name, thing)}", module, "", *_doc(thing), "::::"]
     return [f"::::{{py:data}} {entry.name}", module, "", f"`{thing!r}`", "::::"]
