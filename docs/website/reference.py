@@ -204,7 +204,7 @@ def _described(entry: Entry) -> list[str]:
         kind = "py:exception" if issubclass(thing, BaseException) else "py:class"
         bare = issubclass(thing, enum.Enum) or inspect.isabstract(thing) or not (fields or _has_init(thing))
         rows = _fields(thing, fields)
-        body = [*_doc(thing), *rows]
+        body = [*_doc(thing), *rows, *_attributes(thing)]
         option = [":single-line-parameter-list:"] if rows else []  # the table has a line for each
         for name, value in source.members(thing):
             body += ["", *_member(name, value, thing)]
@@ -265,6 +265,13 @@ def _fields(cls: type, fields: list[Argument]) -> list[str]:
     if not fields or not (dataclasses.is_dataclass(cls) or any(field.comment for field in fields)):
         return []
     return ["", *argument_table(fields)]
+
+
+def _attributes(cls: type) -> list[str]:
+    """A table of class attributes."""
+    found = source.attributes(cls)
+    rows = [[code(each.name), code(each.annotation), code(each.default), escaped(each.comment)] for each in found]
+    return ["", *table(["attribute", "type", "value", "meaning"], rows)] if rows else []
 
 
 def argument_table(fields: list[Argument]) -> list[str]:

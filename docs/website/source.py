@@ -63,6 +63,21 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
+def attributes(cls: type) -> list[Argument]:
+    """The annotated public class attributes, the class's own first, then the inherited."""
+    found: dict[str, Argument] = {}
+    for owner in filter(is_ours, cls.__mro__):
+        node, comments = _definition(owner)
+        for line in node.body:
+            if isinstance(line, ast.AnnAssign) and not _is_field(owner, line) and not line.target.id.startswith("_"):
+                annotation = _text(line.annotation).removeprefix("ClassVar[")
+                annotation = annotation if annotation == _text(line.annotation) else annotation[:-1]
+                default = "" if line.value is None else ast.unparse(line.value)
+                comment = comments.get(line.end_lineno, "")
+                found.setdefault(line.target.id, Argument(line.target.id, KEYWORD, annotation, default, comment))
+    return list(found.values())
+
+
 def values(cls: type[enum.Enum]) -> list[tuple[str, str, str]]:
     """(name, value, comment) of an enum's members."""
     node, comments = _definition(cls)
@@ -145,6 +160,10 @@ def _of_function(function: Any) -> list[Argument]:
     made_of += [made(spec.vararg, POSITIONAL, "*")] if spec.vararg else []
     made_of += [made(arg, KEYWORD) for arg in spec.kwonlyargs]
     return made_of + ([made(spec.kwarg, KEYWORD, "**")] if spec.kwarg else [])
+
+
+def _is_field(cls: type, line: ast.AnnAssign) -> bool:
+    return dataclasses.is_dataclass(cls) and not _text(line.annotation).startswith("ClassVar")
 
 
 def _is_argument(cls: type, field: dataclasses.Field) -> bool:
