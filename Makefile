@@ -18,9 +18,10 @@ KEEP  := $(if $(CACHE),JAX_COMPILATION_CACHE_DIR="$(CACHE)" JAX_PERSISTENT_CACHE
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.ready-tools
 WITNESS := $(VENV)/.ready-parity
+SPHINX := $(VENV)/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity lint format types imports notebooks bench wheel sanitize fuzz-server arm64 check clean
+.PHONY: help demo test parity lint format types imports notebooks docs bench wheel sanitize fuzz-server arm64 check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
@@ -48,6 +49,9 @@ imports: $(TOOLS)  ## who may import whom
 
 notebooks: $(TOOLS)  ## execute every notebook; ARGS=--write keeps the outputs
 	@"$(PY)" notebooks/run.py $(ARGS)
+
+docs: $(SPHINX)  ## the documentation site, into site/html; a broken link or reference fails it
+	@JAX_PLATFORMS=cpu "$(PY)" docs/generate.py --site
 
 bench: $(READY)  ## the benchmarks, each with a correctness check; ARGS='--case ... --backend ...'
 	@"$(PY)" -m benchmarks.run $(ARGS)
@@ -78,7 +82,7 @@ arm64: $(READY)  ## NEON kernels: compiled by a cross compiler, run under qemu, 
 check: test lint types imports notebooks  ## test, lint, types, imports and notebooks; .ci/run does more
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 
 # The environment: made once, renewed when pyproject.toml changes. A half-made or moved one is made again.
 $(READY): pyproject.toml
@@ -96,6 +100,11 @@ $(READY): pyproject.toml
 $(TOOLS): $(READY)
 	@echo "[+] installing the lint, type and notebook tools into $(VENV) (about half a minute)"
 	@$(PIP) install -e ".[test,lint,notebooks]" $(PIN)
+	@touch "$@"
+
+$(SPHINX): $(READY)
+	@echo "[+] installing sphinx, myst-nb and furo into $(VENV) (about half a minute)"
+	@$(PIP) install -e ".[test,docs]" $(PIN)
 	@touch "$@"
 
 $(WITNESS): $(READY)
