@@ -5,6 +5,7 @@ package (`AttentionSpec`), or, inside a docstring, a neighbour in the same class
 """
 
 import re
+from collections.abc import Iterator
 
 from docutils import nodes
 from sphinx import addnodes
@@ -47,12 +48,16 @@ class LinkNames(SphinxTransform):
             if f"{prefix}{name}" in known:
                 return known[f"{prefix}{name}"]
         if name[0].isupper():
-            return next((known[full] for package in reference.PACKAGES if (full := f"{package}.{name}") in known), None)
-        return None
+            name = next((full for package in reference.PACKAGES if reference.exists(full := f"{package}.{name}")), "")
+        elif not (name.startswith("jattn.") and reference.exists(name)):
+            return None
+        owner = name
+        while owner and owner not in known:  # a field, or the member of an enum: its class is described
+            owner = owner.rpartition(".")[0]
+        return None if owner != name and owner in reference.packages() else known.get(owner)
 
-    @staticmethod
-    def _scopes(literal: nodes.literal):
-        """The prefixes under which a name may be known here: of the class and package around it, then none."""
+    def _scopes(self, literal: nodes.literal) -> Iterator[str]:
+        """The prefixes under which a name may be known here: of the class, package and page around it, then none."""
         node = literal.parent
         while node is not None:
             if isinstance(node, addnodes.desc) and node["domain"] == "py":
@@ -61,6 +66,7 @@ class LinkNames(SphinxTransform):
                 if "." not in signature["fullname"]:
                     yield f"{signature['module']}."
             node = node.parent
+        yield self.env.docname.removeprefix("reference/") + "."
         yield ""
 
 
