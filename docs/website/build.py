@@ -15,14 +15,15 @@ NAVIGATION = {  # caption: pages, without suffix; `*` takes every page that ther
     "Guide": (
         "docs/attention_state",
         "docs/kv_layout",
-        "docs/flow",
+        "docs/architecture",
+        "docs/decode_loop",
         "docs/bring_your_own_model",
         "docs/models",
         "docs/serving",
     ),
     "Notebooks": ("notebooks/*",),
     "Reference": ("docs/arguments", "docs/support_matrix", "reference/index"),
-    "Project": ("docs/performance", "docs/notebook/*", "docs/how_to_add", "docs/parity", "CONTRIBUTING"),
+    "Project": ("docs/performance", "docs/notebook/*", "docs/how_to_add", "docs/vllm", "docs/parity", "CONTRIBUTING"),
 }
 
 
