@@ -1,7 +1,7 @@
 """Inline code that spells a public name becomes a link; one that spells a name that does not exist is a warning.
 
-`jattn.merge` and `jattn.merge(a, b)` link anywhere. A bare name links where it is unambiguous: a class of a public
-package (`AttentionSpec`), or, inside a docstring, a neighbour in the same class or package.
+`jattn.merge` and `jattn.merge(a, b)` link anywhere. A bare name links where it can mean nothing else: a class or a name
+with an underscore of a public package (`AttentionSpec`, `write_kv`), or a neighbour of the docstring that it is in.
 """
 
 import re
@@ -47,7 +47,7 @@ class LinkNames(SphinxTransform):
         for prefix in self._scopes(literal):
             if f"{prefix}{name}" in known:
                 return known[f"{prefix}{name}"]
-        if name[0].isupper():
+        if name[0].isupper() or "_" in name.partition(".")[0]:
             name = next((full for package in reference.PACKAGES if reference.exists(full := f"{package}.{name}")), "")
         elif not (name.startswith("jattn.") and reference.exists(name)):
             return None
