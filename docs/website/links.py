@@ -27,8 +27,10 @@ class LinkNames(SphinxTransform):
     def apply(self, **kwargs) -> None:
         for literal in list(self.document.findall(nodes.literal)):
             found = NAME.fullmatch(literal.astext())
-            if found is None or _inside(
-                literal, (nodes.reference, nodes.title, addnodes.pending_xref, addnodes.desc_signature)
+            if (
+                found is None
+                or found[1] == "jattn"
+                or _inside(literal, (nodes.reference, nodes.title, addnodes.pending_xref, addnodes.desc_signature))
             ):
                 continue
             target = self._target(literal, found[1])
