@@ -43,10 +43,9 @@ def run(warm: Callable[[Engine], int] = Engine.warmup) -> int:
     size = f"{len(engine.config.layers)} layers of width {engine.config.hidden_size}"
     blocks, tokens = OPTIONS["num_blocks"] - 1, OPTIONS["block_size"]  # block 0 is never dealt out
     print(f"{REQUESTS} requests to a model of {size} that ships with jattn and adds two numbers.")
-    print(f"Its cache has {blocks} blocks of {tokens} tokens, too few for {OPTIONS['max_num_seqs']} requests at once:")
-    print(
-        "the engine has to pause requests and resume them. Each answer is compared with the model's own without a cache."
-    )
+    print(f"Its cache has {blocks} blocks of {tokens} tokens, too few for {OPTIONS['max_num_seqs']} requests:")
+    print("the engine has to pause requests and resume them.")
+    print("Each answer is compared with what the model says without a cache.")
     print("\nThe step of each batch size is compiled first, which takes about 15 s on two cores ...", flush=True)
     begin = time.perf_counter()
     programs = warm(engine)
@@ -101,7 +100,8 @@ def _print_summary(engine: Engine, seconds: float, peak: float, verdict: Verdict
         "attention backend": layer.backend_name,
         "correct sums": f"{verdict.right} of {REQUESTS}; none of these sums was in the training data",
         "same tokens as without a cache": f"{verdict.same_as_dense} of {REQUESTS} requests",
-        "speed": f"{stats.output_tokens / seconds:.0f} output tokens/s, {stats.prompt_tokens / seconds:.0f} prompt tokens/s",
+        "output tokens/s": f"{stats.output_tokens / seconds:.0f}",
+        "prompt tokens/s": f"{stats.prompt_tokens / seconds:.0f}",
         "dispatches to the device": f"{stats.dispatches}, for {stats.steps} steps of the model",
         "cache in use": f"at most {peak:.0%} of {engine.tables.pools[0].num_blocks - 1} blocks",
         "prefix cache": f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens were already in the cache",
