@@ -32,7 +32,7 @@ demo: $(or $(wildcard $(READY)),$(DEMO))  ## compare every backend with numpy, t
 
 # Figures of two cores without a cache of compiled programs. tests/quick.py chooses the quick subset.
 WHOLE := the whole suite, about 4950 tests, about 12 minutes on two cores
-QUICK := the quick subset, about 1800 tests, about 3 minutes on two cores
+QUICK := the quick subset, about 1700 tests, about 3 minutes on two cores
 SUITE  = $(if $(ARGS),$(if $(filter-out quick,$(ARGS)),pytest $(ARGS),$(QUICK)),$(WHOLE); for a subset in 3 minutes: make test ARGS=quick)
 
 test: $(READY)  ## the whole suite (12 minutes on two cores); ARGS=quick: a subset (3 minutes); ARGS='-k window'
