@@ -1,4 +1,4 @@
-"""Host-side validation of a batch's values: call it before device_put, never inside jit."""
+"""check_host: checks the values of a batch on the host, before device_put."""
 
 import numpy as np
 
@@ -17,9 +17,9 @@ def _with_pages(name: str, cache_spec):
 
 @takes(meta=BATCH, cache_spec=_with_pages)
 def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentionMetadata:
-    """Raise ValueError unless starts ascend, lengths fit their tables and every used block lies in the pool.
+    """Raise ValueError unless starts ascend, lengths fit the block table and all used blocks are in the pool.
 
-    Returns meta, so that it can stand in an expression. Only live requests are looked at.
+    Returns meta. cache_spec: None leaves out the checks of blocks and slots.
     """
     start = np.asarray(_HOST("meta.query_start_loc", meta.query_start_loc))
     seq = np.asarray(_HOST("meta.seq_lens", meta.seq_lens))
@@ -27,7 +27,7 @@ def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentio
         raise ValueError(f"meta.query_start_loc.shape={start.shape} must be (R + 1,) beside {seq.shape=}")
     query = np.diff(start)
     if start[0] != 0 or (query < 0).any():
-        raise ValueError(f"query_start_loc={start} must start at 0 and never descend")
+        raise ValueError(f"query_start_loc={start} must start at 0 and not descend")
     if start[-1] > meta.num_tokens:
         raise ValueError(f"query_start_loc ends at {start[-1]}, past the {meta.num_tokens} packed tokens")
     causal = np.broadcast_to(np.asarray(meta.causal), seq.shape)

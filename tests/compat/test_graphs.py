@@ -1,4 +1,4 @@
-"""Which compiled steps a batch fits."""
+"""Which batches a compiled step covers."""
 
 import jax
 import pytest
