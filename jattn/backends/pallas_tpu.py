@@ -1,8 +1,8 @@
-"""`pallas_tpu`: one Mosaic TPU launch for decode, prefill and mixed batches; first choice on TPU where it serves.
+"""`pallas_tpu`: one Mosaic TPU kernel for decode, prefill and mixed batches. The first choice on TPU.
 
-It was never run on a TPU: it is interpreted on CPU, and compiled ahead of time for v5e, v5p, v6e and tpu7x. The cache
-is HND and stored natively: a page of all kv heads is one contiguous copy, and nothing is laid out anew around the
-kernel but queries and outputs. Gradients are those of `sdpa`, recomputed in the backward pass.
+It was never run on a TPU: tests interpret it on CPU and compile it ahead of time for v5e, v5p, v6e and tpu7x. The cache
+has the layout HND, so a block of all kv heads is one contiguous copy. Only queries and outputs are laid out anew around
+the kernel. The gradient is that of `sdpa`: the backward pass computes the forward pass again.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.packed_pages import paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
+from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.tpu import paged_attention as kernel
 
@@ -35,7 +35,7 @@ def kernel_config(
     common: CommonAttentionMetadata | None = None,
     params: AttentionParams | None = None,
 ) -> kernel.Config:
-    """The kernel's static arguments, not checked (see kernel.supports); a plan depends on neither dtype nor params."""
+    """The kernel's static arguments, not checked: see kernel.supports. A plan depends on neither dtype nor params."""
     decoder = spec.attn_type is AttentionType.DECODER
     return kernel.default_config(
         longest=None if common is None else queries_of(common, spec.attn_type).max_query_len,
@@ -56,12 +56,12 @@ def kernel_config(
 
 @pytree
 class PallasTpuMetadata:
-    """The batch, its pages and slots, and the list of tiles that the kernel walks."""
+    """The batch, its blocks and slots, and the kernel's list of tiles."""
 
     common: CommonAttentionMetadata
-    block_table: jax.Array
-    slot_mapping: jax.Array
-    plan: kernel.Plan
+    block_table: AnyArray | None  # i32[R B] of the keys
+    slot_mapping: AnyArray  # i32[T] slots of k and v
+    plan: kernel.Plan  # tiles of queries and ranges of keys, in order
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +70,7 @@ class PallasTpuMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
-    """Cuts the queries into tiles, in a few small XLA kernels and without a host sync."""
+    """Divides the queries into tiles, in a few small XLA kernels and without a host sync."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -78,7 +78,7 @@ class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PallasTpuMetadata:
-        """A shared prefix is read once a request, like everything else: the hint changes nothing."""
+        """common_prefix_len has no effect: the kernel reads a shared prefix once for each request."""
         common, kind = common_attn_metadata, self.spec.attn_type
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         config = kernel_config(self.spec, self.cache_spec, common=common)
@@ -93,7 +93,7 @@ class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
 
 @dataclasses.dataclass(frozen=True)
 class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
-    """One launch, a gather of the queries before it and one of the outputs behind it."""
+    """Gathers the queries, launches the kernel, and gathers the outputs."""
 
     can_return_lse_for_decode = True
 
@@ -101,7 +101,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
         return _paged(self, q, cache, m, params)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
-        """Packed keys are a cache written just now, heads first; the gradient goes back through it."""
+        """Copies packed keys to a temporary HND cache; the gradient passes through the copy."""
         keys = keys_of(meta, self.spec.attn_type)
         cache, table = paged(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         cache = dataclasses.replace(
@@ -143,7 +143,7 @@ _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
 
 
 class PallasTpuBackend(PagedKernelBackend):
-    """bf16 and f32 queries; what the kernel cannot do it says itself (pallas_kernels.tpu.supports)."""
+    """bf16 and f32 queries. pallas_kernels.tpu.supports gives the limits of the kernel."""
 
     name = "pallas_tpu"
     impl_cls = PallasTpuImpl
@@ -187,5 +187,7 @@ class PallasTpuBackend(PagedKernelBackend):
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
         own = super().layer_reasons(spec, cache_spec, chip)
         if spec.attn_type is AttentionType.ENCODER_DECODER and spec.has_alibi:
-            own += ("ALiBi not supported across encoder and decoder: the kernel takes queries to stand at the end",)
+            own += (
+                "ALiBi not supported across encoder and decoder: the kernel aligns the last query with the last key",
+            )
         return own

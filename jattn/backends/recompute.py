@@ -1,4 +1,4 @@
-"""The gradient of a forward-only kernel over pages: that of `sdpa`, recomputed in the backward pass."""
+"""The gradient of a kernel that has none of its own: that of `sdpa`, whose forward pass is computed again."""
 
 import jax
 
@@ -9,7 +9,7 @@ from jattn.spec import AttentionSpec
 
 
 def backward(spec: AttentionSpec, common: CommonAttentionMetadata, block_table, q, cache, params, cotangent):
-    """(dq, dcache, dparams) of the state that `q` over these pages gives."""
+    """(dq, dcache, dparams) for a cotangent of the state of `q` over the blocks of block_table."""
     level = flat(common, spec.attn_type)
     plan = Plan(spec, common.is_causal, level.max_query_len, level.max_seq_len, on_cpu=False)
     call = lambda q, cache, params: attend_paged(plan, q, cache, block_table, level.batch, params)
