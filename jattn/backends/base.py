@@ -71,7 +71,7 @@ class AttentionMetadataBuilder(BuilderMethods, abc.ABC, Generic[M]):
     def update_block_table(self, metadata: M, block_table: jax.Array, slot_mapping: jax.Array) -> M:
         """The same plan with another block table: for layers with the same lengths and other blocks."""
         if not self.supports_update_block_table:
-            raise UnsupportedError(f"{type(self).__name__} cannot exchange the block table of a plan; build it anew")
+            raise UnsupportedError(f"{type(self).__name__} cannot exchange the block table of a plan; build a new plan")
         plan: Any = metadata  # a dataclass with these fields, which the protocol does not say
         return dataclasses.replace(plan, block_table=block_table, slot_mapping=slot_mapping)
 
@@ -243,9 +243,9 @@ class AttentionBackend(BackendMethods):
         return tuple(reasons)
 
     @classmethod
-    def validate_configuration(cls, head_size: int, **asked) -> list[str]:
+    def validate_configuration(cls, head_size: int, **flags) -> list[str]:
         """Every reason against a configuration given in vLLM's keywords (see Question.from_flags), in a fixed order."""
-        return reasons_against(cls, Question.from_flags(head_size, **asked))
+        return reasons_against(cls, Question.from_flags(head_size, **flags))
 
     @classmethod
     def reasons(
@@ -273,7 +273,7 @@ def fits(program: CommonAttentionMetadata, batch: CommonAttentionMetadata) -> bo
 
 @runtime_checkable
 class AttentionLayer(Protocol):
-    """A layer object with a static spec and traced params; the cache goes in and comes out."""
+    """A layer object with a static spec and traced params. A call takes the cache and returns the new one."""
 
     spec: AttentionSpec
     params: AttentionParams

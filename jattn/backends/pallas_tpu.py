@@ -1,8 +1,8 @@
 """`pallas_tpu`: one Mosaic TPU kernel for decode, prefill and mixed batches. The first choice on TPU.
 
 It was never run on a TPU: tests interpret it on CPU and compile it ahead of time for v5e, v5p, v6e and tpu7x. The cache
-has the layout HND, so a block of all kv heads is one contiguous copy. Only queries and outputs are laid out anew around
-the kernel. The gradient is that of `sdpa`: the backward pass computes the forward pass again.
+has the layout HND, so a block of all kv heads is one contiguous copy. Only queries and outputs are copied to another
+layout around the kernel. The gradient is that of `sdpa`: the backward pass computes the forward pass again.
 """
 
 import dataclasses

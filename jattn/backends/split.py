@@ -147,10 +147,10 @@ class DividedBackend(AttentionBackend):
         return super().supports_platform(platform, generation) and halves_run
 
     @classmethod
-    def validate_configuration(cls, head_size: int, **asked) -> list[str]:
-        names = cls.halves.names(asked.get("attn_type", AttentionType.DECODER))
-        halves = cls.halves.reasons(names, lambda backend: backend.validate_configuration(head_size, **asked))
-        return [*cls._own_reasons(Question.from_flags(head_size, **asked)), *halves]
+    def validate_configuration(cls, head_size: int, **flags) -> list[str]:
+        names = cls.halves.names(flags.get("attn_type", AttentionType.DECODER))
+        halves = cls.halves.reasons(names, lambda backend: backend.validate_configuration(head_size, **flags))
+        return [*cls._own_reasons(Question.from_flags(head_size, **flags)), *halves]
 
     @classmethod
     def reasons(cls, spec, cache_spec, chip, needs=(), dtypes=()) -> tuple[str, ...]:

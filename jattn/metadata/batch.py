@@ -164,7 +164,7 @@ class CommonAttentionMetadata:
         seq_lens = jnp.asarray(seq_lens, jnp.int32)
         rows = seq_lens.shape[0]
         if start.shape != (rows + 1,):
-            raise ValueError(f"query_start_loc.shape={start.shape} must be (R + 1,) beside seq_lens.shape=({rows},)")
+            raise ValueError(f"query_start_loc.shape={start.shape} must be (R + 1,) with seq_lens.shape=({rows},)")
         if block_table is not None and block_table.shape[0] != rows:
             raise ValueError(f"block_table.shape={block_table.shape} must have one row for each request, {rows}")
         one = isinstance(causal, (bool, np.bool_))

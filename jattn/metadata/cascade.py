@@ -25,7 +25,7 @@ MIN_PREFIX, MIN_REQS, TILE = 256, 8, 128
 
 @takes(
     common_prefix_len=integer(0),
-    query_lens=integers(1, host="ask before jit"),
+    query_lens=integers(1, host="call this before jit"),
     num_query_heads=integer(1),
     num_kv_heads=integer(1),
     use_alibi=boolean,

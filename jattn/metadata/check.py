@@ -24,7 +24,7 @@ def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentio
     start = np.asarray(_HOST("meta.query_start_loc", meta.query_start_loc))
     seq = np.asarray(_HOST("meta.seq_lens", meta.seq_lens))
     if start.shape != (len(seq) + 1,):
-        raise ValueError(f"meta.query_start_loc.shape={start.shape} must be (R + 1,) beside {seq.shape=}")
+        raise ValueError(f"meta.query_start_loc.shape={start.shape} must be (R + 1,) with {seq.shape=}")
     query = np.diff(start)
     if start[0] != 0 or (query < 0).any():
         raise ValueError(f"query_start_loc={start} must start at 0 and not descend")
@@ -53,10 +53,10 @@ def _check_pages(meta, seq, cache_spec) -> None:
         lambda r: f"request {r}: seq_len={seq[r]} needs {used[r]} blocks of {size}, its table has {table.shape[1]}",
     )
     bad = (np.arange(table.shape[1]) < used[:, None]) & ((table < 0) | (table >= blocks))
-    _first(bad.any(1), lambda r: f"request {r}: block {table[r][bad[r]][0]} lies outside the pool of {blocks} blocks")
+    _first(bad.any(1), lambda r: f"request {r}: block {table[r][bad[r]][0]} is outside the pool of {blocks} blocks")
     _first(
         slots >= blocks * size,
-        lambda t: f"slot_mapping[{t}]={slots[t]} lies outside the pool of {blocks} x {size} slots",
+        lambda t: f"slot_mapping[{t}]={slots[t]} is outside the pool of {blocks} x {size} slots",
     )
 
 

@@ -163,8 +163,8 @@ def test_padding_only_grows_and_unpadding_only_shrinks():
         (dict(seq_lens=np.array([4, 99])), "request 1: seq_len=99 is above max_seq_len=8"),
         (dict(final_seq_lens=np.array([4, 4])), "request 1: final_seq_len=4 is less than seq_len=5"),
         (dict(max_query_len=1), "request 1: query_len=2 is above max_query_len=1"),
-        (dict(block_table=np.array([[0, -1], [2, 8]])), "request 1: block 8 lies outside the pool of 8 blocks"),
-        (dict(slot_mapping=np.array([1, 2, 32])), r"slot_mapping\[2\]=32 lies outside the pool of 8 x 4 slots"),
+        (dict(block_table=np.array([[0, -1], [2, 8]])), "request 1: block 8 is outside the pool of 8 blocks"),
+        (dict(slot_mapping=np.array([1, 2, 32])), r"slot_mapping\[2\]=32 is outside the pool of 8 x 4 slots"),
     ],
 )
 def test_check_host_names_the_first_culprit(change, message):

@@ -42,7 +42,7 @@ def split_decodes_and_prefills(
         if is_prefilling is None:
             raise ValueError(
                 "treat_short_extends_as_decodes=False needs is_prefilling, bool[R]: a length alone "
-                "does not tell a short piece of a prompt from a decode"
+                "does not distinguish a short piece of a prompt from a decode"
             )
         is_prefill = is_prefill | (_per_request("is_prefilling", is_prefilling, common)[: len(query)] & (query > 0))
     first = _first(is_prefill)
@@ -66,10 +66,10 @@ def split_decodes_prefills_and_extends(
     first_long, first_prefill = _first(is_long), _first(is_long & (seq == query))
     has_context = (query > 0) & (seq > query)
     _refuse_decodes(~is_long & has_context, first_long, query, decode_threshold)
-    behind = np.flatnonzero(has_context[first_prefill:])
-    if behind.size:
+    misplaced = np.flatnonzero(has_context[first_prefill:])
+    if misplaced.size:
         raise ValueError(
-            f"request {first_prefill + behind[0]} has context but stands behind the prefill of request "
+            f"request {first_prefill + misplaced[0]} has computed tokens but comes after the prefill of request "
             f"{first_prefill}; order the batch with reorder_batch_to_split_decodes_and_prefills"
         )
     bounds = [0, first_long, first_prefill, len(query)]
@@ -115,12 +115,13 @@ def _first(flags: np.ndarray) -> int:
 
 
 def _refuse_decodes(is_decode: np.ndarray, first: int, query: np.ndarray, threshold: int) -> None:
-    behind = np.flatnonzero(is_decode[first:])
-    if behind.size:
-        r = first + int(behind[0])
+    """ValueError if a request from `first` on, the first prefill, is a decode."""
+    misplaced = np.flatnonzero(is_decode[first:])
+    if misplaced.size:
+        r = first + int(misplaced[0])
         raise ValueError(
-            f"request {r} with query_len={query[r]} is a decode (decode_threshold={threshold}) but stands "
-            f"behind the prefill of request {first} with query_len={query[first]}; "
+            f"request {r} with query_len={query[r]} is a decode (decode_threshold={threshold}) but comes "
+            f"after the prefill of request {first} with query_len={query[first]}; "
             "order the batch with reorder_batch_to_split_decodes_and_prefills"
         )
 

@@ -11,7 +11,7 @@ from jattn.types import AttentionCGSupport
 @takes(meta=BATCH)
 def required_support(meta: CommonAttentionMetadata) -> AttentionCGSupport:
     """The least support with which a step covers this batch."""
-    start = on_host(meta.query_start_loc, "required_support", "ask before jit")
+    start = on_host(meta.query_start_loc, "required_support", "call it before jit")
     query = np.diff(start)[: int(meta.num_reqs)]
     query = query[query > 0]
     if (query == 1).all():

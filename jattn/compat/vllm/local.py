@@ -143,10 +143,10 @@ def _virtual(chunk: int, query_start_loc, seq_lens, block_size: int, capacity: i
     index = xp.arange(capacity, dtype=xp.int32)
     live = index < ends[-1]
     piece = index - (ends - pieces)[req]
-    behind = pieces[req] - 1 - piece  # pieces of the same request after this one
+    after = pieces[req] - 1 - piece  # pieces of the same request after this one
     q_local = xp.where(piece == 0, first[req], xp.minimum(q[req] - first[req] - chunk * (piece - 1), chunk))
-    k_start = k[req] - (behind * chunk + last[req])
-    k_local = xp.where(k_start < 0, 0, xp.where(behind == 0, last[req], chunk))  # queries before key 0 see nothing
+    k_start = k[req] - (after * chunk + last[req])
+    k_local = xp.where(k_start < 0, 0, xp.where(after == 0, last[req], chunk))  # queries before key 0 see no key
     pages = xp.arange(chunk // block_size, dtype=xp.int32)
     column = xp.where(live & (k_start >= 0), k_start // block_size, 0)[:, None] + pages[None, :]
     zeroed = lambda x: xp.where(live, x, 0).astype(xp.int32)  # noqa: E731
