@@ -32,26 +32,26 @@ demo: $(or $(wildcard $(READY)),$(DEMO))  ## compare every backend with numpy, t
 
 # Figures of two cores without a cache of compiled programs. tests/quick.py chooses the quick subset.
 WHOLE := the whole suite, about 4950 tests, about 12 minutes on two cores
-QUICK := the quick subset, about QQQQ tests, about 3 minutes on two cores
-SUITE  = $(if $(ARGS),$(if $(filter-out quick,$(ARGS)),-,$(QUICK); `make test` runs $(WHOLE)),$(WHOLE); `make test ARGS=quick` runs $(QUICK))
+QUICK := the quick subset, about 1700 tests, about 3 minutes on two cores
+SUITE  = $(if $(ARGS),$(if $(filter-out quick,$(ARGS)),pytest $(ARGS),$(QUICK)),$(WHOLE); for a subset in 3 minutes: make test ARGS=quick)
 
 test: $(READY)  ## the whole suite (12 minutes on two cores); ARGS=quick: a subset (3 minutes); ARGS='-k window'
-	$(info On $(WORKERS) workers: $(SUITE))
+	$(info On $(WORKERS) workers: $(SUITE).)
 	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist worksteal $(if $(filter-out quick,$(ARGS)),$(ARGS),$(ARGS:quick=-m quick))
 
-parity: $(WITNESS)  ## every family of models against transformers, which it installs
+parity: $(WITNESS)  ## compare every family of models with transformers, which it installs
 	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist loadscope tests/models $(ARGS)
 
 lint: $(TOOLS)  ## ruff: lint rules and format
 	@"$(PY)" -m ruff check . && "$(PY)" -m ruff format --check .
 
-format: $(TOOLS)  ## ruff: mend what it can, and format
+format: $(TOOLS)  ## ruff: repair what it can, and format
 	@"$(PY)" -m ruff check --fix . && "$(PY)" -m ruff format .
 
-types: $(TOOLS)  ## pyright
+types: $(TOOLS)  ## check types with pyright
 	@"$(PY)" -m pyright --pythonpath "$(PY)" $(ARGS)
 
-imports: $(TOOLS)  ## who may import whom
+imports: $(TOOLS)  ## check that each package imports only what it may
 	@"$(VENV)/bin/lint-imports" --no-cache
 
 notebooks: $(TOOLS)  ## execute every notebook; ARGS=--write keeps the outputs
@@ -60,7 +60,7 @@ notebooks: $(TOOLS)  ## execute every notebook; ARGS=--write keeps the outputs
 docs: $(SPHINX)  ## the documentation site, into site/html; a broken link or reference fails it
 	@JAX_PLATFORMS=cpu "$(PY)" docs/generate.py --site
 
-bench: $(READY)  ## the benchmarks, each with a correctness check; ARGS='--case ... --backend ...'
+bench: $(READY)  ## run the benchmarks, each with a correctness check; ARGS='--case ... --backend ...'
 	@"$(PY)" -m benchmarks.run $(ARGS)
 
 wheel: $(READY)  ## a wheel in dist/, with the native CPU kernels inside where a compiler is there
@@ -73,17 +73,17 @@ PRELOAD    = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print
 FUZZ      := -m pallas_kernels.cpu.native.fuzz
 SECONDS   ?= 20
 
-sanitize: $(READY)  ## the native kernels under sanitizers: fuzzed alone, then their tests; SECONDS=600 for longer
+sanitize: $(READY)  ## fuzz and test the native kernels under sanitizers; SECONDS=600 for longer
 	@"$(PY)" $(FUZZ) --sanitize address,undefined --seconds $(SECONDS)
 	@"$(PY)" $(FUZZ) --sanitize thread --callers 4 --seconds $(SECONDS)
 	@$(SANITIZED) "$(PY)" -c "from pallas_kernels.cpu.native import build; print(build.library().path)"
 	@$(SANITIZED) $(PRELOAD) ASAN_OPTIONS=detect_leaks=0 "$(PY)" -m pytest -q tests/kernels/cpu/test_native.py \
 	  tests/kernels/cpu/test_native_write.py tests/kernels/cpu/test_native_hostile.py $(ARGS)
 
-fuzz-server: $(READY)  ## hostile clients against a real server; SECONDS=600 for longer, ARGS='--bodies 20000 --seed 7'
+fuzz-server: $(READY)  ## fuzz a real server with hostile clients; SECONDS=600 for longer, ARGS='--bodies 20000 --seed 7'
 	@JAX_PLATFORMS=cpu $(KEEP) "$(PY)" -m tests.serve.fuzz --seconds $(SECONDS) $(ARGS)
 
-arm64: $(READY)  ## NEON kernels: compiled by a cross compiler, run under qemu, compared with a reference
+arm64: $(READY)  ## cross-compile the NEON kernels, run them under qemu and compare with a reference
 	@"$(PY)" $(FUZZ) --cross aarch64 --seconds $(SECONDS)
 
 check: test lint types imports notebooks  ## test, lint, types, imports and notebooks; .ci/run does more

@@ -17,11 +17,12 @@ from pathlib import Path
 import jattn
 from jattn.backends import Feature, registry
 from jattn.device import PLATFORMS, Chip
+from pallas_kernels.algebra.quant import QUANTISED
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # where this file is run by its path
 
-from website import build, picture  # noqa: E402
+from website import architecture, build, picture  # noqa: E402
 from website.arguments import arguments_page  # noqa: E402
 
 CHIPS = {"cpu": Chip("cpu"), "gpu": Chip("gpu", "sm_90"), "tpu": Chip("tpu")}
@@ -150,7 +151,7 @@ def rows(names: tuple[str, ...], latent: bool):
             f"{dtype} cache, `quant=` {_of(QUANTS)}",
             lambda name, d=dtype: sizes(name, QUANTS, lambda mode: takes(name, cache=dict(dtype=d, quant=mode))),
         )
-        for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
+        for dtype in QUANTISED
     ]
     queries = [
         each(f"{dtype} queries", lambda name, d=dtype: "yes" if registry.load(name).supports_dtype(d) else "-")
@@ -267,6 +268,8 @@ def documents() -> dict[Path, str]:
         HERE / "arguments.md": arguments_page(),
         HERE / "pictures" / "block_table.svg": block_table_picture(),
         HERE / "pictures" / "step.svg": picture.step(),
+        HERE / "pictures" / "rooms.svg": architecture.rooms(),
+        HERE / "pictures" / "request.svg": architecture.request(),
     }
 
 

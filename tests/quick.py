@@ -44,10 +44,9 @@ SUBSET = {
     "tests/ops/test_lse.py": "",
     "tests/ops/test_mla_door.py": "",
     "tests/ops/test_state.py": "",
-    # Kernels: the readable one, the native one, and the work lists of the chips'.
+    # Kernels: the readable one, the native one, and the work lists of the TPU kernel.
     "tests/kernels/cpu/test_native.py": "",
     "tests/kernels/cpu/test_paged_attention.py": "",
-    "tests/kernels/gpu/test_work_list.py": "",
     "tests/kernels/tpu/test_work_list.py": "",
     # Models, engine and server.
     "tests/nn/test_layer.py": "",

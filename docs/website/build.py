@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "site"
 
-NAVIGATION = {  # caption: pages, without suffix; `*` takes every page there is, by name
+NAVIGATION = {  # caption: pages, without suffix; `*` takes every page that there is, in order of names
     "Guide": (
         "docs/attention_state",
         "docs/kv_layout",
@@ -44,41 +44,34 @@ def front_page(pages: list[str]) -> str:
     """README.md, followed by the navigation, which the theme shows at the side."""
     stems = [page.rsplit(".", 1)[0] for page in pages]
     lines = [(ROOT / "README.md").read_text()]
-    seen: set[str] = set()
     for caption, patterns in NAVIGATION.items():
         lines += [":::{toctree}", ":hidden:", f":caption: {caption}", ""]
         for pattern in patterns:
             exact = "*" not in pattern  # a page that is missing is left in, so that Sphinx says so
-            found = [pattern] if exact else [stem for stem in stems if fnmatch.fnmatch(stem, pattern)]
-            lines += [stem for stem in found if stem not in seen]
-            seen |= {*found}
+            lines += [pattern] if exact else [stem for stem in stems if fnmatch.fnmatch(stem, pattern)]
         lines += [":::", ""]
     return "\n".join(lines)
 
 
 def assemble(source: Path) -> None:
-    """Write the site's source; a file that would not change is left alone, and Sphinx does not read it again."""
+    """Write the site's source."""
     from website import reference
 
     files = {name: path.read_text() for name, path in written_pages().items()} | reference.pages()
-    files["index.md"] = front_page(list(files))
-    for path in source.rglob("*"):
-        if path.is_file() and path.relative_to(source).as_posix() not in files:
-            path.unlink()
-    for name, text in files.items():
+    for name, text in (files | {"index.md": front_page(list(files))}).items():
         path = source / name
-        if not path.exists() or path.read_text() != text:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     shutil.copytree(ROOT / "docs" / "pictures", source / "docs" / "pictures", dirs_exist_ok=True)
 
 
 def build() -> int:
-    """The exit code of Sphinx, for which every warning is an error."""
+    """Build the site anew; the exit code of Sphinx, for which every warning is an error."""
     from sphinx.cmd.build import main
 
+    shutil.rmtree(SITE, ignore_errors=True)
     assemble(SITE / "source")
-    options = ["-a", "-b", "html", "-c", str(Path(__file__).parent), "-d", str(SITE / "cache")]
+    options = ["-b", "html", "-c", str(Path(__file__).parent), "-d", str(SITE / "doctrees")]
     code = main([*options, "--fail-on-warning", "--quiet", str(SITE / "source"), str(SITE / "html")])
     if code == 0:
         print(f"written: {(SITE / 'html' / 'index.html').relative_to(ROOT)}")

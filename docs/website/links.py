@@ -1,10 +1,11 @@
 """Inline code that spells a public name becomes a link; one that spells a name that does not exist is a warning.
 
-`jattn.merge` and `jattn.merge(a, b)` link anywhere. A bare name links where it is unambiguous: a class of a public
-package (`AttentionSpec`), or, inside a docstring, a neighbour in the same class or package.
+`jattn.merge` and `jattn.merge(a, b)` link anywhere. A bare name links where it can mean nothing else: a class or a name
+with an underscore of a public package (`AttentionSpec`, `write_kv`), or a neighbour of the docstring that it is in.
 """
 
 import re
+from collections.abc import Iterator
 
 from docutils import nodes
 from sphinx import addnodes
@@ -26,8 +27,10 @@ class LinkNames(SphinxTransform):
     def apply(self, **kwargs) -> None:
         for literal in list(self.document.findall(nodes.literal)):
             found = NAME.fullmatch(literal.astext())
-            if found is None or _inside(
-                literal, (nodes.reference, nodes.title, addnodes.pending_xref, addnodes.desc_signature)
+            if (
+                found is None
+                or found[1] == "jattn"
+                or _inside(literal, (nodes.reference, nodes.title, addnodes.pending_xref, addnodes.desc_signature))
             ):
                 continue
             target = self._target(literal, found[1])
@@ -46,13 +49,17 @@ class LinkNames(SphinxTransform):
         for prefix in self._scopes(literal):
             if f"{prefix}{name}" in known:
                 return known[f"{prefix}{name}"]
-        if name[0].isupper():
-            return next((known[full] for package in reference.PACKAGES if (full := f"{package}.{name}") in known), None)
-        return None
+        if name[0].isupper() or "_" in name.partition(".")[0]:
+            name = next((full for package in reference.PACKAGES if reference.exists(full := f"{package}.{name}")), "")
+        elif not (name.startswith("jattn.") and reference.exists(name)):
+            return None
+        owner = name
+        while owner and owner not in known:  # a field, or the member of an enum: its class is described
+            owner = owner.rpartition(".")[0]
+        return None if owner != name and owner in reference.packages() else known.get(owner)
 
-    @staticmethod
-    def _scopes(literal: nodes.literal):
-        """The prefixes under which a name may be known here: of the class and package around it, then none."""
+    def _scopes(self, literal: nodes.literal) -> Iterator[str]:
+        """The prefixes under which a name may be known here: of the class, package and page around it, then none."""
         node = literal.parent
         while node is not None:
             if isinstance(node, addnodes.desc) and node["domain"] == "py":
@@ -61,6 +68,7 @@ class LinkNames(SphinxTransform):
                 if "." not in signature["fullname"]:
                     yield f"{signature['module']}."
             node = node.parent
+        yield self.env.docname.removeprefix("reference/") + "."
         yield ""
 
 

@@ -21,9 +21,11 @@ PACKAGES = (
     "jattn.nn",
     "jattn.models",
     "jattn.engine",
+    "jattn.text",
     "jattn.embedded",
     "jattn.metadata",
     "jattn.backends",
+    "jattn.compat.vllm",
 )
 """The public packages, in the order of the contents page."""
 
@@ -78,6 +80,7 @@ def targets() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def exists(name: str) -> bool:
     """Whether a dotted name leads to a module, an attribute or a field."""
     thing, *parts = name.split(".")
