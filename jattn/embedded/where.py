@@ -1,4 +1,4 @@
-"""Where the embedded model lies: a Hugging Face folder inside the package."""
+"""The location of the embedded model, a Hugging Face folder inside the package."""
 
 from pathlib import Path
 

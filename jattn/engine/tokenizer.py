@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from jattn.engine.growth import check_growth
 from jattn.engine.special import SpecialTokens, read_special_tokens, tokenizer_config
-from jattn.models.files import MOST_LISTED_BYTES, is_there, read_text, shown
+from jattn.errors.arguments import short
+from jattn.models.files import MOST_LISTED_BYTES, is_there, read_text
 
 MOST_TEXT = 1 << 24
 """Characters of a text that is encoded."""
@@ -80,7 +81,7 @@ class FolderTokenizer:
             if flags["content"] not in known:
                 self._inner.add_tokens([self._library.AddedToken(**flags)])
                 if (given := self._inner.token_to_id(flags["content"])) != id:
-                    raise ValueError(f"{shown(flags['content'])} has the id {id} there and {given} in tokenizer.json")
+                    raise ValueError(f"{short(flags['content'])} has the id {id} there and {given} in tokenizer.json")
         known = {token.content for token in self._inner.get_added_tokens_decoder().values() if token.special}
         new = [text for text in special.texts if text not in known]
         self._inner.add_special_tokens([self._library.AddedToken(text, normalized=False) for text in new])
@@ -97,7 +98,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     own = "; code of its own, as auto_map names it, is never run here" if config.get("auto_map") else ""
     raise FileNotFoundError(
         f"{directory} has no tokenizer.json, and its tokenizer_config.json names "
-        f"{shown(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
+        f"{short(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
         "the fast format, or pass token ids to an Engine made without a tokenizer"
     )
 

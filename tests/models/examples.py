@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jattn import models
-from jattn.nn.weights import is_weight
+from jattn.nn.weight_spec import is_weight_spec
 
 COMMON: dict[str, Any] = dict(
     vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -83,4 +83,4 @@ def params_of(config: models.ModelConfig, seed: int = 0) -> Any:
         spread = 0.3 if len(weight.shape) == 1 else weight.shape[-2] ** -0.5
         return (rng.normal(size=weight.shape) * spread + (weight.fill or 0.0)).astype(np.float32)
 
-    return jax.tree.map(draw, models.weights_of(config), is_leaf=is_weight)
+    return jax.tree.map(draw, models.weight_specs(config), is_leaf=is_weight_spec)

@@ -75,11 +75,11 @@ BROKEN_JSON = {
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
     "a list": (b"[]", "must hold a JSON object"),
     "a word": (b'"x"', "must hold a JSON object"),
-    "a key twice": (b'{"a": 1, "a": 2}', "'a' is there twice"),
+    "a key twice": (b'{"a": 1, "a": 2}', "'a' appears twice"),
     "nested": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "64 deep"),
     "nested a little": (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", "64 deep"),
-    "NaN": (b'{"a": NaN}', "NaN is no JSON number"),
-    "infinity": (b'{"a": 1e999}', "1e999.* is no JSON number"),
+    "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
+    "infinity": (b'{"a": 1e999}', "1e999.* is not a JSON number"),
     "a long number": (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
     "half a pair": (b'{"a": "\\ud800"}', "surrogates"),
     "half a pair as a key": (b'{"a\\udc00": 1}', "surrogates"),
@@ -143,7 +143,7 @@ def test_a_model_type_that_is_none_is_refused_in_one_line(folder, kind):
 
 
 def test_a_name_that_is_no_folder_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match="org/model is no folder"):
+    with pytest.raises(FileNotFoundError, match="org/model is not a folder"):
         models.load("org/model")
     os.symlink("nowhere", tmp_path / "config.json")
     with pytest.raises(FileNotFoundError, match="config.json is missing"):

@@ -3,7 +3,7 @@
 import pytest
 
 from jattn import models
-from jattn.nn import Llama3, LongRope, Yarn
+from jattn.nn import Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
 
 LLAMA_31_8B = dict(
     architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
@@ -93,8 +93,8 @@ MPT_7B = dict(
     verbose=0, vocab_size=50432,
 )  # fmt: skip
 PUBLISHED = dict(
-    llama=LLAMA_31_8B, qwen2=QWEN_25, gemma2=GEMMA_2, gemma3_text=GEMMA_3, phi3=PHI_3_128K, gpt_oss=GPT_OSS_20B,
-    bloom=BLOOM_560M, mpt=MPT_7B,
+    llama=LLAMA_31_8B, qwen2=QWEN_25, gemma2=GEMMA_2, gemma3_text=GEMMA_3, phi3=PHI_3_128K,
+    gpt_oss=GPT_OSS_20B, bloom=BLOOM_560M, mpt=MPT_7B,
 )  # fmt: skip
 
 
@@ -120,13 +120,13 @@ def of(name: str):
 
 def test_llama_has_several_ends_and_its_own_scaling():
     config, layer = of("llama")
-    assert config.eos_token_ids == (128001, 128008, 128009) and isinstance(layer.rope.scaling, Llama3)
+    assert config.eos_token_ids == (128001, 128008, 128009) and isinstance(layer.rope.scaling, Llama3RopeScaling)
     assert layer.attention.num_kv_heads == 8 and layer.attention.head_dim == 128
 
 
 def test_qwens_window_is_switched_off_and_its_head_tied():
     config, layer = of("qwen2")
-    assert layer.attention.sliding_window is None and config.tied_embeddings and layer.mixer.qkv_bias
+    assert layer.attention.sliding_window is None and config.tied_embeddings and layer.self_attn.qkv_bias
 
 
 def test_gemmas_alternate_windows_by_their_own_rule():
@@ -141,10 +141,14 @@ def test_gemmas_alternate_windows_by_their_own_rule():
 
 def test_phi_stretches_and_gpt_oss_warms():
     _, phi = of("phi3")
-    assert isinstance(phi.rope.scaling, LongRope) and phi.rope.scaling.trained_length == 4096
+    assert isinstance(phi.rope.scaling, LongRopeScaling) and phi.rope.scaling.trained_length == 4096
     assert abs(phi.rope.scaling.attention_factor - 1.19) < 0.01
     config, layer = of("gpt_oss")
-    assert isinstance(layer.rope.scaling, Yarn) and layer.attention.has_sinks and layer.mlp.clamp == (1.702, 7.0)
+    assert (
+        isinstance(layer.rope.scaling, YarnRopeScaling)
+        and layer.attention.has_sinks
+        and layer.mlp.clamp == (1.702, 7.0)
+    )
     assert [group.sliding_window for group in config.cache_groups] == [128, None]
 
 

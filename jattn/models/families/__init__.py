@@ -1,4 +1,4 @@
-"""The families that are known, by config.json's model_type."""
+"""The supported families, by model_type of config.json."""
 
 from jattn.models.families.alibi import BLOOM, MPT
 from jattn.models.families.bart import BART
