@@ -39,6 +39,7 @@ class AttentionConfig:
     hidden_size: int  # width of the input and of the output
     rope: Rope | None = None
     qk_norm: Norm | None = None  # of q and k, per head
+    qk_norm_all_heads: bool = False  # qk_norm over the whole projection (all heads together), not per head
     qk_norm_after_rope: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -49,7 +50,7 @@ class AttentionConfig:
     """Llama 4's (floor_scale, attn_scale): q *= 1 + attn_scale * log(1 + floor((position + 1) / floor_scale))."""
 
     def __post_init__(self):
-        flags = dict.fromkeys(("qk_norm_after_rope", "qkv_bias", "out_bias", "fused_qkv"), boolean)
+        flags = dict.fromkeys(("qk_norm_all_heads", "qk_norm_after_rope", "qkv_bias", "out_bias", "fused_qkv"), boolean)
         check_fields(
             self, spec=kind(AttentionSpec), hidden_size=integer(1), rope=optional(kind(Rope)),
             qk_norm=optional(kind(Norm)), clip_qkv=optional(number(above=0)), **flags,
@@ -69,8 +70,10 @@ class AttentionConfig:
             raise ValueError(
                 "cross attention takes no rotary positions: queries and keys are in two sequences; use rope=None"
             )
-        if self.qk_norm is None and self.qk_norm_after_rope:
-            raise ValueError("qk_norm_after_rope has no effect without qk_norm; pass both, or neither")
+        if self.qk_norm is None and (self.qk_norm_all_heads or self.qk_norm_after_rope):
+            raise ValueError(
+                "qk_norm_all_heads and qk_norm_after_rope have no effect without qk_norm; pass one, or neither"
+            )
 
     @property
     def is_cross(self) -> bool:
@@ -99,7 +102,8 @@ class AttentionConfig:
             tree = {n: linear_weight_specs(hidden, w, ("embed", axes[n]), self.qkv_bias) for n, w in widths.items()}
         tree["o"] = linear_weight_specs(self.out_width, hidden, ("heads", "embed"), self.out_bias)
         for name in "qk":
-            specs = {} if self.qk_norm is None else self.qk_norm.weight_specs(self.spec.head_dim)
+            size = widths[name] if self.qk_norm_all_heads else self.spec.head_dim
+            specs = {} if self.qk_norm is None else self.qk_norm.weight_specs(size)
             tree |= {f"{name}_norm": specs} if specs else {}
         if self.spec.has_sinks:
             tree["sinks"] = WeightSpec((self.spec.num_heads,), ("heads",), 0.0)
@@ -181,7 +185,11 @@ def _norm_and_rotate(config: AttentionConfig, norm_weights: dict, x: jax.Array, 
     """q or k [T heads D], normalised and rotated, in the order that the config asks for."""
 
     def normed(y):
-        return y if config.qk_norm is None else config.qk_norm(norm_weights, y)
+        if config.qk_norm is None:
+            return y
+        if config.qk_norm_all_heads:
+            return config.qk_norm(norm_weights, y.reshape(y.shape[0], -1)).reshape(y.shape)
+        return config.qk_norm(norm_weights, y)
 
     def rotated(y):
         return y if config.rope is None else rotate(y, angles)

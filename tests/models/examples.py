@@ -37,6 +37,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "mistral": of("mistral", sliding_window=5),
     "qwen2": of("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen3": of("qwen3", head_dim=10),
+    "olmo2": of("olmo2"),
     "gemma2": of(
         "gemma2", head_dim=12, sliding_window=5, query_pre_attn_scalar=7, attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,

@@ -22,6 +22,14 @@ QWEN_25 = dict(
     rms_norm_eps=1e-06, rope_theta=1000000.0, sliding_window=32768, tie_word_embeddings=True, torch_dtype="bfloat16",
     transformers_version="4.43.1", use_cache=True, use_sliding_window=False, vocab_size=151936,
 )  # fmt: skip
+OLMO_2_7B = dict(
+    architectures=["Olmo2ForCausalLM"], attention_bias=False, attention_dropout=0.0, eos_token_id=100257,
+    hidden_act="silu", hidden_size=4096, initializer_range=0.02, intermediate_size=11008,
+    max_position_embeddings=4096, model_type="olmo2", num_attention_heads=32, num_hidden_layers=32,
+    num_key_value_heads=32, pad_token_id=100277, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=500000,
+    tie_word_embeddings=False, torch_dtype="float32", transformers_version="4.47.0.dev0", use_cache=False,
+    vocab_size=100352,
+)  # fmt: skip
 GEMMA_2 = dict(
     architectures=["Gemma2ForCausalLM"], attention_bias=False, attention_dropout=0.0, attn_logit_softcapping=50.0,
     bos_token_id=2, cache_implementation="hybrid", eos_token_id=[1, 107], final_logit_softcapping=30.0, head_dim=256,
@@ -93,7 +101,7 @@ MPT_7B = dict(
     verbose=0, vocab_size=50432,
 )  # fmt: skip
 PUBLISHED = dict(
-    llama=LLAMA_31_8B, qwen2=QWEN_25, gemma2=GEMMA_2, gemma3_text=GEMMA_3, phi3=PHI_3_128K,
+    llama=LLAMA_31_8B, qwen2=QWEN_25, olmo2=OLMO_2_7B, gemma2=GEMMA_2, gemma3_text=GEMMA_3, phi3=PHI_3_128K,
     gpt_oss=GPT_OSS_20B, bloom=BLOOM_560M, mpt=MPT_7B,
 )  # fmt: skip
 

@@ -34,6 +34,7 @@ EXAMPLES = {
         "qwen2", dict(tie_word_embeddings=True, use_sliding_window=True, sliding_window=6, max_window_layers=1)
     ),
     "qwen3": Example("qwen3", dict(head_dim=10)),
+    "olmo2": Example("olmo2", dict(attention_bias=True)),
     "gemma2": Example(
         "gemma2",
         dict(head_dim=12, sliding_window=5, query_pre_attn_scalar=7, attn_logit_softcapping=2.0,

@@ -18,6 +18,11 @@ def rms(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
 
 
+def rms_of(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
+    """x [L heads D] normalised per head, or over all heads together where the scale is as wide as all of them."""
+    return rms(x.reshape(len(x), -1, scale.size), scale, eps).reshape(x.shape)
+
+
 def project(weights: dict, x: np.ndarray) -> np.ndarray:
     return x @ weights["kernel"] + weights.get("bias", 0.0)
 
@@ -28,7 +33,7 @@ def layer(weights, x, heads, kv_heads, *, keys_from=None, seen=None, theta=None,
     q = project(weights["q"], x).reshape(len(x), heads, -1)
     k, v = (project(weights[n], source).reshape(len(source), kv_heads, -1) for n in "kv")
     if eps is not None:
-        q, k = rms(q, weights["q_norm"]["scale"], eps), rms(k, weights["k_norm"]["scale"], eps)
+        q, k = rms_of(q, weights["q_norm"]["scale"], eps), rms_of(k, weights["k_norm"]["scale"], eps)
     if theta is not None:
         q, k = turn(q, theta, dim), turn(k, theta, dim)
     out = np.zeros((len(x), heads, v.shape[-1]))

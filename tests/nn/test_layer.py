@@ -23,6 +23,7 @@ FULL = AttentionConfig(
     spec=dataclasses.replace(SPEC, sliding_window=3, has_sinks=True), hidden_size=HIDDEN, rope=ROPE, qk_norm=NORM,
     qkv_bias=True, out_bias=True,
 )  # fmt: skip
+ALL_HEADS = dataclasses.replace(FULL, qk_norm_all_heads=True)
 ENCODER = AttentionConfig(spec=dataclasses.replace(SPEC, attn_type="encoder_only"), hidden_size=HIDDEN)
 CROSS = AttentionConfig(spec=dataclasses.replace(SPEC, attn_type="encoder_decoder"), hidden_size=HIDDEN)
 TABLE = np.array([[5, 2], [7, 1]], np.int32)
@@ -70,7 +71,9 @@ def textbook(layer: AttentionConfig, weights, x, keys_from=None) -> np.ndarray:
     return dense.layer(exact(weights), exact(x), HEADS, KV, **options)
 
 
-@pytest.mark.parametrize("layer", [FULL, ENCODER], ids=["decoder, everything on", "encoder"])
+@pytest.mark.parametrize(
+    "layer", [FULL, ALL_HEADS, ENCODER], ids=["decoder, everything on", "norms over all heads", "encoder"]
+)
 def test_without_a_cache_a_layer_is_the_textbook(layer):
     weights, xs = weights_of(layer), tokens(*LENGTHS)
     cache, y = run(layer, weights, np.concatenate(xs), batch(LENGTHS, table=None))
@@ -194,6 +197,7 @@ def test_every_option_moves_the_result(name):
         ("keys_from", lambda: apply_attention(FULL, {}, None, batch([1, 1]), keys_from=np.zeros((1, HIDDEN)))),
         ("plan", lambda: apply_attention(FULL, {}, None, batch([1, 1]), plan=1)),
         ("norm", lambda: Norm(kind="batch")),
+        ("qk_norm", lambda: dataclasses.replace(FULL, qk_norm=None, qk_norm_all_heads=True)),
         ("qk_norm", lambda: dataclasses.replace(FULL, qk_norm=None, qk_norm_after_rope=True)),
     ],
 )
