@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.models import ModelConfig
-from jattn.models.blocks import embed, head, self_attention_layer
+from jattn.models.layers import embed, head, self_attention_layer
 from jattn.nn.attention_layer import project_and_attend
 from jattn.ops.state import AttentionState
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from jattn.embedded import directory
 from jattn.embedded.dense import dense_logits
 from jattn.embedded.problems import END, Problem, few_shot, problems
-from jattn.embedded.where import directory
 from jattn.engine import Engine, RequestOutput, SamplingParams
 
 REQUESTS = 96

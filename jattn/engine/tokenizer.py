@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from jattn.engine.growth import check_growth
 from jattn.engine.special import SpecialTokens, read_special_tokens, tokenizer_config
 from jattn.errors.arguments import short
-from jattn.models.files import MOST_LISTED_BYTES, is_there, read_text
+from jattn.models.files import MAX_LISTED_BYTES, is_there, read_text
 
 MOST_TEXT = 1 << 24
 """Characters of a text that is encoded."""
@@ -53,7 +53,7 @@ class FolderTokenizer:
     def __init__(self, path: Path, special: SpecialTokens | None = None):
         self._library = _library()
         self._name = path.name
-        text = read_text(path, MOST_LISTED_BYTES)
+        text = read_text(path, MAX_LISTED_BYTES)
         with _named(f"{path} is not a tokenizer that can be read"):
             growth = check_growth(json.loads(text))  # before the library sees it: it applies the rules to added tokens
             self._most = min(MOST_TEXT, int(MOST_GROWN / growth))

@@ -1,13 +1,13 @@
 """Models from Hugging Face folders: a ModelConfig describes the one forward pass; the caller keeps the paged caches."""
 
-from jattn.models.blocks import head
 from jattn.models.config import CacheGroup, LayerConfig, ModelConfig
 from jattn.models.decoder import forward, prompt_logits
+from jattn.models.layers import head
 from jattn.models.load import config_of, load, load_config
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
-from jattn.models.params import init_params, logical_axes, weight_specs
 from jattn.models.residual import ResidualNorms
+from jattn.models.weight_tree import init_params, logical_axes, weight_specs
 from jattn.models.without_cache import encode, uncached_logits
 
 __all__ = [

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors.arguments import short
-from jattn.models.files import MOST_LISTED_BYTES, is_there, read_json, regular_file
+from jattn.models.files import MAX_LISTED_BYTES, is_there, read_json, regular_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -68,7 +68,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
     path = directory / INDEX
     if not is_there(path):
         return None
-    table = read_json(path, MOST_LISTED_BYTES).get("weight_map")
+    table = read_json(path, MAX_LISTED_BYTES).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise ValueError(f"{path} must have a 'weight_map' from tensor names to file names, not {short(table)}")
     for tensor, name in table.items():

@@ -26,8 +26,8 @@ HARMLESS = frozenset({
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "remove_invalid_values",
     "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
     "begin_suppress_tokens", "exponential_decay_length_penalty", "sep_token_id", "decoder_start_token_id",
-    "chunk_size_feed_forward",  # the same numbers, computed in slices
-    "pretraining_tp",  # the same numbers, computed in slices
+    "chunk_size_feed_forward",  # same results, computed in slices
+    "pretraining_tp",  # same results, computed in slices
     "pruned_heads", "tie_encoder_decoder", "cross_attention_hidden_size", "add_cross_attention",
 })  # fmt: skip
 """Keys that do not change the results of a forward pass."""
@@ -36,9 +36,9 @@ HARMLESS = frozenset({
 MISSING: Any = object()
 """The default of a key that is required."""
 
-MOST = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 """The largest count in a config, because token ids and lengths are int32."""
-TINY, VAST = 1e-18, 1e18
+MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-18, 1e18
 """Limits of the absolute value of nonzero numbers in a config: they and their squares must fit float32."""
 
 
@@ -57,20 +57,20 @@ class ConfigReader:
         self.read.add(name)
         value = self.values.get(name)
         if value is None and default is MISSING:
-            raise ValueError(f"{self.where} has no {name!r}, which this family needs")
+            raise ValueError(f"{self.where} has no {name!r}, which this model_type needs")
         return default if value is None else value
 
-    def count(self, name: str, default: Any = MISSING, *, low: int = 1, high: int = MOST) -> Any:
+    def count(self, name: str, default: Any = MISSING, *, low: int = 1, high: int = MAX_COUNT) -> Any:
         """An integer from low to high."""
         fits = lambda x: isinstance(x, int) and not isinstance(x, bool) and low <= x <= high
         return self._checked(name, default, fits, f"an integer from {low} to {high}")
 
     def number(self, name: str, default: Any = MISSING, *, above: float = -math.inf, most: float = math.inf) -> Any:
-        """A finite number with above < x <= most, as a float: 0, or an absolute value from TINY to VAST."""
-        limits = f"{f' above {above:g}' if above > -math.inf else ''} up to {min(most, VAST):g}"
+        """A finite number with above < x <= most, as a float; its magnitude is 0, or from MIN_ to MAX_MAGNITUDE."""
+        limits = f"{f' above {above:g}' if above > -math.inf else ''} up to {min(most, MAX_MAGNITUDE):g}"
         fits = lambda x: _is_number(x) and above < x <= most
         value = self._checked(
-            name, default, fits, f"a finite number{limits}, 0 or with an absolute value of at least {TINY:g}"
+            name, default, fits, f"a finite number{limits}, 0 or with an absolute value of at least {MIN_MAGNITUDE:g}"
         )
         return float(value) if _is_number(value) else value
 
@@ -124,7 +124,7 @@ class ConfigReader:
         return ConfigReader(value, f"{self.where}, {name}", defaults)
 
     def ignore(self, *names: str) -> None:
-        """Mark keys as read that do not matter for this family."""
+        """Mark keys as read that have no effect in this family."""
         self.read.update(names)
 
     def refuse_unread(self) -> None:
@@ -138,7 +138,7 @@ class ConfigReader:
             )
 
     def refuse(self, name: str, why: str) -> NoReturn:
-        """Raise ValueError for a value that does not fit the other keys."""
+        """ValueError for a value that does not fit the other keys."""
         raise ValueError(f"{self.where}: {name}={short(self.values.get(name))} {why}")
 
     def _checked(self, name: str, default: Any, fits: Callable[[Any], Any], wanted: str) -> Any:
@@ -149,7 +149,9 @@ class ConfigReader:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and (x == 0 or TINY <= abs(x) <= VAST)
+    return (
+        isinstance(x, int | float) and not isinstance(x, bool) and (x == 0 or MIN_MAGNITUDE <= abs(x) <= MAX_MAGNITUDE)
+    )
 
 
 def _is_index(x: Any, most: int) -> bool:

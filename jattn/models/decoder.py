@@ -11,8 +11,8 @@ import numpy as np
 from jattn.attention import PagedAttention
 from jattn.cache import PagedKV
 from jattn.metadata import CommonAttentionMetadata
-from jattn.models.blocks import embed, head, mlp_sublayer
 from jattn.models.config import LayerConfig, ModelConfig
+from jattn.models.layers import embed, head, mlp_sublayer
 from jattn.models.residual import residual
 from jattn.models.without_cache import encode
 from jattn.nn import Angles, Rope

@@ -9,11 +9,11 @@ from typing import Any
 
 from jattn.errors.arguments import short
 
-MOST_BYTES = 1 << 24
+MAX_BYTES = 1 << 24
 """Largest settings file (16 MiB). Published ones have kilobytes, or a few megabytes if they list tokens."""
-MOST_LISTED_BYTES = 1 << 28
+MAX_LISTED_BYTES = 1 << 28
 """Largest file that lists every tensor or token (256 MiB). The largest published one has about 35 MB."""
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Maximum nesting of lists and objects."""
 LFS = b"version https://git-lfs"
 
@@ -45,7 +45,7 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, most_bytes: int = MAX_BYTES) -> str:
     """The text of a UTF-8 file, without a byte order mark."""
     if (size := regular_file(path).stat().st_size) > most_bytes:
         raise ValueError(f"{path} has {size} bytes, more than the limit of {most_bytes} for such a file")
@@ -55,8 +55,8 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
         raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it in UTF-8") from None
 
 
-def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in a JSON file: strict JSON, no duplicate keys, no lone surrogates, nested at most MOST_DEPTH deep."""
+def read_json(path: Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """The object in a JSON file: strict JSON, no duplicate keys, no lone surrogates, nested at most MAX_DEPTH deep."""
     text = read_text(path, most_bytes)
     try:
         values = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
@@ -70,7 +70,7 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     return values
 
 
-_TOO_DEEP = f"its lists and objects are nested more than {MOST_DEPTH} deep"
+_TOO_DEEP = f"its lists and objects are nested more than {MAX_DEPTH} deep"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _finite(digits: str) -> float:
 def _check(values: Any) -> None:
     """ValueError if the nesting is too deep or a string has a lone surrogate."""
     level = [values]
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for value in level:
             if isinstance(value, str):

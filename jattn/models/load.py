@@ -17,8 +17,8 @@ from jattn.models.config_reader import ConfigReader
 from jattn.models.families import FAMILIES
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
-from jattn.models.params import weight_specs
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
+from jattn.models.weight_tree import weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -15,7 +15,7 @@ from jattn.nn import (
     RopeScaling,
     YarnRopeScaling,
 )
-from jattn.nn.rope_scaling import FACTORS, MOST_THETA, yarn_magnitude
+from jattn.nn.rope_scaling import FACTORS, MAX_THETA, yarn_magnitude
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Values of layer_types; rope_parameters may hold one object for each."""
@@ -28,14 +28,14 @@ def rope_of(
     *,
     interleaved: bool = False,
     partial: bool = False,
-    usual: Any = None,
+    default: Any = None,
 ) -> Rope:
-    """The Rope of all layers. partial: allow partial_rotary_factor. usual: parameters if the config has none."""
+    """The Rope of all layers. partial: allow partial_rotary_factor. default: parameters if the config has none."""
     name, stored = parameters_of(c)
-    stored = stored or (usual or {})
-    if kinds := [kind for kind in LAYER_TYPES if kind in stored]:
+    stored = stored or (default or {})
+    if found := [layer_type for layer_type in LAYER_TYPES if layer_type in stored]:
         raise UnsupportedError(
-            f"{c.where}: separate {name} for {', '.join(kinds)} are not supported for this model_type"
+            f"{c.where}: separate {name} for {', '.join(found)} are not supported for this model_type"
         )
     trained = c.count("original_max_position_embeddings", None, low=2)
     outer = {key: c.get(key) for key in ("rope_theta", "partial_rotary_factor")}
@@ -71,7 +71,7 @@ def parameters_of(c: ConfigReader) -> tuple[str, dict[str, Any]]:
 def rope_from(
     r: ConfigReader, head_dim: int, max_positions: int, trained: int | None = None, interleaved=False, partial=False
 ) -> Rope:
-    """The Rope of one flat object. trained: original_max_position_embeddings of the outer object, if it has one."""
+    """The Rope of one object of parameters. trained: original_max_position_embeddings of the outer object, if any."""
     theta, scaling = theta_of(r, "rope_theta"), scaling_of(r, max_positions, trained)
     fraction = r.number("partial_rotary_factor", 1.0, above=0, most=1)
     r.refuse_unread()
@@ -94,11 +94,11 @@ def rope_from(
 
 def theta_of(r: ConfigReader, name: str, default: Any = MISSING) -> float:
     """The base of the frequencies, checked."""
-    return r.number(name, default, above=1, most=MOST_THETA)
+    return r.number(name, default, above=1, most=MAX_THETA)
 
 
 def scaling_of(r: ConfigReader, max_positions: int, trained: int | None = None) -> RopeScaling:
-    """The RopeScaling of one flat object, by its rope_type."""
+    """The RopeScaling of one object of parameters, by its rope_type."""
     name = r.get("rope_type", r.get("type", "default"))
     r.ignore("rope_type", "type")
     if not isinstance(name, str) or name not in METHODS:
@@ -158,10 +158,13 @@ def _yarn(r: ConfigReader, max_positions: int, trained: int | None) -> RopeScali
 def _longrope(r: ConfigReader, max_positions: int, trained: int | None) -> RopeScaling:
     trained = trained_length(r, max_positions, trained)
     factor = _factor(r, max_positions, trained)
-    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    short, long = (r.numbers_within(f"{name}_factor", FACTORS) for name in ("short", "long"))
-    magnitude = r.number_within("attention_factor", FACTORS, usual)
-    return LongRopeScaling(short=short, long=long, trained_length=trained, magnitude=magnitude)
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+    return LongRopeScaling(
+        short=r.numbers_within("short_factor", FACTORS),
+        long=r.numbers_within("long_factor", FACTORS),
+        trained_length=trained,
+        magnitude=r.number_within("attention_factor", FACTORS, default),
+    )
 
 
 MSCALES = (0.0, 1000.0)
@@ -170,8 +173,7 @@ MSCALES = (0.0, 1000.0)
 
 def _factor(r: ConfigReader, max_positions: int, trained: int) -> float:
     """The factor; if it is absent, max_positions / trained."""
-    usual = max_positions / trained
-    factor = r.number_within("factor", FACTORS, usual)
+    factor = r.number_within("factor", FACTORS, max_positions / trained)
     if not FACTORS[0] <= factor <= FACTORS[1]:
         raise ValueError(
             f"{r.where}: factor is absent, and max_position_embeddings={max_positions} / "

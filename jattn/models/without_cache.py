@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.metadata import CommonAttentionMetadata
-from jattn.models.blocks import embed, head, self_attention_layer
 from jattn.models.config import LayerConfig, ModelConfig
+from jattn.models.layers import embed, head, self_attention_layer
 from jattn.nn import apply_attention
 
 

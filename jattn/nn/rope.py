@@ -17,7 +17,7 @@ from jattn.errors.arguments import (
     reals,
     takes,
 )
-from jattn.nn.rope_scaling import MOST_THETA, RopeScaling
+from jattn.nn.rope_scaling import MAX_THETA, RopeScaling
 from jattn.types import pytree, static
 
 
@@ -44,7 +44,7 @@ class Rope:
 
     def __post_init__(self):
         check_fields(
-            self, dim=integer(), theta=number(above=1, most=MOST_THETA), scaling=kind(RopeScaling), interleaved=boolean
+            self, dim=integer(), theta=number(above=1, most=MAX_THETA), scaling=kind(RopeScaling), interleaved=boolean
         )
         if self.dim < 2 or self.dim % 2:
             raise ValueError(f"rope {self.dim=} must be even and at least 2: dimensions are rotated in pairs")

@@ -16,7 +16,7 @@ from jattn.nn.phases import phases, wrapped
 FACTORS = (1e-6, 1e6)
 """Limits of a factor, divisor or number of turns. Published values lie between 0.5 and 128. Within these limits every
 frequency is finite and not zero, and float32 angles keep their precision."""
-MOST_THETA = 1e18
+MAX_THETA = 1e18
 """Upper limit of theta. Published values reach 1e9."""
 
 _factor = number(least=FACTORS[0], most=FACTORS[1])

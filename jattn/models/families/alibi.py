@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.config_reader import MOST, ConfigReader
-from jattn.models.families.common import MOST_HEADS, MOST_LAYERS, default_head_dim
+from jattn.models.config_reader import MAX_COUNT, ConfigReader
 from jattn.models.families.family import Family, token_ids
+from jattn.models.families.shared import MAX_HEADS, MAX_LAYERS, default_head_dim
 from jattn.models.mlp import MLP
 from jattn.models.residual import ResidualNorms
 from jattn.models.tensor_names import (
@@ -77,15 +77,15 @@ def bloom(c: ConfigReader) -> ModelConfig:
     )  # fmt: skip
     norm = Norm(kind="layer", eps=c.number("layer_norm_epsilon", above=0), has_bias=True)
     hidden = either(c, "hidden_size", "n_embed")
-    heads = either(c, "n_head", "num_attention_heads", MOST_HEADS)
-    count = either(c, "n_layer", "num_hidden_layers", MOST_LAYERS)
+    heads = either(c, "n_head", "num_attention_heads", MAX_HEADS)
+    count = either(c, "n_layer", "num_hidden_layers", MAX_LAYERS)
     return ModelConfig(
         **shared_fields(c, hidden, heads, count, alibi_slopes(heads), norm, "gelu_pytorch_tanh"), embedding_norm=norm
     )
 
 
-def either(c: ConfigReader, name: str, other: str, high: int = MOST) -> int:
-    """A count under one of two keys; `other` takes precedence if both are there."""
+def either(c: ConfigReader, name: str, other: str, high: int = MAX_COUNT) -> int:
+    """A count under one of two keys; `name` takes precedence if both are there."""
     value = c.count(other, None, high=high)
     return c.count(name, high=high) if value is None else c.count(name, value, high=high)
 
@@ -103,12 +103,12 @@ def mpt(c: ConfigReader) -> ModelConfig:
     c.only("logit_scale")
     c.only("norm_type", "low_precision_layernorm", "layernorm")
     c.ignore("learned_pos_emb", "embedding_fraction", "verbose", "init_config", "tokenizer_name", "max_seq_len")
-    heads = c.count("n_heads", high=MOST_HEADS)
+    heads = c.count("n_heads", high=MAX_HEADS)
     norm = Norm(kind="layer", eps=c.number("layer_norm_epsilon", 1e-5, above=0))
     slopes = alibi_slopes(heads, attn.number("alibi_bias_max", 8.0, above=0))
     options = dict(scale=attn.number("softmax_scale", None, above=0), clip_qkv=attn.number("clip_qkv", None, above=0))
     attn.refuse_unread()
-    count = c.count("n_layers", high=MOST_LAYERS)
+    count = c.count("n_layers", high=MAX_LAYERS)
     return ModelConfig(**shared_fields(c, c.count("d_model"), heads, count, slopes, norm, "gelu", **options))
 
 

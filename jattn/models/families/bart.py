@@ -6,8 +6,8 @@ import numpy as np
 
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families.common import MOST_HEADS, MOST_LAYERS, default_head_dim
 from jattn.models.families.family import Family, token_ids
+from jattn.models.families.shared import MAX_HEADS, MAX_LAYERS, default_head_dim
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.residual import ResidualNorms
 from jattn.models.tensor_names import TensorSource, linear_rows, norm_rows, tensor_table, unchanged
@@ -31,7 +31,7 @@ def bart(c: ConfigReader) -> ModelConfig:
 
 def side_config(c: ConfigReader, side: str, **more: Any) -> ModelConfig:
     """side: 'encoder' or 'decoder'."""
-    hidden, heads = c.count("d_model"), c.count(f"{side}_attention_heads", high=MOST_HEADS)
+    hidden, heads = c.count("d_model"), c.count(f"{side}_attention_heads", high=MAX_HEADS)
     positions, head_dim = c.count("max_position_embeddings"), default_head_dim(c, "d_model", hidden, heads)
 
     def attention(attn_type: str) -> AttentionConfig:
@@ -50,7 +50,7 @@ def side_config(c: ConfigReader, side: str, **more: Any) -> ModelConfig:
     )
     return ModelConfig(
         family="bart", vocab_size=c.count("vocab_size"), hidden_size=hidden,
-        layers=(layer,) * c.count(f"{side}_layers", high=MOST_LAYERS), final_norm=None, embedding_norm=NORM,
+        layers=(layer,) * c.count(f"{side}_layers", high=MAX_LAYERS), final_norm=None, embedding_norm=NORM,
         embedding_scale=hidden**0.5 if c.flag("scale_embedding", False) else 1.0,
         learned_positions=positions, max_positions=positions, **({"tied_embeddings": True} | more),
     )  # fmt: skip

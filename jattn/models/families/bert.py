@@ -4,8 +4,8 @@ from typing import Any
 
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families.common import MOST_HEADS, MOST_LAYERS, default_head_dim
 from jattn.models.families.family import Family, token_ids
+from jattn.models.families.shared import MAX_HEADS, MAX_LAYERS, default_head_dim
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.residual import ResidualNorms
 from jattn.models.tensor_names import TensorSource, linear_rows, norm_rows, tensor_table, unchanged
@@ -37,7 +37,7 @@ def bert(c: ConfigReader) -> ModelConfig:
     c.only("is_decoder", False)
     c.only("tie_word_embeddings", True)
     c.ignore("num_key_value_heads")  # not a key of this family
-    hidden, heads = c.count("hidden_size"), c.count("num_attention_heads", high=MOST_HEADS)
+    hidden, heads = c.count("hidden_size"), c.count("num_attention_heads", high=MAX_HEADS)
     positions, head_dim = c.count("max_position_embeddings"), default_head_dim(c, "hidden_size", hidden, heads)
     norm = Norm(kind="layer", eps=c.number("layer_norm_eps", 1e-12, above=0), has_bias=True)
     act = c.choice("hidden_act", ACTIVATIONS, "gelu")
@@ -50,7 +50,7 @@ def bert(c: ConfigReader) -> ModelConfig:
     )
     return ModelConfig(
         family="bert", vocab_size=c.count("vocab_size"), hidden_size=hidden,
-        layers=(layer,) * c.count("num_hidden_layers", high=MOST_LAYERS), final_norm=norm, embedding_norm=norm,
+        layers=(layer,) * c.count("num_hidden_layers", high=MAX_LAYERS), final_norm=norm, embedding_norm=norm,
         learned_positions=positions, max_positions=positions, token_types=c.count("type_vocab_size", 2),
         head_transform=act, tied_embeddings=True, head_bias=True, **token_ids(c),
     )  # fmt: skip

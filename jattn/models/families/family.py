@@ -1,17 +1,20 @@
-"""Family: how the models of one model_type are read. Its config.json to a ModelConfig, its tensor names to params."""
+"""Family: what differs between model_types when a folder is read."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from jattn.models.config import ModelConfig
-from jattn.models.config_reader import MOST, ConfigReader
+from jattn.models.config_reader import MAX_COUNT, ConfigReader
 from jattn.models.tensor_names import TensorSource
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Two functions and data."""
+    """How to read the config.json and the tensors of one model_type.
+
+    config: its ModelConfig. tensors: the TensorSource of every weight, by the weight's path in params.
+    """
 
     config: Callable[[ConfigReader], ModelConfig]
     tensors: Callable[[ModelConfig], dict[str, TensorSource]]
@@ -38,7 +41,7 @@ def token_ids(c: ConfigReader) -> dict[str, Any]:
     """The bos, eos and pad ids, whose keys are the same in every family. Some configs have -1 for none."""
     ends = c.get("eos_token_id", ())
     ends = ends if isinstance(ends, list | tuple) else (ends,)
-    if not all(isinstance(end, int) and not isinstance(end, bool) and -1 <= end <= MOST for end in ends):
+    if not all(isinstance(end, int) and not isinstance(end, bool) and -1 <= end <= MAX_COUNT for end in ends):
         c.refuse("eos_token_id", "must be a token id, or a list of token ids")
     return dict(
         bos_token_id=c.count("bos_token_id", None, low=-1),

@@ -4,8 +4,9 @@ from typing import Any
 
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families.common import (
-    MOST_LAYERS,
+from jattn.models.families.family import Family
+from jattn.models.families.shared import (
+    MAX_LAYERS,
     UNUSED,
     attention_biases,
     attention_rows,
@@ -16,7 +17,6 @@ from jattn.models.families.common import (
     rms_norm,
     windows_by_type,
 )  # fmt: skip
-from jattn.models.families.family import Family
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.residual import ResidualNorms
 from jattn.models.rope_config import rope_of, rope_of_layer_type, theta_of
@@ -36,7 +36,7 @@ def gemma(c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float
     """Every `every`-th layer is global, the others have a sliding window. ropes: (global, local)."""
     c.only("use_bidirectional_attention", False)
     c.ignore("hidden_act")  # transformers uses hidden_activation
-    hidden, heads, count = c.count("hidden_size"), heads_of(c), c.count("num_hidden_layers", high=MOST_LAYERS)
+    hidden, heads, count = c.count("hidden_size"), heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
     norm, act = rms_norm(c, one_plus=True), c.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
     mlp = MLP(width=c.count("intermediate_size"), activation=act)
     scale = c.number("query_pre_attn_scalar", above=0) ** -0.5

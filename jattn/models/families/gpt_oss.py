@@ -8,7 +8,8 @@ import numpy as np
 
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families.common import (
+from jattn.models.families.family import Family
+from jattn.models.families.shared import (
     PRE_NORM_ROWS,
     UNUSED,
     attention_biases,
@@ -18,7 +19,6 @@ from jattn.models.families.common import (
     rope_decoder,
     windows_by_type,
 )  # fmt: skip
-from jattn.models.families.family import Family
 from jattn.models.moe import MoE
 from jattn.models.tensor_names import TensorSource, linear_rows, unchanged
 
@@ -35,12 +35,12 @@ def gpt_oss(c: ConfigReader) -> ModelConfig:
         bias=True,
     )
     return rope_decoder(
-        c, mlp=moe, windows=alternating_windows, sinks=True, rope_options=dict(usual=YARN), **attention_biases(c)
+        c, mlp=moe, windows=alternating_windows, sinks=True, rope_options=dict(default=YARN), **attention_biases(c)
     )
 
 
 def alternating_windows(c: ConfigReader, count: int) -> list[int | None]:
-    """A window in every layer but each second one."""
+    """A window in layers 0, 2, 4 and so on, none in the others."""
     return windows_by_type(c, count, [(index + 1) % 2 != 0 for index in range(count)])
 
 

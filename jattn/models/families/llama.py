@@ -2,7 +2,8 @@
 
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families.common import (
+from jattn.models.families.family import Family
+from jattn.models.families.shared import (
     ENDS,
     UNUSED,
     attention_biases,
@@ -13,7 +14,6 @@ from jattn.models.families.common import (
     rope_decoder_tensors,
     windows_by_type,
 )
-from jattn.models.families.family import Family
 
 
 def llama(c: ConfigReader) -> ModelConfig:

@@ -6,9 +6,10 @@ import numpy as np
 
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families.common import (
+from jattn.models.families.family import Family
+from jattn.models.families.shared import (
     ENDS,
-    MOST_LAYERS,
+    MAX_LAYERS,
     PRE_NORM_ROWS,
     UNUSED,
     attention_biases,
@@ -20,7 +21,6 @@ from jattn.models.families.common import (
     model_config,
     rms_norm,
 )  # fmt: skip
-from jattn.models.families.family import Family
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.moe import MoE
 from jattn.models.residual import ResidualNorms
@@ -32,16 +32,15 @@ from jattn.spec import AttentionSpec
 
 def llama4(c: ConfigReader) -> ModelConfig:
     """Layers with rotary positions normalise q and k after rotation; the others have temperature tuning of q."""
-    count, heads, norm = c.count("num_hidden_layers", high=MOST_LAYERS), heads_of(c), rms_norm(c)
+    count, heads, norm = c.count("num_hidden_layers", high=MAX_LAYERS), heads_of(c), rms_norm(c)
     c.ignore("for_llm_compressor", "attn_implementation")
     rope = rope_of(c, heads["head_dim"], c.count("max_position_embeddings"), interleaved=True)
     with_rope: dict[str, Any] = dict(rope=rope)
     if c.flag("use_qk_norm", True):
         with_rope |= dict(qk_norm=rms_norm(c, has_scale=False), qk_norm_after_rope=True)
     tuning = c.number("floor_scale", 8192.0, above=0), c.number("attn_scale", 0.1)
-    is_tuned = c.get("attn_temperature_tuning") == 4 or c.flag(
-        "attn_temperature_tuning", True
-    )  # 4: in the first release
+    first_release = c.get("attn_temperature_tuning") == 4  # its config has 4 for true
+    is_tuned = first_release or c.flag("attn_temperature_tuning", True)
     without_rope = dict(temperature_tuning=tuning if is_tuned else None)
     has_rope, has_experts = rope_layers(c, count), moe_layers(c, count)
     chunks, bias = chunk_sizes(c, has_rope), attention_biases(c)

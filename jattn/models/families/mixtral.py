@@ -6,7 +6,8 @@ import numpy as np
 
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families.common import (
+from jattn.models.families.family import Family
+from jattn.models.families.shared import (
     ENDS,
     PRE_NORM_ROWS,
     UNUSED,
@@ -15,7 +16,6 @@ from jattn.models.families.common import (
     experts_of,
     rope_decoder,
 )  # fmt: skip
-from jattn.models.families.family import Family
 from jattn.models.mlp import ACTIVATIONS
 from jattn.models.moe import MoE
 from jattn.models.tensor_names import TensorSource, linear_rows

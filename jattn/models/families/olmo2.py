@@ -4,7 +4,8 @@ from typing import Any
 
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families.common import (
+from jattn.models.families.family import Family
+from jattn.models.families.shared import (
     UNUSED,
     attention_biases,
     attention_rows,
@@ -14,7 +15,6 @@ from jattn.models.families.common import (
     rms_norm,
     rope_decoder,
 )
-from jattn.models.families.family import Family
 from jattn.models.residual import ResidualNorms
 from jattn.models.tensor_names import TensorSource, norm_rows
 

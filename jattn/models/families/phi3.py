@@ -4,8 +4,8 @@ from typing import Any
 
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families.common import PRE_NORM_ROWS, UNUSED, decoder_tensors, rope_decoder
 from jattn.models.families.family import Family
+from jattn.models.families.shared import PRE_NORM_ROWS, UNUSED, decoder_tensors, rope_decoder
 from jattn.models.tensor_names import TensorSource, linear_rows, output_slice
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.config_reader import MOST, ConfigReader
+from jattn.models.config_reader import MAX_COUNT, ConfigReader
 from jattn.models.families.family import token_ids
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.moe import MoE
@@ -17,18 +17,19 @@ from jattn.spec import AttentionSpec
 Windows = Callable[[ConfigReader, int], list[int | None]]
 """(config, number of layers) -> the sliding window of each layer; None: all earlier tokens."""
 
-MOST_LAYERS, MOST_HEADS, MOST_EXPERTS = 10_000, 65_536, 65_536
+MAX_LAYERS, MAX_HEADS, MAX_EXPERTS = 10_000, 65_536, 65_536
 """Upper limits, far above any known model. Larger numbers would exhaust memory while the config is read."""
 
 UNUSED = ("rotary_emb.inv_freq", "lm_head.weight")
 """Tensors that are not read: buffers of old checkpoints, and a tied head that is stored a second time."""
 ENDS = dict(bos_token_id=1, eos_token_id=2)
+"""Token ids of configs without them, in several families."""
 
 
 def heads_of(c: ConfigReader) -> dict[str, int]:
     """num_heads, num_kv_heads and head_dim, which may differ from hidden_size / num_heads."""
-    heads, hidden = c.count("num_attention_heads", high=MOST_HEADS), c.count("hidden_size")
-    kv_heads, head_dim = c.count("num_key_value_heads", heads), c.count("head_dim", None, high=MOST_HEADS)
+    heads, hidden = c.count("num_attention_heads", high=MAX_HEADS), c.count("hidden_size")
+    kv_heads, head_dim = c.count("num_key_value_heads", heads), c.count("head_dim", None, high=MAX_HEADS)
     if heads % kv_heads:
         c.refuse("num_key_value_heads", f"must divide num_attention_heads={heads}")
     return dict(
@@ -44,7 +45,7 @@ def default_head_dim(c: ConfigReader, name: str, hidden: int, heads: int) -> int
 
 
 def model_config(c: ConfigReader, layers: Any, norm: Norm, tied: bool = False, **more: Any) -> ModelConfig:
-    """The ModelConfig of these layers, with the usual keys. tied: the default of tie_word_embeddings."""
+    """The ModelConfig of these layers and the usual keys. tied: default of tie_word_embeddings. more: other fields."""
     layers = tuple(layers)
     return ModelConfig(
         family=c.get("model_type"),
@@ -63,7 +64,7 @@ def max_request_length(max_positions: int, layers: tuple[LayerConfig, ...]) -> i
     """Tokens of the longest request: max_position_embeddings, times the factor of dynamic NTK."""
     scalings = [layer.rope.scaling for layer in layers if layer.rope is not None]
     factors = [scaling.factor for scaling in scalings if isinstance(scaling, DynamicNTKRopeScaling)]
-    return min(max(int(max_positions * min(factors, default=1.0)), max_positions), MOST)
+    return min(max(int(max_positions * min(factors, default=1.0)), max_positions), MAX_COUNT)
 
 
 def same_window(c: ConfigReader, count: int) -> list[int | None]:
@@ -110,7 +111,7 @@ def rope_decoder(
     mlp None: a gated MLP. norms: of both sublayers; None: one norm before each. rope_options: of `rope_of`.
     attention: more options of AttentionConfig.
     """
-    norm, heads, count = rms_norm(c), heads_of(c), c.count("num_hidden_layers", high=MOST_LAYERS)
+    norm, heads, count = rms_norm(c), heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
     rope = rope_of(c, heads["head_dim"], c.count("max_position_embeddings"), **(rope_options or {}))
     mlp = gated_mlp(c) if mlp is None else mlp
     norms = ResidualNorms(before=norm) if norms is None else norms
@@ -138,7 +139,7 @@ def gated_mlp(c: ConfigReader, bias: bool = False) -> MLP:
 
 def experts_of(c: ConfigReader) -> dict[str, int]:
     """The options num_experts and top_k of MoE."""
-    count, top_k = c.count("num_local_experts", high=MOST_EXPERTS), c.count("num_experts_per_tok")
+    count, top_k = c.count("num_local_experts", high=MAX_EXPERTS), c.count("num_experts_per_tok")
     if top_k > count:
         c.refuse("num_experts_per_tok", f"must be at most num_local_experts={count}")
     return dict(num_experts=count, top_k=top_k)

@@ -1,4 +1,4 @@
-"""What forward passes with and without a cache share: embeddings, the sublayers of a layer, and the head."""
+"""What forward passes with and without a cache share: embeddings, the layers apart from attention, and the head."""
 
 from collections.abc import Callable
 from typing import Any
