@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from jattn import device
 from jattn.backends import checks
-from jattn.backends.backend import AttentionBackend
+from jattn.backends.base import AttentionBackend
 from jattn.backends.mla import MLAImpl, MLAMetadataBuilder
 from jattn.backends.parallel import ContextParallel
-from jattn.backends.select import resolve
+from jattn.backends.registry import resolve
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.latent import check_latent
 from jattn.device import Chip
@@ -45,7 +45,7 @@ class MLAAttention:
         check_latent(self.spec, self.cache_spec)
         checks.check_kind("parallel", self.parallel, ContextParallel, "see jattn.parallel")
         chip = device.resolve(self.platform)
-        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, self.parallel.needs)
+        chosen = resolve(self.spec, self.cache_spec, self.backend, chip, self.parallel.needs)
         object.__setattr__(self, "chosen", chosen)
         who = (self.spec, self.cache_spec, chip, self.parallel)
         object.__setattr__(self, "impl", chosen.get_impl_cls()(*who))

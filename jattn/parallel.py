@@ -21,7 +21,7 @@ from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.errors.arguments import check_kind, integer, kind, reals, short, takes, text
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.common import BATCH
+from jattn.metadata.batch import BATCH
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.ops.state import AttentionState

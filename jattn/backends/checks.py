@@ -7,18 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.feature import Feature
-from jattn.backends.reasons import supports
+from jattn.backends.base import AttentionBackend
+from jattn.backends.capability import supports
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import check_alive, check_scales
 from jattn.errors import MissingMetadataError, UnsupportedError
 from jattn.errors.arguments import as_array, check_kind, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.common import check_block_size
-from jattn.metadata.encoder import keys_of
+from jattn.metadata.batch import check_block_size, keys_of
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionType
+from jattn.types import AttentionType, Feature
 from pallas_kernels.algebra import quant
 
 _CACHE_FIELDS = (

@@ -10,20 +10,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import Feature
-from jattn.backends.impl import AttentionImpl
+from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import write_backward
 from jattn.device import Chip
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.attend import Plan, attend_packed, attend_paged, output_dtype
 from jattn.ops.levels import Level, flat
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
+from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.cpu.native import library, ops
 
 
@@ -184,6 +180,10 @@ _write.defvjp(lambda impl, *args: (_write(impl, *args), args), lambda impl, *arg
 class CpuNativeBackend(AttentionBackend):
     """Any head dim up to 512, any page size, layout and quantisation; no user-written mask or score, no cascade."""
 
+    name = "cpu_native"
+    impl_cls = CpuNativeImpl
+    builder_cls = CpuNativeMetadataBuilder
+    metadata_cls = CpuNativeMetadata
     supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(1),)
@@ -212,22 +212,6 @@ class CpuNativeBackend(AttentionBackend):
             Feature.PACKED,
         }
     )
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "cpu_native"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[CpuNativeImpl]:
-        return CpuNativeImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[CpuNativeMetadataBuilder]:
-        return CpuNativeMetadataBuilder
-
-    @classmethod
-    def get_metadata_cls(cls) -> type[CpuNativeMetadata]:
-        return CpuNativeMetadata
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:

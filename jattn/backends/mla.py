@@ -4,10 +4,7 @@ import dataclasses
 
 import jax
 
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import Feature
-from jattn.backends.impl import AttentionImpl
+from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.cache import PagedKV
 from jattn.cache.latent import check_latent, write_latent
 from jattn.metadata import CommonAttentionMetadata
@@ -16,7 +13,7 @@ from jattn.ops.levels import flat
 from jattn.ops.mla import Latent, MLAMetadata
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
-from jattn.types import AttentionCGSupport, MultipleOf
+from jattn.types import AttentionCGSupport, Feature, MultipleOf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +39,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             level=level, slot_mapping=slots, is_causal=common.is_causal, shared_prefix=hint // size * size
         )
 
-    def update_block_table(self, metadata: MLAMetadata, blk_table, slot_mapping) -> MLAMetadata:
+    def update_block_table(self, metadata: MLAMetadata, block_table, slot_mapping) -> MLAMetadata:
         """The same plan over other pages."""
-        level = dataclasses.replace(metadata.level, block_table=blk_table)
+        level = dataclasses.replace(metadata.level, block_table=block_table)
         return dataclasses.replace(metadata, level=level, slot_mapping=slot_mapping)
 
 
@@ -83,6 +80,10 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
 class MLABackend(AttentionBackend):
     """Latent caches only, in either form (see cache.latent)."""
 
+    name = "mla_sdpa"
+    impl_cls = MLAImpl
+    builder_cls = MLAMetadataBuilder
+    metadata_cls = MLAMetadata
     mla = True
     supported_dtypes = ("float32", "float16", "bfloat16")
     supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -118,19 +119,3 @@ class MLABackend(AttentionBackend):
         except ValueError as error:
             return (str(error),)
         return ()
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "mla_sdpa"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[MLAImpl]:
-        return MLAImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[MLAMetadataBuilder]:
-        return MLAMetadataBuilder
-
-    @classmethod
-    def get_metadata_cls(cls) -> type[MLAMetadata]:
-        return MLAMetadata

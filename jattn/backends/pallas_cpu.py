@@ -8,19 +8,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import Feature
-from jattn.backends.impl import AttentionImpl
+from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.cache import PagedKV
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.attend import output_dtype
 from jattn.ops.forward_only import forward_only
 from jattn.ops.packed_pages import paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree, static
+from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
 from pallas_kernels.algebra import quant
 from pallas_kernels.cpu import tiles
 from pallas_kernels.cpu.paged_attention import Batch, Config, Numbers, Pool, paged_attention
@@ -57,8 +53,8 @@ class PallasCpuMetadataBuilder(AttentionMetadataBuilder[PallasCpuMetadata]):
         """A shared prefix is read once a request, like everything else: the hint changes nothing."""
         return _metadata(common_attn_metadata, self.spec.attn_type)
 
-    def update_block_table(self, metadata: PallasCpuMetadata, blk_table, slot_mapping) -> PallasCpuMetadata:
-        batch = metadata.batch._replace(block_table=jnp.asarray(blk_table))
+    def update_block_table(self, metadata: PallasCpuMetadata, block_table, slot_mapping) -> PallasCpuMetadata:
+        batch = metadata.batch._replace(block_table=jnp.asarray(block_table))
         return dataclasses.replace(metadata, batch=batch, slot_mapping=slot_mapping)
 
 
@@ -93,6 +89,10 @@ class PallasCpuImpl(AttentionImpl[PallasCpuMetadata]):
 class PallasCpuBackend(AttentionBackend):
     """Any head size, page size and platform; no gradient, no context parallelism, no cascade."""
 
+    name = "pallas_cpu"
+    impl_cls = PallasCpuImpl
+    builder_cls = PallasCpuMetadataBuilder
+    metadata_cls = PallasCpuMetadata
     supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(1),)
@@ -126,22 +126,6 @@ class PallasCpuBackend(AttentionBackend):
             Feature.FUSED_OUTPUT_QUANT,
         }
     )
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "pallas_cpu"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[PallasCpuImpl]:
-        return PallasCpuImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[PallasCpuMetadataBuilder]:
-        return PallasCpuMetadataBuilder
-
-    @classmethod
-    def get_metadata_cls(cls) -> type[PallasCpuMetadata]:
-        return PallasCpuMetadata
 
 
 def _metadata(common: CommonAttentionMetadata, attn_type: AttentionType) -> PallasCpuMetadata:

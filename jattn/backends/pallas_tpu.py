@@ -11,21 +11,17 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import Feature
-from jattn.backends.impl import AttentionImpl
-from jattn.backends.reasons import without_refused
+from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.kernel import PagedKernelBackend
 from jattn.backends.recompute import backward
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of, queries_of
-from jattn.ops.packed_pages import page_spec, paged
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.ops.packed_pages import paged
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree
+from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.tpu import paged_attention as kernel
 
@@ -146,9 +142,13 @@ def _paged_backward(impl: PallasTpuImpl, saved, cotangent):
 _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
 
 
-class PallasTpuBackend(AttentionBackend):
+class PallasTpuBackend(PagedKernelBackend):
     """bf16 and f32 queries; what the kernel cannot do it says itself (pallas_kernels.tpu.supports)."""
 
+    name = "pallas_tpu"
+    impl_cls = PallasTpuImpl
+    builder_cls = PallasTpuMetadataBuilder
+    metadata_cls = PallasTpuMetadata
     supported_dtypes = QUERY_DTYPES
     supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(16),)
@@ -179,49 +179,13 @@ class PallasTpuBackend(AttentionBackend):
     )
 
     @classmethod
-    def get_name(cls) -> str:
-        return "pallas_tpu"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[PallasTpuImpl]:
-        return PallasTpuImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[PallasTpuMetadataBuilder]:
-        return PallasTpuMetadataBuilder
-
-    @classmethod
-    def get_metadata_cls(cls) -> type[PallasTpuMetadata]:
-        return PallasTpuMetadata
+    def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
+        generation = chip.generation if chip.platform == "tpu" else ""
+        return kernel.supports(kernel_config(spec, cache_spec, dtype), chip=generation)
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
-        """The kernel's own, beyond what the class says."""
-        if not isinstance(spec, AttentionSpec):
-            return ()
-        cache_spec = cache_spec or page_spec(spec)
-        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
-            return ()
-        plain = kernel_config(without_refused(cls, spec), cache_spec)
-        own = kernel.supports(plain, chip=chip.generation if chip.platform == "tpu" else "")
+        own = super().layer_reasons(spec, cache_spec, chip)
         if spec.attn_type is AttentionType.ENCODER_DECODER and spec.has_alibi:
-            own.append("ALiBi not supported across encoder and decoder: the kernel takes queries to stand at the end")
-        return tuple(own)
-
-    @classmethod
-    def query_reasons(cls, spec, cache_spec, chip, dtype, keys=None) -> tuple[str, ...]:
-        """The kernel's own for this dtype beside the cache's, beyond those against the layer."""
-        refused = super().query_reasons(spec, cache_spec, chip, dtype, keys)
-        if refused or not isinstance(spec, AttentionSpec):
-            return refused
-        cache_spec = cache_spec or dataclasses.replace(page_spec(spec), dtype=keys or "bfloat16")
-        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
-            return ()
-        plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)
-        usual, mine = (
-            kernel.supports(
-                kernel_config(plain, cache_spec, asked), chip=chip.generation if chip.platform == "tpu" else ""
-            )
-            for asked in ("bfloat16", dtype)
-        )
-        return tuple(reason for reason in mine if reason not in usual)
+            own += ("ALiBi not supported across encoder and decoder: the kernel takes queries to stand at the end",)
+        return own

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import jax
 from jax import lax
 
-from jattn.backends.feature import Feature
 from jattn.cache import KVCacheSpec
 from jattn.errors.arguments import check_fields, integer, optional, text
 from jattn.metadata import CommonAttentionMetadata
+from jattn.metadata.parallel import KeyShard
 from jattn.ops.parallel import cp_lse_ag_out_ar
-from jattn.ops.shard import KeyShard
 from jattn.ops.state import AttentionState
+from jattn.types import Feature
 
 
 @dataclasses.dataclass(frozen=True)

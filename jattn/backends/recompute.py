@@ -2,7 +2,7 @@
 
 import jax
 
-from jattn.metadata.common import CommonAttentionMetadata
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.ops.attend import Plan, attend_paged
 from jattn.ops.levels import flat
 from jattn.spec import AttentionSpec

@@ -4,20 +4,16 @@ import dataclasses
 
 import jax
 
-from jattn.backends.backend import AttentionBackend
-from jattn.backends.builder import AttentionMetadataBuilder
-from jattn.backends.feature import Feature
-from jattn.backends.impl import AttentionImpl
-from jattn.backends.question import cache_dtype_name
+from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.capability import cache_dtype_name
 from jattn.errors import UnsupportedError
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.encoder import keys_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of
 from jattn.ops.attend import Plan, attend_packed
 from jattn.ops.forward_only import forward_only
 from jattn.ops.levels import Level, attend_levels, flat, nested, shared_prefix
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
-from jattn.types import AttentionCGSupport, AttentionType, MultipleOf, pytree, static
+from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
 from pallas_kernels.algebra import quant
 
 
@@ -69,12 +65,12 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
             levels=nested(tuple(levels)), slot_mapping=levels[-1].slot_mapping, is_causal=levels[-1].is_causal
         )
 
-    def update_block_table(self, metadata: SdpaMetadata, blk_table, slot_mapping) -> SdpaMetadata:
+    def update_block_table(self, metadata: SdpaMetadata, block_table, slot_mapping) -> SdpaMetadata:
         """The same plan over another group's pages; a cascade's levels have tables of their own."""
         first, *others = metadata.levels
         if others:
             raise ValueError("a cascade has one block table a level: build it anew instead of updating one table")
-        level = dataclasses.replace(first, block_table=blk_table)
+        level = dataclasses.replace(first, block_table=block_table)
         return dataclasses.replace(metadata, levels=(level,), slot_mapping=slot_mapping)
 
     def for_layer(self, metadata: SdpaMetadata, layer, blocks_per_layer: int) -> SdpaMetadata:
@@ -124,6 +120,10 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
 class SdpaBackend(AttentionBackend):
     """Any head size, any page size, every feature that a spec can ask for."""
 
+    name = "sdpa"
+    impl_cls = SdpaImpl
+    builder_cls = SdpaMetadataBuilder
+    metadata_cls = SdpaMetadata
     supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(1),)
@@ -162,19 +162,3 @@ class SdpaBackend(AttentionBackend):
             Feature.FUSED_OUTPUT_QUANT,
         }
     )
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "sdpa"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[SdpaImpl]:
-        return SdpaImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[SdpaMetadataBuilder]:
-        return SdpaMetadataBuilder
-
-    @classmethod
-    def get_metadata_cls(cls) -> type[SdpaMetadata]:
-        return SdpaMetadata

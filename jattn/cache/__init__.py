@@ -1,6 +1,5 @@
 """The paged KV cache: spec, storage, writes, moves."""
 
-from jattn.cache.foreign import join_kv_cache, split_kv_cache
 from jattn.cache.layout import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.transfer import copy_blocks, swap_blocks
 from jattn.cache.write import write_kv
@@ -10,8 +9,6 @@ __all__ = [
     "PagedKV",
     "copy_blocks",
     "empty_cache",
-    "join_kv_cache",
-    "split_kv_cache",
     "swap_blocks",
     "write_kv",
 ]

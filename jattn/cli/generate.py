@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from jattn.cli import options
-from jattn.engine import Engine, RequestOutput, SamplingParams, chat_prompt
+from jattn.engine import Engine, RequestOutput, SamplingParams
+from jattn.text import chat_prompt
 
 Prompt = str | list[int]
 

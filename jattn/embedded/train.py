@@ -16,7 +16,7 @@ import numpy as np
 from jattn import models
 from jattn.embedded.dense import dense_logits
 from jattn.embedded.problems import problems
-from jattn.engine.tokenizer import ByteTokenizer
+from jattn.text.tokenizer import ByteTokenizer
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", torch_dtype="bfloat16", vocab_size=384, hidden_size=128,

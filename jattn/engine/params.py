@@ -64,7 +64,7 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
-    def is_told(self) -> bool:
+    def needs_history_or_logprobs(self) -> bool:
         """Does a step of this request need its earlier tokens (penalties), or return log-probabilities?"""
         return self.is_penalised or self.logprobs is not None
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jattn.errors.arguments import boolean, integer, integers, short, takes
-from jattn.metadata.common import BATCH, CommonAttentionMetadata, check_block_size
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
 from jattn.metadata.host import array_module, is_traced
 from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID
 from pallas_kernels.algebra.paging import cdiv

@@ -9,7 +9,7 @@ Slices (slices.py) need the requests side by side and the bounds on the host; th
 import jax
 import jax.numpy as jnp
 
-from jattn.metadata.common import PER_REQUEST, CommonAttentionMetadata
+from jattn.metadata.batch import PER_REQUEST, CommonAttentionMetadata
 from jattn.metadata.host import segment_of, starts_of
 from jattn.types import PAD_SLOT_ID
 

@@ -10,8 +10,7 @@ from jattn.attention import PagedAttention, attention
 from jattn.cache import PagedKV
 from jattn.errors.arguments import as_array, check_kind, kind, takes
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.common import BATCH
-from jattn.metadata.encoder import keys_of, queries_of
+from jattn.metadata.batch import BATCH, keys_of, queries_of
 from jattn.nn.attention_layer import Attend, AttentionConfig, project_and_attend
 from jattn.nn.rope import Angles, Rope
 from jattn.spec import AttentionSpec

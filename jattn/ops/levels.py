@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.metadata.common import CommonAttentionMetadata
-from jattn.metadata.ranges import fill_mm_prefix_query_ranges
+from jattn.metadata.batch import CommonAttentionMetadata
+from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
 from jattn.ops.attend import Plan, attend_keys, output_dtype
 from jattn.ops.keys import Keys, PagedKeys
 from jattn.ops.ragged import RaggedBatch

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jattn.metadata.parallel import KeyShard
 from jattn.ops.levels import Level
 from jattn.ops.lse import log2_lse_to_ln
-from jattn.ops.shard import KeyShard
 from jattn.ops.state import AttentionState, merge
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jattn.ops.shard import KeyShard
+from jattn.metadata.parallel import KeyShard
 from jattn.types import pytree
 from pallas_kernels.algebra.paging import cdiv
 

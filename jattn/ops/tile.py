@@ -13,9 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jattn.metadata.parallel import KeyShard
 from jattn.ops.in_place import PlacedKeys
 from jattn.ops.keys import Keys, KVChunk
-from jattn.ops.shard import KeyShard
 from jattn.types import pytree
 from pallas_kernels.algebra import mask, softmax
 from pallas_kernels.algebra.logits import LogitRule, shape_logits

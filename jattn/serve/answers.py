@@ -5,10 +5,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jattn.engine import Completion, RequestOutput, Tokenizer, TokenLogprob
+from jattn.engine import Completion, RequestOutput, TokenLogprob
 from jattn.serve import logprobs
 from jattn.serve.errors import FailedError
 from jattn.serve.fields import Asked
+from jattn.text import Tokenizer
 
 
 @dataclasses.dataclass

@@ -9,8 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jattn.engine import ChatTemplate, SamplingParams, Tokenizer
-from jattn.engine.chat import RESERVED
+from jattn.engine import SamplingParams
 from jattn.engine.params import (
     MAX_COMPLETIONS,
     MAX_INT32,
@@ -20,6 +19,8 @@ from jattn.engine.params import (
     REPETITION_RANGE,
 )
 from jattn.serve.errors import BadRequestError
+from jattn.text import ChatTemplate, Tokenizer
+from jattn.text.chat import RESERVED
 
 Reader = Callable[[Any], Any]
 """Checks a field's value and returns it as the server uses it; _WrongError says what it must be."""

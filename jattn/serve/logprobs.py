@@ -4,8 +4,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from jattn.engine import Tokenizer, TokenLogprob
-from jattn.engine.detokenize import MOST_TOKENS_OF_A_CHARACTER, REPLACEMENT
+from jattn.engine import TokenLogprob
+from jattn.text import Tokenizer
+from jattn.text.tokenizer import MOST_TOKENS_OF_A_CHARACTER, REPLACEMENT
 
 LOWEST = -9999.0
 """Written for -inf, which JSON does not have; OpenAI uses the same number."""

@@ -49,10 +49,10 @@ def tired(monkeypatch):
     """A backend that refuses everything, politely."""
     backend = registry.load("pallas_cpu")
     monkeypatch.setattr(backend, "layer_reasons", classmethod(lambda cls, *layer: ("tired",)))
-    jattn.backends.select._explain.cache_clear()
+    jattn.backends.registry._explain.cache_clear()
     yield "pallas_cpu"
     monkeypatch.undo()
-    jattn.backends.select._explain.cache_clear()
+    jattn.backends.registry._explain.cache_clear()
 
 
 def test_a_backend_that_begins_to_refuse_everything_fails_the_suite(tired):
@@ -67,11 +67,11 @@ def test_a_backend_that_takes_what_the_matrix_refuses_fails_the_suite(monkeypatc
     backend, problem = registry.load("pallas_cpu"), PLAIN.replace(feature=FEATURES["qq_bias"])
     assert not takes("pallas_cpu", problem)
     monkeypatch.setattr(backend, "features", backend.features | {jattn.backends.Feature.QQ_BIAS})
-    jattn.backends.select._explain.cache_clear()
+    jattn.backends.registry._explain.cache_clear()
     with pytest.raises(AssertionError, match="pallas_cpu refuses this"):
         takes("pallas_cpu", problem)
     monkeypatch.undo()
-    jattn.backends.select._explain.cache_clear()
+    jattn.backends.registry._explain.cache_clear()
 
 
 def test_a_value_between_two_that_the_matrix_tries_is_taken_where_both_are():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.backends.feature import Feature
+from jattn.types import Feature
 from tests.cases import CASES, FEATURES
 from tests.oracle import attention
 from tests.problem import Problem

@@ -17,10 +17,10 @@ import jattn
 from tests.rooms.tree import ROOT
 
 NEW = {  # file -> (what stands there, with what is added)
-    "jattn/backends/feature.py": [
-        ('"fused output quantization"\n', '"fused output quantization"\n    NEW = "new need"\n')
+    "jattn/types.py": [
+        ('"fused output quantization"\n', '"fused output quantization"\n    NEW = "new need"\n'),
+        ('"encoder_decoder"', '"encoder_decoder"\n    NEW = "new_type"'),
     ],
-    "jattn/types.py": [('"encoder_decoder"', '"encoder_decoder"\n    NEW = "new_type"')],
     "jattn/device.py": [('PLATFORMS = ("cpu", ', 'PLATFORMS = ("npu", "cpu", ')],
     "jattn/cache/layout.py": [
         ('LAYOUTS = ("auto", ', 'LAYOUTS = ("new_order", "auto", '),

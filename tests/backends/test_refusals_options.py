@@ -7,7 +7,7 @@ import pytest
 
 import jattn
 from jattn import AttentionParams
-from jattn.metadata import get_scheduler_metadata
+from jattn.compat.vllm import get_scheduler_metadata
 from tests.backends.ragged_batch import Q, batch
 from tests.backends.test_refusals import ONES, attend, build, layer_of, packed
 

@@ -10,12 +10,11 @@ import pytest
 
 import jattn
 from jattn.backends import registry
-from jattn.backends.feature import Feature
 from jattn.backends.sdpa import SdpaBackend
 from jattn.backends.split import SplitBackend, make_split_backend
-from jattn.metadata.reorder import apply_permutation, token_permutation
+from jattn.compat.vllm.decodes_and_prefills import apply_permutation, token_permutation
 from jattn.metadata.subset import subset
-from jattn.types import AttentionCGSupport
+from jattn.types import AttentionCGSupport, Feature
 from tests.cases import CASES, FEATURES, Case
 from tests.oracle import attention, cache
 from tests.oracle.grad import attend_one_grad

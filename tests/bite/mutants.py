@@ -16,7 +16,7 @@ from tests.problem import Problem
 MASK, RANGE = ("pallas_kernels.algebra.mask.visible",), ("pallas_kernels.algebra.mask.key_range",)
 FINISH, WEIGHTS = ("pallas_kernels.algebra.softmax.finish",), ("pallas_kernels.algebra.softmax.weights",)
 LOGITS = ("jattn.ops.tile.shape_logits", "pallas_kernels.cpu.paged_attention.shape_logits")
-SPLIT_SLOT, WRITE = ("jattn.cache.write.split_slot",), ("jattn.backends.impl.write_kv",)
+SPLIT_SLOT, WRITE = ("jattn.cache.write.split_slot",), ("jattn.backends.base.write_kv",)
 TILE, NUMBERS, PAGES = ("jattn.ops.drive.attend_tile",), ("jattn.ops.attend.numbers",), ("jattn.ops.keys.gather_pages",)
 STORED = ("pallas_kernels.algebra.quant.to_dtype",)
 EVERYWHERE, JNP_ONLY = ("sdpa", "pallas_cpu"), ("sdpa",)

@@ -12,7 +12,7 @@ from jattn import cli
 from jattn.cli import generate, options, screen
 from jattn.cli.trace import make_trace
 from jattn.embedded import show
-from jattn.engine import outputs
+from jattn.engine import request as outputs
 
 # One set of shapes for all, so that they share their programs; --deterministic has a single one.
 SMALL = ["--num-blocks", "25", "--block-size", "4", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"]

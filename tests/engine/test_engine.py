@@ -8,7 +8,8 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from jattn.engine import ByteTokenizer, Engine, SamplingParams
+from jattn.engine import Engine, SamplingParams
+from jattn.text import ByteTokenizer
 from tests.engine import fake
 
 HYBRID = fake.FakeConfig(

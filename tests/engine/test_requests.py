@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.engine import ByteTokenizer, Engine, SamplingParams
+from jattn.engine import Engine, SamplingParams
+from jattn.text import ByteTokenizer
 from tests.engine import fake
 
 CONFIG = fake.FakeConfig(eos_token_ids=())

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jattn.engine import BlockTables, Limits, SamplingParams, Scheduler, Sequence
-from jattn.engine.tables import first_visible, most_blocks
+from jattn.engine.tables import first_visible, max_blocks_of_group
 from tests.engine.fake import Group
 
 FULL, WINDOW, CHUNK = Group((0,)), Group((1,), sliding_window=5), Group((2,), chunk_size=8)
@@ -19,7 +19,7 @@ class World:
     def __init__(
         self, groups, *, num_blocks=14, max_num_seqs=4, budget=12, burst=3, prefix_caching=True, seed=0, sized=False
     ):
-        most = [most_blocks(group, S, max_num_seqs, budget, burst) for group in groups] if sized else []
+        most = [max_blocks_of_group(group, S, max_num_seqs, budget, burst) for group in groups] if sized else []
         pools = [min(num_blocks, n + 1) if n else num_blocks for n in most] or [num_blocks] * len(groups)
         self.tables = BlockTables(pools, S, groups, prefix_caching)
         self.longest = (num_blocks - 1) * S

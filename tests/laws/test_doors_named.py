@@ -9,6 +9,7 @@ import pytest
 
 import jattn
 from jattn import metadata
+from jattn.compat import vllm
 from tests.backends.ragged_batch import K, Q, V, batch, filled
 from tests.backends.toy import CACHE, SPEC
 
@@ -43,7 +44,7 @@ def test_no_request_is_a_batch_like_another(backend, tokens, requests):
 def test_no_request_passes_through_the_batch_s_utilities():
     meta = BUILD([], [], np.zeros((0, 2), np.int32), 4)
     assert jattn.split_decodes_and_prefills(meta) == (0, 0, 0, 0)
-    assert metadata.split_prefill_chunks([], 4) == [] and metadata.compute_mm_prefix_range_tensor([]).shape == (0, 0, 2)
+    assert vllm.split_prefill_chunks([], 4) == [] and metadata.compute_mm_prefix_range_tensor([]).shape == (0, 0, 2)
     assert jattn.reorder_batch_to_split_decodes_and_prefills(meta)[0].shape == (0,)
     assert meta.padded(4, 2).max_num_reqs == 2 and meta.positions().shape == meta.token_to_req().shape == (0,)
     assert jattn.get_dcp_local_seq_lens([], 2).shape == (0, 2)
@@ -92,7 +93,7 @@ def test_a_batch_knows_its_block_size_and_refuses_another_cache():
         lambda: jattn.paged_attention(Q, jattn.empty_cache(wide), meta, SPEC),
         lambda: jattn.check_host(meta, wide),
         lambda: jattn.cascade_levels(meta, 8, 8),
-        lambda: metadata.next_decode(meta, 8),
+        lambda: vllm.next_decode(meta, 8),
         lambda: jattn.make_local_attention_virtual_batches(8, meta, 8),
     ):
         with pytest.raises(ValueError, match="meta.block_size=4 tokens"):

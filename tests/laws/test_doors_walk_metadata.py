@@ -7,8 +7,9 @@ import pytest
 
 import jattn
 from jattn import metadata
-from jattn.cache import join_kv_cache, split_kv_cache
 from jattn.cache.layout import bytes_of
+from jattn.compat import vllm
+from jattn.compat.vllm import join_kv_cache, split_kv_cache
 from tests.laws.walk import Door, walk
 
 TABLE = np.array([[1, 2], [3, 0]], np.int32)
@@ -25,7 +26,6 @@ START, LENS = np.array([0, 1, 3], np.int32), np.array([5, 2], np.int32)
 MLA = dict(num_heads=2, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
 SPLIT = jattn.split_decodes_and_prefills(META)
 LOGITS = META.replace(logits_indices=np.array([0, 2], np.int32))
-m = metadata
 
 DOORS = {
     "from_lengths": Door(BUILD, dict(
@@ -51,81 +51,84 @@ DOORS = {
                               also=dict(block_size=("num_blocks",)), staged=False),
     "cascade_levels": Door(jattn.cascade_levels, dict(meta=BUILD([1, 1], [5, 6], [[1, 2], [1, 0]], 4), prefixes=4,
                                                       block_size=4), also=dict(prefixes=("level",)), staged=False),
-    "use_cascade_attention": Door(m.use_cascade_attention, dict(
+    "use_cascade_attention": Door(metadata.use_cascade_attention, dict(
         common_prefix_len=512, query_lens=[1] * 9, num_query_heads=4, num_kv_heads=2, use_alibi=False,
         use_sliding_window=False, use_local_attention=False, num_sms=2, dcp_world_size=1), staged=False),
-    "required_support": Door(m.required_support, dict(meta=META), staged=False),
-    "can_run_in_cudagraph": Door(m.can_run_in_cudagraph, dict(meta=META, support=jattn.backends.AttentionCGSupport(3)),
+    "required_support": Door(vllm.required_support, dict(meta=META), staged=False),
+    "can_run_in_cudagraph": Door(vllm.can_run_in_cudagraph,
+                                 dict(meta=META, support=jattn.backends.AttentionCGSupport(3)),
                                  staged=False),
-    "next_decode": Door(m.next_decode, dict(meta=META, block_size=4)),
-    "draft_metadata": Door(m.draft_metadata, dict(meta=DECODES, draft_index=1, block_size=4)),
-    "update_block_table": Door(m.update_block_table, dict(
+    "next_decode": Door(vllm.next_decode, dict(meta=META, block_size=4)),
+    "draft_metadata": Door(vllm.draft_metadata, dict(meta=DECODES, draft_index=1, block_size=4)),
+    "update_block_table": Door(vllm.update_block_table, dict(
         meta=META, block_table=TABLE, slot_mapping=META.slot_mapping)),
     **{f.__name__: Door(f, dict(meta=CROSS, attn_type="decoder"))
-       for f in (m.lens_for, m.keys_of, m.queries_of, m.get_seq_len_block_table_args)},
+       for f in (vllm.lens_for, metadata.keys_of, metadata.queries_of, vllm.get_seq_len_block_table_args)},
     **{f.__name__: Door(f, dict(meta=CROSS))
-       for f in (m.is_all_encoder_attn_metadata_set, m.is_all_cross_attn_metadata_set)},
-    "max_local_attention_virtual_batches": Door(m.max_local_attention_virtual_batches, dict(
+       for f in (vllm.is_all_encoder_attn_metadata_set, vllm.is_all_cross_attn_metadata_set)},
+    "max_local_attention_virtual_batches": Door(vllm.max_local_attention_virtual_batches, dict(
         attn_chunk_size=8, max_num_reqs=2, max_num_tokens=4), staged=False),
     "make_local_attention_virtual_batches": Door(jattn.make_local_attention_virtual_batches, dict(
         attn_chunk_size=8, batch=META, block_size=4), also=dict(batch=("query_start_loc", "seq_lens"))),
     "local arrays": Door(lambda **a: jattn.make_local_attention_virtual_batches(*a.values()), dict(
         attn_chunk_size=8, query_start_loc_np=START, seq_lens_np=LENS, block_table=TABLE, block_size=4), staged=False),
     "BlockTableRemap": Door(jattn.make_local_attention_virtual_batches(8, META, 4)[1], dict(block_table=TABLE)),
-    "make_kv_sharing_fast_prefill": Door(m.make_kv_sharing_fast_prefill_common_attn_metadata, dict(
+    "make_kv_sharing_fast_prefill": Door(vllm.make_kv_sharing_fast_prefill_common_attn_metadata, dict(
         common=LOGITS, num_logits_indices=2)),
-    "split_block_table": Door(m.split_block_table, dict(block_table=TABLE, ratio=2), staged=False),
-    "csr_from_block_table": Door(m.csr_from_block_table, dict(block_table=TABLE, seq_lens=LENS, block_size=4,
+    "split_block_table": Door(vllm.split_block_table, dict(block_table=TABLE, ratio=2), staged=False),
+    "csr_from_block_table": Door(vllm.csr_from_block_table, dict(block_table=TABLE, seq_lens=LENS, block_size=4,
                                                               num_indices=4)),
-    "block_table_from_csr": Door(m.block_table_from_csr, dict(indptr=START, indices=[1, 2, 3], max_blocks=2)),
-    "get_seq_lens": Door(m.get_seq_lens, dict(indptr=START, last_page_len=[1, 2], page_size=4),
+    "block_table_from_csr": Door(vllm.block_table_from_csr, dict(indptr=START, indices=[1, 2, 3], max_blocks=2)),
+    "get_seq_lens": Door(vllm.get_seq_lens, dict(indptr=START, last_page_len=[1, 2], page_size=4),
                          also=dict(indptr=("last_page_len",))),
-    "get_batch_indices_positions": Door(m.get_batch_indices_positions, dict(append_indptr=START, seq_lens=LENS, nnz=4),
+    "get_batch_indices_positions": Door(vllm.get_batch_indices_positions,
+                                        dict(append_indptr=START, seq_lens=LENS, nnz=4),
                                         also=dict(append_indptr=("seq_lens",))),
     "get_dcp_local_seq_lens": Door(jattn.get_dcp_local_seq_lens, dict(seq_lens=LENS, dcp_size=2, rank=0, interleave=1)),
-    "with_dcp": Door(m.with_dcp, dict(meta=META, dcp_size=2, rank=0, interleave=1)),
+    "with_dcp": Door(metadata.with_dcp, dict(meta=META, dcp_size=2, rank=0, interleave=1)),
     "get_per_layer_parameters": Door(jattn.get_per_layer_parameters, dict(specs={"a": SPEC}), staged=False),
     "infer_global_hyperparameters": Door(jattn.infer_global_hyperparameters, dict(per_layer_params=LAYERS, strict=True),
                                          staged=False),
-    "group_by_parameters": Door(m.group_by_parameters, dict(per_layer_params=LAYERS), staged=False),
+    "group_by_parameters": Door(vllm.group_by_parameters, dict(per_layer_params=LAYERS), staged=False),
     "get_kv_cache_layout": Door(jattn.get_kv_cache_layout, dict(requested="HND", supported=[("HND",)], preferred="HND"),
                                 staged=False),
-    "compute_mm_prefix_range_tensor": Door(m.compute_mm_prefix_range_tensor, dict(
+    "compute_mm_prefix_range_tensor": Door(metadata.compute_mm_prefix_range_tensor, dict(
         ranges=[[(0, 1)], []], num_reqs=2, max_ranges=2), also=dict(num_reqs=("request",)), staged=False),
-    "fill_mm_prefix_query_ranges": Door(m.fill_mm_prefix_query_ranges, dict(
+    "fill_mm_prefix_query_ranges": Door(metadata.fill_mm_prefix_query_ranges, dict(
         meta=META, ranges=np.zeros((2, 1, 2), np.int32), position=np.zeros(4, np.int32))),
     "reorder": Door(jattn.reorder_batch_to_split_decodes_and_prefills, dict(
         common=META, decode_threshold=1, is_prefilling=[True, False])),
-    "batch_regions": Door(m.batch_regions, dict(query_lens=[1, 2], num_computed_tokens=[4, 0], decode_threshold=1,
+    "batch_regions": Door(vllm.batch_regions, dict(query_lens=[1, 2], num_computed_tokens=[4, 0], decode_threshold=1,
                                                 is_prefilling=[True, False]),
                           also=dict(query_lens=("num_computed_tokens",))),
-    "region_permutation": Door(m.region_permutation, dict(region=[0, 1])),
-    "inverse_permutation": Door(m.inverse_permutation, dict(perm=[1, 0])),
-    "token_permutation": Door(m.token_permutation, dict(meta=META, perm=[1, 0])),
-    "apply_permutation": Door(m.apply_permutation, dict(meta=META, perm=[1, 0])),
-    "decode_threshold": Door(m.decode_threshold, dict(
+    "region_permutation": Door(vllm.region_permutation, dict(region=[0, 1])),
+    "inverse_permutation": Door(vllm.inverse_permutation, dict(perm=[1, 0])),
+    "token_permutation": Door(vllm.token_permutation, dict(meta=META, perm=[1, 0])),
+    "apply_permutation": Door(vllm.apply_permutation, dict(meta=META, perm=[1, 0])),
+    "decode_threshold": Door(vllm.decode_threshold, dict(
         threshold=1, num_speculative_tokens=2, dcp_size=1, supports_spec_as_decode=True,
         supports_dcp_with_varlen=False), staged=False),
     "get_scheduler_metadata": Door(jattn.get_scheduler_metadata, dict(
         meta=META, spec=SPEC, num_workers=2, kv_tile=16, max_query_rows=32, enable_kv_split=True, max_split_queries=1,
         fixed_split_tokens=16), walked=("meta", "spec", "enable_kv_split")),
-    "schedule_plan": Door(m.schedule_plan, dict(spec=SPEC, num_workers=2, kv_tile=16, max_query_rows=32,
+    "schedule_plan": Door(vllm.schedule_plan, dict(spec=SPEC, num_workers=2, kv_tile=16, max_query_rows=32,
                                                 max_split_queries=1, fixed_split_tokens=16), staged=False),
-    "slice_requests": Door(m.slice_requests, dict(meta=META, start=0, stop=1, token_start=0, token_stop=1),
+    "slice_requests": Door(vllm.slice_requests, dict(meta=META, start=0, stop=1, token_start=0, token_stop=1),
                            staged=False),
-    "decode_metadata": Door(m.decode_metadata, dict(meta=META, split=SPLIT), staged=False),
-    "prefill_metadata": Door(m.prefill_metadata, dict(meta=META, split=SPLIT), staged=False),
-    "slice_query_start_locs": Door(m.slice_query_start_locs, dict(query_start_loc=START, request_slice=slice(0, 1))),
-    "ubatch_slices": Door(m.ubatch_slices, dict(meta=META, num_ubatches=2, split_points=[1]), staged=False),
-    "split_attn_metadata": Door(m.split_attn_metadata, dict(slices=m.ubatch_slices(META), meta=META), staged=False),
-    "reshape_query_for_spec_decode": Door(m.reshape_query_for_spec_decode, dict(query=ROWS, batch_size=1)),
-    "reshape_attn_output_for_spec_decode": Door(m.reshape_attn_output_for_spec_decode, dict(output=ROWS)),
+    "decode_metadata": Door(vllm.decode_metadata, dict(meta=META, split=SPLIT), staged=False),
+    "prefill_metadata": Door(vllm.prefill_metadata, dict(meta=META, split=SPLIT), staged=False),
+    "slice_query_start_locs": Door(vllm.slice_query_start_locs, dict(query_start_loc=START, request_slice=slice(0, 1))),
+    "ubatch_slices": Door(vllm.ubatch_slices, dict(meta=META, num_ubatches=2, split_points=[1]), staged=False),
+    "split_attn_metadata": Door(vllm.split_attn_metadata, dict(slices=vllm.ubatch_slices(META), meta=META),
+                                staged=False),
+    "reshape_query_for_spec_decode": Door(vllm.reshape_query_for_spec_decode, dict(query=ROWS, batch_size=1)),
+    "reshape_attn_output_for_spec_decode": Door(vllm.reshape_attn_output_for_spec_decode, dict(output=ROWS)),
     "split_decodes_and_prefills": Door(jattn.split_decodes_and_prefills, dict(
         common=META, decode_threshold=1, require_uniform=False, treat_short_extends_as_decodes=False,
         is_prefilling=[True, False]), staged=False),
-    "split_decodes_prefills_and_extends": Door(m.split_decodes_prefills_and_extends, dict(
+    "split_decodes_prefills_and_extends": Door(vllm.split_decodes_prefills_and_extends, dict(
         common=META, decode_threshold=1), staged=False),
-    "split_prefill_chunks": Door(m.split_prefill_chunks, dict(seq_lens=LENS, workspace_size=8, request_offset=1),
+    "split_prefill_chunks": Door(vllm.split_prefill_chunks, dict(seq_lens=LENS, workspace_size=8, request_offset=1),
                                  staged=False),
     "AttentionSpec": Door(jattn.AttentionSpec, dict(
         num_heads=2, head_dim=8, num_kv_heads=1, v_head_dim=8, scale=0.5, attn_type="decoder", sliding_window=4,

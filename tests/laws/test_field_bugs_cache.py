@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.metadata.pages import split_block_table
+from jattn.compat.vllm.pages import split_block_table
 from pallas_kernels.algebra.paging import split_slot
 from tests.cases import CASES, FEATURES, Case
 from tests.laws.judge import able, judge

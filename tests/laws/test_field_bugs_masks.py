@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.metadata.reorder import apply_permutation, inverse_permutation, token_permutation
+from jattn.compat.vllm.decodes_and_prefills import apply_permutation, inverse_permutation, token_permutation
 from tests.cases import CASES, FEATURES, Case, Feature
 from tests.laws.judge import able, judge, single
 from tests.problem import Problem

@@ -30,7 +30,9 @@ def lengths(draw, min_reqs=1, min_query=0, max_query=8, max_computed=50):
     """At most REQS requests that fit TOKENS tokens and WIDTH blocks."""
     n = draw(st.integers(min_reqs, REQS))
     some = lambda low, high: draw(st.lists(st.integers(low, high), min_size=n, max_size=n))
-    return Lengths(some(min_query, max_query), some(0, max_computed))
+    query = some(min_query, max_query)
+    room = [TOKENS - min(sum(query[:i]), TOKENS) for i in range(n)]
+    return Lengths([min(q, left) for q, left in zip(query, room, strict=True)], some(0, max_computed))
 
 
 def padded(batch: Lengths, *, causal=True, block_size=BLOCK, width=WIDTH, seed=0) -> CommonAttentionMetadata:

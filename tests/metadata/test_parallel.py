@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.metadata import (
-    get_dcp_local_seq_lens,
-    reshape_attn_output_for_spec_decode,
-    reshape_query_for_spec_decode,
-    with_dcp,
-)
+from jattn.compat.vllm import reshape_attn_output_for_spec_decode, reshape_query_for_spec_decode
+from jattn.metadata import get_dcp_local_seq_lens, with_dcp
 from tests.metadata.batches import plain
 
 lens = st.lists(st.integers(0, 200), min_size=1, max_size=5)

@@ -7,8 +7,8 @@ from pathlib import Path
 import tokenizers
 
 from jattn import models
-from jattn.engine.chat import load_chat_template
-from jattn.engine.tokenizer import load_tokenizer
+from jattn.text.chat import load_chat_template
+from jattn.text.tokenizer import load_tokenizer
 from tests.models import tiny
 
 INDEX, ONE, TWO = "model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

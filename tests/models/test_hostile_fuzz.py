@@ -79,7 +79,7 @@ def test_loading_runs_nothing_of_the_folder(folder):
 import sys
 from jattn import models
 from jattn.engine import load_tokenizer
-from jattn.engine.chat import load_chat_template
+from jattn.text.chat import load_chat_template
 import safetensors, tokenizers, jax, numpy
 jax.numpy.zeros(3)
 seen = set()

@@ -7,8 +7,8 @@ import pytest
 
 import jattn
 from jattn import models
-from jattn.engine.tokenizer import load_tokenizer
 from jattn.models.files import read_json
+from jattn.text.tokenizer import load_tokenizer
 from tests.models import folders, tiny
 from tests.models.folders import INDEX, LFS, ONE, everything
 

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 import jattn
 from jattn.backends import ContextParallel
 from jattn.metadata import with_dcp
+from jattn.metadata.parallel import KeyShard
 from jattn.ops import parallel as collectives
-from jattn.ops.shard import KeyShard
 from jattn.ops.state import AttentionState
 from jattn.parallel import decode_context_parallel, head_partition, tensor_parallel
 from tests.cases import FEATURES, Case

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn import embedded, models
-from jattn.engine import Engine, SamplingParams, load_tokenizer
+from jattn.engine import Engine, SamplingParams
+from jattn.text import load_tokenizer
 from tests.serve.fuzz import left
 from tests.serve.running import serving
 

@@ -10,9 +10,10 @@ import time
 import numpy as np
 
 from jattn import embedded
-from jattn.engine import ByteTokenizer, ChatTemplate, Engine
+from jattn.engine import Engine
 from jattn.serve import ServerOptions
 from jattn.serve.run import make_server
+from jattn.text import ByteTokenizer, ChatTemplate
 from tests.engine import fake
 
 CONFIG = fake.FakeConfig(vocab_size=258, max_positions=256)

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from jattn.engine import ByteTokenizer, ChatTemplate, Engine, SamplingParams
+from jattn.engine import Engine, SamplingParams
 from jattn.serve import body, errors, fields, logprobs
 from jattn.serve.loop import EngineLoop
+from jattn.text import ByteTokenizer, ChatTemplate
 from tests.engine import fake
 from tests.serve import load
 from tests.serve.fuzz import clients, expect, left

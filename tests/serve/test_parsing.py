@@ -6,9 +6,9 @@ import threading
 import httpx
 import pytest
 
-from jattn.engine import ByteTokenizer
 from jattn.serve import body, fields, parsing
 from jattn.serve.errors import BadRequestError
+from jattn.text import ByteTokenizer
 from tests.serve.running import serving, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}

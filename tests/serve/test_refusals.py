@@ -6,7 +6,7 @@ import time
 import httpx
 import pytest
 
-from jattn.engine import ChatTemplate
+from jattn.text import ChatTemplate
 from tests.serve.running import connection, serving, until_closed
 
 GOOD = {"model": "fake", "prompt": "hello", "max_tokens": 3, "temperature": 0}

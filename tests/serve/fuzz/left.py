@@ -5,7 +5,7 @@ import gc
 import os
 import threading
 
-from jattn.engine import renderer
+from jattn.text import renderer
 from tests.serve.running import wait_until
 
 PATIENCE = 20

@@ -1,0 +1,1 @@
+"""Names of other libraries, for programs that are ported from them."""

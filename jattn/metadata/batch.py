@@ -1,0 +1,395 @@
+"""The batch that all layers of a step share, as an immutable pytree of int32 arrays.
+
+Padding has no effect: padding requests have query_len 0 and seq_len 0, padding tokens have slot -1, and unused table
+columns may hold anything. Arrays made on the host are numpy, which jit takes directly and fastest.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.errors import MissingMetadataError
+from jattn.errors.arguments import INT32, as_array, booleans, integer, integers, kind, optional, short, takes
+from jattn.metadata.buckets import power_of_two, query_len_bound
+from jattn.metadata.lengths import (
+    at_least,
+    causal_of,
+    check_new_tokens,
+    final_lengths_of,
+    lengths_of,
+    mm_prefix_ranges_of,
+    padded_to,
+    slots_of_tokens,
+    table_of,
+)
+from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID, AttentionType, pytree, static
+from pallas_kernels.algebra.paging import slots_of
+
+_SIZE = optional(integer(0))
+
+
+@pytree
+class CommonAttentionMetadata:
+    """Lengths, pages and slots of a ragged batch; make it with from_lengths (host) or from_traced (in jit)."""
+
+    query_start_loc: jax.Array  # i32[R+1] request r owns packed tokens start[r] .. start[r+1]-1
+    seq_lens: jax.Array  # i32[R] computed + new
+    block_table: jax.Array | None  # i32[R B]
+    slot_mapping: jax.Array  # i32[T] where each new token is written, -1 = nowhere
+    num_reqs: jax.Array  # i32[] live requests
+    num_actual_tokens: jax.Array  # i32[] live tokens
+    causal_per_request: jax.Array | None = None  # bool[R], overrules is_causal
+    logits_indices: jax.Array | None = None  # i32[L] tokens whose logits are wanted
+    encoder_seq_lens: jax.Array | None = None  # i32[R]
+    dcp_local_seq_lens: jax.Array | None = None  # i32[R] keys of each request that this rank holds
+    mm_prefix_ranges: jax.Array | None = None  # i32[R n 2] inclusive spans that see both ways: see mm_prefix.py
+    rswa_prefix_lens: jax.Array | None = None  # i32[R] first keys that no window hides
+    final_seq_lens: jax.Array | None = None  # i32[R] the most tokens that each request will have; see final_lens
+    cross: "CommonAttentionMetadata | None" = None  # the encoder's tokens: own lengths, pages, slots
+    max_query_len: int = static()  # upper bound, bucketed
+    max_seq_len: int = static()  # upper bound, bucketed
+    is_causal: bool = static(default=True)
+    block_size: int | None = static(default=None)  # tokens per page of block_table; None: unknown, not checked
+
+    @classmethod
+    @takes(block_size=integer(1), num_tokens=_SIZE, num_reqs=_SIZE, max_blocks=_SIZE, num_encoder_tokens=_SIZE)
+    def from_lengths(
+        cls,
+        query_lens,
+        seq_lens,
+        block_table,
+        block_size: int,
+        *,
+        num_tokens: int | None = None,
+        num_reqs: int | None = None,
+        max_blocks: int | None = None,
+        causal=True,
+        encoder_seq_lens=None,
+        cross_block_table=None,
+        num_encoder_tokens: int | None = None,
+        mm_prefix_ranges=None,
+        rswa_prefix_lens=None,
+        final_seq_lens=None,
+    ) -> "CommonAttentionMetadata":
+        """A ragged batch from host lengths, padded up to the static sizes given (None: as given).
+
+        block_table may be None without a cache. encoder_seq_lens adds `.cross`, with the pages cross_block_table and
+        packed tokens padded to num_encoder_tokens. mm_prefix_ranges: pairs (first, last) for each request, or the
+        array that compute_mm_prefix_range_tensor makes of them. rswa_prefix_lens: a number per request.
+        final_seq_lens: the most tokens that each request will have, for rotary angles that depend on it (longrope,
+        dynamic NTK).
+        """
+        q = lengths_of("query_lens", query_lens)
+        s = lengths_of("seq_lens", seq_lens, like=q)
+        live, total = len(q), int(q.sum(dtype=np.int64))
+        if total > INT32:
+            raise ValueError(f"query_lens add up to {total} tokens, which is outside int32; split the batch")
+        width_r = at_least("num_reqs", num_reqs, live)
+        width_t = at_least("num_tokens", num_tokens, total)
+        per_request_causal = causal_of(causal, live)
+        is_causal = bool(causal) if per_request_causal is None else True
+        if block_table is not None and is_causal:
+            check_new_tokens(q, s, per_request_causal)
+        start = np.zeros(width_r + 1, np.int32)
+        np.cumsum(q, out=start[1 : live + 1])
+        start[live + 1 :] = total
+        table = table_of(block_table, s, block_size, width_r, max_blocks)
+        slots = np.full(width_t, PAD_SLOT_ID, np.int32)
+        if table is not None and total:
+            slots[:total] = slots_of_tokens(q, s, start[:live], table, block_size)
+        if table is not None:
+            longest = table.shape[1] * block_size
+        else:
+            longest = power_of_two(int(s.max(initial=1)))
+        encoder = None
+        if encoder_seq_lens is not None:
+            e = lengths_of("encoder_seq_lens", encoder_seq_lens, like=q)
+            encoder = cls._encoder_batch(e, cross_block_table, block_size, num_encoder_tokens, width_r)
+        elif cross_block_table is not None or num_encoder_tokens is not None:
+            raise ValueError("cross_block_table and num_encoder_tokens need encoder_seq_lens")
+        return cls(
+            query_start_loc=start,
+            seq_lens=padded_to(s, width_r),
+            block_table=table,
+            slot_mapping=slots,
+            num_reqs=np.asarray(live, np.int32),
+            num_actual_tokens=np.asarray(total, np.int32),
+            causal_per_request=None if per_request_causal is None else padded_to(per_request_causal, width_r),
+            encoder_seq_lens=None if encoder is None else encoder.seq_lens,
+            cross=encoder,
+            mm_prefix_ranges=None if mm_prefix_ranges is None else mm_prefix_ranges_of(mm_prefix_ranges, live, width_r),
+            rswa_prefix_lens=None
+            if rswa_prefix_lens is None
+            else padded_to(lengths_of("rswa_prefix_lens", rswa_prefix_lens, like=q), width_r),
+            final_seq_lens=None if final_seq_lens is None else padded_to(final_lengths_of(final_seq_lens, s), width_r),
+            max_query_len=query_len_bound(int(q.max(initial=0)), width_t),
+            max_seq_len=longest,
+            is_causal=is_causal,
+            block_size=None if table is None else block_size,
+        )
+
+    @classmethod
+    @takes(
+        query_start_loc=integers(1),
+        seq_lens=integers(1),
+        block_table=optional(integers(2)),
+        block_size=integer(1),
+        num_tokens=integer(0),
+        max_query_len=optional(integer(0)),
+        max_seq_len=optional(integer(0)),
+        final_seq_lens=optional(integers(1)),
+    )
+    def from_traced(
+        cls,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        block_size: int,
+        *,
+        num_tokens: int,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+        causal=True,
+        final_seq_lens=None,
+    ) -> "CommonAttentionMetadata":
+        """The same from device arrays i32[R+1], i32[R], i32[R B]; static sizes must be given, no value is checked.
+
+        num_reqs counts up to the last request that has a token or a length.
+        """
+        start = jnp.asarray(query_start_loc, jnp.int32)
+        seq_lens = jnp.asarray(seq_lens, jnp.int32)
+        rows = seq_lens.shape[0]
+        if start.shape != (rows + 1,):
+            raise ValueError(f"query_start_loc.shape={start.shape} must be (R + 1,) beside seq_lens.shape=({rows},)")
+        if block_table is not None and block_table.shape[0] != rows:
+            raise ValueError(f"block_table.shape={block_table.shape} must have one row a request, {rows}")
+        one = isinstance(causal, (bool, np.bool_))
+        each = None if one else as_array("causal", causal, "bools", (1,))
+        if each is not None and each.shape != (rows,):
+            raise ValueError(f"causal.shape={each.shape} must be ({rows},): one bool a request, or one bool")
+        if final_seq_lens is not None and final_seq_lens.shape != (rows,):
+            raise ValueError(f"final_seq_lens.shape={final_seq_lens.shape} must be ({rows},): one length a request")
+        used = (start[1:] > start[:-1]) | (seq_lens > 0)
+        last = jnp.max(jnp.where(used, jnp.arange(1, rows + 1), 0), initial=0)
+        meta = cls(
+            query_start_loc=start,
+            seq_lens=seq_lens,
+            block_table=None if block_table is None else jnp.asarray(block_table, jnp.int32),
+            slot_mapping=jnp.full(num_tokens, PAD_SLOT_ID, jnp.int32),
+            num_reqs=last.astype(jnp.int32),
+            num_actual_tokens=start[-1],
+            causal_per_request=None if each is None else jnp.asarray(each),
+            final_seq_lens=None if final_seq_lens is None else jnp.asarray(final_seq_lens, jnp.int32),
+            max_query_len=num_tokens if max_query_len is None else max_query_len,
+            max_seq_len=max_seq_len
+            if max_seq_len is not None
+            else num_tokens
+            if block_table is None
+            else block_table.shape[1] * block_size,
+            is_causal=bool(causal) if one else True,
+            block_size=None if block_table is None else block_size,
+        )
+        if block_table is None or not rows:
+            return meta
+        slots = slots_of(meta.block_table, meta.token_to_req(), meta.positions(), block_size)
+        return meta.replace(slot_mapping=jnp.where(meta.token_is_live(), slots, PAD_SLOT_ID).astype(jnp.int32))
+
+    @classmethod
+    def _encoder_batch(
+        cls, lens: np.ndarray, table, block_size: int, num_tokens: int | None, rows: int
+    ) -> "CommonAttentionMetadata":
+        try:
+            return cls.from_lengths(lens, lens, table, block_size, num_tokens=num_tokens, num_reqs=rows, causal=False)
+        except ValueError as error:
+            given = "encoder_seq_lens" if table is None else "encoder_seq_lens with cross_block_table"
+            raise ValueError(f"{given} (num_tokens: num_encoder_tokens): {error}") from None
+
+    @property
+    def causal(self) -> "bool | jax.Array":
+        """One static bool, or a traced bool[R]."""
+        return self.is_causal if self.causal_per_request is None else self.causal_per_request
+
+    @property
+    def num_tokens(self) -> int:
+        """Padded number of packed tokens, T."""
+        return self.slot_mapping.shape[0]
+
+    @property
+    def max_num_reqs(self) -> int:
+        """Padded number of requests, R."""
+        return self.seq_lens.shape[0]
+
+    def query_lens(self) -> jax.Array:
+        """i32[R] new tokens of each request."""
+        start = jnp.asarray(self.query_start_loc)
+        return start[1:] - start[:-1]
+
+    def num_computed_tokens(self) -> jax.Array:
+        """i32[R] tokens already in the cache: seq_lens - query_lens."""
+        return self.seq_lens - self.query_lens()
+
+    def final_lens(self) -> jax.Array:
+        """i32[R] the lengths that rotary angles are computed for (longrope, dynamic NTK).
+
+        `final_seq_lens`: prompt plus the most that may be generated, the same in every call for a request. If it is
+        None, seq_lens: right only if each request is whole in one call.
+        """
+        return self.seq_lens if self.final_seq_lens is None else self.final_seq_lens
+
+    def token_to_req(self) -> jax.Array:
+        """i32[T] the request of each token; pad tokens get the last request."""
+        tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
+        req = jnp.searchsorted(jnp.asarray(self.query_start_loc)[1:], tokens, side="right")
+        return jnp.clip(req, 0, max(self.max_num_reqs - 1, 0)).astype(jnp.int32)
+
+    def token_is_live(self) -> jax.Array:
+        """bool[T] False for pad tokens."""
+        return jnp.arange(self.num_tokens) < jnp.asarray(self.query_start_loc)[-1]
+
+    def positions(self) -> jax.Array:
+        """i32[T] position of each token in its request, bottom-right aligned; 0 for pad tokens."""
+        req = self.token_to_req()
+        start = jnp.asarray(self.query_start_loc)[:-1]
+        first = self.num_computed_tokens() - start
+        tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
+        return jnp.where(self.token_is_live(), tokens + first.at[req].get(mode="fill", fill_value=0), 0)
+
+    def logits_at_last_token(self) -> jax.Array:
+        """i32[R] index of each request's last new token (0 where there is none: mask those by query_lens)."""
+        return jnp.maximum(jnp.asarray(self.query_start_loc)[1:] - 1, 0)
+
+    def replace(self, **changes) -> "CommonAttentionMetadata":
+        """A copy with some fields changed; `causal` takes a bool or an array and keeps the two forms apart."""
+        if "causal" in changes:
+            causal = changes.pop("causal")
+            one = isinstance(causal, (bool, np.bool_))
+            causal = causal if one else _CAUSAL("causal", causal)
+            changes |= dict(is_causal=bool(causal) if one else True, causal_per_request=None if one else causal)
+        if unknown := changes.keys() - self.__dataclass_fields__.keys():
+            raise ValueError(f"{', '.join(sorted(unknown))}: no field of a batch; use {', '.join(FIELDS)} or causal")
+        return dataclasses.replace(self, **changes)
+
+    @takes(num_tokens=integer(0), num_reqs=integer(0))
+    def padded(self, num_tokens: int, num_reqs: int) -> "CommonAttentionMetadata":
+        """The same batch in larger static sizes."""
+        if num_tokens < self.num_tokens or num_reqs < self.max_num_reqs:
+            raise ValueError(
+                f"cannot pad T={self.num_tokens}, R={self.max_num_reqs} to {num_tokens=}, {num_reqs=}; use unpadded"
+            )
+        more = num_reqs - self.max_num_reqs
+        last = self.query_start_loc[-1]
+        return self.replace(
+            query_start_loc=_extend(self.query_start_loc, more, last),
+            slot_mapping=_extend(self.slot_mapping, num_tokens - self.num_tokens, PAD_SLOT_ID),
+            cross=None if self.cross is None else self.cross.padded(self.cross.num_tokens, num_reqs),
+            **{name: _extend(getattr(self, name), more, fill) for name, fill in PER_REQUEST.items()},
+        )
+
+    @takes(num_tokens=integer(0), num_reqs=integer(0))
+    def unpadded(self, num_tokens: int, num_reqs: int) -> "CommonAttentionMetadata":
+        """The first `num_reqs` requests and `num_tokens` tokens, in those static sizes."""
+        if num_tokens > self.num_tokens or num_reqs > self.max_num_reqs:
+            raise ValueError(
+                f"cannot cut T={self.num_tokens}, R={self.max_num_reqs} up to {num_tokens=}, {num_reqs=}; use padded"
+            )
+        cut = {name: getattr(self, name) for name in PER_REQUEST}
+        return self.replace(
+            query_start_loc=self.query_start_loc[: num_reqs + 1],
+            slot_mapping=self.slot_mapping[:num_tokens],
+            num_reqs=_minimum(self.num_reqs, num_reqs),
+            num_actual_tokens=_minimum(self.num_actual_tokens, num_tokens),
+            cross=None if self.cross is None else self.cross.unpadded(self.cross.num_tokens, num_reqs),
+            **{name: None if x is None else x[:num_reqs] for name, x in cut.items()},
+        )
+
+    @takes(block_size=integer(1))
+    def advanced(self, block_size: int) -> "CommonAttentionMetadata":
+        """The next decode step of a batch in which every live request has one new token: for `lax.while_loop`.
+
+        seq_lens grow by one; the new slots come from the block table, which must already hold the new pages
+        (a request past its table writes nowhere).
+        """
+        if self.max_query_len != 1:
+            raise ValueError(f"{self.max_query_len=} must be 1: only a decode batch can advance token by token")
+        check_block_size(self, block_size)
+        seq_lens = self.seq_lens + self.query_lens()
+        req = self.token_to_req()
+        slots = slots_of(jnp.asarray(self.block_table), req, (seq_lens - 1)[req], block_size)
+        slots = jnp.where(self.token_is_live(), slots, PAD_SLOT_ID).astype(jnp.int32)
+        return self.replace(seq_lens=seq_lens, slot_mapping=slots)
+
+
+PER_REQUEST = dict(
+    seq_lens=0, block_table=NULL_BLOCK_ID, causal_per_request=True, encoder_seq_lens=0, dcp_local_seq_lens=0,
+    mm_prefix_ranges=0, rswa_prefix_lens=0, final_seq_lens=0,
+)  # fmt: skip
+"""Fields with one row per request -> the value in padding rows."""
+
+
+BATCH = kind(CommonAttentionMetadata, way_out="make one with CommonAttentionMetadata.from_lengths(...)")
+FIELDS = tuple(field.name for field in dataclasses.fields(CommonAttentionMetadata))
+_CAUSAL = booleans(1)
+
+
+def check_block_size(meta: CommonAttentionMetadata, block_size: int, of: str = "block_size") -> int:
+    """Returns the block size; ValueError if the batch has no pages, or pages of another size."""
+    if meta.block_table is None:
+        raise ValueError("meta.block_table is None: this needs the pages of a cache; give from_lengths block_table=")
+    if meta.block_size not in (None, block_size):
+        raise ValueError(
+            f"{of}={block_size} but the batch was made for pages of meta.block_size={meta.block_size} tokens: "
+            f"its slots mean other pages; make the batch with block_size={block_size}"
+        )
+    return block_size
+
+
+def _minimum(x, bound: int):
+    """min(x, bound) that stays numpy on the host."""
+    return np.minimum(x, np.int32(bound)) if isinstance(x, (np.ndarray, np.generic)) else jnp.minimum(x, bound)
+
+
+def _extend(x, more: int, fill):
+    """x with `more` rows of `fill` behind it; None stays None, numpy stays numpy."""
+    if x is None or more == 0:
+        return x
+    xp = np if isinstance(x, np.ndarray) else jnp
+    return xp.concatenate([x, xp.broadcast_to(xp.asarray(fill, x.dtype), (more, *x.shape[1:]))])
+
+
+def ATTENTION_TYPE(name: str, value: AttentionType | str) -> AttentionType:
+    """The type as an enum; an error names them all."""
+    try:
+        return AttentionType(value if isinstance(value, str) else "")
+    except ValueError:
+        seen, names = value if isinstance(value, str) else short(value), ", ".join(AttentionType)
+        raise MissingMetadataError(f"Invalid attention type {seen}; use one of {names} as attn_type") from None
+
+
+@takes(meta=BATCH, attn_type=ATTENTION_TYPE)
+def queries_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> CommonAttentionMetadata:
+    """The batch of the queries: the encoder's own for ENCODER, where `meta` is a decoder's that carries it.
+
+        type              queries                   keys                     pages
+        decoder           query_lens                seq_lens                 block_table
+        encoder_only      query_lens                seq_lens                 block_table
+        encoder           the encoder's own         the same                 none: packed k and v
+        encoder_decoder   query_lens                the encoder's lengths    cross.block_table
+
+    A batch without encoder lengths is an encoder's own batch: ENCODER then reads it like ENCODER_ONLY.
+    """
+    return meta.cross if attn_type is AttentionType.ENCODER and meta.cross is not None else meta
+
+
+@takes(meta=BATCH, attn_type=ATTENTION_TYPE)
+def keys_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> CommonAttentionMetadata:
+    """The batch whose tokens are the keys, hold the pages and are written: the encoder's for ENCODER_DECODER."""
+    if attn_type is not AttentionType.ENCODER_DECODER:
+        return queries_of(meta, attn_type)
+    if meta.cross is None:
+        raise MissingMetadataError(
+            "Encoder/decoder cross-attention requires setting cross-attention metadata attributes: give from_lengths "
+            "encoder_seq_lens= (and cross_block_table= where there is a cache)"
+        )
+    return meta.cross

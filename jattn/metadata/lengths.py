@@ -1,0 +1,164 @@
+"""What from_lengths makes of the host's lists: checked numpy arrays of lengths, pages and slots."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from jattn.errors.arguments import INT32, as_array, integer, integers, optional, sequence_of, short, takes
+from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID
+from pallas_kernels.algebra.paging import cdiv
+
+TRACED_WAY_OUT = "inside jit use CommonAttentionMetadata.from_traced"
+
+
+def lengths_of(name: str, values, like=None) -> np.ndarray:
+    x = np.asarray(as_array(name, values, "integers", (), TRACED_WAY_OUT))
+    if x.ndim != 1:
+        raise ValueError(f"{name} must be a 1-D list of integers, got shape {x.shape} of {x.dtype}")
+    if (x < 0).any():
+        raise ValueError(f"{name}[{int(np.argmax(x < 0))}]={x[x < 0][0]} must be >= 0")
+    if like is not None and len(x) != len(like):
+        raise ValueError(f"{name} has {len(x)} entries but query_lens has {len(like)}: one of each a request")
+    return x.astype(np.int32)
+
+
+def final_lengths_of(values, seq_lens: np.ndarray) -> np.ndarray:
+    x = lengths_of("final_seq_lens", values, like=seq_lens)
+    if (x < seq_lens).any():
+        r = int(np.argmax(x < seq_lens))
+        raise ValueError(
+            f"final_seq_lens[{r}]={x[r]} is less than seq_lens[{r}]={seq_lens[r]}: "
+            "it is the most tokens that the request will ever have"
+        )
+    return x
+
+
+def causal_of(causal, live: int) -> np.ndarray | None:
+    """bool[R], or None for one bool."""
+    if isinstance(causal, (bool, np.bool_)):
+        return None
+    each = np.asarray(as_array("causal", causal, "bools", (), TRACED_WAY_OUT))
+    if each.shape != (live,):
+        raise ValueError(f"causal.shape={each.shape} must be ({live},): one bool a request, or one bool")
+    return each
+
+
+def check_new_tokens(q: np.ndarray, s: np.ndarray, causal: np.ndarray | None) -> None:
+    short = s < q if causal is None else (s < q) & causal
+    if short.any():
+        r = int(np.argmax(short))
+        raise ValueError(
+            f"request {r}: seq_len={s[r]} is less than query_len={q[r]}; seq_lens count computed AND new tokens"
+        )
+
+
+def slots_of_tokens(q: np.ndarray, s: np.ndarray, start: np.ndarray, table: np.ndarray, block_size: int) -> np.ndarray:
+    """Where each new token is written; a block whose slots would not be int32 is refused."""
+    total = int(q.sum())
+    req = np.repeat(np.arange(len(q)), q)
+    position = np.arange(total) + np.repeat(s - q - start, q)
+    column = np.clip(position // block_size, 0, table.shape[1] - 1)
+    block = table[req, column]
+    if (largest := int(block.max())) >= 2**31 // block_size:
+        raise ValueError(f"block_table holds block {largest} of {block_size} tokens: its slots are outside int32")
+    return np.where(position >= 0, block * block_size + position % block_size, PAD_SLOT_ID)
+
+
+def mm_prefix_ranges_of(ranges, live: int, rows: int) -> np.ndarray:
+    shaped = isinstance(ranges, (list, tuple)) or getattr(ranges, "ndim", 0)
+    if not shaped or len(ranges) != live:
+        raise ValueError(
+            f"mm_prefix_ranges={short(ranges)} must have {live} entries, as query_lens: one list a request"
+        )
+    known = isinstance(ranges, np.ndarray) and ranges.ndim == 3
+    table = as_array("mm_prefix_ranges", ranges, "integers") if known else compute_mm_prefix_range_tensor(ranges)
+    if table.shape[2] != 2:
+        raise ValueError(f"mm_prefix_ranges.shape={table.shape} must be [{live}, n, 2]: pairs (first, last)")
+    return np.concatenate([table, np.zeros((rows - live, *table.shape[1:]), np.int32)])
+
+
+def at_least(name: str, size: int | None, n: int) -> int:
+    if size is None:
+        return n
+    if size < n:
+        raise ValueError(f"{name}={size} is less than the {n} given; pass None or a larger bucket")
+    return size
+
+
+def padded_to(x: np.ndarray, n: int) -> np.ndarray:
+    return np.concatenate([x, np.zeros(n - len(x), x.dtype)])
+
+
+def table_of(block_table, seq_lens, block_size: int, rows: int, columns: int | None) -> np.ndarray | None:
+    """The block table padded with NULL_BLOCK_ID; None stays None. Unused entries may be any integer."""
+    if block_table is None:
+        return None
+    table = _host_table(block_table, len(seq_lens))
+    needed = cdiv(int(seq_lens.max(initial=0)), block_size)
+    if table.shape[1] < needed:
+        r = int(np.argmax(seq_lens))
+        raise ValueError(
+            f"block_table has {table.shape[1]} columns but request {r} with seq_len={seq_lens[r]} "
+            f"needs {needed} blocks of {block_size} (block_size)"
+        )
+    if columns is not None and columns < needed:
+        raise ValueError(f"max_blocks={columns} is less than the {needed} blocks that the longest request needs")
+    width = table.shape[1] if columns is None else columns
+    table = table[:, :width]
+    if table.size and (table.min() < 0 or table.max() > INT32):  # maybe only in unused columns
+        used = np.arange(table.shape[1]) < cdiv(seq_lens.astype(np.int64), block_size)[:, None]
+        bad = used & ((table < 0) | (table > INT32))
+        if bad.any():
+            r, column = (int(x) for x in np.argwhere(bad)[0])
+            raise ValueError(f"block_table[{r}, {column}]={table[r, column]} must be a block id >= 0, within int32")
+        table = np.clip(table, -(2**31), INT32)
+    out = np.full((rows, max(width, 1)), NULL_BLOCK_ID, np.int32)
+    out[: len(table), : table.shape[1]] = table
+    return out
+
+
+def _host_table(block_table, rows: int) -> np.ndarray:
+    """As numpy, in the integers that it came in."""
+    table = block_table
+    if not (isinstance(table, np.ndarray) and table.dtype.kind in "iu"):
+        table = np.asarray(as_array("block_table", block_table, "integers", (), TRACED_WAY_OUT))
+    if table.ndim == 1 and not table.size and not rows:
+        table = table.reshape(0, 0)
+    if table.ndim != 2 or table.shape[0] != rows:
+        raise ValueError(
+            f"block_table must be an integer array with one row a request, [{rows}, B]; got shape {table.shape} of "
+            f"{table.dtype}"
+        )
+    return table
+
+
+def _pairs(name: str, value) -> tuple[tuple[int, int], ...]:
+    """The (first, last) pairs of one request."""
+    pairs = integers(1, 2, host="spans are laid out on the host")(name, value)
+    if pairs.size and pairs.shape[1:] != (2,):
+        raise ValueError(f"{name} must be pairs (first, last), got shape {pairs.shape}")
+    return tuple((int(a), int(b)) for a, b in np.asarray(pairs).reshape(-1, 2))
+
+
+@takes(ranges=sequence_of(_pairs), num_reqs=optional(integer(0)), max_ranges=optional(integer(0)))
+def compute_mm_prefix_range_tensor(ranges, num_reqs: int | None = None, max_ranges: int | None = None) -> np.ndarray:
+    """i32[R, max_ranges, 2] of inclusive (first, last) positions, from a list of pairs for each request.
+
+    Unused places hold (0, 0): a pair is valid where first < last. The static sizes None mean 'as given'.
+    """
+    rows = len(ranges) if num_reqs is None else num_reqs
+    width = max(map(len, ranges), default=0) if max_ranges is None else max_ranges
+    if len(ranges) > rows or any(len(r) > width for r in ranges):
+        raise ValueError(
+            f"ranges: {len(ranges)} requests with {[len(r) for r in ranges]} ranges "
+            f"do not fit [{rows}, {width}, 2], num_reqs and max_ranges"
+        )
+    out = np.zeros((rows, width, 2), np.int32)
+    for r, pairs in enumerate(ranges):
+        for i, (first, last) in enumerate(pairs):
+            if not 0 <= first <= last:
+                raise ValueError(f"request {r}: range ({first}, {last}) must be 0 <= first <= last, both inclusive")
+            out[r, i] = first, last
+        if any(a[1] >= b[0] for a, b in pairwise(sorted(pairs))):
+            raise ValueError(f"request {r}: ranges {sorted(pairs)} overlap; a token lies in one span at most")
+    return out
