@@ -24,7 +24,7 @@ def dense_logits(config: ModelConfig, params, token_ids):
     x = embed(config, params, flat, positions)
     attend = functools.partial(_causal, batch)
     for layer, weights in zip(config.layers, params["layers"], strict=True):
-        angles = layer.rope.angles(positions, None)
+        angles = None if layer.rope is None else layer.rope.angles(positions)
         attention = functools.partial(
             project_and_attend, layer.self_attn, weights["attn"], attend=attend, positions=positions, angles=angles
         )

@@ -75,8 +75,10 @@ def _self_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache,
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _cross_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, encoded):
+    cross_attn = layer.cross_attn
+    assert cross_attn is not None
     attend = lambda q, k, v, params: attn(q, k, v, cache, plan, params)
-    attention = lambda y: project_and_attend(layer.cross_attn, weights["cross"], y, attend, keys_from=encoded)
+    attention = lambda y: project_and_attend(cross_attn, weights["cross"], y, attend, keys_from=encoded)
     return residual(layer.cross_norms, "cross", weights, x, attention)
 
 
@@ -121,6 +123,7 @@ def _encoded(config: ModelConfig, params, encoder_ids, batch: CommonAttentionMet
     """The encoder's hidden states; None if its tokens are cached."""
     if encoder_ids is None:
         return None
+    assert config.encoder is not None and batch.cross is not None
     return encode(config.encoder, params["encoder"] | {"embed": params["embed"]}, encoder_ids, batch.cross,
                   backend=backend)  # fmt: skip
 
@@ -141,11 +144,12 @@ def _batches(
     for batch in batches:
         if jnp.shape(token_ids) != (batch.num_tokens,):
             raise ValueError(f"{jnp.shape(token_ids)=} must be [T] with the batch's T={batch.num_tokens}")
-    cross = batches[0].cross
-    if encoder_ids is not None and (config.encoder is None or cross is None):
-        raise ValueError("encoder_ids need an encoder-decoder model and a batch made with encoder_seq_lens")
-    if encoder_ids is not None and jnp.shape(encoder_ids) != (cross.num_tokens,):
-        raise ValueError(f"{jnp.shape(encoder_ids)=} must be [Te] with the batch's Te={cross.num_tokens}")
+    if encoder_ids is not None:
+        cross = batches[0].cross
+        if config.encoder is None or cross is None:
+            raise ValueError("encoder_ids need an encoder-decoder model and a batch made with encoder_seq_lens")
+        if jnp.shape(encoder_ids) != (cross.num_tokens,):
+            raise ValueError(f"{jnp.shape(encoder_ids)=} must be [Te] with the batch's Te={cross.num_tokens}")
     return batches
 
 

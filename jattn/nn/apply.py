@@ -45,10 +45,10 @@ def apply_attention(
     _check_tokens("x", x, config.hidden_size, batch.num_tokens)
     if keys_from is not None:
         _check_tokens("keys_from", keys_from, config.hidden_size, keys_of(meta, config.spec.attn_type).num_tokens)
+    angles = None if config.rope is None else angles_of(config.rope, batch)
     return project_and_attend(
-        config, weights, x, attend, positions=batch.positions(), angles=angles_of(config.rope, batch),
-        keys_from=keys_from,
-    )  # fmt: skip
+        config, weights, x, attend, positions=batch.positions(), angles=angles, keys_from=keys_from
+    )
 
 
 def _check_weights(config: AttentionConfig, weights: dict) -> None:
@@ -86,9 +86,7 @@ def attend_over(
     return lambda q, k, v, params: attn(q, k, v, cache, plan, params)
 
 
-def angles_of(rope: Rope | None, batch: CommonAttentionMetadata) -> Angles | None:
+def angles_of(rope: Rope, batch: CommonAttentionMetadata) -> Angles:
     """Rotary angles of a batch's tokens; they depend only on each token's position and its request's final length."""
-    if rope is None:
-        return None
     lengths = jnp.asarray(batch.final_lens())[batch.token_to_req()] if rope.scaling.needs_lengths else None
     return rope.angles(batch.positions(), lengths)

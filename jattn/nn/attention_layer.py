@@ -146,6 +146,7 @@ def project_and_attend(
     q = _norm_and_rotate(config, weights.get("q_norm", {}), q, angles)
     k = None if k is None else _norm_and_rotate(config, weights.get("k_norm", {}), k, angles)
     if config.temperature_tuning is not None:
+        assert positions is not None
         floor_scale, attn_scale = config.temperature_tuning
         factor = 1 + attn_scale * jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1) / floor_scale))
         q = (q * factor[:, None, None]).astype(x.dtype)
@@ -192,7 +193,10 @@ def _norm_and_rotate(config: AttentionConfig, norm_weights: dict, x: jax.Array, 
         return config.qk_norm(norm_weights, y)
 
     def rotated(y):
-        return y if config.rope is None else rotate(y, angles)
+        if config.rope is None:
+            return y
+        assert angles is not None
+        return rotate(y, angles)
 
     return normed(rotated(x)) if config.qk_norm_after_rope else rotated(normed(x))
 

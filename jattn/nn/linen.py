@@ -52,5 +52,5 @@ class _Group(nn.Module):
         return {name: _param(self, name, weight, self.param_dtype) for name, weight in self.weights.items()}
 
 
-def _param(module: nn.Module, name: str, weight: WeightSpec, dtype: Any) -> jax.Array:
+def _param(module: nn.Module, name: str, weight: WeightSpec, dtype: Any) -> Any:
     return module.param(name, nn.with_logical_partitioning(lambda key: weight.draw(key, dtype), weight.axes))

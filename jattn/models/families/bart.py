@@ -30,7 +30,7 @@ def bart(c: ConfigReader) -> ModelConfig:
 
 
 def side_config(c: ConfigReader, side: str, **more: Any) -> ModelConfig:
-    """side: 'encoder' or 'decoder'."""
+    """The ModelConfig of one side, 'encoder' or 'decoder'. more: other fields."""
     hidden, heads = c.count("d_model"), c.count(f"{side}_attention_heads", high=MAX_HEADS)
     positions, head_dim = c.count("max_position_embeddings"), default_head_dim(c, "d_model", hidden, heads)
 
@@ -39,6 +39,7 @@ def side_config(c: ConfigReader, side: str, **more: Any) -> ModelConfig:
         return AttentionConfig(spec=spec, hidden_size=hidden, qkv_bias=True, out_bias=True)
 
     is_decoder = side == "decoder"
+    fields: dict[str, Any] = {"tied_embeddings": True} | more
     width, act = c.count(f"{side}_ffn_dim"), c.choice("activation_function", ACTIVATIONS, "gelu")
     layer = LayerConfig(
         self_attn=attention(side),
@@ -52,12 +53,13 @@ def side_config(c: ConfigReader, side: str, **more: Any) -> ModelConfig:
         family="bart", vocab_size=c.count("vocab_size"), hidden_size=hidden,
         layers=(layer,) * c.count(f"{side}_layers", high=MAX_LAYERS), final_norm=None, embedding_norm=NORM,
         embedding_scale=hidden**0.5 if c.flag("scale_embedding", False) else 1.0,
-        learned_positions=positions, max_positions=positions, **({"tied_embeddings": True} | more),
+        learned_positions=positions, max_positions=positions, **fields,
     )  # fmt: skip
 
 
 def bart_tensors(config: ModelConfig) -> dict[str, TensorSource]:
     """model.decoder.layers.0.self_attn.q_proj and so on; the paths of the encoder start with 'encoder.'."""
+    assert config.encoder is not None
     decoder = tensor_table(
         config, outside_rows("decoder"), "model.decoder.layers.{}.", lambda _: layer_rows(cross=True)
     )

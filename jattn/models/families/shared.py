@@ -26,7 +26,7 @@ ENDS = dict(bos_token_id=1, eos_token_id=2)
 """Token ids of configs without them, in several families."""
 
 
-def heads_of(c: ConfigReader) -> dict[str, int]:
+def heads_of(c: ConfigReader) -> dict[str, Any]:
     """num_heads, num_kv_heads and head_dim, which may differ from hidden_size / num_heads."""
     heads, hidden = c.count("num_attention_heads", high=MAX_HEADS), c.count("hidden_size")
     kv_heads, head_dim = c.count("num_key_value_heads", heads), c.count("head_dim", None, high=MAX_HEADS)
@@ -137,7 +137,7 @@ def gated_mlp(c: ConfigReader, bias: bool = False) -> MLP:
     return MLP(width=c.count("intermediate_size"), activation=c.choice("hidden_act", ACTIVATIONS, "silu"), bias=bias)
 
 
-def experts_of(c: ConfigReader) -> dict[str, int]:
+def experts_of(c: ConfigReader) -> dict[str, Any]:
     """The options num_experts and top_k of MoE."""
     count, top_k = c.count("num_local_experts", high=MAX_EXPERTS), c.count("num_experts_per_tok")
     if top_k > count:
@@ -145,7 +145,7 @@ def experts_of(c: ConfigReader) -> dict[str, int]:
     return dict(num_experts=count, top_k=top_k)
 
 
-def attention_biases(c: ConfigReader) -> dict[str, bool]:
+def attention_biases(c: ConfigReader) -> dict[str, Any]:
     """attention_bias applies to all four projections."""
     bias = c.flag("attention_bias", False)
     return dict(qkv_bias=bias, out_bias=bias)
