@@ -125,7 +125,9 @@ class SdpaBackend(AttentionBackend):
     builder_cls = SdpaMetadataBuilder
     metadata_cls = SdpaMetadata
     supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    supported_kv_cache_dtypes = (
+        *("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "float8_e4m3fnuz"),
+    )
     supported_block_sizes = (MultipleOf(1),)
     attn_types = (
         AttentionType.DECODER,

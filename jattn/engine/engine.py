@@ -53,30 +53,28 @@ class Engine:
 
     An exception in a step fails the requests of that step only. If the device itself no longer computes, step raises
     EngineDeadError: start a new process. A Ctrl-C takes effect between two calls, not inside one: nothing is lost.
-
-    seed: makes the seeds of requests that have none; None: fresh entropy.
     """
 
     @takes(**admission.OPTIONS)
     def __init__(
         self,
-        config: Any,
-        params: Any,
-        tokenizer: Tokenizer | None = None,
+        config: Any,  # a jattn.models.ModelConfig
+        params: Any,  # the model's weights, as jattn.models.load returns them
+        tokenizer: Tokenizer | None = None,  # None: prompts are token ids, and outputs have no text
         *,
-        num_blocks: int | None = None,
-        block_size: int = 16,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 512,
-        max_model_len: int | None = None,
-        max_burst: int | None = None,
-        cache_dtype: str | None = None,
-        backend: str = "auto",
-        prefix_caching: bool = True,
-        deterministic: bool = False,
-        chat_template: ChatTemplate | None = None,
-        forward: Callable | None = None,
-        seed: int | None = None,
+        num_blocks: int | None = None,  # blocks of the cache pool; None: as many as the free memory holds
+        block_size: int = 16,  # tokens of a block
+        max_num_seqs: int = 32,  # sequences in one step
+        max_num_batched_tokens: int = 512,  # new tokens in one step, of all sequences together
+        max_model_len: int | None = None,  # tokens of a sequence, prompt and output; None: what model and pool allow
+        max_burst: int | None = None,  # decode steps of one dispatch; None: 8 on a CPU, 16 on an accelerator
+        cache_dtype: str | None = None,  # of the cached keys and values; None: the dtype of the weights
+        backend: str = "auto",  # attention backend: "auto" or one of jattn.list_backends()
+        prefix_caching: bool = True,  # reuse the cached blocks of an equal beginning
+        deterministic: bool = False,  # the same bits alone and in any batch; slower
+        chat_template: ChatTemplate | None = None,  # for chats; from_pretrained reads the folder's
+        forward: Callable | None = None,  # called in place of jattn.models.forward, with its arguments
+        seed: int | None = None,  # makes the seeds of requests that have none; None: fresh entropy
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
         max_burst = sizing.default_burst() if max_burst is None else max_burst

@@ -82,6 +82,7 @@ DTYPES = {
         CacheDtype("float8_e4m3fn", largest=448.0, bits_dtype="uint8", decode_bits=_decode_e4m3fn),
         CacheDtype("float8_e5m2", largest=57344.0, bits_dtype="uint8", decode_bits=_decode_e5m2),
         CacheDtype("int8", largest=127.0, round_f32=_round_half_away),
+        CacheDtype("float8_e4m3fnuz", largest=240.0, bits_dtype="uint8"),  # AMD's: no infinity, no negative zero
     )
 }
 QUANTISED = tuple(name for name, row in DTYPES.items() if row.is_quantised)

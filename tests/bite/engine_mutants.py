@@ -26,9 +26,9 @@ def unsalted(original):
     """Names of blocks as if no request had a salt."""
 
     def mutant(self, seq, count):
-        salt, seq.salt = seq.salt, b""
+        root_hash, seq.root_hash = seq.root_hash, b""
         original(self, seq, count)
-        seq.salt = salt
+        seq.root_hash = root_hash
 
     return mutant
 

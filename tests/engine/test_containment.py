@@ -36,6 +36,14 @@ def answer(prompt, count, config=HYBRID):
     return tuple(tokens[len(prompt) :])
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Python's own handler of Ctrl-C: a suite that was started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def failing(monkeypatch, caplog):
     """failing(when, before=True): the dispatches of these numbers raise, before or after the device has run."""

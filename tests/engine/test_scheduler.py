@@ -32,7 +32,7 @@ class World:
         shared = [1, 2, 3, 4, 5, 6, 7, 8, 9][: self.rng.randint(0, 9)]
         prompt = prompt or shared + [self.rng.randrange(20) for _ in range(self.rng.randint(1, 9))]
         params = SamplingParams(max_tokens=max_tokens or self.rng.randint(1, 20))
-        seq = Sequence(str(self.made), tuple(prompt), params, salt=salt)
+        seq = Sequence(str(self.made), tuple(prompt), params, root_hash=salt)
         self.made += 1
         self.seqs[seq.id] = seq
         self.scheduler.add(seq)
@@ -76,7 +76,7 @@ class World:
 
     def compute(self, seq, tokens, position):
         """Write a token's key where its table says, and read back everything that it sees."""
-        prefix = (seq.salt, *tokens[: position + 1])
+        prefix = (seq.root_hash, *tokens[: position + 1])
         for g, table in enumerate(seq.tables):
             group = self.tables.groups[g]
             assert table[position // S] != 0

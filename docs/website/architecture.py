@@ -1,20 +1,15 @@
-"""Draws the two pictures of docs/architecture.md: the rooms, and one request's way through them.
-
-    python docs/draw_architecture.py            write docs/pictures/{rooms,request}.svg
-    python docs/draw_architecture.py --check    exit 1 if they are not what would be written
+"""The two pictures of docs/architecture.md: the rooms, and one request's way through them.
 
 The rooms and their order are those of the import contract in pyproject.toml, so the picture cannot differ from what is
-checked; a room's sentence is here, because a picture needs a short one.
+checked. A room's sentence is here, because a picture needs a short one.
 """
 
-import argparse
 import html
 import re
-import sys
 import tomllib
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
 SENTENCES = {
     "cli": "the command line: one file a command",
     "serve": "the HTTP server: OpenAI's interface over one engine",
@@ -37,7 +32,7 @@ SENTENCES = {
     "types": "axis names, enums, pytrees",
     "errors": "error classes, argument checks",
     "device": "the chip",
-    "cpu": "C++ kernels, and a readable Pallas one",
+    "cpu": "C++ kernels; a readable Pallas one",
     "gpu": "Mosaic GPU kernels",
     "tpu": "Mosaic TPU kernels",
     "tuning": "measured tile sizes, by chip",
@@ -90,7 +85,7 @@ def box(x: float, y: float, width: float, name: str, sentence: str, kind: str, b
 
 def floors(container: str) -> list[list[str]]:
     """The rooms of a package by floor, highest first, as the import contract has them."""
-    contracts = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(c["layers"] for c in contracts if c["type"] == "layers" and c["containers"] == [container])
     return [[name for name in re.findall(r"\w+", layer) if name != "__main__"] for layer in layers]
 
@@ -129,22 +124,3 @@ def request() -> str:
                 start, end = (x + middle, after + middle)
                 body.append(f'<path class="way" d="M{start:g} {y + 44}V{y + 50}H{end:g}V{y + step - 1}"/>')
     return document(left + 3 * lane + 10, top + len(STEPS) * step + 20, body)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare only")
-    check, stale = parser.parse_args().check, []
-    for name, text in (("rooms", rooms()), ("request", request())):
-        path = HERE / "pictures" / f"{name}.svg"
-        if check and (not path.exists() or path.read_text() != text):
-            stale.append(path.name)
-        elif not check:
-            path.write_text(text)
-    if stale:
-        print(f"docs/pictures: {', '.join(stale)} must be drawn anew: python docs/draw_architecture.py")
-    return bool(stale)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,5 +1,5 @@
-// Loops on a thread pool: XLA's own, or any with num_threads() and Schedule(task). The caller's thread takes part and waits
-// for no task that has not begun. An exception ends the loop early and is thrown again on the caller's thread.
+// A parallel loop on a thread pool: XLA's, or any class with num_threads() and Schedule(task). An exception in the body
+// ends the loop early and is rethrown on the calling thread.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -11,9 +11,11 @@
 
 namespace jattn {
 
-// f(i, claimed) for i in 0..n-1, claimed one by one in order; `claimed` is the next item to be claimed, so that f can
-// prefetch. Helpers that the pool starts late find nothing left and leave; the caller returns when every claimed item is
-// done, so it can never wait for a queue (no deadlock when many executions share the pool).
+// Calls f(i, next) for i = 0 .. n-1. Threads take items one by one in ascending order; `next` is the item that will be
+// taken next, so that f can prefetch its data. threads <= 0: those of the pool.
+// The calling thread takes items too, and returns once every item is done. It waits only for items that a running
+// thread has taken, never for a task in the pool's queue, so calls that share a pool cannot deadlock. A task that
+// starts late finds no item left and returns.
 template <class Pool, class F>
 void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
     if (threads <= 0) threads = pool.num_threads();
@@ -23,7 +25,7 @@ void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
         std::mutex mutex;
         std::condition_variable all_done;
         std::atomic<bool> failed{false};
-        std::exception_ptr failure;  // the first one
+        std::exception_ptr failure;  // of the first item that failed
         void fail() {
             std::lock_guard<std::mutex> lock(mutex);
             if (!failure) failure = std::current_exception();
@@ -38,26 +40,26 @@ void parallel_for(Pool& pool, int64_t n, int64_t threads, F&& f) {
         }
         return;
     }
-    auto state = std::make_shared<State>();  // outlives late helpers
-    auto* body = &f;                         // only touched by those who claimed an item
-    auto work = [state, body, n](bool helper) {
-        int64_t mine = 0, i;
+    auto state = std::make_shared<State>();  // late tasks use it after this function has returned
+    auto* body = &f;  // used only by threads that took an item: this function still waits for them
+    auto work = [state, body, n](bool in_pool) {
+        int64_t taken = 0, i;
         while ((i = state->next.fetch_add(1, std::memory_order_relaxed)) < n) {
             try {
                 if (!state->failed.load(std::memory_order_relaxed)) (*body)(i, state->next);
             } catch (...) {
                 state->fail();
             }
-            mine++;
+            taken++;
         }
-        if (mine && state->done.fetch_add(mine, std::memory_order_acq_rel) + mine == n && helper) {
+        if (taken && state->done.fetch_add(taken, std::memory_order_acq_rel) + taken == n && in_pool) {
             std::lock_guard<std::mutex> lock(state->mutex);
             state->all_done.notify_one();
         }
     };
     try {
         for (int64_t t = 1; t < threads; t++) pool.Schedule([work] { work(true); });
-    } catch (const std::bad_alloc&) {  // then there are fewer helpers
+    } catch (const std::bad_alloc&) {  // continue with fewer threads
     }
     work(false);
     for (int spin = 0; spin < 4000 && state->done.load(std::memory_order_acquire) < n; spin++) {
