@@ -1,4 +1,4 @@
-"""A tiny config.json of every family and every rope scaling, written by hand: nothing here needs transformers."""
+"""A tiny config.json of every family and every rope scaling, written by hand, so that transformers is not needed."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ ALL = DECODERS | ENCODERS
 
 
 def params_of(config: models.ModelConfig, seed: int = 0) -> Any:
-    """Random float32 weights from numpy: no norm, bias or sink is idle, and nothing is compiled to make them."""
+    """Random float32 weights from numpy, without compiling. Every norm, bias and sink has an effect."""
     rng = np.random.default_rng(seed)
 
     def draw(weight):

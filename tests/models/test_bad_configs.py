@@ -1,4 +1,4 @@
-"""Values that a config.json may not hold: one sentence that names the file and the key; and what absence means."""
+"""Wrong values in config.json give one sentence with the file and the key; absent keys have their defaults."""
 
 import math
 
@@ -24,7 +24,7 @@ IDS = {"eos_token_id", "bos_token_id", "pad_token_id", "max_window_layers"}
 
 
 def allowed(key: str, kind: str) -> bool:
-    """Values that are odd and mean something."""
+    """True for unusual values that are valid."""
     signed = key == "attn_scale"
     return (
         (key in NUMBERS and kind == "fraction")
@@ -35,7 +35,7 @@ def allowed(key: str, kind: str) -> bool:
 
 
 def parts(values: dict):
-    """(path, key) of every value, those of nested objects too."""
+    """(path, key) of every value, including those of nested objects."""
     for key, value in values.items():
         yield (), key
         if isinstance(value, dict):
@@ -47,7 +47,7 @@ def changed(values: dict, path: tuple[str, ...], key: str, value) -> dict:
 
 
 def refused(values: dict) -> str:
-    """What is said of a config that is refused; '' where it is taken."""
+    """The error message of a config; '' if it is accepted."""
     try:
         models.config_of(values)
     except (ValueError, UnsupportedError) as error:
@@ -99,7 +99,7 @@ SCALED = {
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_numbers_of_which_no_frequency_can_be_made_are_refused_when_the_config_is_read(kind):
-    """Else the first request ends the engine, or is answered from frequencies that are infinite."""
+    """Otherwise the first request would stop the engine, or be computed from infinite frequencies."""
     family, keys = SCALED[kind]
     values = examples.ALL[family]
     for bad in (1e30, 1e-30, 1e-320, 5e-324, 1.7e308, 0, -1.0):
@@ -138,7 +138,7 @@ def test_yarn_refuses_what_would_make_its_magnitude_nothing_and_lengths_too_far_
 
 
 def config(family: str, **changes):
-    """A config of the keys that are asked for alone, and changes."""
+    """A config of only the required keys, with changes."""
     asked = {k: v for k, v in examples.COMMON.items() if k not in ("rope_theta", "eos_token_id", "num_key_value_heads")}
     more = examples.EXPERTS if family in ("mixtral", "gpt_oss", "llama4_text") else {}
     more = more | (dict(intermediate_size_mlp=40) if family == "llama4_text" else {})
@@ -146,7 +146,7 @@ def config(family: str, **changes):
 
 
 def test_absent_keys_mean_what_they_mean_to_transformers():
-    """Its defaults, written out; tests/models/test_absent_keys.py asks transformers itself, key by key."""
+    """Its defaults, written out here; tests/models/test_absent_keys.py compares with transformers, key by key."""
     gemma = config("gemma2")
     assert gemma.logits_soft_cap == 30 and gemma.layers[0].attention.logits_soft_cap == 50
     null = config("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)

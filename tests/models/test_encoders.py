@@ -1,4 +1,4 @@
-"""BERT and BART: the same numbers as transformers, ragged, and the decoder's token by token."""
+"""BERT and BART give the results of transformers, in ragged batches; BART's decoder token by token."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Settings of a model folder are hostile until read: whatever is wrong is one sentence that names the file."""
+"""Settings files of a model folder are not trusted: anything wrong gives one sentence with the name of the file."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_an_index_leads_nowhere_but_to_files_beside_it(folder, name):
 
 @pytest.mark.parametrize("there", [ONE, "config.json", "tokenizer.json", "tokenizer_config.json", INDEX])
 def test_only_regular_files_are_opened(folder, there):
-    """A pipe would be waited for, a device read for ever."""
+    """Reading a pipe would block, and reading a device might never end."""
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path), lambda path: os.symlink(path, path)):
         kept = (folder / there).read_bytes()
         (folder / there).unlink()
@@ -56,7 +56,7 @@ def test_only_regular_files_are_opened(folder, there):
 
 
 def test_links_of_a_download_cache_are_followed(folder):
-    """Its files lie elsewhere, under names of their contents."""
+    """A download cache stores files elsewhere, named by their contents."""
     blobs = folder.parent / "blobs"
     blobs.mkdir()
     for number, path in enumerate(sorted(folder.iterdir())):

@@ -1,4 +1,4 @@
-"""Weights of a model folder are hostile until read: files and tensors that cannot be used are named."""
+"""Weights of a model folder are not trusted: an error names the file and tensor that cannot be used."""
 
 import contextlib
 import json
@@ -59,7 +59,7 @@ def test_the_index_and_the_files_agree_on_where_each_tensor_is(folder):
     ids=["layers times experts", "experts", "layers"],
 )
 def test_a_config_that_asks_for_far_more_than_the_files_have_is_refused_at_once(folder, asked):
-    """Its table alone would have 300,000,000 names."""
+    """Its table of tensors would have 300,000,000 names."""
     (folder / "config.json").write_text(json.dumps(tiny.CONFIG | asked))
     began = time.perf_counter()
     with pytest.raises(
@@ -71,7 +71,7 @@ def test_a_config_that_asks_for_far_more_than_the_files_have_is_refused_at_once(
 
 @pytest.mark.parametrize("name", examples.ALL)
 def test_the_layers_are_counted_as_they_are_listed(name):
-    """Against the whole table: what is not counted is outside of the layers."""
+    """The count equals the number of tensors in the whole table that belong to layers."""
     values = examples.ALL[name]
     config, family = models.config_of(values), FAMILIES[values["model_type"]]
     listed = {name for source in family.tensors(config).values() for name in source.names}

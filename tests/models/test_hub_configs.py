@@ -1,4 +1,4 @@
-"""Configs as published models spell them, old keys and all: each is read whole, and means what the model is."""
+"""Configs of published models, with their old keys: every key is read, and the ModelConfig describes the model."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A folder becomes a config and weights, or an error that says what to do; nothing in it is ignored."""
+"""A folder is loaded as (config, params), or refused with an error that says what to do; nothing is ignored."""
 
 import json
 import subprocess

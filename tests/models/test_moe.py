@@ -1,4 +1,4 @@
-"""Mixtures of experts against their definition, token by token in float64: no transformers needed."""
+"""Mixtures of experts against their definition, token by token in float64, without transformers."""
 
 import jax
 import numpy as np

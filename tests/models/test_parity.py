@@ -1,4 +1,4 @@
-"""The same logits as transformers, for every family, however the tokens are served."""
+"""The logits of every family are those of transformers, in prefill, in chunks, in ragged batches and in decoding."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ SCHEDULES = {
 
 @pytest.fixture(scope="module", params=EXAMPLES)
 def served(request, tmp_path_factory):
-    """(our model, prompts, their logits): saved by transformers, read by us."""
+    """(config, params, prompts, transformers' logits) of a model that transformers saved and jattn loaded."""
     return prepared(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -102,6 +102,6 @@ def test_the_backend_that_is_chosen_here_agrees_too(name, tmp_path):
 
 
 def agree(mine: np.ndarray, theirs: np.ndarray) -> None:
-    """Within 1e-4 of the spread of the logits."""
+    """Asserts equality up to 1e-4 of the logits' standard deviation."""
     worst, spread = np.abs(mine - theirs).max(), theirs.std()
     assert worst <= 1e-4 * spread, f"off by {worst / spread:.2e} of the spread {spread:.3f}"

@@ -1,4 +1,4 @@
-"""Rotary keys of a config.json, in both spellings, give the frequencies that transformers computes from them."""
+"""Rotary keys of config.json, old and new, give the frequencies that transformers computes from them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Attention layers: paged equals uncached equals the textbook; the Flax twins are the pure function."""
+"""Attention layers: paged equals uncached equals the textbook; both Flax modules equal the pure function."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ ENCODER_LENGTHS = (5, 3)
 
 
 def weights_of(layer: AttentionConfig, seed: int = 0):
-    """Random everywhere, so that no bias, sink or scale is idle."""
+    """Random weights, so that every bias, sink and scale has an effect."""
     rng = np.random.default_rng(seed)
     draw = lambda w: rng.normal(size=w.shape).astype(np.float32) * (0.4 if len(w.shape) > 1 else 1.0)
     return jax.tree.map(draw, layer.weight_specs(), is_leaf=is_weight_spec)

@@ -1,4 +1,4 @@
-"""R-38, turns late in a context: every scaling against float64, where a float32 product is off by 0.04 radians."""
+"""R-38, rotary angles at late positions: every scaling against float64. A float32 product is off by 0.04 radians."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ NEAR = {name: 5e-5 if name == "dynamic" else 4e-7 for name in SCALINGS}
 
 
 def defined(name: str, length: int) -> np.ndarray:
-    """f64[DIM / 2] radians a position, from the formulas, in a request of this length."""
+    """f64[DIM / 2], radians per position, from the formulas, for a request of this length."""
     base = THETA ** (-np.arange(0, DIM, 2) / DIM)
     if name == "linear":
         return base / 8
