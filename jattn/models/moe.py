@@ -66,7 +66,7 @@ class MoE:
         return y if self.shared is None else y + self.shared(weights["shared"], x)
 
     def _experts(self, weights: dict, rows: jax.Array, sizes: jax.Array, expert: jax.Array) -> jax.Array:
-        """rows [T * k, hidden], sorted by their expert i32[T * k], each through it; sizes[e]: rows of expert e."""
+        """The experts' MLPs of rows [T * k, hidden], sorted by expert i32[T * k]; expert e has sizes[e] of the rows."""
 
         def dot(name: str, x: jax.Array) -> jax.Array:
             y = jax.lax.ragged_dot(x, weights[name]["kernel"], sizes)
