@@ -78,8 +78,7 @@ def test_loading_runs_nothing_of_the_folder(folder):
     program = f"""
 import sys
 from jattn import models
-from jattn.engine import load_tokenizer
-from jattn.text.chat import load_chat_template
+from jattn.text import load_chat_template, load_tokenizer
 import safetensors, tokenizers, jax, numpy
 jax.numpy.zeros(3)
 seen = set()
