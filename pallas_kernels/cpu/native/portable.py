@@ -23,6 +23,7 @@ EXPORTS = "{ global: Jattn*; jattn_isas; local: *; };"
 def compile_into(folder: pathlib.Path, platform: str) -> pathlib.Path:
     """Write the library for the platform tag of a wheel, such as manylinux_2_28_aarch64; BuildError says why not."""
     machine, cxx = compiler(platform)
+    sources = toolchain.source_hash("Linux", machine)
     with tempfile.TemporaryDirectory(prefix="jattn-build-") as work:
         # zig's cache, 200 MB, is of use to the same zig in the same folder only; pip has a new folder each time.
         cache = ("env", f"ZIG_GLOBAL_CACHE_DIR={work}")
@@ -30,7 +31,6 @@ def compile_into(folder: pathlib.Path, platform: str) -> pathlib.Path:
         exports.write_text(EXPORTS)
         toolchain.make(made, (*cache, *cxx, f"-Wl,--version-script={exports}"), ISA_FLAGS[machine])
         content = made.read_bytes()
-    sources = toolchain.source_hash("Linux", machine)
     library = folder / kept.name_of(content, toolchain.compiler_hash(cxx), sources)
     library.write_bytes(content)
     return library
