@@ -29,6 +29,7 @@ SENTENCES = {
     "metadata": "the batch: lengths, block tables, slots",
     "mla_spec": "what a latent attention layer asks for",
     "spec": "what an attention layer asks for",
+    "strict_json": "JSON from untrusted sources",
     "types": "axis names, enums, pytrees",
     "errors": "error classes, argument checks",
     "device": "the chip",
