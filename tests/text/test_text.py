@@ -156,7 +156,7 @@ def test_published_kinds_of_rules_are_within_measure_and_long_texts_are_not(tmp_
         inner.normalizer, inner.pre_tokenizer = normalizer, pieces.Sequence([pieces.Digits(), pieces.ByteLevel()])
         inner.save(str(tmp_path / "tokenizer.json"))
         assert load_tokenizer(tmp_path).encode("a" * 100_000)
-    monkeypatch.setattr("jattn.text.tokenizer.MOST_TEXT", 1000)
+    monkeypatch.setattr("jattn.text.tokenizer.MAX_CHARACTERS", 1000)
     assert load_tokenizer(tmp_path).encode("a" * 1000)
     with pytest.raises(ValueError, match="tokenizer.json encodes up to 1000 characters, and this text has 1001"):
         load_tokenizer(tmp_path).encode("a" * 1001)
