@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from jattn.serve.connections import Connection
+from jattn.serve.connection import Connection
 from tests.serve.running import answered, connection, is_idle, post, serving, slow_engine, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}

@@ -13,8 +13,8 @@ import time
 import httpx
 import pytest
 
-from jattn.serve import run
-from jattn.serve.connections import Connection
+from jattn.serve import server as server_module
+from jattn.serve.connection import Connection
 from tests.serve.running import connection, free_port, post, serving, slow_engine, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -76,7 +76,7 @@ def test_a_request_whose_body_is_still_coming_when_the_signal_does_is_refused():
 
 
 def test_a_client_that_does_not_read_is_cut_off_at_the_end_and_no_error_logged(monkeypatch, caplog):
-    monkeypatch.setattr(run, "FLUSH_SECONDS", 0.5)
+    monkeypatch.setattr(server_module, "FLUSH_SECONDS", 0.5)
     made = Connection.connection_made
 
     def with_small_buffer(self, transport):

@@ -7,9 +7,9 @@ import openai
 import pytest
 
 from jattn.engine import Completion, FinishReason, RequestOutput, SamplingParams, TokenLogprob
-from jattn.serve.answers import Answer
 from jattn.serve.errors import encode
-from jattn.serve.fields import Asked
+from jattn.serve.fields import ParsedBody
+from jattn.serve.responses import ResponseBuilder
 from tests.serve.running import serving, wait_until
 
 HI = [{"role": "user", "content": "hi"}]
@@ -51,12 +51,12 @@ def outputs_of(token_ids, visible, text, reason=FinishReason.STOP, tops=None):
 
 
 def asked(chat=False, **more):
-    return Asked(("p",), SamplingParams(logprobs=1), chat, **more)
+    return ParsedBody(("p",), SamplingParams(logprobs=1), chat, **more)
 
 
 def streamed(outputs, chat=False):
     """The choices of every event."""
-    answer = Answer(asked(chat), "id", "m", Words())
+    answer = ResponseBuilder(asked(chat), "id", "m", Words())
     return [event["choices"][0] for output in outputs for event in answer.events(0, output)]
 
 
@@ -77,7 +77,7 @@ CASES = {  # tokens, characters visible after each, the final text, where each t
 def test_text_offset_is_where_a_tokens_text_begins_and_a_stream_tells_the_same(case):
     tokens, visible, text, want = CASES[case]
     outputs = list(outputs_of(tokens, visible, text))
-    whole = Answer(asked(), "id", "m", Words()).whole(outputs[-1:])["choices"][0]
+    whole = ResponseBuilder(asked(), "id", "m", Words()).whole(outputs[-1:])["choices"][0]
     assert whole["logprobs"]["text_offset"] == want and whole["text"] == text
     choices = streamed(outputs)
     assert "".join(choice["text"] for choice in choices) == text
@@ -104,22 +104,22 @@ def test_the_chosen_token_is_among_its_top_logprobs():
     """Though another of its text is likelier, and where no others are asked for."""
     tops = [{6: -0.1}, {3: -0.1}, {}]
     (output,) = list(outputs_of([1, 2, 3], [1, 4, 5], "a bcX", tops=tops))[-1:]
-    told = Answer(asked(), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]
+    told = ResponseBuilder(asked(), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]
     assert [top[token] for top, token in zip(told["top_logprobs"], told["tokens"], strict=True)] == [-0.5] * 3
     assert told["top_logprobs"][0] == {"a": -0.5, "token_id:6": -0.1}
-    chat = Answer(asked(chat=True), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]["content"]
+    chat = ResponseBuilder(asked(chat=True), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]["content"]
     assert all(entry["token"] in [top["token"] for top in entry["top_logprobs"]] for entry in chat)
 
 
 def test_part_of_a_character_has_no_bytes_and_no_probability_is_beyond_json():
     tops = [{7: float("-inf")}, {8: -0.5}]
     (output,) = list(outputs_of([7, 8], [0, 1], "é", tops=tops))[-1:]
-    whole = Answer(asked(chat=True), "id", "m", Words()).whole([output])
+    whole = ResponseBuilder(asked(chat=True), "id", "m", Words()).whole([output])
     first = json.loads(encode(whole))["choices"][0]["logprobs"]["content"][0]
     assert first["bytes"] is None and first["token"] == "\ufffd"
     lowest = [{7: float("-inf")}, {8: -0.5}]
     (output,) = list(outputs_of([1, 2], [1, 4], "a bc", tops=lowest))[-1:]
-    told = json.loads(encode(Answer(asked(), "id", "m", Words()).whole([output])))["choices"][0]["logprobs"]
+    told = json.loads(encode(ResponseBuilder(asked(), "id", "m", Words()).whole([output])))["choices"][0]["logprobs"]
     assert told["top_logprobs"][0] == {"a": -0.5, "\ufffd": -9999.0}
 
 
@@ -144,7 +144,7 @@ def test_the_work_of_an_event_does_not_grow_with_the_output():
 
         __hash__ = str.__hash__
 
-    answer, costs = Answer(asked(), "id", "m", Words()), []
+    answer, costs = ResponseBuilder(asked(), "id", "m", Words()), []
     for count in range(1, 300):
         told = Counted(TokenLogprob(1, -0.5, {1: -0.5}) for _ in range(count))
         done = Completion(0, Text("a" * count), Counted([1] * count), told)

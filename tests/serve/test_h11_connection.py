@@ -7,7 +7,7 @@ import h11
 import httpx
 import pytest
 
-from jattn.serve import wire
+from jattn.serve import connection as connection_module
 from tests.serve.running import answered, connection, is_idle, post, serving, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -40,8 +40,12 @@ def send(raw, data):
 def test_a_body_of_a_million_chunks_is_refused_after_a_fixed_share_of_framing(server, monkeypatch):
     """And the server reads no more while it has much to parse."""
     waiting = []  # bytes at each event
-    parsed = wire.Wire.next_event
-    monkeypatch.setattr(wire.Wire, "next_event", lambda self: waiting.append(len(self._receive_buffer)) or parsed(self))
+    parsed = connection_module.H11Connection.next_event
+    monkeypatch.setattr(
+        connection_module.H11Connection,
+        "next_event",
+        lambda self: waiting.append(len(self._receive_buffer)) or parsed(self),
+    )
     with connection(server[2], HEAD + CHUNKED) as raw:
         send(raw, in_chunks(b"{" + b" " * 1_000_000))
         assert until_closed(raw).startswith(b"HTTP/1.1 413")
@@ -69,7 +73,7 @@ def test_a_body_in_chunks_within_the_limit_is_served(server, size):
 
 
 def test_a_round_parses_few_events_and_the_rest_comes_later():
-    conn = wire.Wire(LIMIT)
+    conn = connection_module.H11Connection(LIMIT)
     conn.receive_data(HEAD + CHUNKED + in_chunks(b"x" * 1000))
     counts = []
     while not counts or conn.round_is_over:
@@ -77,7 +81,7 @@ def test_a_round_parses_few_events_and_the_rest_comes_later():
         counts.append(0)
         while conn.next_event() is not h11.NEED_DATA:
             counts[-1] += 1
-    assert sum(counts) == 1001 and max(counts) == wire.ROUND
+    assert sum(counts) == 1001 and max(counts) == connection_module.MAX_EVENTS
 
 
 @pytest.mark.parametrize("size", [b"Content-Length: 100000\r\n\r\n", CHUNKED])
@@ -89,7 +93,9 @@ def test_after_an_answer_before_the_bodys_end_nothing_more_is_parsed(server, siz
             response += raw.recv(1 << 16)
         assert response.startswith(b"HTTP/1.1 404") and b"\r\nconnection: close\r\n" in response
         events = []
-        monkeypatch.setattr(wire.Wire, "next_event", lambda self: events.append(1) or h11.NEED_DATA)
+        monkeypatch.setattr(
+            connection_module.H11Connection, "next_event", lambda self: events.append(1) or h11.NEED_DATA
+        )
         send(raw, in_chunks(b"x" * 200_000))
         raw.shutdown(socket.SHUT_WR)
         assert until_closed(raw) == b"" and not events

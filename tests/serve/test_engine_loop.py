@@ -9,9 +9,8 @@ import httpx
 import pytest
 
 from jattn.engine import SamplingParams
+from jattn.serve.engine_loop import EngineLoop, Inbox
 from jattn.serve.errors import FailedError, QueueFullError, StoppedError
-from jattn.serve.loop import EngineLoop
-from jattn.serve.stream import Inbox
 from tests.serve.running import connection, is_idle, make_engine, post, serving, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -170,7 +169,7 @@ def test_a_request_that_somebody_aborts_in_the_engine_is_an_error_not_an_answer(
             async for _ in stream:
                 loop._commands.put(lambda: loop.engine.abort("a"))
 
-        with pytest.raises(FailedError, match="dropped"):
+        with pytest.raises(FailedError, match="aborted"):
             asyncio.run(main())
 
 
@@ -201,7 +200,7 @@ def test_an_inbox_keeps_the_newest_and_wakes_its_reader_once():
         for i in range(1000):
             inbox.put(0, i)
             inbox.put(1, -i)
-        assert len(inbox._news) == 2 and len(calls) == 1
+        assert len(inbox._updates) == 2 and len(calls) == 1
         assert await inbox.get() == {0: 999, 1: -999}
         inbox.put(1, 5)
         assert await inbox.get() == {1: 5}
