@@ -26,7 +26,11 @@ CANNOT_BE_READ = {
     "a list of texts": ({"chat_template": ["x"]}, None, "tokenizer_config.json: chat_template="),
     "an empty list": ({"chat_template": []}, None, "tokenizer_config.json: chat_template="),
     "a name without a text": ({"chat_template": [{"name": "default"}]}, None, "chat_template="),
-    "no default": ({"chat_template": [{"name": "rag", "template": "x"}]}, None, "no template 'default'; use one of rag"),
+    "no default": (
+        {"chat_template": [{"name": "rag", "template": "x"}]},
+        None,
+        "no template 'default'; use one of rag",
+    ),
     "a file of bytes": ({}, b"\xff\xfe{", "chat_template.jinja is not UTF-8"),
     "an empty file": ({"chat_template": "this one is good"}, b"", "chat_template.jinja is empty"),
     "a pointer": ({}, folders.LFS, "chat_template.jinja is a pointer of Git LFS"),
@@ -77,7 +81,11 @@ WRONG_CHATS = {
     "an object": ([{"role": "user", "content": object()}], {}, "not object"),
     "deep": ([{"role": "user", "content": eval("[" * 80 + "]" * 80)}], {}, "64 deep"),
     "both ends": (HELLO, dict(add_generation_prompt=True, continue_final_message=True), "begins a new one"),
-    "nothing to continue": ([{"role": "assistant"}], dict(continue_final_message=True), "a last message whose content is text"),
+    "nothing to continue": (
+        [{"role": "assistant"}],
+        dict(continue_final_message=True),
+        "a last message whose content is text",
+    ),
     "an argument": (HELLO, dict(variables={"messages": []}), "messages is an argument"),
     "another template": (HELLO, dict(template="rag"), "no template 'rag'; use one of default"),
 }
