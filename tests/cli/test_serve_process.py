@@ -1,4 +1,4 @@
-"""`jattn serve` before it serves: its address is checked and bound before the model loads, SIGTERM ends it quietly."""
+"""`jattn serve` before it serves: it binds its address before it loads the model, and SIGTERM ends it with code 0."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Bodies that cost much are refused by counts, and never hold up small ones."""
+"""Bodies with too many values are refused before they are parsed or visited; large bodies do not delay small ones."""
 
 import json
 import threading
@@ -88,7 +88,7 @@ def test_a_text_that_no_tokenizer_fits_in_is_refused_before_it_is_tokenised(monk
 
 
 def test_small_bodies_and_answers_do_not_wait_for_large_ones_and_too_many_are_told_so(monkeypatch):
-    """Every thread for large bodies is held, and their queue full."""
+    """With every thread for large bodies busy and their queue full."""
     monkeypatch.setattr(body, "MAX_PENDING_BYTES", 0)
     goes_on, held = threading.Event(), []
     parse = body.parse

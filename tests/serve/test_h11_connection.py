@@ -1,4 +1,4 @@
-"""Bodies in many chunks, answers before a body's end, and heads that may not be: bounded by counts."""
+"""Bodies in many chunks, responses before the end of a body, and headers that are not allowed."""
 
 import json
 import socket
@@ -30,7 +30,7 @@ def in_chunks(raw, size=1, extension=b""):
 
 
 def send(raw, data):
-    """As much as the server takes."""
+    """Send as much as the server takes."""
     try:
         raw.sendall(data)
     except OSError:
@@ -38,7 +38,7 @@ def send(raw, data):
 
 
 def test_a_body_of_a_million_chunks_is_refused_after_a_fixed_share_of_framing(server, monkeypatch):
-    """And the server reads no more while it has much to parse."""
+    """The server reads no more while it has many bytes to parse."""
     waiting = []  # bytes at each event
     parsed = connection_module.H11Connection.next_event
     monkeypatch.setattr(
@@ -86,7 +86,7 @@ def test_a_round_parses_few_events_and_the_rest_comes_later():
 
 @pytest.mark.parametrize("size", [b"Content-Length: 100000\r\n\r\n", CHUNKED])
 def test_after_an_answer_before_the_bodys_end_nothing_more_is_parsed(server, size, monkeypatch):
-    """And the client can read that answer, whole, although it goes on sending."""
+    """The client can read the whole response, although it goes on sending."""
     with connection(server[2], b"POST /nowhere HTTP/1.1\r\nHost: x\r\n" + size) as raw:
         response = b""
         while not response.endswith(b"}}"):
@@ -103,7 +103,7 @@ def test_after_an_answer_before_the_bodys_end_nothing_more_is_parsed(server, siz
 
 
 def test_a_large_body_that_is_refused_at_once_does_not_cost_the_client_its_answer(server):
-    """The connection would be reset if the server closed it on unread bytes."""
+    """Closing a socket with unread bytes would reset the connection."""
     for _ in range(5):
         with connection(server[2], post("/v1/completions", b" " * 3_000_000, "Connection: close\r\n")) as raw:
             assert until_closed(raw).startswith(b"HTTP/1.1 413")

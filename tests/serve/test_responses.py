@@ -1,4 +1,4 @@
-"""Answers are what the `openai` package expects of them, whole and streamed alike."""
+"""Responses are what the `openai` package expects, and streamed ones add up to the same."""
 
 import json
 
@@ -22,7 +22,7 @@ def client():
 
 
 class Words:
-    """A tokenizer of a few texts; 7 and 8 are the halves of a character, as are 7 and 9 of another."""
+    """A tokenizer with a few tokens; 7 and 8 together are one character, 7 and 9 another."""
 
     TEXTS = {0: "", 1: "a", 2: " bc", 3: "X", 4: "Y", 5: "Z", 6: "a"}
 
@@ -41,7 +41,7 @@ class Words:
 
 
 def outputs_of(token_ids, visible, text, reason=FinishReason.STOP, tops=None):
-    """A request's outputs as its tokens come one by one; visible[i]: characters shown after i + 1 tokens."""
+    """The outputs of a request, one for each token; visible[i]: characters of text after i + 1 tokens."""
     tops = tops or [{token: -0.5} for token in token_ids]
     told = tuple(TokenLogprob(token, -0.5, top) for token, top in zip(token_ids, tops, strict=True))
     for i, shown in enumerate(visible, start=1):
@@ -86,13 +86,13 @@ def test_text_offset_is_where_a_tokens_text_begins_and_a_stream_tells_the_same(c
 
 
 def test_a_token_is_told_with_its_text_not_before():
-    """What is held back may yet be cut: a client sees neither the text nor the token of it."""
+    """A stop string may still cut text that is held back, so neither it nor its tokens are sent."""
     choices = streamed(list(outputs_of([1, 3, 5], [1, 1, 3], "aXZ"))[:2])
     assert [choice["logprobs"]["tokens"] for choice in choices] == [["a"]]
 
 
 def test_a_late_reader_gets_the_same_as_a_quick_one():
-    """Outputs coalesce: a client that skipped some of them misses nothing."""
+    """Outputs coalesce: a client that skips some of them misses nothing."""
     outputs = list(outputs_of([1, 2, 7, 8, 1], [1, 4, 4, 5, 6], "a bcéa"))
     for kept in (outputs, outputs[1:], outputs[::2], outputs[-1:]):
         choices = streamed(kept)
@@ -101,7 +101,7 @@ def test_a_late_reader_gets_the_same_as_a_quick_one():
 
 
 def test_the_chosen_token_is_among_its_top_logprobs():
-    """Though another of its text is likelier, and where no others are asked for."""
+    """Also if another token of the same text is likelier, and if no other tokens are asked for."""
     tops = [{6: -0.1}, {3: -0.1}, {}]
     (output,) = list(outputs_of([1, 2, 3], [1, 4, 5], "a bcX", tops=tops))[-1:]
     told = ResponseBuilder(asked(), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]
@@ -124,7 +124,7 @@ def test_part_of_a_character_has_no_bytes_and_no_probability_is_beyond_json():
 
 
 def test_the_work_of_an_event_does_not_grow_with_the_output():
-    """R-37: an event touches what is new. Counted in characters and tokens that are read, not in seconds."""
+    """R-37: an event reads only what is new, counted in characters and tokens, not in seconds."""
     read = []
 
     class Counted(tuple):

@@ -1,4 +1,4 @@
-"""The server, driven by the official client: whole, streamed, cancelled, refused, stopped."""
+"""The server with the official client: responses and streams, cancelled, refused and stopped requests."""
 
 import re
 import time
@@ -24,7 +24,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def said():
-    """What the engine itself says."""
+    """The text that the engine itself generates."""
     served = make_engine()
     return lambda prompt, n: served.generate(prompt, SamplingParams(temperature=0, max_tokens=n))[0]
 

@@ -1,4 +1,4 @@
-"""A chat template is a stranger's program: it gets what it needs, says what it refuses, and is bounded."""
+"""A chat template is an untrusted program: it gets what it needs, its errors are reported, its resources limited."""
 
 import json
 import os
@@ -200,7 +200,7 @@ def test_a_template_gets_no_bytes(source):
 
 
 def test_the_clock_ends_a_process_that_takes_no_processor_time(monkeypatch):
-    """Even one that is stopped; the chat after it is served by another."""
+    """Also a process that is stopped; another one renders the next chat."""
     good = ChatTemplate("{{ messages[0].content }}")
     assert good.render(HELLO) == "a<b"
     monkeypatch.setattr(renderer, "MAX_ELAPSED_SECONDS", 0.5)
@@ -265,7 +265,7 @@ def test_what_templates_do_with_large_numbers_and_long_messages_is_no_matter():
 
 
 class Marked(ByteTokenizer):
-    """A tokenizer that puts a token before a prompt."""
+    """A tokenizer that adds a token in front of a prompt."""
 
     def encode(self, text, add_special_tokens=True):
         return [1] * add_special_tokens + super().encode(text)
@@ -277,7 +277,7 @@ def test_the_tokens_of_a_chat_are_those_that_the_template_writes():
 
 
 def test_a_response_begins_where_the_prompt_ends():
-    """The end of a character that the prompt began is text."""
+    """The end of a character that begins in the prompt belongs to the output."""
     code, params = ByteTokenizer(), jattn.SamplingParams(max_tokens=8)
     ids = code.encode("a€b")
     completion = CompletionState.of("r", Sequence("s", tuple(ids[:2]), params), 0, (), 99, code)
