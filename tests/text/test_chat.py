@@ -33,7 +33,7 @@ CANNOT_BE_READ = {
     ),
     "a file of bytes": ({}, b"\xff\xfe{", "chat_template.jinja is not UTF-8"),
     "an empty file": ({"chat_template": "this one is good"}, b"", "chat_template.jinja is empty"),
-    "a pointer": ({}, folders.LFS, "chat_template.jinja is a pointer of Git LFS"),
+    "a pointer": ({}, folders.LFS, "chat_template.jinja is a Git LFS pointer"),
     "a very long one": ({"chat_template": "x" * 300_000}, None, "300000 characters"),
     "too deep": ({"chat_template": "{% if 1 %}" * 3000 + "{% endif %}" * 3000}, None, "cannot be compiled"),
 }
