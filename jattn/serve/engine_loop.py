@@ -1,7 +1,9 @@
 """The engine's thread, and the way of outputs from it to the coroutine that writes the response.
 
 Only this thread changes the engine. Coroutines send it commands through a queue, and read outputs from an Inbox. Every
-accepted body ends, with finished outputs or with an error. A request here is the engine's: one prompt of a body.
+accepted body ends, with finished outputs or with an error.
+
+A request in this file is a request of the engine: one prompt of a body, with its n completions.
 """
 
 import asyncio
@@ -80,7 +82,7 @@ class OutputStream:
 
 
 @dataclasses.dataclass(eq=False)
-class _Request:
+class _EngineRequest:
     """One prompt of a body, from its acceptance until the engine has finished or aborted it."""
 
     id: str
@@ -100,7 +102,7 @@ class EngineLoop:
         self.engine, self.max_queue = engine, max_queue
         self.failure: BaseException | None = None  # what broke the engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _EngineRequest] = {}
         self._lock = threading.Lock()  # guards _requests and _closed
         self._closed: str | None = None  # why nothing more is accepted; None: it is open
         self._thread = threading.Thread(target=self._run, name="jattn-engine", daemon=True)
@@ -148,7 +150,7 @@ class EngineLoop:
         """
         inbox = Inbox()
         ids = [id] if len(prompts) == 1 else [f"{id}.{index}" for index in range(len(prompts))]
-        requests = [_Request(each, index, params, inbox) for index, each in enumerate(ids)]
+        requests = [_EngineRequest(each, index, params, inbox) for index, each in enumerate(ids)]
         with self._lock:
             self.check_open()
             num_queued, num_new = sum(request.params.n for request in self._requests.values()), len(ids) * params.n
@@ -163,7 +165,7 @@ class EngineLoop:
         return OutputStream(inbox, len(ids), lambda: self._request_abort(requests))
 
     # ------------------------------------------------------------------ in any thread
-    def _request_abort(self, requests: list[_Request]) -> None:
+    def _request_abort(self, requests: list[_EngineRequest]) -> None:
         with self._lock:
             unfinished = [request for request in requests if self._requests.get(request.id) is request]
         for request in unfinished:
@@ -190,7 +192,7 @@ class EngineLoop:
             command()
         return True
 
-    def _add(self, request: _Request, prompt: Prompt, salt: str) -> None:
+    def _add(self, request: _EngineRequest, prompt: Prompt, salt: str) -> None:
         if request.is_aborted:
             self._remove(request)
             return
@@ -201,7 +203,7 @@ class EngineLoop:
             self._remove(request)
             request.inbox.put(request.index, FailedError(f"the engine could not add this request: {error}"))
 
-    def _abort(self, request: _Request) -> None:
+    def _abort(self, request: _EngineRequest) -> None:
         if self._requests.get(request.id) is not request:  # it has finished meanwhile
             return
         try:
@@ -219,7 +221,7 @@ class EngineLoop:
             self._remove(request)
         request.inbox.put(request.index, FailedError("the engine aborted this request") if is_aborted else output)
 
-    def _remove(self, request: _Request) -> None:
+    def _remove(self, request: _EngineRequest) -> None:
         with self._lock:
             self._requests.pop(request.id, None)
 
