@@ -29,6 +29,7 @@ SENTENCES = {
     "metadata": "the batch: lengths, block tables, slots",
     "mla_spec": "what a latent attention layer asks for",
     "spec": "what an attention layer asks for",
+    "strict_json": "JSON from untrusted sources",
     "types": "axis names, enums, pytrees",
     "errors": "error classes, argument checks",
     "device": "the chip",
@@ -50,9 +51,9 @@ STYLE = """
     <path d="M0 0L8 4L0 8z" fill="#52606d"/></marker></defs>
 """  # noqa: E501
 STEPS = [  # (lane, room, what happens there)
-    (0, "serve.connections, wire", "bytes to an HTTP request; limits and time-outs"),
+    (0, "serve.connection", "bytes to an HTTP request; limits and time-outs"),
     (0, "serve.body, fields", "strict JSON; every field has bounds"),
-    (1, "serve.loop", "the engine's thread takes the request"),
+    (1, "serve.engine_loop", "the engine's thread takes the request"),
     (1, "engine.add_request", "admission checks; sequences join the queue"),
     (1, "engine.scheduler", "which tokens next; allocates their blocks"),
     (1, "engine.batch", "int32 arrays, padded to a compiled shape"),
@@ -61,7 +62,7 @@ STEPS = [  # (lane, room, what happens there)
     (2, "attention, a backend", "keys and values into pages, then attention"),
     (2, "engine.sampling", "logits to the next token of every row"),
     (1, "engine.live_requests", "tokens to sequences; stop conditions; text"),
-    (0, "serve.stream, answers", "each request's newest output, as events"),
+    (0, "serve.responses", "each request's newest output, as events"),
 ]
 LANES = ("HTTP server", "engine, on the host", "device, one program")
 

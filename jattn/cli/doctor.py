@@ -1,4 +1,4 @@
-"""`jattn doctor`: what JAX sees, which backends work here and why not, and whether they compute what they should."""
+"""`jattn doctor`: what JAX finds, which backends work here or why not, and whether their results are correct."""
 
 import argparse
 import importlib.metadata
@@ -17,12 +17,12 @@ EXTRAS = dict(models=("safetensors", "tokenizers", "jinja2", "rich"), serve=("st
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("doctor", help="what works here, and why the rest does not")
+    parser = commands.add_parser("doctor", help="which devices and backends work here, and why the others do not")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where every backend that runs here agrees with numpy."""
+    """0 if every backend that runs here agrees with numpy."""
     rows = [
         ("jattn", f"{jattn.__version__}, Python {platform.python_version()}, {platform.platform()}"),
         ("jax", f"{jax.__version__}, jaxlib {_version('jaxlib')}, numpy {_version('numpy')}"),

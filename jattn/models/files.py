@@ -1,13 +1,11 @@
 """Reading the files of an untrusted model folder, with limits on size and nesting. Errors name the file."""
 
-import json
-import math
 import os
 import stat
 from pathlib import Path
 from typing import Any
 
-from jattn.errors.arguments import short
+from jattn import strict_json
 
 MAX_BYTES = 1 << 24
 """Largest settings file (16 MiB). Published ones have kilobytes, or a few megabytes if they list tokens."""
@@ -59,56 +57,13 @@ def read_json(path: Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """The object in a JSON file: strict JSON, no duplicate keys, no lone surrogates, nested at most MAX_DEPTH deep."""
     text = read_text(path, most_bytes)
     try:
-        values = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
-        _check(values)
-    except RecursionError:
-        raise ValueError(f"{path} cannot be read: {_TOO_DEEP}") from None
+        values = strict_json.parse(text, MAX_DEPTH)
+        strict_json.check(values, MAX_DEPTH)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON that can be read: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
     return values
-
-
-_TOO_DEEP = f"its lists and objects are nested more than {MAX_DEPTH} deep"
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {short(twice)} appears twice; keep one")
-    return found
-
-
-def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    return value if math.isfinite(value) else _refuse(short(digits))
-
-
-def _check(values: Any) -> None:
-    """ValueError if the nesting is too deep or a string has a lone surrogate."""
-    level = [values]
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, str):
-                if not value.isascii():
-                    value.encode()
-            elif isinstance(value, dict):
-                below += value
-                below += value.values()
-            elif isinstance(value, list):
-                below += value
-        level = below
-        if not level:
-            return
-    raise ValueError(_TOO_DEEP)
 
 
 def _kind(mode: int) -> str:

@@ -1,4 +1,4 @@
-"""Answers are what the `openai` package expects of them, whole and streamed alike."""
+"""Responses are what the `openai` package expects, and streamed ones add up to the same."""
 
 import json
 
@@ -7,9 +7,9 @@ import openai
 import pytest
 
 from jattn.engine import Completion, FinishReason, RequestOutput, SamplingParams, TokenLogprob
-from jattn.serve.answers import Answer
 from jattn.serve.errors import encode
-from jattn.serve.fields import Asked
+from jattn.serve.fields import ParsedBody
+from jattn.serve.responses import ResponseBuilder
 from tests.serve.running import serving, wait_until
 
 HI = [{"role": "user", "content": "hi"}]
@@ -22,7 +22,7 @@ def client():
 
 
 class Words:
-    """A tokenizer of a few texts; 7 and 8 are the halves of a character, as are 7 and 9 of another."""
+    """A tokenizer with a few tokens; 7 and 8 together are one character, 7 and 9 another."""
 
     TEXTS = {0: "", 1: "a", 2: " bc", 3: "X", 4: "Y", 5: "Z", 6: "a"}
 
@@ -41,7 +41,7 @@ class Words:
 
 
 def outputs_of(token_ids, visible, text, reason=FinishReason.STOP, tops=None):
-    """A request's outputs as its tokens come one by one; visible[i]: characters shown after i + 1 tokens."""
+    """The outputs of a request, one for each token; visible[i]: characters of text after i + 1 tokens."""
     tops = tops or [{token: -0.5} for token in token_ids]
     told = tuple(TokenLogprob(token, -0.5, top) for token, top in zip(token_ids, tops, strict=True))
     for i, shown in enumerate(visible, start=1):
@@ -51,12 +51,12 @@ def outputs_of(token_ids, visible, text, reason=FinishReason.STOP, tops=None):
 
 
 def asked(chat=False, **more):
-    return Asked(("p",), SamplingParams(logprobs=1), chat, **more)
+    return ParsedBody(("p",), SamplingParams(logprobs=1), chat, **more)
 
 
 def streamed(outputs, chat=False):
     """The choices of every event."""
-    answer = Answer(asked(chat), "id", "m", Words())
+    answer = ResponseBuilder(asked(chat), "id", "m", Words())
     return [event["choices"][0] for output in outputs for event in answer.events(0, output)]
 
 
@@ -77,7 +77,7 @@ CASES = {  # tokens, characters visible after each, the final text, where each t
 def test_text_offset_is_where_a_tokens_text_begins_and_a_stream_tells_the_same(case):
     tokens, visible, text, want = CASES[case]
     outputs = list(outputs_of(tokens, visible, text))
-    whole = Answer(asked(), "id", "m", Words()).whole(outputs[-1:])["choices"][0]
+    whole = ResponseBuilder(asked(), "id", "m", Words()).whole(outputs[-1:])["choices"][0]
     assert whole["logprobs"]["text_offset"] == want and whole["text"] == text
     choices = streamed(outputs)
     assert "".join(choice["text"] for choice in choices) == text
@@ -86,13 +86,13 @@ def test_text_offset_is_where_a_tokens_text_begins_and_a_stream_tells_the_same(c
 
 
 def test_a_token_is_told_with_its_text_not_before():
-    """What is held back may yet be cut: a client sees neither the text nor the token of it."""
+    """A stop string may still cut text that is held back, so neither it nor its tokens are sent."""
     choices = streamed(list(outputs_of([1, 3, 5], [1, 1, 3], "aXZ"))[:2])
     assert [choice["logprobs"]["tokens"] for choice in choices] == [["a"]]
 
 
 def test_a_late_reader_gets_the_same_as_a_quick_one():
-    """Outputs coalesce: a client that skipped some of them misses nothing."""
+    """Outputs coalesce: a client that skips some of them misses nothing."""
     outputs = list(outputs_of([1, 2, 7, 8, 1], [1, 4, 4, 5, 6], "a bcéa"))
     for kept in (outputs, outputs[1:], outputs[::2], outputs[-1:]):
         choices = streamed(kept)
@@ -101,30 +101,30 @@ def test_a_late_reader_gets_the_same_as_a_quick_one():
 
 
 def test_the_chosen_token_is_among_its_top_logprobs():
-    """Though another of its text is likelier, and where no others are asked for."""
+    """Also if another token of the same text is likelier, and if no other tokens are asked for."""
     tops = [{6: -0.1}, {3: -0.1}, {}]
     (output,) = list(outputs_of([1, 2, 3], [1, 4, 5], "a bcX", tops=tops))[-1:]
-    told = Answer(asked(), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]
+    told = ResponseBuilder(asked(), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]
     assert [top[token] for top, token in zip(told["top_logprobs"], told["tokens"], strict=True)] == [-0.5] * 3
     assert told["top_logprobs"][0] == {"a": -0.5, "token_id:6": -0.1}
-    chat = Answer(asked(chat=True), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]["content"]
+    chat = ResponseBuilder(asked(chat=True), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]["content"]
     assert all(entry["token"] in [top["token"] for top in entry["top_logprobs"]] for entry in chat)
 
 
 def test_part_of_a_character_has_no_bytes_and_no_probability_is_beyond_json():
     tops = [{7: float("-inf")}, {8: -0.5}]
     (output,) = list(outputs_of([7, 8], [0, 1], "é", tops=tops))[-1:]
-    whole = Answer(asked(chat=True), "id", "m", Words()).whole([output])
+    whole = ResponseBuilder(asked(chat=True), "id", "m", Words()).whole([output])
     first = json.loads(encode(whole))["choices"][0]["logprobs"]["content"][0]
     assert first["bytes"] is None and first["token"] == "\ufffd"
     lowest = [{7: float("-inf")}, {8: -0.5}]
     (output,) = list(outputs_of([1, 2], [1, 4], "a bc", tops=lowest))[-1:]
-    told = json.loads(encode(Answer(asked(), "id", "m", Words()).whole([output])))["choices"][0]["logprobs"]
+    told = json.loads(encode(ResponseBuilder(asked(), "id", "m", Words()).whole([output])))["choices"][0]["logprobs"]
     assert told["top_logprobs"][0] == {"a": -0.5, "\ufffd": -9999.0}
 
 
 def test_the_work_of_an_event_does_not_grow_with_the_output():
-    """R-37: an event touches what is new. Counted in characters and tokens that are read, not in seconds."""
+    """R-37: an event reads only what is new, counted in characters and tokens, not in seconds."""
     read = []
 
     class Counted(tuple):
@@ -144,7 +144,7 @@ def test_the_work_of_an_event_does_not_grow_with_the_output():
 
         __hash__ = str.__hash__
 
-    answer, costs = Answer(asked(), "id", "m", Words()), []
+    answer, costs = ResponseBuilder(asked(), "id", "m", Words()), []
     for count in range(1, 300):
         told = Counted(TokenLogprob(1, -0.5, {1: -0.5}) for _ in range(count))
         done = Completion(0, Text("a" * count), Counted([1] * count), told)

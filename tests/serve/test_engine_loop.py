@@ -1,4 +1,4 @@
-"""The engine's thread: one request's failure is its own, places are counted, nobody's outputs pile up."""
+"""The engine's thread: requests fail alone, queued sequences are counted, unread outputs do not accumulate."""
 
 import asyncio
 import contextlib
@@ -9,9 +9,8 @@ import httpx
 import pytest
 
 from jattn.engine import SamplingParams
+from jattn.serve.engine_loop import EngineLoop, Inbox
 from jattn.serve.errors import FailedError, QueueFullError, StoppedError
-from jattn.serve.loop import EngineLoop
-from jattn.serve.stream import Inbox
 from tests.serve.running import connection, is_idle, make_engine, post, serving, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -31,7 +30,7 @@ def running(engine=None, max_queue=8):
 
 @contextlib.contextmanager
 def held(engine):
-    """The engine's steps wait until this ends; its thread may be inside one."""
+    """The engine's steps wait until the block ends; its thread may be inside one."""
     step, gate = engine.step, threading.Event()
     engine.step = lambda: gate.wait(30) and step()
     try:
@@ -53,7 +52,7 @@ def finished(loop, id, *prompts, **more):
 
 
 def test_a_request_that_the_engine_cannot_take_fails_alone(monkeypatch):
-    """As a salt once did that cannot be encoded: it ended the engine's thread, and everybody's streams."""
+    """A salt that cannot be encoded once ended the engine's thread, and with it every stream."""
     with running() as loop:
         (want,) = finished(loop, "a", "hello")
 
@@ -170,7 +169,7 @@ def test_a_request_that_somebody_aborts_in_the_engine_is_an_error_not_an_answer(
             async for _ in stream:
                 loop._commands.put(lambda: loop.engine.abort("a"))
 
-        with pytest.raises(FailedError, match="dropped"):
+        with pytest.raises(FailedError, match="aborted"):
             asyncio.run(main())
 
 
@@ -201,7 +200,7 @@ def test_an_inbox_keeps_the_newest_and_wakes_its_reader_once():
         for i in range(1000):
             inbox.put(0, i)
             inbox.put(1, -i)
-        assert len(inbox._news) == 2 and len(calls) == 1
+        assert len(inbox._updates) == 2 and len(calls) == 1
         assert await inbox.get() == {0: 999, 1: -999}
         inbox.put(1, 5)
         assert await inbox.get() == {1: 5}
@@ -210,7 +209,7 @@ def test_an_inbox_keeps_the_newest_and_wakes_its_reader_once():
 
 
 def test_no_news_is_lost_between_threads():
-    """R-37: stale wake-ups once lost the last output of a stream."""
+    """R-37: the last output of a stream was once lost to a wake-up that came too early."""
 
     async def main():
         inbox, total = Inbox(), 20_000
@@ -227,7 +226,7 @@ def test_no_news_is_lost_between_threads():
 
 
 def test_a_neighbour_is_served_while_many_sequences_wait():
-    """n is bounded by the places: whoever comes behind the largest body waits for it, not for 300,000."""
+    """max_queue limits n: the next client waits for at most that many sequences, not for 300,000."""
     with serving(max_queue=128) as (engine, server, url):
         httpx.post(f"{url}/v1/completions", json=ASK)
         huge = ASK | {"n": 127, "temperature": 1, "max_tokens": 200, "stream": True}

@@ -1,4 +1,4 @@
-"""Running the application under uvicorn until a signal, or until the engine breaks."""
+"""Runs the application under uvicorn until a signal, or until the engine breaks."""
 
 import asyncio
 import errno
@@ -10,18 +10,18 @@ import uvicorn
 
 from jattn.engine import Engine
 from jattn.serve.app import make_app
-from jattn.serve.connections import Connection
-from jattn.serve.loop import EngineLoop
+from jattn.serve.connection import Connection
+from jattn.serve.engine_loop import EngineLoop
 from jattn.serve.options import ServerOptions
 
 FLUSH_SECONDS = 5
-"""For clients to read the end of their answers after the last request has ended."""
+"""How long clients may read the end of their responses after the last request has ended."""
 
 
 class Server(uvicorn.Server):
     """uvicorn with a graceful shutdown.
 
-    After the first signal new requests get 503 while those that run have `grace` seconds to finish; then, or after a
+    After the first signal new requests get 503, and running ones have `grace` seconds to finish. Then, or after a
     second signal, their streams end with an error. A broken engine ends the server at once.
     """
 
@@ -32,37 +32,39 @@ class Server(uvicorn.Server):
         self._deadline: float | None = None
 
     def handle_exit(self, sig, frame) -> None:
-        self._num_signals += 1  # only count: a signal may arrive while a lock is held
+        self._num_signals += 1  # nothing more: a signal may arrive while a lock is held
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn calls this ten times a second; True: end."""
+        """Called by uvicorn ten times a second; True ends the server."""
         if self._num_signals and self._deadline is None:
             self._deadline = time.monotonic() + self.grace
             self.engine_loop.drain()
         if self._deadline is not None:
-            is_over = self._num_signals > 1 or time.monotonic() >= self._deadline
-            if is_over:
+            is_expired = self._num_signals > 1 or time.monotonic() >= self._deadline
+            if is_expired:
                 self.engine_loop.stop()
-            self.should_exit |= is_over or not self.engine_loop.num_requests
+            self.should_exit |= is_expired or not self.engine_loop.num_requests
         self.should_exit |= self.engine_loop.failure is not None
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets=None) -> None:
-        """uvicorn's, which cancels what still runs after FLUSH_SECONDS + 1: before that, clients that do not read are
-        cut off, and their answers end as after any disconnect."""
-        timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._cut_off)
+        """Abort the connections that are open after FLUSH_SECONDS: of clients that do not read.
+
+        uvicorn would cancel their tasks a second later, and log errors. After an abort they end as after a disconnect.
+        """
+        timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._abort_connections)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
 
-    def _cut_off(self) -> None:
+    def _abort_connections(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 def make_server(engine: Engine, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> Server:
-    """A server, not started."""
+    """A server that is not running yet."""
     app = make_app(engine, options)
     config = uvicorn.Config(
         app,
@@ -82,18 +84,18 @@ def make_server(engine: Engine, options: ServerOptions, host: str = "127.0.0.1",
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets at every address of `host`, which do not listen yet: a client is refused until the server serves.
+    """A socket for every address of `host`. They do not listen yet, so clients are refused until the server runs.
 
-    ValueError for what is no address, OSError for one that is taken or not this machine's. Port 0: any free one.
+    Port 0: any free one. ValueError if `host` is not an address; OSError if it is taken or not this machine's.
     """
     if not host:
-        raise ValueError("host='' would mean every interface: say 0.0.0.0 or :: for that, 127.0.0.1 for this machine")
+        raise ValueError("host='' would mean every interface; use 0.0.0.0 or :: for that, 127.0.0.1 for this machine")
     if not 0 <= port <= 65535:
         raise ValueError(f"{port=} must be from 0 to 65535")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"{host=} is no address: {error}") from error
+        raise ValueError(f"{host=} is not an address: {error}") from error
     sockets, problems = [], []
     for family, kind, protocol, _, address in dict.fromkeys(found):
         try:
@@ -131,13 +133,13 @@ def serve(
     port: int = 8000,
     sockets: list[socket.socket] | None = None,
 ) -> None:
-    """Serve until a signal; only this machine can connect unless `host` says otherwise.
+    """Serve until a signal. With the default host only this machine can connect.
 
-    sockets: what `bind` gave for this host and port; by default they are bound here. RuntimeError if the engine broke:
-    exit with a code other than 0 then, so that a supervisor restarts the process.
+    sockets: the result of `bind` for this host and port; None: bind here. RuntimeError if the engine broke: exit with a
+    code other than 0 then, so that a supervisor restarts the process.
     """
     sockets = bind(host, port) if sockets is None else sockets
     server = make_server(engine, options, host, port)
     server.run(sockets)
     if (failure := server.engine_loop.failure) is not None:
-        raise RuntimeError("the engine is broken, and with it the server") from failure
+        raise RuntimeError("the engine is broken, so the server has ended") from failure

@@ -1,4 +1,4 @@
-"""Bodies that cost much are refused by counts, and never hold up small ones."""
+"""Bodies with too many values are refused before they are parsed or visited; large bodies do not delay small ones."""
 
 import json
 import threading
@@ -6,7 +6,8 @@ import threading
 import httpx
 import pytest
 
-from jattn.serve import body, fields, parsing
+from jattn import strict_json
+from jattn.serve import body, fields
 from jattn.serve.errors import BadRequestError
 from jattn.text import ByteTokenizer
 from tests.serve.running import serving, wait_until
@@ -37,15 +38,15 @@ def raw_of(value):
 )
 def test_too_many_values_are_refused_before_they_are_looked_at(raw, words, monkeypatch):
     looked = []
-    check = body._check
-    monkeypatch.setattr(body, "_check", lambda *of: looked.append(1) or check(*of))
+    check = strict_json._check
+    monkeypatch.setattr(strict_json, "_check", lambda *of: looked.append(1) or check(*of))
     with pytest.raises(BadRequestError, match=words):
         body.parse(raw, 64, ROOM)
     assert len(looked) <= body.MAX_VALUES + 10
 
 
 def test_lists_and_objects_beyond_the_bound_are_not_even_parsed(monkeypatch):
-    monkeypatch.setattr(body.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    monkeypatch.setattr(strict_json.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     for text in (b"[],", b"{},", b'"\\"x",[{},', b'1,1,"[{",'):
         with pytest.raises(BadRequestError, match="more than 20000"):
             body.parse(b'{"prompt": [' + text * 40_000 + b"1]}", 64, ROOM)
@@ -74,7 +75,7 @@ def test_a_text_that_no_tokenizer_fits_in_is_refused_before_it_is_tokenised(monk
     encoded = []
     monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text, **_: encoded.append(len(text)) or [40])
     with serving(max_body_bytes=1 << 17) as (engine, _, url):
-        most = engine.limits.max_model_len * fields.MAX_TOKEN_CHARACTERS
+        most = engine.limits.max_model_len * fields.MAX_CHARACTERS_PER_TOKEN
         for path, asked, param in (
             ("completions", {"prompt": ["x", "x" * (most + 1)]}, "prompt"),
             ("chat/completions", {"messages": [{"role": "user", "content": "x" * most}]}, "messages"),
@@ -87,13 +88,13 @@ def test_a_text_that_no_tokenizer_fits_in_is_refused_before_it_is_tokenised(monk
 
 
 def test_small_bodies_and_answers_do_not_wait_for_large_ones_and_too_many_are_told_so(monkeypatch):
-    """Every thread for large bodies is held, and their queue full."""
-    monkeypatch.setattr(parsing, "MAX_BYTES", 0)
+    """With every thread for large bodies busy and their queue full."""
+    monkeypatch.setattr(body, "MAX_PENDING_BYTES", 0)
     goes_on, held = threading.Event(), []
     parse = body.parse
 
     def slow(raw, *limits):
-        if len(raw) > parsing.SMALL:
+        if len(raw) > body.MAX_SMALL_BYTES:
             held.append(len(raw))
             assert goes_on.wait(60)
         return parse(raw, *limits)
@@ -107,7 +108,7 @@ def test_small_bodies_and_answers_do_not_wait_for_large_ones_and_too_many_are_to
         for thread in threads:
             thread.start()
         wait_until(lambda: len(answers) == 4)  # 8 are parsed or wait
-        assert {answer.status_code for answer in answers} == {429} and len(held) == parsing.NUM_LARGE
+        assert {answer.status_code for answer in answers} == {429} and len(held) == body.NUM_LARGE_THREADS
         assert answers[0].headers["retry-after"] == "1" and "large" in answers[0].json()["error"]["message"]
         for _ in range(3):
             assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200

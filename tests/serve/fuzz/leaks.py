@@ -1,4 +1,4 @@
-"""What may not be left of requests that are over."""
+"""What requests must not leave behind in the server's process."""
 
 import asyncio
 import gc
@@ -9,16 +9,16 @@ from jattn.text import renderer
 from tests.serve.running import wait_until
 
 PATIENCE = 20
-"""Seconds that the server has to put everything away."""
+"""Seconds that the server has to release everything."""
 
 MEGABYTES = 200
-"""That a process may grow by, of caches and fragments; a leak of a body a request is more."""
+"""Allowed growth of the process by caches and fragmentation; a leak of one body per request is more."""
 
 
 def resources(server) -> dict[str, int]:
-    """What a process holds."""
+    """Open files, tasks and memory of this process."""
     gc.collect()
-    renderer.close_idle()  # they wait for the next chat, and hold a pipe each way
+    renderer.close_idle()  # idle template processes have two pipes each
     loop = server.servers[0].get_loop()
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
@@ -29,15 +29,15 @@ def resources(server) -> dict[str, int]:
     )
 
 
-def leaks(engine, server, before: dict[str, int]) -> list[str]:
-    """What is left of requests that are over."""
+def find(engine, server, before: dict[str, int]) -> list[str]:
+    """One line for each thing that is left after all requests have ended."""
 
     def found() -> list[str]:
         now = resources(server)
         counts = dict(
             requests=server.engine_loop.num_requests,
             sequences=len(engine.scheduler.running) + len(engine.scheduler.waiting),
-            responses=len(engine._live) + len(engine._live.unfinished()),
+            completions=len(engine._requests) + len(engine._requests.unfinished()),
             blocks=engine.stats.cache_usage,
             connections=len(server.server_state.connections),
             requests_in_http=len(server.server_state.tasks),

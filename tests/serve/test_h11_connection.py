@@ -1,4 +1,4 @@
-"""Bodies in many chunks, answers before a body's end, and heads that may not be: bounded by counts."""
+"""Bodies in many chunks, responses before the end of a body, and headers that are not allowed."""
 
 import json
 import socket
@@ -7,7 +7,7 @@ import h11
 import httpx
 import pytest
 
-from jattn.serve import wire
+from jattn.serve import connection as connection_module
 from tests.serve.running import answered, connection, is_idle, post, serving, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -30,7 +30,7 @@ def in_chunks(raw, size=1, extension=b""):
 
 
 def send(raw, data):
-    """As much as the server takes."""
+    """Send as much as the server takes."""
     try:
         raw.sendall(data)
     except OSError:
@@ -38,10 +38,14 @@ def send(raw, data):
 
 
 def test_a_body_of_a_million_chunks_is_refused_after_a_fixed_share_of_framing(server, monkeypatch):
-    """And the server reads no more while it has much to parse."""
+    """The server reads no more while it has many bytes to parse."""
     waiting = []  # bytes at each event
-    parsed = wire.Wire.next_event
-    monkeypatch.setattr(wire.Wire, "next_event", lambda self: waiting.append(len(self._receive_buffer)) or parsed(self))
+    parsed = connection_module.H11Connection.next_event
+    monkeypatch.setattr(
+        connection_module.H11Connection,
+        "next_event",
+        lambda self: waiting.append(len(self._receive_buffer)) or parsed(self),
+    )
     with connection(server[2], HEAD + CHUNKED) as raw:
         send(raw, in_chunks(b"{" + b" " * 1_000_000))
         assert until_closed(raw).startswith(b"HTTP/1.1 413")
@@ -69,7 +73,7 @@ def test_a_body_in_chunks_within_the_limit_is_served(server, size):
 
 
 def test_a_round_parses_few_events_and_the_rest_comes_later():
-    conn = wire.Wire(LIMIT)
+    conn = connection_module.H11Connection(LIMIT)
     conn.receive_data(HEAD + CHUNKED + in_chunks(b"x" * 1000))
     counts = []
     while not counts or conn.round_is_over:
@@ -77,19 +81,21 @@ def test_a_round_parses_few_events_and_the_rest_comes_later():
         counts.append(0)
         while conn.next_event() is not h11.NEED_DATA:
             counts[-1] += 1
-    assert sum(counts) == 1001 and max(counts) == wire.ROUND
+    assert sum(counts) == 1001 and max(counts) == connection_module.MAX_EVENTS
 
 
 @pytest.mark.parametrize("size", [b"Content-Length: 100000\r\n\r\n", CHUNKED])
 def test_after_an_answer_before_the_bodys_end_nothing_more_is_parsed(server, size, monkeypatch):
-    """And the client can read that answer, whole, although it goes on sending."""
+    """The client can read the whole response, although it goes on sending."""
     with connection(server[2], b"POST /nowhere HTTP/1.1\r\nHost: x\r\n" + size) as raw:
         response = b""
         while not response.endswith(b"}}"):
             response += raw.recv(1 << 16)
         assert response.startswith(b"HTTP/1.1 404") and b"\r\nconnection: close\r\n" in response
         events = []
-        monkeypatch.setattr(wire.Wire, "next_event", lambda self: events.append(1) or h11.NEED_DATA)
+        monkeypatch.setattr(
+            connection_module.H11Connection, "next_event", lambda self: events.append(1) or h11.NEED_DATA
+        )
         send(raw, in_chunks(b"x" * 200_000))
         raw.shutdown(socket.SHUT_WR)
         assert until_closed(raw) == b"" and not events
@@ -97,7 +103,7 @@ def test_after_an_answer_before_the_bodys_end_nothing_more_is_parsed(server, siz
 
 
 def test_a_large_body_that_is_refused_at_once_does_not_cost_the_client_its_answer(server):
-    """The connection would be reset if the server closed it on unread bytes."""
+    """Closing a socket with unread bytes would reset the connection."""
     for _ in range(5):
         with connection(server[2], post("/v1/completions", b" " * 3_000_000, "Connection: close\r\n")) as raw:
             assert until_closed(raw).startswith(b"HTTP/1.1 413")
