@@ -22,7 +22,7 @@ from pallas_kernels.algebra.quant import QUANTISED
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # where this file is run by its path
 
-from website import build, picture  # noqa: E402
+from website import architecture, build, picture  # noqa: E402
 from website.arguments import arguments_page  # noqa: E402
 
 CHIPS = {"cpu": Chip("cpu"), "gpu": Chip("gpu", "sm_90"), "tpu": Chip("tpu")}
@@ -268,6 +268,8 @@ def documents() -> dict[Path, str]:
         HERE / "arguments.md": arguments_page(),
         HERE / "pictures" / "block_table.svg": block_table_picture(),
         HERE / "pictures" / "step.svg": picture.step(),
+        HERE / "pictures" / "rooms.svg": architecture.rooms(),
+        HERE / "pictures" / "request.svg": architecture.request(),
     }
 
 

@@ -58,7 +58,7 @@ SUBSET = {
     "tests/engine/test_shapes.py": "",
     "tests/text/test_text.py": "",
     "tests/serve/test_keys.py": "",
-    "tests/serve/test_parsing.py": "",
+    "tests/serve/test_body.py": "",
     "tests/serve/test_refusals.py": "",
     "tests/serve/test_server.py": "",
     "tests/cli/test_cli.py": "explain|demo_fails",

@@ -16,59 +16,63 @@ from jattn.engine import Engine, SamplingParams
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("bench", help="measure serving, or the kernels")
-    parser.add_argument("--tune", action="store_true", help="measure the GPU kernel's tile sizes and write them down")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="with --tune: where (default: the package's own file)")
+    parser = commands.add_parser("bench", help="measure serving or the kernels")
+    parser.add_argument(
+        "--tune", action="store_true", help="measure tile sizes of the GPU kernel and write the best to a file"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="with --tune: the file (default: the one in the package)"
+    )
     parser.set_defaults(run=run_tune)
     kinds = parser.add_subparsers(metavar="WHAT")
-    serving = kinds.add_parser("serving", help="throughput and latencies of an engine under a made-up load")
+    serving = kinds.add_parser("serving", help="throughput and latencies of an engine under a synthetic load")
     load = serving.add_argument_group("the load")
-    load.add_argument("--requests", type=int, default=64, help="how many (default: 64)")
-    load.add_argument("--rate", type=float, help="arrivals a second, Poisson (default: all at once)")
-    load.add_argument("--mean-input", type=float, default=48, help="tokens of a prompt (default: 48)")
-    load.add_argument("--mean-output", type=float, default=24, help="tokens of an output (default: 24)")
-    load.add_argument("--shared", type=float, default=0.5, help="share with a common beginning (default: 0.5)")
+    load.add_argument("--requests", type=int, default=64, help="number of requests (default: 64)")
+    load.add_argument("--rate", type=float, help="mean arrivals per second, Poisson (default: all at once)")
+    load.add_argument("--mean-input", type=float, default=48, help="mean tokens of a prompt (default: 48)")
+    load.add_argument("--mean-output", type=float, default=24, help="mean tokens of an output (default: 24)")
+    load.add_argument("--shared", type=float, default=0.5, help="share of prompts with a common prefix (default: 0.5)")
     load.add_argument(
-        "--load-seed", type=int, default=0, help="of the random prompts, lengths and arrivals (default: 0)"
+        "--load-seed", type=int, default=0, help="seed of the random prompts, lengths and arrivals (default: 0)"
     )
-    load.add_argument("--out", type=Path, metavar="FILE", help="append the figures as a JSON line")
+    load.add_argument("--out", type=Path, metavar="FILE", help="append the results to this file as one line of JSON")
     options.add_engine(serving)
     serving.set_defaults(run=run_serving)
-    kernels = kinds.add_parser("kernels", help="the attention kernels, in a checkout")
+    kernels = kinds.add_parser("kernels", help="the attention kernels; needs a checkout")
     kernels.add_argument("rest", nargs=argparse.REMAINDER, help="options of benchmarks/run.py")
     kernels.set_defaults(run=run_kernels)
 
 
 def run_serving(args: argparse.Namespace) -> int:
-    """0 where every request was served."""
+    """0 if no request failed."""
     engine = options.make_engine(args)
     trace = make_trace(
         args.requests, vocab_size=engine.config.vocab_size, max_len=engine.limits.max_model_len, rate=args.rate,
         mean_input=args.mean_input, mean_output=args.mean_output, shared=args.shared, seed=args.load_seed,
     )  # fmt: skip
     options.warm(engine)
-    figures = measure(engine, trace)
-    rows = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in figures.items()]
-    screen.table(("figure", "value"), rows, plain="\n".join(f"{name:32}{value:>12}" for name, value in rows))
+    results = measure(engine, trace)
+    rows = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in results.items()]
+    screen.table(("result", "value"), rows, plain="\n".join(f"{name:32}{value:>12}" for name, value in rows))
     if args.out is not None:
         with args.out.open("a", encoding="utf-8") as file:
             file.write(
-                json.dumps({"arguments": {k: str(v) for k, v in vars(args).items() if k != "run"}} | figures) + "\n"
+                json.dumps({"arguments": {k: str(v) for k, v in vars(args).items() if k != "run"}} | results) + "\n"
             )
-    return 1 if figures["failed"] else 0
+    return 1 if results["failed"] else 0
 
 
 def run_kernels(args: argparse.Namespace) -> int:
-    """The checkout's own benchmarks."""
+    """Run benchmarks/run.py of the checkout."""
     return _checkout("benchmarks.run").main(args.rest)
 
 
 def run_tune(args: argparse.Namespace) -> int:
-    """Measure tile sizes on this GPU."""
+    """Run benchmarks/gpu/tune.py of the checkout on this GPU."""
     if not args.tune:
-        raise ValueError("bench what? 'serving', 'kernels' or --tune; see jattn bench --help")
+        raise ValueError("nothing to measure: give 'serving', 'kernels' or --tune; see jattn bench --help")
     if (chip := device.detect()).platform != "gpu":
-        raise ValueError(f"--tune measures a GPU's tile sizes; this process runs on {chip.platform}")
+        raise ValueError(f"--tune needs a GPU; this process runs on {chip.platform}")
     return _checkout("benchmarks.gpu.tune").main([] if args.out is None else ["--out", str(args.out)])
 
 
@@ -76,11 +80,17 @@ def _checkout(module: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError("the kernel benchmarks are not installed; run this at the root of a checkout") from error
+        raise ImportError(
+            "the kernel benchmarks are not installed; run this command in the root of a checkout"
+        ) from error
 
 
 def measure(engine: Engine, trace: list[Arrival]) -> dict[str, float | int]:
-    """Serve the trace as it arrives. TTFT: arrival to first token; ITL: between tokens, a burst's counted evenly."""
+    """Serve the trace as it arrives, and return counts, throughput and percentiles.
+
+    TTFT is the time from arrival to the first token; ITL the time between two tokens, spread evenly over the tokens
+    that arrive together.
+    """
     begin, waiting = time.perf_counter(), list(reversed(trace))
     now = lambda: time.perf_counter() - begin
     arrived, first, last, seen, gaps, failed = {}, {}, {}, {}, [], 0

@@ -1,4 +1,4 @@
-"""`jattn doctor`: what JAX sees, which backends work here and why not, and whether they compute what they should."""
+"""`jattn doctor`: what JAX finds, which backends work here or why not, and whether their results are correct."""
 
 import argparse
 import importlib.metadata
@@ -17,12 +17,12 @@ EXTRAS = dict(models=("safetensors", "tokenizers", "jinja2", "rich"), serve=("st
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("doctor", help="what works here, and why the rest does not")
+    parser = commands.add_parser("doctor", help="which devices and backends work here, and why the others do not")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where every backend that runs here agrees with numpy."""
+    """0 if every backend that runs here agrees with numpy."""
     rows = [
         ("jattn", f"{jattn.__version__}, Python {platform.python_version()}, {platform.platform()}"),
         ("jax", f"{jax.__version__}, jaxlib {_version('jaxlib')}, numpy {_version('numpy')}"),
@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     ]
     screen.table(("", ""), rows, plain="\n".join(f"{name}: {value}" for name, value in rows))
     print()
-    return self_check.run()
+    wrong = self_check.run()
+    print(_verdict(wrong))
+    return wrong
 
 
 def _extra(extra: str, packages: tuple[str, ...]) -> str:
@@ -52,4 +54,22 @@ def _native() -> str:
     from pallas_kernels.cpu.native import library
 
     status = library.status()
-    return f"works, with {', '.join(status.isas)}" if status.available else status.reason
+    if not status.available:
+        return status.reason
+    origin = "prebuilt, from the package" if status.prebuilt else "compiled on this machine"
+    return f"{origin}, runs {', '.join(status.isas)} here: {status.path}"
+
+
+def _verdict(wrong: int) -> str:
+    """Whether the native kernels work, after the check against numpy that ran them where JAX computes on a CPU."""
+    from pallas_kernels.cpu.native import library
+
+    status = library.status()
+    if not status.available:
+        return f"native CPU kernels: not available, {status.reason}"
+    if jax.default_backend() != "cpu":
+        return f"native CPU kernels: not used and not checked, JAX computes on {jax.default_backend()}"
+    if wrong:
+        return "native CPU kernels: loaded; the table above says whether they are wrong"
+    origin = "prebuilt" if status.prebuilt else "compiled on this machine"
+    return f"native CPU kernels: they work ({origin}, instruction set {status.isas[0]}, checked against numpy)"

@@ -1,4 +1,4 @@
-"""`jattn generate`: prompts from arguments, a file or stdin; text as it comes."""
+"""`jattn generate`: continues prompts from arguments, a file or stdin; prints text as it is generated."""
 
 import argparse
 import json
@@ -21,27 +21,30 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "generate", help="continue prompts", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts; none: one a line from --file or stdin")
-    parser.add_argument("--file", type=Path, help="a prompt a line")
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message to the chat template")
-    parser.add_argument("--json", action="store_true", help="a JSON object a line, in order of completion")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="prompts as text (default: one on each line of --file or stdin)"
+    )
+    parser.add_argument("--file", type=Path, help="a file with one prompt on each line")
+    parser.add_argument("--chat", action="store_true", help="make a chat of each prompt, with the chat template")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on a line for each prompt, in order of completion"
+    )
     options.add_engine(parser)
     options.add_sampling(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where every prompt was served."""
+    """0 if no prompt failed."""
     params = options.sampling_params(args)
     texts = _prompts(args)
     engine = options.make_engine(args)
     prompts: list[Prompt] = [_chat(engine, text) for text in texts] if args.chat else list(texts)
-    failed = (
-        _stream(engine, prompts[0], params)
-        if len(prompts) == 1 and not args.json
-        else _all(engine, texts, prompts, params, args)
-    )
-    return 1 if failed else 0
+    if len(prompts) == 1 and not args.json:
+        failures = _stream(engine, prompts[0], params)
+    else:
+        failures = _all(engine, texts, prompts, params, args)
+    return 1 if failures else 0
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -50,10 +53,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts:
         return args.prompts
     if args.file is None and sys.stdin.isatty():
-        raise ValueError("no prompt: give some as arguments, in --file, or on stdin")
+        raise ValueError("there is no prompt: give prompts as arguments, in --file, or on stdin")
     prompts = [line for line in _lines(args.file) if line]
     if not prompts:
-        raise ValueError("no prompt: every line is empty")
+        raise ValueError("there is no prompt: every line is empty")
     return prompts
 
 
@@ -69,14 +72,14 @@ def _lines(file: Path | None) -> list[str]:
 
 
 def _chat(engine: Engine, text: str) -> list[int]:
-    """The tokens of a chat that the text begins."""
+    """The tokens of a chat whose first message is this text."""
     if engine.chat_template is None or engine.tokenizer is None:
-        raise ValueError("this model's folder has no chat template; leave --chat out")
+        raise ValueError("this model's folder has no chat template; use generate without --chat")
     return chat_prompt(engine.tokenizer, engine.chat_template, [{"role": "user", "content": text}])
 
 
 def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:
-    """One prompt, its text as it comes; several completions one after the other. The number that failed."""
+    """Print the text of one prompt as it is generated, then its other completions. Returns the number of failures."""
     engine.add_request(prompt, params)
     shown, last = "", None
     while engine.has_work:
@@ -86,36 +89,35 @@ def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:
     print()
     for completion in last.outputs[1:]:
         print(completion.text)
-    return _complain(last)
+    return _report_error(last)
 
 
 def _all(
     engine: Engine, texts: list[str], prompts: list[Prompt], params: SamplingParams, args: argparse.Namespace
 ) -> int:
-    """Every prompt; texts are what the user wrote. The number that failed."""
+    """Print the results of all prompts. texts: as the user wrote them. Returns the number of failures."""
     if args.json:
-        ids = {engine.add_request(prompt, params): i for i, prompt in enumerate(prompts)}
-        failed = 0
+        index_of = {engine.add_request(prompt, params): i for i, prompt in enumerate(prompts)}
+        failures = 0
         for output in engine.drain():
-            failed += _complain(output)
-            print(json.dumps(_record(ids[output.id], texts[ids[output.id]], output), ensure_ascii=False), flush=True)
-        return failed
-    failed = 0
+            failures += _report_error(output)
+            index = index_of[output.id]
+            print(json.dumps(_record(index, texts[index], output), ensure_ascii=False), flush=True)
+        return failures
+    failures = 0
     for text, output in zip(texts, engine.generate(prompts, params), strict=True):
         for completion in output.outputs:
             print(text + ("\n" if args.chat else "") + completion.text)
-        failed += _complain(output)
-    return failed
+        failures += _report_error(output)
+    return failures
 
 
 def _record(index: int, prompt: str, output: RequestOutput) -> dict:
-    texts = [
-        dict(text=done.text, finish_reason=done.finish_reason, tokens=len(done.token_ids)) for done in output.outputs
-    ]
-    return dict(index=index, prompt=prompt, outputs=texts)
+    completions = [dict(text=c.text, finish_reason=c.finish_reason, tokens=len(c.token_ids)) for c in output.outputs]
+    return dict(index=index, prompt=prompt, outputs=completions)
 
 
-def _complain(output: RequestOutput) -> int:
+def _report_error(output: RequestOutput) -> int:
     if output.error:
         print(f"jattn: {output.error}", file=sys.stderr)
     return int(bool(output.error))

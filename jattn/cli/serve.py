@@ -16,16 +16,16 @@ EXAMPLE = """example:
   jattn serve --model ~/models/llama --port 8000
   curl localhost:8000/v1/completions -d '{"prompt": "740+583=", "max_tokens": 4, "temperature": 0}'
 
-An API key is read from the environment variable that --api-key-env names, so that no process list shows it.
-After SIGTERM the server finishes running requests and exits with code 0, also while it loads and compiles; if the
-engine breaks, with code 1."""
+The API key is read from the environment variable that --api-key-env names: a process list would show an argument.
+After SIGTERM the server finishes running requests and exits with code 0. While it loads or compiles, SIGTERM ends it
+at once, also with code 0. If the engine breaks, the server exits with code 1."""
 
-SECONDS = (
-    ("header-timeout", 10.0, "for a client to send a request's headers"),
-    ("body-timeout", 60.0, "for a client to send a request's body"),
-    ("keep-alive-timeout", 5.0, "that a connection may be idle between requests"),
-    ("write-timeout", 60.0, "that a client may read nothing of its answer"),
-    ("grace", 20.0, "after SIGTERM for running requests to finish"),
+TIMEOUTS = (
+    ("header-timeout", 10.0, "time for a client to send the headers of a request"),
+    ("body-timeout", 60.0, "time for a client to send the body of a request"),
+    ("keep-alive-timeout", 5.0, "time that a connection may be idle between two requests"),
+    ("write-timeout", 60.0, "time that a client may read nothing of its response"),
+    ("grace", 20.0, "time for running requests to finish after SIGTERM"),
 )
 
 
@@ -41,19 +41,29 @@ def add(commands) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1, this machine only)")
     group.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free port")
     group.add_argument("--model-name", help="what clients call the model (default: the folder's name)")
-    group.add_argument("--api-key-env", metavar="NAME", help="ask for the API key in this environment variable")
+    group.add_argument("--api-key-env", metavar="NAME", help="require the API key in this environment variable")
     group.add_argument(
-        "--max-body-bytes", type=int, default=1 << 20, help="bytes of a request's body, at most (default: 1048576)"
+        "--max-body-bytes",
+        type=int,
+        default=1 << 20,
+        help="maximum size of a request's body in bytes (default: 1048576)",
     )
     group.add_argument(
-        "--max-queue", type=int, default=256, help="sequences served or waiting, n a prompt (default: 256)"
+        "--max-queue",
+        type=int,
+        default=256,
+        help="maximum number of sequences that run or wait, n for each prompt (default: 256)",
     )
-    group.add_argument("--max-connections", type=int, default=512, help="open connections, at most (default: 512)")
-    for name, seconds, what in SECONDS:
+    group.add_argument(
+        "--max-connections", type=int, default=512, help="maximum number of open connections (default: 512)"
+    )
+    for name, seconds, what in TIMEOUTS:
         group.add_argument(
             f"--{name}", type=float, default=seconds, metavar="SECONDS", help=f"{what} (default: {seconds:g})"
         )
-    group.add_argument("--no-warmup", action="store_true", help="compile when first needed, not before serving")
+    group.add_argument(
+        "--no-warmup", action="store_true", help="compile each program when it is first needed, not before serving"
+    )
     options.add_engine(parser)
     parser.set_defaults(run=run)
 
@@ -64,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
     if args.api_key_env is not None:
         key = os.environ.get(args.api_key_env)
         if not key:
-            raise ValueError(f"--api-key-env {args.api_key_env}: that variable is not set, or empty")
+            raise ValueError(f"--api-key-env {args.api_key_env}: this variable is not set, or is empty")
     try:
         from jattn.serve import ServerOptions, serve
-        from jattn.serve.run import bind
+        from jattn.serve.server import bind
     except ImportError as error:
         raise ImportError(f"the server needs pip install 'jattn[serve]' ({error})") from error
     name = args.model_name or (Path(args.model).resolve().name if args.model else "adder")
-    seconds = {option: getattr(args, option) for option in (name.replace("-", "_") for name, _, _ in SECONDS)}
+    seconds = {option: getattr(args, option) for option in (name.replace("-", "_") for name, _, _ in TIMEOUTS)}
     server = ServerOptions(
         model_name=name,
         api_key=key,
@@ -81,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
         **seconds,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    with _ending_quietly():
-        sockets = bind(args.host, args.port)  # before the model loads: a port that is taken is told at once
+    with _exit_0_on_sigterm():
+        sockets = bind(args.host, args.port)  # before the model loads, so that a port in use is reported at once
         engine = options.make_engine(args)
         if not args.no_warmup:
             options.warm(engine)
@@ -93,18 +103,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _ending_quietly() -> Iterator[None]:
-    """SIGTERM ends the process with a sentence and code 0; while it serves, the server has its own handler."""
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+def _exit_0_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the process with one line and code 0; the server has its own handler while it runs."""
+    if threading.current_thread() is not threading.main_thread():  # signal handlers can be set only there
         yield
         return
-    before = signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, _exit_0)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(number: int, frame: object) -> None:
+def _exit_0(number: int, frame: object) -> None:
     print("jattn: ended by SIGTERM", file=sys.stderr, flush=True)
     raise SystemExit(0)

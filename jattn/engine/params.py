@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jattn.errors.arguments import short
+
 MAX_LOGPROBS = 20
 """The most alternatives that a request may ask for a token (the limit of the OpenAI interface)."""
 
@@ -77,36 +79,36 @@ class SamplingParams:
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not _is_number(value) or not low <= value <= high:
-                yield f"{name}={_shown(value)} must be a number from {low:g} up to {high:g}"
+                yield f"{name}={short(value)} must be a number from {low:g} up to {high:g}"
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            yield f"top_p={_shown(self.top_p)} must be a number above 0 up to 1"
+            yield f"top_p={short(self.top_p)} must be a number above 0 up to 1"
         integers = dict(top_k=(-1, MAX_INT32), n=(1, MAX_COMPLETIONS), max_tokens=(1, MAX_INT32))
         optional = dict(seed=(0, 2**63 - 1), logprobs=(0, MAX_LOGPROBS))
         for name, (low, high) in (integers | optional).items():
             value, may_be_none = getattr(self, name), name in optional
             if not (may_be_none and value is None) and not (_is_int(value) and low <= value <= high):
                 kind = "None or an integer" if may_be_none else "an integer"
-                yield f"{name}={_shown(value)} must be {kind} from {low} up to {high}"
+                yield f"{name}={short(value)} must be {kind} from {low} up to {high}"
         yield from self._stop_reasons()
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                yield f"{name}={_shown(getattr(self, name))} must be True or False"
+                yield f"{name}={short(getattr(self, name))} must be True or False"
         if self.temperature == 0 and self.n != 1:
-            yield f"n={_shown(self.n)} with temperature=0 gives the same completion n times; use n=1 or a temperature"
+            yield f"n={short(self.n)} with temperature=0 gives the same completion n times; use n=1 or a temperature"
 
     def _stop_reasons(self):
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            yield f"stop={_shown(self.stop)} must be non-empty strings"
+            yield f"stop={short(self.stop)} must be non-empty strings"
         elif len(self.stop) > MAX_STOPS or sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
             yield (
                 f"stop has {len(self.stop)} strings of {sum(map(len, self.stop))} characters together; "
                 f"at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS} characters together"
             )
         elif not all(is_encodable(text) for text in self.stop):
-            yield f"stop={_shown(self.stop)} holds a surrogate, which is no character and never appears in text"
+            yield f"stop={short(self.stop)} holds a surrogate, which is no character and never appears in text"
         ids = self.stop_token_ids
         if not isinstance(ids, tuple) or not all(_is_int(token) and 0 <= token <= MAX_INT32 for token in ids):
-            yield f"stop_token_ids={_shown(ids)} must be token ids, integers from 0 up to {MAX_INT32}"
+            yield f"stop_token_ids={short(ids)} must be token ids, integers from 0 up to {MAX_INT32}"
         elif len(ids) > MAX_STOPS:
             yield f"stop_token_ids has {len(ids)} tokens, at most {MAX_STOPS}"
 
@@ -132,12 +134,6 @@ def _plain(value, depth: int = 1):
     if depth and hasattr(value, "__iter__"):
         return tuple(_plain(each, depth - 1) for each in value)
     return value
-
-
-def _shown(value) -> str:
-    """A value in an error message, cut to 80 characters."""
-    text = ascii(value) if not isinstance(value, int) or abs(value) < 10**40 else "an integer of over 40 digits"
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _is_int(value) -> bool:

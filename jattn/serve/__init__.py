@@ -1,7 +1,7 @@
-"""An HTTP server with the OpenAI interface, over one Engine; needs `pip install 'jattn[serve]'`."""
+"""An HTTP server with the OpenAI interface for one Engine; needs `pip install 'jattn[serve]'`."""
 
 from jattn.serve.app import make_app
 from jattn.serve.options import ServerOptions
-from jattn.serve.run import serve
+from jattn.serve.server import serve
 
 __all__ = ["ServerOptions", "make_app", "serve"]

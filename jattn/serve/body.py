@@ -1,89 +1,104 @@
-"""Reading a request's body: a size limit, and strict JSON that every parser reads alike."""
+"""A request's body: read with a size limit, then parsed as strict JSON in threads of its own."""
 
-import json
-import math
+import asyncio
 import re
-from typing import Any
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from jattn.serve.errors import BadRequestError, EncodedError, TooLargeError
+from jattn import strict_json
+from jattn.errors.arguments import short
+from jattn.serve.errors import BadRequestError, BodyTooLargeError, ContentEncodingError, QueueFullError
 
 MAX_DEPTH = 32
-"""Deepest nesting of objects and lists."""
+"""Nesting of objects and lists."""
 
 MAX_DIGITS = 20
-"""Most characters of an integer; a seed has up to 19."""
+"""Characters of an integer. A seed has up to 19 digits."""
 
 MAX_VALUES = 20_000
-"""Most keys and list items in all objects and lists of a body, besides the items of `prompt`."""
+"""Keys and list items in all objects and lists of a body, besides the items of `prompt`."""
+
+MAX_SMALL_BYTES = 1 << 14
+"""Up to this size a body is parsed in the threads for small bodies, so that it never waits for a large one."""
+
+NUM_SMALL_THREADS, NUM_LARGE_THREADS = 4, 2
+"""A large body may take seconds, mostly with the interpreter's lock held."""
+
+MAX_PENDING_BYTES = 1 << 23
+"""Total size of the large bodies that are being parsed or wait for it; at least 8 bodies of the largest size fit."""
 
 _TOO_MANY = f"the body has more than {MAX_VALUES} keys and list items besides its prompt's"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_LONG_INTEGER = re.compile(rb"[0-9]{%d}" % MAX_DIGITS)
+
+T = TypeVar("T")
 
 
-async def read(request: Request, most: int) -> bytes:
-    """The body, at most `most` bytes; a larger content-length is refused without reading, and so is compression."""
+async def read(request: Request, max_bytes: int) -> bytes:
+    """The bytes of the body. A larger Content-Length is refused without reading; so is a compressed body."""
     encoding = request.headers.get("content-encoding", "identity").strip()
     if encoding.lower() not in ("", "identity"):
-        raise EncodedError(f"Content-Encoding: {encoding:.80} is not served here; send the body uncompressed")
-    too_large = TooLargeError(f"the body is larger than {most} bytes")
-    announced = request.headers.get("content-length", "0")  # h11 has checked that these are digits
-    if len(announced) > MAX_DIGITS or int(announced) > most:
+        raise ContentEncodingError(f"Content-Encoding {short(encoding)} is not supported; send the body uncompressed")
+    too_large = BodyTooLargeError(f"the body is larger than {max_bytes} bytes")
+    content_length = request.headers.get("content-length", "0")  # h11 has checked that these are digits
+    if len(content_length) > MAX_DIGITS or int(content_length) > max_bytes:
         raise too_large
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > most:
+        if size > max_bytes:
             raise too_large
         parts.append(part)
     return b"".join(parts)
 
 
 def parse(raw: bytes, max_prompts: int, max_model_len: int) -> dict[str, Any]:
-    """The JSON object in a body: UTF-8 without a byte order mark, no key twice, no number beyond a double, no half of a
-    surrogate pair, nothing nested deeper than MAX_DEPTH, at most MAX_VALUES values besides those of `prompt`.
+    """The JSON object in a body: UTF-8 without a byte order mark, strict JSON, within the limits above.
 
-    Too many values, or items of a `prompt`, are refused before they are looked at.
+    Too many values, or too many items of `prompt`, are refused before they are visited.
     """
     _count_marks(raw, MAX_VALUES + max_prompts, MAX_VALUES + max_prompts * max_model_len)
     try:
-        body = json.loads(
-            raw.decode("utf-8"),
-            parse_int=_integer if _LONG_INTEGER.search(raw) else int,  # json reads int without calling it
-            parse_float=_number,
-            parse_constant=_no_constant,
-            object_pairs_hook=_object,
-        )
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"the body is not JSON that can be read: {error}") from error
+        body = strict_json.parse(raw.decode("utf-8"), MAX_DEPTH, MAX_DIGITS)
+    except ValueError as error:
+        raise BadRequestError(f"the body cannot be read as JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
-    _check(body, MAX_DEPTH, MAX_VALUES + _count(body.get("prompt"), max_prompts, max_model_len))
+    num_prompt_items = _count_prompt_items(body.get("prompt"), max_prompts, max_model_len)
+    try:
+        strict_json.check(body, MAX_DEPTH, MAX_VALUES + num_prompt_items)
+    except strict_json.TooManyValuesError:
+        raise BadRequestError(_TOO_MANY) from None
+    except ValueError as error:
+        raise BadRequestError(f"the body cannot be read as JSON: {error}") from error
     return body
 
 
 def _count_marks(raw: bytes, max_nested: int, max_commas: int) -> None:
-    """Refuse a body of more objects and lists, or commas, than parse() can accept. json.loads takes 0.1 s for a
-    megabyte of empty lists and lets no other thread run meanwhile."""
+    """Refuse a body with more brackets and braces, or commas, than parse() can accept.
+
+    Parsing a megabyte of empty lists takes 0.1 s, during which json.loads lets no other thread run.
+    """
     count = lambda text: (text.count(b"[") + text.count(b"{"), text.count(b","))
     nested, commas = count(raw)
-    if nested > max_nested + 1 or commas > max_commas:  # perhaps of a text
+    if nested > max_nested + 1 or commas > max_commas:  # they may be inside strings: count again without those
         nested, commas = count(_STRING.sub(b"", raw))
         if nested > max_nested + 1 or commas > max_commas:
             raise BadRequestError(_TOO_MANY)
 
 
-def _count(prompt: Any, max_prompts: int, max_model_len: int) -> int:
-    """How many items a list of prompts or tokens has, in itself and in its lists."""
+def _count_prompt_items(prompt: Any, max_prompts: int, max_model_len: int) -> int:
+    """The number of items of a list of prompts or of tokens, those of inner lists included."""
     if not isinstance(prompt, list) or not prompt:
         return 0
     if type(prompt[0]) is int:
         longest = count = len(prompt)
     else:
         if len(prompt) > max_prompts:
-            raise BadRequestError(f"{len(prompt)} prompts, at most {max_prompts}", "prompt")
+            raise BadRequestError(f"the body has {len(prompt)} prompts, at most {max_prompts}", "prompt")
         lengths = [len(each) for each in prompt if isinstance(each, list)]
         longest, count = max(lengths, default=0), len(prompt) + sum(lengths)
     if longest >= max_model_len:
@@ -93,50 +108,34 @@ def _count(prompt: Any, max_prompts: int, max_model_len: int) -> int:
     return count
 
 
-def _integer(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"an integer of {len(digits)} digits")
-    return int(digits)
+class ParserThreads:
+    """Runs the work on a body in the threads for its size; QueueFullError where too many bytes wait already."""
 
+    def __init__(self, max_body_bytes: int):
+        self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, "jattn-parse-small")
+        self._large = ThreadPoolExecutor(NUM_LARGE_THREADS, "jattn-parse-large")
+        self._max_pending_bytes = max(MAX_PENDING_BYTES, 8 * max_body_bytes)
+        self._lock = threading.Lock()
+        self._num_pending_bytes = 0  # of large bodies
 
-def _number(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text[:40]} is larger than any number here")
-    return number
+    async def run(self, raw: bytes, work: Callable[[bytes], T]) -> T:
+        """work(raw), in a thread."""
+        if len(raw) <= MAX_SMALL_BYTES:  # the limit on connections bounds their number
+            return await asyncio.wrap_future(self._small.submit(work, raw))
+        size = len(raw)
+        with self._lock:
+            if self._num_pending_bytes + size > self._max_pending_bytes:
+                raise QueueFullError("too many large bodies are waiting to be parsed; try again later")
+            self._num_pending_bytes += size
+        future = self._large.submit(work, raw)
+        future.add_done_callback(lambda done: self._release(size))
+        return await asyncio.wrap_future(future)
 
+    def close(self) -> None:
+        """Drop the work that waits, and let the threads end."""
+        for pool in (self._small, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-def _no_constant(name: str):
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"the key {twice[:80]!a} stands twice in one object")
-    return found
-
-
-def _check(value: Any, depth: int, num_left: int) -> int:
-    """Refuse what may not be in a body; how many more values it may have after this one's."""
-    if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadRequestError(
-                f"the body holds half a surrogate pair, {value[error.start]!a}, which is no character"
-            ) from error
-    elif isinstance(value, (dict, list)):
-        if not depth:
-            raise BadRequestError(f"the body nests deeper than {MAX_DEPTH}")
-        num_left -= len(value)
-        if num_left < 0:
-            raise BadRequestError(_TOO_MANY)
-        for part in value.items() if isinstance(value, dict) else value:
-            if isinstance(part, tuple):
-                _check(part[0], depth, num_left)
-                part = part[1]
-            if isinstance(part, (str, dict, list)):
-                num_left = _check(part, depth - 1, num_left)
-    return num_left
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self._num_pending_bytes -= size

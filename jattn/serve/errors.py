@@ -1,4 +1,4 @@
-"""The errors that clients see: an HTTP status, and the JSON of the OpenAI interface."""
+"""The errors that clients see: an HTTP status, and a body in the JSON of the OpenAI interface."""
 
 import json
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from starlette.responses import Response
 
 MAX_MESSAGE = 1000
-"""Most characters of a message, which may quote the client's text."""
+"""Characters of a message, which may quote the client's text."""
 
 
 class ServeError(Exception):
-    """An error answer; `param` names the body's field at fault."""
+    """An error response; `param` names the field of the body that is wrong."""
 
     status, kind, code = 500, "server_error", None
     headers: dict[str, str] = {}
@@ -21,12 +21,12 @@ class ServeError(Exception):
 
 
 class BadRequestError(ServeError):
-    """A body that cannot be served."""
+    """The body is not valid, or asks for something that is not supported."""
 
     status, kind = 400, "invalid_request_error"
 
 
-class KeyRefusedError(ServeError):
+class InvalidApiKeyError(ServeError):
     """The API key is missing or wrong."""
 
     status, kind, code = 401, "invalid_request_error", "invalid_api_key"
@@ -34,25 +34,25 @@ class KeyRefusedError(ServeError):
 
 
 class UnknownModelError(ServeError):
-    """The body names a model that is not served here."""
+    """The body or path names a model that is not served here."""
 
     status, kind, code = 404, "invalid_request_error", "model_not_found"
 
 
-class TooLargeError(ServeError):
-    """The body is larger than the server accepts."""
+class BodyTooLargeError(ServeError):
+    """The body has more bytes than the server accepts."""
 
     status, kind = 413, "invalid_request_error"
 
 
-class EncodedError(ServeError):
+class ContentEncodingError(ServeError):
     """The body is compressed."""
 
     status, kind = 415, "invalid_request_error"
 
 
 class QueueFullError(ServeError):
-    """More sequences are served or wait, or more bodies are being parsed, than the server accepts."""
+    """More sequences are running or waiting, or more bodies are being parsed, than the server accepts."""
 
     status, kind, code = 429, "rate_limit_error", "rate_limit_exceeded"
     headers = {"Retry-After": "1"}
@@ -63,13 +63,13 @@ class FailedError(ServeError):
 
 
 class StoppedError(ServeError):
-    """The server is stopping, or its engine is broken."""
+    """The server is shutting down, or its engine is broken."""
 
     status = 503
 
 
 def encode(body: dict[str, Any]) -> bytes:
-    """JSON in UTF-8; ValueError for a number that JSON does not have."""
+    """JSON in UTF-8; ValueError for NaN or infinity, which JSON does not have."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", errors="replace")
 
 

@@ -13,19 +13,19 @@ class ServerOptions:
     model_name: str = "jattn"
     api_key: str | None = None
     max_body_bytes: int = 1 << 20
-    max_queue: int = 256  # sequences served or waiting: prompts x n of every accepted body
-    max_prompts: int = 64  # of one body
+    max_queue: int = 256  # sequences running or waiting: prompts x n of every accepted body
+    max_prompts: int = 64  # in one body
     default_max_tokens: int = 16  # of /v1/completions; a chat's default is max_model_len
     max_connections: int = 512
     header_timeout: float = 10.0  # for the request line and headers, from the connection or their first byte
     body_timeout: float = 60.0  # for a request's body, from the end of its headers
     keep_alive_timeout: float = 5.0  # between two requests of a connection
-    write_timeout: float = 60.0  # for a client that reads nothing of a waiting answer
+    write_timeout: float = 60.0  # for a client that reads nothing of its response
     grace: float = 20.0  # for running requests after SIGTERM
 
     @property
     def max_framing_bytes(self) -> int:
-        """Of a chunked body, beside its content."""
+        """Bytes of a chunked body that are not its content."""
         return max(1 << 16, self.max_body_bytes // 16)
 
     def __post_init__(self):
@@ -39,7 +39,7 @@ class ServerOptions:
             if not isinstance(value, (int, float)) or not 0 <= value < math.inf or (value == 0 and name != "grace"):
                 reasons.append(f"{name}={value!r} must be a number of seconds {low} 0")
         if not self.model_name or not is_encodable(self.model_name):
-            reasons.append(f"model_name={self.model_name!a} must be text, and not empty")
+            reasons.append(f"model_name={self.model_name!a} must be non-empty text")
         if self.api_key is not None and not _is_header_value(self.api_key):
             reasons.append("api_key must be text without spaces at its ends and without control characters")
         if reasons:

@@ -1,4 +1,4 @@
-"""Text on both sides of a model: tokenizers, growing text, chat templates. All of it reads untrusted folders."""
+"""Text before and after a model: chat templates, tokenizers, text that grows token by token. Folders are untrusted."""
 
 from jattn.text.chat import ChatTemplate, chat_prompt, load_chat_template
 from jattn.text.tokenizer import ByteTokenizer, Detokenizer, Tokenizer, load_tokenizer

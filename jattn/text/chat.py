@@ -1,33 +1,36 @@
-"""A folder's chat template: messages to one prompt."""
+"""Chat templates: messages to one prompt."""
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jattn.models.files import is_there, read_json, read_text, shown
+from jattn.errors.arguments import short
+from jattn.models.files import is_there, read_json, read_text
 from jattn.text.renderer import render
 from jattn.text.special import read_special_tokens
 from jattn.text.tokenizer import Tokenizer
 
 FILE, LEGACY, FOLDER = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
-MOST_SOURCE = 1 << 18
-"""Most characters of a template; published ones have up to about 30,000."""
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which clients send a message's reasoning."""
+MAX_SOURCE = 1 << 18
+"""Characters of a template; published ones have up to about 30,000."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which clients send the reasoning of a message."""
 MARK = "THE-LAST-MESSAGE-IS-CONTINUED-FROM-HERE "
-"""Appended to a message that is continued, to find its end in the prompt; a missing trailing space means: trimmed."""
+"""Appended to a message that is continued, to find its end in the prompt. Its last space shows if that is trimmed."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-MOST_DEPTH = 64
-"""Deepest nesting of lists and objects in a template's input."""
+"""Variables that `render` sets from its arguments."""
+MAX_DEPTH = 64
+"""Nesting of lists and objects in a template's input."""
 
 
 class ChatTemplate:
-    """One jinja template, or several by name, run in a process of its own: see jattn.text.renderer.
+    """One jinja template, or several by name, rendered in a separate process: see jattn.text.renderer.
 
     Nothing is compiled before the first chat, so a broken template fails chats and nothing else.
-    variables: values that every chat has by name, such as `bos_token`. where: the template's name in errors. problem:
-    why the folder's template cannot be used; every chat is then refused with this message.
+
+    variables: available in every chat, such as `bos_token`. where: the template's name in errors. problem: why the
+    folder's template cannot be used; every chat is then refused with this message.
     """
 
     def __init__(
@@ -52,10 +55,11 @@ class ChatTemplate:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt that asks the model for the next message; ValueError with the template's own complaint.
+        """The prompt that asks the model for the next message; ValueError with the template's own message.
 
-        The prompt contains its special tokens: encode it with add_special_tokens=False, as chat_prompt does. tools and
-        documents are passed on to the template; variables (`enable_thinking`, `reasoning_effort`) reach it by name.
+        The prompt contains its special tokens: encode it with add_special_tokens=False, as chat_prompt does.
+
+        tools, documents: passed to the template. variables: more of them, by name (`enable_thinking`).
         continue_final_message: the prompt ends inside the last message, without a header for a new one.
         add_generation_prompt: None means True, or False with continue_final_message. template: the name of one of
         several; None means "tool_use" if there are tools and such a template, else "default".
@@ -64,53 +68,57 @@ class ChatTemplate:
             raise ValueError(
                 "continue_final_message continues the last message; add_generation_prompt begins a new one"
             )
-        if taken := [name for name in RESERVED if name in (variables or {})]:
-            raise ValueError(f"{taken[0]} is an argument of its own, not a variable of the template")
-        chat = _plain(messages)
-        if not chat or not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
+        if reserved := [name for name in RESERVED if name in (variables or {})]:
+            raise ValueError(f"{reserved[0]} is an argument of render(); do not pass it in variables")
+        plain = _plain(messages)
+        if not plain or not isinstance(plain, list) or not all(isinstance(message, dict) for message in plain):
             raise ValueError(
                 "messages must be a non-empty list of objects such as {'role': 'user', 'content': 'hello'}"
             )
-        chat = [_with_thoughts({k: v for k, v in message.items() if v is not None}) for message in chat]
-        end = _mark(chat[-1]) if continue_final_message else None
-        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
-        given = dict(messages=chat, tools=_plain(tools), documents=_plain(documents), add_generation_prompt=begins)
-        text = self._run(self._chosen(template, tools), self._variables | _plain(variables or {}) | given)
-        return text if end is None else _cut(text, end, self._where)
+        chat = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in plain]
+        last_text = _mark(chat[-1]) if continue_final_message else None
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        arguments = dict(
+            messages=chat, tools=_plain(tools), documents=_plain(documents), add_generation_prompt=add_generation_prompt
+        )
+        source = self._source(self._choose(template, tools))
+        text = render(source, self._variables | _plain(variables or {}) | arguments, self._where)
+        return text if last_text is None else _cut(text, last_text, self._where)
 
-    def _chosen(self, name: str | None, tools: Any) -> str:
+    def _choose(self, name: str | None, tools: Any) -> str:
         if self._problem is not None:
             raise ValueError(self._problem)
         if name is None:
             name = "tool_use" if tools and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise ValueError(
-                f"{self._where}: there is no template {name!r} but {', '.join(sorted(self._sources))}: name one"
+                f"{self._where}: there is no template {name!r}; use one of {', '.join(sorted(self._sources))}"
             )
         return name
 
-    def _run(self, name: str, variables: dict[str, Any]) -> str:
+    def _source(self, name: str) -> str:
         source = self._sources[name]
-        if len(source) > MOST_SOURCE:
-            raise ValueError(f"{self._where} has {len(source)} characters, more than {MOST_SOURCE}")
-        return render(source, variables, self._where)
+        if len(source) > MAX_SOURCE:
+            raise ValueError(f"{self._where} has {len(source)} characters, more than {MAX_SOURCE}")
+        return source
 
 
 def chat_prompt(
     tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> list[int]:
-    """The tokens of a chat, for Engine.add_request; options are those of ChatTemplate.render.
+    """The tokens of a chat, for Engine.add_request. The options are those of ChatTemplate.render.
 
-    The template writes the special tokens and the tokenizer adds none: two BOS tokens would change the model's answer.
+    The template writes the special tokens, so the tokenizer adds none: a second BOS would change the model's output.
     """
     return tokenizer.encode(template.render(messages, **options), add_special_tokens=False)
 
 
 def load_chat_template(directory: str | Path) -> ChatTemplate | None:
-    """The folder's template or templates; None where it has none. An unreadable file is reported by the first chat.
+    """The folder's template or templates; None if it has none. An unreadable file is reported by the first chat.
 
-    chat_template.jinja and the files of additional_chat_templates/ come before chat_template.json, and that before
-    tokenizer_config.json, as transformers has it.
+    The first of these that has a template counts, as in transformers: chat_template.jinja with the files of
+    additional_chat_templates/, chat_template.json, tokenizer_config.json.
     """
     directory = Path(directory).resolve()
     where = f"the chat template of {directory.name}"
@@ -118,7 +126,7 @@ def load_chat_template(directory: str | Path) -> ChatTemplate | None:
         sources = _sources(directory)
         variables = read_special_tokens(directory).by_name
     except (ValueError, FileNotFoundError) as error:
-        why = str(error).replace(f"{directory}{os.sep}", "")  # it reaches clients, who must not see the path
+        why = str(error).replace(f"{directory}{os.sep}", "")  # the message reaches clients, who must not see the path
         return ChatTemplate({}, where=where, problem=f"{where} cannot be used: {why}")
     return ChatTemplate(sources, variables, where=where) if sources else None
 
@@ -140,7 +148,7 @@ def _sources(directory: Path) -> dict[str, str]:
 
 
 def _by_name(path: Path, value: Any) -> dict[str, str]:
-    """The value of a chat_template: a text, {name: text}, or [{name, template}]."""
+    """The value of chat_template, which is text, {name: text} or [{name, template}], as {name: text}."""
     named = value
     if isinstance(value, str):
         named = {"default": value}
@@ -148,48 +156,48 @@ def _by_name(path: Path, value: Any) -> dict[str, str]:
         named = {entry.get("name"): entry.get("template") for entry in value}
     if not isinstance(named, dict) or not named or not all(isinstance(x, str) for pair in named.items() for x in pair):
         raise ValueError(
-            f"{path}: chat_template={shown(value)} must be a text, or a list of objects with a name and a template"
+            f"{path}: chat_template={short(value)} must be text, or a list of objects with a name and a template"
         )
     return named
 
 
-def _plain(value: Any, depth: int = MOST_DEPTH) -> Any:
-    """A copy made of JSON's types alone, so that a template finds no other methods on its input."""
+def _plain(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """A copy that has only JSON's types, so that a template finds no other methods in its input."""
     if value is None or isinstance(value, bool):
         return value
     for kind, plain in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
         if isinstance(value, kind):
             return plain(value)
     if depth == 0:
-        raise ValueError(f"a chat template takes lists and objects at most {MOST_DEPTH} deep in each other")
+        raise ValueError(f"the lists and objects for a chat template are nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         return {str(key): _plain(item, depth - 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [_plain(item, depth - 1) for item in value]
-    raise ValueError(f"a chat template takes texts, numbers, lists and objects, not {type(value).__name__}")
+    raise ValueError(f"a chat template takes text, numbers, lists and objects, not {type(value).__name__}")
 
 
-def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its reasoning under both keys that templates read."""
-    thought = next((message[name] for name in THOUGHTS if name in message), None)
-    return message if thought is None else {"thinking": thought} | message | {"reasoning_content": thought}
+    reasoning = next((message[name] for name in REASONING_KEYS if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning} | message | {"reasoning_content": reasoning}
 
 
 def _mark(message: dict[str, Any]) -> str:
-    """Put the mark after the message's text, and return that text."""
+    """Append MARK to the message's text; returns the text without it."""
     content = message.get("content")
     parts = [part for part in content if isinstance(part, dict) and "text" in part] if isinstance(content, list) else []
     holder, key = (parts[-1], "text") if parts else (message, "content")
     text = holder.get(key)
     if not isinstance(text, str):
-        raise ValueError("continue_final_message needs a last message with a text as its content")
+        raise ValueError("continue_final_message needs a last message whose content is text")
     holder[key] = text + MARK
     return text
 
 
 def _cut(prompt: str, text: str, where: str) -> str:
-    """The prompt up to the mark; where the template trimmed the message, the prompt's end is trimmed too."""
+    """The prompt up to MARK; if the template trimmed the message, the end of the prompt is trimmed too."""
     at = prompt.rfind(MARK.strip())
     if at < 0 or text.strip() not in prompt:
-        raise ValueError(f"{where} leaves out or changes the last message, so that it cannot be continued")
+        raise ValueError(f"{where} leaves out or changes the last message, so it cannot be continued")
     return prompt[:at] if prompt.startswith(MARK, at) else prompt[:at].rstrip()

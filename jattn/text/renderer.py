@@ -1,7 +1,7 @@
-"""Rendering of untrusted templates in processes of their own, with limits that the kernel and a clock keep.
+"""Renders untrusted templates in processes of their own, with limits that the kernel and a timer enforce.
 
-A process serves one chat after another. One that reaches a limit is ended, and the next chat starts another. A process
-ends by itself when this one does, because its input then ends.
+A process renders one chat after another. One that reaches a limit is killed, and the next chat starts another. The
+processes end when this one does, because their input then ends.
 """
 
 import atexit
@@ -16,59 +16,59 @@ import threading
 from pathlib import Path
 from typing import Any
 
-MOST_SECONDS = 2.0
-"""Processor time to compile a template and render one chat. Templates in use take milliseconds."""
-MOST_WAIT = 10.0
-"""Seconds by the clock for the same."""
-MOST_START = 60.0
-"""Seconds by the clock until a new process is ready; it takes about 0.1."""
-MOST_MEMORY = 1 << 30
-"""Bytes of address space of a process."""
-MOST_SIZE = 1 << 24
+MAX_CPU_SECONDS = 2.0
+"""Processor time to compile a template and render one chat. Published templates take milliseconds."""
+MAX_ELAPSED_SECONDS = 10.0
+"""Elapsed time for the same."""
+MAX_START_SECONDS = 60.0
+"""Elapsed time until a new process is ready; it takes about 0.1 s."""
+MAX_MEMORY = 1 << 30
+"""Address space of a process, in bytes."""
+MAX_CHARACTERS = 1 << 24
 """Characters of a prompt."""
-MOST_PROCESSES = 4
-"""Chats that are rendered at once; others wait."""
-PASSED = ("TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-"""Variables of the environment that the process gets; an API key may be in another."""
+MAX_PROCESSES = 4
+"""Chats that are rendered at the same time; others wait."""
+ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+"""Environment variables that the process gets. Others are withheld, because they may hold an API key."""
 PROGRAM = Path(__file__).with_name("sandbox.py")
 
-_places = threading.BoundedSemaphore(MOST_PROCESSES)
+_slots = threading.BoundedSemaphore(MAX_PROCESSES)
 _idle: list["Process"] = []
 
 
-class EndedError(Exception):
-    """The process ended in the middle of a chat; the text says why."""
+class ProcessEndedError(Exception):
+    """The process ended before it gave a result; the message says why."""
 
 
 def render(source: str, variables: dict[str, Any], where: str) -> str:
-    """The rendered text; ValueError with the message of the template or of the limit that it reached."""
-    request = dict(source=source, variables=variables, seconds=MOST_SECONDS, most=MOST_SIZE)
-    line = (json.dumps(request, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
-    with _places:
+    """The rendered text; ValueError with the template's own message or the limit that it reached."""
+    job = dict(source=source, variables=variables, max_seconds=MAX_CPU_SECONDS, max_characters=MAX_CHARACTERS)
+    line = (json.dumps(job, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+    with _slots:
         try:
-            answer = _ask(line)
-        except EndedError as error:
+            result = _run(line)
+        except ProcessEndedError as error:
             raise ValueError(f"{where} refuses these messages: {error}") from None
-    if "unreadable" in answer:
-        raise ValueError(f"{where} is not a template that can be read: {answer['unreadable']}")
-    if "refused" in answer:
-        raise ValueError(f"{where} refuses these messages: {answer['refused']}")
-    return answer["text"]
+    if "invalid" in result:
+        raise ValueError(f"{where} cannot be compiled: {result['invalid']}")
+    if "refused" in result:
+        raise ValueError(f"{where} refuses these messages: {result['refused']}")
+    return result["text"]
 
 
-def _ask(line: bytes) -> dict[str, str]:
-    process = _idle_one() or Process()
+def _run(line: bytes) -> dict[str, str]:
+    process = _idle_process() or Process()
     try:
-        answer = process.ask(line)
+        result = process.run(line)
     except BaseException:
         process.close()
         raise
     _idle.append(process)
-    return answer
+    return result
 
 
-def _idle_one() -> "Process | None":
-    """A process that waits for a chat, taken off the list."""
+def _idle_process() -> "Process | None":
+    """A process that waits for a chat, removed from the list; None if there is none."""
     while True:
         try:
             process = _idle.pop()
@@ -80,23 +80,23 @@ def _idle_one() -> "Process | None":
 
 
 class Process:
-    """A running sandbox.py. Not thread-safe: one chat at a time."""
+    """A running sandbox.py. It renders one chat at a time, and is not thread-safe."""
 
     def __init__(self):
         if importlib.util.find_spec("jinja2") is None:
             raise ImportError("a chat template needs jinja2: pip install 'jattn[models]'")
-        # a new program and no fork of this one, whose threads (JAX has many) a fork would break; isolated, with this
-        # process's search path; a session of its own, so that Ctrl-C in the terminal reaches only this process
+        # A new program: a fork of this process, whose threads hold locks, might hang. Isolated mode (-I), with this
+        # process's search path. A session of its own, so that Ctrl-C in the terminal does not reach it.
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(sys.path), str(MOST_MEMORY)],
+            [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(sys.path), str(MAX_MEMORY)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={name: os.environ[name] for name in PASSED if name in os.environ},
+            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
             start_new_session=True,
         )
         try:
-            self._answer(MOST_START)
-        except EndedError as error:  # not the chat's fault
+            self._result(MAX_START_SECONDS)
+        except ProcessEndedError as error:  # RuntimeError: the chat is not at fault
             self.close()
             raise RuntimeError(f"the process that renders chat templates does not start: {error}") from error
         except BaseException:
@@ -106,30 +106,31 @@ class Process:
     def is_alive(self) -> bool:
         return self._popen.poll() is None
 
-    def ask(self, line: bytes) -> dict[str, str]:
-        return self._answer(MOST_WAIT, line)
+    def run(self, line: bytes) -> dict[str, str]:
+        """The result of one chat."""
+        return self._result(MAX_ELAPSED_SECONDS, line)
 
-    def _answer(self, seconds: float, line: bytes = b"") -> dict[str, str]:
-        """The answer to this line. Afterwards the clock is stopped for certain, so that it ends no later chat."""
+    def _result(self, max_seconds: float, line: bytes = b"") -> dict[str, str]:
+        """The result for this line. The timer has ended when this returns, so that it cannot kill a later chat."""
         assert self._popen.stdin and self._popen.stdout
-        late = threading.Event()
-        clock = threading.Timer(seconds, lambda: (late.set(), self._popen.kill()))
-        clock.daemon = True
-        clock.start()
+        timed_out = threading.Event()
+        timer = threading.Timer(max_seconds, lambda: (timed_out.set(), self._popen.kill()))
+        timer.daemon = True
+        timer.start()
         try:
             self._popen.stdin.write(line)
             self._popen.stdin.flush()
-            answer = self._popen.stdout.readline(8 * MOST_SIZE)
-        except OSError:  # it ended before it read everything
-            answer = b""
+            result = self._popen.stdout.readline(8 * MAX_CHARACTERS)
+        except OSError:  # the process ended before it had read everything
+            result = b""
         finally:
-            clock.cancel()
-            clock.join()
-        if late.is_set() or not answer.endswith(b"\n"):
+            timer.cancel()
+            timer.join()
+        if timed_out.is_set() or not result.endswith(b"\n"):
             self._popen.kill()
             code = self._popen.wait()
-            raise EndedError(_why(code, seconds if late.is_set() else None))
-        return json.loads(answer.decode("utf-8", "surrogatepass"))
+            raise ProcessEndedError(_reason(code, max_seconds if timed_out.is_set() else None))
+        return json.loads(result.decode("utf-8", "surrogatepass"))
 
     def close(self) -> None:
         self._popen.kill()
@@ -137,17 +138,18 @@ class Process:
             pass
 
 
-def _why(code: int, seconds: float | None) -> str:
-    if seconds is not None:
-        return f"more than {seconds:g} seconds by the clock"
+def _reason(code: int, timeout: float | None) -> str:
+    """Why a process ended. timeout: the elapsed seconds after which it was killed, if it was."""
+    if timeout is not None:
+        return f"more than {timeout:g} seconds of elapsed time"
     if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
-        return f"more than {MOST_SECONDS:g} seconds of processor time"
+        return f"more than {MAX_CPU_SECONDS:g} seconds of processor time"
     return f"the process that renders them ended with code {code}"
 
 
 @atexit.register
 def close_idle() -> None:
-    """End the processes that wait; the next chat starts one."""
+    """End the processes that wait for a chat; the next chat starts one."""
     while _idle:
         _idle.pop().close()
 

@@ -1,8 +1,8 @@
 """The program of the process that renders chat templates: JSON lines in, JSON lines out.
 
-jattn.text.renderer starts it as a script. It imports nothing of jattn, whose import would start JAX. The kernel
-bounds the process, so no operation of a template needs a check of its own; jinja's sandbox and the methods named here
-keep the template from Python.
+jattn.text.renderer starts it as a script. It imports nothing of jattn, whose import would load JAX. The kernel limits
+the time and memory of the process, so the operations of a template need no checks of their own. Jinja's sandbox and
+METHODS keep a template from Python's objects, files and network.
 """
 
 import datetime
@@ -12,8 +12,8 @@ import signal
 import sys
 from typing import Any
 
-MOST_ERROR = 2000
-"""Characters of an error that are passed on."""
+MAX_ERROR = 2000
+"""Characters of an error that are returned."""
 METHODS = {
     str: "capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha isascii "
     "isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip "
@@ -24,82 +24,82 @@ METHODS = {
     (int, float): "as_integer_ratio bit_count bit_length conjugate denominator hex imag is_integer numerator real",
     (bytes, bytearray, memoryview): "",
 }
-"""Types -> what a template may take of them; none makes bytes."""
+"""Types -> the methods that a template may call on them; none makes bytes."""
 
 
 def main() -> None:
-    """Answer requests until there are no more; the arguments are Python's search path and the most bytes of memory."""
+    """Render chats until the input ends. Arguments: Python's search path as JSON, and the limit of memory in bytes."""
     sys.path[:] = json.loads(sys.argv[1])
-    bound_memory(int(sys.argv[2]))
+    limit_memory(int(sys.argv[2]))
     environment = make_environment()
     compiled = functools.lru_cache(maxsize=8)(environment.from_string)
-    say({})  # ready
+    write({})  # ready
     for line in sys.stdin.buffer:
-        request = json.loads(line.decode("utf-8", "surrogatepass"))
-        bound_time(request["seconds"])
+        job = json.loads(line.decode("utf-8", "surrogatepass"))
+        limit_time(job["max_seconds"])
         try:
-            answer = answered(compiled, request)
+            result = rendered(compiled, job)
         except MemoryError:
-            answer = {"refused": "MemoryError: more memory than one chat may take"}
-        bound_time(0)
-        say(answer)
+            result = {"refused": "MemoryError: more memory than one chat may take"}
+        limit_time(0)
+        write(result)
 
 
-def say(answer: dict[str, str]) -> None:
-    text = json.dumps(answer, ensure_ascii=False) + "\n"
+def write(result: dict[str, str]) -> None:
+    text = json.dumps(result, ensure_ascii=False) + "\n"
     sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
     sys.stdout.buffer.flush()
 
 
-def bound_memory(most: int) -> None:
-    """Where the system has such a limit, allocating more fails with MemoryError."""
+def limit_memory(num_bytes: int) -> None:
+    """Allocating more fails with MemoryError where the system enforces RLIMIT_AS. No core file is written."""
     try:
         import resource
     except ImportError:  # Windows
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    num_bytes = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
-def bound_time(seconds: float) -> None:
-    """The kernel ends this process after so much processor time, whatever it does then; 0: it does not."""
-    if hasattr(signal, "setitimer"):  # else the other side's clock alone ends it
+def limit_time(seconds: float) -> None:
+    """The kernel kills this process after this much processor time; 0: no limit."""
+    if hasattr(signal, "setitimer"):  # elsewhere only the renderer's timer ends the process
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def answered(compiled: Any, request: dict[str, Any]) -> dict[str, str]:
-    """{"text": the prompt}, {"unreadable": why the template cannot be compiled}, or {"refused": why it ended}."""
+def rendered(compiled: Any, job: dict[str, Any]) -> dict[str, str]:
+    """{"text": the prompt}, {"invalid": why the template cannot be compiled}, or {"refused": why it ended}."""
     try:
-        template = compiled(request["source"])
+        template = compiled(job["source"])
     except MemoryError:
         raise
-    except Exception as error:  # jinja's, or Python's where the generated code nests too deeply
+    except Exception as error:  # jinja's, or Python's if the generated code is nested too deeply
         line = getattr(error, "lineno", None)
-        return {"unreadable": str(error)[:MOST_ERROR] + (f", line {line}" if line else "")}
+        return {"invalid": str(error)[:MAX_ERROR] + (f", line {line}" if line else "")}
     try:
-        text = template.render(request["variables"])
+        text = template.render(job["variables"])
     except MemoryError:
         raise
     except Exception as error:  # a template is a program: it may raise anything
         kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
-        return {"refused": f"{kind}{error}"[:MOST_ERROR]}
-    if len(text) > request["most"]:
-        return {"refused": f"a prompt of {len(text)} characters, more than {request['most']}"}
+        return {"refused": f"{kind}{error}"[:MAX_ERROR]}
+    if len(text) > job["max_characters"]:
+        return {"refused": f"a prompt of {len(text)} characters, more than {job['max_characters']}"}
     return {"text": text}
 
 
 def make_environment() -> Any:
-    """Jinja as transformers sets it up, in its sandbox."""
+    """Jinja's sandbox, with the options, filters and globals that transformers gives to templates."""
     import jinja2
     from jinja2 import ext, nodes, sandbox, utils
 
     class Generation(ext.Extension):
-        """{% generation %} marks an assistant's text for training; rendering ignores the mark."""
+        """{% generation %} marks an assistant's text for training; here it renders its content and nothing else."""
 
         tags = {"generation"}
 
@@ -115,7 +115,7 @@ def make_environment() -> Any:
             return super().is_safe_attribute(obj, attr, value)
 
     class Namespace(utils.Namespace):
-        """A namespace without private names: such a name could reach attributes of Python's own."""
+        """A namespace without names that begin with _, which could reach Python's own attributes."""
 
         def __init__(self, /, *args: Any, **values: Any):
             values = dict(*args, **values)
@@ -129,7 +129,7 @@ def make_environment() -> Any:
 
     def check_name(name: Any) -> None:
         if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace takes no name that begins with _, as {name!r} does")
+            raise jinja2.exceptions.SecurityError(f"a name in a namespace must not begin with _, as {name!r} does")
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -148,7 +148,7 @@ def make_environment() -> Any:
 def tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as transformers writes it: nothing escaped for HTML, and json.dumps's options."""
+    """JSON as transformers writes it: nothing is escaped for HTML. The options are those of json.dumps."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -158,7 +158,7 @@ def strftime_now(format: str) -> str:
 
 
 def dictionary(*args: Any, **values: Any) -> dict:
-    """dict() as a function: the class itself would give a template its methods."""
+    """dict() as a function: the class itself would give a template its attributes."""
     return dict(*args, **values)
 
 

@@ -1,10 +1,11 @@
-"""The special tokens of a folder, by name and by id, as its settings files say them."""
+"""The special tokens of a folder, by name and by id, from its settings files."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jattn.models.files import is_there, read_json, shown
+from jattn.errors.arguments import short
+from jattn.models.files import is_there, read_json
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -13,7 +14,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclasses.dataclass(frozen=True)
 class SpecialTokens:
-    """by_name: 'bos_token' -> its text, and so on; others: tokens without a name; added: AddedToken's fields by id."""
+    """by_name: 'bos_token' -> its text, and so on. others: tokens without a name. added: id -> AddedToken's fields."""
 
     by_name: dict[str, str]
     others: tuple[str, ...] = ()
@@ -21,15 +22,15 @@ class SpecialTokens:
 
     @property
     def texts(self) -> list[str]:
-        """Every token's text, once; a vocabulary without them numbers them in this order."""
+        """The text of every token, once. A vocabulary that lacks them gives them ids in this order."""
         usual = [self.by_name[name] for name in NAMES if name in self.by_name]
         return list(dict.fromkeys([*usual, *self.by_name.values(), *self.others]))
 
 
 def read_special_tokens(directory: Path) -> SpecialTokens:
-    """Of tokenizer_config.json and special_tokens_map.json.
+    """The special tokens in tokenizer_config.json and special_tokens_map.json.
 
-    Where both name a token, the first file counts if it has `added_tokens_decoder` (newer folders do), else the second.
+    If both name a token, the first file counts if it has `added_tokens_decoder` (newer folders do), else the second.
     """
     path, other = directory / "tokenizer_config.json", directory / "special_tokens_map.json"
     config = tokenizer_config(directory)
@@ -42,13 +43,13 @@ def read_special_tokens(directory: Path) -> SpecialTokens:
 
 
 def tokenizer_config(directory: str | Path) -> dict[str, Any]:
-    """tokenizer_config.json; {} where there is none."""
+    """tokenizer_config.json; {} if there is none."""
     path = Path(directory) / "tokenizer_config.json"
     return read_json(path) if is_there(path) else {}
 
 
 def _tokens(path: Path, values: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """(texts by name, texts without one) of a file."""
+    """(texts by name, texts without a name) of a file."""
     by_name, others = {}, []
     for key, value in values.items():
         if value is None or (key.endswith("_token") and key not in NAMES and not isinstance(value, (str, dict))):
@@ -57,7 +58,7 @@ def _tokens(path: Path, values: dict[str, Any]) -> tuple[dict[str, str], list[st
             by_name |= {name: _text(path, f"{key}, {name}", token) for name, token in value.items()}
         elif key in LISTS:
             if not isinstance(value, list):
-                raise ValueError(f"{path}: {key}={shown(value)} must be a list of tokens")
+                raise ValueError(f"{path}: {key}={short(value)} must be a list of tokens")
             others += [_text(path, key, token) for token in value]
         elif key.endswith("_token"):
             by_name[key] = _text(path, key, value)
@@ -67,25 +68,25 @@ def _tokens(path: Path, values: dict[str, Any]) -> tuple[dict[str, str], list[st
 def _text(path: Path, key: str, token: Any) -> str:
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
-        raise ValueError(f"{path}: {key}={shown(token)} must be a text, or an object with one as 'content'")
+        raise ValueError(f"{path}: {key}={short(token)} must be text, or an object whose content is text")
     return text
 
 
 def _added(path: Path, values: Any) -> dict[int, dict[str, Any]]:
-    """added_tokens_decoder, {"7": {"content": "<x>", "special": true, ...}}, checked."""
+    """added_tokens_decoder as {7: {"content": "<x>", "special": True, ...}}, checked."""
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: added_tokens_decoder={shown(values)} must be an object of tokens by id")
+        raise ValueError(f"{path}: added_tokens_decoder={short(values)} must be an object of tokens by id")
     found = {}
     for id, token in values.items():
-        text = _text(path, f"added_tokens_decoder, {shown(id)}", token)
+        text = _text(path, f"added_tokens_decoder, {short(id)}", token)
         flags = {name: token[name] for name in FLAGS if name in token} if isinstance(token, dict) else {}
         if not (id.isascii() and id.isdigit() and len(id) < 10) or not all(
             type(flag) is bool for flag in flags.values()
         ):
             raise ValueError(
-                f"{path}: added_tokens_decoder, {shown(id)}={shown(token)}: the key must be a number, and "
+                f"{path}: added_tokens_decoder, {short(id)}={short(token)}: the key must be a number, and "
                 f"{', '.join(FLAGS)} true or false"
             )
         found[int(id)] = {"content": text} | flags

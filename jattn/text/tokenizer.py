@@ -1,37 +1,41 @@
-"""Text to tokens and back: a folder's tokenizer.json, or bytes; and a text that grows token by token."""
+"""Text to tokens and back: a folder's tokenizer.json, or bytes; text that grows token by token; stop strings."""
 
 import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from jattn.models.files import MOST_LISTED_BYTES, is_there, read_text, shown
+from jattn.errors.arguments import short
+from jattn.models.files import MAX_LISTED_BYTES, is_there, read_text
 from jattn.text.growth import check_growth
 from jattn.text.special import SpecialTokens, read_special_tokens, tokenizer_config
 
-MOST_TEXT = 1 << 24
-"""Characters of a text that is encoded."""
-MOST_GROWN = 1 << 28
-"""Characters that the rules of a tokenizer.json may make of it."""
+MAX_CHARACTERS = 1 << 24
+"""Characters of a text to encode."""
+MAX_GROWN_CHARACTERS = 1 << 28
+"""Characters that the rules of a tokenizer.json may make of such a text."""
 
 
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer. The server calls it from several threads at once."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a text, with the special tokens (BOS, say) that the model expects; False: of the text alone, e.g.
-        of a rendered chat, which contains them. Special tokens written in the text are found either way."""
+        """The tokens of a text.
+
+        add_special_tokens: add those that the model expects, such as BOS. False for a rendered chat, which contains
+        them. Special tokens that are written in the text are found in either case.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens; an unfinished character reads as U+FFFD."""
+        """The text without special tokens; an unfinished character becomes U+FFFD."""
         ...
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte, after a few special ones: ByT5's vocabulary. Needs no library."""
+    """One token per UTF-8 byte, after a few special ones: ByT5's vocabulary. It needs no library."""
 
     def __init__(self, num_special: int = 3):
         self.num_special = num_special
@@ -45,72 +49,75 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A tokenizer.json, read by the `tokenizers` library; special tokens named only in other files are added.
+    """A tokenizer.json, read by the `tokenizers` library. Special tokens that only other files name are added.
 
-    Truncation and padding are switched off, whatever the file says: a prompt is encoded whole.
+    Truncation and padding are switched off, whatever the file says: a prompt is always encoded whole.
     """
 
     def __init__(self, path: Path, special: SpecialTokens | None = None):
         self._library = _library()
-        self._name = path.name
-        text = read_text(path, MOST_LISTED_BYTES)
-        with _named(f"{path} is not a tokenizer that can be read"):
-            growth = check_growth(json.loads(text))  # before the library sees it: it applies the rules to added tokens
-            self._most = min(MOST_TEXT, int(MOST_GROWN / growth))
+        self._file_name = path.name
+        text = read_text(path, MAX_LISTED_BYTES)
+        with _as_value_errors(f"{path} is not a tokenizer that can be read"):
+            growth = check_growth(json.loads(text))  # before the library applies the rules to the file's added tokens
+            self._max_characters = min(MAX_CHARACTERS, int(MAX_GROWN_CHARACTERS / growth))
             self._inner = self._library.Tokenizer.from_str(text)
             self._inner.no_truncation()
             self._inner.no_padding()
         if special is not None:
-            with _named(f"{path}: the special tokens of the files beside it cannot be added"):
-                self._add(special)
+            with _as_value_errors(f"{path}: the special tokens of the other files in its folder cannot be added"):
+                self._add_special_tokens(special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if len(text) > self._most:
-            raise ValueError(f"{self._name} encodes up to {self._most} characters, and this text has {len(text)}")
-        text.encode()  # UnicodeEncodeError for half of a surrogate pair
-        with _named(f"{self._name} cannot encode this text"):
+        if len(text) > self._max_characters:
+            raise ValueError(
+                f"{self._file_name} encodes up to {self._max_characters} characters, and this text has {len(text)}"
+            )
+        text.encode()  # UnicodeEncodeError for an unpaired surrogate
+        with _as_value_errors(f"{self._file_name} cannot encode this text"):
             return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        with _named(f"{self._name} cannot decode these tokens"):
+        with _as_value_errors(f"{self._file_name} cannot decode these tokens"):
             return self._inner.decode(list(token_ids), skip_special_tokens=True)
 
-    def _add(self, special: SpecialTokens) -> None:
+    def _add_special_tokens(self, special: SpecialTokens) -> None:
         known = {token.content for token in self._inner.get_added_tokens_decoder().values()}
         for id, flags in sorted(special.added.items()):
             if flags["content"] not in known:
                 self._inner.add_tokens([self._library.AddedToken(**flags)])
                 if (given := self._inner.token_to_id(flags["content"])) != id:
-                    raise ValueError(f"{shown(flags['content'])} has the id {id} there and {given} in tokenizer.json")
+                    text = short(flags["content"])
+                    raise ValueError(f"{text} has the id {id} in tokenizer_config.json and {given} in tokenizer.json")
         known = {token.content for token in self._inner.get_added_tokens_decoder().values() if token.special}
         new = [text for text in special.texts if text not in known]
         self._inner.add_special_tokens([self._library.AddedToken(text, normalized=False) for text in new])
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The folder's tokenizer: tokenizer.json, or bytes where tokenizer_config.json says ByT5Tokenizer."""
+    """The folder's tokenizer: tokenizer.json, or ByteTokenizer if tokenizer_config.json says ByT5Tokenizer."""
     directory = Path(directory)
     if is_there(directory / "tokenizer.json"):
         return FolderTokenizer(directory / "tokenizer.json", read_special_tokens(directory))
     config = tokenizer_config(directory)
     if config.get("tokenizer_class") == "ByT5Tokenizer":
         return ByteTokenizer()
-    own = "; code of its own, as auto_map names it, is never run here" if config.get("auto_map") else ""
+    own = "; the folder's own code, which auto_map names, is never run" if config.get("auto_map") else ""
     raise FileNotFoundError(
         f"{directory} has no tokenizer.json, and its tokenizer_config.json names "
-        f"{shown(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
+        f"{short(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
         "the fast format, or pass token ids to an Engine made without a tokenizer"
     )
 
 
 @contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Turn the library's errors into ValueErrors that begin with `what`; its panics derive from BaseException."""
+def _as_value_errors(message: str) -> Iterator[None]:
+    """Turn the library's errors into ValueErrors that begin with `message`; its panics derive from BaseException."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(f"{what}: {error}") from error
+            raise ValueError(f"{message}: {error}") from error
         raise
 
 
@@ -123,29 +130,36 @@ def _library() -> Any:
 
 
 REPLACEMENT = "\ufffd"
-MOST_TOKENS_OF_A_CHARACTER = 6
-"""If this many tokens give no whole character, the bytes are not UTF-8 and U+FFFD is shown."""
-MOST_CONTEXT = 32
-"""Most earlier tokens that are decoded again with new ones; known tokenizers need two or three."""
+"""What a decoder writes for bytes that are not a whole character."""
+MAX_TOKENS_PER_CHARACTER = 6
+"""If this many tokens give no whole character, their bytes are not UTF-8, and U+FFFD is returned."""
+MAX_CONTEXT = 32
+"""Earlier tokens that are decoded again with new ones; known tokenizers need two or three."""
+
+
+class _Window(NamedTuple):
+    """The last tokens of a stream. They are decoded together, because a token's text may depend on those before it."""
+
+    tokens: list[int]
+    num_context: int  # of these tokens from the left: their text was returned in an earlier window, or is the prompt's
+    returned: str  # the text of `tokens` that was returned so far, or is the prompt's
+    whole: str  # `returned` without the unfinished character that a prompt may end with
+    num_silent: int  # of these tokens from the right: they have added no text yet
 
 
 class Detokenizer:
-    """Text of a growing list of output tokens: what they add to the text of the prompt.
+    """The text of a growing list of output tokens: what they add to the text of the prompt.
 
-    A token's text may depend on the ones before it (a leading space, a character over several tokens), so a few of
-    the last tokens are decoded with and without the new ones, and the difference is the new text. At first those are
-    the prompt's last ones: the text is what decode(prompt + output) has after decode(prompt), so the space before a
-    first word stays, and a character that begins in the prompt is shown whole. The cost of adding a token does not
-    depend on how many came before.
+    The text is what decode(prompt + output) has after decode(prompt): the space before a first word stays, and a
+    character that begins in the prompt is returned whole. New tokens are decoded with a few tokens before them; what
+    the result has after the text that was returned already is new. The cost of a token does not depend on how many
+    came before.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self.tokenizer = tokenizer
         self._parts: list[str] = []
-        self._window, self._shown, self._sure = _context(tokenizer, prompt)  # tokens, their text as shown so far
-        self._context = len(self._window)  # how many leading tokens of the window are context only
-        self._stalled = 0  # tokens at the window's end that brought no text
-        self._is_whole = True  # does the window's text end with a whole character?
+        self._window = _window_of_prompt(tokenizer, prompt)
 
     @property
     def text(self) -> str:
@@ -154,92 +168,101 @@ class Detokenizer:
         return self._parts[0]
 
     def add(self, new: Sequence[int]) -> str:
-        """What these tokens add to the text; held back while the last character is unfinished."""
-        if len(new) > 1:  # all at once; one by one where the bytes are not whole text
-            before = self._window, self._shown, self._sure, self._context, self._stalled
-            news = self._advance(new)
-            if news and self._is_whole and REPLACEMENT not in news:
-                self._parts.append(news)
-                return news
-            self._window, self._shown, self._sure, self._context, self._stalled = before
-        news = "".join([self._advance([token]) for token in new])
-        self._parts.append(news)
-        return news
+        """The text that these tokens add. An unfinished character is held back until later tokens complete it."""
+        if len(new) > 1:  # decode once for all of them; one by one if their text has an unfinished or invalid character
+            window, text, is_whole = self._extended(new)
+            if text and is_whole and REPLACEMENT not in text:
+                self._window = window
+                self._parts.append(text)
+                return text
+        texts = []
+        for token in new:
+            self._window, text, _ = self._extended([token])
+            texts.append(text)
+        text = "".join(texts)
+        self._parts.append(text)
+        return text
 
     def finish(self) -> str:
-        """The text held back, its unfinished character as U+FFFD."""
-        news = self._advance([], waits=False)
-        self._parts.append(news)
-        return news
+        """The text held back, with its unfinished character as U+FFFD."""
+        self._window, text, _ = self._extended([], may_wait=False)
+        self._parts.append(text)
+        return text
 
-    def _advance(self, new: Sequence[int], waits: bool = True) -> str:
-        """The text that `new` makes certain; with `waits`, an unfinished character at the end is left for later."""
-        self._window = [*self._window, *new]
-        self._stalled += len(new)
-        waits = waits and (len(new) > 1 or self._stalled < MOST_TOKENS_OF_A_CHARACTER)
-        whole = self.tokenizer.decode(self._window)
-        certain = whole.rstrip(REPLACEMENT) if waits else whole
-        news = _after(self._shown, self._sure, certain)
-        self._is_whole = certain == whole
-        if news:
-            self._shown = self._sure = certain
-            self._stalled = 0
-            if self._is_whole or len(self._window) > MOST_CONTEXT:
-                self._move()
-        elif not waits:  # special tokens have no text and no influence on that of others
-            self._window, self._stalled = self._window[: len(self._window) - self._stalled], 0
-        return news
+    def _extended(self, new: Sequence[int], may_wait: bool = True) -> tuple[_Window, str, bool]:
+        """(the window after these tokens, the text that they add, whether the window ends with a whole character).
 
-    def _move(self) -> None:
-        """Make the newest tokens the context of the next ones; if their text is not whole, keep the earlier too."""
-        last = self._window[self._context :]
-        text = self.tokenizer.decode(last)
-        if (text and not text.startswith(REPLACEMENT)) or len(self._window) > MOST_CONTEXT:
-            self._window = last
-            self._shown = self._sure = text if self._is_whole else text.rstrip(REPLACEMENT)
-        self._context = len(self._window)
+        may_wait: leave an unfinished character at the end for later, unless too many tokens wait for it already.
+        """
+        tokens, num_context, returned, whole, num_silent = self._window
+        tokens, num_silent = [*tokens, *new], num_silent + len(new)
+        may_wait = may_wait and (len(new) > 1 or num_silent < MAX_TOKENS_PER_CHARACTER)
+        decoded = self.tokenizer.decode(tokens)
+        text = decoded.rstrip(REPLACEMENT) if may_wait else decoded
+        is_whole = text == decoded
+        added = _after(returned, whole, text)
+        if added and (is_whole or len(tokens) > MAX_CONTEXT):
+            window = self._shortened(tokens, num_context, text, is_whole)
+        elif added:
+            window = _Window(tokens, num_context, text, text, 0)
+        elif may_wait:
+            window = _Window(tokens, num_context, returned, whole, num_silent)
+        else:  # the silent tokens are special ones, which have no influence on the text of others: forget them
+            window = _Window(tokens[: len(tokens) - num_silent], num_context, returned, whole, 0)
+        return window, added, is_whole
+
+    def _shortened(self, tokens: list[int], num_context: int, text: str, is_whole: bool) -> _Window:
+        """The window after these tokens, whose text has been returned: they are the context of the next ones.
+
+        The old context is dropped if the tokens after it decode to whole characters alone, or if there are too many.
+        """
+        last = tokens[num_context:]
+        last_text = self.tokenizer.decode(last)
+        if (last_text and not last_text.startswith(REPLACEMENT)) or len(tokens) > MAX_CONTEXT:
+            text = last_text if is_whole else last_text.rstrip(REPLACEMENT)
+            return _Window(last, len(last), text, text, 0)
+        return _Window(tokens, len(tokens), text, text, 0)
 
 
-def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], str, str]:
-    """(the prompt's last tokens, from a character's beginning; their text; the text without an unfinished end)."""
-    for size in (MOST_CONTEXT // 4, MOST_CONTEXT):
+def _window_of_prompt(tokenizer: Tokenizer, prompt: Sequence[int]) -> _Window:
+    """The prompt's last tokens, from the beginning of a character, all of them context."""
+    for size in (MAX_CONTEXT // 4, MAX_CONTEXT):
         tokens = list(prompt[-size:])
-        is_all = len(tokens) == len(prompt)
-        for start in range(min(MOST_TOKENS_OF_A_CHARACTER, len(tokens))):
+        for start in range(min(MAX_TOKENS_PER_CHARACTER, len(tokens))):
             text = tokenizer.decode(tokens[start:])
-            sure = _whole_part(tokenizer, tokens[start:], text)
-            if sure and not sure.startswith(REPLACEMENT):
-                return tokens[start:], text, sure
-        if is_all:
+            whole = _whole_part(tokenizer, tokens[start:], text)
+            if whole and not whole.startswith(REPLACEMENT):
+                return _Window(tokens[start:], len(tokens) - start, text, whole, 0)
+        if len(tokens) == len(prompt):
             text = tokenizer.decode(tokens)
-            return tokens, text, _whole_part(tokenizer, tokens, text)
-    return [], "", ""
+            return _Window(tokens, len(tokens), text, _whole_part(tokenizer, tokens, text), 0)
+    return _Window([], 0, "", "", 0)
 
 
 def _whole_part(tokenizer: Tokenizer, tokens: list[int], text: str) -> str:
-    """The text of all but the last tokens, as few as make it end with a whole character; "" where none do."""
-    for end in range(len(tokens), max(len(tokens) - MOST_TOKENS_OF_A_CHARACTER, -1), -1):
+    """The text of the tokens, less as few of the last ones as make it end with a whole character; "" if none do."""
+    for end in range(len(tokens), max(len(tokens) - MAX_TOKENS_PER_CHARACTER, -1), -1):
         part = text if end == len(tokens) else tokenizer.decode(tokens[:end])
         if not part.endswith(REPLACEMENT):
             return part
     return ""
 
 
-def _after(shown: str, sure: str, text: str) -> str:
-    """The text after `shown`; if new bytes turned the end of `shown` into another character, the text after `sure`."""
-    if text.startswith(shown):
-        return text[len(shown) :]
-    return "" if shown.startswith(text) else text[len(os.path.commonprefix([sure, text])) :]
+def _after(returned: str, whole: str, text: str) -> str:
+    """The text after `returned`; if new bytes turned its end into another character, the text after `whole`."""
+    if text.startswith(returned):
+        return text[len(returned) :]
+    return "" if returned.startswith(text) else text[len(os.path.commonprefix([whole, text])) :]
 
 
 def find_stop(text: str, stop: Sequence[str], start: int) -> tuple[int, str] | None:
-    """(where it begins, which) of the first stop string that ends after `start`; only the end of the text is read."""
+    """(begin, string) of the first stop string that ends after `start`, or None; only the end of the text is read."""
     found = [(at, s) for s in stop if (at := text.find(s, max(start - len(s) + 1, 0))) >= 0]
     return min(found, default=None)
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:
-    """Characters at the end of the text that may be the beginning of a stop string: not to be streamed yet."""
+    """The number of characters at the end of the text that may begin a stop string, and must not be streamed yet."""
     return max((_overlap(text, s) for s in stop), default=0)
 
 

@@ -1,4 +1,4 @@
-"""The commands say what they found, in words and in the exit code."""
+"""The commands report their result in words and in the exit code."""
 
 import dataclasses
 import os
@@ -33,7 +33,7 @@ def test_explain_has_a_flag_for_every_field(spec, capsys):
     "extra", [["--sliding-window", "128"], ["--sliding-window", "64,3"], ["--quant", "per_tensor"]]
 )
 def test_explain_passes_a_flag_on(extra, monkeypatch, capsys):
-    """Compare with the same question asked in Python: a flag that is dropped would be answered without it."""
+    """The result equals that of the same call in Python, so no flag is ignored."""
     asked = []
     real = jattn.explain
     monkeypatch.setattr(jattn, "explain", lambda *args, **kwargs: asked.append(args) or real(*args, **kwargs))
@@ -69,7 +69,7 @@ def test_the_demo_fails_where_numbers_differ(lie, monkeypatch, capsys):
 
 
 def typed(line: str, **variables: str) -> subprocess.CompletedProcess:
-    """A command line of bash that begins with jattn; the exit code is that of jattn."""
+    """A command line for bash that begins with jattn; the exit code is that of jattn."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | variables
     line = f"{sys.executable} -m jattn {line}; exit ${{PIPESTATUS[0]}}"
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
@@ -88,7 +88,7 @@ def test_a_platform_that_jax_cannot_start_is_a_sentence(command, platform):
     "command", ["explain --num-heads 4 --head-dim 64", "explain --help", "generate x --max-tokens 2"]
 )
 def test_a_reader_that_has_gone_is_no_error(command):
-    """`true` reads nothing and is gone before the first line."""
+    """`true` reads nothing and exits before the first line is written."""
     done = typed(f"{command} | true")
     assert (done.returncode, done.stderr, done.stdout) == (141, "", "")
 

@@ -1,4 +1,4 @@
-"""`jattn serve` before it serves: its address is checked and bound before the model loads, SIGTERM ends it quietly."""
+"""`jattn serve` before it serves: it binds its address before it loads the model, and SIGTERM ends it with code 0."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from jattn import cli
 from jattn.cli import options
-from jattn.serve.run import bind
+from jattn.serve.server import bind
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def loads_nothing(monkeypatch):
         (["--port", "99999"], "port=99999 must be from 0 to 65535"),
         (["--port", "-1"], "port=-1 must be from 0 to 65535"),
         (["--host", ""], "every interface"),
-        (["--host", "no such host"], "is no address"),
+        (["--host", "no such host"], "is not an address"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),  # of no machine (RFC 5737)
     ],
 )

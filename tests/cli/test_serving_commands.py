@@ -1,4 +1,4 @@
-"""generate, bench, serve, doctor, and the demo's second half: over the embedded model."""
+"""generate, bench, serve, doctor and the second half of demo, with the embedded model."""
 
 import argparse
 import ast
@@ -59,7 +59,7 @@ def test_a_prompt_that_is_too_long_fails_aloud(capsys):
 
 
 def test_stop_texts_are_kept_but_for_their_escapes(capsys):
-    """Witness: the text as Python reads a literal."""
+    """The expected text is what Python reads from the literal."""
     read = lambda text: options.unescaped("--stop", text)
     for literal in (r"\n", r"a\tb", r"é\n", "é€😀", r"\x41\u20ac\U0001f600é", r"\\n", r"\0\012", "", r"\\é", r"\'"):
         assert read(literal) == ast.literal_eval(f'"{literal}"')
@@ -89,7 +89,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("has_rich", [True, False])
 def test_a_terminal_gets_tables_and_bars_and_without_rich_plain_text(has_rich, monkeypatch):
-    """And the same words either way, square brackets included."""
+    """The words are the same in both cases, square brackets included."""
     out, err = Terminal(), Terminal()
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("sys.stdout", out)

@@ -1,9 +1,9 @@
-"""Many clients with random sleeps and cancels: every text is that of a quiet run, and memory stays flat.
+"""Many clients with random pauses and disconnects: every text equals that of a run without load, and memory stays flat.
 
     python -m tests.serve.load --clients 512 --seconds 120
 
-The server runs in this process over the embedded model in float32. A quarter of the requests is left before its end.
-The exit code is 1 where a text differs, a stream is lost, or something is left at the end.
+The server runs in this process with the embedded model in float32. A quarter of the clients disconnect before the end.
+The exit code is 1 if a text differs, a stream is lost, or a request, block, task or file is left at the end.
 """
 
 import argparse
@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from jattn import embedded, models
 from jattn.engine import Engine, SamplingParams
 from jattn.text import load_tokenizer
-from tests.serve.fuzz import left
+from tests.serve.fuzz import leaks
 from tests.serve.running import serving
 
 CANCELLED = 0.25
-"""The share of requests whose client leaves."""
+"""The share of requests whose client disconnects."""
 
 PATIENCE = 120
-"""Seconds without an answer that count as a lost stream."""
+"""Seconds without a response that count as a lost stream."""
 
 GROWTH = 64
 """Megabytes that the process may grow by in the second half."""
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load(num_clients: int, seconds: float, seed: int, engine: Engine | None = None) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     if engine is None:
         engine = float32_engine()
         engine.warmup()
@@ -51,17 +51,17 @@ def load(num_clients: int, seconds: float, seed: int, engine: Engine | None = No
     with serving(engine, **options) as (_, server, url):
         run = Run(int(url.rpartition(":")[2]), jobs, seconds)
         asyncio.run(run.all([run.one(job, random.Random(0), leaves=False) for job in jobs[:4]]))  # warms what stays
-        before = left.resources(server)
+        before = leaks.resources(server)
         run.begin = time.monotonic()
         rngs = [random.Random(f"{seed} {c}") for c in range(num_clients)]
         asyncio.run(run.all([*(run.client(rng) for rng in rngs), run.watch(server)]))
-        wrong = [*run.wrong, *left.leaks(engine, server, before)]
+        wrong = [*run.wrong, *leaks.find(engine, server, before)]
     grown = run.megabytes[-1] - run.megabytes[len(run.megabytes) // 2]
     if grown > GROWTH:
         wrong.append(f"memory grew by {grown} MB in the second half: {run.megabytes}")
     print(
-        f"{num_clients} clients, {seconds:.0f} s, seed {seed}: {run.answered} texts as in a quiet run, "
-        f"{run.left} requests left, {engine.stats.preemptions} preemptions; "
+        f"{num_clients} clients, {seconds:.0f} s, seed {seed}: {run.num_equal} texts as without load, "
+        f"{run.num_disconnected} clients disconnected, {engine.stats.preemptions} preemptions; "
         f"memory {run.megabytes[0]} to {run.megabytes[-1]} MB"
     )
     for line in wrong[:20]:
@@ -95,12 +95,12 @@ def make_jobs(engine: Engine, rng: random.Random) -> list[tuple[dict, list[str]]
 
 
 class Run:
-    """What the clients share."""
+    """The state that the clients share."""
 
     def __init__(self, port: int, jobs: list[tuple[dict, list[str]]], seconds: float):
         self.port, self.jobs, self.seconds = port, jobs, seconds
         self.begin = time.monotonic()
-        self.answered = self.left = 0
+        self.num_equal = self.num_disconnected = 0
         self.wrong: list[str] = []
         self.megabytes: list[int] = []
 
@@ -109,13 +109,13 @@ class Run:
         await asyncio.gather(*coroutines)
 
     async def watch(self, server) -> None:
-        """Measure memory ten times, from when all clients are at work."""
+        """Measure memory ten times, after all clients have begun."""
         while not self._is_over():
             await asyncio.sleep(self.seconds / 10)
-            self.megabytes.append(left.resources(server)["megabytes"])
+            self.megabytes.append(leaks.resources(server)["megabytes"])
 
     async def client(self, rng: random.Random) -> None:
-        """Ask, sleep, leave, until the end."""
+        """Send requests with random pauses until the end."""
         while not self._is_over() and not self.wrong:
             await asyncio.sleep(rng.uniform(0, 0.5))
             await self.one(rng.choice(self.jobs), rng, rng.random() < CANCELLED)
@@ -132,12 +132,12 @@ class Run:
             said = await asyncio.wait_for(reader.read(-1), patience)
             texts = texts_of(said, body["stream"], len(want))
             if texts == want:
-                self.answered += 1
+                self.num_equal += 1
             else:
                 self.wrong.append(f"{texts} is not {want}: {said[:200]!r} for {body}")
         except TimeoutError:
             if leaves:
-                self.left += 1
+                self.num_disconnected += 1
             else:
                 self.wrong.append(f"a stream was lost: nothing in {PATIENCE} s for {body}")
         finally:
@@ -148,7 +148,7 @@ class Run:
 
 
 def texts_of(said: bytes, is_stream: bool, count: int) -> list[str]:
-    """Of an answer, from its bytes."""
+    """The texts of a response, from its bytes."""
     head, _, body = said.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 200"):
         return [head.decode("latin-1")]

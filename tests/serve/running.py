@@ -1,4 +1,4 @@
-"""A server in a thread of this process, over the fake model or the embedded one, and raw connections to it."""
+"""A server in a thread of this process, with the fake model or the embedded one; and raw connections to it."""
 
 import contextlib
 import http.client
@@ -12,7 +12,7 @@ import numpy as np
 from jattn import embedded
 from jattn.engine import Engine
 from jattn.serve import ServerOptions
-from jattn.serve.run import make_server
+from jattn.serve.server import make_server
 from jattn.text import ByteTokenizer, ChatTemplate
 from tests.engine import fake
 
@@ -31,7 +31,7 @@ def make_engine(**options):
 
 
 def slow_engine(seconds=0.02):
-    """The fake model, `seconds` a step."""
+    """The fake model, where each step takes `seconds` longer."""
     engine = make_engine()
     step = engine.step
     engine.step = lambda: time.sleep(seconds) or step()
@@ -78,13 +78,13 @@ def wait_until(true, seconds=30):
 
 
 def is_idle(engine, server):
-    """Does nobody hold a place, a sequence or a block?"""
+    """True if no request, sequence or block is left."""
     return not (server.engine_loop.num_requests or engine.has_work or engine.stats.cache_usage)
 
 
 @contextlib.contextmanager
 def connection(url, sent=b"", timeout=30):
-    """A socket to the server, over which `sent` went."""
+    """A socket to the server; the bytes `sent` have been sent."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout) as raw:
         raw.sendall(sent)
@@ -99,14 +99,14 @@ def post(path, body, headers=""):
 
 
 def answered(raw):
-    """(status, JSON) of the next answer on a connection that stays open."""
+    """(status, JSON) of the next response on a connection that stays open."""
     response = http.client.HTTPResponse(raw)
     response.begin()
     return response.status, json.loads(response.read())
 
 
 def until_closed(raw):
-    """All that the server sends before it closes."""
+    """All bytes that the server sends before it closes the connection."""
     parts = []
     with contextlib.suppress(ConnectionResetError):
         while part := raw.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""Connections that are slow, stuck or too many: each is closed in time, and only itself is held back."""
+"""Connections that are slow, stuck or too many: each is closed in time, and delays no other."""
 
 import gc
 import json
@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from jattn.serve.connections import Connection
+from jattn.serve.connection import Connection
 from tests.serve.running import answered, connection, is_idle, post, serving, slow_engine, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -32,7 +32,7 @@ def drip(raw, bytes_, seconds):
 
 
 def closed_after(url, sent, dripped=b""):
-    """(what came, after how many seconds the server closed)."""
+    """(the bytes that the server sent, the seconds until it closed the connection)."""
     begin = time.monotonic()
     with connection(url, sent) as raw:
         drip(raw, dripped, 0.1)
@@ -45,7 +45,7 @@ def test_a_connection_that_says_nothing_is_closed(server):
 
 
 def test_headers_that_take_too_long_are_told_so_and_closed(server):
-    """Slowloris: a byte now and then does not put the time-out off."""
+    """Slowloris: a byte now and then does not extend the time-out."""
     said, seconds = closed_after(server[2], HEAD, b"X-Slow: " + b"x" * 50)
     assert seconds < 3 and (not said or b"HTTP/1.1 408" in said)
     said, _ = closed_after(server[2], HEAD)
@@ -66,7 +66,7 @@ def test_a_body_that_takes_too_long_is_told_so_and_closed(server, how):
 
 
 def test_a_body_that_nobody_wants_cannot_be_sent_for_ever(server):
-    """Refused at its headers, a client may go on sending for the time-out, no longer."""
+    """After a refusal at the headers, a client may send only until the time-out."""
     begin = time.monotonic()
     with connection(server[2], b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n") as raw:
         drip(raw, b"1\r\nx\r\n" * 20, 0.05)
@@ -94,7 +94,7 @@ def test_a_second_request_has_the_header_time_out_too(server):
 
 
 def test_requests_in_a_row_on_one_connection_are_all_answered(server):
-    """Pipelined, the last without keep-alive."""
+    """Pipelined requests, the last without keep-alive."""
     raw = post("/v1/completions", ASK) * 3 + post("/v1/completions", ASK, "Connection: close\r\n")
     with connection(server[2], raw) as peer:
         assert until_closed(peer).count(b"HTTP/1.1 200") == 4
@@ -115,7 +115,7 @@ def test_a_long_answer_outlives_every_time_out_while_it_is_read():
 
 
 def test_a_client_that_takes_nothing_holds_back_itself_alone_and_is_closed(monkeypatch):
-    """Its events coalesce; neighbours are served meanwhile; its connection ends with the write time-out."""
+    """Its events coalesce, other clients are served meanwhile, and the write time-out closes its connection."""
     made = Connection.connection_made
 
     def with_small_buffer(self, transport):

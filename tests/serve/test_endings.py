@@ -1,4 +1,4 @@
-"""How a server ends: in order at a signal, at once when its engine breaks."""
+"""How a server ends: gracefully after a signal, at once when its engine breaks."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ import time
 import httpx
 import pytest
 
-from jattn.serve import run
-from jattn.serve.connections import Connection
+from jattn.serve import server as server_module
+from jattn.serve.connection import Connection
 from tests.serve.running import connection, free_port, post, serving, slow_engine, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -23,7 +23,7 @@ LONG = ASK | {"max_tokens": 200}
 
 @contextlib.contextmanager
 def asking(url, body):
-    """[the answer] of a request in a thread, there when the block ends."""
+    """A list that holds the response to a request, sent in a thread, after the block has ended."""
     answers = []
     thread = threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60)))
     thread.start()
@@ -76,7 +76,7 @@ def test_a_request_whose_body_is_still_coming_when_the_signal_does_is_refused():
 
 
 def test_a_client_that_does_not_read_is_cut_off_at_the_end_and_no_error_logged(monkeypatch, caplog):
-    monkeypatch.setattr(run, "FLUSH_SECONDS", 0.5)
+    monkeypatch.setattr(server_module, "FLUSH_SECONDS", 0.5)
     made = Connection.connection_made
 
     def with_small_buffer(self, transport):
@@ -117,7 +117,7 @@ serve(engine, ServerOptions(model_name="fake"), port=int(sys.argv[1]))
 
 @contextlib.contextmanager
 def process(arguments, port):
-    """A server in a process of its own, once it answers."""
+    """A server in a separate process that answers requests."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     child = subprocess.Popen([sys.executable, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
     try:
@@ -135,7 +135,7 @@ def process(arguments, port):
 
 
 def test_a_broken_engine_ends_streams_with_an_error_and_the_process_with_a_code():
-    """So that a supervisor starts it anew."""
+    """So that a supervisor restarts it."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with process(["-c", BREAKS, str(port)], port) as child:

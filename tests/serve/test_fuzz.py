@@ -1,22 +1,23 @@
-"""The fuzzer and the load in small, and that the fuzzer bites: a server made wrong is found out."""
+"""The fuzzer and the load test, shortened; and that the fuzzer finds faults: the mutants are servers with one each."""
 
 import numpy as np
 import pytest
 
+from jattn import strict_json
 from jattn.engine import Engine, SamplingParams
-from jattn.serve import body, errors, fields, logprobs
-from jattn.serve.loop import EngineLoop
+from jattn.serve import errors, fields, responses
+from jattn.serve.engine_loop import EngineLoop
 from jattn.text import ByteTokenizer, ChatTemplate
 from tests.engine import fake
 from tests.serve import load
-from tests.serve.fuzz import clients, expect, left
+from tests.serve.fuzz import clients, expect, leaks
 from tests.serve.fuzz.__main__ import GOOD, fuzz
 from tests.serve.running import TEMPLATE
 
 
 @pytest.fixture(scope="module")
 def engine():
-    """The fake model, in the embedded one's size: little to compile."""
+    """The fake model with the sizes of the embedded one; it has little to compile."""
     config = fake.FakeConfig(vocab_size=expect.VOCABULARY, max_positions=expect.LENGTH)
     params = {"bias": np.where(np.arange(expect.VOCABULARY) < 3, -1000, 0).astype(np.float32)}
     sizes = dict(num_blocks=129, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, deterministic=True)
@@ -28,13 +29,13 @@ def engine():
 
 @pytest.fixture
 def run(engine, monkeypatch):
-    """The fuzzer over that model, less patient."""
+    """The fuzzer with that model and shorter time limits."""
     monkeypatch.setattr(clients, "PATIENCE", 5)
-    monkeypatch.setattr(left, "PATIENCE", 2)
+    monkeypatch.setattr(leaks, "PATIENCE", 2)
     asked = {name: value for name, value in GOOD.items() if name != "prompt"}
     want = engine.generate(GOOD["prompt"], SamplingParams(**asked))[0].text
     yield lambda bodies, seed: fuzz(60, bodies, seed, engine, want)
-    for id in engine._live.ids():  # a server that was made wrong may leave some
+    for id in engine._requests.ids():  # a mutant may leave some
         engine.abort(id)
     engine.step()
 
@@ -45,10 +46,12 @@ def test_a_few_hundred_hostile_bodies_are_answered_rightly_and_nothing_is_left(r
 
 MUTANTS = {
     "a refusal is a 500": lambda patch: patch.setattr(errors.BadRequestError, "status", 500),
-    "the first of two equal keys counts": lambda patch: patch.setattr(body, "_object", lambda p: dict(reversed(p))),
+    "the first of two equal keys counts": lambda patch: patch.setattr(
+        strict_json, "_object", lambda p: dict(reversed(p))
+    ),
     "what is known and not served is taken": lambda patch: patch.setattr(fields, "_is_same", lambda a, b: True),
     "places do not come back": lambda patch: patch.setattr(EngineLoop, "_abort", lambda self, request: None),
-    "the chosen token is not among the top": lambda patch: patch.setattr(logprobs, "_by_text", lambda t, _: {}),
+    "the chosen token is not among the top": lambda patch: patch.setattr(responses, "_by_text", lambda t, _: {}),
     "errors are written in another way": lambda patch: patch.setattr(
         errors, "error_body", lambda message, *more: {"error": message}
     ),
@@ -63,13 +66,13 @@ def test_the_fuzzer_finds_a_server_that_is_wrong(mutant, run, monkeypatch, capsy
 
 
 def test_r37_texts_under_load_are_those_of_quiet_runs_and_no_stream_is_lost(engine, monkeypatch):
-    """R-37, in small: 32 clients with random sleeps, a quarter of them leaving."""
+    """R-37, shortened: 32 clients with random pauses, a quarter of which disconnect."""
     monkeypatch.setattr(load, "GROWTH", 10**6)  # too short to tell
     assert load.load(32, 2, 1, engine) == 0
 
 
 def test_the_expectation_knows_what_is_right_and_wrong():
-    """By hand, since the fuzzer's verdict rests on it."""
+    """Cases written by hand, because the fuzzer relies on it."""
     good = b'{"prompt": "x"}'
     for raw, want in {
         good: {200}, b'{"prompt": "x", "prompt": "x"}': {400}, b'{"prompt": "x", "n": true}': {400}, b"[]": {400},

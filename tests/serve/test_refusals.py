@@ -1,4 +1,4 @@
-"""A body that cannot be served is a 4xx in OpenAI's JSON, named by its field, and the server serves on."""
+"""An invalid body gets a 4xx in OpenAI's JSON that names the field, and the server continues."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from tests.serve.running import connection, serving, until_closed
 GOOD = {"model": "fake", "prompt": "hello", "max_tokens": 3, "temperature": 0}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0}
 CLIENT = httpx.Client(timeout=60)
-LONE = '"\\ud800"'  # JSON for half a surrogate pair
+LONE = '"\\ud800"'  # JSON for an unpaired surrogate
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def url():
 
 @pytest.fixture(autouse=True)
 def server_still_serves(url):
-    """After every refusal here."""
+    """Checked after every refusal."""
     yield
     answer = CLIENT.post(f"{url}/v1/completions", json=GOOD)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
@@ -52,14 +52,14 @@ def spliced(body, **raw_values):
 
 
 RAW = {
-    "half a surrogate as salt": spliced(GOOD, cache_salt=LONE),
-    "half a surrogate in a prompt": spliced(GOOD, prompt=LONE),
-    "half a surrogate in a list of prompts": spliced(GOOD, prompt=f'["x", {LONE}]'),
-    "half a surrogate in a stop string": spliced(GOOD, stop=f"[{LONE}]"),
-    "half a surrogate as model": spliced(GOOD, model=LONE),
-    "half a surrogate as user": spliced(GOOD, user=LONE),
-    "half a surrogate as key": b'{"prompt": "x", "\\udfff": 1}',
-    "half a surrogate in a key of an object": spliced(GOOD, metadata='{"\\ud800": "x"}'),
+    "an unpaired surrogate as salt": spliced(GOOD, cache_salt=LONE),
+    "an unpaired surrogate in a prompt": spliced(GOOD, prompt=LONE),
+    "an unpaired surrogate in a list of prompts": spliced(GOOD, prompt=f'["x", {LONE}]'),
+    "an unpaired surrogate in a stop string": spliced(GOOD, stop=f"[{LONE}]"),
+    "an unpaired surrogate as model": spliced(GOOD, model=LONE),
+    "an unpaired surrogate as user": spliced(GOOD, user=LONE),
+    "an unpaired surrogate as key": b'{"prompt": "x", "\\udfff": 1}',
+    "an unpaired surrogate in a key of an object": spliced(GOOD, metadata='{"\\ud800": "x"}'),
     "an integer of 400 digits": spliced(GOOD, temperature="9" * 400),
     "an integer of 5000 digits": spliced(GOOD, seed="9" * 5000),
     "a token of 400 digits": spliced(GOOD, prompt=f"[{'9' * 400}]"),
@@ -93,7 +93,7 @@ def test_a_body_that_is_no_plain_json_object_is_refused(url, what, path):
     refused(send(url, RAW[what], path))
 
 
-WRONG = [  # (field, values): what is none of the field's type, or out of its range
+WRONG = [  # (field, values of a wrong type or out of range)
     ("max_tokens", [0, -1, 2**31, 2**63, 1.0, "3", True, [], {}]),
     ("temperature", [-0.1, 101, 1e-300, "1", True, []]),
     ("top_p", [0, -1, 1.1, "1", True]),
@@ -180,7 +180,7 @@ def test_fields_of_a_chat_that_do_not_go_together_are_refused(url, more, param):
 
 
 def test_a_body_of_very_many_keys_is_read_in_a_moment(url):
-    """Looking for a key that stands twice once took time by the square of their number."""
+    """The search for a duplicate key once took time quadratic in the number of keys."""
     names = [f'"{i}":1' for i in range(80_000)]
     begin = time.monotonic()
     refused(send(url, ("{" + ",".join([*names, names[-1]]) + "}").encode()))
@@ -256,10 +256,10 @@ def test_a_template_that_stumbles_over_messages_refuses_them(url):
 
 
 def test_an_answer_that_cannot_be_written_is_one_whole_error(monkeypatch):
-    """Not half an answer: JSON has no NaN."""
+    """Not a part of a response: JSON has no NaN."""
     with serving() as (engine, _, url):
-        monkeypatch.setattr("jattn.serve.logprobs.LOWEST", float("nan"))
-        monkeypatch.setattr("jattn.serve.logprobs._finite", lambda logprob: float("nan"))
+        monkeypatch.setattr("jattn.serve.responses.LOWEST", float("nan"))
+        monkeypatch.setattr("jattn.serve.responses._finite", lambda logprob: float("nan"))
         refused(send(url, GOOD | {"logprobs": 1}), 500)
         with CLIENT.stream("POST", f"{url}/v1/completions", json=GOOD | {"logprobs": 1, "stream": True}) as answer:
             events = [line for line in answer.iter_lines() if line]

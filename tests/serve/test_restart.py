@@ -1,4 +1,4 @@
-"""A server that is killed in the middle of a stream: the client is told, and the next server serves."""
+"""A server that is killed during a stream: the client gets an error, and the next server works."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ ENGINE = ["--num-blocks", "65", "--block-size", "16", "--max-num-seqs", "2", "--
 
 @contextlib.contextmanager
 def command(port: int):
-    """`jattn serve` over the embedded model, in a process of its own, once it answers."""
+    """`jattn serve` with the embedded model in a separate process that answers requests."""
     arguments = ["serve", "--port", str(port), "--deterministic", "--backend", "sdpa", *ENGINE]
     environment = os.environ | {"JATTN_TEST_KEY": "k", "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The server, driven by the official client: whole, streamed, cancelled, refused, stopped."""
+"""The server with the official client: responses and streams, cancelled, refused and stopped requests."""
 
 import re
 import time
@@ -24,7 +24,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def said():
-    """What the engine itself says."""
+    """The text that the engine itself generates."""
     served = make_engine()
     return lambda prompt, n: served.generate(prompt, SamplingParams(temperature=0, max_tokens=n))[0]
 
@@ -90,8 +90,8 @@ def test_leaving_a_request_that_is_not_streamed_frees_them_too(server, monkeypat
     ("body", "words"),
     [
         ({"prompt": "x", "temperature": -1, "top_p": 7}, "temperature=-1.*top_p=7"),
-        ({"prompt": "x", "best_off": 1}, "best_off is not known"),
-        ({"prompt": "x", "echo": True, "suffix": "s"}, "echo is not served here; suffix is not served here"),
+        ({"prompt": "x", "best_off": 1}, "the field 'best_off' is unknown"),
+        ({"prompt": "x", "echo": True, "suffix": "s"}, "echo=True is not supported; suffix='s' is not supported"),
         ({"prompt": "x" * 300}, "300 tokens"),
         ({"prompt": [1, 999]}, "vocabulary"),
         ({"prompt": ""}, "empty"),

@@ -1,4 +1,4 @@
-"""Chat templates written for the tests, of the constructs that published ones are made of, and chats for them."""
+"""Chat templates for the tests, which use the constructs of published ones; and chats for them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A chat template is a stranger's program: it gets what it needs, says what it refuses, and is bounded."""
+"""A chat template is an untrusted program: it gets what it needs, its errors are reported, its resources limited."""
 
 import json
 import os
@@ -11,9 +11,9 @@ import pytest
 
 import jattn
 from jattn.cli import main
-from jattn.engine import Engine, renderer
+from jattn.engine import Engine
 from jattn.engine.request import CompletionState, Sequence
-from jattn.text import ByteTokenizer, ChatTemplate, chat_prompt, load_tokenizer
+from jattn.text import ByteTokenizer, ChatTemplate, chat_prompt, load_tokenizer, renderer
 from jattn.text.chat import load_chat_template
 from tests.models import folders
 
@@ -26,12 +26,16 @@ CANNOT_BE_READ = {
     "a list of texts": ({"chat_template": ["x"]}, None, "tokenizer_config.json: chat_template="),
     "an empty list": ({"chat_template": []}, None, "tokenizer_config.json: chat_template="),
     "a name without a text": ({"chat_template": [{"name": "default"}]}, None, "chat_template="),
-    "no default": ({"chat_template": [{"name": "rag", "template": "x"}]}, None, "no template 'default' but rag"),
+    "no default": (
+        {"chat_template": [{"name": "rag", "template": "x"}]},
+        None,
+        "no template 'default'; use one of rag",
+    ),
     "a file of bytes": ({}, b"\xff\xfe{", "chat_template.jinja is not UTF-8"),
     "an empty file": ({"chat_template": "this one is good"}, b"", "chat_template.jinja is empty"),
-    "a pointer": ({}, folders.LFS, "chat_template.jinja is a pointer of Git LFS"),
+    "a pointer": ({}, folders.LFS, "chat_template.jinja is a Git LFS pointer"),
     "a very long one": ({"chat_template": "x" * 300_000}, None, "300000 characters"),
-    "too deep": ({"chat_template": "{% if 1 %}" * 3000 + "{% endif %}" * 3000}, None, "cannot|not a template"),
+    "too deep": ({"chat_template": "{% if 1 %}" * 3000 + "{% endif %}" * 3000}, None, "cannot be compiled"),
 }
 
 
@@ -77,9 +81,13 @@ WRONG_CHATS = {
     "an object": ([{"role": "user", "content": object()}], {}, "not object"),
     "deep": ([{"role": "user", "content": eval("[" * 80 + "]" * 80)}], {}, "64 deep"),
     "both ends": (HELLO, dict(add_generation_prompt=True, continue_final_message=True), "begins a new one"),
-    "nothing to continue": ([{"role": "assistant"}], dict(continue_final_message=True), "a last message with a text"),
+    "nothing to continue": (
+        [{"role": "assistant"}],
+        dict(continue_final_message=True),
+        "a last message whose content is text",
+    ),
     "an argument": (HELLO, dict(variables={"messages": []}), "messages is an argument"),
-    "another template": (HELLO, dict(template="rag"), "no template 'rag' but default"),
+    "another template": (HELLO, dict(template="rag"), "no template 'rag'; use one of default"),
 }
 
 
@@ -172,9 +180,9 @@ STOPPED = "more than 0.3 seconds of processor time|Memory|Overflow|Recursion|a p
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_a_template_that_asks_for_too_much_is_stopped(name, monkeypatch):
-    monkeypatch.setattr("jattn.text.renderer.MOST_SECONDS", 0.3)
+    monkeypatch.setattr("jattn.text.renderer.MAX_CPU_SECONDS", 0.3)
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.thread_time()
-    with pytest.raises(ValueError, match=f"the chat template (refuses these|is not a).*: .*({STOPPED})"):
+    with pytest.raises(ValueError, match=f"the chat template (refuses these|cannot be compiled).*: .*({STOPPED})"):
         ChatTemplate(TOO_MUCH[name]).render(HELLO)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert time.thread_time() - begin < 0.5, "this process computes nothing of it"
@@ -192,12 +200,12 @@ def test_a_template_gets_no_bytes(source):
 
 
 def test_the_clock_ends_a_process_that_takes_no_processor_time(monkeypatch):
-    """Even one that is stopped; the chat after it is served by another."""
+    """Also a process that is stopped; another one renders the next chat."""
     good = ChatTemplate("{{ messages[0].content }}")
     assert good.render(HELLO) == "a<b"
-    monkeypatch.setattr(renderer, "MOST_WAIT", 0.5)
+    monkeypatch.setattr(renderer, "MAX_ELAPSED_SECONDS", 0.5)
     os.kill(renderer._idle[-1]._popen.pid, signal.SIGSTOP)
-    with pytest.raises(ValueError, match="the chat template refuses.*more than 0.5 seconds by the clock"):
+    with pytest.raises(ValueError, match="the chat template refuses.*more than 0.5 seconds of elapsed time"):
         good.render(HELLO)
     monkeypatch.undo()
     assert good.render(HELLO) == "a<b"
@@ -207,7 +215,7 @@ def test_the_clock_ends_a_process_that_takes_no_processor_time(monkeypatch):
 
 
 def test_chats_of_many_threads_get_their_own_texts_from_few_processes(monkeypatch):
-    monkeypatch.setattr(renderer, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(renderer, "MAX_CPU_SECONDS", 0.3)
     good, bad = ChatTemplate("{{ messages[0].content }}"), ChatTemplate(TOO_MUCH["loops in loops"])
 
     def chat(i):
@@ -218,7 +226,7 @@ def test_chats_of_many_threads_get_their_own_texts_from_few_processes(monkeypatc
 
     with ThreadPoolExecutor(12) as threads:
         assert list(threads.map(chat, range(32))) == [f"{i} \ud800é🙂\0" for i in range(32)]
-    assert 1 <= len(renderer._idle) <= renderer.MOST_PROCESSES
+    assert 1 <= len(renderer._idle) <= renderer.MAX_PROCESSES
 
 
 def test_a_process_that_does_not_start_is_no_fault_of_the_chat(monkeypatch, tmp_path):
@@ -257,7 +265,7 @@ def test_what_templates_do_with_large_numbers_and_long_messages_is_no_matter():
 
 
 class Marked(ByteTokenizer):
-    """A tokenizer that puts a token before a prompt."""
+    """A tokenizer that adds a token in front of a prompt."""
 
     def encode(self, text, add_special_tokens=True):
         return [1] * add_special_tokens + super().encode(text)
@@ -269,12 +277,12 @@ def test_the_tokens_of_a_chat_are_those_that_the_template_writes():
 
 
 def test_a_response_begins_where_the_prompt_ends():
-    """The end of a character that the prompt began is text."""
+    """The end of a character that begins in the prompt belongs to the output."""
     code, params = ByteTokenizer(), jattn.SamplingParams(max_tokens=8)
     ids = code.encode("a€b")
-    response = CompletionState.of("r", Sequence("s", tuple(ids[:2]), params), 0, (), 99, code)
-    response.accept(ids[2:])
-    assert response.completion().text == "€b"
+    completion = CompletionState.of("r", Sequence("s", tuple(ids[:2]), params), 0, (), 99, code)
+    completion.accept(ids[2:])
+    assert completion.snapshot().text == "€b"
 
 
 def test_the_command_line_encodes_a_chat_once(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Chats are the prompts that transformers makes of them, text and tokens, from the same folder."""
+"""Chats give the same prompts, as text and tokens, as transformers with the same folder."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ EXTRA = dict(additional_special_tokens=["<a>", "<b>"], extra_special_tokens={"bo
 
 
 def make(folder, settings, *, truncation=False):
-    """A folder with a byte-level tokenizer that puts <s> before a prompt, and these settings files."""
+    """A folder with a byte-level tokenizer that adds <s> in front of a prompt, and these settings files."""
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
@@ -69,7 +69,7 @@ def theirs(tmp_path_factory):
 
 TURNS = TEMPLATES["turns, every special token, the prompt's beginning"]
 NAMED = [{"name": "default", "template": TURNS}, {"name": "tool_use", "template": "T" + TURNS}]
-VOCABULARY = 293  # of the trained pieces
+VOCABULARY = 293  # of the trained tokenizer
 ADDED = {
     str(VOCABULARY + i): dict(
         content=text, lstrip=False, rstrip=i == 1, normalized=False, single_word=False, special=i < 2
@@ -94,7 +94,7 @@ FOLDERS = {
 @pytest.mark.parametrize("truncation", [False, True])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folders_chats_and_texts_are_the_tokens_that_transformers_makes(tmp_path, name, truncation):
-    """One <s> at the beginning of a chat, not two; long texts whole, short ones without padding."""
+    """A chat begins with one <s>, not two; long texts are not truncated, short ones not padded."""
     theirs = make(tmp_path, FOLDERS[name], truncation=truncation)
     code, template = load_tokenizer(tmp_path), load_chat_template(tmp_path)
     for messages, options in (CHATS["one"], CHATS["several"], CHATS["tools"]):

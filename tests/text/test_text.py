@@ -1,4 +1,4 @@
-"""Text in and out: no half characters, stop strings, a folder's tokenizer and chat template."""
+"""Tokens to text without unfinished characters, stop strings, and a folder's tokenizer and chat template."""
 
 import base64
 import json
@@ -31,7 +31,7 @@ def test_a_stream_is_the_text_and_never_half_a_character(text, sizes):
     st.lists(st.sampled_from([*b"a \xe2\x82\xac\xff"]), max_size=30), st.lists(st.integers(1, 8), max_size=30)
 )
 def test_a_bursts_text_is_the_text_of_its_tokens_one_by_one(octets, sizes):
-    """Even of bytes that are no text."""
+    """Also for bytes that are not valid text."""
     tokens, ones, bursts = [octet + CODE.num_special for octet in octets], Detokenizer(CODE), Detokenizer(CODE)
     for token in tokens:
         ones.add([token])
@@ -57,7 +57,7 @@ def test_bytes_that_are_no_text_do_not_hold_the_stream_for_ever():
 
 
 class Spaced:
-    """A tokenizer whose text depends on the token before: words, a space between, none at the beginning."""
+    """A tokenizer whose text depends on the token before: a space between words, none before the first."""
 
     words = ["", "one", "two", "three"]
 
@@ -136,7 +136,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_tokenizer_that_lengthens_texts_without_measure_is_refused(tmp_path, name):
-    """Before the library applies its rules, also to the tokens that it adds: it ends the process without memory."""
+    """Refused before the library applies the rules, also to its added tokens: without memory it aborts the process."""
     values = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).to_str())
     token = dict(id=1, content="a" * 99, single_word=False, lstrip=False, rstrip=False, normalized=True, special=False)
     (tmp_path / "tokenizer.json").write_text(json.dumps(values | {"added_tokens": [token]} | BOMBS[name]))
@@ -156,7 +156,7 @@ def test_published_kinds_of_rules_are_within_measure_and_long_texts_are_not(tmp_
         inner.normalizer, inner.pre_tokenizer = normalizer, pieces.Sequence([pieces.Digits(), pieces.ByteLevel()])
         inner.save(str(tmp_path / "tokenizer.json"))
         assert load_tokenizer(tmp_path).encode("a" * 100_000)
-    monkeypatch.setattr("jattn.text.tokenizer.MOST_TEXT", 1000)
+    monkeypatch.setattr("jattn.text.tokenizer.MAX_CHARACTERS", 1000)
     assert load_tokenizer(tmp_path).encode("a" * 1000)
     with pytest.raises(ValueError, match="tokenizer.json encodes up to 1000 characters, and this text has 1001"):
         load_tokenizer(tmp_path).encode("a" * 1001)

@@ -1,4 +1,4 @@
-"""Bodies: good ones, and what becomes of them when something hostile happens to them."""
+"""Request bodies: valid ones, and random mutations of them."""
 
 import json
 import random
@@ -7,7 +7,7 @@ MODEL = "adder"
 
 
 class Json(str):
-    """A value given as JSON text, right or wrong."""
+    """A value given as JSON text, valid or not."""
 
 
 TEXTS = [
@@ -57,7 +57,7 @@ KEYS = [
 
 
 def good(rng: random.Random, is_chat: bool) -> dict:
-    """A body that is served, and small."""
+    """A small, valid body."""
     question = f"{rng.randrange(1000):03}+{rng.randrange(1000):03}="
     body: dict = {"model": MODEL, "max_tokens": rng.choice([1, 2, 5, 16])}
     if is_chat:
@@ -85,7 +85,7 @@ def good(rng: random.Random, is_chat: bool) -> dict:
 
 
 def hostile(rng: random.Random):
-    """A value that does not belong, or may not."""
+    """A value that is wrong for most fields."""
     kind = rng.random()
     if kind < 0.3:
         return rng.choice(NUMBERS)
@@ -95,7 +95,7 @@ def hostile(rng: random.Random):
 
 
 def mutated(rng: random.Random, body: dict) -> bytes:
-    """The body after up to four mishaps, as bytes."""
+    """The body after up to four mutations, as bytes."""
     pairs = list(body.items())
     for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 4])):
         action, at = rng.random(), rng.randrange(len(pairs)) if pairs else 0
@@ -118,7 +118,7 @@ def mutated(rng: random.Random, body: dict) -> bytes:
 
 
 def _deeper(rng: random.Random, value):
-    """A value whose inside was changed."""
+    """The value with a change inside."""
     if isinstance(value, list) and value:
         at = rng.randrange(len(value))
         return [*value[:at], _deeper(rng, value[at]), *value[at + 1 :]]
@@ -142,7 +142,7 @@ def _damaged(rng: random.Random, raw: bytes) -> bytes:
 
 
 def _written(value) -> bytes:
-    """JSON, with Json as it stands; a list of pairs is an object whose keys may stand twice."""
+    """JSON text. A Json is written as it is; a list of pairs is an object that may have duplicate keys."""
     return _text(value, is_pairs=True).encode("utf-8", errors="surrogatepass")
 
 

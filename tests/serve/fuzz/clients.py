@@ -1,4 +1,4 @@
-"""Clients: one that asks and judges the answer, and some that misbehave."""
+"""Clients: one that sends a request and checks the response, and some that misbehave."""
 
 import contextlib
 import http.client
@@ -10,17 +10,17 @@ import time
 from tests.serve.fuzz import expect
 
 PATIENCE = 60
-"""Seconds without an answer that count as a hang."""
+"""Seconds without a response that count as a hang."""
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 class WrongError(AssertionError):
-    """An answer that may not be."""
+    """A response that is not allowed."""
 
 
 class Client:
-    """One connection, kept while the server keeps it."""
+    """One connection, which is opened again when the server has closed it."""
 
     def __init__(self, port: int):
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
@@ -29,12 +29,12 @@ class Client:
         self._connection.close()
 
     def ask(self, path: str, raw: bytes, method: str = "POST") -> tuple[int, str, bytes]:
-        """(status, kind, body); once more on a new connection where the server had closed the old one."""
+        """(status, content type, body); tries again on a new connection if the server had closed the old one."""
         for attempt in range(2):
             try:
                 self._connection.request(method, path, raw)
-                answer = self._connection.getresponse()
-                return answer.status, answer.headers["content-type"].partition(";")[0], answer.read()
+                response = self._connection.getresponse()
+                return response.status, response.headers["content-type"].partition(";")[0], response.read()
             except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
                 self._connection.close()
                 if attempt:
@@ -42,20 +42,20 @@ class Client:
         raise AssertionError
 
     def judge(self, path: str, raw: bytes) -> int:
-        """Ask, and see that the status is one that was expected, and the body of its shape."""
+        """Send the body, and check that the status is allowed and that the response has the right shape."""
         allowed = expect.statuses(path, raw)
         end = time.monotonic() + PATIENCE
         while True:
             status, kind, body = self.ask(path, raw)
             if status != 429 or 429 in allowed or time.monotonic() > end:
                 break
-            time.sleep(0.02)  # others hold the places: clients that left are still being put away
+            time.sleep(0.02)  # requests of disconnected clients still count in the queue
         if status not in allowed:
-            raise WrongError(f"{status} where {sorted(allowed)} is right: {body[:300]!r}")
+            raise WrongError(f"status {status}, but {sorted(allowed)} is allowed: {body[:300]!r}")
         if status != 200:
             check_error(kind, body)
         else:
-            check_answer(json.loads(raw), path == PATHS[1], kind, body)
+            check_response(json.loads(raw), path == PATHS[1], kind, body)
         return status
 
 
@@ -63,48 +63,48 @@ def check_error(kind: str, body: bytes) -> None:
     error = json.loads(body)["error"]
     fine = kind == "application/json" and set(error) == {"message", "type", "param", "code"}
     if not fine or not isinstance(error["message"], str) or not error["message"]:
-        raise WrongError(f"no error of the interface: {kind} {body[:300]!r}")
+        raise WrongError(f"not an error of the OpenAI interface: {kind} {body[:300]!r}")
 
 
-def check_answer(asked: dict, is_chat: bool, kind: str, body: bytes) -> None:
-    """The shape of an answer, and what its parts say of each other."""
+def check_response(asked: dict, is_chat: bool, kind: str, body: bytes) -> None:
+    """Check the shape of a response, and that its parts agree."""
     asked = {name: value for name, value in asked.items() if value is not None}
     if asked.get("stream"):
         choices, usage = read_stream(asked, is_chat, kind, body)
     else:
-        _that(kind == "application/json", kind)
+        _check(kind == "application/json", kind)
         whole = json.loads(body)
         choices, usage = (
             {choice["index"]: _flat(choice, is_chat, "message") for choice in whole["choices"]},
             whole["usage"],
         )
-        _that(whole["object"] == ("chat.completion" if is_chat else "text_completion"), whole["object"])
+        _check(whole["object"] == ("chat.completion" if is_chat else "text_completion"), whole["object"])
     prompts = expect.prompts(asked, is_chat)
-    _that(sorted(choices) == list(range(len(prompts) * asked.get("n", 1))), "the choices' indices")
+    _check(sorted(choices) == list(range(len(prompts) * asked.get("n", 1))), "the choices' indices")
     for choice in choices.values():
-        _that(choice["finish_reason"] in ("stop", "length"), choice)
-        _that("\ud800" > max(choice["text"], default="") or choice["text"].encode(), "text")
+        _check(choice["finish_reason"] in ("stop", "length"), choice)
+        _check("\ud800" > max(choice["text"], default="") or choice["text"].encode(), "text")
         told = asked.get("logprobs") is not None and asked.get("logprobs") is not False
-        _that((choice["tokens"] is not None) == told, "logprobs as asked")
+        _check((choice["tokens"] is not None) == told, "logprobs as asked")
         if told and not is_chat:
             at = choice["offsets"]
-            _that(at == sorted(at) and all(0 <= i <= len(choice["text"]) for i in at), "text_offset")
+            _check(at == sorted(at) and all(0 <= i <= len(choice["text"]) for i in at), "text_offset")
     if usage is not None:
         tokens = sum(len(p.encode()) if isinstance(p, str) else len(p) for p in prompts)
-        _that(usage["prompt_tokens"] == tokens, f"{usage} of {tokens} prompt tokens")
+        _check(usage["prompt_tokens"] == tokens, f"{usage} of {tokens} prompt tokens")
         limit = asked.get("max_completion_tokens", asked.get("max_tokens", expect.LENGTH if is_chat else 16))
-        _that(len(choices) <= usage["completion_tokens"] <= limit * len(choices), f"{usage} of at most {limit} each")
+        _check(len(choices) <= usage["completion_tokens"] <= limit * len(choices), f"{usage} of at most {limit} each")
         if all(choice["tokens"] is not None for choice in choices.values()):
-            _that(usage["completion_tokens"] == sum(choice["tokens"] for choice in choices.values()), "tokens told")
+            _check(usage["completion_tokens"] == sum(choice["tokens"] for choice in choices.values()), "tokens told")
 
 
 def read_stream(asked: dict, is_chat: bool, kind: str, body: bytes) -> tuple[dict, dict | None]:
-    """(the choices that the events add up to, the usage)."""
+    """(the choices, joined from all events; the usage)."""
     *events, last, rest = body.split(b"\n\n")
-    _that(kind == "text/event-stream" and last == b"data: [DONE]" and rest == b"", f"the end of the stream: {last!r}")
+    _check(kind == "text/event-stream" and last == b"data: [DONE]" and rest == b"", f"the end of the stream: {last!r}")
     choices, usage, heads = {}, None, set()
     for event in events:
-        _that(event.startswith(b"data: "), event)
+        _check(event.startswith(b"data: "), event)
         chunk = json.loads(event.removeprefix(b"data: "))
         heads.add((chunk["id"], chunk["created"], chunk["model"], chunk["object"]))
         usage = chunk.get("usage")
@@ -112,10 +112,12 @@ def read_stream(asked: dict, is_chat: bool, kind: str, body: bytes) -> tuple[dic
             new = _flat(choice, is_chat, "delta")
             old = choices.setdefault(choice["index"], None)
             if is_chat:
-                _that((choice["delta"].get("role") == "assistant") == (old is None), "the role comes first, and once")
+                _check(
+                    (choice["delta"].get("role") == "assistant") == (old is None), "the role is in the first event only"
+                )
             choices[choice["index"]] = new if old is None else _joined(old, new)
-    _that(len(heads) == 1, "one id, time, model and object")
-    _that((usage is not None) == bool((asked.get("stream_options") or {}).get("include_usage")), "usage as asked")
+    _check(len(heads) == 1, "one id, time, model and object")
+    _check((usage is not None) == bool((asked.get("stream_options") or {}).get("include_usage")), "usage as asked")
     return choices, usage
 
 
@@ -126,17 +128,17 @@ def _flat(choice: dict, is_chat: bool, message: str) -> dict:
         return flat
     if is_chat:
         return flat | dict(tokens=len(told["content"]))
-    _that(all(token in top for token, top in zip(told["tokens"], told["top_logprobs"], strict=True)), "top_logprobs")
+    _check(all(token in top for token, top in zip(told["tokens"], told["top_logprobs"], strict=True)), "top_logprobs")
     return flat | dict(tokens=len(told["tokens"]), offsets=told["text_offset"])
 
 
 def _joined(old: dict, new: dict) -> dict:
-    _that(old["finish_reason"] is None, "an event after a choice's end")
+    _check(old["finish_reason"] is None, "an event after a choice's end")
     return {name: new[name] if name == "finish_reason" or old[name] is None else old[name] + new[name] for name in old}
 
 
-def _that(true: object, what: object) -> None:
-    if not true:
+def _check(is_true: object, what: object) -> None:
+    if not is_true:
         raise WrongError(f"wrong: {what!r:.400}")
 
 
@@ -149,22 +151,22 @@ def _sent(path: str, raw: bytes) -> bytes:
 
 
 def abandons(port: int, path: str, raw: bytes) -> None:
-    """Asks for what is right and would take long, and does not wait for it."""
+    """Sends a valid request that takes long, and does not wait for the response."""
     with socket.create_connection(("127.0.0.1", port), 0.05) as peer, contextlib.suppress(TimeoutError):
         peer.sendall(_sent(path, raw))
         said = peer.recv(1 << 16)
-        _that(said.startswith((b"HTTP/1.1 200", b"HTTP/1.1 429")), said[:300])
+        _check(said.startswith((b"HTTP/1.1 200", b"HTTP/1.1 429")), said[:300])
 
 
 def cuts(port: int, rng: random.Random, raw: bytes) -> None:
-    """Leaves in the middle of its request."""
+    """Disconnects in the middle of its request."""
     sent = _sent(rng.choice(PATHS), raw)
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as peer:
         peer.sendall(sent[: rng.randrange(len(sent))])
 
 
 def leaves(port: int, rng: random.Random, raw: bytes) -> None:
-    """Asks for much and leaves, before the first token or in the middle of its stream."""
+    """Asks for many tokens and disconnects, before the first or in the middle of the stream."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as peer:
         peer.sendall(_sent(PATHS[0], LONG if rng.random() < 0.7 else LONG.replace(b'"stream": true, ', b"")))
         if rng.random() < 0.5:
@@ -174,7 +176,7 @@ def leaves(port: int, rng: random.Random, raw: bytes) -> None:
 
 
 def is_slow(port: int, rng: random.Random, raw: bytes) -> None:
-    """Sends a byte now and then; must be told so, or closed."""
+    """Sends a byte now and then; must get an error or be disconnected."""
     sent = _sent(rng.choice(PATHS), raw or b"{}")
     sent = sent[: rng.randrange(1, len(sent))]
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as peer, contextlib.suppress(ConnectionError):
@@ -182,11 +184,11 @@ def is_slow(port: int, rng: random.Random, raw: bytes) -> None:
             peer.sendall(bytes([byte]))
             time.sleep(0.02)
         said = b"".join(iter(lambda: peer.recv(1 << 16), b""))
-        _that(not said or said.startswith(b"HTTP/1.1 4"), said[:200])
+        _check(not said or said.startswith(b"HTTP/1.1 4"), said[:200])
 
 
 def is_deaf(port: int, rng: random.Random, raw: bytes) -> None:
-    """Asks for a long stream and never reads it."""
+    """Asks for a long stream and does not read it."""
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect(("127.0.0.1", port))
@@ -230,7 +232,7 @@ HEADS = [
 
 
 def is_no_http(port: int, rng: random.Random, raw: bytes) -> None:
-    """Odd heads, and noise: answered with no 5xx, in JSON where there is a body, or closed."""
+    """Sends odd heads or random bytes; must get no 5xx, JSON if there is a body, or be disconnected."""
     sent = rng.choice(HEADS) if rng.random() < 0.7 else rng.randbytes(rng.randrange(1, 300))
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as peer, contextlib.suppress(ConnectionError):
         peer.sendall(sent)
@@ -240,7 +242,7 @@ def is_no_http(port: int, rng: random.Random, raw: bytes) -> None:
             .removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
             .partition(b"\r\n\r\n")
         )
-        _that(not said or head[9:10] in b"24", said[:300])
+        _check(not said or head[9:10] in b"24", said[:300])
         if body and head[9:10] == b"4" and b"\r\n\r\n" not in body:
             check_error("application/json", body)
 

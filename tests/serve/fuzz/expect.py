@@ -1,21 +1,21 @@
-"""Which status a body deserves: a second reading of docs/serving.md, sharing no code with the server."""
+"""The status that a body must get: a second implementation of docs/serving.md that shares no code with the server."""
 
 import json
 import math
 
 MODEL = "adder"
-VOCABULARY, LENGTH = 384, 1024  # of the embedded model; a token a byte
+VOCABULARY, LENGTH = 384, 1024  # of the embedded model, which has one token per byte
 MAX_BODY, MAX_PROMPTS, MAX_SEQUENCES = 1 << 16, 64, 256  # as the fuzzer starts its server
 MAX_VALUES = 20_000  # keys and list items, besides those of the prompt
 INT32 = 2**31 - 1
 
 
 class _Bad(Exception):
-    """A JSON text that no two readers may read alike."""
+    """A JSON text that parsers may read differently."""
 
 
 def statuses(path: str, raw: bytes) -> set[int]:
-    """Those allowed for a POST of these bytes."""
+    """The statuses allowed for a POST of these bytes."""
     if len(raw) > MAX_BODY:
         return {413}
     try:
@@ -31,17 +31,17 @@ def statuses(path: str, raw: bytes) -> set[int]:
         return {400}
     is_chat = path.endswith("/chat/completions")
     fields = COMMON | (CHAT if is_chat else COMPLETION)
-    if set(body) - set(fields) - set(ASKING_NOTHING):
+    if set(body) - set(fields) - set(NO_EFFECT):
         return {400}
     body = {name: value for name, value in body.items() if value is not None}
-    fine = all(_is_fine(name, value, fields) for name, value in body.items()) and _go_together(body, is_chat)
+    valid = all(_is_valid(name, value, fields) for name, value in body.items()) and _is_consistent(body, is_chat)
     if body.get("model", MODEL) != MODEL and isinstance(body["model"], str):
-        return {404} if fine else {400, 404}
-    return {200} if fine and _fits(body, is_chat) else {400}
+        return {404} if valid else {400, 404}
+    return {200} if valid and _fits(body, is_chat) else {400}
 
 
 def _is_bounded(body: dict) -> bool:
-    """Few enough values, prompts and tokens to look at them."""
+    """Are there few enough values, prompts and tokens to visit them all?"""
     extra, prompt = 0, body.get("prompt")
     if isinstance(prompt, list) and prompt:
         lists = [each for each in prompt if isinstance(each, list)]
@@ -61,7 +61,7 @@ def _num_values(value) -> int:
 
 
 def prompts(body: dict, is_chat: bool) -> list:
-    """Each as text, or as a list of tokens."""
+    """The prompts, each as text or as a list of tokens."""
     if is_chat:
         text = "".join(f"{m['role'][:1]}:{_text(m.get('content'))}\n" for m in body["messages"])
         if body.get("continue_final_message"):
@@ -93,14 +93,14 @@ def _float(text):
     return float(text)
 
 
-def _is_fine(name, value, fields) -> bool:
+def _is_valid(name, value, fields) -> bool:
     if name in fields:
         return fields[name](value)
-    return any(json.dumps(value) == json.dumps(nothing) for nothing in ASKING_NOTHING.get(name, ()))
+    return any(json.dumps(value) == json.dumps(neutral) for neutral in NO_EFFECT.get(name, ()))
 
 
-def _go_together(body, is_chat) -> bool:
-    """Fields that are each fine, beside each other."""
+def _is_consistent(body, is_chat) -> bool:
+    """Are fields that are valid alone also valid together?"""
     if "stream_options" in body and body.get("stream") is not True:
         return False
     if body.get("temperature", 1) == 0 and body.get("n", 1) != 1:
@@ -111,13 +111,13 @@ def _go_together(body, is_chat) -> bool:
         taken = {"messages", "tools", "documents", "add_generation_prompt"} & set(body.get("chat_template_kwargs", ()))
         if body.get("tools") and body.get("parallel_tool_calls") is False:
             return False
-        fine = "messages" in body and told and len(set(map(str, limits))) < 2 and not taken
-        return fine and (not body.get("continue_final_message") or _can_continue(body))
+        valid = "messages" in body and told and len(set(map(str, limits))) < 2 and not taken
+        return valid and (not body.get("continue_final_message") or _can_continue(body))
     return "prompt" in body
 
 
 def _can_continue(body) -> bool:
-    """Is there a text to go on from?"""
+    """Does the last message have a text that can be continued?"""
     return body.get("add_generation_prompt") is not True and bool(_text(body["messages"][-1].get("content")).strip())
 
 
@@ -126,7 +126,7 @@ def _are_objects(v) -> bool:
 
 
 def _fits(body, is_chat) -> bool:
-    """The model and the queue."""
+    """Do the prompts fit the model and the queue?"""
     asked = prompts(body, is_chat)
     tokens = [list(p.encode()) if isinstance(p, str) else p for p in asked]
     return (
@@ -170,8 +170,8 @@ def _is_prompt(v) -> bool:
 
 def _are_stops(v) -> bool:
     texts = [v] if _is_text(v) else v
-    fine = isinstance(texts, list) and all(_is_text(text) and text for text in texts)
-    return fine and len(texts) <= 64 and len("".join(texts)) <= 4096
+    valid = isinstance(texts, list) and all(_is_text(text) and text for text in texts)
+    return valid and len(texts) <= 64 and len("".join(texts)) <= 4096
 
 
 def _are_options(v) -> bool:
@@ -240,7 +240,7 @@ CHAT = dict(
     reasoning_effort=_is_text,
     chat_template_kwargs=lambda v: isinstance(v, dict),
 )
-ASKING_NOTHING = dict(
+NO_EFFECT = dict(
     echo=[False], best_of=[1], suffix=[""], logit_bias=[{}], tools=[[]], functions=[[]], metadata=[{}], store=[False],
     tool_choice=["none", "auto"], function_call=["none", "auto"], parallel_tool_calls=[True, False],
     response_format=[{"type": "text"}], modalities=[["text"]], service_tier=["auto", "default"],

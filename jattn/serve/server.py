@@ -1,0 +1,145 @@
+"""Runs the application under uvicorn until a signal, or until the engine breaks."""
+
+import asyncio
+import errno
+import functools
+import socket
+import time
+
+import uvicorn
+
+from jattn.engine import Engine
+from jattn.serve.app import make_app
+from jattn.serve.connection import Connection
+from jattn.serve.engine_loop import EngineLoop
+from jattn.serve.options import ServerOptions
+
+FLUSH_SECONDS = 5
+"""How long clients may read the end of their responses after the last request has ended."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn with a graceful shutdown.
+
+    After the first signal new requests get 503, and running ones have `grace` seconds to finish. Then, or after a
+    second signal, their streams end with an error. A broken engine ends the server at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, loop: EngineLoop, grace: float):
+        super().__init__(config)
+        self.engine_loop, self.grace = loop, grace
+        self._num_signals = 0
+        self._deadline: float | None = None
+
+    def handle_exit(self, sig, frame) -> None:
+        self._num_signals += 1  # nothing more: a signal may arrive while a lock is held
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second; True ends the server."""
+        if self._num_signals and self._deadline is None:
+            self._deadline = time.monotonic() + self.grace
+            self.engine_loop.drain()
+        if self._deadline is not None:
+            is_expired = self._num_signals > 1 or time.monotonic() >= self._deadline
+            if is_expired:
+                self.engine_loop.stop()
+            self.should_exit |= is_expired or not self.engine_loop.num_requests
+        self.should_exit |= self.engine_loop.failure is not None
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets=None) -> None:
+        """Abort the connections that are open after FLUSH_SECONDS: of clients that do not read.
+
+        uvicorn would cancel their tasks a second later, and log errors. After an abort they end as after a disconnect.
+        """
+        timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._abort_connections)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _abort_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def make_server(engine: Engine, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> Server:
+    """A server that is not running yet."""
+    app = make_app(engine, options)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=functools.partial(Connection, options),  # type: ignore[arg-type]  uvicorn only calls it
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=options.keep_alive_timeout,  # type: ignore[arg-type]  uvicorn only passes it to call_later
+        timeout_graceful_shutdown=FLUSH_SECONDS + 1,
+    )
+    return Server(config, app.state.loop, options.grace)
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """A socket for every address of `host`. They do not listen yet, so clients are refused until the server runs.
+
+    Port 0: any free one. ValueError if `host` is not an address; OSError if it is taken or not this machine's.
+    """
+    if not host:
+        raise ValueError("host='' would mean every interface; use 0.0.0.0 or :: for that, 127.0.0.1 for this machine")
+    if not 0 <= port <= 65535:
+        raise ValueError(f"{port=} must be from 0 to 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{host=} is not an address: {error}") from error
+    sockets, problems = [], []
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        try:
+            sockets.append(_bound(family, kind, protocol, (address[0], port or address[1], *address[2:])))
+        except OSError as error:
+            problems.append(OSError(error.errno, f"cannot listen on {host}, port {port}: {error.strerror}"))
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                break
+        else:
+            port = port or sockets[0].getsockname()[1]  # the same for every address
+    if not sockets or any(problem.errno in (errno.EADDRINUSE, errno.EACCES) for problem in problems):
+        for each in sockets:
+            each.close()
+        raise problems[-1]
+    return sockets
+
+
+def _bound(family: int, kind: int, protocol: int, address: tuple) -> socket.socket:
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def serve(
+    engine: Engine,
+    options: ServerOptions,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    sockets: list[socket.socket] | None = None,
+) -> None:
+    """Serve until a signal. With the default host only this machine can connect.
+
+    sockets: the result of `bind` for this host and port; None: bind here. RuntimeError if the engine broke: exit with a
+    code other than 0 then, so that a supervisor restarts the process.
+    """
+    sockets = bind(host, port) if sockets is None else sockets
+    server = make_server(engine, options, host, port)
+    server.run(sockets)
+    if (failure := server.engine_loop.failure) is not None:
+        raise RuntimeError("the engine is broken, so the server has ended") from failure

@@ -1,0 +1,158 @@
+"""The DMA copies between HBM and VMEM. Every start has a wait for the same number of bytes.
+
+Keys and values are copied page by page through the block table, all kv heads of a page in one copy; queries and outputs
+pack by pack. Each half of each double buffer has a semaphore of its own.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tpu.config import TpuKernelConfig
+from pallas_kernels.tpu.work_list import FIELDS
+
+
+class ScalarRefs(NamedTuple):
+    """Refs in SMEM, prefetched."""
+
+    count: Any  # i32[1] tiles
+    items: Any  # i32[FIELDS tiles]
+    block_table: Any  # i32[R B]
+    scales: Any  # f32[2 K] factors of the logits, then of the outputs
+
+
+class HbmRefs(NamedTuple):
+    """Refs in HBM."""
+
+    q: Any  # [K packs 16 D]
+    k: Any  # [N K S D]
+    v: Any  # [N K S V]
+    out: Any  # [K packs 16 V]
+    lse: Any  # f32[packs 16 128]; lane k is kv head k
+
+
+class Buffers(NamedTuple):
+    """Scratch in VMEM. A leading 2 is the two halves of a double buffer."""
+
+    q: Any  # [2 K rows/16 16 D]
+    k: Any  # [2 pages K S D]
+    v: Any  # [2 pages K S V]
+    out: Any  # [2 K rows/16 16 V]
+    lse: Any  # f32[2 rows/16 16 128]
+    m: Any  # f32[K rows 1]
+    l: Any  # f32[K rows 1]
+    acc: Any  # f32[K rows V]
+    sems: Any  # DMA[5 2]: of q, k, v, out, lse; one for each half
+
+
+class TileItem(NamedTuple):
+    """The scalars of one tile: see work_list.FIELDS."""
+
+    req: jax.Array
+    pack: jax.Array
+    packs: jax.Array
+    rows: jax.Array
+    q_first: jax.Array
+    page: jax.Array
+    pages: jax.Array
+    kv_start: jax.Array
+    kv_end: jax.Array
+    full_start: jax.Array
+    full_end: jax.Array
+    causal: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """The copies of one launch. i: a tile of the work list; b: a block of its key range; side: half of a buffer."""
+
+    config: TpuKernelConfig
+    num_columns: int  # B
+    s: ScalarRefs
+    hbm: HbmRefs
+    buf: Buffers
+
+    def item(self, i) -> TileItem:
+        """Tile i's scalars."""
+        tiles = self.s.items.shape[0] // len(FIELDS)
+        return TileItem(*(self.s.items[f * tiles + i] for f in range(len(FIELDS))))
+
+    def start_keys(self, i, b, side):
+        """Starts to fetch the keys and values of block b of tile i."""
+        item = self.item(i)
+        first = item.req * self.num_columns + item.page + b * self.config.block_pages
+
+        def page(j, _):
+            for copy in self._page(self.s.block_table[first + j], j, side):
+                copy.start()
+            return ()
+
+        lax.fori_loop(0, self._live(item, b), page, ())
+
+    def wait_keys(self, item: TileItem, b, side):
+        """Waits until they are in VMEM: for a whole block at once, otherwise page by page."""
+        live = self._live(item, b)
+
+        def some():
+            def page(j, _):
+                for copy in self._page(0, j, side):
+                    copy.wait()
+                return ()
+
+            lax.fori_loop(0, live, page, ())
+
+        def whole():
+            for at, ref in ((1, self.buf.k), (2, self.buf.v)):
+                pltpu.make_async_copy(ref.at[side], ref.at[side], self.buf.sems.at[at, side]).wait()
+
+        lax.cond(live == self.config.block_pages, whole, some)
+
+    def _live(self, item: TileItem, b):
+        """Pages of block b that the tile needs."""
+        left = item.pages - b * self.config.block_pages
+        return lax.clamp(0, left, self.config.block_pages)
+
+    def _page(self, page, j, side):
+        yield pltpu.make_async_copy(self.hbm.k.at[page], self.buf.k.at[side, j], self.buf.sems.at[1, side])
+        yield pltpu.make_async_copy(self.hbm.v.at[page], self.buf.v.at[side, j], self.buf.sems.at[2, side])
+
+    def start_q(self, i):
+        """Starts to fetch the queries of tile i."""
+        self._each_pack(i, lambda j, pack: self._q(pack, j, i).start())
+
+    def wait_q(self, i):
+        """Waits until they are in VMEM."""
+        self._each_pack(i, lambda j, pack: self._q(pack, j, i).wait())
+
+    def _q(self, pack, j, i):
+        half = lax.rem(i, 2)
+        return pltpu.make_async_copy(self.hbm.q.at[:, pack], self.buf.q.at[half, :, j], self.buf.sems.at[0, half])
+
+    def start_out(self, i):
+        """Starts to write back the output and lse of tile i."""
+        self._each_pack(i, lambda j, pack: [copy.start() for copy in self._out(pack, j, i)])
+
+    def wait_out(self, i):
+        """Waits until they are written; their half may then be used again."""
+        self._each_pack(i, lambda j, pack: [copy.wait() for copy in self._out(pack, j, i)])
+
+    def _out(self, pack, j, i):
+        half = lax.rem(i, 2)
+        yield pltpu.make_async_copy(self.buf.out.at[half, :, j], self.hbm.out.at[:, pack], self.buf.sems.at[3, half])
+        yield pltpu.make_async_copy(self.buf.lse.at[half, j], self.hbm.lse.at[pack], self.buf.sems.at[4, half])
+
+    def _each_pack(self, i, do):
+        """do(j, pack) for the tile's live packs; without a loop where every tile has one."""
+        item = self.item(i)
+        if self.buf.q.shape[2] == 1:
+            do(0, item.pack)
+            return
+
+        def one(j, _):
+            do(j, item.pack + j)
+            return ()
+
+        lax.fori_loop(0, item.packs, one, ())

@@ -1,0 +1,140 @@
+"""Bodies in many chunks, responses before the end of a body, and headers that are not allowed."""
+
+import json
+import socket
+
+import h11
+import httpx
+import pytest
+
+from jattn.serve import connection as connection_module
+from tests.serve.running import answered, connection, is_idle, post, serving, until_closed, wait_until
+
+ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
+RAW = json.dumps(ASK).encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+LIMIT = 1 << 16
+"""Bytes of framing, with the default options."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as running:
+        yield running
+
+
+def in_chunks(raw, size=1, extension=b""):
+    parts = (raw[at : at + size] for at in range(0, len(raw), size))
+    return b"".join(b"%x%s\r\n%s\r\n" % (len(part), extension, part) for part in parts)
+
+
+def send(raw, data):
+    """Send as much as the server takes."""
+    try:
+        raw.sendall(data)
+    except OSError:
+        return
+
+
+def test_a_body_of_a_million_chunks_is_refused_after_a_fixed_share_of_framing(server, monkeypatch):
+    """The server reads no more while it has many bytes to parse."""
+    waiting = []  # bytes at each event
+    parsed = connection_module.H11Connection.next_event
+    monkeypatch.setattr(
+        connection_module.H11Connection,
+        "next_event",
+        lambda self: waiting.append(len(self._receive_buffer)) or parsed(self),
+    )
+    with connection(server[2], HEAD + CHUNKED) as raw:
+        send(raw, in_chunks(b"{" + b" " * 1_000_000))
+        assert until_closed(raw).startswith(b"HTTP/1.1 413")
+    assert LIMIT // 5 <= len(waiting) < 1.1 * LIMIT // 5
+    assert max(waiting) < 1 << 19  # asyncio reads up to 1 << 18 at once
+
+
+@pytest.mark.parametrize("extension", [b"", b";" + b"x" * 1000])
+def test_framing_over_the_limit_is_told_so(server, extension):
+    padded = RAW[:-1] + b" " * 20_000 + b"}"
+    with connection(server[2], HEAD + CHUNKED + in_chunks(padded, 1, extension)[: LIMIT + 30_000]) as raw:
+        said = until_closed(raw)
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413") and "framing" in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 5000])
+def test_a_body_in_chunks_within_the_limit_is_served(server, size):
+    padded = RAW[:-1] + b" " * 8000 * size + b"}"
+    with connection(server[2], HEAD + CHUNKED + in_chunks(padded[: 1 << 20], size) + b"0\r\n\r\n") as raw:
+        raw.settimeout(30)
+        assert answered(raw)[0] == (200 if len(padded) <= 1 << 20 else 400)
+        raw.sendall(post("/v1/completions", ASK))
+        assert answered(raw)[0] == 200
+
+
+def test_a_round_parses_few_events_and_the_rest_comes_later():
+    conn = connection_module.H11Connection(LIMIT)
+    conn.receive_data(HEAD + CHUNKED + in_chunks(b"x" * 1000))
+    counts = []
+    while not counts or conn.round_is_over:
+        conn.begin_round()
+        counts.append(0)
+        while conn.next_event() is not h11.NEED_DATA:
+            counts[-1] += 1
+    assert sum(counts) == 1001 and max(counts) == connection_module.MAX_EVENTS
+
+
+@pytest.mark.parametrize("size", [b"Content-Length: 100000\r\n\r\n", CHUNKED])
+def test_after_an_answer_before_the_bodys_end_nothing_more_is_parsed(server, size, monkeypatch):
+    """The client can read the whole response, although it goes on sending."""
+    with connection(server[2], b"POST /nowhere HTTP/1.1\r\nHost: x\r\n" + size) as raw:
+        response = b""
+        while not response.endswith(b"}}"):
+            response += raw.recv(1 << 16)
+        assert response.startswith(b"HTTP/1.1 404") and b"\r\nconnection: close\r\n" in response
+        events = []
+        monkeypatch.setattr(
+            connection_module.H11Connection, "next_event", lambda self: events.append(1) or h11.NEED_DATA
+        )
+        send(raw, in_chunks(b"x" * 200_000))
+        raw.shutdown(socket.SHUT_WR)
+        assert until_closed(raw) == b"" and not events
+    wait_until(lambda: not server[1].server_state.connections)
+
+
+def test_a_large_body_that_is_refused_at_once_does_not_cost_the_client_its_answer(server):
+    """Closing a socket with unread bytes would reset the connection."""
+    for _ in range(5):
+        with connection(server[2], post("/v1/completions", b" " * 3_000_000, "Connection: close\r\n")) as raw:
+            assert until_closed(raw).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "words"),
+    [
+        (b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n", 400, "not both"),
+        (b"Content-Encoding: gzip\r\nContent-Length: %d\r\n" % len(RAW), 415, "gzip"),
+        (b"Content-Encoding: gzip, identity\r\nContent-Length: %d\r\n" % len(RAW), 415, "gzip"),
+    ],
+)
+def test_a_body_whose_end_or_coding_is_unclear_is_refused(server, headers, status, words):
+    with connection(server[2], HEAD + headers + b"\r\n" + RAW) as raw:
+        code, body = answered(raw)
+        assert code == status and words in body["error"]["message"]
+        assert status == 415 or until_closed(raw) == b""
+    wait_until(lambda: is_idle(*server[:2]))
+
+
+def test_identity_and_absolute_targets_are_as_good_as_none(server):
+    identity = b"Content-Encoding: Identity\r\nContent-Length: %d\r\n\r\n" % len(RAW)
+    with connection(server[2], HEAD.replace(b" /v1", b" http://proxy:80/v1") + identity + RAW) as raw:
+        assert answered(raw)[0] == 200
+        raw.sendall(b"GET HTTP://x/health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answered(raw) == (200, {"status": "ok"})
+
+
+def test_a_refused_connection_is_told_when_to_come_again():
+    with serving(max_connections=1) as (_, server, url), connection(url, HEAD):
+        wait_until(lambda: len(server.server_state.connections) == 1)
+        answer = httpx.get(f"{url}/health")
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
