@@ -110,7 +110,7 @@ class MLAAttention:
         return _traced(self.impl, "update_and_forward", q, *self._rows(kv_c, k_pe, m), cache, m, params)
 
     def attend(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
-        """Attention over the cache; nothing is written. Each request is computed in the form that is cheaper for it."""
+        """Attention over the cache; nothing is written. Each request is computed in the cheaper form."""
         return _traced(self.impl, "forward", self._checked(q, cache, m, params), cache, m, params)
 
     def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:

@@ -106,7 +106,7 @@ def depends_on_length(config: Any) -> bool:
 
 
 def root_hash_of(salt: str, config: Any, final_length: int) -> bytes:
-    """A hash of what a request's cached blocks depend on besides its tokens: its salt and its rope variant."""
+    """A hash of a request's salt and rope variant: its cached blocks depend on both, besides its tokens."""
     variant = config.rope_variant(final_length) if depends_on_length(config) else ()
     return request_root(hashlib.blake2b(salt.encode()).digest(), variant)
 

@@ -66,7 +66,8 @@ class Engine:
         block_size: int = 16,  # tokens of a block
         max_num_seqs: int = 32,  # sequences in one step
         max_num_batched_tokens: int = 512,  # new tokens in one step, of all sequences together
-        max_model_len: int | None = None,  # tokens of prompt and output together; None: what model and pool allow
+        max_model_len: int
+        | None = None,  # tokens of prompt and output together; None: the most that model and pool allow
         max_burst: int | None = None,  # decode steps of one dispatch; None: 8 on a CPU, 16 on an accelerator
         cache_dtype: str | None = None,  # of the cached keys and values; None: the dtype of the weights
         backend: str = "auto",  # attention backend: "auto" or one of jattn.list_backends()
@@ -196,7 +197,7 @@ class Engine:
         seqs = [Sequence(f"{self._next_name}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
         longest, eos = self.limits.max_model_len, self.config.eos_token_ids
         request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], longest, self.tokenizer)
-        self._requests.add(request)  # last, because what comes before may raise
+        self._requests.add(request)  # last, because the lines before may raise
         for seq in seqs:
             self.scheduler.add(seq)
         return id
@@ -250,7 +251,7 @@ class Engine:
         return result.outputs
 
     def _send(self, plan: StepPlan) -> InFlight | None:
-        """Send a plan to the device; None: there is nothing to do."""
+        """Send a plan to the device; None if it has no rows."""
         self._plan = plan
         if not plan.rows:
             if self._requests:

@@ -1,4 +1,4 @@
-"""Sequence, CompletionState and Request: the state of a request. RequestOutput: what the caller gets."""
+"""Sequence, CompletionState and Request: the state of a request. RequestOutput: its result, for the caller."""
 
 import dataclasses
 import enum

@@ -63,7 +63,7 @@ def logprob_of(sampled: Sampled, step: int, row: int, count: int) -> TokenLogpro
 
 
 class Runner:
-    """Awake: weights and caches are on the device. Asleep: the weights are on the host. Dead: nothing works."""
+    """Awake: weights and caches are on the device. Asleep: the weights are on the host. Dead: all calls raise."""
 
     def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):
         self.model, self.shapes = model, shapes

@@ -136,7 +136,7 @@ def test_subclass_attention_backend_changes_the_builder_only():
     assert backend.get_impl_cls() is ToyImpl
 
 
-def test_overrides_must_name_something():
+def test_overrides_must_name_an_attribute():
     with pytest.raises(ValueError, match="ToyBackend has no supported_dtype to override"):
         derived(supported_dtype=())
 

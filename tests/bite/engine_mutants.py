@@ -117,7 +117,7 @@ MUTANTS = {
         f"{TABLES}.release",
         lambda original: lambda self, seq, *, trusted=True: original(self, seq),
         (
-            laws.test_what_a_failed_request_wrote_is_shared_with_nobody,
+            laws.test_blocks_that_a_failed_request_wrote_are_not_shared,
             scheduler.test_what_an_untrusted_sequence_wrote_is_not_shared,
         ),
     ),
@@ -129,12 +129,12 @@ MUTANTS = {
     "penalties not applied": Mutant(
         "jattn.engine.sampling.penalised",
         lambda original: lambda logits, penalties: logits,
-        (laws.test_penalties_are_applied_to_what_was_said,),
+        (laws.test_penalties_are_applied_to_the_generated_tokens,),
     ),
     "penalties forget what the burst has sampled": Mutant(
         "jattn.engine.sampling.Penalties.after",
         lambda original: lambda self, sampled: original(self, jnp.full_like(sampled, -2)),
-        (laws.test_penalties_are_applied_to_what_was_said,),
+        (laws.test_penalties_are_applied_to_the_generated_tokens,),
     ),
     "a cut keeps one token fewer": Mutant(
         "jattn.engine.sampling._restrict",

@@ -39,7 +39,7 @@ def test_an_imported_cache_is_attended_to_as_it_is():
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_is_no_such_cache_is_refused():
+def test_a_cache_of_another_shape_is_refused():
     with pytest.raises(ValueError, match="head_size=12 must be a multiple of 8, 16 bytes of bfloat16"):
         split_kv_cache(jnp.zeros((2, 3, 24), jnp.bfloat16), 2, 12)
     with pytest.raises(ValueError, match=r"kv_cache.shape=\(3, 2, 64\) must be \[2, N, a multiple of 2 x 8\]"):

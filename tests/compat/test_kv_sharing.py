@@ -18,7 +18,7 @@ def test_the_worked_example():
     assert fast.slot_mapping.tolist() == [*meta.slot_mapping[[14, 18, 19, 27]], -1]
 
 
-def test_decodes_and_batches_that_want_nothing_in_particular_stay_as_they_are():
+def test_decodes_and_batches_without_logits_indices_are_unchanged():
     decodes = plain([1, 1], [4, 5]).replace(logits_indices=np.array([0, 1], np.int32))
     prefill = plain([3, 1], [4, 5])
     assert fast_prefill(decodes) is decodes and fast_prefill(prefill) is prefill

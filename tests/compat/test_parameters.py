@@ -59,7 +59,7 @@ def test_a_requested_layout_wins_then_a_preference_then_the_default():
     assert get_kv_cache_layout(supported=[("NHD", "HND"), ("NHD",)]) == "NHD"
 
 
-def test_layouts_that_cannot_be_had_are_refused_and_preferences_dropped_aloud():
+def test_impossible_layouts_are_refused_and_dropped_preferences_give_a_warning():
     with pytest.raises(ValueError, match="'HND' does not satisfy every supported set; valid layouts: NHD"):
         get_kv_cache_layout("HND", supported=[("NHD", "HND"), ("NHD",)])
     with pytest.raises(ValueError, match="no kv cache layout satisfies every supported set"):

@@ -53,7 +53,7 @@ def see(meta, layer):
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @settings(max_examples=25)
 @given(batch=lengths(max_query=9, max_computed=30), causal=st.sampled_from([True, False, None]))
-def test_every_visible_pair_is_in_one_item_and_no_item_reads_what_nobody_sees(mask, plan, batch, causal):
+def test_every_visible_pair_is_in_one_item_and_no_item_reads_an_invisible_key(mask, plan, batch, causal):
     each = np.arange(len(batch.query)) % 2 == 0
     meta, layer = padded(batch, causal=each if causal is None else causal), spec(2, **mask)
     work = get_scheduler_metadata(meta, layer, **plan)

@@ -60,7 +60,7 @@ def test_alone_or_in_a_crowd_every_bit_is_the_same(crowd):
     assert not served.stats.preemptions and not served.stats.cached_tokens
 
 
-def test_a_burst_says_what_single_steps_say(crowd):
+def test_a_burst_gives_the_tokens_of_single_steps(crowd):
     served = Engine(CONFIG, PARAMS, backend="sdpa", **OPTIONS | dict(num_blocks=15, max_model_len=56))
     outputs = served.generate(requests(), SamplingParams(temperature=0, max_tokens=12))
     assert served.stats.steps > served.stats.dispatches

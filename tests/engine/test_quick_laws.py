@@ -57,7 +57,7 @@ def test_a_block_is_shared_only_behind_the_same_beginning():
         assert said(served, prompt) == [fake.greedy(PLAIN, prompt, 8)[0]]
 
 
-def test_what_a_failed_request_wrote_is_shared_with_nobody():
+def test_blocks_that_a_failed_request_wrote_are_not_shared():
     served, bad = engine(), [*A, *B, fake.POISON]
     (failed,) = outputs_of(served, [(bad, SamplingParams(temperature=0), "")])
     assert failed.finish_reason == "error"
@@ -73,7 +73,7 @@ def test_a_window_gives_no_block_back_that_is_still_seen():
         assert got == [fake.greedy(WINDOW, tokens, 14)[0] for tokens in (prompt, other)]
 
 
-def test_penalties_are_applied_to_what_was_said():
+def test_penalties_are_applied_to_the_generated_tokens():
     """Greedy, in bursts, compared with the definition token by token. Without penalties one token is repeated."""
     bias = 11.0 * (np.arange(PLAIN.vocab_size) == 9).astype(np.float32)
     served = engine(max_burst=8, params={"bias": fake.PARAMS["bias"] + bias})

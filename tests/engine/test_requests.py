@@ -26,7 +26,7 @@ def answer(prompt, count):
     return tuple(tokens[len(prompt) :])
 
 
-def test_generate_tells_of_its_own_and_leaves_the_others_to_the_next_step():
+def test_generate_returns_its_own_outputs_and_leaves_the_others_to_the_next_step():
     served = engine()
     short = served.add_request([5, 6], SamplingParams(max_tokens=2, **GREEDY))
     long = served.add_request([7, 8], SamplingParams(max_tokens=40, **GREEDY))
@@ -159,7 +159,7 @@ def test_seeds_differ_between_engines_and_between_completions():
 
 
 @pytest.mark.parametrize("prompt_len", [1, 7, 8, 9, 30, 31])
-def test_r50_the_last_token_that_fits_is_told(prompt_len):
+def test_r50_the_last_token_that_fits_is_returned(prompt_len):
     served = engine(max_model_len=32)
     prompt = [5 + i for i in range(prompt_len)]
     for asked in (32 - prompt_len, 32):

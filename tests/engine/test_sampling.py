@@ -106,7 +106,7 @@ def test_penalties_are_the_definition():
         np.testing.assert_allclose(got[r], row, rtol=1e-6, atol=1e-6)
 
 
-def test_what_is_told_is_before_every_rule():
+def test_log_probabilities_are_those_before_every_rule():
     told = choose(LOGITS, rows_of(PARAMS), NO_PENALTIES, NOTHING_SAID, True)
     want = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(told.logprobs, want[np.arange(R), told.tokens], rtol=1e-5, atol=1e-5)

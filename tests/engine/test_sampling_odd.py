@@ -100,7 +100,7 @@ def test_r47_a_cut_keeps_exactly_what_the_definition_keeps():
     assert [len(set(tokens[:, r])) for r in range(5)] == [1, 2, 3, 3, 2]
 
 
-def test_r47_rows_that_cannot_go_on_are_told_and_their_neighbours_are_not_touched():
+def test_r47_rows_with_bad_logits_end_and_other_rows_are_not_affected():
     params = [SamplingParams(top_p=0.9, top_k=5)] * 6
     logits = np.random.default_rng(0).normal(size=(6, 37)).astype(np.float32)
     whole = drawn(logits, params)

@@ -147,7 +147,7 @@ def test_a_shared_beginning_is_computed_once_and_a_salt_keeps_it_apart():
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW, CHUNK)], ids=["full", "hybrid", "local"])
-def test_what_one_sequence_of_a_step_computes_the_others_share(groups):
+def test_sequences_of_one_step_share_their_blocks(groups):
     """A prompt four times: only its last block is computed more than once; and a prompt cut by the budget."""
     world = World(groups, num_blocks=40, budget=20, max_num_seqs=8)
     for _ in range(4):

@@ -47,7 +47,7 @@ def test_the_next_burst_is_sent_before_this_one_is_read_and_dropped_where_the_ho
         pool.check({})
 
 
-def test_r35_what_was_dispatched_can_no_longer_be_written_to(sent):
+def test_r35_a_dispatched_batch_is_read_only(sent):
     """Neither in the first dispatch nor in later ones: JAX may read a numpy array in place."""
     served = engine(HYBRID)
     greedy, penalised = dict(temperature=0), dict(presence_penalty=1.0)
@@ -74,7 +74,7 @@ def test_r35_a_pool_that_is_always_full_gives_the_models_tokens(sent):
     assert stats.preemptions > 5 and stats.evictions > 20 and sum(bool(batch.continues) for batch in sent) > 3
 
 
-def test_nobody_runs_ahead_while_somebody_waits_or_is_about_to_end(sent):
+def test_no_dispatch_is_sent_ahead_while_a_sequence_waits_or_is_about_to_end(sent):
     served = engine(fake.FakeConfig(), max_num_seqs=1)
     for _ in range(2):
         served.add_request([4, 5, 6], SamplingParams(max_tokens=10, temperature=0))

@@ -107,7 +107,7 @@ def test_weights_of_another_form_are_refused_and_change_nothing(wrong, words):
     assert (output.id, output.token_ids) == (id, answer(PROMPT, 8))
 
 
-def test_nobody_changes_the_weights_behind_the_engines_back():
+def test_a_caller_cannot_change_the_engines_weights():
     mine = weights()
     mine["deep"][0]["shift"] = np.zeros((), np.float32)  # numpy arrays can be written to
     served, params = engine(mine), SamplingParams(max_tokens=4, **GREEDY)
@@ -124,7 +124,7 @@ def test_nobody_changes_the_weights_behind_the_engines_back():
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_nap_changes_no_token_and_holds_no_memory(steps):
+def test_sleep_changes_no_token_and_frees_the_memory(steps):
     served, params = engine(weights()), SamplingParams(max_tokens=20, **GREEDY)
     ids = [served.add_request(prompt, params) for prompt in (PROMPT, [9, 8])]
     for _ in range(steps):
@@ -146,7 +146,7 @@ def test_a_nap_changes_no_token_and_holds_no_memory(steps):
 
 
 @pytest.mark.parametrize("bound", [False, True], ids=["unbound", "bound to a device"])
-def test_nothing_compiles_after_warm_up_an_exchange_or_a_nap(compiles, bound):
+def test_nothing_compiles_after_warmup_update_weights_or_sleep(compiles, bound):
     """JAX compiles again if an array that was committed to a device is not, or the other way round."""
     device = jax.devices()[0]
     served = engine(jax.device_put(weights(), device if bound else None))
