@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.capability import without_refused
-from jattn.backends.recompute import backward
 from jattn.cache import KVCacheSpec, PagedKV
+from jattn.cache.write import packed_as_pages, packed_page_spec
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
-from jattn.ops.packed_pages import page_spec, paged
+from jattn.ops.gradient import paged_gradient
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
@@ -103,7 +103,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Packed keys are a cache written just now, heads first; the gradient goes back through it."""
         keys = keys_of(meta, self.spec.attn_type)
-        cache, table = paged(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache, table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         cache = dataclasses.replace(
             cache,
             k=jnp.swapaxes(cache.k, 1, 2),
@@ -135,7 +135,7 @@ def _paged(impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params:
 
 def _paged_backward(impl: PallasTpuImpl, saved, cotangent):
     q, cache, m, params = saved
-    dq, dcache, dparams = backward(impl.spec, m.common, m.block_table, q, cache, params, cotangent)
+    dq, dcache, dparams = paged_gradient(impl.spec, m.common, m.block_table, (q, cache, params), cotangent)
     return dq, dcache, None, dparams
 
 
@@ -183,7 +183,7 @@ class PallasTpuBackend(AttentionBackend):
         """The kernel's own, beyond what the class says."""
         if not isinstance(spec, AttentionSpec):
             return ()
-        cache_spec = cache_spec or page_spec(spec)
+        cache_spec = cache_spec or packed_page_spec(spec)
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
             return ()
         plain = kernel_config(without_refused(cls, spec), cache_spec)
@@ -198,7 +198,7 @@ class PallasTpuBackend(AttentionBackend):
         refused = super().query_reasons(spec, cache_spec, chip, dtype, keys)
         if refused or not isinstance(spec, AttentionSpec):
             return refused
-        cache_spec = cache_spec or dataclasses.replace(page_spec(spec), dtype=keys or "bfloat16")
+        cache_spec = cache_spec or dataclasses.replace(packed_page_spec(spec), dtype=keys or "bfloat16")
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
             return ()
         plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)

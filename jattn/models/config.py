@@ -98,7 +98,7 @@ class ModelConfig:
         """In order of their first layer."""
         groups: dict[tuple, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            groups.setdefault(layer.attention.needed_back, []).append(index)
+            groups.setdefault(layer.attention.retention, []).append(index)
         return tuple(CacheGroup(tuple(layers), *kept) for kept, layers in groups.items())
 
     def cache_specs(
