@@ -53,7 +53,7 @@ def cpu_loop(
 
     A tile's dead rows lie on other tiles' tokens, so each write keeps what is there already.
     """
-    keys = for_cpu_loop(keys, q.dtype.name)
+    keys = for_cpu_loop(keys, q.dtype.name).in_chunks(max(map(max, CHUNKS.values())))  # packed keys: one copy for all
     kinds = classes_for(max_query_len)
     num_tokens, num_heads, _ = q.shape
     queries = at_least(bit_patterns(q), max(kind.rows for kind in kinds))

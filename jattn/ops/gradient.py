@@ -36,7 +36,7 @@ def packed_gradient(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], AttentionParams]:
     """(dq, (dk, dv), dparams) of attention over packed keys; inputs: (q, (k, v), params)."""
     lens = flat(common, spec.attn_type).batch.kv_len
-    return _gradient(spec, common, lambda kv: PackedKeys.of(*kv, lens), inputs, cotangent)
+    return _gradient(spec, common, lambda kv: PackedKeys.of(kv[0], kv[1], lens), inputs, cotangent)
 
 
 def _gradient(spec, common, open_keys, inputs, cotangent):

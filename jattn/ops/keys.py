@@ -16,15 +16,10 @@ from jattn.types import pytree, static
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import cdiv, gather_pages
 
-CHUNK_TOKENS = 256
-"""Keys read at once, where nobody asks for another number."""
-LONGEST_CHUNK = 512
-"""The largest number that may be asked for: packed keys are padded by so many."""
-
 
 @pytree
 class KVChunk:
-    """One chunk as float32, before scales; P pages of S keys, P * S = C = chunk_tokens."""
+    """One chunk as float32 (cpu_storage may keep k as bfloat16), before scales; P pages of S keys, P * S = C keys."""
 
     k: jax.Array  # [P K S D]
     v: jax.Array  # [P K S V]
@@ -67,7 +62,10 @@ class KeySource(Protocol):
         ...
 
     def in_chunks(self, tokens: int) -> "KeySource":
-        """The same keys, about this many at once; larger chunks are multiples of smaller ones."""
+        """The same keys, about this many at once; larger chunks are multiples of smaller ones.
+
+        Sources begin with the smallest chunks that they can read.
+        """
         ...
 
     def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
@@ -85,8 +83,8 @@ class PagedKeys:
 
     @classmethod
     def of(cls, cache: PagedKV, block_table: jax.Array) -> "PagedKeys":
-        """In chunks of CHUNK_TOKENS."""
-        return cls(cache=cache, table=jnp.asarray(block_table), pages_per_chunk=1).in_chunks(CHUNK_TOKENS)
+        """The pages that block_table names, one at once."""
+        return cls(cache=cache, table=jnp.asarray(block_table), pages_per_chunk=1)
 
     def in_chunks(self, tokens: int) -> "PagedKeys":
         """Pages are never cut: a power of two of them. The table's width is rounded up to whole chunks."""
@@ -142,18 +140,18 @@ class PagedKeys:
 class PackedKeys:
     """Keys packed by request: request r owns rows start[r] .. start[r] + kv_len[r] - 1."""
 
-    k: jax.Array  # [Tk + LONGEST_CHUNK K D] padded so that a chunk that begins inside never clamps
-    v: jax.Array  # [Tk + LONGEST_CHUNK K V]
+    k: jax.Array  # [Tk + padding K D]
+    v: jax.Array  # [Tk + padding K V]
     start: jax.Array  # i32[R]
     dtype: str = static()  # of the numbers; k and v may hold their bit patterns, as a cache's pools may
-    chunk_tokens: int = static()
+    padding: int = static(default=0)
+    chunk_tokens: int = static(default=1)
 
     @classmethod
     def of(cls, k: jax.Array, v: jax.Array, kv_lens: jax.Array) -> "PackedKeys":
-        """k [Tk K D], v [Tk K V] of requests of kv_lens i32[R], in chunks of CHUNK_TOKENS."""
-        pad = lambda x: jnp.pad(x, ((0, LONGEST_CHUNK), (0, 0), (0, 0)))  # noqa: E731
+        """k [Tk K D], v [Tk K V] of requests of kv_lens i32[R], one key at once."""
         start = (jnp.cumsum(kv_lens) - kv_lens).astype(jnp.int32)
-        return cls(k=pad(k), v=pad(v), start=start, dtype=k.dtype.name, chunk_tokens=CHUNK_TOKENS)
+        return cls(k=k, v=v, start=start, dtype=k.dtype.name)
 
     @property
     def num_kv_heads(self) -> int:
@@ -165,11 +163,13 @@ class PackedKeys:
 
     @property
     def max_chunks(self) -> int:
-        return cdiv(max(self.k.shape[0] - LONGEST_CHUNK, 1), self.chunk_tokens)
+        return cdiv(max(self.k.shape[0] - self.padding, 1), self.chunk_tokens)
 
     def in_chunks(self, tokens: int) -> "PackedKeys":
-        assert tokens <= LONGEST_CHUNK, f"{tokens=} is more than the padding of packed keys, {LONGEST_CHUNK=}"
-        return dataclasses.replace(self, chunk_tokens=tokens)
+        """Padded, unless they are, so that a chunk that begins inside never clamps."""
+        more = max(tokens - self.padding, 0)
+        k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) if more else x for x in (self.k, self.v))
+        return dataclasses.replace(self, k=k, v=v, padding=self.padding + more, chunk_tokens=tokens)
 
     def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
         """Chunk number `chunk` of request `req`."""

@@ -21,12 +21,15 @@ from jattn.ops.ragged import QueryTile, RaggedBatch, at_least, classes_for, cut_
 from jattn.ops.state import AttentionState
 from pallas_kernels.algebra import softmax
 
+CHUNK_TOKENS = 256
+"""Keys of a chunk."""
 ROWS_AT_ONCE = 4096
 """Queries side by side: bounds the logits that are alive to this many rows times a chunk of keys, a head."""
 
 
 def dense(terms: LayerTerms, q: jax.Array, keys: KeySource, batch: RaggedBatch) -> AttentionState:
     """One softmax over all keys of a request, request by request; q [T H D]."""
+    keys = keys.in_chunks(CHUNK_TOKENS)
     num_tokens, num_heads, _ = q.shape
     index, token = jnp.arange(keys.max_chunks * keys.chunk_tokens), jnp.arange(num_tokens)
 
@@ -61,6 +64,7 @@ def chunked(
     max_query_len bounds the queries of a request. differentiable: visits every chunk that the keys could have, which
     reverse-mode differentiation needs, and recomputes its logits backwards; otherwise only those in a tile's range.
     """
+    keys = keys.in_chunks(CHUNK_TOKENS)
     num_tokens, num_heads, _ = q.shape
     out = jnp.zeros((num_tokens, num_heads, keys.v_head_dim), jnp.float32)
     lse = jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)

@@ -7,7 +7,7 @@ import pytest
 import jattn
 from jattn.ops.cpu_loop import CHUNKS
 from jattn.ops.cpu_storage import PlacedChunk, for_cpu_loop, in_place
-from jattn.ops.keys import LONGEST_CHUNK, KeySource, PackedKeys, PagedKeys
+from jattn.ops.keys import KeySource, PackedKeys, PagedKeys
 from jattn.ops.ragged import TILE_CLASSES
 from tests.cases import FEATURES, Case, Feature
 from tests.ops.test_paths import compute
@@ -37,9 +37,10 @@ def test_parts_of_the_heads_give_what_all_give_together(parts, monkeypatch):
     problem.answer(cache).check(state)
 
 
-def test_every_class_of_tiles_has_chunks_that_packed_keys_are_padded_for():
+def test_every_class_of_tiles_has_chunks_and_each_divides_the_one_before():
     assert set(CHUNKS) == {kind.rows for kind in TILE_CLASSES}
-    assert max(max(sizes) for sizes in CHUNKS.values()) <= LONGEST_CHUNK
+    for sizes in CHUNKS.values():
+        assert all(large % small == 0 for large, small in zip(sizes, sizes[1:], strict=False))
 
 
 def keys_of(**changed) -> KeySource:
