@@ -1,4 +1,4 @@
-# jattn: `make demo` and `make test` need nothing but python3 (3.11 or newer) and make.
+# jattn: `make demo` and `make test` need nothing but python3 (3.11 or newer), make and a package index for pip.
 #
 # Compiled programs kept between runs, several times faster from the second on:    make test CACHE=.jax-cache
 # Another interpreter in an environment of its own:   make test PYTHON=python3.12 VENV=.venv-312
@@ -15,41 +15,52 @@ PY    := $(VENV)/bin/python
 PIP   := "$(PY)" -m pip --disable-pip-version-check $(if $(CI),--quiet)
 PIN   := $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 KEEP  := $(if $(CACHE),JAX_COMPILATION_CACHE_DIR="$(CACHE)" JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0)
+DEMO  := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.ready-tools
 WITNESS := $(VENV)/.ready-parity
+SPHINX := $(VENV)/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity lint format types imports notebooks bench wheel sanitize fuzz-server arm64 check clean
+.PHONY: help demo test parity lint format types imports notebooks docs bench wheel sanitize fuzz-server arm64 check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
 
-demo: $(READY)  ## a ragged batch through every backend that works here, checked
+demo: $(or $(wildcard $(READY)),$(DEMO))  ## compare every backend with numpy, then serve a small model and check it (1 minute)
 	@"$(PY)" -m jattn demo $(ARGS)
 
-test: $(READY)  ## the whole suite; ARGS='-k window' for a part of it
-	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+# Figures of two cores without a cache of compiled programs. tests/quick.py chooses the quick subset.
+WHOLE := the whole suite, about 4950 tests, about 12 minutes on two cores
+QUICK := the quick subset, about 1700 tests, about 3 minutes on two cores
+SUITE  = $(if $(ARGS),$(if $(filter-out quick,$(ARGS)),pytest $(ARGS),$(QUICK)),$(WHOLE); for a subset in 3 minutes: make test ARGS=quick)
 
-parity: $(WITNESS)  ## every family of models against transformers, which it installs
+test: $(READY)  ## the whole suite (12 minutes on two cores); ARGS=quick: a subset (3 minutes); ARGS='-k window'
+	$(info On $(WORKERS) workers: $(SUITE).)
+	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist worksteal $(if $(filter-out quick,$(ARGS)),$(ARGS),$(ARGS:quick=-m quick))
+
+parity: $(WITNESS)  ## compare every family of models with transformers, which it installs
 	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist loadscope tests/models $(ARGS)
 
 lint: $(TOOLS)  ## ruff: lint rules and format
 	@"$(PY)" -m ruff check . && "$(PY)" -m ruff format --check .
 
-format: $(TOOLS)  ## ruff: mend what it can, and format
+format: $(TOOLS)  ## ruff: repair what it can, and format
 	@"$(PY)" -m ruff check --fix . && "$(PY)" -m ruff format .
 
-types: $(TOOLS)  ## pyright
+types: $(TOOLS)  ## check types with pyright
 	@"$(PY)" -m pyright --pythonpath "$(PY)" $(ARGS)
 
-imports: $(TOOLS)  ## who may import whom
+imports: $(TOOLS)  ## check that each package imports only what it may
 	@"$(VENV)/bin/lint-imports" --no-cache
 
 notebooks: $(TOOLS)  ## execute every notebook; ARGS=--write keeps the outputs
 	@"$(PY)" notebooks/run.py $(ARGS)
 
-bench: $(READY)  ## the benchmarks, each with a correctness check; ARGS='--case ... --backend ...'
+docs: $(SPHINX)  ## the documentation site, into site/html; a broken link or reference fails it
+	@JAX_PLATFORMS=cpu "$(PY)" docs/generate.py --site
+
+bench: $(READY)  ## run the benchmarks, each with a correctness check; ARGS='--case ... --backend ...'
 	@"$(PY)" -m benchmarks.run $(ARGS)
 
 wheel: $(READY)  ## a wheel in dist/, with the native CPU kernels inside where a compiler is there
@@ -62,43 +73,60 @@ PRELOAD    = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print
 FUZZ      := -m pallas_kernels.cpu.native.fuzz
 SECONDS   ?= 20
 
-sanitize: $(READY)  ## the native kernels under sanitizers: fuzzed alone, then their tests; SECONDS=600 for longer
+sanitize: $(READY)  ## fuzz and test the native kernels under sanitizers; SECONDS=600 for longer
 	@"$(PY)" $(FUZZ) --sanitize address,undefined --seconds $(SECONDS)
 	@"$(PY)" $(FUZZ) --sanitize thread --callers 4 --seconds $(SECONDS)
 	@$(SANITIZED) "$(PY)" -c "from pallas_kernels.cpu.native import build; print(build.library().path)"
 	@$(SANITIZED) $(PRELOAD) ASAN_OPTIONS=detect_leaks=0 "$(PY)" -m pytest -q tests/kernels/cpu/test_native.py \
 	  tests/kernels/cpu/test_native_write.py tests/kernels/cpu/test_native_hostile.py $(ARGS)
 
-fuzz-server: $(READY)  ## hostile clients against a real server; SECONDS=600 for longer, ARGS='--bodies 20000 --seed 7'
+fuzz-server: $(READY)  ## fuzz a real server with hostile clients; SECONDS=600 for longer, ARGS='--bodies 20000 --seed 7'
 	@JAX_PLATFORMS=cpu $(KEEP) "$(PY)" -m tests.serve.fuzz --seconds $(SECONDS) $(ARGS)
 
-arm64: $(READY)  ## NEON kernels: compiled by a cross compiler, run under qemu, compared with a reference
+arm64: $(READY)  ## cross-compile the NEON kernels, run them under qemu and compare with a reference
 	@"$(PY)" $(FUZZ) --cross aarch64 --seconds $(SECONDS)
 
 check: test lint types imports notebooks  ## test, lint, types, imports and notebooks; .ci/run does more
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 
 # The environment: made once, renewed when pyproject.toml changes. A half-made or moved one is made again.
-$(READY): pyproject.toml
+# EXTRAS: of pyproject.toml. PACKAGES: the same in words, and the usual time. ABOUT: what the target itself will do.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "jattn needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1);" \
 	       "name another: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }
-	@"$(PY)" -m pip --version >/dev/null 2>&1 || { \
-	  echo "[1/2] making $(VENV) with $$($(PYTHON) --version)"; \
-	  $(PYTHON) -m venv --clear "$(VENV)" || { \
-	    echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; }
-	@echo "[2/2] installing jattn, JAX and the test tools into $(VENV) (about half a minute)"
-	@$(PIP) install -e ".[test]" $(PIN)
+	@$(PYTHON) .ci/environment.py --venv "$(VENV)" --extras "$(EXTRAS)" --packages "$(PACKAGES)" \
+	  --target "$(firstword $(MAKECMDGOALS))" --about "$(ABOUT)" -- $(PIN)
 	@touch "$@"
+endef
 
-$(TOOLS): $(READY)
-	@echo "[+] installing the lint, type and notebook tools into $(VENV) (about half a minute)"
-	@$(PIP) install -e ".[test,lint,notebooks]" $(PIN)
-	@touch "$@"
+$(DEMO): EXTRAS := models
+$(DEMO): PACKAGES := JAX and Flax (about 15 s)
+$(DEMO): ABOUT := about 35 s this time, because it compiles C++ kernels and the model
+$(DEMO): pyproject.toml
+	$(install)
 
-$(WITNESS): $(READY)
-	@echo "[+] installing transformers and torch's CPU build into $(VENV) (about a minute)"
-	@$(PIP) install -e ".[test,parity]" $(PIN)
-	@touch "$@"
+$(READY): EXTRAS := test
+$(READY): PACKAGES := JAX, Flax and the test tools (about 20 s)
+$(READY): pyproject.toml
+	$(install)
+
+$(TOOLS): EXTRAS := test,lint,notebooks
+$(TOOLS): PACKAGES := JAX, Flax and the test, lint, type and notebook tools (about 40 s)
+$(TOOLS): pyproject.toml
+	$(install)
+	@touch "$(READY)"
+
+$(WITNESS): EXTRAS := test,parity
+$(WITNESS): PACKAGES := JAX, Flax, the test tools, transformers and torch for CPUs (about 1 minute)
+$(WITNESS): pyproject.toml
+	$(install)
+	@touch "$(READY)"
+
+$(SPHINX): EXTRAS := test,docs
+$(SPHINX): PACKAGES := JAX, Flax, the test tools and Sphinx (about 40 s)
+$(SPHINX): pyproject.toml
+	$(install)
+	@touch "$(READY)"

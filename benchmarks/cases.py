@@ -1,4 +1,7 @@
-"""The named workloads, as data: 32 query heads, 8 kv heads, head dim 128: what every peer was measured on."""
+"""The named cases of `benchmarks.run` and `benchmarks.cpu`: 32 query heads, 8 kv heads, head dim 128.
+
+dec_16x4k_p128_bf16 decodes 16 requests of 4096 tokens, pages of 128, in bfloat16; pre_4x512_f32 prefills four prompts.
+"""
 
 import dataclasses
 
@@ -23,7 +26,7 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that must be read once."""
+        """Bytes of all keys and values: what attention reads at least."""
         item = {"bfloat16": 2, "float16": 2, "float32": 4}.get(self.cache_dtype or self.dtype, 1)
         return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * item
 

@@ -12,7 +12,7 @@ from benchmarks.cases import Case
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Everything that one call takes."""
+    """The arguments of one attention call."""
 
     spec: jattn.AttentionSpec
     q: jax.Array
@@ -45,13 +45,13 @@ def make(case: Case, seed: int = 0, spec_options: dict | None = None) -> Inputs:
     meta = jattn.CommonAttentionMetadata.from_lengths(case.query_lens, case.seq_lens, table, case.page)
     q = jax.random.normal(next(keys), (case.num_tokens, case.num_heads, case.head_dim)).astype(case.dtype)
     scale = jnp.float32(1.0) if quantised else None
-    numbers = jattn.AttentionParams(
+    params = jattn.AttentionParams(
         k_scale=scale,
         v_scale=scale,
         sinks=jax.random.normal(next(keys), (case.num_heads,)) if spec.has_sinks else None,
         alibi_slopes=jnp.exp2(-8 * jnp.arange(1, case.num_heads + 1) / case.num_heads) if spec.has_alibi else None,
     )
-    return Inputs(spec, q, cache, jax.tree.map(jnp.asarray, meta), numbers)
+    return Inputs(spec, q, cache, jax.tree.map(jnp.asarray, meta), params)
 
 
 def _keys(seed: int):
@@ -63,7 +63,7 @@ def _keys(seed: int):
 
 
 def _fill(cache: jattn.PagedKV, normal) -> jattn.PagedKV:
-    """The cache with every slot written, through the ordinary write, in slices that fit in memory."""
+    """The cache with every slot written by `jattn.write_kv`, in slices that fit in memory."""
     spec = cache.spec
     write = jax.jit(jattn.write_kv, donate_argnums=0)
     step = max(1, min(spec.capacity_tokens, 2**24 // (spec.num_kv_heads * spec.head_dim)))

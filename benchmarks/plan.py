@@ -1,4 +1,4 @@
-"""Host time of a step's plan: metadata and work list, in microseconds.
+"""Host time of planning one step: the batch metadata and the work list, in microseconds.
 
 python -m benchmarks.plan --reqs 256 --write
 """
@@ -9,8 +9,7 @@ import sys
 import numpy as np
 
 import jattn
-from benchmarks import timing
-from benchmarks.run import append, provenance
+from benchmarks import records, timing
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__.splitlines()[0])
     parser.add_argument("--reqs", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--write", action="store_true", help="append the rows to benchmarks/results/<chip>/plan.jsonl")
+    records.add_options(parser)
     args = parser.parse_args(argv)
     spec = jattn.AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
     table = np.arange(args.reqs * 256, dtype=np.int32).reshape(args.reqs, 256)
@@ -35,10 +34,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{step:10} {name:14} best {times.best * 1e6:6.0f} us   median {times.median * 1e6:6.0f} us")
             rows.append(
                 {"case": f"plan_{step}_{args.reqs}_{name}", "us": times.median * 1e6, "best_us": times.best * 1e6}
-                | provenance()
+                | records.provenance()
             )
-    if args.write:
-        print(f"appended to {append(rows, 'plan')}")
+    records.write(rows, "plan", records.folder_of(args))
     return 0
 
 

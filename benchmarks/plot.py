@@ -1,36 +1,32 @@
-"""Draws what the Hopper kernel reaches against the size of the problem, with the card's ceilings, from kept records.
+"""Draws the rates of the Hopper kernel by size of the batch, below the rates that the card itself reaches.
 
     python -m benchmarks.plot [--out docs/pictures/gpu_rates.svg]
 
-Of each case the newest row of benchmarks/results/nvidia_h200 is drawn. No GPU is needed, nothing is measured.
+Drawn from benchmarks/results/nvidia_h200/attention.jsonl: no GPU is needed, nothing is measured. A ceiling is a rate
+that the same run measured: reading 4 GiB for decode, an 8192-cubed matrix product for prefill.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 
+from benchmarks import records
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmarks" / "results" / "nvidia_h200"
-PANELS = (  # title, cases, what grows, what is reached, its ceiling
+RECORDS = records.RESULTS / "nvidia_h200" / "attention.jsonl"
+PANELS = (  # title, prefixes of cases, column of x, column of y, column of its ceiling, label of x, unit of y
     ("decode", ("dec_",), "bytes", "tb_s", "ceiling_read_tb_s", "bytes of keys, values, queries and output", "TB/s"),
     ("prefill", ("pre_", "chunk_"), "flop", "tflop_s", "ceiling_mm_tflop_s", "floating-point operations", "TFLOP/s"),
 )
 
 
-def newest(folder: pathlib.Path = RECORDS) -> dict[str, dict]:
-    """case -> its newest timed row that has the ceilings of its own run; plain cases only, no added feature."""
-    rows = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            if "us" in row and "ceiling_read_tb_s" in row and "+" not in row["case"]:
-                rows[row["case"]] = row
-    return rows
+def drawable(rows: list[dict]) -> list[dict]:
+    """Timed rows with the ceilings of their own run; plain cases only, no added feature."""
+    return [row for row in rows if "us" in row and "ceiling_read_tb_s" in row and "+" not in row["case"]]
 
 
-def draw(rows: dict[str, dict], path: pathlib.Path) -> None:
-    """Two panels: bandwidth of decode, rate of prefill; a dash over each point is the ceiling of that point's card."""
+def draw(rows: list[dict], path: pathlib.Path) -> None:
+    """Two panels: bandwidth of decode, rate of prefill; a dash above each point is the ceiling in its run."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -39,7 +35,7 @@ def draw(rows: dict[str, dict], path: pathlib.Path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, (title, names, size, rate, ceiling, across, unit) in zip(axes, PANELS, strict=True):
-        chosen = [row for name, row in rows.items() if name.startswith(names)]
+        chosen = [row for row in rows if row["case"].startswith(names)]
         sizes, rates = [row[size] for row in chosen], [row[rate] for row in chosen]
         tops = [row[ceiling] for row in chosen]
         axis.plot(sizes, tops, "_", color="tab:red", markersize=16, label=f"ceiling measured in the same run ({unit})")
@@ -60,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs" / "pictures" / "gpu_rates.svg")
     args = parser.parse_args(argv)
-    rows = newest()
+    rows = drawable(records.read(RECORDS))
     draw(rows, args.out)
     print(f"{len(rows)} cases -> {args.out}")
     return 0

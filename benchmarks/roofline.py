@@ -1,17 +1,16 @@
-"""The roofline of the CPU, from the rows of benchmarks/cpu.py: arithmetic per byte against what was reached.
+"""Draws the roofline of a CPU: GFLOP/s reached in each case by its FLOP a byte of keys and values.
 
     PYTHONPATH=. python -m benchmarks.roofline        # writes docs/pictures/roofline_cpu.svg; needs jattn[plot]
 
-Only rows by wall clock are drawn, the newest of each case and backend. The slanted line is the read bandwidth that the
-same runs measured, the flat one the best prefill seen: no peak is taken from a data sheet.
+Drawn from benchmarks/results/amd_zen5/attention.jsonl, rows by wall clock only. The slanted line is the highest read
+bandwidth that the runs measured, the flat one the best prefill: no peak is taken from a data sheet.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 
-from benchmarks.run import RESULTS
+from benchmarks import records
 
 PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "pictures" / "roofline_cpu.svg"
 COLOURS = {"cpu_native": "tab:blue", "vllm": "tab:orange", "sdpa": "tab:green", "naive": "tab:grey"}
@@ -20,22 +19,21 @@ COLOURS = {"cpu_native": "tab:blue", "vllm": "tab:orange", "sdpa": "tab:green", 
 def main(argv: list[str] | None = None) -> int:
     """Draw; 1 if there is nothing to draw."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=pathlib.Path, default=RESULTS / "cpu" / "native.jsonl")
+    parser.add_argument("--rows", type=pathlib.Path, default=records.RESULTS / "amd_zen5" / "attention.jsonl")
     parser.add_argument("--out", type=pathlib.Path, default=PICTURE)
     args = parser.parse_args(argv)
-    rows = newest([json.loads(line) for line in args.rows.read_text().splitlines()])
+    rows = drawable(records.read(args.rows))
     if not rows:
-        print(f"no rows by wall clock in {args.rows}: run benchmarks.cpu --bars --peers --slow --write first")
+        print(f"no rows by wall clock in {args.rows}: run benchmarks.cpu --peers --slow --write first")
         return 1
     draw(rows, args.out)
     print(f"{len(rows)} rows drawn to {args.out}")
     return 0
 
 
-def newest(rows: list[dict]) -> list[dict]:
-    """The last row of each case and backend that has a floor and was timed by wall clock."""
-    timed = [row for row in rows if row.get("flop") and row.get("clock") == "wall" and "cost" not in row]
-    return list({(row["case"], row["backend"]): row for row in timed}.values())
+def drawable(rows: list[dict]) -> list[dict]:
+    """The newest row of each case and backend that was timed by wall clock."""
+    return [row for row in records.newest(rows) if row.get("clock") == "wall" and "cost" not in row]
 
 
 def point(row: dict) -> tuple[float, float]:
@@ -56,18 +54,20 @@ def kinds_at(rows: list[dict]) -> dict[float, list[str]]:
 
 
 def draw(rows: list[dict], out: pathlib.Path) -> None:
-    """One point a case and backend, under the two roofs."""
+    """One point a case and backend, below the two limits."""
+    import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams["svg.hashsalt"] = "jattn"  # the same records give the same file
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for number, backend in enumerate(sorted({row["backend"] for row in rows}, key=list(COLOURS).index)):
         mine = [point(row) for row in rows if row["backend"] == backend]
-        beside = 1.1 ** (1.5 - number)  # the best side by side: cases of one type lie at the same x
+        beside = 1.1 ** (1.5 - number)  # backends side by side: cases of one dtype lie at the same x
         axes.scatter([x * beside for x, _ in mine], [y for _, y in mine], s=22, label=backend, color=COLOURS[backend])
     for number, (x, kinds) in enumerate(sorted(kinds_at(rows).items())):
         low = min(point(row)[1] for row in rows if point(row)[0] == x)
-        below = -16 - 12 * (number % 2)  # neighbours' names would meet on one line
+        below = -16 - 12 * (number % 2)  # on one line the names would overlap
         axes.annotate("\n".join(kinds), (x, low), (0, below), textcoords="offset points", ha="center", fontsize=8)
     bandwidth = max(row["read_gb_s"] for row in rows)
     top = max(point(row)[1] for row in rows)

@@ -1,16 +1,9 @@
-"""`make bench`: times the backends that work here on the named cases, checks each answer, keeps the figures.
+"""`make bench`: times backends on the named cases and checks each answer against numpy float64.
 
 python -m benchmarks.run --case dec_16x4k --backend sdpa --rounds 7 --write
 """
 
 import argparse
-import datetime
-import json
-import os
-import pathlib
-import platform
-import re
-import subprocess
 import sys
 
 import jax
@@ -18,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks import cases, inputs, naive, timing
-from jattn import device
+from benchmarks import cases, inputs, naive, records, timing
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+BENCH = "attention_with_plan"
+"""The plan (`attn.build`) is made inside the timed call; `benchmarks.cpu` makes it once before."""
 DEFAULT = "dec_16x4k_p16_bf16,dec_16x4k_p128_bf16,pre_1x2k_bf16,pre_4x512_bf16,mixed_16d_2p_bf16"
 
 
@@ -32,25 +25,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="sdpa", help="backends, separated by commas")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-refcheck", dest="refcheck", action="store_false", help="do not check the answers")
-    parser.add_argument("--write", action="store_true", help="append the rows to benchmarks/results/<chip>/run.jsonl")
+    records.add_options(parser)
     args = parser.parse_args(argv)
-    wanted = [case for part in args.case.split(",") for case in cases.find(part)]
+    wanted = dict.fromkeys(case for part in args.case.split(",") for case in cases.find(part))
     bandwidth = read_bandwidth()
-    print(f"{device.detect()}, JAX {jax.__version__}; read bandwidth here, now: {bandwidth / 1e9:.1f} GB/s")
+    print(f"{records.chip_name()}, JAX {jax.__version__}; read bandwidth in this run: {bandwidth / 1e9:.1f} GB/s")
     print(
         f"{'case':22} {'backend':10} {'best ms':>9} {'median':>9} {'GB/s':>7} {'GFLOP/s':>8} {'temp MiB':>9}  vs naive"
     )
     rows = []
-    for number, case in enumerate(dict.fromkeys(wanted), 1):
+    for number, case in enumerate(wanted, 1):
         print(f"[{number}/{len(wanted)}] {case.name} ...", end="\r", file=sys.stderr, flush=True)
         rows += measure(case, args.backend.split(","), args.rounds, args.refcheck, bandwidth)
-    if args.write:
-        print(f"appended to {append(rows)}")
+    records.write(rows, BENCH, records.folder_of(args))
     return int(any(row.get("wrong") for row in rows))
 
 
 def measure(case: cases.Case, backends: list[str], rounds: int, refcheck: bool, bandwidth: float) -> list[dict]:
-    """One row a backend; for decode, the naive gather takes its turns too."""
+    """One row a backend; for decode, the naive gather is timed in turn with them."""
     given = inputs.make(case)
     calls, temporaries = {}, {}
     for name in backends:
@@ -60,12 +52,11 @@ def measure(case: cases.Case, backends: list[str], rounds: int, refcheck: bool, 
         temporaries[name] = compiled.memory_analysis().temp_size_in_bytes
         calls[name] = lambda c=compiled: c(given.q, given.cache, given.meta, given.params)
     if given.meta.max_query_len == 1:
-        yardstick = jax.jit(naive.attention, static_argnums=3)
-        calls["naive"] = lambda: yardstick(given.q, given.cache, given.meta, given.spec.scale)
+        calls["naive"] = naive.caller(given)
     times = timing.in_turn(calls, rounds)
     rows = []
     for name in backends:
-        row = record(case, name, times[name], bandwidth) | {"temp_mib": temporaries[name] / 2**20}
+        row = row_of(case, name, times[name], bandwidth) | {"temp_mib": temporaries[name] / 2**20}
         if "naive" in times:
             row |= {"naive_ms": times["naive"].median * 1e3, "ratio_to_naive": timing.ratio(times, "naive", name)}
         if refcheck:
@@ -81,8 +72,8 @@ def measure(case: cases.Case, backends: list[str], rounds: int, refcheck: bool, 
     return rows
 
 
-def record(case: cases.Case, backend: str, times: timing.Times, bandwidth: float) -> dict:
-    """The common columns of a row."""
+def row_of(case: cases.Case, backend: str, times: timing.Times, bandwidth: float) -> dict:
+    """The columns that every attention row has; `floor_ms` is the time of reading the keys and values once."""
     return {
         "case": case.name,
         "backend": backend,
@@ -92,27 +83,7 @@ def record(case: cases.Case, backend: str, times: timing.Times, bandwidth: float
         "bytes": case.kv_bytes,
         "flop": case.flop,
         "read_gb_s": bandwidth / 1e9,
-    } | provenance()
-
-
-def provenance() -> dict:
-    """Where and when a figure comes from."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "jax": jax.__version__,
-        "chip": chip_name(),
-        "commit": commit.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def chip_name() -> str:
-    """The accelerator's own name, or the processor's with its number of cores."""
-    if device.detect().platform != "cpu":
-        return jax.devices()[0].device_kind
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    return f"{names[0] if names else platform.machine()} x {os.cpu_count()}"
+    } | records.provenance()
 
 
 def check(case: cases.Case, given: inputs.Inputs, state: jattn.AttentionState) -> float:
@@ -134,24 +105,15 @@ def check(case: cases.Case, given: inputs.Inputs, state: jattn.AttentionState) -
 
 
 def tolerance(case: cases.Case) -> float:
-    """Rounding of an output of order one to the query's dtype, twice."""
+    """Twice the rounding of an output of order one to the query's dtype."""
     return 2 * float(jnp.finfo(case.dtype).eps) if case.dtype != "float32" else 1e-5
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of summing 512 MiB, best of five: the floor of decode on this machine at this hour."""
+    """Bytes a second of summing 512 MiB, best of five: no decode on this machine can read faster."""
     data = jnp.ones((2**27,), jnp.float32)
     total = jax.jit(jnp.sum)
     return data.nbytes / timing.in_turn({"read": lambda: total(data)}, 5)["read"].best
-
-
-def append(rows: list[dict], name: str = "run") -> pathlib.Path:
-    """Keep the rows in results/<platform>/<name>.jsonl, one JSON object a line."""
-    path = RESULTS / device.detect().platform / f"{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    return path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path
 
 
 if __name__ == "__main__":

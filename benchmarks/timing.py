@@ -1,4 +1,4 @@
-"""Timing on a machine that others use too: candidates take turns, and each figure is a best and a median."""
+"""Timing on a shared machine: the candidates are timed in turn; each has a best and a median over the rounds."""
 
 import dataclasses
 import statistics
@@ -24,14 +24,14 @@ class Times:
 
 
 SETTLE = 0.03
-"""Seconds of untimed calls at the beginning of a turn. The threads of the one before may spin that long (OpenMP's do,
-on a core that this one needs), and a server calls one library again and again, not two in turn."""
+"""Seconds of untimed calls before each timed one. OpenMP's threads spin that long after vLLM's call, on a core that the
+next candidate needs; a server calls one library again and again and never sees that."""
 
 
 def in_turn(candidates: dict[str, Callable[[], object]], rounds: int = 7) -> dict[str, Times]:
-    """Time each candidate once a round, in its own steady state: drift of the machine hits all alike.
+    """Time each candidate once a round, after untimed calls of its own, so that a slow minute touches all of them.
 
-    Whoever begins a round comes last in the next one, so that nobody always follows the same neighbour.
+    The first candidate of a round is the last of the next, so that none always follows the same one.
     """
     for call in candidates.values():
         jax.block_until_ready(call())
@@ -50,13 +50,13 @@ def in_turn(candidates: dict[str, Callable[[], object]], rounds: int = 7) -> dic
 
 
 class Rounds:
-    """The rounds of several sweeps, by the name of what was measured."""
+    """The rounds of several sweeps, by name of the measurement."""
 
     def __init__(self):
         self._seen: dict[str, dict[str, Times]] = {}
 
     def add(self, name: str, times: dict[str, Times]) -> dict[str, Times]:
-        """The earlier rounds of this name, and these."""
+        """Add these rounds; returns all rounds of this name."""
         before = self._seen.get(name, {who: Times(()) for who in times})
         self._seen[name] = {who: Times((*before[who].rounds, *new.rounds)) for who, new in times.items()}
         return self._seen[name]

@@ -1,4 +1,4 @@
-"""Time of a KV write against the size of the pool, for every cache dtype: flat, or somebody copies the pool.
+"""Time of a KV write by size of the pool, for every cache dtype. Time that grows with the pool means that it is copied.
 
 python -m benchmarks.write --max-mib 1024 --write
 """
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks import timing
-from benchmarks.run import append, provenance
+from benchmarks import records, timing
 
+BENCH = "kv_write"
 TOKENS = 64
 KINDS = {
     "bf16": ("bfloat16", "none"),
@@ -26,21 +26,20 @@ KINDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print milliseconds a write for pools of 16 MiB up to the largest."""
+    """Print the milliseconds of one write for pools of 16 MiB up to the largest."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.write", description=__doc__.splitlines()[0])
     parser.add_argument("--max-mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--backend", default="sdpa", help="whose write: sdpa's is jattn.write_kv")
-    parser.add_argument("--write", action="store_true", help="append the rows to benchmarks/results/<chip>/write.jsonl")
+    parser.add_argument("--backend", default="sdpa", help="whose write; that of sdpa is jattn.write_kv")
+    records.add_options(parser)
     args = parser.parse_args(argv)
     rows = table(args.backend, args.max_mib, args.rounds)
-    if args.write:
-        print(f"appended to {append(rows, 'write')}")
+    records.write(rows, BENCH, records.folder_of(args))
     return 0
 
 
 def table(backend: str, max_mib: int, rounds: int) -> list[dict]:
-    """Every kind of cache in every size, printed."""
+    """One row for each kind of cache and size of pool; prints them."""
     sizes = [mib for mib in (16, 128, 1024) if mib <= max_mib]
     print(f"{TOKENS} tokens of 8 heads x 128 by {backend}, milliseconds (median); temporaries in MiB")
     print(f"{'cache':16}" + "".join(f"{mib:>9} MiB" for mib in sizes) + "   temp")
@@ -55,7 +54,7 @@ def table(backend: str, max_mib: int, rounds: int) -> list[dict]:
 
 
 def measure(name: str, dtype: str, quant: str, mib: int, rounds: int, backend: str = "sdpa") -> dict:
-    """One pool, written again and again under donation: one token each of TOKENS requests, pages in random order."""
+    """Repeated writes into one donated pool: one token for each of TOKENS requests, pages in random order."""
     shape = dict(block_size=16, num_kv_heads=8, head_dim=128, dtype=dtype, quant=quant)
     blocks = mib * 2**20 // jattn.KVCacheSpec(num_blocks=1, **shape).bytes_per_block
     spec = jattn.KVCacheSpec(num_blocks=blocks, **shape)
@@ -80,7 +79,7 @@ def measure(name: str, dtype: str, quant: str, mib: int, rounds: int, backend: s
         "ms": times.median * 1e3,
         "best_ms": times.best * 1e3,
         "temp_mib": temporaries,
-    } | provenance()
+    } | records.provenance()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Writes what the documents do not write by hand: docs/support_matrix.md and docs/pictures/block_table.svg.
+"""Writes what the documents do not write by hand: support_matrix.md, arguments.md, and two pictures.
 
     python docs/generate.py            write them
     python docs/generate.py --check    exit 1 if they are not what would be written
+    python docs/generate.py --site     build the documentation site into site/html
 
 The matrix asks the backends themselves, with `jattn.explain`, for every platform: a plain layer first, then the same
 layer with one thing more. What a plain layer is refused for (a compiler that is not installed, say) is not counted
@@ -16,8 +17,14 @@ from pathlib import Path
 import jattn
 from jattn.backends import Feature, registry
 from jattn.device import PLATFORMS, Chip
+from pallas_kernels.algebra.quant import QUANTISED
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # where this file is run by its path
+
+from website import architecture, build, picture  # noqa: E402
+from website.arguments import arguments_page  # noqa: E402
+
 CHIPS = {"cpu": Chip("cpu"), "gpu": Chip("gpu", "sm_90"), "tpu": Chip("tpu")}
 LAYER = dict(num_heads=8, num_kv_heads=2, head_dim=128)
 LATENT = dict(num_heads=8, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
@@ -144,7 +151,7 @@ def rows(names: tuple[str, ...], latent: bool):
             f"{dtype} cache, `quant=` {_of(QUANTS)}",
             lambda name, d=dtype: sizes(name, QUANTS, lambda mode: takes(name, cache=dict(dtype=d, quant=mode))),
         )
-        for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
+        for dtype in QUANTISED
     ]
     queries = [
         each(f"{dtype} queries", lambda name, d=dtype: "yes" if registry.load(name).supports_dtype(d) else "-")
@@ -258,14 +265,22 @@ def documents() -> dict[Path, str]:
     """Every generated file and what belongs into it."""
     return {
         HERE / "support_matrix.md": support_matrix(),
+        HERE / "arguments.md": arguments_page(),
         HERE / "pictures" / "block_table.svg": block_table_picture(),
+        HERE / "pictures" / "step.svg": picture.step(),
+        HERE / "pictures" / "rooms.svg": architecture.rooms(),
+        HERE / "pictures" / "request.svg": architecture.request(),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the generated documents.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file would change")
-    check = parser.parse_args().check
+    parser.add_argument("--site", action="store_true", help="build the documentation site; exit 1 on any warning")
+    args = parser.parse_args()
+    if args.site:
+        return build.build()
+    check = args.check
     stale = [path for path, text in documents().items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if not check:

@@ -15,7 +15,7 @@ from jattn import device
 from jattn.backends import checks
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.parallel import ContextParallel
-from jattn.backends.registry import query_dtype, resolve
+from jattn.backends.registry import query_dtype_rule, resolve
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
@@ -51,9 +51,9 @@ class PagedAttention:
         checks.check_specs(self.spec, self.cache_spec)
         chip = device.resolve(self.platform)
         needs = (*sequence_of(checks.FEATURE)("needs", self.needs), *_parallel(self.parallel).needs)
-        asked, guess = None if self.dtype is None else query_dtype("dtype", self.dtype), _dtype_of(self.cache_spec)
+        asked, guess = None if self.dtype is None else query_dtype_rule("dtype", self.dtype), _dtype_of(self.cache_spec)
         dtypes = dict(dtypes=(asked,)) if asked else dict(wished=(guess,)) if guess else {}
-        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, needs, **dtypes)
+        chosen = resolve(self.spec, self.cache_spec, self.backend, chip, needs, **dtypes)
         object.__setattr__(self, "chosen", chosen)
         who = (self.spec, self.cache_spec, chip, self.parallel)
         object.__setattr__(self, "impl", chosen.get_impl_cls()(*who))
@@ -223,7 +223,7 @@ def attention(
         raise ValueError("attention without a cache needs k and v; use PagedAttention to read cached ones")
     q = checks.check_query(spec, q, queries_of(meta, spec.attn_type).num_tokens)
     k, v = checks.as_one_dtype(*checks.check_keys(spec, k, v, None))
-    chosen = resolve(spec, None, chip, backend, dtypes=(q.dtype.name, k.dtype.name))
+    chosen = resolve(spec, None, backend, chip, dtypes=(q.dtype.name, k.dtype.name))
     checks.check_causality(chosen, spec, meta)
     checks.check_packing(spec, meta, k.shape[0])
     checks.check_params(chosen, spec, None, params)

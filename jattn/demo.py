@@ -33,12 +33,19 @@ def run() -> int:
     naive = np.concatenate([reference(*request, rounded=_to_bfloat16) for request in requests])
     allowed = 2 * np.abs(naive - want).max()
 
-    print(f"jax {jax.__version__} on {devices()[0].device_kind}: requests with {QUERY_LENS} new of {SEQ_LENS} tokens")
-    print(f"{SPEC.num_heads} heads, {SPEC.num_kv_heads} kv heads, pages of {BLOCK_SIZE}, allowed error {allowed:.1e}\n")
-    rows, wrong = [("backend", "max error", "ms", "verdict")], 0
+    print(f"One step of paged attention on {devices()[0].device_kind} (jax {jax.__version__}), by every backend.")
+    print(f"The batch, in bfloat16, with {SPEC.num_heads} query heads and {SPEC.num_kv_heads} key-value heads:")
+    for number, (query_len, seq_len) in enumerate(zip(QUERY_LENS, SEQ_LENS, strict=True), start=1):
+        pages = math.ceil(seq_len / BLOCK_SIZE)
+        print(f"  request {number}: {query_len} new of {seq_len} tokens; pages of {BLOCK_SIZE} tokens: {pages}")
+    print("Each result is compared with plain attention in float64, computed by numpy without pages.")
+    if jax.default_backend() == "cpu":
+        print("In the first run on a machine the C++ kernels are compiled now, which takes about 20 s.")
+    print(flush=True)
+    rows, wrong = [("backend", "max error", "ms", "result")], 0
     for report in jattn.explain(SPEC, CACHE):
         if not report.supported:
-            rows.append((report.name, "-", "-", "refused: " + "; ".join(report.reasons)))
+            rows.append((report.name, "-", "-", "does not run: " + "; ".join(report.reasons)))
             continue
         got, milliseconds = _run_backend(report.name, requests)
         error = np.abs(got.astype(np.float64) - want).max()
@@ -46,7 +53,9 @@ def run() -> int:
         wrong += not good
         rows.append((report.name, f"{error:.1e}", f"{milliseconds:.2f}", "agrees" if good else "WRONG"))
     _print_table(rows)
-    print(f"\n{wrong} backends differ from the reference" if wrong else "\nevery backend that ran agrees with numpy")
+    print(f"\nmax error: allowed is {allowed:.1e}, twice what rounding to bfloat16 costs the reference itself")
+    print(f"ms: the fastest of {REPEATS} steps, without compiling")
+    print(f"\nWRONG: {wrong} backends differ from numpy" if wrong else "\nEvery backend that ran agrees with numpy.")
     return 1 if wrong else 0
 
 

@@ -45,7 +45,7 @@ class MLAAttention:
         check_latent(self.spec, self.cache_spec)
         checks.check_kind("parallel", self.parallel, ContextParallel, "see jattn.parallel")
         chip = device.resolve(self.platform)
-        chosen = resolve(self.spec, self.cache_spec, chip, self.backend, self.parallel.needs)
+        chosen = resolve(self.spec, self.cache_spec, self.backend, chip, self.parallel.needs)
         object.__setattr__(self, "chosen", chosen)
         who = (self.spec, self.cache_spec, chip, self.parallel)
         object.__setattr__(self, "impl", chosen.get_impl_cls()(*who))

@@ -32,6 +32,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import quick  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_x64", False)
 
@@ -84,6 +86,13 @@ def count_compiles() -> Iterator[CompileCount]:
 def compiles():
     """The trace counter, as a context manager: see `count_compiles`."""
     return count_compiles
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    quick.mark(items)
+    if not any("::" in argument for argument in config.args):  # files are collected whole
+        quick.check(items, config.rootpath)
 
 
 # Every compiled program holds a few memory maps until it is dropped, and Linux kills a process that asks for more

@@ -1,4 +1,4 @@
-"""The benchmark cases of the GPU page by name, and small ragged batches for correctness."""
+"""The GPU kernel's benchmark cases by name, and small ragged batches for correctness."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ from pallas_kernels.algebra.mask import MaskRule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A batch: (q_len, seq_len) per request."""
+class KernelCase:
+    """A batch, (q_len, seq_len) for each request, and what the kernel's Config says of it."""
 
     name: str
     lengths: tuple
@@ -32,7 +32,7 @@ class Case:
         return np.array([s for _, s in self.lengths])
 
     def read_bytes(self) -> int:
-        """Floor: every visible key and value once, q and out once."""
+        """The least that is moved: every visible key and value once, q and out once."""
         item = 1 if self.kv_dtype in ("float8_e4m3fn", "float8_e5m2", "int8") else 2
         window = dict(self.options).get("window")
         seen = self.seq_lens if window is None else np.minimum(self.seq_lens, window + self.q_lens - 1)
@@ -40,7 +40,7 @@ class Case:
         return kv + int(self.q_lens.sum()) * self.num_heads * (self.head_dim + self.v_head_dim) * 2
 
     def flops(self) -> int:
-        """Causal: pairs (query, visible key) times 2 (D + V) times heads."""
+        """FLOP: pairs of a query and a key it sees (causal), times 2 (D + V), times heads."""
         pairs = sum(q * (s - q) + q * (q + 1) // 2 for q, s in self.lengths)
         return pairs * self.num_heads * 2 * (self.head_dim + self.v_head_dim)
 
@@ -50,23 +50,23 @@ def _decode(n, length):
 
 
 RAGGED = tuple((1, 128 * (37 * i % 97 + 1)) for i in range(64))
-BENCH = [
-    Case(name="dec_64x4k", lengths=_decode(64, 4096)),
-    Case(name="dec_16x32k", lengths=_decode(16, 32768)),
-    Case(name="dec_1x128k", lengths=_decode(1, 131072)),
-    Case(name="dec_256x1k", lengths=_decode(256, 1024)),
-    Case(name="dec_ragged64", lengths=RAGGED),
-    Case(name="dec_8x1k", lengths=_decode(8, 1024)),
-    Case(name="dec_16x4k", lengths=_decode(16, 4096)),
-    Case(name="dec_1x32k", lengths=_decode(1, 32768)),
-    Case(name="dec_64x32k+window1024", lengths=_decode(64, 32768), options=(("window", 1024),)),
-    Case(name="pre_1x8k", lengths=((8192, 8192),)),
-    Case(name="pre_4x4k", lengths=((4096, 4096),) * 4),
-    Case(name="pre_1x32k", lengths=((32768, 32768),)),
-    Case(name="chunk_2k_of_32k", lengths=((2048, 32768),)),
-    Case(name="mixed_32d_2p", lengths=_decode(32, 4096) + ((2048, 2048), (2048, 6144))),
-    Case(name="dec_16x32k_fp8_p64", lengths=_decode(16, 32768), page=64, kv_dtype="float8_e4m3fn"),
-    Case(name="dec_16x32k_fp8", lengths=_decode(16, 32768), kv_dtype="float8_e4m3fn"),
+TIMED = [
+    KernelCase(name="dec_64x4k", lengths=_decode(64, 4096)),
+    KernelCase(name="dec_16x32k", lengths=_decode(16, 32768)),
+    KernelCase(name="dec_1x128k", lengths=_decode(1, 131072)),
+    KernelCase(name="dec_256x1k", lengths=_decode(256, 1024)),
+    KernelCase(name="dec_ragged64", lengths=RAGGED),
+    KernelCase(name="dec_8x1k", lengths=_decode(8, 1024)),
+    KernelCase(name="dec_16x4k", lengths=_decode(16, 4096)),
+    KernelCase(name="dec_1x32k", lengths=_decode(1, 32768)),
+    KernelCase(name="dec_64x32k+window1024", lengths=_decode(64, 32768), options=(("window", 1024),)),
+    KernelCase(name="pre_1x8k", lengths=((8192, 8192),)),
+    KernelCase(name="pre_4x4k", lengths=((4096, 4096),) * 4),
+    KernelCase(name="pre_1x32k", lengths=((32768, 32768),)),
+    KernelCase(name="chunk_2k_of_32k", lengths=((2048, 32768),)),
+    KernelCase(name="mixed_32d_2p", lengths=_decode(32, 4096) + ((2048, 2048), (2048, 6144))),
+    KernelCase(name="dec_16x32k_fp8_p64", lengths=_decode(16, 32768), page=64, kv_dtype="float8_e4m3fn"),
+    KernelCase(name="dec_16x32k_fp8", lengths=_decode(16, 32768), kv_dtype="float8_e4m3fn"),
 ]
 FEATURES = {
     "window1024": (("window", 1024),),
@@ -74,9 +74,9 @@ FEATURES = {
     "sinks": (("has_sinks", True),),
     "alibi": (("alibi", True),),
 }
-BENCH += [
+TIMED += [
     dataclasses.replace(case, name=f"{case.name}+{name}", options=options)
-    for case in BENCH
+    for case in TIMED
     if case.name in ("dec_64x4k", "pre_1x8k")
     for name, options in FEATURES.items()
 ]
@@ -90,32 +90,34 @@ ALL = (
     ("layout", "NHD"),
     ("kv_dtype", "float8_e4m3fn"),
 )
-CHECK = [
-    Case(name="mix", lengths=MIX, pad_tokens=37, pad_reqs=3),
-    Case(name="mix_gqa1", lengths=MIX, num_heads=4, num_kv_heads=4, pad_tokens=5),
-    Case(name="mix_gqa7", lengths=MIX, num_heads=14, num_kv_heads=2, page=64),
-    Case(name="mix_mqa64", lengths=MIX, num_heads=64, num_kv_heads=1, page=8),
-    Case(name="mix_page256", lengths=MIX, page=256),
-    Case(name="mix_fp8", lengths=MIX, kv_dtype="float8_e4m3fn"),
-    Case(name="mix_e5m2", lengths=MIX, kv_dtype="float8_e5m2"),
-    Case(name="mix_int8", lengths=MIX, kv_dtype="int8"),
-    Case(name="mix_window", lengths=MIX, options=(("window", 100),)),
-    Case(name="mix_cap", lengths=MIX, options=(("soft_cap", 20.0), ("alibi", True), ("has_sinks", True))),
-    Case(name="mix_sinks", lengths=MIX, options=(("has_sinks", True),)),
-    Case(name="mix_alibi", lengths=MIX, options=(("alibi", True),)),
-    Case(name="mix_full", lengths=MIX, options=(("mask", MaskRule(causal=False)),)),
-    Case(name="mix_lr", lengths=MIX, options=(("mask", MaskRule(causal=False, left=77, right=30)),)),
-    Case(name="mix_chunk", lengths=MIX, options=(("mask", MaskRule(chunk=192)),)),
-    Case(name="mix_mask_fn", lengths=MIX, options=(("mask", MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),)),
-    Case(name="mix_score_fn", lengths=MIX, options=(("score_fn", lambda s, h, q, k: s * 0.5 + 0.01 * (k - q)),)),
-    Case(name="mix_percausal", lengths=MIX, options=(("per_request_causal", True),)),
-    Case(name="mix_all", lengths=MIX, num_heads=24, options=ALL),
-    Case(name="mix_nhd", lengths=MIX, options=(("layout", "NHD"),)),
-    Case(name="mix_f16", lengths=MIX, options=(("dtype", "float16"), ("kv_dtype", "float16"))),
-    *(Case(name=f"mix_d{d}_v{v}", lengths=MIX, head_dim=d, v_head_dim=v) for d, v in SIZES),
+CHECKED = [
+    KernelCase(name="mix", lengths=MIX, pad_tokens=37, pad_reqs=3),
+    KernelCase(name="mix_gqa1", lengths=MIX, num_heads=4, num_kv_heads=4, pad_tokens=5),
+    KernelCase(name="mix_gqa7", lengths=MIX, num_heads=14, num_kv_heads=2, page=64),
+    KernelCase(name="mix_mqa64", lengths=MIX, num_heads=64, num_kv_heads=1, page=8),
+    KernelCase(name="mix_page256", lengths=MIX, page=256),
+    KernelCase(name="mix_fp8", lengths=MIX, kv_dtype="float8_e4m3fn"),
+    KernelCase(name="mix_e5m2", lengths=MIX, kv_dtype="float8_e5m2"),
+    KernelCase(name="mix_int8", lengths=MIX, kv_dtype="int8"),
+    KernelCase(name="mix_window", lengths=MIX, options=(("window", 100),)),
+    KernelCase(name="mix_cap", lengths=MIX, options=(("soft_cap", 20.0), ("alibi", True), ("has_sinks", True))),
+    KernelCase(name="mix_sinks", lengths=MIX, options=(("has_sinks", True),)),
+    KernelCase(name="mix_alibi", lengths=MIX, options=(("alibi", True),)),
+    KernelCase(name="mix_full", lengths=MIX, options=(("mask", MaskRule(causal=False)),)),
+    KernelCase(name="mix_lr", lengths=MIX, options=(("mask", MaskRule(causal=False, left=77, right=30)),)),
+    KernelCase(name="mix_chunk", lengths=MIX, options=(("mask", MaskRule(chunk=192)),)),
+    KernelCase(
+        name="mix_mask_fn", lengths=MIX, options=(("mask", MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),)
+    ),
+    KernelCase(name="mix_score_fn", lengths=MIX, options=(("score_fn", lambda s, h, q, k: s * 0.5 + 0.01 * (k - q)),)),
+    KernelCase(name="mix_percausal", lengths=MIX, options=(("per_request_causal", True),)),
+    KernelCase(name="mix_all", lengths=MIX, num_heads=24, options=ALL),
+    KernelCase(name="mix_nhd", lengths=MIX, options=(("layout", "NHD"),)),
+    KernelCase(name="mix_f16", lengths=MIX, options=(("dtype", "float16"), ("kv_dtype", "float16"))),
+    *(KernelCase(name=f"mix_d{d}_v{v}", lengths=MIX, head_dim=d, v_head_dim=v) for d, v in SIZES),
     *(
-        Case(name=f"mix_d{d}_fp8", lengths=MIX, head_dim=d, v_head_dim=d, kv_dtype="float8_e4m3fn", page=page)
+        KernelCase(name=f"mix_d{d}_fp8", lengths=MIX, head_dim=d, v_head_dim=d, kv_dtype="float8_e4m3fn", page=page)
         for d, page in ((64, 16), (192, 64))
     ),
-    Case(name="one_long", lengths=((1, 20000), (1, 3))),
+    KernelCase(name="one_long", lengths=((1, 20000), (1, 3))),
 ]

@@ -1,31 +1,27 @@
-"""Checks and times the Hopper kernel on the machine it runs on: one line a case, one jsonl row a case.
+"""Checks and times the Hopper kernel on every case: one line and one row each.
 
-    python benchmarks/gpu/check.py [--out DIR] [--only NAME,...] [--no-check]
+    python -m benchmarks.gpu.check [--write | --out DIR] [--only NAME,...] [--no-check]
+
 The reference is numpy float64 over sampled rows; unreferenced pages and page tails hold NaN.
 """
 
 import argparse
-import datetime
-import json
-import os
-import pathlib
-import sys
 import time
 import traceback
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import cases, timing
+from benchmarks import records
+from benchmarks.gpu import cases, cupti
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.paged_attention import Config, build_work_list, default_config, ragged_paged_attention
 
 
 def config_of(case, **extra) -> Config:
-    """What the backend would choose for this batch, but for the options of the case and the call."""
+    """The Config that the backend would choose for this batch, changed by the options of the case and the call."""
     options = dict(case.options) | extra
     window = options.pop("window", None)
     mask = options.pop("mask", MaskRule(causal=True, left=-1 if window is None else window - 1))
@@ -220,17 +216,17 @@ def run_case(case, args, **extra):
         row["same_bits"] = bool((np.asarray(again) == np.asarray(out)).all())
     if args.time:
         run = (q, k, v, table, work, scale_pools)
-        us, parts = timing.micros(attend, *run, iterations=args.iterations)
-        row |= dict(us=us, parts=parts, list_us=timing.micros(plan, starts, seqs, iterations=args.iterations)[0])
+        us, parts = cupti.micros(attend, *run, iterations=args.iterations)
+        row |= dict(us=us, parts=parts, list_us=cupti.micros(plan, starts, seqs, iterations=args.iterations)[0])
         row |= dict(bytes=case.read_bytes(), flop=case.flops())
         row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6)
         if case.name.startswith(("pre_", "chunk_")):
-            row["sustained_us"] = timing.sustained(attend, *run, us=us)
+            row["sustained_us"] = cupti.sustained(attend, *run, us=us)
             row["sustained_tflop_s"] = row["flop"] / row["sustained_us"] / 1e6
     return row
 
 
-BIG = {c.name for c in cases.BENCH}
+BIG = {c.name for c in cases.TIMED}
 
 
 def show(row):
@@ -241,12 +237,12 @@ def show(row):
 
 
 def ceilings():
-    """Read, copy and matmul rates of this card, measured now."""
+    """Read, copy and matrix-product rates of this card, measured in this run."""
     x = jax.random.normal(jax.random.key(0), (1 << 30,), jnp.float32)
     m = jax.random.normal(jax.random.key(1), (8192, 8192), jnp.bfloat16)
-    time_of = lambda f, *a: timing.micros(jax.jit(f), *a, iterations=5, pick=min)[0] * 1e-6
+    time_of = lambda f, *a: cupti.micros(jax.jit(f), *a, iterations=5, pick=min)[0] * 1e-6
     product = jax.jit(lambda a: a @ a)
-    busy = timing.sustained(product, m, us=timing.micros(product, m, iterations=3)[0]) * 1e-6
+    busy = cupti.sustained(product, m, us=cupti.micros(product, m, iterations=3)[0]) * 1e-6
     return dict(
         ceiling_read_tb_s=x.nbytes / time_of(jnp.sum, x) / 1e12,
         ceiling_copy_tb_s=2 * x.nbytes / time_of(lambda a: a + 1, x) / 1e12,
@@ -256,9 +252,9 @@ def ceilings():
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", default="")
-    parser.add_argument("--only", default="")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.check", description=__doc__.splitlines()[0])
+    records.add_options(parser)
+    parser.add_argument("--only", default="", help="beginnings of case names, separated by commas")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--no-time", dest="time", action="store_false")
     parser.add_argument("--samples", type=int, default=40)
@@ -266,13 +262,12 @@ def main():
     parser.add_argument("--set", default="", help="python dict of Config fields for every case")
     args = parser.parse_args()
     extra = eval(args.set) if args.set else {}
-    base = dict(backend="pallas_gpu", jax=jax.__version__, chip=jax.devices()[0].device_kind)
-    base |= dict(commit=os.environ.get("COMMIT", ""), date=datetime.date.today().isoformat())
+    base = dict(backend="pallas_gpu") | records.provenance()
     if args.time:
         base |= ceilings()
     print(base, flush=True)
     wanted = [name for name in args.only.split(",") if name]
-    for case in cases.CHECK + cases.BENCH:
+    for case in cases.CHECKED + cases.TIMED:
         if wanted and not any(case.name.startswith(w) for w in wanted):
             continue
         begin = time.time()
@@ -284,9 +279,9 @@ def main():
             continue
         row["wall_s"] = round(time.time() - begin, 1)
         show(row)
-        if args.out:
-            with open(pathlib.Path(args.out) / "gpu.jsonl", "a") as file:
-                file.write(json.dumps(base | row) + "\n")
+        if extra:  # not the default: a row of its own
+            row["variant"] = ",".join(f"{name}={value}" for name, value in extra.items())
+        records.write([base | row], "attention" if args.time else "correctness", records.folder_of(args))
 
 
 if __name__ == "__main__":

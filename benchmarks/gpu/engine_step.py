@@ -1,23 +1,22 @@
-"""What the engine costs beside the device: a step's time as served, against the same dispatches without the host.
+"""The engine's overhead: the time of a dispatch as served, over that of the same dispatches without the host.
 
-    python -m benchmarks.gpu.engine_step [--out DIR] [--small]
+    python -m benchmarks.gpu.engine_step [--write | --out DIR] [--small]
 
 A random Llama (1.1e9 parameters in bf16, made on the device) decodes 32 requests at once. First every engine.step() is
-timed: it plans, sends the next dispatch, waits for this one's tokens and reads them. The dispatches' batches are kept.
-Then they are put on the device and dispatched again in the same order, one behind the other with a single wait at the
-end: the same program over the same lengths and the same pages, with no work of the host between. That is the device
-time (the loop's own waits for its condition included, which no host work could hide), and
+timed: it plans, sends the next dispatch, waits for this one's tokens and reads them. Then the same batches are put on
+the device and dispatched again in the same order, with a single wait at the end: the same program, lengths and pages,
+without work of the host in between. That is the device time (it includes the waits of the decode loop for its own
+condition), and
 
     overhead = served / device - 1.
 
-Greedy, 16 tokens a dispatch (the engine's default on a GPU), texts read by a byte tokenizer. --small is for trying it
-on CPU.
+Greedy sampling, 16 tokens a dispatch (the engine's default on a GPU), a byte tokenizer. `ms` is a decode step as
+served. --small is a model for trying the script on a CPU.
 """
 
 import argparse
 import contextlib
 import json
-import pathlib
 import statistics
 import time
 from collections.abc import Iterator
@@ -26,9 +25,9 @@ import jax
 import numpy as np
 
 import jattn
-from benchmarks.run import provenance
+from benchmarks import records
 from jattn import models
-from jattn.engine import flight as flight_module
+from jattn.engine import runner as engine_runner
 from jattn.text import ByteTokenizer
 
 LLAMA = dict(
@@ -46,21 +45,21 @@ UNTIMED = 3  # decode dispatches before the clock runs: the first compiles
 @contextlib.contextmanager
 def recorded() -> Iterator[list]:
     """The batches that the engine dispatches, in order."""
-    real, batches = flight_module.dispatch, []
+    real, batches = engine_runner.dispatch, []
 
     def dispatch(model, params, caches, batch, *rest):
         batches.append((batch, *rest))
         return real(model, params, caches, batch, *rest)
 
-    flight_module.dispatch = dispatch
+    engine_runner.dispatch = dispatch
     try:
         yield batches
     finally:
-        flight_module.dispatch = real
+        engine_runner.dispatch = real
 
 
 def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.Engine:
-    """All requests fit at once: their prompts in one dispatch, and their tokens in the pool."""
+    """An engine in which all requests fit at once: their prompts in one dispatch, their tokens in the pool."""
     config = models.config_of(LLAMA | (SMALL if small else {}))
     params = jax.block_until_ready(models.init_params(config, 0, "float32" if small else "bfloat16"))
     return jattn.Engine(
@@ -94,7 +93,7 @@ def replay(engine: jattn.Engine, batches: list) -> float:
     runner, batches = engine.runner, jax.block_until_ready(jax.device_put(batches))
     begin = time.perf_counter()
     for batch in batches:
-        runner.caches, *news = flight_module.dispatch(runner.model, runner.params, runner.caches, *batch)
+        runner.caches, *news = engine_runner.dispatch(runner.model, runner.params, runner.caches, *batch)
     jax.block_until_ready(news)
     return time.perf_counter() - begin
 
@@ -104,7 +103,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
     parser.add_argument("--dispatches", type=int, default=40, help=f"timed, of {BURST} steps each (default: 40)")
     parser.add_argument("--rounds", type=int, default=3, help="replays; the median counts (default: 3)")
-    parser.add_argument("--out", type=pathlib.Path, help="append the row to engine_step.jsonl in this folder")
+    records.add_options(parser)
     args = parser.parse_args()
     requests, prompt = (4, 32) if args.small else (32, 256)
     longest = prompt + BURST * (UNTIMED + args.dispatches + 2) + 1
@@ -116,17 +115,16 @@ def main() -> None:
     served = sum(seconds) / args.dispatches
     layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.runner.model.backend)
     row = dict(
-        bench="engine_step", small=args.small, requests=requests, burst=BURST, dispatches=args.dispatches,
-        backend=layer.backend_name, served_ms=served * 1e3, served_median_ms=statistics.median(seconds) * 1e3,
+        case=f"step_{'small' if args.small else '1b'}_r{requests}", backend=layer.backend_name,
+        ms=served * 1e3 / BURST, requests=requests, burst=BURST, dispatches=args.dispatches, served_ms=served * 1e3,
+        served_median_ms=statistics.median(seconds) * 1e3,
         device_ms=device * 1e3, overhead_percent=(served / device - 1) * 100,
         output_tokens_per_s=requests * BURST / served,
     )  # fmt: skip
     print(json.dumps(row, indent=1))
     print(f"a dispatch of {BURST} steps: {served * 1e3:.3f} ms served, {device * 1e3:.3f} ms on the device: ", end="")
     print(f"overhead {row['overhead_percent']:.1f} %")
-    if args.out is not None:
-        with (args.out / "engine_step.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | provenance()) + "\n")
+    records.write([row | records.provenance()], "decode_step", records.folder_of(args))
 
 
 if __name__ == "__main__":

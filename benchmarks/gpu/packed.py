@@ -1,4 +1,4 @@
-"""Packed attention without a cache through jattn's door: checked against numpy float64, and timed with its gather."""
+"""`jattn.attention` without a cache: checked against numpy float64, and timed with the gather that it needs."""
 
 import dataclasses
 
@@ -14,8 +14,8 @@ LONGER = ((5, 50), (33, 133), (1, 700), (130, 131), (0, 0), (64, 64))  # more ke
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """(query_len, key_len) a request, the layer's options, and whether to time it."""
+class PackedCase:
+    """(query_len, key_len) of each request, the layer's options, and whether to time it."""
 
     lengths: tuple
     dim: int = 128
@@ -28,25 +28,25 @@ class Row:
 
 
 ENCODER = dict(attn_type="encoder_only")
-ROWS = {
-    "causal": Row(lengths=RAGGED),
-    "d64": Row(lengths=RAGGED, dim=64, heads=8),
-    "gqa1_f16": Row(lengths=RAGGED, heads=4, kv_heads=4, dtype="float16"),
-    "not_causal": Row(lengths=LONGER, causal=False),
-    "longer": Row(lengths=LONGER, dim=64, spec=dict(sliding_window=70, has_sinks=True)),
-    "per_request": Row(lengths=LONGER, causal=(True, False) * 3),
-    "encoder": Row(lengths=RAGGED, dim=64, spec=ENCODER),
-    "encoder_window": Row(lengths=RAGGED, spec=ENCODER | dict(sliding_window=(30, 9))),
-    "d192_v128": Row(lengths=RAGGED, dim=192, spec=dict(v_head_dim=128)),
-    "pre_1x8k": Row(lengths=((8192, 8192),), timed=True),
-    "pre_4x4k": Row(lengths=((4096, 4096),) * 4, timed=True),
-    "encoder_32x512": Row(lengths=((512, 512),) * 32, timed=True, spec=ENCODER),
+CASES = {
+    "causal": PackedCase(lengths=RAGGED),
+    "d64": PackedCase(lengths=RAGGED, dim=64, heads=8),
+    "gqa1_f16": PackedCase(lengths=RAGGED, heads=4, kv_heads=4, dtype="float16"),
+    "not_causal": PackedCase(lengths=LONGER, causal=False),
+    "longer": PackedCase(lengths=LONGER, dim=64, spec=dict(sliding_window=70, has_sinks=True)),
+    "per_request": PackedCase(lengths=LONGER, causal=(True, False) * 3),
+    "encoder": PackedCase(lengths=RAGGED, dim=64, spec=ENCODER),
+    "encoder_window": PackedCase(lengths=RAGGED, spec=ENCODER | dict(sliding_window=(30, 9))),
+    "d192_v128": PackedCase(lengths=RAGGED, dim=192, spec=dict(v_head_dim=128)),
+    "pre_1x8k": PackedCase(lengths=((8192, 8192),), timed=True),
+    "pre_4x4k": PackedCase(lengths=((4096, 4096),) * 4, timed=True),
+    "encoder_32x512": PackedCase(lengths=((512, 512),) * 32, timed=True, spec=ENCODER),
 }
 
 
 def run(name: str, iterations: int, samples: int = 60) -> dict:
-    """One row: the worst errors over sampled (token, head) pairs, and microseconds if it is timed."""
-    row = ROWS[name]
+    """The row of one case: the largest errors over sampled (token, head) pairs, and microseconds if it is timed."""
+    row = CASES[name]
     spec = jattn.AttentionSpec(num_heads=row.heads, num_kv_heads=row.kv_heads, head_dim=row.dim, **row.spec)
     q_lens, k_lens = (np.array(x) for x in zip(*row.lengths, strict=True))
     tokens, keys = int(q_lens.sum()), int(k_lens.sum())
@@ -79,7 +79,7 @@ def run(name: str, iterations: int, samples: int = 60) -> dict:
     return answer
 
 
-def _errors(row: Row, spec, lengths, host, sinks, state, samples: int) -> tuple[float, float]:
+def _errors(row: PackedCase, spec, lengths, host, sinks, state, samples: int) -> tuple[float, float]:
     """(worst relative error of an output row, worst |lse - exact|)."""
     (q, k, v), (q_lens, k_lens) = host, lengths
     out, lse = np.asarray(state.out, np.float64), np.asarray(state.lse, np.float64)

@@ -1,7 +1,7 @@
-"""Other people's attention on the same card, over dense contiguous keys: what they can do without pages.
+"""Attention of other projects on the same card, over dense contiguous keys, without pages.
 
 Each takes a benchmark case and returns microseconds, or a reason why not. JAX's are timed by CUPTI like ours, torch's
-by CUDA events around calls in a row. Paged peers (FlashInfer, FlashAttention-3, vLLM) were measured elsewhere.
+by CUDA events around calls in a row. Paged ones (FlashInfer, FlashAttention-3, vLLM) are not here.
 """
 
 import functools
@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import timing
+from benchmarks.gpu import cupti
 
 
 def measure(case) -> dict[str, float | str]:
-    """Peer -> microseconds, or why it has no figure."""
+    """Name -> microseconds, or the reason why there is no figure."""
     shapes = set(case.lengths)
     (q_len, seq), *rest = shapes
     if rest or case.options or case.kv_dtype != "bfloat16":
@@ -26,7 +26,7 @@ def measure(case) -> dict[str, float | str]:
     for name, run in PEERS.items():
         try:
             found[name] = run(case, len(case.lengths), q_len, seq)
-        except Exception as error:  # a peer that is absent or refuses must not stop the others
+        except Exception as error:  # one that is absent or refuses does not stop the others
             found[name] = f"{type(error).__name__}: {error}"[:160]
     return found
 
@@ -41,7 +41,7 @@ def _jax_inputs(case, batch, q_len, seq):
 
 
 def _cupti(f, *args) -> float:
-    return timing.micros(jax.jit(f), *args, iterations=5)[0]
+    return cupti.micros(jax.jit(f), *args, iterations=5)[0]
 
 
 def _jax_cudnn(case, batch, q_len, seq) -> float:

@@ -1,34 +1,38 @@
-"""The table of bars on an H200 in one run: every case checked, timed, and judged, beside the ceilings of the same run.
+"""The targets of the H200 in one run: every case checked, timed and judged, with the card's own rates of the same run.
 
-    python -m benchmarks.gpu.table --out DIR [--peers] [--only PARTS]
+    python -m benchmarks.gpu.table [--write | --out DIR] [--peers] [--only PARTS]
 
-Rows go to DIR/table.jsonl as they come; the verdicts are printed at the end. Must and aim are the project's own.
+A run that misses a target exits with 1; the goal is where the work on a case ends. Both are the project's own choice.
 """
 
 import argparse
-import json
-import pathlib
 import sys
 
-from benchmarks.gpu import cases, check, laws, timing, write
-from benchmarks.run import provenance
+from benchmarks import records
+from benchmarks.gpu import cases, check, cupti, laws, write
 
-US = {  # case: (must, aim), microseconds of everything an attention call launches
+US = {  # case: (target, goal), at most so many microseconds of everything an attention call launches
     "dec_64x4k": (262, 255), "dec_16x32k": (500, 490), "dec_1x128k": (135, 128), "dec_256x1k": (272, 262),
     "dec_ragged64": (400, 385), "dec_8x1k": (21, 16), "dec_16x4k": (77, 70), "dec_1x32k": (47, 40),
     "dec_16x32k_fp8": (300, 262), "mixed_32d_2p": (500, 440), "dec_64x32k+window1024": (85, 70),
 }  # fmt: skip
 TFLOP_S = {"pre_1x8k": (610, 660), "pre_4x4k": (575, 620), "pre_1x32k": (610, 660), "chunk_2k_of_32k": (650, 690)}
-FEATURE_COST = {"dec_64x4k": 0.03, "pre_1x8k": 0.10}  # of soft cap, sinks, ALiBi over the plain case
-COPY_SHARE = 0.7  # of write_8k
-LIST_US = 10.0  # a decode step's launches beside write, attention and merge
+"""case: (target, goal), at least."""
+FEATURE_COST = {"dec_64x4k": 0.03, "pre_1x8k": 0.10}
+"""At most: time added by soft cap, sinks or ALiBi, as a share of the plain case."""
+COPY_SHARE = 0.7
+"""At least: the rate of write_8k over the rate at which the card copies memory."""
+LIST_US = 10.0
+"""At most: the launches of a decode step beside write, attention and merge; they build the work list."""
 
 
 def verdicts(rows: list[dict]) -> list[tuple[str, float, str, float, float | None]]:
-    """(what, seen, '<=' or '>=', must, aim) of every bar that these rows can judge."""
+    """(figure, measured, '<=' or '>=', target, goal) of every target that these rows can judge."""
     by = {row["case"]: row for row in rows if "error" not in row}
-    found = [(name, by[name]["us"], "<=", *bars) for name, bars in US.items() if name in by]
-    found += [(f"{name}, TFLOP/s", by[name]["tflop_s"], ">=", *bars) for name, bars in TFLOP_S.items() if name in by]
+    found = [(name, by[name]["us"], "<=", *limits) for name, limits in US.items() if name in by]
+    found += [
+        (f"{name}, TFLOP/s", by[name]["tflop_s"], ">=", *limits) for name, limits in TFLOP_S.items() if name in by
+    ]
     for name, most in FEATURE_COST.items():
         for feature in ("softcap", "sinks", "alibi"):
             if name in by and f"{name}+{feature}" in by:
@@ -42,12 +46,12 @@ def verdicts(rows: list[dict]) -> list[tuple[str, float, str, float, float | Non
 
 
 def parts(peers: bool, iterations: int, copy_tb_s: float):
-    """(case, what to run)."""
+    """(benchmark, case, what measures it)."""
     options = argparse.Namespace(no_check=False, samples=12, time=True, iterations=iterations)
-    yield "write_8k", lambda: _with_share(write.measure("write_8k", iterations), copy_tb_s)
-    yield "decode_step_64x4k", _decode_step
-    for case in cases.BENCH:
-        yield case.name, lambda case=case: _attention(case, options, peers)
+    yield "kv_write", "write_8k", lambda: _with_share(write.measure("write_8k", iterations), copy_tb_s)
+    yield "step_launches", "decode_step_64x4k", lambda: laws.decode_step()[0]
+    for case in cases.TIMED:
+        yield "attention", case.name, lambda case=case: _attention(case, options, peers)
 
 
 def _attention(case, options, peers: bool) -> dict:
@@ -63,42 +67,35 @@ def _with_share(row: dict, copy_tb_s: float) -> dict:
     return row | dict(share_of_copy=row["tb_s"] / copy_tb_s)
 
 
-def _decode_step() -> dict:
-    row = laws.decode_step()[0]
-    known = ("write_kv_pages", "ragged_paged_attention", "join_parts")
-    return row | dict(list_us=sum(us for name, us in row["launches"] if not name.startswith(known)))
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run, print, keep; 1 if an answer was wrong or a bar was missed."""
+    """Run and print; 1 if a result was wrong or a target was missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.table", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True)
+    records.add_options(parser)
     parser.add_argument("--only", default="", help="parts of case names, separated by commas")
-    parser.add_argument("--peers", action="store_true", help="dense peers on the same card take their turns")
+    parser.add_argument("--peers", action="store_true", help="time dense attention of other projects on the same card")
     parser.add_argument("--iterations", type=int, default=10, help="of a case, fewer where they would take over 50 ms")
     args = parser.parse_args(argv)
-    base, rows = provenance() | check.ceilings() | dict(backend="pallas_gpu"), []
+    base, rows = records.provenance() | check.ceilings() | dict(backend="pallas_gpu"), []
     print(base, flush=True)
-    for name, work in parts(args.peers, args.iterations, base["ceiling_copy_tb_s"]):
+    for bench, name, work in parts(args.peers, args.iterations, base["ceiling_copy_tb_s"]):
         if args.only and not any(part in name for part in args.only.split(",")):
             continue
-        row = timing.attempt(work)
+        row = cupti.attempt(work)
         rows.append(base | row | dict(case=name))
-        shown = ("us", "list_us", "tb_s", "tflop_s", "max_err", "rel_err", "peers_us", "error")
-        figures = {k: row[k] for k in shown if k in row}
+        columns = ("us", "list_us", "tb_s", "tflop_s", "max_err", "rel_err", "peers_us", "error")
+        figures = {k: row[k] for k in columns if k in row}
         print("ok   " if row["ok"] else "WRONG", f"{name:24s}", figures, flush=True)
-        with (pathlib.Path(args.out) / "table.jsonl").open("a") as file:
-            file.write(json.dumps(rows[-1], default=str) + "\n")
+        records.write(rows[-1:], bench, records.folder_of(args))
     return _judge(rows)
 
 
 def _judge(rows: list[dict]) -> int:
     missed = sum(not row["ok"] for row in rows)
-    for what, seen, sign, must, aim in verdicts(rows):
-        reach = lambda bar, seen=seen, sign=sign: seen <= bar if sign == "<=" else seen >= bar
-        word = "SHORT" if not reach(must) else "aim" if aim is not None and reach(aim) else "must"
-        missed += word == "SHORT"
-        print(f"{what:40s} {seen:9.3f} {sign} {must:<7} aim {aim or '-':<6} {word}")
+    for figure, measured, sign, target, goal in verdicts(rows):
+        reaches = lambda limit, x=measured, sign=sign: x <= limit if sign == "<=" else x >= limit
+        word = "MISSED" if not reaches(target) else "goal" if goal is not None and reaches(goal) else "target"
+        missed += word == "MISSED"
+        print(f"{figure:40s} {measured:9.3f} {sign} {target:<7} goal {goal or '-':<6} {word}")
     return int(missed > 0)
 
 

@@ -1,9 +1,9 @@
-"""Finds the best block and number of stages of every shape on this card, and writes them down.
+"""Measures the best block of keys and number of stages for every shape on this card, and writes the table of tiles.
 
     python -m jattn bench --tune [--out pallas_kernels/tuning/nvidia_h200.json]
 
-Every candidate that fits is checked against numpy float64 and timed; a candidate takes the rule's place only where it
-is a hundredth faster. About three minutes.
+Every candidate that fits is checked against numpy float64 and timed. It replaces the choice of `rule_of_tiles` only if
+it is at least 1 % faster. About three minutes.
 """
 
 import argparse
@@ -11,36 +11,36 @@ import json
 import pathlib
 import sys
 
+from benchmarks import records
 from benchmarks.gpu import cases, check
-from benchmarks.run import provenance
 from pallas_kernels.gpu.supports import rule_of_tiles, supports
 
 FILE = pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels" / "tuning" / "nvidia_h200.json"
 DIMS = ((64, 64), (128, 128), (256, 256))
 LENGTHS = {"few": ((1, 4096),) * 64, "narrow": ((1, 4096),) * 64, "long": ((4096, 4096),)}
 KINDS = {"bfloat16": ("few", "long"), "float8_e4m3fn": ("narrow", "long")}
-GAIN = 0.99
+MOST_OF_RULE = 0.99  # a candidate replaces the rule's choice below this share of its time
 
 
-def shapes() -> list[tuple[cases.Case, str]]:
-    """(case, kind) of everything that is tuned."""
+def shapes() -> list[tuple[cases.KernelCase, str]]:
+    """(case, kind) of every shape that is tuned."""
     return [
-        (cases.Case(name=f"tune_{kind}", lengths=LENGTHS[kind], head_dim=d, v_head_dim=v, kv_dtype=dtype), kind)
+        (cases.KernelCase(name=f"tune_{kind}", lengths=LENGTHS[kind], head_dim=d, v_head_dim=v, kv_dtype=dtype), kind)
         for dtype, kinds in KINDS.items()
         for d, v in DIMS
         for kind in kinds
     ]
 
 
-def rule(case: cases.Case) -> dict[str, int]:
-    """What is used where nothing was measured."""
+def rule(case: cases.KernelCase) -> dict[str, int]:
+    """The tiles for shapes that the table lacks."""
     rows = int(case.q_lens.max()) * (case.num_heads // case.num_kv_heads)
     found = rule_of_tiles(case.head_dim, case.v_head_dim, case.kv_dtype, case.page, rows)
     return {name: found[name] for name in ("block_kv", "stages")}
 
 
-def candidates(case: cases.Case, kind: str) -> list[dict[str, int]]:
-    """The rule's choice first, then every other one that the kernel takes; none: it refuses this shape."""
+def candidates(case: cases.KernelCase, kind: str) -> list[dict[str, int]]:
+    """The rule's choice, then every other one that the kernel supports; empty if it refuses this shape."""
     blocks = (128,) if kind == "narrow" else (64, 128)
     every = [dict(block_kv=block, stages=stages) for block in blocks for stages in range(2, 7)]
     every = [tiles for tiles in every if not supports(check.config_of(case, **tiles))]
@@ -48,7 +48,7 @@ def candidates(case: cases.Case, kind: str) -> list[dict[str, int]]:
     return [first, *(tiles for tiles in every if tiles != first)] if not supports(check.config_of(case)) else []
 
 
-def tune(case: cases.Case, kind: str, report) -> dict:
+def tune(case: cases.KernelCase, kind: str, report) -> dict:
     """The row of one shape."""
     args = argparse.Namespace(no_check=False, samples=4, time=True, iterations=8)
     timed = []
@@ -58,7 +58,7 @@ def tune(case: cases.Case, kind: str, report) -> dict:
         if row["rel_err"] < 6e-3:
             timed.append((row["us"], tiles))
     first, best = timed[0], min(timed, key=lambda pair: pair[0])
-    us, tiles = best if best[0] < GAIN * first[0] else first
+    us, tiles = best if best[0] < MOST_OF_RULE * first[0] else first
     shape = dict(head_dim=case.head_dim, v_head_dim=case.v_head_dim, kv_dtype=case.kv_dtype, kind=kind)
     return shape | tiles | dict(us=round(us, 1), rule=first[1], rule_us=round(first[0], 1), tried=len(timed))
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         rows.append(tune(case, kind, report))
         print(rows[-1], flush=True)
-        text = json.dumps(provenance() | dict(note=note, rows=rows), indent=1)
+        text = json.dumps(records.provenance() | dict(note=note, rows=rows), indent=1)
         args.out.write_text(text + "\n", encoding="utf-8")  # after each: what is measured stays
     print(f"wrote {args.out}")
     return 0

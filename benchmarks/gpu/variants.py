@@ -1,16 +1,14 @@
-"""Decides between variants of the Hopper kernel in one short run: each is checked, then timed beside its rival.
+"""Compares variants of the Hopper kernel in one run: each is checked, then timed beside the default.
 
-    python -m benchmarks.gpu.variants --out DIR [--budget 240] [--only PARTS]
+    python -m benchmarks.gpu.variants [--write | --out DIR] [--budget 240] [--only PARTS]
 
-A variant is a benchmark case and fields of Config that differ from the default; what was decided so, and by which
-figures, is in docs/performance.md. A variant that fails is reported and the rest goes on; nothing new begins once the
-budget is nearly spent. Rows go to DIR/variants.jsonl as they come.
+A variant is a case and the fields of Config that differ from the default; docs/notebook/nvidia_h200.md tells what was
+decided by these figures. A variant that fails is reported and the others go on; nothing begins in the last 15 seconds
+of the budget.
 """
 
 import argparse
 import dataclasses
-import json
-import pathlib
 import sys
 import time
 
@@ -19,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.gpu import cases, check, packed, timing
-from benchmarks.run import provenance
+from benchmarks import records
+from benchmarks.gpu import cases, check, cupti, packed
 from pallas_kernels.gpu.paged_attention import build_work_list, ragged_paged_attention
 
-BENCH = {case.name: case for case in cases.BENCH}
+BY_NAME = {case.name: case for case in cases.TIMED}
 FEW = ((1, 700), (2, 133), (1, 1), (2, 515), (0, 0), (1, 2000), (2, 129), (1, 4096), (1, 128), (0, 0))
 DECODE = dict(flat_list=False)
 BOUND = 6e-3  # relative error of a row: a few roundings of bfloat16
@@ -32,7 +30,7 @@ LSE_BOUND = 1e-4  # near 1e-6, and 1e-5 where tanh.approx serves a cap of 2
 
 def few(name, **options):
     """A small decode batch with poisoned pages, padding requests and more padding tokens than one tile holds."""
-    return cases.Case(name=name, lengths=FEW, pad_tokens=70, pad_reqs=3, **options)
+    return cases.KernelCase(name=name, lengths=FEW, pad_tokens=70, pad_reqs=3, **options)
 
 
 FEATURES = (("window", 300), ("soft_cap", 20.0), ("alibi", True), ("has_sinks", True))
@@ -46,8 +44,11 @@ SMALL = [
     (few("few_e5m2_d192", kv_dtype="float8_e5m2", head_dim=192, v_head_dim=128), dict(layout="NHD")),
     (few("few_f16_fp8", kv_dtype="float8_e4m3fn"), dict(dtype="float16")),
     (few("few_cap20", options=(("soft_cap", 20.0),)), {}),
-    (cases.Case(name="few_cap2_mixed", lengths=cases.MIX, pad_tokens=37, options=(("soft_cap", 2.0),)), {}),
-    *((cases.Case(name="few_sets_mixed", lengths=cases.MIX, pad_tokens=37), dict(heads_together=n)) for n in (1, 2)),
+    (cases.KernelCase(name="few_cap2_mixed", lengths=cases.MIX, pad_tokens=37, options=(("soft_cap", 2.0),)), {}),
+    *(
+        (cases.KernelCase(name="few_sets_mixed", lengths=cases.MIX, pad_tokens=37), dict(heads_together=n))
+        for n in (1, 2)
+    ),
 ]
 TOKENS = dict(token_scales=True)
 SMALL += [
@@ -56,7 +57,10 @@ SMALL += [
     (few("few_tokens_e5m2_mqa16", kv_dtype="float8_e5m2", num_heads=16, num_kv_heads=2, page=256), TOKENS),
     (few("few_tokens_f16", kv_dtype="float8_e4m3fn"), TOKENS | dict(dtype="float16")),
     *(
-        (cases.Case(name=f"mix_tokens_{name}", lengths=cases.MIX, pad_tokens=37, pad_reqs=3, **case), TOKENS | options)
+        (
+            cases.KernelCase(name=f"mix_tokens_{name}", lengths=cases.MIX, pad_tokens=37, pad_reqs=3, **case),
+            TOKENS | options,
+        )
         for name, case, options in (
             ("fp8", dict(kv_dtype="float8_e4m3fn"), {}),
             ("int8_gqa7", dict(kv_dtype="int8", num_heads=14, num_kv_heads=2, page=64), dict(layout="NHD")),
@@ -67,8 +71,11 @@ SMALL += [
     ),
 ]
 PREFILLS = ("pre_1x32k", "chunk_2k_of_32k", "pre_4x4k", "pre_1x8k", "mixed_32d_2p")
-TIMED = [(BENCH[name], dict(heads_together=n)) for name in PREFILLS for n in (0, 8, 1)]
-EIGHT = (dataclasses.replace(BENCH["pre_1x8k"], name="pre_1x8k_fp8", kv_dtype="float8_e4m3fn"), BENCH["dec_16x32k_fp8"])
+TIMED = [(BY_NAME[name], dict(heads_together=n)) for name in PREFILLS for n in (0, 8, 1)]
+EIGHT = (
+    dataclasses.replace(BY_NAME["pre_1x8k"], name="pre_1x8k_fp8", kv_dtype="float8_e4m3fn"),
+    BY_NAME["dec_16x32k_fp8"],
+)
 TIMED += [(case, tokens) for case in EIGHT for tokens in ({}, TOKENS)]
 
 
@@ -86,7 +93,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64, 66, 96, 128, 132, 192
 def batch_sizes(length: int = 1024) -> dict:
     """R-27: decodes of one length padded to 512 requests; the largest time over the line from 1 to 512 requests."""
     most, page = 512, 16
-    case = cases.Case(name="sweep", lengths=((1, length),) * most)
+    case = cases.KernelCase(name="sweep", lengths=((1, length),) * most)
     config = check.config_of(case)
     q, k, v, table, starts, _ = check.make_inputs(case, config, poison=False)
     plan = jax.jit(lambda starts, seqs: build_work_list(starts, seqs, most, config))
@@ -106,43 +113,41 @@ def batch_sizes(length: int = 1024) -> dict:
 
 
 def parts(iterations: int):
-    """(label, what to run), most important first."""
+    """(case, variant or None, what to run), most important first."""
     name = lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default"
     for case, options in SMALL:
-        yield f"{case.name} {name(options)}", lambda c=case, o=options: measure(c, o, False, iterations)
+        yield case.name, name(options), lambda c=case, o=options: measure(c, o, False, iterations)
     for case, options in TIMED:
-        yield f"{case.name} {name(options)}", lambda c=case, o=options: measure(c, o, True, iterations)
-    for name in packed.ROWS:
-        yield f"packed {name}", lambda n=name: packed.run(n, iterations)
-    yield "batch sizes", batch_sizes
+        yield case.name, name(options), lambda c=case, o=options: measure(c, o, True, iterations)
+    for name in packed.CASES:
+        yield f"packed_{name}", None, lambda n=name: packed.run(n, iterations)
+    yield "batch_sizes", None, batch_sizes
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what the budget allows; 1 if anything failed or was wrong."""
+    """Run what the budget allows; 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.variants", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True)
+    records.add_options(parser)
     parser.add_argument("--budget", type=float, default=240, help="seconds; nothing begins in its last 15")
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--only", default="", help="parts of labels, separated by commas")
     args = parser.parse_args(argv)
     begin, failed, skipped = time.time(), 0, []
-    path = pathlib.Path(args.out) / "variants.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    base = provenance()
+    base = records.provenance()
     print(base, flush=True)
-    for label, work in parts(args.iterations):
+    for case, variant, work in parts(args.iterations):
+        label = f"{case} {variant or ''}".strip()
         if args.only and not any(part in label for part in args.only.split(",")):
             continue
         if time.time() - begin > args.budget - 15:
             skipped.append(label)
             continue
-        row = timing.attempt(work) | dict(label=label)
+        row = dict(case=case) | cupti.attempt(work) | ({"variant": variant} if variant else {})
         failed += not row["ok"]
         figures = {k: row[k] for k in ("us", "list_us", "tb_s", "tflop_s", "rel_err", "lse_err", "error") if k in row}
         cells = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items()]
         print("ok   " if row["ok"] else "WRONG", f"{label:60s}", *cells, f"({row['wall_s']} s)", flush=True)
-        with path.open("a") as file:
-            file.write(json.dumps(base | row, default=str) + "\n")
+        records.write([base | row], "variants", records.folder_of(args))
     print(f"{failed} wrong; skipped for time: {skipped or 'none'}; {time.time() - begin:.0f} s", flush=True)
     return int(failed > 0)
 

@@ -1,24 +1,23 @@
-"""How long an engine takes to be ready, and what it still compiles afterwards.
+"""Seconds until an engine has compiled its programs, and how many programs it compiles later.
 
-    python -m benchmarks.gpu.warmup [--out DIR] [--small]
+    python -m benchmarks.gpu.warmup [--write | --out DIR] [--small]
 
-A random Llama (1.1e9 parameters in bf16) with 64 rows and a budget of 2048 tokens compiles every program. Then it
-serves batches that end in one row, drawn and penalised tokens, log-probabilities, stop strings, an abort, preemption,
-prefix hits, a nap, and an exchange of weights. A program counts as compiled where that took over a second: each
-dispatch does, small copies do not. --small is for trying it on a CPU.
+A random Llama (1.1e9 parameters in bf16) with at most 64 requests and 2048 tokens a step compiles every program. Then
+it serves batches that end in one request, with sampling, penalties, log-probabilities, stop strings, an abort,
+preemption, prefix hits, sleep and wake, and new weights. A compilation counts if it took over a second: those of
+dispatches do, those of small copies do not. --small is a model for trying the script on a CPU.
 """
 
 import argparse
 import json
-import pathlib
 import time
 
 import jax
 import numpy as np
 
 import jattn
+from benchmarks import records
 from benchmarks.gpu.engine_step import LLAMA, SMALL
-from benchmarks.run import provenance
 from jattn import models
 from jattn.text import ByteTokenizer
 
@@ -36,7 +35,7 @@ def make_engine(small: bool) -> jattn.Engine:
 
 
 def serve(engine: jattn.Engine, count: int, rng: np.random.Generator, **options) -> None:
-    """Ragged requests of which half begin alike; the longest ends alone."""
+    """Generate for ragged requests of which every other one has the shared prefix."""
     shared = rng.integers(5, 500, 48).tolist()
     prompts = [shared * (i % 2) + rng.integers(5, 500, rng.integers(3, 200)).tolist() for i in range(count)]
     params = [
@@ -69,7 +68,7 @@ def everything(engine: jattn.Engine) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
-    parser.add_argument("--out", type=pathlib.Path, help="append the row to warmup.jsonl in this folder")
+    records.add_options(parser)
     args = parser.parse_args()
     engine, seconds = make_engine(args.small), []
     jax.monitoring.register_event_duration_secs_listener(lambda name, s, **_: name == DISPATCH and seconds.append(s))
@@ -79,15 +78,13 @@ def main() -> None:
     seconds.clear()
     everything(engine)
     row = dict(
-        bench="warmup", case="warmup_1b_r64", small=args.small, seconds=round(ready, 1), programs=programs,
+        case="warmup_small" if args.small else "warmup_1b_r64", seconds=round(ready, 1), programs=programs,
         cache="cold", compiled_in_warmup=compiled, compiled_later=sum(s > 1 for s in seconds),
         preemptions=engine.stats.preemptions, cached_tokens=engine.stats.cached_tokens,
     )  # fmt: skip
-    row |= provenance()
+    row |= records.provenance()
     print(json.dumps(row))
-    if args.out is not None:
-        with (args.out / "warmup.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    records.write([row], "warmup", records.folder_of(args))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """The KV write on the GPU: every bit compared with XLA's scatter, then both timed by CUPTI.
 
-    python -m benchmarks.gpu.write --out DIR
+    python -m benchmarks.gpu.write [--write | --out DIR]
 
-write_8k is the bar: 8192 tokens of 8 heads x 128 into random slots, at least 70 % of the copy ceiling.
+write_8k has a target: 8192 tokens of 8 heads x 128 into random slots at 70 % or more of the rate at which this card
+copies memory.
 """
 
 import argparse
-import json
-import pathlib
 import sys
 
 import jax
@@ -16,8 +15,8 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 import jattn
+from benchmarks import records
 from benchmarks.gpu.check import ceilings
-from benchmarks.run import provenance
 
 HEADS, DIM, PAGE, BLOCKS = 8, 128, 16, 8192
 REPEATS = 5
@@ -35,18 +34,18 @@ CASES = {  # name: tokens, fields of the cache
 
 
 def measure(name: str, iterations: int) -> dict:
-    """Bits first, then microseconds of the backend's write and of XLA's scatter."""
+    """Compare the bits, then time the backend's write and XLA's scatter."""
     tokens, fields = CASES[name]
     pool = jattn.KVCacheSpec(**(dict(num_blocks=BLOCKS, block_size=PAGE, num_kv_heads=HEADS, head_dim=DIM) | fields))
     spec = jattn.AttentionSpec(num_heads=32, num_kv_heads=HEADS, head_dim=pool.head_dim, v_head_dim=pool.v_head_dim)
     impl = jattn.PagedAttention(spec, pool, backend="pallas_gpu").impl
     rng = np.random.default_rng(0)
     rows = [_rows(rng, i, tokens, pool) for i in range(REPEATS)]
-    numbers = jattn.AttentionParams()
+    params = jattn.AttentionParams()
     ours = lambda cache, k, v, slots: impl.do_kv_cache_update(
-        cache, k, v, argparse.Namespace(slot_mapping=slots), numbers
+        cache, k, v, argparse.Namespace(slot_mapping=slots), params
     )
-    ways = {"pallas_gpu": ours, "xla": lambda cache, k, v, slots: jattn.write_kv(cache, k, v, slots, numbers)}
+    ways = {"pallas_gpu": ours, "xla": lambda cache, k, v, slots: jattn.write_kv(cache, k, v, slots, params)}
     cache = jattn.empty_cache(pool, fill=0.5, platform="gpu")
     written = {way: jax.jit(run)(cache, *rows[0]) for way, run in ways.items()}
     same = all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), *written.values())))
@@ -91,13 +90,13 @@ def _time(run, cache, rows, iterations: int) -> tuple[float, dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, print a line each, keep the rows; 1 if a bit differed."""
+    """Run, print a line each; 1 if a bit differed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.write", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True)
+    records.add_options(parser)
     parser.add_argument("--only", default="", help="parts of names, separated by commas")
     parser.add_argument("--iterations", type=int, default=8)
     args = parser.parse_args(argv)
-    base = provenance() | ceilings()
+    base = dict(backend="pallas_gpu") | records.provenance() | ceilings()
     print(base, flush=True)
     failed = 0
     for name in CASES:
@@ -107,8 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         row["share_of_copy"] = row["tb_s"] / base["ceiling_copy_tb_s"]
         failed += not row["ok"]
         print(row, flush=True)
-        with (pathlib.Path(args.out) / "write.jsonl").open("a") as file:
-            file.write(json.dumps(base | row) + "\n")
+        records.write([base | row], "kv_write", records.folder_of(args))
     return int(failed > 0)
 
 

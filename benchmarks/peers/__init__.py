@@ -1,1 +1,1 @@
-"""Other people's kernels, called as their own library calls them."""
+"""Kernels of other projects, called as their own library calls them."""

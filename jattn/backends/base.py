@@ -65,11 +65,11 @@ class AttentionMetadataBuilder(BuilderMethods, abc.ABC, Generic[M]):
         Every request's first common_prefix_len keys are the same pages: a hint, results do not depend on it.
         """
 
-    def update_block_table(self, metadata: M, blk_table: jax.Array, slot_mapping: jax.Array) -> M:
+    def update_block_table(self, metadata: M, block_table: jax.Array, slot_mapping: jax.Array) -> M:
         """The same plan over other pages: for layers that share lengths but not pages."""
         if not self.supports_update_block_table:
             raise UnsupportedError(f"{type(self).__name__} cannot exchange the block table of a plan; build it anew")
-        fields = {"block_table": blk_table, "slot_mapping": slot_mapping}
+        fields = {"block_table": block_table, "slot_mapping": slot_mapping}
         return dataclasses.replace(metadata, **fields)  # pyright: ignore[reportArgumentType]
 
     def for_layer(self, metadata: M, layer: jax.Array | int, blocks_per_layer: int) -> M:

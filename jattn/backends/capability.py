@@ -160,12 +160,12 @@ _AFTER_TYPE = tuple(f for f in Feature if f not in (*_BEFORE_MLA, *_BEFORE_SPARS
 
 def reasons_against(backend, question: Question, own: tuple[str, ...] = ()) -> list[str]:
     """vLLM's reasons in vLLM's order, then ours, then the backend's `own`, and the combination's last."""
-    found = [*_vllm(backend, question), *_ours(backend, question), *own]
+    found = [*_in_vllms_order(backend, question), *_further(backend, question), *own]
     combination = backend.supports_combination(question)
     return found if combination is None else [*found, combination]
 
 
-def _vllm(backend, q: Question) -> Iterator[str]:
+def _in_vllms_order(backend, q: Question) -> Iterator[str]:
     for head_size in dict.fromkeys((q.head_size, q.v_head_size or q.head_size)):
         if not backend.supports_head_size(head_size):
             yield _unsupported("head_size", head_size, backend.get_supported_head_sizes())
@@ -191,7 +191,7 @@ def _vllm(backend, q: Question) -> Iterator[str]:
     yield from _features(backend, q, _AFTER_TYPE)
 
 
-def _ours(backend, q: Question) -> Iterator[str]:
+def _further(backend, q: Question) -> Iterator[str]:
     layouts = backend.supported_kv_cache_layouts()
     if q.kv_cache_layout is not None and q.kv_cache_layout not in layouts:
         yield _unsupported("kv_cache_layout", q.kv_cache_layout, layouts)
@@ -220,7 +220,7 @@ def supports(backend, feature: Feature) -> bool:
     return named[feature]() if feature in named else backend.supports(feature)
 
 
-def without_refused(backend, spec: AttentionSpec) -> AttentionSpec:
+def without_refused_options(backend, spec: AttentionSpec) -> AttentionSpec:
     """The layer without the options that the backend's features refuse already, so that a kernel does not repeat them.
 
     An option that is not in the table stays, and the kernel decides about it.

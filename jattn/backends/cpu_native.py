@@ -71,22 +71,22 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
         """In place where the cache is donated; the values are those of jattn.write_kv."""
         return _write(self, cache, k, v, m.slot_mapping, params)
 
-    def config(self, q_dtype, kv_dtype: str, heads_first: bool = True) -> ops.Config:
+    def config(self, q_dtype, kv_dtype: str, heads_first: bool = True) -> ops.NativeConfig:
         """The kernel's static arguments."""
         left, right = self.spec.window
-        return ops.Config(
+        return ops.NativeConfig(
             scale=self.spec.scale,
             kv_dtype=kv_dtype,
             out_dtype=output_dtype(q_dtype),
             soft_cap=self.spec.logits_soft_cap or 0.0,
-            left=left,
-            right=right,
-            chunk=self.spec.chunk_size or 0,
+            window_left=left,
+            window_right=right,
+            chunk_size=self.spec.chunk_size or 0,
             heads_first=heads_first,
             isa=self.isa,
         )
 
-    def batch(self, common: CommonAttentionMetadata, **pages) -> ops.Batch:
+    def batch(self, common: CommonAttentionMetadata, **pages) -> ops.NativeBatch:
         """Lengths and causality as the kernel takes them; only a decoder is ever causal."""
         kind = self.spec.attn_type
         queries, keys = queries_of(common, kind), keys_of(common, kind)
@@ -95,7 +95,7 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
             causal = common.causal_per_request
         elif kind is AttentionType.DECODER and common.is_causal:
             causal = jnp.ones(queries.max_num_reqs, jnp.int32)
-        return ops.Batch(
+        return ops.NativeBatch(
             query_start_loc=queries.query_start_loc,
             seq_lens=queries.seq_lens,
             kv_lens=keys.seq_lens,
@@ -106,7 +106,7 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
     def numbers(self, params: AttentionParams) -> dict[str, jax.Array | None]:
         """The kernel's traced numbers; what the spec does not use stays out."""
         return dict(
-            slopes=params.alibi_slopes if self.spec.has_alibi else None,
+            alibi_slopes=params.alibi_slopes if self.spec.has_alibi else None,
             sinks=params.sinks if self.spec.has_sinks else None,
             q_scale=params.q_scale,
             k_scale=params.k_scale,
@@ -158,7 +158,7 @@ def _write(impl: CpuNativeImpl, cache: PagedKV, k, v, slots, params: AttentionPa
         k, v = k.astype(jnp.float32), v.astype(jnp.float32)
     pools = (cache.k, cache.v, cache.k_token_scale, cache.v_token_scale)
     new = ops.write(
-        k, v, slots, pools, dtype=spec.dtype, heads_first=spec.physical_layout == "HND",
+        k, v, slots, pools, kv_dtype=spec.dtype, heads_first=spec.physical_layout == "HND",
         k_scale=params.k_scale, v_scale=params.v_scale, isa=impl.isa,
     )  # fmt: skip
     return PagedKV(k=new[0], v=new[1], k_token_scale=new[2], v_token_scale=new[3], spec=spec)
@@ -207,9 +207,9 @@ class CpuNativeBackend(AttentionBackend):
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
         """Head dims that are too large, and on a CPU the library's own reason: the first question builds it."""
         large = tuple(
-            f"{name}={size} not supported: at most {ops.MAX_DIM}"
+            f"{name}={size} not supported: at most {ops.MAX_HEAD_DIM}"
             for name, size in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim))
-            if size > ops.MAX_DIM
+            if size > ops.MAX_HEAD_DIM
         )
         absent = library.status().reason if chip.platform == "cpu" else ""
         return (*large, absent) if absent else large

@@ -40,9 +40,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             level=level, slot_mapping=slots, is_causal=common.is_causal, shared_prefix=hint // size * size
         )
 
-    def update_block_table(self, metadata: MLAMetadata, blk_table, slot_mapping) -> MLAMetadata:
+    def update_block_table(self, metadata: MLAMetadata, block_table, slot_mapping) -> MLAMetadata:
         """The same metadata with other pages."""
-        level = dataclasses.replace(metadata.level, block_table=blk_table)
+        level = dataclasses.replace(metadata.level, block_table=block_table)
         return dataclasses.replace(metadata, level=level, slot_mapping=slot_mapping)
 
 

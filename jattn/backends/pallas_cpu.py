@@ -19,7 +19,7 @@ from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
 from pallas_kernels.algebra import quant
 from pallas_kernels.cpu import tiles
-from pallas_kernels.cpu.paged_attention import Batch, Config, Numbers, Pool, paged_attention
+from pallas_kernels.cpu.paged_attention import KernelConfig, KernelParams, PagedBatch, PagePool, paged_attention
 
 TILE_ROWS = 8
 """Queries of a program, whatever the batch: a request's arithmetic never depends on its company."""
@@ -29,8 +29,8 @@ TILE_ROWS = 8
 class PallasCpuMetadata:
     """The kernel's view of a batch, tiles included, and where new tokens are written."""
 
-    batch: Batch
-    tiles: tiles.Tiles
+    batch: PagedBatch
+    tiles: tiles.QueryTiles
     slot_mapping: jax.Array
     num_tokens: int = static()
     is_causal: bool = static()
@@ -53,8 +53,8 @@ class PallasCpuMetadataBuilder(AttentionMetadataBuilder[PallasCpuMetadata]):
         """A shared prefix is read once a request, like everything else: the hint changes nothing."""
         return _metadata(common_attn_metadata, self.spec.attn_type)
 
-    def update_block_table(self, metadata: PallasCpuMetadata, blk_table, slot_mapping) -> PallasCpuMetadata:
-        batch = metadata.batch._replace(block_table=jnp.asarray(blk_table))
+    def update_block_table(self, metadata: PallasCpuMetadata, block_table, slot_mapping) -> PallasCpuMetadata:
+        batch = metadata.batch._replace(block_table=jnp.asarray(block_table))
         return dataclasses.replace(metadata, batch=batch, slot_mapping=slot_mapping)
 
 
@@ -67,16 +67,16 @@ class PallasCpuImpl(AttentionImpl[PallasCpuMetadata]):
 
     def forward(self, q, cache: PagedKV, m: PallasCpuMetadata, params: AttentionParams) -> AttentionState:
         quantised = self.spec.output_dtype
-        config = Config(
+        config = KernelConfig(
             mask=self.spec.mask_rule(m.is_causal),
             logits=self.spec.logit_rule(),
             kv_dtype=cache.spec.dtype,
             out_dtype="float32" if quantised else output_dtype(q.dtype),
             layout=cache.spec.physical_layout,
         )
-        pool = Pool(cache.k, cache.v, cache.k_token_scale, cache.v_token_scale)
-        q, pool, numbers = forward_only((q, pool, _numbers(self.spec, params)), "pallas_cpu")
-        out, lse = paged_attention(q, pool, m.batch, m.tiles, numbers, config=config, interpret=True)
+        pool = PagePool(cache.k, cache.v, cache.k_token_scale, cache.v_token_scale)
+        q, pool, kernel_params = forward_only((q, pool, _kernel_params(self.spec, params)), "pallas_cpu")
+        out, lse = paged_attention(q, pool, m.batch, m.tiles, kernel_params, config=config, interpret=True)
         out = quant.to_dtype(out, quantised, params.output_scale) if quantised else out
         return AttentionState(out=out, lse=lse)
 
@@ -133,7 +133,7 @@ def _metadata(common: CommonAttentionMetadata, attn_type: AttentionType) -> Pall
     queries, keys = queries_of(common, attn_type), keys_of(common, attn_type)
     causal = common.causal_per_request if attn_type is AttentionType.DECODER else None
     table = jnp.zeros((queries.max_num_reqs, 1), jnp.int32) if keys.block_table is None else keys.block_table
-    batch = Batch(
+    batch = PagedBatch(
         query_lens=queries.query_lens(),
         seq_lens=keys.seq_lens,
         num_computed_tokens=queries.num_computed_tokens(),
@@ -142,19 +142,19 @@ def _metadata(common: CommonAttentionMetadata, attn_type: AttentionType) -> Pall
     )
     return PallasCpuMetadata(
         batch=jax.tree.map(jnp.asarray, batch),
-        tiles=tiles.cut(queries.query_start_loc, queries.num_tokens, TILE_ROWS),
+        tiles=tiles.make_tiles(queries.query_start_loc, queries.num_tokens, TILE_ROWS),
         slot_mapping=jnp.asarray(keys.slot_mapping),
         num_tokens=queries.num_tokens,
         is_causal=common.is_causal,
     )
 
 
-def _numbers(spec: AttentionSpec, params: AttentionParams) -> Numbers:
+def _kernel_params(spec: AttentionSpec, params: AttentionParams) -> KernelParams:
     """What the spec does not use stays out."""
-    return Numbers(
+    return KernelParams(
         q_scale=params.q_scale,
         k_scale=params.k_scale,
         v_scale=params.v_scale,
-        slopes=params.alibi_slopes if spec.has_alibi else None,
+        alibi_slopes=params.alibi_slopes if spec.has_alibi else None,
         sinks=params.sinks if spec.has_sinks else None,
     )

@@ -10,11 +10,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
-from jattn.backends.capability import without_refused
+from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.kernel import PagedKernelBackend
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import encode_rows
-from jattn.cache.write import packed_as_pages, packed_page_spec, write_backward
+from jattn.cache.write import packed_as_pages, write_backward
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
@@ -31,17 +31,11 @@ QUERY_DTYPES = ("bfloat16", "float16")
 
 
 def kernel_config(
-    spec: AttentionSpec,
-    cache_spec: KVCacheSpec,
-    dtype: str,
-    is_causal: bool = True,
-    per_request: bool = False,
-    longest: int | None = None,
+    spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, common: CommonAttentionMetadata | None = None
 ) -> kernel.Config:
-    """The kernel's static arguments for queries of `dtype`; not checked (see kernel.supports).
-
-    longest: bound on the new tokens of a request, when there is a batch.
-    """
+    """The kernel's static arguments for queries of `dtype`, for a batch or (None) for any; see kernel.supports."""
+    longest = None if common is None else queries_of(common, spec.attn_type).max_query_len
+    decoder = spec.attn_type is AttentionType.DECODER
     return kernel.default_config(
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
@@ -53,16 +47,11 @@ def kernel_config(
         dtype=dtype,
         kv_dtype=cache_spec.dtype,
         token_scales=cache_spec.quant == "per_token_head",
-        mask=spec.mask_rule(is_causal),
+        mask=spec.mask_rule(common is None or common.is_causal),
         logits=spec.logit_rule(),
         has_sinks=spec.has_sinks,
-        per_request_causal=per_request,
+        per_request_causal=decoder and common is not None and common.causal_per_request is not None,
     )
-
-
-def query_dtype(cache_spec: KVCacheSpec) -> str:
-    """The only query dtype that a float cache goes with; bfloat16 for a quantised one, where both do."""
-    return cache_spec.dtype if cache_spec.dtype in QUERY_DTYPES else "bfloat16"
 
 
 @pytree
@@ -93,10 +82,8 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         common, kind = common_attn_metadata, self.spec.attn_type
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         causal = common.causal_per_request if kind is AttentionType.DECODER else None
-        config = kernel_config(
-            self.spec, self.cache_spec, query_dtype(self.cache_spec), common.is_causal, causal is not None,
-            queries.max_query_len,
-        )  # fmt: skip
+        dtype = PallasGpuBackend.usual_query_dtype(self.cache_spec)
+        config = kernel_config(self.spec, self.cache_spec, dtype, common)
         work = kernel.build_work_list(
             jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
             None if causal is None else jnp.asarray(causal),
@@ -111,11 +98,6 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     can_return_lse_for_decode = True
 
     def forward(self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
-        config = self.config(q.dtype.name, m.common)
-        if reasons := kernel.supports(config):
-            raise UnsupportedError(
-                "the GPU kernel does not take these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
-            )
         return _paged(self, q, cache, m, params)
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
@@ -130,19 +112,18 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         impl = dataclasses.replace(self, cache_spec=cache.spec)
         return impl.forward(q, cache, dataclasses.replace(m, block_table=table), params)
 
-    def config(self, dtype: str, common: CommonAttentionMetadata) -> kernel.Config:
-        """The kernel's static arguments for this batch."""
-        per_request = self.spec.attn_type is AttentionType.DECODER and common.causal_per_request is not None
-        longest = queries_of(common, self.spec.attn_type).max_query_len
-        return kernel_config(self.spec, self.cache_spec, dtype, common.is_causal, per_request, longest)
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _paged(impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
     spec = impl.spec
+    config = kernel_config(spec, cache.spec, q.dtype.name, m.common)
+    if reasons := kernel.supports(config):
+        raise UnsupportedError(
+            "the GPU kernel does not take these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
+        )
     k, v = (quant.native(pool, cache.spec.dtype) for pool in (cache.k, cache.v))
     out, lse = kernel.ragged_paged_attention(
-        q, k, v, jnp.asarray(m.block_table), m.work, impl.config(q.dtype.name, m.common),
+        q, k, v, jnp.asarray(m.block_table), m.work, config,
         alibi_slopes=params.alibi_slopes if spec.has_alibi else None,
         sinks=params.sinks if spec.has_sinks else None,
         q_scale=params.q_scale, k_scale=params.k_scale, v_scale=params.v_scale,
@@ -178,7 +159,7 @@ def _write(impl: PallasGpuImpl, cache: PagedKV, k, v, slots, params: AttentionPa
 _write.defvjp(lambda impl, *args: (_write(impl, *args), args), lambda impl, *args: write_backward(*args))
 
 
-class PallasGpuBackend(AttentionBackend):
+class PallasGpuBackend(PagedKernelBackend):
     """bf16 and f16 queries on Hopper; what the kernel cannot do it says itself (pallas_kernels.gpu.supports)."""
 
     name = "pallas_gpu"
@@ -217,35 +198,21 @@ class PallasGpuBackend(AttentionBackend):
     )
 
     @classmethod
-    def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
-        """The kernel's own, for the query dtype that goes with the cache."""
-        if not isinstance(spec, AttentionSpec):
-            return ()
-        cache_spec = cache_spec or packed_page_spec(spec)
-        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
-            return ()
-        config = kernel_config(without_refused(cls, spec), cache_spec, query_dtype(cache_spec))
-        own = kernel.supports(config, chip=chip.generation or "sm_90")
-        positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
-        if spec.attn_type is AttentionType.ENCODER_DECODER and positional:
-            own.append(
-                "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel takes queries to "
-                "stand at the end of the keys"
-            )
-        return tuple(own)
+    def usual_query_dtype(cls, cache_spec: KVCacheSpec) -> str:
+        """The only query dtype that a float cache goes with; bfloat16 for a quantised one, where both do."""
+        return cache_spec.dtype if cache_spec.dtype in QUERY_DTYPES else "bfloat16"
 
     @classmethod
-    def query_reasons(cls, spec, cache_spec, chip, dtype, keys=None) -> tuple[str, ...]:
-        """The kernel's own for this dtype beside the cache's, beyond those against the layer."""
-        refused = super().query_reasons(spec, cache_spec, chip, dtype, keys)
-        if refused or not isinstance(spec, AttentionSpec):
-            return refused
-        cache_spec = cache_spec or dataclasses.replace(packed_page_spec(spec), dtype=keys or "bfloat16")
-        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
-            return ()
-        plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)
-        usual, mine = (
-            kernel.supports(kernel_config(plain, cache_spec, asked), chip=chip.generation or "sm_90")
-            for asked in (query_dtype(cache_spec), dtype)
-        )
-        return tuple(reason for reason in mine if reason not in usual)
+    def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
+        return kernel.supports(kernel_config(spec, cache_spec, dtype), chip=chip.generation or "sm_90")
+
+    @classmethod
+    def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
+        own = super().layer_reasons(spec, cache_spec, chip)
+        positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
+        if spec.attn_type is AttentionType.ENCODER_DECODER and positional:
+            own += (
+                "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel takes queries to "
+                "stand at the end of the keys",
+            )
+        return own

@@ -11,10 +11,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
-from jattn.backends.capability import without_refused
+from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.kernel import PagedKernelBackend
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.write import packed_as_pages, packed_page_spec
+from jattn.cache.write import packed_as_pages
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
@@ -142,7 +142,7 @@ def _paged_backward(impl: PallasTpuImpl, saved, cotangent):
 _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
 
 
-class PallasTpuBackend(AttentionBackend):
+class PallasTpuBackend(PagedKernelBackend):
     """bf16 and f32 queries; what the kernel cannot do it says itself (pallas_kernels.tpu.supports)."""
 
     name = "pallas_tpu"
@@ -179,33 +179,13 @@ class PallasTpuBackend(AttentionBackend):
     )
 
     @classmethod
-    def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
-        """The kernel's own, beyond what the class says."""
-        if not isinstance(spec, AttentionSpec):
-            return ()
-        cache_spec = cache_spec or packed_page_spec(spec)
-        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
-            return ()
-        plain = kernel_config(without_refused(cls, spec), cache_spec)
-        own = kernel.supports(plain, chip=chip.generation if chip.platform == "tpu" else "")
-        if spec.attn_type is AttentionType.ENCODER_DECODER and spec.has_alibi:
-            own.append("ALiBi not supported across encoder and decoder: the kernel takes queries to stand at the end")
-        return tuple(own)
+    def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
+        generation = chip.generation if chip.platform == "tpu" else ""
+        return kernel.supports(kernel_config(spec, cache_spec, dtype), chip=generation)
 
     @classmethod
-    def query_reasons(cls, spec, cache_spec, chip, dtype, keys=None) -> tuple[str, ...]:
-        """The kernel's own for this dtype beside the cache's, beyond those against the layer."""
-        refused = super().query_reasons(spec, cache_spec, chip, dtype, keys)
-        if refused or not isinstance(spec, AttentionSpec):
-            return refused
-        cache_spec = cache_spec or dataclasses.replace(packed_page_spec(spec), dtype=keys or "bfloat16")
-        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
-            return ()
-        plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)
-        usual, mine = (
-            kernel.supports(
-                kernel_config(plain, cache_spec, asked), chip=chip.generation if chip.platform == "tpu" else ""
-            )
-            for asked in ("bfloat16", dtype)
-        )
-        return tuple(reason for reason in mine if reason not in usual)
+    def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
+        own = super().layer_reasons(spec, cache_spec, chip)
+        if spec.attn_type is AttentionType.ENCODER_DECODER and spec.has_alibi:
+            own += ("ALiBi not supported across encoder and decoder: the kernel takes queries to stand at the end",)
+        return own

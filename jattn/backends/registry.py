@@ -147,7 +147,7 @@ class Explanation(tuple[BackendReport, ...]):
         return f"<table>{head}{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
-def query_dtype(name: str, value) -> str:
+def query_dtype_rule(name: str, value) -> str:
     """The name of a dtype that queries may have."""
     found = dtype_name(name, value)
     if found not in (*quant.FLOATS, *quant.QUANTISED):
@@ -159,7 +159,7 @@ _NEEDS = sequence_of(kind(Feature))
 _ASKED = dict(spec=kind(AttentionSpec, MLASpec), cache_spec=optional(kind(KVCacheSpec)), needs=_NEEDS)
 
 
-@takes(dtype=optional(query_dtype), **_ASKED)
+@takes(dtype=optional(query_dtype_rule), **_ASKED)
 def explain(
     spec: AttentionSpec,
     cache_spec: KVCacheSpec | None,
@@ -175,12 +175,12 @@ def explain(
     return _ask(spec, cache_spec, device.resolve(platform), needs, () if dtype is None else (dtype,))
 
 
-@takes(dtypes=sequence_of(query_dtype), wished=sequence_of(query_dtype), **_ASKED)
+@takes(dtypes=sequence_of(query_dtype_rule), wished=sequence_of(query_dtype_rule), **_ASKED)
 def resolve(
     spec: AttentionSpec,
     cache_spec: KVCacheSpec | None,
-    platform: "str | Chip | None" = None,
     backend: str = "auto",
+    platform: "str | Chip | None" = None,
     needs: tuple[Feature, ...] = (),
     dtypes: tuple[str, ...] = (),
     wished: tuple[str, ...] = (),

@@ -66,12 +66,12 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
             levels=nested(tuple(levels)), slot_mapping=levels[-1].slot_mapping, is_causal=levels[-1].is_causal
         )
 
-    def update_block_table(self, metadata: SdpaMetadata, blk_table, slot_mapping) -> SdpaMetadata:
+    def update_block_table(self, metadata: SdpaMetadata, block_table, slot_mapping) -> SdpaMetadata:
         """The same metadata with another group's pages; a cascade has a table for each level and is refused."""
         first, *others = metadata.levels
         if others:
             raise ValueError("a cascade has one block table a level: build it anew instead of updating one table")
-        level = dataclasses.replace(first, block_table=blk_table)
+        level = dataclasses.replace(first, block_table=block_table)
         return dataclasses.replace(metadata, levels=(level,), slot_mapping=slot_mapping)
 
     def for_layer(self, metadata: SdpaMetadata, layer, blocks_per_layer: int) -> SdpaMetadata:
@@ -131,7 +131,9 @@ class SdpaBackend(AttentionBackend):
     builder_cls = SdpaMetadataBuilder
     metadata_cls = SdpaMetadata
     supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    supported_kv_cache_dtypes = (
+        *("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "float8_e4m3fnuz"),
+    )
     supported_block_sizes = (MultipleOf(1),)
     attn_types = (
         AttentionType.DECODER,

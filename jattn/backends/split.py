@@ -244,18 +244,18 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
             prefill=subset(common, lens > threshold, common.num_tokens, common.max_query_len),
         )
 
-    def update_block_table(self, metadata: SplitMetadata, blk_table, slot_mapping) -> SplitMetadata:
+    def update_block_table(self, metadata: SplitMetadata, block_table, slot_mapping) -> SplitMetadata:
         """Each half's builder exchanges the rows and slots that are its own."""
         halves = {}
         for name, half in metadata.halves.items():
-            table, slots = blk_table, slot_mapping
+            table, slots = block_table, slot_mapping
             if half.requests is not None:
-                table = jnp.asarray(blk_table)[half.requests]
+                table = jnp.asarray(block_table)[half.requests]
             if half.tokens is not None and self.spec.attn_type is not AttentionType.ENCODER_DECODER:
                 slots = jnp.asarray(slots).at[half.tokens].get(mode="fill", fill_value=PAD_SLOT_ID)
             plan = self._builder(half.backend).update_block_table(half.plan, table, slots)
             halves[name] = dataclasses.replace(half, plan=plan)
-        return dataclasses.replace(metadata, halves=halves, block_table=blk_table, slot_mapping=slot_mapping)
+        return dataclasses.replace(metadata, halves=halves, block_table=block_table, slot_mapping=slot_mapping)
 
     def for_layer(self, metadata: SplitMetadata, layer, blocks_per_layer: int) -> SplitMetadata:
         """Each half's pages move, and so do the slots of the whole."""

@@ -23,12 +23,14 @@ def add(commands) -> None:
     kinds = parser.add_subparsers(metavar="WHAT")
     serving = kinds.add_parser("serving", help="throughput and latencies of an engine under a made-up load")
     load = serving.add_argument_group("the load")
-    load.add_argument("--requests", type=int, default=64, help="default: 64")
+    load.add_argument("--requests", type=int, default=64, help="how many (default: 64)")
     load.add_argument("--rate", type=float, help="arrivals a second, Poisson (default: all at once)")
-    load.add_argument("--mean-input", type=float, default=48, help="tokens (default: 48)")
-    load.add_argument("--mean-output", type=float, default=24, help="tokens (default: 24)")
+    load.add_argument("--mean-input", type=float, default=48, help="tokens of a prompt (default: 48)")
+    load.add_argument("--mean-output", type=float, default=24, help="tokens of an output (default: 24)")
     load.add_argument("--shared", type=float, default=0.5, help="share with a common beginning (default: 0.5)")
-    load.add_argument("--load-seed", type=int, default=0, help="default: 0")
+    load.add_argument(
+        "--load-seed", type=int, default=0, help="of the random prompts, lengths and arrivals (default: 0)"
+    )
     load.add_argument("--out", type=Path, metavar="FILE", help="append the figures as a JSON line")
     options.add_engine(serving)
     serving.set_defaults(run=run_serving)

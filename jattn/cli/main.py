@@ -52,7 +52,8 @@ def _discard(stream: Any) -> None:
         os.close(nowhere)
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of every command and its options."""
     parser = argparse.ArgumentParser(
         prog="jattn",
         description="Paged attention for JAX: look at it, try it, measure it, serve a model with it.",
@@ -62,7 +63,11 @@ def _run(argv: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in (demo, generate, serve, bench, explain, doctor):
         command.add(commands)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = make_parser().parse_args(argv)
     try:
         return args.run(args)
     except BrokenPipeError:

@@ -48,15 +48,15 @@ def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
 
 SAMPLING = dict(
     max_tokens=(int, 64, "tokens to generate"),
-    temperature=(float, 0.0, "0: the likeliest token"),
-    top_k=(int, 0, "only the k likeliest"),
-    top_p=(float, 1.0, "only the likeliest that reach this probability"),
-    min_p=(float, 0.0, "only tokens this likely beside the likeliest"),
-    repetition_penalty=(float, 1.0, "above 1: say less what was said"),
-    presence_penalty=(float, 0.0, "less of what was generated"),
-    frequency_penalty=(float, 0.0, "less of what was generated often"),
+    temperature=(float, 0.0, "divides the logits; 0: always the most likely token"),
+    top_k=(int, 0, "only the k most likely tokens; 0: off"),
+    top_p=(float, 1.0, "only the most likely tokens that together reach this probability"),
+    min_p=(float, 0.0, "only tokens at least this likely, relative to the most likely one"),
+    repetition_penalty=(float, 1.0, "above 1: less of what prompt and output have"),
+    presence_penalty=(float, 0.0, "subtracted from the logit of each token of the output"),
+    frequency_penalty=(float, 0.0, "subtracted once for each time that the output has a token"),
     n=(int, 1, "completions of a prompt"),
-    seed=(int, None, "of the draws; without one the engine takes one"),
+    seed=(int, None, "of the draws; without one the engine draws one"),
 )
 
 

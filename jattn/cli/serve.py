@@ -42,11 +42,13 @@ def add(commands) -> None:
     group.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free port")
     group.add_argument("--model-name", help="what clients call the model (default: the folder's name)")
     group.add_argument("--api-key-env", metavar="NAME", help="ask for the API key in this environment variable")
-    group.add_argument("--max-body-bytes", type=int, default=1 << 20, help="default: 1048576")
+    group.add_argument(
+        "--max-body-bytes", type=int, default=1 << 20, help="bytes of a request's body, at most (default: 1048576)"
+    )
     group.add_argument(
         "--max-queue", type=int, default=256, help="sequences served or waiting, n a prompt (default: 256)"
     )
-    group.add_argument("--max-connections", type=int, default=512, help="default: 512")
+    group.add_argument("--max-connections", type=int, default=512, help="open connections, at most (default: 512)")
     for name, seconds, what in SECONDS:
         group.add_argument(
             f"--{name}", type=float, default=seconds, metavar="SECONDS", help=f"{what} (default: {seconds:g})"

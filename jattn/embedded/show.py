@@ -40,11 +40,16 @@ def run(warm: Callable[[Engine], int] = Engine.warmup) -> int:
         return 1
     asked, prompts = requests()
     engine = Engine.from_pretrained(directory(), **OPTIONS)
-    size = f"{len(engine.config.layers)} layers, {engine.config.hidden_size} wide"
-    print(f"the embedded model ({size}) adds: {REQUESTS} requests")
+    size = f"{len(engine.config.layers)} layers of width {engine.config.hidden_size}"
+    blocks, tokens = OPTIONS["num_blocks"] - 1, OPTIONS["block_size"]  # block 0 is never dealt out
+    print(f"{REQUESTS} requests to a model of {size} that ships with jattn and adds two numbers.")
+    print(f"Its cache has {blocks} blocks of {tokens} tokens, too few for {OPTIONS['max_num_seqs']} requests:")
+    print("the engine has to pause requests and resume them.")
+    print("Each answer is compared with what the model says without a cache.")
+    print("\nThe step of each batch size is compiled first, which takes about 15 s on two cores ...", flush=True)
     begin = time.perf_counter()
     programs = warm(engine)
-    print(f"compiled {programs} programs in {time.perf_counter() - begin:.1f} s; nothing compiles from here on\n")
+    print(f"compiled {programs} programs in {time.perf_counter() - begin:.1f} s\n")
     begin, peak, found = time.perf_counter(), 0.0, {}
     ids = [engine.add_request(prompt, GREEDY) for prompt in prompts]
     while engine.has_work:
@@ -52,12 +57,13 @@ def run(warm: Callable[[Engine], int] = Engine.warmup) -> int:
         peak = max(peak, engine.stats.cache_usage)
     seconds = time.perf_counter() - begin
     outputs = [found[id] for id in ids]
+    print("Three of the answers; the model reads and writes each number with its lowest digit first:")
     for problem, output in list(zip(asked, outputs, strict=True))[:3]:
         print(f"  {problem.question}{output.text}   ({problem.a} + {problem.b} = {output.text[::-1].lstrip('0') or 0})")
     verdict = judge(engine, asked, outputs)
     _print_summary(engine, seconds, peak, verdict)
     good = verdict.same_as_dense == REQUESTS and verdict.right >= 0.99 * REQUESTS
-    print("\nevery answer is the model's without a cache" if good else "\nWRONG: see above")
+    print("\nAll answers are those of the model without a cache." if good else "\nWRONG: see above")
     return 0 if good else 1
 
 
@@ -92,13 +98,14 @@ def _print_summary(engine: Engine, seconds: float, peak: float, verdict: Verdict
     layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.runner.model.backend)
     rows = {
         "attention backend": layer.backend_name,
-        "sums right": f"{verdict.right} of {REQUESTS}, none of them trained on",
+        "correct sums": f"{verdict.right} of {REQUESTS}; none of these sums was in the training data",
         "same tokens as without a cache": f"{verdict.same_as_dense} of {REQUESTS} requests",
-        "speed": f"{stats.output_tokens / seconds:.0f} tokens/s generated, {stats.prompt_tokens / seconds:.0f} read",
-        "dispatches": f"{stats.dispatches}, with {stats.steps} model steps",
-        "cache use": f"{peak:.0%} of {engine.tables.pools[0].num_blocks - 1} blocks at most",
-        "prefix cache": f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens were there already",
-        "preemptions": str(stats.preemptions),
+        "output tokens/s": f"{stats.output_tokens / seconds:.0f}",
+        "prompt tokens/s": f"{stats.prompt_tokens / seconds:.0f}",
+        "dispatches to the device": f"{stats.dispatches}, for {stats.steps} steps of the model",
+        "cache in use": f"at most {peak:.0%} of {engine.tables.pools[0].num_blocks - 1} blocks",
+        "prefix cache": f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens were already in the cache",
+        "preemptions": f"requests paused for lack of blocks and resumed: {stats.preemptions}",
     }
     print()
     for name, value in rows.items():

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jattn.backends import Feature, explain, resolve
-from jattn.engine.blocks import first_parent
+from jattn.engine.blocks import request_root
 from jattn.engine.params import SamplingParams, is_encodable
 from jattn.engine.request import Completion, FinishReason, RequestOutput
 from jattn.engine.scheduler import Limits
@@ -105,10 +105,10 @@ def depends_on_length(config: Any) -> bool:
     return getattr(config, "rope_depends_on_length", False)
 
 
-def root_of(salt: str, config: Any, final_length: int) -> bytes:
+def root_hash_of(salt: str, config: Any, final_length: int) -> bytes:
     """What a request's cached blocks depend on besides its tokens: the user's salt and its rope variant."""
     variant = config.rope_variant(final_length) if depends_on_length(config) else ()
-    return first_parent(hashlib.blake2b(salt.encode()).digest(), variant)
+    return request_root(hashlib.blake2b(salt.encode()).digest(), variant)
 
 
 def refused(id: str, tokens: tuple[int, ...], wrong: dict[str, str]) -> RequestOutput:

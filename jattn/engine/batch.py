@@ -18,7 +18,7 @@ from jattn.types import NULL_BLOCK_ID
 T = TypeVar("T")
 
 
-def lanes_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
+def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
     """The rows that the device sees: the plan's, or, if shapes.deterministic, one row for each token.
 
     Attention may sum in another order for a token of a long row than for a single token. As a row of its own, a
@@ -34,16 +34,16 @@ def lanes_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
 
 
 def batch_of(
-    plan: StepPlan, lanes: tuple[Row, ...], seqs: Mapping[str, Sequence], shapes: StepShapes, eos: tuple[int, ...]
+    plan: StepPlan, device_rows: tuple[Row, ...], seqs: Mapping[str, Sequence], shapes: StepShapes, eos: tuple[int, ...]
 ) -> Batch:
-    """The plan's tokens, one metadata a cache group, and every lane's rules, in the plan's bucket."""
+    """The plan's tokens, one metadata a cache group, and every row's rules, in the plan's bucket."""
     num_tokens, num_rows, decode = shapes.of(plan)
-    chosen = [seqs[lane.id] for lane in lanes]
+    chosen = [seqs[row.id] for row in device_rows]
     token_ids = np.zeros(num_tokens, np.int32)
-    new = [seq.tokens[lane.start : lane.start + lane.num_new] for seq, lane in zip(chosen, lanes, strict=True)]
+    new = [seq.tokens[row.start : row.start + row.num_new] for seq, row in zip(chosen, device_rows, strict=True)]
     token_ids[: plan.num_tokens] = np.concatenate(new)
-    query_lens = [lane.num_new for lane in lanes]
-    seq_lens = [lane.start + lane.num_new for lane in lanes]
+    query_lens = [row.num_new for row in device_rows]
+    seq_lens = [row.start + row.num_new for row in device_rows]
     shape = num_tokens, num_rows, decode
     tables = tables_of(chosen, len(chosen), shapes)
     final_lens = [final_length(seq.prompt, seq.params, shapes.limits.max_model_len) for seq in chosen]
@@ -53,20 +53,20 @@ def batch_of(
         params,
         [seq.seed for seq in chosen],
         [seq.num_output for seq in chosen],
-        [remaining_tokens(seq, limit) if lane.samples else 0 for seq, lane in zip(chosen, lanes, strict=True)],
+        [remaining_tokens(seq, limit) if row.samples else 0 for seq, row in zip(chosen, device_rows, strict=True)],
         [stop_ids_of(seq, eos) for seq in chosen],
         num_rows,
     )
-    histories = [seq.tokens if lane.samples else () for seq, lane in zip(chosen, lanes, strict=True)]
+    histories = [seq.tokens if row.samples else () for seq, row in zip(chosen, device_rows, strict=True)]
     batch = Batch(
         token_ids=token_ids,
         metas=tuple(metas),
         rows=rows,
         penalties=penalties_of(params, histories, [len(seq.prompt) for seq in chosen], num_rows, limit),
-        is_told=np.bool_(any(p.is_told for p in params)),
+        needs_history_or_logprobs=np.bool_(any(p.needs_history_or_logprobs for p in params)),
         steps=np.int32(plan.burst),
         until_any=np.bool_(plan.until_any),
-        follows=np.bool_(False),
+        continues=np.bool_(False),
         block_size=shapes.block_size,
     )
     return read_only(batch)
@@ -100,10 +100,10 @@ def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShape
         metas=(_meta([], [], [], np.zeros((0, 1), np.int32), shapes, shape),) * num_groups,
         rows=sampling_rows([], [], [], [], [], num_rows),
         penalties=penalties_of([], [], [], num_rows, shapes.limits.max_model_len),
-        is_told=np.bool_(False),
+        needs_history_or_logprobs=np.bool_(False),
         steps=np.int32(1),
         until_any=np.bool_(False),
-        follows=np.bool_(False),
+        continues=np.bool_(False),
         block_size=shapes.block_size,
     )
 

@@ -25,7 +25,7 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), key=parent[:64], digest_size=32).digest()
 
 
-def first_parent(salt: bytes, rope_variant: Sequence[int]) -> bytes:
+def request_root(salt: bytes, rope_variant: Sequence[int]) -> bytes:
     """The salt, combined with the rope variant where the keys depend on the request's final length."""
     return block_hash(salt, rope_variant) if rope_variant else salt
 

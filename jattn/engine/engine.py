@@ -15,17 +15,24 @@ import numpy as np
 
 from jattn.cache import PagedKV
 from jattn.engine import admission, interrupts, sizing
-from jattn.engine.batch import batch_of, lanes_of, stop_ids_of
-from jattn.engine.flight import Flight, Landed, behind, kept_on_device
+from jattn.engine.batch import batch_of, device_rows_of, stop_ids_of
 from jattn.engine.live_requests import LiveRequests
 from jattn.engine.params import SamplingParams
-from jattn.engine.request import FinishReason, Request, RequestOutput, Sequence, final_length, seed_of, unforeseen
-from jattn.engine.runner import Runner
+from jattn.engine.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    Sequence,
+    final_length,
+    internal_error_message,
+    seed_of,
+)
+from jattn.engine.runner import InFlight, Runner, StepResult, next_batch, with_rules_on_device
 from jattn.engine.scheduler import Limits, Scheduler, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
 from jattn.engine.step import NOT_SAMPLED
-from jattn.engine.tables import BlockTables, most_blocks
+from jattn.engine.tables import BlockTables, max_blocks_of_group
 from jattn.errors.arguments import takes
 from jattn.text.chat import ChatTemplate, load_chat_template
 from jattn.text.tokenizer import Tokenizer, load_tokenizer
@@ -46,37 +53,37 @@ class Engine:
 
     An exception in a step fails the requests of that step only. If the device itself no longer computes, step raises
     EngineDeadError: start a new process. A Ctrl-C takes effect between two calls, not inside one: nothing is lost.
-
-    seed: makes the seeds of requests that have none; None: fresh entropy.
     """
 
     @takes(**admission.OPTIONS)
     def __init__(
         self,
-        config: Any,
-        params: Any,
-        tokenizer: Tokenizer | None = None,
+        config: Any,  # a jattn.models.ModelConfig
+        params: Any,  # the model's weights, as jattn.models.load returns them
+        tokenizer: Tokenizer | None = None,  # None: prompts are token ids, and outputs have no text
         *,
-        num_blocks: int | None = None,
-        block_size: int = 16,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 512,
-        max_model_len: int | None = None,
-        max_burst: int | None = None,
-        cache_dtype: str | None = None,
-        backend: str = "auto",
-        prefix_caching: bool = True,
-        deterministic: bool = False,
-        chat_template: ChatTemplate | None = None,
-        forward: Callable | None = None,
-        seed: int | None = None,
+        num_blocks: int | None = None,  # blocks of the cache pool; None: as many as the free memory holds
+        block_size: int = 16,  # tokens of a block
+        max_num_seqs: int = 32,  # sequences in one step
+        max_num_batched_tokens: int = 512,  # new tokens in one step, of all sequences together
+        max_model_len: int | None = None,  # tokens of a sequence, prompt and output; None: what model and pool allow
+        max_burst: int | None = None,  # decode steps of one dispatch; None: 8 on a CPU, 16 on an accelerator
+        cache_dtype: str | None = None,  # of the cached keys and values; None: the dtype of the weights
+        backend: str = "auto",  # attention backend: "auto" or one of jattn.list_backends()
+        prefix_caching: bool = True,  # reuse the cached blocks of an equal beginning
+        deterministic: bool = False,  # the same bits alone and in any batch; slower
+        chat_template: ChatTemplate | None = None,  # for chats; from_pretrained reads the folder's
+        forward: Callable | None = None,  # called in place of jattn.models.forward, with its arguments
+        seed: int | None = None,  # makes the seeds of requests that have none; None: fresh entropy
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
         max_burst = sizing.default_burst() if max_burst is None else max_burst
-        ahead = 2 * max_burst  # a sequence may hold blocks for two dispatches
-        groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, ahead)
-        most = [most_blocks(group, *step, prefix_caching) for group in groups]
-        pools, max_model_len = sizing.pools_of(config, dtype, num_blocks, block_size, most, max_num_seqs, max_model_len)
+        reserved = 2 * max_burst  # a sequence may hold blocks for two dispatches
+        groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, reserved)
+        block_limits = [max_blocks_of_group(group, *step, prefix_caching) for group in groups]
+        pools, max_model_len = sizing.pools_of(
+            config, dtype, num_blocks, block_size, block_limits, max_num_seqs, max_model_len
+        )
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst)
         self.shapes = StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config))
         self.tokenizer, self.chat_template = tokenizer, chat_template
@@ -88,10 +95,10 @@ class Engine:
         self._make_tables = functools.partial(BlockTables, pools, block_size, groups, prefix_caching)
         self.tables = self._make_tables()
         self.scheduler = Scheduler(self.limits, self.tables)
-        self._live = LiveRequests()
-        self._untold: list[RequestOutput] = []  # what the next step returns besides its own outputs
+        self._requests = LiveRequests()
+        self._unreturned: list[RequestOutput] = []  # what the next step returns besides its own outputs
         self._stats = Stats()
-        self._flight: Flight | None = None  # dispatch sent by the last step, its tokens not yet read
+        self._flight: InFlight | None = None  # dispatch sent by the last step, its tokens not yet read
         self._plan: StepPlan | None = None  # of the step that is being taken
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
         self._seeds = np.random.default_rng(seed)
@@ -143,7 +150,7 @@ class Engine:
             with interrupts.held():
                 for id in [id for id, output in mine.items() if output is None]:
                     self.abort(id)
-                self._untold = [*others.values(), *(output for output in self._untold if output.id not in mine)]
+                self._unreturned = [*others.values(), *(output for output in self._unreturned if output.id not in mine)]
         return [output for output in mine.values() if output is not None]
 
     def drain(self) -> Iterator[RequestOutput]:
@@ -155,7 +162,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Has step() anything to compute or to return?"""
-        return bool(self._live or self._untold)
+        return bool(self._requests or self._unreturned)
 
     @interrupts.held()
     def add_request(
@@ -176,16 +183,16 @@ class Engine:
         self._stats = self._stats.plus(requests=1)
         tokens, wrong = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
         if wrong:
-            self._untold.append(admission.refused(id, tokens, wrong))
+            self._unreturned.append(admission.refused(id, tokens, wrong))
             self._stats = self._stats.plus(failed=1)
             return id
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         self._next_name += 1
-        root = admission.root_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
+        root = admission.root_hash_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
         seqs = [Sequence(f"{self._next_name}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
         longest, eos = self.limits.max_model_len, self.config.eos_token_ids
         request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], longest, self.tokenizer)
-        self._live.add(request)  # only now: everything that may raise has been done
+        self._requests.add(request)  # only now: everything that may raise has been done
         for seq in seqs:
             self.scheduler.add(seq)
         return id
@@ -198,7 +205,7 @@ class Engine:
         the host ends meanwhile is computed once more for nothing.
         """
         self._take_step()
-        outputs, self._untold = self._untold, []
+        outputs, self._unreturned = self._unreturned, []
         return outputs
 
     @interrupts.held()
@@ -206,11 +213,11 @@ class Engine:
         """Take a step. Its outputs are kept until step() returns them, also if an interrupt comes first."""
         self.runner.must_be_awake("step()")
         try:
-            self._untold += self._advance()
+            self._unreturned += self._advance()
         except Exception as error:  # of any kind: the other requests go on
-            self._untold += self._contain(error)
+            self._unreturned += self._contain(error)
         except BaseException:  # raised by something that we called: the rows of this step are computed again later
-            self._untold += self._start_over(new_caches=True)
+            self._unreturned += self._restart_unfinished(new_caches=True)
             raise
 
     def _advance(self) -> list[RequestOutput]:
@@ -220,61 +227,61 @@ class Engine:
         self._plan = flight.plan if flight else None
         if flight is None and (flight := self._send(self.scheduler.schedule())) is None:
             return []
-        plan = self.scheduler.follow(flight.plan)
+        plan = self.scheduler.plan_next(flight.plan)
         if plan is None:
-            landed = self._land(flight)
-            busy = flight.seconds + landed.seconds
+            result = self._read_result(flight)
+            busy = flight.seconds + result.seconds
         else:
-            batch = behind(flight, plan, self.scheduler.running, self.shapes)
-            reading = self._reader.submit(self._land, flight)
+            batch = next_batch(flight, plan, self.scheduler.running, self.shapes)
+            reading = self._reader.submit(self._read_result, flight)
             try:
                 self._flight = self.runner.send(plan, plan.rows, batch, self._stats.dispatches)
             finally:
-                landed = reading.result()
-            busy = max(self._flight.seconds, landed.seconds)
-        self._live.drop_finished(landed.moved)
+                result = reading.result()
+            busy = max(self._flight.seconds, result.seconds)
+        self._requests.drop_finished(result.changed)
         self._stats = self._stats.plus(
-            dispatches=1, steps=landed.steps, device_seconds=busy, host_seconds=time.perf_counter() - begin - busy
+            dispatches=1, steps=result.steps, device_seconds=busy, host_seconds=time.perf_counter() - begin - busy
         )
-        return landed.outputs
+        return result.outputs
 
-    def _send(self, plan: StepPlan) -> Flight | None:
+    def _send(self, plan: StepPlan) -> InFlight | None:
         """Send a plan to the device; None: there is nothing to do."""
         self._plan = plan
         if not plan.rows:
-            if self._live:
+            if self._requests:
                 raise AssertionError("requests wait, but the scheduler planned nothing")
             return None
-        self._stats = self._stats.plus(**self._live.count_plan(plan))
-        seqs = {row.id: self._live.response(row.id).seq for row in plan.rows}
-        lanes = lanes_of(plan, self.shapes)
-        batch = batch_of(plan, lanes, seqs, self.shapes, self.config.eos_token_ids)
-        return self.runner.send(plan, lanes, kept_on_device(batch), self._stats.dispatches)
+        self._stats = self._stats.plus(**self._requests.count_plan(plan))
+        seqs = {row.id: self._requests.completion(row.id).seq for row in plan.rows}
+        device_rows = device_rows_of(plan, self.shapes)
+        batch = batch_of(plan, device_rows, seqs, self.shapes, self.config.eos_token_ids)
+        return self.runner.send(plan, device_rows, with_rules_on_device(batch), self._stats.dispatches)
 
-    def _land(self, flight: Flight) -> Landed:
+    def _read_result(self, flight: InFlight) -> StepResult:
         """Wait for a dispatch's tokens and update its requests."""
         begin = time.perf_counter()
-        tokens = np.asarray(flight.said.tokens)
-        told = jax.device_get(flight.said) if flight.is_told else None
+        tokens = np.asarray(flight.sampled.tokens)
+        sampled = jax.device_get(flight.sampled) if flight.needs_history_or_logprobs else None
         seconds = time.perf_counter() - begin
-        moved, counts = self._live.accept(flight, tokens, told, self.scheduler)
+        changed, counts = self._requests.accept(flight, tokens, sampled, self.scheduler)
         self._stats = self._stats.plus(**counts)
         steps = int((tokens != NOT_SAMPLED).any(axis=1).sum()) or 1
-        return Landed(moved, self._live.outputs(moved), steps, seconds)
+        return StepResult(changed, self._requests.outputs(changed), steps, seconds)
 
     @interrupts.held()
     def abort(self, request_id: str) -> bool:
         """Stop a request and free its blocks at once; False where no such request is served."""
-        request = self._live.get(request_id) if isinstance(request_id, str) else None
+        request = self._requests.get(request_id) if isinstance(request_id, str) else None
         if request is None:
             return False
-        for response in request.responses:
-            if response.finish_reason is None:
-                response.finish_reason = FinishReason.ABORT
-                self.scheduler.remove(response.seq)
+        for completion in request.completions:
+            if completion.finish_reason is None:
+                completion.finish_reason = FinishReason.ABORT
+                self.scheduler.remove(completion.seq)
                 self._stats = self._stats.plus(aborted=1)
-        self._untold.append(request.output())
-        self._live.drop(request)
+        self._unreturned.append(request.output())
+        self._requests.drop(request)
         return True
 
     @property
@@ -320,9 +327,9 @@ class Engine:
         """
         self.runner.must_be_awake("update_weights()")
         exchange = self.runner.update(params)
-        self._settle()
+        self._finish_in_flight()
         exchange()
-        self._untold += self._start_over(weights_version=self.tables.weights_version + 1)
+        self._unreturned += self._restart_unfinished(weights_version=self.tables.weights_version + 1)
 
     @interrupts.held()
     def sleep(self) -> None:
@@ -330,8 +337,8 @@ class Engine:
         aborted meanwhile; they go on after wake()."""
         self.runner.must_be_alive()
         if not self.runner.is_asleep:
-            self._settle()
-            self._untold += self._start_over()
+            self._finish_in_flight()
+            self._unreturned += self._restart_unfinished()
             self.runner.sleep()
 
     @interrupts.held()
@@ -340,16 +347,16 @@ class Engine:
         self.runner.must_be_alive()
         self.runner.wake()
 
-    def _settle(self) -> None:
+    def _finish_in_flight(self) -> None:
         """Read the dispatch that was sent and not yet read, if there is one."""
         if self._flight is not None:
             flight, self._flight, self._plan = self._flight, None, self._flight.plan
             try:
-                landed = self._land(flight)
-                self._live.drop_finished(landed.moved)
-                self._untold += landed.outputs
+                result = self._read_result(flight)
+                self._requests.drop_finished(result.changed)
+                self._unreturned += result.outputs
             except Exception as error:
-                self._untold += self._contain(error)
+                self._unreturned += self._contain(error)
 
     # ------------------------------------------------------------------ after a failure
     def _contain(self, error: Exception) -> list[RequestOutput]:
@@ -359,25 +366,25 @@ class Engine:
         if blamed is None:  # schedule() itself raised. The next one would too: fail all that it looks at.
             blamed = [seq.id for seq in (*scheduler.running, *list(scheduler.waiting)[:1])]
         log.error("a step failed, and with it the sequences %s", ", ".join(blamed), exc_info=error)
-        self._stats = self._stats.plus(failed=self._live.fail(blamed, unforeseen(error)))
-        return self._start_over(blamed, new_caches=True)
+        self._stats = self._stats.plus(failed=self._requests.fail(blamed, internal_error_message(error)))
+        return self._restart_unfinished(blamed, new_caches=True)
 
-    def _start_over(
+    def _restart_unfinished(
         self, touched: Iterable[str] = (), *, new_caches: bool = False, weights_version: int | None = None
     ) -> list[RequestOutput]:
         """Empty the pools and let every unfinished sequence wait again, as if all had been preempted.
 
         Returns the outputs so far of the requests of `touched` and of the current plan.
         """
-        ids = self._live.ids_of([*touched, *(row.id for row in (self._plan.rows if self._plan else ()))])
-        outputs = self._live.outputs(ids)
-        self._live.drop_finished(ids)
+        ids = self._requests.ids_of([*touched, *(row.id for row in (self._plan.rows if self._plan else ()))])
+        outputs = self._requests.outputs(ids)
+        self._requests.drop_finished(ids)
         self._stats = self._stats.plus(evictions=self.tables.evictions)
         version = self.tables.weights_version if weights_version is None else weights_version
         self._flight, self._plan, self.tables = None, None, self._make_tables(weights_version=version)
         self.scheduler = Scheduler(self.limits, self.tables)
-        for seq in self._live.unfinished():
-            seq.start_over()
+        for seq in self._requests.unfinished():
+            seq.restart()
             self.scheduler.add(seq)
         if new_caches:
             self.runner.renew_caches()
@@ -392,4 +399,4 @@ class Engine:
 
     def _is_taken(self, id: str) -> bool:
         """Is a request of this id running, or its last output not yet returned?"""
-        return id in self._live or any(output.id == id for output in self._untold)
+        return id in self._requests or any(output.id == id for output in self._unreturned)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jattn.engine.flight import Flight, logprob_of
-from jattn.engine.request import FinishReason, Request, RequestOutput, Response, Sequence
+from jattn.engine.request import CompletionState, FinishReason, Request, RequestOutput, Sequence
+from jattn.engine.runner import InFlight, logprob_of
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, Scheduler, StepPlan
 from jattn.engine.step import NOT_SAMPLED
@@ -20,7 +20,7 @@ class LiveRequests:
 
     def __init__(self):
         self._requests: dict[str, Request] = {}
-        self._responses: dict[str, Response] = {}  # by sequence id; in order of arrival
+        self._completions: dict[str, CompletionState] = {}  # by sequence id; in order of arrival
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -35,26 +35,26 @@ class LiveRequests:
     def get(self, id: str) -> Request | None:
         return self._requests.get(id)
 
-    def response(self, seq_id: str) -> Response:
+    def completion(self, seq_id: str) -> CompletionState:
         """The completion that this sequence becomes."""
-        return self._responses[seq_id]
+        return self._completions[seq_id]
 
     def add(self, request: Request) -> None:
         self._requests[request.id] = request
-        self._responses |= {response.seq.id: response for response in request.responses}
+        self._completions |= {completion.seq.id: completion for completion in request.completions}
 
     def drop(self, request: Request) -> None:
         del self._requests[request.id]
-        for response in request.responses:
-            del self._responses[response.seq.id]
+        for completion in request.completions:
+            del self._completions[completion.seq.id]
 
     def unfinished(self) -> list[Sequence]:
         """Sequences that have not ended, oldest first."""
-        return [response.seq for response in self._responses.values() if response.finish_reason is None]
+        return [completion.seq for completion in self._completions.values() if completion.finish_reason is None]
 
     def ids_of(self, seq_ids: Iterable[str]) -> list[str]:
         """The ids of these sequences' requests, each once; dropped requests are left out."""
-        return list(dict.fromkeys(self._responses[s].request_id for s in seq_ids if s in self._responses))
+        return list(dict.fromkeys(self._completions[s].request_id for s in seq_ids if s in self._completions))
 
     def outputs(self, ids: Iterable[str]) -> list[RequestOutput]:
         """What these requests have so far."""
@@ -62,65 +62,67 @@ class LiveRequests:
 
     def drop_finished(self, ids: Iterable[str]) -> None:
         for id in ids:
-            if all(response.finish_reason is not None for response in self._requests[id].responses):
+            if all(completion.finish_reason is not None for completion in self._requests[id].completions):
                 self.drop(self._requests[id])
 
     def count_plan(self, plan: StepPlan) -> Counter[str]:
         """What a plan adds to the stats; tells each request what the prefix cache saved it."""
         counts = Counter(preemptions=len(plan.preempted))
         for seq_id, hit in plan.admitted:
-            response = self._responses[seq_id]
-            if response.seq.num_preemptions == 0:
-                response.num_cached = hit
-                counts.update(prompt_tokens=len(response.seq.prompt), cached_tokens=hit)
+            completion = self._completions[seq_id]
+            if completion.seq.num_preemptions == 0:
+                completion.num_cached = hit
+                counts.update(prompt_tokens=len(completion.seq.prompt), cached_tokens=hit)
         if plan.preempted:
             log.info("preempted %s: the pool is full", ", ".join(self.ids_of(plan.preempted)))
         return counts
 
     def fail(self, seq_ids: Iterable[str], why: str) -> int:
         """End these completions with an error; returns how many had not ended before."""
-        going_on = [r for r in map(self._responses.get, seq_ids) if r is not None and r.finish_reason is None]
-        for response in going_on:
-            response.fail(why)
+        going_on = [r for r in map(self._completions.get, seq_ids) if r is not None and r.finish_reason is None]
+        for completion in going_on:
+            completion.fail(why)
         return len(going_on)
 
     def accept(
-        self, flight: Flight, tokens: np.ndarray, told: Sampled | None, scheduler: Scheduler
+        self, flight: InFlight, tokens: np.ndarray, sampled: Sampled | None, scheduler: Scheduler
     ) -> tuple[list[str], Counter[str]]:
         """Update the sequence and the completion of every row: (ids of requests that changed, counts for Stats).
 
         tokens: i32[steps R] as the dispatch gave them.
         """
-        moved, counts = dict[str, None](), Counter[str]()
-        last_lane = {lane.id: r for r, lane in enumerate(flight.lanes)}
+        changed, counts = dict[str, None](), Counter[str]()
+        last_device_row = {device_row.id: r for r, device_row in enumerate(flight.device_rows)}
         for row in flight.plan.rows:
-            response = self._responses.get(row.id)
-            if response is None or response.finish_reason is not None:  # ended while the dispatch was in flight
+            completion = self._completions.get(row.id)
+            if completion is None or completion.finish_reason is not None:  # ended while the dispatch was in flight
                 continue
-            accepted = _accept_row(response, row, tokens, told, last_lane[row.id])
-            scheduler.commit(response.seq, row, accepted)
+            accepted = _accept_row(completion, row, tokens, sampled, last_device_row[row.id])
+            scheduler.commit(completion.seq, row, accepted)
             counts["output_tokens"] += len(accepted)
-            if response.finish_reason is not None:
-                failed = response.finish_reason is FinishReason.ERROR
-                scheduler.remove(response.seq, trusted=not failed)
+            if completion.finish_reason is not None:
+                failed = completion.finish_reason is FinishReason.ERROR
+                scheduler.remove(completion.seq, trusted=not failed)
                 counts["failed" if failed else "finished"] += 1
-            if accepted or response.finish_reason is not None:
-                moved[response.request_id] = None
-        return list(moved), counts
+            if accepted or completion.finish_reason is not None:
+                changed[completion.request_id] = None
+        return list(changed), counts
 
 
-def _accept_row(response: Response, row: Row, tokens: np.ndarray, told: Sampled | None, column: int) -> list[int]:
+def _accept_row(
+    completion: CompletionState, row: Row, tokens: np.ndarray, sampled: Sampled | None, column: int
+) -> list[int]:
     """The tokens of one row up to its end. An exception here (of a tokenizer, say) fails this row only."""
     new = [token for token in tokens[:, column].tolist() if token != NOT_SAMPLED] if row.samples else []
     if row.samples and not new:
-        response.fail("the model was asked for a token and gave none")
+        completion.fail("the model was asked for a token and gave none")
         return []
     try:
-        accepted = response.accept(new)
-        if told is not None and response.seq.params.logprobs is not None:
-            count = response.seq.params.logprobs
-            response.logprobs += [logprob_of(told, i, column, count) for i in range(len(accepted))]
+        accepted = completion.accept(new)
+        if sampled is not None and completion.seq.params.logprobs is not None:
+            count = completion.seq.params.logprobs
+            completion.logprobs += [logprob_of(sampled, i, column, count) for i in range(len(accepted))]
     except Exception as error:
-        response.fail_unforeseen(error)
+        completion.fail_internally(error)
         return []
     return accepted

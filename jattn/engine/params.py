@@ -32,20 +32,20 @@ class SamplingParams:
     rows of the batch; without a seed the engine draws one. The text ends before a `stop` string.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    n: int = 1
-    seed: int | None = None
-    max_tokens: int = 16
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
+    temperature: float = 1.0  # divides the logits; 0: always the most likely token
+    top_k: int = 0  # only the k most likely tokens; 0 or -1: off
+    top_p: float = 1.0  # only the most likely tokens that together reach this probability; 1: off
+    min_p: float = 0.0  # only tokens at least this likely, relative to the most likely one; 0: off
+    repetition_penalty: float = 1.0  # a factor for tokens of the prompt and the output; 1: off
+    presence_penalty: float = 0.0  # subtracted from the logit of each token that the output has; 0: off
+    frequency_penalty: float = 0.0  # subtracted once for each time that the output has the token; 0: off
+    n: int = 1  # completions of the prompt
+    seed: int | None = None  # of the draws; None: the engine draws one
+    max_tokens: int = 16  # of the output, at most
+    stop: str | Sequence[str] = ()  # strings; the text ends before the first that appears
+    stop_token_ids: Sequence[int] = ()  # the output ends at the first that is generated
+    ignore_eos: bool = False  # go on after an end-of-sequence token
+    include_stop_str_in_output: bool = False  # the text ends after the stop string, not before it
     logprobs: int | None = None  # None: off; k: of the chosen token and the k most likely ones
 
     def __post_init__(self):
@@ -64,7 +64,7 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
-    def is_told(self) -> bool:
+    def needs_history_or_logprobs(self) -> bool:
         """Does a step of this request need its earlier tokens (penalties), or return log-probabilities?"""
         return self.is_penalised or self.logprobs is not None
 

@@ -19,7 +19,7 @@ class Sequence:
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int = 0
-    salt: bytes = b""  # admission.root_of: a hash of the request's salt and rope variant
+    root_hash: bytes = b""  # of the salt and rope variant; in the name of each cached block
     tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt, then the output
     num_computed: int = 0  # tokens whose keys and values are in the cache
     tables: list[list[int]] = dataclasses.field(
@@ -44,7 +44,7 @@ class Sequence:
         """The tokens generated so far."""
         return self.tokens[len(self.prompt) :]
 
-    def start_over(self) -> None:
+    def restart(self) -> None:
         """Keep the tokens and forget what was computed; the caller has dropped the pools that held its blocks."""
         self.num_preemptions += bool(self.tables)
         self.tables, self.kept_from, self.names = [], [], []
@@ -132,13 +132,13 @@ class RequestOutput:
 log = logging.getLogger("jattn.engine")
 
 
-def unforeseen(error: Exception) -> str:
-    """What a client is told of an internal error."""
+def internal_error_message(error: Exception) -> str:
+    """The message that a client gets of an internal error."""
     return f"an internal error ({type(error).__name__}) ended this request; the engine's log has the details"
 
 
 @dataclasses.dataclass(eq=False)
-class Response:
+class CompletionState:
     """The text and log-probabilities of one sequence so far, and why it ended."""
 
     request_id: str
@@ -157,7 +157,7 @@ class Response:
     @classmethod
     def of(
         cls, request_id: str, seq: Sequence, index: int, stop_ids, max_model_len: int, tokenizer: Tokenizer | None
-    ) -> "Response":
+    ) -> "CompletionState":
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, seq.prompt)
         return cls(request_id, seq, index, stop_ids, max_model_len, detokenizer)
 
@@ -185,19 +185,19 @@ class Response:
         """End with an error."""
         self.finish_reason, self.error = FinishReason.ERROR, why
 
-    def fail_unforeseen(self, error: Exception) -> None:
+    def fail_internally(self, error: Exception) -> None:
         """End with an internal error. Its message may quote other requests, so only the log has it."""
         log.error("request %s failed", self.request_id, exc_info=error)
-        self.fail(unforeseen(error))
+        self.fail(internal_error_message(error))
 
-    def completion(self) -> Completion:
+    def snapshot(self) -> Completion:
         """The completion so far, less an end of the text that may become a stop string."""
-        told = self.seq.params.logprobs is not None
+        wanted = self.seq.params.logprobs is not None
         return Completion(
             index=self.index,
             text=self._visible(),
             token_ids=tuple(self.seq.output),
-            logprobs=tuple(self.logprobs) if told else None,
+            logprobs=tuple(self.logprobs) if wanted else None,
             finish_reason=self.finish_reason,
             error=self.error,
             stop=self.stop,
@@ -238,7 +238,7 @@ class Request:
 
     id: str
     prompt: tuple[int, ...]
-    responses: list[Response]
+    completions: list[CompletionState]
 
     @classmethod
     def of(
@@ -246,10 +246,10 @@ class Request:
     ) -> "Request":
         """A completion for each sequence; stop_ids: of each."""
         each = enumerate(zip(seqs, stop_ids, strict=True))
-        return cls(id, prompt, [Response.of(id, seq, i, ids, longest, tokenizer) for i, (seq, ids) in each])
+        return cls(id, prompt, [CompletionState.of(id, seq, i, ids, longest, tokenizer) for i, (seq, ids) in each])
 
     def output(self) -> RequestOutput:
         """So far."""
         return RequestOutput(
-            self.id, self.prompt, tuple(r.completion() for r in self.responses), self.responses[0].num_cached
+            self.id, self.prompt, tuple(r.snapshot() for r in self.completions), self.completions[0].num_cached
         )

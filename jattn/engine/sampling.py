@@ -47,9 +47,9 @@ class Penalties:
     history: jax.Array  # i32[R L] prompt, then output; negative: none
     prompt_len: jax.Array  # i32[R]
 
-    def after(self, said: jax.Array) -> "Penalties":
+    def after(self, sampled: jax.Array) -> "Penalties":
         """The same rows after sampling the tokens i32[S R]; negative: none."""
-        return dataclasses.replace(self, history=jnp.concatenate([self.history, said.T], axis=1))
+        return dataclasses.replace(self, history=jnp.concatenate([self.history, sampled.T], axis=1))
 
 
 @pytree
@@ -62,29 +62,36 @@ class Sampled:
     top_logprobs: jax.Array  # f32[R MAX_LOGPROBS]
 
 
-def choose(logits: jax.Array, rows: SamplingRows, penalties: Penalties, said: jax.Array, is_told: jax.Array) -> Sampled:
-    """A token a row, from logits f32[R vocab]. Work that no row asks for is skipped, and then the log-probabilities
-    are zeros.
+def choose(
+    logits: jax.Array,
+    rows: SamplingRows,
+    penalties: Penalties,
+    sampled: jax.Array,
+    needs_history_or_logprobs: jax.Array,
+) -> Sampled:
+    """One token for each row, from logits f32[R vocab]. Work that no row needs is skipped, and then the
+    log-probabilities are zeros.
 
-    said: i32[S R] the rows' tokens since `penalties` were made, negative: none. is_told: some row has penalties or
-    wants log-probabilities.
+    sampled: i32[S R] the rows' tokens since `penalties` were made, negative: none. needs_history_or_logprobs: bool[]
+    some row has penalties or wants log-probabilities.
     """
     top = (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
 
-    def untold(tokens):
+    def without_logprobs(tokens):
         zeros = jnp.zeros(top, jnp.float32)
         return Sampled(tokens=tokens, logprobs=zeros[:, 0], top_tokens=zeros.astype(jnp.int32), top_logprobs=zeros)
 
     branches = (
-        lambda: untold(_usable(logits, _greedy(logits))),
-        lambda: untold(_usable(logits, _drawn(logits, rows))),
-        lambda: _told(logits, rows, penalties.after(said), top[1]),
+        lambda: without_logprobs(_usable(logits, _greedy(logits))),
+        lambda: without_logprobs(_usable(logits, _drawn(logits, rows))),
+        lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1]),
     )
     # One switch of three branches, not two nested ones: on a GPU each switch waits for its condition.
-    return jax.lax.switch(jnp.where(is_told, 2, jnp.any(rows.temperature > 0).astype(jnp.int32)), branches)
+    branch = jnp.where(needs_history_or_logprobs, 2, jnp.any(rows.temperature > 0).astype(jnp.int32))
+    return jax.lax.switch(branch, branches)
 
 
-def _told(logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int) -> Sampled:
+def _with_logprobs(logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int) -> Sampled:
     raw = jax.nn.log_softmax(logits, axis=-1)
     top_logprobs, top_tokens = jax.lax.top_k(raw, top)
     after = penalised(logits, penalties)
@@ -173,7 +180,7 @@ def sampling_rows(params: list[SamplingParams], seeds, positions, remaining, sto
 
 
 def penalties_of(params: list[SamplingParams], histories, prompt_lens, num_rows: int, width: int) -> Penalties:
-    """On the host: the penalties of len(params) rows and what they have said, padded to num_rows x width."""
+    """On the host: the penalties of len(params) rows and their tokens so far, padded to num_rows x width."""
     column = lambda values, fill, dtype: np.asarray([*values, *[fill] * (num_rows - len(params))], dtype)
     history = _no_history(num_rows, width)
     if any(p.is_penalised for p in params):

@@ -9,7 +9,7 @@ import dataclasses
 from collections import deque
 
 from jattn.engine.request import Sequence
-from jattn.engine.step import MOST_STEPS
+from jattn.engine.step import MAX_STEPS
 from jattn.engine.tables import BlockTables
 
 
@@ -33,8 +33,8 @@ class Limits:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence gets a token in every step"
             )
-        if not reasons and self.max_burst > MOST_STEPS:
-            reasons.append(f"max_burst={self.max_burst} must be at most {MOST_STEPS}")
+        if not reasons and self.max_burst > MAX_STEPS:
+            reasons.append(f"max_burst={self.max_burst} must be at most {MAX_STEPS}")
         if reasons:
             raise ValueError("; ".join(reasons))
 
@@ -122,13 +122,14 @@ class Scheduler:
         plan = StepPlan(tuple(rows), preempted=tuple(preempted), admitted=tuple(admitted))
         return dataclasses.replace(plan, burst=self._burst(plan), until_any=bool(self.waiting))
 
-    def follow(self, plan: StepPlan) -> StepPlan | None:
+    def plan_next(self, plan: StepPlan) -> StepPlan | None:
         """The burst that can be sent after `plan` before the tokens of `plan` are read, with its blocks allocated.
 
         None if the host must read them first: a sequence waits, has ended, is certain to end, or gets no blocks.
         """
-        told = any(seq.params.is_told for seq in self.running)
-        if self.waiting or told or not plan.is_decode or [row.id for row in plan.rows] != [s.id for s in self.running]:
+        must_read = any(seq.params.needs_history_or_logprobs for seq in self.running)
+        same_rows = [row.id for row in plan.rows] == [seq.id for seq in self.running]
+        if self.waiting or must_read or not plan.is_decode or not same_rows:
             return None
         rows = tuple(dataclasses.replace(row, start=row.start + plan.burst) for row in plan.rows)
         left = [self._remaining(seq) - plan.burst for seq in self.running]

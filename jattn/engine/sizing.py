@@ -41,13 +41,14 @@ def dtype_of(params) -> str:
 
 
 def pools_of(
-    config, dtype: str, num_blocks: int | None, block_size: int, most: Many[int | None], max_num_seqs: int,
+    config, dtype: str, num_blocks: int | None, block_size: int, block_limits: Many[int | None], max_num_seqs: int,
     max_model_len: int | None,
 ) -> tuple[tuple[int, ...], int]:  # fmt: skip
     """(blocks of each cache group's pool, max_model_len): what is not given comes from the model and the free memory.
 
-    most: blocks that each group has a use for, beside the null block; None: no limit. Such a group has `num_blocks`,
-    the others at most that many. One sequence of max_model_len always fits alone, so the oldest can always finish.
+    block_limits: the blocks that each group can use, besides the null block; None: no limit. A group without a limit
+    has `num_blocks`, the others at most that many. One sequence of max_model_len always fits alone, so the oldest can
+    always finish.
     """
     limit = config.max_positions  # None: positions are unlimited, as with ALiBi
     longest = max_model_len or limit or DEFAULT_MODEL_LEN
@@ -58,9 +59,11 @@ def pools_of(
         block_bytes = [sum(specs[layer].bytes_per_block for layer in group.layers) for group in config.cache_groups]
         useful = max_num_seqs * cdiv(longest, block_size) + 1
         needed = 2 if max_model_len is None else cdiv(longest, block_size) + 1
-        num_blocks = blocks_that_fit(block_bytes, most, needed, useful)
-    pools = _pools(num_blocks, most)
-    is_bound = any(limit is None or limit >= num_blocks for limit in most)  # not so: windows pass over any length
+        num_blocks = blocks_that_fit(block_bytes, block_limits, needed, useful)
+    pools = _pools(num_blocks, block_limits)
+    is_bound = any(
+        limit is None or limit >= num_blocks for limit in block_limits
+    )  # not so: windows pass over any length
     capacity = (num_blocks - 1) * block_size if is_bound else longest
     if max_model_len is None:
         return pools, max(min(longest, capacity), 1)
@@ -69,11 +72,11 @@ def pools_of(
     return pools, max_model_len
 
 
-def blocks_that_fit(block_bytes: Many[int], most: Many[int | None], needed: int, useful: int) -> int:
+def blocks_that_fit(block_bytes: Many[int], block_limits: Many[int | None], needed: int, useful: int) -> int:
     """`num_blocks` that memory allows, at least `needed` (one longest sequence), at most `useful`."""
 
     def size(num_blocks: int) -> int:
-        return sum(n * count for n, count in zip(block_bytes, _pools(num_blocks, most), strict=True))
+        return sum(n * count for n, count in zip(block_bytes, _pools(num_blocks, block_limits), strict=True))
 
     room = bisect.bisect_right(range(useful + 1), free_bytes(), key=size) - 1
     if room < needed:
@@ -84,5 +87,5 @@ def blocks_that_fit(block_bytes: Many[int], most: Many[int | None], needed: int,
     return room
 
 
-def _pools(num_blocks: int, most: Many[int | None]) -> tuple[int, ...]:
-    return tuple(num_blocks if limit is None else min(num_blocks, limit + 1) for limit in most)
+def _pools(num_blocks: int, block_limits: Many[int | None]) -> tuple[int, ...]:
+    return tuple(num_blocks if limit is None else min(num_blocks, limit + 1) for limit in block_limits)

@@ -24,7 +24,7 @@ NOT_SAMPLED = -2
 """In a dispatch's output: the row had ended before this step, or there was no such step."""
 
 
-MOST_STEPS = 32
+MAX_STEPS = 32
 """Steps of the longest dispatch."""
 
 
@@ -58,26 +58,26 @@ class Batch:
     metas: tuple[CommonAttentionMetadata, ...]
     rows: SamplingRows
     penalties: Penalties
-    is_told: jax.Array  # bool[] does some row have penalties, or want log-probabilities?
-    steps: jax.Array  # i32[] at most this many, and at most MOST_STEPS
+    needs_history_or_logprobs: jax.Array  # bool[] some row has penalties, or wants log-probabilities
+    steps: jax.Array  # i32[] at most this many, and at most MAX_STEPS
     until_any: jax.Array  # bool[] stop as soon as some row ends
-    follows: jax.Array  # bool[] made from an Ahead: slots are computed from the tables, which may have grown
+    continues: jax.Array  # bool[] made from an RowState: slots are computed from the tables, which may have grown
     block_size: int = static()
 
 
 @pytree
-class Progress:
+class LoopState:
     """The state of the loop."""
 
     step: jax.Array  # i32[]
     alive: jax.Array  # bool[R]
     token_ids: jax.Array  # i32[T]
     metas: tuple[CommonAttentionMetadata, ...]
-    said: Sampled  # of every step so far: [MOST_STEPS R ..]
+    sampled: Sampled  # of every step so far: [MAX_STEPS R ..]
 
 
 @pytree
-class Ahead:
+class RowState:
     """The state of the rows after a dispatch, on the device: the next dispatch can start from it."""
 
     token_ids: jax.Array  # i32[T]
@@ -86,16 +86,16 @@ class Ahead:
     remaining: jax.Array  # i32[R] 0: the row has ended
 
 
-def following(batch: Batch, ahead: Ahead, tables) -> Batch:
+def continued_batch(batch: Batch, row_state: RowState, tables) -> Batch:
     """The decode batch after `batch`, whose tokens the host has not read; tables i32[R B], one per cache group."""
-    metas = tuple(meta.replace(block_table=table) for meta, table in zip(ahead.metas, tables, strict=True))
-    rows = dataclasses.replace(batch.rows, position=ahead.position, remaining=ahead.remaining)
-    return dataclasses.replace(batch, token_ids=ahead.token_ids, metas=metas, rows=rows, follows=np.bool_(True))
+    metas = tuple(meta.replace(block_table=table) for meta, table in zip(row_state.metas, tables, strict=True))
+    rows = dataclasses.replace(batch.rows, position=row_state.position, remaining=row_state.remaining)
+    return dataclasses.replace(batch, token_ids=row_state.token_ids, metas=metas, rows=rows, continues=np.bool_(True))
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
 def dispatch(model: Model, params, caches, batch: Batch):
-    """(caches, Sampled with a leading axis of MOST_STEPS, Ahead).
+    """(caches, Sampled with a leading axis of MAX_STEPS, RowState).
 
     tokens[i, r] is what step i chose for row r, BAD_TOKEN where its logits were unusable, NOT_SAMPLED where the row had
     ended before.
@@ -106,41 +106,42 @@ def dispatch(model: Model, params, caches, batch: Batch):
         caches, at = carry
         caches, logits = model.last_logits(params, caches, at.token_ids, at.metas)
         rows = dataclasses.replace(batch.rows, position=batch.rows.position + at.step)
-        news = choose(logits, rows, batch.penalties, at.said.tokens, batch.is_told)
+        news = choose(logits, rows, batch.penalties, at.sampled.tokens, batch.needs_history_or_logprobs)
         chosen = news.tokens
         news = dataclasses.replace(news, tokens=jnp.where(at.alive, chosen, NOT_SAMPLED))
-        said = jax.tree.map(lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, at.step, 0), at.said, news)
+        put = lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, at.step, 0)
+        sampled = jax.tree.map(put, at.sampled, news)
         ended = (chosen == BAD_TOKEN) | jnp.any(chosen[:, None] == batch.rows.stop_ids, axis=1)
         alive = at.alive & ~ended & (batch.rows.remaining > at.step + 1)
-        metas = tuple(next_batch(meta, alive, batch.block_size) for meta in at.metas)
+        metas = tuple(next_decode(meta, alive, batch.block_size) for meta in at.metas)
         token_ids = jnp.zeros_like(at.token_ids).at[:num_rows].set(jnp.maximum(chosen, 0))
-        return caches, Progress(step=at.step + 1, alive=alive, token_ids=token_ids, metas=metas, said=said)
+        return caches, LoopState(step=at.step + 1, alive=alive, token_ids=token_ids, metas=metas, sampled=sampled)
 
-    def goes_on(carry):
+    def is_unfinished(carry):
         at = carry[1]
         live = batch.rows.remaining > 0
         ended = jnp.any(live & ~at.alive)
-        more = jnp.any(at.alive) & ~(batch.until_any & ended) & (at.step < jnp.minimum(batch.steps, MOST_STEPS))
+        more = jnp.any(at.alive) & ~(batch.until_any & ended) & (at.step < jnp.minimum(batch.steps, MAX_STEPS))
         return (at.step == 0) | more
 
-    start = Progress(
+    start = LoopState(
         step=jnp.int32(0),
         alive=batch.rows.remaining > 0,
         token_ids=jnp.asarray(batch.token_ids),
         metas=tuple(_with_slots(meta, batch) for meta in jax.tree.map(jnp.asarray, batch.metas)),
-        said=_nothing_said(num_rows, model.config.vocab_size),
+        sampled=_nothing_sampled(num_rows, model.config.vocab_size),
     )
-    caches, end = jax.lax.while_loop(goes_on, one, (caches, start))
+    caches, end = jax.lax.while_loop(is_unfinished, one, (caches, start))
     remaining = jnp.where(end.alive, batch.rows.remaining - end.step, 0)
     position = batch.rows.position + end.step
-    ahead = Ahead(token_ids=end.token_ids, metas=end.metas, position=position, remaining=remaining)
-    return caches, end.said, ahead
+    row_state = RowState(token_ids=end.token_ids, metas=end.metas, position=position, remaining=remaining)
+    return caches, end.sampled, row_state
 
 
 def _with_slots(meta: CommonAttentionMetadata, batch: Batch) -> CommonAttentionMetadata:
     """The batch with its own slots, or, if it follows a dispatch, with slots computed from the tables."""
     slots = _decode_slots(meta, (batch.rows.remaining > 0) & (meta.query_lens() > 0), batch.block_size)
-    return meta.replace(slot_mapping=jnp.where(batch.follows, slots, meta.slot_mapping))
+    return meta.replace(slot_mapping=jnp.where(batch.continues, slots, meta.slot_mapping))
 
 
 def _decode_slots(meta: CommonAttentionMetadata, writes: jax.Array, block_size: int) -> jax.Array:
@@ -150,7 +151,7 @@ def _decode_slots(meta: CommonAttentionMetadata, writes: jax.Array, block_size: 
     return jnp.concatenate([slots, jnp.full(meta.num_tokens - meta.max_num_reqs, PAD_SLOT_ID, jnp.int32)])
 
 
-def next_batch(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int) -> CommonAttentionMetadata:
+def next_decode(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int) -> CommonAttentionMetadata:
     """The decode step after any batch: one token for each row that had tokens; rows not alive write nothing.
 
     Like `meta.advanced`, but rows may end, and the batch before may hold prompts: T stays, tokens past R are padding.
@@ -163,8 +164,8 @@ def next_batch(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int)
     return meta.replace(slot_mapping=_decode_slots(meta, alive & had, block_size))
 
 
-def _nothing_said(num_rows: int, vocab_size: int) -> Sampled:
-    top = jnp.zeros((MOST_STEPS, num_rows, min(MAX_LOGPROBS, vocab_size)), jnp.float32)
+def _nothing_sampled(num_rows: int, vocab_size: int) -> Sampled:
+    top = jnp.zeros((MAX_STEPS, num_rows, min(MAX_LOGPROBS, vocab_size)), jnp.float32)
     return Sampled(
         tokens=jnp.full(top.shape[:2], NOT_SAMPLED, jnp.int32),
         logprobs=top[..., 0],

@@ -34,7 +34,7 @@ def first_visible(group: Group, position: int) -> int:
     return first
 
 
-def most_blocks(
+def max_blocks_of_group(
     group: Group, block_size: int, num_seqs: int, num_new: int, burst: int, prefix_caching: bool = False
 ) -> int | None:
     """Upper bound of the blocks that `num_seqs` sequences use in this group; None: it grows with their lengths.
@@ -169,15 +169,15 @@ class BlockTables:
                 return hits
         return 0
 
-    def _root(self, salt: bytes) -> bytes:
-        """The parent hash of a request's first block: the weights' version and the request's salt."""
-        return hashlib.blake2b(self.weights_version.to_bytes(8, "little") + salt).digest()
+    def _first_parent(self, root_hash: bytes) -> bytes:
+        """The parent hash of a request's first block: the weights' version and the request's root hash."""
+        return hashlib.blake2b(self.weights_version.to_bytes(8, "little") + root_hash).digest()
 
     def _name_blocks(self, seq: Sequence, count: int) -> None:
-        """Hashes of the first `count` blocks: of tokens, salt and weights' version, so a preemption keeps them."""
+        """Hashes of the first `count` blocks: of tokens, root hash and weights' version, so a preemption keeps them."""
         while len(seq.names) < count:
             i = len(seq.names)
-            parent = seq.names[-1] if seq.names else self._root(seq.salt)
+            parent = seq.names[-1] if seq.names else self._first_parent(seq.root_hash)
             seq.names.append(block_hash(parent, seq.tokens[i * self.block_size : (i + 1) * self.block_size]))
 
 

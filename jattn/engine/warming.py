@@ -8,27 +8,27 @@ import jax
 
 from jattn.engine.batch import empty_batch
 from jattn.engine.shapes import StepShapes
-from jattn.engine.step import Batch, Model, dispatch, following
+from jattn.engine.step import Batch, Model, continued_batch, dispatch
 
 
 def warm(model: Model, params, caches, shapes: StepShapes, progress: Callable[[int, int, str], None] | None = None):
     """(caches, number of programs): every bucket compiled, several at a time, and run once."""
-    todo = shapes.all()
+    to_compile = shapes.all()
     # The first trace of a kernel imports modules of JAX that register settings, and settings are part of a program's
-    # cache key: a program compiled before that import would not be found again, and would compile again when served.
-    dispatch.lower(model, params, caches, _padding(model, shapes, todo[0]))
+    # cache key. A program compiled before that import would not be found again.
+    dispatch.lower(model, params, caches, _padding(model, shapes, to_compile[0]))
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
-        # Lowering holds the GIL, compiling does not: one program is lowered while others compile.
+        # Lowering holds the GIL and compiling does not: one program is lowered while others compile.
         # A later call of `dispatch` with arguments of these shapes finds the compiled program.
         lower = lambda shape: dispatch.lower(model, params, caches, _padding(model, shapes, shape))
-        jobs = {pool.submit(lower(shape).compile): shape for shape in todo}
+        jobs = {pool.submit(lower(shape).compile): shape for shape in to_compile}
         for done, job in enumerate(as_completed(jobs)):
             job.result()
             if progress is not None:
-                progress(done, len(todo), "{} tokens of {} requests".format(*jobs[job]))
-    for shape in todo:
+                progress(done, len(to_compile), "{} tokens of {} requests".format(*jobs[job]))
+    for shape in to_compile:
         caches = _run(model, params, caches, shapes, shape)
-    return caches, len(todo)
+    return caches, len(to_compile)
 
 
 def probe(model: Model, params, caches, shapes: StepShapes):
@@ -40,11 +40,11 @@ def _run(model: Model, params, caches, shapes: StepShapes, shape: tuple[int, int
     """Run a batch of padding and wait: from host arrays and, if it decodes, again from the dispatch's results. With
     weights that are committed to a device those results are committed too, and JAX compiles for them separately."""
     batch = _padding(model, shapes, shape)
-    caches, said, ahead = dispatch(model, params, caches, batch)
+    caches, sampled, row_state = dispatch(model, params, caches, batch)
     if shape[2]:
         tables = [meta.block_table for meta in batch.metas]
-        caches, said, _ = dispatch(model, params, caches, following(batch, ahead, tables))
-    jax.block_until_ready(said)
+        caches, sampled, _ = dispatch(model, params, caches, continued_batch(batch, row_state, tables))
+    jax.block_until_ready(sampled)
     return caches
 
 

@@ -17,9 +17,10 @@ from jattn.spec import AttentionSpec
 class PagedAttention(nnx.Module):
     """Projections, norms, rotary turn, cache write, attention; it owns weights and no cache.
 
-    attn = jattn.nn.PagedAttention(jattn.AttentionSpec(num_heads=8, head_dim=64), 512, rope=Rope(dim=64), rngs=rngs)
-    cache, y = attn(x, meta, cache)     # serving: x [T, hidden] packed, cache in, cache out
-    _, y = attn(x, meta)                # training: the same layer without a cache
+        spec = jattn.AttentionSpec(num_heads=8, head_dim=64)
+        attn = jattn.nn.PagedAttention(spec, 512, rope=Rope(dim=64), rngs=rngs)
+        cache, y = attn(x, meta, cache)  # serving: x [T, hidden] packed, cache in, cache out
+        _, y = attn(x, meta)  # training: the same layer without a cache
 
     Options are the fields of AttentionLayer. Each nnx.Param names its logical axes.
     """

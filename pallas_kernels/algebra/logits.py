@@ -1,9 +1,9 @@
-"""What happens to a logit between the dot product and the mask, in one fixed order.
+"""The steps between the dot product and the mask, in one fixed order, in float32.
 
     q.k * scale  ->  cap * tanh(x / cap)  ->  + slope * (kv_pos - q_pos)  ->  + bias  ->  score_fn
 
-in float32. ALiBi uses the true distance (kv - q), so that the LSE and the weight of a sink are those of the formula;
-with `alibi_sqrt` it is -sqrt(q_pos - kv_pos) for the keys behind and 0 for those ahead.
+ALiBi uses the true distance kv_pos - q_pos, without a shift per row: the LSE and the weight of a sink depend on it.
+With `alibi_sqrt` the distance is -sqrt(q_pos - kv_pos) for keys at or before the query and 0 for keys after it.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class LogitRule:
-    """The static part: hashable."""
+    """The static part of the steps; hashable."""
 
     scale: float
     soft_cap: float | None = None
@@ -25,7 +25,7 @@ class LogitRule:
 
 
 def shape_logits(rule: LogitRule, dots: jax.Array, head, q_pos, kv_pos, slope=None, bias=None) -> jax.Array:
-    """Logits from raw dot products (already times q and k scales, not yet times `rule.scale`).
+    """Logits from dot products that include the scales of q and k, but not `rule.scale`.
 
     dots f32[..., M, C]; head, q_pos, slope broadcast against [..., M, 1] and kv_pos against [..., 1, C].
     """

@@ -1,8 +1,8 @@
-"""Where a token lives: slots, blocks, offsets, and safe gathers through a block table.
+"""Where a token lies in the pool: slots, blocks, offsets, and gathers through a block table.
 
     slot = block * S + offset        page j of a request holds its positions j*S .. j*S + S - 1
 
-Arithmetic stays on (block, offset) pairs: an element index would pass 2**31 in a large pool.
+Pools are indexed by (block, offset) pairs: an int32 element index would overflow in a large pool.
 """
 
 import jax
@@ -15,16 +15,16 @@ def cdiv(a, b):
 
 
 def split_slot(slot: jax.Array, num_blocks: int, block_size: int):
-    """(block, offset) of a slot; anything outside 0 .. N*S-1 goes to block N, which a dropping scatter ignores.
+    """(block, offset) of a slot; a slot outside 0 .. N*S-1 becomes block N, which a scatter with mode="drop" ignores.
 
-    -1 would wrap to the last slot if it were left as it is.
+    JAX wraps a negative index: slot -1 would overwrite the last slot of the pool.
     """
     inside = (slot >= 0) & (slot < num_blocks * block_size)
     return jnp.where(inside, slot // block_size, num_blocks), jnp.where(inside, slot % block_size, 0)
 
 
 def page_ids(pool: jax.Array, pages: jax.Array) -> jax.Array:
-    """Pages that pool[N, ...] has; an id that is out of range becomes some page, which the mask hides."""
+    """Page ids clipped to those of pool[N, ...]. Unused table columns may hold anything; the mask hides their pages."""
     return jnp.clip(pages, 0, pool.shape[0] - 1)
 
 

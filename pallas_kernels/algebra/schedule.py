@@ -1,14 +1,14 @@
-"""The work list of a ragged batch: which queries meet which keys in one piece of work.
+"""The schedule of a ragged batch: which queries are multiplied with which keys in one piece of work.
 
-    q tiles     a request's queries in tiles of `q_tile` tokens: q_tile * G rows of one kv head together
-    key range   what the mask leaves visible to some query of the tile (mask.key_range); no more is read
-    KV split    a long range of a short tile is cut at multiples of kv_tile into about equal pieces, so
-                that every worker has something to do; the pieces meet again in the reductions
+    q tiles     a request's queries in tiles of `q_tile` tokens: q_tile * G rows of one kv head
+    key range   the keys that some query of the tile sees (mask.key_range); no others are read
+    KV split    the long key range of a short tile is cut at multiples of kv_tile into pieces of about equal
+                length, so that every worker has work; the reductions merge their partial results
 
         budget = max(ceil(sum of kv tiles / workers), min_split)     pieces = ceil(kv tiles / budget)
 
-so at most `workers` pieces come on top of the tiles, and all capacities are static. Everything is int32. `xp`
-is numpy or jax.numpy: written once, and both make the same list.
+There are then at most `workers` more pieces than tiles, and all capacities are static. Everything is int32. `xp` is
+numpy or jax.numpy; both give the same schedule.
 """
 
 import dataclasses
@@ -23,24 +23,22 @@ from pallas_kernels.algebra.paging import cdiv
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WorkItems:
-    """One piece of work each; entries past the count have q_num 0 and an empty range. All i32[capacity]."""
+    """One piece of work an entry. Entries past the count have q_num 0 and an empty range. All i32[capacity]."""
 
     req_id: jax.Array
     q_start: jax.Array  # first query, an index into the packed tokens
     q_num: jax.Array
-    kv_start: jax.Array  # positions in the request, half open; empty where no query of the tile sees a key
+    kv_start: jax.Array  # positions in the request, half open; kv_start == kv_end where no query sees a key
     kv_end: jax.Array
-    total_kv_len: jax.Array  # the request's
-    split_id: jax.Array  # place of the partial result, -1 = the tile is not split
-    local_split_id: jax.Array  # which piece of its tile, 0 first; -1 = not split
+    seq_len: jax.Array  # of the request
+    split_id: jax.Array  # index of the partial result; -1 = the tile is not split
+    local_split_id: jax.Array  # number of the piece within its tile, from 0; -1 = the tile is not split
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Reductions:
-    """One split tile each: merge partial results split_start .. split_start + split_num - 1. All
-    i32[capacity].
-    """
+    """One split tile an entry: merge partial results split_start .. split_start + split_num - 1. All i32[capacity]."""
 
     req_id: jax.Array
     q_start: jax.Array
@@ -51,21 +49,21 @@ class Reductions:
 
 @dataclasses.dataclass(frozen=True)
 class SchedulePlan:
-    """The static part, hashable."""
+    """The static parameters of a schedule; hashable."""
 
     q_tile: int  # tokens of a query tile
     kv_tile: int  # pieces are cut at multiples of this
-    num_workers: int = 1  # workers that one kv head's work is spread over
-    max_split_queries: int = 1  # tiles of at most this many tokens may be split; 0 = none
-    min_split: int = 1  # kv tiles below which a piece is not worth its reduction
-    fixed_split: int | None = None  # kv tiles of a piece, whatever the batch: batch-invariant results
+    num_workers: int = 1  # workers that share the work of one kv head
+    max_split_queries: int = 1  # only tiles of at most this many tokens are split; 0 = none
+    min_split: int = 1  # kv tiles of the smallest piece: a smaller one costs more to merge than it saves
+    fixed_split: int | None = None  # kv tiles of every piece, independent of the batch: batch-invariant results
 
     def tiles(self, num_tokens: int, num_reqs: int) -> int:
-        """Static bound of the query tiles: a request wastes at most one."""
+        """Static upper bound of the query tiles: each request has at most one that is not full."""
         return max(min(num_tokens, num_reqs + num_tokens // self.q_tile), 1)
 
     def extra(self, num_tokens: int, num_reqs: int, max_seq_len: int) -> int:
-        """Static bound of the pieces that come on top of the tiles, and so of the reductions."""
+        """Static upper bound of pieces minus tiles, and so of the reductions."""
         if not self.max_split_queries:
             return 0
         if self.fixed_split is None:
@@ -73,25 +71,25 @@ class SchedulePlan:
         return self.tiles(num_tokens, num_reqs) * (cdiv(self.max_units(max_seq_len), self.fixed_split) - 1)
 
     def max_units(self, max_seq_len: int) -> int:
-        """Most kv tiles that one range can touch."""
+        """Upper bound of the kv tiles in one key range."""
         return cdiv(max(max_seq_len, 1), self.kv_tile)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The work list of one batch, shared by all layers with the same mask."""
+    """The schedule of one batch, shared by all layers with the same mask."""
 
     items: WorkItems
     reductions: Reductions
     num_items: jax.Array  # i32[]
     num_reductions: jax.Array  # i32[]
-    num_splits: jax.Array  # i32[] partial results in all
+    num_splits: jax.Array  # i32[] all partial results
     plan: SchedulePlan = dataclasses.field(metadata=dict(static=True))
 
     @property
     def split_capacity(self) -> int:
-        """Static bound of the partial results."""
+        """Static upper bound of the partial results."""
         return 2 * self.reductions.req_id.shape[0]
 
 
@@ -106,9 +104,9 @@ def make_schedule(
     causal=None,
     xp: ModuleType,
 ) -> Schedule:
-    """The work list of i32[R+1] starts and i32[R] lengths; causal bool[R] overrules rule.causal.
+    """The schedule of i32[R+1] starts and i32[R] lengths; causal bool[R] replaces rule.causal.
 
-    Every live query is in exactly one tile; the tile's pieces cover its key range once and nothing else.
+    Every live query is in exactly one tile. The pieces of a tile cover its key range exactly once.
     """
     num_reqs = seq_lens.shape[0]
     start = query_start_loc[:-1]
@@ -123,10 +121,10 @@ def make_schedule(
     q_len, q_start = query[req], start[req] + local
     q_num = xp.where(live, xp.minimum(plan.q_tile, q_len - local), 0)
     # 2. the keys that each tile sees
-    kv_len = xp.where(live, seq_lens[req], 0)
-    first = kv_len - q_len + local
+    seq_len = xp.where(live, seq_lens[req], 0)
+    first = seq_len - q_len + local
     tile_causal = None if causal is None else causal[req]
-    kv_start, kv_end = key_range(rule, first, first + q_num - 1, kv_len, tile_causal, xp=xp)
+    kv_start, kv_end = key_range(rule, first, first + q_num - 1, seq_len, tile_causal, xp=xp)
     seen = live & (kv_end > kv_start)
     kv_start, kv_end = xp.where(seen, kv_start, 0), xp.where(seen, kv_end, 0)
     # 3. pieces of each tile, in units of kv_tile
@@ -154,7 +152,7 @@ def make_schedule(
         q_num=_keep(alive, q_num[of], 0, xp),
         kv_start=_keep(alive, xp.maximum(kv_start[of], cut * plan.kv_tile), 0, xp),
         kv_end=_keep(alive, xp.minimum(kv_end[of], cut_end * plan.kv_tile), 0, xp),
-        total_kv_len=_keep(alive, kv_len[of], 0, xp),
+        seq_len=_keep(alive, seq_len[of], 0, xp),
         split_id=_keep(partial, split_starts[of] + piece, -1, xp),
         local_split_id=_keep(partial, piece, -1, xp),
     )
@@ -183,8 +181,7 @@ def make_schedule(
 def _pieces(units, q_num, plan: SchedulePlan, max_seq_len: int, xp: ModuleType):
     """Pieces of each tile, at least one.
 
-    The budget's sum is taken in coarser units where 32 bits could not hold it: that rounds the budget up
-    only.
+    Where int32 could overflow, kv tiles are summed in units of 2**shift tiles, which only rounds the budget up.
     """
     if plan.fixed_split is not None:
         budget = plan.fixed_split
@@ -203,7 +200,7 @@ def _sum(x, xp: ModuleType):
 
 
 def _owner(ends, index, xp: ModuleType):
-    """Which run of cumulative `ends` each index falls into; any valid one past the last."""
+    """Index of the run that holds each index, given the cumulative `ends` of runs; past the last end, the last run."""
     return xp.minimum(xp.searchsorted(ends, index, side="right"), ends.shape[0] - 1).astype(xp.int32)
 
 

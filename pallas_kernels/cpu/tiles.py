@@ -1,8 +1,8 @@
-"""A ragged batch cut into tiles of consecutive queries of one request, and the way in and out of them.
+"""Divides a ragged batch into tiles of consecutive queries of one request, and moves arrays into tiles and back.
 
     packed [T H D]  --gather-->  tiled [K, tiles, rows * G, D]  --kernel-->  tiled  --scatter-->  packed
 
-Each tile is a block of its own, so a grid may run in any order and a tile's dead rows harm nobody.
+A program of the kernel writes its own tile only, so the grid may run in any order.
 """
 
 from typing import NamedTuple
@@ -13,18 +13,18 @@ import jax.numpy as jnp
 from pallas_kernels.algebra.paging import cdiv
 
 
-class Tiles(NamedTuple):
-    """Where each tile lies; those past the last are dead: all their rows are."""
+class QueryTiles(NamedTuple):
+    """Where each tile is in the batch. A dead row has no token; all rows of the tiles behind the last one are dead."""
 
     req: jax.Array  # i32[tiles]
-    first_row: jax.Array  # i32[tiles] first query of the tile, counted within its request
-    token: jax.Array  # i32[tiles rows] packed token of each row, T for dead rows
+    first_row: jax.Array  # i32[tiles] number of the tile's first query within its request
+    token: jax.Array  # i32[tiles rows] packed token of each row; T for dead rows
 
 
-def cut(query_start_loc: jax.Array, num_tokens: int, rows: int) -> Tiles:
-    """Tiles of `rows` queries, request after request, in static number: one a request and one a full tile of tokens.
+def make_tiles(query_start_loc: jax.Array, num_tokens: int, rows: int) -> QueryTiles:
+    """Tiles of `rows` queries in the order of the requests. Their number is static: one per request, plus T // rows.
 
-    A request's tiles start at its first query: what they compute never depends on the batch around it.
+    A request's first tile starts at its first query, so its results do not depend on the other requests.
     """
     start = jnp.asarray(query_start_loc, jnp.int32)
     length = start[1:] - start[:-1]
@@ -36,19 +36,19 @@ def cut(query_start_loc: jax.Array, num_tokens: int, rows: int) -> Tiles:
     first_row = (tile - (ends - counts)[req]) * rows
     row = first_row[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
     live = row < length[req][:, None]
-    return Tiles(req, first_row, jnp.where(live, start[req][:, None] + row, num_tokens))
+    return QueryTiles(req, first_row, jnp.where(live, start[req][:, None] + row, num_tokens))
 
 
-def gather(packed: jax.Array, tiles: Tiles, num_kv_heads: int) -> jax.Array:
-    """[T H D] -> [K, tiles, rows * G, D], query heads of one kv head next to each other; dead rows are 0."""
+def gather(packed: jax.Array, tiles: QueryTiles, num_kv_heads: int) -> jax.Array:
+    """[T H D] -> [K, tiles, rows * G, D], query heads of one kv head side by side; dead rows are 0."""
     count, rows = tiles.token.shape
     taken = packed.at[tiles.token].get(mode="fill", fill_value=0)
     by_head = taken.reshape(count, rows, num_kv_heads, -1, packed.shape[-1]).transpose(2, 0, 1, 3, 4)
     return by_head.reshape(num_kv_heads, count, -1, packed.shape[-1])
 
 
-def scatter(tiled: jax.Array, tiles: Tiles, num_tokens: int, fill: float) -> jax.Array:
-    """[K, tiles, rows * G, V] -> [T H V]; tokens that no tile holds get `fill`."""
+def scatter(tiled: jax.Array, tiles: QueryTiles, num_tokens: int, fill: float) -> jax.Array:
+    """[K, tiles, rows * G, V] -> [T H V]; tokens that are in no tile get `fill`."""
     num_kv_heads, count, _, dim = tiled.shape
     rows = tiles.token.shape[1]
     by_row = tiled.reshape(num_kv_heads, count, rows, -1, dim).transpose(1, 2, 0, 3, 4)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.algebra.door import check_arrays
+from pallas_kernels.algebra.checks import check_arrays
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.merge_sm90 import join_parts
 from pallas_kernels.gpu.pieces_sm90 import Config

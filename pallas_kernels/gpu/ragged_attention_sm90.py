@@ -4,7 +4,7 @@ Three warpgroups a CTA: two compute, one loads pages by TMA. Each CTA walks its 
 (work_list.py). A tile of more than 64 packed rows gives 64 rows to each compute warpgroup, which alternate on the
 tensor cores (ping-pong); a tile of at most 64 rows (decode, speculation, remainders) is computed by both, each on
 every other key block, and their states are merged through shared memory. Pieces that are only part of a unit go to
-a small partial buffer that merge_sm90 joins. docs/performance.md explains the design and what was measured.
+a small partial buffer that merge_sm90 joins. docs/notebook/nvidia_h200.md has a drawing and what was measured.
 """
 
 import jax

@@ -1,7 +1,7 @@
 """What the Hopper kernel can do, asked before it is made, answered with every reason; and its default tiles."""
 
 from pallas_kernels import tuning
-from pallas_kernels.algebra.rules import unlisted
+from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.gpu.pieces_sm90 import Config
 from pallas_kernels.gpu.rows_sm90 import ROWS, swizzle_bytes
 
@@ -87,7 +87,7 @@ def supports(config: Config, *, chip: str = "sm_90") -> list[str]:
         thin = c.quantised and c.kv_dtype in EIGHT_BIT and swizzle_bytes(dim, c.kv_dtype) < 32
         refuse(thin, f"{name} {dim} with an 8-bit cache: wanted a multiple of 32")
     refuse(c.v_head_dim > c.head_dim, f"v_head_dim {c.v_head_dim} is larger than head_dim {c.head_dim}")
-    for seen in (*unlisted(c.mask, MASKS), *unlisted(c.logits, LOGITS)):
+    for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")

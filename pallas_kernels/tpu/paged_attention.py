@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.algebra.door import check_arrays
+from pallas_kernels.algebra.checks import check_arrays
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu import work_list
 from pallas_kernels.tpu.config import Config

@@ -4,8 +4,8 @@ Limits are those of the compiler and of the chips' data sheets: the kernel was c
 never run on one.
 """
 
+from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.algebra.paging import cdiv
-from pallas_kernels.algebra.rules import unlisted
 from pallas_kernels.tpu.config import LANES, PACK, Config
 from pallas_kernels.tpu.work_list import FIELDS
 
@@ -75,7 +75,7 @@ def supports(config: Config, *, chip: str = "") -> list[str]:
         refuse(dim % 16 != 0 or not 64 <= dim <= 256, f"{what} {dim}: wanted a multiple of 16 from 64 to 256")
     page = c.page_size
     refuse(page % 16 != 0 or not 16 <= page <= 256, f"page size {page}: wanted a multiple of 16 from 16 to 256")
-    for seen in (*unlisted(c.mask, MASKS), *unlisted(c.logits, LOGITS)):
+    for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
     room = VMEM.get(name, min(VMEM.values()))
     wanted = c.vmem_bytes() + SPILL

@@ -53,7 +53,7 @@ def build(query_start_loc, seq_lens, num_tokens: int, config: Config, causal=Non
     packs = cdiv(items.q_num * config.group, PACK)
     ends = jnp.cumsum(packs, dtype=jnp.int32)
     query = (starts[1:] - starts[:-1])[items.req_id]
-    q_first = items.total_kv_len - query + items.q_start - starts[items.req_id]
+    q_first = items.seq_len - query + items.q_start - starts[items.req_id]
     full_start, full_end = _seen_by_all(items, q_first, config, None if flags is None else flags[items.req_id])
     page = items.kv_start // config.page_size
     fields = dict(
@@ -74,7 +74,7 @@ def build(query_start_loc, seq_lens, num_tokens: int, config: Config, causal=Non
 
 def _seen_by_all(items, q_first, config: Config, causal):
     """Keys that every query of a tile sees: from where the last one's range begins to where the first one's ends."""
-    end, last = items.total_kv_len, q_first + items.q_num - 1
+    end, last = items.seq_len, q_first + items.q_num - 1
     start = key_range(config.mask, last, last, end, causal)[0]
     return start, key_range(config.mask, q_first, q_first, end, causal)[1]
 

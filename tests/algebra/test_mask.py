@@ -108,18 +108,18 @@ rules = st.builds(
     spans=st.booleans(),
     clamp_spans=st.booleans(),
 )
-lens = dict(first=st.integers(-3, 12), rows=st.integers(1, 6), kv_len=st.integers(0, 14))
+lens = dict(first=st.integers(-3, 12), rows=st.integers(1, 6), seq_len=st.integers(0, 14))
 
 
 @hypothesis.given(rule=rules, **lens, at=st.integers(0, 12), long=st.integers(1, 6))
-def test_the_range_is_exactly_the_union_of_what_the_rows_see(rule, first, rows, kv_len, at, long):
+def test_the_range_is_exactly_the_union_of_what_the_rows_see(rule, first, rows, seq_len, at, long):
     q = np.arange(first, first + rows)
-    k = np.arange(kv_len)
+    k = np.arange(seq_len)
     mine = (at <= q) & (q <= at + long)
     span = np.where(mine, at, -1)[:, None], np.where(mine, at + long, -1)[:, None]
     seen = np.asarray(visible(rule, jnp.zeros((1, 1), int), q[:, None], k[None], span=span)).any(0)
     hull = (at, at + long if mine.any() else -1)
-    start, stop = key_range(rule, q[0], q[-1], jnp.int32(kv_len), span=hull)
+    start, stop = key_range(rule, q[0], q[-1], jnp.int32(seq_len), span=hull)
     assert 0 <= start <= stop
     inside = (k >= start) & (k < stop)
     assert not (seen & ~inside).any(), "a key that is seen lies outside the range"
@@ -128,11 +128,11 @@ def test_the_range_is_exactly_the_union_of_what_the_rows_see(rule, first, rows, 
         assert (seen == inside).all(), "the range is wider than the union"
 
 
-@hypothesis.given(rule=rules, first=st.integers(0, 8), rows=st.integers(1, 5), kv_len=st.integers(0, 14))
-def test_the_range_covers_a_traced_causal_flag(rule, first, rows, kv_len):
+@hypothesis.given(rule=rules, first=st.integers(0, 8), rows=st.integers(1, 5), seq_len=st.integers(0, 14))
+def test_the_range_covers_a_traced_causal_flag(rule, first, rows, seq_len):
     rule = dataclasses.replace(rule, spans=False)
     for causal in (True, False):
-        q, k = np.arange(first, first + rows), np.arange(kv_len)
+        q, k = np.arange(first, first + rows), np.arange(seq_len)
         seen = np.asarray(visible(rule, jnp.zeros((1, 1), int), q[:, None], k[None], jnp.array(causal))).any(0)
-        start, stop = key_range(rule, q[0], q[-1], jnp.int32(kv_len), jnp.array(causal))
+        start, stop = key_range(rule, q[0], q[-1], jnp.int32(seq_len), jnp.array(causal))
         assert not seen[: int(start)].any() and not seen[int(stop) :].any()

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels.algebra import quant
 from tests.oracle import quant as witness
 
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
 
 
 @pytest.mark.parametrize("name", FLOAT8)
@@ -34,6 +34,26 @@ def test_bits_and_native_storage_hold_the_same_numbers(name):
     native, bits = (quant.encode(x, name, quant.storage_dtype(name, b)) for b in (False, True))
     np.testing.assert_array_equal(np.asarray(native).view(np.uint8), np.asarray(bits).view(np.uint8))
     np.testing.assert_array_equal(quant.decode(native, name), quant.decode(bits, name))
+
+
+@pytest.mark.parametrize("bits", [False, True])
+def test_a_new_dtype_is_one_row_of_the_table(bits, monkeypatch):
+    """float8_e4m3b11fnuz: no infinity, one NaN, a bias of 11; XLA's own conversion decodes it."""
+    name = "float8_e4m3b11fnuz"
+    monkeypatch.setitem(quant.DTYPES, name, quant.CacheDtype(name, largest=30.0, bits_dtype="uint8"))
+    codes = np.arange(256, dtype=np.uint8)
+    numbers = codes.view(jnp.dtype(name)).astype(np.float32)
+    pool = quant.storage_dtype(name, bits)
+    np.testing.assert_array_equal(np.asarray(quant.decode(jnp.asarray(codes.view(pool)), name)), numbers)
+    stored = np.asarray(quant.encode(jnp.asarray(numbers), name, pool))
+    np.testing.assert_array_equal(stored.view(np.uint8), codes)
+    np.testing.assert_array_equal(quant.decode(quant.encode(jnp.array([1e9, -1e9]), name, pool), name), [30, -30])
+
+
+def test_the_table_says_what_a_dtype_is():
+    kinds = {name: (row.bits, row.is_integer) for name, row in quant.DTYPES.items()}
+    assert [kinds[name] for name in quant.FLOATS] == [(16, False), (16, False), (32, False)]
+    assert [kinds[name] for name in quant.QUANTISED] == [(8, False), (8, False), (8, True), (8, False)]
 
 
 def test_a_token_scale_maps_the_largest_magnitude_to_the_largest_code():

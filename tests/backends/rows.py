@@ -13,7 +13,7 @@ from tests.problem import Problem
 
 FLOATS = ("float32", "bfloat16", "float16")
 LAYOUTS = ("NHD", "HND")
-QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8")
+QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8", "float8_e4m3fnuz")
 MODES = ("per_tensor", "per_head", "per_token_head")
 PAGES = (1, 3, 16, 48, 128)
 HEAD_DIMS = (

@@ -123,7 +123,7 @@ def test_packed_keys_are_the_kernels_too_and_their_gradient_is_that_of_sdpa(name
 def test_auto_gives_packed_keys_to_the_kernel_where_it_takes_their_dtypes(q, k, chosen):
     spec = jattn.AttentionSpec(**LAYER)
     dtypes = (jnp.dtype(q), jnp.dtype(k))
-    assert resolve(spec, None, HOPPER, dtypes=dtypes).get_name() == chosen
+    assert resolve(spec, None, platform=HOPPER, dtypes=dtypes).get_name() == chosen
     assert Halves().choose(spec, None, HOPPER, dtypes=dtypes)["prefill"].get_name() == chosen
 
 

@@ -27,8 +27,11 @@ NEW = {  # file -> (what stands there, with what is added)
         ('QUANT_MODES = ("none", ', 'QUANT_MODES = ("none", "new_quant", '),
     ],
     "pallas_kernels/algebra/quant.py": [
-        ('QUANTISED = ("float8_e4m3fn", ', 'QUANTISED = ("float8_e4m3b11fnuz", "float8_e4m3fn", '),
-        ('FLOATS = ("bfloat16", ', 'FLOATS = ("float64", "bfloat16", '),
+        (
+            '        CacheDtype("float16"),\n',
+            '        CacheDtype("float16"),\n        CacheDtype("float64"),\n'
+            '        CacheDtype("float8_e4m3b11fnuz", largest=30.0),\n',
+        ),
     ],
 }
 ASKED = {  # what is asked -> what a reason must name

@@ -23,7 +23,7 @@ REFUSED = {
     "unknown output_dtype": (
         lambda: layer_of(output_dtype="bfloat16"),
         ValueError,
-        "output_dtype='bfloat16' must be one of float8_e4m3fn, float8_e5m2, int8, or None",
+        "output_dtype='bfloat16' must be one of float8_e4m3fn, float8_e5m2, int8, float8_e4m3fnuz, or None",
     ),
     "output_scale missing": (
         lambda: scaled(scale=None),

@@ -43,7 +43,7 @@ def test_an_unknown_name_is_told_the_known_ones():
     with pytest.raises(
         ValueError, match=r"backend 'spda' is not known \(did you mean 'sdpa'\?\); use 'auto' or one of"
     ):
-        backends.resolve(SPEC, CACHE, "cpu", "spda")
+        backends.resolve(SPEC, CACHE, "spda", "cpu")
 
 
 def test_a_backend_of_ones_own_comes_last_or_before_another(registered):
@@ -55,12 +55,12 @@ def test_a_backend_of_ones_own_comes_last_or_before_another(registered):
 
 
 def test_a_registered_backend_can_be_named_and_preferred(registered):
-    before = backends.resolve(SPEC, CACHE, "cpu")
+    before = backends.resolve(SPEC, CACHE, platform="cpu")
     registered("mine")
-    assert backends.resolve(SPEC, CACHE, "cpu", "mine") is ToyBackend
-    assert backends.resolve(SPEC, CACHE, "cpu") is before
+    assert backends.resolve(SPEC, CACHE, "mine", "cpu") is ToyBackend
+    assert backends.resolve(SPEC, CACHE, platform="cpu") is before
     registered("ours", before=backends.list_backends()[0])
-    assert backends.resolve(SPEC, CACHE, "cpu") is ToyBackend  # no stale cache
+    assert backends.resolve(SPEC, CACHE, platform="cpu") is ToyBackend  # no stale cache
 
 
 def test_register_backend_decorates():
@@ -69,7 +69,7 @@ def test_register_backend_decorates():
         pass
 
     try:
-        assert backends.resolve(SPEC, CACHE, "cpu", "decorated") is Decorated
+        assert backends.resolve(SPEC, CACHE, "decorated", "cpu") is Decorated
     finally:
         backends.unregister_backend("decorated")
 
@@ -79,7 +79,7 @@ def test_a_backend_by_path_is_imported_when_first_asked_for(registered, tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     registered("late", "late_backend:Late")
     assert "late_backend" not in sys.modules
-    assert backends.resolve(SPEC, CACHE, "cpu", "late") is ToyBackend
+    assert backends.resolve(SPEC, CACHE, "late", "cpu") is ToyBackend
     del sys.modules["late_backend"]
 
 
@@ -130,7 +130,7 @@ def test_a_path_that_leads_nowhere_is_an_error_not_a_missing_backend(registered)
 def test_auto_takes_the_first_that_can():
     reports = backends.explain(SPEC, CACHE, "cpu")
     first = next(report.name for report in reports if report.supported)
-    assert backends.resolve(SPEC, CACHE, "cpu").get_name() == first
+    assert backends.resolve(SPEC, CACHE, platform="cpu").get_name() == first
     assert [report.name for report in reports] == list(backends.list_backends())
     assert all(report.supported == (not report.reasons) for report in reports)
 
@@ -139,7 +139,7 @@ def test_a_named_backend_that_cannot_lists_everybodys_reasons_and_who_could(regi
     registered("toy")
     spec = dataclasses.replace(SPEC, has_sinks=True, logits_soft_cap=2.0)
     with pytest.raises(UnsupportedError, match=r"backend 'toy' does not take this layer \(.*sdpa.* would\)") as refused:
-        backends.resolve(spec, CACHE, "cpu", "toy")
+        backends.resolve(spec, CACHE, "toy", "cpu")
     assert isinstance(refused.value, NotImplementedError)
     assert refused.value.reasons["toy"] == (
         "attention sinks not supported: has_sinks=True",
@@ -150,7 +150,7 @@ def test_a_named_backend_that_cannot_lists_everybodys_reasons_and_who_could(regi
 
 def test_what_nobody_can_lists_every_backend():
     with pytest.raises(UnsupportedError, match="no backend takes this layer") as refused:
-        backends.resolve(SPEC, CACHE, "cpu", needs=(Feature.KV_CONNECTOR,))
+        backends.resolve(SPEC, CACHE, platform="cpu", needs=(Feature.KV_CONNECTOR,))
     assert tuple(refused.value.reasons) == backends.list_backends()
     for reasons in refused.value.reasons.values():  # split says it half by half
         assert any("KV connector not supported: asked for" in reason for reason in reasons)
@@ -158,8 +158,8 @@ def test_what_nobody_can_lists_every_backend():
 
 def test_needs_change_the_choice(registered):
     registered("toy", before=backends.list_backends()[0])
-    assert backends.resolve(SPEC, CACHE, "cpu") is ToyBackend
-    assert backends.resolve(SPEC, CACHE, "cpu", needs=(Feature.NON_CAUSAL,)) is not ToyBackend
+    assert backends.resolve(SPEC, CACHE, platform="cpu") is ToyBackend
+    assert backends.resolve(SPEC, CACHE, platform="cpu", needs=(Feature.NON_CAUSAL,)) is not ToyBackend
 
 
 def test_the_platform_is_part_of_the_question(registered):
@@ -167,8 +167,8 @@ def test_the_platform_is_part_of_the_question(registered):
         platforms = ("gpu",)
 
     registered("on_gpu", OnGpu, before=backends.list_backends()[0])
-    assert backends.resolve(SPEC, CACHE, "gpu") is OnGpu
-    assert backends.resolve(SPEC, CACHE, "cpu") is not OnGpu
+    assert backends.resolve(SPEC, CACHE, platform="gpu") is OnGpu
+    assert backends.resolve(SPEC, CACHE, platform="cpu") is not OnGpu
     with pytest.raises(ValueError, match="platform='npu' is not known; use one of cpu, gpu, tpu"):
         backends.explain(SPEC, CACHE, "npu")
 

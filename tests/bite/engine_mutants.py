@@ -26,9 +26,9 @@ def unsalted(original):
     """Names of blocks as if no request had a salt."""
 
     def mutant(self, seq, count):
-        salt, seq.salt = seq.salt, b""
+        root_hash, seq.root_hash = seq.root_hash, b""
         original(self, seq, count)
-        seq.salt = salt
+        seq.root_hash = root_hash
 
     return mutant
 
@@ -73,9 +73,15 @@ def one_more(kept, scaled):
 def at_one_position(original):
     """Every draw of a burst with the key of its first step."""
 
-    def mutant(logits, rows, penalties, said, is_told):
-        step = jnp.sum(said[:, 0] != -2)
-        return original(logits, dataclasses.replace(rows, position=rows.position - step), penalties, said, is_told)
+    def mutant(logits, rows, penalties, sampled, needed):
+        step = jnp.sum(sampled[:, 0] != -2)
+        return original(
+            logits,
+            dataclasses.replace(rows, position=rows.position - step),
+            penalties,
+            sampled,
+            needed,
+        )
 
     return mutant
 
@@ -125,9 +131,9 @@ MUTANTS = {
         lambda original: lambda logits, penalties: logits,
         (laws.test_penalties_are_applied_to_what_was_said,),
     ),
-    "penalties forget what the burst has said": Mutant(
+    "penalties forget what the burst has sampled": Mutant(
         "jattn.engine.sampling.Penalties.after",
-        lambda original: lambda self, said: original(self, jnp.full_like(said, -2)),
+        lambda original: lambda self, sampled: original(self, jnp.full_like(sampled, -2)),
         (laws.test_penalties_are_applied_to_what_was_said,),
     ),
     "a cut keeps one token fewer": Mutant(

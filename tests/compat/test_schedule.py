@@ -65,7 +65,7 @@ def test_every_visible_pair_is_in_one_item_and_no_item_reads_what_nobody_sees(ma
         count[tokens, keys] += 1
         tile = visible[tokens].any(axis=0)
         assert tile[keys].all()  # every key read is seen by some query of the tile
-        assert items.total_kv_len[i] == batch.seq[items.req_id[i]]
+        assert items.seq_len[i] == batch.seq[items.req_id[i]]
     assert (count[visible] == 1).all() and count.max(initial=0) <= 1
 
 
@@ -134,7 +134,7 @@ def test_computing_by_the_work_list_is_attention(plan, batch):
         r = items.req_id[i]
         tokens = slice(items.q_start[i], items.q_start[i] + items.q_num[i])
         position = np.arange(items.q_start[i], items.q_start[i] + items.q_num[i])
-        position += items.total_kv_len[i] - meta.query_start_loc[r + 1] - items.kv_start[i]
+        position += items.seq_len[i] - meta.query_start_loc[r + 1] - items.kv_start[i]
         rows = lambda pages, i=i, r=r: pages[meta.block_table[r]].reshape(-1, 1, 4)[items.kv_start[i] : items.kv_end[i]]
         part = attend_one(q[tokens], rows(k), rows(v), q_pos=position, scale=1.0)
         if items.split_id[i] < 0:

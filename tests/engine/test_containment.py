@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.engine import Engine, SamplingParams, flight, interrupts, warming
+from jattn.engine import Engine, SamplingParams, interrupts, runner, warming
 from jattn.engine.tables import BlockTables
 from jattn.errors import EngineDeadError, UnsupportedError
 from jattn.text import ByteTokenizer
@@ -36,11 +36,19 @@ def answer(prompt, count, config=HYBRID):
     return tuple(tokens[len(prompt) :])
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Python's own handler of Ctrl-C: a suite that was started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def failing(monkeypatch, caplog):
     """failing(when, before=True): the dispatches of these numbers raise, before or after the device has run."""
     caplog.set_level(logging.CRITICAL, "jattn.engine")
-    real, count = flight.dispatch, iter(range(10**6))
+    real, count = runner.dispatch, iter(range(10**6))
 
     def install(when, error=LEAKY, before=True):
         def dispatch(*args):
@@ -52,7 +60,7 @@ def failing(monkeypatch, caplog):
                 raise error
             return result
 
-        monkeypatch.setattr(flight, "dispatch", dispatch)
+        monkeypatch.setattr(runner, "dispatch", dispatch)
 
     return install
 
@@ -116,13 +124,13 @@ def test_a_step_that_moves_nobody_is_an_error(monkeypatch, failing):
 
 
 def test_a_model_that_gives_no_token_fails_its_row(monkeypatch):
-    real = flight.dispatch
+    real = runner.dispatch
 
     def silent(*args):
         caches, said, ahead = real(*args)
         return caches, said.__class__(**{**vars(said), "tokens": said.tokens.at[:, 0].set(-2)}), ahead
 
-    monkeypatch.setattr(flight, "dispatch", silent)
+    monkeypatch.setattr(runner, "dispatch", silent)
     first, second = engine().generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, **GREEDY))
     assert "gave none" in first.error and second.token_ids[0] == answer([7, 8], 1)[0]
 
@@ -259,7 +267,7 @@ def test_an_interrupt_between_two_weights_serves_no_key_of_the_old_ones(monkeypa
     prompt = list(range(5, 30))
     served = engine(config)
     served.generate([prompt], params)
-    for name in ("_settle", "_start_over"):
+    for name in ("_finish_in_flight", "_restart_unfinished"):
         real = getattr(served, name)
         monkeypatch.setattr(
             served, name, lambda *a, real=real, **k: (signal.raise_signal(signal.SIGINT), real(*a, **k))[1]

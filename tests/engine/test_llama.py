@@ -89,7 +89,7 @@ def test_the_pool_is_sized_from_free_memory(monkeypatch):
 def test_a_hybrids_pools_share_free_memory_by_what_each_can_use(monkeypatch):
     """Layers of a window of 9 take no more than it needs; the rest of the memory is the full layers'."""
     from jattn.engine import sizing
-    from jattn.engine.tables import most_blocks
+    from jattn.engine.tables import max_blocks_of_group
 
     config = models.config_of(
         dict(
@@ -101,7 +101,7 @@ def test_a_hybrids_pools_share_free_memory_by_what_each_can_use(monkeypatch):
     )  # fmt: skip
     window, full = config.cache_groups
     assert (window.sliding_window, full.sliding_window, len(window.layers), len(full.layers)) == (9, None, 5, 1)
-    layer, most = 2 * 4 * 8 * 4, most_blocks(window, 4, 4, 16, 2 * 8, True)
+    layer, most = 2 * 4 * 8 * 4, max_blocks_of_group(window, 4, 4, 16, 2 * 8, True)
     memory = layer * (200 + 5 * (most + 1))
     monkeypatch.setattr(sizing, "free_bytes", lambda: memory + 5)
     params = models.init_params(config, 3, "float32")

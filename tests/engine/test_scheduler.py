@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jattn.engine import BlockTables, Limits, SamplingParams, Scheduler, Sequence
-from jattn.engine.tables import first_visible, most_blocks
+from jattn.engine.tables import first_visible, max_blocks_of_group
 from tests.engine.fake import Group
 
 FULL, WINDOW, CHUNK = Group((0,)), Group((1,), sliding_window=5), Group((2,), chunk_size=8)
@@ -19,7 +19,7 @@ class World:
     def __init__(
         self, groups, *, num_blocks=14, max_num_seqs=4, budget=12, burst=3, prefix_caching=True, seed=0, sized=False
     ):
-        most = [most_blocks(group, S, max_num_seqs, budget, burst) for group in groups] if sized else []
+        most = [max_blocks_of_group(group, S, max_num_seqs, budget, burst) for group in groups] if sized else []
         pools = [min(num_blocks, n + 1) if n else num_blocks for n in most] or [num_blocks] * len(groups)
         self.tables = BlockTables(pools, S, groups, prefix_caching)
         self.longest = (num_blocks - 1) * S
@@ -32,7 +32,7 @@ class World:
         shared = [1, 2, 3, 4, 5, 6, 7, 8, 9][: self.rng.randint(0, 9)]
         prompt = prompt or shared + [self.rng.randrange(20) for _ in range(self.rng.randint(1, 9))]
         params = SamplingParams(max_tokens=max_tokens or self.rng.randint(1, 20))
-        seq = Sequence(str(self.made), tuple(prompt), params, salt=salt)
+        seq = Sequence(str(self.made), tuple(prompt), params, root_hash=salt)
         self.made += 1
         self.seqs[seq.id] = seq
         self.scheduler.add(seq)
@@ -76,7 +76,7 @@ class World:
 
     def compute(self, seq, tokens, position):
         """Write a token's key where its table says, and read back everything that it sees."""
-        prefix = (seq.salt, *tokens[: position + 1])
+        prefix = (seq.root_hash, *tokens[: position + 1])
         for g, table in enumerate(seq.tables):
             group = self.tables.groups[g]
             assert table[position // S] != 0

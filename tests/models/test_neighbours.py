@@ -32,7 +32,7 @@ TOLD = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=1)
 def likeliest(monkeypatch):
     """The likeliest token, told: compiling the whole sampler, which tests/engine judges, takes longer than a model."""
 
-    def choose(logits, rows, penalties, said, is_told):
+    def choose(logits, rows, penalties, said, needs_history_or_logprobs):
         told = jax.nn.log_softmax(logits, axis=-1)
         top, tokens = jax.lax.top_k(told, 20)
         return Sampled(tokens=tokens[:, 0], logprobs=top[:, 0], top_tokens=tokens, top_logprobs=top)

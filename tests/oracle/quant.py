@@ -1,4 +1,4 @@
-"""Low-precision storage from the bit definitions: fp8 e4m3fn, fp8 e5m2 and int8.
+"""Low-precision storage from the bit definitions: fp8 e4m3fn, e5m2 and e4m3fnuz, and int8.
 
     stored = round(real / scale)        real = stored * scale
 
@@ -9,8 +9,12 @@ half away from zero and clips to +-127. No dtype library is used: the 256 codes 
 import numpy as np
 
 TINY_SCALE = 1e-6
-FORMATS = {"float8_e4m3fn": (4, 3, 7), "float8_e5m2": (5, 2, 15)}  # exponent bits, mantissa bits, bias
-LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+FORMATS = {
+    "float8_e4m3fn": (4, 3, 7),
+    "float8_e5m2": (5, 2, 15),
+    "float8_e4m3fnuz": (4, 3, 8),
+}  # exponent bits, mantissa bits, bias
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 240.0, "int8": 127.0}
 
 
 def decode_byte(code, name):
@@ -20,6 +24,8 @@ def decode_byte(code, name):
     exponent = (code >> mantissa_bits) & (2**exponent_bits - 1)
     mantissa = code & (2**mantissa_bits - 1)
     if name == "float8_e4m3fn" and exponent == 15 and mantissa == 7:
+        return np.nan
+    if name == "float8_e4m3fnuz" and code == 0x80:
         return np.nan
     if name == "float8_e5m2" and exponent == 31:
         return sign * np.inf if mantissa == 0 else np.nan

@@ -17,6 +17,9 @@ from tests.oracle import quant
         ("float8_e5m2", 0b0_00000_01, 2.0**-16),
         ("float8_e5m2", 0b0_00001_00, 2.0**-14),
         ("float8_e5m2", 0b1_11111_00, -np.inf),
+        ("float8_e4m3fnuz", 0b0_1111_111, 240.0),
+        ("float8_e4m3fnuz", 0b0_0000_001, 2.0**-10),
+        ("float8_e4m3fnuz", 0b1_0000_001, -(2.0**-10)),
     ],
 )
 def test_codes_stand_for_these_numbers(name, code, value):
@@ -58,6 +61,7 @@ def test_a_round_trip_loses_at_most_half_a_step(name, per):
         "int8": 0.5 * scale,
         "float8_e4m3fn": np.abs(x) / 16 + scale * 2.0**-10,
         "float8_e5m2": np.abs(x) / 8 + scale * 2.0**-17,
+        "float8_e4m3fnuz": np.abs(x) / 16 + scale * 2.0**-11,
     }[name]
     assert (error <= half * (1 + 1e-9)).all()
     assert quant.is_nearest(quant.round_to(x / scale, name), x / scale, name).all()

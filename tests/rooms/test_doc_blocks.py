@@ -1,4 +1,4 @@
-"""What docs/ shows runs, and what docs/ generates is what would be generated now."""
+"""The code in docs/ runs, and its generated documents are up to date."""
 
 import re
 import runpy
@@ -19,11 +19,11 @@ def blocks(document) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=tree.relative)
 def test_every_code_block_runs_after_those_before_it(document, monkeypatch):
-    """A fence is python, which is executed in the document's own namespace, or text, which is a picture."""
+    """A fence is python, which is executed in the document's own namespace, or text."""
     monkeypatch.setattr(registry, "_TABLE", dict(registry._TABLE))  # a document may register a backend
     space = {"__name__": tree.relative(document)}
     for number, (language, body) in enumerate(blocks(document)):
-        assert language in ("python", "text"), f"block {number} says {language!r}: nobody would execute it"
+        assert language in ("python", "text"), f"block {number} is {language!r}: it would never be executed"
         if language == "python":
             exec(compile(body, f"{tree.relative(document)}, block {number}", "exec"), space)
 
@@ -34,7 +34,7 @@ def test_generated_documents_are_what_would_be_generated():
     assert not stale, "run `python docs/generate.py`"
 
 
-def test_the_support_matrix_speaks_of_every_backend_and_every_feature():
+def test_the_support_matrix_names_every_backend_and_every_feature():
     matrix = tree.text(tree.ROOT / "docs" / "support_matrix.md") or ""
     wanted = [f"`{name}`" for name in jattn.list_backends()] + [f.value for f in jattn.backends.Feature]
     assert not [name for name in wanted if name not in matrix]

@@ -1,4 +1,4 @@
-"""What the documents promise exists, and what they show runs."""
+"""Every path and link in the documents exists, and the README's code runs."""
 
 import fnmatch
 import re
@@ -60,7 +60,7 @@ def test_every_python_block_of_the_readme_runs(number):
 
 
 def test_a_dead_path_in_a_document_is_seen(tmp_path):
-    """The checker itself bites."""
+    """The check finds a dead path, a dead link and a test that does not exist."""
     document = tmp_path / "x.md"
     document.write_text(
         "`jattn/__init__.py` `jattn/<name>.py` `tests/rooms/test_docs.py::test_every_path_that`"

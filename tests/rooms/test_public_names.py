@@ -1,4 +1,4 @@
-"""The public names are a contract: adding one is a decision written down here, losing one is a break."""
+"""The public names are a contract: a new one is listed here with its reason, a lost one breaks users."""
 
 import jattn
 
@@ -34,6 +34,10 @@ ADDITIONS = {  # name: why it earns a place on the contents page
     "cascade_levels": "the shared-prefix levels of a batch, which cascade_attention takes",
     "MLAParams": "the traced weights and scales of MLA, as AttentionParams are of attention",
     "mla_cache_spec": "a latent cache's spec from an MLASpec, so that nobody works out its two widths by hand",
+    "Feature": "the names of what needs= asks for, which a backend lists",
+    "register_backend": "a backend of a user's own, found by 'auto'",
+    "tensor_parallel": "a layer's heads shared out over devices",
+    "decode_context_parallel": "a request's keys shared out over devices",
     "check_host": "the checks on values that a caller runs before device_put",
 }
 

@@ -1,4 +1,4 @@
-"""The suite's own strictness: conftest.py and pyproject.toml keep what they promise."""
+"""The suite is as strict as conftest.py and pyproject.toml set it."""
 
 import subprocess
 import sys

@@ -12,7 +12,7 @@ import pytest
 import jattn
 from jattn.cli import main
 from jattn.engine import Engine, renderer
-from jattn.engine.request import Response, Sequence
+from jattn.engine.request import CompletionState, Sequence
 from jattn.text import ByteTokenizer, ChatTemplate, chat_prompt, load_tokenizer
 from jattn.text.chat import load_chat_template
 from tests.models import folders
@@ -272,7 +272,7 @@ def test_a_response_begins_where_the_prompt_ends():
     """The end of a character that the prompt began is text."""
     code, params = ByteTokenizer(), jattn.SamplingParams(max_tokens=8)
     ids = code.encode("a€b")
-    response = Response.of("r", Sequence("s", tuple(ids[:2]), params), 0, (), 99, code)
+    response = CompletionState.of("r", Sequence("s", tuple(ids[:2]), params), 0, (), 99, code)
     response.accept(ids[2:])
     assert response.completion().text == "€b"
 

@@ -1,7 +1,7 @@
-"""The custom calls as JAX functions: attention over pages or packed keys, the write into the pool, and a new pool.
+"""The custom calls as JAX functions: attention over pages or packed keys, the write into the pool, and a filled array.
 
-Under vmap a call runs once per element (vmap_method='sequential'); they have no gradient of their own (the caller
-gives one); inside shard_map every device runs its own. Both use XLA's thread pool.
+They run on XLA's thread pool. Under vmap a call runs once per element (vmap_method='sequential'); inside shard_map it
+runs once per device. They define no gradient: jattn/backends/cpu_native.py does.
 """
 
 import dataclasses
@@ -12,61 +12,62 @@ import numpy as np
 
 from pallas_kernels.cpu.native import library
 
-_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-MAX_DIM = 512
+_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")  # in the order of args.h
+MAX_HEAD_DIM = 512
+"""Largest head_dim and v_head_dim."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Everything static about attention: hashable."""
+class NativeConfig:
+    """The static arguments of attention; hashable."""
 
     scale: float
-    kv_dtype: str  # what the pool's bytes mean, whatever array dtype holds them
+    kv_dtype: str  # dtype of the stored numbers; the array may hold them as unsigned integers of the same size
     out_dtype: str
     soft_cap: float = 0.0  # 0: off
-    left: int = -1  # extra keys on each side, -1: unlimited
-    right: int = -1
-    chunk: int = 0  # 0: off
-    heads_first: bool = True  # pages are [N K S D], not [N S K D]
+    window_left: int = -1  # keys before and after the query's own; -1: unlimited
+    window_right: int = -1
+    chunk_size: int = 0  # 0: off
+    heads_first: bool = True  # pages are [N K S D]; False: [N S K D]
     isa: str = "auto"
-    threads: int = 0  # 0: those of XLA's pool
+    threads: int = 0  # 0: as many as XLA's pool has
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Who attends to what; pages where block_table is given, else packed keys that begin at kv_start."""
+class NativeBatch:
+    """The requests of a call: over pages with block_table, over packed keys with kv_start; exactly one of the two."""
 
     query_start_loc: jax.Array  # i32[R+1]
-    seq_lens: jax.Array  # i32[R] query i of q_len stands at seq_len - q_len + i
-    kv_lens: jax.Array  # i32[R] keys that the request holds
+    seq_lens: jax.Array  # i32[R]: query i of n is at position seq_len - n + i
+    kv_lens: jax.Array  # i32[R]: number of keys; differs from seq_lens only in encoder-decoder attention
     block_table: jax.Array | None = None  # i32[R B]
-    kv_start: jax.Array | None = None  # i32[R]
-    causal: jax.Array | None = None  # i32[R], None: nobody is
+    kv_start: jax.Array | None = None  # i32[R]: each request's first packed key
+    causal: jax.Array | None = None  # i32[R]; None: no request is causal
 
 
 def attend(
-    config: Config,
+    config: NativeConfig,
     q: jax.Array,  # [T H D]
     k: jax.Array,  # a pool of pages, or packed [Tk K D]
     v: jax.Array,
-    batch: Batch,
+    batch: NativeBatch,
     *,
-    k_token_scale: jax.Array | None = None,  # the pool's shape without its last axis
+    k_token_scale: jax.Array | None = None,  # f32, the shape of k without its last axis
     v_token_scale: jax.Array | None = None,
-    slopes: jax.Array | None = None,  # f32[H]
+    alibi_slopes: jax.Array | None = None,  # f32[H]
     sinks: jax.Array | None = None,  # f32[H]
     q_scale: jax.Array | None = None,  # f32[] or [H]
     k_scale: jax.Array | None = None,  # f32[] or [K]
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [T H V], lse f32[T H]): the order of operations is that of pallas_kernels.algebra.logits."""
+    """(out [T H V], lse f32[T H]). The order of operations on a logit is that of pallas_kernels.algebra.logits."""
     library.check_isa(config.isa)
-    (num_tokens, num_heads, _), value_dim = q.shape, v.shape[-1]
-    num_kv = k.shape[1] if k.ndim == 3 or config.heads_first else k.shape[2]
+    (num_tokens, num_heads, _), v_head_dim = q.shape, v.shape[-1]
+    num_kv_heads = k.shape[1] if k.ndim == 3 or config.heads_first else k.shape[2]
     call = jax.ffi.ffi_call(
         library.ATTEND,
         (
-            jax.ShapeDtypeStruct((num_tokens, num_heads, value_dim), jnp.dtype(config.out_dtype)),
+            jax.ShapeDtypeStruct((num_tokens, num_heads, v_head_dim), jnp.dtype(config.out_dtype)),
             jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
         ),
         vmap_method="sequential",
@@ -75,14 +76,14 @@ def attend(
         *(q, k, v, _floats(k_token_scale), _floats(v_token_scale)),
         *(_ints(batch.query_start_loc), _ints(batch.seq_lens), _ints(batch.kv_lens)),
         *(_ints(batch.block_table, (0, 0)), _ints(batch.kv_start), _ints(batch.causal)),
-        *(_floats(slopes), _floats(sinks), _per_head(q_scale, num_heads)),
-        *(_per_head(k_scale, num_kv), _per_head(v_scale, num_kv)),
+        *(_floats(alibi_slopes), _floats(sinks), _per_head(q_scale, num_heads)),
+        *(_per_head(k_scale, num_kv_heads), _per_head(v_scale, num_kv_heads)),
         scale=np.float32(config.scale),
         soft_cap=np.float32(config.soft_cap),
-        left=np.int32(config.left),
-        right=np.int32(config.right),
-        chunk=np.int32(config.chunk),
-        kv_type=np.int32(_DTYPES.index(config.kv_dtype)),
+        window_left=np.int32(config.window_left),
+        window_right=np.int32(config.window_right),
+        chunk_size=np.int32(config.chunk_size),
+        kv_dtype=np.int32(_DTYPES.index(config.kv_dtype)),
         heads_first=bool(config.heads_first),
         isa=config.isa,
         threads=np.int32(config.threads),
@@ -92,28 +93,28 @@ def attend(
 def write(
     k: jax.Array,  # [T K D] float
     v: jax.Array,  # [T K V]
-    slots: jax.Array,  # i32[T]; outside the pool: nothing is written
+    slot_mapping: jax.Array,  # i32[T]; a token whose slot is outside the pool is not written
     pools: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None],  # k, v and their token scales
     *,
-    dtype: str,
+    kv_dtype: str,
     heads_first: bool,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     isa: str = "auto",
     threads: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """The pools with new rows, in place where they are donated or not needed afterwards."""
+    """The pools with the new tokens; written in place if the pools are donated or not used afterwards."""
     library.check_isa(isa)
-    full = tuple(_floats(None) if pool is None else pool for pool in pools)
+    arrays = tuple(_floats(None) if pool is None else pool for pool in pools)
     call = jax.ffi.ffi_call(
         library.WRITE,
-        tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in full),
+        tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in arrays),
         input_output_aliases={5: 0, 6: 1, 7: 2, 8: 3},
         vmap_method="sequential",
     )
     written = call(
-        *(k, v, _ints(slots), _per_head(k_scale, k.shape[1]), _per_head(v_scale, v.shape[1]), *full),
-        kv_type=np.int32(_DTYPES.index(dtype)),
+        *(k, v, _ints(slot_mapping), _per_head(k_scale, k.shape[1]), _per_head(v_scale, v.shape[1]), *arrays),
+        kv_dtype=np.int32(_DTYPES.index(kv_dtype)),
         heads_first=bool(heads_first),
         isa=isa,
         threads=np.int32(threads),
@@ -122,12 +123,13 @@ def write(
 
 
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:
-    """jnp.full(shape, value), on large pages where the system has them."""
+    """jnp.full(shape, value), in 2 MiB OS pages where Linux grants them: fewer TLB misses."""
     return jax.ffi.ffi_call(library.FILL, jax.ShapeDtypeStruct(shape, value.dtype), vmap_method="sequential")(value)
 
 
-def _ints(x, empty: tuple[int, ...] = (0,)) -> jax.Array:
-    return jnp.zeros(empty, jnp.int32) if x is None else jnp.asarray(x, jnp.int32)
+def _ints(x, empty_shape: tuple[int, ...] = (0,)) -> jax.Array:
+    """int32; the calls take an empty array for None."""
+    return jnp.zeros(empty_shape, jnp.int32) if x is None else jnp.asarray(x, jnp.int32)
 
 
 def _floats(x) -> jax.Array:

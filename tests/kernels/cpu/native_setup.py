@@ -1,6 +1,6 @@
-"""What the tests of the native kernels share: a layer pinned to one instruction set, and whether there is any.
+"""Shared by the tests of the native kernels: a layer with a given instruction set, and the mark `needs_library`.
 
-They are skipped only where the library cannot be there. Where a compiler is present and the library is not, they fail.
+The mark skips only where the library cannot be built. With a compiler but without the library, the tests fail.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from tests.problem import Problem
 STATUS = library.status()
 ISAS = STATUS.isas or ("auto",)
 
-needs_library = pytest.mark.skipif(matrix.is_native_absent(), reason=matrix.excuse() or "it must be there")
+needs_library = pytest.mark.skipif(matrix.is_native_absent(), reason=matrix.excuse() or "the library is required")
 
 
 def layer(problem: Problem, isa: str = "auto") -> jattn.PagedAttention:

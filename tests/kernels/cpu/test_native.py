@@ -1,4 +1,4 @@
-"""The native kernels on every instruction set that this machine runs, judged by the witness."""
+"""The native kernels, on every instruction set that this machine runs, against the numpy oracle."""
 
 import concurrent.futures
 
@@ -45,7 +45,7 @@ def test_every_instruction_set_agrees_with_the_witness(name, isa):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("queries", [1, 9, 300])
 def test_long_requests_are_split_and_merged_as_if_whole(queries, dtype, isa):
-    """Beyond 2048 (few rows) and 4096 keys (many) a request is computed in pieces; sinks count once."""
+    """Requests of more than 2048 keys (few rows) or 4096 (many) are split; a sink counts once."""
     rng, length, heads, dim, page = np.random.default_rng(queries), 9001, 2, 16, 128
     q, k, v = (
         jnp.asarray(rng.standard_normal((n, h, dim)), dtype) for n, h in ((queries, heads), (length, 1), (length, 1))
@@ -59,8 +59,8 @@ def test_long_requests_are_split_and_merged_as_if_whole(queries, dtype, isa):
         flat[:length] = np.asarray(x, np.float32)[:, 0]
         pages[table[0]] = flat.reshape(blocks, page, dim)
     pools = [jnp.asarray(pages[:, None], dtype) for pages in pool]
-    config = ops.Config(scale=0.25, kv_dtype=dtype, out_dtype=dtype, isa=isa)
-    batch = ops.Batch(
+    config = ops.NativeConfig(scale=0.25, kv_dtype=dtype, out_dtype=dtype, isa=isa)
+    batch = ops.NativeBatch(
         query_start_loc=np.array([0, queries]), seq_lens=np.array([length]), kv_lens=np.array([length]),
         block_table=table, causal=np.ones(1, np.int32),
     )  # fmt: skip
@@ -78,11 +78,11 @@ def test_bits_do_not_depend_on_the_number_of_threads(threads):
     rng = np.random.default_rng(0)
     q = rng.standard_normal((70, 4, 32)).astype(np.float32)
     k, v = (rng.standard_normal((5000, 2, 32)).astype(np.float32) for _ in range(2))
-    batch = ops.Batch(
+    batch = ops.NativeBatch(
         query_start_loc=np.array([0, 1, 70]), seq_lens=np.array([4000, 1000]), kv_lens=np.array([4000, 1000]),
         kv_start=np.array([0, 4000]),
     )  # fmt: skip
-    config = lambda n: ops.Config(scale=0.2, kv_dtype="float32", out_dtype="float32", threads=n)
+    config = lambda n: ops.NativeConfig(scale=0.2, kv_dtype="float32", out_dtype="float32", threads=n)
     assert same_bits(ops.attend(config(threads), q, k, v, batch)[0], ops.attend(config(1), q, k, v, batch)[0])
 
 
@@ -101,13 +101,13 @@ def test_unknown_instruction_sets_are_refused_by_name():
 
 
 def test_garbage_lengths_and_tables_touch_nothing_outside():
-    """No crash and no wrong memory, whatever the arrays hold; the fuzz target does the same under sanitizers."""
+    """No crash, and outputs of 0; the fuzz driver does the same under sanitizers."""
     rng = np.random.default_rng(1)
     pool = jnp.zeros((4, 2, 8, 16))
     q = jnp.ones((6, 4, 16))
-    config = ops.Config(scale=1.0, kv_dtype="float32", out_dtype="float32")
+    config = ops.NativeConfig(scale=1.0, kv_dtype="float32", out_dtype="float32")
     call = jax.jit(
-        lambda *arrays: ops.attend(config, q, pool, pool, ops.Batch(**dict(zip(NAMES, arrays, strict=True))))
+        lambda *arrays: ops.attend(config, q, pool, pool, ops.NativeBatch(**dict(zip(NAMES, arrays, strict=True))))
     )
     for _ in range(200):
         extreme = lambda *shape: rng.choice([-(2**31), -7, -1, 0, 1, 2, 5, 6, 9, 2**31 - 1], shape).astype(np.int32)
@@ -147,13 +147,13 @@ def test_vmap_runs_the_call_once_per_element():
 
 
 def test_calls_from_several_threads_do_not_disturb_each_other():
-    """Long enough to be cut, merged and spread over the pool's threads by every caller at once."""
+    """Several callers at once, each with requests that are split over the threads of the pool and merged."""
     rng, lengths = np.random.default_rng(3), np.array([4500, 3000, 4500])
     k, v = (rng.standard_normal((lengths.sum(), 2, 64)).astype(np.float32) for _ in range(2))
-    batch = ops.Batch(
+    batch = ops.NativeBatch(
         query_start_loc=np.arange(4), seq_lens=lengths, kv_lens=lengths, kv_start=np.cumsum(lengths) - lengths
     )
-    config = ops.Config(scale=0.1, kv_dtype="float32", out_dtype="float32", threads=3)
+    config = ops.NativeConfig(scale=0.1, kv_dtype="float32", out_dtype="float32", threads=3)
     call = jax.jit(lambda *arrays: ops.attend(config, *arrays, batch)[0])
     devices = [jax.devices()[i % jax.device_count()] for i in range(4)]  # calls on one device may wait for each other
     questions = [
@@ -171,11 +171,11 @@ def test_every_device_of_a_mesh_runs_its_own():
     mesh = jax.make_mesh((len(devices),), ("x",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((len(devices), 9, 2, 16)).astype(np.float32) for _ in range(3))
-    config = ops.Config(scale=1.0, kv_dtype="float32", out_dtype="float32")
+    config = ops.NativeConfig(scale=1.0, kv_dtype="float32", out_dtype="float32")
 
     def one(q, k, v):
         lens = jnp.array([9], jnp.int32)
-        batch = ops.Batch(
+        batch = ops.NativeBatch(
             query_start_loc=jnp.array([0, 9]), seq_lens=lens, kv_lens=lens, kv_start=jnp.zeros(1, jnp.int32)
         )
         return ops.attend(config, q, k, v, batch)[0]

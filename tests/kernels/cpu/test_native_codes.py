@@ -1,7 +1,7 @@
-"""All 256 codes of a byte mean what ml_dtypes says, on every instruction set, as keys and as values.
+"""All 256 codes of fp8 and int8 have the values of ml_dtypes, on every instruction set, as keys and as values.
 
-A single key has weight 1, so the output is the value itself; a query that is 1 in one column and 0 in the others makes
-the log-sum-exp the key's number there.
+A request with one key has weight 1, so out is the value. With a query that is 1 in one column and 0 in the others, lse
+is the key's number in that column.
 """
 
 import ml_dtypes
@@ -20,19 +20,19 @@ CODES = np.arange(256, dtype=np.uint8)
 def attend(isa, held, queries, k, v, requests):
     """f32 outputs [256, 256] and lse of `requests` requests that share the 256 queries and see the one key."""
     each = np.full(requests, len(queries) // requests)
-    batch = ops.Batch(
+    batch = ops.NativeBatch(
         query_start_loc=np.concatenate([[0], np.cumsum(each)]).astype(np.int32),
         seq_lens=np.ones(requests, np.int32),
         kv_lens=np.ones(requests, np.int32),
         block_table=np.zeros((requests, 1), np.int32),
     )
-    config = ops.Config(scale=1.0, kv_dtype=held, out_dtype="float32", isa=isa)
+    config = ops.NativeConfig(scale=1.0, kv_dtype=held, out_dtype="float32", isa=isa)
     pool = lambda codes: codes.reshape(1, 1, 1, -1)
     out, lse = ops.attend(config, queries[:, None], pool(k), pool(v), batch)
     return np.asarray(out)[:, 0], np.asarray(lse)[:, 0]
 
 
-@pytest.mark.parametrize("requests", [256, 1], ids=["streamed", "tiled"])
+@pytest.mark.parametrize("requests", [256, 1], ids=["decode", "prefill"])
 @pytest.mark.parametrize("held", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_code_is_the_number_that_it_stands_for(isa, held, requests):
@@ -45,7 +45,7 @@ def test_every_code_is_the_number_that_it_stands_for(isa, held, requests):
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_key_that_is_not_a_number_is_seen_to_be_none(isa, code):
+def test_a_nan_in_a_key_makes_lse_nan(isa, code):
     k = np.where(CODES == 77, code, 0).astype(np.uint8)
     _, lse = attend(isa, "float8_e4m3fn", np.ones((256, 256), np.float32), k, CODES * 0, 256)
     assert np.isnan(lse).all()

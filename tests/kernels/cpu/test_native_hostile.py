@@ -1,7 +1,7 @@
-"""No array makes a native call read or write outside of another: shapes and types are refused, numbers are made safe.
+"""A native call never reads or writes outside its arrays: wrong shapes and dtypes are refused, wrong numbers clamped.
 
-The calls are made as XLA makes them, past every check of Python's. The fuzz driver does the same to the kernels, under
-AddressSanitizer.
+The tests make the custom calls directly, without the checks in Python. The fuzz driver passes random numbers to the
+kernels, under AddressSanitizer.
 """
 
 import jax
@@ -27,89 +27,104 @@ def i32(*shape):
 
 
 ATTEND = dict(
-    q=f32(T, H, D), k=f32(N, K, S, D), v=f32(N, K, S, V), k_token=f32(0), v_token=f32(0),
-    starts=jnp.arange(R + 1, dtype=jnp.int32), seq_lens=i32(R), kv_lens=i32(R), table=i32(R, B), kv_start=i32(0),
-    causal=i32(0), slopes=f32(0), sinks=f32(0), q_scale=f32(0), k_scale=f32(0), v_scale=f32(0),
+    q=f32(T, H, D), k=f32(N, K, S, D), v=f32(N, K, S, V), k_token_scale=f32(0), v_token_scale=f32(0),
+    query_start_loc=jnp.arange(R + 1, dtype=jnp.int32), seq_lens=i32(R), kv_lens=i32(R),
+    block_table=i32(R, B), kv_start=i32(0), causal=i32(0), alibi_slopes=f32(0), sinks=f32(0), q_scale=f32(0),
+    k_scale=f32(0), v_scale=f32(0),
 )  # fmt: skip
-ATTEND_NUMBERS = dict(scale=np.float32(1), soft_cap=np.float32(0), left=-1, right=-1, chunk=0, kv_type=0)
+ATTEND_NUMBERS = dict(
+    scale=np.float32(1), soft_cap=np.float32(0), window_left=-1, window_right=-1, chunk_size=0, kv_dtype=0
+)
 WRITE = dict(
-    k=f32(T, K, D), v=f32(T, K, V), slots=i32(T), k_scale=f32(0), v_scale=f32(0),
-    k_pool=f32(N, K, S, D), v_pool=f32(N, K, S, V), k_token=f32(0), v_token=f32(0),
+    k=f32(T, K, D), v=f32(T, K, V), slot_mapping=i32(T), k_scale=f32(0), v_scale=f32(0),
+    k_pool=f32(N, K, S, D), v_pool=f32(N, K, S, V), k_token_scale=f32(0), v_token_scale=f32(0),
 )  # fmt: skip
 
 
 def call(target, arrays, numbers, outputs):
-    """One custom call with these arrays, whatever they are."""
+    """One custom call with these arrays."""
     attributes = {name: np.int32(x) if isinstance(x, int) else x for name, x in numbers.items()}
     attributes |= dict(heads_first=True, isa="auto", threads=np.int32(1))
     shapes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs)
     return jax.block_until_ready(jax.ffi.ffi_call(target, shapes)(*arrays.values(), **attributes))
 
 
-def attend(out=((T, H, V), "float32"), lse=((T, H), "float32"), kv_type=0, **changed):
-    return call(library.ATTEND, ATTEND | changed, ATTEND_NUMBERS | dict(kv_type=kv_type), [out, lse])
+def attend(out=((T, H, V), "float32"), lse=((T, H), "float32"), kv_dtype=0, **changed):
+    return call(library.ATTEND, ATTEND | changed, ATTEND_NUMBERS | dict(kv_dtype=kv_dtype), [out, lse])
 
 
-def write(kv_type=0, out=None, **changed):
+def write(kv_dtype=0, out=None, **changed):
     arrays = WRITE | changed
     outputs = [(x.shape, x.dtype) for name, x in arrays.items() if "pool" in name or "token" in name]
-    return call(library.WRITE, arrays, dict(kv_type=kv_type), out or outputs)
+    return call(library.WRITE, arrays, dict(kv_dtype=kv_dtype), out or outputs)
 
 
-PACKED = dict(k=f32(9, K, D), v=f32(9, K, V), kv_start=i32(R), table=i32(0, 0))
+PACKED = dict(k=f32(9, K, D), v=f32(9, K, V), kv_start=i32(R), block_table=i32(0, 0))
 BAD_ATTEND = {
     "q has rank 2": (dict(q=f32(T, D)), r"q is \[6 16\] and must have rank 3"),
     "another head dim": (dict(q=f32(T, H, D + 1)), r"k is \[5 2 8 16\] and must be \[5 2 8 17\]"),
     "fewer values": (dict(v=f32(N - 1, K, S, V)), r"v is \[4 2 8 24\] and must be \[5 2 8 24\]"),
     "packed values": (dict(v=f32(9, K, V)), "v is .* and must have rank 4"),
     "keys of rank 5": (dict(k=f32(1, N, K, S, D)), "rank 4"),
-    "heads that kv heads do not divide": (dict(q=f32(T, 3, D), out=((T, 3, V), "float32")), "multiple of kv heads"),
+    "heads that kv heads do not divide": (
+        dict(q=f32(T, 3, D), out=((T, 3, V), "float32")),
+        "heads is 3 and must be a multiple of the number of kv heads, 2",
+    ),
     "no kv heads": (dict(k=f32(N, 0, S, D), v=f32(N, 0, S, V)), "number of kv heads is 0 and must be 1"),
     "head dim 0": (dict(q=f32(T, H, 0), k=f32(N, K, S, 0)), "head_dim is 0 and must be 1 to 512"),
     "head dim 513": (dict(q=f32(T, H, 513), k=f32(N, K, S, 513)), "head_dim is 513"),
     "wide values": (dict(v=f32(N, K, S, 640), out=((T, H, 640), "float32")), "v_head_dim is 640"),
-    "too few starts": (dict(starts=i32(R)), r"query_start_loc is \[3\] and must be \[4\]"),
+    "too few starts": (dict(query_start_loc=i32(R)), r"query_start_loc is \[3\] and must be \[4\]"),
     "too few kv lengths": (dict(kv_lens=i32(R - 1)), r"kv_lens is \[2\] and must be \[3\]"),
-    "a short table": (dict(table=i32(R - 1, B)), r"block_table is \[2 7\] and must be \[3 7\]"),
-    "a flat table": (dict(table=i32(R * B)), "block_table is .* and must have rank 2"),
+    "a short table": (dict(block_table=i32(R - 1, B)), r"block_table is \[2 7\] and must be \[3 7\]"),
+    "a flat table": (dict(block_table=i32(R * B)), "block_table is .* and must have rank 2"),
     "causal of one": (dict(causal=i32(1)), r"causal is \[1\] and must be \[3\]"),
-    "slopes of kv heads": (dict(slopes=f32(K)), r"alibi_slopes is \[2\] and must be \[4\]"),
+    "slopes of kv heads": (dict(alibi_slopes=f32(K)), r"alibi_slopes is \[2\] and must be \[4\]"),
     "too few sinks": (dict(sinks=f32(1)), r"sinks is \[1\]"),
     "too few query scales": (dict(q_scale=f32(1)), r"q_scale is \[1\]"),
     "too few key scales": (dict(k_scale=f32(1)), r"k_scale is \[1\] and must be \[2\]"),
     "too few value scales": (dict(v_scale=f32(1)), r"v_scale is \[1\]"),
-    "flat token scales": (dict(k_token=f32(N * K * S)), r"k_token_scale is \[80\]"),
-    "token scales of half the pool": (dict(v_token=f32(N, K, S // 2)), r"v_token_scale is \[5 2 4\]"),
+    "flat token scales": (dict(k_token_scale=f32(N * K * S)), r"k_token_scale is \[80\]"),
+    "token scales of half the pool": (dict(v_token_scale=f32(N, K, S // 2)), r"v_token_scale is \[5 2 4\]"),
     "packed without starts": (PACKED | dict(kv_start=i32(0)), r"kv_start is \[0\] and must be \[3\]"),
     "packed, values shorter": (PACKED | dict(v=f32(8, K, V)), r"v is \[8 2 24\] and must be \[9 2 24\]"),
-    "packed, values of another type": (PACKED | dict(v=f32(9, K, V).astype(jnp.bfloat16)), "of the one type"),
+    "packed, values of another dtype": (
+        PACKED | dict(v=f32(9, K, V).astype(jnp.bfloat16)),
+        "v has dtype BF16 and must have float32, the kv_dtype",
+    ),
     "a pool of halves read as floats": (
         dict(k=f32(N, K, S, D).astype(jnp.float16)),
-        "of the one type that kv_type names",
+        "k has dtype F16 and must have float32, the kv_dtype",
     ),
-    "bits of bf16 read as floats": (dict(k=jnp.zeros((N, K, S, D), jnp.uint16)), "of the one type that kv_type names"),
-    "an unknown type": (dict(kv_type=6), "kv_type is no type"),
-    "a negative type": (dict(kv_type=-1), "kv_type is no type"),
-    "integer queries": (dict(q=i32(T, H, D)), "queries must be float32"),
-    "integer slopes": (dict(slopes=i32(H)), "expected F32|dtype"),
+    "bits of bf16 read as floats": (
+        dict(k=jnp.zeros((N, K, S, D), jnp.uint16)),
+        "k has dtype U16 and must have float32",
+    ),
+    "an unknown dtype": (dict(kv_dtype=6), "kv_dtype is 6 and must be 0 to 5"),
+    "a negative dtype": (dict(kv_dtype=-1), "kv_dtype is -1 and must be 0 to 5"),
+    "integer queries": (dict(q=i32(T, H, D)), "q has dtype S32 and must have float32"),
+    "integer slopes": (dict(alibi_slopes=i32(H)), "expected F32|dtype"),
     "float lengths": (dict(seq_lens=f32(R)), "expected S32|dtype"),
-    "a result of bytes": (dict(out=((T, H, V), "int8")), "out must be float32, float16 or bfloat16"),
+    "a result of bytes": (dict(out=((T, H, V), "int8")), "out has dtype S8 and must have float32, float16 or bfloat16"),
     "a short result": (dict(out=((T - 1, H, V), "float32")), r"out is \[5 4 24\] and must be \[6 4 24\]"),
     "a short lse": (dict(lse=((T, H - 1), "float32")), r"lse is \[6 3\]"),
 }
 BAD_WRITE = {
     "values of fewer tokens": (dict(v=f32(T - 1, K, V)), r"v is \[5 2 24\] and must be \[6 2 24\]"),
-    "too few slots": (dict(slots=i32(T - 1)), r"slot_mapping is \[5\] and must be \[6\]"),
-    "more heads than the pool": (dict(k=f32(T, 3, D), v=f32(T, 3, V)), r"the pool of keys is .* must be \[5 3 8 16\]"),
-    "longer rows than the pool's": (dict(k=f32(T, K, D + 8)), r"the pool of keys is \[5 2 8 16\]"),
-    "a smaller pool of values": (dict(v_pool=f32(N, K, S - 1, V)), r"the pool of values is \[5 2 7 24\]"),
-    "a flat pool": (dict(k_pool=f32(N * S, K, D)), "the pool of keys is .* rank 4"),
-    "half the token scales": (dict(k_token=f32(N, K, S // 2)), "token scales is"),
-    "token scales of bytes": (dict(k_token=jnp.zeros((N, K, S), jnp.int8)), "token scales must be float32"),
+    "too few slots": (dict(slot_mapping=i32(T - 1)), r"slot_mapping is \[5\] and must be \[6\]"),
+    "more heads than the pool": (dict(k=f32(T, 3, D), v=f32(T, 3, V)), r"k_pool is .* must be \[5 3 8 16\]"),
+    "longer rows than the pool's": (dict(k=f32(T, K, D + 8)), r"k_pool is \[5 2 8 16\]"),
+    "a smaller pool of values": (dict(v_pool=f32(N, K, S - 1, V)), r"v_pool is \[5 2 7 24\]"),
+    "a flat pool": (dict(k_pool=f32(N * S, K, D)), "k_pool is .* rank 4"),
+    "half the token scales": (dict(k_token_scale=f32(N, K, S // 2)), "k_token_scale is"),
+    "token scales of bytes": (
+        dict(k_token_scale=jnp.zeros((N, K, S), jnp.int8)),
+        "k_token_scale has dtype S8 and must have float32",
+    ),
     "too few scales": (dict(k_scale=f32(1)), r"k_scale is \[1\]"),
-    "bytes as floats": (dict(k_pool=jnp.zeros((N, K, S, D), jnp.uint8)), "of the type that kv_type names"),
-    "two types": (dict(v=f32(T, K, V).astype(jnp.bfloat16)), "of one float type"),
-    "a result that is smaller": (dict(out=[((1,), "float32")] * 4), "the size it came with"),
+    "bytes as floats": (dict(k_pool=jnp.zeros((N, K, S, D), jnp.uint8)), "k_pool has dtype U8 and must have float32"),
+    "two types": (dict(v=f32(T, K, V).astype(jnp.bfloat16)), "v has dtype BF16 and must have the dtype of k"),
+    "a result that is smaller": (dict(out=[((1,), "float32")] * 4), "another size as output than as input"),
 }
 
 
@@ -128,19 +143,33 @@ def test_write_refuses(why):
 
 
 def test_what_is_well_formed_is_taken():
-    """The arrays that the refusals above change one of."""
+    """The arrays of which the refused calls above change one."""
     out, lse = attend()
     assert not np.asarray(out).any() and np.isneginf(lse).all()
     attend(**PACKED)
-    attend(k_token=f32(N, K, S), v_token=f32(N, K, S), causal=i32(R), slopes=f32(H), sinks=f32(H), k_scale=f32(K))
+    attend(
+        k_token_scale=f32(N, K, S),
+        v_token_scale=f32(N, K, S),
+        causal=i32(R),
+        alibi_slopes=f32(H),
+        sinks=f32(H),
+        k_scale=f32(K),
+    )
     write()
     codes = dict(k_pool=jnp.zeros((N, K, S, D), jnp.uint8), v_pool=jnp.zeros((N, K, S, V), jnp.uint8))
-    write(kv_type=3, **codes, k_token=f32(N, K, S), v_token=f32(N, K, S), k_scale=f32(K) + 1, v_scale=f32(K) + 1)
+    write(
+        kv_dtype=3,
+        **codes,
+        k_token_scale=f32(N, K, S),
+        v_token_scale=f32(N, K, S),
+        k_scale=f32(K) + 1,
+        v_scale=f32(K) + 1,
+    )
 
 
 def test_fill_refuses_two_values_and_another_type():
     for value, dtype in ((f32(2), "float32"), (i32(), "float32")):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="one value of the array's own type"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="one element of the dtype of the array"):
             jax.ffi.ffi_call(library.FILL, jax.ShapeDtypeStruct((4,), dtype))(value)
 
 
@@ -148,16 +177,16 @@ EMPTY = ("tokens",), ("requests",), ("blocks",), ("page",), ("width",), ("tokens
 
 
 @pytest.mark.parametrize("empty", EMPTY, ids="+".join)
-def test_nothing_of_something_is_an_empty_answer(empty):
+def test_an_empty_dimension_gives_an_empty_answer(empty):
     sizes = dict(tokens=T, requests=R, blocks=N, page=S, width=B) | dict.fromkeys(empty, 0)
     out, lse = attend(
         q=f32(sizes["tokens"], H, D) + 1,
         k=f32(sizes["blocks"], K, sizes["page"], D),
         v=f32(sizes["blocks"], K, sizes["page"], V) + 1,
-        starts=jnp.arange(sizes["requests"] + 1, dtype=jnp.int32),
+        query_start_loc=jnp.arange(sizes["requests"] + 1, dtype=jnp.int32),
         seq_lens=i32(sizes["requests"]) + 3,
         kv_lens=i32(sizes["requests"]) + 3,
-        table=i32(sizes["requests"], sizes["width"]),
+        block_table=i32(sizes["requests"], sizes["width"]),
         out=((sizes["tokens"], H, V), "float32"),
         lse=((sizes["tokens"], H), "float32"),
     )
@@ -165,7 +194,7 @@ def test_nothing_of_something_is_an_empty_answer(empty):
     pools = write(
         k=f32(sizes["tokens"], K, D) + 1,
         v=f32(sizes["tokens"], K, V) + 1,
-        slots=i32(sizes["tokens"]) - 1,
+        slot_mapping=i32(sizes["tokens"]) - 1,
         k_pool=f32(sizes["blocks"], K, sizes["page"], D),
         v_pool=f32(sizes["blocks"], K, sizes["page"], V),
     )
@@ -174,15 +203,17 @@ def test_nothing_of_something_is_an_empty_answer(empty):
 
 @pytest.mark.parametrize(("start", "length"), [(4, 9), (8, 2**31 - 1), (9, 3), (2**31 - 1, 5), (-(2**31), 4), (-3, 4)])
 def test_packed_keys_past_the_last_are_no_keys(start, length):
-    """As they come from lengths that a jitted caller got wrong: the sum exceeds the keys there are."""
+    """A jitted caller may pass lengths whose sum exceeds the number of packed keys."""
     rng = np.random.default_rng(0)
     k, v = (rng.standard_normal((9, K, D)).astype(np.float32) for _ in range(2))
     q = rng.standard_normal((2, H, D)).astype(np.float32)
-    config = ops.Config(scale=0.3, kv_dtype="float32", out_dtype="float32")
+    config = ops.NativeConfig(scale=0.3, kv_dtype="float32", out_dtype="float32")
 
     def attention(first, count):
         lens = np.array([count], np.int32)
-        batch = ops.Batch(query_start_loc=np.array([0, 2]), seq_lens=lens, kv_lens=lens, kv_start=np.array([first]))
+        batch = ops.NativeBatch(
+            query_start_loc=np.array([0, 2]), seq_lens=lens, kv_lens=lens, kv_start=np.array([first])
+        )
         return ops.attend(config, q, k, v, batch)
 
     first = min(max(start, 0), 9)
@@ -190,12 +221,12 @@ def test_packed_keys_past_the_last_are_no_keys(start, length):
 
 
 def test_hostile_numbers_leave_neighbours_alone():
-    """Slots outside the pool write nothing, table entries outside read inside, lengths end where the table does."""
+    """Slots outside the pool are not written, page numbers outside are clamped, and so are lengths."""
     slots = jnp.array([-1, -(2**31), N * S, 2**31 - 1, N * S + 1, -N * S], jnp.int32)
-    assert not any(np.asarray(pool).any() for pool in write(k=f32(T, K, D) + 1, v=f32(T, K, V) + 1, slots=slots))
+    assert not any(np.asarray(pool).any() for pool in write(k=f32(T, K, D) + 1, v=f32(T, K, V) + 1, slot_mapping=slots))
     k, v = f32(N, K, S, D) + 1, f32(N, K, S, V) + 2
     for entry in (-(2**31), -1, N, 2**31 - 1):
         many = jnp.full(R, 2**31 - 1, jnp.int32)
-        out, _ = attend(k=k, v=v, q=f32(T, H, D) + 1, table=i32(R, B) + entry, seq_lens=many, kv_lens=many)
+        out, _ = attend(k=k, v=v, q=f32(T, H, D) + 1, block_table=i32(R, B) + entry, seq_lens=many, kv_lens=many)
         np.testing.assert_array_equal(np.asarray(out)[:R], 2.0)
         assert not np.asarray(out)[R:].any()

@@ -1,4 +1,4 @@
-"""Memory that is not to be had is an error of that call, with the number of bytes, and the next call is right."""
+"""A failed allocation is an error of that call, with the number of bytes, and the next call is right."""
 
 import subprocess
 
@@ -11,7 +11,7 @@ from tests.kernels.cpu.native_setup import needs_library
 from tests.running import same_bits
 
 LIMIT = 1 << 21
-"""Bytes of an allocation above which the faulty library's fail: see conftest.py."""
+"""Larger allocations of the faulty library fail: see conftest.py."""
 
 
 def attend(requests=1, queries=1, keys=8, heads=1, dim=8, threads=1):
@@ -19,19 +19,19 @@ def attend(requests=1, queries=1, keys=8, heads=1, dim=8, threads=1):
     rng = np.random.default_rng(dim)
     q = rng.standard_normal((requests * queries, heads, dim)).astype(np.float32)
     k, v = (rng.standard_normal((keys, 1, dim)).astype(np.float32) for _ in range(2))
-    batch = ops.Batch(
+    batch = ops.NativeBatch(
         query_start_loc=np.arange(requests + 1) * queries,
         seq_lens=np.full(requests, keys),
         kv_lens=np.full(requests, keys),
         kv_start=np.zeros(requests),
     )
-    config = ops.Config(scale=0.5, kv_dtype="float32", out_dtype="float32", threads=threads)
+    config = ops.NativeConfig(scale=0.5, kv_dtype="float32", out_dtype="float32", threads=threads)
     return jax.block_until_ready(ops.attend(config, q, k, v, batch))
 
 
 TOO_MUCH = {
     "lengths": (dict(requests=200_000), 4 * (3 * 200_000 + 1)),
-    "pieces of work": (dict(requests=30_000), None),  # as many as the vector then asks for
+    "units of work": (dict(requests=30_000), None),  # the size depends on how the vector grows
     "scratch memory": (dict(dim=512), None),
     "partial results": (dict(requests=64, heads=16, keys=4096, dim=256), 4 * 64 * (2 * 16 * (256 + 2) + 1)),
 }
@@ -45,13 +45,13 @@ def test_a_failing_allocation_is_that_calls_error_and_says_how_much(wanted, thre
     before = attend(threads=threads)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED: jattn_cpu_attend: ") as error:
         attend(**sizes, threads=threads)
-    said = int(str(error.value).split("jattn_cpu_attend: ")[1].split(" bytes of memory were wanted")[0])
+    said = int(str(error.value).split("jattn_cpu_attend: cannot allocate ")[1].split(" bytes")[0])
     assert said > LIMIT and count in (None, said)
     assert same_bits(attend(threads=threads), before)
 
 
-def test_kept_memory_is_bounded_and_scratch_memory_has_an_end(tmp_path):
-    """1 MiB is kept for the next call, 64 MiB and more go back, many callers leave one block; an arena ends exactly."""
+def test_cached_memory_is_bounded_and_an_arena_checks_its_end(tmp_path):
+    """1 MiB stays for the next call, more than 64 MiB is freed, and of many callers one buffer stays."""
     try:
         compiler = toolchain.compiler()
     except toolchain.BuildError as error:

@@ -1,7 +1,7 @@
-"""The native kernels' tests bite: a library with faults compiled in, one switched on at a time, fails the conformance.
+"""The tests detect deliberate faults of the native kernels: with any one of them switched on, conformance fails.
 
-The faults are those of src/mutants.h. The library that has them is built for the plainest instruction set, without
-optimisation, once for all workers; it stands beside the real one in the process and shares nothing with it.
+src/mutants.h lists the faults. The library that contains them is built once for all workers, for one instruction set
+and without optimisation; it is loaded into the same process as the real one and shares no state with it.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from tests.running import conform
 pytestmark = needs_library
 
 ONLY_HERE = dict(spare_blocks=41)
-"""A shape that no other test compiles: a compiled step keeps the library that it was compiled for."""
+"""A shape that no other test compiles: a compiled step keeps calling the library for which it was compiled."""
 
 PROBLEMS = {
     "window": Problem(feature=COMBINED["cap_sinks_window"], case=CASES["mixed_unsorted"], **ONLY_HERE),
@@ -28,7 +28,7 @@ PROBLEMS = {
     "scales": Problem(feature=FEATURES["head_scales"], cache_dtype="int8", quant="per_head", **ONLY_HERE),
     "token_scales": Problem(cache_dtype="float8_e4m3fn", quant="per_token_head", **ONLY_HERE),
     "tiles": Problem(case=CASES["two_tiles"], **ONLY_HERE),
-    "pieces": Problem(case=Case("pieces", (1, 2), (2600, 700)), kv_heads=1, block_size=64, **ONLY_HERE),
+    "splits": Problem(case=Case("splits", (1, 2), (2600, 700)), kv_heads=1, block_size=64, **ONLY_HERE),
 }
 CAUGHT_BY = {
     "causal_off_by_one": "chunk",
@@ -37,16 +37,16 @@ CAUGHT_BY = {
     "scale_ignored": "window",
     "scales_swapped": "scales",
     "query_scale_ignored": "scales",
-    "token_scale_of_a_neighbour": "token_scales",
+    "token_scale_of_another_key": "token_scales",
     "soft_cap_ignored": "window",
     "slope_of_another_head": "chunk",
     "heads_interleaved": "window",
     "sink_twice": "window",
     "lse_in_base_two": "window",
     "last_page_dropped": "window",
-    "pieces_not_faded": "pieces",
-    "blocks_not_faded": "pieces",
-    "tiles_not_faded": "tiles",
+    "splits_not_rescaled": "splits",
+    "decode_tiles_not_rescaled": "splits",
+    "prefill_tiles_not_rescaled": "tiles",
     "padding_not_cleared": "window",
     "negative_slot_written": "window",
     "scale_not_divided": "scales",
@@ -54,7 +54,7 @@ CAUGHT_BY = {
 
 
 def declared() -> list[str]:
-    """The names of the faults in their order; the first is 'none'."""
+    """The names of the enum in their order; the first is 'none'."""
     source = (toolchain.SOURCES / "mutants.h").read_text()
     body = re.search(r"enum class Mutant : int \{(.*?)\}", source, re.DOTALL)
     assert body
@@ -63,7 +63,7 @@ def declared() -> list[str]:
 
 @pytest.fixture
 def switch_on(faulty, faulty_library):
-    """Switches one fault on in the library that serves meanwhile."""
+    """Switches one fault on in the faulty library, which serves during the test."""
     names = declared()
     yield lambda name: faulty_library.jattn_switch_on(ctypes.c_int(names.index(name)))
     faulty_library.jattn_switch_on(ctypes.c_int(0))
@@ -71,7 +71,7 @@ def switch_on(faulty, faulty_library):
 
 @functools.cache
 def healthy(name: str) -> bool:
-    """The same problem with no fault switched on passes."""
+    """The problem passes with no fault switched on."""
     conform(PROBLEMS[name], "cpu_native")
     return True
 
@@ -95,7 +95,7 @@ def test_what_users_run_has_no_switch():
 
 
 def test_two_libraries_in_one_process_share_nothing(switch_on, monkeypatch):
-    """A fault in one leaves the other's answers alone, whichever was loaded first."""
+    """A fault in one library does not change the results of the other."""
     switch_on("scale_ignored")
     monkeypatch.undo()  # the real one serves again
     conform(PROBLEMS["window"].replace(spare_blocks=43), "cpu_native")

@@ -16,7 +16,7 @@ from tests.oracle import attention
 from tests.tolerances import rounded
 
 rng, heads, kv_heads, dim, threads = np.random.default_rng(0), 6, 2, 40, {THREADS}
-queries = [1] * 40 + [7, 0, 90, 1]                      # decodes, a few rows, nobody, several tiles, pieces
+queries = [1] * 40 + [7, 0, 90, 1]                      # decodes, a few rows, none, several tiles, splits
 lengths = [*rng.integers(1, 70, 40), 9, 5, 130, 4300]
 keys = np.array(lengths, np.int32)
 for isa in library.status().isas:
@@ -24,11 +24,11 @@ for isa in library.status().isas:
         draw = lambda n, h: rounded(rng.standard_normal((n, h, dim)), dtype)
         q, k, v = draw(sum(queries), heads), draw(sum(lengths), kv_heads), draw(sum(lengths), kv_heads)
         starts = np.cumsum(keys) - keys
-        batch = ops.Batch(query_start_loc=np.cumsum([0, *queries]), seq_lens=keys, kv_lens=keys, kv_start=starts,
+        batch = ops.NativeBatch(query_start_loc=np.cumsum([0, *queries]), seq_lens=keys, kv_lens=keys, kv_start=starts,
                           causal=np.ones(len(keys)))
         answers = []
         for count in threads:
-            config = ops.Config(scale=0.2, kv_dtype=dtype, out_dtype=dtype, isa=isa, threads=count)
+            config = ops.NativeConfig(scale=0.2, kv_dtype=dtype, out_dtype=dtype, isa=isa, threads=count)
             out, lse = ops.attend(config, *(np.asarray(x, dtype=ops.jnp.dtype(dtype)) for x in (q, k, v)), batch)
             answers.append((np.asarray(out), np.asarray(lse)))
         parts = lambda x: [x[a : a + n] for a, n in zip(starts, lengths)]
@@ -39,7 +39,7 @@ for isa in library.status().isas:
             assert all(a.tobytes() == b.tobytes() for a, b in zip(answers[0], other)), (isa, dtype)
 
 new = rng.standard_normal((400, kv_heads, dim)).astype(np.float32)
-slots = np.argsort(rng.random(400)).astype(np.int32) - 3  # as scattered as a scheduler may make them, a few nowhere
+slots = np.argsort(rng.random(400)).astype(np.int32) - 3  # scattered as by a scheduler; three are outside the pool
 slots = (slots, np.sort(slots))
 for order in slots:
     wanted = np.zeros((400, kv_heads, dim), np.float32)
@@ -47,13 +47,13 @@ for order in slots:
     for isa in library.status().isas:
         for count in threads:
             pools = tuple(ops.jnp.zeros((100, kv_heads, 4, dim)) for _ in range(2))
-            pool = np.asarray(ops.write(new, new, order, (*pools, None, None), dtype="float32", heads_first=True,
+            pool = np.asarray(ops.write(new, new, order, (*pools, None, None), kv_dtype="float32", heads_first=True,
                                         isa=isa, threads=count)[0])
             np.testing.assert_array_equal(pool.transpose(0, 2, 1, 3).reshape(400, kv_heads, dim), wanted)
 
-one = ops.Batch(query_start_loc=np.array([0, 1]), seq_lens=np.ones(1), kv_lens=np.ones(1), kv_start=np.zeros(1))
+one = ops.NativeBatch(query_start_loc=np.array([0, 1]), seq_lens=np.ones(1), kv_lens=np.ones(1), kv_start=np.zeros(1))
 for count in threads:  # more threads than rows
-    config = ops.Config(scale=0.2, kv_dtype="float32", out_dtype="float32", threads=count)
+    config = ops.NativeConfig(scale=0.2, kv_dtype="float32", out_dtype="float32", threads=count)
     assert (np.asarray(ops.attend(config, new[:1], new[:1], new[:1], one)[0]) == new[:1]).all()
 print(len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 33)
 """
@@ -66,4 +66,4 @@ def test_r42_every_number_of_threads_gives_the_same_right_answer():
     command = [sys.executable, "-c", IN_A_POOL_OF_33]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 33, "the pool was to have 33 threads"
+    assert int(done.stdout) >= 33, "XLA's pool has fewer than 33 threads"

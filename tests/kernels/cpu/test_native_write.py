@@ -1,7 +1,7 @@
 """The native write stores what jattn.write_kv stores, in place, on every instruction set.
 
-Where every row has a scale of its own, XLA's way to divide by params.k_scale (times its inverse) may move a token's
-scale by a unit in the last place, and with it a code that lies on a tie.
+With per-token scales, XLA multiplies by the inverse of params.k_scale instead of dividing. A token's scale may then
+differ by one unit in the last place, and a number on a tie between two codes may get the other code.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def native(cache: jattn.PagedKV, k, v, slots, params, isa):
     spec = cache.spec
     pools = (cache.k, cache.v, cache.k_token_scale, cache.v_token_scale)
     new = ops.write(
-        k, v, slots, pools, dtype=spec.dtype, heads_first=spec.physical_layout == "HND",
+        k, v, slots, pools, kv_dtype=spec.dtype, heads_first=spec.physical_layout == "HND",
         k_scale=params.k_scale, v_scale=params.v_scale, isa=isa,
     )  # fmt: skip
     return dataclasses.replace(cache, k=new[0], v=new[1], k_token_scale=new[2], v_token_scale=new[3])

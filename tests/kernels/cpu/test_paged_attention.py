@@ -1,4 +1,4 @@
-"""The readable kernel against the witness, called as a kernel: no jattn in between."""
+"""The portable Pallas kernel against the numpy oracle, called directly, without jattn."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.cpu import tiles
-from pallas_kernels.cpu.paged_attention import Batch, Config, Numbers, Pool, paged_attention
+from pallas_kernels.cpu.paged_attention import KernelConfig, KernelParams, PagedBatch, PagePool, paged_attention
 from tests.oracle import attention
 from tests.tolerances import assert_within
 
@@ -21,19 +21,19 @@ SLOTS, PAGES = 4, 14
 
 @dataclasses.dataclass
 class Setup:
-    """A small ragged batch over a NaN-poisoned pool, and the arguments of the witness."""
+    """A small ragged batch over a NaN-poisoned pool, and the arguments of the oracle."""
 
     q: np.ndarray
     keys: list
     values: list
-    pool: Pool
-    batch: Batch
+    pool: PagePool
+    batch: PagedBatch
     starts: np.ndarray
 
-    def call(self, config, numbers=Numbers(), rows=4, **changes):  # noqa: B008
-        fixed = tiles.cut(self.starts, len(self.q), rows)
+    def call(self, config, params=KernelParams(), rows=4, **changes):  # noqa: B008
+        fixed = tiles.make_tiles(self.starts, len(self.q), rows)
         batch = self.batch._replace(**changes)
-        state = paged_attention(self.q, self.pool, batch, fixed, numbers, config=config, interpret=True)
+        state = paged_attention(self.q, self.pool, batch, fixed, params, config=config, interpret=True)
         return [np.asarray(x) for x in state]
 
     def judge(self, got, causal=True, **options):
@@ -66,15 +66,15 @@ def setup(heads=4, kv_heads=2, dim=8, v_dim=6, layout="HND", pad=3) -> Setup:
         q=np.concatenate([normal(1, sum(QUERY), heads, dim), np.full((pad, heads, dim), np.nan, np.float32)]),
         keys=keys,
         values=values,
-        pool=Pool(*map(jnp.asarray, pools)),
-        batch=jax.tree.map(jnp.asarray, Batch(lens[0], lens[1], lens[1] - lens[0], table)),
+        pool=PagePool(*map(jnp.asarray, pools)),
+        batch=jax.tree.map(jnp.asarray, PagedBatch(lens[0], lens[1], lens[1] - lens[0], table)),
         starts=np.cumsum([0, *QUERY]),
     )
 
 
-def config(dim=8, *, soft_cap=None, has_alibi=False, score_fn=None, layout="HND", **rule) -> Config:
+def config(dim=8, *, soft_cap=None, has_alibi=False, score_fn=None, layout="HND", **rule) -> KernelConfig:
     logits = LogitRule(dim**-0.5, soft_cap, has_alibi, score_fn=score_fn)
-    return Config(mask=MaskRule(**rule), logits=logits, kv_dtype="float32", out_dtype="float32", layout=layout)
+    return KernelConfig(mask=MaskRule(**rule), logits=logits, kv_dtype="float32", out_dtype="float32", layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_all_features_at_once():
     score_fn = lambda x, head, q, k: x - 0.05 * (q - k) * (1 + head % 2)
     cfg = config(soft_cap=1.5, has_alibi=True, score_fn=score_fn, left=5, right=2, chunk=8, mask_fn=mask_fn)
     causal = np.array([True, True, False, True])
-    got = case.call(cfg, Numbers(q_scale, k_scale, np.float32(1.4), slopes, sinks), causal=jnp.asarray(causal))
+    got = case.call(cfg, KernelParams(q_scale, k_scale, np.float32(1.4), slopes, sinks), causal=jnp.asarray(causal))
     case.judge(
         got, causal, soft_cap=1.5, slopes=slopes, sinks=sinks, window=(5, 2), chunk_size=8, mask_fn=mask_fn,
         score_fn=score_fn, q_scale=q_scale, k_scale=k_scale, v_scale=1.4,
@@ -117,10 +117,10 @@ def test_user_functions_may_close_over_arrays():
 
 
 def test_pages_before_the_window_are_not_read():
-    """They may have been given back: their table entries are garbage and their bytes NaN."""
+    """They may have been freed: here their table entries are invalid and their bytes NaN."""
     case = setup()
     table = np.array(case.batch.block_table)
-    table[[0, 3], 0] = [-1, 2**31 - 1]  # queries at 8 and at 9, 10: with a window of 5, nobody sees a key below 4
+    table[[0, 3], 0] = [-1, 2**31 - 1]  # queries at 8, and at 9 and 10: with a window of 5, no query sees a key below 4
     case.judge(case.call(config(left=4), block_table=jnp.asarray(table)), window=(4, -1))
 
 
@@ -136,7 +136,7 @@ def test_stored_numbers_are_decoded(dtype, per_token, bits):
     encoded = [quant.encode(jnp.asarray(x), dtype, stored, s) for x, s in zip(pools, scales, strict=True)]
     token = [None if s is None else jnp.asarray(s[..., 0]) for s in scales]
     real = [np.asarray(quant.decode(x, dtype)) * (1 if s is None else s) for x, s in zip(encoded, scales, strict=True)]
-    case.pool = Pool(*encoded, *token)
+    case.pool = PagePool(*encoded, *token)
     table = np.asarray(case.batch.block_table)
     for pages, rows in zip(real, (case.keys, case.values), strict=True):
         for r, n in enumerate(SEQ):
@@ -147,7 +147,7 @@ def test_stored_numbers_are_decoded(dtype, per_token, bits):
 def test_tiles_hold_every_live_token_once_and_never_mix_requests():
     lens = np.array([3, 0, 9, 1, 4, 0])
     starts = np.cumsum([0, *lens])
-    cut = tiles.cut(starts, 20, 4)
+    cut = tiles.make_tiles(starts, 20, 4)
     token, req = np.asarray(cut.token), np.asarray(cut.req)
     assert sorted(token[token < 20]) == list(range(17))
     owner = np.repeat(np.arange(6), lens)
@@ -161,11 +161,11 @@ def test_tiles_hold_every_live_token_once_and_never_mix_requests():
     assert (np.asarray(back[17:]) == -1).all()
 
 
-def test_wrong_shapes_are_said():
+def test_wrong_shapes_are_refused_by_name():
     case = setup()
-    for numbers, words in ((Numbers(sinks=np.ones(3)), "sinks"), (Numbers(k_scale=np.ones(4)), "k_scale")):
+    for params, words in ((KernelParams(sinks=np.ones(3)), "sinks"), (KernelParams(k_scale=np.ones(4)), "k_scale")):
         with pytest.raises(ValueError, match=rf"{words}.shape=.* must be"):
-            case.call(config(), numbers)
+            case.call(config(), params)
     with pytest.raises(ValueError, match="causal.shape"):
         case.call(config(), causal=jnp.ones(2, bool))
     with pytest.raises(ValueError, match=r"q.shape=.* must be \[T, a multiple of"):

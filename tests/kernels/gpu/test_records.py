@@ -1,28 +1,45 @@
-"""The picture of what the kernel reaches: which of the kept records it draws."""
+"""Records of measurements: what is kept, what is drawn, and how targets and tuned tiles are read from them."""
 
-import json
-
-from benchmarks import plot
+from benchmarks import plot, records
 from benchmarks.gpu import table
 from pallas_kernels import tuning
 from pallas_kernels.gpu.paged_attention import default_config, supports
 
 
-def test_the_newest_plain_row_of_each_case_is_drawn(tmp_path):
-    row = lambda case, us, **more: json.dumps(dict(case=case, us=us, ceiling_read_tb_s=4.6) | more)
-    (tmp_path / "a_run1.jsonl").write_text("\n".join([row("dec_x", 1.0), row("dec_y", 2.0), row("dec_x+alibi", 9.0)]))
-    (tmp_path / "a_run2.jsonl").write_text(row("dec_x", 3.0) + "\n" + json.dumps(dict(case="dec_y", rel_err=0.1)))
-    assert {case: kept["us"] for case, kept in plot.newest(tmp_path).items()} == {"dec_x": 3.0, "dec_y": 2.0}
+def test_a_new_row_replaces_the_one_that_answers_the_same_question(tmp_path):
+    row = lambda case, us, **more: dict(case=case, us=us, chip="x") | more
+    records.write([row("a", 1.0), row("b", 2.0), row("a", 3.0, variant="v")], "attention", tmp_path)
+    records.write([row("a", 4.0)], "attention", tmp_path)
+    records.write([row("a", 5.0)], "kv_write", None)
+    kept = records.read(tmp_path / "attention.jsonl")
+    assert [(r["case"], r["us"]) for r in kept] == [("b", 2.0), ("a", 3.0), ("a", 4.0)]
+    assert {r["bench"] for r in kept} == {"attention"} and not (tmp_path / "kv_write.jsonl").exists()
+
+
+def test_every_kept_row_says_what_when_and_where():
+    for path in records.RESULTS.glob("*/*"):
+        rows = records.read(path)
+        assert path.suffix == ".jsonl" and rows == records.newest(rows), path
+        for row in rows:
+            assert row["bench"] == path.stem and all(row[name] for name in ("case", "date", "commit", "chip", "jax")), (
+                row
+            )
+
+
+def test_a_plain_row_with_its_ceilings_is_drawn():
+    row = lambda case, us, **more: dict(case=case, us=us, ceiling_read_tb_s=4.6) | more
+    rows = [row("dec_x", 1.0), row("dec_x+alibi", 9.0), dict(case="dec_y", rel_err=0.1), dict(case="dec_z", us=2.0)]
+    assert plot.drawable(rows) == rows[:1]
 
 
 def test_every_row_that_is_drawn_has_what_the_picture_needs():
-    rows = plot.newest()
+    rows = plot.drawable(records.read(plot.RECORDS))
     for _, names, size, rate, ceiling, *_ in plot.PANELS:
-        chosen = [row for case, row in rows.items() if case.startswith(names)]
+        chosen = [row for row in rows if row["case"].startswith(names)]
         assert chosen and all(0 < row[rate] < row[ceiling] and row[size] > 0 for row in chosen)
 
 
-def test_the_table_says_which_bars_are_met():
+def test_the_table_says_which_targets_are_met():
     rows = [
         dict(case="dec_64x4k", us=250.0), dict(case="dec_64x4k+alibi", us=260.0), dict(case="pre_1x8k", tflop_s=600.0),
         dict(case="write_8k", share_of_copy=0.8), dict(case="dec_1x32k", error="broken"),

@@ -1,11 +1,11 @@
-"""Builds the fuzz driver and runs it: under sanitizers, or for another processor under an emulator.
+"""Builds the fuzz driver and runs it, if asked under sanitizers, or for another processor under an emulator.
 
     python -m pallas_kernels.cpu.native.fuzz --seconds 600 --sanitize address,undefined
     python -m pallas_kernels.cpu.native.fuzz --sanitize thread --callers 4
     python -m pallas_kernels.cpu.native.fuzz --cross aarch64         # needs aarch64-linux-gnu-g++ and qemu-aarch64
 
-On a processor without AMX, or without AVX-512's products of bfloat16, these are emulated in C++: their layout is then
-checked, not their instructions. Exit code 3: the tools are not here.
+Where the processor has no AMX, or no bfloat16 products in AVX-512, these instructions are emulated in C++: the run then
+checks the layout of the data, not the instructions. Exit code 3: a compiler or an emulator is missing.
 """
 
 import argparse
@@ -23,11 +23,11 @@ MISSING = 3
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Build, run, return the driver's verdict."""
+    """Build and run the driver; return its exit code: 0, 1 if a batch is wrong, or MISSING."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.cpu.native.fuzz")
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--callers", type=int, default=2, help="threads that call at the same time")
-    parser.add_argument("--seed", type=int, default=0, help="the first batch's number")
+    parser.add_argument("--seed", type=int, default=0, help="number of the first batch")
     parser.add_argument("--sanitize", default="", help="address,undefined or thread; none by default")
     parser.add_argument("--cross", default="", metavar="MACHINE", help="compile for it and run under qemu")
     args = parser.parse_args(argv)
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def tools(cross: str) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:
-    """(compiler, what runs its programs, machine)."""
+    """(compiler, command that runs its programs, machine)."""
     if not cross:
         return toolchain.compiler(), (), None
     cxx, qemu = shutil.which(f"{cross}-linux-gnu-g++"), shutil.which(f"qemu-{cross}")
@@ -57,11 +57,12 @@ def tools(cross: str) -> tuple[tuple[str, ...], tuple[str, ...], str | None]:
 
 
 def build(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]], sanitize: str) -> pathlib.Path:
-    """The driver, with every instruction set of the machine inside."""
+    """Compile the driver with the kernels of all these ISAs."""
     flags = [*cxx, "-O1", "-g", "-std=c++17", "-Wall", "-Wno-maybe-uninitialized", "-Wno-psabi", "-pthread"]
     flags += ["-I", str(toolchain.SOURCES)]
-    emulated, here = {"avx512_bf16": "-DJATTN_PAIRS_EMULATED", "amx_bf16": "-DJATTN_AMX_EMULATED"}, features()
-    flags += [flag for feature, flag in emulated.items() if feature not in here]
+    emulate = {"avx512_bf16": "-DJATTN_EMULATE_AVX512_BF16", "amx_bf16": "-DJATTN_EMULATE_AMX"}
+    here = cpu_features()
+    flags += [flag for feature, flag in emulate.items() if feature not in here]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
     have = [f"-DJATTN_HAVE_{isa.upper()}" for isa in isas]
@@ -77,8 +78,8 @@ def build(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]], sanitize: s
     return program
 
 
-def features() -> frozenset[str]:
-    """What this processor says that it can do; nothing where the system does not tell."""
+def cpu_features() -> frozenset[str]:
+    """The feature flags of this processor; empty where the system does not list them."""
     try:
         return frozenset(pathlib.Path("/proc/cpuinfo").read_text().split())
     except OSError:
@@ -86,7 +87,7 @@ def features() -> frozenset[str]:
 
 
 def link_library(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]]) -> None:
-    """The library itself for the other machine: it must compile, whoever will run it."""
+    """Compile and link the library itself for the other machine."""
     toolchain.make(work / "library.so", cxx, isas)
     print(f"libjattn_cpu for {', '.join(isas)}: {(work / 'library.so').stat().st_size >> 10} KiB")
 

@@ -1,16 +1,17 @@
-// Random batches through every kernel that this machine runs, from several threads at once: half with sane lengths,
-// compared with a float64 reference, half with garbage, whose accesses a sanitizer watches. One allocation of sixteen
-// fails: that call must end with NoMemory, and the next one must be right. See __main__.py.
+// Runs random batches through every ISA of this processor, from several threads at the same time. Half of the batches
+// have valid lengths; their outputs are compared with a float64 reference. The other half have arbitrary lengths; a
+// sanitizer checks their accesses. One allocation of sixteen fails: the call must end with OutOfMemory, and the
+// repeated call must be right. See __main__.py.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 
 static std::atomic<unsigned> allocations{0};
-static thread_local bool judging = false;
-#define JATTN_ALLOCATION_FAILS(bytes) (!judging && ++allocations % 16 == 0)
+static thread_local bool in_reference = false;  // the reference's own allocations do not fail
+#define JATTN_ALLOCATION_FAILS(bytes) (!in_reference && ++allocations % 16 == 0)
 
-#include "batch.h"
+#include "random_batch.h"
 #include "dispatch.h"
 #include "reference.h"
 #include "run.h"
@@ -18,34 +19,34 @@ static thread_local bool judging = false;
 
 using namespace jattn;
 
-static std::atomic<unsigned> next_seed{0}, attended{0}, refused{0}, wrong{0};
+static std::atomic<unsigned> next_seed{0}, num_attended{0}, num_out_of_memory{0}, num_wrong{0};
 
-static void one(StdPool& pool, const Kernels& kernels, unsigned seed) {
-    Batch batch(seed, seed % 2 == 0);
-    const int threads[] = {1, 2, 3, 17, 33}, asked = threads[seed % 5];
-    run_write(pool, batch.w, kernels, batch.p.tokens, asked);
-    bool good = written(batch.w, batch.p.tokens);
+static void run_batch(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
+    RandomBatch batch(seed, seed % 2 == 0);
+    const int choices[] = {1, 2, 3, 17, 33}, threads = choices[seed % 5];
+    run_write(pool, batch.write, kernels, batch.attend.num_tokens, threads);
+    bool good = check_write(batch.write, batch.attend.num_tokens);
     double worst = 0.0;
-    if (serves(kernels, batch.p.q_type, batch.p.kv_type)) {
+    if (supports(kernels, batch.attend.q_dtype, batch.attend.kv_dtype)) {
         for (bool done = false; !done;) try {
-                run_attend(pool, batch.p, kernels, asked);
+                run_attend(pool, batch.attend, kernels, threads);
                 done = true;
-            } catch (const NoMemory&) {
-                refused++;
+            } catch (const OutOfMemory&) {
+                num_out_of_memory++;
             }
-        if (batch.sane) {
-            Judge judge{batch.p, bytes_of(batch.p.q_type) == 2 && !kernels.attend[0]};
-            judging = true;
-            good &= judge.all();
-            judging = false;
-            worst = judge.worst;
+        if (batch.valid) {
+            AttendCheck check{batch.attend, bytes_of(batch.attend.q_dtype) == 2 && !kernels.attend[0]};
+            in_reference = true;
+            good &= check.all_tokens();
+            in_reference = false;
+            worst = check.worst;
         }
-        attended++;
+        num_attended++;
     }
     if (!good) {
-        std::fprintf(stderr, "%s: batch %u differs from the reference (%.2f of what is allowed)\n", kernels.name, seed,
+        std::fprintf(stderr, "%s: batch %u differs from the reference (%.2f times the tolerance)\n", kernels.name, seed,
                      worst);
-        wrong++;
+        num_wrong++;
     }
 }
 
@@ -61,14 +62,15 @@ int main(int argc, char** argv) {
         std::vector<std::thread> threads;
         for (int i = 0; i < callers; i++)
             threads.emplace_back([&] {
-                while (Clock::now() < end && wrong < 10) {
+                while (Clock::now() < end && num_wrong < 10) {
                     const unsigned seed = next_seed++;
-                    for (const Kernels* kernels : runnable()) one(pool, *kernels, seed);
+                    for (const IsaKernels* kernels : runnable_isas()) run_batch(pool, *kernels, seed);
                 }
             });
         for (auto& thread : threads) thread.join();
     }
     std::printf("%u random batches (%u attended, %u calls out of memory) on %s, %d callers at once: %u wrong\n",
-                next_seed - first, attended.load(), refused.load(), known_isas().c_str(), callers, wrong.load());
-    return wrong != 0;
+                next_seed - first, num_attended.load(), num_out_of_memory.load(), isa_names().c_str(), callers,
+                num_wrong.load());
+    return num_wrong != 0;
 }

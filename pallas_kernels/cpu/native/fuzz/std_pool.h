@@ -1,4 +1,4 @@
-// A thread pool with the interface of XLA's, for the fuzz driver.
+// A thread pool with the interface of XLA's that parallel_for uses, for the fuzz driver.
 #pragma once
 #include <condition_variable>
 #include <deque>

@@ -1,4 +1,4 @@
-// The AMX instructions that product_amx.h uses, in C++: tests of its layout run where the instructions do not.
+// The AMX instructions that matmul_amx.h uses, in C++: processors without AMX can test its layout.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -17,7 +17,7 @@ struct EmulatedTile {
 };
 inline thread_local EmulatedTile emulated[8];
 
-inline float upper(uint32_t word) {
+inline float upper_half_as_float(uint32_t word) {
     word &= 0xffff0000u;
     float x;
     std::memcpy(&x, &word, 4);
@@ -36,8 +36,8 @@ inline void emulated_dot(int sums, int a, int b) {
                 float sum;
                 std::memcpy(&sum, &emulated[sums].words[m][n], 4);
                 const uint32_t x = emulated[a].words[m][k], y = emulated[b].words[k][n];
-                sum += upper(x << 16) * upper(y << 16);
-                sum += upper(x) * upper(y);
+                sum += upper_half_as_float(x << 16) * upper_half_as_float(y << 16);
+                sum += upper_half_as_float(x) * upper_half_as_float(y);
                 std::memcpy(&emulated[sums].words[m][n], &sum, 4);
             }
 }

@@ -1,99 +1,26 @@
-// What the kernels of one ISA share: tanh, queries and rows of a piece of work.
+// What the kernels of one ISA share: conversions, the rows of a unit of work, the places of its keys in the pool.
 #pragma once
-#include "problem.h"
+#include "work.h"
 
 namespace JATTN_ISA {
 
 constexpr float kInf = __builtin_inff();
 
-// A number that load_raw or load_two brings stands for this many times itself: e4m3 comes with the exponent of a half.
+// load_raw and load_two_vectors return the true number divided by this. A code of e4m3 is placed into a float16, whose
+// exponent bias is larger by 8, so the result is 2^-8 of the number. The factor is applied once, to the scale.
 constexpr float raw_unit(Dtype t) { return t == Dtype::e4m3 ? 256.0f : 1.0f; }
-// True where load_two brings even and odd numbers apart.
-constexpr bool is_split(Dtype t) { return t == Dtype::bf16 || is_float8(t); }
+// True where load_two_vectors returns the even numbers in one vector and the odd ones in the other.
+constexpr bool loads_deinterleaved(Dtype t) { return t == Dtype::bf16 || is_float8(t); }
 
 template <Dtype T>
-INL vf loadf(const char* p, int64_t i, int n = N) {
+INL vf load_float(const char* p, int64_t i, int n = N) {
     const vf x = load_raw<T>(p, i, n);
     return raw_unit(T) == 1.0f ? x : mul(x, set1(raw_unit(T)));
 }
 
-INL void fill(float* p, int64_t n, float x) {
-    for (int64_t i = 0; i < n; i++) p[i] = x;
-}
-
-// tanh to a few ulp (rational approximation on +-7.9).
-INL vf tanh_(vf x) {
-    x = max(set1(-7.90531110763549805f), min(set1(7.90531110763549805f), x));
-    vf s = mul(x, x);
-    vf p = fma(s, set1(-2.76076847742355e-16f), set1(2.00018790482477e-13f));
-    p = fma(s, p, set1(-8.60467152213735e-11f));
-    p = fma(s, p, set1(5.12229709037114e-08f));
-    p = fma(s, p, set1(1.48572235717979e-05f));
-    p = fma(s, p, set1(6.37261928875436e-04f));
-    p = fma(s, p, set1(4.89352455891786e-03f));
-    vf q = fma(s, set1(1.19825839466702e-06f), set1(1.18534705686654e-04f));
-    q = fma(s, q, set1(2.26843463243900e-03f));
-    q = fma(s, q, set1(4.89352518554385e-03f));
-    return quotient(mul(x, p), q);
-}
-
-// The maximum to subtract: 0 while nothing was seen.
-INL float shift_of(float m) { return m == -kInf ? 0.0f : m; }
-INL vf shift_of(vf m) { return where_equal(m, set1(-kInf), zero(), m); }
-
-// Row r of a piece of work.
-struct Row {
-    int64_t token, head, position;
-};
-
-INL Row row_of(const Problem& p, const Work& w, int head, int r) {
-    int64_t first = p.query_start[w.req], count = (int64_t)p.query_start[w.req + 1] - first;
-    int64_t i = w.q0 + r / w.ng;
-    const int64_t of_group = w.g0 + r % w.ng, query_head = head * (int64_t)p.group + of_group;
-    return {first + i, JATTN_MUTANT(heads_interleaved, of_group * p.kv_heads + head, query_head), p.seq_len[w.req] - count + i};
-}
-
-// Where keys [first, first + count) of a piece lie in the pool, a page's run at a time; `step` apart in idx.
-INL void find_keys(const Problem& p, const Work& w, int head, int first, int count, int64_t* idx, int step = 1) {
-    for (int t = 0; t < count;) {
-        const int key = w.begin + first + t;
-        int64_t at = row_index(p, w.req, head, key);
-        const int run = p.paged ? p.block_size - key % p.block_size : count - t;
-        for (int n = run < count - t ? run : count - t; n > 0; n--, at += p.slot_stride) idx[t++ * step] = at;
-    }
-}
-
-// Everything between a dot product and the mask that differs from row to row.
-struct RowRule {
-    float *mult, *slope, *position;
-    int32_t *lo, *hi;  // keys seen
-};
-
-INL RowRule row_rules(const Problem& p, const Work& w, int head, int padded, float key_unit, Arena& arena) {
-    RowRule rule{arena.take<float>(padded), arena.take<float>(padded), arena.take<float>(padded),
-                 arena.take<int32_t>(padded), arena.take<int32_t>(padded)};
-    const float* const k_scale = JATTN_MUTANT(scales_swapped, p.v_scale, p.k_scale);
-    float scale = JATTN_MUTANT(scale_ignored, 1.0f, p.scale) * key_unit * (k_scale ? k_scale[head] : 1.0f);
-    for (int r = 0; r < padded; r++) {
-        if (r >= w.rows()) {
-            rule.mult[r] = rule.slope[r] = rule.position[r] = 0.0f;
-            rule.lo[r] = rule.hi[r] = w.begin;
-            continue;
-        }
-        Row row = row_of(p, w, head, r);
-        Range see = visible(p, w.req, row.position);
-        rule.mult[r] = scale * (p.q_scale && !JATTN_MUTANT(query_scale_ignored, true, false) ? p.q_scale[row.head] : 1.0f);
-        rule.slope[r] = p.slopes ? p.slopes[JATTN_MUTANT(slope_of_another_head, head, row.head)] : 0.0f;
-        rule.position[r] = (float)(row.position - w.begin);
-        rule.lo[r] = (int32_t)(see.lo < w.begin ? w.begin : see.lo > w.end ? w.end : see.lo);
-        rule.hi[r] = (int32_t)(see.hi > w.end ? w.end : see.hi < w.begin ? w.begin : see.hi);
-    }
-    return rule;
-}
-
 template <Dtype T>
 static void convert_row(const char* from, int n, float* to) {
-    for (int i = 0; i < n; i += N) store(to + i, loadf<T>(from, i, n - i));
+    for (int i = 0; i < n; i += N) store(to + i, load_float<T>(from, i, n - i));
 }
 
 // n stored numbers as floats, zeros up to the next whole vector.
@@ -108,9 +35,95 @@ static inline void to_floats(Dtype t, const char* from, int n, float* to) {
     }
 }
 
-// Token scales of keys idx[0..n-1], gathered.
-INL void gather(const float* scales, const int64_t* idx, int n, float* to) {
-    for (int i = 0; i < n; i++) to[i] = scales[idx[JATTN_MUTANT(token_scale_of_a_neighbour, 0, i)]];
+INL void fill(float* p, int64_t n, float x) {
+    for (int64_t i = 0; i < n; i++) p[i] = x;
+}
+
+// tanh to a few ulp: a rational approximation on [-7.9, 7.9].
+INL vf vtanh(vf x) {
+    x = max(set1(-7.90531110763549805f), min(set1(7.90531110763549805f), x));
+    vf s = mul(x, x);
+    vf p = fma(s, set1(-2.76076847742355e-16f), set1(2.00018790482477e-13f));
+    p = fma(s, p, set1(-8.60467152213735e-11f));
+    p = fma(s, p, set1(5.12229709037114e-08f));
+    p = fma(s, p, set1(1.48572235717979e-05f));
+    p = fma(s, p, set1(6.37261928875436e-04f));
+    p = fma(s, p, set1(4.89352455891786e-03f));
+    vf q = fma(s, set1(1.19825839466702e-06f), set1(1.18534705686654e-04f));
+    q = fma(s, q, set1(2.26843463243900e-03f));
+    q = fma(s, q, set1(4.89352518554385e-03f));
+    return approx_div(mul(x, p), q);
+}
+
+// What to subtract from a row's logits before the exponential: their maximum, or 0 while the row has seen no key.
+INL float softmax_shift(float row_max) { return row_max == -kInf ? 0.0f : row_max; }
+INL vf softmax_shift(vf row_max) { return where_equal(row_max, set1(-kInf), zero(), row_max); }
+
+// The query of one row.
+struct QueryRow {
+    int64_t token, head, position;
+};
+
+// Row r of a unit: rows are ordered by query, then by head.
+INL QueryRow query_row(const AttentionArgs& args, const WorkUnit& work, int kv_head, int r) {
+    int64_t first = args.query_start_loc[work.request], count = (int64_t)args.query_start_loc[work.request + 1] - first;
+    int64_t i = work.first_query + r / work.num_heads;
+    const int64_t in_group = work.first_head + r % work.num_heads, head = kv_head * (int64_t)args.group_size + in_group;
+    return {first + i, JATTN_MUTANT(heads_interleaved, in_group * args.num_kv_heads + kv_head, head),
+            args.seq_lens[work.request] - count + i};
+}
+
+// What differs from row to row between a dot product and its masked logit.
+struct RowParams {
+    float *scale, *alibi_slope, *position;  // position: relative to the unit's first key
+    int32_t *key_begin, *key_end;           // visible keys, within the unit's
+};
+
+INL RowParams load_row_params(const AttentionArgs& args, const WorkUnit& work, int kv_head, int padded_rows,
+                              float raw_key_unit, Arena& arena) {
+    RowParams rows{arena.take<float>(padded_rows), arena.take<float>(padded_rows), arena.take<float>(padded_rows),
+                   arena.take<int32_t>(padded_rows), arena.take<int32_t>(padded_rows)};
+    const float* const k_scale = JATTN_MUTANT(scales_swapped, args.v_scale, args.k_scale);
+    float scale = JATTN_MUTANT(scale_ignored, 1.0f, args.scale) * raw_key_unit * (k_scale ? k_scale[kv_head] : 1.0f);
+    for (int r = 0; r < padded_rows; r++) {
+        if (r >= work.num_rows()) {
+            rows.scale[r] = rows.alibi_slope[r] = rows.position[r] = 0.0f;
+            rows.key_begin[r] = rows.key_end[r] = work.key_begin;
+            continue;
+        }
+        QueryRow row = query_row(args, work, kv_head, r);
+        KeyRange keys = visible_keys(args, work.request, row.position);
+        const bool has_q_scale = args.q_scale && !JATTN_MUTANT(query_scale_ignored, true, false);
+        rows.scale[r] = scale * (has_q_scale ? args.q_scale[row.head] : 1.0f);
+        const int64_t slope_head = JATTN_MUTANT(slope_of_another_head, kv_head, row.head);
+        rows.alibi_slope[r] = args.alibi_slopes ? args.alibi_slopes[slope_head] : 0.0f;
+        rows.position[r] = (float)(row.position - work.key_begin);
+        rows.key_begin[r] = (int32_t)(keys.begin < work.key_begin ? work.key_begin
+                                      : keys.begin > work.key_end ? work.key_end
+                                                                  : keys.begin);
+        rows.key_end[r] = (int32_t)(keys.end > work.key_end     ? work.key_end
+                                    : keys.end < work.key_begin ? work.key_begin
+                                                                : keys.end);
+    }
+    return rows;
+}
+
+// The pool rows of keys first .. first + count - 1 of a unit, one page at a time, into to[0], to[step], to[2 * step],
+// ...
+INL void locate_keys(const AttentionArgs& args, const WorkUnit& work, int kv_head, int first, int count, int64_t* to,
+                     int step = 1) {
+    for (int t = 0; t < count;) {
+        const int key = work.key_begin + first + t;
+        int64_t row = pool_row(args, work.request, kv_head, key);
+        const int in_page = args.paged ? args.block_size - key % args.block_size : count - t;
+        for (int n = in_page < count - t ? in_page : count - t; n > 0; n--, row += args.slot_stride)
+            to[t++ * step] = row;
+    }
+}
+
+// The token scales of the keys in these pool rows.
+INL void gather_scales(const float* scales, const int64_t* pool_rows, int n, float* to) {
+    for (int i = 0; i < n; i++) to[i] = scales[pool_rows[JATTN_MUTANT(token_scale_of_another_key, 0, i)]];
 }
 
 }  // namespace JATTN_ISA

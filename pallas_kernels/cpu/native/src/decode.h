@@ -1,161 +1,200 @@
-// Few rows against many keys: keys and values are streamed once from where they lie, in blocks of kBlockKeys.
-// Logits of a block are [key][4 rows], so that four rows share every load of a key.
+// Attention of few rows: keys and values are read once, from where they are in the pool, in tiles of kDecodeTileKeys
+// keys. The logits of a tile are stored as [key][4 rows], so that four rows share each load of a key.
+//
+// The keys of a tile are read in kKeyStreams interleaved streams: the first key of each stream, then the second of
+// each, and so on. Several pages are then read at the same time, which keeps several of the hardware's prefetch streams
+// busy.
 #pragma once
-#include "finish.h"
-#include "pace.h"
-#include "stream.h"
+#include "epilogue.h"
+#include "prefetch.h"
+#include "prefetch_tuner.h"
 
 namespace JATTN_ISA {
 
-// Values between two visits of an accumulator; even. A panel of columns is narrower than a large row: over many of them,
-// the memory would be read in two sweeps, which costs more than the visits.
-template <class F>
-constexpr int kValueRun = 16 / F::kBytes;
+constexpr int kKeyStreams = 4;  // measured: 1 and 2 are slower with small pages, 8 is slower with large ones
 
-// Logits of one block and four rows: scale, soft cap, ALiBi, mask; returns their maximum over keys in every lane.
-// `place` is the number of each key in the block, as they are read.
-INL vf shape_block(const Problem& p, const RowRule& rule, int r, int t0, int n, const float* place,
-                   const float* k_scales, int begin, float* logits) {
-    const int vectors = (n + NT - 1) / NT;
-    const vf mult = repeat4(rule.mult + r);
-    bool cut = n % NT != 0;
-    float lo4[4], hi4[4], far4[4];
-    for (int g = 0; g < 4; g++) {
-        int lo = rule.lo[r + g] - begin - t0, hi = rule.hi[r + g] - begin - t0;
-        cut |= lo > 0 || hi < n;
-        lo4[g] = (float)(lo < 0 ? 0 : lo > n ? n : lo);
-        hi4[g] = (float)(hi < 0 ? 0 : hi > n ? n : hi);
-        far4[g] = (float)t0 - rule.position[r + g];
-    }
-    vf top = set1(-kInf);
-    if (!cut && !k_scales && p.soft_cap == 0.0f && !p.slopes) {
-        for (int i = 0; i < vectors; i++) {
-            vf x = mul(load(logits + i * N), mult);
-            store(logits + i * N, x);
-            top = max(top, x);
-        }
-        return fold4max(top);
-    }
-    const vf lo = repeat4(lo4), hi = repeat4(hi4), far = repeat4(far4), slope = repeat4(rule.slope + r);
-    const vf cap = set1(p.soft_cap), inverse = set1(p.soft_cap != 0.0f ? 1.0f / p.soft_cap : 0.0f);
-    for (int i = 0; i < vectors; i++) {
-        const vf at = spread4(place + i * NT);
-        vf x = mul(load(logits + i * N), mult);
-        if (k_scales) x = mul(x, spread4(k_scales + i * NT));
-        if (p.soft_cap != 0.0f && !JATTN_MUTANT(soft_cap_ignored, true, false)) x = mul(cap, tanh_(mul(x, inverse)));
-        if (p.slopes) x = fma(slope, add(far, at), x);
-        if (cut) x = keep(x, at, lo, hi, set1(-kInf));
-        store(logits + i * N, x);
-        top = max(top, x);
-    }
-    return fold4max(top);
+// Values that are added between a load and a store of the accumulators; even. Few, because the columns are computed in
+// groups: after many values, the rows of the first group would have left the cache when the second group reads them.
+template <class Compute>
+constexpr int kKeysPerPass = 16 / Compute::kItemBytes;
+
+// Keys of one stream of a tile of n keys. The n % kKeyStreams keys that remain are read last.
+INL int stream_length(int n) { return n / kKeyStreams; }
+
+// The pool rows of keys [t0, t0 + n) of a unit, in the order in which they are read.
+INL void locate_decode_tile(const AttentionArgs& args, const WorkUnit& work, int kv_head, int t0, int n, int64_t* to) {
+    const int length = stream_length(n), in_streams = length * kKeyStreams;
+    for (int s = 0; s < kKeyStreams; s++)
+        locate_keys(args, work, kv_head, t0 + s * length, length, to + s, kKeyStreams);
+    locate_keys(args, work, kv_head, t0 + in_streams, n - in_streams, to + in_streams);
 }
 
-// The first keys of the piece that this thread will most likely claim next; returns how many, none if it is a long one.
-static int next_keys(const Problem& p, const Queue& queue, int64_t* idx) {
-    const int64_t item = queue.claimed.load(std::memory_order_relaxed);
-    if (item >= queue.items || !queue.works[item / p.kv_heads].is_short) return 0;
-    const Work& w = queue.works[item / p.kv_heads];
-    const int count = w.end - w.begin < kBlockKeys ? w.end - w.begin : kBlockKeys;
-    find_block(p, w, (int)(item % p.kv_heads), 0, count, idx);
+// The numbers of those keys within the tile, in the same order; n behind the last, up to a whole vector.
+INL void number_tile_keys(int n, float* key_number) {
+    const int length = stream_length(n), in_streams = length * kKeyStreams;
+    for (int s = 0; s < kKeyStreams; s++)
+        for (int k = 0; k < length; k++) key_number[k * kKeyStreams + s] = (float)(s * length + k);
+    for (int t = in_streams; t < n + kKeysPerVector; t++) key_number[t] = (float)(t < n ? t : n);
+}
+
+// Dot products of one tile with rows r .. r + 3 -> logits, in place: scale, soft cap, ALiBi, mask. Returns the maximum
+// of each row over the keys, repeated for every key of the vector.
+INL vf shape_logits(const AttentionArgs& args, const RowParams& params, int r, int t0, int n, const float* key_number,
+                    const float* k_scales, int unit_begin, float* logits) {
+    const int vectors = (n + kKeysPerVector - 1) / kKeysPerVector;
+    const vf scale = broadcast_rows(params.scale + r);
+    bool masked = n % kKeysPerVector != 0;
+    float begin4[4], end4[4], offset4[4];
+    for (int g = 0; g < 4; g++) {
+        int begin = params.key_begin[r + g] - unit_begin - t0, end = params.key_end[r + g] - unit_begin - t0;
+        masked |= begin > 0 || end < n;
+        begin4[g] = (float)(begin < 0 ? 0 : begin > n ? n : begin);
+        end4[g] = (float)(end < 0 ? 0 : end > n ? n : end);
+        offset4[g] = (float)t0 - params.position[r + g];
+    }
+    vf row_max = set1(-kInf);
+    if (!masked && !k_scales && args.soft_cap == 0.0f && !args.alibi_slopes) {
+        for (int i = 0; i < vectors; i++) {
+            vf x = mul(load(logits + i * N), scale);
+            store(logits + i * N, x);
+            row_max = max(row_max, x);
+        }
+        return max_over_keys(row_max);
+    }
+    const vf begin = broadcast_rows(begin4), end = broadcast_rows(end4);
+    const vf offset = broadcast_rows(offset4), slope = broadcast_rows(params.alibi_slope + r);
+    const vf cap = set1(args.soft_cap), inverse_cap = set1(args.soft_cap != 0.0f ? 1.0f / args.soft_cap : 0.0f);
+    for (int i = 0; i < vectors; i++) {
+        const vf key = broadcast_keys(key_number + i * kKeysPerVector);
+        vf x = mul(load(logits + i * N), scale);
+        if (k_scales) x = mul(x, broadcast_keys(k_scales + i * kKeysPerVector));
+        if (args.soft_cap != 0.0f && !JATTN_MUTANT(soft_cap_ignored, true, false))
+            x = mul(cap, vtanh(mul(x, inverse_cap)));
+        if (args.alibi_slopes) x = fma(slope, add(offset, key), x);
+        if (masked) x = select_in_range(x, key, begin, end, set1(-kInf));
+        store(logits + i * N, x);
+        row_max = max(row_max, x);
+    }
+    return max_over_keys(row_max);
+}
+
+// The pool rows of the first tile of the item that this thread will probably take next. Returns their number; 0 if that
+// item runs the prefill kernel.
+static int locate_next_item(const AttentionArgs& args, const WorkQueue& queue, int64_t* to) {
+    const int64_t item = queue.next_item.load(std::memory_order_relaxed);
+    if (item >= queue.num_items || !queue.units[item / args.num_kv_heads].is_decode) return 0;
+    const WorkUnit& work = queue.units[item / args.num_kv_heads];
+    const int count = work.key_end - work.key_begin < kDecodeTileKeys ? work.key_end - work.key_begin : kDecodeTileKeys;
+    locate_decode_tile(args, work, (int)(item % args.num_kv_heads), 0, count, to);
     return count;
 }
 
-template <class F>
-static void attend_short(const Problem& p, const Work& w, int head, const Queue& queue, float* partials,
-                         int32_t* counters, Arena arena) {
-    const int rows = w.rows(), blocks4 = (rows + 3) / 4, padded = blocks4 * 4, count = w.end - w.begin;
-    const int64_t q_stride = F::words(p.dim), vdim = padded_vdim(p);
-    const int64_t k_bytes = p.dim * bytes_of(F::kType), v_bytes = p.vdim * bytes_of(F::kType);
-    uint32_t* q = arena.take<uint32_t>(padded * q_stride);
-    float* acc = arena.take<float>(padded * vdim);
-    float* logits = arena.take<float>(4 * kBlockKeys + 8 * N);
-    uint32_t* pairs = arena.take<uint32_t>(2 * kBlockKeys + 4 * N);
-    float* k_scales = arena.take<float>(kBlockKeys + N);
-    float* v_scales = arena.take<float>(kBlockKeys + N);
-    float* place = arena.take<float>(kBlockKeys + N);
-    int64_t* idx = arena.take<int64_t>(kShortChunk + 64);
-    int64_t* upcoming = arena.take<int64_t>(kBlockKeys);
-    float* sums = arena.take<float>(blocks4 * N);
-    float* tops = arena.take<float>(padded);
-    RowRule rule = row_rules(p, w, head, padded, F::kUnit, arena);
+template <class Compute>
+static void attend_decode(const AttentionArgs& args, const WorkUnit& work, int kv_head, const WorkQueue& queue,
+                          float* partials, int32_t* counters, Arena arena) {
+    const int rows = work.num_rows(), row_groups = (rows + 3) / 4, padded_rows = row_groups * 4;
+    const int count = work.key_end - work.key_begin;
+    const int64_t q_stride = Compute::row_words(args.head_dim), v_dim = padded_v_dim(args);
+    const int64_t k_bytes = args.head_dim * bytes_of(Compute::kDtype),
+                  v_bytes = args.v_head_dim * bytes_of(Compute::kDtype);
+    uint32_t* q = arena.take<uint32_t>(padded_rows * q_stride);
+    float* acc = arena.take<float>(padded_rows * v_dim);
+    float* logits = arena.take<float>(4 * kDecodeTileKeys + 8 * N);
+    uint32_t* packed_weights = arena.take<uint32_t>(2 * kDecodeTileKeys + 4 * N);
+    float* k_scales = arena.take<float>(kDecodeTileKeys + N);
+    float* v_scales = arena.take<float>(kDecodeTileKeys + N);
+    float* key_number = arena.take<float>(kDecodeTileKeys + N);
+    int64_t* pool_rows = arena.take<int64_t>(kDecodeSplitKeys + 64);
+    int64_t* next_pool_rows = arena.take<int64_t>(kDecodeTileKeys);
+    float* row_sums =
+        arena.take<float>(row_groups * N);  // [group][key of a vector][4 rows]: summed over keys at the end
+    float* row_max = arena.take<float>(padded_rows);
+    RowParams params = load_row_params(args, work, kv_head, padded_rows, Compute::kRawUnit, arena);
 
-    for (int r = 0; r < padded; r++) {
-        Row row = row_of(p, w, head, r < rows ? r : 0);
-        F::load_query(p, p.q + (row.token * p.heads + row.head) * p.dim * bytes_of(p.q_type), q + r * q_stride);
-        tops[r] = -kInf;
+    for (int r = 0; r < padded_rows; r++) {
+        QueryRow row = query_row(args, work, kv_head, r < rows ? r : 0);
+        Compute::load_query(args,
+                            args.q + (row.token * args.num_heads + row.head) * args.head_dim * bytes_of(args.q_dtype),
+                            q + r * q_stride);
+        row_max[r] = -kInf;
     }
-    fill(acc, padded * vdim, 0.0f);
-    fill(sums, blocks4 * N, 0.0f);
-    auto size_of = [&](int t0) { return count - t0 < kBlockKeys ? count - t0 : kBlockKeys; };
-    for (int t0 = 0; t0 < count; t0 += kBlockKeys) find_block(p, w, head, t0, size_of(t0), idx + t0);
-    const int64_t last = count ? idx[count - 1] : 0;
-    for (int t = count; t < count + 64; t++) idx[t] = last;
+    fill(acc, padded_rows * v_dim, 0.0f);
+    fill(row_sums, row_groups * N, 0.0f);
+    auto tile_keys = [&](int t0) { return count - t0 < kDecodeTileKeys ? count - t0 : kDecodeTileKeys; };
+    for (int t0 = 0; t0 < count; t0 += kDecodeTileKeys)
+        locate_decode_tile(args, work, kv_head, t0, tile_keys(t0), pool_rows + t0);
+    const int64_t last = count ? pool_rows[count - 1] : 0;
+    for (int t = count; t < count + 64; t++) pool_rows[t] = last;  // whole vectors of keys are read
 
-    static thread_local Pace<> pace;
-    Stream stream(k_bytes, pace.begin(count * (k_bytes + v_bytes)));
-    stream.begin({p.k, k_bytes, idx, size_of(0)});
-    for (int t0 = 0, numbered = 0; t0 < count; t0 += kBlockKeys) {
-        const int n = size_of(t0), vectors = (n + NT - 1) / NT;
-        const Rows keys{p.k, k_bytes, idx + t0, n}, values{p.v, v_bytes, idx + t0, n};
-        if (n != numbered) number_block(numbered = n, place);
-        if (p.k_token_scale) gather(p.k_token_scale, idx + t0, vectors * NT, k_scales);
-        if (p.v_token_scale) gather(p.v_token_scale, idx + t0, vectors * NT, v_scales);
-        for (int b = 0; b < blocks4; b++) {
+    static thread_local PrefetchTuner<> tuner;
+    DecodePrefetch prefetcher(k_bytes, tuner.begin_unit(count * (k_bytes + v_bytes)));
+    prefetcher.start({args.k, k_bytes, pool_rows, tile_keys(0)});
+    for (int t0 = 0, numbered = 0; t0 < count; t0 += kDecodeTileKeys) {
+        const int n = tile_keys(t0), vectors = (n + kKeysPerVector - 1) / kKeysPerVector;
+        const PoolRows keys{args.k, k_bytes, pool_rows + t0, n}, values{args.v, v_bytes, pool_rows + t0, n};
+        if (n != numbered) number_tile_keys(numbered = n, key_number);
+        if (args.k_token_scale) gather_scales(args.k_token_scale, pool_rows + t0, vectors * kKeysPerVector, k_scales);
+        if (args.v_token_scale) gather_scales(args.v_token_scale, pool_rows + t0, vectors * kKeysPerVector, v_scales);
+        for (int b = 0; b < row_groups; b++) {
             const uint32_t* q4 = q + b * 4 * q_stride;
-            const char* const* const ahead = b ? nullptr : stream.next;
-            if (ahead) stream.aim(keys, values);
+            const char* const* const next_rows =
+                b ? nullptr : prefetcher.next_rows;  // later groups find the keys in L1
+            if (next_rows) prefetcher.set_rows(keys, values);
             for (int i = 0; i < vectors; i++) {
-                const char* k[NT];
-                for (int t = 0; t < NT; t++) k[t] = p.k + idx[t0 + i * NT + t] * k_bytes;
-                store(logits + i * N, F::dots(q4, q_stride, k, p.dim, ahead ? ahead + i * NT : nullptr));
+                const char* k[kKeysPerVector];
+                for (int t = 0; t < kKeysPerVector; t++)
+                    k[t] = args.k + pool_rows[t0 + i * kKeysPerVector + t] * k_bytes;
+                store(logits + i * N, Compute::dot_keys(q4, q_stride, k, args.head_dim,
+                                                        next_rows ? next_rows + i * kKeysPerVector : nullptr));
             }
-            if (ahead) stream.rest();
-            vf found = shape_block(p, rule, b * 4, t0, n, place, p.k_token_scale ? k_scales : nullptr, w.begin, logits);
+            if (next_rows) prefetcher.finish_rows();
+            vf tile_max = shape_logits(args, params, b * 4, t0, n, key_number, args.k_token_scale ? k_scales : nullptr,
+                                       work.key_begin, logits);
 
-            vf old = repeat4(tops + b * 4), top = max(old, found), shift = shift_of(top);
-            vf fade = exp_(sub(old, shift)), sum = mul(load(sums + b * N), fade);
+            vf old_max = broadcast_rows(row_max + b * 4), new_max = max(old_max, tile_max),
+               shift = softmax_shift(new_max);
+            vf rescale = vexp(sub(old_max, shift)), sum = mul(load(row_sums + b * N), rescale);
             float lanes[N];
-            store(lanes, top);
-            for (int g = 0; g < 4; g++) tops[b * 4 + g] = lanes[g];
-            if (t0 && !JATTN_MUTANT(blocks_not_faded, true, false) && any_differs(old, top)) {
-                store(lanes, fade);
+            store(lanes, new_max);
+            for (int g = 0; g < 4; g++) row_max[b * 4 + g] = lanes[g];
+            if (t0 && !JATTN_MUTANT(decode_tiles_not_rescaled, true, false) && any_differs(old_max, new_max)) {
+                store(lanes, rescale);
                 for (int g = 0; g < 4; g++)
-                    for (int c = 0; c < vdim; c += N) {
-                        float* a = acc + (b * 4 + g) * vdim + c;
+                    for (int c = 0; c < v_dim; c += N) {
+                        float* a = acc + (b * 4 + g) * v_dim + c;
                         store(a, mul(load(a), set1(lanes[g])));
                     }
             }
             for (int i = 0; i < vectors; i++) {
-                vf x = exp_(sub(load(logits + i * N), shift));
+                vf x = vexp(sub(load(logits + i * N), shift));
                 sum = add(sum, x);
-                if (p.v_token_scale) x = mul(x, spread4(v_scales + i * NT));
+                if (args.v_token_scale) x = mul(x, broadcast_keys(v_scales + i * kKeysPerVector));
                 store(logits + i * N, x);
             }
-            store(sums + b * N, sum);
-            for (int i = vectors; i * NT < n + 8; i++) store(logits + i * N, zero());
+            store(row_sums + b * N, sum);
+            for (int i = vectors; i * kKeysPerVector < n + 8; i++) store(logits + i * N, zero());
 
-            const uint32_t* weights = F::weights(logits, n, pairs);
-            if (ahead && t0 + n < count)
-                stream.aim(values, {p.k, k_bytes, idx + t0 + n, size_of(t0 + n)});
-            else if (ahead)
-                stream.aim(values, {p.k, k_bytes, upcoming, next_keys(p, queue, upcoming)});
-            for (int t = 0; t < n; t += kValueRun<F>)
-                F::accumulate(acc + b * 4 * vdim, vdim, weights + t * (F::kPairs ? 2 : 4), idx + t0 + t,
-                              n - t < kValueRun<F> ? n - t : kValueRun<F>, p.v, v_bytes, p.vdim,
-                              ahead ? ahead + t : nullptr);
-            if (ahead) stream.rest();
+            const uint32_t* weights = Compute::pack_decode_weights(logits, n, packed_weights);
+            if (next_rows && t0 + n < count)
+                prefetcher.set_rows(values, {args.k, k_bytes, pool_rows + t0 + n, tile_keys(t0 + n)});
+            else if (next_rows)
+                prefetcher.set_rows(values,
+                                    {args.k, k_bytes, next_pool_rows, locate_next_item(args, queue, next_pool_rows)});
+            for (int t = 0; t < n; t += kKeysPerPass<Compute>)
+                Compute::add_values(acc + b * 4 * v_dim, v_dim, weights + t * (Compute::kBf16Pairs ? 2 : 4),
+                                    pool_rows + t0 + t, n - t < kKeysPerPass<Compute> ? n - t : kKeysPerPass<Compute>,
+                                    args.v, v_bytes, args.v_head_dim, next_rows ? next_rows + t : nullptr);
+            if (next_rows) prefetcher.finish_rows();
         }
     }
-    pace.done();
-    float* m = tops;
-    float* l = arena.take<float>(padded);
-    for (int b = 0; b < blocks4; b++) {
+    tuner.end_unit();
+    float* row_sum = arena.take<float>(padded_rows);
+    for (int b = 0; b < row_groups; b++) {
         float lanes[N];
-        store(lanes, fold4sum(load(sums + b * N)));
-        for (int g = 0; g < 4; g++) l[b * 4 + g] = lanes[g];
+        store(lanes, sum_over_keys(load(row_sums + b * N)));
+        for (int g = 0; g < 4; g++) row_sum[b * 4 + g] = lanes[g];
     }
-    finish<F>(p, w, head, m, l, acc, partials, counters);
+    finish_rows<Compute>(args, work, kv_head, row_max, row_sum, acc, partials, counters);
 }
 
 }  // namespace JATTN_ISA

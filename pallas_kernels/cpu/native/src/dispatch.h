@@ -1,4 +1,4 @@
-// Which ISAs this library holds and this machine runs, best first; and the kernel for a pair of types.
+// The ISAs that this library contains and this processor runs, best first, and the choice among them for given dtypes.
 #pragma once
 #include <string>
 #include <vector>
@@ -12,16 +12,17 @@
 #include <unistd.h>
 #endif
 
-#include "problem.h"
+#include "work.h"
 
 namespace jattn {
 
-extern const Kernels kAmxBf16, kAvx512Bf16, kAvx512, kAvx2, kNeonBf16, kNeon;
+extern const IsaKernels kAmxBf16, kAvx512Bf16, kAvx512, kAvx2, kNeonBf16, kNeon;
 
 #if defined(__x86_64__)
-// AMX with bf16 products, which Linux grants to a process that asks for the tiles' memory.
-inline bool may_use_amx() {
-#if defined(JATTN_AMX_EMULATED)
+// True if AMX with bfloat16 products can be used. Linux requires a process to request permission for the tile
+// registers.
+inline bool request_amx() {
+#if defined(JATTN_EMULATE_AMX)
     return true;
 #elif defined(__linux__)
     unsigned a, b, c, d;
@@ -35,25 +36,25 @@ inline bool may_use_amx() {
 }
 #endif
 
-inline const std::vector<const Kernels*>& runnable() {
-    static const std::vector<const Kernels*> found = [] {
-        std::vector<const Kernels*> list;
+inline const std::vector<const IsaKernels*>& runnable_isas() {
+    static const std::vector<const IsaKernels*> found = [] {
+        std::vector<const IsaKernels*> list;
 #if defined(__x86_64__)
         __builtin_cpu_init();
         bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
         bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#ifdef JATTN_PAIRS_EMULATED
-        bool pairs = avx512;
+#ifdef JATTN_EMULATE_AVX512_BF16
+        bool avx512_bf16 = avx512;
 #else
-        bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+        bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
-        (void)pairs;
+        (void)avx512_bf16;
 #ifdef JATTN_HAVE_AMX_BF16
-        if (pairs && may_use_amx()) list.push_back(&kAmxBf16);
+        if (avx512_bf16 && request_amx()) list.push_back(&kAmxBf16);
 #endif
 #ifdef JATTN_HAVE_AVX512_BF16
-        if (pairs) list.push_back(&kAvx512Bf16);
+        if (avx512_bf16) list.push_back(&kAvx512Bf16);
 #endif
 #ifdef JATTN_HAVE_AVX512
         if (avx512) list.push_back(&kAvx512);
@@ -75,24 +76,31 @@ inline const std::vector<const Kernels*>& runnable() {
     return found;
 }
 
-inline std::string known_isas() {
-    std::string names = "auto";
-    for (const Kernels* k : runnable()) names += std::string(", ") + k->name;
+inline std::string isa_names() {
+    std::string names;
+    for (const IsaKernels* kernels : runnable_isas()) names += (names.empty() ? "" : ", ") + std::string(kernels->name);
     return names;
 }
 
-// Products in bf16 need queries that are bf16 exactly; anything else goes on to the next ISA.
-inline bool serves(const Kernels& k, Dtype q, Dtype kv) {
-    bool narrow = q != Dtype::f32 && q != Dtype::f16;
-    return k.attend[(int)kv] && (narrow || k.attend[(int)Dtype::f32]);
+// Products in bfloat16 need queries that bfloat16 represents exactly: float32 and float16 queries use the next ISA.
+inline bool supports(const IsaKernels& kernels, Dtype q, Dtype kv) {
+    bool fits_bf16 = q != Dtype::f32 && q != Dtype::f16;
+    return kernels.attend[(int)kv] && (fits_bf16 || kernels.attend[(int)Dtype::f32]);
 }
 
-// The ISA to write with (q < 0), or to attend with; nullptr where `isa` is not runnable here.
-inline const Kernels* choose(const std::string& isa, int q, Dtype kv) {
+// The kernels of `isa` ("auto": the best), to write with; nullptr if it does not run here.
+inline const IsaKernels* find_isa(const std::string& isa) {
+    for (const IsaKernels* kernels : runnable_isas())
+        if (isa == "auto" || isa == kernels->name) return kernels;
+    return nullptr;
+}
+
+// The kernels of `isa`, or of the next best one that supports these dtypes; nullptr if `isa` does not run here.
+inline const IsaKernels* find_isa_for(const std::string& isa, Dtype q, Dtype kv) {
     bool found = isa == "auto";
-    for (const Kernels* k : runnable()) {
-        found = found || isa == k->name;
-        if (found && (q < 0 || serves(*k, (Dtype)q, kv))) return k;
+    for (const IsaKernels* kernels : runnable_isas()) {
+        found = found || isa == kernels->name;
+        if (found && supports(*kernels, q, kv)) return kernels;
     }
     return nullptr;
 }

@@ -1,19 +1,18 @@
 // AVX2, FMA, F16C: products in float32.
 #define JATTN_ISA avx2
 #include "simd_avx2.h"
-// the vectors come first
-#include "flavour_f32.h"
-#include "product.h"
+// simd_*.h comes first: it defines the vectors that the others use
+#include "compute_f32.h"
+#include "matmul.h"
 #include "kernels.h"
 
 namespace jattn {
-extern const Kernels kAvx2;
-const Kernels kAvx2 = {
+extern const IsaKernels kAvx2;
+const IsaKernels kAvx2 = {
     "avx2",
-    {avx2::attend<avx2::Float32<Dtype::f32>>, avx2::attend<avx2::Float32<Dtype::f16>>,
-     avx2::attend<avx2::Float32<Dtype::bf16>>, avx2::attend<avx2::Float32<Dtype::e4m3>>,
-     avx2::attend<avx2::Float32<Dtype::e5m2>>, avx2::attend<avx2::Float32<Dtype::i8>>},
-    avx2::write_rows,
-    avx2::N,
+    {avx2::attend<avx2::ComputeF32<Dtype::f32>>, avx2::attend<avx2::ComputeF32<Dtype::f16>>,
+     avx2::attend<avx2::ComputeF32<Dtype::bf16>>, avx2::attend<avx2::ComputeF32<Dtype::e4m3>>,
+     avx2::attend<avx2::ComputeF32<Dtype::e5m2>>, avx2::attend<avx2::ComputeF32<Dtype::i8>>},
+    avx2::write_tokens,
 };
 }  // namespace jattn

@@ -1,20 +1,20 @@
-// AVX-512 with bfloat16 products: for bfloat16 queries; other queries are served by isa_avx512.cc.
+// AVX-512 with bfloat16 products, for bfloat16 queries; isa_avx512.cc serves the others.
 #define JATTN_ISA avx512_bf16
 #include "simd_avx512.h"
-// the vectors come first
-#include "pairs_avx512.h"
-#include "flavour_bf16.h"
-#include "product.h"
+// simd_*.h comes first: it defines the vectors that the others use
+#include "bf16_avx512.h"
+#include "compute_bf16.h"
+#include "matmul.h"
 #include "kernels.h"
 
 namespace jattn {
-extern const Kernels kAvx512Bf16;
-const Kernels kAvx512Bf16 = {
+extern const IsaKernels kAvx512Bf16;
+const IsaKernels kAvx512Bf16 = {
     "avx512_bf16",
-    {nullptr, nullptr, avx512_bf16::attend<avx512_bf16::Bfloat16<Dtype::bf16>>,
-     avx512_bf16::attend<avx512_bf16::Bfloat16<Dtype::e4m3>>, avx512_bf16::attend<avx512_bf16::Bfloat16<Dtype::e5m2>>,
-     avx512_bf16::attend<avx512_bf16::Bfloat16<Dtype::i8>>},
-    avx512_bf16::write_rows,
-    avx512_bf16::N,
+    {nullptr, nullptr, avx512_bf16::attend<avx512_bf16::ComputeBf16<Dtype::bf16>>,
+     avx512_bf16::attend<avx512_bf16::ComputeBf16<Dtype::e4m3>>,
+     avx512_bf16::attend<avx512_bf16::ComputeBf16<Dtype::e5m2>>,
+     avx512_bf16::attend<avx512_bf16::ComputeBf16<Dtype::i8>>},
+    avx512_bf16::write_tokens,
 };
 }  // namespace jattn

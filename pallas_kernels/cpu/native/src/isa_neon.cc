@@ -1,19 +1,18 @@
-// NEON, which every arm64 has: products in float32.
+// NEON, which every arm64 processor has: products in float32.
 #define JATTN_ISA neon
 #include "simd_neon.h"
-// the vectors come first
-#include "flavour_f32.h"
-#include "product.h"
+// simd_*.h comes first: it defines the vectors that the others use
+#include "compute_f32.h"
+#include "matmul.h"
 #include "kernels.h"
 
 namespace jattn {
-extern const Kernels kNeon;
-const Kernels kNeon = {
+extern const IsaKernels kNeon;
+const IsaKernels kNeon = {
     "neon",
-    {neon::attend<neon::Float32<Dtype::f32>>, neon::attend<neon::Float32<Dtype::f16>>,
-     neon::attend<neon::Float32<Dtype::bf16>>, neon::attend<neon::Float32<Dtype::e4m3>>,
-     neon::attend<neon::Float32<Dtype::e5m2>>, neon::attend<neon::Float32<Dtype::i8>>},
-    neon::write_rows,
-    neon::N,
+    {neon::attend<neon::ComputeF32<Dtype::f32>>, neon::attend<neon::ComputeF32<Dtype::f16>>,
+     neon::attend<neon::ComputeF32<Dtype::bf16>>, neon::attend<neon::ComputeF32<Dtype::e4m3>>,
+     neon::attend<neon::ComputeF32<Dtype::e5m2>>, neon::attend<neon::ComputeF32<Dtype::i8>>},
+    neon::write_tokens,
 };
 }  // namespace jattn

@@ -1,21 +1,21 @@
-// The kernels of one ISA as a table; included once by each isa_*.cc.
+// The kernels of one ISA, as its table of IsaKernels names them. Each isa_*.cc includes this once, after its vectors.
 #pragma once
+#include "cache_write.h"
 #include "decode.h"
 #include "prefill.h"
-#include "write.h"
 
 namespace JATTN_ISA {
 
-// Few rows by one flavour, many by the same or another.
-template <class Short, class Long = Short>
-static void attend(const Problem& p, const Queue& queue, int64_t item, float* partials, int32_t* counters,
+// Runs one item. Decode and prefill may compute differently: see isa_amx_bf16.cc.
+template <class DecodeCompute, class PrefillCompute = DecodeCompute>
+static void attend(const AttentionArgs& args, const WorkQueue& queue, int64_t item, float* partials, int32_t* counters,
                    Arena scratch) {
-    const Work& w = queue.works[item / p.kv_heads];
-    const int head = (int)(item % p.kv_heads);
-    if (w.is_short)
-        attend_short<Short>(p, w, head, queue, partials, counters, scratch);
+    const WorkUnit& work = queue.units[item / args.num_kv_heads];
+    const int kv_head = (int)(item % args.num_kv_heads);
+    if (work.is_decode)
+        attend_decode<DecodeCompute>(args, work, kv_head, queue, partials, counters, scratch);
     else
-        attend_long<Long>(p, w, head, partials, counters, scratch);
+        attend_prefill<PrefillCompute>(args, work, kv_head, partials, counters, scratch);
 }
 
 }  // namespace JATTN_ISA

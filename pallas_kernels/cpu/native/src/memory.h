@@ -1,5 +1,5 @@
-// Memory of the kernels. A failed allocation is an error with its size; scratch memory is checked for overruns; memory kept
-// between calls is bounded.
+// Memory of the kernels: an allocator and buffers that throw OutOfMemory with the size, one buffer that is reused from
+// call to call, and an arena that checks its bounds.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -10,18 +10,16 @@
 #include <new>
 #include <stdexcept>
 
-// A build for tests says here which allocations fail: tests/kernels/cpu/test_native_memory.py, fuzz/fuzz.cc.
+// Test builds define which allocations fail: tests/kernels/cpu/test_native_memory.py and fuzz/fuzz.cc.
 #ifndef JATTN_ALLOCATION_FAILS
 #define JATTN_ALLOCATION_FAILS(bytes) false
 #endif
 
 namespace jattn {
 
-class NoMemory : public std::bad_alloc {
+class OutOfMemory : public std::bad_alloc {
    public:
-    explicit NoMemory(size_t bytes) {
-        std::snprintf(text_, sizeof text_, "%zu bytes of memory were wanted and are not to be had", bytes);
-    }
+    explicit OutOfMemory(size_t bytes) { std::snprintf(text_, sizeof text_, "cannot allocate %zu bytes", bytes); }
     const char* what() const noexcept override { return text_; }
 
    private:
@@ -30,7 +28,7 @@ class NoMemory : public std::bad_alloc {
 
 constexpr size_t kPage = 4096;
 
-// Allocator of standard containers that throws NoMemory.
+// Allocator for standard containers that throws OutOfMemory.
 template <class T>
 struct Allocator {
     using value_type = T;
@@ -38,8 +36,9 @@ struct Allocator {
     template <class U>
     Allocator(const Allocator<U>&) {}
     T* allocate(size_t n) {
-        void* p = n > SIZE_MAX / sizeof(T) || JATTN_ALLOCATION_FAILS(n * sizeof(T)) ? nullptr : std::malloc(n * sizeof(T));
-        if (!p) throw NoMemory(n * sizeof(T));
+        void* p =
+            n > SIZE_MAX / sizeof(T) || JATTN_ALLOCATION_FAILS(n * sizeof(T)) ? nullptr : std::malloc(n * sizeof(T));
+        if (!p) throw OutOfMemory(n * sizeof(T));
         return static_cast<T*>(p);
     }
     void deallocate(T* p, size_t) { std::free(p); }
@@ -47,7 +46,7 @@ struct Allocator {
     friend bool operator!=(const Allocator&, const Allocator&) { return false; }
 };
 
-// Pages that are kept and used again: a fresh page costs a page fault.
+// Memory that only grows. Reusing it avoids a page fault for every 4 KiB.
 class Buffer {
    public:
     Buffer() = default;
@@ -55,16 +54,16 @@ class Buffer {
     Buffer& operator=(const Buffer&) = delete;
     ~Buffer() { std::free(data_); }
     size_t size() const { return size_; }
-    // At least `wanted` bytes, of any content; NoMemory leaves the buffer empty.
-    char* get(size_t wanted) {
-        if (wanted <= size_) return data_;
+    // At least `bytes` of uninitialised memory; the buffer is empty after OutOfMemory.
+    char* get(size_t bytes) {
+        if (bytes <= size_) return data_;
         std::free(data_);
         data_ = nullptr, size_ = 0;
-        if (wanted > SIZE_MAX - kPage) throw NoMemory(wanted);
-        const size_t whole = (wanted + kPage - 1) / kPage * kPage;
-        data_ = JATTN_ALLOCATION_FAILS(wanted) ? nullptr : static_cast<char*>(std::aligned_alloc(kPage, whole));
-        if (!data_) throw NoMemory(wanted);
-        size_ = whole;
+        if (bytes > SIZE_MAX - kPage) throw OutOfMemory(bytes);
+        const size_t rounded = (bytes + kPage - 1) / kPage * kPage;
+        data_ = JATTN_ALLOCATION_FAILS(bytes) ? nullptr : static_cast<char*>(std::aligned_alloc(kPage, rounded));
+        if (!data_) throw OutOfMemory(bytes);
+        size_ = rounded;
         return data_;
     }
 
@@ -73,49 +72,51 @@ class Buffer {
     size_t size_ = 0;
 };
 
-constexpr size_t kKeptBytes = 64u << 20;
+constexpr size_t kMaxCachedBytes = 64u << 20;
 
-// Memory for one call. The process keeps one buffer of at most kKeptBytes for the next call; larger buffers, and all but
-// one of calls that ran at the same time, are freed.
+// Memory of one call. The process caches one buffer of at most kMaxCachedBytes for the next call. Larger buffers are
+// freed, and of concurrent calls all buffers but one.
 class CallMemory {
    public:
     char* data = nullptr;
     explicit CallMemory(size_t bytes) {
         if (!bytes) return;
-        own_.reset(kept_.exchange(nullptr));
-        if (!own_) own_ = std::make_unique<Buffer>();
-        data = own_->get(bytes);
+        buffer_.reset(cached_.exchange(nullptr));
+        if (!buffer_) buffer_ = std::make_unique<Buffer>();
+        data = buffer_->get(bytes);
     }
     ~CallMemory() {
-        if (own_ && own_->size() <= kKeptBytes) own_.reset(kept_.exchange(own_.release()));
+        if (buffer_ && buffer_->size() <= kMaxCachedBytes) buffer_.reset(cached_.exchange(buffer_.release()));
     }
-    static size_t kept_bytes() {  // for tests, while no call runs
-        const Buffer* kept = kept_.load();
-        return kept ? kept->size() : 0;
+    static size_t cached_bytes() {  // for tests; not thread-safe
+        const Buffer* cached = cached_.load();
+        return cached ? cached->size() : 0;
     }
 
    private:
-    std::unique_ptr<Buffer> own_;
-    static inline std::atomic<Buffer*> kept_{nullptr};  // never freed: threads may run as long as the process
+    std::unique_ptr<Buffer> buffer_;
+    static inline std::atomic<Buffer*> cached_{nullptr};  // never freed: threads may still run at exit
 };
 
-// Scratch memory of one work item, handed out in pieces aligned to cache lines.
+// A bump allocator over the scratch memory of one item; every allocation is aligned to 64 bytes relative to `begin`.
 class Arena {
    public:
-    Arena(char* begin, int64_t bytes) : at_(begin), left_(bytes) {}
+    Arena(char* begin, int64_t bytes) : next_(begin), bytes_left_(bytes) {}
     template <class T>
     T* take(int64_t n) {
         const int64_t bytes = (n * (int64_t)sizeof(T) + 63) / 64 * 64;
-        if (bytes > left_) overrun();
-        T* p = reinterpret_cast<T*>(at_);
-        at_ += bytes, left_ -= bytes;
+        if (bytes > bytes_left_) overrun();
+        T* p = reinterpret_cast<T*>(next_);
+        next_ += bytes, bytes_left_ -= bytes;
         return p;
     }
 
    private:
-    char* at_;
-    int64_t left_;
-    [[noreturn]] static void overrun() { throw std::length_error("a kernel needs more scratch memory than scratch_bytes()"); }
+    char* next_;
+    int64_t bytes_left_;
+    [[noreturn]] static void overrun() {
+        throw std::length_error("a kernel needs more scratch memory than scratch_bytes() returns");
+    }
 };
 
 }  // namespace jattn

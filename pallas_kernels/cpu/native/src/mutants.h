@@ -1,13 +1,32 @@
-// Faults that the tests must find (tests/kernels/cpu/test_native_mutants.py): a library built with -DJATTN_MUTANTS
-// evaluates `wrong` instead of `right` for the one that is switched on. Any other build contains only `right`.
+// Deliberate faults that the tests must detect (tests/kernels/cpu/test_native_mutants.py). A library built with
+// -DJATTN_MUTANTS evaluates `wrong` instead of `right` for the fault that is switched on. Other builds contain only
+// `right`.
 #pragma once
 
 #ifdef JATTN_MUTANTS
 namespace jattn {
-enum class Mutant : int { none, causal_off_by_one, window_off_by_one, chunk_off_by_one, scale_ignored, scales_swapped,
-    query_scale_ignored, token_scale_of_a_neighbour, soft_cap_ignored, slope_of_another_head, heads_interleaved, sink_twice,
-    lse_in_base_two, last_page_dropped, pieces_not_faded, blocks_not_faded, tiles_not_faded, padding_not_cleared,
-    negative_slot_written, scale_not_divided };
+enum class Mutant : int {
+    none,
+    causal_off_by_one,
+    window_off_by_one,
+    chunk_off_by_one,
+    scale_ignored,
+    scales_swapped,
+    query_scale_ignored,
+    token_scale_of_another_key,
+    soft_cap_ignored,
+    slope_of_another_head,
+    heads_interleaved,
+    sink_twice,
+    lse_in_base_two,
+    last_page_dropped,
+    splits_not_rescaled,
+    decode_tiles_not_rescaled,
+    prefill_tiles_not_rescaled,
+    padding_not_cleared,
+    negative_slot_written,
+    scale_not_divided,
+};
 inline Mutant mutant = Mutant::none;
 }  // namespace jattn
 #define JATTN_MUTANT(name, wrong, right) (jattn::mutant == jattn::Mutant::name ? (wrong) : (right))

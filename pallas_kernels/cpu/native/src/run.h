@@ -1,55 +1,57 @@
-// One whole call on the threads of a pool; XLA's FFI and the fuzz driver both run it.
+// Runs one whole call on the threads of a pool. XLA's custom calls and the fuzz driver use it.
 #pragma once
 #include <cstring>
 #include <limits>
 
-#include "lengths.h"
+#include "clamped_lengths.h"
+#include "parallel_for.h"
 #include "schedule.h"
-#include "thread_pool.h"
 
 namespace jattn {
 
-constexpr double kInlineCost = 60000;  // below this a batch is not worth waking a second thread
+constexpr double kOneThreadCost = 60000;  // a cheaper batch runs on the calling thread: a second one costs more to wake
 
-inline void clear_rows(const Problem& p, int64_t begin, int64_t end) {
+// Sets tokens begin .. end - 1 to out = 0, lse = -inf.
+inline void clear_tokens(const AttentionArgs& args, int64_t begin, int64_t end) {
     if (begin >= end) return;
-    const int64_t row = (int64_t)p.heads * p.vdim * bytes_of(p.out_type);
-    std::memset(p.out + begin * row, 0, (end - begin) * row);
-    std::fill(p.lse + begin * p.heads, p.lse + end * p.heads, -std::numeric_limits<float>::infinity());
+    const int64_t token_bytes = (int64_t)args.num_heads * args.v_head_dim * bytes_of(args.out_dtype);
+    std::memset(args.out + begin * token_bytes, 0, (end - begin) * token_bytes);
+    std::fill(args.lse + begin * args.num_heads, args.lse + end * args.num_heads,
+              -std::numeric_limits<float>::infinity());
 }
 
-// Clamps the lengths, clears the rows of no request, cuts the work into items and runs them.
 template <class Pool>
-void run_attend(Pool& pool, Problem p, const Kernels& kernels, int64_t threads) {
-    Lengths lengths(p);
-    clear_rows(p, 0, p.query_start[0]);
-    clear_rows(p, JATTN_MUTANT(padding_not_cleared, p.tokens, p.query_start[p.requests]), p.tokens);
-    Schedule schedule = make_schedule(p);
-    const CallMemory memory(4 * (schedule.partial_floats + schedule.counters));
+void run_attend(Pool& pool, AttentionArgs args, const IsaKernels& kernels, int64_t threads) {
+    ClampedLengths lengths(args);
+    clear_tokens(args, 0, args.query_start_loc[0]);  // tokens of no request: before the first and behind the last
+    clear_tokens(args, JATTN_MUTANT(padding_not_cleared, args.num_tokens, args.query_start_loc[args.num_reqs]),
+                 args.num_tokens);
+    Schedule schedule = make_schedule(args);
+    const CallMemory memory(4 * (schedule.partial_floats + schedule.num_counters));
     float* const partials = reinterpret_cast<float*>(memory.data);
     int32_t* const counters = reinterpret_cast<int32_t*>(partials + schedule.partial_floats);
-    if (schedule.counters) std::memset(counters, 0, 4 * schedule.counters);
-    const int64_t scratch = scratch_bytes(p);
-    const auto kernel = kernels.attend[(int)p.kv_type];
-    if (threads <= 0 && schedule.cost < kInlineCost) threads = 1;
-    const int64_t items = (int64_t)schedule.works.size() * p.kv_heads;
-    parallel_for(pool, items, threads, [&](int64_t i, const std::atomic<int64_t>& claimed) {
-        static thread_local Buffer own;  // a few MiB, whatever the lengths are
-        kernel(p, Queue{schedule.works.data(), items, claimed}, i, partials, counters, Arena(own.get(scratch), scratch));
+    if (schedule.num_counters) std::memset(counters, 0, 4 * schedule.num_counters);
+    const int64_t scratch = scratch_bytes(args);
+    const auto kernel = kernels.attend[(int)args.kv_dtype];
+    if (threads <= 0 && schedule.cost < kOneThreadCost) threads = 1;
+    const int64_t items = (int64_t)schedule.units.size() * args.num_kv_heads;
+    parallel_for(pool, items, threads, [&](int64_t i, const std::atomic<int64_t>& next_item) {
+        static thread_local Buffer buffer;  // a few MiB: its size does not depend on the lengths
+        kernel(args, WorkQueue{schedule.units.data(), items, next_item}, i, partials, counters,
+               Arena(buffer.get(scratch), scratch));
     });
 }
 
 template <class Pool>
-void run_write(Pool& pool, const Write& w, const Kernels& kernels, int64_t rows, int64_t threads) {
-    // Rows that share a slot must not race and the last must win: one thread then, as for few rows.
+void run_write(Pool& pool, const WriteArgs& args, const IsaKernels& kernels, int64_t tokens, int64_t threads) {
+    // Several threads only where slots ascend. Then no two tokens share a slot; if they do, the last one has to win.
     bool ascending = true;
-    for (int64_t t = 1, last = rows ? w.slots[0] : -1; t < rows && ascending; t++)
-        if (w.slots[t] >= 0) ascending = w.slots[t] > last, last = w.slots[t];
-    const bool many = rows * w.kv_heads * ((int64_t)w.dim + w.vdim) > 65536;
-    const int64_t piece = ascending && many ? std::max<int64_t>(8, rows / 64) : rows;
-    parallel_for(pool, piece ? (rows + piece - 1) / piece : 0, threads, [&](int64_t i, auto&) {
-        kernels.write(w, i * piece, std::min(rows, (i + 1) * piece));
-    });
+    for (int64_t t = 1, last = tokens ? args.slot_mapping[0] : -1; t < tokens && ascending; t++)
+        if (args.slot_mapping[t] >= 0) ascending = args.slot_mapping[t] > last, last = args.slot_mapping[t];
+    const bool is_large = tokens * args.num_kv_heads * ((int64_t)args.head_dim + args.v_head_dim) > 65536;
+    const int64_t part = ascending && is_large ? std::max<int64_t>(8, tokens / 64) : tokens;
+    parallel_for(pool, part ? (tokens + part - 1) / part : 0, threads,
+                 [&](int64_t i, auto&) { kernels.write(args, i * part, std::min(tokens, (i + 1) * part)); });
 }
 
 }  // namespace jattn

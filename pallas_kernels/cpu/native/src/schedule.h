@@ -1,64 +1,73 @@
-// A batch as pieces of work, the dearest first. How a request is cut depends on that request alone, and pieces are
-// merged in a fixed order: its bits never depend on the batch around it, nor on the number of threads.
+// Divides a batch into units of work, the most expensive first. How a request is divided depends on that request alone,
+// and its splits are merged in a fixed order: its result does not depend on the rest of the batch or on the number of
+// threads.
 #pragma once
 #include <algorithm>
 #include <vector>
 
-#include "problem.h"
+#include "work.h"
 
 namespace jattn {
 
 struct Schedule {
-    std::vector<Work, Allocator<Work>> works;  // each stands for kv_heads items
-    int64_t partial_floats = 0, counters = 0;
+    std::vector<WorkUnit, Allocator<WorkUnit>> units;
+    int64_t partial_floats = 0, num_counters = 0;  // memory for the partial results and counters of all splits
     double cost = 0;
 };
 
-inline void add_tile(const Problem& p, Schedule& s, Work w, int64_t chunk) {
-    int64_t count = (int64_t)p.query_start[w.req + 1] - p.query_start[w.req], lo = INT64_MAX, hi = 0;
-    for (int i = 0; i < w.nq; i++) {
-        Range see = visible(p, w.req, p.seq_len[w.req] - count + w.q0 + i);
-        if (see.lo < see.hi) lo = std::min(lo, see.lo), hi = std::max(hi, see.hi);
+// Appends these rows, divided into units of at most split_keys keys. Only keys that some row sees are included.
+inline void add_rows(const AttentionArgs& args, Schedule& schedule, WorkUnit work, int64_t split_keys) {
+    int64_t num_queries = (int64_t)args.query_start_loc[work.request + 1] - args.query_start_loc[work.request];
+    int64_t begin = INT64_MAX, end = 0;
+    for (int i = 0; i < work.num_queries; i++) {
+        const int64_t position = args.seq_lens[work.request] - num_queries + work.first_query + i;
+        KeyRange keys = visible_keys(args, work.request, position);
+        if (keys.begin < keys.end) begin = std::min(begin, keys.begin), end = std::max(end, keys.end);
     }
-    if (lo >= hi) lo = hi = 0;
-    w.splits = (int32_t)std::max<int64_t>(1, (hi - lo + chunk - 1) / chunk);
-    if (w.splits > 1) {
-        w.partial = s.partial_floats;
-        w.counter = s.counters;
-        s.partial_floats += (int64_t)p.kv_heads * w.splits * partial_floats(p, w.rows());
-        s.counters += p.kv_heads;
+    if (begin >= end) begin = end = 0;
+    work.num_splits = (int32_t)std::max<int64_t>(1, (end - begin + split_keys - 1) / split_keys);
+    if (work.num_splits > 1) {
+        work.partial_offset = schedule.partial_floats;
+        work.counter_offset = schedule.num_counters;
+        schedule.partial_floats += (int64_t)args.num_kv_heads * work.num_splits * partial_floats(args, work.num_rows());
+        schedule.num_counters += args.num_kv_heads;
     }
-    for (w.split = 0; w.split < w.splits; w.split++) {
-        w.begin = (int32_t)(lo + w.split * chunk);
-        w.end = (int32_t)std::min<int64_t>(hi, w.begin + chunk);
-        w.cost = 200.0 + double(w.end - w.begin) * (p.dim + p.vdim) / 256 * (w.is_short ? 16 + 2 * w.rows() : 4 * w.rows());
-        s.cost += w.cost * p.kv_heads;
-        s.works.push_back(w);
+    for (work.split = 0; work.split < work.num_splits; work.split++) {
+        work.key_begin = (int32_t)(begin + work.split * split_keys);
+        work.key_end = (int32_t)std::min<int64_t>(end, work.key_begin + split_keys);
+        const int cost_per_key = work.is_decode ? 16 + 2 * work.num_rows() : 4 * work.num_rows();
+        work.cost =
+            200.0 + double(work.key_end - work.key_begin) * (args.head_dim + args.v_head_dim) / 256 * cost_per_key;
+        schedule.cost += work.cost * args.num_kv_heads;
+        schedule.units.push_back(work);
     }
 }
 
-inline Schedule make_schedule(const Problem& p) {
-    Schedule s;
-    for (int32_t r = 0; r < p.requests; r++) {
-        int32_t count = p.query_start[r + 1] - p.query_start[r];
-        if (count <= 0) continue;
-        Work w{};
-        w.req = r;
-        if ((int64_t)count * p.group <= kShortRows) {
-            w.nq = count, w.ng = p.group, w.is_short = true;
-            add_tile(p, s, w, kShortChunk);
+inline Schedule make_schedule(const AttentionArgs& args) {
+    Schedule schedule;
+    for (int32_t r = 0; r < args.num_reqs; r++) {
+        int32_t num_queries = args.query_start_loc[r + 1] - args.query_start_loc[r];
+        if (num_queries <= 0) continue;
+        WorkUnit work{};
+        work.request = r;
+        if ((int64_t)num_queries * args.group_size <= kDecodeMaxRows) {
+            work.num_queries = num_queries, work.num_heads = args.group_size, work.is_decode = true;
+            add_rows(args, schedule, work, kDecodeSplitKeys);
             continue;
         }
-        int32_t heads = std::min(p.group, kLongRows), queries = std::max(1, kLongRows / heads);
-        int64_t chunk = count <= 2 * queries ? kLongChunk : INT32_MAX;
-        for (w.q0 = 0; w.q0 < count; w.q0 += queries)
-            for (w.g0 = 0; w.g0 < p.group; w.g0 += heads) {
-                w.nq = std::min(queries, count - w.q0), w.ng = std::min(heads, p.group - w.g0);
-                add_tile(p, s, w, chunk);
+        int32_t heads = std::min(args.group_size, kPrefillMaxRows), queries = std::max(1, kPrefillMaxRows / heads);
+        // Requests of many units keep enough threads busy without splits of their keys.
+        int64_t split_keys = num_queries <= 2 * queries ? kPrefillSplitKeys : INT32_MAX;
+        for (work.first_query = 0; work.first_query < num_queries; work.first_query += queries)
+            for (work.first_head = 0; work.first_head < args.group_size; work.first_head += heads) {
+                work.num_queries = std::min(queries, num_queries - work.first_query);
+                work.num_heads = std::min(heads, args.group_size - work.first_head);
+                add_rows(args, schedule, work, split_keys);
             }
     }
-    std::stable_sort(s.works.begin(), s.works.end(), [](const Work& a, const Work& b) { return a.cost > b.cost; });
-    return s;
+    std::stable_sort(schedule.units.begin(), schedule.units.end(),
+                     [](const WorkUnit& a, const WorkUnit& b) { return a.cost > b.cost; });
+    return schedule;
 }
 
 }  // namespace jattn

@@ -1,8 +1,8 @@
-// Vectors of 4 floats (arm64). The names are those of simd_avx512.h.
+// Vectors of 4 floats (arm64). simd_avx512.h explains the names.
 #pragma once
 #include <arm_neon.h>
 
-#include "problem.h"
+#include "args.h"
 
 #define INL static inline __attribute__((always_inline))
 
@@ -10,8 +10,8 @@ namespace JATTN_ISA {
 using namespace jattn;
 
 constexpr int N = 4;
-constexpr int NT = N / 4;
-constexpr int kPanel = 4;
+constexpr int kKeysPerVector = N / 4;
+constexpr int kBlockVectors = 4;
 using vf = float32x4_t;
 using vw = uint32x4_t;
 
@@ -23,13 +23,13 @@ INL vf add(vf a, vf b) { return vaddq_f32(a, b); }
 INL vf sub(vf a, vf b) { return vsubq_f32(a, b); }
 INL vf mul(vf a, vf b) { return vmulq_f32(a, b); }
 INL vf div(vf a, vf b) { return vdivq_f32(a, b); }
-INL vf quotient(vf a, vf b) { return div(a, b); }
+INL vf approx_div(vf a, vf b) { return div(a, b); }
 INL vf fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
-INL vf max(vf a, vf b) { return vmaxq_f32(a, b); }  // NaN where either is NaN
+INL vf max(vf a, vf b) { return vmaxq_f32(a, b); }  // NaN if one of them is NaN
 INL vf min(vf a, vf b) { return vminq_f32(a, b); }
 
-INL vf keep(vf x, vf at, vf lo, vf hi, vf other) {
-    return vbslq_f32(vandq_u32(vcgeq_f32(at, lo), vcltq_f32(at, hi)), x, other);
+INL vf select_in_range(vf x, vf key, vf begin, vf end, vf other) {
+    return vbslq_f32(vandq_u32(vcgeq_f32(key, begin), vcltq_f32(key, end)), x, other);
 }
 INL vf where_equal(vf x, vf y, vf then, vf otherwise) { return vbslq_f32(vceqq_f32(x, y), then, otherwise); }
 INL bool any_differs(vf x, vf y) { return vminvq_u32(vceqq_f32(x, y)) == 0; }
@@ -39,9 +39,9 @@ INL float hsum(vf x) { return vaddvq_f32(x); }
 INL vw as_words(vf x) { return vreinterpretq_u32_f32(x); }
 INL vf as_floats(vw x) { return vreinterpretq_f32_u32(x); }
 
-// exp(x) for x <= 0 to about 1e-7; below -87 gives 0, NaN stays.
-INL vf exp_(vf x) {
-    const vw dead = vcltq_f32(x, set1(-87.0f));
+// exp(x) for x <= 0 with a relative error of about 1e-7; 0 for x < -87, NaN for NaN.
+INL vf vexp(vf x) {
+    const vw is_zero = vcltq_f32(x, set1(-87.0f));
     x = max(set1(-87.0f), x);
     vf n = vrndnq_f32(mul(x, set1(1.44269504f)));
     vf r = fma(x, set1(1.44269504f), vnegq_f32(n));
@@ -52,21 +52,23 @@ INL vf exp_(vf x) {
     p = fma(p, r, set1(6.931472028e-1f));
     p = fma(p, r, set1(1.0f));
     int32x4_t power = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
-    return as_floats(vbicq_u32(as_words(mul(p, vreinterpretq_f32_s32(power))), dead));
+    return as_floats(vbicq_u32(as_words(mul(p, vreinterpretq_f32_s32(power))), is_zero));
 }
 
-// A [key][4 rows] vector holds one key: nothing to spread and nothing to fold.
-INL vf lane_number() {
+INL vf lane_numbers() {
     const float lanes[4] = {0, 1, 2, 3};
     return load(lanes);
 }
-INL vf repeat4(const float* p) { return load(p); }
-INL vf spread4(const float* p) { return set1(p[0]); }
-INL vf fold4max(vf x) { return x; }
-INL vf fold4sum(vf x) { return x; }
-INL vf reduce(vf (&a)[NT][4]) { return vpaddq_f32(vpaddq_f32(a[0][0], a[0][1]), vpaddq_f32(a[0][2], a[0][3])); }
+// A vector [key][4 rows] holds one key: there is nothing to reduce over keys.
+INL vf broadcast_rows(const float* p) { return load(p); }
+INL vf broadcast_keys(const float* p) { return set1(p[0]); }
+INL vf max_over_keys(vf x) { return x; }
+INL vf sum_over_keys(vf x) { return x; }
+INL vf sum_lanes(vf (&a)[kKeysPerVector][4]) {
+    return vpaddq_f32(vpaddq_f32(a[0][0], a[0][1]), vpaddq_f32(a[0][2], a[0][3]));
+}
 
-// The first `bytes` of at most 8, zeros behind them.
+// The first `bytes` bytes, at most 8; the others are 0.
 INL uint64_t first_bytes(const char* p, int bytes) {
     uint64_t x = 0;
     if (bytes >= 8) {
@@ -105,61 +107,63 @@ INL vf load_raw(const char* p, int64_t i, int n = N) {
     }
 }
 
-struct Quad {
+struct Fp8Halves {
     uint16x8_t even, odd;
 };
 template <int kPart>
-INL vf part(const Quad& x) {
+INL vf widen(const Fp8Halves& x) {
     const uint16x8_t half = kPart % 2 ? x.odd : x.even;
     return vcvt_f32_f16(vreinterpret_f16_u16(kPart < 2 ? vget_low_u16(half) : vget_high_u16(half)));
 }
-INL uint16x8_t mark_nan(uint16x8_t half) {
+INL uint16x8_t restore_nan(uint16x8_t half) {
     const uint16x8_t nan = vceqq_u16(vorrq_u16(half, vdupq_n_u16(0x8000)), vdupq_n_u16(0xbf80));
     return vorrq_u16(half, vandq_u16(nan, vdupq_n_u16(0x7e00)));
 }
 template <Dtype T>
-INL Quad quad_of(uint8x16_t x) {
+INL Fp8Halves fp8_to_halves(uint8x16_t x) {
     const uint16x8_t words = vreinterpretq_u16_u8(x), first = vshlq_n_u16(words, 8);
     if constexpr (T == Dtype::e5m2) return {first, vandq_u16(words, vdupq_n_u16(0xff00))};
     auto halved = [](uint16x8_t y) __attribute__((always_inline)) {
         const uint16x8_t shifted = vreinterpretq_u16_s16(vshrq_n_s16(vreinterpretq_s16_u16(y), 1));
         return vandq_u16(shifted, vdupq_n_u16(0xbf80));
     };
-    Quad y{halved(first), halved(words)};
-    if (__builtin_expect(vmaxvq_u8(vorrq_u8(x, vdupq_n_u8(0x80))) == 0xff, 0)) y = {mark_nan(y.even), mark_nan(y.odd)};
+    Fp8Halves y{halved(first), halved(words)};
+    if (__builtin_expect(vmaxvq_u8(vorrq_u8(x, vdupq_n_u8(0x80))) == 0xff, 0))
+        y = {restore_nan(y.even), restore_nan(y.odd)};
     return y;
 }
 template <Dtype T>
-INL Quad load_quad(const char* p, int64_t i) {
-    return quad_of<T>(vld1q_u8(reinterpret_cast<const uint8_t*>(p + i)));
+INL Fp8Halves load_fp8_halves(const char* p, int64_t i) {
+    return fp8_to_halves<T>(vld1q_u8(reinterpret_cast<const uint8_t*>(p + i)));
 }
 
 template <Dtype T>
-INL void load_two(const char* p, int64_t i, vf& a, vf& b) {
+INL void load_two_vectors(const char* p, int64_t i, vf& a, vf& b) {
     if constexpr (T == Dtype::bf16) {
         vw x = vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(p + 2 * i)));
         a = as_floats(vshlq_n_u32(x, 16));
         b = as_floats(vandq_u32(x, vdupq_n_u32(0xffff0000u)));
     } else if constexpr (is_float8(T)) {
-        const Quad quad = quad_of<T>(vcombine_u8(vld1_u8(reinterpret_cast<const uint8_t*>(p + i)), vdup_n_u8(0)));
-        a = part<0>(quad), b = part<1>(quad);
+        const Fp8Halves halves =
+            fp8_to_halves<T>(vcombine_u8(vld1_u8(reinterpret_cast<const uint8_t*>(p + i)), vdup_n_u8(0)));
+        a = widen<0>(halves), b = widen<1>(halves);
     } else {
         a = load_raw<T>(p, i), b = load_raw<T>(p, i + N);
     }
 }
 
-INL void split(vf& a, vf& b) {
+INL void deinterleave(vf& a, vf& b) {
     const vf even = vuzp1q_f32(a, b);
     b = vuzp2q_f32(a, b);
     a = even;
 }
-INL void join(vf& a, vf& b) {
+INL void interleave(vf& a, vf& b) {
     const vf low = vzip1q_f32(a, b);
     b = vzip2q_f32(a, b);
     a = low;
 }
 
-INL void storef(Dtype t, char* p, int64_t i, vf x, int n = N) {
+INL void store_as(Dtype t, char* p, int64_t i, vf x, int n = N) {
     if (t == Dtype::f32) {
         float* f = reinterpret_cast<float*>(p) + i;
         if (n >= N) return store(f, x);
@@ -171,7 +175,7 @@ INL void storef(Dtype t, char* p, int64_t i, vf x, int n = N) {
     uint16x4_t y;
     if (t == Dtype::f16) {
         y = vreinterpret_u16_f16(vcvt_f16_f32(x));
-    } else {  // nearest even
+    } else {  // rounded to nearest even
         vw u = as_words(x), odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
         y = vshrn_n_u32(vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
         y = vbsl_u16(vmovn_u32(vceqq_f32(x, x)), y, vdup_n_u16(0x7fc0));
@@ -183,7 +187,7 @@ INL void storef(Dtype t, char* p, int64_t i, vf x, int n = N) {
         for (int b = 0; b < 2 * n; b++) p[2 * i + b] = (char)(bits >> (8 * b));
     }
 }
-INL void streamf(Dtype t, char* p, int64_t i, vf x) { storef(t, p, i, x); }
+INL void stream_as(Dtype t, char* p, int64_t i, vf x) { store_as(t, p, i, x); }
 INL void stream_fence() {}
 
 INL vw load_words(const uint32_t* p) { return vld1q_u32(p); }
@@ -191,7 +195,7 @@ INL void store_words(uint32_t* p, vw x) { vst1q_u32(p, x); }
 INL vw set1_word(const uint32_t* p) { return vld1q_dup_u32(p); }
 INL vw zero_words() { return vdupq_n_u32(0); }
 
-// Columns of a 4 x 4 block of words become rows at d, d + stride, ...
+// Stores the columns of a 4 x 4 block of words as rows at d, d + stride, ...
 INL void transpose(vw (&r)[N], uint32_t* d, int64_t stride) {
     auto halves = [](vw x) __attribute__((always_inline)) { return vreinterpretq_u64_u32(x); };
     auto words = [](uint64x2_t x) __attribute__((always_inline)) { return vreinterpretq_u32_u64(x); };

@@ -1,0 +1,48 @@
+"""Checks that every chip's kernel makes before it is launched."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+
+def unlisted_fields(rule: Any, honoured: tuple[str, ...]) -> list[str]:
+    """`field=value` for every field of a MaskRule or LogitRule that is set and that the kernel does not honour.
+
+    A kernel lists the fields that it honours. A field added to a rule later is then refused, never ignored.
+    """
+    return [
+        f"{field.name}={getattr(rule, field.name)!r}"
+        for field in dataclasses.fields(rule)
+        if field.name not in honoured and getattr(rule, field.name) != field.default
+    ]
+
+
+def check_arrays(
+    config: Any,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_table: jax.Array,
+    page_shape: tuple[int, int],
+    extra: tuple[tuple[str, object, object], ...],
+) -> None:
+    """ValueError at the first array that differs from the kernel's config.
+
+    page_shape: (kv heads, slots of a page), in the pool's order. extra: (name, seen, wanted) of what only this kernel
+    takes.
+    """
+    c = config
+    table = (
+        ("q", q.shape[1:], (c.num_heads, c.head_dim)),
+        ("k_pages", k_pages.shape[1:], (*page_shape, c.head_dim)),
+        ("v_pages", v_pages.shape, (k_pages.shape[0], *page_shape, c.v_head_dim)),
+        ("q dtype", q.dtype.name, c.dtype),
+        ("k_pages dtype", k_pages.dtype.name, c.kv_dtype),
+        ("v_pages dtype", v_pages.dtype.name, c.kv_dtype),
+        ("block_table dtype", block_table.dtype.name, "int32"),
+        *extra,
+    )
+    for name, seen, wanted in table:
+        if seen != wanted:
+            raise ValueError(f"{name} is {seen}; the config wants {wanted}")

@@ -1,0 +1,214 @@
+// The buffers of the two calls as XLA passes them: checked, then turned into the arguments of the kernels.
+#pragma once
+#include <cstring>
+
+#include "checks.h"
+
+namespace jattn {
+
+using AnyBuffer = ffi::AnyBuffer;
+using Int32Buffer = ffi::Buffer<ffi::S32>;
+using FloatBuffer = ffi::Buffer<ffi::F32>;
+
+inline const float* data_or_null(const FloatBuffer& x) { return x.element_count() ? x.typed_data() : nullptr; }
+
+// The strides of a pool of pages.
+template <class Args>
+void set_strides(Args& args, bool heads_first) {
+    args.block_stride = (int64_t)args.num_kv_heads * args.block_size;
+    args.head_stride = heads_first ? args.block_size : 1;
+    args.slot_stride = heads_first ? 1 : args.num_kv_heads;
+}
+
+// A pool holds numbers of kv_dtype.
+inline void check_kv_dtype(ArrayChecks& checks, const char* name, const AnyBuffer& x, int32_t kv_dtype) {
+    checks.count("kv_dtype", kv_dtype, 0, kNumDtypes - 1);
+    if (checks.error.empty())
+        checks.dtype(name, x, can_hold(x.element_type(), (Dtype)kv_dtype),
+                     "the kv_dtype, or unsigned integers of its size", kDtypeNames[kv_dtype]);
+}
+
+// Absent arrays have no elements. Keys and values are pages [N K S *] (heads_first) or [N S K *], or packed [Tk K *].
+struct AttendBuffers {
+    AnyBuffer q, k, v;
+    FloatBuffer k_token_scale, v_token_scale;
+    Int32Buffer query_start_loc, seq_lens, kv_lens, block_table, kv_start, causal;
+    FloatBuffer alibi_slopes, sinks, q_scale, k_scale, v_scale;
+    AnyBuffer out;
+    FloatBuffer lse;
+
+    // The error of the first check that fails; empty if none does.
+    std::string error(int32_t kv_dtype, bool heads_first) const {
+        ArrayChecks checks;
+        Dtype dtype;
+        const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
+        checks.dtype("q", q, dtype_of(q.element_type(), dtype), "float32, float16, bfloat16, fp8 or int8");
+        checks.dtype("out", out, dtype_of(out.element_type(), dtype) && bytes_of(dtype) > 1,
+                     "float32, float16 or bfloat16");
+        check_kv_dtype(checks, "k", k, kv_dtype);
+        check_kv_dtype(checks, "v", v, kv_dtype);
+        checks.rank("q", q, 3);
+        checks.require(kd.size() == 3 || kd.size() == 4, "k must be packed [Tk K D] or pages of rank 4");
+        checks.rank("v", v, kd.size());
+        checks.rank("seq_lens", seq_lens, 1);
+        checks.rank("block_table", block_table, 2);
+        if (!checks.error.empty()) return checks.error;
+
+        const bool paged = kd.size() == 4;
+        const int64_t num_tokens = qd[0], num_heads = qd[1], num_reqs = seq_lens.dimensions()[0];
+        const int64_t num_kv_heads = kd[paged && !heads_first ? 2 : 1];
+        const int64_t table_width = paged ? block_table.dimensions().back() : 0;
+        checks.count("the number of tokens", num_tokens, 0);
+        checks.count("the number of requests", num_reqs, 0, INT32_MAX / 4);
+        checks.count("the number of query heads", num_heads, 1);
+        checks.count("the number of kv heads", num_kv_heads, 1);
+        checks.count("head_dim", qd[2], 1, kMaxHeadDim);
+        checks.count("v_head_dim", vd.back(), 1, kMaxHeadDim);
+        if (!checks.error.empty()) return checks.error;
+        checks.multiple("the number of query heads", num_heads, "the number of kv heads", num_kv_heads);
+        if (paged) {
+            checks.shape("k", k, {kd[0], kd[1], kd[2], qd[2]});
+            checks.shape("v", v, {kd[0], kd[1], kd[2], vd[3]});
+            checks.count("block_size", kd[heads_first ? 2 : 1], 0);
+            checks.shape("block_table", block_table, {num_reqs, table_width});
+            checks.count("the width of block_table", table_width, 0);
+            checks.shape_or_none("k_token_scale", k_token_scale, {kd[0], kd[1], kd[2]});
+            checks.shape_or_none("v_token_scale", v_token_scale, {kd[0], kd[1], kd[2]});
+        } else {
+            checks.shape("k", k, {kd[0], kd[1], qd[2]});
+            checks.shape("v", v, {kd[0], kd[1], vd[2]});
+            checks.shape("kv_start", kv_start, {num_reqs});
+            checks.shape_or_none("k_token_scale", k_token_scale, {kd[0], kd[1]});
+            checks.shape_or_none("v_token_scale", v_token_scale, {kd[0], kd[1]});
+        }
+        checks.shape("query_start_loc", query_start_loc, {num_reqs + 1});
+        checks.shape("kv_lens", kv_lens, {num_reqs});
+        checks.shape_or_none("causal", causal, {num_reqs});
+        checks.shape_or_none("alibi_slopes", alibi_slopes, {num_heads});
+        checks.shape_or_none("sinks", sinks, {num_heads});
+        checks.shape_or_none("q_scale", q_scale, {num_heads});
+        checks.shape_or_none("k_scale", k_scale, {num_kv_heads});
+        checks.shape_or_none("v_scale", v_scale, {num_kv_heads});
+        checks.shape("out", out, {num_tokens, num_heads, vd.back()});
+        checks.shape("lse", lse, {num_tokens, num_heads});
+        return checks.error;
+    }
+
+    // The arguments that the buffers determine; those of the attributes are left at 0.
+    AttentionArgs args(int32_t kv_dtype, bool heads_first) const {
+        AttentionArgs args{};
+        const auto qd = q.dimensions(), kd = k.dimensions();
+        dtype_of(q.element_type(), args.q_dtype), dtype_of(out.element_type(), args.out_dtype);
+        args.kv_dtype = (Dtype)kv_dtype;
+        args.q = static_cast<const char*>(q.untyped_data());
+        args.k = static_cast<const char*>(k.untyped_data());
+        args.v = static_cast<const char*>(v.untyped_data());
+        args.k_token_scale = data_or_null(k_token_scale), args.v_token_scale = data_or_null(v_token_scale);
+        args.query_start_loc = query_start_loc.typed_data();
+        args.seq_lens = seq_lens.typed_data(), args.kv_lens = kv_lens.typed_data();
+        args.causal = causal.element_count() ? causal.typed_data() : nullptr;
+        args.alibi_slopes = data_or_null(alibi_slopes), args.sinks = data_or_null(sinks);
+        args.q_scale = data_or_null(q_scale), args.k_scale = data_or_null(k_scale),
+        args.v_scale = data_or_null(v_scale);
+        args.out = static_cast<char*>(out.untyped_data());
+        args.lse = lse.typed_data();
+        args.num_tokens = qd[0], args.num_heads = (int32_t)qd[1], args.head_dim = (int32_t)qd[2];
+        args.num_reqs = seq_lens.dimensions()[0];
+        args.v_head_dim = (int32_t)v.dimensions().back();
+        args.paged = kd.size() == 4;
+        if (args.paged) {
+            args.block_table = block_table.typed_data();
+            args.table_width = block_table.dimensions()[1];
+            args.num_blocks = kd[0];
+            args.num_kv_heads = (int32_t)(heads_first ? kd[1] : kd[2]);
+            args.block_size = (int32_t)(heads_first ? kd[2] : kd[1]);
+            set_strides(args, heads_first);
+        } else {
+            args.kv_start = kv_start.typed_data();
+            args.num_packed_keys = kd[0];
+            args.num_kv_heads = (int32_t)kd[1];
+            args.block_size = 1, args.slot_stride = args.num_kv_heads, args.head_stride = 1;
+        }
+        args.group_size = args.num_heads / args.num_kv_heads;
+        return args;
+    }
+};
+
+// A pool is an input that XLA aliases to an output.
+struct PoolBuffer {
+    AnyBuffer in, out;
+};
+
+struct WriteBuffers {
+    AnyBuffer k, v;
+    Int32Buffer slot_mapping;
+    FloatBuffer k_scale, v_scale;
+    PoolBuffer k_pool, v_pool, k_token_scale, v_token_scale;
+
+    std::string error(int32_t kv_dtype, bool heads_first) const {
+        ArrayChecks checks;
+        Dtype dtype;
+        const auto kd = k.dimensions(), vd = v.dimensions(), pd = k_pool.in.dimensions();
+        checks.dtype("k", k, dtype_of(k.element_type(), dtype), "float32, float16, bfloat16, fp8 or int8");
+        checks.dtype("v", v, k.element_type() == v.element_type(), "the dtype of k");
+        check_kv_dtype(checks, "k_pool", k_pool.in, kv_dtype);
+        check_kv_dtype(checks, "v_pool", v_pool.in, kv_dtype);
+        checks.dtype("k_token_scale", k_token_scale.in, k_token_scale.in.element_type() == ffi::F32, "float32");
+        checks.dtype("v_token_scale", v_token_scale.in, v_token_scale.in.element_type() == ffi::F32, "float32");
+        checks.rank("k", k, 3);
+        checks.rank("v", v, 3);
+        checks.rank("k_pool", k_pool.in, 4);
+        if (!checks.error.empty()) return checks.error;
+
+        checks.count("the number of tokens", kd[0], 0);
+        checks.count("the number of kv heads", kd[1], 1);
+        checks.count("head_dim", kd[2], 1, kMaxHeadDim);
+        checks.count("v_head_dim", vd[2], 1, kMaxHeadDim);
+        checks.count("block_size", pd[heads_first ? 2 : 1], 0);
+        checks.shape("v", v, {kd[0], kd[1], vd[2]});
+        checks.shape("slot_mapping", slot_mapping, {kd[0]});
+        checks.shape_or_none("k_scale", k_scale, {kd[1]});
+        checks.shape_or_none("v_scale", v_scale, {kd[1]});
+        const int64_t first = heads_first ? kd[1] : pd[1], second = heads_first ? pd[2] : kd[1];
+        checks.shape("k_pool", k_pool.in, {pd[0], first, second, kd[2]});
+        checks.shape("v_pool", v_pool.in, {pd[0], first, second, vd[2]});
+        checks.shape_or_none("k_token_scale", k_token_scale.in, {pd[0], first, second});
+        checks.shape_or_none("v_token_scale", v_token_scale.in, {pd[0], first, second});
+        for (const PoolBuffer* pool : {&k_pool, &v_pool, &k_token_scale, &v_token_scale})
+            checks.require(pool->in.size_bytes() == pool->out.size_bytes(),
+                           "a pool has another size as output than as input");
+        return checks.error;
+    }
+
+    WriteArgs args(int32_t kv_dtype, bool heads_first) const {
+        WriteArgs args{};
+        const auto kd = k.dimensions(), pd = k_pool.in.dimensions();
+        dtype_of(k.element_type(), args.input_dtype);
+        args.kv_dtype = (Dtype)kv_dtype;
+        args.k = static_cast<const char*>(k.untyped_data());
+        args.v = static_cast<const char*>(v.untyped_data());
+        args.k_pool = static_cast<char*>(k_pool.out.untyped_data());
+        args.v_pool = static_cast<char*>(v_pool.out.untyped_data());
+        if (k_token_scale.in.element_count())
+            args.k_token_scale = static_cast<float*>(k_token_scale.out.untyped_data());
+        if (v_token_scale.in.element_count())
+            args.v_token_scale = static_cast<float*>(v_token_scale.out.untyped_data());
+        args.slot_mapping = slot_mapping.typed_data();
+        args.k_scale = data_or_null(k_scale), args.v_scale = data_or_null(v_scale);
+        args.num_blocks = pd[0];
+        args.block_size = (int32_t)(heads_first ? pd[2] : pd[1]);
+        args.num_kv_heads = (int32_t)kd[1], args.head_dim = (int32_t)kd[2];
+        args.v_head_dim = (int32_t)v.dimensions()[2];
+        set_strides(args, heads_first);
+        return args;
+    }
+
+    // XLA aliases input and output of a pool. If it ever does not, the output still needs the old contents.
+    void copy_unaliased_pools() const {
+        for (const PoolBuffer* pool : {&k_pool, &v_pool, &k_token_scale, &v_token_scale})
+            if (pool->in.size_bytes() && pool->in.untyped_data() != pool->out.untyped_data())
+                std::memcpy(pool->out.untyped_data(), pool->in.untyped_data(), pool->in.size_bytes());
+    }
+};
+
+}  // namespace jattn
