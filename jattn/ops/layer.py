@@ -69,7 +69,7 @@ def visible(terms: LayerTerms, rows: QueryRows, kv_pos: jax.Array, inside: jax.A
     Keys that are not inside bool[C] are not the request's, or not to be counted here.
     """
     causal, prefix = _per_row(rows.causal), _per_row(rows.prefix)
-    span = None if rows.span is None else (_per_row(rows.span[:, 0]), _per_row(rows.span[:, 1]))
+    span = None if rows.span is None else (_per_row(rows.span[0]), _per_row(rows.span[1]))
     position = _per_row(rows.position)
     seen = mask.visible(terms.mask_rule, terms.head, position, _per_key(kv_pos), causal, prefix, span)
     return seen & _per_key(inside)

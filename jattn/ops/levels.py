@@ -69,7 +69,7 @@ def _rows(meta: CommonAttentionMetadata, position: jax.Array) -> QueryRows:
         causal=None if per_request is None else jnp.asarray(per_request)[req],
         context=position - (token - jnp.asarray(meta.query_start_loc)[req]),
         prefix=None if lens is None else jnp.asarray(lens)[req],
-        span=None if ranges is None else fill_mm_prefix_query_ranges(meta, ranges, position),
+        span=None if ranges is None else tuple(fill_mm_prefix_query_ranges(meta, ranges, position).T),
     )
 
 

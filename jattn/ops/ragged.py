@@ -24,7 +24,7 @@ class QueryRows:
     causal: jax.Array | None  # bool[M], None = the rule's
     prefix: jax.Array | None = None  # i32[M] first keys of the request that no window hides
     context: jax.Array | None = None  # i32[M] position of the request's first new token
-    span: jax.Array | None = None  # i32[M 2] (first, last) position of the token's span, (-1, -1): none
+    span: tuple[jax.Array, jax.Array] | None = None  # i32[M] first and last position of the token's span, -1: none
 
 
 @pytree
@@ -167,8 +167,8 @@ def key_ranges(tile: QueryTile, rule: MaskRule):
     causal = None if rows.causal is None else jnp.all(rows.causal | ~live)
     span = None
     if rule.spans:
-        mine = live & (rows.span[:, 1] >= 0)
-        span = jnp.min(jnp.where(mine, rows.span[:, 0], q_first)), jnp.max(jnp.where(mine, rows.span[:, 1], -1))
+        mine = live & (rows.span[1] >= 0)
+        span = jnp.min(jnp.where(mine, rows.span[0], q_first)), jnp.max(jnp.where(mine, rows.span[1], -1))
     first, last = mask.key_range(rule, q_first, q_last, keys.positions(keys.length - 1) + 1, causal, span)
     first, last = keys.index_of(first), keys.index_of(last)
     last = jnp.where(jnp.any(live), jnp.maximum(last, first), first)

@@ -6,9 +6,9 @@
 
 Both take every option, are differentiable, run on every platform, and compute in float32 whatever the dtypes. They
 return out f32[T H V] and lse f32[T H], (0, -inf) for tokens that see nothing, padding among them.
-`dense` is what the formula is to be read in: it takes a batch's logits one request at a time, and T queries for each.
-`chunked` is what runs on accelerators, and the gradient of every other path: its logits are those of ROWS_AT_ONCE
-queries and one chunk of keys.
+`dense` is the specification: all T queries against one request's keys at a time, of which the request's own are kept.
+`chunked` runs on accelerators and is the gradient of every path: the logits of ROWS_AT_ONCE queries and one chunk of
+keys are alive at a time.
 """
 
 import jax
@@ -39,11 +39,12 @@ def dense(terms: LayerTerms, q: jax.Array, keys: KeySource, batch: RaggedBatch) 
         kv_pos = run.positions(index)
         seen = layer.visible(terms, batch.rows, kv_pos, index < run.length) & mine[None, :, None, None]
         k, v = _all_keys(keys, req).zero_outside_range(jnp.any(seen, axis=(0, 1, 2))).dequantised()
-        dots = einsum("kmgd,kcd->kmgc", _by_kv_head(jnp.where(mine[:, None, None], q, 0), keys.num_kv_heads), k)
+        own = _by_kv_head(jnp.where(mine[:, None, None], q, 0), keys.num_kv_heads)
+        dots = _product("krd,kcd->krc", own, k)
         logits = jnp.where(seen, layer.logits(terms, dots, batch.rows, kv_pos), -jnp.inf)
         m = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
         p = jnp.exp(logits - softmax.finite_max(m))
-        out, lse = layer.finish(terms, m, jnp.sum(p, axis=-1, keepdims=True), einsum("kmgc,kcv->kmgv", p, v))
+        out, lse = layer.finish(terms, m, jnp.sum(p, axis=-1, keepdims=True), _product("krc,kcv->krv", p, v))
         out = jnp.where(mine[:, None, None], out, state.out)
         return AttentionState(out=out, lse=jnp.where(mine[:, None], lse, state.lse)), None
 
@@ -99,10 +100,10 @@ def _attend_tile(terms: LayerTerms, tile: QueryTile, keys: KeySource, differenti
         index = chunk * keys.chunk_tokens + jnp.arange(keys.chunk_tokens)
         inside, kv_pos = wanted(index), tile.keys.positions(index)
         k, v = keys.read(tile.req, chunk).zero_outside_range(inside).dequantised()
-        logits = layer.logits(terms, einsum("kmgd,kcd->kmgc", q, k), tile.rows, kv_pos)
+        logits = layer.logits(terms, _product("krd,kcd->krc", q, k), tile.rows, kv_pos)
         seen = layer.visible(terms, tile.rows, kv_pos, inside)
         m, shrink, p = softmax.weights(m, jnp.where(seen, logits, -jnp.inf))
-        return m, l * shrink + jnp.sum(p, -1, keepdims=True), acc * shrink + einsum("kmgc,kcv->kmgv", p, v)
+        return m, l * shrink + jnp.sum(p, -1, keepdims=True), acc * shrink + _product("krc,kcv->krv", p, v)
 
     state = softmax.start(q.shape[:3], keys.v_head_dim)
     if differentiable:
@@ -129,3 +130,10 @@ def _by_kv_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
     """[M H D] -> f32[K M G D]."""
     rows, _, dim = q.shape
     return q.astype(jnp.float32).reshape(rows, num_kv_heads, -1, dim).transpose(1, 0, 2, 3)
+
+
+def _product(formula: str, rows: jax.Array, x: jax.Array) -> jax.Array:
+    """einsum of rows [K M G *] and x [K C *], M and G as one axis r: a gradient then sums over one axis, not two."""
+    num_kv, num_rows, group, width = rows.shape
+    product = einsum(formula, rows.reshape(num_kv, num_rows * group, width), x)
+    return product.reshape(num_kv, num_rows, group, product.shape[-1])
