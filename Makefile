@@ -20,6 +20,9 @@ READY := $(VENV)/.ready
 TOOLS := $(VENV)/.ready-tools
 WITNESS := $(VENV)/.ready-parity
 SPHINX := $(VENV)/.ready-docs
+WHEELS := $(VENV)/.ready-wheels
+
+PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_28_aarch64
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test parity lint format types imports notebooks docs bench wheel sanitize fuzz-server arm64 check clean
@@ -63,9 +66,13 @@ docs: $(SPHINX)  ## the documentation site, into site/html; a broken link or ref
 bench: $(READY)  ## run the benchmarks, each with a correctness check; ARGS='--case ... --backend ...'
 	@"$(PY)" -m benchmarks.run $(ARGS)
 
-wheel: $(READY)  ## a wheel in dist/, with the native CPU kernels inside where a compiler is there
+wheel: $(WHEELS)  ## wheels in dist/ for Linux, x86_64 and aarch64, with the native CPU kernels inside; checked
 	@rm -rf build dist
-	@$(PIP) wheel --no-deps --wheel-dir dist .
+	@for platform in $(PLATFORMS); do \
+	  echo "[+] dist/: $$platform (a minute or two: zig compiles its C++ library, too)"; \
+	  $(PIP) wheel --quiet --no-deps --wheel-dir dist --config-settings=--build-option=--plat-name=$$platform . || exit 1; \
+	done
+	@"$(PY)" .ci/audit.py dist/*.whl
 
 # JAX itself is not built for sanitizers: AddressSanitizer must come before it, and its leaks are not ours.
 SANITIZED := JATTN_NATIVE_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
@@ -128,5 +135,11 @@ $(WITNESS): pyproject.toml
 $(SPHINX): EXTRAS := test,docs
 $(SPHINX): PACKAGES := JAX, Flax, the test tools and Sphinx (about 40 s)
 $(SPHINX): pyproject.toml
+	$(install)
+	@touch "$(READY)"
+
+$(WHEELS): EXTRAS := test,wheels
+$(WHEELS): PACKAGES := JAX, Flax, the test tools and auditwheel (about 20 s)
+$(WHEELS): pyproject.toml
 	$(install)
 	@touch "$(READY)"

@@ -17,11 +17,14 @@ from benchmarks import records
 from benchmarks.gpu import cases, cupti
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.gpu.paged_attention import Config, build_work_list, default_config, ragged_paged_attention
+from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
+from pallas_kernels.gpu.tile_policy import default_config
+from pallas_kernels.gpu.work_list import build_work_list
 
 
-def config_of(case, **extra) -> Config:
-    """The Config that the backend would choose for this batch, changed by the options of the case and the call."""
+def config_of(case, **extra) -> GpuKernelConfig:
+    """The config that the backend would choose for this batch, changed by the options of the case and the call."""
     options = dict(case.options) | extra
     window = options.pop("window", None)
     mask = options.pop("mask", MaskRule(causal=True, left=-1 if window is None else window - 1))

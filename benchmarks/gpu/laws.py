@@ -19,7 +19,7 @@ from benchmarks import records
 
 SPEC = jattn.AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
 PAGE = 16
-NOT_WORK_LIST = ("write_kv_pages", "ragged_paged_attention", "join_parts")
+NOT_WORK_LIST = ("write_kv_pages", "ragged_paged_attention", "merge_parts")
 """How the names of a step's other launches begin: the KV write, attention and merge."""
 
 

@@ -2,8 +2,8 @@
 
     python -m jattn bench --tune [--out pallas_kernels/tuning/nvidia_h200.json]
 
-Every candidate that fits is checked against numpy float64 and timed. It replaces the choice of `rule_of_tiles` only if
-it is at least 1 % faster. About three minutes.
+Every candidate that fits is checked against numpy float64 and timed. It replaces the choice of
+`tile_policy.largest_tiles` only if it is at least 1 % faster. About three minutes.
 """
 
 import argparse
@@ -13,7 +13,8 @@ import sys
 
 from benchmarks import records
 from benchmarks.gpu import cases, check
-from pallas_kernels.gpu.supports import rule_of_tiles, supports
+from pallas_kernels.gpu import tile_policy
+from pallas_kernels.gpu.supports import supports
 
 FILE = pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels" / "tuning" / "nvidia_h200.json"
 DIMS = ((64, 64), (128, 128), (256, 256))
@@ -34,9 +35,7 @@ def shapes() -> list[tuple[cases.KernelCase, str]]:
 
 def rule(case: cases.KernelCase) -> dict[str, int]:
     """The tiles for shapes that the table lacks."""
-    rows = int(case.q_lens.max()) * (case.num_heads // case.num_kv_heads)
-    found = rule_of_tiles(case.head_dim, case.v_head_dim, case.kv_dtype, case.page, rows)
-    return {name: found[name] for name in ("block_kv", "stages")}
+    return tile_policy.largest_tiles(tile_policy.TileRequest(check.config_of(case), rows=None, decided=frozenset()))
 
 
 def candidates(case: cases.KernelCase, kind: str) -> list[dict[str, int]]:
@@ -69,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=FILE)
     args = parser.parse_args(argv)
     todo, rows = shapes(), []
-    note = "block_kv and stages by measurement; where a shape is absent gpu/supports.py has a rule"
+    note = "block_kv and stages by measurement; gpu/tile_policy.py has a rule for other shapes"
     for number, (case, kind) in enumerate(todo, 1):
         what = f"[{number}/{len(todo)}] D {case.head_dim} {case.kv_dtype} {kind}"
         report = lambda tiles, what=what: print(f"{what}: {tiles}".ljust(90), end="\r", file=sys.stderr, flush=True)

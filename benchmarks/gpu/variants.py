@@ -19,7 +19,8 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks import records
 from benchmarks.gpu import cases, check, cupti, packed
-from pallas_kernels.gpu.paged_attention import build_work_list, ragged_paged_attention
+from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
+from pallas_kernels.gpu.work_list import build_work_list
 
 BY_NAME = {case.name: case for case in cases.TIMED}
 FEW = ((1, 700), (2, 133), (1, 1), (2, 515), (0, 0), (1, 2000), (2, 129), (1, 4096), (1, 128), (0, 0))

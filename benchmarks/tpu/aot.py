@@ -94,7 +94,7 @@ def layer_of(shape: Shape):
 
 
 def call(shape: Shape, chip: str = "v6e"):
-    """(function, its arguments as shapes) of one attention call on the backend, plan included."""
+    """(function, its arguments as shapes) of one attention call on the backend, work list included."""
     import jax
     import jax.numpy as jnp
 

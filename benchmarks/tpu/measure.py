@@ -6,12 +6,12 @@ is counted.
 """
 
 from benchmarks.tpu.llo import Program, Span
-from pallas_kernels.tpu.paged_attention import Config
+from pallas_kernels.tpu.config import TpuKernelConfig
 
 PAGES_OF_200 = 2  # a context of 200 tokens in pages of 128
 
 
-def decode(program: Program, config: Config) -> dict:
+def decode(program: Program, config: TpuKernelConfig) -> dict:
     """Bundles for each key where every key is visible, with the fetch of the next block; and for 200 keys in all."""
     tile, block = _tile_and_block(program)
     parts = [loop for loop in _products(program, program.loops) if block.holds(loop)]
@@ -27,7 +27,7 @@ def decode(program: Program, config: Config) -> dict:
     )  # fmt: skip
 
 
-def prefill(program: Program, config: Config) -> dict:
+def prefill(program: Program, config: TpuKernelConfig) -> dict:
     """1e-3 bundles for each pair of query and key, all heads: blocks that every row sees, and masked ones."""
     heads = next(n for n in range(config.long_heads, 0, -1) if config.num_kv_heads % n == 0)
     queries = config.chunk_rows / config.group * heads / config.num_kv_heads

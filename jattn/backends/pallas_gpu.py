@@ -23,8 +23,11 @@ from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
-from pallas_kernels.gpu import paged_attention as kernel
-from pallas_kernels.gpu.work_list import WorkList
+from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
+from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.tile_policy import default_config
+from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 from pallas_kernels.gpu.write_sm90 import write_rows
 
 QUERY_DTYPES = ("bfloat16", "float16")
@@ -32,11 +35,11 @@ QUERY_DTYPES = ("bfloat16", "float16")
 
 def kernel_config(
     spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, common: CommonAttentionMetadata | None = None
-) -> kernel.Config:
-    """The kernel's static arguments for queries of `dtype`, for a batch or (None) for any; see kernel.supports."""
+) -> GpuKernelConfig:
+    """The kernel's static arguments for queries of `dtype`, for a batch or (None) for any; see supports.py."""
     longest = None if common is None else queries_of(common, spec.attn_type).max_query_len
     decoder = spec.attn_type is AttentionType.DECODER
-    return kernel.default_config(
+    return default_config(
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -61,7 +64,7 @@ class PallasGpuMetadata:
     common: CommonAttentionMetadata
     block_table: jax.Array
     slot_mapping: jax.Array
-    work: WorkList
+    work: GpuWorkList
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +87,7 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         causal = common.causal_per_request if kind is AttentionType.DECODER else None
         dtype = PallasGpuBackend.usual_query_dtype(self.cache_spec)
         config = kernel_config(self.spec, self.cache_spec, dtype, common)
-        work = kernel.build_work_list(
+        work = build_work_list(
             jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
             None if causal is None else jnp.asarray(causal),
         )  # fmt: skip
@@ -117,12 +120,12 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 def _paged(impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
     spec = impl.spec
     config = kernel_config(spec, cache.spec, q.dtype.name, m.common)
-    if reasons := kernel.supports(config):
+    if reasons := supports(config):
         raise UnsupportedError(
             "the GPU kernel does not take these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
         )
     k, v = (quant.native(pool, cache.spec.dtype) for pool in (cache.k, cache.v))
-    out, lse = kernel.ragged_paged_attention(
+    out, lse = ragged_paged_attention(
         q, k, v, jnp.asarray(m.block_table), m.work, config,
         alibi_slopes=params.alibi_slopes if spec.has_alibi else None,
         sinks=params.sinks if spec.has_sinks else None,
@@ -204,7 +207,7 @@ class PallasGpuBackend(PagedKernelBackend):
 
     @classmethod
     def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
-        return kernel.supports(kernel_config(spec, cache_spec, dtype), chip=chip.generation or "sm_90")
+        return supports(kernel_config(spec, cache_spec, dtype), chip=chip.generation or "sm_90")
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:

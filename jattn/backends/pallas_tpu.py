@@ -23,7 +23,11 @@ from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
-from pallas_kernels.tpu import paged_attention as kernel
+from pallas_kernels.tpu.config import TpuKernelConfig
+from pallas_kernels.tpu.paged_attention import ragged_paged_attention
+from pallas_kernels.tpu.supports import supports, supports_batch
+from pallas_kernels.tpu.tile_policy import default_config
+from pallas_kernels.tpu.work_list import TpuWorkList, build_work_list
 
 QUERY_DTYPES = ("bfloat16", "float32")
 
@@ -34,10 +38,10 @@ def kernel_config(
     dtype: str = "bfloat16",
     common: CommonAttentionMetadata | None = None,
     params: AttentionParams | None = None,
-) -> kernel.Config:
-    """The kernel's static arguments, not checked (see kernel.supports); a plan depends on neither dtype nor params."""
+) -> TpuKernelConfig:
+    """The kernel's static arguments, not checked (see supports.py); a work list depends on neither dtype nor params."""
     decoder = spec.attn_type is AttentionType.DECODER
-    return kernel.default_config(
+    return default_config(
         longest=None if common is None else queries_of(common, spec.attn_type).max_query_len,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -61,7 +65,7 @@ class PallasTpuMetadata:
     common: CommonAttentionMetadata
     block_table: jax.Array
     slot_mapping: jax.Array
-    plan: kernel.Plan
+    work: TpuWorkList
 
     @property
     def num_tokens(self) -> int:
@@ -83,12 +87,12 @@ class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         config = kernel_config(self.spec, self.cache_spec, common=common)
         columns = 1 if keys.block_table is None else keys.block_table.shape[1]
-        if reasons := kernel.supports_batch(queries.num_tokens, queries.max_num_reqs, columns, config):
+        if reasons := supports_batch(queries.num_tokens, queries.max_num_reqs, columns, config):
             raise UnsupportedError("the TPU kernel does not take this batch", {"pallas_tpu": tuple(reasons)})
         causal = jnp.asarray(common.causal_per_request) if config.per_request_causal else None
         starts, lengths = jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens)
-        plan = kernel.build(starts, lengths, queries.num_tokens, config, causal)
-        return PallasTpuMetadata(common=common, block_table=keys.block_table, slot_mapping=keys.slot_mapping, plan=plan)
+        work = build_work_list(starts, lengths, queries.num_tokens, config, causal)
+        return PallasTpuMetadata(common=common, block_table=keys.block_table, slot_mapping=keys.slot_mapping, work=work)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +123,13 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
 def _paged(impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params: AttentionParams) -> AttentionState:
     spec = impl.spec
     config = kernel_config(spec, cache.spec, q.dtype.name, m.common, params)
-    if reasons := kernel.supports(config, chip=impl.chip.generation):
+    if reasons := supports(config, chip=impl.chip.generation):
         raise UnsupportedError(
             "the TPU kernel does not take these queries; use backend='sdpa'", {"pallas_tpu": tuple(reasons)}
         )
     k, v = (quant.native(pool, cache.spec.dtype) for pool in (cache.k, cache.v))
-    out, lse = kernel.ragged_paged_attention(
-        q, k, v, jnp.asarray(m.block_table), m.plan, config,
+    out, lse = ragged_paged_attention(
+        q, k, v, jnp.asarray(m.block_table), m.work, config,
         alibi_slopes=params.alibi_slopes if spec.has_alibi else None,
         sinks=params.sinks if spec.has_sinks else None,
         q_scale=params.q_scale, k_scale=params.k_scale, v_scale=params.v_scale, chip=impl.chip.generation,
@@ -181,7 +185,7 @@ class PallasTpuBackend(PagedKernelBackend):
     @classmethod
     def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
         generation = chip.generation if chip.platform == "tpu" else ""
-        return kernel.supports(kernel_config(spec, cache_spec, dtype), chip=generation)
+        return supports(kernel_config(spec, cache_spec, dtype), chip=generation)
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:

@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     ]
     screen.table(("", ""), rows, plain="\n".join(f"{name}: {value}" for name, value in rows))
     print()
-    return self_check.run()
+    wrong = self_check.run()
+    print(_verdict(wrong))
+    return wrong
 
 
 def _extra(extra: str, packages: tuple[str, ...]) -> str:
@@ -52,4 +54,22 @@ def _native() -> str:
     from pallas_kernels.cpu.native import library
 
     status = library.status()
-    return f"works, with {', '.join(status.isas)}" if status.available else status.reason
+    if not status.available:
+        return status.reason
+    origin = "prebuilt, from the package" if status.prebuilt else "compiled on this machine"
+    return f"{origin}, runs {', '.join(status.isas)} here: {status.path}"
+
+
+def _verdict(wrong: int) -> str:
+    """Whether the native kernels work, after the check against numpy that ran them where JAX computes on a CPU."""
+    from pallas_kernels.cpu.native import library
+
+    status = library.status()
+    if not status.available:
+        return f"native CPU kernels: not available, {status.reason}"
+    if jax.default_backend() != "cpu":
+        return f"native CPU kernels: not used and not checked, JAX computes on {jax.default_backend()}"
+    if wrong:
+        return "native CPU kernels: loaded; the table above says whether they are wrong"
+    origin = "prebuilt" if status.prebuilt else "compiled on this machine"
+    return f"native CPU kernels: they work ({origin}, instruction set {status.isas[0]}, checked against numpy)"

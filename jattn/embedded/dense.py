@@ -1,7 +1,8 @@
-"""A decoder without a cache: dense causal attention over equally long texts, for training and for judging.
+"""A decoder without a cache, with dense causal attention over texts of equal length: for training, and as reference.
 
-Beside `models.uncached_logits` because a training step through packed attention takes 19 times as long on CPU (1.8 s,
-not 0.1 s, for 48 texts of 39 tokens), and because a judge shares no attention with what it judges.
+`models.uncached_logits` is not used here for two reasons. A training step with packed attention takes 19 times as long
+on CPU (1.8 s instead of 0.1 s for 48 texts of 39 tokens). And a reference must not share its attention with the code
+that it checks.
 """
 
 import functools
@@ -10,26 +11,29 @@ import jax
 import jax.numpy as jnp
 
 from jattn.models import ModelConfig
-from jattn.models.parts import embed, halves, head
-from jattn.nn.layer import run
+from jattn.models.layers import embed, head, self_attention_layer
+from jattn.nn.attention_layer import project_and_attend
 from jattn.ops.state import AttentionState
 
 
 def dense_logits(config: ModelConfig, params, token_ids):
-    """The model without a cache: token_ids i32[B L] -> logits f32[B L vocab]; differentiable."""
+    """token_ids i32[B L] -> logits f32[B L vocab]; differentiable."""
     batch, length = token_ids.shape
     flat = token_ids.reshape(-1)
     positions = jnp.tile(jnp.arange(length), batch)
     x = embed(config, params, flat, positions)
     attend = functools.partial(_causal, batch)
     for layer, weights in zip(config.layers, params["layers"], strict=True):
-        angles = layer.rope.angles(positions, None)
-        mix = functools.partial(run, layer.mixer, weights["attn"], attend=attend, positions=positions, angles=angles)
-        _, x = halves(layer, weights, x, lambda y, mix=mix: mix(y))
+        angles = None if layer.rope is None else layer.rope.angles(positions)
+        attention = functools.partial(
+            project_and_attend, layer.self_attn, weights["attn"], attend=attend, positions=positions, angles=angles
+        )
+        _, x = self_attention_layer(layer, weights, x, attention)
     return head(config, params, x).reshape(batch, length, -1)
 
 
 def _causal(batch: int, q, k, v, params):
+    """`attend` of project_and_attend: causal attention within each of the `batch` texts."""
     q, k, v = (x.reshape(batch, -1, *x.shape[1:]) for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))

@@ -1,9 +1,9 @@
-"""What the embedded model was trained on: sums of two three-digit numbers, every number's lowest digit first.
+"""The training data of the embedded model: sums of two three-digit numbers, each written with its lowest digit first.
 
-    740+583=2340        (047 + 385 = 0432, read backwards: carries then run in writing order)
+    740+583=2340        means 047 + 385 = 0432; in this order a carry goes to the next digit
 
-Problems are one line each; earlier lines are examples that a prompt may share with others. One problem in sixteen, by
-a hash of its numbers, is never trained on.
+A problem is one line. A prompt may have solved examples in earlier lines, which other prompts may have too. One problem
+in sixteen, chosen by a hash of its numbers, is held out from training.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 DIGITS = 3
 END = "\n"
 HELD_OUT = 16
-"""One problem in so many is held out."""
+"""One problem of this many is held out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """a + b."""
+    """The sum a + b, as text."""
 
     a: int
     b: int
@@ -37,12 +37,12 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Is it kept from training?"""
+        """True if it is not in the training data."""
         return (self.a * 2654435761 ^ self.b * 40503) >> 4 & (HELD_OUT - 1) == 0
 
 
 def problems(seed: int, held_out: bool) -> Iterator[Problem]:
-    """Endless random problems, all held out or none."""
+    """An endless iterator over random problems, all held out or all not."""
     rng = random.Random(seed)
     while True:
         problem = Problem(rng.randrange(10**DIGITS), rng.randrange(10**DIGITS))
@@ -51,5 +51,5 @@ def problems(seed: int, held_out: bool) -> Iterator[Problem]:
 
 
 def few_shot(examples: list[Problem], problem: Problem) -> str:
-    """A prompt: solved examples, then a question."""
+    """A prompt of solved examples and a question."""
     return "".join(example.line for example in examples) + problem.question

@@ -1,42 +1,43 @@
-"""The second half of the demo: the embedded model serves ragged requests from a pool that is too small for them."""
+"""The second half of the demo: the embedded model serves requests of different lengths with too few cache blocks."""
 
 import dataclasses
 import importlib.util
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from jattn.embedded import directory
 from jattn.embedded.dense import dense_logits
 from jattn.embedded.problems import END, Problem, few_shot, problems
-from jattn.embedded.where import directory
 from jattn.engine import Engine, RequestOutput, SamplingParams
 
 REQUESTS = 96
-OPTIONS = dict(num_blocks=25, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64)
+OPTIONS: dict[str, Any] = dict(num_blocks=25, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, stop=[END])
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What came of the requests."""
+    """The results of all requests."""
 
     right: int
     same_as_dense: int
-    worst_gap: float  # how much likelier, in logits, the dense model finds another token
+    worst_gap: float  # largest difference of the dense model's logits: its best token minus the generated one
 
 
 def run(warm: Callable[[Engine], int] = Engine.warmup) -> int:
-    """Serve, check, print; 0 where every token is the dense model's and at least 99 % of the sums are right.
+    """Serve, check, print. Returns 0 if every token is that of the dense model and at least 99 % of the sums are right.
 
-    `warm` compiles everything, and may show that it does.
+    warm(engine) -> number of programs compiles all steps, and may show its progress.
     """
     if importlib.util.find_spec("safetensors") is None:
-        print("the embedded model needs safetensors to be read: pip install 'jattn[models]'")
+        print("reading the embedded model needs the safetensors package: pip install 'jattn[models]'")
         return 1
     asked, prompts = requests()
     engine = Engine.from_pretrained(directory(), **OPTIONS)
@@ -68,7 +69,7 @@ def run(warm: Callable[[Engine], int] = Engine.warmup) -> int:
 
 
 def requests(seed: int = 0) -> tuple[list[Problem], list[str]]:
-    """Held-out problems behind none to two solved examples, of which there are few: many beginnings are shared."""
+    """Held-out problems after zero to two solved examples, taken from a few: many prompts share a prefix."""
     rng = random.Random(seed)
     source, shown = problems(seed, held_out=True), problems(seed, held_out=False)
     histories = [[next(shown) for _ in range(count)] for count in (0, 1, 2, 2)]
@@ -77,7 +78,7 @@ def requests(seed: int = 0) -> tuple[list[Problem], list[str]]:
 
 
 def judge(engine: Engine, asked: list[Problem], outputs: list[RequestOutput]) -> Verdict:
-    """Compare with the sums, and, token by token, with the same weights and no cache."""
+    """Compare with the correct sums, and token by token with the same weights without a cache."""
     texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
     longest = max(map(len, texts))
     padded = np.asarray([text + [0] * (longest - len(text)) for text in texts], np.int32)

@@ -1,7 +1,6 @@
-"""Train the embedded model: `python -m jattn.embedded.train OUT`; some minutes on one core, needs optax.
+"""Train the embedded model: `python -m jattn.embedded.train OUT`. It takes some minutes on one core and needs optax.
 
-The layers are those that serve: `jattn.models` with dense attention in place of the paged one, checked equal at the
-end. Weights are kept in bfloat16.
+The layers are those of `jattn.models`, with dense attention instead of paged attention. Weights are saved in bfloat16.
 """
 
 import argparse
@@ -26,13 +25,13 @@ CONFIG = dict(
     bos_token_id=None, eos_token_id=1, pad_token_id=0,
 )  # fmt: skip
 TOKENIZER = dict(tokenizer_class="ByT5Tokenizer", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", extra_ids=125)
-LINES = 3  # problems of a training text
+LINES = 3  # problems per training text
 CODE = ByteTokenizer()
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a run does."""
+    """The settings of a training run."""
 
     steps: int = 1000
     batch: int = 48
@@ -42,7 +41,7 @@ class Recipe:
 
 
 def texts(seed: int, batch: int):
-    """Endless (tokens i32[B L], is a token an answer's? f32[B L])."""
+    """An endless iterator over (tokens i32[B L], mask f32[B L]); mask is 1 for the tokens of answers."""
     source = problems(seed, held_out=False)
     while True:
         rows, masks = [], []
@@ -54,7 +53,7 @@ def texts(seed: int, batch: int):
 
 
 def train(recipe: Recipe, report=print):
-    """(config, float32 params) after the recipe."""
+    """(config, float32 params) after training."""
     import optax
 
     config = models.config_of(CONFIG)
@@ -83,7 +82,7 @@ def train(recipe: Recipe, report=print):
 
 
 def save(directory: Path, params, config: dict = CONFIG, tokenizer: dict = TOKENIZER) -> None:
-    """A Hugging Face folder of a Llama with tied embeddings, weights in bfloat16."""
+    """Write a Hugging Face folder: a Llama with tied embeddings, weights in bfloat16."""
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True, exist_ok=True)

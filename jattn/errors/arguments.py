@@ -287,12 +287,12 @@ def _shape_words(ndims: tuple[int, ...]) -> str:
     return f" with {_ranks(ndims)} axes" if ndims else ""
 
 
-def short(value: Any) -> str:
-    """A value in an error message: an array as its dtype and shape, anything else cut to 60 characters."""
+def short(value: Any, most: int = 60) -> str:
+    """A value in an error message: an array as its dtype and shape, else its repr cut to `most` characters."""
     if isinstance(value, (np.ndarray, jax.Array)):
         return f"{value.dtype}{list(value.shape)}"
     try:
         words = repr(value)
     except ValueError:  # an int of thousands of digits
         return type(value).__name__
-    return words if len(words) <= 60 else f"{words[:57]}..."
+    return words if len(words) <= most else f"{words[: most - 3]}..."

@@ -1,14 +1,14 @@
-"""Models: a Hugging Face folder in, one model built from data, paged caches of the caller."""
+"""Models from Hugging Face folders: a ModelConfig describes the one forward pass; the caller keeps the paged caches."""
 
 from jattn.models.config import CacheGroup, LayerConfig, ModelConfig
-from jattn.models.decoder import forward
+from jattn.models.decoder import forward, prompt_logits
+from jattn.models.layers import head
 from jattn.models.load import config_of, load, load_config
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
-from jattn.models.parts import head
-from jattn.models.run import prompt_logits
-from jattn.models.shapes import init_params, logical_axes, weights_of
-from jattn.models.uncached import encode, uncached_logits
+from jattn.models.residual import ResidualNorms
+from jattn.models.weight_tree import init_params, logical_axes, weight_specs
+from jattn.models.without_cache import encode, uncached_logits
 
 __all__ = [
     "MLP",
@@ -16,6 +16,7 @@ __all__ = [
     "LayerConfig",
     "MoE",
     "ModelConfig",
+    "ResidualNorms",
     "config_of",
     "encode",
     "forward",
@@ -26,5 +27,5 @@ __all__ = [
     "logical_axes",
     "prompt_logits",
     "uncached_logits",
-    "weights_of",
+    "weight_specs",
 ]

@@ -1,4 +1,4 @@
-"""The decoder: token ids in, caches and logits out; pure, and one function for every family."""
+"""The forward pass of decoders with a paged cache: `forward`, one step, and `prompt_logits`, one prompt in chunks."""
 
 import functools
 from collections.abc import Sequence
@@ -6,18 +6,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn.attention import PagedAttention
 from jattn.cache import PagedKV
 from jattn.metadata import CommonAttentionMetadata
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.parts import around, embed, head
-from jattn.models.uncached import encode
+from jattn.models.layers import embed, head, mlp_sublayer
+from jattn.models.residual import residual
+from jattn.models.without_cache import encode
 from jattn.nn import Angles, Rope
-from jattn.nn.call import angles_of
-from jattn.nn.layer import run
+from jattn.nn.apply import angles_of
+from jattn.nn.attention_layer import project_and_attend
+from pallas_kernels.algebra.paging import cdiv
 
-Batch = CommonAttentionMetadata | Sequence[CommonAttentionMetadata]
+BatchOrPerGroup = CommonAttentionMetadata | Sequence[CommonAttentionMetadata]
+"""One batch for all cache groups, or one per cache group."""
 
 
 def forward(
@@ -25,75 +29,81 @@ def forward(
     params: dict[str, Any],
     token_ids: jax.Array,
     caches: Sequence[PagedKV],
-    meta: Batch,
+    meta: BatchOrPerGroup,
     *,
     logits_at: jax.Array | None = None,
     encoder_ids: jax.Array | None = None,
     backend: str = "auto",
 ) -> tuple[tuple[PagedKV, ...], jax.Array]:
-    """One step: token_ids i32[T] packed -> (caches, logits f32[T, vocab]).
+    """One step: packed token_ids i32[T] -> (caches, logits f32[T, vocab]). Rows of padding tokens are undefined.
 
-    meta: one batch, or one for each of config.cache_groups (same tokens, other pages). logits_at i32[L]: the packed
-    tokens whose logits are wanted, logits f32[L, vocab]; None: all. What stands in a padding token's row means
-    nothing. encoder_ids i32[Te]: the packed tokens of `meta.cross`, on the first step of an encoder-decoder's
-    requests; None once they are cached.
+    meta: one batch, or one for each of config.cache_groups (the same tokens with other block tables).
+    logits_at i32[L]: compute logits f32[L, vocab] of these packed tokens alone; None: of all tokens.
+    encoder_ids i32[Te]: the packed encoder tokens of `meta.cross`, in the first step of an encoder-decoder's requests;
+    None once they are cached.
     """
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
     x = embed(config, params, jnp.asarray(token_ids), positions)
-    step, count = _Step(config, caches, batches, backend, x.dtype), len(config.layers)
-    own, cross = [], []
-    for index, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
-        at = index + count
+    step, count = _StepPlans(config, caches, batches, backend, x.dtype), len(config.layers)
+    self_caches, cross_caches = [], []
+    for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         angles = step.angles(layer.rope)
-        cache, x = _attend(layer, step.attns[index], weights, x, caches[index], step.plan(index), positions, angles)
-        own.append(cache)
-        if layer.cross is not None:
-            cache, x = _cross(layer, step.attns[at], weights, x, caches[at], step.plan(at), encoded)
-            cross.append(cache)
+        cache, x = _self_attention(layer, step.attns[i], weights, x, caches[i], step.plan(i), positions, angles)
+        self_caches.append(cache)
+        if layer.cross_attn is not None:
+            j = count + i  # caches of cross attention follow those of self-attention
+            cache, x = _cross_attention(layer, step.attns[j], weights, x, caches[j], step.plan(j), encoded)
+            cross_caches.append(cache)
         x = _mlp(layer, weights, x)
     if logits_at is not None:
         x = x[jnp.asarray(logits_at)]
-    return (*own, *cross), head(config, params, x)
+    return (*self_caches, *cross_caches), head(config, params, x)
 
 
-# Equal layers share one trace: their configs are equal, so the second takes the first one's.
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, positions, angles):
-    attend = lambda q, k, v, params: attn(q, k, v, cache, plan, params)
-    mix = lambda y: run(layer.mixer, weights["attn"], y, attend, positions=positions, angles=angles)
-    return around(layer, weights, "attn", x, mix)
+# jit with a static LayerConfig: layers with equal configs share one trace.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _cross(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, encoded):
+def _self_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, positions, angles):
     attend = lambda q, k, v, params: attn(q, k, v, cache, plan, params)
-    return around(
-        layer, weights, "cross", x, lambda y: run(layer.cross, weights["cross"], y, attend, keys_from=encoded)
+    attention = lambda y: project_and_attend(
+        layer.self_attn, weights["attn"], y, attend, positions=positions, angles=angles
     )
+    return residual(layer.attn_norms, "attn", weights, x, attention)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _cross_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, encoded):
+    cross_attn = layer.cross_attn
+    assert cross_attn is not None
+    attend = lambda q, k, v, params: attn(q, k, v, cache, plan, params)
+    attention = lambda y: project_and_attend(cross_attn, weights["cross"], y, attend, keys_from=encoded)
+    return residual(layer.cross_norms, "cross", weights, x, attention)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _mlp(layer: LayerConfig, weights, x):
-    return around(layer, weights, "mlp", x, lambda y: (None, layer.mlp(weights["mlp"], y)))[1]
+    return mlp_sublayer(layer, weights, x)
 
 
-class _Step:
-    """What the layers of one step share: a plan for each distinct attention and batch, angles for each rope."""
+class _StepPlans:
+    """What the layers of one step share: one plan per distinct attention and batch, angles per distinct Rope."""
 
     def __init__(self, config: ModelConfig, caches: Sequence[PagedKV], batches: Sequence, backend: str, dtype):
         group = {index: batch for g, batch in zip(config.cache_groups, batches, strict=True) for index in g.layers}
-        specs = [layer.attention for layer in config.layers] + [l.cross.spec for l in config.layers if l.cross]
-        pools = [cache.spec for cache in caches]
-        self.attns = [PagedAttention(*of, backend, dtype=dtype) for of in zip(specs, pools, strict=True)]
-        self.batches = [group.get(index, batches[0]) for index in range(len(specs))]  # cross pages: in any batch
+        specs = [layer.attention for layer in config.layers]
+        specs += [layer.cross_attn.spec for layer in config.layers if layer.cross_attn is not None]
+        cache_specs = [cache.spec for cache in caches]
+        pairs = zip(specs, cache_specs, strict=True)
+        self.attns = [PagedAttention(spec, cache_spec, backend, dtype=dtype) for spec, cache_spec in pairs]
+        # Every batch has the block table of cross attention.
+        self.batches = [group.get(index, batches[0]) for index in range(len(specs))]
         self.plans: dict[tuple, Any] = {}
-        self.turns: dict[Rope, Angles] = {}
+        self.angles_by_rope: dict[Rope, Angles] = {}
 
     def plan(self, index: int) -> Any:
-        """The plan of cache `index`, built when its attention and batch are first met."""
+        """The plan of cache `index`, built once for each distinct attention and batch."""
         attn, batch = self.attns[index], self.batches[index]
         key = (attn, id(batch))
         if key not in self.plans:
@@ -101,39 +111,73 @@ class _Step:
         return self.plans[key]
 
     def angles(self, rope: Rope | None) -> Angles | None:
-        """The turns of this step's tokens."""
+        """The rotary angles of this step's tokens."""
         if rope is None:
             return None
-        if rope not in self.turns:
-            self.turns[rope] = angles_of(rope, self.batches[0])
-        return self.turns[rope]
+        if rope not in self.angles_by_rope:
+            self.angles_by_rope[rope] = angles_of(rope, self.batches[0])
+        return self.angles_by_rope[rope]
 
 
 def _encoded(config: ModelConfig, params, encoder_ids, batch: CommonAttentionMetadata, backend: str):
-    """The encoder's hidden states, where its tokens are given."""
+    """The encoder's hidden states; None if its tokens are cached."""
     if encoder_ids is None:
         return None
+    assert config.encoder is not None and batch.cross is not None
     return encode(config.encoder, params["encoder"] | {"embed": params["embed"]}, encoder_ids, batch.cross,
                   backend=backend)  # fmt: skip
 
 
-def _batches(config: ModelConfig, token_ids, caches, meta: Batch, encoder_ids) -> tuple[CommonAttentionMetadata, ...]:
-    """One batch a cache group, checked against the tokens and the caches."""
+def _batches(
+    config: ModelConfig, token_ids, caches, meta: BatchOrPerGroup, encoder_ids
+) -> tuple[CommonAttentionMetadata, ...]:
+    """One batch per cache group, checked against the tokens and the caches."""
     if config.is_encoder:
-        raise ValueError(f"{config.family} is an encoder and has no next token: use jattn.models.encode")
+        raise ValueError(f"{config.family} is an encoder, which has no next token; use jattn.models.encode")
     groups = len(config.cache_groups)
     batches = (meta,) * groups if isinstance(meta, CommonAttentionMetadata) else tuple(meta)
-    wanted = len(config.layers) + sum(layer.cross is not None for layer in config.layers)
+    wanted = len(config.layers) + sum(layer.cross_attn is not None for layer in config.layers)
     if len(batches) != groups:
         raise ValueError(f"meta has {len(batches)} batches; pass one, or one for each of the {groups} cache groups")
     if len(caches) != wanted:
-        raise ValueError(f"{len(caches)=} must be {wanted}, as config.make_caches makes them")
+        raise ValueError(f"{len(caches)=} must be {wanted}, one per layer; config.make_caches makes them")
     for batch in batches:
         if jnp.shape(token_ids) != (batch.num_tokens,):
             raise ValueError(f"{jnp.shape(token_ids)=} must be [T] with the batch's T={batch.num_tokens}")
-    cross = batches[0].cross
-    if encoder_ids is not None and (config.encoder is None or cross is None):
-        raise ValueError("encoder_ids are for encoder-decoder models and batches with encoder_seq_lens")
-    if encoder_ids is not None and jnp.shape(encoder_ids) != (cross.num_tokens,):
-        raise ValueError(f"{jnp.shape(encoder_ids)=} must be [Te] with the batch's Te={cross.num_tokens}")
+    if encoder_ids is not None:
+        cross = batches[0].cross
+        if config.encoder is None or cross is None:
+            raise ValueError("encoder_ids need an encoder-decoder model and a batch made with encoder_seq_lens")
+        if jnp.shape(encoder_ids) != (cross.num_tokens,):
+            raise ValueError(f"{jnp.shape(encoder_ids)=} must be [Te] with the batch's Te={cross.num_tokens}")
     return batches
+
+
+PROMPT_BLOCK_SIZE = 16  # of the caches of prompt_logits
+
+_jitted_forward = functools.partial(jax.jit, static_argnames=("config", "backend"), donate_argnames="caches")(forward)
+
+
+def prompt_logits(
+    config: ModelConfig, params: dict[str, Any], token_ids: Any, *, chunk: int | None = None, backend: str = "auto"
+) -> jax.Array:
+    """f32[len, vocab] of one prompt through a new paged cache, `chunk` tokens a step (None: all in one step)."""
+    ids = np.asarray(token_ids, np.int32)
+    if ids.ndim != 1 or not ids.size:
+        raise ValueError(f"{ids.shape=} must be [len]: one prompt of at least one token")
+    if config.max_positions is not None and len(ids) > config.max_positions:
+        raise ValueError(f"a prompt of {len(ids)} tokens is longer than the model's {config.max_positions=}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"{chunk=} must be >= 1, or None for the whole prompt at once")
+    size, blocks = min(chunk or len(ids), len(ids)), cdiv(len(ids), PROMPT_BLOCK_SIZE)
+    caches = config.make_caches(blocks, PROMPT_BLOCK_SIZE, params["embed"].dtype)
+    block_table, logits = np.arange(blocks, dtype=np.int32)[None], []
+    for first in range(0, len(ids), size):
+        new = ids[first : first + size]
+        meta = CommonAttentionMetadata.from_lengths(
+            [len(new)], [first + len(new)], block_table, PROMPT_BLOCK_SIZE, num_tokens=size, final_seq_lens=[len(ids)]
+        )
+        padded = np.pad(new, (0, size - len(new)))
+        caches, rows = _jitted_forward(config, params, padded, caches, meta, backend=backend)
+        logits.append(rows[: len(new)])
+    return jnp.concatenate(logits)

@@ -1,4 +1,4 @@
-"""Reading the files of an untrusted model folder: limits on size and depth; errors name the file."""
+"""Reading the files of an untrusted model folder, with limits on size and nesting. Errors name the file."""
 
 import json
 import math
@@ -7,26 +7,28 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 1 << 24
-"""Most bytes of a settings file (16 MiB); published ones have kilobytes, or a few megabytes if they list tokens."""
-MOST_LISTED_BYTES = 1 << 28
-"""Most bytes of a file that lists every tensor or token (256 MiB); the largest published one has about 35 MB."""
-MOST_DEPTH = 64
-"""Deepest nesting of lists and objects."""
+from jattn.errors.arguments import short
+
+MAX_BYTES = 1 << 24
+"""Largest settings file (16 MiB). Published ones have kilobytes, or a few megabytes if they list tokens."""
+MAX_LISTED_BYTES = 1 << 28
+"""Largest file that lists every tensor or token (256 MiB). The largest published one has about 35 MB."""
+MAX_DEPTH = 64
+"""Maximum nesting of lists and objects."""
 LFS = b"version https://git-lfs"
 
 
 def regular_file(path: Path) -> Path:
-    """The path, if it is a readable regular file that is not empty and no Git LFS pointer; else an error that says why.
+    """The path itself if it is a readable, non-empty regular file and not a Git LFS pointer; else raises.
 
-    Symbolic links are followed: in a download cache the files of a folder are links.
+    Symbolic links are followed, because download caches fill a folder with links.
     """
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path} is {_kind(found.st_mode)}, and a model folder holds regular files")
+            raise ValueError(f"{path} is {_kind(found.st_mode)}; a model folder must hold regular files")
         if found.st_size == 0:
-            raise ValueError(f"{path} is empty: the download is not complete; fetch it again")
+            raise ValueError(f"{path} is empty: the download is not complete; download it again")
         with path.open("rb") as file:
             start = file.read(len(LFS))
     except FileNotFoundError:
@@ -34,33 +36,33 @@ def regular_file(path: Path) -> Path:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if start == LFS:
-        raise ValueError(f"{path} is a pointer of Git LFS and not the file itself: run `git lfs pull` in its folder")
+        raise ValueError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder")
     return path
 
 
 def is_there(path: Path) -> bool:
-    """Does the folder have an entry of this name? A broken link counts: reading it then says that it is missing."""
+    """True if the folder has an entry of this name. A broken link counts: reading it raises FileNotFoundError."""
     return os.path.lexists(path)
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, most_bytes: int = MAX_BYTES) -> str:
     """The text of a UTF-8 file, without a byte order mark."""
     if (size := regular_file(path).stat().st_size) > most_bytes:
-        raise ValueError(f"{path} has {size} bytes, more than the {most_bytes} that such a file may have")
+        raise ValueError(f"{path} has {size} bytes, more than the limit of {most_bytes} for such a file")
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}): save it in UTF-8") from None
 
 
-def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in a JSON file: strict JSON, no key twice, no half of a surrogate pair, at most MOST_DEPTH deep."""
+def read_json(path: Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """The object in a JSON file: strict JSON, no duplicate keys, no lone surrogates, nested at most MAX_DEPTH deep."""
     text = read_text(path, most_bytes)
     try:
         values = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
         _check(values)
     except RecursionError:
-        raise ValueError(f"{path} is not read: {_TOO_DEEP}") from None
+        raise ValueError(f"{path} cannot be read: {_TOO_DEEP}") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON that can be read: {error}") from None
     if not isinstance(values, dict):
@@ -68,7 +70,7 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     return values
 
 
-_TOO_DEEP = f"its lists and objects lie more than {MOST_DEPTH} deep in each other"
+_TOO_DEEP = f"its lists and objects are nested more than {MAX_DEPTH} deep"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -76,23 +78,23 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {shown(twice)} is there twice; keep one")
+        raise ValueError(f"the key {short(twice)} appears twice; keep one")
     return found
 
 
 def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON number")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
-    return value if math.isfinite(value) else _refuse(shown(digits))
+    return value if math.isfinite(value) else _refuse(short(digits))
 
 
 def _check(values: Any) -> None:
-    """ValueError if it nests too deeply or a text holds half of a surrogate pair."""
+    """ValueError if the nesting is too deep or a string has a lone surrogate."""
     level = [values]
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for value in level:
             if isinstance(value, str):
@@ -107,12 +109,6 @@ def _check(values: Any) -> None:
         if not level:
             return
     raise ValueError(_TOO_DEEP)
-
-
-def shown(value: Any, most: int = 60) -> str:
-    """A file's value in an error message: on one line, cut to `most` characters."""
-    text = ascii(value) if isinstance(value, str) else repr(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _kind(mode: int) -> str:

@@ -1,19 +1,30 @@
-"""Reading a Hugging Face folder: (config, params)."""
+"""Loading a Hugging Face folder: config.json to a ModelConfig, tensors to params."""
 
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jattn.errors import UnsupportedError
-from jattn.models.checkpoint import Checkpoint, read_params
+from jattn.errors.arguments import short
+from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
 from jattn.models.config import ModelConfig
+from jattn.models.config_reader import ConfigReader
 from jattn.models.families import FAMILIES
 from jattn.models.families.family import Family
-from jattn.models.files import is_there, read_json, shown
-from jattn.models.keys import Keys
-from jattn.models.names import tensors_of
-from jattn.models.shapes import weights_of
+from jattn.models.files import is_there, read_json
+from jattn.models.tensor_names import TensorSource, count_layer_tensors
+from jattn.models.weight_tree import weight_specs
+from jattn.nn.weight_spec import WeightSpec, is_weight_spec
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""Dtypes of weights in params. Packed weights are stored as integers; their TensorSource unpacks them."""
+MAX_MISSING_LISTED = 10_000
+"""If a checkpoint lacks more tensors than this, the error does not list them."""
 
 
 def load(
@@ -25,77 +36,139 @@ def load(
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """(config, params) of a folder with config.json and *.safetensors.
 
-    dtype: of all weights, None: as stored. sharding: a jax.sharding.Sharding for all, or a function
-    (path, Weight) -> Sharding or None; `Weight.axes` has logical axis names. progress(done, total, path) is called
-    before each weight is read.
+    dtype: of all weights; None: as stored. sharding: a jax.sharding.Sharding for all weights, or a function
+    (path, WeightSpec) -> Sharding or None; `WeightSpec.axes` has the logical axis names. progress(done, total, path)
+    is called before each weight is read.
     """
     folder = Path(directory)
-    config, family = _translated(folder)
+    config, family = _config_and_family(folder)
     with contextlib.ExitStack() as stack:
         checkpoint = Checkpoint(folder, stack, family.prefix)
-        _compare_sizes(folder, tensors_of(config, family.sources), len(checkpoint.where))
-        params = read_params(
-            checkpoint, family.sources(config), weights_of(config), unused=family.unused, dtype=dtype,
-            sharding=sharding, progress=progress,
-        )  # fmt: skip
+        _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
+        params = _read_params(
+            checkpoint, family.tensors(config), weight_specs(config), family.unused, dtype, sharding, progress
+        )
     return config, params
 
 
-MOST_MISSING = 10_000
-"""Up to so many missing tensors are looked for one by one, and named."""
-
-
-def _compare_sizes(folder: Path, wanted: int, there: int) -> None:
-    """ValueError if a config asks for far more than the files have: to list it could take minutes and all memory."""
-    if wanted > there + MOST_MISSING:
-        raise ValueError(
-            f"{folder / 'config.json'} asks for {wanted} tensors in its layers and experts, and the *.safetensors "
-            f"beside it have {there}: the two do not belong together"
-        )
-
-
 def config_of(values: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of a config.json's contents."""
-    return family_of(values).read(Keys(values))
+    """The ModelConfig of the contents of a config.json."""
+    return family_of(values).read(ConfigReader(values))
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """The config alone, without reading a tensor."""
-    return _translated(Path(directory))[0]
+    """The ModelConfig of a folder, without reading tensors."""
+    return _config_and_family(Path(directory))[0]
 
 
 def family_of(values: dict[str, Any]) -> Family:
     """The family of a config's model_type."""
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        own = "; the code that its auto_map names is never run here" if values.get("auto_map") else ""
+        own = "; the code that auto_map names is never run" if values.get("auto_map") else ""
         raise UnsupportedError(
-            f"config.json: model_type={shown(name)} is not supported; known are {', '.join(FAMILIES)}{own}"
+            f"config.json: model_type={short(name)} is not supported; supported are {', '.join(FAMILIES)}{own}"
         )
     return FAMILIES[name]
 
 
-def _translated(folder: Path) -> tuple[ModelConfig, Family]:
+def _config_and_family(folder: Path) -> tuple[ModelConfig, Family]:
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} is no folder: give one with config.json and *.safetensors (download it first)"
+            f"{folder} is not a folder; pass one with config.json and *.safetensors (models are not downloaded)"
         )
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not is_there(path):
-        raise FileNotFoundError(f"{path} is missing: a model folder holds config.json and *.safetensors")
+        raise FileNotFoundError(f"{path} is missing: a model folder has config.json and *.safetensors")
     values = read_json(path)
-    if is_there(generation):  # chat models name more end tokens there
+    if is_there(generation):  # chat models list more end tokens there
         more = _end_ids(generation, read_json(generation))
         ends = list(dict.fromkeys(_end_ids(path, values) + more))
-        values |= {"eos_token_id": ends} if ends else {}  # neither file has any: the family's default
+        values |= {"eos_token_id": ends} if ends else {}  # if neither file has any: the family's default
     family = family_of(values)
-    return family.read(Keys(values, str(path))), family
+    return family.read(ConfigReader(values, str(path))), family
 
 
 def _end_ids(path: Path, values: dict[str, Any]) -> list[int]:
-    """The end tokens that a file names: a number, a list of them, or nothing."""
+    """The end tokens of a file: eos_token_id is an id, a list of ids, or absent."""
     found = values.get("eos_token_id")
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(id) is int and id >= 0 for id in ids):
-        raise ValueError(f"{path}: eos_token_id={shown(found)} must be a token's id from 0 up, or a list of those")
+        raise ValueError(
+            f"{path}: eos_token_id={short(found)} must be a token id (an integer >= 0), or a list of token ids"
+        )
     return ids
+
+
+def _check_tensor_count(folder: Path, needed: int, stored: int) -> None:
+    """ValueError if a config needs far more tensors than the files have. Listing them could exhaust memory."""
+    if needed > stored + MAX_MISSING_LISTED:
+        raise ValueError(
+            f"{folder / 'config.json'} asks for {needed} tensors in its layers and experts, but the *.safetensors in "
+            f"the folder have {stored}: they are not of the same model"
+        )
+
+
+def _read_params(
+    checkpoint: Checkpoint,
+    table: dict[str, TensorSource],
+    specs: Any,
+    unused: tuple[str, ...],
+    dtype: Any,
+    sharding: Any,
+    progress: Callable[[int, int, str], None] | None,
+) -> Any:
+    """The tree `specs` of WeightSpecs as arrays. Missing and unknown tensors are errors; other arguments as in `load`.
+
+    unused: endings of the names of tensors that the model does not need.
+    """
+    if dtype is not None and jnp.dtype(dtype).name not in FLOATS:
+        raise ValueError(f"dtype={jnp.dtype(dtype).name} of weights must be None or one of {', '.join(FLOATS)}")
+    leaves, structure = jax.tree.flatten_with_path(specs, is_leaf=is_weight_spec)
+    by_path = {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): spec for path, spec in leaves}
+    table = {path: source.stored_form(checkpoint.locations) for path, source in table.items()}
+    _check_names(checkpoint, table, by_path, unused)
+    arrays = []
+    for done, (path, spec) in enumerate(by_path.items()):
+        if progress is not None:
+            progress(done, len(by_path), path)
+        value = _read_weight(checkpoint, table[path], path, spec, dtype)
+        place = sharding(path, spec) if callable(sharding) else sharding
+        arrays.append(jnp.array(value) if place is None else jax.device_put(value, place))
+    return jax.tree.unflatten(structure, arrays)
+
+
+def _read_weight(checkpoint: Checkpoint, source: TensorSource, path: str, spec: WeightSpec, dtype: Any) -> np.ndarray:
+    """One weight made from its tensors; ValueError unless its shape is right and its values are finite floats."""
+    stored = [checkpoint.read(name) for name in source.names]
+    file, _, first = checkpoint.locations[source.names[0]]
+    tensor = f"{file}: tensor {tensor_text(first)}"
+    try:
+        value = source.make(*stored)
+    except (ValueError, TypeError, IndexError) as error:  # ranks, shapes or dtypes that do not fit
+        kinds = ", ".join(sorted({f"{x.dtype}{list(x.shape)}" for x in stored})[:4])
+        raise ValueError(f"{tensor} ({kinds}) cannot be converted to {path}: {error}") from error
+    if value.shape != spec.shape:
+        raise ValueError(f"{tensor} gives {path} the shape {value.shape} but config.json says {spec.shape}")
+    if value.dtype.name not in FLOATS:
+        raise ValueError(f"{tensor} gives {path} as {value.dtype}; weights must be one of {', '.join(FLOATS)}")
+    with np.errstate(over="ignore"):
+        made = np.ascontiguousarray(value, value.dtype if dtype is None else jnp.dtype(dtype))
+    was_converted = made.dtype != value.dtype or any(x.dtype.name not in FLOATS for x in stored)
+    if was_converted and not is_finite(made):
+        raise ValueError(f"{tensor} does not fit in {made.dtype}: some values are too large")
+    return made
+
+
+def _check_names(
+    checkpoint: Checkpoint, table: dict[str, TensorSource], specs: dict[str, WeightSpec], unused: tuple[str, ...]
+) -> None:
+    """ValueError unless the checkpoint has exactly the tensors that the model needs, apart from those in `unused`."""
+    problems = [f"the model needs {path}, for which its family's table has no row" for path in specs.keys() - table]
+    names = {name for path in specs if path in table for name in table[path].names}
+    problems += [f"tensor {tensor_text(name)} is missing" for name in sorted(names - checkpoint.locations.keys())]
+    left = sorted(n for n in checkpoint.locations.keys() - names if not n.endswith(unused))
+    problems += [f"tensor {tensor_text(name)} is not used by this model" for name in left]
+    if problems:
+        listed = "\n  ".join(problems[:12]) + (f"\n  and {len(problems) - 12} more" if len(problems) > 12 else "")
+        raise ValueError(f"{checkpoint.directory}: the checkpoint does not fit its config.json:\n  {listed}")

@@ -1,4 +1,4 @@
-"""The second half of a layer: a plain or gated MLP, as data and a pure function."""
+"""The MLP of a layer, plain or gated, as data and a pure function."""
 
 import dataclasses
 import functools
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import jax
 
-from jattn.nn.layer import linear
-from jattn.nn.weights import Weight, linear_weights
+from jattn.nn.attention_layer import linear
+from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -20,7 +20,7 @@ ACTIVATIONS = {
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """The function by its name in config.json."""
+    """The activation function of this name, as config.json spells it."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not known; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -38,11 +38,13 @@ class MLP:
     def __post_init__(self):
         activation(self.activation)
 
-    def weights(self, hidden: int) -> dict[str, dict[str, Weight]]:
-        """Projections gate (if gated), up and down."""
+    def weight_specs(self, hidden: int) -> dict[str, dict[str, WeightSpec]]:
+        """The projections gate (if gated), up and down."""
         into = {"gate": self.gated, "up": True}
-        tree = {n: linear_weights(hidden, self.width, ("embed", "mlp"), self.bias) for n, used in into.items() if used}
-        return tree | {"down": linear_weights(self.width, hidden, ("mlp", "embed"), self.bias)}
+        tree = {
+            n: linear_weight_specs(hidden, self.width, ("embed", "mlp"), self.bias) for n, used in into.items() if used
+        }
+        return tree | {"down": linear_weight_specs(self.width, hidden, ("mlp", "embed"), self.bias)}
 
     def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> [T, hidden]."""

@@ -1,16 +1,24 @@
-"""Layers: an attention layer as data and a pure function, its parts, and the Flax modules around it.
+"""The attention layer: Flax modules, the pure function that they call, and the data that describes it.
 
-`PagedAttention` is flax.nnx's, `linen.PagedAttention` flax.linen's; Flax is imported when either is first used.
+`PagedAttention` is a flax.nnx module, `linen.PagedAttention` a flax.linen module. Flax is imported when either is first
+used.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jattn.nn.call import call
-from jattn.nn.layer import AttentionLayer
+from jattn.nn.apply import apply_attention
+from jattn.nn.attention_layer import AttentionConfig
 from jattn.nn.norm import Norm
 from jattn.nn.rope import Angles, Rope, rotate
-from jattn.nn.rope_scaling import DynamicNTK, Linear, Llama3, LongRope, Scaling, Yarn
+from jattn.nn.rope_scaling import (
+    DynamicNTKRopeScaling,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnRopeScaling,
+)
 
 if TYPE_CHECKING:
     from jattn.nn import linen
@@ -18,17 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Angles",
-    "AttentionLayer",
-    "DynamicNTK",
-    "Linear",
-    "Llama3",
-    "LongRope",
+    "AttentionConfig",
+    "DynamicNTKRopeScaling",
+    "LinearRopeScaling",
+    "Llama3RopeScaling",
+    "LongRopeScaling",
     "Norm",
     "PagedAttention",
     "Rope",
-    "Scaling",
-    "Yarn",
-    "call",
+    "RopeScaling",
+    "YarnRopeScaling",
+    "apply_attention",
     "linen",
     "rotate",
 ]

@@ -1,4 +1,4 @@
-"""jattn.nn.linen.PagedAttention: the flax.linen twin of the nnx layer."""
+"""jattn.nn.linen.PagedAttention: the flax.linen module; the same layer as jattn.nn.PagedAttention."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ import jax.numpy as jnp
 
 from jattn.cache import PagedKV
 from jattn.metadata import CommonAttentionMetadata
-from jattn.nn.call import call
-from jattn.nn.layer import AttentionLayer
-from jattn.nn.weights import Weight, attention_weights
+from jattn.nn.apply import apply_attention
+from jattn.nn.attention_layer import AttentionConfig
+from jattn.nn.weight_spec import WeightSpec
 
 
 class PagedAttention(nn.Module):
-    """The same layer and the same tree of weights; each is a logically partitioned param.
+    """jattn.nn.PagedAttention as a linen module: the same tree of weights, each param with logical partitioning.
 
-    module = jattn.nn.linen.PagedAttention(AttentionLayer(spec=spec, hidden_size=512, rope=Rope(dim=64)))
+    module = jattn.nn.linen.PagedAttention(AttentionConfig(spec=spec, hidden_size=512, rope=Rope(dim=64)))
     cache, y = module.apply(variables, x, meta, cache)
     """
 
-    layer: AttentionLayer
+    config: AttentionConfig
     backend: str = "auto"
     param_dtype: Any = jnp.float32
 
@@ -29,20 +29,22 @@ class PagedAttention(nn.Module):
         self, x: jax.Array, meta: CommonAttentionMetadata, cache: PagedKV | None = None, *, plan: Any = None,
         keys_from: jax.Array | None = None,
     ) -> tuple[PagedKV | None, jax.Array]:  # fmt: skip
-        """x [T, hidden] -> (cache, [T, hidden]); see jattn.nn.call."""
+        """x [T, hidden] -> (cache, [T, hidden]); see jattn.nn.apply_attention."""
         weights = {
             name: _param(self, name, weight, self.param_dtype)
-            if isinstance(weight, Weight)
+            if isinstance(weight, WeightSpec)
             else _Group(weight, self.param_dtype, name=name)()
-            for name, weight in attention_weights(self.layer).items()
+            for name, weight in self.config.weight_specs().items()
         }
-        return call(self.layer, weights, x, meta, cache, plan=plan, keys_from=keys_from, backend=self.backend)
+        return apply_attention(
+            self.config, weights, x, meta, cache, plan=plan, keys_from=keys_from, backend=self.backend
+        )
 
 
 class _Group(nn.Module):
     """The weights of one projection or norm, under its name."""
 
-    weights: dict[str, Weight]
+    weights: dict[str, WeightSpec]
     param_dtype: Any
 
     @nn.compact
@@ -50,5 +52,5 @@ class _Group(nn.Module):
         return {name: _param(self, name, weight, self.param_dtype) for name, weight in self.weights.items()}
 
 
-def _param(module: nn.Module, name: str, weight: Weight, dtype: Any) -> jax.Array:
+def _param(module: nn.Module, name: str, weight: WeightSpec, dtype: Any) -> Any:
     return module.param(name, nn.with_logical_partitioning(lambda key: weight.draw(key, dtype), weight.axes))

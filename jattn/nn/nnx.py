@@ -1,4 +1,4 @@
-"""jattn.nn.PagedAttention: the flax.nnx layer."""
+"""jattn.nn.PagedAttention: the flax.nnx module."""
 
 from typing import Any
 
@@ -8,33 +8,34 @@ from flax import nnx
 
 from jattn.cache import PagedKV
 from jattn.metadata import CommonAttentionMetadata
-from jattn.nn.call import call
-from jattn.nn.layer import AttentionLayer
-from jattn.nn.weights import Weight, attention_weights
+from jattn.nn.apply import apply_attention
+from jattn.nn.attention_layer import AttentionConfig
+from jattn.nn.weight_spec import WeightSpec
 from jattn.spec import AttentionSpec
 
 
 class PagedAttention(nnx.Module):
-    """Projections, norms, rotary turn, cache write, attention; it owns weights and no cache.
+    """Projections, norms, rotary embedding, cache write, attention. It owns its weights, and no cache.
 
         spec = jattn.AttentionSpec(num_heads=8, head_dim=64)
         attn = jattn.nn.PagedAttention(spec, 512, rope=Rope(dim=64), rngs=rngs)
         cache, y = attn(x, meta, cache)  # serving: x [T, hidden] packed, cache in, cache out
         _, y = attn(x, meta)  # training: the same layer without a cache
 
-    Options are the fields of AttentionLayer. Each nnx.Param names its logical axes.
+    Options are the fields of AttentionConfig. Each nnx.Param names its logical axes.
     """
 
     def __init__(
         self, spec: AttentionSpec, hidden_size: int, *, rngs: nnx.Rngs, backend: str = "auto",
         param_dtype: Any = jnp.float32, **options: Any,
     ):  # fmt: skip
-        self.layer = AttentionLayer(spec=spec, hidden_size=hidden_size, **options)
+        self.config = AttentionConfig(spec=spec, hidden_size=hidden_size, **options)
         self.backend = backend
-        for name, weight in attention_weights(self.layer).items():
-            made = _param(weight, rngs, param_dtype) if isinstance(weight, Weight) else None
-            parts = {} if isinstance(weight, Weight) else {n: _param(w, rngs, param_dtype) for n, w in weight.items()}
-            setattr(self, name, nnx.Dict(parts) if made is None else made)
+        for name, weight in self.config.weight_specs().items():
+            if isinstance(weight, WeightSpec):
+                setattr(self, name, _param(weight, rngs, param_dtype))
+            else:
+                setattr(self, name, nnx.Dict({part: _param(w, rngs, param_dtype) for part, w in weight.items()}))
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -45,9 +46,11 @@ class PagedAttention(nnx.Module):
         self, x: jax.Array, meta: CommonAttentionMetadata, cache: PagedKV | None = None, *, plan: Any = None,
         keys_from: jax.Array | None = None,
     ) -> tuple[PagedKV | None, jax.Array]:  # fmt: skip
-        """x [T, hidden] -> (cache, [T, hidden]); see jattn.nn.call."""
-        return call(self.layer, self.weights, x, meta, cache, plan=plan, keys_from=keys_from, backend=self.backend)
+        """x [T, hidden] -> (cache, [T, hidden]); see jattn.nn.apply_attention."""
+        return apply_attention(
+            self.config, self.weights, x, meta, cache, plan=plan, keys_from=keys_from, backend=self.backend
+        )
 
 
-def _param(weight: Weight, rngs: nnx.Rngs, dtype: Any) -> nnx.Param:
-    return nnx.Param(weight.draw(rngs.params(), dtype), out_sharding=weight.axes, eager_sharding=False)
+def _param(spec: WeightSpec, rngs: nnx.Rngs, dtype: Any) -> nnx.Param:
+    return nnx.Param(spec.draw(rngs.params(), dtype), out_sharding=spec.axes, eager_sharding=False)

@@ -1,4 +1,8 @@
-"""Normalisation of the last axis, described by data: RMS or layer norm, with or without weights."""
+"""Normalisation of the last axis: RMS norm or layer norm, with or without scale and bias.
+
+A new kind of norm is a row of FORMULAS; a new option is a field of Norm, its weight in `weight_specs` and its step in
+`__call__`. No other file lists the kinds or their weights.
+"""
 
 import dataclasses
 
@@ -7,15 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors.arguments import as_array, boolean, check_fields, check_kind, choice, is_float, number
+from jattn.nn.weight_spec import WeightSpec
 
-KINDS = ("rms", "layer")
+
+def _rms(x: jax.Array, eps: float) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def _layer(x: jax.Array, eps: float) -> jax.Array:
+    return _rms(x - jnp.mean(x, axis=-1, keepdims=True), eps)
+
+
+FORMULAS = {"rms": _rms, "layer": _layer}
+"""Norm.kind -> function of x f32[..., n] and eps, before scale and bias."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm:
-    """kind 'rms': x / sqrt(mean(x^2) + eps); 'layer': the same of x - mean(x). Then weights, if there are any.
+    """kind 'rms': x / sqrt(mean(x^2) + eps); 'layer': the same of x - mean(x). Then scale and bias, if it has them.
 
-    one_plus: the stored scale is what is added to one.
+    one_plus: multiply by 1 + scale (Gemma).
     """
 
     kind: str = "rms"
@@ -26,29 +41,33 @@ class Norm:
 
     def __post_init__(self):
         flags = dict.fromkeys(("one_plus", "has_scale", "has_bias"), boolean)
-        choice(*KINDS)("norm kind", self.kind)
+        choice(*FORMULAS)("norm kind", self.kind)
         check_fields(self, eps=number(least=0), **flags)
 
+    def weight_specs(self, size: int, axis: str | None = None) -> dict[str, WeightSpec]:
+        """Its weights [size]: 'scale' and 'bias', each if the norm has it. axis: their logical axis."""
+        fills = {"scale": 0.0 if self.one_plus else 1.0} if self.has_scale else {}
+        fills |= {"bias": 0.0} if self.has_bias else {}
+        return {name: WeightSpec((size,), (axis,), fill) for name, fill in fills.items()}
+
     def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
-        """In float32; weights = {'scale': [n], 'bias': [n]}, each if the norm has it."""
+        """x [..., n] normalised over its last axis, computed in float32; weights: arrays as in `weight_specs`."""
         self._check(weights, x)
-        y = x.astype(jnp.float32)
-        if self.kind == "layer":
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = FORMULAS[self.kind](x.astype(jnp.float32), self.eps)
         if self.has_scale:
-            y = _over(y, weights["scale"]) + y if self.one_plus else _over(y, weights["scale"])
+            scaled = y * _broadcast(weights["scale"], y)
+            y = scaled + y if self.one_plus else scaled
         if self.has_bias:
             y = y + _broadcast(weights["bias"], y)
         return y.astype(x.dtype)
 
     def _check(self, weights: dict, x: jax.Array) -> None:
-        """x [..., n] of floats, and each weight [n] that the norm has."""
+        """ValueError or TypeError unless x is [..., n] of floats, and each weight of the norm is [n]."""
         check_kind("weights", weights, dict)
         check_kind("x", x, (jax.Array, np.ndarray))
         if not is_float(as_array("x", x).dtype) or not x.ndim:
             raise ValueError(f"x must be floats [..., n], got {x.dtype}{list(x.shape)}")
-        for name in (name for name, there in (("scale", self.has_scale), ("bias", self.has_bias)) if there):
+        for name in self.weight_specs(x.shape[-1]):
             shape = as_array(f"weights[{name!r}]", weights[name]).shape if name in weights else None
             if shape != x.shape[-1:]:
                 raise ValueError(
@@ -58,9 +77,5 @@ class Norm:
 
 
 def _broadcast(weight: jax.Array, y: jax.Array) -> jax.Array:
-    """The weight of the last axis beside y, whose rank it gets: rank promotion is never silent."""
+    """The weight as float32 [1, ..., n] with the rank of y, so that no rank is promoted implicitly."""
     return weight.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))
-
-
-def _over(y: jax.Array, scale: jax.Array) -> jax.Array:
-    return y * _broadcast(scale, y)

@@ -1,6 +1,6 @@
-"""How rotary frequencies are changed for contexts longer than the trained one; one short class per method.
+"""Rope scalings: methods that change rotary frequencies for contexts longer than the trained one. One class per method.
 
-`frequencies` is the definition, on the host in float64; `angles` computes a step's angles from it (phases.py).
+`frequencies` is the definition of a method, on the host in float64. `angles` computes a step's angles from it.
 """
 
 import dataclasses
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors.arguments import boolean, check_fields, integer, number, optional, sequence_of
-from jattn.nn.phases import phases, reduced
+from jattn.nn.phases import phases, wrapped
 
 FACTORS = (1e-6, 1e6)
-"""Least and most of a factor, divisor or number of turns; published ones lie between 0.5 and 128. Within these limits
-every frequency is finite and not zero, and every angle keeps its digits."""
-MOST_THETA = 1e18
-"""Published ones reach 1e9."""
+"""Limits of a factor, divisor or number of turns. Published values lie between 0.5 and 128. Within these limits every
+frequency is finite and not zero, and float32 angles keep their precision."""
+MAX_THETA = 1e18
+"""Upper limit of theta. Published values reach 1e9."""
 
 _factor = number(least=FACTORS[0], most=FACTORS[1])
 _length = integer(1)
@@ -29,25 +29,25 @@ def base_frequencies(dim: int, theta: float) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaling:
-    """Frequencies unchanged; subclasses override `frequencies`."""
+class RopeScaling:
+    """No scaling. Subclasses override `frequencies`."""
 
     @property
     def needs_lengths(self) -> bool:
-        """Do the frequencies depend on the final length of a token's request?"""
+        """True if the frequencies depend on the final length of a token's request."""
         return False
 
     @property
     def attention_factor(self) -> float:
-        """The factor of cos and sin."""
+        """Multiplies cos and sin, so it multiplies attention logits by its square."""
         return 1.0
 
     def variant(self, length: int) -> int:
-        """Requests whose final lengths have equal variants have equal angles, so they may share cached keys."""
+        """Final lengths with equal variants give equal angles, so such requests can share cached keys."""
         return 0
 
     def frequencies(self, dim: int, theta: float, length: int = 0) -> np.ndarray:
-        """f64[dim/2] in a request whose final length is `length`."""
+        """f64[dim/2], in radians per position, for a request with the final length `length`."""
         return base_frequencies(dim, theta)
 
     def angles(self, dim: int, theta: float, positions: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
@@ -56,7 +56,7 @@ class Scaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear(Scaling):
+class LinearRopeScaling(RopeScaling):
     """Positions divided by `factor`."""
 
     factor: float
@@ -69,7 +69,7 @@ class Linear(Scaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicNTK(Scaling):
+class DynamicNTKRopeScaling(RopeScaling):
     """A larger theta for requests longer than the trained length; shorter ones are exact.
 
     theta * s ** (dim / (dim - 2))    s = factor * length / trained_length - (factor - 1)
@@ -92,11 +92,11 @@ class DynamicNTK(Scaling):
         return base_frequencies(dim, theta) * self._stretch(length) ** -_exponents(dim)
 
     def _stretch(self, length: int) -> float:
-        """s, written so that nothing cancels: it is exactly 1 up to the trained length."""
+        """s, in a form without cancellation: exactly 1 up to the trained length."""
         return 1 + self.factor * (max(length - self.trained_length, 0) / self.trained_length)
 
     def angles(self, dim, theta, positions, lengths=None):
-        """The exact angle at the nearest tabulated length below, minus a small float32 correction for the rest."""
+        """The exact angle at the next lower tabulated length, minus a small float32 correction for the difference."""
         nodes = self._nodes()
         lengths = jnp.asarray(lengths, jnp.int32)
         at = jnp.maximum(jnp.searchsorted(jnp.asarray(nodes, jnp.int32), lengths, side="right") - 1, 0)
@@ -106,10 +106,10 @@ class DynamicNTK(Scaling):
         log_ratio = jnp.log1p(beyond * jnp.asarray(growth)[at])  # log(stretch at this length / stretch at its node)
         less = -jnp.expm1(-log_ratio[:, None] * jnp.asarray(_exponents(dim), jnp.float32)[None, :])
         rest = positions.astype(jnp.float32)[:, None] * jnp.asarray(near, jnp.float32)[at] * less
-        return reduced(phases(positions, near, at) - rest)
+        return wrapped(phases(positions, near, at) - rest)
 
     def _nodes(self) -> list[int]:
-        """Tabulated lengths, up to 2**24: the next is 1/64 more in stretch, or 1 token longer."""
+        """Tabulated lengths, up to 2**24. The stretch grows by 1/64 from one to the next, the length by at least 1."""
         nodes = [self.trained_length]
         while nodes[-1] < 2**24 and len(nodes) < 2048:
             step = self._stretch(nodes[-1]) * self.trained_length / self.factor / 64
@@ -123,8 +123,8 @@ def _exponents(dim: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3(Scaling):
-    """Long wavelengths divided by `factor`, short ones kept, a linear transition between."""
+class Llama3RopeScaling(RopeScaling):
+    """Frequencies with long wavelengths are divided by `factor`, short ones are kept, with a linear ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -146,15 +146,15 @@ class Llama3(Scaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Yarn(Scaling):
-    """NTK by parts: frequencies of dimensions with under `beta_slow` turns in the trained length are divided by
-    `factor`, those with over `beta_fast` turns kept, a ramp between; logits are multiplied by `magnitude` squared."""
+class YarnRopeScaling(RopeScaling):
+    """NTK by parts: frequencies with fewer than `beta_slow` turns in the trained length are divided by `factor`, those
+    with more than `beta_fast` turns are kept, with a linear ramp between. cos and sin are multiplied by `magnitude`."""
 
     factor: float
     trained_length: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True  # round the ends of the ramp to whole dimensions
+    truncate: bool = True  # round both ends of the ramp to integer dimensions
     magnitude: float | None = None  # None: 0.1 ln(factor) + 1
 
     def __post_init__(self):
@@ -176,18 +176,18 @@ class Yarn(Scaling):
         return base / self.factor * (1 - keep) + base * keep
 
     def _dimension(self, turns: float, dim: int, theta: float) -> float:
-        """The (fractional) dimension that makes this many turns in the trained length."""
+        """The (fractional) dimension that makes this number of turns in the trained length."""
         return dim * math.log(self.trained_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """0.1 weight ln(factor) + 1, and 1 where nothing is stretched."""
+    """0.1 * weight * ln(factor) + 1; 1 for factor <= 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LongRope(Scaling):
-    """A divisor for every frequency: `short` for requests up to the trained length, `long` for longer ones."""
+class LongRopeScaling(RopeScaling):
+    """One divisor per frequency: `short` for requests up to the trained length, `long` for longer ones."""
 
     short: tuple[float, ...]
     long: tuple[float, ...]
@@ -212,7 +212,9 @@ class LongRope(Scaling):
     def frequencies(self, dim, theta, length=0):
         for name in ("short", "long"):
             if len(getattr(self, name)) != dim // 2:
-                raise ValueError(f"longrope {name} has {len(getattr(self, name))} divisors but rope turns {dim // 2}")
+                raise ValueError(
+                    f"longrope {name} has {len(getattr(self, name))} divisors; the rope dim={dim} needs {dim // 2}"
+                )
         return base_frequencies(dim, theta) / np.asarray(self.long if self.variant(length) else self.short, float)
 
     def angles(self, dim, theta, positions, lengths=None):

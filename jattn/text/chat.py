@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jattn.models.files import is_there, read_json, read_text, shown
+from jattn.errors.arguments import short
+from jattn.models.files import is_there, read_json, read_text
 from jattn.text.renderer import render
 from jattn.text.special import read_special_tokens
 from jattn.text.tokenizer import Tokenizer
@@ -148,7 +149,7 @@ def _by_name(path: Path, value: Any) -> dict[str, str]:
         named = {entry.get("name"): entry.get("template") for entry in value}
     if not isinstance(named, dict) or not named or not all(isinstance(x, str) for pair in named.items() for x in pair):
         raise ValueError(
-            f"{path}: chat_template={shown(value)} must be a text, or a list of objects with a name and a template"
+            f"{path}: chat_template={short(value)} must be a text, or a list of objects with a name and a template"
         )
     return named
 

@@ -4,7 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jattn.models.files import is_there, read_json, shown
+from jattn.errors.arguments import short
+from jattn.models.files import is_there, read_json
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -57,7 +58,7 @@ def _tokens(path: Path, values: dict[str, Any]) -> tuple[dict[str, str], list[st
             by_name |= {name: _text(path, f"{key}, {name}", token) for name, token in value.items()}
         elif key in LISTS:
             if not isinstance(value, list):
-                raise ValueError(f"{path}: {key}={shown(value)} must be a list of tokens")
+                raise ValueError(f"{path}: {key}={short(value)} must be a list of tokens")
             others += [_text(path, key, token) for token in value]
         elif key.endswith("_token"):
             by_name[key] = _text(path, key, value)
@@ -67,7 +68,7 @@ def _tokens(path: Path, values: dict[str, Any]) -> tuple[dict[str, str], list[st
 def _text(path: Path, key: str, token: Any) -> str:
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
-        raise ValueError(f"{path}: {key}={shown(token)} must be a text, or an object with one as 'content'")
+        raise ValueError(f"{path}: {key}={short(token)} must be a text, or an object with one as 'content'")
     return text
 
 
@@ -76,16 +77,16 @@ def _added(path: Path, values: Any) -> dict[int, dict[str, Any]]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: added_tokens_decoder={shown(values)} must be an object of tokens by id")
+        raise ValueError(f"{path}: added_tokens_decoder={short(values)} must be an object of tokens by id")
     found = {}
     for id, token in values.items():
-        text = _text(path, f"added_tokens_decoder, {shown(id)}", token)
+        text = _text(path, f"added_tokens_decoder, {short(id)}", token)
         flags = {name: token[name] for name in FLAGS if name in token} if isinstance(token, dict) else {}
         if not (id.isascii() and id.isdigit() and len(id) < 10) or not all(
             type(flag) is bool for flag in flags.values()
         ):
             raise ValueError(
-                f"{path}: added_tokens_decoder, {shown(id)}={shown(token)}: the key must be a number, and "
+                f"{path}: added_tokens_decoder, {short(id)}={short(token)}: the key must be a number, and "
                 f"{', '.join(FLAGS)} true or false"
             )
         found[int(id)] = {"content": text} | flags

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jattn.models.files import MOST_LISTED_BYTES, is_there, read_text, shown
+from jattn.errors.arguments import short
+from jattn.models.files import MAX_LISTED_BYTES, is_there, read_text
 from jattn.text.growth import check_growth
 from jattn.text.special import SpecialTokens, read_special_tokens, tokenizer_config
 
@@ -53,7 +54,7 @@ class FolderTokenizer:
     def __init__(self, path: Path, special: SpecialTokens | None = None):
         self._library = _library()
         self._name = path.name
-        text = read_text(path, MOST_LISTED_BYTES)
+        text = read_text(path, MAX_LISTED_BYTES)
         with _named(f"{path} is not a tokenizer that can be read"):
             growth = check_growth(json.loads(text))  # before the library sees it: it applies the rules to added tokens
             self._most = min(MOST_TEXT, int(MOST_GROWN / growth))
@@ -81,7 +82,7 @@ class FolderTokenizer:
             if flags["content"] not in known:
                 self._inner.add_tokens([self._library.AddedToken(**flags)])
                 if (given := self._inner.token_to_id(flags["content"])) != id:
-                    raise ValueError(f"{shown(flags['content'])} has the id {id} there and {given} in tokenizer.json")
+                    raise ValueError(f"{short(flags['content'])} has the id {id} there and {given} in tokenizer.json")
         known = {token.content for token in self._inner.get_added_tokens_decoder().values() if token.special}
         new = [text for text in special.texts if text not in known]
         self._inner.add_special_tokens([self._library.AddedToken(text, normalized=False) for text in new])
@@ -98,7 +99,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     own = "; code of its own, as auto_map names it, is never run here" if config.get("auto_map") else ""
     raise FileNotFoundError(
         f"{directory} has no tokenizer.json, and its tokenizer_config.json names "
-        f"{shown(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
+        f"{short(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
         "the fast format, or pass token ids to an Engine made without a tokenizer"
     )
 

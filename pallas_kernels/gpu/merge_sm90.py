@@ -1,4 +1,4 @@
-"""Joins the partial results of units that the work list cut: one small launch, one CTA a cut and half tile.
+"""Merges the partial results of units that the work list split: a second, small launch.
 
 out = sum_i out_i * 2 ** (lse_i - lse),   lse = log2 sum_i 2 ** lse_i   (+ the sink, once)
 """
@@ -12,19 +12,23 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.config import WARPGROUP_ROWS
 
-AHEAD = 4  # parts whose loads are in flight together
-COLUMNS = 32  # of the output, for one CTA
+PARTS_IN_FLIGHT = 4  # parts that are loaded at the same time
+COLUMNS = 32  # columns of the output that one CTA merges
 
 
-def _kernel(cfg, width, info, cta, heads, part, part_lse, out_ref, lse_ref):
-    """info i32[tiles, 16], cta i32[C, 12], heads f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128] (GMEM)."""
+def _kernel(cfg, width, info, cta, per_head, part, part_lse, out_ref, lse_ref):
+    """One CTA: 64 rows and `width` columns of the unit that CTA `cut` of the first launch cut.
+
+    In GMEM: info i32[tiles, 16], cta i32[C, 12], per_head f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128].
+    """
     me, half, column = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * width
     unit, first, last = (cta[me, wl.JOIN + i] for i in range(3))
     set_units, set_heads = cta[me, wl.SET_UNITS], cta[me, wl.SET_HEADS]
     tile, head = wl.place_of(jnp.maximum(unit, 0), set_units, cfg.num_kv_heads, set_heads)
     nrows = info[tile, wl.NROWS] - 64 * half
-    shape = (rows.ROWS, width)
+    shape = (WARPGROUP_ROWS, width)
 
     def load(i):
         slot = jnp.where(i == first, 2 * first + 1, 2 * i)
@@ -33,43 +37,42 @@ def _kernel(cfg, width, info, cta, heads, part, part_lse, out_ref, lse_ref):
         return rows.load_partial(part, part_lse, slot, 64 * half, usable, column, **kind)
 
     def step(t, state):
-        i0 = first + t * AHEAD
-        parts = [load(i0 + k) for k in range(AHEAD)]
+        i0 = first + t * PARTS_IN_FLIGHT
+        parts = [load(i0 + k) for k in range(PARTS_IN_FLIGHT)]
         for out, lse in parts:
             acc, m, total = state
             new_m = jnp.maximum(m, lse)
             a, b = jnp.exp2(m - new_m), jnp.exp2(lse - new_m)
-            state = (acc * tiles.across(a, shape) + out * tiles.across(b, shape), new_m, total * a + b)
+            state = (acc * tiles.across_columns(a, shape) + out * tiles.across_columns(b, shape), new_m, total * a + b)
         return state
 
     @pl.when((unit >= 0) & (nrows > 0))
     def _():
-        steps = lax.div(last - first + AHEAD, jnp.int32(AHEAD))
+        steps = lax.div(last - first + PARTS_IN_FLIGHT, jnp.int32(PARTS_IN_FLIGHT))
         acc, m, total = lax.fori_loop(0, steps, step, tiles.start_state(width))
         row0, head0 = info[tile, wl.ROW0] + 64 * half, head * cfg.group
         sink = None
         if cfg.has_sinks:
-            packed = plgpu.broadcasted_iota(jnp.int32, (rows.ROWS,), 0, layout=tiles.ROW_LAYOUT) + row0
-            sink = tiles.per_head(cfg, heads, head0, lax.rem(packed, jnp.int32(cfg.group)), 1)
+            packed = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=tiles.ROW_LAYOUT) + row0
+            sink = tiles.value_per_row(cfg, per_head, head0, lax.rem(packed, jnp.int32(cfg.group)), 1)
         factor, lse = tiles.finish_rows(m, total, sink)
         where = (info[tile, wl.TOK0], head0, row0, nrows, column)
         kind = dict(group=cfg.group, heads=cfg.num_heads, stride=cfg.v_head_dim)
-        rows.store_rows(out_ref, lse_ref, acc * tiles.across(factor, shape), lse, *where, **kind)
+        rows.store_rows(out_ref, lse_ref, acc * tiles.across_columns(factor, shape), lse, *where, **kind)
 
 
-def join_parts(cfg, out, lse, part, part_lse, work: wl.WorkList, heads):
-    """Fills in the rows of cut units: (out, lse), written in place."""
-
+def merge_parts(cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head):
+    """(out, lse) with the rows of split units filled in, in place."""
     width = COLUMNS if cfg.v_head_dim % COLUMNS == 0 else cfg.v_head_dim
 
-    def join_partial_attention(*refs):
+    def merge_partial_attention(*refs):
         _kernel(cfg, width, *refs)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     grid = (cfg.num_ctas, 2, cfg.v_head_dim // width)
     mesh = plgpu.Mesh(grid=grid, grid_names=("cut", "half", "column"), num_threads=1, thread_name="wg")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    pl.kernel(join_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="join_parts")(
-        work.info, work.cta, heads, part, part_lse, out_ref, lse_ref
+    pl.kernel(merge_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="merge_parts")(
+        work.info, work.cta, per_head, part, part_lse, out_ref, lse_ref
     )
     return jax.freeze(out_ref), jax.freeze(lse_ref)

@@ -1,7 +1,7 @@
-"""Few query rows over an 8-bit cache: eight warps, each with its own keys, from SMEM to products without a detour.
+"""Narrow tiles: at most 16 query rows over an 8-bit cache, by warp-level products instead of wgmma's 64 rows.
 
-Every block of 128 keys is shared: warp w of the CTA takes keys 16 w .. 16 w + 15, keeps its own maximum, sum and
-output for all rows, and the eight states are joined once at the end of the piece. No warp waits for another before.
+Of every block of 128 keys, warp w of the CTA computes keys 16 w .. 16 w + 15 for all rows. Each warp keeps its own
+maximum, sum and output; the eight states are merged at the end of the piece, and no warp waits for another before.
 """
 
 import dataclasses
@@ -14,28 +14,27 @@ from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import warp_mma_sm90 as warps
 from pallas_kernels.gpu import work_list as wl
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Config, Piece, Refs
-from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_bounds, three_loops, zero_unseen_values
-
-BLOCK = 2 * warps.KEYS  # both warpgroups' keys
+from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
+from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_blocks, zero_unseen_values
 
 
 @dataclasses.dataclass(frozen=True)
-class _Columns:
-    """What each query row sees, as a column of S^T: [64 keys, rows] in registers."""
+class _QueryBounds:
+    """The keys that each query row sees, and its head, as columns of S^T: [64 keys, rows] in registers."""
 
     q_pos: object
-    start: object  # keys start <= kv < stop are visible to the row
+    start: object  # the row sees keys start <= kv_pos < stop, unless there is a mask_fn
     stop: object
-    slope: object  # f32, already times log2(e); None without ALiBi
-    head: object  # absolute query head
+    slope: object  # f32 ALiBi slope times log2(e), or None
+    head: object  # query head
 
 
-def _iota(cfg: Config, axis: int):
+def _iota(cfg: GpuKernelConfig, axis: int):
     return plgpu.broadcasted_iota(jnp.int32, (warps.KEYS, cfg.narrow_rows), axis, layout=plgpu.Layout.WGMMA)
 
 
-def _columns_of(cfg: Config, refs: Refs, piece: Piece) -> _Columns:
+def _query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece) -> _QueryBounds:
     packed = _iota(cfg, 1) + piece[wl.ROW0]
     token = lax.div(packed, jnp.int32(cfg.group))
     member, q_pos = packed - token * cfg.group, token + piece[wl.QPOS0]
@@ -46,12 +45,12 @@ def _columns_of(cfg: Config, refs: Refs, piece: Piece) -> _Columns:
     if cfg.logits.has_alibi:
         slope = every(jnp.float32(0.0))
         for g in range(cfg.group):
-            slope = jnp.where(member == g, refs.heads[head0 + g, 0] * LOG2E, slope)
-    return _Columns(q_pos, every(start), every(stop), slope, head0 + member)
+            slope = jnp.where(member == g, refs.per_head[head0 + g, 0] * LOG2E, slope)
+    return _QueryBounds(q_pos, every(start), every(stop), slope, head0 + member)
 
 
-def _logits(cfg: Config, column: _Columns, dots, kv0, scale, masked):
-    """S^T -> (x, c): base-2 logits are x * c, masked ones -inf; algebra/logits.py with keys down and rows across."""
+def _logits(cfg: GpuKernelConfig, column: _QueryBounds, dots, kv0, scale, masked):
+    """S^T -> (x, c): base-2 logits are x * c, -inf where masked; as in algebra/logits.py, with rows as columns."""
     rule, factor = cfg.logits, scale * LOG2E
     key = lambda: _iota(cfg, 0) + kv0
     if rule.soft_cap:
@@ -72,14 +71,14 @@ def _logits(cfg: Config, column: _Columns, dots, kv0, scale, masked):
     return dots, factor
 
 
-def narrow_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
-    """At most cfg.narrow_rows rows; blocks of 128 keys."""
+def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
+    """At most cfg.narrow_rows rows, in blocks of 128 keys, 64 for each warpgroup."""
     rows8 = cfg.narrow_rows // 8
     keys = dict(rows8=rows8, dim=cfg.head_dim, source=cfg.kv_dtype, target=cfg.dtype)
     values = dict(rows8=rows8, dim=cfg.v_head_dim, source=cfg.kv_dtype, target=cfg.value_dtype)
     values["parts"] = cfg.weight_parts
     queries = warps.read_queries(refs.q_tile.at[piece.buffer, 0], rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype)
-    column, scale = _columns_of(cfg, refs, piece), refs.scales[piece[HEAD], 0]
+    column, scale = _query_bounds(cfg, refs, piece), refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     mine = wg * warps.KEYS
 
@@ -88,10 +87,10 @@ def narrow_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         plgpu.barrier_wait(refs.k_full.at[slot])
         of_keys = of_values = None
         if cfg.token_scales:
-            of_keys, of_values = token_scales.across_keys(refs.token, slot, 0, cfg.block_kv, mine, warps.KEYS)
+            of_keys, of_values = token_scales.load_per_key(refs.token_scale, slot, 0, cfg.block_kv, mine, warps.KEYS)
         dots = warps.keys_times_queries(refs.k_tile.at[slot], queries, mine, **keys)
         plgpu.barrier_arrive(refs.k_free.at[slot])
-        dots = token_scales.times(dots, of_keys, 0)
+        dots = token_scales.multiply_per_key(dots, of_keys, 0)
         x, factor = _logits(cfg, column, dots, kv0 + mine, scale, masked)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
@@ -101,27 +100,27 @@ def narrow_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         return carry
 
     start = warps.start_state(rows8=rows8, dim=cfg.v_head_dim)
-    acc, stats = three_loops(cfg, step, full_bounds(piece), start)
-    _join_warps(cfg, refs, piece, acc, stats, wg)
+    acc, stats = loop_over_blocks(cfg, step, full_block_bounds(piece), start)
+    _merge_warps(cfg, refs, piece, acc, stats, wg)
 
 
-def _join_warps(cfg: Config, refs: Refs, piece: Piece, acc, stats, wg):
-    """Eight states -> one, eight rows at a time, through the queries' buffer, which nobody needs any more."""
+def _merge_warps(cfg: GpuKernelConfig, refs: Refs, piece: Piece, acc, stats, wg):
+    """Merges the states of the eight warps, eight rows at a time, in the buffer of the queries, no longer used."""
     scratch = (refs.q_tile.at[piece.buffer], refs.stats)
     kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)
     slot = 2 * lax.axis_index("cta") + (piece.lo == 0).astype(jnp.int32)
     part = (piece.is_part.astype(jnp.int32), slot)
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS], wg)
 
-    def meet():
+    def sync_warpgroups():
         plgpu.barrier_arrive(refs.turn)
         plgpu.barrier_wait(refs.turn)
 
     for n in range(cfg.narrow_rows // 8):
-        meet()
+        sync_warpgroups()
         warps.put_state(*scratch, acc, stats, wg, n, rows8=cfg.narrow_rows // 8, **kind)
-        meet()
-        warps.join_and_store(
+        sync_warpgroups()
+        warps.merge_and_store(
             *scratch, refs, part, refs.scales[piece[HEAD], 1], 1, where,
             n=n, group=cfg.group, heads=cfg.num_heads, has_sinks=cfg.has_sinks, **kind,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Scalars and single instructions for code that is written in PTX inside a Mosaic GPU kernel, one value a thread."""
+"""Scalars and single PTX instructions inside a Mosaic GPU kernel. A value is one number of each thread."""
 
 import inspect
 
@@ -26,12 +26,12 @@ def f32(value: float):
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
 
 
-def wide(x):
+def to_i64(x):
     """i32 -> i64."""
     return arith.extsi(int_type(64), x)
 
 
-def scalar(fragment):
+def scalar_value(fragment):
     """The value of a scalar argument of inline_mgpu."""
     return fragment.registers.item()
 
@@ -45,43 +45,43 @@ def pointer(ref, space: int):
     return llvm.ptrtoint(int_type(32 if space else 64), ptr)
 
 
-def thread():
+def thread_index():
     """Thread index within the warpgroup."""
     return arith.remui(utils.thread_idx(), i32(128))
 
 
-def lanes():
-    """(g = lane / 4, t = lane % 4, lane, warp of the warpgroup)."""
-    lane = arith.remui(thread(), i32(32))
-    return arith.divui(lane, i32(4)), arith.remui(lane, i32(4)), lane, arith.divui(thread(), i32(32))
+def lane_position():
+    """(g = lane / 4, t = lane % 4, lane, number of the warp in the warpgroup)."""
+    lane = arith.remui(thread_index(), i32(32))
+    return arith.divui(lane, i32(4)), arith.remui(lane, i32(4)), lane, arith.divui(thread_index(), i32(32))
 
 
-def run(text: str, constraints: str, *args, result=None, pure: bool = False):
-    """Inline PTX; pure: it may be moved or dropped."""
+def asm(text: str, constraints: str, *args, result=None, pure: bool = False):
+    """Emits inline PTX with one result of MLIR type `result`, or none. pure: the compiler may move or drop it."""
     result = result or ir.Type.parse("!llvm.void")
     return llvm.inline_asm(result, list(args), text, constraints, has_side_effects=not pure)
 
 
-def one(text: str, constraints: str, *args, pure: bool = False):
-    """Inline PTX with one result, f32 or i32 by its constraint."""
+def asm_value(text: str, constraints: str, *args, pure: bool = False):
+    """Emits inline PTX with one result: f32 where its constraint is =f, else i32."""
     kind = ir.F32Type.get() if constraints.startswith(("=f", "=&f")) else int_type()
-    return run(text, constraints, *args, result=kind, pure=pure)
+    return asm(text, constraints, *args, result=kind, pure=pure)
 
 
-def many(text: str, constraints: str, count: int, *args, pure: bool = False):
-    """Inline PTX with `count` results of one kind."""
+def asm_values(text: str, constraints: str, count: int, *args, pure: bool = False):
+    """Emits inline PTX with `count` results of one type, f32 or i32."""
     name, kind = ("f32", ir.F32Type.get()) if constraints.startswith(("=f", "=&f")) else ("i32", int_type())
     struct = ir.Type.parse(f"!llvm.struct<({', '.join([name] * count)})>")
-    both = run(text, constraints, *args, result=struct, pure=pure)
-    return [llvm.extractvalue(kind, both, [k]) for k in range(count)]
+    results = asm(text, constraints, *args, result=struct, pure=pure)
+    return [llvm.extractvalue(kind, results, [k]) for k in range(count)]
 
 
 def less(a, b):
     return arith.cmpi(arith.CmpIPredicate.slt, a, b)
 
 
-def below(a, b):
-    """a < b as unsigned numbers: a negative a is a large one."""
+def less_unsigned(a, b):
+    """a < b as unsigned numbers; a negative number is a large one."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
@@ -89,57 +89,57 @@ def equal(a, b):
     return arith.cmpi(arith.CmpIPredicate.eq, a, b)
 
 
-def flag(pred):
-    """i1 -> i32, for asm."""
+def bool_to_i32(pred):
+    """i1 -> i32, since inline PTX takes no predicates."""
     return arith.extui(int_type(), pred)
 
 
 def fma(a, b, c):
-    return one("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c, pure=True)
+    return asm_value("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c, pure=True)
 
 
 def fmax(a, b):
-    return one("max.f32 $0, $1, $2;", "=f,f,f", a, b, pure=True)
+    return asm_value("max.f32 $0, $1, $2;", "=f,f,f", a, b, pure=True)
 
 
 def exp2(x):
-    return one("ex2.approx.ftz.f32 $0, $1;", "=f,f", x, pure=True)
+    return asm_value("ex2.approx.ftz.f32 $0, $1;", "=f,f", x, pure=True)
 
 
 def log2(x):
-    return one("lg2.approx.f32 $0, $1;", "=f,f", x, pure=True)
+    return asm_value("lg2.approx.f32 $0, $1;", "=f,f", x, pure=True)
 
 
 def divide(a, b):
-    return one("div.full.f32 $0, $1, $2;", "=f,f,f", a, b, pure=True)
+    return asm_value("div.full.f32 $0, $1, $2;", "=f,f,f", a, b, pure=True)
 
 
-def pack(low, high, dtype: str):
-    """Two f32 -> one word of two rounded bfloat16 or float16."""
+def pack_16bit(low, high, dtype: str):
+    """Two f32 -> one word of two bfloat16 or float16, rounded to nearest."""
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    return one(f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", high, low, pure=True)
+    return asm_value(f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", high, low, pure=True)
 
 
 def byte_permute(word, selector: int):
-    """Bytes of a word, chosen by the selector's four hexadecimal digits."""
-    return one(f"prmt.b32 $0, $1, 0, {selector:#x};", "=r,r", word, pure=True)
+    """The bytes of a word in the order of the selector's four hexadecimal digits."""
+    return asm_value(f"prmt.b32 $0, $1, 0, {selector:#x};", "=r,r", word, pure=True)
 
 
 def shuffle_xor(value, distance: int):
-    """The f32 of the lane whose number differs in one bit."""
-    return one(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", "=f,f", value)
+    """The f32 of lane (own ^ distance) of the warp."""
+    return asm_value(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", "=f,f", value)
 
 
-def transposed(word):
-    """An 8 x 8 matrix of 16-bit values, two a lane, transposed across the warp."""
-    return one("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", word)
+def transpose_8x8(word):
+    """Transposes an 8 x 8 matrix of 16-bit values, two in each lane of the warp."""
+    return asm_value("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", word)
 
 
 def ldmatrix(place, transpose: bool = False):
-    """Four 8 x 8 matrices of 16-bit units from SMEM; lane 8 i + j holds the address of row j of matrix i."""
+    """Loads four 8 x 8 matrices of 16-bit units from SMEM; lane 8 i + j gives the address of row j of matrix i."""
     trans = ".trans" if transpose else ""
     text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
-    return many(text, "=r,=r,=r,=r,r", 4, place)
+    return asm_values(text, "=r,=r,=r,=r,r", 4, place)
 
 
 def mma(a, b, c, dtype: str):
@@ -149,7 +149,7 @@ def mma(a, b, c, dtype: str):
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
         " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    return many(text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", 4, *a, *b, *c, pure=True)
+    return asm_values(text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", 4, *a, *b, *c, pure=True)
 
 
 def flat_row(row, tok0, head0, row0, group: int, heads: int):
@@ -157,23 +157,23 @@ def flat_row(row, tok0, head0, row0, group: int, heads: int):
     packed = arith.addi(row0, row)
     token = arith.divui(packed, i32(group))
     head = arith.subi(packed, arith.muli(token, i32(group)))
-    token = arith.muli(wide(arith.addi(tok0, token)), i64(heads))
-    return arith.addi(token, wide(arith.addi(head0, head)))
+    token = arith.muli(to_i64(arith.addi(tok0, token)), i64(heads))
+    return arith.addi(token, to_i64(arith.addi(head0, head)))
 
 
 def pool_row(block, offset, head, *, heads: int, page: int, heads_first: bool):
     """i64 row of a pool [N, K, S, ...] (heads_first) or [N, S, K, ...] for i32 block, offset in it, and kv head."""
     outer, size, inner = (head, page, offset) if heads_first else (offset, heads, head)
     inside = arith.addi(arith.muli(outer, i32(size)), inner)
-    return arith.addi(arith.muli(wide(block), i64(heads * page)), wide(inside))
+    return arith.addi(arith.muli(to_i64(block), i64(heads * page)), to_i64(inside))
 
 
 def swizzled(row, col_byte, row_bytes: int, swizzle: int):
-    """Byte offset of (row, col_byte) in a tile of 8-row, swizzle-wide pieces, row-major over the pieces."""
+    """Byte offset of (row, col_byte) in a swizzled tile of pieces of 8 rows and `swizzle` bytes, row-major."""
     piece_row, piece_col = arith.divui(row, i32(8)), arith.divui(col_byte, i32(swizzle))
     piece = arith.addi(arith.muli(piece_row, i32(row_bytes // swizzle)), piece_col)
     inside = arith.addi(arith.muli(arith.remui(row, i32(8)), i32(swizzle)), arith.remui(col_byte, i32(swizzle)))
-    # 16-byte lanes are xored with the 128-byte line they sit in
+    # the number of a 16-byte chunk is xored with the number of its 128-byte line
     mask = i32(swizzle - 16)
     mixed = arith.xori(inside, arith.andi(arith.shrui(inside, i32(3)), mask))
     return arith.addi(arith.muli(piece, i32(8 * swizzle)), mixed)

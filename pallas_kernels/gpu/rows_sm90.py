@@ -1,8 +1,8 @@
-"""Ragged rows for Mosaic GPU: the few things that TMA and plain Refs cannot express, in PTX.
+"""Rows of tiles in PTX: loads, stores and decoding that neither TMA nor plain Refs can express.
 
-A tile's rows are packed (token, head of the group) pairs: row p of a request is token p // G, head p % G, and lives
-at flat row (tok0 + p // G) * H + head0 + p % G of a [T, H, D] array. Tiles start at any token and end at any row,
-so rows are read and written one by one, each under its own predicate, 16 bytes (loads) or one pair (stores) a time.
+A tile's rows are packed (token, head of the group) pairs: row p of a request is token p // G, head p % G, and lies at
+flat row (tok0 + p // G) * H + head0 + p % G of a [T, H, D] array. A tile starts at any token and ends at any row, so
+each row is loaded and stored under a predicate of its own, 16 bytes (loads) or one pair of values (stores) at a time.
 All functions are called by one warpgroup (128 threads); scalars are i32.
 """
 
@@ -15,22 +15,22 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic.gpu import utils
 
+from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.ptx_sm90 import (
     SCALAR,
-    flag,
+    asm,
+    bool_to_i32,
     flat_row,
     i32,
     i64,
     less,
     pointer,
-    run,
-    scalar,
+    scalar_value,
     swizzled,
-    thread,
-    wide,
+    thread_index,
+    to_i64,
 )
 
-ROWS = 64  # rows of a warpgroup's tile
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -52,60 +52,60 @@ def swizzle_columns(dim: int, dtype) -> int:
 def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim, dtype):
     """Rows row0 .. row0 + 63 of a request's packed rows -> a swizzled SMEM tile; rows past `nrows` become 0.
 
-    src_ref GMEM [T, H, D], tile_ref SMEM [64, D]. Asynchronous: the caller owes an await_rows and a
-    commit_smem.
+    src_ref GMEM [T, H, D], tile_ref SMEM [64, D]. Asynchronous: the caller must call
+    await_rows and commit_smem.
     """
     swizzle = swizzle_bytes(dim, dtype)
-    chunks = dim * 2 // 16  # of 16 bytes in a row
+    chunks = dim * 2 // 16  # chunks of 16 bytes in a row
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(tile_transforms(dim, dtype)), *(SCALAR,) * 4))
     def load(ctx, src, tile, tok0, head0, row0, nrows):
-        tok0, head0, row0, nrows = map(scalar, (tok0, head0, row0, nrows))
-        base, smem, me = pointer(src, 0), pointer(tile, 3), thread()
-        for step in range(ROWS * chunks // 128):
+        tok0, head0, row0, nrows = map(scalar_value, (tok0, head0, row0, nrows))
+        base, smem, me = pointer(src, 0), pointer(tile, 3), thread_index()
+        for step in range(WARPGROUP_ROWS * chunks // 128):
             chunk = arith.addi(me, i32(step * 128))
             row = arith.divui(chunk, i32(chunks))
             col = arith.muli(arith.subi(chunk, arith.muli(row, i32(chunks))), i32(16))  # byte in the row
             flat = flat_row(row, tok0, head0, row0, group, heads)
-            source = arith.addi(base, arith.addi(arith.muli(flat, i64(dim * 2)), wide(col)))
+            source = arith.addi(base, arith.addi(arith.muli(flat, i64(dim * 2)), to_i64(col)))
             ok = less(row, nrows)
             source = arith.select(ok, source, base)
             size = arith.select(ok, i32(16), i32(0))
             target = arith.addi(smem, swizzled(row, col, dim * 2, swizzle))
-            run("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", target, source, size)
+            asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", target, source, size)
 
     load(src_ref, tile_ref, tok0, head0, row0, nrows)
 
 
 def await_rows():
-    """Until this thread's load_rows are in SMEM."""
+    """Waits until this thread's load_rows are in SMEM."""
 
     @plgpu.inline_mgpu()
     def wait(ctx):
-        run("cp.async.wait_all;", "")
+        asm("cp.async.wait_all;", "")
 
     wait()
 
 
 def decode_tile(src_ref, dst_ref, *, rows, dim, source, target):
-    """8-bit SMEM tile [rows, dim] -> 16-bit SMEM tile of the same shape, exactly. The caller owes a commit_smem."""
-    wide, narrow = swizzle_bytes(dim, target), swizzle_bytes(dim, source)
-    chunks = dim // 16  # of 16 values in a row
+    """8-bit SMEM tile [rows, dim] -> 16-bit SMEM tile of the same shape, exactly. The caller must call commit_smem."""
+    swizzle_out, swizzle_in = swizzle_bytes(dim, target), swizzle_bytes(dim, source)
+    chunks = dim // 16  # chunks of 16 values in a row
     kinds = (plgpu.RefType(tile_transforms(dim, source)), plgpu.RefType(tile_transforms(dim, target)))
 
     @plgpu.inline_mgpu(arg_types=kinds)
     def decode(ctx, src, dst):
         word_type = ir.IntegerType.get_signless(32)
-        src, dst, me = pointer(src, 3), pointer(dst, 3), thread()
+        src, dst, me = pointer(src, 3), pointer(dst, 3), thread_index()
         four, two = (ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * n)})>") for n in (4, 2))
         places, loaded = [], []
-        for step in range(rows * chunks // 128):  # all loads first: their latencies overlap
+        for step in range(rows * chunks // 128):  # all loads before the first decode: their latencies overlap
             chunk = arith.addi(me, i32(step * 128))
             row = arith.divui(chunk, i32(chunks))
             col = arith.muli(arith.subi(chunk, arith.muli(row, i32(chunks))), i32(16))
             places.append((row, arith.muli(col, i32(2))))
-            place = arith.addi(src, swizzled(row, col, dim, narrow))
-            loaded.append(run("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four))
+            place = arith.addi(src, swizzled(row, col, dim, swizzle_in))
+            loaded.append(asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four))
         for (row, byte), words in zip(places, loaded, strict=True):
             pairs = []
             for i in range(4):
@@ -113,14 +113,14 @@ def decode_tile(src_ref, dst_ref, *, rows, dim, source, target):
                 both = llvm.inline_asm(two, [word], decode_word(source, target), "=r,=r,r")
                 pairs += [llvm.extractvalue(word_type, both, [k]) for k in range(2)]
             for half in range(2):
-                place = arith.addi(dst, swizzled(row, arith.addi(byte, i32(16 * half)), dim * 2, wide))
-                run("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", place, *pairs[4 * half : 4 * half + 4])
+                place = arith.addi(dst, swizzled(row, arith.addi(byte, i32(16 * half)), dim * 2, swizzle_out))
+                asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", place, *pairs[4 * half : 4 * half + 4])
 
     decode(src_ref, dst_ref)
 
 
 def decode_word(source: str, target: str) -> str:
-    """PTX: four 8-bit values in $2 -> two words of two 16-bit values, $0 and $1, by way of float16."""
+    """PTX that decodes the four 8-bit values of $2 to two words of two 16-bit values, $0 and $1, by way of float16."""
     if source == "int8":  # 0x6400 | (x + 128) is the float16 1024 + 128 + x
         halves = (
             "xor.b32 t, $2, 0x80808080; prmt.b32 a, t, 0x64646464, 0x4140; prmt.b32 b, t, 0x64646464, 0x4342;"
@@ -132,20 +132,20 @@ def decode_word(source: str, target: str) -> str:
     if target == "float16":
         finish = "mov.b32 $0, a; mov.b32 $1, b;"
     else:
-        one = "mov.b32 {{lo, hi}}, {0}; cvt.f32.f16 f, lo; cvt.f32.f16 g, hi; cvt.rn.bf16x2.f32 {1}, g, f;"
-        finish = one.format("a", "$0") + one.format("b", "$1")
+        to_bf16 = "mov.b32 {{lo, hi}}, {0}; cvt.f32.f16 f, lo; cvt.f32.f16 g, hi; cvt.rn.bf16x2.f32 {1}, g, f;"
+        finish = to_bf16.format("a", "$0") + to_bf16.format("b", "$1")
     return f"{{ .reg .b16 lo, hi; .reg .b32 a, b, c, t; .reg .f32 f, g; {halves} {finish} }}"
 
 
 def zero_rows(tile_ref, first, last, *, rows, dim, dtype):
-    """Zeroes the rows of an SMEM tile [rows, dim] outside first <= row < last: what lies there may be NaN."""
+    """Zeroes the rows of an SMEM tile [rows, dim] outside first <= row < last: they may hold NaN."""
     swizzle = swizzle_bytes(dim, dtype)
     row_bytes = dim * jnp.dtype(dtype).itemsize
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tile_transforms(dim, dtype)), SCALAR, SCALAR))
     def zero(ctx, tile, first, last):
-        first, last = scalar(first), scalar(last)
-        row, smem = thread(), pointer(tile, 3)
+        first, last = scalar_value(first), scalar_value(last)
+        row, smem = thread_index(), pointer(tile, 3)
         outside = arith.ori(less(row, first), arith.xori(less(row, last), utils.c(1, ir.IntegerType.get_signless(1))))
         if rows < 128:
             outside = arith.andi(outside, less(row, i32(rows)))
@@ -157,17 +157,17 @@ def zero_rows(tile_ref, first, last, *, rows, dim, dtype):
             target = arith.addi(smem, offset)
             for byte in range(0, swizzle, 16):
                 text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v4.b32 [$0+{byte}], {{$2,$2,$2,$2}}; }}"
-                run(text, "r,r,r", target, flag(outside), i32(0))
+                asm(text, "r,r,r", target, bool_to_i32(outside), i32(0))
 
     zero(tile_ref, first, last)
 
 
 def store_rows(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column, *, group, heads, stride):
-    """f32 (64, n) in WGMMA layout and f32 (64,) -> columns column .. of rows of [T, H, V] and [T, H], nrows of them."""
+    """f32 (64, n) in WGMMA layout, f32 (64,) -> nrows rows of [T, H, V], from column `column`, and of [T, H]."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(SCALAR,) * 5))
     def store(ctx, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column):
-        tok0, head0, row0, nrows, column = map(scalar, (tok0, head0, row0, nrows, column))
+        tok0, head0, row0, nrows, column = map(scalar_value, (tok0, head0, row0, nrows, column))
 
         def address(row):
             return flat_row(row, tok0, head0, row0, group, heads)
@@ -179,43 +179,43 @@ def store_rows(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column, *, 
 
 
 def store_tile(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows, *, group, heads, dim, dtype):
-    """store_rows from a swizzled SMEM tile [64, dim] in the output's dtype: 16 bytes a thread, whole rows a warp."""
+    """store_rows from a swizzled SMEM tile [64, dim] in the output's dtype; each thread stores 16 bytes at a time."""
     swizzle, chunks = swizzle_bytes(dim, dtype), dim * 2 // 16
     kinds = (plgpu.RefType(tile_transforms(dim, dtype)), plgpu.RefType(), plgpu.RefType(), _ROW_LAYOUT)
 
     @plgpu.inline_mgpu(arg_types=(*kinds, *(SCALAR,) * 4))
     def store(ctx, tile, out_ref, lse_ref, lse, tok0, head0, row0, nrows):
-        tok0, head0, row0, nrows = map(scalar, (tok0, head0, row0, nrows))
+        tok0, head0, row0, nrows = map(scalar_value, (tok0, head0, row0, nrows))
 
         def address(row):
             return flat_row(row, tok0, head0, row0, group, heads)
 
-        base, smem, me = pointer(out_ref, 0), pointer(tile, 3), thread()
+        base, smem, me = pointer(out_ref, 0), pointer(tile, 3), thread_index()
         four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
-        for step in range(ROWS * chunks // 128):
+        for step in range(WARPGROUP_ROWS * chunks // 128):
             chunk = arith.addi(me, i32(step * 128))
             row = arith.divui(chunk, i32(chunks))
             col = arith.muli(arith.subi(chunk, arith.muli(row, i32(chunks))), i32(16))
             place = arith.addi(smem, swizzled(row, col, dim * 2, swizzle))
-            words = run("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four)
+            words = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four)
             words = [llvm.extractvalue(ir.IntegerType.get_signless(32), words, [i]) for i in range(4)]
-            target = arith.addi(base, arith.addi(arith.muli(address(row), i64(dim * 2)), wide(col)))
+            target = arith.addi(base, arith.addi(arith.muli(address(row), i64(dim * 2)), to_i64(col)))
             text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
-            run(text, "l,r,r,r,r,r", target, flag(less(row, nrows)), *words)
+            asm(text, "l,r,r,r,r,r", target, bool_to_i32(less(row, nrows)), *words)
         _store_row_values(lse_ref, lse, address, nrows)
 
     store(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows)
 
 
 def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows):
-    """f32 (64, V), f32 (64,) -> rows row0 .. of slot `slot` of [slots, 128, V] and [slots, 128], nrows of them."""
+    """f32 (64, V), f32 (64,) -> rows row0 .. row0 + nrows - 1 of slot `slot` of [slots, 128, V] and [slots, 128]."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(SCALAR,) * 3))
     def store(ctx, acc_ref, lse_ref, acc, lse, slot, row0, nrows):
-        slot, row0, nrows = map(scalar, (slot, row0, nrows))
+        slot, row0, nrows = map(scalar_value, (slot, row0, nrows))
 
         def address(row):
-            return wide(arith.addi(arith.muli(slot, i32(128)), arith.addi(row0, row)))
+            return to_i64(arith.addi(arith.muli(slot, i32(128)), arith.addi(row0, row)))
 
         _store_fragment(acc_ref, acc, address, nrows, i32(0), acc.shape[1])
         _store_row_values(lse_ref, lse, address, nrows)
@@ -226,32 +226,32 @@ def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows):
 def _store_fragment(ref, fragment, address, nrows, column, stride):
     """Pairs of a WGMMA fragment -> rows of a row-major GMEM array, as f32 or rounded to 16 bits.
 
-    A thread holds two rows, 8 apart, and the same column pairs in both: two base addresses, constant offsets.
+    A thread holds two rows, 8 apart, with the same column pairs in both: two base addresses and constant offsets.
     """
     element = ir.MemRefType(ref.type).element_type
     size = utils.bitwidth(element) // 8
     word_type = ir.IntegerType.get_signless(32)
-    me, bases = thread(), []
+    me, bases = thread_index(), []
     first = arith.addi(arith.muli(arith.divui(me, i32(32)), i32(16)), arith.divui(arith.remui(me, i32(32)), i32(4)))
     pair_col = arith.addi(column, arith.muli(arith.remui(me, i32(4)), i32(2)))
     for row in (first, arith.addi(first, i32(8))):
-        place = arith.addi(arith.muli(address(row), i64(stride)), wide(pair_col))
-        ok = flag(less(row, nrows))
+        place = arith.addi(arith.muli(address(row), i64(stride)), to_i64(pair_col))
+        ok = bool_to_i32(less(row, nrows))
         bases.append((arith.addi(pointer(ref, 0), arith.muli(place, i64(size))), ok))
     for (second, col), pair in zip(pair_places(fragment), fragment.registers.flat, strict=True):
         (base, ok), offset = bases[second], col * size
         if size == 2:
             word = utils.bitcast(arith.truncf(ir.VectorType.get((2,), element), pair), word_type)
             text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0+{offset}], $2; }}"
-            run(text, "l,r,r", base, ok, word)
+            asm(text, "l,r,r", base, ok, word)
         else:
-            low, high = (vector.extract(pair, [], ir.DenseI64ArrayAttr.get([i])) for i in range(2))
+            low, high = (pair_element(pair, i) for i in range(2))
             text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.f32 [$0+{offset}], {{$2, $3}}; }}"
-            run(text, "l,r,f,f", base, ok, low, high)
+            asm(text, "l,r,f,f", base, ok, low, high)
 
 
 def pair_places(fragment):
-    """(0 or 1: which of the thread's two rows, first column of the pair less the thread's own) per register."""
+    """For each register: (which of the thread's two rows, first column of the pair relative to the thread's first)."""
     layout, (_, columns) = fragment.layout, fragment.shape
     strides = layout.tiling.tile_strides((columns, 1))
     for index in np.ndindex(fragment.registers.shape):
@@ -264,7 +264,7 @@ def pair_places(fragment):
 def add_slope(x, factor, slope, shift):
     """x * factor + slope * column + shift, x f32 (64, n), slope and shift f32 (64,), factor f32 scalar.
 
-    A thread's columns are its own first column plus constants: no integer is converted per element.
+    A thread's columns are its first column plus constants, so only one integer is converted to float.
     """
 
     @plgpu.inline_mgpu(
@@ -275,17 +275,17 @@ def add_slope(x, factor, slope, shift):
         f32 = ir.F32Type.get()
         fma = lambda a, b, c: llvm.inline_asm(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
         constant = lambda value: arith.constant(f32, ir.FloatAttr.get(f32, float(value)))
-        mine = arith.uitofp(f32, arith.muli(arith.remui(thread(), i32(4)), i32(2)))
-        slopes, shifts = ([single(r) for r in v.registers.flat] for v in (slope, shift))
+        mine = arith.uitofp(f32, arith.muli(arith.remui(thread_index(), i32(4)), i32(2)))
+        slopes, shifts = ([register_value(r) for r in v.registers.flat] for v in (slope, shift))
         bases = [fma(slopes[i], mine, shifts[i]) for i in range(2)]
-        factor, out = scalar(factor), x.copy()
+        factor, out = scalar_value(factor), x.copy()
         places = list(pair_places(x))
         flat = out.registers.reshape(-1)
         for i, pair in enumerate(x.registers.flat):
             second, col = places[i]
             new = pair
             for k in range(2):
-                value = vector.extract(pair, [], ir.DenseI64ArrayAttr.get([k]))
+                value = pair_element(pair, k)
                 bias = fma(slopes[second], constant(col + k), bases[second])
                 new = vector.insert(fma(value, factor, bias), new, [], ir.DenseI64ArrayAttr.get([k]))
             flat[i] = new
@@ -296,27 +296,30 @@ def add_slope(x, factor, slope, shift):
 
 
 def _store_row_values(ref, rows, address, nrows):
-    """One f32 a row, written by the first lane of each quad."""
+    """Stores one f32 a row, by the first lane of each group of four."""
     base = pointer(ref, 0)
     word_type = ir.IntegerType.get_signless(32)
-    first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread(), i32(4)), i32(0))
+    first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread_index(), i32(4)), i32(0))
     for (row,), value in zip(rows.layout.thread_idxs(rows.shape), rows.registers.flat, strict=True):
         row = arith.index_cast(word_type, row)
-        ok = flag(arith.andi(first, less(row, nrows)))
+        ok = bool_to_i32(arith.andi(first, less(row, nrows)))
         target = arith.addi(base, arith.muli(address(row), i64(4)))
-        value = single(value)
-        run("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }", "l,r,f", target, ok, value)
+        value = register_value(value)
+        asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }", "l,r,f", target, ok, value)
 
 
-def single(register):
-    """The one value of a register of a layout without pairs."""
-    if isinstance(register.type, ir.VectorType):
-        return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
-    return register
+def pair_element(pair, k: int):
+    """Element k of a register that holds a vector."""
+    return vector.extract(pair, [], ir.DenseI64ArrayAttr.get([k]))
+
+
+def register_value(register):
+    """The value of a register that holds one value: a vector of one or a scalar, as JAX's version has it."""
+    return pair_element(register, 0) if isinstance(register.type, ir.VectorType) else register
 
 
 def put_fragment(q_ref, stats_ref, acc, top, total, *, dim, q_dim, q_dtype):
-    """A warpgroup's state -> SMEM, in its own register order: get_fragment of the same shapes reads it back.
+    """A warpgroup's state -> SMEM, in the order of its registers; get_fragment reads it back.
 
     q_ref SMEM [2, 64, D] is used as 64 * V floats of raw memory, stats_ref f32[512]; acc f32 (64, V), V <= D.
     """
@@ -324,41 +327,41 @@ def put_fragment(q_ref, stats_ref, acc, top, total, *, dim, q_dim, q_dtype):
 
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, _ROW_LAYOUT))
     def put(ctx, q_tile, stats, acc, top, total):
-        mine = arith.muli(thread(), i32(8))
+        mine = arith.muli(thread_index(), i32(8))
         base = arith.addi(pointer(q_tile, 3), mine)
         for i, pair in enumerate(acc.registers.flat):
-            low, high = (vector.extract(pair, [], ir.DenseI64ArrayAttr.get([k])) for k in range(2))
-            run(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, low, high)
+            low, high = (pair_element(pair, k) for k in range(2))
+            asm(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, low, high)
         base = arith.addi(pointer(stats, 3), mine)
         for i, (m, s) in enumerate(zip(top.registers.flat, total.registers.flat, strict=True)):
-            run(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, single(m), single(s))
+            asm(f"st.shared.v2.f32 [$0+{i * 1024}], {{$1, $2}};", "r,f,f", base, register_value(m), register_value(s))
 
     put(q_ref, stats_ref, acc, top, total)
 
 
 def get_fragment(q_ref, stats_ref, *, dim, q_dim, q_dtype):
-    """What put_fragment wrote: (acc (64, V), top (64,), total (64,))."""
+    """The state that put_fragment wrote: (acc (64, V), top (64,), total (64,))."""
     f32 = jnp.float32
     shapes = (
-        plgpu.ShapeDtypeStruct((ROWS, dim), f32, plgpu.Layout.WGMMA),
-        plgpu.ShapeDtypeStruct((ROWS,), f32, _ROW_LAYOUT),
-        plgpu.ShapeDtypeStruct((ROWS,), f32, _ROW_LAYOUT),
+        plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, dim), f32, plgpu.Layout.WGMMA),
+        plgpu.ShapeDtypeStruct((WARPGROUP_ROWS,), f32, _ROW_LAYOUT),
+        plgpu.ShapeDtypeStruct((WARPGROUP_ROWS,), f32, _ROW_LAYOUT),
     )
     tile = plgpu.RefType(tile_transforms(q_dim, q_dtype))
 
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType()), return_type=shapes)
     def get(ctx, q_tile, stats):
-        mine = arith.muli(thread(), i32(8))
+        mine = arith.muli(thread_index(), i32(8))
         pair = ir.Type.parse("!llvm.struct<(f32, f32)>")
 
         def read(base, i):
-            both = run(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{i * 1024}];", "=f,=f,r", base, result=pair)
+            both = asm(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{i * 1024}];", "=f,=f,r", base, result=pair)
             return [llvm.extractvalue(ir.F32Type.get(), both, [k]) for k in range(2)]
 
-        acc = empty_fragment((ROWS, dim), plgpu.Layout.WGMMA)
+        acc = empty_fragment((WARPGROUP_ROWS, dim), plgpu.Layout.WGMMA)
         base = arith.addi(pointer(q_tile, 3), mine)
         fill(acc, lambda i: read(base, i))
-        top, total = (empty_fragment((ROWS,), _ROW_LAYOUT) for _ in range(2))
+        top, total = (empty_fragment((WARPGROUP_ROWS,), _ROW_LAYOUT) for _ in range(2))
         base = arith.addi(pointer(stats, 3), mine)
         values = [read(base, i) for i in range(top.registers.size)]
         fill(top, lambda i: values[i][:1])
@@ -369,28 +372,28 @@ def get_fragment(q_ref, stats_ref, *, dim, q_dim, q_dtype):
 
 
 def load_partial(acc_ref, lse_ref, slot, row0, nrows, column, *, stride, width):
-    """What store_partial wrote, columns column .. + width: (acc (64, width), lse (64,)); rows past nrows: 0, -inf."""
+    """`width` columns of what store_partial wrote: (acc (64, width), lse (64,)); rows past nrows are (0, -inf)."""
     shapes = (
-        plgpu.ShapeDtypeStruct((ROWS, width), jnp.float32, plgpu.Layout.WGMMA),
-        plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, _ROW_LAYOUT),
+        plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, width), jnp.float32, plgpu.Layout.WGMMA),
+        plgpu.ShapeDtypeStruct((WARPGROUP_ROWS,), jnp.float32, _ROW_LAYOUT),
     )
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(SCALAR,) * 4), return_type=shapes)
     def load(ctx, acc_ref, lse_ref, slot, row0, nrows, column):
-        slot, row0, nrows, column = map(scalar, (slot, row0, nrows, column))
-        me, f32 = thread(), ir.F32Type.get()
+        slot, row0, nrows, column = map(scalar_value, (slot, row0, nrows, column))
+        me, f32 = thread_index(), ir.F32Type.get()
         first = arith.addi(arith.muli(arith.divui(me, i32(32)), i32(16)), arith.divui(arith.remui(me, i32(32)), i32(4)))
         pair_col = arith.addi(column, arith.muli(arith.remui(me, i32(4)), i32(2)))
         bases, lse_values = [], []
         for row in (first, arith.addi(first, i32(8))):
-            place = wide(arith.addi(arith.muli(slot, i32(128)), arith.addi(row0, row)))
-            ok = flag(less(row, nrows))
-            source = arith.addi(arith.muli(place, i64(stride)), wide(pair_col))
+            place = to_i64(arith.addi(arith.muli(slot, i32(128)), arith.addi(row0, row)))
+            ok = bool_to_i32(less(row, nrows))
+            source = arith.addi(arith.muli(place, i64(stride)), to_i64(pair_col))
             bases.append((arith.addi(pointer(acc_ref, 0), arith.muli(source, i64(4))), ok))
             source = arith.addi(pointer(lse_ref, 0), arith.muli(place, i64(4)))
             text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.global.f32 $0, [$1]; }"
-            lse_values.append(run(text, "=&f,l,r", source, ok, result=f32))
-        acc = empty_fragment((ROWS, width), plgpu.Layout.WGMMA)
+            lse_values.append(asm(text, "=&f,l,r", source, ok, result=f32))
+        acc = empty_fragment((WARPGROUP_ROWS, width), plgpu.Layout.WGMMA)
         places = list(pair_places(acc))
 
         def read(i):
@@ -399,11 +402,11 @@ def load_partial(acc_ref, lse_ref, slot, row0, nrows, column, *, stride, width):
                 "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000;"
                 f" @p ld.global.v2.f32 {{$0, $1}}, [$2+{col * 4}]; }}"
             )
-            both = run(text, "=&f,=&f,l,r", *bases[second], result=ir.Type.parse("!llvm.struct<(f32, f32)>"))
+            both = asm(text, "=&f,=&f,l,r", *bases[second], result=ir.Type.parse("!llvm.struct<(f32, f32)>"))
             return [llvm.extractvalue(f32, both, [k]) for k in range(2)]
 
         fill(acc, read)
-        lse = empty_fragment((ROWS,), _ROW_LAYOUT)
+        lse = empty_fragment((WARPGROUP_ROWS,), _ROW_LAYOUT)
         fill(lse, lambda i: [lse_values[i]])
         return acc, lse
 
@@ -411,7 +414,7 @@ def load_partial(acc_ref, lse_ref, slot, row0, nrows, column, *, stride, width):
 
 
 def empty_fragment(shape, layout, element=None):
-    """A FragmentedArray (f32 unless told; else i32 or another float) to be filled register by register."""
+    """A FragmentedArray of `element` (i32 or a float; None: f32), to be filled register by register."""
     from jax.experimental.mosaic.gpu import fragmented_array as fa
 
     element = element or ir.F32Type.get()
@@ -421,7 +424,7 @@ def empty_fragment(shape, layout, element=None):
 
 
 def fill(fragment, read):
-    """registers[i] = vector of read(i)."""
+    """Sets registers[i] to the vector of values read(i)."""
     flat = fragment.registers.reshape(-1)
     for i in range(flat.size):
         values, old = read(i), flat[i]

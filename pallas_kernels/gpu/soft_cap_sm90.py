@@ -1,15 +1,16 @@
-"""tanh for a soft cap, shared between two units: some elements on the special-function unit, the others by FMA.
+"""tanh for a soft cap: some scores on the special-function unit (MUFU), the others by FMA, so that both units work.
 
-The special-function unit makes 16 values a cycle and already makes one exponential a score; a second value a score
-is what a soft cap costs. For |y| <= 1 (logits within the cap) an odd polynomial is far more exact than tanh.approx:
-tanh(y) = y (C0 + C1 y^2 + .. + C4 y^8), relative error at most 2 ** -17. A warp with an element beyond that takes
-tanh.approx for all of them.
+MUFU computes 16 values a cycle on an SM, and the softmax needs one exponential a score already; tanh.approx is a second
+one. For |y| <= 1, logits within the cap, a polynomial is more exact than tanh.approx:
+
+    tanh(y) = y (C0 + C1 y^2 + .. + C4 y^8)        relative error at most 2 ** -17
+
+If one of the scores that a warp computes so has |y| > 1, the warp takes tanh.approx for all of them.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, vector
+from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
@@ -18,23 +19,24 @@ COEFFICIENTS = (0.99999309, -0.33298064, 0.13036808, -0.04481753, 0.00903642)
 
 
 def tanh_of_scaled(x, scale, fourths: int):
-    """tanh(x * scale) of f32 (64, n); `fourths` of every four register pairs by FMA. scale: positive f32 scalar."""
+    """tanh(x * scale) of f32 (64, n), `fourths` of every four register pairs by FMA. scale: positive f32 scalar."""
     shape = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, ptx.SCALAR), return_type=shape)
     def tanh(ctx, x, scale):
-        scale = ptx.scalar(scale)
+        scale = ptx.scalar_value(scale)
         square, factors = arith.mulf(scale, scale), [scale]
         for _ in COEFFICIENTS[1:]:
             factors.append(arith.mulf(factors[-1], square))
         factors = [arith.mulf(ptx.f32(c), f) for c, f in zip(COEFFICIENTS, factors, strict=True)]
-        flat = [_element(pair, k) for pair in x.registers.flat for k in range(2)]
+        flat = [rows.pair_element(pair, k) for pair in x.registers.flat for k in range(2)]
         by_fma = [i for i in range(len(flat)) if i // 2 % 4 < fourths]
         for i in range(len(flat)):
             if i not in by_fma:
-                flat[i] = ptx.one("tanh.approx.f32 $0, $1;", "=f,f", arith.mulf(flat[i], scale), pure=True)
+                flat[i] = ptx.asm_value("tanh.approx.f32 $0, $1;", "=f,f", arith.mulf(flat[i], scale), pure=True)
         inputs = [flat[i] for i in by_fma]
-        for i, value in zip(by_fma, _guarded(inputs, [_polynomial(v, factors) for v in inputs], scale), strict=True):
+        values = _tanh_where_out_of_range(inputs, [_polynomial(x, factors) for x in inputs], scale)
+        for i, value in zip(by_fma, values, strict=True):
             flat[i] = value
         out = rows.empty_fragment(x.shape, plgpu.Layout.WGMMA)
         rows.fill(out, lambda i: flat[2 * i : 2 * i + 2])
@@ -50,11 +52,11 @@ def _polynomial(x, factors):
     return arith.mulf(x, total)
 
 
-def _guarded(inputs, values, scale):
-    """`values`, or tanh.approx(inputs * scale) if one of the warp's inputs is out of the polynomial's range."""
+def _tanh_where_out_of_range(inputs, values, scale):
+    """`values`, or tanh.approx(inputs * scale) if an input of the warp is out of the polynomial's range."""
     top = ptx.f32(0.0)
     for x in inputs:
-        top = ptx.one("{ .reg .f32 t; abs.f32 t, $2; max.f32 $0, $1, t; }", "=f,f,f", top, x, pure=True)
+        top = ptx.asm_value("{ .reg .f32 t; abs.f32 t, $2; max.f32 $0, $1, t; }", "=f,f,f", top, x, pure=True)
     count = len(values)
     out, given, factor, largest = range(count), range(count, 2 * count), 2 * count, 2 * count + 1
     text = f"setp.gt.f32 p, ${largest}, 0f3F800000; vote.sync.any.pred p, p, -1; @!p bra WITHIN; "
@@ -63,8 +65,4 @@ def _guarded(inputs, values, scale):
     constraints = ",".join(["=&f"] * count + ["f"] * (count + 2) + [str(k) for k in range(count)])
     arguments = (*inputs, scale, arith.mulf(top, scale), *values)
     text = f"{{ .reg .pred p; .reg .f32 y; {text} WITHIN: }}"
-    return ptx.many(text, constraints, count, *arguments)
-
-
-def _element(pair, k: int):
-    return vector.extract(pair, [], ir.DenseI64ArrayAttr.get([k]))
+    return ptx.asm_values(text, constraints, count, *arguments)

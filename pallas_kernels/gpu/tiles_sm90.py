@@ -1,4 +1,4 @@
-"""What a compute warpgroup does with one piece: scores, softmax, values, and where the result goes."""
+"""A compute warpgroup's work on one piece: scores, online softmax, values, and where the result is stored."""
 
 import dataclasses
 import functools
@@ -13,75 +13,75 @@ from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Config, Piece, Refs
+from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
 
 LOG2E = math.log2(math.e)
-M_START = -1e38  # below every real logit, yet finite: m - m is 0, and exp2(-inf - m) is 0
+M_START = -1e38  # maximum before any key; finite, so that m - m is 0 and exp2(-inf - m) is 0
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
-M = rows.ROWS
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
-    """What this warpgroup's 64 rows see; vectors are i32 or f32 (64,)."""
+class _RowBounds:
+    """The keys that each of this warpgroup's 64 rows sees, and its head; i32 or f32 (64,)."""
 
     q_pos: object
-    start: object  # keys start <= kv < stop are visible to the row
+    start: object  # the row sees keys start <= kv_pos < stop, unless there is a mask_fn
     stop: object
-    slope: object  # f32, already times log2(e); None without ALiBi
-    head: object  # absolute query head
+    slope: object  # f32 ALiBi slope times log2(e), or None
+    head: object  # query head
 
 
-def _heads_of(cfg: Config, piece: Piece, row_offset):
-    """(packed row, token of the request, head of the group) of each row."""
-    packed = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW_LAYOUT) + (piece[wl.ROW0] + row_offset)
+def _packed_rows(cfg: GpuKernelConfig, piece: Piece, row_offset):
+    """(packed row, token of the request, head of the group), i32 (64,) each."""
+    packed = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW_LAYOUT) + (piece[wl.ROW0] + row_offset)
     token = lax.div(packed, jnp.int32(cfg.group))
     return packed, token, packed - token * cfg.group
 
 
-def per_head(cfg: Config, heads, head0, member, column):
-    """f32 (64,): column of heads f32[H, 2] for each row's head, in base 2."""
-    value = _rows_full(0.0)
+def value_per_row(cfg: GpuKernelConfig, heads, head0, member, column):
+    """f32 (64,): a column of f32[H, 2] for each row's head, times log2(e)."""
+    value = _full_rows(0.0)
     for g in range(cfg.group):
         value = jnp.where(member == g, heads[head0 + g, column], value)
     return value * LOG2E
 
 
-def _rows_of(cfg: Config, refs: Refs, piece: Piece, row_offset) -> _Rows:
-    _, token, member = _heads_of(cfg, piece, row_offset)
+def _row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset) -> _RowBounds:
+    _, token, member = _packed_rows(cfg, piece, row_offset)
     q_pos = token + piece[wl.QPOS0]
     causal = piece[wl.CAUSAL] != 0 if cfg.per_request_causal else None
     start, stop = key_range(cfg.mask, q_pos, q_pos, piece[wl.SEQ], causal)
     head0 = piece[HEAD] * cfg.group
-    slope = per_head(cfg, refs.heads, head0, member, 0) if cfg.logits.has_alibi else None
-    start, stop = (plgpu.layout_cast(jnp.broadcast_to(x, (M,)), ROW_LAYOUT) for x in (start, stop))
-    return _Rows(q_pos, start, stop, slope, head0 + member)
+    slope = value_per_row(cfg, refs.per_head, head0, member, 0) if cfg.logits.has_alibi else None
+    start, stop = (plgpu.layout_cast(jnp.broadcast_to(x, (WARPGROUP_ROWS,)), ROW_LAYOUT) for x in (start, stop))
+    return _RowBounds(q_pos, start, stop, slope, head0 + member)
 
 
-def _rows_full(value):
-    return plgpu.layout_cast(jnp.full((M,), value, jnp.float32), ROW_LAYOUT)
+def _full_rows(value):
+    return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.float32), ROW_LAYOUT)
 
 
 def start_state(width: int):
-    acc = plgpu.layout_cast(jnp.full((M, width), 0, jnp.float32), plgpu.Layout.WGMMA)
-    return acc, _rows_full(M_START), _rows_full(0.0)
+    acc = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS, width), 0, jnp.float32), plgpu.Layout.WGMMA)
+    return acc, _full_rows(M_START), _full_rows(0.0)
 
 
-def _start(cfg: Config):
+def _start(cfg: GpuKernelConfig):
     acc, m, total = start_state(cfg.v_head_dim)
-    return acc, _rows_full(0.0) if cfg.fixed_max else m, total
+    return acc, _full_rows(0.0) if cfg.fixed_max else m, total
 
 
-def across(vector, shape):
-    """(64,) -> (64, n)."""
+def across_columns(vector, shape):
+    """f32 or i32 (64,) -> (64, n): the same value in every column."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 
-def _logits(cfg: Config, row: _Rows, dots, kv0, scale, masked):
-    """Raw dots (64, block_kv) -> (x, c): base-2 logits are x * c. Masked ones are -inf. algebra/logits.py, in base 2.
+def _logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
+    """Raw dots (64, block_kv) -> (x, c): base-2 logits are x * c, -inf where masked. The steps of algebra/logits.py.
 
-    scale: f32 scalar, spec scale times k_scale.
+    scale: f32 scalar, the softmax scale times k_scale.
     """
     rule, shape = cfg.logits, dots.shape
     factor = scale * LOG2E
@@ -93,22 +93,23 @@ def _logits(cfg: Config, row: _Rows, dots, kv0, scale, masked):
         shift = (kv0 - row.q_pos).astype(jnp.float32) * row.slope
         dots, factor = rows.add_slope(dots, factor, row.slope, shift), jnp.float32(1.0)
     if rule.score_fn is not None:
-        where = (across(row.head, shape), across(row.q_pos, shape), key() + kv0)
+        where = (across_columns(row.head, shape), across_columns(row.q_pos, shape), key() + kv0)
         dots, factor = rule.score_fn(dots * (factor * (1 / LOG2E)), *where), jnp.float32(LOG2E)
     if masked:
-        seen = key() < across(row.stop - kv0, shape)
+        seen = key() < across_columns(row.stop - kv0, shape)
         if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
-            seen = seen & (key() >= across(row.start - kv0, shape))
+            seen = seen & (key() >= across_columns(row.start - kv0, shape))
         if cfg.mask.mask_fn is not None:
-            seen = seen & cfg.mask.mask_fn(across(row.head, shape), across(row.q_pos, shape), key() + kv0)
+            where = (across_columns(row.head, shape), across_columns(row.q_pos, shape), key() + kv0)
+            seen = seen & cfg.mask.mask_fn(*where)
         dots = jnp.where(seen, dots, -jnp.inf)
     return dots, factor
 
 
-def zero_unseen_values(cfg: Config, refs: Refs, piece: Piece, slot, kv0):
-    """Values past the request's end or before its window may be anything, NaN included, and 0 * NaN is NaN.
+def zero_unseen_values(cfg: GpuKernelConfig, refs: Refs, piece: Piece, slot, kv0):
+    """Zeroes values outside the request's keys or before its window: they may be NaN, and 0 * NaN is NaN.
 
-    Positions between the tile's last visible key and the request's end hold tokens, or copies of a full page.
+    Values between the tile's last visible key and the request's end are tokens, or copies of a full page: no NaN.
     """
     first, last = piece[wl.KSTART] - kv0, piece[wl.SEQ] - kv0
 
@@ -119,48 +120,48 @@ def zero_unseen_values(cfg: Config, refs: Refs, piece: Piece, slot, kv0):
         plgpu.commit_smem()
 
 
-def _keys(cfg: Config, refs: Refs, wg, slot):
-    """(key tile to multiply with, what to call once it was multiplied)."""
+def _key_operand(cfg: GpuKernelConfig, refs: Refs, wg, slot):
+    """(key tile to multiply, function to call after the product), decoded if the cache is quantised."""
     free = lambda: plgpu.barrier_arrive(refs.k_free.at[slot])
     if not cfg.quantised:
         return refs.k_tile.at[slot], free
-    work, kind = refs.k_work.at[wg], dict(rows=cfg.block_kv, dim=cfg.head_dim, source=cfg.kv_dtype)
+    work, kind = refs.k_decoded.at[wg], dict(rows=cfg.block_kv, dim=cfg.head_dim, source=cfg.kv_dtype)
     rows.decode_tile(refs.k_tile.at[slot], work, target=cfg.dtype, **kind)
     plgpu.commit_smem()
     free()
     return work, lambda: None
 
 
-def _values(cfg: Config, refs: Refs, wg, slot):
-    """Likewise for values."""
+def _value_operand(cfg: GpuKernelConfig, refs: Refs, wg, slot):
+    """The same for values."""
     free = lambda: plgpu.barrier_arrive(refs.v_free.at[slot])
     if not cfg.quantised:
         return refs.v_tile.at[slot], free
-    work, kind = refs.v_work.at[wg], dict(rows=cfg.block_kv, dim=cfg.v_head_dim, source=cfg.kv_dtype)
+    work, kind = refs.v_decoded.at[wg], dict(rows=cfg.block_kv, dim=cfg.v_head_dim, source=cfg.kv_dtype)
     rows.decode_tile(refs.v_tile.at[slot], work, target=cfg.value_dtype, **kind)
     plgpu.commit_smem()
     free()
     return work, lambda: None
 
 
-def _token_scales(cfg: Config, refs: Refs, slot):
-    """(keys', values') scales of a block, to be read before its keys are given back; (None, None): there are none."""
-    return token_scales.across_keys(refs.token, slot, 1, cfg.block_kv) if cfg.token_scales else (None, None)
+def _token_scales(cfg: GpuKernelConfig, refs: Refs, slot):
+    """Scales (of keys, of values) of a block, or (None, None). Must be called before the keys' stage is released."""
+    return token_scales.load_per_key(refs.token_scale, slot, 1, cfg.block_kv) if cfg.token_scales else (None, None)
 
 
-def _weights(cfg: Config, p, of_values) -> tuple:
-    """f32 weights -> the operands that are multiplied with the stored values and added up."""
-    p = token_scales.times(p, of_values, 1)
+def _weights(cfg: GpuKernelConfig, p, of_values) -> tuple:
+    """f32 weights -> the operands whose products with the stored values are added."""
+    p = token_scales.multiply_per_key(p, of_values, 1)
     parts = [p.astype(cfg.value_dtype)]
     if cfg.weight_parts == 2:
         parts.append((p - parts[0].astype(jnp.float32)).astype(cfg.value_dtype))
     return tuple(parts)
 
 
-def _finish(cfg: Config, refs: Refs, piece: Piece, state, tile_row, stage=None):
-    """Writes the state of a tile's 64 rows: to out and lse, or to this CTA's partial slot.
+def _finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stage=None):
+    """Stores the state of a tile's 64 rows: to out and lse, or to this CTA's slot of partial results.
 
-    stage: SMEM [64, D] that is free to stage full rows in (the warpgroup's own queries), or None.
+    stage: SMEM [64, D] in which rows may be staged (the warpgroup's queries, no longer used), or None.
     """
     acc, m, total = state
     shape = acc.shape
@@ -172,16 +173,16 @@ def _finish(cfg: Config, refs: Refs, piece: Piece, state, tile_row, stage=None):
         safe = jnp.where(total > 0.0, total, 1.0)
         lse = jnp.where(total > 0.0, m + lax.log(safe) * LOG2E, -jnp.inf)
         slot = 2 * lax.axis_index("cta") + (piece.lo == 0).astype(jnp.int32)
-        out = acc * across(v_scale / safe, shape)
+        out = acc * across_columns(v_scale / safe, shape)
         rows.store_partial(refs.part, refs.part_lse, out, lse, slot, tile_row, nrows)
 
     @pl.when(jnp.logical_not(piece.is_part))
     def _():
         sink, head0 = None, piece[HEAD] * cfg.group
         if cfg.has_sinks:
-            sink = per_head(cfg, refs.heads, head0, _heads_of(cfg, piece, tile_row)[2], 1)
+            sink = value_per_row(cfg, refs.per_head, head0, _packed_rows(cfg, piece, tile_row)[2], 1)
         factor, lse = finish_rows(m, total, sink)
-        out = acc * across(factor * v_scale, shape)
+        out = acc * across_columns(factor * v_scale, shape)
         where = (piece[wl.TOK0], head0, piece[wl.ROW0] + tile_row, nrows)
         kind = dict(group=cfg.group, heads=cfg.num_heads)
         if stage is None or cfg.v_head_dim != cfg.head_dim:
@@ -193,7 +194,7 @@ def _finish(cfg: Config, refs: Refs, piece: Piece, state, tile_row, stage=None):
 
 
 def finish_rows(m, total, sink):
-    """Base-2 state -> (factor of acc, natural-log lse); the sink (base 2) counts once. Nothing seen: (0, -inf)."""
+    """Base-2 state and sink -> (factor of acc, natural-log lse). A row that saw no key: (0, -inf)."""
     seen = total > 0.0
     shift = m
     if sink is not None:
@@ -205,17 +206,17 @@ def finish_rows(m, total, sink):
     return jnp.where(seen, factor, 0.0), jnp.where(seen, lse, -jnp.inf)
 
 
-def _softmax_step(cfg: Config, x, c, m, total, acc):
-    """(p f32, new m, new total without p's sum, rescaled acc).
+def _softmax_step(cfg: GpuKernelConfig, x, c, m, total, acc):
+    """(p f32, new m, rescaled total without p's sum, rescaled acc).
 
-    A soft cap bounds base-2 logits by FIXED_LOGIT: exponentials then need no maximum, and none is kept (m stays 0).
+    With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled.
     """
     if cfg.fixed_max:
         return jnp.exp2(x * c), m, total, acc
     new_m = jnp.maximum(m, x.max(axis=1) * c)
     alpha = jnp.exp2(m - new_m)
-    p = jnp.exp2(x * c - across(new_m, x.shape))
-    return p, new_m, total * alpha, acc * across(alpha, acc.shape)
+    p = jnp.exp2(x * c - across_columns(new_m, x.shape))
+    return p, new_m, total * alpha, acc * across_columns(alpha, acc.shape)
 
 
 def _dots(cfg, q_tile, k_tile, after=lambda: None):
@@ -224,10 +225,10 @@ def _dots(cfg, q_tile, k_tile, after=lambda: None):
         after()
         return acc[...]
 
-    return pl.run_scoped(body, plgpu.ACC((M, cfg.block_kv), jnp.float32))
+    return pl.run_scoped(body, plgpu.ACC((WARPGROUP_ROWS, cfg.block_kv), jnp.float32))
 
 
-def _add_values(acc, weights, v_tile, after=lambda: None):
+def _add_weighted_values(acc, weights, v_tile, after=lambda: None):
     def body(ref):
         for part in weights:
             plgpu.wgmma(ref, part, v_tile)
@@ -236,8 +237,8 @@ def _add_values(acc, weights, v_tile, after=lambda: None):
     return pl.run_state(body)(plgpu.ACC.init(acc))
 
 
-def three_loops(cfg, step, bounds, carry):
-    """Blocks [0, a) masked, [a, b) full, [b, n) masked; the first loop only where a mask has a left edge."""
+def loop_over_blocks(cfg, step, bounds, carry):
+    """Blocks [0, a) masked, [a, b) unmasked, [b, n) masked; the first loop only where the mask has a left edge."""
     a, b, n = bounds
     if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
         carry = lax.fori_loop(0, a, functools.partial(step, masked=True), carry)
@@ -245,15 +246,15 @@ def three_loops(cfg, step, bounds, carry):
     return lax.fori_loop(b, n, functools.partial(step, masked=True), carry)
 
 
-def full_bounds(piece: Piece):
-    """Blocks of the piece, counted from its own first, that every row sees whole: [a, b) of n."""
+def full_block_bounds(piece: Piece):
+    """(a, b, n): of the piece's n blocks, counted from its first, every row sees blocks [a, b) whole."""
     a = jnp.clip(piece[wl.FULL0] - piece.lo, 0, piece.count)
     return a, jnp.clip(piece[wl.FULL1] - piece.lo, a, piece.count), piece.count
 
 
-def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
-    """Two warpgroups, 64 rows each, in ping-pong: one on the tensor cores while the other does softmax."""
-    row = _rows_of(cfg, refs, piece, 64 * wg)
+def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
+    """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax."""
+    row = _row_bounds(cfg, refs, piece, 64 * wg)
     q_tile = refs.q_tile.at[piece.buffer, wg]
     scale = refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
@@ -274,9 +275,9 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         acc, m, total = carry
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
         of_keys, of_values = _token_scales(cfg, refs, slot)
-        keys, used = _keys(cfg, refs, wg, slot)
-        dots = token_scales.times(_dots(cfg, q_tile, keys, swap), of_keys, 1)
-        used()
+        keys, release = _key_operand(cfg, refs, wg, slot)
+        dots = token_scales.multiply_per_key(_dots(cfg, q_tile, keys, swap), of_keys, 1)
+        release()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
         weights = _weights(cfg, p, of_values)
@@ -286,45 +287,45 @@ def long_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
             zero_unseen_values(cfg, refs, piece, slot, kv0)
-        values, used = _values(cfg, refs, wg, slot)
+        values, release = _value_operand(cfg, refs, wg, slot)
         plgpu.barrier_wait(refs.turn)
 
-        def await_next():
+        def wait_for_next_keys():
             @pl.when(j + 1 < n)
             def _():
                 plgpu.barrier_wait(refs.k_full.at[slot_of(j + 1)])
 
-        acc = _add_values(acc, weights, values, await_next)
-        used()
+        acc = _add_weighted_values(acc, weights, values, wait_for_next_keys)
+        release()
         return acc, m, total
 
-    state = three_loops(cfg, step, full_bounds(piece), _start(cfg))
+    state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
     pl.when(wg == 0)(swap)
     _finish(cfg, refs, piece, state, 64 * wg, q_tile)
 
 
-def blank_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
-    """Padding tokens, 64 rows a warpgroup: their one block is passed over, and they come out as (0, -inf)."""
+def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
+    """Padding tokens, 64 rows for each warpgroup: skips their one block of keys and stores (0, -inf)."""
 
     def body(j, carry):
-        pass_over(cfg, refs, turn + j)
+        skip_block(cfg, refs, turn + j)
         return carry
 
     lax.fori_loop(0, piece.count, body, jnp.int32(0))
     _finish(cfg, refs, piece, start_state(cfg.v_head_dim), 64 * wg)
 
 
-def pass_over(cfg: Config, refs: Refs, turn):
-    """Somebody else's block: every warpgroup sees every phase of every barrier."""
+def skip_block(cfg: GpuKernelConfig, refs: Refs, turn):
+    """Waits for and releases a block that this warpgroup does not compute: each must see every phase of a barrier."""
     slot = lax.rem(turn, jnp.int32(cfg.stages))
     for full, free in ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free)):
         plgpu.barrier_wait(full.at[slot])
         plgpu.barrier_arrive(free.at[slot])
 
 
-def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
-    """At most 64 rows: both warpgroups hold all of them, and take turns at the key blocks."""
-    row = _rows_of(cfg, refs, piece, jnp.int32(0))
+def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
+    """At most 64 rows: each warpgroup computes all of them, over every other key block."""
+    row = _row_bounds(cfg, refs, piece, jnp.int32(0))
     q_tile = refs.q_tile.at[piece.buffer, 0]
     scale = refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
@@ -336,49 +337,49 @@ def short_tile(cfg: Config, refs: Refs, piece: Piece, wg, turn):
         slot, kv0 = lax.rem(turn + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         of_keys, of_values = _token_scales(cfg, refs, slot)
-        keys, used = _keys(cfg, refs, wg, slot)
-        dots = token_scales.times(_dots(cfg, q_tile, keys), of_keys, 1)
-        used()
+        keys, release = _key_operand(cfg, refs, wg, slot)
+        dots = token_scales.multiply_per_key(_dots(cfg, q_tile, keys), of_keys, 1)
+        release()
         x, c = _logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
         total += p.sum(axis=1)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
             zero_unseen_values(cfg, refs, piece, slot, kv0)
-        values, used = _values(cfg, refs, wg, slot)
-        acc = _add_values(acc, _weights(cfg, p, of_values), values)
-        used()
-        pl.when(j + 1 < n)(lambda: pass_over(cfg, refs, turn + j + 1))
+        values, release = _value_operand(cfg, refs, wg, slot)
+        acc = _add_weighted_values(acc, _weights(cfg, p, of_values), values)
+        release()
+        pl.when(j + 1 < n)(lambda: skip_block(cfg, refs, turn + j + 1))
         return acc, m, total
 
-    pl.when((wg == 1) & (n > 0))(lambda: pass_over(cfg, refs, turn))
-    own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in full_bounds(piece)]
-    state = three_loops(cfg, step, own, _start(cfg))
-    _join_warpgroups(cfg, refs, piece, state, wg)
+    pl.when((wg == 1) & (n > 0))(lambda: skip_block(cfg, refs, turn))
+    own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in full_block_bounds(piece)]
+    state = loop_over_blocks(cfg, step, own, _start(cfg))
+    _merge_warpgroups(cfg, refs, piece, state, wg)
 
 
-def _join_warpgroups(cfg: Config, refs: Refs, piece: Piece, state, wg):
-    """The second warpgroup hands its state to the first, which merges and writes."""
+def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg):
+    """Warpgroup 1 passes its state to warpgroup 0 through shared memory, which merges and stores."""
 
-    def meet():
+    def sync_warpgroups():
         plgpu.barrier_arrive(refs.turn)
         plgpu.barrier_wait(refs.turn)
 
-    scratch = (refs.q_tile.at[piece.buffer], refs.stats)  # nobody needs the queries any more
+    scratch = (refs.q_tile.at[piece.buffer], refs.stats)  # the queries are no longer used
     kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)
-    meet()
+    sync_warpgroups()
 
     @pl.when(wg == 1)
     def _():
         rows.put_fragment(*scratch, *state, **kind)
-        meet()
+        sync_warpgroups()
 
     @pl.when(wg == 0)
     def _():
-        meet()
+        sync_warpgroups()
         acc, m, total = state
         acc1, m1, total1 = rows.get_fragment(*scratch, **kind)
         top = jnp.maximum(m, m1)
         a, a1 = jnp.exp2(m - top), jnp.exp2(m1 - top)
-        acc = acc * across(a, acc.shape) + acc1 * across(a1, acc.shape)
+        acc = acc * across_columns(a, acc.shape) + acc1 * across_columns(a1, acc.shape)
         _finish(cfg, refs, piece, (acc, top, total * a + total1 * a1), jnp.int32(0))

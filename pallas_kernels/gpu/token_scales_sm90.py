@@ -1,11 +1,11 @@
-"""Scales per token and head: fetched beside their keys by the memory warpgroup, multiplied in by the compute ones.
+"""A scale for each token and kv head: loaded by the memory warpgroup, applied by the compute warpgroups.
 
-    real key = stored * k_token[slot, head] * k_scale        logits: dots * scale of the key
-    real value likewise                                      weights, after their sum: p * scale of the value
+    real key = stored * k_token_scale[slot, head] * k_scale     applied to the dots of the key
+    real value = stored * v_token_scale[slot, head] * v_scale   applied to the weights, after they are summed
 
-A block's scales lie in SMEM as f32 [2 block_kv]: its keys', then its values'. They come through the memory
-warpgroup's registers, a block ahead, and not by TMA: in NHD a page's scales of one head are strided. Slots that hold
-no token may have any scale, NaN included; theirs are taken for 0, so that what is masked stays masked.
+A block's scales lie in SMEM as f32 [2 block_kv]: first its keys', then its values'. They are loaded through registers,
+one block ahead, and not by TMA: in NHD the scales of one page and head are strided. A slot without a token may have any
+scale, NaN included; it is read as 0, so that a masked logit is not NaN.
 """
 
 import jax.experimental.pallas as pl
@@ -23,26 +23,26 @@ _LOAD = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.{
 
 
 def _per_thread(size: int):
-    """One value a thread, or one every THREADS."""
+    """Layout: element i is held by thread i % THREADS."""
     return plgpu.Layout.WG_STRIDED((size,), vec_size=1)
 
 
-def load_ids(table, req, kv0, start, stop, *, block: int, page: int, columns: int):
+def load_ids(block_table, req, kv0, start, stop, *, block: int, page: int, columns: int):
     """i32 (128,): the page of this thread's key, kv0 + thread % block; 0 unless start <= key < stop.
 
-    table GMEM i32[R, columns].
+    block_table GMEM i32[R, columns].
     """
     out = plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, _per_thread(THREADS))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(ptx.SCALAR,) * 4), return_type=out)
-    def load(ctx, table, req, *where):
+    def load(ctx, block_table, req, *where):
         key, seen = _key(block, *where)
-        row = arith.muli(ptx.wide(ptx.scalar(req)), ptx.i64(columns))
-        place = arith.addi(row, ptx.wide(arith.divui(key, ptx.i32(page))))
-        place = arith.addi(ptx.pointer(table, 0), arith.muli(place, ptx.i64(4)))
-        return _fragment([ptx.one(_LOAD.format("b32"), "=&r,l,r", place, seen)], ptx.int_type())
+        row = arith.muli(ptx.to_i64(ptx.scalar_value(req)), ptx.i64(columns))
+        place = arith.addi(row, ptx.to_i64(arith.divui(key, ptx.i32(page))))
+        place = arith.addi(ptx.pointer(block_table, 0), arith.muli(place, ptx.i64(4)))
+        return _fragment([ptx.asm_value(_LOAD.format("b32"), "=&r,l,r", place, seen)], ptx.int_type())
 
-    return load(table, req, kv0, start, stop)
+    return load(block_table, req, kv0, start, stop)
 
 
 def load_scales(k, v, ids, head, kv0, start, stop, *, block: int, page: int, heads: int, heads_first: bool):
@@ -56,25 +56,25 @@ def load_scales(k, v, ids, head, kv0, start, stop, *, block: int, page: int, hea
     @plgpu.inline_mgpu(arg_types=kinds, return_type=out)
     def load(ctx, k, v, ids, head, *where):
         key, seen = _key(block, *where)
-        head, offset = ptx.scalar(head), arith.remui(key, ptx.i32(page))
-        block_id, kind = rows.single(ids.registers.flat[0]), dict(heads=heads, page=page, heads_first=heads_first)
-        place = ptx.pool_row(block_id, offset, head, **kind)
+        head, offset = ptx.scalar_value(head), arith.remui(key, ptx.i32(page))
+        block_id = rows.register_value(ids.registers.flat[0])
+        place = ptx.pool_row(block_id, offset, head, heads=heads, page=page, heads_first=heads_first)
         place, values = arith.muli(place, ptx.i64(4)), []
         for i in range(2 * block // THREADS):
-            of_keys = ptx.less(arith.addi(ptx.thread(), ptx.i32(i * THREADS)), ptx.i32(block))
+            of_keys = ptx.less(arith.addi(ptx.thread_index(), ptx.i32(i * THREADS)), ptx.i32(block))
             pool = arith.select(of_keys, ptx.pointer(k, 0), ptx.pointer(v, 0))
-            values.append(ptx.one(_LOAD.format("f32"), "=&f,l,r", arith.addi(pool, place), seen))
+            values.append(ptx.asm_value(_LOAD.format("f32"), "=&f,l,r", arith.addi(pool, place), seen))
         return _fragment(values)
 
     return load(k, v, ids, head, kv0, start, stop)
 
 
 def _key(block: int, kv0, start, stop):
-    """(this thread's key, 1 if start <= key < stop)."""
-    kv0, start, stop = map(ptx.scalar, (kv0, start, stop))
-    key = arith.addi(kv0, arith.remui(ptx.thread(), ptx.i32(block)))
+    """(position of this thread's key, 1 if start <= key < stop else 0)."""
+    kv0, start, stop = map(ptx.scalar_value, (kv0, start, stop))
+    key = arith.addi(kv0, arith.remui(ptx.thread_index(), ptx.i32(block)))
     known = arith.cmpi(arith.CmpIPredicate.sge, key, start)
-    return key, ptx.flag(arith.andi(known, ptx.less(key, stop)))
+    return key, ptx.bool_to_i32(arith.andi(known, ptx.less(key, stop)))
 
 
 def _fragment(values, element=None):
@@ -84,9 +84,10 @@ def _fragment(values, element=None):
     return fragment
 
 
-def across_keys(tile, slot, axis: int, block: int, first=0, count: int | None = None):
-    """(keys', values') f32 (count,) of keys first .. of the block in a slot: keys run along `axis` of WGMMA scores.
+def load_per_key(tile, slot, axis: int, block: int, first=0, count: int | None = None):
+    """Scales (of keys, of values), f32 (count,) each, of keys first .. of the block in a stage.
 
+    They broadcast along the other axis of WGMMA scores, whose `axis` runs over keys.
     tile SMEM f32 [stages, 2 block].
     """
     layout, count = plgpu.Layout.WGMMA.reduce(1 - axis), count or block
@@ -98,6 +99,6 @@ def across_keys(tile, slot, axis: int, block: int, first=0, count: int | None = 
     return tuple(read(tile.at[slot, pl.ds(at, count)]) for at in (first, block + first))
 
 
-def times(x, scale, axis: int):
-    """x with each key's scale; None is 1."""
+def multiply_per_key(x, scale, axis: int):
+    """x * scale, with one scale for each key along `axis`; a scale of None is 1."""
     return x if scale is None else x * lax.broadcast_in_dim(scale, x.shape, [axis])

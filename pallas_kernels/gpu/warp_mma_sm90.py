@@ -1,16 +1,16 @@
-"""Warp-level products of 8-bit keys and values for few query rows, in PTX: nothing is decoded through SMEM.
+"""Warp-level products of 8-bit keys and values for few query rows, in PTX. Keys and values are decoded in registers.
 
-Each warp owns 16 keys of a block and multiplies with mma.m16n8k16, keys (then value columns) as its 16 rows and
-8 query rows as its columns:
+Each warp computes 16 keys of a block with mma.m16n8k16: the 16 rows are keys (then value columns), the 8 columns are
+query rows:
 
     S^T [16 keys, 8]      = K [16 keys, D] . Q^T [D, 8]               K: ldmatrix, decoded in registers
     O^T [16 columns, 8]  += V^T [16 columns, 16 keys] . P^T [16, 8]   V: ldmatrix.trans, decoded in registers
 
-A thread (g = lane / 4, t = lane % 4) gets the four bytes 4t .. 4t+3 of row g from ldmatrix. The order of a product's
-inner dimension is free: bytes (4t, 4t+1) play columns (2t, 2t+1) and (4t+2, 4t+3) play (2t+8, 2t+9), and the queries
-are read in the same order. Transposed, the four bytes are columns (2g, 2g+1) of keys (2t, 2t+1): row g of the product
-is column 2g, row g + 8 is column 2g + 1. S^T is an ordinary WGMMA fragment [64 keys, 8 n]; the other arrays are bags
-of registers whose shapes only count:
+A thread (g = lane / 4, t = lane % 4) gets the four bytes 4t .. 4t+3 of row g from ldmatrix. A product does not depend
+on the order of its inner dimension: bytes (4t, 4t+1) are used as columns (2t, 2t+1) and bytes (4t+2, 4t+3) as columns
+(2t+8, 2t+9), and the queries are read in the same order. Transposed, the four bytes are columns (2g, 2g+1) of keys
+(2t, 2t+1): row g of the product is column 2g, row g + 8 is column 2g + 1. S^T is an ordinary WGMMA fragment
+[64 keys, 8 n]. The other arrays are fragments only to carry registers; their shapes give the number of registers:
 
     queries  16-bit [64, n D / 2]    acc  f32 [64, n V / 2]    stats  f32 [64, 8 n]: max, max, sum, sum of rows 2t, 2t+1
 """
@@ -18,14 +18,14 @@ of registers whose shapes only count:
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, vector
+from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 
-KEYS = 64  # of a warpgroup at a time: 16 a warp
-START = -1e38  # the maximum of nothing: finite, so that -inf less it is -inf
+KEYS = 64  # of a block, for each warpgroup: 16 for each warp
+M_START = -1e38  # maximum before any key; finite, so that -inf minus it is -inf and not NaN
 _WGMMA = plgpu.Layout.WGMMA
 _SCALAR = ptx.SCALAR
 
@@ -39,45 +39,46 @@ def read_queries(q_ref, *, rows8: int, dim: int, dtype: str):
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), _WGMMA),
     )
     def read(ctx, tile):
-        base, (g, t, _, _) = ptx.pointer(tile, 3), ptx.lanes()
+        base, (g, t, _, _) = ptx.pointer(tile, 3), ptx.lane_position()
         words = []
         for n in range(rows8):
             for step in range(dim // 16):
                 row = arith.addi(g, ptx.i32(8 * n))
                 byte = arith.addi(arith.muli(t, ptx.i32(8)), ptx.i32(32 * step))
                 place = arith.addi(base, ptx.swizzled(row, byte, dim * 2, rows.swizzle_bytes(dim, dtype)))
-                words += ptx.many("ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", 2, place)
-        return _bag(shape, utils.dtype_to_ir_type(jnp.dtype(dtype)), words)
+                words += ptx.asm_values("ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", 2, place)
+        return _fragment_of_words(shape, utils.dtype_to_ir_type(jnp.dtype(dtype)), words)
 
     return read(q_ref)
 
 
 def start_state(*, rows8: int, dim: int):
-    """(acc, stats) of no keys."""
+    """(acc, stats) before any key."""
     shapes = ((64, rows8 * dim // 2), (64, 8 * rows8))
 
     @plgpu.inline_mgpu(return_type=tuple(plgpu.ShapeDtypeStruct(s, jnp.float32, _WGMMA) for s in shapes))
     def start(ctx):
-        zero, low = ptx.f32(0.0), ptx.f32(START)
+        zero, low = ptx.f32(0.0), ptx.f32(M_START)
         count = shapes[0][0] * shapes[0][1] // 128
-        return _pairs(shapes[0], [zero] * count), _pairs(shapes[1], [low, low, zero, zero] * rows8)
+        acc, stats = [zero] * count, [low, low, zero, zero] * rows8
+        return _fragment_of_floats(shapes[0], acc), _fragment_of_floats(shapes[1], stats)
 
     return start()
 
 
 def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: str, target: str):
-    """S^T f32 [64, 8 rows8]: keys first .. first + 63 of an 8-bit SMEM tile [block, D] with the queries."""
+    """S^T f32 [64, 8 rows8]: keys first .. first + 63 of an 8-bit SMEM tile [block, D] times the queries."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(rows.tile_transforms(dim, source)), _WGMMA, _SCALAR),
         return_type=plgpu.ShapeDtypeStruct((KEYS, 8 * rows8), jnp.float32, _WGMMA),
     )
     def multiply(ctx, tile, queries, first):
-        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lanes()
+        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position()
         words = [utils.bitcast(r, ptx.int_type()) for r in queries.registers.flat]
-        key = _add(ptx.scalar(first), _mul(warp, 16), arith.remui(lane, ptx.i32(8)), _mul(_bit(lane, 3), 8))
+        key = _add(ptx.scalar_value(first), _mul(warp, 16), arith.remui(lane, ptx.i32(8)), _mul(_bit(lane, 3), 8))
         steps = dim // 16
-        sums = [[[ptx.f32(0.0)] * 4 for _ in range(2)] for _ in range(rows8)]  # two chains hide the latency
+        sums = [[[ptx.f32(0.0)] * 4 for _ in range(2)] for _ in range(rows8)]  # two chains of mma hide their latency
         for pair in range(steps // 2):
             byte = _add(ptx.i32(32 * pair), _mul(_bit(lane, 4), 16))
             place = arith.addi(base, ptx.swizzled(key, byte, dim, rows.swizzle_bytes(dim, source)))
@@ -97,10 +98,10 @@ def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: s
 def softmax_times_values(
     v_ref, x, factor, acc, stats, first, scales=None, *, rows8: int, dim: int, source: str, target: str, parts: int = 1
 ):
-    """(acc, stats) with keys first .. first + 63 added: base-2 logits are x * factor, -inf where masked.
+    """(acc, stats) after keys first .. first + 63. Base-2 logits are x * factor, -inf where masked.
 
-    scales: f32 (64,) of the values, None for 1; target: type of both factors of the product; parts: operands whose sum
-    a weight is, 2 with bfloat16.
+    scales: f32 (64,) of the values, None for 1. target: dtype of both operands of the product. parts: number of
+    operands whose sum is a weight; 2 with target bfloat16.
     """
     shapes = ((64, rows8 * dim // 2), (64, 8 * rows8))
 
@@ -112,20 +113,20 @@ def softmax_times_values(
         return_type=tuple(plgpu.ShapeDtypeStruct(s, jnp.float32, _WGMMA) for s in shapes),
     )
     def add(ctx, tile, x, factor, acc, stats, first, *own):
-        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lanes()
-        factor, old, scores = ptx.scalar(factor), _floats(stats), _scores_of(x, rows8)
-        acc, new, weights = _floats(acc), [], []
-        own = [rows.single(r) for scale in own for r in scale.registers.flat]  # of keys g, g + 8
+        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position()
+        factor, old, scores = ptx.scalar_value(factor), _floats_of(stats), _scores_of(x, rows8)
+        acc, new, weights = _floats_of(acc), [], []
+        own = [rows.register_value(r) for scale in own for r in scale.registers.flat]  # of keys g, g + 8
         size = 4 * (dim // 16)  # floats of acc for 8 rows
         for n in range(rows8):
             stat, p, alpha = _softmax(scores[4 * n : 4 * n + 4], factor, old[4 * n : 4 * n + 4])
             new += stat
             p = [_fmul(x, own[i // 2]) for i, x in enumerate(p)] if own else p
-            weights.append([_columns(part, target) for part in _split(p, parts)])
+            weights.append([_transposed_weights(part, target) for part in _split(p, parts)])
             acc[n * size : (n + 1) * size] = [
                 _fmul(a, alpha[i % 2]) for i, a in enumerate(acc[n * size : (n + 1) * size])
             ]
-        key = _add(ptx.scalar(first), _mul(warp, 16), arith.remui(lane, ptx.i32(8)), _mul(_bit(lane, 3), 8))
+        key = _add(ptx.scalar_value(first), _mul(warp, 16), arith.remui(lane, ptx.i32(8)), _mul(_bit(lane, 3), 8))
         for pair in range(dim // 32):
             byte = _add(ptx.i32(32 * pair), _mul(_bit(lane, 4), 16))
             place = arith.addi(base, ptx.swizzled(key, byte, dim, rows.swizzle_bytes(dim, source)))
@@ -136,26 +137,26 @@ def softmax_times_values(
                     at = n * size + 4 * (2 * pair + k)
                     for part in weights[n]:
                         acc[at : at + 4] = ptx.mma((*low, *high), part, acc[at : at + 4], target)
-        return _pairs(shapes[0], acc), _pairs(shapes[1], new)
+        return _fragment_of_floats(shapes[0], acc), _fragment_of_floats(shapes[1], new)
 
     return add(v_ref, x, factor, acc, stats, first, *own)
 
 
 def _split(p, parts: int):
-    """Floats as sums of 1 or 2: the first of 2 is cut to bfloat16's bits, and the rest is exact."""
+    """Floats as sums of `parts` floats: of two, the first is truncated to bfloat16, the second is the exact rest."""
     if parts == 1:
         return [p]
-    high = [ptx.one("and.b32 $0, $1, 0xffff0000;", "=f,f", x, pure=True) for x in p]
+    high = [ptx.asm_value("and.b32 $0, $1, 0xffff0000;", "=f,f", x, pure=True) for x in p]
     return [high, [arith.subf(x, y) for x, y in zip(p, high, strict=True)]]
 
 
-def _columns(p, target: str):
-    """Four weights -> the words of P^T: keys g by rows, then keys g + 8."""
-    return [ptx.transposed(ptx.pack(p[2 * s], p[2 * s + 1], target)) for s in range(2)]
+def _transposed_weights(p, target: str):
+    """Four weights -> the words of P^T: of keys g, then of keys g + 8."""
+    return [ptx.transpose_8x8(ptx.pack_16bit(p[2 * s], p[2 * s + 1], target)) for s in range(2)]
 
 
 def _softmax(x, factor, stat):
-    """(new max, max, sum, sum), the four weights, the factors of old sums; x: keys g, g+8 by rows 2t, 2t+1."""
+    """(new max, max, sum, sum), four weights, two factors of the old sums. x: keys g, g+8 for each of rows 2t, 2t+1."""
     new, alphas, p, sums = [], [], [None] * 4, []
     for e in range(2):
         top = ptx.fmax(x[e], x[2 + e])
@@ -172,53 +173,53 @@ def _softmax(x, factor, stat):
 
 
 def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_dim, q_dtype):
-    """Each warp's 8 rows 8n .. 8n+7 -> SMEM: acc to f32 [8 warps, 8, V] in scratch, (max, sum) to stats [8, 8, 2]."""
+    """Rows 8n .. 8n+7 of each warp -> SMEM: acc to f32 [8 warps, 8, V] in scratch, (max, sum) to stats [8, 8, 2]."""
     tile = plgpu.RefType(rows.tile_transforms(q_dim, q_dtype))
 
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), _WGMMA, _WGMMA, _SCALAR))
     def put(ctx, scratch, stats_out, acc, stats, wg):
-        g, t, lane, warp = ptx.lanes()
-        warp = _add(_mul(ptx.scalar(wg), 4), warp)
+        g, t, lane, warp = ptx.lane_position()
+        warp = _add(_mul(ptx.scalar_value(wg), 4), warp)
         size = 4 * (dim // 16)
-        acc, stat = _floats(acc)[n * size : (n + 1) * size], _floats(stats)[4 * n : 4 * n + 4]
+        acc, stat = _floats_of(acc)[n * size : (n + 1) * size], _floats_of(stats)[4 * n : 4 * n + 4]
         row = _add(_mul(warp, 8), _mul(t, 2))
         base = _add(ptx.pointer(scratch, 3), _mul(row, dim * 4), _mul(g, 8))
         for j in range(dim // 16):
             c0, c1, c2, c3 = acc[4 * j : 4 * j + 4]
-            ptx.run(f"st.shared.v2.f32 [$0+{64 * j}], {{$1, $2}};", "r,f,f", base, c0, c2)
-            ptx.run(f"st.shared.v2.f32 [$0+{64 * j + 4 * dim}], {{$1, $2}};", "r,f,f", base, c1, c3)
+            ptx.asm(f"st.shared.v2.f32 [$0+{64 * j}], {{$1, $2}};", "r,f,f", base, c0, c2)
+            ptx.asm(f"st.shared.v2.f32 [$0+{64 * j + 4 * dim}], {{$1, $2}};", "r,f,f", base, c1, c3)
         place, sums = _add(ptx.pointer(stats_out, 3), _mul(row, 8)), list(stat[2:])
         for e in range(2):
             for distance in (4, 8, 16):
                 sums[e] = _fadd(sums[e], ptx.shuffle_xor(sums[e], distance))
             text = f"{{ .reg .pred p; setp.lt.u32 p, $1, 4; @p st.shared.v2.f32 [$0+{8 * e}], {{$2, $3}}; }}"
-            ptx.run(text, "r,r,f,f", place, lane, stat[e], sums[e])
+            ptx.asm(text, "r,r,f,f", place, lane, stat[e], sums[e])
 
     put(scratch_ref, stats_ref, acc, stats, wg)
 
 
-def join_and_store(
+def merge_and_store(
     scratch_ref, stats_ref, refs, part, scale, sink_column, where, *, n, dim, q_dim, q_dtype, group, heads, has_sinks
 ):
-    """Rows 8n .. 8n+7 from what 8 warps put: warp w of the CTA joins row 8n + w and writes it.
+    """Merges rows 8n .. 8n+7 of the 8 warps, after put_state: warp w of the CTA merges and writes row 8n + w.
 
-    part: (is a part, its slot); where: (tok0, head0, row0, nrows, wg); scale: of values. Parts keep f32 and base-2
-    sums of exponentials, whole rows get the sink, their final type and a natural logarithm.
+    part: (is it a part of a unit, its slot); where: (tok0, head0, row0, nrows, wg); scale: of values. A part is written
+    as f32 with a base-2 lse and without the sink; a whole unit in its final dtype with a natural lse and the sink.
     """
     tile = plgpu.RefType(rows.tile_transforms(q_dim, q_dtype))
     gmem = (plgpu.RefType(),) * 5
 
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), *gmem, *(_SCALAR,) * 8))
     def join(ctx, scratch, stats, out_ref, lse_ref, part_ref, part_lse_ref, heads_ref, *numbers):
-        is_part, slot, scale, tok0, head0, row0, nrows, wg = map(ptx.scalar, numbers)
-        _, _, lane, warp = ptx.lanes()
+        is_part, slot, scale, tok0, head0, row0, nrows, wg = map(ptx.scalar_value, numbers)
+        _, _, lane, warp = ptx.lane_position()
         mine = _add(_mul(wg, 4), warp)
         row = _add(mine, ptx.i32(8 * n))
         ok = ptx.less(row, nrows)
-        whole = ptx.flag(arith.andi(ok, ptx.equal(is_part, ptx.i32(0))))
-        cut = ptx.flag(arith.andi(ok, ptx.equal(is_part, ptx.i32(1))))
+        whole = ptx.bool_to_i32(arith.andi(ok, ptx.equal(is_part, ptx.i32(0))))
+        cut = ptx.bool_to_i32(arith.andi(ok, ptx.equal(is_part, ptx.i32(1))))
         place = _add(ptx.pointer(stats, 3), _mul(mine, 8))
-        pairs = [ptx.many(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{64 * w}];", "=f,=f,r", 2, place) for w in range(8)]
+        pairs = [ptx.asm_values(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{64 * w}];", "=f,=f,r", 2, place) for w in range(8)]
         top = pairs[0][0]
         for m, _ in pairs[1:]:
             top = ptx.fmax(top, m)
@@ -235,19 +236,19 @@ def join_and_store(
         if has_sinks:
             head = _add(head0, arith.remui(_add(row0, row), ptx.i32(group)))
             head = arith.select(ok, head, head0)  # rows past the tile's end have no head
-            source = arith.addi(ptx.pointer(heads_ref, 0), ptx.wide(_add(_mul(head, 8), ptx.i32(4 * sink_column))))
-            sink = _fmul(ptx.one("ld.global.f32 $0, [$1];", "=f,l", source), ptx.f32(1.4426950408889634))
+            source = arith.addi(ptx.pointer(heads_ref, 0), ptx.to_i64(_add(_mul(head, 8), ptx.i32(4 * sink_column))))
+            sink = _fmul(ptx.asm_value("ld.global.f32 $0, [$1];", "=f,l", source), ptx.f32(1.4426950408889634))
             shift = ptx.fmax(top, sink)
             up = ptx.exp2(arith.subf(top, shift))
             sum_all = _fadd(_fmul(safe, up), ptx.exp2(arith.subf(sink, shift)))
         lse = arith.select(seen, _fmul(_fadd(shift, ptx.log2(sum_all)), ptx.f32(0.6931471805599453)), minus)
         factor = arith.select(seen, _fmul(ptx.divide(up, sum_all), scale), none)
-        part_row = ptx.wide(_add(_mul(slot, 128), row))
-        first = ptx.flag(arith.andi(ptx.equal(lane, ptx.i32(0)), ok))
+        part_row = ptx.to_i64(_add(_mul(slot, 128), row))
+        first = ptx.bool_to_i32(arith.andi(ptx.equal(lane, ptx.i32(0)), ok))
         store = "{ .reg .pred p, r; setp.ne.u32 p, $1, 0; setp.ne.and.u32 r, $3, 0, p; @r st.global.f32 [$0], $2; }"
         for ref, index, value, when in ((lse_ref, flat, lse, whole), (part_lse_ref, part_row, cut_lse, cut)):
             target = arith.addi(ptx.pointer(ref, 0), arith.muli(index, ptx.i64(4)))
-            ptx.run(store, "l,r,f,r", target, first, value, when)
+            ptx.asm(store, "l,r,f,r", target, first, value, when)
         for column in range(0, dim, 128):
             col = _add(_mul(lane, 4), ptx.i32(column))
             inside = ptx.less(col, ptx.i32(dim))
@@ -256,36 +257,36 @@ def join_and_store(
             sums = [none] * 4
             for w, weight in enumerate(weights):
                 text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{w * 8 * dim * 4}];"
-                values = ptx.many(text, "=f,=f,=f,=f,r", 4, place)
+                values = ptx.asm_values(text, "=f,=f,=f,=f,r", 4, place)
                 sums = [ptx.fma(weight, v, s) for s, v in zip(sums, values, strict=True)]
-            inside = ptx.flag(inside)
+            inside = ptx.bool_to_i32(inside)
             target = arith.addi(
                 ptx.pointer(part_ref, 0),
-                arith.muli(arith.addi(arith.muli(part_row, ptx.i64(dim)), ptx.wide(col)), ptx.i64(4)),
+                arith.muli(arith.addi(arith.muli(part_row, ptx.i64(dim)), ptx.to_i64(col)), ptx.i64(4)),
             )
             both = "{{ .reg .pred p, r; setp.ne.u32 p, $1, 0; setp.ne.and.u32 r, $2, 0, p; @r {}; }}"
             text = both.format("st.global.v4.f32 [$0], {$3, $4, $5, $6}")
-            ptx.run(text, "l,r,r,f,f,f,f", target, inside, cut, *(_fmul(s, cut_factor) for s in sums))
+            ptx.asm(text, "l,r,r,f,f,f,f", target, inside, cut, *(_fmul(s, cut_factor) for s in sums))
             target = arith.addi(
                 ptx.pointer(out_ref, 0),
-                arith.muli(arith.addi(arith.muli(flat, ptx.i64(dim)), ptx.wide(col)), ptx.i64(2)),
+                arith.muli(arith.addi(arith.muli(flat, ptx.i64(dim)), ptx.to_i64(col)), ptx.i64(2)),
             )
             final = [_fmul(s, factor) for s in sums]
-            words = [ptx.pack(final[2 * i], final[2 * i + 1], q_dtype) for i in range(2)]
+            words = [ptx.pack_16bit(final[2 * i], final[2 * i + 1], q_dtype) for i in range(2)]
             text = both.format("st.global.v2.b32 [$0], {$3, $4}")
-            ptx.run(text, "l,r,r,r,r", target, inside, whole, *words)
+            ptx.asm(text, "l,r,r,r,r", target, inside, whole, *words)
 
-    refs = (refs.out, refs.lse, refs.part, refs.part_lse, refs.heads)
+    refs = (refs.out, refs.lse, refs.part, refs.part_lse, refs.per_head)
     join(scratch_ref, stats_ref, *refs, *part, scale, *where)
 
 
 def _decode(word, source: str, target: str):
     """Four 8-bit values -> two words of two 16-bit values."""
-    return ptx.many(rows.decode_word(source, target), "=r,=r,r", 2, word, pure=True)
+    return ptx.asm_values(rows.decode_word(source, target), "=r,=r,r", 2, word, pure=True)
 
 
 def _scores(rows8: int, values):
-    """S^T from 4 floats for each 8 rows: keys g (rows 2t, 2t+1), then g + 8."""
+    """S^T from 4 floats for each 8 rows: key g with rows 2t, 2t+1, then key g + 8."""
     fragment = rows.empty_fragment((KEYS, 8 * rows8), _WGMMA)
     places = list(rows.pair_places(fragment))
 
@@ -299,17 +300,17 @@ def _scores(rows8: int, values):
 
 
 def _scores_of(fragment, rows8: int):
-    """The values _scores was made of."""
+    """The inverse of _scores."""
     values = [None] * (4 * rows8)
     flat = list(fragment.registers.flat)
     for (second, col), pair in zip(rows.pair_places(fragment), flat, strict=True):
         at = 4 * (col // 8) + 2 * second
-        values[at : at + 2] = [_element(pair, k) for k in range(2)]
+        values[at : at + 2] = [rows.pair_element(pair, k) for k in range(2)]
     return values
 
 
-def _bag(shape, element, words):
-    """32-bit words as the registers of a 16-bit fragment."""
+def _fragment_of_words(shape, element, words):
+    """A 16-bit fragment whose registers are these 32-bit words."""
     fragment = rows.empty_fragment(shape, _WGMMA, element)
     flat = fragment.registers.reshape(-1)
     assert flat.size == len(words), (flat.size, len(words))
@@ -319,20 +320,16 @@ def _bag(shape, element, words):
     return fragment
 
 
-def _pairs(shape, values):
-    """Floats as the registers of an f32 fragment, two each."""
+def _fragment_of_floats(shape, values):
+    """A f32 fragment whose registers are pairs of these floats."""
     fragment = rows.empty_fragment(shape, _WGMMA)
     assert 2 * fragment.registers.size == len(values), (fragment.registers.size, len(values))
     rows.fill(fragment, lambda i: values[2 * i : 2 * i + 2])
     return fragment
 
 
-def _floats(fragment):
-    return [_element(pair, k) for pair in fragment.registers.flat for k in range(2)]
-
-
-def _element(pair, k: int):
-    return vector.extract(pair, [], ir.DenseI64ArrayAttr.get([k]))
+def _floats_of(fragment):
+    return [rows.pair_element(pair, k) for pair in fragment.registers.flat for k in range(2)]
 
 
 def _add(*terms):

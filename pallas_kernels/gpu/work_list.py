@@ -1,23 +1,31 @@
-"""The work list of the persistent attention kernel: who computes what, from traced lengths, in jit.
+"""The work list of the attention kernel: which CTA computes what. Built from traced lengths, inside jit.
 
-A *tile* is up to 128 packed rows of one request (row p = token p // G, head p % G of a kv head's group).
-A *unit* is (tile, kv head). Its cost is its number of key blocks times a weight, and a little for the unit itself.
-Kv heads are taken in sets, one set after the other: where the keys of all heads exceed L2, a set is one head, whose
-keys stay in L2 while all its queries pass. Within a set units are ranked by cost, in the last set longest first, in
-the one before it shortest first, and so on, so that costs never jump. The first W * C of all units (C CTAs, W full
-waves, as many as leave no CTA with more than its share) are taken whole, in snake order; the rest are laid end to end
-on a line which is cut so that every CTA ends with the same total. A cut inside a unit makes two partial results, so at
-most C - 1 units are ever merged, whatever the batch: no tuning of split counts, no data-dependent shapes.
+    tile    up to 128 packed rows of one request: row p is token p // G and head p % G of a kv head's group
+    unit    one (tile, kv head). It costs its number of key blocks times the cost of a block, plus UNIT_COST
+    piece   a range of a unit's key blocks: what a CTA computes at a time
 
-    info  i32[tiles, 16]   one row a tile, ranked: see the columns below
-    cta   i32[C, 12]       W, first unit of the line's piece, its first block, end unit, end block, BACKWARD,
-                           SET_UNITS, SET_HEADS; from JOIN on, a unit to merge: unit (or -1), first and last CTA that
-                           hold a part of it
+The ranked list, for any batch:
 
-A flat list (decode: every request has one tile) is the line alone, cut at equal numbers of blocks: tile g is ghost
-tile g, tile `ghosts` + r is request r, and nothing is ranked or moved. It is what XLA makes few kernels of.
+1. Kv heads are taken in sets, one set after the other. Where the keys of a prefill's heads exceed L2 together, a set is
+   one head: its keys stay in L2 while all its queries pass over them. Elsewhere one set holds all heads.
+2. Within a set, units are sorted by cost: longest first in the last set, shortest first in the one before it, and so
+   on, so that the cost does not jump from one set to the next.
+3. With C CTAs, the first W * C units are assigned whole, in snake order. W is the largest number of such waves that
+   gives no CTA more than an equal share of the total.
+4. The remaining units are laid end to end on a line, which is cut so that every CTA ends with the same total. A cut
+   within a unit makes two pieces with partial results, so at most C - 1 units are merged, whatever the batch. Shapes
+   are static and there is no number of splits to tune.
 
-Rows past query_start_loc[R] (padding tokens) belong to a ghost request that sees nothing, so that they come out 0.
+The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
+XLA makes few kernels of it.
+
+Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
+(0, -inf). In a flat list tile g is ghost tile g, and tile `ghosts` + r is request r.
+
+    info  i32[tiles, 16]   one row a tile; the columns TOK0 .. CAUSAL below
+    cta   i32[C, 12]       one row a CTA: W, the first unit of its part of the line and the first block of that unit,
+                           the end unit and end block, BACKWARD, SET_UNITS, SET_HEADS; from JOIN on: a unit to merge
+                           (or -1), the first and the last CTA that hold a part of it
 """
 
 import dataclasses
@@ -25,54 +33,47 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.algebra.mask import MaskRule, key_range
+from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 
 TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAUSAL = range(13)
+"""Columns of info. TOK0: first token of the request; ROW0, NROWS: packed rows of the tile; BLK0, NBLK: its key blocks;
+FULL0, FULL1: blocks, counted from BLK0, that every row sees whole (half open); KSTART, KSTOP: key positions that
+some row sees (half open); REQ, QPOS0, SEQ: the request, the position of its first query, its length; CAUSAL: is it."""
+
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
 JOIN, CTA_COLUMNS = 8, 12
-TILE_ROWS = 128
+TILE_ROWS = 2 * WARPGROUP_ROWS
+SHORT_ROWS = WARPGROUP_ROWS  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
-FEW = 0.05  # of the cost of a batch: below it, decodes change nothing about how prefills are best arranged
-SHORT_ROWS = 64  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
+UNIT_COST = 11  # what a unit costs besides its blocks, about 2 us; a block costs config.short_weight or long_weight
+FEW = 0.05  # share of a batch's cost below which its decodes do not change how its prefills are arranged
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkList:
-    """See the module's docstring."""
+class GpuWorkList:
+    """The two arrays of the module's docstring."""
 
     info: jax.Array
     cta: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ListConfig:
-    """What the list depends on, besides lengths: hashable."""
-
-    rule: MaskRule
-    group: int
-    num_kv_heads: int
-    heads_together: int = 0  # kv heads of a set, a divisor of num_kv_heads; 0: all, or one where keys exceed L2
-    key_bytes: int = 512  # of one token's key and value of one head
-    block_kv: int
-    num_ctas: int = 132
-    short_weight: int = 4  # cost of one key block of a short tile ...
-    long_weight: int = 9  # ... and of a tile of more than SHORT_ROWS rows
-    unit_cost: int = 11  # what a unit costs beside its blocks: about 2 us
-    min_split: int = 1  # key blocks: a cut never leaves less than this on either side
-    flat: bool = False  # every request has one tile: no ranking and no waves, the line alone, in few XLA kernels
-
-
 def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
-    """Static bound on the number of tiles: sum of ceil(q_len * G / 128), the ghost request included."""
+    """Static upper bound of the tiles: the sum of ceil(q_len * G / 128), the ghost request included."""
     return num_tokens * group // TILE_ROWS + num_reqs + 1
 
 
-def build(query_start_loc, seq_lens, num_tokens: int, config: ListConfig, causal=None) -> WorkList:
-    """Lengths i32[R+1], i32[R] -> WorkList; `causal` bool[R] overrules the rule's, request by request."""
-    if config.flat:
+def build_work_list(query_start_loc, seq_lens, num_tokens: int, config: GpuKernelConfig, causal=None) -> GpuWorkList:
+    """Once a step, for all layers of a config: i32[R+1] starts, i32[R] lengths -> GpuWorkList. No host sync.
+
+    causal bool[R] replaces config.mask.causal request by request; it is given exactly when config.per_request_causal.
+    """
+    if (causal is not None) != config.per_request_causal:
+        raise ValueError(f"{config.per_request_causal=} but causal {'was' if causal is not None else 'was not'} given")
+    if config.flat_list:
         return _flat(query_start_loc, seq_lens, num_tokens, config, causal)
     info, cost = _tiles(query_start_loc, seq_lens, num_tokens, config, causal)
     order = jnp.argsort(-cost, stable=True)
@@ -81,7 +82,7 @@ def build(query_start_loc, seq_lens, num_tokens: int, config: ListConfig, causal
 
 
 def _tiles(query_start_loc, seq_lens, num_tokens, config, causal):
-    """All tiles in request order: (info i32[tiles, 16], cost i32[tiles], 0 where there is no tile)."""
+    """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); no tile costs 0."""
     num_reqs = seq_lens.shape[0]
     starts = query_start_loc.astype(jnp.int32)
     q_lens = jnp.append(jnp.diff(starts), num_tokens - starts[-1])
@@ -95,64 +96,64 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal):
     q_len, seq = q_lens[req], seqs[req]
     row0 = (tile - (ends[req] - cdiv(q_len * config.group, TILE_ROWS))) * TILE_ROWS
     nrows = jnp.where(valid, jnp.clip(q_len * config.group - row0, 0, TILE_ROWS), 0)
-    see = None if causal is None else jnp.append(causal, True)[req]
-    info = _info(config, starts[req], row0, nrows, jnp.minimum(req, num_reqs - 1), q_len, seq, see)
+    tile_causal = None if causal is None else jnp.append(causal, True)[req]
+    info = _info(config, starts[req], row0, nrows, jnp.minimum(req, num_reqs - 1), q_len, seq, tile_causal)
     weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
-    return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + config.unit_cost, 0)
+    return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + UNIT_COST, 0)
 
 
-def _info(config, tok0, row0, nrows, req, q_len, seq, see):
-    """The 16 columns of info, i32[tiles] each; see: bool[tiles], causal or not, or None for the rule's own."""
-    rule, block = config.rule, config.block_kv
+def _info(config, tok0, row0, nrows, req, q_len, seq, causal):
+    """The 16 columns of info, i32[tiles] each. causal: bool[tiles], or None for the rule's."""
+    rule, block = config.mask, config.block_kv
     qpos0 = seq - q_len
     q_first = qpos0 + row0 // config.group
     q_last = qpos0 + (row0 + jnp.maximum(nrows, 1) - 1) // config.group
-    start, stop = key_range(rule, q_first, q_last, seq, see)
+    start, stop = key_range(rule, q_first, q_last, seq, causal)
     start, stop = jnp.maximum(start, 0), jnp.maximum(stop, 0)
     blk0 = start // block
     nblk = jnp.maximum(cdiv(stop, block) - blk0, 1)
-    last_start, _ = key_range(rule, q_last, q_last, seq, see)
-    _, first_stop = key_range(rule, q_first, q_first, seq, see)
+    last_start, _ = key_range(rule, q_last, q_last, seq, causal)
+    _, first_stop = key_range(rule, q_first, q_first, seq, causal)
     full0 = jnp.clip(cdiv(jnp.maximum(last_start, 0), block) - blk0, 0, nblk)
     full1 = jnp.clip(jnp.maximum(first_stop, 0) // block - blk0, full0, nblk)
     if rule.mask_fn is not None:
         full1 = full0
-    flag = jnp.full_like(seq, int(rule.causal)) if see is None else see
+    flag = jnp.full_like(seq, int(rule.causal)) if causal is None else causal
     columns = [tok0, row0, nrows, blk0, nblk, full0, full1, start, stop, req, qpos0, seq, flag]
     columns += [jnp.zeros_like(seq)] * (INFO_COLUMNS - len(columns))
     return [column.astype(jnp.int32) for column in columns]
 
 
-def _flat(query_start_loc, seq_lens, num_tokens, config, causal) -> WorkList:
-    """The list of a batch in which no request has more than TILE_ROWS rows; a tile without rows has no blocks."""
+def _flat(query_start_loc, seq_lens, num_tokens, config, causal) -> GpuWorkList:
+    """The flat list: no request has more than TILE_ROWS rows. A tile without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
     ghosts = cdiv(num_tokens * config.group, TILE_ROWS)
     tile = jnp.arange(ghosts + num_reqs, dtype=jnp.int32)
     is_ghost, req = tile < ghosts, jnp.maximum(tile - ghosts, 0)
     pads = num_tokens - starts[-1]
-    used = cdiv(pads * config.group, TILE_ROWS)  # ghost tiles that have rows: the last of them, next to the requests
+    used = cdiv(pads * config.group, TILE_ROWS)  # the last `used` ghost tiles, next to the requests', have rows
     row0 = jnp.where(is_ghost, (tile - ghosts + used) * TILE_ROWS, 0)
     q_len = jnp.where(is_ghost, pads, starts[req + 1] - starts[req])
     nrows = jnp.clip(q_len * config.group - row0, 0, TILE_ROWS) * (row0 >= 0)
     seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
     tok0 = jnp.where(is_ghost, starts[-1], starts[req])
-    see = None if causal is None else is_ghost | causal[req]
-    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, see)
+    tile_causal = None if causal is None else is_ghost | causal[req]
+    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal)
     info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
-    return WorkList(info=jnp.stack(info, axis=1), cta=_cut_line(info[NBLK], config))
+    return GpuWorkList(info=jnp.stack(info, axis=1), cta=_cut_line(info[NBLK], config))
 
 
 def _cut_line(nblk, config):
-    """All units, end to end in tile order, cut into equal numbers of blocks: CTA c begins at block c * total // C."""
+    """All units end to end in tile order, cut at equal numbers of blocks: CTA c begins at block c * total // C."""
     heads, ctas, tiles = config.num_kv_heads, config.num_ctas, nblk.shape[0]
     tile = jnp.arange(tiles, dtype=jnp.int32)
     ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], nblk[None, :], 0), axis=1) * heads
     total = ends[-1]
     cut = lambda c: c * total // ctas
-    # the tile of each cut, its first block on the line and the blocks of one of its units: sums, for XLA to fuse
+    # the tile of each cut, its first block on the line, the blocks of one of its units: masked sums, which XLA fuses
     point = cut(jnp.arange(ctas + 1, dtype=jnp.int32))[:, None]
     begins = (ends - nblk * heads)[None, :]
-    before = (ends[None, :] <= point) & (begins < total)  # requests without rows at the end are behind every cut
+    before = (ends[None, :] <= point) & (begins < total)  # trailing requests without rows come after every cut
     here = ~before & (begins <= point)
     found = jnp.sum(before, axis=1, dtype=jnp.int32)
     first = jnp.sum(jnp.where(before, nblk[None, :], 0), axis=1) * heads
@@ -166,14 +167,14 @@ def _cut_line(nblk, config):
     me = jnp.arange(ctas, dtype=jnp.int32)
     (u0, b0), (u1, b1) = place(me), place(me + 1)
     begin = cut(me + 1) - b1  # of the unit that this CTA's end cuts
-    last = cdiv((begin + each[me + 1]) * ctas, jnp.maximum(total, 1)) - 1  # whose stretch holds its last block
+    last = cdiv((begin + each[me + 1]) * ctas, jnp.maximum(total, 1)) - 1  # the CTA that computes its last block
     joins = [jnp.where((b1 > 0) & (begin >= cut(me)), u1, -1), me, last]
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
     return _columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], joins)
 
 
 def place_of(unit, set_units, heads: int, set_heads: int):
-    """Unit -> (tile, kv head); set_units is the number of units of one set of heads. For arrays and kernel scalars."""
+    """Unit -> (tile, kv head). set_units: units of one set of heads. Works on arrays and on scalars of the kernel."""
     of_set = unit // set_units
     within = unit - of_set * set_units
     down = (heads // set_heads - 1 - of_set) % 2 == 0  # the last set goes from the first tile to the last
@@ -181,7 +182,7 @@ def place_of(unit, set_units, heads: int, set_heads: int):
     return within // set_heads, of_set * set_heads + within % set_heads
 
 
-def _assign(info, cost, config) -> WorkList:
+def _assign(info, cost, config) -> GpuWorkList:
     """Ranked tiles -> whole waves and cuts of the line."""
     heads, ctas = config.num_kv_heads, config.num_ctas
     few, keys = _kinds(info, cost)
@@ -204,34 +205,34 @@ def _assign(info, cost, config) -> WorkList:
     at_end, at = at >= num_units, jnp.minimum(at, num_units - 1)
     units, blocks = _snap(at, cuts - (ends[at] - each[at]), info[tile[at]], config)
     units, blocks = jnp.where(at_end, num_units, units), jnp.where(at_end, 0, blocks)
-    mixed = (few > FEW) & (few < 1 - FEW)  # then half the CTAs start from their other end
+    mixed = (few > FEW) & (few < 1 - FEW)  # then every other CTA walks its pieces backward: decodes beside prefills
     backward = jnp.where(mixed, jnp.arange(ctas) % 2, 0)
     spread = lambda x: jnp.broadcast_to(x, (ctas,))
     columns = [spread(waves), units[:-1], blocks[:-1], units[1:], blocks[1:], backward, spread(set_units)]
-    return WorkList(info=info, cta=_columns([*columns, spread(set_heads)], _joins(units, blocks)))
+    return GpuWorkList(info=info, cta=_columns([*columns, spread(set_heads)], _joins(units, blocks)))
 
 
 def _kinds(info, cost):
-    """(share of the cost that requests of few rows have, tokens of keys that the other requests see)."""
+    """(share of the cost in requests of few rows, number of key tokens of the other requests)."""
     first, rows = info[:, ROW0] == 0, info[:, NROWS]
     few = first & (rows > 0) & (rows <= SHORT_ROWS)
     share = jnp.sum(jnp.where(few, cost, 0)) / jnp.maximum(jnp.sum(cost), 1)
     return share, jnp.sum(jnp.where(first & (rows > SHORT_ROWS), info[:, SEQ], 0))
 
 
-def _set_heads(few, keys, config: ListConfig):
-    """Kv heads of a set, i32: one where the keys of a prefill exceed L2, else all."""
-    heads, rule = config.num_kv_heads, config.rule
-    if config.heads_together or rule.left >= 0 or rule.chunk > 0:  # a window's keys are few at any time
+def _set_heads(few, keys, config: GpuKernelConfig):
+    """Kv heads of a set, i32: one where the keys of a prefill exceed L2, else all of them."""
+    heads, rule = config.num_kv_heads, config.mask
+    if config.heads_together or rule.left >= 0 or rule.chunk > 0:  # a window reads few keys at any time
         return jnp.int32(config.heads_together or heads)
     large = keys.astype(jnp.float32) * (config.key_bytes * heads) > L2_BYTES
     return jnp.where(large & (few < FEW), 1, heads).astype(jnp.int32)
 
 
 def _whole_waves(cost, most, total):
-    """Costs [waves, C] of units in order -> (the most waves whose largest load is still a share, f32[C] their loads).
+    """Costs [waves, C] of units in order -> (the most waves whose largest load is within a share, f32[C] their loads).
 
-    Wave w goes left to right when w is even, else back. A hundredth over the share is less than more cuts would cost.
+    Even waves go from CTA 0 to CTA C - 1, odd waves back. A load may exceed the share by 1 %: more cuts cost more.
     """
     wave = jnp.arange(cost.shape[0])[:, None]
     loads = jnp.cumsum(jnp.where(wave % 2 == 1, cost[:, ::-1], cost), axis=0)
@@ -241,9 +242,9 @@ def _whole_waves(cost, most, total):
 
 
 def _snap(unit, inside, info, config):
-    """Cost `inside` a unit -> (unit, block within it), at the unit's ends where that is close."""
+    """Cost `inside` a unit -> (unit, block within it); moved to the unit's start or end if that is within min_split."""
     weight = jnp.where(info[:, NROWS] <= SHORT_ROWS, config.short_weight, config.long_weight)
-    block = (jnp.maximum(inside - config.unit_cost // 2, 0) + weight // 2) // weight
+    block = (jnp.maximum(inside - UNIT_COST // 2, 0) + weight // 2) // weight
     up = info[:, NBLK] - block < config.min_split
     return jnp.where(up, unit + 1, unit), jnp.where(up | (block < config.min_split), 0, block)
 
@@ -255,12 +256,12 @@ def _columns(pieces, joins):
 
 
 def _joins(unit, block):
-    """i32[C] each: for the CTA in which a split unit begins, the unit, the first and last CTA that hold its parts."""
+    """i32[C] each, for the CTA in which a split unit begins: the unit, the first and the last CTA with a part of it."""
     ctas = unit.shape[0] - 1
     me = jnp.arange(ctas, dtype=jnp.int32)
     u0, b0, u1, b1 = unit[:-1], block[:-1], unit[1:], block[1:]
     begins = (b1 > 0) & ((u1 > u0) | (b0 == 0))
-    # the unit's last part is in the CTA before the first one whose piece starts past the unit
+    # the unit's last part is in the CTA before the first CTA that starts past the unit
     past = (unit[None, :] > u1[:, None]) & (jnp.arange(ctas + 1)[None, :] > me[:, None])
     last = jnp.where(past.any(axis=1), jnp.argmax(past, axis=1), ctas) - 1
     return [jnp.where(begins, u1, -1), me, last]

@@ -1,7 +1,7 @@
 """Scatter of new keys and values into pages, in place: one launch for both pools and their token scales.
 
-A row is one (token, kv head): D * itemsize bytes, moved as chunks of 16 by one thread each, CHUNKS in flight. Rows
-come already in the pool's dtype: XLA quantises (algebra/quant.py), the kernel moves bytes.
+A row is one (token, kv head): D * itemsize bytes. A thread copies CHUNKS chunks of 16 bytes at a time. Rows come in the
+pool's dtype: XLA quantises them before (algebra/quant.py), and the kernel only copies bytes.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import ptx_sm90 as ptx
 
 THREADS = 128
-CHUNKS = 4  # of 16 bytes, in flight in a thread
+CHUNKS = 4  # chunks of 16 bytes that a thread loads before it stores the first
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pool:
-    """How one pool's rows lie: chunks of 16 bytes a row, and where a slot's row is."""
+    """Sizes and order of one pool: where the row of a slot and head lies."""
 
     heads: int
-    chunks: int
+    chunks: int  # of 16 bytes in a row
     blocks: int
-    page: int
+    page: int  # slots of a block
     heads_first: bool
 
     def row(self, slot, head):
@@ -35,10 +35,10 @@ class _Pool:
 
 
 def write_rows(rows, scales, slots, pools, scale_pools, *, page_size: int, heads_first: bool):
-    """Stores rows (k [T, K, D], v [T, K, V]) at slots i32[T] of the pools; a slot < 0 or past the end writes nothing.
+    """Writes rows (k [T, K, D], v [T, K, V]) to slots i32[T] of the pools. A slot < 0 or past the end is not written.
 
-    A row is a multiple of 16 bytes (supports.py). scales, scale_pools: f32 [T, K] pairs and their pools [N, K, S] or
-    [N, S, K], or (). Returns the new pools and scale pools: the same memory where the caller owns it.
+    A row must be a multiple of 16 bytes (supports.py). scales, scale_pools: two f32 [T, K] and their pools [N, K, S] or
+    [N, S, K], or (). Returns (new pools, new scale pools), in place where the caller donates them.
     """
     tokens, heads = rows[0].shape[:2]
     shapes = [
@@ -69,56 +69,56 @@ def write_rows(rows, scales, slots, pools, scale_pools, *, page_size: int, heads
 
 
 def _place(shape: _Pool, slots, chunk, tokens: int):
-    """(row of the source, chunk of the row, slot, head, whether it is to be written) of a chunk's number."""
+    """Of a chunk's number: (row of the source, chunk of the row, slot, head, is it to be written)."""
     row, heads = arith.divui(chunk, ptx.i32(shape.chunks)), ptx.i32(shape.heads)
     token = arith.divui(row, heads)
     inside = ptx.less(token, ptx.i32(tokens))
-    source = arith.addi(slots, arith.muli(ptx.wide(arith.select(inside, token, ptx.i32(0))), ptx.i64(4)))
-    slot = ptx.one("ld.global.nc.b32 $0, [$1];", "=r,l", source, pure=True)
-    ok = arith.andi(inside, ptx.below(slot, ptx.i32(shape.blocks * shape.page)))
+    source = arith.addi(slots, arith.muli(ptx.to_i64(arith.select(inside, token, ptx.i32(0))), ptx.i64(4)))
+    slot = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", source, pure=True)
+    ok = arith.andi(inside, ptx.less_unsigned(slot, ptx.i32(shape.blocks * shape.page)))
     return row, arith.remui(chunk, ptx.i32(shape.chunks)), slot, arith.remui(row, heads), ok
 
 
 def _move(shape: _Pool, slots, source, target, first, tokens: int):
-    """Chunks first .. of the rows, CHUNKS a thread: all loads before the first store."""
+    """Copies CHUNKS chunks a thread, from chunk `first` on: all loads before the first store."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), ptx.SCALAR))
     def move(ctx, slots, source, target, first):
         slots, source, target = (ptx.pointer(ref, 0) for ref in (slots, source, target))
-        start = arith.addi(ptx.scalar(first), ptx.thread())
+        start = arith.addi(ptx.scalar_value(first), ptx.thread_index())
         loaded = []
         for i in range(CHUNKS):
             row, chunk, slot, head, ok = _place(shape, slots, arith.addi(start, ptx.i32(i * THREADS)), tokens)
-            inside = arith.addi(arith.muli(ptx.wide(row), ptx.i64(shape.chunks)), ptx.wide(chunk))
+            inside = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(shape.chunks)), ptx.to_i64(chunk))
             place = arith.addi(source, arith.muli(inside, ptx.i64(16)))
             text = (
                 "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
                 " @p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
             )
-            words = ptx.many(text, "=&r,=&r,=&r,=&r,l,r", 4, place, ptx.flag(ok), pure=True)
-            where = arith.addi(arith.muli(shape.row(slot, head), ptx.i64(shape.chunks)), ptx.wide(chunk))
-            loaded.append((arith.addi(target, arith.muli(where, ptx.i64(16))), ptx.flag(ok), words))
+            words = ptx.asm_values(text, "=&r,=&r,=&r,=&r,l,r", 4, place, ptx.bool_to_i32(ok), pure=True)
+            where = arith.addi(arith.muli(shape.row(slot, head), ptx.i64(shape.chunks)), ptx.to_i64(chunk))
+            loaded.append((arith.addi(target, arith.muli(where, ptx.i64(16))), ptx.bool_to_i32(ok), words))
         for place, ok, words in loaded:
             text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
-            ptx.run(text, "l,r,r,r,r,r", place, ok, *words)
+            ptx.asm(text, "l,r,r,r,r,r", place, ok, *words)
 
     move(slots, source, target, first)
 
 
 def _move_scales(shape: _Pool, slots, source, target, first, tokens: int):
-    """The f32 of each row whose first chunk is this thread's."""
+    """Copies the f32 scale of each row whose first chunk this thread copies."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), ptx.SCALAR))
     def move(ctx, slots, source, target, first):
         slots, source, target = (ptx.pointer(ref, 0) for ref in (slots, source, target))
-        start = arith.addi(ptx.scalar(first), ptx.thread())
+        start = arith.addi(ptx.scalar_value(first), ptx.thread_index())
         for i in range(CHUNKS):
             row, chunk, slot, head, ok = _place(shape, slots, arith.addi(start, ptx.i32(i * THREADS)), tokens)
-            ok = ptx.flag(arith.andi(ok, ptx.equal(chunk, ptx.i32(0))))
-            place = arith.addi(source, arith.muli(ptx.wide(row), ptx.i64(4)))
+            ok = ptx.bool_to_i32(arith.andi(ok, ptx.equal(chunk, ptx.i32(0))))
+            place = arith.addi(source, arith.muli(ptx.to_i64(row), ptx.i64(4)))
             text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
-            word = ptx.one(text, "=&r,l,r", place, ok, pure=True)
+            word = ptx.asm_value(text, "=&r,l,r", place, ok, pure=True)
             where = arith.addi(target, arith.muli(shape.row(slot, head), ptx.i64(4)))
-            ptx.run("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }", "l,r,r", where, ok, word)
+            ptx.asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }", "l,r,r", where, ok, word)
 
     move(slots, source, target, first)

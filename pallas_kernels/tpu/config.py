@@ -1,4 +1,4 @@
-"""What the TPU kernel is specialised for, and the sizes that follow from it."""
+"""The static arguments of the TPU attention kernel, and the sizes that follow from them."""
 
 import dataclasses
 
@@ -9,14 +9,14 @@ from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.paging import cdiv
 
 PACK = 16
-"""Query rows that move together: a bf16 tile has 16 sublanes. A tile of queries is a whole number of packs."""
+"""Query rows that are copied together: a bf16 VMEM tile has 16 sublanes. A query tile is a whole number of packs."""
 
 LANES = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Static arguments; hashable. Not checked here: see supports.supports."""
+class TpuKernelConfig:
+    """Everything that is static about one kernel; hashable. Not checked here: see supports.py and tile_policy.py."""
 
     num_heads: int
     num_kv_heads: int
@@ -30,12 +30,12 @@ class Config:
     has_sinks: bool = False
     per_head_q_scale: bool = False
     per_request_causal: bool = False
-    block_kv: int = 1536  # keys of one step, rounded to whole parts
-    part_kv: int = 256  # the same where some are masked, rounded to whole pages
+    block_kv: int = 1536  # keys of one block, fetched at once; rounded to whole parts
+    part_kv: int = 256  # keys of one part: a block with masked keys is computed by parts; rounded to whole pages
     tile_rows: int = 512  # query rows (token x head of the group) that share one pass over the keys
-    chunk_rows: int = 128  # of these, rows of one matrix product
-    short_heads: int = 8  # heads of one straight piece of code in the short body
-    long_heads: int = 4  # the same where there are many rows: with 8, tpu7x takes minutes to compile
+    chunk_rows: int = 128  # query rows of one matrix product
+    short_heads: int = 8  # kv heads that are unrolled in the body of few rows
+    long_heads: int = 4  # the same in the body of many rows; with 8, compiling for tpu7x takes minutes
 
     @property
     def group(self) -> int:
@@ -54,12 +54,12 @@ class Config:
 
     @property
     def block_pages(self) -> int:
-        """Pages of one step."""
+        """Pages of a block."""
         return max(1, self.block_kv // self.part_keys) * self.part_pages
 
     @property
     def block_keys(self) -> int:
-        """Keys of one step."""
+        """Keys of a block."""
         return self.block_pages * self.page_size
 
     @property
@@ -69,33 +69,33 @@ class Config:
 
     @property
     def few_rows(self) -> int:
-        """Rows of a tile that gets the short body, one token's: half a pack, or whole packs."""
+        """Rows of the body for few rows, which hold one token: half a pack, or whole packs."""
         return 8 if self.group <= 8 else cdiv(self.group, PACK) * PACK
 
     @property
     def long_tiles(self) -> bool:
-        """False where no tile has more rows than the short body takes."""
+        """Does any tile have more rows than few_rows?"""
         return self.tile_tokens * self.group > self.few_rows
 
     @property
     def rows(self) -> int:
-        """Rows of a tile's buffers: whole chunks, or where there are short tiles only, whole packs."""
+        """Rows of a tile's buffers: whole chunks, or whole packs where no tile is long."""
         unit = self.chunk_rows if self.long_tiles else PACK
         return cdiv(self.tile_tokens * self.group, unit) * unit
 
     @property
     def compute_dtype(self) -> str:
-        """What the matrix unit multiplies: bfloat16 holds every 8-bit value exactly."""
+        """Operand dtype of the products: bfloat16 holds every 8-bit value exactly."""
         return "float32" if "float32" in (self.dtype, self.kv_dtype) else "bfloat16"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Numbers that differ from row to row, in the order of the table's lanes."""
+        """Names of the numbers that differ from row to row, in the order of their lanes."""
         wanted = (("q_scale", self.per_head_q_scale), ("slope", self.logits.has_alibi), ("sink", self.has_sinks))
-        return tuple(name for name, there in wanted if there)
+        return tuple(name for name, given in wanted if given)
 
     def vmem_bytes(self) -> int:
-        """Scratch of one launch as it lies in VMEM, lanes padded to 128; registers that spill come on top."""
+        """Bytes of VMEM scratch of one launch, lanes padded to 128. Spilled registers need more: supports.SPILL."""
         wide = lambda dim: cdiv(dim, LANES) * LANES
         item, kv_item = jnp.dtype(self.dtype).itemsize, jnp.dtype(self.kv_dtype).itemsize
         dims = wide(self.head_dim) + wide(self.v_head_dim)

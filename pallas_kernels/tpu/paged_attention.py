@@ -1,17 +1,35 @@
-"""The door of TPU paged attention: checks, packing, the launch, unpacking."""
+"""Ragged paged attention for TPU: one launch that walks a list of query tiles, decode and prefill alike.
+
+    ragged_paged_attention
+      _check                                   arrays against the config; NotImplementedError where not supported
+      pack_queries                             work_list.py: queries in the order of the tiles
+      _launch
+        _kernel                                  copies.py moves, query_tile.py computes
+          for tile in the work list:               queries of all kv heads, fetched one tile ahead
+            for block in its key range:              whole pages, fetched one block ahead, across tiles too
+              for chunk of rows, kv head:              dots -> logits -> (mask) -> online softmax -> values
+            out, lse -> HBM                          written back while the next tile runs
+      unpack_rows                              work_list.py: outputs and lse back to [T, H, ...]
+
+Where every row sees every key of a block, there is no mask. In other blocks, keys that are not the request's are kept
+out of every product: the tail of a page may hold NaN. A tile of one token has a body of few rows instead of a chunk.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.algebra.checks import check_arrays
 from pallas_kernels.algebra.paging import cdiv
-from pallas_kernels.tpu import work_list
-from pallas_kernels.tpu.config import Config
-from pallas_kernels.tpu.ragged_attention import attend
-from pallas_kernels.tpu.supports import default_config, supports, supports_batch
-from pallas_kernels.tpu.work_list import Plan, build
-
-__all__ = ["Config", "Plan", "build", "default_config", "ragged_paged_attention", "supports", "supports_batch"]
+from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
+from pallas_kernels.tpu.copies import Buffers, Copies, HbmRefs, ScalarRefs
+from pallas_kernels.tpu.query_tile import QueryTile
+from pallas_kernels.tpu.supports import SPILL, supports, supports_batch
+from pallas_kernels.tpu.work_list import TpuWorkList, pack_queries, unpack_rows
 
 NEG_INF = float("-inf")
 
@@ -21,8 +39,8 @@ def ragged_paged_attention(
     k_pages: jax.Array,
     v_pages: jax.Array,
     block_table: jax.Array,
-    plan: Plan,
-    config: Config,
+    work: TpuWorkList,
+    config: TpuKernelConfig,
     *,
     alibi_slopes=None,
     sinks=None,
@@ -35,26 +53,26 @@ def ragged_paged_attention(
     """softmax(q k^T) v over pages: (out [T, H, V] in q's dtype, lse f32[T, H], natural log).
 
     q [T, H, D]; pools [N, K, S, D] and [N, K, S, V] in their own dtype; block_table i32[R, B], whose unused columns
-    may hold anything. alibi_slopes, sinks f32[H]; q_scale f32 or f32[H], k_scale, v_scale f32 or f32[K]: real =
-    stored * scale. All are traced. A row that sees nothing is (0, -inf); padding tokens too. chip: whose limits hold.
-    interpret: False, or pltpu.InterpretParams.
+    may hold anything. alibi_slopes, sinks f32[H]; q_scale f32 or f32[H]; k_scale, v_scale f32 or f32[K]. All scales are
+    traced: real = stored * scale. A row that sees no key, padding tokens included, gives (0, -inf). chip: the
+    generation whose limits are checked. interpret: False, or pltpu.InterpretParams.
     """
     by_name = dict(q_scale=q_scale, slope=alibi_slopes, sink=sinks)
-    _check(q, k_pages, v_pages, block_table, plan, config, by_name, chip)
-    packed = work_list.pack(q, plan, config)
-    out, lse = attend(
-        config, packed, k_pages, v_pages, block_table, plan, _scales(config, q_scale, k_scale, v_scale),
+    _check(q, k_pages, v_pages, block_table, work, config, by_name, chip)
+    packed = pack_queries(q, work, config)
+    out, lse = _launch(
+        config, packed, k_pages, v_pages, block_table, work, _scales(config, q_scale, k_scale, v_scale),
         _columns(config, by_name), interpret=interpret,
     )  # fmt: skip
     by_head = jnp.moveaxis(lse[..., : config.num_kv_heads], -1, 0)[..., None]  # [K packs 16 1]
     return (
-        work_list.unpack(out, plan, config, 0.0),
-        work_list.unpack(by_head, plan, config, NEG_INF)[..., 0],
+        unpack_rows(out, work, config, 0.0),
+        unpack_rows(by_head, work, config, NEG_INF)[..., 0],
     )
 
 
-def _scales(c: Config, q_scale, k_scale, v_scale) -> jax.Array:
-    """f32[2 K]: the factor of a kv head's logits, then of its output."""
+def _scales(c: TpuKernelConfig, q_scale, k_scale, v_scale) -> jax.Array:
+    """f32[2 K]: the factors of the kv heads' logits, then of their outputs."""
     spread = lambda x: jnp.broadcast_to(jnp.asarray(1.0 if x is None else x, jnp.float32), (c.num_kv_heads,))
     logit = spread(k_scale) * c.logits.scale
     if q_scale is not None and not c.per_head_q_scale:
@@ -62,8 +80,8 @@ def _scales(c: Config, q_scale, k_scale, v_scale) -> jax.Array:
     return jnp.concatenate([logit, spread(v_scale)])
 
 
-def _columns(c: Config, by_name) -> jax.Array | None:
-    """f32[K rows C]: the numbers of each row's query head, in the order of Config.columns."""
+def _columns(c: TpuKernelConfig, by_name) -> jax.Array | None:
+    """f32[K rows C]: the numbers of each row's query head, in the order of config.columns."""
     if not c.columns:
         return None
     table = jnp.stack([jnp.asarray(by_name[name], jnp.float32) for name in c.columns], axis=-1)
@@ -71,16 +89,103 @@ def _columns(c: Config, by_name) -> jax.Array | None:
     return jnp.tile(by_group, (1, cdiv(c.rows, c.group), 1))[:, : c.rows]
 
 
-def _check(q, k_pages, v_pages, block_table, plan: Plan, config: Config, by_name, chip: str):
+def _check(q, k_pages, v_pages, block_table, work: TpuWorkList, config: TpuKernelConfig, by_name, chip: str):
     c = config
     tokens, (reqs, columns) = q.shape[0], block_table.shape
     if reasons := supports(c, chip=chip) + supports_batch(tokens, reqs, columns, c):
         raise NotImplementedError("; ".join(reasons))
-    more = (
-        ("plan's tokens", plan.row.shape[0], tokens),
+    extra = (
+        ("tokens of the work list", work.row.shape[0], tokens),
         ("alibi_slopes given", by_name["slope"] is not None, c.logits.has_alibi),
         ("sinks given", by_name["sink"] is not None, c.has_sinks),
         ("q_scale a head", jnp.ndim(by_name["q_scale"]) == 1 if by_name["q_scale"] is not None else False,
          c.per_head_q_scale),
     )  # fmt: skip
-    check_arrays(c, q, k_pages, v_pages, block_table, (c.num_kv_heads, c.page_size), more)
+    check_arrays(c, q, k_pages, v_pages, block_table, (c.num_kv_heads, c.page_size), extra)
+
+
+def _launch(config: TpuKernelConfig, q, k_pages, v_pages, block_table, work, scales, columns, *, interpret):
+    """(out [K packs 16 V], lse f32[packs 16 128]) of packed q. Rows of no tile are not written."""
+    kv_heads, num_packs, _, dim = q.shape
+    value_dim = v_pages.shape[-1]
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    tables = () if columns is None else (columns,)
+    return pl.pallas_call(
+        functools.partial(_kernel, config=config, num_columns=block_table.shape[1]),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(ScalarRefs._fields),
+            grid=(1,),
+            in_specs=[whole] * 3 + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(tables),
+            out_specs=[whole] * 2,
+            scratch_shapes=_scratch(config, q.dtype, k_pages.dtype),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((kv_heads, num_packs, PACK, value_dim), q.dtype),
+            jax.ShapeDtypeStruct((num_packs, PACK, LANES), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=config.vmem_bytes() + SPILL, disable_bounds_checks=True
+        ),
+        interpret=interpret,
+        name="ragged_paged_attention",
+    )(work.count, work.items, block_table.reshape(-1), scales, q, k_pages, v_pages, *tables)
+
+
+def _scratch(c: TpuKernelConfig, dtype, kv_dtype):
+    packs, f32 = c.rows // PACK, jnp.float32
+    return [
+        pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.head_dim), dtype),
+        pltpu.VMEM((2, c.block_pages, c.num_kv_heads, c.page_size, c.head_dim), kv_dtype),
+        pltpu.VMEM((2, c.block_pages, c.num_kv_heads, c.page_size, c.v_head_dim), kv_dtype),
+        pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.v_head_dim), dtype),
+        pltpu.VMEM((2, packs, PACK, LANES), f32),
+        pltpu.VMEM((c.num_kv_heads, c.rows, 1), f32),
+        pltpu.VMEM((c.num_kv_heads, c.rows, 1), f32),
+        pltpu.VMEM((c.num_kv_heads, c.rows, c.v_head_dim), f32),
+        pltpu.SemaphoreType.DMA((5, 2)),
+    ]
+
+
+def _kernel(*refs, config: TpuKernelConfig, num_columns: int):
+    """Walks over the tiles. copies.py says what the Refs hold."""
+    # in this order: prefetched scalars; inputs q, k, v and, if there are any, columns f32[K rows C]; outputs; scratch
+    s, refs = ScalarRefs(*refs[:4]), refs[4:]
+    (q, k, v), refs = refs[:3], refs[3:]
+    columns, refs = (refs[0], refs[1:]) if config.columns else (None, refs)
+    buf = Buffers(*refs[2:])
+    copies = Copies(config, num_columns, s, HbmRefs(q, k, v, *refs[:2]), buf)
+    count = s.count[0]
+
+    @pl.when(count > 0)
+    def _():
+        copies.start_q(0)
+        copies.start_keys(0, 0, 0)
+
+    def walk(i, step):
+        item, half = copies.item(i), lax.rem(i, 2)
+        pl.when(i + 1 < count)(lambda: copies.start_q(i + 1))
+        copies.wait_q(i)
+        pl.when(i >= 2)(lambda: copies.wait_out(i - 2))
+        tile = QueryTile(config, buf, columns, s.scales, item, half)
+        # at least one block: a tile that sees no key still writes (0, -inf)
+        blocks = jnp.maximum(lax.div(item.pages + config.block_pages - 1, config.block_pages), 1)
+        first_key = item.page * config.page_size
+
+        def block(b, _):
+            side = lax.rem(step + b, 2)
+            last = b + 1 == blocks
+            next_i, next_b = jnp.where(last, i + 1, i), jnp.where(last, 0, b + 1)
+            pl.when(next_i < count)(lambda: copies.start_keys(next_i, next_b, 1 - side))
+            copies.wait_keys(item, b, side)
+            tile.add_block(side, first_key + b * config.block_keys)
+            return ()
+
+        tile.start()
+        lax.fori_loop(0, blocks, block, ())
+        tile.finish()
+        copies.start_out(i)
+        return step + blocks
+
+    lax.fori_loop(0, count, walk, jnp.int32(0))
+    for back in (2, 1):
+        pl.when(count >= back)(lambda back=back: copies.wait_out(count - back))

@@ -1,11 +1,11 @@
-"""Which queries meet which keys, in what order; and how queries are packed for it.
+"""The work list of the TPU kernel: its query tiles in order, and how queries are packed for them.
 
-The kernel walks `Plan.items` one after the other. A request's queries are cut into tiles (algebra.schedule), a tile's
-rows, token after token and within a token the G heads of a kv head, are laid out in packs of 16:
+The kernel walks TpuWorkList.items one after the other. algebra/schedule.py divides a request's queries into tiles. The
+rows of a tile, token after token and within a token the G heads of a kv head, lie in packs of 16:
 
     tile i holds packs first_pack[i] .. first_pack[i] + ceil(tokens * G / 16) - 1
 
-so that a tile begins on a whole VMEM tile whatever the batch's lengths, and the kernel never moves part of one.
+A tile thus begins on a whole VMEM tile for any lengths of a batch, and the kernel never copies a part of one.
 """
 
 import dataclasses
@@ -16,38 +16,39 @@ import jax.numpy as jnp
 from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.algebra.schedule import SchedulePlan, make_schedule
-from pallas_kernels.tpu.config import PACK, Config
+from pallas_kernels.tpu.config import PACK, TpuKernelConfig
 
 FIELDS = ("req", "pack", "packs", "rows", "q_first", "page", "pages", "kv_start", "kv_end", "full_start", "full_end",
           "causal")  # fmt: skip
-"""One i32 each a tile: request; first pack, live packs and rows; position of the first query; first column of the
-table and how many; keys that some row sees and keys that every row sees (positions, half open); is it causal."""
+"""One i32 a tile for each: the request; first pack, live packs and live rows; position of the first query; first column
+of the block table and number of columns; keys that some row sees and keys that every row sees (positions, half open);
+is it causal."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """The work of one batch, shared by all layers of the same Config."""
+class TpuWorkList:
+    """The work list of one batch, shared by all layers of the same config."""
 
     count: jax.Array  # i32[1] live tiles
-    items: jax.Array  # i32[len(FIELDS) * tiles], field after field: SMEM pads rows of a matrix
-    token: jax.Array  # i32[packs 16] packed token of each row, T where there is none
-    member: jax.Array  # i32[packs 16] which head of the group
-    row: jax.Array  # i32[T] where a token's first row lies, flat in packs 16; past the end for padding
+    items: jax.Array  # i32[len(FIELDS) * tiles], field after field; flat, since SMEM pads the rows of a matrix
+    token: jax.Array  # i32[packs 16] token of each row, T where there is none
+    member: jax.Array  # i32[packs 16] head of the group
+    row: jax.Array  # i32[T] index of a token's first row, flat in packs 16; past the end for padding
 
 
-def num_packs(num_tokens: int, num_tiles: int, config: Config) -> int:
-    """Static bound: a tile wastes less than one; behind them, what the last tile may read past its end."""
+def num_packs(num_tokens: int, num_tiles: int, config: TpuKernelConfig) -> int:
+    """Static upper bound: each tile wastes less than one pack, and the last one may read rows past its end."""
     return num_tokens * config.group // PACK + num_tiles + config.rows // PACK
 
 
-def build(query_start_loc, seq_lens, num_tokens: int, config: Config, causal=None) -> Plan:
-    """i32[R+1] starts, i32[R] lengths, causal bool[R] or None -> Plan. Pure jnp, no host sync."""
-    plan = SchedulePlan(q_tile=config.tile_tokens, kv_tile=config.page_size)
+def build_work_list(query_start_loc, seq_lens, num_tokens: int, config: TpuKernelConfig, causal=None) -> TpuWorkList:
+    """i32[R+1] starts, i32[R] lengths, causal bool[R] or None -> TpuWorkList. Pure jnp, no host sync."""
+    sizes = SchedulePlan(q_tile=config.tile_tokens, kv_tile=config.page_size)
     starts, lengths = jnp.asarray(query_start_loc, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
     flags = None if causal is None else jnp.asarray(causal, bool)
     schedule = make_schedule(
-        starts, lengths, config.mask, plan, num_tokens=num_tokens, max_seq_len=1, causal=flags, xp=jnp
+        starts, lengths, config.mask, sizes, num_tokens=num_tokens, max_seq_len=1, causal=flags, xp=jnp
     )
     items = schedule.items
     packs = cdiv(items.q_num * config.group, PACK)
@@ -63,7 +64,7 @@ def build(query_start_loc, seq_lens, num_tokens: int, config: Config, causal=Non
         causal=jnp.ones_like(packs) if flags is None else flags[items.req_id],
     )  # fmt: skip
     token, member, row = _rows(items, packs, ends, num_tokens, config)
-    return Plan(
+    return TpuWorkList(
         count=schedule.num_items[None].astype(jnp.int32),
         items=jnp.concatenate([fields[name].astype(jnp.int32) for name in FIELDS]),
         token=token,
@@ -72,15 +73,15 @@ def build(query_start_loc, seq_lens, num_tokens: int, config: Config, causal=Non
     )
 
 
-def _seen_by_all(items, q_first, config: Config, causal):
-    """Keys that every query of a tile sees: from where the last one's range begins to where the first one's ends."""
+def _seen_by_all(items, q_first, config: TpuKernelConfig, causal):
+    """Keys that every query of a tile sees: from the start of the last query's range to the end of the first's."""
     end, last = items.seq_len, q_first + items.q_num - 1
     start = key_range(config.mask, last, last, end, causal)[0]
     return start, key_range(config.mask, q_first, q_first, end, causal)[1]
 
 
-def _rows(items, packs, ends, num_tokens: int, config: Config):
-    """token, member and row of Plan."""
+def _rows(items, packs, ends, num_tokens: int, config: TpuKernelConfig):
+    """The fields token, member and row of TpuWorkList."""
     group, tiles = config.group, packs.shape[0]
     count = num_packs(num_tokens, tiles, config)
     pack = jnp.arange(count, dtype=jnp.int32)
@@ -95,17 +96,17 @@ def _rows(items, packs, ends, num_tokens: int, config: Config):
     return token, local % group, row
 
 
-def pack(q: jax.Array, plan: Plan, config: Config) -> jax.Array:
+def pack_queries(q: jax.Array, work: TpuWorkList, config: TpuKernelConfig) -> jax.Array:
     """[T H D] -> [K packs 16 D]; rows of no token are 0."""
     num_tokens, heads, dim = q.shape
     by_group = q.reshape(num_tokens, config.num_kv_heads, config.group, dim)
-    taken = by_group.at[plan.token, :, plan.member].get(mode="fill", fill_value=0)  # [packs 16 K D]
+    taken = by_group.at[work.token, :, work.member].get(mode="fill", fill_value=0)  # [packs 16 K D]
     return jnp.moveaxis(taken, 2, 0)
 
 
-def unpack(packed: jax.Array, plan: Plan, config: Config, fill: float) -> jax.Array:
+def unpack_rows(packed: jax.Array, work: TpuWorkList, config: TpuKernelConfig, fill: float) -> jax.Array:
     """[K packs 16 V] -> [T H V]; tokens of no tile get `fill`."""
     kv_heads, dim = packed.shape[0], packed.shape[-1]
-    rows = plan.row[:, None] + jnp.arange(config.group, dtype=jnp.int32)[None]  # [T G]
+    rows = work.row[:, None] + jnp.arange(config.group, dtype=jnp.int32)[None]  # [T G]
     taken = packed.reshape(kv_heads, -1, dim).at[:, rows].get(mode="fill", fill_value=fill)  # [K T G V]
     return jnp.moveaxis(taken, 0, 1).reshape(rows.shape[0], -1, dim)

@@ -124,9 +124,9 @@ REFUSED = {
         "use_qq_bias=True needs a decoder: nothing else has new tokens",
     ),
     "a quantised result to project": (
-        lambda: jattn.nn.AttentionLayer(spec=INT8, hidden_size=32),
+        lambda: jattn.nn.AttentionConfig(spec=INT8, hidden_size=32),
         ValueError,
-        "the output projection of a layer reads real numbers",
+        "the output projection needs unquantised outputs",
     ),
 }
 

@@ -62,7 +62,7 @@ BAD = [
     (dict(dtype="float64"), "use one of bfloat16, float16, float32"),
     (dict(layout="DHN"), "use one of auto, NHD, HND"),
     (dict(quant="per_block"), "use one of none, per_tensor, per_head, per_token_head"),
-    (dict(dtype="int8"), "int8 go with quant per_tensor"),
+    (dict(dtype="int8"), "int8, float8_e4m3fnuz go with quant per_tensor"),
     (dict(quant="per_tensor"), "go with quant='none'"),
     (dict(num_blocks=2**30), r"below 2\*\*31"),
 ]

@@ -12,7 +12,7 @@ from tests.oracle import quant as witness_quant
 SLOTS = np.array([5, -1, 11, 0, 99, 12, -7, 23], np.int32)
 MODES = [("float32", "none"), ("float16", "none"), ("bfloat16", "none")] + [
     (dtype, mode)
-    for dtype in ("float8_e4m3fn", "float8_e5m2", "int8")
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "int8", "float8_e4m3fnuz")
     for mode in ("per_tensor", "per_head", "per_token_head")
 ]
 

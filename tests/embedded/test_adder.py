@@ -1,4 +1,4 @@
-"""The embedded model: its trainer computes what serving computes, and what it was not trained on stays apart."""
+"""The embedded model: training and serving compute the same, and held-out problems are not trained on."""
 
 import itertools
 

@@ -34,7 +34,7 @@ MLA_CALL = dict(q=jnp.ones((3, 2, 8)), cache=MLA_CACHE, m=MLA_PLAN, params=MLA_P
 NEW = dict(kv_c=jnp.ones((3, 8)), k_pe=jnp.ones((3, 4)))
 MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
 TENSOR = parallel.tensor_parallel(SPEC, CACHE_SPEC, MESH, "x", backend="sdpa")
-LAYER = nn.AttentionLayer(spec=SPEC, hidden_size=6, rope=nn.Rope(dim=4))
+LAYER = nn.AttentionConfig(spec=SPEC, hidden_size=6, rope=nn.Rope(dim=4))
 MODULE = nn.PagedAttention(SPEC, 6, rngs=nnx.Rngs(0), backend="sdpa")
 ANGLES = nn.Rope(dim=4).angles(jnp.arange(3))
 
@@ -114,17 +114,18 @@ DOORS = {
         spec=SPEC, cache_spec=CACHE_SPEC, mesh=MESH, axis="x", interleave=1, backend="sdpa", dtype="float32"),
         staged=False),
     "a step over heads": Door(TENSOR, dict(q=Q, k=ROWS, v=ROWS, cache=CACHE, meta=META, params=PARAMS)),
-    "AttentionLayer": Door(nn.AttentionLayer, dict(
-        spec=SPEC, hidden_size=6, rope=nn.Rope(dim=4), qk_norm=nn.Norm(), norm_after_rope=True, qkv_bias=True,
-        out_bias=True, fused_qkv=True, clip_qkv=1.0, alibi_slopes=None, query_growth=(8.0, 0.1)), staged=False),
+    "AttentionConfig": Door(nn.AttentionConfig, dict(
+        spec=SPEC, hidden_size=6, rope=nn.Rope(dim=4), qk_norm=nn.Norm(), qk_norm_all_heads=True,
+        qk_norm_after_rope=True, qkv_bias=True, out_bias=True, fused_qkv=True, clip_qkv=1.0, alibi_slopes=None,
+        temperature_tuning=(8.0, 0.1)), staged=False),
     "Norm": Door(nn.Norm, dict(kind="rms", eps=1e-6, one_plus=True, has_scale=True, has_bias=False), staged=False),
     "a norm": Door(nn.Norm(), dict(weights={"scale": jnp.ones(8)}, x=ROWS)),
-    "Rope": Door(nn.Rope, dict(dim=4, theta=1e4, scaling=nn.Scaling(), interleaved=True), staged=False),
-    "angles": Door(nn.Rope(dim=4, scaling=nn.DynamicNTK(factor=2.0, trained_length=8)).angles, dict(
+    "Rope": Door(nn.Rope, dict(dim=4, theta=1e4, scaling=nn.RopeScaling(), interleaved=True), staged=False),
+    "angles": Door(nn.Rope(dim=4, scaling=nn.DynamicNTKRopeScaling(factor=2.0, trained_length=8)).angles, dict(
         positions=jnp.arange(3), lengths=jnp.arange(3))),
     "rotate": Door(nn.rotate, dict(x=ROWS, angles=ANGLES)),
-    "nn.call": Door(nn.call, dict(
-        layer=MODULE.layer, weights=MODULE.weights, x=jnp.ones((3, 6)), meta=META, cache=CACHE, plan=None,
+    "nn.apply_attention": Door(nn.apply_attention, dict(
+        config=MODULE.config, weights=MODULE.weights, x=jnp.ones((3, 6)), meta=META, cache=CACHE, plan=None,
         backend="sdpa"), also=dict(plan=("call m = attn.build",), cache=("k has",))),
     "nn.PagedAttention": Door(MODULE, dict(x=jnp.ones((3, 6)), meta=PACKED)),
     "make_split_backend": Door(

@@ -146,7 +146,7 @@ def test_a_chip_s_kernel_is_chosen_only_for_queries_that_it_takes(platform, cach
     name = f"pallas_{platform}"
     backend, module = registry.load(name), __import__(f"jattn.backends.{name}", fromlist=["kernel_config"])
     config = module.kernel_config(spec, cache_spec, dtype)
-    takes = backend.supports_dtype(dtype) and not module.kernel.supports(config, chip=chip.generation)
+    takes = backend.supports_dtype(dtype) and not module.supports(config, chip=chip.generation)
     takes &= backend.supports_kv_cache_dtype(cache_dtype)
     chosen = jattn.PagedAttention(spec, cache_spec, platform=chip, dtype=dtype).backend_name
     assert (chosen == name) == bool(takes)

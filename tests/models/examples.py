@@ -1,4 +1,4 @@
-"""A tiny config.json of every family and every rope scaling, written by hand: nothing here needs transformers."""
+"""A tiny config.json of every family and every rope scaling, written by hand, so that transformers is not needed."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jattn import models
-from jattn.nn.weights import is_weight
+from jattn.nn.weight_spec import is_weight_spec
 
 COMMON: dict[str, Any] = dict(
     vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -37,6 +37,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "mistral": of("mistral", sliding_window=5),
     "qwen2": of("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen3": of("qwen3", head_dim=10),
+    "olmo2": of("olmo2"),
     "gemma2": of(
         "gemma2", head_dim=12, sliding_window=5, query_pre_attn_scalar=7, attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
@@ -76,11 +77,11 @@ ALL = DECODERS | ENCODERS
 
 
 def params_of(config: models.ModelConfig, seed: int = 0) -> Any:
-    """Random float32 weights from numpy: no norm, bias or sink is idle, and nothing is compiled to make them."""
+    """Random float32 weights from numpy, without compiling. Every norm, bias and sink has an effect."""
     rng = np.random.default_rng(seed)
 
     def draw(weight):
         spread = 0.3 if len(weight.shape) == 1 else weight.shape[-2] ** -0.5
         return (rng.normal(size=weight.shape) * spread + (weight.fill or 0.0)).astype(np.float32)
 
-    return jax.tree.map(draw, models.weights_of(config), is_leaf=is_weight)
+    return jax.tree.map(draw, models.weight_specs(config), is_leaf=is_weight_spec)

@@ -1,4 +1,4 @@
-"""A whole model folder made by hand, to be damaged by tests, and all that reads one."""
+"""A complete model folder made by hand, for tests that damage it, and all functions that read one."""
 
 import json
 import struct
@@ -30,7 +30,7 @@ def make(parent: Path) -> Path:
 
 
 def everything(path):
-    """All that reads a folder, and one chat."""
+    """Calls everything that reads a folder, and renders one chat."""
     models.load(path)
     load_tokenizer(path)
     if (template := load_chat_template(path)) is not None:

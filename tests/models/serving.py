@@ -1,4 +1,4 @@
-"""A model driven as a server would drive it: ragged steps over permuted pages, padded to two static sizes."""
+"""A model run as by a server: ragged steps over permuted pages, padded to two static sizes."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ step = functools.partial(jax.jit, static_argnames=("config", "backend"))(models.
 
 @dataclasses.dataclass
 class Server:
-    """Two requests and one of padding, each cache group with pages of its own."""
+    """Two requests and a padding request; each cache group has its own pages."""
 
     config: models.ModelConfig
     params: Any
@@ -30,7 +30,7 @@ class Server:
         self.caches = self.config.make_caches(blocks, BLOCK_SIZE, "float32")
 
     def run(self, prompts: list[np.ndarray], schedule: list[tuple[int, ...]]) -> list[np.ndarray]:
-        """Logits of every token, [len, vocab] a prompt; schedule: new tokens of each prompt at each step."""
+        """The logits of every token, [len, vocab] per prompt. schedule: new tokens of each prompt, per step."""
         done, logits = [0] * len(prompts), [[] for _ in prompts]
         for new in schedule:
             tokens = np.concatenate([p[d : d + n] for p, d, n in zip(prompts, done, new, strict=True)])
@@ -42,7 +42,7 @@ class Server:
         return [np.concatenate(mine) for mine in logits]
 
     def step(self, tokens: np.ndarray, query_lens, seq_lens, final_seq_lens) -> np.ndarray:
-        """One compiled step; padding tokens carry ids outside the vocabulary."""
+        """One compiled step; padding tokens have ids outside the vocabulary."""
         size = DECODE if max(query_lens) <= 1 else PREFILL
         metas = [self.meta(table, query_lens, seq_lens, final_seq_lens, size) for table in self.tables]
         padded = np.pad(tokens, (0, size - len(tokens)), constant_values=10**6).astype(np.int32)
@@ -51,7 +51,7 @@ class Server:
         return np.asarray(logits)[: len(tokens)]
 
     def meta(self, table, query_lens, seq_lens, final_seq_lens, size: int) -> jattn.CommonAttentionMetadata:
-        """One static bound of the query length for each size."""
+        """The batch, with the same static max_query_len for all steps of a size."""
         live = table[: len(query_lens)]
         meta = jattn.CommonAttentionMetadata.from_lengths(
             query_lens, seq_lens, live, BLOCK_SIZE, num_tokens=size, num_reqs=REQUESTS, final_seq_lens=final_seq_lens

@@ -1,4 +1,4 @@
-"""A key that is absent means what it means to transformers, or is asked for; one that is null is null there too."""
+"""An absent or null key of config.json has the same meaning as in transformers, or is refused as missing."""
 
 import copy
 
@@ -51,7 +51,7 @@ EXAMPLES = {
 
 
 def by_transformers(values: dict) -> dict:
-    """The config with every key written out; transformers writes into what it is given."""
+    """The config with every key, as transformers writes it. (A copy, because transformers changes its input.)"""
     values = copy.deepcopy(values)
     return transformers.CONFIG_MAPPING[values["model_type"]](
         **{key: value for key, value in values.items() if key != "model_type"}
@@ -83,7 +83,7 @@ def test_dropping_or_nulling_any_key_means_what_transformers_means(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.filterwarnings("ignore")
 def test_the_fewest_keys_and_each_key_that_transformers_writes_agree(name):
-    """From a whole config, as transformers writes it, any one key may be missing."""
+    """Any one key may be missing from a complete config, as transformers writes it."""
     whole = by_transformers(EXAMPLES[name])
     needed = {key: value for key, value in whole.items() if key in ASKED_FOR | {"model_type"}}
     if name in examples.ALL:

@@ -1,4 +1,4 @@
-"""Values that a config.json may not hold: one sentence that names the file and the key; and what absence means."""
+"""Wrong values in config.json give one sentence with the file and the key; absent keys have their defaults."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from jattn import models
 from jattn.errors import UnsupportedError
 from jattn.models.families import FAMILIES
-from jattn.nn import Yarn
+from jattn.nn import YarnRopeScaling
 from tests.models import examples
 
 BAD = {
@@ -24,7 +24,7 @@ IDS = {"eos_token_id", "bos_token_id", "pad_token_id", "max_window_layers"}
 
 
 def allowed(key: str, kind: str) -> bool:
-    """Values that are odd and mean something."""
+    """True for unusual values that are valid."""
     signed = key == "attn_scale"
     return (
         (key in NUMBERS and kind == "fraction")
@@ -35,7 +35,7 @@ def allowed(key: str, kind: str) -> bool:
 
 
 def parts(values: dict):
-    """(path, key) of every value, those of nested objects too."""
+    """(path, key) of every value, including those of nested objects."""
     for key, value in values.items():
         yield (), key
         if isinstance(value, dict):
@@ -47,7 +47,7 @@ def changed(values: dict, path: tuple[str, ...], key: str, value) -> dict:
 
 
 def refused(values: dict) -> str:
-    """What is said of a config that is refused; '' where it is taken."""
+    """The error message of a config; '' if it is accepted."""
     try:
         models.config_of(values)
     except (ValueError, UnsupportedError) as error:
@@ -72,13 +72,13 @@ def test_a_bad_value_is_named_in_one_sentence(name):
         ("mixtral", dict(num_experts_per_tok=5), "num_experts_per_tok=5 must be at most num_local_experts=4"),
         ("llama", dict(num_key_value_heads=3), "num_key_value_heads=3 must divide num_attention_heads=4"),
         ("llama", dict(hidden_size=33), "hidden_size=33 must be a multiple of the 4 heads"),
-        ("llama", dict(head_dim=7), "7 numbers of a head_dim=7 are to be turned, in pairs: not even"),
-        ("phi3, longrope", dict(head_dim=12), "short_factor and long_factor have 4 and 4 divisors; 6 pairs"),
+        ("llama", dict(head_dim=7), "the number of rotated dimensions, 7 of head_dim=7, must be even"),
+        ("phi3, longrope", dict(head_dim=12), "short_factor and long_factor have 4 and 4 divisors; they must have 6"),
         ("llama", dict(num_hidden_layers=10**9), "num_hidden_layers=1000000000 must be an integer from 1 to 10000"),
         ("llama4_text", dict(no_rope_layers=[1]), "no_rope_layers=.1. must have one number for each of the 2 layers"),
         ("llama4_text", dict(moe_layers=[5]), "moe_layers=.5. must be a list of integers from 0 to 1"),
-        ("llama4_text", dict(attention_chunk_size=None), "attention_chunk_size=null must be a number"),
-        ("gemma2", dict(layer_types=["full_attention"]), "layer_types=.* must be a list of 2 .one a layer."),
+        ("llama4_text", dict(attention_chunk_size=None), "attention_chunk_size=None must be a number"),
+        ("gemma2", dict(layer_types=["full_attention"]), "layer_types=.* must be a list of 2 .one per layer."),
         ("llama", dict(rope_scaling=dict(rope_type="linear")), "no 'factor'"),
         ("llama", dict(model_type=["llama"]), "model_type=.'llama'. is not supported"),
     ],
@@ -99,7 +99,7 @@ SCALED = {
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_numbers_of_which_no_frequency_can_be_made_are_refused_when_the_config_is_read(kind):
-    """Else the first request ends the engine, or is answered from frequencies that are infinite."""
+    """Otherwise the first request would stop the engine, or be computed from infinite frequencies."""
     family, keys = SCALED[kind]
     values = examples.ALL[family]
     for bad in (1e30, 1e-30, 1e-320, 5e-324, 1.7e308, 0, -1.0):
@@ -138,7 +138,7 @@ def test_yarn_refuses_what_would_make_its_magnitude_nothing_and_lengths_too_far_
 
 
 def config(family: str, **changes):
-    """A config of the keys that are asked for alone, and changes."""
+    """A config of only the required keys, with changes."""
     asked = {k: v for k, v in examples.COMMON.items() if k not in ("rope_theta", "eos_token_id", "num_key_value_heads")}
     more = examples.EXPERTS if family in ("mixtral", "gpt_oss", "llama4_text") else {}
     more = more | (dict(intermediate_size_mlp=40) if family == "llama4_text" else {})
@@ -146,7 +146,7 @@ def config(family: str, **changes):
 
 
 def test_absent_keys_mean_what_they_mean_to_transformers():
-    """Its defaults, written out; tests/models/test_absent_keys.py asks transformers itself, key by key."""
+    """Its defaults, written out here; tests/models/test_absent_keys.py compares with transformers, key by key."""
     gemma = config("gemma2")
     assert gemma.logits_soft_cap == 30 and gemma.layers[0].attention.logits_soft_cap == 50
     null = config("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
@@ -162,8 +162,8 @@ def test_absent_keys_mean_what_they_mean_to_transformers():
     local, far = (config("gemma3_text", num_hidden_layers=6).layers[i].rope.theta for i in (0, 5))
     assert (local, far) == (1e4, 1e6)
     oss = config("gpt_oss").layers[0]
-    assert oss.rope.scaling == Yarn(factor=32.0, trained_length=4096, truncate=False)
-    assert oss.mixer.qkv_bias and oss.attention.window == (127, 0) and oss.attention.head_dim == 64
+    assert oss.rope.scaling == YarnRopeScaling(factor=32.0, trained_length=4096, truncate=False)
+    assert oss.self_attn.qkv_bias and oss.attention.window == (127, 0) and oss.attention.head_dim == 64
     ends = dict(llama=2, mistral=2, mixtral=2, llama4_text=2, gemma2=1, gemma3_text=1, phi3=32000)
     assert {family: config(family).eos_token_ids for family in ends} == {f: (end,) for f, end in ends.items()}
     assert config("qwen2").eos_token_ids == config("llama", eos_token_id=None).eos_token_ids == ()
@@ -187,7 +187,7 @@ def test_llama4_takes_the_keys_that_transformers_always_writes():
     plain = config("llama4_text", layer_types=["full_attention"] * 2, attn_temperature_tuning=False, floor_scale=8192,
                    attn_scale=0.1, attention_chunk_size=8192, no_rope_layers=[1, 0])  # fmt: skip
     assert [layer.attention.chunk_size for layer in plain.layers] == [None, None]
-    assert plain.layers[1].mixer.query_growth is None and plain.layers[1].rope is None
+    assert plain.layers[1].self_attn.temperature_tuning is None and plain.layers[1].rope is None
 
 
 def test_dynamic_ntk_makes_room_for_the_requests_it_is_there_for():

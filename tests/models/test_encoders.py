@@ -1,4 +1,4 @@
-"""BERT and BART: the same numbers as transformers, ragged, and the decoder's token by token."""
+"""BERT and BART give the results of transformers, in ragged batches; BART's decoder token by token."""
 
 import dataclasses
 import functools
@@ -87,7 +87,7 @@ def test_bart_reads_its_source_once_and_writes_token_by_token(tmp_path):
 
 def test_encoders_and_decoders_are_not_mistaken_for_each_other():
     config = models.config_of(SMALL_BERT.config().to_dict())
-    with pytest.raises(ValueError, match="keeps no cache"):
+    with pytest.raises(ValueError, match="has no cache"):
         config.make_caches(2, 4, "float32")
     with pytest.raises(ValueError, match=r"models\.encode"):
         models.forward(config, {}, None, (), None)

@@ -1,4 +1,4 @@
-"""longrope and dynamic NTK, served: what transformers generates on each side of the trained length."""
+"""The engine with longrope and dynamic NTK generates what transformers does, on each side of the trained length."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ REQUESTS = [*LONG, *SHORT, *CROSSING, *LONG]
 
 @pytest.fixture(scope="module", params=EXAMPLES)
 def served(request, tmp_path_factory):
-    """(transformers' model, our config and weights, the outputs of REQUESTS side by side in a pool that is short)."""
+    """(transformers' model, our config and params, the outputs of REQUESTS run together with too few blocks)."""
     folder = tmp_path_factory.mktemp(request.param)
     theirs = EXAMPLES[request.param].save(folder)
     config, params = models.load(folder)
@@ -58,7 +58,7 @@ def generated(theirs, prompt: list[int], most: int) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of requests past max_position_embeddings
 def test_a_request_that_stays_on_one_side_is_what_transformers_generates(served):
-    """Dynamic NTK past the trained length is another: there transformers turns each token anew, by its own length."""
+    """Not dynamic NTK past the trained length: transformers rotates each token there by the length so far."""
     name, theirs, _, _, outputs = served
     for (prompt, most), mine in zip(REQUESTS, outputs, strict=True):
         short, long = len(prompt) + most <= TRAINED, len(prompt) > TRAINED
@@ -68,7 +68,7 @@ def test_a_request_that_stays_on_one_side_is_what_transformers_generates(served)
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_request_is_transformers_forward_at_its_final_length(served):
-    """Tokens behind it, up to its final length, tell transformers how long it will be and change nothing else."""
+    """Padding tokens after it, up to its final length, tell transformers that length and have no other effect."""
     _, theirs, config, params, outputs = served
     for (prompt, most), mine in zip(REQUESTS, outputs, strict=True):
         ids = np.array([*prompt, *mine])

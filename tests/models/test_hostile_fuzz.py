@@ -1,4 +1,4 @@
-"""A model folder changed at random gives our errors alone, and reading one runs nothing."""
+"""A randomly damaged model folder gives only the documented errors, and reading a folder executes nothing in it."""
 
 import json
 import random
@@ -34,7 +34,7 @@ PIECES = [b"null", b"-1", b"[]", b"{}", b'"', b"\0", b"1e400", b"\xff", b","]
 
 
 def mutated(content, rng):
-    """A few bytes changed, a piece cut, doubled, moved, or another file's."""
+    """The content with a few bytes changed, or a piece removed, duplicated, moved or taken from another file."""
     at, size = rng.randrange(len(content)), rng.randrange(1, 40)
     kinds = (
         lambda: content[:at],
@@ -48,7 +48,7 @@ def mutated(content, rng):
 
 
 def test_whatever_a_folder_holds_only_our_errors_come_out_and_name_a_file(folder):
-    """Files of a good folder, changed at random for some seconds; a fixed seed, so that a failure comes again."""
+    """Random changes to the files of a good folder, for some seconds, with a fixed seed to reproduce failures."""
     good = {name: (folder / name).read_bytes() for name in MUTABLE}
     rng, end, refused, read = random.Random(16), time.monotonic() + 4, 0, 0
     while time.monotonic() < end:
@@ -69,7 +69,7 @@ def test_whatever_a_folder_holds_only_our_errors_come_out_and_name_a_file(folder
 
 
 def test_loading_runs_nothing_of_the_folder(folder):
-    """No module of it is imported, no pickle read, no process begun, and no file opened but those that it should be."""
+    """No module of it is imported, no pickle is read, no process is started, and no unexpected file is opened."""
     (folder / "modeling_evil.py").write_text("raise SystemExit('run')")
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch evil'\ntR.")
     for name in ("config.json", "tokenizer_config.json"):
@@ -78,8 +78,7 @@ def test_loading_runs_nothing_of_the_folder(folder):
     program = f"""
 import sys
 from jattn import models
-from jattn.engine import load_tokenizer
-from jattn.text.chat import load_chat_template
+from jattn.text import load_chat_template, load_tokenizer
 import safetensors, tokenizers, jax, numpy
 jax.numpy.zeros(3)
 seen = set()

@@ -1,4 +1,4 @@
-"""Settings of a model folder are hostile until read: whatever is wrong is one sentence that names the file."""
+"""Settings files of a model folder are not trusted: anything wrong gives one sentence with the name of the file."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_an_index_leads_nowhere_but_to_files_beside_it(folder, name):
 
 @pytest.mark.parametrize("there", [ONE, "config.json", "tokenizer.json", "tokenizer_config.json", INDEX])
 def test_only_regular_files_are_opened(folder, there):
-    """A pipe would be waited for, a device read for ever."""
+    """Reading a pipe would block, and reading a device might never end."""
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path), lambda path: os.symlink(path, path)):
         kept = (folder / there).read_bytes()
         (folder / there).unlink()
@@ -56,7 +56,7 @@ def test_only_regular_files_are_opened(folder, there):
 
 
 def test_links_of_a_download_cache_are_followed(folder):
-    """Its files lie elsewhere, under names of their contents."""
+    """A download cache stores files elsewhere, named by their contents."""
     blobs = folder.parent / "blobs"
     blobs.mkdir()
     for number, path in enumerate(sorted(folder.iterdir())):
@@ -75,11 +75,11 @@ BROKEN_JSON = {
     "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
     "a list": (b"[]", "must hold a JSON object"),
     "a word": (b'"x"', "must hold a JSON object"),
-    "a key twice": (b'{"a": 1, "a": 2}', "'a' is there twice"),
+    "a key twice": (b'{"a": 1, "a": 2}', "'a' appears twice"),
     "nested": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "64 deep"),
     "nested a little": (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", "64 deep"),
-    "NaN": (b'{"a": NaN}', "NaN is no JSON number"),
-    "infinity": (b'{"a": 1e999}', "1e999.* is no JSON number"),
+    "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
+    "infinity": (b'{"a": 1e999}', "1e999.* is not a JSON number"),
     "a long number": (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
     "half a pair": (b'{"a": "\\ud800"}', "surrogates"),
     "half a pair as a key": (b'{"a\\udc00": 1}', "surrogates"),
@@ -143,7 +143,7 @@ def test_a_model_type_that_is_none_is_refused_in_one_line(folder, kind):
 
 
 def test_a_name_that_is_no_folder_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match="org/model is no folder"):
+    with pytest.raises(FileNotFoundError, match="org/model is not a folder"):
         models.load("org/model")
     os.symlink("nowhere", tmp_path / "config.json")
     with pytest.raises(FileNotFoundError, match="config.json is missing"):

@@ -1,4 +1,4 @@
-"""Weights of a model folder are hostile until read: files and tensors that cannot be used are named."""
+"""Weights of a model folder are not trusted: an error names the file and tensor that cannot be used."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ import pytest
 from jattn import models
 from jattn.models.checkpoint import Checkpoint, is_finite
 from jattn.models.families import FAMILIES
-from jattn.models.names import tensors_of
+from jattn.models.tensor_names import count_layer_tensors
 from tests.models import examples, folders, tiny
 from tests.models.folders import INDEX, LFS, ONE, TWO, table
 
@@ -33,19 +33,19 @@ def test_the_index_and_the_files_agree_on_where_each_tensor_is(folder):
 
     first = sorted(load_file(folder / ONE))[0]
     index(folder, lambda table: table.update({first: TWO}))
-    with pytest.raises(ValueError, match=f"{first} is in {TWO}.*{ONE} has"):
+    with pytest.raises(ValueError, match=f"'{first}' is in {TWO}.*{ONE} has"):
         models.load(folder)
     index(folder, lambda table: table.pop(first))
-    with pytest.raises(ValueError, match=f"{ONE} has a tensor {first} of which {INDEX} says nothing"):
+    with pytest.raises(ValueError, match=f"{ONE} has a tensor '{first}' that {INDEX} does not list"):
         models.load(folder)
     index(folder, lambda table: table.update({first: ONE, "model.ghost": ONE}))
-    with pytest.raises(ValueError, match="model.ghost is in .*no file has it"):
+    with pytest.raises(ValueError, match="'model.ghost' is in .*no file has it"):
         models.load(folder)
     save_file(load_file(folder / TWO) | {first: np.zeros(1, np.float32)}, folder / TWO)
-    with pytest.raises(ValueError, match=f"{first} is in .*{ONE} and in {TWO} too"):
+    with pytest.raises(ValueError, match=f"'{first}' is in .*{ONE} and in {TWO} too"):
         models.load(folder)
     (folder / TWO).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{TWO} is named by .*download is not complete"):
+    with pytest.raises(FileNotFoundError, match=f"{TWO} is listed in .*download is not complete"):
         models.load(folder)
 
 
@@ -59,22 +59,24 @@ def test_the_index_and_the_files_agree_on_where_each_tensor_is(folder):
     ids=["layers times experts", "experts", "layers"],
 )
 def test_a_config_that_asks_for_far_more_than_the_files_have_is_refused_at_once(folder, asked):
-    """Its table alone would have 300,000,000 names."""
+    """Its table of tensors would have 300,000,000 names."""
     (folder / "config.json").write_text(json.dumps(tiny.CONFIG | asked))
     began = time.perf_counter()
-    with pytest.raises(ValueError, match=r"config.json asks for \d+ tensors .* have 21: the two do not belong") as said:
+    with pytest.raises(
+        ValueError, match=r"config.json asks for \d+ tensors .* have 21: they are not of the same model"
+    ) as said:
         models.load(folder)
     assert time.perf_counter() - began < 5 and "\n" not in str(said.value)
 
 
 @pytest.mark.parametrize("name", examples.ALL)
 def test_the_layers_are_counted_as_they_are_listed(name):
-    """Against the whole table: what is not counted is outside of the layers."""
+    """The count equals the number of tensors in the whole table that belong to layers."""
     values = examples.ALL[name]
     config, family = models.config_of(values), FAMILIES[values["model_type"]]
-    listed = {name for source in family.sources(config).values() for name in source.names}
+    listed = {name for source in family.tensors(config).values() for name in source.names}
     inside = {name for name in listed if re.search(r"(?<!encoder\.)(layers?|h|blocks)\.\d+\.|bert\.encoder", name)}
-    assert tensors_of(config, family.sources) == len(inside)
+    assert count_layer_tensors(config, family.tensors) == len(inside)
 
 
 def test_two_checkpoints_in_one_folder_are_not_mixed(folder):
@@ -88,14 +90,14 @@ FLOAT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BROKEN_SHARD = {
     "empty": (b"", "is empty"),
     "a pointer": (LFS, "Git LFS"),
-    "a few bytes": (b"123", "not a whole"),
-    "a huge table": (table({}, length=2**63), "not a whole"),
-    "no table": (table(b"PK\3\4 a zip or a pickle"), "not a whole"),
-    "overlapping": (table({"a": FLOAT, "b": FLOAT}, bytes(8)), "not a whole"),
-    "cut": (table({"a": FLOAT}, bytes(7)), "not a whole"),
-    "too long": (table({"a": FLOAT}, bytes(9)), "not a whole"),
-    "another size": (table({"a": FLOAT | {"shape": [3]}}, bytes(8)), "not a whole"),
-    "overflowing": (table({"a": FLOAT | {"shape": [2**40, 2**40]}}, bytes(8)), "not a whole"),
+    "a few bytes": (b"123", "not a complete"),
+    "a huge table": (table({}, length=2**63), "not a complete"),
+    "no table": (table(b"PK\3\4 a zip or a pickle"), "not a complete"),
+    "overlapping": (table({"a": FLOAT, "b": FLOAT}, bytes(8)), "not a complete"),
+    "cut": (table({"a": FLOAT}, bytes(7)), "not a complete"),
+    "too long": (table({"a": FLOAT}, bytes(9)), "not a complete"),
+    "another size": (table({"a": FLOAT | {"shape": [3]}}, bytes(8)), "not a complete"),
+    "overflowing": (table({"a": FLOAT | {"shape": [2**40, 2**40]}}, bytes(8)), "not a complete"),
 }  # fmt: skip
 
 
@@ -127,7 +129,7 @@ def test_a_tensor_that_is_no_weight_is_named(tmp_path, name):
     made = tiny.tensors()
     made[NAME] = change(made[NAME])
     tiny.write(tmp_path, made=made)
-    with pytest.raises(ValueError, match=f"model.safetensors: tensor {NAME}.*{message}"):
+    with pytest.raises(ValueError, match=f"model.safetensors: tensor '{NAME}'.*{message}"):
         models.load(tmp_path)
 
 
@@ -137,7 +139,10 @@ def test_a_dtype_without_a_name_in_numpy_is_refused(folder, dtype):
     content = table({"a": {"dtype": dtype, "shape": [2, 2], "data_offsets": [0, end]}}, bytes(end))
     (folder / INDEX).unlink(), (folder / ONE).unlink(), (folder / TWO).unlink()
     (folder / "model.safetensors").write_bytes(content)
-    with contextlib.ExitStack() as stack, pytest.raises(ValueError, match="model.safetensors: tensor a cannot be read"):
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.raises(ValueError, match="model.safetensors: tensor 'a' cannot be read"),
+    ):
         Checkpoint(folder, stack).read("a")
 
 
@@ -146,7 +151,7 @@ def test_a_dtype_that_is_asked_for_holds_the_weights_or_is_refused(tmp_path):
     made[NAME][3, 4] = 1e5
     tiny.write(tmp_path, made=made)
     assert models.load(tmp_path, dtype="bfloat16")
-    with pytest.raises(ValueError, match=f"{NAME} does not fit in float16"):
+    with pytest.raises(ValueError, match=f"'{NAME}' does not fit in float16"):
         models.load(tmp_path, dtype="float16")
     with pytest.raises(ValueError, match="dtype=int8 of weights must be None or one of float16"):
         models.load(tmp_path, dtype="int8")

@@ -1,9 +1,9 @@
-"""Configs as published models spell them, old keys and all: each is read whole, and means what the model is."""
+"""Configs of published models, with their old keys: every key is read, and the ModelConfig describes the model."""
 
 import pytest
 
 from jattn import models
-from jattn.nn import Llama3, LongRope, Yarn
+from jattn.nn import Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
 
 LLAMA_31_8B = dict(
     architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
@@ -21,6 +21,14 @@ QWEN_25 = dict(
     max_window_layers=21, model_type="qwen2", num_attention_heads=14, num_hidden_layers=24, num_key_value_heads=2,
     rms_norm_eps=1e-06, rope_theta=1000000.0, sliding_window=32768, tie_word_embeddings=True, torch_dtype="bfloat16",
     transformers_version="4.43.1", use_cache=True, use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+OLMO_2_7B = dict(
+    architectures=["Olmo2ForCausalLM"], attention_bias=False, attention_dropout=0.0, eos_token_id=100257,
+    hidden_act="silu", hidden_size=4096, initializer_range=0.02, intermediate_size=11008,
+    max_position_embeddings=4096, model_type="olmo2", num_attention_heads=32, num_hidden_layers=32,
+    num_key_value_heads=32, pad_token_id=100277, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=500000,
+    tie_word_embeddings=False, torch_dtype="float32", transformers_version="4.47.0.dev0", use_cache=False,
+    vocab_size=100352,
 )  # fmt: skip
 GEMMA_2 = dict(
     architectures=["Gemma2ForCausalLM"], attention_bias=False, attention_dropout=0.0, attn_logit_softcapping=50.0,
@@ -93,8 +101,8 @@ MPT_7B = dict(
     verbose=0, vocab_size=50432,
 )  # fmt: skip
 PUBLISHED = dict(
-    llama=LLAMA_31_8B, qwen2=QWEN_25, gemma2=GEMMA_2, gemma3_text=GEMMA_3, phi3=PHI_3_128K, gpt_oss=GPT_OSS_20B,
-    bloom=BLOOM_560M, mpt=MPT_7B,
+    llama=LLAMA_31_8B, qwen2=QWEN_25, olmo2=OLMO_2_7B, gemma2=GEMMA_2, gemma3_text=GEMMA_3, phi3=PHI_3_128K,
+    gpt_oss=GPT_OSS_20B, bloom=BLOOM_560M, mpt=MPT_7B,
 )  # fmt: skip
 
 
@@ -120,13 +128,13 @@ def of(name: str):
 
 def test_llama_has_several_ends_and_its_own_scaling():
     config, layer = of("llama")
-    assert config.eos_token_ids == (128001, 128008, 128009) and isinstance(layer.rope.scaling, Llama3)
+    assert config.eos_token_ids == (128001, 128008, 128009) and isinstance(layer.rope.scaling, Llama3RopeScaling)
     assert layer.attention.num_kv_heads == 8 and layer.attention.head_dim == 128
 
 
 def test_qwens_window_is_switched_off_and_its_head_tied():
     config, layer = of("qwen2")
-    assert layer.attention.sliding_window is None and config.tied_embeddings and layer.mixer.qkv_bias
+    assert layer.attention.sliding_window is None and config.tied_embeddings and layer.self_attn.qkv_bias
 
 
 def test_gemmas_alternate_windows_by_their_own_rule():
@@ -141,10 +149,14 @@ def test_gemmas_alternate_windows_by_their_own_rule():
 
 def test_phi_stretches_and_gpt_oss_warms():
     _, phi = of("phi3")
-    assert isinstance(phi.rope.scaling, LongRope) and phi.rope.scaling.trained_length == 4096
+    assert isinstance(phi.rope.scaling, LongRopeScaling) and phi.rope.scaling.trained_length == 4096
     assert abs(phi.rope.scaling.attention_factor - 1.19) < 0.01
     config, layer = of("gpt_oss")
-    assert isinstance(layer.rope.scaling, Yarn) and layer.attention.has_sinks and layer.mlp.clamp == (1.702, 7.0)
+    assert (
+        isinstance(layer.rope.scaling, YarnRopeScaling)
+        and layer.attention.has_sinks
+        and layer.mlp.clamp == (1.702, 7.0)
+    )
     assert [group.sliding_window for group in config.cache_groups] == [128, None]
 
 

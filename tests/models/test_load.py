@@ -1,4 +1,4 @@
-"""A folder becomes a config and weights, or an error that says what to do; nothing in it is ignored."""
+"""A folder is loaded as (config, params), or refused with an error that says what to do; nothing is ignored."""
 
 import json
 import subprocess
@@ -105,8 +105,8 @@ def test_a_bare_decoders_names_are_taken_too(folder, tmp_path):
 
 WRONG_CONFIGS = {
     "an unknown key": (dict(mystery_scale=2.0), "mystery_scale=2.0"),
-    "an unknown family": (dict(model_type="mamba"), "mamba.*known are llama"),
-    "an unknown rope": (dict(rope_scaling=dict(rope_type="spiral", factor=2.0)), "spiral.*known are"),
+    "an unknown family": (dict(model_type="mamba"), "mamba.*supported are llama"),
+    "an unknown rope": (dict(rope_scaling=dict(rope_type="spiral", factor=2.0)), "spiral.*supported are"),
     "an unknown rope key": (dict(rope_scaling=dict(rope_type="linear", factor=2.0, twist=1.0)), "twist"),
     "quantised weights": (dict(quantization_config=dict(quant_method="gptq")), "quantization_config"),
     "an unknown activation": (dict(hidden_act="cube"), "cube.*silu"),
@@ -131,7 +131,7 @@ def test_a_checkpoint_that_does_not_fit_says_what_is_wrong(tmp_path):
     made = tiny.tensors()
     made["model.layers.0.self_attn.q_norm.weight"] = made.pop("model.norm.weight")
     tiny.write(tmp_path, made=made)
-    with pytest.raises(ValueError, match="(?s)model.norm.weight is missing.*q_norm.weight is there and nobody reads"):
+    with pytest.raises(ValueError, match="(?s)model.norm.weight' is missing.*q_norm.weight' is not used by this model"):
         models.load(tmp_path)
     made = tiny.tensors()
     made["lm_head.weight"] = made["lm_head.weight"][:-1]

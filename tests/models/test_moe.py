@@ -1,4 +1,4 @@
-"""Mixtures of experts against their definition, token by token in float64: no transformers needed."""
+"""Mixtures of experts against their definition, token by token in float64, without transformers."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 from jattn import models
 from jattn.models import MLP, MoE
-from jattn.nn.weights import is_weight
+from jattn.nn.weight_spec import is_weight_spec
 from tests.models import examples, textbook
 
 HIDDEN, ROWS = 12, 30
@@ -33,14 +33,14 @@ def doubled(tree):
 
 def drawn(tree, seed: int):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda w: rng.normal(size=w.shape).astype(np.float32) * 0.6, tree, is_leaf=is_weight)
+    return jax.tree.map(lambda w: rng.normal(size=w.shape).astype(np.float32) * 0.6, tree, is_leaf=is_weight_spec)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_each_token_visits_its_own_experts_and_gets_back_its_own_row(name):
     options, rules = VARIANTS[name]
     layer = MoE(**SIZES, **options)
-    weights, x = drawn(layer.weights(HIDDEN), 1), np.random.default_rng(2).normal(size=(ROWS, HIDDEN))
+    weights, x = drawn(layer.weight_specs(HIDDEN), 1), np.random.default_rng(2).normal(size=(ROWS, HIDDEN))
     wanted, visited = textbook.moe(doubled(weights), x.astype(np.float32).astype(float), options["top_k"], **rules)
     if options["top_k"] < 5:
         assert len({tuple(sorted(some)) for some in visited.tolist()}) >= 3, "the rows must differ in their experts"
@@ -53,7 +53,7 @@ def test_each_token_visits_its_own_experts_and_gets_back_its_own_row(name):
 
 def test_a_token_of_nans_spoils_no_other():
     layer = MoE(**SIZES, top_k=2, bias=True, clamp=(1.7, 0.9))
-    weights, x = drawn(layer.weights(HIDDEN), 1), np.random.default_rng(2).normal(size=(ROWS, HIDDEN))
+    weights, x = drawn(layer.weight_specs(HIDDEN), 1), np.random.default_rng(2).normal(size=(ROWS, HIDDEN))
     run, poisoned = jax.jit(layer), np.array(x, np.float32)
     poisoned[4] = np.nan
     spoiled = np.asarray(run(weights, poisoned))

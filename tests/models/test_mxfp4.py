@@ -1,4 +1,4 @@
-"""Packed experts of gpt-oss come out as transformers unpacks them."""
+"""Packed experts of gpt-oss are unpacked to the values that transformers gives."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A request's tokens do not depend on neighbours, chunks, preemption or prefix hits: every family, every scaling."""
+"""A request's tokens do not depend on other requests, chunks, preemption or prefix hits; all families and scalings."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ TOLD = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=1)
 
 @pytest.fixture(autouse=True)
 def likeliest(monkeypatch):
-    """The likeliest token, told: compiling the whole sampler, which tests/engine judges, takes longer than a model."""
+    """Choose the most likely token. The full sampler is tested in tests/engine; it compiles longer than a model."""
 
     def choose(logits, rows, penalties, said, needs_history_or_logprobs):
         told = jax.nn.log_softmax(logits, axis=-1)
@@ -65,7 +65,7 @@ def test_a_requests_tokens_do_not_depend_on_neighbours_chunks_preemption_or_pref
 
 @pytest.mark.parametrize("name", ["phi3, longrope", "llama, dynamic"])
 def test_a_request_is_turned_by_its_final_length_from_its_first_token_on(name):
-    """Whole, without engine or chunks: final length 20 is short, and 28 is long, though both have the same prompt."""
+    """Compared with one call without the engine. Both prompts are equal; final length 20 is short, 28 is long."""
     config = models.config_of(examples.DECODERS[name])
     params = examples.params_of(config)
     assert config.rope_depends_on_length
@@ -88,7 +88,7 @@ def test_a_request_is_turned_by_its_final_length_from_its_first_token_on(name):
 
 
 def test_every_bit_of_a_longrope_request_is_the_same_in_a_deterministic_engine():
-    """Each token of a prompt is then a row of its own, and each such row knows its request's final length."""
+    """Each prompt token is then a row of its own in the batch, and each row has its request's final length."""
     config = models.config_of(examples.DECODERS["phi3, longrope"])
     new = lambda: Engine(config, examples.params_of(config), **SIZES, deterministic=True, backend="sdpa")
     crowded = new().generate([prompt for prompt, _ in REQUESTS], TOLD)

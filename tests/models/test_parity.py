@@ -1,4 +1,4 @@
-"""The same logits as transformers, for every family, however the tokens are served."""
+"""The logits of every family are those of transformers, in prefill, in chunks, in ragged batches and in decoding."""
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ EXAMPLES = {
         "qwen2", dict(tie_word_embeddings=True, use_sliding_window=True, sliding_window=6, max_window_layers=1)
     ),
     "qwen3": Example("qwen3", dict(head_dim=10)),
+    "olmo2": Example("olmo2", dict(attention_bias=True)),
     "gemma2": Example(
         "gemma2",
         dict(head_dim=12, sliding_window=5, query_pre_attn_scalar=7, attn_logit_softcapping=2.0,
@@ -74,7 +75,7 @@ SCHEDULES = {
 
 @pytest.fixture(scope="module", params=EXAMPLES)
 def served(request, tmp_path_factory):
-    """(our model, prompts, their logits): saved by transformers, read by us."""
+    """(config, params, prompts, transformers' logits) of a model that transformers saved and jattn loaded."""
     return prepared(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -101,6 +102,6 @@ def test_the_backend_that_is_chosen_here_agrees_too(name, tmp_path):
 
 
 def agree(mine: np.ndarray, theirs: np.ndarray) -> None:
-    """Within 1e-4 of the spread of the logits."""
+    """Asserts equality up to 1e-4 of the logits' standard deviation."""
     worst, spread = np.abs(mine - theirs).max(), theirs.std()
     assert worst <= 1e-4 * spread, f"off by {worst / spread:.2e} of the spread {spread:.3f}"

@@ -1,10 +1,10 @@
-"""Rotary keys of a config.json, in both spellings, give the frequencies that transformers computes from them."""
+"""Rotary keys of config.json, old and new, give the frequencies that transformers computes from them."""
 
 import numpy as np
 import pytest
 
-from jattn.models.keys import Keys
-from jattn.models.rope_keys import rope_of
+from jattn.models.config_reader import ConfigReader
+from jattn.models.rope_config import rope_of
 
 transformers = pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
 
@@ -45,7 +45,7 @@ def test_frequencies_and_magnitude_are_those_of_transformers(name, length):
         dict(rope_parameters=values | dict(rope_theta=500.0)),
         dict(rope_theta=500.0, rope_scaling={("type" if k == "rope_type" else k): v for k, v in values.items()}),
     ):
-        rope = rope_of(Keys(COMMON | spelling), HEAD_DIM, LONGEST)
+        rope = rope_of(ConfigReader(COMMON | spelling), HEAD_DIM, LONGEST)
         mine = rope.scaling.frequencies(rope.dim, rope.theta, length)
         np.testing.assert_allclose(mine, wanted.numpy(), rtol=2e-6)
         np.testing.assert_allclose(rope.scaling.attention_factor, magnitude, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""The witness without transformers: decoders written out over one whole sequence in float64 numpy."""
+"""The reference where transformers is not installed: decoders over one whole sequence, in float64 numpy."""
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def moe(weights: dict, x: np.ndarray, top_k: int, *, sigmoid=False, clamp=None) 
 
 
 def mixture_decoder(config: dict, params: dict, ids: np.ndarray, windows: list[int | None], clamp=None) -> np.ndarray:
-    """Logits [len, vocab] of a decoder of experts from our tree of float64 weights; windows: one a layer."""
+    """Logits [len, vocab] of a decoder with experts, from our params in float64. windows: one per layer."""
     eps, heads, kv = config["rms_norm_eps"], config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim", config["hidden_size"] // heads)
     x, at = params["embed"][ids], np.arange(len(ids))

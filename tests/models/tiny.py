@@ -14,7 +14,7 @@ CONFIG: dict[str, Any] = dict(
 
 
 def tensors(config: dict[str, Any] = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
-    """Every tensor of the model, [out, in] as torch keeps them."""
+    """Every tensor of the model, [out, in] as torch stores them."""
     rng, c = np.random.default_rng(seed), config
     hidden, d, wide = c["hidden_size"], c["head_dim"], c["intermediate_size"]
     q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
@@ -29,7 +29,7 @@ def tensors(config: dict[str, Any] = CONFIG, seed: int = 0) -> dict[str, np.ndar
 
 
 def write(folder: pathlib.Path, config: dict[str, Any] = CONFIG, made: dict[str, np.ndarray] | None = None) -> None:
-    """One file."""
+    """Write the folder with one file of tensors."""
     from safetensors.numpy import save_file
 
     (folder / "config.json").write_text(json.dumps(config))
@@ -38,7 +38,7 @@ def write(folder: pathlib.Path, config: dict[str, Any] = CONFIG, made: dict[str,
 
 
 def write_sharded(folder: pathlib.Path, config: dict[str, Any] = CONFIG) -> None:
-    """Two files and an index."""
+    """Write the folder with two files of tensors and an index."""
     from safetensors.numpy import save_file
 
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""The witness: transformers (torch, CPU) with small random models of each family, saved as a user would."""
+"""The reference: transformers (torch, CPU), with small random models of each family, saved as a user would do it."""
 
 import dataclasses
 import pathlib
@@ -15,7 +15,7 @@ COMMON: dict[str, Any] = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One small model: model_type, what is unlike COMMON, and whether its weights keep transformers' own start."""
+    """One small model: its model_type, its changes to COMMON, and whether COMMON applies."""
 
     family: str
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -28,7 +28,7 @@ class Example:
         return CONFIG_MAPPING[self.family](**values, attn_implementation="eager")
 
     def save(self, directory: pathlib.Path, seed: int = 0, **options: Any):
-        """Write the model to a folder and return it: random weights, so that no norm or bias is idle."""
+        """Write the model to a folder and return it; weights are random, so that every norm and bias has an effect."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ class Example:
 
 
 def shake(model) -> None:
-    """Move every norm scale, bias and sink off its start of ones and zeros."""
+    """Add noise to every norm scale, bias and sink, which start as ones and zeros."""
     import torch
 
     with torch.no_grad():

@@ -1,10 +1,10 @@
-"""The witness of the layers: textbook attention on one sequence, every key of it at hand, in float64 numpy."""
+"""The reference of the layers: textbook attention over one sequence with all of its keys, in float64 numpy."""
 
 import numpy as np
 
 
 def turn(x: np.ndarray, theta: float, dim: int, interleaved: bool = False) -> np.ndarray:
-    """x [L heads D] at positions 0 .. L-1: pairs as complex numbers, multiplied by exp(i * position * frequency)."""
+    """x [L heads D] at positions 0 .. L-1: pairs, as complex numbers, multiplied by exp(i * position * frequency)."""
     angle = np.arange(len(x))[:, None] * theta ** (-np.arange(0, dim, 2) / dim)
     spin = np.exp(1j * angle)[:, None, :]
     real, rest = x[..., :dim], x[..., dim:]
@@ -18,17 +18,22 @@ def rms(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
 
 
+def rms_of(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
+    """x [L heads D] normalised over groups as wide as the scale: one head, or all heads together."""
+    return rms(x.reshape(len(x), -1, scale.size), scale, eps).reshape(x.shape)
+
+
 def project(weights: dict, x: np.ndarray) -> np.ndarray:
     return x @ weights["kernel"] + weights.get("bias", 0.0)
 
 
 def layer(weights, x, heads, kv_heads, *, keys_from=None, seen=None, theta=None, dim=0, eps=None, sinks=None):
-    """One sequence x [L hidden] -> [L hidden]. seen bool[L Lk], None: everything."""
+    """One sequence x [L hidden] -> [L hidden]. seen bool[L Lk]; None: all keys."""
     source = x if keys_from is None else keys_from
     q = project(weights["q"], x).reshape(len(x), heads, -1)
     k, v = (project(weights[n], source).reshape(len(source), kv_heads, -1) for n in "kv")
     if eps is not None:
-        q, k = rms(q, weights["q_norm"]["scale"], eps), rms(k, weights["k_norm"]["scale"], eps)
+        q, k = rms_of(q, weights["q_norm"]["scale"], eps), rms_of(k, weights["k_norm"]["scale"], eps)
     if theta is not None:
         q, k = turn(q, theta, dim), turn(k, theta, dim)
     out = np.zeros((len(x), heads, v.shape[-1]))

@@ -1,4 +1,4 @@
-"""Attention layers: paged equals uncached equals the textbook; the Flax twins are the pure function."""
+"""Attention layers: paged equals uncached equals the textbook; both Flax modules equal the pure function."""
 
 import dataclasses
 import functools
@@ -11,29 +11,30 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn.nn import AttentionLayer, Norm, Rope, call
-from jattn.nn.weights import attention_weights, is_weight
+from jattn.nn import AttentionConfig, Norm, Rope, apply_attention
+from jattn.nn.weight_spec import is_weight_spec
 from tests.nn import dense
 
 HIDDEN, HEADS, KV, D, BLOCK = 12, 4, 2, 6, 4
 LENGTHS = (7, 4)
 ROPE, NORM = Rope(dim=4, theta=100.0), Norm(eps=1e-3)
 SPEC = jattn.AttentionSpec(num_heads=HEADS, num_kv_heads=KV, head_dim=D)
-FULL = AttentionLayer(
+FULL = AttentionConfig(
     spec=dataclasses.replace(SPEC, sliding_window=3, has_sinks=True), hidden_size=HIDDEN, rope=ROPE, qk_norm=NORM,
     qkv_bias=True, out_bias=True,
 )  # fmt: skip
-ENCODER = AttentionLayer(spec=dataclasses.replace(SPEC, attn_type="encoder_only"), hidden_size=HIDDEN)
-CROSS = AttentionLayer(spec=dataclasses.replace(SPEC, attn_type="encoder_decoder"), hidden_size=HIDDEN)
+ALL_HEADS = dataclasses.replace(FULL, qk_norm_all_heads=True)
+ENCODER = AttentionConfig(spec=dataclasses.replace(SPEC, attn_type="encoder_only"), hidden_size=HIDDEN)
+CROSS = AttentionConfig(spec=dataclasses.replace(SPEC, attn_type="encoder_decoder"), hidden_size=HIDDEN)
 TABLE = np.array([[5, 2], [7, 1]], np.int32)
 ENCODER_LENGTHS = (5, 3)
 
 
-def weights_of(layer: AttentionLayer, seed: int = 0):
-    """Random everywhere, so that no bias, sink or scale is idle."""
+def weights_of(layer: AttentionConfig, seed: int = 0):
+    """Random weights, so that every bias, sink and scale has an effect."""
     rng = np.random.default_rng(seed)
     draw = lambda w: rng.normal(size=w.shape).astype(np.float32) * (0.4 if len(w.shape) > 1 else 1.0)
-    return jax.tree.map(draw, attention_weights(layer), is_leaf=is_weight)
+    return jax.tree.map(draw, layer.weight_specs(), is_leaf=is_weight_spec)
 
 
 def tokens(*lengths: int, seed: int = 1) -> list[np.ndarray]:
@@ -45,16 +46,16 @@ def batch(query_lens, seq_lens=None, table=TABLE, **options) -> jattn.CommonAtte
     return jattn.CommonAttentionMetadata.from_lengths(query_lens, seq_lens or query_lens, table, BLOCK, **options)
 
 
-def empty(layer: AttentionLayer) -> jattn.PagedKV:
+def empty(layer: AttentionConfig) -> jattn.PagedKV:
     s = layer.spec
     size = dict(num_blocks=9, block_size=BLOCK, num_kv_heads=s.num_kv_heads, head_dim=s.head_dim, dtype="float32")
     return jattn.empty_cache(jattn.KVCacheSpec(**size))
 
 
-run = functools.partial(jax.jit, static_argnames=("layer", "backend"))(call)
+run = functools.partial(jax.jit, static_argnames=("config", "backend"))(apply_attention)
 
 
-def textbook(layer: AttentionLayer, weights, x, keys_from=None) -> np.ndarray:
+def textbook(layer: AttentionConfig, weights, x, keys_from=None) -> np.ndarray:
     exact = functools.partial(jax.tree.map, lambda w: np.asarray(w, np.float64))
     at, options = np.arange(len(x)), dict(keys_from=None if keys_from is None else exact(keys_from))
     if layer.spec.attn_type == "decoder":
@@ -70,7 +71,9 @@ def textbook(layer: AttentionLayer, weights, x, keys_from=None) -> np.ndarray:
     return dense.layer(exact(weights), exact(x), HEADS, KV, **options)
 
 
-@pytest.mark.parametrize("layer", [FULL, ENCODER], ids=["decoder, everything on", "encoder"])
+@pytest.mark.parametrize(
+    "layer", [FULL, ALL_HEADS, ENCODER], ids=["decoder, everything on", "norms over all heads", "encoder"]
+)
 def test_without_a_cache_a_layer_is_the_textbook(layer):
     weights, xs = weights_of(layer), tokens(*LENGTHS)
     cache, y = run(layer, weights, np.concatenate(xs), batch(LENGTHS, table=None))
@@ -131,17 +134,17 @@ def test_the_flax_twins_are_the_pure_function():
 
 
 def test_both_twins_make_the_same_tree_and_name_its_axes():
-    made = attention_weights(FULL)
+    made = FULL.weight_specs()
     mine = jattn.nn.PagedAttention(
         FULL.spec, HIDDEN, rngs=nnx.Rngs(0), rope=ROPE, qk_norm=NORM, qkv_bias=True, out_bias=True
     )
     twin = jattn.nn.linen.PagedAttention(FULL)
     x, meta = np.concatenate(tokens(*LENGTHS)), batch(LENGTHS)
     variables = jax.eval_shape(twin.init, jax.random.key(0), x, meta, empty(FULL))
-    shapes = jax.tree.map(lambda w: w.shape, made, is_leaf=is_weight)
+    shapes = jax.tree.map(lambda w: w.shape, made, is_leaf=is_weight_spec)
     assert jax.tree.map(jnp.shape, mine.weights) == shapes
     assert jax.tree.map(jnp.shape, flax.linen.unbox(variables)["params"]) == shapes
-    axes = jax.tree.map(lambda w: jax.sharding.PartitionSpec(*w.axes), made, is_leaf=is_weight)
+    axes = jax.tree.map(lambda w: jax.sharding.PartitionSpec(*w.axes), made, is_leaf=is_weight_spec)
     assert flax.linen.get_partition_spec(variables)["params"] == axes
     assert nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(mine, nnx.Param))) == axes
 
@@ -149,7 +152,9 @@ def test_both_twins_make_the_same_tree_and_name_its_axes():
 def test_training_goes_through_the_same_layer():
     weights, xs = weights_of(FULL), tokens(*LENGTHS)
     meta, x = batch(LENGTHS, table=None), np.concatenate(xs)
-    value, slopes = jax.jit(jax.value_and_grad(lambda w: jnp.sum(jnp.sin(call(FULL, w, x, meta)[1]))))(weights)
+    value, slopes = jax.jit(jax.value_and_grad(lambda w: jnp.sum(jnp.sin(apply_attention(FULL, w, x, meta)[1]))))(
+        weights
+    )
     assert all(np.abs(g).max() > 1e-4 for g in jax.tree.leaves(slopes)), "every weight gets a gradient"
     towards = jax.tree.map(lambda w: np.random.default_rng(9).normal(size=w.shape).astype(np.float32), weights)
     exact = lambda h: sum(
@@ -166,9 +171,9 @@ OPTIONS = {
     "rope theta": dict(rope=Rope(dim=4, theta=50.0)),
     "rope pairs": dict(rope=Rope(dim=4, theta=100.0, interleaved=True)),
     "qk_norm": dict(qk_norm=None),
-    "norm after": dict(norm_after_rope=True),
+    "norm after": dict(qk_norm_after_rope=True),
     "clip": dict(clip_qkv=0.5),
-    "growth": dict(query_growth=(2.0, 0.5)),
+    "growth": dict(temperature_tuning=(2.0, 0.5)),
     "alibi": dict(spec=dataclasses.replace(FULL.spec, has_alibi=True), alibi_slopes=(0.5, 0.25, 0.1, 0.05)),
     "soft cap": dict(spec=dataclasses.replace(FULL.spec, logits_soft_cap=1.0)),
 }
@@ -188,10 +193,12 @@ def test_every_option_moves_the_result(name):
         ("alibi", lambda: dataclasses.replace(FULL, alibi_slopes=(1.0,) * HEADS)),
         ("rope", lambda: dataclasses.replace(FULL, rope=Rope(dim=D + 2))),
         ("rotary", lambda: dataclasses.replace(CROSS, rope=ROPE)),
-        ("keys_from", lambda: call(CROSS, {}, None, batch([1, 1], encoder_seq_lens=[2, 2]))),
-        ("keys_from", lambda: call(FULL, {}, None, batch([1, 1]), keys_from=np.zeros((1, HIDDEN)))),
-        ("plan", lambda: call(FULL, {}, None, batch([1, 1]), plan=1)),
+        ("keys_from", lambda: apply_attention(CROSS, {}, None, batch([1, 1], encoder_seq_lens=[2, 2]))),
+        ("keys_from", lambda: apply_attention(FULL, {}, None, batch([1, 1]), keys_from=np.zeros((1, HIDDEN)))),
+        ("plan", lambda: apply_attention(FULL, {}, None, batch([1, 1]), plan=1)),
         ("norm", lambda: Norm(kind="batch")),
+        ("qk_norm", lambda: dataclasses.replace(FULL, qk_norm=None, qk_norm_all_heads=True)),
+        ("qk_norm", lambda: dataclasses.replace(FULL, qk_norm=None, qk_norm_after_rope=True)),
     ],
 )
 def test_what_cannot_mean_anything_is_refused(message, bad):

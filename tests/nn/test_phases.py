@@ -1,29 +1,38 @@
-"""R-38, turns late in a context: every scaling against float64, where a float32 product is off by 0.04 radians."""
+"""R-38, rotary angles at late positions: every scaling against float64. A float32 product is off by 0.04 radians."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.nn import DynamicNTK, Linear, Llama3, LongRope, Rope, Scaling, Yarn, rotate
+from jattn.nn import (
+    DynamicNTKRopeScaling,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    Rope,
+    RopeScaling,
+    YarnRopeScaling,
+    rotate,
+)
 from jattn.nn.phases import phases
 
 DIM, THETA, TRAINED = 64, 500000.0, 4096
 DIVISORS = np.linspace(1.0, 40.0, DIM // 2)
 SCALINGS = {
-    "default": Scaling(),
-    "linear": Linear(factor=8.0),
-    "dynamic": DynamicNTK(factor=2.5, trained_length=TRAINED),
-    "llama3": Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_length=8192),
-    "yarn": Yarn(factor=32.0, trained_length=TRAINED, truncate=False),
-    "longrope": LongRope(short=(1.0,) * (DIM // 2), long=tuple(DIVISORS), trained_length=TRAINED, magnitude=1.2),
+    "default": RopeScaling(),
+    "linear": LinearRopeScaling(factor=8.0),
+    "dynamic": DynamicNTKRopeScaling(factor=2.5, trained_length=TRAINED),
+    "llama3": Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_length=8192),
+    "yarn": YarnRopeScaling(factor=32.0, trained_length=TRAINED, truncate=False),
+    "longrope": LongRopeScaling(short=(1.0,) * (DIM // 2), long=tuple(DIVISORS), trained_length=TRAINED, magnitude=1.2),
 }
 # The stretch of dynamic NTK is computed on the device, in float32, from a tabulated length nearby.
 NEAR = {name: 5e-5 if name == "dynamic" else 4e-7 for name in SCALINGS}
 
 
 def defined(name: str, length: int) -> np.ndarray:
-    """f64[DIM / 2] radians a position, from the formulas, in a request of this length."""
+    """f64[DIM / 2], radians per position, from the formulas, for a request of this length."""
     base = THETA ** (-np.arange(0, DIM, 2) / DIM)
     if name == "linear":
         return base / 8

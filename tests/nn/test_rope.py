@@ -1,11 +1,20 @@
-"""Rotary embeddings: the definition by complex numbers, and each way of stretching against its formula."""
+"""Rotary embeddings: rotation against its definition by complex numbers, each scaling against its formula."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.nn import DynamicNTK, Linear, Llama3, LongRope, Rope, Scaling, Yarn, rotate
+from jattn.nn import (
+    DynamicNTKRopeScaling,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    Rope,
+    RopeScaling,
+    YarnRopeScaling,
+    rotate,
+)
 from tests.nn import dense
 
 LENGTH, HEADS, D, DIM, THETA = 9, 2, 10, 6, 100.0
@@ -29,16 +38,16 @@ def test_dot_products_depend_on_the_distance_only():
     np.testing.assert_allclose(*dots, atol=1e-4)
 
 
-def frequencies(scaling: Scaling, length: int = 0) -> np.ndarray:
+def frequencies(scaling: RopeScaling, length: int = 0) -> np.ndarray:
     return scaling.frequencies(DIM, THETA, length)
 
 
 def test_linear_divides_every_frequency():
-    np.testing.assert_allclose(frequencies(Linear(factor=4.0)), BASE / 4, rtol=1e-6)
+    np.testing.assert_allclose(frequencies(LinearRopeScaling(factor=4.0)), BASE / 4, rtol=1e-6)
 
 
 def test_dynamic_ntk_grows_theta_past_the_trained_length_only():
-    scaling = DynamicNTK(factor=2.0, trained_length=8)
+    scaling = DynamicNTKRopeScaling(factor=2.0, trained_length=8)
     short, long = frequencies(scaling, 5), frequencies(scaling, 24)
     assert [scaling.variant(n) for n in (5, 8, 9, 24)] == [8, 8, 9, 24]
     theta = THETA * (2.0 * 24 / 8 - 1) ** (DIM / (DIM - 2))
@@ -47,7 +56,7 @@ def test_dynamic_ntk_grows_theta_past_the_trained_length_only():
 
 
 def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between():
-    scaling = Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_length=64)
+    scaling = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_length=64)
     wave = 2 * np.pi / BASE
     turns = 64 / wave
     assert (turns > 4).any() and (turns < 1).any() and ((turns > 1) & (turns < 4)).any(), "the three cases are there"
@@ -58,17 +67,17 @@ def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between():
 
 
 def test_yarn_ramps_between_its_two_numbers_of_turns():
-    scaling = Yarn(factor=4.0, trained_length=64, beta_fast=4.0, beta_slow=1.0, truncate=False)
+    scaling = YarnRopeScaling(factor=4.0, trained_length=64, beta_fast=4.0, beta_slow=1.0, truncate=False)
     at = lambda turns: DIM * np.log(64 / (turns * 2 * np.pi)) / (2 * np.log(THETA))
     keep = 1 - np.clip((np.arange(DIM // 2) - at(4.0)) / (at(1.0) - at(4.0)), 0, 1)
     np.testing.assert_allclose(frequencies(scaling), BASE / 4 * (1 - keep) + BASE * keep, rtol=1e-6)
-    whole = Yarn(factor=4.0, trained_length=64, beta_fast=4.0, beta_slow=1.0)
+    whole = YarnRopeScaling(factor=4.0, trained_length=64, beta_fast=4.0, beta_slow=1.0)
     assert not np.allclose(frequencies(whole), frequencies(scaling))
     assert np.isclose(scaling.attention_factor, 0.1 * np.log(4.0) + 1)
 
 
 def test_longrope_takes_the_long_divisors_past_the_trained_length():
-    scaling = LongRope(short=(1.0, 2.0, 3.0), long=(4.0, 5.0, 6.0), trained_length=8, magnitude=1.5)
+    scaling = LongRopeScaling(short=(1.0, 2.0, 3.0), long=(4.0, 5.0, 6.0), trained_length=8, magnitude=1.5)
     short, long = frequencies(scaling, 8), frequencies(scaling, 9)
     assert [scaling.variant(n) for n in (5, 8, 9, 24)] == [0, 0, 1, 1]
     np.testing.assert_allclose(short, BASE / [1, 2, 3], rtol=1e-6)
@@ -82,8 +91,8 @@ def test_longrope_takes_the_long_divisors_past_the_trained_length():
     [
         lambda: Rope(dim=5),
         lambda: rotate(jnp.asarray(X), Rope(dim=D + 2).angles(jnp.arange(LENGTH))),
-        lambda: Rope(dim=DIM, scaling=DynamicNTK(factor=2.0, trained_length=8)).angles(jnp.arange(LENGTH)),
-        lambda: LongRope(short=(1.0,), long=(1.0, 1.0, 1.0), trained_length=8).frequencies(DIM, THETA),
+        lambda: Rope(dim=DIM, scaling=DynamicNTKRopeScaling(factor=2.0, trained_length=8)).angles(jnp.arange(LENGTH)),
+        lambda: LongRopeScaling(short=(1.0,), long=(1.0, 1.0, 1.0), trained_length=8).frequencies(DIM, THETA),
     ],
 )
 def test_what_cannot_mean_anything_is_refused(bad):
@@ -92,11 +101,11 @@ def test_what_cannot_mean_anything_is_refused(bad):
 
 
 NUMBERS = {
-    Linear: dict(factor=2.0),
-    DynamicNTK: dict(factor=2.0, trained_length=8),
-    Llama3: dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_length=64),
-    Yarn: dict(factor=4.0, trained_length=64, beta_fast=32.0, beta_slow=1.0, magnitude=1.0),
-    LongRope: dict(short=(1.0, 2.0, 3.0), long=(4.0, 5.0, 6.0), trained_length=8, magnitude=1.5),
+    LinearRopeScaling: dict(factor=2.0),
+    DynamicNTKRopeScaling: dict(factor=2.0, trained_length=8),
+    Llama3RopeScaling: dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_length=64),
+    YarnRopeScaling: dict(factor=4.0, trained_length=64, beta_fast=32.0, beta_slow=1.0, magnitude=1.0),
+    LongRopeScaling: dict(short=(1.0, 2.0, 3.0), long=(4.0, 5.0, 6.0), trained_length=8, magnitude=1.5),
     Rope: dict(dim=DIM, theta=THETA),
 }
 BAD_NUMBERS = (0.0, -1.0, 1e-320, 1e-30, 1e30, np.nan, np.inf, "2", None, True)
@@ -106,20 +115,20 @@ BAD_NUMBERS = (0.0, -1.0, 1e-320, 1e-30, 1e30, np.nan, np.inf, "2", None, True)
 def test_a_number_that_no_frequency_can_be_made_of_is_refused_where_it_is_given(kind, field):
     kind(**NUMBERS[kind])
     for bad in BAD_NUMBERS:
-        if (field, bad) == ("magnitude", None) and kind is Yarn:
+        if (field, bad) == ("magnitude", None) and kind is YarnRopeScaling:
             continue  # its default
         value = (1.0, bad, 3.0) if field in ("short", "long") else bad
         with pytest.raises(ValueError, match=field):
             kind(**NUMBERS[kind] | {field: value})
     with pytest.raises(ValueError, match="must be below"):
-        Llama3(**NUMBERS[Llama3] | dict(low_freq_factor=4.0))
+        Llama3RopeScaling(**NUMBERS[Llama3RopeScaling] | dict(low_freq_factor=4.0))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NUMBERS if kind is not Rope])
 @pytest.mark.parametrize("extreme", [1e-6, 1e6])
 @pytest.mark.parametrize(("theta", "trained"), [(1 + 1e-15, 1), (1e18, 2**31 - 1)])
 def test_every_number_that_is_taken_gives_finite_turns(kind, extreme, theta, trained):
-    """At the limits of all fields at once."""
+    """With all fields at their limits at once."""
     fields = {name: extreme for name in NUMBERS[kind]} | dict(trained_length=trained)
     fields |= {name: (extreme,) * 3 for name in ("short", "long")}
     fields |= dict(low_freq_factor=extreme / 2, factor=extreme) if extreme > 1 else dict(high_freq_factor=1e6)

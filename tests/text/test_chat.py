@@ -11,9 +11,9 @@ import pytest
 
 import jattn
 from jattn.cli import main
-from jattn.engine import Engine, renderer
+from jattn.engine import Engine
 from jattn.engine.request import CompletionState, Sequence
-from jattn.text import ByteTokenizer, ChatTemplate, chat_prompt, load_tokenizer
+from jattn.text import ByteTokenizer, ChatTemplate, chat_prompt, load_tokenizer, renderer
 from jattn.text.chat import load_chat_template
 from tests.models import folders
 

@@ -1,4 +1,4 @@
-"""The families that are known, by config.json's model_type."""
+"""The supported families, by model_type of config.json."""
 
 from jattn.models.families.alibi import BLOOM, MPT
 from jattn.models.families.bart import BART
@@ -9,6 +9,7 @@ from jattn.models.families.gpt_oss import GPT_OSS
 from jattn.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from jattn.models.families.llama4 import LLAMA4_TEXT
 from jattn.models.families.mixtral import MIXTRAL
+from jattn.models.families.olmo2 import OLMO2
 from jattn.models.families.phi3 import PHI3
 
 FAMILIES: dict[str, Family] = {
@@ -16,6 +17,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "olmo2": OLMO2,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
     "phi3": PHI3,

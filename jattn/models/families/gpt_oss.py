@@ -1,30 +1,32 @@
-"""gpt-oss: sinks, alternating windows, biases everywhere, a clamped mixture of experts, yarn."""
+"""gpt-oss: sinks, alternating windows, biases on all projections, a clamped mixture of experts, yarn, MXFP4 weights."""
 
 import dataclasses
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from jattn.models.config import ModelConfig
+from jattn.models.config_reader import ConfigReader
 from jattn.models.families.family import Family
-from jattn.models.families.llama import (
-    NORM_NAMES,
+from jattn.models.families.shared import (
+    PRE_NORM_ROWS,
     UNUSED,
-    attention_names,
-    biases,
+    attention_biases,
+    attention_rows,
+    decoder_tensors,
     experts_of,
-    outside,
-    translate,
+    rope_decoder,
     windows_by_type,
 )  # fmt: skip
-from jattn.models.keys import Keys
 from jattn.models.moe import MoE
-from jattn.models.mxfp4 import unpacked
-from jattn.models.names import Source, linears, same, sources
+from jattn.models.tensor_names import TensorSource, linear_rows, unchanged
 
 
-def gpt_oss(c: Keys) -> ModelConfig:
-    """Softmax over the chosen experts; (up + 1) * gate * sigmoid(alpha * gate), clamped."""
-    c.only("hidden_act", "silu")  # the unit is built in
-    c.ignore("experts_per_token", "initial_context_length")  # second names of other keys
+def gpt_oss(c: ConfigReader) -> ModelConfig:
+    """Softmax over the chosen experts, whose gated unit is (up + 1) * gate * sigmoid(alpha * gate), clamped."""
+    c.only("hidden_act", "silu")  # MoE computes this gated unit from silu
+    c.ignore("experts_per_token", "initial_context_length")  # duplicates of other keys
     moe = MoE(
         **experts_of(c),
         width=c.count("intermediate_size"),
@@ -32,45 +34,63 @@ def gpt_oss(c: Keys) -> ModelConfig:
         router_bias=True,
         bias=True,
     )
-    return translate(c, mlp=moe, windows=windows_of, sinks=True, ropes=dict(usual=YARN), **biases(c))
+    return rope_decoder(
+        c, mlp=moe, windows=alternating_windows, sinks=True, rope_options=dict(default=YARN), **attention_biases(c)
+    )
 
 
-def windows_of(c: Keys, count: int) -> list[int | None]:
-    """Every second layer sees everything."""
+def alternating_windows(c: ConfigReader, count: int) -> list[int | None]:
+    """A window in layers 0, 2, 4 and so on, none in the others."""
     return windows_by_type(c, count, [(index + 1) % 2 != 0 for index in range(count)])
 
 
-def names(config: ModelConfig) -> dict[str, Source]:
-    """Gate and up lie interleaved in one tensor; experts are stored plain, or packed in MXFP4."""
+def gpt_oss_tensors(config: ModelConfig) -> dict[str, TensorSource]:
+    """Gate and up are interleaved in one tensor. Experts are stored as floats, or packed in MXFP4."""
 
     def layer(index: int) -> dict[str, Any]:
-        return attention_names(config, index) | LAYER | NORM_NAMES
+        return attention_rows(config, index) | LAYER_ROWS | PRE_NORM_ROWS
 
-    table = sources(config, outside(config), "model.layers.{}.", layer)
+    table = decoder_tensors(config, layer)
     for index in range(len(config.layers)):
-        for part, (tensor, half) in PACKED.items():
+        for part, (tensor, columns) in PACKED.items():
             path = f"layers.{index}.mlp.{part}.kernel"
             stored = tuple(f"model.layers.{index}.{EXPERTS}.{tensor}_{kind}" for kind in ("blocks", "scales"))
-            packed = Source(stored, lambda *parts, half=half: unpacked(*parts)[..., half])
+            packed = TensorSource(stored, lambda *parts, columns=columns: unpack_mxfp4(*parts)[..., columns])
             table[path] = dataclasses.replace(table[path], packed=packed)
     return table
+
+
+FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+FP4_VALUES = np.concatenate([FP4, -FP4])  # by the four bits; the highest is the sign
+EXPONENT_BIAS = 127
+
+
+def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """blocks u8[E out groups 16], scales u8[E out groups] -> bfloat16 [E, in, out], exactly; in = 32 * groups.
+
+    MXFP4: 4-bit floats, two per byte with the first in the low bits, and a power of two for every 32 of them.
+    """
+    codes = np.stack([blocks & 0xF, blocks >> 4], axis=-1)
+    values = np.ldexp(FP4_VALUES[codes], scales.astype(np.int32)[..., None, None] - EXPONENT_BIAS)
+    rows = values.astype(ml_dtypes.bfloat16).reshape(*blocks.shape[:2], -1)
+    return rows.swapaxes(1, 2)
 
 
 EXPERTS = "mlp.experts"
 GATE, UP, ALL = slice(0, None, 2), slice(1, None, 2), slice(None)
 PACKED = {"gate": ("gate_up_proj", GATE), "up": ("gate_up_proj", UP), "down": ("down_proj", ALL)}
-LAYER: dict[str, Any] = {
-    "attn.sinks": ("self_attn.sinks", same),
-    **linears({"mlp.router": "mlp.router"}, bias=True),
+LAYER_ROWS: dict[str, Any] = {
+    "attn.sinks": ("self_attn.sinks", unchanged),
+    **linear_rows({"mlp.router": "mlp.router"}, bias=True),
     "mlp.gate.kernel": (f"{EXPERTS}.gate_up_proj", lambda x: x[..., GATE]),
     "mlp.gate.bias": (f"{EXPERTS}.gate_up_proj_bias", lambda x: x[..., GATE]),
     "mlp.up.kernel": (f"{EXPERTS}.gate_up_proj", lambda x: x[..., UP]),
     "mlp.up.bias": (f"{EXPERTS}.gate_up_proj_bias", lambda x: x[..., UP]),
-    "mlp.down.kernel": (f"{EXPERTS}.down_proj", same),
-    "mlp.down.bias": (f"{EXPERTS}.down_proj_bias", same),
+    "mlp.down.kernel": (f"{EXPERTS}.down_proj", unchanged),
+    "mlp.down.bias": (f"{EXPERTS}.down_proj_bias", unchanged),
 }
 YARN = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
 DEFAULTS = dict(num_key_value_heads=8, head_dim=64, sliding_window=128, attention_bias=True, rope_theta=150000.0)
-GPT_OSS = Family(gpt_oss, names, UNUSED, packings=("mxfp4",), defaults=DEFAULTS)
+GPT_OSS = Family(gpt_oss, gpt_oss_tensors, UNUSED, quant_methods=("mxfp4",), defaults=DEFAULTS)

@@ -1,111 +1,117 @@
-"""Llama 4 (text): layers that see only their own chunk, layers without positions, a mixture with a shared expert."""
+"""Llama 4 (text): chunked attention, layers without positions, a mixture of experts with a shared expert."""
 
 from typing import Any
 
 import numpy as np
 
 from jattn.models.config import LayerConfig, ModelConfig
+from jattn.models.config_reader import ConfigReader
 from jattn.models.families.family import Family
-from jattn.models.families.llama import (
+from jattn.models.families.shared import (
     ENDS,
-    MOST_LAYERS,
-    NORM_NAMES,
+    MAX_LAYERS,
+    PRE_NORM_ROWS,
     UNUSED,
-    attention_names,
-    biases,
-    decoder,
+    attention_biases,
+    attention_rows,
+    decoder_tensors,
     experts_of,
     heads_of,
-    mlp_names,
-    norm_of,
-    outside,
+    mlp_rows,
+    model_config,
+    rms_norm,
 )  # fmt: skip
-from jattn.models.keys import Keys
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.moe import MoE
-from jattn.models.names import Source, linears, same, sources
-from jattn.models.rope_keys import rope_of
-from jattn.nn import AttentionLayer
+from jattn.models.residual import ResidualNorms
+from jattn.models.rope_config import rope_of
+from jattn.models.tensor_names import TensorSource, linear_rows, unchanged
+from jattn.nn import AttentionConfig
 from jattn.spec import AttentionSpec
 
 
-def llama4(c: Keys) -> ModelConfig:
-    """Layers with rotary positions rotate pairs and then normalise q and k; the others scale q up as positions grow."""
-    count, heads, norm = c.count("num_hidden_layers", high=MOST_LAYERS), heads_of(c), norm_of(c)
+def llama4(c: ConfigReader) -> ModelConfig:
+    """Layers with rotary positions normalise q and k after rotation; the others have temperature tuning of q."""
+    count, heads, norm = c.count("num_hidden_layers", high=MAX_LAYERS), heads_of(c), rms_norm(c)
     c.ignore("for_llm_compressor", "attn_implementation")
     rope = rope_of(c, heads["head_dim"], c.count("max_position_embeddings"), interleaved=True)
-    bare = norm_of(c, has_scale=False) if c.flag("use_qk_norm", True) else None
-    growth = c.number("floor_scale", 8192.0, above=0), c.number("attn_scale", 0.1)
-    tuned = c.get("attn_temperature_tuning") == 4  # the model's first release wrote 4 for true
-    growth = growth if tuned or c.flag("attn_temperature_tuning", True) else None
-    turned, mixed = turned_layers(c, count), moe_layers(c, count)
-    chunks, bias = chunks_of(c, turned), biases(c)
-    halves = dense(c), moe(c)
+    with_rope: dict[str, Any] = dict(rope=rope)
+    if c.flag("use_qk_norm", True):
+        with_rope |= dict(qk_norm=rms_norm(c, has_scale=False), qk_norm_after_rope=True)
+    tuning = c.number("floor_scale", 8192.0, above=0), c.number("attn_scale", 0.1)
+    first_release = c.get("attn_temperature_tuning") == 4  # its config has 4 for true
+    is_tuned = first_release or c.flag("attn_temperature_tuning", True)
+    without_rope = dict(temperature_tuning=tuning if is_tuned else None)
+    has_rope, has_experts = rope_layers(c, count), moe_layers(c, count)
+    chunks, bias = chunk_sizes(c, has_rope), attention_biases(c)
+    dense, experts = dense_mlp(c), moe(c)
+    norms = ResidualNorms(before=norm)
 
     def layer(index: int) -> LayerConfig:
         spec = AttentionSpec(**heads, chunk_size=chunks[index])
-        own = dict(rope=rope, qk_norm=bare, norm_after_rope=True) if turned[index] else dict(query_growth=growth)
-        mixer = AttentionLayer(spec=spec, hidden_size=c.count("hidden_size"), **own, **bias)
-        return LayerConfig(mixer=mixer, mlp=halves[index in mixed], attn_norm=norm, mlp_norm=norm)
+        options = with_rope if has_rope[index] else without_rope
+        self_attn = AttentionConfig(spec=spec, hidden_size=c.count("hidden_size"), **options, **bias)
+        mlp = experts if index in has_experts else dense
+        return LayerConfig(self_attn=self_attn, mlp=mlp, attn_norms=norms, mlp_norms=norms)
 
-    return decoder(c, map(layer, range(count)), norm)
+    return model_config(c, map(layer, range(count)), norm)
 
 
-def turned_layers(c: Keys, count: int) -> list[bool]:
-    """Which layers have positions."""
-    every, given = c.count("no_rope_layer_interval", 4), c.counts("no_rope_layers", 1)
-    if given and len(given) < count:
+def rope_layers(c: ConfigReader, count: int) -> list[bool]:
+    """For each layer: True if it has rotary positions."""
+    every, flags = c.count("no_rope_layer_interval", 4), c.counts("no_rope_layers", 1)
+    if flags and len(flags) < count:
         c.refuse("no_rope_layers", f"must have one number for each of the {count} layers")
-    return [bool(x) for x in given[:count]] if given else [(index + 1) % every != 0 for index in range(count)]
+    return [bool(x) for x in flags[:count]] if flags else [(index + 1) % every != 0 for index in range(count)]
 
 
-def chunks_of(c: Keys, turned: list[bool]) -> list[int | None]:
-    """The chunk that each layer sees; None: everything."""
-    types = c.choices("layer_types", ("chunked_attention", "full_attention"), len(turned))
-    chunked = turned if types is None else [kind == "chunked_attention" for kind in types]
+def chunk_sizes(c: ConfigReader, has_rope: list[bool]) -> list[int | None]:
+    """The attention chunk size of each layer; None: it attends to all earlier tokens."""
+    types = c.choices("layer_types", ("chunked_attention", "full_attention"), len(has_rope))
+    chunked = has_rope if types is None else [kind == "chunked_attention" for kind in types]
     size = c.count("attention_chunk_size", None)
     if size is None and any(chunked):
-        c.refuse("attention_chunk_size", "must be a number: some layers see only their own chunk")
-    return [size if mine else None for mine in chunked]
+        c.refuse("attention_chunk_size", "must be a number, because some layers have chunked attention")
+    return [size if is_chunked else None for is_chunked in chunked]
 
 
-def moe_layers(c: Keys, count: int) -> set[int]:
-    """Which layers have experts."""
+def moe_layers(c: ConfigReader, count: int) -> set[int]:
+    """The indices of layers with experts."""
     step, given = c.count("interleave_moe_layer_step", 1), c.counts("moe_layers", count - 1)
     return set(range(step - 1, count, step)) if given is None else set(given)
 
 
-def dense(c: Keys) -> MLP:
+def dense_mlp(c: ConfigReader) -> MLP:
     """The MLP of layers without experts."""
     return MLP(width=c.count("intermediate_size_mlp"), activation=c.choice("hidden_act", ACTIVATIONS, "silu"))
 
 
-def moe(c: Keys) -> MoE:
-    """Experts whose input is scaled by the sigmoid of their logit, and one that all tokens visit."""
+def moe(c: ConfigReader) -> MoE:
+    """Experts whose inputs are multiplied by the sigmoid of their logit, and a shared expert."""
     width, act = c.count("intermediate_size"), c.choice("hidden_act", ACTIVATIONS, "silu")
     shared = MLP(width=width, activation=act)
     return MoE(**experts_of(c), width=width, activation=act, scores="sigmoid_of_input", shared=shared)
 
 
-def names(config: ModelConfig) -> dict[str, Source]:
-    """feed_forward holds one or the other."""
-    return sources(config, outside(config), "model.layers.{}.", lambda index: layer_names(config, index))
+def llama4_tensors(config: ModelConfig) -> dict[str, TensorSource]:
+    """Module feed_forward is an MLP or a mixture of experts."""
+    return decoder_tensors(config, lambda index: layer_rows(config, index))
 
 
-def layer_names(config: ModelConfig, index: int) -> dict[str, Any]:
-    """One layer; gate and up of all experts lie side by side in one tensor."""
-    table = attention_names(config, index) | NORM_NAMES
+def layer_rows(config: ModelConfig, index: int) -> dict[str, Any]:
+    """One layer. One tensor has gate and up of all experts, concatenated along the outputs."""
+    table = attention_rows(config, index) | PRE_NORM_ROWS
     if isinstance(config.layers[index].mlp, MLP):
-        return table | mlp_names(config, index, "feed_forward")
+        return table | mlp_rows(config, index, "feed_forward")
     half = {"gate": 0, "up": 1}
     experts = {
         f"mlp.{n}.kernel": ("feed_forward.experts.gate_up_proj", lambda x, part=part: np.split(x, 2, axis=-1)[part])
         for n, part in half.items()
     }
     shared = {f"mlp.shared.{n}": f"feed_forward.shared_expert.{n}_proj" for n in ("gate", "up", "down")}
-    table |= linears({"mlp.router": "feed_forward.router", **shared})
-    return table | experts | {"mlp.down.kernel": ("feed_forward.experts.down_proj", same)}
+    table |= linear_rows({"mlp.router": "feed_forward.router", **shared})
+    return table | experts | {"mlp.down.kernel": ("feed_forward.experts.down_proj", unchanged)}
 
 
 DEFAULTS = ENDS | dict(num_key_value_heads=8, head_dim=128, rope_theta=500000.0, attention_chunk_size=8192)
-LLAMA4_TEXT = Family(llama4, names, UNUSED, defaults=DEFAULTS)
+LLAMA4_TEXT = Family(llama4, llama4_tensors, UNUSED, defaults=DEFAULTS)

@@ -66,7 +66,7 @@ def _build(folder: Folder, cxx: tuple[str, ...], compiler: str) -> Library:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="jattn-build-") as work:
             made = pathlib.Path(work, "library.so")
-            toolchain.make(made, cxx)
+            toolchain.make(made, cxx, toolchain.accepted(cxx, toolchain.isas()))
             kept.store(folder, made.read_bytes(), compiler)
         found = kept.find(folder, compiler)
     if not found:

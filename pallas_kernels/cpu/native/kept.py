@@ -125,9 +125,16 @@ def _verified(folder: Folder, name: str, content: str, packaged: bool) -> Librar
     return None
 
 
+def name_of(content: bytes, compiler: str, sources: str) -> str:
+    """The file name of a library that was compiled with the installed XLA's headers."""
+    ffi = ".".join(map(str, toolchain.ffi_version()))
+    return f"{PREFIX}{sources}-ffi{ffi}-{compiler}-{_hash(content)}.so"
+
+
 def store(folder: Folder, content: bytes, compiler: str) -> None:
     """Write a library under its name, atomically; remove unusable ones of the same sources and compiler."""
-    stem = f"{PREFIX}{toolchain.source_hash()}-ffi{'.'.join(map(str, toolchain.ffi_version()))}-{compiler}"
+    name = name_of(content, compiler, toolchain.source_hash())
+    stem = name.rpartition("-")[0]
     unfinished = f".unfinished-{secrets.token_hex(8)}"
     for old in os.listdir(folder.fd):
         if old.startswith((f"{stem}-", ".unfinished-")):
@@ -138,7 +145,7 @@ def store(folder: Folder, content: bytes, compiler: str) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.rename(unfinished, f"{stem}-{_hash(content)}.so", src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+    os.rename(unfinished, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
 
 
 @contextlib.contextmanager

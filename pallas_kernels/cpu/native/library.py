@@ -8,7 +8,7 @@ import os
 
 import jax
 
-from pallas_kernels.cpu.native import build
+from pallas_kernels.cpu.native import build, kept
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ class Status:
     isas: tuple[str, ...] = ()
     reason: str = ""
     path: str = ""
+    prebuilt: bool = False
+    """True where the library came with the package, False where it was compiled on this machine."""
 
     @property
     def available(self) -> bool:
@@ -46,27 +48,28 @@ def _load() -> Status:
     if os.environ.get("JATTN_NATIVE") == "0":
         return Status(reason="the native library is switched off by JATTN_NATIVE=0")
     try:
-        path, handle = _open()
+        found, handle = _open()
     except (build.BuildError, OSError) as error:
         return Status(reason=f"the native library is absent: {error}")
+    path, prebuilt = str(found.path), found.path.parent == build.HERE
     handle.jattn_isas.restype = ctypes.c_char_p
     isas = tuple(filter(None, handle.jattn_isas().decode().split(", ")))
     if not isas:
         return Status(reason="this processor has none of the instruction sets of the native library", path=path)
     for target, symbol in _SYMBOLS.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, symbol)), platform="cpu")
-    return Status(isas=isas, path=path)
+    return Status(isas=isas, path=path, prebuilt=prebuilt)
 
 
-def _open() -> tuple[str, ctypes.CDLL]:
+def _open() -> tuple[kept.Library, ctypes.CDLL]:
     """The library; if the packaged one cannot be loaded (another libc, say), one that is compiled here."""
     found = build.library()
     try:
-        return str(found.path), found.load()
+        return found, found.load()
     except OSError:
         os.close(found.fd)
         found = build.library(prebuilt=False)
-        return str(found.path), found.load()
+        return found, found.load()
 
 
 def check_isa(isa: str) -> str:

@@ -21,11 +21,16 @@ QUESTION_SECONDS, BUILD_SECONDS = 60.0, 900.0
 """Time limits of the compiler: for --version and a check of flags, and for the whole build; then it is killed."""
 MOST_SAID = 1 << 20
 """Most bytes of a command's messages; a command that writes more is stopped before it fills the disk."""
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (  # -march=x86-64-v4, which some compilers spell otherwise
+    *_AVX2, "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt", "-mcx16", "-msahf",
+    "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl",
+)  # fmt: skip
 _X86 = {
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-march=x86-64-v4",),
-    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
-    "amx_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "amx_bf16": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 }
 _ARM64 = {"neon": ("-march=armv8-a",), "neon_bf16": ("-march=armv8.2-a+bf16",)}
 ISA_FLAGS = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM64, "arm64": _ARM64}
@@ -90,9 +95,10 @@ def ffi_version() -> tuple[int, int]:
     return int(major[1]), int(minor[1])
 
 
-def source_hash() -> str:
-    """A hash of our sources and of the flags of every instruction set."""
-    digest = hashlib.sha256(repr((BASE_FLAGS, extra_flags(), sorted(isas().items()), platform.system())).encode())
+def source_hash(system: str | None = None, machine: str | None = None) -> str:
+    """A hash of our sources and of the flags of every instruction set: for this kind of machine, or for a named one."""
+    system = system or platform.system()
+    digest = hashlib.sha256(repr((BASE_FLAGS, extra_flags(), sorted(isas(machine).items()), system)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -111,9 +117,9 @@ def extra_flags() -> tuple[str, ...]:
     return _words("JATTN_NATIVE_FLAGS")
 
 
-def make(target: pathlib.Path, cxx: tuple[str, ...], names: dict[str, tuple[str, ...]] | None = None) -> None:
-    """Compile all translation units in parallel in the folder of `target`, and link."""
-    names, extra = accepted(cxx, names or isas()), extra_flags()
+def make(target: pathlib.Path, cxx: tuple[str, ...], names: dict[str, tuple[str, ...]]) -> None:
+    """Compile these ISAs, all translation units in parallel, in the folder of `target`, and link."""
+    extra = extra_flags()
     flags = (*BASE_FLAGS, "-isystem", str(headers()), *extra)
     have = tuple(f"-DJATTN_HAVE_{isa.upper()}" for isa in names)
     units = {"ffi": have} | {f"isa_{isa}": own for isa, own in names.items()}

@@ -1,4 +1,4 @@
-"""A home and a compiler for tests of how the native library comes about."""
+"""Fixtures: a home folder with a fake compiler, and a native library with deliberate faults."""
 
 import sys
 
@@ -9,7 +9,7 @@ from pallas_kernels.cpu.native import build, library, toolchain
 
 FAKE_COMPILER = """#!/bin/sh
 # says
-# Takes its time to link where it is told to; writes what it was asked to write.
+# Writes "made" to the file after -o. Links take JATTN_TEST_LINK_SECONDS; JATTN_TEST_LOG counts them.
 case "$*" in *-shared*) echo link >> "$JATTN_TEST_LOG"; sleep "${JATTN_TEST_LINK_SECONDS:-0}";; esac
 while [ $# -gt 0 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done
 exit 0
@@ -18,7 +18,7 @@ exit 0
 
 @pytest.fixture
 def pretended(tmp_path, monkeypatch):
-    """A home of its own, where a script stands for the compiler."""
+    """A home folder of its own, with a shell script as the compiler; returns the folder."""
     if sys.platform == "win32":
         pytest.skip("a shell script stands for the compiler")
     fake = tmp_path / "c++"
@@ -34,16 +34,16 @@ def pretended(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def faulty_library(tmp_path_factory, request):
-    """The native library with every fault of mutants.h inside, and with no allocation above 2 MiB; its calls are
-    registered beside the real ones, under names that end in _faulty."""
+    """The native library with the faults of mutants.h, in which allocations above 2 MiB fail. Its calls are registered
+    beside the real ones, under names that end in _faulty."""
     shared = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # one for all workers of pytest-xdist
         shared = shared.parent
-    plainest = {isa: flags for isa, flags in toolchain.isas().items() if isa in ("avx2", "neon")}
+    one_isa = {isa: flags for isa, flags in toolchain.isas().items() if isa in ("avx2", "neon")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JATTN_CACHE_DIR", str(shared / "faulty"))
         patch.setenv("JATTN_NATIVE_FLAGS", '-O0 -DJATTN_MUTANTS "-DJATTN_ALLOCATION_FAILS(bytes)=((bytes) > 2097152)"')
-        patch.setattr(toolchain, "isas", lambda machine=None: plainest)
+        patch.setattr(toolchain, "isas", lambda machine=None: one_isa)
         handle = build.library(prebuilt=False).load()
     for target, symbol in library._SYMBOLS.items():
         jax.ffi.register_ffi_target(f"{target}_faulty", jax.ffi.pycapsule(getattr(handle, symbol)), platform="cpu")
@@ -52,6 +52,6 @@ def faulty_library(tmp_path_factory, request):
 
 @pytest.fixture
 def faulty(faulty_library, monkeypatch):
-    """The faulty library serves instead of the real one: what is compiled meanwhile keeps it."""
+    """Steps that are compiled during the test call the faulty library instead of the real one."""
     for name in ("ATTEND", "WRITE", "FILL"):
         monkeypatch.setattr(library, name, f"{getattr(library, name)}_faulty")

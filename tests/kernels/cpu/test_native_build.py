@@ -1,6 +1,6 @@
-"""How the native library is compiled: once by many processes, by a compiler that may fail, hang or be absent.
+"""The build of the native library: once for many processes, with a compiler that may fail, hang or be absent.
 
-No compiler runs here: a shell script stands for it.
+The compiler is a shell script.
 """
 
 import os
@@ -36,7 +36,7 @@ def start(code: str) -> subprocess.Popen:
 
 
 def answering(folder: pathlib.Path, version: str) -> str:
-    """A compiler that says this version and otherwise works."""
+    """Makes the fake compiler report this version; returns its path."""
     script = folder / "c++"
     script.write_text(
         script.read_text().replace("# says", f'case "$*" in *--version*) echo "{version}"; exit;; esac #')
@@ -45,7 +45,7 @@ def answering(folder: pathlib.Path, version: str) -> str:
 
 
 def test_where_a_compiler_is_the_library_is_too():
-    """A suite that passes has run the backend that a user gets: without a library the kernels' tests must fail."""
+    """With a compiler but without a library, the tests of the kernels must fail instead of being skipped."""
     try:
         toolchain.isas(), toolchain.compiler()
     except toolchain.BuildError as error:
@@ -70,7 +70,7 @@ def test_a_library_that_is_there_needs_no_compiler(pretended, monkeypatch):
 
 
 def test_another_compiler_or_another_version_builds_anew(pretended, monkeypatch):
-    """A newer compiler may know more instruction sets; what an older one made stays for those who use that."""
+    """A newer compiler may know more instruction sets. The older library stays for users of that compiler."""
     first = build.library().path
     answering(pretended, "g++ 99")
     second = build.library().path
@@ -89,7 +89,7 @@ def test_a_failing_compiler_is_quoted_and_leaves_nothing(pretended):
 
 
 def alive(process: int) -> bool:
-    """False once it is gone, or dead and not yet fetched by its parent."""
+    """False once the process has ended, also if its parent has not yet waited for it."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -108,7 +108,7 @@ def test_a_compiler_that_hangs_is_stopped_with_all_it_started(pretended, monkeyp
     with pytest.raises(toolchain.BuildError, match="did not finish in time and was stopped; set CXX"):
         build.library()
     child = int((pretended / "child").read_text())
-    assert any(time.sleep(0.05) or not alive(child) for _ in range(200)), "what it started still runs"
+    assert any(time.sleep(0.05) or not alive(child) for _ in range(200)), "its child process still runs"
 
 
 @pytest.mark.parametrize("talks_at", ["--version", "-fsyntax-only", "-shared"])
@@ -132,7 +132,7 @@ def test_the_compiler_ends_with_the_process_that_started_it(pretended, how):
     time.sleep(0.2)  # the compiler starts a moment before its guard
     process.send_signal(how)
     process.communicate(timeout=60)
-    assert any(time.sleep(0.05) or not alive(child) for _ in range(200)), "what it started still runs"
+    assert any(time.sleep(0.05) or not alive(child) for _ in range(200)), "its child process still runs"
 
 
 @pytest.mark.parametrize("makes", ["nothing", "an empty file"])
@@ -172,7 +172,7 @@ WITHOUT = {
 
 
 def without(monkeypatch, why: str) -> str:
-    """Make it so; the sentence that must be said."""
+    """Sets this situation up; returns the sentence that the reason must contain."""
     changed, sentence = WITHOUT[why]
     if "CXX" not in changed:
         monkeypatch.delenv("CXX")
@@ -192,7 +192,7 @@ def test_every_way_to_have_no_library_is_a_reason(pretended, monkeypatch, why):
 
 @pytest.mark.parametrize("why", ["no such compiler", "a compiler that fails"])
 def test_without_a_library_attention_falls_to_sdpa_and_one_line_says_why(pretended, monkeypatch, why):
-    """The log says it once, and `explain` whenever it is asked."""
+    """The log has one line; `explain` repeats the reason."""
     sentence = without(monkeypatch, why)
     out, err = start(TWO_LAYERS).communicate(timeout=120)
     assert out.splitlines()[:2] == ["sdpa", "sdpa"], err

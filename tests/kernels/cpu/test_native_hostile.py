@@ -61,10 +61,10 @@ def write(kv_dtype=0, out=None, **changed):
 
 PACKED = dict(k=f32(9, K, D), v=f32(9, K, V), kv_start=i32(R), block_table=i32(0, 0))
 BAD_ATTEND = {
-    "q has rank 2": (dict(q=f32(T, D)), r"q is \[6 16\] and must have rank 3"),
+    "q has rank 2": (dict(q=f32(T, D)), r"q is \[6 16\] and must be of rank 3"),
     "another head dim": (dict(q=f32(T, H, D + 1)), r"k is \[5 2 8 16\] and must be \[5 2 8 17\]"),
     "fewer values": (dict(v=f32(N - 1, K, S, V)), r"v is \[4 2 8 24\] and must be \[5 2 8 24\]"),
-    "packed values": (dict(v=f32(9, K, V)), "v is .* and must have rank 4"),
+    "packed values": (dict(v=f32(9, K, V)), "v is .* and must be of rank 4"),
     "keys of rank 5": (dict(k=f32(1, N, K, S, D)), "rank 4"),
     "heads that kv heads do not divide": (
         dict(q=f32(T, 3, D), out=((T, 3, V), "float32")),
@@ -77,7 +77,7 @@ BAD_ATTEND = {
     "too few starts": (dict(query_start_loc=i32(R)), r"query_start_loc is \[3\] and must be \[4\]"),
     "too few kv lengths": (dict(kv_lens=i32(R - 1)), r"kv_lens is \[2\] and must be \[3\]"),
     "a short table": (dict(block_table=i32(R - 1, B)), r"block_table is \[2 7\] and must be \[3 7\]"),
-    "a flat table": (dict(block_table=i32(R * B)), "block_table is .* and must have rank 2"),
+    "a flat table": (dict(block_table=i32(R * B)), "block_table is .* and must be of rank 2"),
     "causal of one": (dict(causal=i32(1)), r"causal is \[1\] and must be \[3\]"),
     "slopes of kv heads": (dict(alibi_slopes=f32(K)), r"alibi_slopes is \[2\] and must be \[4\]"),
     "too few sinks": (dict(sinks=f32(1)), r"sinks is \[1\]"),

@@ -1,4 +1,4 @@
-"""What is loaded as the native library: nothing that another user could have put there, nothing cut off or changed."""
+"""Which files are loaded as the native library: none that another user can write, none that is truncated or changed."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ def found_in(place: pathlib.Path, **how) -> str | None:
 
 
 def refused(monkeypatch, place: pathlib.Path, why: str) -> None:
-    """By `private`, and as the reason why there is no library where the user asked for that very folder."""
+    """Asserts that `private` refuses the folder, and that it is the library's reason as JATTN_CACHE_DIR."""
     with pytest.raises(toolchain.BuildError, match=why), kept.private(str(place)):
         pass
     monkeypatch.setenv("JATTN_CACHE_DIR", str(place))
@@ -85,7 +85,7 @@ def temporary(pretended, made: pathlib.Path) -> bool:
 
 
 def test_a_user_without_a_home_gets_a_private_temporary_folder(pretended, monkeypatch):
-    """As in a container whose user number is in no list: '~' then stands for itself."""
+    """As in a container whose user id is in no passwd file: '~' is then not expanded."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(pretended)
@@ -93,9 +93,9 @@ def test_a_user_without_a_home_gets_a_private_temporary_folder(pretended, monkey
 
 
 def test_a_home_that_cannot_be_written_is_no_error(pretended, monkeypatch):
-    monkeypatch.setenv("HOME", str(pretended / "c++"))  # a file: nothing can be made below it, not even by root
+    monkeypatch.setenv("HOME", str(pretended / "c++"))  # a file: not even root can make a folder below it
     made = build.library().path
-    assert temporary(pretended, made) and made.parent.stat().st_mode & 0o077 == 0, "others could put code there"
+    assert temporary(pretended, made) and made.parent.stat().st_mode & 0o077 == 0, "others can write there"
 
 
 def test_a_full_cache_gives_way_to_a_temporary_folder(pretended, monkeypatch):
@@ -148,7 +148,7 @@ def test_a_damaged_library_is_built_anew_and_never_taken(pretended, damage, monk
 
 
 def test_a_build_that_is_killed_leaves_nothing_that_is_loaded(pretended):
-    """Killed while it writes the finished library: the next one builds, and tidies up."""
+    """A build killed while it stores the library leaves a temporary file; the next build removes it."""
     code = (
         "import os, signal\n"
         "from pallas_kernels.cpu.native import build\n"
@@ -165,7 +165,7 @@ def test_a_build_that_is_killed_leaves_nothing_that_is_loaded(pretended):
 
 
 def test_only_a_library_of_these_sources_that_xla_serves_is_taken(pretended, monkeypatch):
-    """XLA serves what was compiled against its own major version and up to its minor one."""
+    """XLA calls libraries that were compiled against its major version and at most its minor version."""
     made, content = build.library().path, b"made\n"
     digest = made.stem.split("-")[-1]
     place = pretended / "place"
@@ -186,12 +186,12 @@ def test_only_a_library_of_these_sources_that_xla_serves_is_taken(pretended, mon
         assert found_in(place) != put(sources, ffi) == found_in(place)
     assert found_in(place, compiler="0123abcd") and found_in(place, compiler="another0") is None
     monkeypatch.setenv("JATTN_NATIVE_FLAGS", "-fsanitize=undefined")
-    assert found_in(place) is None, "flags are part of what a library is"
+    assert found_in(place) is None, "other flags need another library"
 
 
 @needs_library
 def test_what_is_loaded_is_the_file_that_was_verified(tmp_path):
-    """Whoever swaps the file between the check and the loading swaps nothing."""
+    """Replacing the file between the check and the load has no effect."""
     real = pathlib.Path(library.status().path)
     place = tmp_path / "place"
     place.mkdir(mode=0o700)

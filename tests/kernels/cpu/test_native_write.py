@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn.backends.cpu_native import CpuNativeBackend
 from pallas_kernels.algebra import quant
 from pallas_kernels.cpu.native import ops
 from tests.kernels.cpu.native_setup import ISAS, needs_library
@@ -25,6 +26,7 @@ SPECS = [
     *(
         dict(dtype=held, quant=mode)
         for held in quant.QUANTISED
+        if held in CpuNativeBackend.supported_kv_cache_dtypes
         for mode in ("per_tensor", "per_head", "per_token_head")
     ),
 ]

@@ -1,4 +1,4 @@
-"""A small numpy model of the PTX that a Mosaic GPU kernel inlines: every value is one number a thread.
+"""A small numpy model of the PTX that a Mosaic GPU kernel inlines: a value is an array of one number for each thread.
 
 `emulated(module, threads)` swaps the MLIR builders under a module of inline PTX for numpy, so that its own code runs
 on a CPU, lane by lane: shared memory, ldmatrix, movmatrix, mma, shuffles and predicated stores, by PTX's definitions.
@@ -217,7 +217,7 @@ def emulated(module, machine: Machine):
         for i in range(flat.size):
             flat[i] = tuple(read(i))
 
-    def bag(shape, element, words):
+    def fragment_of_words(shape, element, words):
         fragment = Fragment(shape)
         fragment.registers[:] = words
         return fragment
@@ -227,13 +227,14 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx, "arith", Arith), mock.patch.object(module, "arith", Arith),
         mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),
         mock.patch.object(ptx, "i32", every(np.int32)), mock.patch.object(ptx, "i64", every(np.int64)),
-        mock.patch.object(ptx, "f32", every(np.float32)), mock.patch.object(ptx, "wide", lambda x: x.astype(np.int64)),
-        mock.patch.object(ptx, "scalar", lambda x: np.broadcast_to(x, machine.lane.shape)),
+        mock.patch.object(ptx, "f32", every(np.float32)),
+        mock.patch.object(ptx, "to_i64", lambda x: x.astype(np.int64)),
+        mock.patch.object(ptx, "scalar_value", lambda x: np.broadcast_to(x, machine.lane.shape)),
         mock.patch.object(ptx, "pointer", lambda ref, space: ref), mock.patch.object(ptx, "less", np.less),
-        mock.patch.object(ptx, "equal", np.equal), mock.patch.object(ptx, "flag", lambda x: x.astype(np.int32)),
-        mock.patch.object(ptx, "run", lambda text, _, *args, **kw: assembled(0, text, *args)),
-        mock.patch.object(ptx, "one", lambda text, _, *args, **kw: assembled(1, text, *args)[0]),
-        mock.patch.object(ptx, "many", lambda text, _, count, *args, **kw: assembled(count, text, *args)),
+        mock.patch.object(ptx, "equal", np.equal), mock.patch.object(ptx, "bool_to_i32", lambda x: x.astype(np.int32)),
+        mock.patch.object(ptx, "asm", lambda text, _, *args, **kw: assembled(0, text, *args)),
+        mock.patch.object(ptx, "asm_value", lambda text, _, *args, **kw: assembled(1, text, *args)[0]),
+        mock.patch.object(ptx, "asm_values", lambda text, _, count, *args, **kw: assembled(count, text, *args)),
         mock.patch.object(rows, "decode_word", lambda source, target: f"decode {source} {target}"),
         mock.patch.object(rows, "empty_fragment", lambda shape, layout, *_: Fragment(shape, layout)),
         mock.patch.object(rows, "fill", fill),
@@ -241,12 +242,12 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx.utils, "bitcast", lambda x, _: x),
         mock.patch.object(ptx.utils, "dtype_to_ir_type", lambda x: x),
         mock.patch.object(ptx, "int_type", lambda *_: None),
-        mock.patch.object(ptx, "below", lambda a, b: a.view(np.uint32) < b.view(np.uint32)),
-        mock.patch.object(rows, "single", lambda register: register[0]),
+        mock.patch.object(ptx, "less_unsigned", lambda a, b: a.view(np.uint32) < b.view(np.uint32)),
+        mock.patch.object(rows, "register_value", lambda register: register[0]),
+        mock.patch.object(rows, "pair_element", lambda pair, k: pair[k]),
     ]  # fmt: skip
-    for name, model in (("_bag", bag), ("_element", lambda pair, k: pair[k])):
-        if hasattr(module, name):
-            swaps.append(mock.patch.object(module, name, model))
+    if hasattr(module, "_fragment_of_words"):
+        swaps.append(mock.patch.object(module, "_fragment_of_words", fragment_of_words))
     with contextlib.ExitStack() as stack:
         for swap in swaps:
             stack.enter_context(swap)

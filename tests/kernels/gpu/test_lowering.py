@@ -6,8 +6,11 @@ import pytest
 
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.gpu.paged_attention import build_work_list, make_config, ragged_paged_attention, supports
-from pallas_kernels.gpu.pieces_sm90 import Config
+from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
+from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.tile_policy import make_config
+from pallas_kernels.gpu.work_list import build_work_list
 
 BASE = dict(
     num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=16, kv_dtype="bfloat16",
@@ -47,7 +50,7 @@ CASES = {
 }  # fmt: skip
 
 
-def lower(config: Config, num_tokens=64, num_reqs=8):
+def lower(config: GpuKernelConfig, num_tokens=64, num_reqs=8):
     shape = jax.ShapeDtypeStruct
     order = (config.num_kv_heads, config.page_size)
     pool = (32, *(order if config.layout == "HND" else order[::-1]))
@@ -126,7 +129,7 @@ def test_refuses_with_a_reason(name):
 
 
 def test_supports_lists_every_reason():
-    config = Config(**(BASE | dict(dtype="float32", page_size=12, token_scales=True)))
+    config = GpuKernelConfig(**(BASE | dict(dtype="float32", page_size=12, token_scales=True)))
     assert len(supports(config, chip="sm_80")) >= 4
 
 

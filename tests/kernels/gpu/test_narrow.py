@@ -1,4 +1,4 @@
-"""Few rows over an 8-bit cache: the logits that the transposed tile forms, and that every variant lowers for CUDA."""
+"""Narrow tiles: their transposed logits against algebra/logits.py, and that every variant lowers for CUDA."""
 
 import types
 
@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels.algebra.logits import LogitRule, shape_logits
 from pallas_kernels.algebra.mask import MaskRule, visible
 from pallas_kernels.gpu import narrow_sm90 as narrow
-from pallas_kernels.gpu.paged_attention import make_config
+from pallas_kernels.gpu.tile_policy import make_config
 from tests.kernels.gpu.test_lowering import BASE, lower
 
 NARROW = dict(kv_dtype="float8_e4m3fn", block_kv=128, stages=4, long_tiles=False, narrow_rows=8)
@@ -29,8 +29,8 @@ def test_transposed_logits_are_those_of_the_algebra(options, monkeypatch):
     dots = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
     slopes = jnp.linspace(0.1, 0.5, 32)
     piece = {narrow.wl.ROW0: 0, narrow.wl.QPOS0: 100, narrow.wl.SEQ: 102, narrow.wl.CAUSAL: 1, narrow.HEAD: 1}
-    refs = types.SimpleNamespace(heads=jnp.stack([slopes, slopes], 1))
-    column = narrow._columns_of(cfg, refs, {key: jnp.int32(x) for key, x in piece.items()})
+    refs = types.SimpleNamespace(per_head=jnp.stack([slopes, slopes], 1))
+    column = narrow._query_bounds(cfg, refs, {key: jnp.int32(x) for key, x in piece.items()})
     x, factor = narrow._logits(cfg, column, dots, 64, jnp.float32(cfg.logits.scale), masked=True)
     key, row = 64 + np.arange(64)[:, None], np.arange(8)[None]
     q_pos, head = 100 + row // 4, 4 + row % 4

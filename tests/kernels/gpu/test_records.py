@@ -2,8 +2,8 @@
 
 from benchmarks import plot, records
 from benchmarks.gpu import table
-from pallas_kernels import tuning
-from pallas_kernels.gpu.paged_attention import default_config, supports
+from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.tile_policy import default_config, measured_table
 
 
 def test_a_new_row_replaces_the_one_that_answers_the_same_question(tmp_path):
@@ -54,8 +54,8 @@ def test_the_table_says_which_targets_are_met():
 
 
 def test_what_was_tuned_is_a_kernel_that_fits_and_is_used():
-    assert {kind for *_, kind in tuning.table()} == {"long", "few", "narrow"}
-    for (head_dim, v_head_dim, kv_dtype, kind), tiles in tuning.table().items():
+    assert {kind for *_, kind in measured_table()} == {"long", "few", "narrow"}
+    for (head_dim, v_head_dim, kv_dtype, kind), tiles in measured_table().items():
         rows = {"long": None, "few": 4, "narrow": 4}[kind]
         shape = dict(head_dim=head_dim, v_head_dim=v_head_dim, kv_dtype=kv_dtype, page_size=16)
         config = default_config(**shape, rows=rows, num_heads=32, num_kv_heads=8)

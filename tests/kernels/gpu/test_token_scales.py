@@ -1,4 +1,4 @@
-"""How the memory warpgroup finds the scales of a block's keys, thread by thread on the PTX model, against numpy."""
+"""How the memory warpgroup finds the scales of a block's keys: each thread, on the PTX model, against numpy."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ PAGES, HEADS, REQS, COLUMNS = 12, 3, 2, 5
 @pytest.mark.parametrize("heads_first", [True, False], ids=["HND", "NHD"])
 @pytest.mark.parametrize(("block", "page", "kv0", "start", "stop"), [(64, 16, 0, 5, 50), (128, 32, 128, 0, 150)])
 def test_a_block_gets_its_own_scales_and_zeros_where_no_token_is(block, page, kv0, start, stop, heads_first):
-    """Everything that is not one of the request's tokens holds NaN, and unused columns of the table hold garbage."""
+    """Scales of slots without a token of the request are NaN, and unused columns of the table hold garbage."""
     rng = np.random.default_rng(block)
     shape = (PAGES, HEADS, page) if heads_first else (PAGES, page, HEADS)
     pools = rng.uniform(1, 2, (2, *shape)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The warp-level products, lane by lane on the PTX model, against numpy: every index of every fragment counts."""
+"""The warp-level products of narrow tiles: every lane and every fragment on the PTX model, against numpy."""
 
 import math
 import types
@@ -58,7 +58,7 @@ def test_products_softmax_and_join_are_attention(dim, v_dim, source, half, rows8
         at[name], size = size, size + -(-nbytes // 1024) * 1024
     machine = Machine(256, size)
     memory = machine.memory
-    memory[at["out"] :] = 0xEE  # what must not be written keeps this
+    memory[at["out"] :] = 0xEE  # must stay where nothing is written
     memory[at["heads"] : at["heads"] + 8 * HEADS] = (
         np.stack([sinks * 0, sinks], 1).astype(np.float32).view(np.uint8).ravel()
     )
@@ -86,7 +86,8 @@ def test_products_softmax_and_join_are_attention(dim, v_dim, source, half, rows8
             state = warps.softmax_times_values(at["v"], x, factor, *state, mine, own if scaled else None, **kind)
         kind = dict(dim=v_dim, q_dim=dim, q_dtype=name)
         refs = types.SimpleNamespace(
-            **{n: np.full(256, at[n], np.int64) for n in ("out", "lse", "part", "part_lse", "heads")}
+            **{n: np.full(256, at[n], np.int64) for n in ("out", "lse", "part", "part_lse")},
+            per_head=np.full(256, at["heads"], np.int64),
         )
         number = lambda n: np.full(256, n, np.int32)
         for n in range(rows8):
@@ -95,7 +96,7 @@ def test_products_softmax_and_join_are_attention(dim, v_dim, source, half, rows8
                 (number(is_part), number(slot)),
                 (*map(number, (tok0, head0, row0, rows)), WG.astype(np.int32)),
             )
-            warps.join_and_store(
+            warps.merge_and_store(
                 at["q"], at["stats"], refs, part, np.full(256, v_scale, np.float32), 1, where,
                 n=n, group=GROUP, heads=HEADS, has_sinks=has_sinks, **kind,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The work list against a numpy twin that walks it the way a CTA does: everything is done once, and evenly."""
+"""The work list, walked in numpy as a CTA walks it: every block is computed once, and the load is even."""
 
 import jax
 import numpy as np
@@ -6,7 +6,9 @@ import pytest
 
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.config import GpuKernelConfig
 
+SHAPE = dict(head_dim=128, v_head_dim=128, page_size=16, block_kv=128)
 BATCHES = {
     "decode": [(1, 4096)] * 64,
     "one long": [(1, 131072)],
@@ -36,13 +38,14 @@ FLAT = {  # batch, padding tokens, CTAs
 
 
 def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0):
-    config = wl.ListConfig(
-        rule=rule, group=group, num_kv_heads=heads, heads_together=together, block_kv=128, num_ctas=ctas, flat=flat
-    )
+    config = GpuKernelConfig(
+        **SHAPE, num_heads=heads * group, num_kv_heads=heads, mask=rule, heads_together=together, num_ctas=ctas,
+        flat_list=flat,
+    )  # fmt: skip
     q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     tokens = int(starts[-1]) + pad
-    work = jax.jit(lambda a, b: wl.build(a, b, tokens, config))(starts, seqs)
+    work = jax.jit(lambda a, b: wl.build_work_list(a, b, tokens, config))(starts, seqs)
     info, cta = np.asarray(work.info), np.asarray(work.cta)
     return config, starts, seqs, tokens, info, cta, cta[:, wl.JOIN :]
 
@@ -98,15 +101,15 @@ def test_a_flat_list_has_the_windows_of_the_ranked_one():
     """Tile by tile the same columns, whatever the order."""
     rule = MaskRule(left=77, chunk=192)
     ranked, flat = (make(HOLES, rule, flat=flat)[4] for flat in (False, True))
-    rows = lambda info: sorted(map(tuple, info[info[:, wl.SEQ] > 0]))  # padding tokens may read anybody's pages
+    rows = lambda info: sorted(map(tuple, info[info[:, wl.SEQ] > 0]))  # padding tokens may name any request
     assert rows(ranked) == rows(flat)
 
 
 def test_no_batch_size_is_a_cliff():
     """The longest CTA's time over the even share never grows by 1.3 from B to B + 1 decodes, B = 1 .. 512."""
     most, piece_overhead = 512, 2  # a piece costs about as much as two blocks on top of its own
-    config = wl.ListConfig(rule=MaskRule(), group=4, num_kv_heads=8, block_kv=128, flat=True)
-    build = jax.jit(lambda starts, seqs: wl.build(starts, seqs, most, config))
+    config = GpuKernelConfig(**SHAPE, num_heads=32, num_kv_heads=8, flat_list=True)
+    build = jax.jit(lambda starts, seqs: wl.build_work_list(starts, seqs, most, config))
     waste = []
     for reqs in range(1, most + 1):
         seqs = np.where(np.arange(most) < reqs, 1000 + 700 * (np.arange(most) % 3), 0).astype(np.int32)
@@ -176,7 +179,7 @@ def test_load_is_even(batch, together):
         total = 0
         for (tile, _), lo, hi in pieces_of(cta[me], me, info, config):
             short = info[tile, wl.NROWS] <= wl.SHORT_ROWS
-            total += (hi - lo) * (config.short_weight if short else config.long_weight) + (lo == 0) * config.unit_cost
+            total += (hi - lo) * (config.short_weight if short else config.long_weight) + (lo == 0) * wl.UNIT_COST
         load.append(total)
     block = config.short_weight if "prefill" not in batch else config.long_weight
     assert max(load) - np.mean(load) <= 4 * block + 0.01 * np.mean(load)

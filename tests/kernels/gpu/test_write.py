@@ -1,4 +1,4 @@
-"""The page writer: every address, thread by thread on the PTX model, and that it lowers in place for CUDA."""
+"""The page writer: every address of every thread on the PTX model, and that it lowers in place for CUDA."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_each_row_lands_in_its_slot_and_no_other_byte_changes(row_bytes, heads_f
     pool = np.full((*order, row_bytes), 0xEE, np.uint8)
     kept = np.full(order, 9.0, np.float32)
     arrays = dict(slots=SLOTS, new=new, pool=pool, scales=scales, kept=kept)
-    starts, size = {}, 1024  # an address below the first array is nobody's
+    starts, size = {}, 1024  # no array lies below this address
     for name, array in arrays.items():
         starts[name], size = size, size + -(-array.nbytes // 256) * 256
     machine = Machine(writer.THREADS, size)

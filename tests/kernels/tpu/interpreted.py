@@ -1,7 +1,7 @@
 """Run problems on `pallas_tpu` in JAX's TPU interpreter: VMEM, semaphores and DMAs are simulated on CPU.
 
-Memory that nobody wrote is NaN there, reads out of bounds raise, a semaphore that is not zero at the end raises, and
-races between DMAs and the kernel are looked for.
+Memory that was not written is NaN there; reads out of bounds and a semaphore that is not zero at the end raise; races
+between DMAs and the kernel are detected.
 """
 
 from jax.experimental.pallas import tpu as pltpu
@@ -15,7 +15,7 @@ SMALL = Problem(heads=4, kv_heads=2, head_dim=64, block_size=16, layout="HND", d
 
 
 def judge(problem: Problem, mode: str = "on_wait") -> None:
-    """The witness's numbers, by DMAs that run when they are waited for ('on_wait') or at once ('eager'); no race."""
+    """Checks the output against the witness, and that no race is found; mode: DMAs run when waited for, or at once."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     try:
         with pltpu.force_tpu_interpret_mode(params):

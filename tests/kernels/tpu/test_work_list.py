@@ -1,4 +1,4 @@
-"""The plan of a batch: every live query in one place, and back again."""
+"""The TPU work list: every live query is in one row of one tile, and its output comes back; sizes and refusals."""
 
 import dataclasses
 
@@ -9,9 +9,9 @@ import pytest
 
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.tpu import paged_attention as kernel
-from pallas_kernels.tpu import work_list
-from pallas_kernels.tpu.config import PACK, Config
+from pallas_kernels.tpu import supports, tile_policy, work_list
+from pallas_kernels.tpu.config import PACK, TpuKernelConfig
+from pallas_kernels.tpu.paged_attention import ragged_paged_attention
 from pallas_kernels.tpu.work_list import FIELDS
 from tests.cases import CASES
 
@@ -19,23 +19,23 @@ SHAPE = dict(num_heads=6, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=
 RULES = dict(kv_dtype="float32", mask=MaskRule(), logits=LogitRule(1.0))
 
 
-def plan_of(case, config: Config, pad: int = 3):
-    """(plan, packed tokens, fields [name] -> i32[tiles])."""
+def work_of(case, config: TpuKernelConfig, pad: int = 3):
+    """(work list, packed tokens, fields [name] -> i32[tiles])."""
     starts = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
     tokens = case.num_tokens + pad
-    plan = kernel.build(starts, np.asarray(case.seq_lens, np.int32), tokens, config)
-    items = np.asarray(plan.items).reshape(len(FIELDS), -1)[:, : int(plan.count[0])]
-    return plan, tokens, dict(zip(FIELDS, items, strict=True))
+    work = work_list.build_work_list(starts, np.asarray(case.seq_lens, np.int32), tokens, config)
+    items = np.asarray(work.items).reshape(len(FIELDS), -1)[:, : int(work.count[0])]
+    return work, tokens, dict(zip(FIELDS, items, strict=True))
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("mixed", 1), ("empty_in_the_middle", 3), ("speculative", 4)])
 def test_packed_queries_come_back_and_padding_gets_the_fill(name, ratio):
-    config = Config(**SHAPE | dict(num_heads=2 * ratio), **RULES, tile_rows=32, chunk_rows=16)
-    plan, tokens, fields = plan_of(CASES[name], config)
+    config = TpuKernelConfig(**SHAPE | dict(num_heads=2 * ratio), **RULES, tile_rows=32, chunk_rows=16)
+    work, tokens, fields = work_of(CASES[name], config)
     q = jax.random.normal(jax.random.key(0), (tokens, 2 * ratio, 64))
-    packed = work_list.pack(q, plan, config)
+    packed = work_list.pack_queries(q, work, config)
     assert packed.shape[1] >= (fields["pack"] + config.rows // PACK).max(initial=0), "reads past the end"
-    back = np.array(work_list.unpack(packed, plan, config, -7.0))
+    back = np.array(work_list.unpack_rows(packed, work, config, -7.0))
     live = CASES[name].num_tokens
     np.testing.assert_array_equal(back[:live], q[:live])
     assert (back[live:] == -7.0).all()
@@ -43,9 +43,9 @@ def test_packed_queries_come_back_and_padding_gets_the_fill(name, ratio):
 
 @pytest.mark.parametrize("name", ["mixed_unsorted", "empty_in_the_middle", "cached_but_idle"])
 def test_tiles_hold_every_row_once_and_their_packs_do_not_meet(name):
-    config = Config(**SHAPE, **RULES, tile_rows=32, chunk_rows=16)
+    config = TpuKernelConfig(**SHAPE, **RULES, tile_rows=32, chunk_rows=16)
     case = CASES[name]
-    _, _, fields = plan_of(case, config)
+    _, _, fields = work_of(case, config)
     assert fields["rows"].sum() == case.num_tokens * config.group
     assert (fields["rows"] <= config.rows).all() and (fields["packs"] * PACK >= fields["rows"]).all()
     np.testing.assert_array_equal(fields["pack"], np.cumsum(fields["packs"]) - fields["packs"])
@@ -54,33 +54,35 @@ def test_tiles_hold_every_row_once_and_their_packs_do_not_meet(name):
 
 
 def test_sizes_follow_the_batch_and_stay_within_their_share():
-    decode = kernel.default_config(**SHAPE, **RULES, longest=1)
+    decode = tile_policy.default_config(**SHAPE, **RULES, longest=1)
     assert not decode.long_tiles and decode.tile_tokens == 1 and decode.rows == PACK
-    few = kernel.default_config(**SHAPE, **RULES, longest=4)
+    few = tile_policy.default_config(**SHAPE, **RULES, longest=4)
     assert few.long_tiles and (few.rows, few.chunk_rows) == (16, 16)
-    wide = kernel.default_config(**SHAPE | dict(num_heads=64, num_kv_heads=64, head_dim=256, v_head_dim=256), **RULES)
+    wide = tile_policy.default_config(
+        **SHAPE | dict(num_heads=64, num_kv_heads=64, head_dim=256, v_head_dim=256), **RULES
+    )
     assert (wide.block_kv, wide.tile_rows) == (128, 128)
 
 
 def test_what_does_not_fit_is_named_with_value_limit_and_chip():
-    config = kernel.default_config(**SHAPE, **RULES)
+    config = tile_policy.default_config(**SHAPE, **RULES)
     large = dataclasses.replace(config, num_heads=128, num_kv_heads=128, head_dim=256, v_head_dim=256)
-    (reason,) = kernel.supports(large, chip="TPU v5 lite")
+    (reason,) = supports.supports(large, chip="TPU v5 lite")
     assert "VMEM" in reason and "v5e" in reason and str(128 << 20) in reason
-    assert kernel.supports(config, chip="TPU v4") == ["chip TPU v4: compiled for v5e, v6e, v5p, tpu7x only"]
-    assert not kernel.supports_batch(512, 64, 512, config)
-    (reason,) = kernel.supports_batch(512, 256, 4096, config)
+    assert supports.supports(config, chip="TPU v4") == ["chip TPU v4: compiled for v5e, v6e, v5p, tpu7x only"]
+    assert not supports.supports_batch(512, 64, 512, config)
+    (reason,) = supports.supports_batch(512, 256, 4096, config)
     assert "256 x 4096" in reason and "SMEM" in reason
 
 
 def test_the_door_says_which_argument_does_not_fit():
-    config = kernel.default_config(**SHAPE, **RULES)
-    plan, tokens, _ = plan_of(CASES["mixed"], config)
+    config = tile_policy.default_config(**SHAPE, **RULES)
+    work, tokens, _ = work_of(CASES["mixed"], config)
     q, pages = jnp.zeros((tokens, 6, 64)), jnp.zeros((4, 2, 16, 64))
     table = jnp.zeros((5, 2), jnp.int32)
     with pytest.raises(ValueError, match=r"v_pages is \(4, 2, 16, 128\)"):
-        kernel.ragged_paged_attention(q, pages, jnp.zeros((4, 2, 16, 128)), table, plan, config)
+        ragged_paged_attention(q, pages, jnp.zeros((4, 2, 16, 128)), table, work, config)
     with pytest.raises(ValueError, match="sinks given is True"):
-        kernel.ragged_paged_attention(q, pages, pages, table, plan, config, sinks=jnp.zeros(6))
+        ragged_paged_attention(q, pages, pages, table, work, config, sinks=jnp.zeros(6))
     with pytest.raises(NotImplementedError, match="head_dim 40"):
-        kernel.ragged_paged_attention(q, pages, pages, table, plan, dataclasses.replace(config, head_dim=40))
+        ragged_paged_attention(q, pages, pages, table, work, dataclasses.replace(config, head_dim=40))

@@ -88,7 +88,7 @@ def cpu_features() -> frozenset[str]:
 
 def link_library(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]]) -> None:
     """Compile and link the library itself for the other machine."""
-    toolchain.make(work / "library.so", cxx, isas)
+    toolchain.make(work / "library.so", cxx, toolchain.accepted(cxx, isas))
     print(f"libjattn_cpu for {', '.join(isas)}: {(work / 'library.so').stat().st_size >> 10} KiB")
 
 

@@ -1,6 +1,7 @@
 // Checks of the arrays that XLA passes to a call. The first check that fails becomes the call's error. Checks run on
 // every call, so they build no text unless they fail.
 #pragma once
+#include <algorithm>
 #include <initializer_list>
 #include <sstream>
 #include <string>
@@ -38,27 +39,16 @@ class ArrayChecks {
     void require(bool holds, const char* sentence) {
         if (!holds && error.empty()) error = sentence;
     }
-    // kv_dtype: named in the text before `wanted`; nullptr: not.
+    // kv_dtype: if given, named in the text before `wanted`.
     template <class B>
     void dtype(const char* name, const B& x, bool is_allowed, const char* wanted, const char* kv_dtype = nullptr) {
-        if (is_allowed || !error.empty()) return;
-        std::ostringstream text;
-        text << name << " has dtype " << x.element_type() << " and must have ";
-        if (kv_dtype) text << kv_dtype << ", ";
-        text << wanted;
-        error = text.str();
+        if (!is_allowed && error.empty()) wrong_dtype(name, x.element_type(), wanted, kv_dtype);
     }
     template <class B>
     void shape(const char* name, const B& x, std::initializer_list<int64_t> wanted) {
         const auto seen = x.dimensions();
-        if (!error.empty() || (seen.size() == wanted.size() && std::equal(seen.begin(), seen.end(), wanted.begin())))
-            return;
-        error = std::string(name) + " is " + text(seen) + " and must be " + text(wanted);
-    }
-    void multiple(const char* name, int64_t seen, const char* of_name, int64_t of) {
-        if (seen % of && error.empty())
-            error = std::string(name) + " is " + std::to_string(seen) + " and must be a multiple of " + of_name + ", " +
-                    std::to_string(of);
+        if (seen.size() != wanted.size() || !std::equal(seen.begin(), seen.end(), wanted.begin()))
+            wrong(name, text(seen), text(wanted));
     }
     // An array without elements stands for None.
     template <class B>
@@ -67,18 +57,31 @@ class ArrayChecks {
     }
     template <class B>
     void rank(const char* name, const B& x, size_t wanted) {
-        if (x.dimensions().size() != wanted && error.empty())
-            error = std::string(name) + " is " + text(x.dimensions()) + " and must have rank " + std::to_string(wanted);
+        if (x.dimensions().size() != wanted) wrong(name, text(x.dimensions()), "of rank " + std::to_string(wanted));
     }
     void count(const char* name, int64_t seen, int64_t least, int64_t most = INT32_MAX) {  // kernels use 32 bits
-        if ((seen < least || seen > most) && error.empty())
-            error = std::string(name) + " is " + std::to_string(seen) + " and must be " + std::to_string(least) +
-                    " to " + std::to_string(most);
+        if (seen < least || seen > most)
+            wrong(name, std::to_string(seen), std::to_string(least) + " to " + std::to_string(most));
+    }
+    void multiple(const char* name, int64_t seen, const char* of_name, int64_t of) {
+        if (seen % of)
+            wrong(name, std::to_string(seen), std::string("a multiple of ") + of_name + ", " + std::to_string(of));
     }
 
    private:
+    [[gnu::cold, gnu::noinline]] void wrong(const char* name, const std::string& seen, const std::string& wanted) {
+        if (error.empty()) error = std::string(name) + " is " + seen + " and must be " + wanted;
+    }
+    [[gnu::cold, gnu::noinline]] void wrong_dtype(const char* name, ffi::DataType seen, const char* wanted,
+                                                  const char* kv_dtype) {
+        std::ostringstream text;
+        text << name << " has dtype " << seen << " and must have ";
+        if (kv_dtype) text << kv_dtype << ", ";
+        text << wanted;
+        error = text.str();
+    }
     template <class D>
-    static std::string text(const D& dims) {
+    [[gnu::cold, gnu::noinline]] static std::string text(const D& dims) {
         std::string all = "[";
         for (const int64_t n : dims) all += (all.size() > 1 ? " " : "") + std::to_string(n);
         return all + "]";

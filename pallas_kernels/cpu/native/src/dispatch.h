@@ -19,15 +19,37 @@ namespace jattn {
 extern const IsaKernels kAmxBf16, kAvx512Bf16, kAvx512, kAvx2, kNeonBf16, kNeon;
 
 #if defined(__x86_64__)
-// True if AMX with bfloat16 products can be used. Linux requires a process to request permission for the tile
-// registers.
+// What the processor can do and the operating system saves. CPUID itself: not every compiler's runtime library fills in
+// what __builtin_cpu_supports reads.
+struct X86Features {
+    bool avx2 = false, avx512 = false, avx512_bf16 = false, amx_bf16 = false;
+
+    X86Features() {
+        unsigned a, b, c, d, saved, upper;
+        const unsigned fma_osxsave_avx_f16c = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29;
+        if (!__get_cpuid(1, &a, &b, &c, &d) || (c & fma_osxsave_avx_f16c) != fma_osxsave_avx_f16c) return;
+        __asm__("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));  // XCR0: the registers that the system saves
+        const unsigned ymm = 0x6, zmm = 0xe6, tiles = 0x60000;
+        if ((saved & ymm) != ymm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        avx2 = b & 1u << 5;
+        const unsigned f_dq_bw_vl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, tile_and_bf16 = 1u << 24 | 1u << 22;
+        avx512 = avx2 && (b & f_dq_bw_vl) == f_dq_bw_vl && (saved & zmm) == zmm;
+        amx_bf16 = (d & tile_and_bf16) == tile_and_bf16 && (saved & tiles) == tiles;
+        avx512_bf16 = avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);
+#ifdef JATTN_EMULATE_AVX512_BF16
+        avx512_bf16 = avx512;
+#endif
+#ifdef JATTN_EMULATE_AMX
+        amx_bf16 = true;
+#endif
+    }
+};
+
+// Linux requires a process to request permission for the tile registers.
 inline bool request_amx() {
 #if defined(JATTN_EMULATE_AMX)
     return true;
 #elif defined(__linux__)
-    unsigned a, b, c, d;
-    const unsigned tiles = 1u << 24, bf16 = 1u << 22;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & tiles) || !(d & bf16)) return false;
     const long request_permission = 0x1023, tile_data = 18;
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 #else
@@ -40,27 +62,18 @@ inline const std::vector<const IsaKernels*>& runnable_isas() {
     static const std::vector<const IsaKernels*> found = [] {
         std::vector<const IsaKernels*> list;
 #if defined(__x86_64__)
-        __builtin_cpu_init();
-        bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-        bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#ifdef JATTN_EMULATE_AVX512_BF16
-        bool avx512_bf16 = avx512;
-#else
-        bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-#endif
-        (void)avx512_bf16;
+        const X86Features here;
 #ifdef JATTN_HAVE_AMX_BF16
-        if (avx512_bf16 && request_amx()) list.push_back(&kAmxBf16);
+        if (here.avx512_bf16 && here.amx_bf16 && request_amx()) list.push_back(&kAmxBf16);
 #endif
 #ifdef JATTN_HAVE_AVX512_BF16
-        if (avx512_bf16) list.push_back(&kAvx512Bf16);
+        if (here.avx512_bf16) list.push_back(&kAvx512Bf16);
 #endif
 #ifdef JATTN_HAVE_AVX512
-        if (avx512) list.push_back(&kAvx512);
+        if (here.avx512) list.push_back(&kAvx512);
 #endif
 #ifdef JATTN_HAVE_AVX2
-        if (avx2) list.push_back(&kAvx2);
+        if (here.avx2) list.push_back(&kAvx2);
 #endif
 #elif defined(__aarch64__)
 #if defined(JATTN_HAVE_NEON_BF16) && defined(__linux__)

@@ -1,6 +1,6 @@
-"""The arithmetic of one tile of queries: its state, one block of keys, its end.
+"""The arithmetic of one tile of queries: initial state, one block of keys, final output.
 
-Logits are kept times log2(e), and weights are powers of two: what the chip's exponential unit computes.
+Logits are in base 2 (times log2(e)), since the chip's exponential unit computes exp2.
 """
 
 import dataclasses
@@ -15,35 +15,35 @@ from jax.experimental import pallas as pl
 from pallas_kernels.algebra import mask, softmax
 from pallas_kernels.algebra.logits import shape_logits
 from pallas_kernels.algebra.paging import cdiv
-from pallas_kernels.tpu.config import LANES, PACK, Config
-from pallas_kernels.tpu.moves import Buffers, Item
+from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
+from pallas_kernels.tpu.copies import Buffers, TileItem
 
 LOG2E = math.log2(math.e)
 
 
-class Keys(NamedTuple):
-    """Some pages of one half of the double buffer."""
+class KeyPart(NamedTuple):
+    """Consecutive pages in one half of the double buffer."""
 
     side: Any  # i32[]
-    page: Any  # i32[] first
+    page: Any  # i32[] first page
     pages: int
     first: Any  # i32[] position of the first key
-    masked: bool  # may some row not see some key?
+    masked: bool  # False: every row sees every key
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """Everything that the steps of one tile share."""
+class QueryTile:
+    """What the steps of one tile share."""
 
-    c: Config
+    c: TpuKernelConfig
     buf: Buffers
     columns: Any  # f32[K rows C] in VMEM, or None
     scales: Any  # f32[2 K] in SMEM
-    item: Item
-    half: Any  # i32[] of the double buffers of queries and outputs
+    item: TileItem
+    half: Any  # i32[] half of the double buffers of queries and outputs
 
     def start(self):
-        """No key seen."""
+        """Sets the state of every row to that of no key."""
 
         def fresh(heads, first, rows):
             for head in heads:
@@ -52,19 +52,19 @@ class Tile:
 
         self._each(fresh)
 
-    def block(self, side, first_key):
-        """The keys of one half, the first of which stands at position first_key.
+    def add_block(self, side, first_key):
+        """Adds the keys of one half of the buffer, the first of which has position first_key.
 
-        Where every row sees every key there is no mask. Elsewhere the parts that some row sees are taken one by one.
+        Where every row sees every key, all at once without a mask; elsewhere only the parts that some row sees.
         """
         c, item = self.c, self.item
         whole = (first_key >= item.full_start) & (first_key + c.block_keys <= item.full_end)
 
         def at_once():
-            self._each(functools.partial(self._step, Keys(side, 0, c.block_pages, first_key, False)), c.long_heads)
+            self._each(functools.partial(self._step, KeyPart(side, 0, c.block_pages, first_key, False)), c.long_heads)
 
         def part(j, _):
-            keys = Keys(side, j * c.part_pages, c.part_pages, first_key + j * c.part_keys, True)
+            keys = KeyPart(side, j * c.part_pages, c.part_pages, first_key + j * c.part_keys, True)
             self._each(functools.partial(self._step, keys), c.long_heads)
             return ()
 
@@ -76,7 +76,7 @@ class Tile:
         lax.cond(whole, at_once, parts)
 
     def finish(self):
-        """The state becomes the output; lane k of the lse is kv head k's."""
+        """Writes the output and the lse of the state; lane k of the lse is kv head k."""
 
         def end(heads, first, rows):
             lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
@@ -97,7 +97,7 @@ class Tile:
         self._each(end)
 
     def _keep_lse(self, lane, heads, lses, first, rows):
-        """Lanes of these heads are replaced, those of the others stay."""
+        """Writes the lanes of these heads and keeps the others."""
         if rows < PACK:
             at, shape = (self.half, 0, slice(0, rows)), (rows, LANES)
         else:
@@ -107,7 +107,7 @@ class Tile:
         self.buf.lse[at] = jnp.where(mine, lses, kept).reshape(shape)
 
     def _each(self, do, long_heads: int = 1):
-        """do(heads, first row, rows) over all heads and live rows: few rows at once, many chunk by chunk."""
+        """do(heads, first row, rows) over all heads and live rows: few rows at once, many rows in chunks."""
         c = self.c
         short = lambda: _heads(c, c.short_heads, lambda heads: do(heads, 0, c.few_rows))
         if not c.long_tiles:
@@ -123,11 +123,11 @@ class Tile:
 
         return lax.cond(self.item.rows <= c.few_rows, short, long)
 
-    def _step(self, keys: Keys, heads, first, rows: int):
-        """The recurrence for some heads and rows.
+    def _step(self, keys: KeyPart, heads, first, rows: int):
+        """One step of the recurrence for some heads and rows.
 
-        States are read first and written last, and the dots of the next head are asked for before the softmax of this
-        one: nothing then keeps the compiler from running one head's products beside another's exponentials.
+        States are read first and written last, and the dots of the next head are computed before the softmax of this
+        one, so that the compiler can overlap one head's products with another's exponentials.
         """
         at = [(head, pl.ds(first, rows)) for head in heads]
         states = [(self.buf.m[x], self.buf.l[x], self.buf.acc[x]) for x in at]
@@ -139,14 +139,14 @@ class Tile:
         for x, state in zip(at, states, strict=True):
             self.buf.m[x], self.buf.l[x], self.buf.acc[x] = state
 
-    def _dots(self, keys: Keys, head, first, rows: int):
+    def _dots(self, keys: KeyPart, head, first, rows: int):
         """f32[rows keys] of a head."""
         compute = jnp.dtype(self.c.compute_dtype)
         k = self.buf.k[keys.side, pl.ds(keys.page, keys.pages), head].reshape(-1, self.c.head_dim)
         return _dot(self._queries(head, first, rows).astype(compute), _cast(k, compute), 1)
 
-    def _next(self, state, keys: Keys, head, first, rows: int, dots):
-        """The state after these keys."""
+    def _next(self, state, keys: KeyPart, head, first, rows: int, dots):
+        """The state of a head after these keys."""
         c, item, compute = self.c, self.item, jnp.dtype(self.c.compute_dtype)
         v = self.buf.v[keys.side, pl.ds(keys.page, keys.pages), head].reshape(-1, c.v_head_dim)
         kv_pos = q_pos = None
@@ -166,7 +166,7 @@ class Tile:
         return m, l, acc * alpha + _dot(p.astype(compute), _cast(v, compute), 0)
 
     def _logits(self, dots, head, first, rows: int, q_pos, kv_pos):
-        """Times log2(e): in the factor where nothing stands between, else at the end."""
+        """Base-2 logits: log2(e) is part of the scale where no other step follows, else it is applied last."""
         c, factor = self.c, self.scales[head]
         if c.per_head_q_scale:
             factor = factor * self._column("q_scale", head, first, rows)
@@ -183,15 +183,15 @@ class Tile:
         return self.buf.q[self.half, head, packs].reshape(rows, self.c.head_dim)
 
     def _column(self, name: str, head, first, rows: int):
-        """f32[rows 1] of the table, None where the layer has no such number."""
+        """f32[rows 1]: a number of each row, or None where the layer has none of that name."""
         if name not in self.c.columns:
             return None
         lane = self.c.columns.index(name)
         return self.columns[head, pl.ds(first, rows), lane : lane + 1]
 
 
-def _heads(c: Config, at_once: int, do):
-    """do(heads) for all kv heads, `at_once` in one piece of code, or the next fewer that divide them."""
+def _heads(c: TpuKernelConfig, at_once: int, do):
+    """do(heads) for all kv heads, unrolled over at most `at_once` of them, a divisor of their number."""
     size = next(n for n in range(min(at_once, c.num_kv_heads), 0, -1) if c.num_kv_heads % n == 0)
     if size == c.num_kv_heads:
         return do(list(range(size)))
@@ -204,12 +204,12 @@ def _heads(c: Config, at_once: int, do):
 
 
 def _packs(first, rows: int):
-    """The packs of rows first .. first + rows - 1, both whole packs."""
+    """The packs of rows first .. first + rows - 1; both are multiples of PACK."""
     return pl.ds(lax.div(jnp.int32(first), PACK), rows // PACK)
 
 
-def _token_of(c: Config, first, rows: int):
-    """i32[rows 1] which token of the tile each row belongs to: row // G, by a multiplication that is exact here."""
+def _token_of(c: TpuKernelConfig, first, rows: int):
+    """i32[rows 1]: each row's token in the tile, row // G, by a multiplication that is exact for these sizes."""
     row = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     if c.group & (c.group - 1) == 0:
         return row >> (c.group.bit_length() - 1)
@@ -217,11 +217,11 @@ def _token_of(c: Config, first, rows: int):
 
 
 def _cast(x, dtype):
-    """8-bit values by way of float32, which every generation converts."""
+    """x as `dtype`; 8-bit values by way of float32, a conversion that every generation has."""
     return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
 
 
 def _dot(a, b, axis: int):
-    """a [M X] times b, whose `axis` is X."""
+    """f32 product of a [M X] and b, contracted over axis `axis` of b."""
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=exact, preferred_element_type=jnp.float32)

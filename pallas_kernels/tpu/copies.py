@@ -1,7 +1,7 @@
-"""Everything that the kernel moves between HBM and VMEM: each start has its wait, of as many bytes.
+"""The DMA copies between HBM and VMEM. Every start has a wait for the same number of bytes.
 
-Keys come page by page, as the table says, a page of all kv heads in one copy; queries and outputs pack by pack. Each
-half of each double buffer has a semaphore of its own.
+Keys and values are copied page by page through the block table, all kv heads of a page in one copy; queries and outputs
+pack by pack. Each half of each double buffer has a semaphore of its own.
 """
 
 import dataclasses
@@ -11,31 +11,31 @@ import jax
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu.config import Config
+from pallas_kernels.tpu.config import TpuKernelConfig
 from pallas_kernels.tpu.work_list import FIELDS
 
 
-class Scalars(NamedTuple):
-    """What lies in SMEM."""
+class ScalarRefs(NamedTuple):
+    """Refs in SMEM, prefetched."""
 
     count: Any  # i32[1] tiles
     items: Any  # i32[FIELDS tiles]
-    table: Any  # i32[R B]
-    scales: Any  # f32[2 K] factor of a logit, factor of the output
+    block_table: Any  # i32[R B]
+    scales: Any  # f32[2 K] factors of the logits, then of the outputs
 
 
-class Hbm(NamedTuple):
-    """What lies in HBM."""
+class HbmRefs(NamedTuple):
+    """Refs in HBM."""
 
     q: Any  # [K packs 16 D]
     k: Any  # [N K S D]
     v: Any  # [N K S V]
     out: Any  # [K packs 16 V]
-    lse: Any  # f32[packs 16 128] lane = kv head
+    lse: Any  # f32[packs 16 128]; lane k is kv head k
 
 
 class Buffers(NamedTuple):
-    """Scratch in VMEM. A leading 2 is the halves of a double buffer."""
+    """Scratch in VMEM. A leading 2 is the two halves of a double buffer."""
 
     q: Any  # [2 K rows/16 16 D]
     k: Any  # [2 pages K S D]
@@ -45,11 +45,11 @@ class Buffers(NamedTuple):
     m: Any  # f32[K rows 1]
     l: Any  # f32[K rows 1]
     acc: Any  # f32[K rows V]
-    sems: Any  # DMA[5 2] of q, k, v, out, lse
+    sems: Any  # DMA[5 2]: of q, k, v, out, lse; one for each half
 
 
-class Item(NamedTuple):
-    """One tile, in scalars: see work_list.FIELDS."""
+class TileItem(NamedTuple):
+    """The scalars of one tile: see work_list.FIELDS."""
 
     req: jax.Array
     pack: jax.Array
@@ -66,34 +66,34 @@ class Item(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Moves:
-    """The copies of one launch."""
+class Copies:
+    """The copies of one launch. i: a tile of the work list; b: a block of its key range; side: half of a buffer."""
 
-    config: Config
+    config: TpuKernelConfig
     num_columns: int  # B
-    s: Scalars
-    hbm: Hbm
+    s: ScalarRefs
+    hbm: HbmRefs
     buf: Buffers
 
-    def item(self, i) -> Item:
+    def item(self, i) -> TileItem:
         """Tile i's scalars."""
         tiles = self.s.items.shape[0] // len(FIELDS)
-        return Item(*(self.s.items[f * tiles + i] for f in range(len(FIELDS))))
+        return TileItem(*(self.s.items[f * tiles + i] for f in range(len(FIELDS))))
 
     def start_keys(self, i, b, side):
-        """Fetch block b of tile i into one half."""
+        """Starts to fetch the keys and values of block b of tile i."""
         item = self.item(i)
         first = item.req * self.num_columns + item.page + b * self.config.block_pages
 
         def page(j, _):
-            for copy in self._page(self.s.table[first + j], j, side):
+            for copy in self._page(self.s.block_table[first + j], j, side):
                 copy.start()
             return ()
 
         lax.fori_loop(0, self._live(item, b), page, ())
 
-    def wait_keys(self, item: Item, b, side):
-        """Until it is there: a whole block at once, else page by page."""
+    def wait_keys(self, item: TileItem, b, side):
+        """Waits until they are in VMEM: for a whole block at once, otherwise page by page."""
         live = self._live(item, b)
 
         def some():
@@ -110,8 +110,8 @@ class Moves:
 
         lax.cond(live == self.config.block_pages, whole, some)
 
-    def _live(self, item: Item, b):
-        """Pages of block b."""
+    def _live(self, item: TileItem, b):
+        """Pages of block b that the tile needs."""
         left = item.pages - b * self.config.block_pages
         return lax.clamp(0, left, self.config.block_pages)
 
@@ -120,11 +120,11 @@ class Moves:
         yield pltpu.make_async_copy(self.hbm.v.at[page], self.buf.v.at[side, j], self.buf.sems.at[2, side])
 
     def start_q(self, i):
-        """Fetch the queries of tile i."""
+        """Starts to fetch the queries of tile i."""
         self._each_pack(i, lambda j, pack: self._q(pack, j, i).start())
 
     def wait_q(self, i):
-        """Until they are there."""
+        """Waits until they are in VMEM."""
         self._each_pack(i, lambda j, pack: self._q(pack, j, i).wait())
 
     def _q(self, pack, j, i):
@@ -132,11 +132,11 @@ class Moves:
         return pltpu.make_async_copy(self.hbm.q.at[:, pack], self.buf.q.at[half, :, j], self.buf.sems.at[0, half])
 
     def start_out(self, i):
-        """Write back what tile i made."""
+        """Starts to write back the output and lse of tile i."""
         self._each_pack(i, lambda j, pack: [copy.start() for copy in self._out(pack, j, i)])
 
     def wait_out(self, i):
-        """Until it is written, and its half may be used again."""
+        """Waits until they are written; their half may then be used again."""
         self._each_pack(i, lambda j, pack: [copy.wait() for copy in self._out(pack, j, i)])
 
     def _out(self, pack, j, i):
@@ -145,7 +145,7 @@ class Moves:
         yield pltpu.make_async_copy(self.buf.lse.at[half, j], self.hbm.lse.at[pack], self.buf.sems.at[4, half])
 
     def _each_pack(self, i, do):
-        """do(j, pack) for the tile's live packs; a batch of short tiles has one each, and no loop."""
+        """do(j, pack) for the tile's live packs; without a loop where every tile has one."""
         item = self.item(i)
         if self.buf.q.shape[2] == 1:
             do(0, item.pack)

@@ -1,14 +1,14 @@
-"""config.json, read key by key: a key that was neither read nor listed as harmless is an error."""
+"""ConfigReader reads config.json key by key. A key that was neither read nor listed as harmless is an error."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from jattn.errors import UnsupportedError
+from jattn.errors.arguments import short
 
 HARMLESS = frozenset({
-    # names, versions, book-keeping
+    # names and versions
     "_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype",
     "finetuning_task", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "tokenizer_class",
     "prefix", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "use_return_dict",
@@ -26,24 +26,24 @@ HARMLESS = frozenset({
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "remove_invalid_values",
     "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
     "begin_suppress_tokens", "exponential_decay_length_penalty", "sep_token_id", "decoder_start_token_id",
-    "chunk_size_feed_forward",  # the same numbers, computed in slices
-    "pretraining_tp",  # the same numbers, computed in slices
+    "chunk_size_feed_forward",  # same results, computed in slices
+    "pretraining_tp",  # same results, computed in slices
     "pruned_heads", "tie_encoder_decoder", "cross_attention_hidden_size", "add_cross_attention",
 })  # fmt: skip
-"""Keys that do not change the numbers of a forward pass."""
+"""Keys that do not change the results of a forward pass."""
 
 
 MISSING: Any = object()
 """The default of a key that is required."""
 
-MOST = 2**31 - 1
-"""The largest count in a config: token ids and lengths are int32."""
-TINY, VAST = 1e-18, 1e18
-"""Sizes of a config's numbers that are not zero: they are float32 on the device, and their squares must be too."""
+MAX_COUNT = 2**31 - 1
+"""The largest count in a config, because token ids and lengths are int32."""
+MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-18, 1e18
+"""Limits of the absolute value of nonzero numbers in a config: they and their squares must fit float32."""
 
 
-class Keys:
-    """The keys of a config.json. Each value is checked when it is read; close() raises for keys that nobody read.
+class ConfigReader:
+    """The contents of a config.json. Each value is checked when it is read; refuse_unread() raises for keys never read.
 
     defaults: the family's values of absent keys. A key that is null takes the default of the call instead.
     """
@@ -53,33 +53,35 @@ class Keys:
         self.values = {**(defaults or {}), **values}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value; absent: the family's default; null, or absent without one: `default`."""
+        """The value. Absent: the family's default. Null, or absent without such a default: `default`."""
         self.read.add(name)
         value = self.values.get(name)
         if value is None and default is MISSING:
-            raise ValueError(f"{self.where} has no {name!r}, which this family needs")
+            raise ValueError(f"{self.where} has no {name!r}, which this model_type needs")
         return default if value is None else value
 
-    def count(self, name: str, default: Any = MISSING, *, low: int = 1, high: int = MOST) -> Any:
+    def count(self, name: str, default: Any = MISSING, *, low: int = 1, high: int = MAX_COUNT) -> Any:
         """An integer from low to high."""
         fits = lambda x: isinstance(x, int) and not isinstance(x, bool) and low <= x <= high
         return self._checked(name, default, fits, f"an integer from {low} to {high}")
 
     def number(self, name: str, default: Any = MISSING, *, above: float = -math.inf, most: float = math.inf) -> Any:
-        """A finite number over `above`, at most `most`, as a float; 0, or of a size from TINY to VAST."""
-        limits = f"{f' above {above:g}' if above > -math.inf else ''} of at most {min(most, VAST):g}"
+        """A finite number with above < x <= most, as a float; its magnitude is 0, or from MIN_ to MAX_MAGNITUDE."""
+        limits = f"{f' above {above:g}' if above > -math.inf else ''} up to {min(most, MAX_MAGNITUDE):g}"
         fits = lambda x: _is_number(x) and above < x <= most
-        value = self._checked(name, default, fits, f"a finite number{limits}, of size 0 or at least {TINY:g}")
+        value = self._checked(
+            name, default, fits, f"a finite number{limits}, 0 or with an absolute value of at least {MIN_MAGNITUDE:g}"
+        )
         return float(value) if _is_number(value) else value
 
-    def within(self, name: str, limits: tuple[float, float], default: Any = MISSING) -> Any:
-        """A number between two limits, as a float."""
+    def number_within(self, name: str, limits: tuple[float, float], default: Any = MISSING) -> Any:
+        """A number from limits[0] to limits[1], as a float."""
         fits = lambda x: _is_number(x) and limits[0] <= x <= limits[1]
         value = self._checked(name, default, fits, "a number from {:g} to {:g}".format(*limits))
         return float(value) if _is_number(value) else value
 
     def numbers_within(self, name: str, limits: tuple[float, float]) -> tuple[float, ...]:
-        """A list of such numbers."""
+        """A list of numbers from limits[0] to limits[1]."""
         fits = lambda x: (
             isinstance(x, list | tuple) and x and all(_is_number(n) and limits[0] <= n <= limits[1] for n in x)
         )
@@ -97,57 +99,59 @@ class Keys:
         return self._checked(name, default, lambda x: isinstance(x, str) and x in known, f"one of {', '.join(known)}")
 
     def choices(self, name: str, known: Iterable[str], length: int) -> list[str] | None:
-        """A list of names, one a layer; None where it is absent."""
+        """A list of known names, one per layer; None if absent."""
         known = tuple(known)
         fits = lambda x: isinstance(x, list | tuple) and len(x) == length and all(_is_one_of(n, known) for n in x)
-        value = self._checked(name, None, fits, f"a list of {length} (one a layer), each one of {', '.join(known)}")
+        value = self._checked(name, None, fits, f"a list of {length} (one per layer), each one of {', '.join(known)}")
         return None if value is None else list(value)
 
     def counts(self, name: str, most: int) -> list[int] | None:
-        """A list of integers from 0 to `most`; None where it is absent."""
+        """A list of integers from 0 to `most`; None if absent."""
         fits = lambda x: isinstance(x, list | tuple) and all(_is_index(n, most) for n in x)
         value = self._checked(name, None, fits, f"a list of integers from 0 to {most}")
         return None if value is None else list(value)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """The key must be absent, null, or one of these values: no other is implemented."""
+        """UnsupportedError unless the key is absent, null, or one of these values: no other value is implemented."""
         value = self.get(name)
         if value is not None and not any(value == x and type(value) is type(x) for x in allowed):
             wanted = " or ".join(map(repr, allowed)) or "absent"
-            raise UnsupportedError(f"{self.where}: {name}={_short(value)} is not supported; it must be {wanted}")
+            raise UnsupportedError(f"{self.where}: {name}={short(value)} is not supported; it must be {wanted}")
 
-    def part(self, name: str, defaults: Mapping[str, Any] | None = None) -> "Keys":
-        """A nested object, read like this one; empty where it is absent."""
+    def section(self, name: str, defaults: Mapping[str, Any] | None = None) -> "ConfigReader":
+        """The reader of a nested object; an empty one if the key is absent."""
         value = self._checked(name, {}, lambda x: isinstance(x, dict), "an object")
-        return Keys(value, f"{self.where}, {name}", defaults)
+        return ConfigReader(value, f"{self.where}, {name}", defaults)
 
     def ignore(self, *names: str) -> None:
-        """Mark keys as read: this family does not use them."""
+        """Mark keys as read that have no effect in this family."""
         self.read.update(names)
 
-    def close(self) -> None:
-        """UnsupportedError if a key was neither read nor harmless; names all of them."""
+    def refuse_unread(self) -> None:
+        """UnsupportedError that names all keys that were neither read nor are HARMLESS."""
         left = {k: v for k, v in self.given.items() if k not in self.read and k not in HARMLESS and v is not None}
         if left:
-            named = ", ".join(f"{k}={_short(v)}" for k, v in sorted(left.items()))
+            named = ", ".join(f"{k}={short(v)}" for k, v in sorted(left.items()))
             raise UnsupportedError(
-                f"{self.where} has keys that may change the numbers and that nobody here reads: {named}. Remove those "
-                "that you know to be harmless, or add support in jattn/models/families"
+                f"{self.where} has keys that are not used for this model_type and may change results: {named}. Remove "
+                "those that are harmless, or add support in jattn/models/families"
             )
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """ValueError for a value that does not fit the other keys."""
-        raise ValueError(f"{self.where}: {name}={_short(self.values.get(name))} {why}")
+        raise ValueError(f"{self.where}: {name}={short(self.values.get(name))} {why}")
 
     def _checked(self, name: str, default: Any, fits: Callable[[Any], Any], wanted: str) -> Any:
         value = self.get(name, default)
         if value is not default and not fits(value):
-            raise ValueError(f"{self.where}: {name}={_short(value)} must be {wanted}")
+            raise ValueError(f"{self.where}: {name}={short(value)} must be {wanted}")
         return value
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and (x == 0 or TINY <= abs(x) <= VAST)
+    return (
+        isinstance(x, int | float) and not isinstance(x, bool) and (x == 0 or MIN_MAGNITUDE <= abs(x) <= MAX_MAGNITUDE)
+    )
 
 
 def _is_index(x: Any, most: int) -> bool:
@@ -156,8 +160,3 @@ def _is_index(x: Any, most: int) -> bool:
 
 def _is_one_of(x: Any, known: tuple[str, ...]) -> bool:
     return isinstance(x, str) and x in known
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else text[:57] + "..."

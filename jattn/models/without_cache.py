@@ -1,4 +1,4 @@
-"""Models without a cache: encoders, and decoders in training. All keys of a request are in the batch."""
+"""Forward passes without a cache: encoders, and decoders in training. All keys of a request are in the batch."""
 
 import functools
 from typing import Any
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jattn.metadata import CommonAttentionMetadata
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.parts import embed, halves, head
-from jattn.nn import call
+from jattn.models.layers import embed, head, self_attention_layer
+from jattn.nn import apply_attention
 
 
 def encode(
@@ -21,12 +21,12 @@ def encode(
     token_types: jax.Array | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """token_ids i32[T] packed -> hidden states [T, hidden]; `models.head` makes a masked model's logits of them.
+    """Packed token_ids i32[T] -> hidden states [T, hidden], which `models.head` maps to logits.
 
-    meta: from_lengths(lengths, lengths, None, block_size). Pure, and differentiable where the backend is.
+    meta: from_lengths(lengths, lengths, None, block_size). Pure; differentiable if the backend is.
     """
     if not config.is_encoder:
-        raise ValueError(f"{config.family} is a decoder: use uncached_logits, or forward with caches")
+        raise ValueError(f"{config.family} is a decoder; use uncached_logits, or forward with caches")
     return _hidden(config, params, token_ids, meta, token_types, backend)
 
 
@@ -38,12 +38,12 @@ def uncached_logits(
     *,
     backend: str = "auto",
 ) -> jax.Array:
-    """A decoder over whole packed sequences, token_ids i32[T] -> f32[T, vocab]: training, and a check of serving.
+    """A decoder over whole packed sequences, token_ids i32[T] -> f32[T, vocab]: for training and for tests.
 
-    meta: from_lengths(lengths, lengths, None, block_size). Pure, and differentiable where the backend is.
+    meta: from_lengths(lengths, lengths, None, block_size). Pure; differentiable if the backend is.
     """
     if config.encoder is not None or config.is_encoder:
-        raise ValueError(f"{config.family} is not a decoder alone: use encode, or forward with caches")
+        raise ValueError(f"{config.family} is not a decoder-only model; use encode, or forward with caches")
     return head(config, params, _hidden(config, params, token_ids, meta, None, backend))
 
 
@@ -56,4 +56,5 @@ def _hidden(config: ModelConfig, params, token_ids, meta, token_types, backend: 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer(layer: LayerConfig, backend: str, weights, x, meta):
-    return halves(layer, weights, x, lambda y: call(layer.mixer, weights["attn"], y, meta, backend=backend))[1]
+    attention = lambda y: apply_attention(layer.self_attn, weights["attn"], y, meta, backend=backend)
+    return self_attention_layer(layer, weights, x, attention)[1]

@@ -1,0 +1,58 @@
+"""What forward passes with and without a cache share: embeddings, the layers apart from attention, and the head."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.models.config import LayerConfig, ModelConfig
+from jattn.models.mlp import activation
+from jattn.models.residual import normed, residual
+from jattn.nn.attention_layer import linear, product
+
+
+def embed(
+    config: ModelConfig,
+    params: dict[str, Any],
+    token_ids: jax.Array,
+    positions: jax.Array,
+    token_types: jax.Array | None = None,
+) -> jax.Array:
+    """token_ids [T] -> [T, hidden]. An id outside the vocabulary is clipped, because padding tokens may have any id."""
+    x = params["embed"].at[token_ids].get(mode="clip")
+    if config.embedding_scale != 1.0:
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    if config.learned_positions:
+        x = x + params["positions"].at[positions].get(mode="clip")
+    if config.token_types:
+        types = jnp.zeros_like(token_ids) if token_types is None else token_types
+        x = x + params["token_types"].at[types].get(mode="clip")
+    elif token_types is not None:
+        raise ValueError(f"{config.family} has no token types; use token_types=None")
+    return normed(config.embedding_norm, params, "embedding_norm", x)
+
+
+def self_attention_layer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array, attention: Callable) -> tuple:
+    """(cache, x) after a layer without cross attention; attention(x) -> (cache, y)."""
+    cache, x = residual(layer.attn_norms, "attn", weights, x, attention)
+    return cache, mlp_sublayer(layer, weights, x)
+
+
+def mlp_sublayer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array) -> jax.Array:
+    """x after the layer's MLP or mixture of experts."""
+    return residual(layer.mlp_norms, "mlp", weights, x, lambda y: (None, layer.mlp(weights["mlp"], y)))[1]
+
+
+def head(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """Hidden states [L, hidden] -> logits f32[L, vocab]."""
+    weights = params.get("head", {})
+    if config.head_transform is not None:
+        x = activation(config.head_transform)(linear(weights["transform"], x))
+    x = normed(config.final_norm, params, "final_norm", x)
+    kernel = params["embed"].T if config.tied_embeddings else weights["kernel"]
+    logits = product(x, kernel) * config.logits_scale
+    if config.head_bias:
+        logits = logits + weights["bias"].astype(jnp.float32)[None, :]
+    cap = config.logits_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -1,0 +1,92 @@
+"""Tables from the weights of a model to the tensors of a checkpoint: path in params -> tensor names and conversion."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import numpy as np
+
+from jattn.models.config import LayerConfig, ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSource:
+    """One weight is make(*tensors) of the tensors with these names. packed: another form that a checkpoint may have."""
+
+    names: tuple[str, ...]
+    make: Callable[..., np.ndarray]
+    packed: "TensorSource | None" = None
+
+    def stored_form(self, stored: Container[str]) -> "TensorSource":
+        """`packed` if the checkpoint has all of its tensors, else this form."""
+        packed = self.packed
+        return packed if packed is not None and all(name in stored for name in packed.names) else self
+
+
+def unchanged(x: np.ndarray) -> np.ndarray:
+    """The tensor as it is stored."""
+    return x
+
+
+def transposed(x: np.ndarray) -> np.ndarray:
+    """torch stores [out, in]; kernels here are [in, out]."""
+    return x.T
+
+
+def output_slice(start: int, stop: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Outputs start .. stop of a fused projection, transposed like a kernel; or of its bias."""
+    return lambda x: x[start:stop].T if x.ndim == 2 else x[start:stop]
+
+
+def linear_rows(table: Mapping[str, str], bias: bool = False) -> dict[str, tuple[str, Callable]]:
+    """Rows for torch Linear modules. table: path of the projection in params -> name of the module."""
+    return _modules(table, bias, "kernel", transposed)
+
+
+def norm_rows(table: Mapping[str, str], bias: bool = False) -> dict[str, tuple[str, Callable]]:
+    """Rows for norm modules. table: path of the norm in params -> name of the module."""
+    return _modules(table, bias, "scale", unchanged)
+
+
+def _modules(table: Mapping[str, str], bias: bool, weight: str, make: Callable) -> dict:
+    found: dict[str, tuple[str, Callable]] = {}
+    for ours, theirs in table.items():
+        found[f"{ours}.{weight}"] = (f"{theirs}.weight", make)
+        if bias:
+            found[f"{ours}.bias"] = (f"{theirs}.bias", unchanged)
+    return found
+
+
+def tensor_table(
+    config: ModelConfig,
+    outside: Mapping[str, tuple[Any, Callable]],
+    prefix: str,
+    layer: Callable[[int], Mapping[str, tuple[Any, Callable]]],
+) -> dict[str, TensorSource]:
+    """The whole table: 'embed', 'layers.3.attn.q.kernel' ... -> TensorSource.
+
+    outside: rows of weights outside the layers. layer(index): rows of one layer, whose tensor names get `prefix` in
+    front; its {} is replaced by the layer's index.
+    """
+    table = {path: TensorSource(_tuple(names), make) for path, (names, make) in outside.items()}
+    for index in range(len(config.layers)):
+        at = prefix.format(index)
+        for path, (names, make) in layer(index).items():
+            table[f"layers.{index}.{path}"] = TensorSource(tuple(at + name for name in _tuple(names)), make)
+    return table
+
+
+def count_layer_tensors(config: ModelConfig, tensors: Callable[[ModelConfig], dict[str, TensorSource]]) -> int:
+    """Number of tensors that all layers need. Only one layer of each distinct LayerConfig is listed, for speed."""
+
+    def count(*layers: LayerConfig) -> int:
+        table = tensors(dataclasses.replace(config, layers=layers))
+        return len({name for source in table.values() for name in source.names})
+
+    kinds = collections.Counter(config.layers)
+    return sum(times * (count(layer, layer) - count(layer)) for layer, times in kinds.items())
+
+
+def _tuple(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

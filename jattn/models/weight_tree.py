@@ -1,0 +1,50 @@
+"""params of a model: the tree of its WeightSpecs, random initial values, and logical axes for sharding."""
+
+from typing import Any
+
+import jax
+
+from jattn.models.config import LayerConfig, ModelConfig
+from jattn.models.residual import norm_weight_specs
+from jattn.nn.weight_spec import WeightSpec, is_weight_spec, linear_weight_specs
+
+
+def weight_specs(config: ModelConfig) -> dict[str, Any]:
+    """The tree of WeightSpecs; `params` of forward has the same structure."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    tree: dict[str, Any] = {
+        "embed": WeightSpec((vocab, hidden), ("vocab", "embed")),
+        "layers": tuple(_layer(layer, hidden) for layer in config.layers),
+    }
+    if config.token_types:
+        tree["token_types"] = WeightSpec((config.token_types, hidden), (None, "embed"))
+    if config.learned_positions:
+        tree["positions"] = WeightSpec((config.learned_positions, hidden), (None, "embed"))
+    tree |= norm_weight_specs(hidden, {"embedding_norm": config.embedding_norm, "final_norm": config.final_norm})
+    head = {} if config.tied_embeddings else {"kernel": WeightSpec((hidden, vocab), ("embed", "vocab"))}
+    if config.head_transform is not None:
+        head |= {"transform": linear_weight_specs(hidden, hidden, ("embed", None), bias=True)}
+    head |= {"bias": WeightSpec((vocab,), ("vocab",), 0.0)} if config.head_bias else {}
+    if config.encoder is not None:  # encoder and decoder share the token embeddings
+        tree["encoder"] = {name: part for name, part in weight_specs(config.encoder).items() if name != "embed"}
+    return tree | ({"head": head} if head else {})
+
+
+def init_params(config: ModelConfig, key: "jax.Array | int" = 0, dtype: Any = "float32") -> dict[str, Any]:
+    """Random weights: for tests, benchmarks, and training from scratch."""
+    key = jax.random.key(key) if isinstance(key, int) else key
+    weights, structure = jax.tree.flatten(weight_specs(config), is_leaf=is_weight_spec)
+    keys = jax.random.split(key, len(weights))
+    return jax.tree.unflatten(structure, [w.draw(k, dtype) for w, k in zip(weights, keys, strict=True)])
+
+
+def logical_axes(config: ModelConfig) -> dict[str, Any]:
+    """The same tree with each array's logical axis names: 'vocab', 'embed', 'heads', 'kv_heads', 'mlp' or 'expert'."""
+    return jax.tree.map(lambda weight: weight.axes, weight_specs(config), is_leaf=is_weight_spec)
+
+
+def _layer(layer: LayerConfig, hidden: int) -> dict[str, Any]:
+    tree = {"attn": layer.self_attn.weight_specs(), "mlp": layer.mlp.weight_specs(hidden)}
+    for name, norms in (("attn", layer.attn_norms), ("cross", layer.cross_norms), ("mlp", layer.mlp_norms)):
+        tree |= norms.weight_specs(name, hidden)
+    return tree if layer.cross_attn is None else tree | {"cross": layer.cross_attn.weight_specs()}

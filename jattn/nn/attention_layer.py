@@ -1,0 +1,205 @@
+"""An attention layer as data (AttentionConfig) and a pure function: projections, norms, rotation, attention, output.
+
+It owns neither weights nor cache. The Flax modules and `jattn.models` call it.
+
+    weights  q, k, v [in, heads * dim] and o [heads * dim, out], or qkv fused; each {'kernel': .., 'bias': ..}
+             q_norm, k_norm {'scale': [D], or [heads * D]};  sinks f32[H];  k_scale, v_scale of a quantised cache
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.errors.arguments import boolean, check_fields, integer, kind, number, optional, sequence_of
+from jattn.nn.norm import Norm
+from jattn.nn.rope import Angles, Rope, rotate
+from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
+from jattn.ops.state import AttentionState
+from jattn.spec import AttentionParams, AttentionSpec
+from jattn.types import AttentionType
+
+Attend = Callable[[jax.Array, "jax.Array | None", "jax.Array | None", AttentionParams], tuple]
+
+
+def _temperature_tuning(name: str, value) -> tuple[float, float]:
+    pair = sequence_of(number())(name, value)
+    if len(pair) != 2 or pair[0] <= 0:
+        raise ValueError(f"{name}={pair} must be (floor_scale, attn_scale) with floor_scale > 0")
+    return pair
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Static description of an attention layer. It is hashable, so equal layers share one trace."""
+
+    spec: AttentionSpec
+    hidden_size: int  # width of the input and of the output
+    rope: Rope | None = None
+    qk_norm: Norm | None = None  # of q and k, per head
+    qk_norm_all_heads: bool = False  # qk_norm over the whole projection (all heads together), not per head
+    qk_norm_after_rope: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    fused_qkv: bool = False
+    clip_qkv: float | None = None  # q, k and v are clipped to [-clip_qkv, clip_qkv]
+    alibi_slopes: tuple[float, ...] | None = None
+    temperature_tuning: tuple[float, float] | None = None
+    """Llama 4's (floor_scale, attn_scale): q *= 1 + attn_scale * log(1 + floor((position + 1) / floor_scale))."""
+
+    def __post_init__(self):
+        flags = dict.fromkeys(("qk_norm_all_heads", "qk_norm_after_rope", "qkv_bias", "out_bias", "fused_qkv"), boolean)
+        check_fields(
+            self, spec=kind(AttentionSpec), hidden_size=integer(1), rope=optional(kind(Rope)),
+            qk_norm=optional(kind(Norm)), clip_qkv=optional(number(above=0)), **flags,
+            alibi_slopes=optional(sequence_of(number())), temperature_tuning=optional(_temperature_tuning),
+        )  # fmt: skip
+        if (self.alibi_slopes is not None) != self.spec.has_alibi:
+            raise ValueError(f"{self.alibi_slopes=} must be given exactly when {self.spec.has_alibi=}")
+        if self.alibi_slopes is not None and len(self.alibi_slopes) != self.spec.num_heads:
+            raise ValueError(f"{self.alibi_slopes=} must have one slope per head, {self.spec.num_heads}")
+        if self.rope is not None and self.rope.dim > self.spec.head_dim:
+            raise ValueError(f"{self.rope.dim=} must not exceed {self.spec.head_dim=}")
+        if self.spec.output_dtype is not None:
+            raise ValueError(
+                f"{self.spec.output_dtype=}: the output projection needs unquantised outputs; use output_dtype=None"
+            )
+        if self.rope is not None and self.is_cross:
+            raise ValueError(
+                "cross attention takes no rotary positions: queries and keys are in two sequences; use rope=None"
+            )
+        if self.qk_norm is None and (self.qk_norm_all_heads or self.qk_norm_after_rope):
+            raise ValueError(
+                "qk_norm_all_heads and qk_norm_after_rope have no effect without qk_norm; pass one, or neither"
+            )
+
+    @property
+    def is_cross(self) -> bool:
+        """True if keys and values come from the encoder."""
+        return self.spec.attn_type is AttentionType.ENCODER_DECODER
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Output width of each projection: heads * head dim."""
+        s = self.spec
+        return dict(q=s.num_heads * s.head_dim, k=s.num_kv_heads * s.head_dim, v=s.num_kv_heads * s.v_head_dim)
+
+    @property
+    def out_width(self) -> int:
+        """Input width of the output projection: H * V."""
+        return self.spec.num_heads * self.spec.v_head_dim
+
+    def weight_specs(self) -> dict[str, Any]:
+        """The tree of its WeightSpecs."""
+        hidden, widths = self.hidden_size, self.widths
+        if self.fused_qkv:
+            width = sum(widths.values())
+            tree: dict[str, Any] = {"qkv": linear_weight_specs(hidden, width, ("embed", "qkv"), self.qkv_bias)}
+        else:
+            axes = dict(q="heads", k="kv_heads", v="kv_heads")
+            tree = {n: linear_weight_specs(hidden, w, ("embed", axes[n]), self.qkv_bias) for n, w in widths.items()}
+        tree["o"] = linear_weight_specs(self.out_width, hidden, ("heads", "embed"), self.out_bias)
+        for name in "qk":
+            size = widths[name] if self.qk_norm_all_heads else self.spec.head_dim
+            specs = {} if self.qk_norm is None else self.qk_norm.weight_specs(size)
+            tree |= {f"{name}_norm": specs} if specs else {}
+        if self.spec.has_sinks:
+            tree["sinks"] = WeightSpec((self.spec.num_heads,), ("heads",), 0.0)
+        return tree
+
+
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [T, in] @ kernel [in, out], summed in float32: f32[T, out].
+
+    On XLA:CPU (JAX 0.10), a bf16 product with a float32 result is up to five times faster than one with a bf16 result,
+    and one bf16 row takes ten times as long as two. A single row is therefore duplicated.
+    """
+    duplicate = x.shape[0] == 1 and x.dtype == jnp.bfloat16
+    y = jnp.dot(jnp.concatenate([x, x]) if duplicate else x, kernel, preferred_element_type=jnp.float32)
+    return y[:1] if duplicate else y
+
+
+def linear(weights: dict, x: jax.Array) -> jax.Array:
+    """x [T, in] @ kernel [in, out] (+ bias), rounded once to the dtype of x."""
+    y = product(x, weights["kernel"])
+    return (y + weights["bias"][None, :] if "bias" in weights else y).astype(x.dtype)
+
+
+def project_and_attend(
+    config: AttentionConfig,
+    weights: dict,
+    x: jax.Array,
+    attend: Attend,
+    *,
+    positions: jax.Array | None = None,
+    angles: Angles | None = None,
+    keys_from: jax.Array | None = None,
+) -> tuple:
+    """x [T, hidden] -> (cache, [T, hidden]): q, k, v of x, `attend`, and the output projection.
+
+    attend(q, k, v, params) -> (cache, AttentionState) decides where keys and values are kept. keys_from: the encoder's
+    tokens of a cross layer, None once they are cached.
+    """
+    q, k, v = project(config, weights, x, keys_from)
+    q = _norm_and_rotate(config, weights.get("q_norm", {}), q, angles)
+    k = None if k is None else _norm_and_rotate(config, weights.get("k_norm", {}), k, angles)
+    if config.temperature_tuning is not None:
+        assert positions is not None
+        floor_scale, attn_scale = config.temperature_tuning
+        factor = 1 + attn_scale * jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1) / floor_scale))
+        q = (q * factor[:, None, None]).astype(x.dtype)
+    cache, state = attend(q, k, v, params_of(config, weights))
+    return cache, linear(weights["o"], _heads_joined(state, x.dtype))
+
+
+def project(config: AttentionConfig, weights: dict, x: jax.Array, keys_from: jax.Array | None = None) -> tuple:
+    """(q [T H D], k [Tk K D], v [Tk K V]); k and v are None in a cross layer without new encoder tokens."""
+    if config.fused_qkv:
+        edges = (config.widths["q"], config.widths["q"] + config.widths["k"])
+        parts = jnp.split(linear(weights["qkv"], x), edges, axis=-1)
+        rows: dict = dict(zip("qkv", parts, strict=True))
+    else:
+        source = keys_from if config.is_cross else x
+        rows = {"q": linear(weights["q"], x)}
+        rows |= {name: None if source is None else linear(weights[name], source) for name in "kv"}
+    heads = dict(q=config.spec.num_heads, k=config.spec.num_kv_heads, v=config.spec.num_kv_heads)
+    return tuple(None if y is None else _clipped(config, y).reshape(y.shape[0], heads[n], -1) for n, y in rows.items())
+
+
+def params_of(config: AttentionConfig, weights: dict) -> AttentionParams:
+    """The traced parameters of the attention operation: slopes, sinks and cache scales."""
+    slopes = None if config.alibi_slopes is None else jnp.asarray(config.alibi_slopes, jnp.float32)
+    sinks = weights["sinks"].astype(jnp.float32) if config.spec.has_sinks else None
+    return AttentionParams(
+        alibi_slopes=slopes, sinks=sinks, k_scale=weights.get("k_scale"), v_scale=weights.get("v_scale")
+    )
+
+
+def _heads_joined(state: AttentionState, dtype) -> jax.Array:
+    """The attention output [T H V] as [T, H * V] in the dtype of the hidden states."""
+    return state.out.reshape(state.out.shape[0], -1).astype(dtype)
+
+
+def _norm_and_rotate(config: AttentionConfig, norm_weights: dict, x: jax.Array, angles: Angles | None) -> jax.Array:
+    """q or k [T heads D], normalised and rotated, in the order that the config asks for."""
+
+    def normed(y):
+        if config.qk_norm is None:
+            return y
+        if config.qk_norm_all_heads:
+            return config.qk_norm(norm_weights, y.reshape(y.shape[0], -1)).reshape(y.shape)
+        return config.qk_norm(norm_weights, y)
+
+    def rotated(y):
+        if config.rope is None:
+            return y
+        assert angles is not None
+        return rotate(y, angles)
+
+    return normed(rotated(x)) if config.qk_norm_after_rope else rotated(normed(x))
+
+
+def _clipped(config: AttentionConfig, y: jax.Array) -> jax.Array:
+    return y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)

@@ -1,0 +1,37 @@
+"""WeightSpec: the shape, sharding axes and initial value of a weight, for loading, sharding and initialisation."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
+    """One array: its shape, a logical name for each axis (for sharding rules), and its initial value."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    fill: float | None = None  # None: normal, with variance 1 / inputs
+
+    def draw(self, key: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+        """The initial value."""
+        if self.fill is not None:
+            return jnp.full(self.shape, self.fill, dtype)
+        inputs = self.shape[-2] if len(self.shape) > 1 else 1
+        return (jax.random.normal(key, self.shape, jnp.float32) / math.sqrt(inputs)).astype(dtype)
+
+
+def is_weight_spec(x: Any) -> bool:
+    """The `is_leaf` of tree.map over trees of WeightSpecs."""
+    return isinstance(x, WeightSpec)
+
+
+def linear_weight_specs(
+    inputs: int, outputs: int, axes: tuple[str | None, str | None], bias: bool
+) -> dict[str, WeightSpec]:
+    """The kernel [inputs, outputs] of a linear projection, and its bias."""
+    weights = {"kernel": WeightSpec((inputs, outputs), axes)}
+    return weights | ({"bias": WeightSpec((outputs,), axes[1:], 0.0)} if bias else {})

@@ -1,0 +1,180 @@
+"""Ragged paged attention for Hopper: one persistent launch for decode, speculative, prefill and mixed batches.
+
+    ragged_paged_attention
+      _check                              arrays against the config; NotImplementedError where it is not supported
+      _launch                             one CTA on each SM, three warpgroups each
+        _kernel                             allocates shared memory and barriers
+          warpgroup 2: load_pages             pieces_sm90.py: queries, pages and scales into shared memory
+          warpgroups 0, 1: _compute           for each piece of the CTA's part of the work list (work_list.py):
+            long_tile                           tiles_sm90.py: more than 64 packed rows, 64 to each warpgroup, which
+                                                take turns on the tensor cores (ping-pong)
+            short_tile                          tiles_sm90.py: at most 64 rows; each warpgroup computes them over
+                                                every other key block, and the two states are merged
+            narrow_tile                         narrow_sm90.py: at most 16 rows over an 8-bit cache
+            blank_tile                          tiles_sm90.py: padding tokens, in a kernel without long tiles
+      merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs
+
+docs/notebook/nvidia_h200.md has a drawing and what was measured.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.algebra.checks import check_arrays
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.merge_sm90 import merge_parts
+from pallas_kernels.gpu.narrow_sm90 import narrow_tile
+from pallas_kernels.gpu.pieces_sm90 import Refs, count_pieces, load_pages, receive_piece
+from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.tiles_sm90 import blank_tile, long_tile, short_tile
+
+REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for the three warpgroups
+REGISTERS_TOKEN_SCALES = (224, 56)  # the memory warpgroup holds a block of scales in registers
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_table: jax.Array,
+    work: wl.GpuWorkList,
+    config: GpuKernelConfig,
+    *,
+    alibi_slopes=None,
+    sinks=None,
+    q_scale=None,
+    k_scale=None,
+    v_scale=None,
+    k_token_scale=None,
+    v_token_scale=None,
+) -> tuple[jax.Array, jax.Array]:
+    """softmax(q k^T) v over pages: (out [T, H, V] in q's dtype, lse f32[T, H], natural log).
+
+    q [T, H, D]; pools in their own dtype, HND [N, K, S, D] or NHD [N, S, K, D]; block_table i32[R, B], whose unused
+    columns may hold anything. alibi_slopes, sinks f32[H]; q_scale f32 or f32[H]; k_scale, v_scale f32 or f32[K];
+    k_token_scale, v_token_scale f32 [N, K, S] or [N, S, K], in the order of the pools. All scales are traced:
+    real = stored * scale * token scale. A row that sees no key, padding tokens included, gives (0, -inf).
+    """
+    _check(q, k_pages, v_pages, block_table, config, alibi_slopes, sinks, (k_token_scale, v_token_scale))
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    per_head = jnp.stack([_one_each(alibi_slopes, heads, 0.0), _one_each(sinks, heads, 0.0)], axis=1)
+    scales = [_one_each(k_scale, kv_heads, 1.0) * config.logits.scale, _one_each(v_scale, kv_heads, 1.0)]
+    if q_scale is not None and jnp.ndim(q_scale) == 0:
+        scales[0] = scales[0] * q_scale
+    elif q_scale is not None:
+        q = (q.astype(jnp.float32) * q_scale[None, :, None]).astype(q.dtype)
+    scales = jnp.stack(scales, axis=1)
+    token_scales = (k_token_scale, v_token_scale) if config.token_scales else ()
+    out, lse, part, part_lse = _launch(config, q, k_pages, v_pages, block_table, work, scales, per_head, token_scales)
+    return merge_parts(config, out, lse, part, part_lse, work, per_head)
+
+
+def _one_each(value, size: int, default: float) -> jax.Array:
+    """f32[size] of a scalar, of an array of that size, or of the default for None."""
+    value = jnp.asarray(default if value is None else value, jnp.float32)
+    return jnp.broadcast_to(value, (size,))
+
+
+def _check(q, k_pages, v_pages, block_table, config: GpuKernelConfig, alibi_slopes, sinks, token_scales):
+    if reasons := supports(config):
+        raise NotImplementedError("; ".join(reasons))
+    c = config
+    page_shape = (c.num_kv_heads, c.page_size) if c.layout == "HND" else (c.page_size, c.num_kv_heads)
+    extra = (
+        ("alibi_slopes given", alibi_slopes is not None, c.logits.has_alibi),
+        ("sinks given", sinks is not None, c.has_sinks),
+        *(
+            (f"{name}_token_scale", None if x is None else x.shape, k_pages.shape[:-1] if c.token_scales else None)
+            for name, x in zip("kv", token_scales, strict=True)
+        ),
+    )
+    check_arrays(c, q, k_pages, v_pages, block_table, page_shape, extra)
+
+
+def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, scales, per_head, token_scales):
+    """(out [T, H, V], lse f32[T, H], partial outputs, partial lse in base 2).
+
+    scales f32[K, 2], per_head f32[H, 2]: see Refs. token_scales: the two pools of scales, or ().
+    """
+    num_tokens, num_heads, _ = q.shape
+    v_dim, slots = config.v_head_dim, 2 * config.num_ctas
+    out_type = [
+        jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), q.dtype),
+        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, v_dim), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),
+    ]
+
+    def ragged_paged_attention(*gmem):  # the kernel's name in a profile
+        _kernel(config, *gmem)
+
+    call = plgpu.kernel(
+        ragged_paged_attention,
+        out_type=out_type,
+        grid=(config.num_ctas,),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return call(q, k_pages, v_pages, block_table, work.info, work.cta, scales, per_head, *token_scales)
+
+
+def _kernel(cfg: GpuKernelConfig, *gmem):
+    """One CTA: allocates, then gives each warpgroup its role."""
+
+    def roles(tiles, small, full, free, queries, turn):
+        tiles, small = (*tiles, None, None)[:5], (*small, None)[:3]
+        pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
+        refs = Refs(*pools, *tiles, *small, *full, *free, *queries, turn)
+        wg = lax.axis_index("wg")
+        compute, load = REGISTERS_TOKEN_SCALES if cfg.token_scales else REGISTERS
+
+        @pl.when(wg < 2)
+        def _():
+            plgpu.set_max_registers(compute, action="increase")
+            _compute(cfg, refs, wg)
+
+        @pl.when(wg == 2)
+        def _():
+            plgpu.set_max_registers(load, action="decrease")
+            load_pages(cfg, refs)
+
+    def tile(dtype, *shape):
+        return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
+
+    block, stages = cfg.block_kv, cfg.stages
+    tiles = [tile(cfg.dtype, cfg.q_buffers, 2, WARPGROUP_ROWS, cfg.head_dim)]
+    tiles += [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
+    if cfg.quantised and not cfg.narrow_rows:
+        tiles += [tile(cfg.dtype, 2, block, cfg.head_dim), tile(cfg.value_dtype, 2, block, cfg.v_head_dim)]
+    small = [plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((cfg.q_buffers, wl.INFO_COLUMNS), jnp.int32)]
+    small += [plgpu.SMEM((stages, 2 * block), jnp.float32)] if cfg.token_scales else []
+    pages = max(block // cfg.page_size, 1)
+    full = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (pages + cfg.token_scales, pages))
+    free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
+    buffers = dict(num_barriers=cfg.q_buffers)
+    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2, **buffers))
+    turn = plgpu.Barrier(num_arrivals=2)
+    pl.run_scoped(roles, tuple(tiles), tuple(small), full, free, queries, turn, collective_axes="wg")
+
+
+def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
+    """A compute warpgroup: the CTA's pieces, one after the other, each by the body for its number of rows."""
+
+    def piece_body(j, turn):
+        piece = receive_piece(cfg, refs, j)
+        few = piece[wl.NROWS] <= (cfg.narrow_rows or wl.SHORT_ROWS)
+        few_rows = narrow_tile if cfg.narrow_rows else short_tile
+        many_rows = long_tile if cfg.long_tiles else blank_tile  # without long tiles only padding has many rows
+        pl.when(few)(lambda: few_rows(cfg, refs, piece, wg, turn))
+        pl.when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, turn))
+        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
+        return turn + piece.count
+
+    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))

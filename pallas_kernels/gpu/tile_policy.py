@@ -1,0 +1,147 @@
+"""Tile sizes and variants of the GPU kernel for a shape that its caller left open: `default_config`.
+
+A policy is a pure function TileRequest -> {field of GpuKernelConfig: value}; POLICIES lists them in order. The first
+policy that names a field decides it, and what the caller gave is decided before. To add a policy, write such a function
+and put it in POLICIES before the one that it overrides.
+
+Figures are microseconds on an H200; docs/notebook/nvidia_h200.md has the runs.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from pallas_kernels import tuning
+from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.supports import supports
+
+NARROW_TILES = True
+"""8-bit decode by narrow_sm90.py: dec_16x32k_fp8 takes 267 us, with tiles of 64 rows 441."""
+
+FLAT_LIST = True
+"""The flat work list where every request has few rows: building it takes 6.6 to 12 us, the ranked one 27 to 42."""
+
+FIXED_MAX = True
+"""No running maximum under a soft cap. By itself it gains 2 % of prefill: a cap costs 15.3 % instead of 17.3."""
+
+CAP_FOURTHS = 1
+"""With FIXED_MAX, how many of every 4 scores are capped by FMA. pre_1x8k takes 1021 with 0, 927 with 1, 961 with 2,
+1114 with 3, and 868 without a cap."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileRequest:
+    """What a policy is asked."""
+
+    config: GpuKernelConfig  # with the fields of the caller and of earlier policies
+    rows: int | None  # upper bound of every request's packed rows (new tokens * group); None: unknown
+    decided: frozenset[str]  # fields that the caller or an earlier policy decided
+
+
+def default_config(*, rows: int | None = None, **fields) -> GpuKernelConfig:
+    """The config with these fields; POLICIES choose the others. Not checked (see supports.py).
+
+    rows: upper bound of every request's packed rows (new tokens * group), if it is known. Few rows have tiles of their
+    own.
+    """
+    return _chosen(POLICIES, rows, tuple(fields.items()))
+
+
+@functools.lru_cache(maxsize=1024)  # a batch that is built outside jit asks at every step
+def _chosen(policies: tuple[Callable, ...], rows: int | None, fields: tuple[tuple[str, Any], ...]) -> GpuKernelConfig:
+    config, decided = GpuKernelConfig(**dict(fields)), frozenset(name for name, _ in fields)
+    for policy in policies:
+        chosen = policy(TileRequest(config, rows, decided))
+        chosen = {name: value for name, value in chosen.items() if name not in decided}
+        config, decided = dataclasses.replace(config, **chosen), decided | chosen.keys()
+    return config
+
+
+def make_config(*, rows: int | None = None, **fields) -> GpuKernelConfig:
+    """default_config, or NotImplementedError with every reason why the kernel cannot serve it."""
+    config = default_config(rows=rows, **fields)
+    if reasons := supports(config):
+        raise NotImplementedError("; ".join(reasons))
+    return config
+
+
+def query_buffers(request: TileRequest) -> dict[str, Any]:
+    """Two pieces' queries in shared memory, or one where a head is too wide for two."""
+    return {} if request.config.head_dim <= 192 else {"q_buffers": 1}
+
+
+def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
+    """Which bodies the kernel has and which work list it walks, given the rows of a request."""
+    config, rows = request.config, request.rows
+    if rows is None:
+        return {}
+    few = rows <= WARPGROUP_ROWS
+    chosen = {"long_tiles": not few, "flat_list": FLAT_LIST and few}
+    if NARROW_TILES and rows <= 16 and config.kv_dtype in KV_DTYPES_8BIT:
+        narrow = dataclasses.replace(config, narrow_rows=8 if rows <= 8 else 16)
+        if _stages_that_fit(narrow, 128, most=4) >= 2:
+            chosen["narrow_rows"] = narrow.narrow_rows
+    return chosen
+
+
+def measured_tiles(request: TileRequest) -> dict[str, Any]:
+    """block_kv and stages as measured by `python -m jattn bench --tune`; {} for a shape that is not in the table."""
+    c = request.config
+    if c.token_scales:  # not measured; their scales need shared memory too
+        return {}
+    kind = "narrow" if c.narrow_rows else "long" if c.long_tiles else "few"
+    return measured_table().get((c.head_dim, c.v_head_dim, c.kv_dtype, kind), {})
+
+
+def largest_tiles(request: TileRequest) -> dict[str, Any]:
+    """The rule where nothing was measured: the largest block of which two stages fit, in as many stages as fit.
+
+    Blocks have 128 or 64 keys, in at most 3 stages; over an 8-bit cache 64 keys, in at most 5. A block of narrow tiles
+    always has 128 keys, in at most 4 stages.
+    """
+    config = request.config
+    eight_bits = config.kv_dtype in KV_DTYPES_8BIT
+    blocks, most = ((64,), 5) if eight_bits else ((128, 64), 3)
+    if config.narrow_rows:
+        blocks, most = (128,), 4
+    for block in blocks:
+        stages = _stages_that_fit(config, block, most)
+        if stages >= 2:
+            break
+    return {"block_kv": block, "stages": max(stages, 1)}  # where not even one fits, supports.py refuses
+
+
+def soft_cap(request: TileRequest) -> dict[str, Any]:
+    """How a soft-capped softmax is computed, where the cap bounds the logits."""
+    if not FIXED_MAX or "fixed_max" in request.decided or not request.config.can_fix_max:
+        return {}
+    return {"fixed_max": True, "cap_fourths": CAP_FOURTHS}
+
+
+POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
+    query_buffers,
+    variants_for_few_rows,
+    measured_tiles,
+    largest_tiles,
+    soft_cap,
+)
+
+
+@functools.cache
+def measured_table() -> dict[tuple[int, int, str, str], dict[str, int]]:
+    """(head_dim, v_head_dim, kv_dtype, kind) -> block_kv and stages, the fastest measured.
+
+    kind: "long" (prefill and mixed batches), "few" (decode) or "narrow" (decode of an 8-bit cache).
+    """
+    text = pathlib.Path(tuning.__file__).with_name("nvidia_h200.json").read_text(encoding="utf-8")
+    shape = lambda row: (row["head_dim"], row["v_head_dim"], row["kv_dtype"], row["kind"])
+    return {shape(row): {"block_kv": row["block_kv"], "stages": row["stages"]} for row in json.loads(text)["rows"]}
+
+
+def _stages_that_fit(config: GpuKernelConfig, block_kv: int, most: int) -> int:
+    """Stages of this block for which there is shared memory, at most `most`; below 1: not even one."""
+    one, two = (dataclasses.replace(config, block_kv=block_kv, stages=n).smem_bytes for n in (1, 2))
+    return min(1 + (SMEM_LIMIT - one) // (two - one), most)

@@ -1,0 +1,37 @@
+"""Sizes of blocks and tiles of the TPU kernel that its caller left open: `default_config`."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
+
+PAGE_BYTES = 24 << 20  # VMEM that a block's pages may take
+ROW_BYTES = 16 << 20  # VMEM that a tile's rows may take
+
+
+def default_config(*, longest: int | None = None, **fields) -> TpuKernelConfig:
+    """The config with these fields, and the largest sizes that fit for those not given. Not checked (see supports.py).
+
+    longest: upper bound of every request's new tokens, if it is known. With 1 the kernel has no body of many rows.
+    """
+    config = TpuKernelConfig(**fields)
+    dims = sum(cdiv(dim, LANES) * LANES for dim in (config.head_dim, config.v_head_dim))
+    heads, item = config.num_kv_heads, jnp.dtype(config.kv_dtype).itemsize
+    page_bytes = lambda keys: 2 * keys * heads * dims * item
+    row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
+    blocks, tiles = (1536, 1024, 512, 256, 128), (512, 256, 128)
+    found = dict(
+        block_kv=next((n for n in blocks if page_bytes(n) <= PAGE_BYTES), blocks[-1]),
+        tile_rows=next((n for n in tiles if row_bytes(n) <= ROW_BYTES), tiles[-1]),
+    )
+    if longest is not None:
+        found |= _rows_for(longest * config.group, config, found["tile_rows"])
+    return TpuKernelConfig(**(found | fields))
+
+
+def _rows_for(rows: int, config: TpuKernelConfig, most: int) -> dict[str, int]:
+    """tile_rows and chunk_rows where every request has at most `rows` rows."""
+    if rows <= config.few_rows:
+        return dict(tile_rows=config.group)
+    chunk = min(config.chunk_rows, cdiv(rows, PACK) * PACK)
+    return dict(tile_rows=max(min(most, cdiv(rows, chunk) * chunk), config.group), chunk_rows=chunk)

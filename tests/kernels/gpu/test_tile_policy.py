@@ -1,0 +1,93 @@
+"""Who decides a tile: the caller, then the policies in their order; and a policy added as docs/how_to_add.md says."""
+
+import dataclasses
+
+import pytest
+
+from jattn import AttentionSpec, CommonAttentionMetadata, KVCacheSpec
+from jattn.backends import pallas_gpu
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.gpu import tile_policy
+from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.tile_policy import TileRequest, default_config
+from tests.kernels.gpu.test_lowering import lower
+
+SHAPE = dict(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=64)
+FEW = dict(SHAPE, rows=4)
+OTHERS = [dict(FEW, page_size=16), dict(FEW, rows=17), dict(FEW, rows=None), dict(FEW, kv_dtype="int8")]
+
+
+def page_sized_blocks(request: TileRequest) -> dict:
+    """bfloat16 decode over pages of 64: a block is a page, in 4 stages."""
+    config, rows = request.config, request.rows
+    if rows is None or rows > 16 or config.kv_dtype != "bfloat16" or config.page_size != 64:
+        return {}
+    return {"block_kv": 64, "stages": 4}
+
+
+@pytest.fixture
+def added(monkeypatch):
+    monkeypatch.setattr(tile_policy, "POLICIES", (page_sized_blocks, *tile_policy.POLICIES))
+
+
+def test_a_new_policy_is_chosen_for_its_shapes_down_to_the_kernel(added):
+    config = default_config(**FEW)
+    assert (config.block_kv, config.stages, config.long_tiles, config.flat_list) == (64, 4, False, True)
+    assert not supports(config)
+    assert len(lower(config).mlir_module_serialized) > 10_000
+
+
+def test_a_new_policy_changes_no_other_shape(added, monkeypatch):
+    with_it = [default_config(**shape) for shape in OTHERS]
+    monkeypatch.setattr(tile_policy, "POLICIES", tile_policy.POLICIES[1:])
+    assert with_it == [default_config(**shape) for shape in OTHERS]
+    assert default_config(**FEW).block_kv == 128
+
+
+def test_the_backend_asks_the_policies(added):
+    spec = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
+    cache = KVCacheSpec(num_blocks=8, block_size=64, num_kv_heads=8, head_dim=128)
+    batches = [CommonAttentionMetadata.from_lengths([n], [n], [[0, 1]], 64) for n in (1, 100)]
+    blocks = [pallas_gpu.kernel_config(spec, cache, "bfloat16", batch).block_kv for batch in batches]
+    assert blocks == [64, 128]
+
+
+def test_the_caller_decides_before_every_policy(added):
+    config = default_config(**FEW, block_kv=128)
+    assert (config.block_kv, config.stages) == (128, 4)
+    capped = LogitRule(scale=0.1, soft_cap=30.0)
+    assert default_config(**SHAPE, logits=capped).fixed_max
+    plain = default_config(**SHAPE, logits=capped, fixed_max=False)
+    assert (plain.fixed_max, plain.cap_fourths) == (False, 0)
+
+
+def test_the_first_policy_that_names_a_field_decides_it(monkeypatch):
+    two, three = (lambda request, n=n: {"stages": n} for n in (2, 3))
+    monkeypatch.setattr(tile_policy, "POLICIES", (two, three))
+    assert default_config(**SHAPE).stages == 2
+
+
+def test_a_policy_can_name_only_fields_of_the_config(monkeypatch):
+    monkeypatch.setattr(tile_policy, "POLICIES", (lambda request: {"block_q": 64},))
+    with pytest.raises(TypeError, match="block_q"):
+        default_config(**SHAPE)
+
+
+FITS = [
+    *(("bfloat16", dims) for dims in ((16, 16), (64, 64), (128, 128), (192, 128), (256, 256))),
+    *(("int8", dims) for dims in ((32, 32), (64, 64), (128, 128), (192, 192))),
+]
+
+
+@pytest.mark.parametrize(("kv_dtype", "dims"), FITS)
+def test_the_rule_takes_as_many_stages_as_fit(kv_dtype, dims):
+    config = default_config(**SHAPE | dict(head_dim=dims[0], v_head_dim=dims[1]), kv_dtype=kv_dtype)
+    config = dataclasses.replace(config, **tile_policy.largest_tiles(TileRequest(config, None, frozenset())))
+    more = dataclasses.replace(config, stages=config.stages + 1)
+    assert not supports(config)
+    assert config.stages == (5 if kv_dtype == "int8" else 3) or more.smem_bytes > tile_policy.SMEM_LIMIT
+
+
+def test_a_shape_for_which_nothing_fits_is_refused_with_the_bytes():
+    (reason,) = supports(default_config(**SHAPE | dict(head_dim=256, v_head_dim=256), kv_dtype="int8"))
+    assert reason == "231680 bytes of shared memory; there are 228352"
