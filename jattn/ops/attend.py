@@ -7,10 +7,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jattn.cache.layout import PagedKV
 from jattn.ops import reference
 from jattn.ops.cpu_loop import cpu_loop
-from jattn.ops.keys import KeySource, PackedKeys, PagedKeys
+from jattn.ops.keys import KeySource, PackedKeys
 from jattn.ops.layer import layer_terms, output_dtype
 from jattn.ops.ragged import RaggedBatch
 from jattn.ops.state import AttentionState
@@ -30,18 +29,6 @@ class AttentionCall:
     max_query_len: int  # bounds the queries of a request
     path: Path
     out_dtype: str | None = None  # None: what the layer asks for, or the queries' own
-
-
-def attend_paged(
-    call: AttentionCall,
-    q: jax.Array,
-    cache: PagedKV,
-    block_table: jax.Array,
-    batch: RaggedBatch,
-    params: AttentionParams | None,
-) -> AttentionState:
-    """Queries [T H D] against the pages that `block_table` names."""
-    return attend(call, q, PagedKeys.of(cache, block_table), batch, params)
 
 
 def attend_packed(
