@@ -95,7 +95,7 @@ class AttentionSpec:
         return self.sliding_window or (-1, -1)
 
     @property
-    def needed_back(self) -> tuple[int | None, int | None]:
+    def retention(self) -> tuple[int | None, int | None]:
         """(tokens, the query's included; chunk) past which no key is needed again, for caches that give pages back.
 
         None: as far as there are keys. An image or an R-SWA prefix may lie anywhere before the window.

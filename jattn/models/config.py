@@ -95,7 +95,7 @@ class ModelConfig:
         """The layers grouped by which keys they need, in order of each group's first layer."""
         groups: dict[tuple, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            groups.setdefault(layer.attention.needed_back, []).append(index)
+            groups.setdefault(layer.attention.retention, []).append(index)
         return tuple(CacheGroup(tuple(layers), *kept) for kept, layers in groups.items())
 
     def cache_specs(

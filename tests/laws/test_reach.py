@@ -88,10 +88,10 @@ def test_prefixes_and_spans_are_traced_and_may_be_mapped_over():
 
 
 @pytest.mark.parametrize("name", [name for name, f in FEATURES.items() if f.causal is True])
-def test_keys_past_what_is_needed_back_are_never_seen(name):
+def test_keys_past_the_retention_are_never_seen(name):
     """What an engine may give back, by the witness's own mask; None: some key as far back as that is seen."""
     problem = Problem(case=Case("long", (40,), (40,)), feature=FEATURES[name])
-    tokens, chunk = problem.spec.needed_back
+    tokens, chunk = problem.spec.retention
     (each,) = problem.feature.reach(problem.lengths)
     window, position = problem.spec.sliding_window, np.arange(40)
     see = visible_keys(
