@@ -1,6 +1,7 @@
-"""The doors: PagedAttention for layers; attention, paged_attention and cascade_attention for a single call.
+"""The attention functions that users call: PagedAttention for layers; attention, paged_attention and cascade_attention
+for a single call.
 
-Doors check and choose, once; behind them an implementation trusts its inputs.
+They check the arguments and choose the backend. The backend's implementation does not check them again.
 """
 
 import dataclasses
@@ -29,45 +30,51 @@ from jattn.types import Feature
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttention:
-    """Attention of one layer over its paged cache: hashable, and equal where it computes the same.
+    """Attention of one layer over its paged cache. Hashable; two that compute the same are equal.
 
-    The backend is chosen at construction; UnsupportedError lists every backend's every reason. `dtype` is that of the
-    queries, where it decides who computes; None: the cache's, unless that is quantised. `needs` names features that no
-    spec can tell, so that 'auto' looks for them too, e.g. (Feature.NON_CAUSAL,).
+    The backend is chosen at construction. If none supports the layer, UnsupportedError lists the reasons of each.
     """
 
     spec: AttentionSpec
     cache_spec: KVCacheSpec
-    backend: str = dataclasses.field(default="auto", compare=False)  # what was asked for; backend_name: what was chosen
-    platform: str | Chip | None = dataclasses.field(default=None, compare=False)
-    dtype: Any = dataclasses.field(default=None, compare=False)
-    needs: tuple[Feature, ...] = dataclasses.field(default=(), compare=False, kw_only=True)
-    parallel: ContextParallel = dataclasses.field(default=ContextParallel(), kw_only=True)  # see jattn.parallel
-    chosen: type[AttentionBackend] = dataclasses.field(init=False, repr=False)
-    impl: AttentionImpl = dataclasses.field(init=False, repr=False)
-    builder: AttentionMetadataBuilder = dataclasses.field(init=False, repr=False)
+    backend: str = dataclasses.field(
+        default="auto", compare=False
+    )  # a name, or "auto": see backend_name for the choice
+    platform: str | Chip | None = dataclasses.field(default=None, compare=False)  # chosen for; None: JAX's device
+    dtype: Any = dataclasses.field(default=None, compare=False)  # of the queries; None: the cache's, unless quantised
+    needs: tuple[Feature, ...] = dataclasses.field(
+        default=(), compare=False, kw_only=True
+    )  # features that batches will need and that the spec does not show, e.g. (Feature.NON_CAUSAL,)
+    parallel: ContextParallel = dataclasses.field(
+        default=ContextParallel(), kw_only=True
+    )  # mesh axes over which a request's keys are distributed: see jattn.parallel
+    chosen: type[AttentionBackend] = dataclasses.field(init=False, repr=False)  # the chosen backend
+    impl: AttentionImpl = dataclasses.field(init=False, repr=False)  # its implementation, for this layer
+    builder: AttentionMetadataBuilder = dataclasses.field(init=False, repr=False)  # its builder, for this layer
 
     def __post_init__(self):
         checks.check_specs(self.spec, self.cache_spec)
-        chip = device.resolve(self.platform)
+        chip = device.chip_of(self.platform)
         needs = (*sequence_of(checks.FEATURE)("needs", self.needs), *_parallel(self.parallel).needs)
-        asked, guess = None if self.dtype is None else query_dtype_rule("dtype", self.dtype), _dtype_of(self.cache_spec)
-        dtypes = dict(dtypes=(asked,)) if asked else dict(wished=(guess,)) if guess else {}
+        given = None if self.dtype is None else query_dtype_rule("dtype", self.dtype)
+        likely = None if self.cache_spec.is_quantized else self.cache_spec.dtype
+        dtypes = dict(dtypes=(given,)) if given else dict(preferred_dtypes=(likely,)) if likely else {}
         chosen = resolve(self.spec, self.cache_spec, self.backend, chip, needs, **dtypes)
         object.__setattr__(self, "chosen", chosen)
-        who = (self.spec, self.cache_spec, chip, self.parallel)
-        object.__setattr__(self, "impl", chosen.get_impl_cls()(*who))
-        object.__setattr__(self, "builder", chosen.get_builder_cls()(*who, asked or guess))
+        layer = (self.spec, self.cache_spec, chip, self.parallel)
+        object.__setattr__(self, "impl", chosen.get_impl_cls()(*layer))
+        object.__setattr__(self, "builder", chosen.get_builder_cls()(*layer, given or likely))
 
     @property
     def backend_name(self) -> str:
-        """The backend that was chosen."""
+        """The name of the chosen backend."""
         return self.chosen.get_name()
 
     def build(self, meta: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False) -> Any:
-        """The backend's plan of this batch: once a step, for all layers of this spec; pure, on the host or in jit.
+        """The backend's plan of a batch. Build it once a step for all layers of this spec, on the host or inside jit.
 
-        common_prefix_len says how many first keys all requests share: a hint to be fast, never seen in a result.
+        common_prefix_len: how many first keys all requests share. It can make the step faster and changes no result.
+        fast_build: prefer a plan that is built quickly over one that runs quickly.
         """
         meta = checks.check_batch(self.spec, self.cache_spec, meta, self.parallel.dcp_world_size)
         checks.check_reach(self.spec, meta)
@@ -77,7 +84,7 @@ class PagedAttention:
         return self.builder.build(common_prefix_len, meta, boolean("fast_build", fast_build))
 
     def build_cascade(self, levels: Sequence[CommonAttentionMetadata]) -> Any:
-        """The plan of keys in levels: see cascade_attention. New tokens are written where the last level says."""
+        """The plan for keys in levels: see cascade_attention. New keys are written to the last level's slots."""
         levels = _LEVELS("levels", levels)
         if not levels:
             raise ValueError("a cascade needs at least one level: levels is empty")
@@ -95,10 +102,10 @@ class PagedAttention:
         m: Any,
         params: AttentionParams | None = None,
     ) -> tuple[PagedKV, AttentionState]:
-        """Write k [T K D], v [T K V] at the batch's slots, then attend with q [T H D].
+        """Write k [T K D] and v [T K V] to the batch's slots, then attend with q [T H D].
 
-        k = v = None writes nothing: a layer that shares another's cache, or cross attention after its first step.
-        An encoder_decoder layer takes the encoder's packed k, v.
+        k = v = None writes nothing: for a layer that reads another layer's cache, and for cross attention after its
+        first step. An encoder_decoder layer takes the packed k and v of the encoder's tokens.
         """
         if k is None and v is None:
             return cache, self.attend(q, cache, m, params)
@@ -107,40 +114,40 @@ class PagedAttention:
         return _update_and_forward(self.impl, q, k, v, cache, m, params)
 
     def attend(self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams | None = None) -> AttentionState:
-        """Read only: q [T H D] over what the cache holds."""
+        """Attention of q [T H D] over the cached keys; nothing is written."""
         q, params = self._checked(q, cache, m, params)
         return _forward(self.impl, q, cache, m, params)
 
     def update_block_table(self, m: Any, block_table: jax.Array, slot_mapping: jax.Array) -> Any:
-        """The same plan over other pages: for layers that share lengths, but not pages."""
+        """The same plan with another block table: for layers with the same lengths and other blocks."""
         checks.check_built(m, self.chosen.get_metadata_cls())
         for name, new, old in (
             ("block_table", block_table, m.block_table),
             ("slot_mapping", slot_mapping, m.slot_mapping),
         ):
             if _TABLE(name, new).shape != old.shape:
-                raise ValueError(f"{name}.shape={np.shape(new)} must stay {old.shape}; build anew for another shape")
+                raise ValueError(
+                    f"{name}.shape={np.shape(new)} must be {old.shape}, as in the plan; call build for another shape"
+                )
         return self.builder.update_block_table(m, block_table, slot_mapping)
 
     def for_layer(self, m: Any, layer: jax.Array | int, blocks_per_layer: int) -> Any:
-        """The plan of one layer where L layers share a pool of L * blocks_per_layer blocks (a lax.scan carry).
+        """The plan of one layer if L layers share a pool of L * blocks_per_layer blocks, as the carry of a lax.scan.
 
-        Layer l's pages begin at l * blocks_per_layer. A slot outside a layer still writes nowhere.
+        The blocks of layer l begin at l * blocks_per_layer. A token whose slot is outside its layer is not written.
         """
         checks.check_built(m, self.chosen.get_metadata_cls())
         pool = self.cache_spec.num_blocks
         blocks_per_layer = integer(1)("blocks_per_layer", blocks_per_layer)
         if pool % blocks_per_layer:
             raise ValueError(f"{blocks_per_layer=} must divide the pool's {pool} blocks")
-        if (
-            isinstance(_LAYER("layer", layer), (int, np.integer, np.ndarray))
-            and not 0 <= layer < pool // blocks_per_layer
-        ):
+        on_host = isinstance(_LAYER("layer", layer), (int, np.integer, np.ndarray))
+        if on_host and not 0 <= layer < pool // blocks_per_layer:
             raise ValueError(f"{layer=} must be one of the pool's {pool // blocks_per_layer} layers, counted from 0")
         return self.builder.for_layer(m, layer, blocks_per_layer)
 
     def _checked(self, q, cache: PagedKV, m: Any, params: AttentionParams | None) -> tuple[jax.Array, AttentionParams]:
-        """The static checks of a call; returns q as an array and the params, none given being all None."""
+        """Check the arguments; return q as an array, and the params (None becomes AttentionParams())."""
         params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
         checks.check_built(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
@@ -157,11 +164,6 @@ def _parallel(parallel: ContextParallel) -> ContextParallel:
     return check_kind("parallel", parallel, ContextParallel, "see jattn.parallel")
 
 
-def _dtype_of(cache_spec: KVCacheSpec) -> str | None:
-    """What its queries are of, most likely."""
-    return None if cache_spec.is_quantized else cache_spec.dtype
-
-
 def paged_attention(
     q: jax.Array,
     cache: PagedKV,
@@ -172,7 +174,7 @@ def paged_attention(
     backend: str = "auto",
     platform: str | Chip | None = None,
 ) -> AttentionState:
-    """One read-only call: q [T H D] over the pages of `meta`. A model makes a PagedAttention once instead."""
+    """Attention of q [T H D] over the blocks of `meta`, in one call. A model makes one PagedAttention instead."""
     cache_spec = checks.check_kind("cache", cache, PagedKV).spec
     attn = PagedAttention(spec, cache_spec, backend, platform, checks.query_dtype(q))
     return attn.attend(q, cache, attn.build(meta), params)
@@ -187,10 +189,11 @@ def cascade_attention(
     *,
     backend: str = "auto",
 ) -> AttentionState:
-    """q [T H D] over keys in levels, shared ones first, the requests' own last: the same numbers as one flat batch.
+    """Attention of q [T H D] over keys in levels: shared keys first, each request's own keys last.
 
-    Each level is a batch of the same T tokens whose requests lie within one request of the level before; its seq_lens
-    count the keys of that level only. Positions run on from level to level, so every mask means what it means flat.
+    The result is that of one batch with all keys. Each level is a batch of the same T tokens. Each of its requests lies
+    within one request of the level before. Its seq_lens count the keys of that level only; positions continue from
+    level to level, so masks and biases do not change.
     """
     cache_spec = checks.check_kind("cache", cache, PagedKV).spec
     attn = PagedAttention(spec, cache_spec, backend, None, checks.query_dtype(q), needs=(Feature.CASCADE,))
@@ -207,11 +210,11 @@ def attention(
     *,
     backend: str = "auto",
 ) -> AttentionState:
-    """Without a cache: q [T H D] over k [Tk K D], v [Tk K V], packed by request.
+    """Attention of q [T H D] over packed k [Tk K D] and v [Tk K V], without a cache.
 
-    Request r owns keys cumsum(seq_lens)[r-1] .. cumsum(seq_lens)[r]-1, which is q's own packing in self-attention;
-    an encoder_decoder layer's keys are packed by the encoder's lengths. Where k and v are of two dtypes, both are read
-    in the one that holds them exactly.
+    The keys of request r are cumsum(seq_lens)[r-1] .. cumsum(seq_lens)[r]-1. In self-attention without computed tokens
+    they are packed like q. The keys of an encoder_decoder layer are packed by the encoder's lengths. If k and v have
+    different dtypes, both are converted to the smallest dtype that holds them exactly.
     """
     params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
     checks.check_kind("spec", spec, AttentionSpec)
@@ -220,7 +223,7 @@ def attention(
     checks.check_reach(spec, meta)
     chip = device.detect()
     if k is None or v is None:
-        raise ValueError("attention without a cache needs k and v; use PagedAttention to read cached ones")
+        raise ValueError("attention without a cache needs k and v; use PagedAttention to read cached keys")
     q = checks.check_query(spec, q, queries_of(meta, spec.attn_type).num_tokens)
     k, v = checks.as_one_dtype(*checks.check_keys(spec, k, v, None))
     chosen = resolve(spec, None, backend, chip, dtypes=(q.dtype.name, k.dtype.name))
@@ -231,8 +234,8 @@ def attention(
     return _forward_packed(chosen.get_impl_cls()(spec, None, chip), q, k, v, meta, params)
 
 
-# Behind the doors everything is traced once for each equal layer: within a model's own jit, and for a bare call in a
-# notebook, which would otherwise compile operation by operation.
+# Each of these functions is traced once for equal layers. Without jit, a call in a notebook would be compiled operation
+# by operation; inside a model's own jit they are inlined.
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -256,5 +259,5 @@ def _forward_packed(impl: AttentionImpl, q, k, v, meta, params) -> AttentionStat
 
 
 def _no_tokens(impl: AttentionImpl, q) -> AttentionState:
-    """Of a batch without a token: no kernel is asked about shapes of 0."""
+    """The state of a batch without tokens; kernels need not support arrays of size 0."""
     return AttentionState.empty(0, impl.num_heads, impl.spec.v_head_dim, output_dtype(q.dtype, impl.spec))

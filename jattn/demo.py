@@ -1,9 +1,8 @@
-"""The demo: a small ragged batch through every backend that works here, checked against numpy.
+"""The demo: every backend that runs on this machine computes a small ragged batch, and numpy checks the results.
 
-Four requests share one pool of pages: two decode one token, one prefills its prompt, one continues a prefill in the
-middle. The reference below is a dozen lines of float64 that know nothing of pages, so an agreement means something.
-Queries, keys and values are bfloat16, as in serving; a backend may err twice as much as that reference does when it
-rounds its weights and its output to bfloat16.
+Four requests share one pool of blocks: two decode one token, one prefills its prompt, one continues a prefill. The
+reference below is plain attention in float64. It shares no code with the backends and has no blocks. Queries, keys and
+values are bfloat16. A backend's error may be twice that of the reference with weights and output rounded to bfloat16.
 """
 
 import math
@@ -26,7 +25,7 @@ REPEATS = 5
 
 
 def run() -> int:
-    """Print the table; 0 when every backend that accepts the batch agrees with the reference."""
+    """Print the table. Returns 0 if every backend that accepts the batch agrees with the reference, else 1."""
     rng = np.random.default_rng(0)
     requests = [_random_request(rng, n_q, n) for n_q, n in zip(QUERY_LENS, SEQ_LENS, strict=True)]
     want = np.concatenate([reference(*request) for request in requests])
@@ -60,7 +59,7 @@ def run() -> int:
 
 
 def reference(q, k, v, rounded=lambda x: x) -> np.ndarray:
-    """Causal attention of one request in float64: q [n_q H D] are the last tokens of k, v [n K D]."""
+    """Causal attention of one request in float64. q [n_q H D] belongs to the last tokens of k, v [n K D]."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros(q.shape)
     for i, head in np.ndindex(q.shape[:2]):
@@ -77,36 +76,37 @@ def _to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def _random_request(rng, query_len: int, seq_len: int):
-    """(q of the new tokens, k and v of all tokens) of one request, N(0, 1) in bfloat16."""
+    """q of the new tokens, k and v of all tokens of one request: N(0, 1) in bfloat16."""
     draw = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)
     heads, kv_heads, dim = SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim
     return draw(query_len, heads, dim), draw(seq_len, kv_heads, dim), draw(seq_len, kv_heads, dim)
 
 
 def _run_backend(name: str, requests) -> tuple[np.ndarray, float]:
-    """(the new tokens' outputs, milliseconds of the fastest of a few steps)."""
+    """(outputs of the new tokens, milliseconds of the fastest of REPEATS steps)."""
     table = _block_table()
     attn = jattn.PagedAttention(SPEC, CACHE, backend=name)
-    # What earlier steps left in the pages: everything but the new tokens.
+    # Write the tokens of earlier steps: all but the new ones.
     past_lens = np.subtract(SEQ_LENS, QUERY_LENS)
     past = jattn.CommonAttentionMetadata.from_lengths(past_lens, past_lens, table, BLOCK_SIZE)
     k, v = (np.concatenate([r[i][: len(r[i]) - len(r[0])] for r in requests]) for i in (1, 2))
-    cache = jattn.write_kv(jattn.empty_cache(CACHE), jnp.asarray(k), jnp.asarray(v), past.slot_mapping)
-    # This step.
+    cache = jattn.write_kv(jattn.empty_cache(CACHE), jnp.asarray(k), jnp.asarray(v), jnp.asarray(past.slot_mapping))
+    # Compute the new tokens.
     meta = jattn.CommonAttentionMetadata.from_lengths(QUERY_LENS, SEQ_LENS, table, BLOCK_SIZE)
     q = jnp.concatenate([r[0] for r in requests])
     k, v = (jnp.concatenate([r[i][-len(r[0]) :] for r in requests]) for i in (1, 2))
     step = jax.jit(lambda q, k, v, cache, meta: attn(q, k, v, cache, attn.build(meta))[1].out)
+    out = jax.block_until_ready(step(q, k, v, cache, meta))  # compiles
     seconds = []
-    for _ in range(REPEATS + 1):  # the first one compiles
+    for _ in range(REPEATS):
         begin = time.perf_counter()
         out = jax.block_until_ready(step(q, k, v, cache, meta))
         seconds.append(time.perf_counter() - begin)
-    return np.asarray(out), 1e3 * min(seconds[1:])
+    return np.asarray(out), 1e3 * min(seconds)
 
 
 def _block_table() -> np.ndarray:
-    """Pages dealt out in shuffled order, so that a backend that ignores the table cannot agree by luck."""
+    """Block ids in shuffled order, so that a backend that ignores the block table does not agree."""
     pages = iter(np.random.default_rng(1).permutation(CACHE.num_blocks))
     table = np.zeros((len(SEQ_LENS), math.ceil(max(SEQ_LENS) / BLOCK_SIZE)), np.int32)
     for row, seq_len in zip(table, SEQ_LENS, strict=True):

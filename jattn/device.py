@@ -1,4 +1,4 @@
-"""What chip are we on: asked once, at the user's door, and passed inwards."""
+"""The chip that backends are chosen for. Public functions determine it once and pass it on."""
 
 import dataclasses
 import functools
@@ -12,14 +12,14 @@ from jattn.errors.arguments import short
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A platform and, where it matters, its generation."""
+    """A platform and its generation."""
 
     platform: str  # "cpu" | "gpu" | "tpu"
-    generation: str = ""  # "sm_90", "v6e"; empty when unknown or meaningless
+    generation: str = ""  # e.g. "sm_90" for a GPU, "TPU v6 lite" for a TPU; empty if unknown, and on a CPU
 
     @property
     def compute_capability(self) -> int:
-        """90 for 'sm_90'; 0 where there is none."""
+        """90 for 'sm_90'; 0 if the generation is unknown or is not a GPU's."""
         return int(self.generation[3:]) if self.generation.startswith("sm_") else 0
 
 
@@ -27,15 +27,17 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 def devices() -> list[Any]:
-    """JAX's devices; UnsupportedError where it cannot start the platform that it is told to use."""
+    """JAX's devices; UnsupportedError if JAX cannot start the platform that it is configured for."""
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # AssertionError, without words: "cuda" in a JAX without CUDA
-        asked = getattr(jax.config, "jax_platforms", None)
-        told = f"JAX_PLATFORMS={asked}" if asked else "JAX_PLATFORMS not set"
+    # A JAX without CUDA that is configured for "cuda" raises an AssertionError without a message.
+    except (RuntimeError, AssertionError) as error:
+        configured = getattr(jax.config, "jax_platforms", None)
+        setting = f"JAX_PLATFORMS={configured}" if configured else "JAX_PLATFORMS not set"
+        why = " ".join(str(error).split()) or "it has no such platform here"
         raise UnsupportedError(
-            f"JAX finds no device with {told}: {' '.join(str(error).split()) or 'it has no such platform here'}; unset "
-            "that variable, name a platform of this machine in it, or install the JAX for the one that it names"
+            f"JAX finds no device with {setting}: {why}; unset that variable, name a platform of this machine in it, "
+            "or install the JAX for the one that it names"
         ) from error
 
 
@@ -49,8 +51,8 @@ def detect() -> Chip:
     return Chip(device.platform, device.device_kind if device.platform == "tpu" else "")
 
 
-def resolve(platform: "str | Chip | None") -> Chip:
-    """A Chip from what the user gave: None asks JAX, a name is taken at its word."""
+def chip_of(platform: "str | Chip | None") -> Chip:
+    """The Chip that a `platform` argument means: a Chip, a platform's name, or None for JAX's default device."""
     if platform is None:
         return detect()
     if isinstance(platform, Chip):

@@ -1,7 +1,8 @@
-"""The door of multi-head latent attention."""
+"""MLAAttention: multi-head latent attention of one layer over its paged cache."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,48 +26,58 @@ from pallas_kernels.algebra import quant
 
 @dataclasses.dataclass(frozen=True)
 class MLAAttention:
-    """One latent attention layer over its paged cache: hashable, and equal where it computes the same.
+    """Latent attention of one layer over its paged cache. Hashable; two that compute the same are equal.
 
-    q [T H nope+rope] with its rope part rotated; kv_c [T L] normed; k_pe [T R] rotated. A state's out is [T H V].
+    q is [T H nope+rope], its rope part rotated; kv_c [T L] is normed; k_pe [T R] is rotated. A state's out is [T H V].
     """
 
     spec: MLASpec
-    cache_spec: KVCacheSpec  # of mla_cache_spec(spec, ...), or one whose head_dim is the row's width
-    backend: str = dataclasses.field(default="auto", compare=False)
-    platform: str | Chip | None = dataclasses.field(default=None, compare=False)
-    parallel: ContextParallel = dataclasses.field(default=ContextParallel(), kw_only=True)  # see jattn.parallel
-    chosen: type[AttentionBackend] = dataclasses.field(init=False, repr=False)
-    impl: MLAImpl = dataclasses.field(init=False, repr=False)
-    builder: MLAMetadataBuilder = dataclasses.field(init=False, repr=False)
+    cache_spec: KVCacheSpec  # from mla_cache_spec(spec, ...), or one with spec.head_dim numbers in a row
+    backend: str = dataclasses.field(
+        default="auto", compare=False
+    )  # a name, or "auto": see backend_name for the choice
+    platform: str | Chip | None = dataclasses.field(default=None, compare=False)  # chosen for; None: JAX's device
+    parallel: ContextParallel = dataclasses.field(
+        default=ContextParallel(), kw_only=True
+    )  # mesh axes over which a request's keys are distributed: see jattn.parallel
+    chosen: type[AttentionBackend] = dataclasses.field(init=False, repr=False)  # the chosen backend
+    impl: MLAImpl = dataclasses.field(init=False, repr=False)  # its implementation, for this layer
+    builder: MLAMetadataBuilder = dataclasses.field(init=False, repr=False)  # its builder, for this layer
 
     def __post_init__(self):
         checks.check_kind("spec", self.spec, MLASpec, "jattn.PagedAttention takes an AttentionSpec")
         checks.check_kind("cache_spec", self.cache_spec, KVCacheSpec, "make one with jattn.mla_cache_spec(...)")
         check_latent(self.spec, self.cache_spec)
         checks.check_kind("parallel", self.parallel, ContextParallel, "see jattn.parallel")
-        chip = device.resolve(self.platform)
+        chip = device.chip_of(self.platform)
         chosen = resolve(self.spec, self.cache_spec, self.backend, chip, self.parallel.needs)
         object.__setattr__(self, "chosen", chosen)
-        who = (self.spec, self.cache_spec, chip, self.parallel)
-        object.__setattr__(self, "impl", chosen.get_impl_cls()(*who))
-        object.__setattr__(self, "builder", chosen.get_builder_cls()(*who))
+        layer = (self.spec, self.cache_spec, chip, self.parallel)
+        impl_cls: Any = chosen.get_impl_cls()  # those of a backend for latent caches take an MLASpec
+        builder_cls: Any = chosen.get_builder_cls()
+        object.__setattr__(self, "impl", impl_cls(*layer))
+        object.__setattr__(self, "builder", builder_cls(*layer))
 
     @property
     def backend_name(self) -> str:
-        """The backend that was chosen."""
+        """The name of the chosen backend."""
         return self.chosen.get_name()
 
     def empty_cache(self, fill: float = 0.0, *, storage: str | None = None) -> PagedKV:
-        """A fresh cache of this layer's rows: see jattn.empty_cache."""
+        """An empty cache for this layer: see jattn.empty_cache."""
         return empty_cache(self.cache_spec, fill, platform=self.platform, storage=storage)
 
     def prepare_params(self, params: MLAParams) -> MLAParams:
-        """Once after loading: kv_b_proj becomes w_uk and w_uv. Unprepared params give the same, more slowly."""
+        """Split kv_b_proj into w_uk and w_uv, once after loading. With kv_b_proj calls are slower, not different."""
         check_mla_params(self.spec, params)
         return self.impl.prepare_params(params)
 
     def build(self, meta: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False) -> MLAMetadata:
-        """The plan of this batch: once a step, for all layers of this spec; pure, on the host or in jit."""
+        """The plan of a batch. Build it once a step for all layers of this spec, on the host or inside jit.
+
+        common_prefix_len: how many first keys all requests share. It can make the step faster and changes no result.
+        fast_build: prefer a plan that is built quickly over one that runs quickly.
+        """
         meta = checks.check_batch(self.spec, self.cache_spec, meta, self.parallel.dcp_world_size)
         checks.check_causality(self.chosen, self.spec, meta)
         self.parallel.check(meta)
@@ -76,7 +87,7 @@ class MLAAttention:
     def write(
         self, kv_c: jax.Array, k_pe: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams | None = None
     ) -> PagedKV:
-        """Store the new tokens' rows; params are needed for their scales only."""
+        """Write the new tokens' rows. Of params, only the scales are used."""
         params = MLAParams() if params is None else checks.check_kind("params", params, MLAParams)
         checks.check_built(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
@@ -92,18 +103,18 @@ class MLAAttention:
         m: MLAMetadata,
         params: MLAParams,
     ) -> tuple[PagedKV, AttentionState]:
-        """Write kv_c, k_pe (unless both are None), then attend."""
+        """Write kv_c and k_pe, unless both are None; then attend."""
         if kv_c is None and k_pe is None:
             return cache, self.attend(q, cache, m, params)
         q = self._checked(q, cache, m, params)
         return _traced(self.impl, "update_and_forward", q, *self._rows(kv_c, k_pe, m), cache, m, params)
 
     def attend(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
-        """Read only; each request absorbed or materialised, whichever is cheaper for its number of queries."""
+        """Attention over the cache; nothing is written. Each request is computed in the form that is cheaper for it."""
         return _traced(self.impl, "forward", self._checked(q, cache, m, params), cache, m, params)
 
     def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
-        """Read only, absorbed: W_UK folded into q, attention over the rows themselves, W_UV after."""
+        """Attention over the cache in the absorbed form: W_UK is multiplied into q, W_UV into the result."""
         return _traced(self.impl, "forward_mqa", self._checked(q, cache, m, params), cache, m, params)
 
     def prefill_mha(
@@ -115,9 +126,10 @@ class MLAAttention:
         kv_c: jax.Array | None = None,
         k_pe: jax.Array | None = None,
     ) -> AttentionState:
-        """Read only, materialised: keys and values through kv_b_proj, cached ones window by window, merged.
+        """Attention over the cache in the materialised form: rows are projected to keys and values by kv_b_proj.
 
-        Give the new tokens' kv_c, k_pe to use them as they are instead of as the cache rounded them.
+        Cached rows are projected and attended to in pieces of bounded size, whose states are merged. If kv_c and k_pe
+        are given, the new tokens' rows are read from them instead of from the cache, which may have rounded them.
         """
         q = self._checked(q, cache, m, params)
         new = () if kv_c is None and k_pe is None else self._rows(kv_c, k_pe, m)
@@ -135,9 +147,9 @@ class MLAAttention:
 
     def _rows(self, kv_c, k_pe, m: MLAMetadata) -> tuple[jax.Array, jax.Array]:
         if kv_c is None or k_pe is None:
-            raise ValueError("give both kv_c and k_pe, or neither to read what is cached")
+            raise ValueError("give both kv_c and k_pe, or neither to read only the cache")
         kv_c, k_pe = jnp.asarray(as_array("kv_c", kv_c)), jnp.asarray(as_array("k_pe", k_pe))
-        k_pe = k_pe[:, 0] if k_pe.ndim == 3 and k_pe.shape[1] == 1 else k_pe  # [T 1 R], as projections often leave it
+        k_pe = k_pe[:, 0] if k_pe.ndim == 3 and k_pe.shape[1] == 1 else k_pe  # [T 1 R], the output of many projections
         for name, x, width in (
             ("kv_c", kv_c, self.spec.kv_lora_rank),
             ("k_pe", k_pe, self.spec.qk_rope_head_dim),
@@ -150,7 +162,7 @@ class MLAAttention:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _traced(impl: MLAImpl, reading: str, *args):
-    """Traced once for each equal layer: see the end of jattn.attention."""
+def _traced(impl: MLAImpl, method: str, *args):
+    """Call a method of the implementation; traced once for equal layers (see the end of jattn.attention)."""
     checks.check_functions(impl.spec)
-    return getattr(impl, reading)(*args)
+    return getattr(impl, method)(*args)

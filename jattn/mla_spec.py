@@ -1,7 +1,8 @@
-"""Multi-head latent attention (DeepSeek, Kimi): what a layer asks for, and its traced numbers.
+"""Multi-head latent attention (DeepSeek, Kimi): MLASpec, a layer's static description, and MLAParams, its weights.
 
 A token is cached as one row that all heads share: kv_c, its normed latent (kv_lora_rank), and k_pe, its rotated key
-(qk_rope_head_dim). kv_b_proj holds per head W_UK, latent -> key, and W_UV, latent -> value. Two readings agree:
+(qk_rope_head_dim). kv_b_proj holds per head W_UK, latent -> key, and W_UV, latent -> value. Two ways to compute
+give the same result:
 
     materialised   k = [kv_c W_UK | k_pe]    v = kv_c W_UV       H heads of qk_head_dim; for long prompts
     absorbed       q = [q_nope W_UK^T | q_pe]  against the rows themselves, then out W_UV: 1 kv head; for decoding
@@ -10,6 +11,7 @@ A token is cached as one row that all heads share: kv_c, its normed latent (kv_l
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,27 +24,48 @@ FEATURES = (
     *("sliding_window", "chunk_size", "logits_soft_cap"),
     *("has_alibi", "has_sinks", "mask_fn", "score_fn"),
 )
-"""What an MLA layer may ask for exactly as an AttentionSpec does."""
+"""Fields of an MLASpec that mean the same in an AttentionSpec."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLASpec:
-    """One latent attention layer; frozen and hashable. The features mean what they mean in an AttentionSpec."""
+    """One latent attention layer's static description. Hashable: equal layers share one trace."""
 
-    num_heads: int
-    q_lora_rank: int | None = None  # of the projection that makes q: attention itself never sees it
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    scale: float | None = None  # becomes qk_head_dim ** -0.5
-    sliding_window: int | Window | None = None
+    num_heads: int  # H, query heads
+    q_lora_rank: int | None = None  # rank of the projection that makes q; attention itself does not use it
+    kv_lora_rank: int  # L, numbers of a token's latent kv_c
+    qk_nope_head_dim: int  # numbers of a query or key of one head that are not rotated
+    qk_rope_head_dim: int  # R, numbers of a query or key that are rotated; the key's are shared by all heads
+    v_head_dim: int  # V, numbers of a value of one head
+    scale: float = cast(float, None)  # factor on q.k. None: qk_head_dim ** -0.5
+    sliding_window: Window | None = None  # this and the fields below: see AttentionSpec
     chunk_size: int | None = None
     logits_soft_cap: float | None = None
     has_alibi: bool = False
     has_sinks: bool = False
     mask_fn: Callable | None = None
     score_fn: Callable | None = None
+
+    if TYPE_CHECKING:  # the constructor also accepts None as a scale and an int as a window
+
+        def __init__(
+            self,
+            *,
+            num_heads: int,
+            q_lora_rank: int | None = None,
+            kv_lora_rank: int,
+            qk_nope_head_dim: int,
+            qk_rope_head_dim: int,
+            v_head_dim: int,
+            scale: float | None = None,
+            sliding_window: int | Window | None = None,
+            chunk_size: int | None = None,
+            logits_soft_cap: float | None = None,
+            has_alibi: bool = False,
+            has_sinks: bool = False,
+            mask_fn: Callable | None = None,
+            score_fn: Callable | None = None,
+        ) -> None: ...
 
     def __post_init__(self):
         sizes = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -55,7 +78,7 @@ class MLASpec:
 
     @functools.cached_property
     def absorbed(self) -> AttentionSpec:
-        """Multi-query attention over the cached rows: one kv head, its values the rows' latents."""
+        """Multi-query attention over the cached rows: one kv head, whose values are the rows' latents."""
         return self._attention(num_kv_heads=1, head_dim=self.head_dim, v_head_dim=self.kv_lora_rank)
 
     @functools.cached_property
@@ -65,19 +88,20 @@ class MLASpec:
 
     @property
     def qk_head_dim(self) -> int:
-        """Of a query head as it comes from the projection: [nope | rope]."""
+        """Numbers of a query of one head: [nope | rope]."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a cached row: [kv_c | k_pe]."""
+        """Numbers of a cached row: [kv_c | k_pe], L + R."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def mha_threshold(self) -> int:
-        """Longest query for which the absorbed form takes fewer multiplications.
+        """The longest query (new tokens of a request) for which the absorbed form takes fewer multiplications.
 
-        A pair of query and key costs 2L + R absorbed, nope + R + V materialised, which first pays L (nope + V) a key.
+        Per head, a pair of query and key takes 2L + R of them absorbed and nope + R + V materialised. The materialised
+        form also takes L (nope + V) for each key, to project it.
         """
         absorbed = self.head_dim + self.kv_lora_rank
         materialised = self.qk_head_dim + self.v_head_dim
@@ -86,22 +110,22 @@ class MLASpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """Of the cache: its rows are shared by all heads."""
+        """1: all heads share the rows of the cache."""
         return 1
 
     @property
     def group_size(self) -> int:
-        """Query heads of one kv head."""
+        """G, the query heads of one kv head: all of them."""
         return self.num_heads
 
     @property
     def window(self) -> Window:
-        """(left, right) extra keys on each side, -1 = unlimited."""
+        """(left, right): how many keys before and after the query's own are visible; -1: all."""
         return self.sliding_window or (-1, -1)
 
     @property
     def attn_type(self) -> AttentionType:
-        """Latent attention is a decoder's."""
+        """Always a decoder's."""
         return AttentionType.DECODER
 
     def _attention(self, **dims) -> AttentionSpec:
@@ -111,23 +135,23 @@ class MLASpec:
 
 @pytree
 class MLAParams:
-    """A layer's traced numbers: kv_b_proj as loaded, or absorbed into w_uk and w_uv (see `absorb`).
+    """A layer's weights and traced numbers: either kv_b_proj, or w_uk and w_uv, which `absorb` makes of it.
 
-    Real value = stored value * scale, for the two parts of a row; None means exactly 1.
+    For each scale: real value = stored value * scale; None means exactly 1.
     """
 
-    kv_b_proj: jax.Array | None = None  # [L, H * (nope + V)] or [L H nope+V]: a kernel, inputs first
-    w_uk: jax.Array | None = None  # [H nope L]
-    w_uv: jax.Array | None = None  # [H L V]
-    alibi_slopes: jax.Array | None = None  # f32[H]
-    sinks: jax.Array | None = None  # f32[H]
-    kv_c_scale: jax.Array | float | None = None  # f32[] of the cached latents
-    k_pe_scale: jax.Array | float | None = None  # f32[] of the cached rotated keys
+    kv_b_proj: jax.Array | None = None  # [L, H * (nope + V)] or [L H nope+V], input dimension first
+    w_uk: jax.Array | None = None  # [H nope L] of latent and key
+    w_uv: jax.Array | None = None  # [H L V] of latent and value
+    alibi_slopes: jax.Array | None = None  # f32[H], with spec.has_alibi
+    sinks: jax.Array | None = None  # f32[H] logits of the sinks, with spec.has_sinks
+    kv_c_scale: jax.Array | float | None = None  # f32[] scale of the cached latents
+    k_pe_scale: jax.Array | float | None = None  # f32[] scale of the cached rotated keys
 
 
 @takes(spec=kind(MLASpec), params=kind(MLAParams))
 def absorb(spec: MLASpec, params: MLAParams) -> MLAParams:
-    """Params with kv_b_proj split into W_UK and W_UV, laid out as the absorbed form multiplies; pure, idempotent."""
+    """Params with kv_b_proj split into w_uk and w_uv, in the layout that the absorbed form multiplies by."""
     if params.kv_b_proj is None:
         return params
     shape = (spec.kv_lora_rank, spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim)
@@ -139,7 +163,7 @@ def absorb(spec: MLASpec, params: MLAParams) -> MLAParams:
 
 
 def check_mla_params(spec: MLASpec, params: MLAParams) -> None:
-    """Raise ValueError unless the weights are there, in one form, and every number is there when the spec uses it."""
+    """Raise ValueError unless the weights are given in one form, with every number that the spec uses and no other."""
     if not isinstance(params, MLAParams):
         raise TypeError(f"params must be MLAParams, got {type(params).__name__}: MLA attends through kv_b_proj")
     latent, heads = spec.kv_lora_rank, spec.num_heads

@@ -1,7 +1,7 @@
-"""One layer on several devices, as shard_map recipes: heads shared out, or keys shared out.
+"""One layer on several devices: its heads, or its keys, are distributed over an axis of a mesh.
 
-    step = tensor_parallel(spec, cache_spec, mesh, "x")                  every rank: its kv heads, all keys
-    step = decode_context_parallel(spec, cache_spec, mesh, "x")          every rank: all heads, its keys
+    step = tensor_parallel(spec, cache_spec, mesh, "x")                  each rank: some kv heads, all keys
+    step = decode_context_parallel(spec, cache_spec, mesh, "x")          each rank: all heads, some keys
     cache, state = step(q, k, v, cache, meta, params)                    global arrays in, global arrays out
 
 Inside a model's own shard_map, use PagedAttention with `rank_spec` and `rank_cache_spec`, or with `parallel=`.
@@ -31,10 +31,10 @@ Step = Callable[..., tuple[PagedKV, AttentionState]]
 
 
 def _world(mesh: Mesh, axis: str) -> int:
-    """How many ranks the axis has."""
+    """The number of ranks (devices) of the axis."""
     names = check_kind("mesh", mesh, Mesh, "make one with jax.sharding.Mesh or jax.make_mesh").axis_names
     if not isinstance(axis, str) or axis not in names:
-        raise ValueError(f"axis={short(axis)} is none of the mesh's axes {names}")
+        raise ValueError(f"axis={short(axis)} must be one of the mesh's axes {names}")
     return mesh.shape[axis]
 
 
@@ -43,13 +43,13 @@ _SPECS = dict(spec=kind(AttentionSpec), cache_spec=kind(KVCacheSpec))
 
 @takes(spec=kind(AttentionSpec), axis=text, world=integer(1))
 def rank_spec(spec: AttentionSpec, axis: str, world: int) -> AttentionSpec:
-    """One rank's heads of a layer; a user's mask_fn and score_fn still see the head's number in the whole layer."""
+    """The layer with one rank's heads. mask_fn and score_fn still get the number of the head in the whole layer."""
     kv_heads, rest = divmod(spec.num_heads // spec.group_size, world)
     if rest:
         raise ValueError(f"{spec.num_kv_heads=} must be a multiple of the {world=} ranks of axis {axis!r}")
     heads = spec.num_heads // world
 
-    def anywhere(head):
+    def global_head(head):
         return head + jax.lax.axis_index(axis) * heads
 
     mask_fn, score_fn = spec.mask_fn, spec.score_fn
@@ -57,14 +57,14 @@ def rank_spec(spec: AttentionSpec, axis: str, world: int) -> AttentionSpec:
         spec,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        mask_fn=mask_fn and (lambda head, q_pos, kv_pos: mask_fn(anywhere(head), q_pos, kv_pos)),
-        score_fn=score_fn and (lambda score, head, q_pos, kv_pos: score_fn(score, anywhere(head), q_pos, kv_pos)),
+        mask_fn=mask_fn and (lambda head, q_pos, kv_pos: mask_fn(global_head(head), q_pos, kv_pos)),
+        score_fn=score_fn and (lambda score, head, q_pos, kv_pos: score_fn(score, global_head(head), q_pos, kv_pos)),
     )
 
 
 @takes(cache_spec=kind(KVCacheSpec), world=integer(1))
 def rank_cache_spec(cache_spec: KVCacheSpec, world: int) -> KVCacheSpec:
-    """One rank's heads of a cache."""
+    """The cache with one rank's kv heads."""
     if cache_spec.num_kv_heads % world:
         raise ValueError(f"{cache_spec.num_kv_heads=} must be a multiple of the {world=} ranks")
     return dataclasses.replace(cache_spec, num_kv_heads=cache_spec.num_kv_heads // world)
@@ -72,7 +72,7 @@ def rank_cache_spec(cache_spec: KVCacheSpec, world: int) -> KVCacheSpec:
 
 @takes(cache_spec=kind(KVCacheSpec), axis=text)
 def head_partition(cache_spec: KVCacheSpec, axis: str) -> PartitionSpec:
-    """How every array of a cache is laid over the ranks when heads are shared out."""
+    """The PartitionSpec of a cache's arrays when its heads are distributed over `axis`."""
     return PartitionSpec(None, axis) if cache_spec.physical_layout == "HND" else PartitionSpec(None, None, axis)
 
 
@@ -80,10 +80,10 @@ def head_partition(cache_spec: KVCacheSpec, axis: str) -> PartitionSpec:
 def tensor_parallel(
     spec: AttentionSpec, cache_spec: KVCacheSpec, mesh: Mesh, axis: str, *, backend: str = "auto", dtype: Any = None
 ) -> Step:
-    """step(q, k, v, cache, meta, params) with heads shared out over `axis`; nothing is communicated.
+    """step(q, k, v, cache, meta, params) with the heads distributed over `axis`; ranks do not communicate.
 
-    dtype is that of the queries: see PagedAttention.
-    Arrays are global: q [T H D], the cache of `cache_spec`; place the cache by head_partition once, and it stays.
+    dtype: of the queries, see PagedAttention. The step takes and returns global arrays: q [T H D], and the cache of
+    `cache_spec`. Place the cache once with head_partition; every step keeps that placement.
     """
     world = _world(mesh, axis)
     local_spec, local = rank_spec(spec, axis, world), rank_cache_spec(cache_spec, world)
@@ -102,7 +102,7 @@ def tensor_parallel(
         check_cache(cache, cache_spec)
         BATCH("meta", meta)
         per_head = jax.tree.map(lambda x: PartitionSpec(*[axis] * jnp.ndim(x)), params)
-        if params.qq_bias is not None:  # among tokens: every rank's heads see all of it
+        if params.qq_bias is not None:  # a bias between tokens: the same for every head
             per_head = dataclasses.replace(per_head, qq_bias=PartitionSpec())
         specs = (heads, heads, heads, pools, PartitionSpec(), per_head)
         mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, heads), check_vma=False)
@@ -122,12 +122,12 @@ def decode_context_parallel(
     backend: str = "auto",
     dtype: Any = None,
 ) -> Step:
-    """step(q, k, v, cache, meta, params) with each request's keys dealt out over `axis` in runs of `interleave`.
+    """step(q, k, v, cache, meta, params) with each request's keys distributed over `axis`.
 
-    cache_spec counts the blocks of all ranks together: each holds a pool of num_blocks // world. The batch is built
-    with from_lengths(..., block_size * world): one block id stands for one page on every rank. An MLASpec takes
-    kv_c, k_pe for k, v. dtype is that of the queries (see PagedAttention). The queries, and the result, are whole on
-    every rank.
+    `interleave` consecutive keys lie on one rank, the next ones on the next rank. Every rank has all queries and the
+    whole result. cache_spec.num_blocks counts the blocks of all ranks together: each has num_blocks // world of them.
+    Make the batch with from_lengths(..., block_size * world): a block id then names one block on every rank. For an
+    MLASpec, k and v are kv_c and k_pe. dtype: of the queries, see PagedAttention.
     """
     world = _world(mesh, axis)
     if cache_spec.num_blocks % world:
@@ -138,14 +138,14 @@ def decode_context_parallel(
         attn = MLAAttention(spec, local, backend, parallel=parallel)
     else:
         attn = PagedAttention(spec, local, backend, dtype=dtype, parallel=parallel)
-    everywhere, pools = PartitionSpec(), PartitionSpec(axis)
+    replicated, pools = PartitionSpec(), PartitionSpec(axis)
 
     def body(q, k, v, cache, meta, params):
         cache, state = attn(q, k, v, dataclasses.replace(cache, spec=local), attn.build(meta), params)
         return dataclasses.replace(cache, spec=cache_spec), state
 
-    specs = (everywhere, everywhere, everywhere, pools, everywhere, everywhere)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, everywhere), check_vma=False)
+    specs = (replicated, replicated, replicated, pools, replicated, replicated)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, replicated), check_vma=False)
 
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | MLAParams | None = None):
         return mapped(q, k, v, cache, meta, params)

@@ -1,7 +1,8 @@
-"""What a layer asks for: frozen and hashable, so that equal layers share one trace; and its traced numbers."""
+"""AttentionSpec, a layer's static description, and AttentionParams, its traced numbers."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import jax
 import numpy as np
@@ -32,32 +33,61 @@ _FLAGS = dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """One attention layer's static description; defaults are filled in, so equal meanings compare equal.
+    """One attention layer's static description. Hashable: equal layers share one trace.
+
+    Defaults are replaced by their values at construction, so two spellings of one layer are equal.
 
     Order of operations on a logit: q.k * scale -> soft cap -> alibi slope * (kv_pos - q_pos) -> qq_bias -> score_fn ->
     mask -> softmax, with the sink as one more column that is dropped.
     """
 
-    num_heads: int
-    head_dim: int
-    num_kv_heads: int | None = None  # becomes num_heads
-    v_head_dim: int | None = None  # becomes head_dim
-    scale: float | None = None  # becomes head_dim ** -0.5
-    attn_type: AttentionType | str = AttentionType.DECODER
-    sliding_window: int | Window | None = None  # W: self and W-1 before; (left, right) extra keys; becomes a pair
-    chunk_size: int | None = None
-    chunk_lookback: int = 0  # whole chunks before the query's own that it sees too
-    logits_soft_cap: float | None = None  # 0 becomes None
-    has_alibi: bool = False
-    use_alibi_sqrt: bool = False  # slope * -sqrt(q_pos - kv_pos), and nothing for keys ahead
-    has_sinks: bool = False
-    use_rswa: bool = False  # the window hides none of a request's first meta.rswa_prefix_lens keys
-    use_mm_prefix: bool = False  # the tokens of each of meta.mm_prefix_ranges see one another, whatever else hides
-    mm_prefix_clamp_sliding_window: bool = False  # ... but the window's left edge (Gemma 4)
-    use_qq_bias: bool = False  # params.qq_bias on the logits among a request's new tokens: trees, after ALiBi
-    mask_fn: Callable | None = None  # (head, q_pos, kv_pos) -> bool, jnp-traceable
-    score_fn: Callable | None = None  # (score, head, q_pos, kv_pos) -> score
-    output_dtype: str | None = None  # 8 bits: the result is stored so, see params.output_scale; None: the queries' own
+    num_heads: int  # H, query heads
+    head_dim: int  # D, numbers of a query or key of one head
+    num_kv_heads: int = cast(int, None)  # K, key/value heads; divides num_heads. None: num_heads
+    v_head_dim: int = cast(int, None)  # V, numbers of a value of one head. None: head_dim
+    scale: float = cast(float, None)  # factor on q.k. None: head_dim ** -0.5
+    attn_type: AttentionType = AttentionType.DECODER  # which tokens are queries and which are keys
+    sliding_window: Window | None = None  # int W: the query and W - 1 keys before it; or (left, right) keys, -1: all
+    chunk_size: int | None = None  # tokens of a chunk: a query sees only keys of its own aligned chunk. None: off
+    chunk_lookback: int = 0  # whole chunks before the query's own chunk that are visible too
+    logits_soft_cap: float | None = None  # cap of cap * tanh(logit / cap). None or 0: off
+    has_alibi: bool = False  # params.alibi_slopes are added, times kv_pos - q_pos
+    use_alibi_sqrt: bool = False  # ALiBi with -sqrt(q_pos - kv_pos), and 0 for keys after the query
+    has_sinks: bool = False  # params.sinks are one more logit per head in the softmax's denominator
+    use_rswa: bool = False  # the window does not hide the first meta.rswa_prefix_lens keys of a request
+    use_mm_prefix: bool = False  # tokens of one span of meta.mm_prefix_ranges see each other in both directions
+    mm_prefix_clamp_sliding_window: bool = False  # ... but not past the left edge of the window (Gemma 4)
+    use_qq_bias: bool = False  # params.qq_bias is added between a request's new tokens (token trees), after ALiBi
+    mask_fn: Callable | None = None  # mask_fn(head, q_pos, kv_pos) -> bool, True: visible; traceable by JAX
+    score_fn: Callable | None = None  # score_fn(score, head, q_pos, kv_pos) -> score; traceable by JAX
+    output_dtype: str | None = None  # 8-bit dtype of the result, scaled by params.output_scale. None: the query's dtype
+
+    if TYPE_CHECKING:  # the constructor also accepts None, an int as a window, and names of types
+
+        def __init__(
+            self,
+            *,
+            num_heads: int,
+            head_dim: int,
+            num_kv_heads: int | None = None,
+            v_head_dim: int | None = None,
+            scale: float | None = None,
+            attn_type: AttentionType | str = AttentionType.DECODER,
+            sliding_window: int | Window | None = None,
+            chunk_size: int | None = None,
+            chunk_lookback: int = 0,
+            logits_soft_cap: float | None = None,
+            has_alibi: bool = False,
+            use_alibi_sqrt: bool = False,
+            has_sinks: bool = False,
+            use_rswa: bool = False,
+            use_mm_prefix: bool = False,
+            mm_prefix_clamp_sliding_window: bool = False,
+            use_qq_bias: bool = False,
+            mask_fn: Callable | None = None,
+            score_fn: Callable | None = None,
+            output_dtype: str | None = None,
+        ) -> None: ...
 
     def __post_init__(self):
         fill = lambda **values: [object.__setattr__(self, k, v) for k, v in values.items()]  # noqa: E731
@@ -74,40 +104,40 @@ class AttentionSpec:
         check_fields(self, num_kv_heads=integer(1), v_head_dim=integer(1), chunk_size=optional(integer(1)))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: each kv head serves whole groups"
+                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: each kv head serves a whole group"
             )
         _check_together(self)
         if self.attn_type is AttentionType.ENCODER_DECODER and (self.sliding_window or self.chunk_size):
             raise ValueError(
-                "an encoder_decoder layer sees every encoder token: sliding_window and chunk_size mean nothing; "
+                "an encoder_decoder layer takes no sliding_window or chunk_size: it sees every encoder token; "
                 "use mask_fn(head, q_pos, kv_pos) to hide some"
             )
         check_fields(self, mask_fn=optional(function), score_fn=optional(function))
 
     @property
     def group_size(self) -> int:
-        """Query heads of one kv head, G."""
+        """G, the query heads of one kv head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def window(self) -> Window:
-        """(left, right) extra keys on each side, -1 = unlimited."""
+        """(left, right): how many keys before and after the query's own are visible; -1: all."""
         return self.sliding_window or (-1, -1)
 
     @property
     def retention(self) -> tuple[int | None, int | None]:
-        """(tokens, the query's included; chunk) past which no key is needed again, for caches that give pages back.
+        """(sliding window in tokens, chunk size) of the keys that later queries can see; a cache can free the others.
 
-        None: as far as there are keys. An image or an R-SWA prefix may lie anywhere before the window.
+        The window counts the query. None: no limit. An image span or an R-SWA prefix may lie before the window, so with
+        them all keys are kept.
         """
-        left = (
-            -1 if self.use_rswa or (self.use_mm_prefix and not self.mm_prefix_clamp_sliding_window) else self.window[0]
-        )
+        keeps_all = self.use_rswa or (self.use_mm_prefix and not self.mm_prefix_clamp_sliding_window)
+        left = -1 if keeps_all else self.window[0]
         chunk = None if self.chunk_lookback or self.use_mm_prefix else self.chunk_size
         return None if left < 0 else left + 1, chunk
 
     def mask_rule(self, causal: bool = True) -> MaskRule:
-        """The mask of this layer in a batch whose static causality is `causal`; only decoders are ever causal."""
+        """The layer's mask in a batch that is causal, or not; only a decoder's layer is ever causal."""
         left, right = self.window
         return MaskRule(
             causal=causal and self.attn_type is AttentionType.DECODER,
@@ -122,42 +152,38 @@ class AttentionSpec:
         )
 
     def logit_rule(self) -> LogitRule:
-        """What happens to this layer's logits between dot product and mask."""
+        """The operations on this layer's logits between the dot product and the mask."""
         return LogitRule(self.scale, self.logits_soft_cap, self.has_alibi, self.use_alibi_sqrt, self.score_fn)
 
 
 @pytree
 class AttentionParams:
-    """A layer's traced numbers; real value = stored value * scale, and None means exactly 1.
+    """A layer's traced numbers. For each scale: real value = stored value * scale; None means exactly 1."""
 
-    alibi_slopes f32[H]; sinks f32[H]; q_scale f32[] or [H]; k_scale, v_scale f32[] or [K]; output_scale f32[].
-    qq_bias f32[Q Q]: of new token i on new token j of its request, -inf hides it; 0 for those past Q.
-    """
-
-    alibi_slopes: jax.Array | None = None
-    sinks: jax.Array | None = None
-    q_scale: jax.Array | float | None = None
-    k_scale: jax.Array | float | None = None
-    v_scale: jax.Array | float | None = None
-    output_scale: jax.Array | float | None = None
-    qq_bias: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None  # f32[H], with spec.has_alibi
+    sinks: jax.Array | None = None  # f32[H] logits of the sinks, with spec.has_sinks
+    q_scale: jax.Array | float | None = None  # f32[] or f32[H], of quantised queries
+    k_scale: jax.Array | float | None = None  # f32[] or f32[K], of cached keys
+    v_scale: jax.Array | float | None = None  # f32[] or f32[K], of cached values
+    output_scale: jax.Array | float | None = None  # f32[] of the result, with spec.output_dtype
+    qq_bias: jax.Array | None = None  # f32[Q Q] added for new tokens i, j < Q of one request, with spec.use_qq_bias
 
     def check_host(self) -> "AttentionParams":
-        """Raise ValueError unless every scale is finite and positive; traced ones have no values to look at."""
+        """Raise ValueError unless every scale is finite and positive. Traced scales are not checked."""
         check_positive(self, "q_scale", "k_scale", "v_scale", "output_scale")
         return self
 
 
 def with_arrays(params: AttentionParams) -> AttentionParams:
-    """The same numbers, lists as arrays."""
+    """The same params, with arrays in place of lists."""
     lists = {name: x for name, x in vars(params).items() if isinstance(x, (list, tuple))}
     return dataclasses.replace(params, **{name: as_array(f"params.{name}", x) for name, x in lists.items()})
 
 
 def check_positive(params, *names: str) -> None:
-    """Raise ValueError where a scale whose value the host holds is no finite number > 0.
+    """Raise ValueError for a scale that is not finite and > 0.
 
-    Looked at: Python's, numpy's and a CPU's; a value on another device would have to be waited for.
+    Only values in the host's memory are checked: reading those of another device would wait for it.
     """
     for name in names:
         scale = getattr(params, name)
@@ -177,34 +203,34 @@ def _on_cpu(x: jax.Array) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PerLayerParameters:
-    """The hyper-parameters that a plan shared by several layers depends on."""
+    """The parameters of a layer that a plan for several layers depends on."""
 
-    window_left: int
-    logits_soft_cap: float | None
-    sm_scale: float
-    has_sinks: bool = False
+    window_left: int  # visible keys before the query's own; -1: all
+    logits_soft_cap: float | None  # None: off
+    sm_scale: float  # factor on q.k
+    has_sinks: bool = False  # see AttentionSpec
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> "PerLayerParameters":
-        """Those of one layer."""
+        """The parameters of one layer."""
         return cls(spec.window[0], spec.logits_soft_cap, spec.scale, spec.has_sinks)
 
 
 def _check_together(spec: AttentionSpec) -> None:
-    """Options that mean something only beside another, or not at all for what is no decoder."""
+    """Raise ValueError for an option that needs another one, or a decoder, and does not have it."""
     left = spec.window[0] >= 0
     wanted = (
         ("chunk_lookback", "chunk_size", spec.chunk_size is not None),
         ("use_alibi_sqrt", "has_alibi=True", spec.has_alibi),
         ("use_rswa", "a sliding_window with a left side, and no chunk_size", left and spec.chunk_size is None),
         ("mm_prefix_clamp_sliding_window", "use_mm_prefix and a sliding_window", spec.use_mm_prefix and left),
-        ("use_rswa", "a decoder: nothing else is generated", spec.attn_type is AttentionType.DECODER),
-        ("use_qq_bias", "a decoder: nothing else has new tokens", spec.attn_type is AttentionType.DECODER),
-        ("use_mm_prefix", "a decoder: an encoder sees both ways", spec.attn_type is AttentionType.DECODER),
+        ("use_rswa", "attn_type='decoder'", spec.attn_type is AttentionType.DECODER),
+        ("use_qq_bias", "attn_type='decoder'", spec.attn_type is AttentionType.DECODER),
+        ("use_mm_prefix", "attn_type='decoder'", spec.attn_type is AttentionType.DECODER),
     )
-    for name, what, there in wanted:
-        if getattr(spec, name) and not there:
-            raise ValueError(f"{name}={getattr(spec, name)} needs {what}; got {spec}")
+    for name, needed, has_it in wanted:
+        if getattr(spec, name) and not has_it:
+            raise ValueError(f"{name}={getattr(spec, name)} needs {needed}; got {spec}")
 
 
 def _attention_type(value) -> AttentionType:
@@ -216,7 +242,7 @@ def _attention_type(value) -> AttentionType:
 
 
 def _window(value) -> Window | None:
-    """(left, right) from either spelling; a pair that hides nothing becomes None."""
+    """(left, right) from an int or a pair; None if it hides no key."""
     if value is None:
         return None
     if isinstance(value, (tuple, list)) and len(value) == 2:
@@ -232,7 +258,7 @@ def _window(value) -> Window | None:
 
 
 def _soft_cap(value) -> float | None:
-    """None and 0 turn it off."""
+    """A positive number, or None for None and 0."""
     return None if value is None else number(least=0)("logits_soft_cap", value) or None
 
 

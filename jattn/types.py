@@ -1,6 +1,6 @@
-"""The words everybody shares: axis names, small enums, and how a pytree is declared.
+"""What all packages share: the names of axes, small enums, and how a pytree is declared.
 
-Axes, written once and used in every shape comment:
+Shape comments use these axes:
 
     T  packed query tokens (padded)      H  query heads
     R  requests (padded)                 K  key/value heads
@@ -14,30 +14,34 @@ import enum
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+import numpy as np
 
 C = TypeVar("C")
 
+AnyArray = jax.Array | np.ndarray
+"""An array that jit takes: of a device, or numpy's. A batch that is made on the host holds numpy arrays."""
+
 PAD_SLOT_ID = -1
-"""Slot of a padding token: a write to it goes nowhere."""
+"""The slot of a padding token; it is not written."""
 
 NULL_BLOCK_ID = 0
-"""Block that schedulers keep free to fill unused table columns with; nothing here depends on its contents."""
+"""The block in unused columns of a block table; it is never allocated, and no result depends on its contents."""
 
 
 class AttentionType(enum.StrEnum):
-    """Who attends to whom."""
+    """Which tokens are queries and which are keys."""
 
-    DECODER = "decoder"  # self-attention over a cache
-    ENCODER = "encoder"  # the encoder half of an encoder-decoder
-    ENCODER_ONLY = "encoder_only"  # BERT-like
-    ENCODER_DECODER = "encoder_decoder"  # decoder queries, encoder keys
+    DECODER = "decoder"  # self-attention of a decoder, over a cache
+    ENCODER = "encoder"  # self-attention in the encoder of an encoder-decoder model
+    ENCODER_ONLY = "encoder_only"  # self-attention of an encoder-only model such as BERT
+    ENCODER_DECODER = "encoder_decoder"  # cross attention: queries of the decoder, keys of the encoder
 
 
 class Feature(enum.StrEnum):
-    """A need that a backend either declares or refuses; the value is how a sentence names it.
+    """What a layer or a batch can need of a backend; the value is the feature's name in messages.
 
-    vLLM's come first, in the order of its `validate_configuration`; ours follow. A new feature is one line
-    here, and every backend that does not name it refuses it.
+    The features of vLLM come first, in the order of its `validate_configuration`. A new feature is one line here. A
+    backend that does not list it refuses it.
     """
 
     MM_PREFIX = "partial multimodal token full attention"
@@ -45,7 +49,7 @@ class Feature(enum.StrEnum):
     PER_HEAD_QUANT_SCALES = "per-head quant scales"
     SLIDING_WINDOW = "sliding window"
     RSWA = "R-SWA"
-    NON_CAUSAL = "non-causal attention"  # in a decoder's batch; encoders are non-causal by type
+    NON_CAUSAL = "non-causal attention"  # in a decoder's batch; encoders are always non-causal
     NON_CAUSAL_DCP = "non-causal MLA attention with DCP"
     BATCH_INVARIANCE = "batch invariance"
     KV_CONNECTOR = "KV connector"
@@ -70,7 +74,7 @@ class Feature(enum.StrEnum):
 
 
 class AttentionCGSupport(enum.IntEnum):
-    """Which batches one compiled step covers (the JAX reading of 'captured graph'); min() over layers is sound."""
+    """Which batches one compiled step covers. vLLM: one captured CUDA graph. min() over layers is that of a model."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -80,28 +84,31 @@ class AttentionCGSupport(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class MultipleOf:
-    """'Any multiple of base', where a list of sizes is expected."""
+    """Any multiple of `base`, in a list of supported sizes."""
 
-    base: int
+    base: int  # a positive integer
 
 
 def static(**kwargs) -> Any:
-    """A pytree field that is part of the trace key: few values in a server's life."""
+    """A pytree field that is part of jit's cache key: each new value compiles a new program."""
     return dataclasses.field(metadata=dict(static=True), **kwargs)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(static,))
 def pytree(cls: type[C]) -> type[C]:
-    """Declare a frozen, keyword-only dataclass that JAX flattens; it holds no validation (JAX rebuilds it freely)."""
+    """Make the class a frozen, keyword-only dataclass and a JAX pytree.
+
+    It must not validate its fields: JAX also builds it from tracers, shapes and shardings.
+    """
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls))
 
 
 def listed(values) -> str:
-    """'16, 32' or 'multiples of 8': how a sentence names what is supported."""
+    """The values as text for a message, e.g. '16, 32' or 'multiples of 8'."""
     words = {MultipleOf: lambda v: f"multiples of {v.base}", AttentionType: lambda v: v.value}
     return ", ".join(words.get(type(v), str)(v) for v in values) or "none"
 
 
 def bases_of(sizes: tuple[int | MultipleOf, ...]) -> tuple[int, ...]:
-    """The sizes as numbers, a multiple by its base."""
+    """The sizes as numbers: a MultipleOf becomes its base."""
     return tuple(size.base if isinstance(size, MultipleOf) else size for size in sizes)

@@ -1,4 +1,4 @@
-"""Backends: what each can do (AttentionBackend), plans (its builder) and computes (AttentionImpl)."""
+"""Backends. AttentionBackend lists what one supports, its builder plans a batch, its AttentionImpl computes."""
 
 from jattn.backends.base import (
     AttentionBackend,

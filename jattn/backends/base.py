@@ -1,7 +1,8 @@
-"""What a backend is: it says what it can do (AttentionBackend), plans a batch (its builder), computes (its impl).
+"""The three classes of a backend: AttentionBackend lists what it supports, AttentionMetadataBuilder plans a batch,
+AttentionImpl computes.
 
-A new backend subclasses all three and names a metadata pytree; docs/how_to_add.md shows one. vLLM's further methods
-are inherited from jattn.compat.vllm.backend_methods.
+A new backend subclasses all three and has a metadata class of its own; docs/how_to_add.md shows one. The other methods
+of vLLM's classes are inherited from jattn.compat.vllm.backend_methods.
 """
 
 import abc
@@ -20,25 +21,25 @@ from jattn.errors import UnsupportedError
 from jattn.metadata import CommonAttentionMetadata
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import PAD_SLOT_ID, AttentionType, Feature, MultipleOf, bases_of
+from jattn.types import PAD_SLOT_ID, AnyArray, AttentionType, Feature, MultipleOf, bases_of
 
 
 class AttentionMetadata(Protocol):
-    """A pytree, made by the backend's builder once a step: its queries, the pages it reads, the slots it writes."""
+    """The plan of a batch: a pytree that the backend's builder makes once a step."""
 
     @property
     def num_tokens(self) -> int:
-        """Padded query tokens, T."""
+        """T, the number of query tokens, padding included."""
         ...
 
     @property
-    def block_table(self) -> jax.Array | None:
-        """i32[R B]; the encoder's for an encoder_decoder layer, the last level's for a cascade; None: packed keys."""
+    def block_table(self) -> AnyArray | None:
+        """i32[R B] the blocks of the keys; of a cascade, those of the last level. None: the keys are packed."""
         ...
 
     @property
-    def slot_mapping(self) -> jax.Array:
-        """i32[T] where k, v are written: one a row of k; the encoder's for an encoder_decoder layer."""
+    def slot_mapping(self) -> AnyArray:
+        """i32[T] the slot that each row of k and v is written to; T: of the encoder for an encoder_decoder layer."""
         ...
 
 
@@ -47,138 +48,140 @@ M = TypeVar("M", bound=AttentionMetadata)
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadataBuilder(BuilderMethods, abc.ABC, Generic[M]):
-    """Holds no state: build is pure and may run on the host or inside jit."""
+    """Makes the plan of a batch for one layer. It holds no state: build runs on the host or inside jit."""
 
-    supports_update_block_table: ClassVar[bool] = False  # of M's fields block_table and slot_mapping, or its own way
-    spec: AttentionSpec
-    cache_spec: KVCacheSpec  # packed attention needs no plan
-    chip: Chip
-    parallel: ContextParallel = ContextParallel()
-    dtype: str | None = None  # of the queries, where it decides who computes; None: not known
+    # True: update_block_table replaces the fields block_table and slot_mapping of M, or is overridden.
+    supports_update_block_table: ClassVar[bool] = False
+    spec: AttentionSpec  # the layer
+    cache_spec: KVCacheSpec  # its cache; attention without a cache has no plan
+    chip: Chip  # the chip that will compute
+    parallel: ContextParallel = ContextParallel()  # mesh axes over which keys are distributed
+    dtype: str | None = None  # of the queries; None: not known
 
     @abc.abstractmethod
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> M:
-        """The plan of this batch; fast_build favours a quick plan over a fast kernel.
+        """The plan of this batch.
 
-        Every request's first common_prefix_len keys are the same pages: a hint, results do not depend on it.
+        common_prefix_len: the first keys that all requests share, in the same blocks. Results must not depend on it.
+        fast_build: prefer a plan that is built quickly over one that runs quickly.
         """
 
     def update_block_table(self, metadata: M, block_table: jax.Array, slot_mapping: jax.Array) -> M:
-        """The same plan over other pages: for layers that share lengths but not pages."""
+        """The same plan with another block table: for layers with the same lengths and other blocks."""
         if not self.supports_update_block_table:
-            raise UnsupportedError(f"{type(self).__name__} cannot exchange the block table of a plan; build it anew")
-        fields = {"block_table": block_table, "slot_mapping": slot_mapping}
-        return dataclasses.replace(metadata, **fields)  # pyright: ignore[reportArgumentType]
+            raise UnsupportedError(f"{type(self).__name__} cannot exchange the block table of a plan; build a new plan")
+        plan: Any = metadata  # a dataclass with these fields, which the protocol does not say
+        return dataclasses.replace(plan, block_table=block_table, slot_mapping=slot_mapping)
 
     def for_layer(self, metadata: M, layer: jax.Array | int, blocks_per_layer: int) -> M:
-        """The plan of layer l where layers share one pool: its pages begin at l * blocks_per_layer."""
+        """The plan of layer l if all layers share one pool: its blocks begin at l * blocks_per_layer."""
         table = jnp.asarray(metadata.block_table) + layer * blocks_per_layer
         return self.update_block_table(metadata, table, self.slots_of_layer(metadata, layer, blocks_per_layer))
 
     def slots_of_layer(self, metadata: M, layer: jax.Array | int, blocks_per_layer: int) -> jax.Array:
-        """The slots of for_layer; one that lies outside a layer's own pages still writes nowhere."""
+        """The slot_mapping of for_layer. A slot outside the layer's blocks becomes PAD_SLOT_ID."""
         slots, per_layer = jnp.asarray(metadata.slot_mapping), blocks_per_layer * self.cache_spec.block_size
         return jnp.where((slots >= 0) & (slots < per_layer), slots + layer * per_layer, PAD_SLOT_ID)
 
     def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> M:
-        """The plan of queries whose keys come in levels, each level's requests within one of the level before."""
+        """The plan of queries with keys in levels: see jattn.cascade_attention."""
         raise UnsupportedError(f"{type(self).__name__} has no cascade; use backend='sdpa'")
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionImpl(ImplMethods, abc.ABC, Generic[M]):
-    """A layer on a chip: equal values share one trace. Inputs were checked at the door (jattn.attention)."""
+    """Computes one layer on one chip. Equal ones share one trace. jattn.attention checks the arguments."""
 
-    spec: AttentionSpec
-    cache_spec: KVCacheSpec | None  # None: packed attention only
-    chip: Chip
-    parallel: ContextParallel = ContextParallel()
+    spec: AttentionSpec  # the layer
+    cache_spec: KVCacheSpec | None  # its cache; None: attention without a cache only
+    chip: Chip  # the chip that computes
+    parallel: ContextParallel = ContextParallel()  # mesh axes over which keys are distributed
 
     @abc.abstractmethod
     def forward(self, q: jax.Array, cache: PagedKV, m: M, params: AttentionParams) -> AttentionState:
-        """q [T H D] over the pages that m names; m is what the backend's builder made."""
+        """Attention of q [T H D] over the cached keys of the plan m, which the backend's builder made."""
 
     def forward_packed(
         self, q: jax.Array, k: jax.Array, v: jax.Array, meta: CommonAttentionMetadata, params: AttentionParams
     ) -> AttentionState:
-        """q [T H D] over packed k [Tk K D], v [Tk K V]; request r owns keys cumsum(seq_lens)[r-1] onwards."""
+        """Attention of q [T H D] over packed k [Tk K D], v [Tk K V]. Those of request r begin at sum(seq_lens[:r])."""
         raise UnsupportedError(f"{type(self).__name__} attends over pages only; use backend='sdpa' for packed k, v")
 
     def do_kv_cache_update(self, cache: PagedKV, k: jax.Array, v: jax.Array, m: M, params: AttentionParams) -> PagedKV:
-        """Store k, v at m's slots; a cache layout of the backend's own overrides it."""
-        return write_kv(cache, k, v, m.slot_mapping, params)
+        """Write k and v to the slots of m. A backend with a cache layout of its own overrides this."""
+        return write_kv(cache, k, v, jnp.asarray(m.slot_mapping), params)
 
     def update_and_forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: PagedKV, m: M, params: AttentionParams
     ) -> tuple[PagedKV, AttentionState]:
-        """Write, then attend; a kernel that does both at once overrides it."""
+        """Write k and v, then attend. A backend whose kernel does both overrides this."""
         cache = self.do_kv_cache_update(cache, k, v, m, params)
         return cache, self.forward(q, cache, m, params)
 
     def prepare_params(self, params: AttentionParams) -> AttentionParams:
-        """Once after loading, before serving: a layer that folds its weights (MLA) does it here."""
+        """Transform the weights once after loading, e.g. split MLA's kv_b_proj."""
         return params
 
 
 class AttentionBackend(BackendMethods):
-    """Capability is data: a backend sets the class attributes below, and overrides a method only for a rule.
+    """What a backend supports, and its other two classes. A backend sets the class attributes below.
 
-    Every attribute lists what is supported; an empty list supports nothing. What a backend does not list it refuses, so
-    a feature, a dtype or a layout added later is refused by every older backend.
+    An empty list supports nothing. A backend refuses what it does not list, so a feature, dtype or layout that is added
+    later is refused by every older backend. A backend overrides a method only if a list cannot say what it supports.
     """
 
-    name: ClassVar[str]  # under which it is registered
-    impl_cls: ClassVar[type[AttentionImpl]]
-    builder_cls: ClassVar[type[AttentionMetadataBuilder]]
-    metadata_cls: ClassVar[type[AttentionMetadata]]
+    name: ClassVar[str]  # the name under which it is registered
+    impl_cls: ClassVar[type[AttentionImpl]]  # computes
+    builder_cls: ClassVar[type[AttentionMetadataBuilder]]  # plans
+    metadata_cls: ClassVar[type[AttentionMetadata]]  # the plan: a pytree that builder_cls makes and impl_cls takes
 
-    supported_dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")  # of the query
-    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16")
-    supported_head_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)
-    supported_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)
+    supported_dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")  # of the queries
+    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16")  # "auto": the queries' dtype
+    supported_head_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)  # head_dim and v_head_dim
+    supported_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)  # tokens of a block
     attn_types: ClassVar[tuple[AttentionType, ...]] = (AttentionType.DECODER,)
-    kv_cache_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
-    quant_modes: ClassVar[tuple[str, ...]] = ("none",)
+    kv_cache_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")  # see KVCacheSpec.layout
+    quant_modes: ClassVar[tuple[str, ...]] = ("none",)  # see KVCacheSpec.quant
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "gpu", "tpu")
-    min_compute_capability: ClassVar[int] = 0  # 90 for sm_90; only GPUs have one
+    min_compute_capability: ClassVar[int] = 0  # of a GPU: 90 for sm_90
     features: ClassVar[frozenset[Feature]] = frozenset()
-    mla: ClassVar[bool] = False  # latent caches only
-    sparse: ClassVar[bool] = False  # attends to listed tokens only
-    ssm: ClassVar[bool] = False  # a state, not a cache
+    mla: ClassVar[bool] = False  # True: supports latent caches and no other
+    sparse: ClassVar[bool] = False  # True: attends to listed tokens only
+    ssm: ClassVar[bool] = False  # True: has a recurrent state instead of a cache
 
     def __new__(cls, *args, **kwargs):
-        raise TypeError(f"{cls.__name__} is never instantiated: it only hands out get_impl_cls() and get_builder_cls()")
+        raise TypeError(f"{cls.__name__} is never instantiated: use its get_impl_cls() and get_builder_cls()")
 
     @classmethod
     def get_name(cls) -> str:
-        """The name under which it is registered."""
+        """The name under which the backend is registered."""
         return cls.name
 
     @classmethod
     def get_impl_cls(cls) -> type[AttentionImpl]:
-        """What computes."""
+        """The class that computes."""
         return cls.impl_cls
 
     @classmethod
     def get_builder_cls(cls) -> type[AttentionMetadataBuilder]:
-        """What turns common metadata into the backend's own."""
+        """The class that plans a batch."""
         return cls.builder_cls
 
     @classmethod
     def get_metadata_cls(cls) -> type[AttentionMetadata]:
-        """The pytree that the builder makes and the impl takes."""
+        """The class of the plan."""
         return cls.metadata_cls
 
     @classmethod
     def supports_dtype(cls, dtype) -> bool:
-        """By name or by dtype object."""
+        """Does it support queries of this dtype, given by name or as a dtype?"""
         return jnp.dtype(dtype).name in cls.supported_dtypes
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """True where the list holds it, or a number that it is declared a multiple of."""
+        """Does it support heads of this many numbers?"""
         return any(
             head_size % size.base == 0 if isinstance(size, MultipleOf) else head_size == size
             for size in cls.get_supported_head_sizes()
@@ -186,50 +189,50 @@ class AttentionBackend(BackendMethods):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        """None: not asked; else membership, after vLLM's spellings are made ours."""
+        """Does it support caches of this dtype? vLLM's names are accepted too; None: True."""
         return kv_cache_dtype is None or cache_dtype_name(kv_cache_dtype) in cls.supported_kv_cache_dtypes
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """None: not asked; else some listed size divides it, as pages can be split."""
+        """Does a supported size divide this block size, so that blocks can be split? None: True."""
         bases = bases_of(cls.get_supported_kernel_block_sizes())
         return block_size is None or any(block_size % base == 0 for base in bases)
 
     @classmethod
     def supports(cls, feature: Feature) -> bool:
-        """The one place where a feature is looked up."""
+        """Does it support this feature?"""
         return feature in cls.features
 
     @classmethod
     def supports_attn_type(cls, attn_type: AttentionType | str) -> bool:
-        """Decoders, unless more is declared."""
+        """Does it support layers of this type?"""
         return attn_type in cls.attn_types
 
     @classmethod
     def supports_platform(cls, platform: str, generation: str = "") -> bool:
-        """'cpu', 'gpu' or 'tpu', and where it matters a generation."""
+        """Does it run on this platform ('cpu', 'gpu', 'tpu') and generation (see Chip)?"""
         return platform in cls.platforms
 
     @classmethod
     def supports_compute_capability(cls, capability: int) -> bool:
-        """90 for sm_90; 0 where it is unknown, which is no reason to refuse."""
+        """Does it run on a GPU of this compute capability (90: sm_90)? 0, for an unknown one: True."""
         return not capability or capability >= cls.min_compute_capability
 
     @classmethod
     def supports_combination(cls, question: Question) -> str | None:
-        """A reason where each part is supported but not all together."""
+        """The reason against a combination whose parts are supported one by one; None: it is supported."""
         return None
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
-        """Further reasons that only this backend has: alignments, sizes, a library that is not there."""
+        """Reasons against a layer that the lists cannot express, e.g. alignments, or a library that is missing."""
         return ()
 
     @classmethod
     def query_reasons(
         cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip, dtype: str, keys: str | None = None
     ) -> tuple[str, ...]:
-        """Why not queries of this dtype over this cache, or (cache_spec None) over packed keys of dtype `keys`."""
+        """Reasons against queries of this dtype over this cache; without a cache, over packed keys of dtype `keys`."""
         reasons = []
         if not cls.supports_dtype(dtype):
             known = ", ".join(cls.get_supported_dtypes())
@@ -240,9 +243,9 @@ class AttentionBackend(BackendMethods):
         return tuple(reasons)
 
     @classmethod
-    def validate_configuration(cls, head_size: int, **asked) -> list[str]:
-        """Every reason against, in a fixed order. Keywords are vLLM's: see Question.from_flags."""
-        return reasons_against(cls, Question.from_flags(head_size, **asked))
+    def validate_configuration(cls, head_size: int, **flags) -> list[str]:
+        """Every reason against a configuration given in vLLM's keywords (see Question.from_flags), in a fixed order."""
+        return reasons_against(cls, Question.from_flags(head_size, **flags))
 
     @classmethod
     def reasons(
@@ -253,9 +256,9 @@ class AttentionBackend(BackendMethods):
         needs: tuple[Feature, ...] = (),
         dtypes: tuple[str, ...] = (),
     ) -> tuple[str, ...]:
-        """Every reason against this layer over this cache (None: packed) on this chip; empty: it runs.
+        """Every reason against this layer over this cache (None: packed keys) on this chip. Empty: it is supported.
 
-        dtypes: of the queries and, where there is no cache, of the packed keys; (): not asked.
+        dtypes: of the queries and, without a cache, of the packed keys. Empty: they are not checked.
         """
         own = cls.layer_reasons(spec, cache_spec, chip)
         own += cls.query_reasons(spec, cache_spec, chip, *dtypes) if dtypes else ()
@@ -263,14 +266,14 @@ class AttentionBackend(BackendMethods):
 
 
 def fits(program: CommonAttentionMetadata, batch: CommonAttentionMetadata) -> bool:
-    """Would `batch` run on the step compiled for `program` (arrays or ShapeDtypeStructs)? Same trace key."""
+    """Does `batch` have the trace key of `program` (of arrays or ShapeDtypeStructs), so that no step is compiled?"""
     key = lambda meta: [(x.shape, x.dtype) for x in jax.tree.leaves(meta)]  # noqa: E731
     return jax.tree.structure(program) == jax.tree.structure(batch) and key(program) == key(batch)
 
 
 @runtime_checkable
 class AttentionLayer(Protocol):
-    """Static spec, traced params (whose scales are None for exactly 1), state in and state out."""
+    """A layer object with a static spec and traced params. A call takes the cache and returns the new one."""
 
     spec: AttentionSpec
     params: AttentionParams
@@ -278,5 +281,5 @@ class AttentionLayer(Protocol):
     def __call__(
         self, q: jax.Array, k: jax.Array | None, v: jax.Array | None, cache: PagedKV, m: Any
     ) -> tuple[PagedKV, AttentionState]:
-        """Write k, v unless they are None, then attend."""
+        """Write k and v, unless they are None; then attend."""
         ...

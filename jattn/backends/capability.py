@@ -1,4 +1,4 @@
-"""What a layer asks of a backend (Question), and every reason why a backend refuses it."""
+"""Question: what a layer needs of a backend. reasons_against: every reason why a backend refuses it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ FLAGS = {f"use_{feature.name.lower()}": feature for feature in Feature} | {
     "has_sink": Feature.SINK,
     "use_batch_invariant": Feature.BATCH_INVARIANCE,
 }
-"""vLLM's keyword -> the feature it asks for; every feature also answers to use_<its name>."""
+"""vLLM's keyword -> the feature that it needs. Every feature also has the keyword use_<its name in lower case>."""
 
 _CACHE_DTYPES = {
     "fp8": "float8_e4m3fn",
@@ -29,23 +29,23 @@ _CACHE_DTYPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """Hashable. None means 'not asked' and is never a reason to refuse."""
+    """What a layer, its cache and the chip need of a backend. Hashable. None: not known, and no reason to refuse."""
 
-    head_size: int
-    v_head_size: int | None = None
-    dtype: str | None = None  # the query's
-    kv_cache_dtype: str | None = None  # "auto": the query's
+    head_size: int  # head_dim
+    v_head_size: int | None = None  # v_head_dim
+    dtype: str | None = None  # of the queries
+    kv_cache_dtype: str | None = None  # "auto": that of the queries
     kv_cache_layout: str | None = None  # "NHD" | "HND"
-    quant: str | None = None
-    block_size: int | None = None
-    use_mla: bool = False
-    use_sparse: bool = False
+    quant: str | None = None  # see KVCacheSpec.quant
+    block_size: int | None = None  # tokens of a block
+    use_mla: bool = False  # the cache is a latent one
+    use_sparse: bool = False  # queries attend to listed tokens
     attn_type: AttentionType = AttentionType.DECODER
-    device_capability: Chip | None = None
-    needs: tuple[tuple[Feature, str], ...] = ()  # (feature, what was seen), in Feature's order
+    device_capability: Chip | None = None  # the chip
+    needs: tuple[tuple[Feature, str], ...] = ()  # (feature, the option that needs it), in Feature's order
 
-    def asks(self, feature: Feature) -> bool:
-        """Is this feature among the needs? (vLLM's has_sink is asks(Feature.SINK).)"""
+    def needs_feature(self, feature: Feature) -> bool:
+        """Is this feature among the needs? (vLLM's has_sink is needs_feature(Feature.SINK).)"""
         return any(feature is needed for needed, _ in self.needs)
 
     @classmethod
@@ -56,7 +56,7 @@ class Question:
         chip: Chip | None = None,
         needs: tuple[Feature, ...] = (),
     ) -> "Question":
-        """From a layer, its cache (None: packed), a chip, and features that no spec can tell."""
+        """From a layer, its cache (None: packed keys), a chip, and features that the spec does not show."""
         mla = isinstance(spec, MLASpec)
         seen = _seen(spec, cache_spec) | {feature: "asked for" for feature in needs}
         question = cls(
@@ -81,7 +81,7 @@ class Question:
     def from_flags(
         cls, head_size: int, *, attn_type="decoder", dtype=None, kv_cache_dtype=None, **fields
     ) -> "Question":
-        """From vLLM's keywords: has_sink=True, use_mm_prefix=True ... become needs; the rest stay."""
+        """From vLLM's keywords. has_sink=True, use_mm_prefix=True ... become needs; the others are fields."""
         flags = {name: fields.pop(name) for name in tuple(fields) if name in FLAGS}
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(fields) - known)
@@ -99,7 +99,7 @@ class Question:
 
 
 def cache_dtype_name(dtype) -> str:
-    """The canonical name of a cache dtype; vLLM's 'fp8', 'fp8_e5m2' ... are understood, 'auto' stays."""
+    """The name of a cache dtype, from a dtype or a name; also from vLLM's 'fp8', 'fp8_e5m2' ... 'auto' is unchanged."""
     if dtype == "auto":
         return dtype
     if isinstance(dtype, str) and dtype in _CACHE_DTYPES:
@@ -111,15 +111,15 @@ def cache_dtype_name(dtype) -> str:
 
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
-    """True for fp8, int8, nvfp4 and per-token-head caches; 'auto' and 'bfloat16' are not quantised."""
+    """True for the names of fp8, int8, nvfp4 and per-token-head caches; False for e.g. 'auto' and 'bfloat16'."""
     return kv_cache_dtype.startswith(("fp8", "float8", "int8", "nvfp4")) or kv_cache_dtype.endswith("per_token_head")
 
 
 def _seen(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | None) -> dict[Feature, str]:
-    """What this layer needs, and the words to say so; an lse is always needed, since a state has one."""
+    """The features that this layer needs -> the option that needs each, for messages."""
     left, right = spec.window
     layer = spec.absorbed if isinstance(spec, MLASpec) else spec
-    # a decoder that is causal anyway loses nothing to the right by a window (W - 1, 0)
+    # A window (W - 1, 0) hides no more keys of a causal decoder than the mask does.
     needs_right = right > 0 if spec.attn_type is AttentionType.DECODER else right >= 0
     rows = (
         (Feature.SINK, spec.has_sinks, "has_sinks=True"),
@@ -145,11 +145,11 @@ def _seen(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | None) -> dict
             spec.v_head_dim != spec.head_dim and not isinstance(spec, MLASpec),
             f"head_dim={spec.head_dim}, v_head_dim={spec.v_head_dim}",
         ),
-        (Feature.LSE, True, "every attention state carries its lse"),
+        (Feature.LSE, True, "every attention state has an lse"),
         (Feature.PACKED, cache_spec is None, "no cache_spec given"),
         (Feature.FUSED_OUTPUT_QUANT, layer.output_dtype is not None, f"output_dtype={layer.output_dtype}"),
     )
-    return {feature: words for feature, needed, words in rows if needed}
+    return {feature: option for feature, needed, option in rows if needed}
 
 
 _BEFORE_MLA = (Feature.MM_PREFIX,)
@@ -159,7 +159,7 @@ _AFTER_TYPE = tuple(f for f in Feature if f not in (*_BEFORE_MLA, *_BEFORE_SPARS
 
 
 def reasons_against(backend, question: Question, own: tuple[str, ...] = ()) -> list[str]:
-    """vLLM's reasons in vLLM's order, then ours, then the backend's `own`, and the combination's last."""
+    """vLLM's reasons in vLLM's order, then jattn's, then the backend's `own`, last that against the combination."""
     found = [*_in_vllms_order(backend, question), *_further(backend, question), *own]
     combination = backend.supports_combination(question)
     return found if combination is None else [*found, combination]
@@ -204,12 +204,12 @@ def _further(backend, q: Question) -> Iterator[str]:
 
 def _features(backend, q: Question, among: tuple[Feature, ...]) -> Iterator[str]:
     for feature, seen in q.needs:
-        if feature in among and not supports(backend, feature):
+        if feature in among and not supports_feature(backend, feature):
             yield f"{feature} not supported: {seen}"
 
 
-def supports(backend, feature: Feature) -> bool:
-    """Through vLLM's own method where it has one, so that a backend may override either."""
+def supports_feature(backend, feature: Feature) -> bool:
+    """Does the backend support the feature? Calls vLLM's method if there is one, which a backend may override."""
     named = {
         Feature.SINK: backend.supports_sink,
         Feature.MM_PREFIX: backend.supports_mm_prefix,
@@ -221,9 +221,10 @@ def supports(backend, feature: Feature) -> bool:
 
 
 def without_refused_options(backend, spec: AttentionSpec) -> AttentionSpec:
-    """The layer without the options that the backend's features refuse already, so that a kernel does not repeat them.
+    """The layer without options that the backend's list of features refuses, so that the kernel does not refuse them
+    a second time.
 
-    An option that is not in the table stays, and the kernel decides about it.
+    Options that are not in the table below are unchanged: the kernel decides about them.
     """
     table = {
         Feature.CHUNK_LOOKBACK: dict(chunk_lookback=0),
@@ -235,9 +236,9 @@ def without_refused_options(backend, spec: AttentionSpec) -> AttentionSpec:
     }
     changes: dict[str, Any] = {}
     for feature, fields in table.items():
-        changes |= {} if supports(backend, feature) else fields
+        changes |= {} if supports_feature(backend, feature) else fields
     return dataclasses.replace(spec, **changes)
 
 
-def _unsupported(what: str, seen, supported) -> str:
-    return f"{what} not supported: {seen} seen, {listed(supported)} supported"
+def _unsupported(name: str, seen, supported) -> str:
+    return f"{name} not supported: {seen} seen, {listed(supported)} supported"

@@ -1,6 +1,6 @@
-"""Checks of the public attention functions, at trace time: shapes, dtypes and options.
+"""The checks of the public attention functions: shapes, dtypes and options. They also run inside jit.
 
-Values (ascending starts, block ids inside the pool ...) are checked by `metadata.check_host`, before device_put.
+`metadata.check_host` checks the values of a batch on the host: ascending starts, block ids inside the pool, and so on.
 """
 
 import jax
@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.backends.base import AttentionBackend
-from jattn.backends.capability import supports
+from jattn.backends.capability import supports_feature
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import check_alive, check_scales
 from jattn.errors import MissingMetadataError, UnsupportedError
 from jattn.errors.arguments import as_array, check_kind, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.batch import check_block_size, keys_of
+from jattn.mla_spec import MLASpec
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType, Feature
 from pallas_kernels.algebra import quant
@@ -36,12 +37,12 @@ def check_specs(spec: AttentionSpec, cache_spec: KVCacheSpec) -> None:
 
 
 def check_batch(
-    spec: AttentionSpec, cache_spec: KVCacheSpec, meta: CommonAttentionMetadata, ranks: int = 1
+    spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec, meta: CommonAttentionMetadata, ranks: int = 1
 ) -> CommonAttentionMetadata:
-    """The metadata, checked: its parts agree, and it has the pages that this layer reads. A batch without a row gets
-    one row of padding.
+    """Check that the parts of a batch fit together and that it has the blocks that this layer reads; return the batch.
 
-    ranks: that hold a part of each block; the batch's block_size is the sum of theirs.
+    A batch of R = 0 rows is returned with one row of padding. ranks: how many ranks have a part of each block's tokens;
+    the batch's block_size is cache_spec.block_size * ranks.
     """
     check_lengths(spec, meta)
     keys = keys_of(meta, spec.attn_type)
@@ -55,13 +56,13 @@ def check_batch(
     if table.shape[0] != meta.max_num_reqs:
         raise ValueError(f"block_table.shape={jnp.shape(table)} must be [R, B] with R={meta.max_num_reqs}, as seq_lens")
     _VECTOR("meta.slot_mapping", keys.slot_mapping)
-    what = "cache_spec.block_size" if ranks == 1 else f"cache_spec.block_size * {ranks} ranks"
-    check_block_size(keys, cache_spec.block_size * ranks, what)
+    name = "cache_spec.block_size" if ranks == 1 else f"cache_spec.block_size * {ranks} ranks"
+    check_block_size(keys, cache_spec.block_size * ranks, name)
     return meta if meta.max_num_reqs else with_a_row(meta)
 
 
 def with_a_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """A batch of R=0 rows as one row of padding: kernels and plans need at least one."""
+    """A batch of R = 0 rows with one row of padding: kernels and plans need at least one."""
 
     def column(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
         table = batch.block_table
@@ -71,8 +72,8 @@ def with_a_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
     return meta.padded(meta.num_tokens, 1)
 
 
-def check_lengths(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
-    """The lengths of queries and keys must be vectors that fit together."""
+def check_lengths(spec: AttentionSpec | MLASpec, meta: CommonAttentionMetadata) -> None:
+    """The lengths of queries and keys must be vectors of matching sizes."""
     check_kind("meta", meta, CommonAttentionMetadata, "make one with CommonAttentionMetadata.from_lengths(...)")
     for batch in (meta, keys_of(meta, spec.attn_type)):
         _VECTOR("meta.query_start_loc", batch.query_start_loc)
@@ -95,18 +96,22 @@ def check_reach(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
             raise ValueError(f"meta.{name}.shape={shape} must be [{axes}] with R={meta.max_num_reqs}, as seq_lens")
 
 
-def check_causality(backend: type[AttentionBackend], spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
-    """The backend must support the batch's causality, which no spec tells."""
+def check_causality(
+    backend: type[AttentionBackend], spec: AttentionSpec | MLASpec, meta: CommonAttentionMetadata
+) -> None:
+    """The backend must support the batch's causality, which the spec does not show."""
     needs = causal_needs(spec, meta)
-    lacking = tuple(f"{feature} not supported: {seen}" for feature, seen in needs if not supports(backend, feature))
+    lacking = tuple(
+        f"{feature} not supported: {seen}" for feature, seen in needs if not supports_feature(backend, feature)
+    )
     if lacking:
         raise UnsupportedError(
             "the chosen backend does not take this batch; name another", {backend.get_name(): lacking}
         )
 
 
-def causal_needs(spec: AttentionSpec, meta: CommonAttentionMetadata) -> list[tuple[Feature, str]]:
-    """(feature, what was seen) for each feature that a decoder's batch needs if some request is not causal."""
+def causal_needs(spec: AttentionSpec | MLASpec, meta: CommonAttentionMetadata) -> list[tuple[Feature, str]]:
+    """(feature, the option that needs it) for each feature that a decoder's batch needs if it is not causal."""
     if spec.attn_type is not AttentionType.DECODER:
         return []
     needs = []
@@ -133,7 +138,7 @@ def check_cache(cache: PagedKV, cache_spec: KVCacheSpec) -> None:
 
 
 def check_query(spec: AttentionSpec, q, num_tokens: int) -> jax.Array:
-    """q [T H D] as an array, one row a token of the batch."""
+    """q [T H D] as an array; T must be that of the batch."""
     q = jnp.asarray(as_array("q", q))
     _rows("q", q, spec.num_heads, spec.head_dim)
     if q.shape[0] != num_tokens:
@@ -157,13 +162,13 @@ def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.A
     """k [Tk K D] and v [Tk K V] as arrays; Tk must be equal, and num_tokens if that is given."""
     if k is None or v is None:
         given, missing = ("v", "k") if k is None else ("k", "v")
-        raise ValueError(f"{given} is given but {missing} is None: pass both, or neither to read what is cached")
+        raise ValueError(f"{given} is given but {missing} is None: pass both, or neither to read only the cache")
     k, v = jnp.asarray(as_array("k", k)), jnp.asarray(as_array("v", v))
     for name, x, dim in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
         _rows(name, x, spec.num_kv_heads, dim)
         if x.dtype.name not in quant.FLOATS:
             raise ValueError(
-                f"{name}.dtype={x.dtype} must be one of {', '.join(quant.FLOATS)}; a cache quantises itself"
+                f"{name}.dtype={x.dtype} must be one of {', '.join(quant.FLOATS)}; write_kv quantises them"
             )
         if num_tokens is not None and x.shape[0] != num_tokens:
             raise ValueError(f"{name} has {x.shape[0]} tokens but the metadata has slots for {num_tokens}")
@@ -173,7 +178,7 @@ def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.A
 
 
 def as_one_dtype(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Packed k and v in one dtype: the smallest that holds the numbers of both exactly."""
+    """Packed k and v in the smallest dtype that holds the numbers of both exactly."""
     dtype = jnp.promote_types(k.dtype, v.dtype)
     return k.astype(dtype), v.astype(dtype)
 
@@ -195,7 +200,7 @@ def check_params(
     for name in ("alibi_slopes", "sinks", "qq_bias", "q_scale", "output_scale"):
         if getattr(params, name) is not None:
             as_array(f"params.{name}", getattr(params, name))
-    bias = jnp.shape(params.qq_bias) if spec.use_qq_bias else (1, 1)
+    bias = (1, 1) if params.qq_bias is None else jnp.shape(params.qq_bias)
     if len(bias) != 2 or bias[0] != bias[1] or not bias[0]:
         raise ValueError(f"params.qq_bias.shape={bias} must be [Q Q]: new tokens by new tokens")
     if (params.output_scale is None) != (spec.output_dtype is None):
@@ -203,7 +208,7 @@ def check_params(
             f"params.output_scale={params.output_scale!r} but spec.output_dtype={spec.output_dtype!r}: a quantised "
             "result needs both, any other neither"
         )
-    if jnp.shape(0.0 if params.output_scale is None else params.output_scale):
+    if params.output_scale is not None and jnp.shape(params.output_scale):
         raise ValueError(f"params.output_scale.shape={jnp.shape(params.output_scale)} must be (): one for all heads")
     for name, flag in (("alibi_slopes", "has_alibi"), ("sinks", "has_sinks")):
         value, used = getattr(params, name), getattr(spec, flag)
@@ -227,38 +232,38 @@ def check_params(
 
 
 def check_dtype(backend: type[AttentionBackend], q, params: AttentionParams) -> None:
-    """The backend must take the queries' dtype; quantised queries need q_scale."""
+    """The backend must support the queries' dtype; quantised queries need q_scale."""
     supported = ", ".join(backend.get_supported_dtypes())
     if q.dtype.name in quant.QUANTISED and params.q_scale is None:
         raise ValueError(f"q.dtype={q.dtype} needs params.q_scale: real value = stored value * scale")
     if not backend.supports_dtype(q.dtype):
         raise UnsupportedError(
-            "the chosen backend does not take this query; cast it, name another backend, or let 'auto' know of it by "
-            f"dtype={q.dtype.name!r}",
+            "the chosen backend does not take this query; cast it, name another backend, or construct the attention "
+            f"with dtype={q.dtype.name!r}",
             {backend.get_name(): (f"dtype not supported: {q.dtype} seen, {supported} supported",)},
         )
 
 
 def check_built(m, metadata_cls: type) -> None:
-    """m must come from this attention's build."""
+    """m must be a plan of this attention's backend."""
     check_kind("m", m, metadata_cls, "call m = attn.build(meta) first, with the same attn")
 
 
 def check_functions(spec) -> None:
-    """mask_fn and score_fn must accept their arguments and return the right dtype and shape; tried with eval_shape."""
+    """mask_fn and score_fn must return the right dtype and shape; they are traced here once, by eval_shape."""
     index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 1, 1), (1, 3, 1), (1, 1, 5))]
     score = jax.ShapeDtypeStruct((2, 3, 5), jnp.float32)
-    asked = (
+    wanted = (
         ("mask_fn", "(head, q_pos, kv_pos) -> bool", index, lambda dtype: dtype == jnp.bool_),
         ("score_fn", "(score, head, q_pos, kv_pos) -> a float score", [score, *index], is_float),
     )
-    for name, meaning, arguments, fits in asked:
+    for name, meaning, arguments, fits in wanted:
         function = getattr(spec, name)
         if function is None:
             continue
         try:
             got = jax.eval_shape(lambda *x, f=function: jnp.asarray(f(*x)), *arguments)
-        except Exception as error:  # whatever a user's function raises is its author's to read
+        except Exception as error:  # any error of a user's function is reported to its author
             raised = f"{type(error).__name__}: {error}"
             raise ValueError(f"{name} must be {meaning}; called with traced arrays, it raised {raised}") from error
         if not fits(got.dtype) or not _broadcasts(got.shape, score.shape):

@@ -1,7 +1,7 @@
-"""`cpu_native`: C++ kernels behind XLA's FFI, chosen by instruction set; the first choice on a CPU where they build.
+"""`cpu_native`: C++ kernels, called through XLA's FFI and chosen by instruction set. The first choice on a CPU.
 
-A request's bits depend on that request alone (not on the batch, nor on the number of threads). Gradients are those
-of `sdpa`, recomputed in the backward pass. Under vmap the call runs once per element.
+The bits of a request's result depend on that request only, not on the batch or the number of threads. The gradient is
+that of `sdpa`: the backward pass computes the forward pass again. Under vmap the kernel is called once per element.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.kernel import as_arrays
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import write_backward
 from jattn.device import Chip
@@ -19,17 +20,17 @@ from jattn.ops.gradient import packed_gradient, paged_gradient
 from jattn.ops.layer import output_dtype
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
+from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.cpu.native import library, ops
 
 
 @pytree
 class CpuNativeMetadata:
-    """The batch as it came, with the pages that are read and the slots that are written; the kernel plans by itself."""
+    """The batch with the blocks and slots that this layer uses. The kernel itself divides the work."""
 
     common: CommonAttentionMetadata
-    block_table: jax.Array
-    slot_mapping: jax.Array
+    block_table: AnyArray | None  # i32[R B] of the keys
+    slot_mapping: AnyArray  # i32[T] slots of k and v
 
     @property
     def num_tokens(self) -> int:
@@ -38,7 +39,7 @@ class CpuNativeMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class CpuNativeMetadataBuilder(AttentionMetadataBuilder[CpuNativeMetadata]):
-    """Nothing to compute: the work is cut and balanced inside the call, in C++."""
+    """Computes nothing: the C++ kernel divides the work among threads."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -46,7 +47,7 @@ class CpuNativeMetadataBuilder(AttentionMetadataBuilder[CpuNativeMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CpuNativeMetadata:
-        """A shared prefix is read once a request, like everything else: the hint changes nothing."""
+        """common_prefix_len has no effect: the kernel reads a shared prefix once for each request."""
         keys = keys_of(common_attn_metadata, self.spec.attn_type)
         return CpuNativeMetadata(
             common=common_attn_metadata, block_table=keys.block_table, slot_mapping=keys.slot_mapping
@@ -55,11 +56,11 @@ class CpuNativeMetadataBuilder(AttentionMetadataBuilder[CpuNativeMetadata]):
 
 @dataclasses.dataclass(frozen=True)
 class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
-    """One custom call to write, one to attend."""
+    """One custom call writes, another one attends."""
 
     can_return_lse_for_decode = True
     supports_quant_query_input = True
-    isa: str = "auto"  # or the name of one instruction set: see pallas_kernels.cpu.native.library.status
+    isa: str = "auto"  # or the name of an instruction set: see pallas_kernels.cpu.native.library.status
 
     def forward(self, q, cache: PagedKV, m: CpuNativeMetadata, params: AttentionParams) -> AttentionState:
         return _paged(self, q, cache, m, params)
@@ -68,7 +69,7 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
         return _packed(self, q, k, v, meta, params)
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: CpuNativeMetadata, params: AttentionParams) -> PagedKV:
-        """In place where the cache is donated; the values are those of jattn.write_kv."""
+        """The same values as jattn.write_kv, written in place if the cache is donated."""
         return _write(self, cache, k, v, m.slot_mapping, params)
 
     def config(self, q_dtype, kv_dtype: str, heads_first: bool = True) -> ops.NativeConfig:
@@ -87,30 +88,31 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
         )
 
     def batch(self, common: CommonAttentionMetadata, **pages) -> ops.NativeBatch:
-        """Lengths and causality as the kernel takes them; only a decoder is ever causal."""
+        """The kernel's batch: lengths and causality. Only a decoder's layer is ever causal."""
         kind = self.spec.attn_type
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         causal = None
         if kind is AttentionType.DECODER and common.causal_per_request is not None:
-            causal = common.causal_per_request
+            causal = jnp.asarray(common.causal_per_request)
         elif kind is AttentionType.DECODER and common.is_causal:
             causal = jnp.ones(queries.max_num_reqs, jnp.int32)
         return ops.NativeBatch(
-            query_start_loc=queries.query_start_loc,
-            seq_lens=queries.seq_lens,
-            kv_lens=keys.seq_lens,
+            query_start_loc=jnp.asarray(queries.query_start_loc),
+            seq_lens=jnp.asarray(queries.seq_lens),
+            kv_lens=jnp.asarray(keys.seq_lens),
             causal=causal,
             **pages,
         )
 
     def numbers(self, params: AttentionParams) -> dict[str, jax.Array | None]:
-        """The kernel's traced numbers; what the spec does not use stays out."""
+        """The kernel's traced numbers, without those that the spec does not use."""
+        q_scale, k_scale, v_scale = as_arrays(params.q_scale, params.k_scale, params.v_scale)
         return dict(
             alibi_slopes=params.alibi_slopes if self.spec.has_alibi else None,
             sinks=params.sinks if self.spec.has_sinks else None,
-            q_scale=params.q_scale,
-            k_scale=params.k_scale,
-            v_scale=params.v_scale,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
 
@@ -157,9 +159,10 @@ def _write(impl: CpuNativeImpl, cache: PagedKV, k, v, slots, params: AttentionPa
     if k.dtype != v.dtype:
         k, v = k.astype(jnp.float32), v.astype(jnp.float32)
     pools = (cache.k, cache.v, cache.k_token_scale, cache.v_token_scale)
+    k_scale, v_scale = as_arrays(params.k_scale, params.v_scale)
     new = ops.write(
         k, v, slots, pools, kv_dtype=spec.dtype, heads_first=spec.physical_layout == "HND",
-        k_scale=params.k_scale, v_scale=params.v_scale, isa=impl.isa,
+        k_scale=k_scale, v_scale=v_scale, isa=impl.isa,
     )  # fmt: skip
     return PagedKV(k=new[0], v=new[1], k_token_scale=new[2], v_token_scale=new[3], spec=spec)
 
@@ -168,7 +171,7 @@ _write.defvjp(lambda impl, *args: (_write(impl, *args), args), lambda impl, *arg
 
 
 class CpuNativeBackend(AttentionBackend):
-    """Any head dim up to 512, any page size, layout and quantisation; no user-written mask or score, no cascade."""
+    """Any head dim up to 512, any block size, layout and quantisation; no mask_fn, score_fn or cascade."""
 
     name = "cpu_native"
     impl_cls = CpuNativeImpl
@@ -205,7 +208,7 @@ class CpuNativeBackend(AttentionBackend):
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
-        """Head dims that are too large, and on a CPU the library's own reason: the first question builds it."""
+        """Head dims that are too large, and on a CPU why the library cannot be loaded. The first call compiles it."""
         large = tuple(
             f"{name}={size} not supported: at most {ops.MAX_HEAD_DIM}"
             for name, size in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim))

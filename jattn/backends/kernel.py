@@ -1,6 +1,10 @@
-"""PagedKernelBackend: a backend over a kernel that says itself, from its static arguments, what it cannot do."""
+"""PagedKernelBackend: a backend whose kernel lists the static arguments that it does not support."""
 
+import abc
 import dataclasses
+
+import jax
+import jax.numpy as jnp
 
 from jattn.backends.base import AttentionBackend
 from jattn.backends.capability import without_refused_options
@@ -8,19 +12,25 @@ from jattn.cache import KVCacheSpec
 from jattn.cache.write import packed_page_spec
 from jattn.device import Chip
 from jattn.spec import AttentionSpec
+from jattn.types import AnyArray
+
+
+def as_arrays(*values: AnyArray | float | None) -> tuple[jax.Array | None, ...]:
+    """The values as JAX arrays; None stays None."""
+    return tuple(None if value is None else jnp.asarray(value) for value in values)
 
 
 class PagedKernelBackend(AttentionBackend):
-    """Adds the kernel's reasons to those of the lists. Packed keys are asked about as a cache of one page."""
+    """Adds the kernel's reasons to those of the lists. Packed keys are checked as the cache that they are copied to."""
 
     @classmethod
+    @abc.abstractmethod
     def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
-        """Every reason why the kernel cannot take queries of `dtype` of this layer over this cache on this chip."""
-        raise NotImplementedError
+        """Every reason against queries of `dtype` in this layer over this cache on this chip."""
 
     @classmethod
     def usual_query_dtype(cls, cache_spec: KVCacheSpec) -> str:
-        """The query dtype that is assumed where none is known."""
+        """The dtype of the queries that is assumed if it is not known."""
         return "bfloat16"
 
     @classmethod
@@ -28,14 +38,14 @@ class PagedKernelBackend(AttentionBackend):
         if not isinstance(spec, AttentionSpec):
             return ()
         cache_spec = cache_spec or packed_page_spec(spec)
-        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:  # refused by name already
+        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:  # the list has refused it
             return ()
         dtype = cls.usual_query_dtype(cache_spec)
         return tuple(cls.kernel_reasons(without_refused_options(cls, spec), cache_spec, chip, dtype))
 
     @classmethod
     def query_reasons(cls, spec, cache_spec, chip, dtype, keys=None) -> tuple[str, ...]:
-        """The kernel's reasons against this dtype, beyond those against the layer."""
+        """The kernel's reasons against this dtype, without those against the layer."""
         refused = super().query_reasons(spec, cache_spec, chip, dtype, keys)
         if refused or not isinstance(spec, AttentionSpec):
             return refused

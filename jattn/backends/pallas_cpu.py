@@ -1,6 +1,6 @@
-"""`pallas_cpu`: the portable Pallas kernel in the interpreter, on every platform: a reference, not a fast path.
+"""`pallas_cpu`: the portable Pallas kernel in Pallas's interpreter: a slow reference for every platform.
 
-Packed keys are attended to as what they are: a cache that was written just now, and is read once.
+Packed keys are first copied to a temporary cache.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.kernel import as_arrays
 from jattn.cache import PagedKV
 from jattn.cache.write import packed_as_pages
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
@@ -22,18 +23,18 @@ from pallas_kernels.cpu import tiles
 from pallas_kernels.cpu.paged_attention import KernelConfig, KernelParams, PagedBatch, PagePool, paged_attention
 
 TILE_ROWS = 8
-"""Queries of a program, whatever the batch: a request's arithmetic never depends on its company."""
+"""Queries of one Pallas program. It is the same for every batch, so a request's result has the same bits in each."""
 
 
 @pytree
 class PallasCpuMetadata:
-    """The kernel's view of a batch, tiles included, and where new tokens are written."""
+    """The kernel's batch and tiles, and where new tokens are written."""
 
-    batch: PagedBatch
-    tiles: tiles.QueryTiles
-    slot_mapping: jax.Array
-    num_tokens: int = static()
-    is_causal: bool = static()
+    batch: PagedBatch  # lengths, block table and causality
+    tiles: tiles.QueryTiles  # which queries each program computes
+    slot_mapping: jax.Array  # i32[T] slots of k and v
+    num_tokens: int = static()  # T
+    is_causal: bool = static()  # see CommonAttentionMetadata
 
     @property
     def block_table(self) -> jax.Array:
@@ -42,7 +43,7 @@ class PallasCpuMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class PallasCpuMetadataBuilder(AttentionMetadataBuilder[PallasCpuMetadata]):
-    """Tiles and lengths, once a step."""
+    """Computes the tiles and lengths."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -50,7 +51,7 @@ class PallasCpuMetadataBuilder(AttentionMetadataBuilder[PallasCpuMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PallasCpuMetadata:
-        """A shared prefix is read once a request, like everything else: the hint changes nothing."""
+        """common_prefix_len has no effect: the kernel reads a shared prefix once for each request."""
         return _metadata(common_attn_metadata, self.spec.attn_type)
 
     def update_block_table(self, metadata: PallasCpuMetadata, block_table, slot_mapping) -> PallasCpuMetadata:
@@ -87,7 +88,7 @@ class PallasCpuImpl(AttentionImpl[PallasCpuMetadata]):
 
 
 class PallasCpuBackend(AttentionBackend):
-    """Any head size, page size and platform; no gradient, no context parallelism, no cascade."""
+    """Any head size, block size and platform; no gradient, context parallelism or cascade."""
 
     name = "pallas_cpu"
     impl_cls = PallasCpuImpl
@@ -129,20 +130,20 @@ class PallasCpuBackend(AttentionBackend):
 
 
 def _metadata(common: CommonAttentionMetadata, attn_type: AttentionType) -> PallasCpuMetadata:
-    """Queries and keys by attention type; only a decoder is ever causal. No table: packed keys bring one later."""
+    """The plan of a batch. Only a decoder's layer is ever causal. forward_packed replaces the block table."""
     queries, keys = queries_of(common, attn_type), keys_of(common, attn_type)
     causal = common.causal_per_request if attn_type is AttentionType.DECODER else None
     table = jnp.zeros((queries.max_num_reqs, 1), jnp.int32) if keys.block_table is None else keys.block_table
     batch = PagedBatch(
         query_lens=queries.query_lens(),
-        seq_lens=keys.seq_lens,
+        seq_lens=jnp.asarray(keys.seq_lens),
         num_computed_tokens=queries.num_computed_tokens(),
-        block_table=table,
-        causal=causal,
+        block_table=jnp.asarray(table),
+        causal=None if causal is None else jnp.asarray(causal),
     )
     return PallasCpuMetadata(
-        batch=jax.tree.map(jnp.asarray, batch),
-        tiles=tiles.make_tiles(queries.query_start_loc, queries.num_tokens, TILE_ROWS),
+        batch=batch,
+        tiles=tiles.make_tiles(jnp.asarray(queries.query_start_loc), queries.num_tokens, TILE_ROWS),
         slot_mapping=jnp.asarray(keys.slot_mapping),
         num_tokens=queries.num_tokens,
         is_causal=common.is_causal,
@@ -150,11 +151,12 @@ def _metadata(common: CommonAttentionMetadata, attn_type: AttentionType) -> Pall
 
 
 def _kernel_params(spec: AttentionSpec, params: AttentionParams) -> KernelParams:
-    """What the spec does not use stays out."""
+    """The kernel's traced numbers, without those that the spec does not use."""
+    q_scale, k_scale, v_scale = as_arrays(params.q_scale, params.k_scale, params.v_scale)
     return KernelParams(
-        q_scale=params.q_scale,
-        k_scale=params.k_scale,
-        v_scale=params.v_scale,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
         alibi_slopes=params.alibi_slopes if spec.has_alibi else None,
         sinks=params.sinks if spec.has_sinks else None,
     )

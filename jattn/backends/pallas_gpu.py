@@ -1,7 +1,8 @@
-"""`pallas_gpu`: one persistent Mosaic GPU launch for decode, prefill and mixed batches; first choice on Hopper.
+"""`pallas_gpu`: one persistent Mosaic GPU kernel for decode, prefill and mixed batches. The first choice on Hopper.
 
-Gradients are those of `sdpa`, recomputed in the backward pass. How work is split over the chip depends on the whole
-batch, so a request's last bits may; ask for Feature.BATCH_INVARIANCE to get a backend in which they do not.
+The gradient is that of `sdpa`: the backward pass computes the forward pass again. The division of work depends on the
+whole batch, so the last bits of a request's result may too. With needs=(Feature.BATCH_INVARIANCE,) another backend is
+chosen, in which they do not.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.gradient import paged_gradient
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
+from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
@@ -36,7 +37,7 @@ QUERY_DTYPES = ("bfloat16", "float16")
 def kernel_config(
     spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, common: CommonAttentionMetadata | None = None
 ) -> GpuKernelConfig:
-    """The kernel's static arguments for queries of `dtype`, for a batch or (None) for any; see supports.py."""
+    """The kernel's static arguments for queries of `dtype` and a batch (None: any batch); see supports.py."""
     longest = None if common is None else queries_of(common, spec.attn_type).max_query_len
     decoder = spec.attn_type is AttentionType.DECODER
     return default_config(
@@ -59,12 +60,12 @@ def kernel_config(
 
 @pytree
 class PallasGpuMetadata:
-    """The batch, its pages and slots, and the work list that every CTA walks."""
+    """The batch, its blocks and slots, and the work list of the CTAs."""
 
     common: CommonAttentionMetadata
-    block_table: jax.Array
-    slot_mapping: jax.Array
-    work: GpuWorkList
+    block_table: AnyArray | None  # i32[R B] of the keys
+    slot_mapping: AnyArray  # i32[T] slots of k and v
+    work: GpuWorkList  # pieces of queries and keys, divided among the CTAs
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +74,7 @@ class PallasGpuMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
-    """Cuts the batch into pieces of equal cost, in a few small XLA kernels and without a host sync."""
+    """Divides the batch into pieces of equal cost, in a few small XLA kernels and without a host sync."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -81,7 +82,7 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PallasGpuMetadata:
-        """A shared prefix is read once a request, like everything else: the hint changes nothing."""
+        """common_prefix_len has no effect: the kernel reads a shared prefix once for each request."""
         common, kind = common_attn_metadata, self.spec.attn_type
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         causal = common.causal_per_request if kind is AttentionType.DECODER else None
@@ -96,7 +97,7 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
 
 @dataclasses.dataclass(frozen=True)
 class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
-    """The launch, and a small merge of the requests whose keys were split."""
+    """Launches the kernel, and merges the states of requests whose keys were split."""
 
     can_return_lse_for_decode = True
 
@@ -104,11 +105,11 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         return _paged(self, q, cache, m, params)
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
-        """One launch for both pools, in place where the cache is donated; the values are those of jattn.write_kv."""
+        """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
         return _write(self, cache, k, v, m.slot_mapping, params)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
-        """Packed keys are a cache written just now: the gradient goes back through both."""
+        """Copies packed keys to a temporary cache; the gradient passes through the copy."""
         keys = keys_of(meta, self.spec.attn_type)
         cache, table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
@@ -163,7 +164,7 @@ _write.defvjp(lambda impl, *args: (_write(impl, *args), args), lambda impl, *arg
 
 
 class PallasGpuBackend(PagedKernelBackend):
-    """bf16 and f16 queries on Hopper; what the kernel cannot do it says itself (pallas_kernels.gpu.supports)."""
+    """bf16 and f16 queries on Hopper. pallas_kernels.gpu.supports gives the limits of the kernel."""
 
     name = "pallas_gpu"
     impl_cls = PallasGpuImpl
@@ -202,7 +203,7 @@ class PallasGpuBackend(PagedKernelBackend):
 
     @classmethod
     def usual_query_dtype(cls, cache_spec: KVCacheSpec) -> str:
-        """The only query dtype that a float cache goes with; bfloat16 for a quantised one, where both do."""
+        """A float cache needs queries of its own dtype. A quantised one takes both dtypes; bfloat16 is assumed."""
         return cache_spec.dtype if cache_spec.dtype in QUERY_DTYPES else "bfloat16"
 
     @classmethod
@@ -215,7 +216,7 @@ class PallasGpuBackend(PagedKernelBackend):
         positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
         if spec.attn_type is AttentionType.ENCODER_DECODER and positional:
             own += (
-                "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel takes queries to "
-                "stand at the end of the keys",
+                "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel aligns the last "
+                "query with the last key",
             )
         return own

@@ -1,8 +1,8 @@
-"""`pallas_tpu`: one Mosaic TPU launch for decode, prefill and mixed batches; first choice on TPU where it serves.
+"""`pallas_tpu`: one Mosaic TPU kernel for decode, prefill and mixed batches. The first choice on TPU.
 
-It was never run on a TPU: it is interpreted on CPU, and compiled ahead of time for v5e, v5p, v6e and tpu7x. The cache
-is HND and stored natively: a page of all kv heads is one contiguous copy, and nothing is laid out anew around the
-kernel but queries and outputs. Gradients are those of `sdpa`, recomputed in the backward pass.
+It was never run on a TPU: tests interpret it on CPU and compile it ahead of time for v5e, v5p, v6e and tpu7x. The cache
+has the layout HND, so a block of all kv heads is one contiguous copy. Only queries and outputs are copied to another
+layout around the kernel. The gradient is that of `sdpa`: the backward pass computes the forward pass again.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.gradient import paged_gradient
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
+from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.tpu.config import TpuKernelConfig
 from pallas_kernels.tpu.paged_attention import ragged_paged_attention
@@ -39,7 +39,7 @@ def kernel_config(
     common: CommonAttentionMetadata | None = None,
     params: AttentionParams | None = None,
 ) -> TpuKernelConfig:
-    """The kernel's static arguments, not checked (see supports.py); a work list depends on neither dtype nor params."""
+    """The kernel's static arguments, not checked: see supports.py. A work list depends on neither dtype nor params."""
     decoder = spec.attn_type is AttentionType.DECODER
     return default_config(
         longest=None if common is None else queries_of(common, spec.attn_type).max_query_len,
@@ -60,12 +60,12 @@ def kernel_config(
 
 @pytree
 class PallasTpuMetadata:
-    """The batch, its pages and slots, and the list of tiles that the kernel walks."""
+    """The batch, its blocks and slots, and the kernel's list of tiles."""
 
     common: CommonAttentionMetadata
-    block_table: jax.Array
-    slot_mapping: jax.Array
-    work: TpuWorkList
+    block_table: AnyArray | None  # i32[R B] of the keys
+    slot_mapping: AnyArray  # i32[T] slots of k and v
+    work: TpuWorkList  # tiles of queries and ranges of keys, in order
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +74,7 @@ class PallasTpuMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
-    """Cuts the queries into tiles, in a few small XLA kernels and without a host sync."""
+    """Divides the queries into tiles, in a few small XLA kernels and without a host sync."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -82,7 +82,7 @@ class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PallasTpuMetadata:
-        """A shared prefix is read once a request, like everything else: the hint changes nothing."""
+        """common_prefix_len has no effect: the kernel reads a shared prefix once for each request."""
         common, kind = common_attn_metadata, self.spec.attn_type
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         config = kernel_config(self.spec, self.cache_spec, common=common)
@@ -97,7 +97,7 @@ class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
 
 @dataclasses.dataclass(frozen=True)
 class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
-    """One launch, a gather of the queries before it and one of the outputs behind it."""
+    """Gathers the queries, launches the kernel, and gathers the outputs."""
 
     can_return_lse_for_decode = True
 
@@ -105,7 +105,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
         return _paged(self, q, cache, m, params)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
-        """Packed keys are a cache written just now, heads first; the gradient goes back through it."""
+        """Copies packed keys to a temporary HND cache; the gradient passes through the copy."""
         keys = keys_of(meta, self.spec.attn_type)
         cache, table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         cache = dataclasses.replace(
@@ -147,7 +147,7 @@ _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
 
 
 class PallasTpuBackend(PagedKernelBackend):
-    """bf16 and f32 queries; what the kernel cannot do it says itself (pallas_kernels.tpu.supports)."""
+    """bf16 and f32 queries. pallas_kernels.tpu.supports gives the limits of the kernel."""
 
     name = "pallas_tpu"
     impl_cls = PallasTpuImpl
@@ -191,5 +191,7 @@ class PallasTpuBackend(PagedKernelBackend):
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
         own = super().layer_reasons(spec, cache_spec, chip)
         if spec.attn_type is AttentionType.ENCODER_DECODER and spec.has_alibi:
-            own += ("ALiBi not supported across encoder and decoder: the kernel takes queries to stand at the end",)
+            own += (
+                "ALiBi not supported across encoder and decoder: the kernel aligns the last query with the last key",
+            )
         return own

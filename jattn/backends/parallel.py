@@ -1,4 +1,4 @@
-"""Where this program stands among those that share a context: static sizes and axis names, traced ranks."""
+"""ContextParallel: the mesh axes over which the keys of a request are distributed."""
 
 import dataclasses
 import functools
@@ -18,13 +18,13 @@ from jattn.types import Feature
 
 @dataclasses.dataclass(frozen=True)
 class ContextParallel:
-    """Mesh axes of decode (dcp) and prefill (pcp) context parallelism; None: that kind is off."""
+    """Decode (dcp) and prefill (pcp) context parallelism. The sizes are static; ranks are traced inside shard_map."""
 
-    dcp_axis: str | None = None
-    dcp_world_size: int = 1
-    pcp_axis: str | None = None
-    pcp_world_size: int = 1
-    interleave: int = 1  # consecutive tokens of one rank
+    dcp_axis: str | None = None  # mesh axis of dcp; None: off
+    dcp_world_size: int = 1  # ranks of that axis
+    pcp_axis: str | None = None  # mesh axis of pcp; None: off
+    pcp_world_size: int = 1  # ranks of that axis
+    interleave: int = 1  # consecutive tokens of a request on one rank, before those on the next rank
 
     def __post_init__(self):
         counts = ("dcp_world_size", "pcp_world_size", "interleave")
@@ -33,26 +33,26 @@ class ContextParallel:
             axis, size = getattr(self, f"{kind}_axis"), getattr(self, f"{kind}_world_size")
             if (axis is None) != (size == 1):
                 raise ValueError(
-                    f"{kind}_axis={axis!r} with {kind}_world_size={size}: a size > 1 needs an axis, 1 none"
+                    f"{kind}_axis={axis!r} with {kind}_world_size={size}: a size > 1 needs an axis, 1 needs None"
                 )
 
     @property
     def needs(self) -> tuple[Feature, ...]:
-        """What it asks of a backend."""
-        asked = ((Feature.PCP, self.pcp_world_size), (Feature.DCP, self.dcp_world_size))
-        return tuple(feature for feature, size in asked if size > 1)
+        """The features that a backend must support."""
+        sizes = ((Feature.PCP, self.pcp_world_size), (Feature.DCP, self.dcp_world_size))
+        return tuple(feature for feature, size in sizes if size > 1)
 
     @property
     def total_cp_world_size(self) -> int:
-        """pcp * dcp."""
+        """pcp_world_size * dcp_world_size."""
         return self.pcp_world_size * self.dcp_world_size
 
     def dcp_rank(self) -> jax.Array | int:
-        """Traced inside shard_map; 0 where dcp is off."""
+        """This device's rank, traced inside shard_map; 0 without dcp."""
         return 0 if self.dcp_axis is None else lax.axis_index(self.dcp_axis)
 
     def pcp_rank(self) -> jax.Array | int:
-        """Traced inside shard_map; 0 where pcp is off."""
+        """This device's rank, traced inside shard_map; 0 without pcp."""
         return 0 if self.pcp_axis is None else lax.axis_index(self.pcp_axis)
 
     def total_cp_rank(self) -> jax.Array | int:
@@ -60,21 +60,23 @@ class ContextParallel:
         return self.pcp_rank() * self.dcp_world_size + self.dcp_rank()
 
     def check(self, meta: CommonAttentionMetadata) -> None:
-        """Lengths of one rank's keys mean something only where there are several ranks."""
+        """ValueError if the batch has lengths of one rank's keys, but there is one rank only."""
         if meta.dcp_local_seq_lens is not None and self.dcp_world_size == 1:
-            raise ValueError("meta.dcp_local_seq_lens is given, but parallel= says that this rank holds every key")
+            raise ValueError(
+                "meta.dcp_local_seq_lens is given, but with dcp_world_size=1 in parallel= this rank has every key"
+            )
 
     def dcp_shard(self, cache_spec: KVCacheSpec) -> KeyShard | None:
-        """The share of the keys that this rank's pages hold; None where dcp is off."""
+        """This rank's share of the keys; None without dcp."""
         if self.dcp_world_size == 1:
             return None
         if cache_spec.block_size % self.interleave:
             raise ValueError(
-                f"{self.interleave=} must divide {cache_spec.block_size=}: a block id names one page on every rank"
+                f"{self.interleave=} must divide {cache_spec.block_size=}: a block id names one block on every rank"
             )
         return KeyShard(rank=self.dcp_rank(), world=self.dcp_world_size, interleave=self.interleave)
 
     @property
     def combine(self) -> Callable[[AttentionState], AttentionState] | None:
-        """Makes one state of the ranks' states, on each rank the same; None where dcp is off."""
+        """A function that merges the states of all ranks, with the same result on each; None without dcp."""
         return None if self.dcp_axis is None else functools.partial(cp_lse_ag_out_ar, axis=self.dcp_axis)

@@ -1,4 +1,4 @@
-"""The backends: their names in order of preference, the choice between them, and backends derived from others."""
+"""The registered backends in order of preference, the choice of one, and backends derived from others."""
 
 import dataclasses
 import difflib
@@ -22,7 +22,7 @@ from jattn.types import Feature
 from pallas_kernels.algebra import quant
 
 Entry = type[AttentionBackend] | str
-"""A class, or where to find it: 'package.module:Class'."""
+"""A class, or its import path 'package.module:Class'."""
 
 _TABLE: dict[str, Entry] = {
     "pallas_gpu": "jattn.backends.pallas_gpu:PallasGpuBackend",
@@ -36,17 +36,17 @@ _TABLE: dict[str, Entry] = {
 
 
 def list_backends() -> tuple[str, ...]:
-    """Names in the order in which 'auto' tries them."""
+    """The names of the backends, in the order in which 'auto' tries them."""
     return tuple(_TABLE)
 
 
 def entries() -> tuple[tuple[str, Entry], ...]:
-    """The table as a value: what a cached choice depends on."""
+    """The registered backends as a hashable value: a cached choice depends on them."""
     return tuple(_TABLE.items())
 
 
 def load(name: str) -> type[AttentionBackend]:
-    """The backend of this name."""
+    """The class of the backend with this name."""
     entry = _entry(name)
     if not isinstance(entry, str):
         return entry
@@ -55,31 +55,34 @@ def load(name: str) -> type[AttentionBackend]:
 
 
 def register_backend(name: str, backend: Entry | None = None, *, before: str | None = None) -> Callable | Entry:
-    """Add a backend of your own: a class, 'package.module:Class', or as a decorator of the class.
+    """Add a backend: a class, its path 'package.module:Class', or, as a decorator, the class below.
 
-    It goes `before` another, or to the end, where 'auto' hardly ever comes (sdpa takes nearly everything).
+    `before` names the backend that it precedes in the order of preference. None: it is the last one. 'auto' then rarely
+    chooses it, because sdpa supports nearly every layer.
     """
     if backend is None:
         return lambda cls: register_backend(name, cls, before=before)
     if not isinstance(name, str) or not name or name == "auto":
         raise ValueError(f"backend name {short(name)} must be a non-empty string other than 'auto'")
     if name in _TABLE:
-        raise ValueError(f"backend {name!r} is already registered; unregister_backend it first or choose another name")
+        raise ValueError(
+            f"backend {name!r} is already registered; call unregister_backend first, or choose another name"
+        )
     if before is not None and (not isinstance(before, str) or before not in _TABLE):
         raise ValueError(f"before={short(before)} is not known; use one of {', '.join(_TABLE)}")
     if not isinstance(backend, str):
         _checked(name, backend)
     elif not all(backend.partition(":")):
         raise ValueError(f"{backend!r} must read 'package.module:Class'")
-    behind = list(_TABLE)[list(_TABLE).index(before) :] if before else []
-    moved = {other: _TABLE.pop(other) for other in behind}
+    later = list(_TABLE)[list(_TABLE).index(before) :] if before else []
+    moved = {other: _TABLE.pop(other) for other in later}
     _TABLE[name] = backend
     _TABLE.update(moved)
     return backend
 
 
 def unregister_backend(name: str) -> None:
-    """Take a backend off the table."""
+    """Remove a backend."""
     _entry(name)
     del _TABLE[name]
 
@@ -93,7 +96,7 @@ def _entry(name: str) -> Entry:
 
 
 def _checked(name: str, backend: Any) -> type[AttentionBackend]:
-    """Whole, or an error that says what is missing: better here than in the middle of a trace."""
+    """The class itself; TypeError if an attribute is missing, rather than an error in the middle of a trace."""
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
         raise TypeError(f"backend {name!r}: {backend!r} must be a subclass of jattn.backends.AttentionBackend")
     missing = []
@@ -112,15 +115,15 @@ def _checked(name: str, backend: Any) -> type[AttentionBackend]:
 
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
-    """One backend's answer."""
+    """Does one backend support a layer?"""
 
-    name: str
+    name: str  # of the backend
     supported: bool
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()  # every reason against; empty if it is supported
 
 
 class Explanation(tuple[BackendReport, ...]):
-    """Every backend's answer, in order of preference; prints as a table, in notebooks too."""
+    """The reports of all backends, in order of preference. Prints as a table, also in notebooks."""
 
     __slots__ = ()
 
@@ -156,71 +159,71 @@ def query_dtype_rule(name: str, value) -> str:
 
 
 _NEEDS = sequence_of(kind(Feature))
-_ASKED = dict(spec=kind(AttentionSpec, MLASpec), cache_spec=optional(kind(KVCacheSpec)), needs=_NEEDS)
+_LAYER = dict(spec=kind(AttentionSpec, MLASpec), cache_spec=optional(kind(KVCacheSpec)), needs=_NEEDS)
 
 
-@takes(dtype=optional(query_dtype_rule), **_ASKED)
+@takes(dtype=optional(query_dtype_rule), **_LAYER)
 def explain(
-    spec: AttentionSpec,
+    spec: AttentionSpec | MLASpec,
     cache_spec: KVCacheSpec | None,
     platform: "str | Chip | None" = None,
     needs: tuple[Feature, ...] = (),
     dtype: Any = None,
 ) -> Explanation:
-    """Every backend's report on this layer with this cache (None: packed, no cache) on this platform.
+    """Every backend's report on this layer with this cache (None: packed keys) on this platform.
 
-    `needs` adds features that only the batch or the caller can know, e.g. Feature.NON_CAUSAL; `dtype` is that of the
-    queries (None: not asked).
+    needs: features that batches will need and that the spec does not show, e.g. Feature.NON_CAUSAL. dtype: of the
+    queries; None: it is not checked.
     """
-    return _ask(spec, cache_spec, device.resolve(platform), needs, () if dtype is None else (dtype,))
+    return _reports(spec, cache_spec, device.chip_of(platform), needs, () if dtype is None else (dtype,))
 
 
-@takes(dtypes=sequence_of(query_dtype_rule), wished=sequence_of(query_dtype_rule), **_ASKED)
+@takes(dtypes=sequence_of(query_dtype_rule), preferred_dtypes=sequence_of(query_dtype_rule), **_LAYER)
 def resolve(
-    spec: AttentionSpec,
+    spec: AttentionSpec | MLASpec,
     cache_spec: KVCacheSpec | None,
     backend: str = "auto",
     platform: "str | Chip | None" = None,
     needs: tuple[Feature, ...] = (),
     dtypes: tuple[str, ...] = (),
-    wished: tuple[str, ...] = (),
+    preferred_dtypes: tuple[str, ...] = (),
 ) -> type[AttentionBackend]:
-    """The first backend that can ('auto'), or the named one; else UnsupportedError with every reason.
+    """The first backend that supports the layer ('auto'), or the named one; else UnsupportedError with every reason.
 
-    dtypes: of the queries and of packed keys, if known. wished: a guess of them: a backend that takes them is
-    preferred; if there is none, they are not asked for.
+    dtypes: of the queries and of packed keys, if known. preferred_dtypes: the likely ones, if they are not known: a
+    backend that supports them is preferred to one that does not.
     """
     if not isinstance(backend, str) or backend != "auto":
         load(backend)
     reports = Explanation()
-    for asked in dict.fromkeys((dtypes or wished, dtypes)):
-        reports = _ask(spec, cache_spec, device.resolve(platform), needs, asked)
+    for candidate in dict.fromkeys((dtypes or preferred_dtypes, dtypes)):
+        reports = _reports(spec, cache_spec, device.chip_of(platform), needs, candidate)
         for report in reports:
             if report.supported and backend in ("auto", report.name):
                 return load(report.name)
     able = [report.name for report in reports if report.supported]
-    who = "no backend takes" if backend == "auto" else f"backend {backend!r} does not take"
+    subject = "no backend takes" if backend == "auto" else f"backend {backend!r} does not take"
     hint = f" ({', '.join(able)} would)" if able else ""
     queries = f", queries and keys of {', '.join(dtypes)}" if dtypes else ""
     raise UnsupportedError(
-        f"{who} this layer{hint}: {spec} over {cache_spec}{queries}",
+        f"{subject} this layer{hint}: {spec} over {cache_spec}{queries}",
         {report.name: report.reasons for report in reports if not report.supported},
     )
 
 
-def _ask(spec, cache_spec, chip: Chip, needs: tuple[Feature, ...], dtypes: tuple[str, ...]) -> Explanation:
+def _reports(spec, cache_spec, chip: Chip, needs: tuple[Feature, ...], dtypes: tuple[str, ...]) -> Explanation:
     try:
-        return _explain(spec, cache_spec, chip, needs, dtypes, entries())
+        return _cached_reports(spec, cache_spec, chip, needs, dtypes, entries())
     except TypeError:
         for name in ("mask_fn", "score_fn"):
             if getattr(type(getattr(spec, name)), "__hash__", None) is None:
-                raise TypeError(f"spec.{name} must be hashable: an equal layer is found by it") from None
+                raise TypeError(f"spec.{name} must be hashable: jit finds a layer's program by it") from None
         raise
 
 
 @functools.lru_cache(maxsize=1024)
-def _explain(spec, cache_spec, chip: Chip, needs, dtypes, table) -> Explanation:
-    """Keyed by the table too, so that registering a backend is seen at once."""
+def _cached_reports(spec, cache_spec, chip: Chip, needs, dtypes, table) -> Explanation:
+    """`table` is part of the key, so a newly registered backend is found."""
 
     def report(name: str) -> BackendReport:
         reasons = load(name).reasons(spec, cache_spec, chip, needs, dtypes)
@@ -234,7 +237,7 @@ def subclass_attention_backend(
     attention_backend_cls: type[AttentionBackend],
     builder_cls: type[AttentionMetadataBuilder],
 ) -> type[AttentionBackend]:
-    """The same backend with another builder; its class is named prefix + name."""
+    """The same backend with another builder. The name of the class is name_prefix + its name."""
     return subclass_attention_backend_with_overrides(
         name_prefix, attention_backend_cls, {"get_builder_cls": classmethod(lambda cls: builder_cls)}
     )
@@ -243,7 +246,7 @@ def subclass_attention_backend(
 def subclass_attention_backend_with_overrides(
     name_prefix: str, attention_backend_cls: type[AttentionBackend], overrides: Mapping[str, Any]
 ) -> type[AttentionBackend]:
-    """The same backend with other attributes or class methods; names that it does not have are refused."""
+    """The same backend with other attributes or class methods; ValueError for a name that it does not have."""
     unknown = [name for name in overrides if name not in dir(attention_backend_cls)]
     if unknown:
         raise ValueError(f"{attention_backend_cls.__name__} has no {', '.join(unknown)} to override")
@@ -255,7 +258,7 @@ def subclass_attention_metadata_builder(
     builder_cls: type[AttentionMetadataBuilder],
     build_preprocess_fn: Callable[[CommonAttentionMetadata], CommonAttentionMetadata],
 ) -> type[AttentionMetadataBuilder]:
-    """The same builder behind a transform of the batch (chunked-local requests, an encoder's lengths ...)."""
+    """The same builder, given build_preprocess_fn(batch) instead of the batch, e.g. chunks as requests."""
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         return builder_cls.build(self, common_prefix_len, build_preprocess_fn(common_attn_metadata), fast_build)

@@ -1,12 +1,13 @@
-"""`split`: a batch in two halves, decodes and prefills, each computed by the implementation chosen for it.
+"""`split`: divides a batch into decodes and prefills; a backend is chosen for each half.
 
     tokens [T]   d p p p d p p .     --gather-->   d d .        decode half: query_len <= threshold
                                      --gather-->   p p p p p .  prefill half: the rest
     out    [T]   d p p p d p p 0     <--scatter--
 
-Requests may stand in any order; the halves are made in the builder, with static shapes, in jit or not. New keys and
-values are written once, before the halves look. The default halves are the best that the chip has;
-`make_split_backend` names a pair. Packed attention and encoders have no decode half: there is no cache to decode from.
+The requests may be in any order. The builder makes the halves, with static shapes, on the host or inside jit. New keys
+and values are written once, before either half is computed. `split` takes the first backends that support each half;
+`make_split_backend` registers a split of two named backends. Attention without a cache, and encoders, have no decode
+half: every request is a prefill.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jattn import device
 from jattn.backends import checks, registry
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
-from jattn.backends.capability import Question, supports
+from jattn.backends.capability import Question, supports_feature
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
@@ -30,21 +31,21 @@ from jattn.metadata.subset import subset
 from jattn.ops.layer import output_dtype
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionSpec
-from jattn.types import PAD_SLOT_ID, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
+from jattn.types import PAD_SLOT_ID, AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
 
 Backend = type[AttentionBackend]
 
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """Two backends by name; None: the first in order of preference that can, other than a split."""
+    """The names of two backends. None: the first in order of preference that supports the half and is not a split."""
 
-    decode: str | None = None
-    prefill: str | None = None
-    threshold: int = 1  # longest query of a decode
+    decode: str | None = None  # backend of the decodes
+    prefill: str | None = None  # backend of the prefills
+    threshold: int = 1  # the most new tokens of a decode
 
     def names(self, attn_type: AttentionType | str, cached: bool = True) -> dict[str, str | None]:
-        """The halves that a layer needs: only 'prefill' without a cache and for encoders."""
+        """The halves of a layer's batches -> backend names; without a cache and for encoders only 'prefill'."""
         decodes = cached and attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         return (dict(decode=self.decode) if decodes else {}) | dict(prefill=self.prefill)
 
@@ -56,41 +57,42 @@ class Halves:
         needs: tuple[Feature, ...] = (),
         dtypes: tuple[str, ...] = (),
     ) -> dict[str, Backend]:
-        """A backend for each half of this layer, or UnsupportedError with every reason.
+        """A backend for each half of this layer; UnsupportedError with every reason if there is none.
 
-        dtypes: of queries and packed keys; a backend that takes them is preferred; if none does, the call refuses.
+        dtypes: of queries and packed keys. If no backend supports them, they are ignored here, and the call raises
+        the error.
         """
         dtypes = tuple(dtype_name("dtypes", dtype) for dtype in dtypes)
-        asked = (spec, cache_spec, chip, needs, dtypes, registry.entries())
+        layer = (spec, cache_spec, chip, needs, dtypes, registry.entries())
         names = self.names(spec.attn_type, cache_spec is not None)
-        return {half: _choose(half, name, *asked) for half, name in names.items()}
+        return {half: _choose(half, name, *layer) for half, name in names.items()}
 
-    def reasons(self, names: dict[str, str | None], ask: Callable[[Backend], Iterable[str]]) -> list[str]:
-        """Half by half, why nobody can compute it; `ask` gives one backend's reasons."""
+    def reasons(self, names: dict[str, str | None], reasons_of: Callable[[Backend], Iterable[str]]) -> list[str]:
+        """For each half that no backend supports: the reasons of every backend, as `reasons_of` gives them."""
         found = []
         for half, name in names.items():
-            answers = {backend.get_name(): list(ask(backend)) for backend in candidates(name)}
-            if all(answers.values()):
-                found += [f"{half} half ({who}): {why}" for who, reasons in answers.items() for why in reasons]
+            refusals = {backend.get_name(): list(reasons_of(backend)) for backend in candidates(name)}
+            if all(refusals.values()):
+                found += [f"{half} half ({name}): {why}" for name, reasons in refusals.items() for why in reasons]
         return found
 
-    def able(self, ask: Callable[[Backend], bool]) -> bool:
-        """True if `ask` is true for some backend of each half."""
-        return all(any(map(ask, candidates(name))) for name in (self.decode, self.prefill))
+    def both(self, supports: Callable[[Backend], bool]) -> bool:
+        """Is there, for each half, a backend for which `supports` is true?"""
+        return all(any(map(supports, candidates(name))) for name in (self.decode, self.prefill))
 
 
 def candidates(name: str | None) -> list[Backend]:
-    """The named backend, or all that are not split backends themselves and not for latent caches."""
+    """The named backend; None: all but split backends and those for latent caches."""
     if name is not None:
         return [registry.load(name)]
-    everybody = map(registry.load, registry.list_backends())
-    return [b for b in everybody if not issubclass(b, DividedBackend) and not b.is_mla()]
+    backends = map(registry.load, registry.list_backends())
+    return [backend for backend in backends if not issubclass(backend, DividedBackend) and not backend.is_mla()]
 
 
 class DividedBackend(AttentionBackend):
-    """Gives each half of a batch to another backend, and is never a half itself.
+    """A backend that computes each half of a batch with another backend.
 
-    It supports what both halves support, and only what the class attributes below list.
+    It supports what both halves support and the class attributes below list.
     """
 
     halves: ClassVar[Halves] = Halves()
@@ -133,74 +135,74 @@ class DividedBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, feature: Feature) -> bool:
-        return super().supports(feature) and cls.halves.able(lambda backend: supports(backend, feature))
+        return super().supports(feature) and cls.halves.both(lambda backend: supports_feature(backend, feature))
 
     @classmethod
     def supports_dtype(cls, dtype) -> bool:
-        return super().supports_dtype(dtype) and cls.halves.able(lambda backend: backend.supports_dtype(dtype))
+        return super().supports_dtype(dtype) and cls.halves.both(lambda backend: backend.supports_dtype(dtype))
 
     @classmethod
     def supports_platform(cls, platform: str, generation: str = "") -> bool:
-        able = cls.halves.able(lambda backend: backend.supports_platform(platform, generation))
-        return super().supports_platform(platform, generation) and able
+        halves_run = cls.halves.both(lambda backend: backend.supports_platform(platform, generation))
+        return super().supports_platform(platform, generation) and halves_run
 
     @classmethod
-    def validate_configuration(cls, head_size: int, **asked) -> list[str]:
-        names = cls.halves.names(asked.get("attn_type", AttentionType.DECODER))
-        halves = cls.halves.reasons(names, lambda backend: backend.validate_configuration(head_size, **asked))
-        return [*cls._beyond(Question.from_flags(head_size, **asked)), *halves]
+    def validate_configuration(cls, head_size: int, **flags) -> list[str]:
+        names = cls.halves.names(flags.get("attn_type", AttentionType.DECODER))
+        halves = cls.halves.reasons(names, lambda backend: backend.validate_configuration(head_size, **flags))
+        return [*cls._own_reasons(Question.from_flags(head_size, **flags)), *halves]
 
     @classmethod
     def reasons(cls, spec, cache_spec, chip, needs=(), dtypes=()) -> tuple[str, ...]:
         names = cls.halves.names(spec.attn_type, cache_spec is not None)
-        asked = (spec, cache_spec, chip, needs, dtypes)
-        halves = cls.halves.reasons(names, lambda backend: backend.reasons(*asked))
-        return (*cls._beyond(Question.of(spec, cache_spec, chip, needs)), *halves)
+        layer = (spec, cache_spec, chip, needs, dtypes)
+        halves = cls.halves.reasons(names, lambda backend: backend.reasons(*layer))
+        return (*cls._own_reasons(Question.of(spec, cache_spec, chip, needs)), *halves)
 
     @classmethod
-    def _beyond(cls, question: Question) -> list[str]:
-        """Features that the split itself lacks, whatever its halves can."""
+    def _own_reasons(cls, question: Question) -> list[str]:
+        """Reasons of the split itself: features that it does not list."""
         return [f"{feature} not supported: {seen}" for feature, seen in question.needs if feature not in cls.features]
 
 
 @functools.lru_cache(maxsize=256)
 def _choose(half: str, name: str | None, spec, cache_spec, chip: Chip, needs, dtypes, table) -> Backend:
-    """Keyed by the registry's table too, so that registering a backend is seen at once."""
-    answers: dict[Backend, tuple[str, ...]] = {}
-    for wished in dict.fromkeys((dtypes, ())):
-        answers = {backend: backend.reasons(spec, cache_spec, chip, needs, wished) for backend in candidates(name)}
-        chosen = [backend for backend, reasons in answers.items() if not reasons]
-        if chosen:
-            return chosen[0]
+    """`table` is part of the key, so a newly registered backend is found."""
+    refusals: dict[Backend, tuple[str, ...]] = {}
+    for given in dict.fromkeys((dtypes, ())):
+        refusals = {backend: backend.reasons(spec, cache_spec, chip, needs, given) for backend in candidates(name)}
+        supporting = [backend for backend, reasons in refusals.items() if not reasons]
+        if supporting:
+            return supporting[0]
     raise UnsupportedError(
-        f"nobody computes the {half} half of this batch: {spec} over {cache_spec}",
-        {b.get_name(): x for b, x in answers.items()},
+        f"no backend takes the {half} half of this batch: {spec} over {cache_spec}",
+        {backend.get_name(): reasons for backend, reasons in refusals.items()},
     )
 
 
 @pytree
 class Half:
-    """One half's plan, and where its tokens and requests stand in the batch; None: the half is the batch."""
+    """One half: its plan, and the indices of its tokens and requests in the batch (None: it is the whole batch)."""
 
-    plan: Any
-    tokens: jax.Array | None  # i32[tokens of the half], T for padding
-    requests: jax.Array | None  # i32[R]
-    backend: str = static()
+    plan: Any  # made by the builder of `backend`
+    tokens: jax.Array | None  # i32[tokens of the half] index in the batch; T: padding
+    requests: jax.Array | None  # i32[R] index in the batch
+    backend: str = static()  # the name of the backend that computes it
 
 
 @pytree
 class SplitMetadata:
-    """The halves that this batch has, and where its new tokens are written."""
+    """The plans of a batch's halves, and where its new tokens are written."""
 
-    halves: dict[str, Half]
-    block_table: jax.Array | None
-    slot_mapping: jax.Array
-    num_tokens: int = static()
+    halves: dict[str, Half]  # "decode", "prefill", or both
+    block_table: AnyArray | None  # i32[R B] of the whole batch
+    slot_mapping: AnyArray  # i32[T] of the whole batch
+    num_tokens: int = static()  # T
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
-    """Two batches out of one; no request has to move for it."""
+    """Makes two batches of one, and the plan of each."""
 
     halves: ClassVar[Halves] = Halves()
     cudagraph_support = AttentionCGSupport.ALWAYS
@@ -209,7 +211,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SplitMetadata:
-        """Each half gets the whole hint: what all requests share, those of a half share too."""
+        """common_prefix_len holds for each half: what all requests share, those of a half share too."""
         common = common_attn_metadata
         needs = tuple(feature for feature, _ in checks.causal_needs(self.spec, common))
         dtypes = () if self.dtype is None else (self.dtype,)
@@ -231,7 +233,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
         return backend.get_builder_cls()(self.spec, self.cache_spec, self.chip, self.parallel, self.dtype)
 
     def _parts(self, common: CommonAttentionMetadata, decodes: bool):
-        """(batch, its tokens, its requests) of each half; a batch that is all one half is not taken apart."""
+        """(batch, tokens, requests) of each half: see Half. A batch with one half only is not divided."""
         threshold = self.halves.threshold
         if not decodes:
             return dict(prefill=(common, None, None))
@@ -245,7 +247,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
         )
 
     def update_block_table(self, metadata: SplitMetadata, block_table, slot_mapping) -> SplitMetadata:
-        """Each half's builder exchanges the rows and slots that are its own."""
+        """The builder of each half replaces that half's rows and slots."""
         halves = {}
         for name, half in metadata.halves.items():
             table, slots = block_table, slot_mapping
@@ -258,7 +260,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
         return dataclasses.replace(metadata, halves=halves, block_table=block_table, slot_mapping=slot_mapping)
 
     def for_layer(self, metadata: SplitMetadata, layer, blocks_per_layer: int) -> SplitMetadata:
-        """Each half's pages move, and so do the slots of the whole."""
+        """The plan of each half for that layer, and the slots of the whole batch."""
         halves = {}
         for name, half in metadata.halves.items():
             plan = self._builder(half.backend).for_layer(half.plan, layer, blocks_per_layer)
@@ -269,7 +271,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, spec: AttentionSpec, cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """Decodes of one token are a uniform batch, so the prefill half alone decides whether any mix will do."""
+        """ALWAYS if the prefill half covers any batch and the decode half covers every batch of decodes."""
         chosen = cls.halves.choose(spec, cache_spec, device.detect())
         support = {half: b.get_builder_cls().get_cudagraph_support(spec, cache_spec) for half, b in chosen.items()}
         single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -282,7 +284,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
 
 @dataclasses.dataclass(frozen=True)
 class SplitImpl(AttentionImpl[SplitMetadata]):
-    """Gather, attend by halves, scatter; the halves' own gradients make its gradient."""
+    """Gathers each half, computes it with its backend, and scatters the results. The gradient is that of the halves."""
 
     halves: ClassVar[Halves] = Halves()
     can_return_lse_for_decode = True
@@ -308,7 +310,7 @@ class SplitImpl(AttentionImpl[SplitMetadata]):
         return state
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: SplitMetadata, params) -> PagedKV:
-        """Once for the whole batch: the halves' own way where they share one."""
+        """Write the whole batch at once: by the halves' method if both have the same one, else by write_kv."""
         impls = [self._impl(registry.load(half.backend)) for half in m.halves.values()]
         if len({type(impl).do_kv_cache_update for impl in impls}) == 1:
             return impls[0].do_kv_cache_update(cache, k, v, m, params)
@@ -326,7 +328,7 @@ class SplitImpl(AttentionImpl[SplitMetadata]):
 
 
 class SplitBackend(DividedBackend):
-    """The default pair."""
+    """The split of the first backends that support each half."""
 
     name = "split"
     impl_cls = SplitImpl
@@ -343,13 +345,13 @@ def make_split_backend(
     decode_threshold: int = 1,
     before: str | None = None,
 ) -> type[SplitBackend]:
-    """Register `name` as a split of two named backends (None: the best that can), and return it.
+    """Register `name` as a split of two named backends (None: the first that supports the half), and return it.
 
-    A request with at most decode_threshold new tokens is a decode: 1 + drafts, where tokens are speculated.
+    A request with at most decode_threshold new tokens is a decode. With speculative decoding give 1 + drafted tokens.
     """
     for half in (decode, prefill):
         if half is not None and issubclass(registry.load(half), DividedBackend):
-            raise ValueError(f"backend {half!r} is itself a split; name backends that compute")
+            raise ValueError(f"backend {half!r} is itself a split; name backends that are not splits")
     halves = dict(halves=Halves(decode, prefill, decode_threshold), __module__=__name__)
     impl = type(f"{name}:impl", (SplitImpl,), halves)
     builder = type(f"{name}:builder", (SplitMetadataBuilder,), halves)

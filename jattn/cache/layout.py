@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jattn.cache.pool import filled
-from jattn.device import Chip, resolve
+from jattn.device import Chip, chip_of
 from jattn.errors.arguments import (
     as_array,
     check_fields,
@@ -198,7 +198,7 @@ def empty_cache(
     storage: None lets the platform choose ('bits' on CPU, where XLA would otherwise copy the pool on every bf16 or
     fp8 write; 'native' elsewhere); 'native' on CPU trades that for a cache that can be differentiated.
     """
-    chip = resolve(platform)
+    chip = chip_of(platform)
     bits = chip.platform == "cpu" if storage is None else storage == "bits"
     stored = quant.storage_dtype(spec.dtype, bits)
     token_scale = fill_value = None

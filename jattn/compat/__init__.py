@@ -1,1 +1,1 @@
-"""Names of other libraries, for programs that are ported from them."""
+"""The names of other libraries, for programs that are ported from them."""

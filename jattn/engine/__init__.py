@@ -1,4 +1,4 @@
-"""Serving: requests in, tokens out, over a paged cache."""
+"""The engine: it generates tokens for many requests at once, over a paged cache."""
 
 from jattn.engine.blocks import BlockPool
 from jattn.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""Checks before serving: of the engine's options with this model, and of each request. Every reason at once."""
+"""Checks of the engine's options and of each request. A refusal lists every reason."""
 
 import hashlib
 from collections.abc import Callable
@@ -22,17 +22,17 @@ OPTIONS = dict(
     max_model_len=optional(integer(1)), max_burst=optional(integer(1)), cache_dtype=optional(dtype_name), backend=text,
     prefix_caching=boolean, deterministic=boolean, seed=optional(integer(0, 2**63 - 1)),
 )  # fmt: skip
-"""What each of the Engine's options must be."""
+"""The rule of each option of the Engine."""
 
 
 def model_of(config: Any, caches: Many, forward: Callable | None, backend: str, deterministic: bool) -> Model:
-    """The model as a dispatch calls it. deterministic: with a batch-invariant backend, or ValueError."""
+    """The model that a dispatch calls. deterministic: with a batch-invariant backend; ValueError if there is none."""
     if forward is None:
         from jattn import models
 
         forward = models.forward
     if not deterministic:
-        if backend != "auto":  # refused here with every reason, not by the first request
+        if backend != "auto":  # raises now if it does not support a layer, not at the first request
             for layer, cache in zip(config.layers, caches, strict=True):
                 resolve(layer.attention, cache.spec, backend=backend)
         return Model(forward, config, backend)
@@ -44,7 +44,7 @@ def model_of(config: Any, caches: Many, forward: Callable | None, backend: str, 
     if not able or backend not in ("auto", *able):
         raise ValueError(
             f"{backend=} does not give the same bits in every batch, which deterministic=True needs; "
-            f"{'use one of ' + ', '.join(able) if able else 'no backend here does for every layer of this model'}"
+            f"{'use one of ' + ', '.join(able) if able else 'no backend does for every layer of this model'}"
         )
     return Model(forward, config, able[0] if backend == "auto" else backend)
 
@@ -57,7 +57,7 @@ def check(
     limits: Limits,
     salt: str = "",
 ) -> tuple[tuple[int, ...], dict[str, str]]:
-    """(the prompt's tokens, why it cannot be served: a sentence for each argument that is wrong)."""
+    """(the prompt's tokens, the argument -> why it is wrong). The request can be served if the dict is empty."""
     wrong = {}
     if not isinstance(params, SamplingParams):
         wrong["params"] = f"params is {type(params).__name__}, not jattn.SamplingParams"
@@ -65,7 +65,7 @@ def check(
         wrong["salt"] = f"salt={salt!a} must be text without surrogates"
     try:
         tokens = tuple(_tokens(prompt, tokenizer))
-    except (TypeError, ValueError, RuntimeError) as error:  # the last: an array that was deleted
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a JAX array that was deleted
         return (), wrong | {"prompt": str(error)}
     if not tokens:
         wrong["prompt"] = "the prompt is empty: there is no token to continue from"
@@ -83,8 +83,8 @@ def check(
     return tokens, wrong
 
 
-def _outside(ids: tuple[int, ...], vocab_size: int) -> str:
-    """What is wrong with ids that are no tokens; empty where there are none."""
+def _outside(ids: Many[int], vocab_size: int) -> str:
+    """The error for ids that are not tokens; empty if there are none."""
     bad = sorted({token for token in ids if not 0 <= token < vocab_size})
     return f"{bad[:5]} are outside the vocabulary of {vocab_size}" if bad else ""
 
@@ -101,20 +101,20 @@ def prompts_of(prompts: Any) -> list:
 
 
 def depends_on_length(config: Any) -> bool:
-    """Do a request's keys depend on its final length? A config of the caller's own may lack the attribute: then no."""
+    """Do a request's keys depend on its final length? No for a config without the attribute, e.g. a user's own."""
     return getattr(config, "rope_depends_on_length", False)
 
 
 def root_hash_of(salt: str, config: Any, final_length: int) -> bytes:
-    """What a request's cached blocks depend on besides its tokens: the user's salt and its rope variant."""
+    """A hash of what a request's cached blocks depend on besides its tokens: its salt and its rope variant."""
     variant = config.rope_variant(final_length) if depends_on_length(config) else ()
     return request_root(hashlib.blake2b(salt.encode()).digest(), variant)
 
 
 def refused(id: str, tokens: tuple[int, ...], wrong: dict[str, str]) -> RequestOutput:
     """The output of a request that cannot be served."""
-    why = "; ".join(wrong.values())
-    return RequestOutput(id, tokens, (Completion(0, "", (), finish_reason=FinishReason.ERROR, error=why),))
+    error = "; ".join(wrong.values())
+    return RequestOutput(id, tokens, (Completion(0, "", (), finish_reason=FinishReason.ERROR, error=error),))
 
 
 def _tokens(prompt: str | Many[int], tokenizer: Tokenizer | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""From a plan to the arrays of a dispatch: numpy only, pure, and read-only once they are made."""
+"""The arrays of a dispatch, made from a plan: numpy arrays that are read-only once they are made."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
-    """The rows that the device sees: the plan's, or, if shapes.deterministic, one row for each token.
+    """The rows of the batch on the device: the plan's, or, if shapes.deterministic, a row for each token.
 
-    Attention may sum in another order for a token of a long row than for a single token. As a row of its own, a
-    prompt's token is computed exactly like a generated one.
+    Attention may add in another order for a token in a long row than for a single token. With a row of its own, a token
+    of a prompt gets the same bits as a generated one.
     """
     if not shapes.deterministic:
         return plan.rows
@@ -36,7 +36,7 @@ def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
 def batch_of(
     plan: StepPlan, device_rows: tuple[Row, ...], seqs: Mapping[str, Sequence], shapes: StepShapes, eos: tuple[int, ...]
 ) -> Batch:
-    """The plan's tokens, one metadata a cache group, and every row's rules, in the plan's bucket."""
+    """The input of a dispatch: the plan's tokens, metadata of each cache group, and each row's sampling rules."""
     num_tokens, num_rows, decode = shapes.of(plan)
     chosen = [seqs[row.id] for row in device_rows]
     token_ids = np.zeros(num_tokens, np.int32)
@@ -73,8 +73,10 @@ def batch_of(
 
 
 def read_only(tree: T) -> T:
-    """The same tree, its numpy arrays made read-only. JAX on a CPU reads them in place while it computes, so a write
-    before the dispatch has finished would change its input."""
+    """The same tree, with its numpy arrays made read-only.
+
+    JAX on a CPU reads them in place while it computes: a write before the dispatch has finished would change its input.
+    """
     for leaf in jax.tree.leaves(tree):
         while isinstance(leaf, np.ndarray):  # a view, then the array that it views
             leaf.setflags(write=False)
@@ -83,7 +85,7 @@ def read_only(tree: T) -> T:
 
 
 def tables_of(seqs: Many[Sequence], num_rows: int, shapes: StepShapes) -> list[np.ndarray]:
-    """i32[num_rows B], one a cache group."""
+    """The block table of each cache group, i32[num_rows B]."""
     tables = []
     for g in range(len(seqs[0].tables)):
         tables.append(np.full((num_rows, shapes.max_blocks), NULL_BLOCK_ID, np.int32))
@@ -93,7 +95,7 @@ def tables_of(seqs: Many[Sequence], num_rows: int, shapes: StepShapes) -> list[n
 
 
 def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShapes) -> Batch:
-    """A batch of padding only, in a bucket's shape: warmup compiles with it. It writes to no slot."""
+    """A batch of padding only, with the shape of a bucket, to compile a dispatch with. It writes to no slot."""
     num_tokens, num_rows, _ = shape
     return Batch(
         token_ids=np.zeros(num_tokens, np.int32),
@@ -122,4 +124,4 @@ def _meta(
         num_tokens=num_tokens, num_reqs=num_rows, max_blocks=shapes.max_blocks,
         final_seq_lens=final_lens if shapes.with_final_lens else None,
     )  # fmt: skip
-    return meta.replace(max_query_len=1 if decode else num_tokens)  # one trace a bucket
+    return meta.replace(max_query_len=1 if decode else num_tokens)  # one program for each bucket

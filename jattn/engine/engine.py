@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out. It is the only object that changes while a model is served."""
+"""Engine: generates tokens for many requests at once. Apart from the server, it is the only object with state."""
 
 import dataclasses
 import functools
@@ -43,16 +43,16 @@ log = logging.getLogger("jattn.engine")
 
 
 class Engine:
-    """Continuous batching over a paged cache: add_request, step, abort; or all at once, generate.
+    """Continuous batching over a paged cache. Call add_request, step and abort; or generate for a list of prompts.
 
     Not thread-safe: call it from one thread. Only `stats` may be read from others.
 
-    deterministic=True gives every dispatch one shape and takes a batch-invariant attention backend. A request's tokens
-    are then the same bits alone and in any batch, whatever is chunked, preempted or found in the prefix cache;
-    docs/serving.md says what this costs.
+    deterministic=True: every dispatch has the same shape, and the attention backend is batch-invariant. A request then
+    gets the same tokens and bits alone and in any batch, whether or not it is chunked, preempted or partly found in the
+    prefix cache. docs/serving.md has the cost.
 
-    An exception in a step fails the requests of that step only. If the device itself no longer computes, step raises
-    EngineDeadError: start a new process. A Ctrl-C takes effect between two calls, not inside one: nothing is lost.
+    An exception in a step fails the requests of that step only. If the device no longer computes, step raises
+    EngineDeadError: start a new process. Ctrl-C takes effect between two changes of state, so no request is lost.
     """
 
     @takes(**admission.OPTIONS)
@@ -66,15 +66,15 @@ class Engine:
         block_size: int = 16,  # tokens of a block
         max_num_seqs: int = 32,  # sequences in one step
         max_num_batched_tokens: int = 512,  # new tokens in one step, of all sequences together
-        max_model_len: int | None = None,  # tokens of a sequence, prompt and output; None: what model and pool allow
+        max_model_len: int | None = None,  # tokens of prompt and output together; None: what model and pool allow
         max_burst: int | None = None,  # decode steps of one dispatch; None: 8 on a CPU, 16 on an accelerator
         cache_dtype: str | None = None,  # of the cached keys and values; None: the dtype of the weights
         backend: str = "auto",  # attention backend: "auto" or one of jattn.list_backends()
-        prefix_caching: bool = True,  # reuse the cached blocks of an equal beginning
+        prefix_caching: bool = True,  # share the blocks of equal beginnings between requests
         deterministic: bool = False,  # the same bits alone and in any batch; slower
         chat_template: ChatTemplate | None = None,  # for chats; from_pretrained reads the folder's
         forward: Callable | None = None,  # called in place of jattn.models.forward, with its arguments
-        seed: int | None = None,  # makes the seeds of requests that have none; None: fresh entropy
+        seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
         max_burst = sizing.default_burst() if max_burst is None else max_burst
@@ -96,10 +96,10 @@ class Engine:
         self.tables = self._make_tables()
         self.scheduler = Scheduler(self.limits, self.tables)
         self._requests = LiveRequests()
-        self._unreturned: list[RequestOutput] = []  # what the next step returns besides its own outputs
+        self._unreturned: list[RequestOutput] = []  # the next step returns them with its own outputs
         self._stats = Stats()
-        self._flight: InFlight | None = None  # dispatch sent by the last step, its tokens not yet read
-        self._plan: StepPlan | None = None  # of the step that is being taken
+        self._flight: InFlight | None = None  # a dispatch that was sent and not yet read
+        self._plan: StepPlan | None = None  # the plan of the current step
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
         self._seeds = np.random.default_rng(seed)
         self._next_id = self._next_name = 0
@@ -108,37 +108,41 @@ class Engine:
     def from_pretrained(
         cls, directory: str | Path, *, progress: Callable[[int, int, str], None] | None = None, **options
     ) -> "Engine":
-        """From a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
+        """An engine for a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
 
-        progress(done, total, what) is called before each weight is read.
+        progress(done, total, name) is called before each weight is read. options: those of Engine.
         """
         from jattn import models
 
         config, params = models.load(directory, progress=progress)
         if config.is_encoder or config.encoder is not None:
-            raise ValueError(f"{config.family} is not a decoder alone, and only those are served; see jattn.models")
+            raise ValueError(
+                f"{config.family} is not a decoder-only model, and the engine serves no other; see jattn.models"
+            )
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
         return cls(config, params, tokenizer, chat_template=template, **options)
 
-    # ------------------------------------------------------------------ all at once
+    # ------------------------------------------------------------------ a list of prompts
     def generate(
-        self, prompts: Prompt | Many[Prompt], params: SamplingParams | Many[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Many[Prompt],
+        params: SamplingParams | list[SamplingParams] | tuple[SamplingParams, ...] | None = None,
     ) -> list[RequestOutput]:
-        """Every prompt's completions, in the order of the prompts.
+        """The outputs of all prompts, in their order. params: for all prompts, or one for each.
 
-        Requests added earlier are served at the same time; the next step returns their outputs. If an exception or
-        an interrupt ends this call, its requests are aborted.
+        Requests that were added before are served at the same time; the next step returns their outputs. If an
+        exception or an interrupt ends this call, its requests are aborted.
         """
         prompts = admission.prompts_of(prompts)
         many = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(many) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(many)} SamplingParams: give one, or one a prompt")
+            raise ValueError(f"{len(prompts)} prompts but {len(many)} SamplingParams: give one, or one for each prompt")
         mine: dict[str, RequestOutput | None] = {}
         others: dict[str, RequestOutput] = {}
         try:
             for prompt, each in zip(prompts, many, strict=True):
                 id = self._new_id()
-                mine[id] = None  # before it is added: an interrupt in between must find it
+                mine[id] = None  # before add_request, so that it is aborted after an interrupt
                 self.add_request(prompt, each, request_id=id)
             while None in mine.values():
                 for output in self.step():
@@ -154,24 +158,24 @@ class Engine:
         return [output for output in mine.values() if output is not None]
 
     def drain(self) -> Iterator[RequestOutput]:
-        """Step until no request is left; yields each request's final output."""
+        """Call step until no request is left; yields the final output of each."""
         while self.has_work:
             yield from (output for output in self.step() if output.finished)
 
     # ------------------------------------------------------------------ step by step
     @property
     def has_work(self) -> bool:
-        """Has step() anything to compute or to return?"""
+        """Is there a request to compute, or an output to return?"""
         return bool(self._requests or self._unreturned)
 
     @interrupts.held()
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, salt: str = ""
     ) -> str:
-        """Queue a prompt (text or token ids) and return its id; a request that cannot be served fails alone, with
-        finish_reason "error", in the next step.
+        """Queue a prompt (text or token ids) and return the request's id.
 
-        Requests of different `salt` share no cached blocks, so one tenant cannot learn by timing what another sent.
+        A request that cannot be served ends in the next step, with finish_reason "error". Requests with different salts
+        share no cached blocks, so one client cannot find out by timing what another one sent.
         """
         self.runner.must_be_alive()
         params = SamplingParams() if params is None else params
@@ -192,17 +196,17 @@ class Engine:
         seqs = [Sequence(f"{self._next_name}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
         longest, eos = self.limits.max_model_len, self.config.eos_token_ids
         request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], longest, self.tokenizer)
-        self._requests.add(request)  # only now: everything that may raise has been done
+        self._requests.add(request)  # last, because what comes before may raise
         for seq in seqs:
             self.scheduler.add(seq)
         return id
 
     def step(self) -> list[RequestOutput]:
-        """One dispatch: the outputs so far of every request that has new tokens or has ended.
+        """Take one step; returns the outputs so far of each request that has new tokens or has ended.
 
-        Where all rows go on decoding, the next dispatch is sent while a second thread reads this one's tokens, so the
-        device does not wait for the host. (On a GPU, sending a loop returns only when its last step begins.) A row that
-        the host ends meanwhile is computed once more for nothing.
+        If all rows continue decoding, the next dispatch is sent while a second thread reads the tokens of this one, so
+        the device does not wait for the host. (On a GPU, sending a loop returns only when its last step begins.) A row
+        that ends meanwhile is computed once more, and the result is not used.
         """
         self._take_step()
         outputs, self._unreturned = self._unreturned, []
@@ -210,13 +214,13 @@ class Engine:
 
     @interrupts.held()
     def _take_step(self) -> None:
-        """Take a step. Its outputs are kept until step() returns them, also if an interrupt comes first."""
+        """Take a step, and keep its outputs until step() returns them, even if an interrupt comes before."""
         self.runner.must_be_awake("step()")
         try:
             self._unreturned += self._advance()
-        except Exception as error:  # of any kind: the other requests go on
+        except Exception as error:  # any error: the other requests continue
             self._unreturned += self._contain(error)
-        except BaseException:  # raised by something that we called: the rows of this step are computed again later
+        except BaseException:  # e.g. SystemExit of a callback: this step's rows are computed again later
             self._unreturned += self._restart_unfinished(new_caches=True)
             raise
 
@@ -259,7 +263,7 @@ class Engine:
         return self.runner.send(plan, device_rows, with_rules_on_device(batch), self._stats.dispatches)
 
     def _read_result(self, flight: InFlight) -> StepResult:
-        """Wait for a dispatch's tokens and update its requests."""
+        """Wait for the tokens of a dispatch, and update its requests."""
         begin = time.perf_counter()
         tokens = np.asarray(flight.sampled.tokens)
         sampled = jax.device_get(flight.sampled) if flight.needs_history_or_logprobs else None
@@ -271,7 +275,7 @@ class Engine:
 
     @interrupts.held()
     def abort(self, request_id: str) -> bool:
-        """Stop a request and free its blocks at once; False where no such request is served."""
+        """End a request and free its blocks at once; returns False if there is no such request."""
         request = self._requests.get(request_id) if isinstance(request_id, str) else None
         if request is None:
             return False
@@ -286,12 +290,12 @@ class Engine:
 
     @property
     def caches(self) -> tuple[PagedKV, ...] | None:
-        """The pools on the device, one a layer; None while the engine sleeps."""
+        """The caches on the device, one for each layer; None while the engine sleeps."""
         return self.runner.caches
 
     @property
     def stats(self) -> Stats:
-        """Counters and queues, as a value; `.prometheus()` is the text format."""
+        """Counters and queue lengths; `.prometheus()` gives them as text."""
         return dataclasses.replace(
             self._stats,
             running=len(self.scheduler.running),
@@ -302,9 +306,9 @@ class Engine:
         )
 
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
-        """Compile every program that serving can need, so that nothing compiles later; returns how many there are.
+        """Compile every program that requests can need, so that none is compiled later; returns their number.
 
-        progress(done, total, what) is called after each.
+        progress(done, total, name) is called after each.
         """
         self.runner.must_be_awake("warmup()")
         if self.has_work:
@@ -314,16 +318,16 @@ class Engine:
     # ------------------------------------------------------------------ between steps
     @property
     def params(self) -> Any:
-        """The weights that are served: new containers, the same arrays. Exchange them by update_weights."""
+        """The weights, in new containers. Change them with update_weights."""
         self.runner.must_be_awake("params")
         return jax.tree.map(lambda x: x, self.runner.params)
 
     @interrupts.held()
     def update_weights(self, params: Any) -> None:
-        """Serve other weights of the same form from the next step on.
+        """Replace the weights by others of the same structure, shapes and dtypes, from the next step on.
 
-        Running requests keep their tokens and go on with keys and values of the new weights; nothing that the old
-        weights wrote is read again. The new weights are copied first, so there must be room for both.
+        Running requests keep their tokens; their keys and values are computed again with the new weights. The new
+        weights are copied first, so the device needs memory for both.
         """
         self.runner.must_be_awake("update_weights()")
         exchange = self.runner.update(params)
@@ -333,8 +337,10 @@ class Engine:
 
     @interrupts.held()
     def sleep(self) -> None:
-        """Free the device's memory: the weights move to the host, the caches are dropped. Requests may be added and
-        aborted meanwhile; they go on after wake()."""
+        """Free the device's memory: move the weights to the host and drop the caches.
+
+        Requests may be added and aborted while the engine sleeps. They continue after wake().
+        """
         self.runner.must_be_alive()
         if not self.runner.is_asleep:
             self._finish_in_flight()
@@ -343,7 +349,7 @@ class Engine:
 
     @interrupts.held()
     def wake(self) -> None:
-        """Undo sleep(): weights and empty caches are on the device again."""
+        """Put the weights and empty caches on the device again, after sleep()."""
         self.runner.must_be_alive()
         self.runner.wake()
 
@@ -360,10 +366,10 @@ class Engine:
 
     # ------------------------------------------------------------------ after a failure
     def _contain(self, error: Exception) -> list[RequestOutput]:
-        """Fail the rows of the step that raised; all others are computed again, in new caches."""
+        """Fail the rows of the step that raised. All other sequences are computed again, in new caches."""
         plan, scheduler = self._plan, self.scheduler
         blamed = [row.id for row in plan.rows] if plan and plan.rows else None
-        if blamed is None:  # schedule() itself raised. The next one would too: fail all that it looks at.
+        if blamed is None:  # schedule() itself raised, and would again: fail all sequences that it reads
             blamed = [seq.id for seq in (*scheduler.running, *list(scheduler.waiting)[:1])]
         log.error("a step failed, and with it the sequences %s", ", ".join(blamed), exc_info=error)
         self._stats = self._stats.plus(failed=self._requests.fail(blamed, internal_error_message(error)))
@@ -372,9 +378,9 @@ class Engine:
     def _restart_unfinished(
         self, touched: Iterable[str] = (), *, new_caches: bool = False, weights_version: int | None = None
     ) -> list[RequestOutput]:
-        """Empty the pools and let every unfinished sequence wait again, as if all had been preempted.
+        """Empty the block pools and queue every unfinished sequence again, as if each had been preempted.
 
-        Returns the outputs so far of the requests of `touched` and of the current plan.
+        Returns the outputs so far of the requests of the sequences `touched` and of the current plan.
         """
         ids = self._requests.ids_of([*touched, *(row.id for row in (self._plan.rows if self._plan else ()))])
         outputs = self._requests.outputs(ids)
@@ -391,12 +397,12 @@ class Engine:
         return outputs
 
     def _new_id(self) -> str:
-        """An id that no request has: a user may have chosen one of the same form."""
+        """An id that no request has; a user may have given ids of the same form."""
         while self._is_taken(id := f"request-{self._next_id}"):
             self._next_id += 1
         self._next_id += 1
         return id
 
     def _is_taken(self, id: str) -> bool:
-        """Is a request of this id running, or its last output not yet returned?"""
+        """Is there a request with this id, or an output of it that was not returned yet?"""
         return id in self._requests or any(output.id == id for output in self._unreturned)

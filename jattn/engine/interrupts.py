@@ -1,4 +1,4 @@
-"""Ctrl-C between two changes of the engine's state, never inside one."""
+"""Delays Ctrl-C until a change of the engine's state is complete."""
 
 import contextlib
 import signal
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Hold SIGINT back until the block ends, then let the program's own handler see it.
+    """Delay SIGINT until the block ends, then call the program's own handler.
 
-    A KeyboardInterrupt may be raised at any line, and half of a change (tokens accepted but not committed, a block
-    released but still in a table) would give later requests wrong tokens. Python delivers signals to the main thread
-    only, so in any other thread there is nothing to hold.
+    A KeyboardInterrupt may be raised at any line. Half of a change (tokens accepted but not committed, a block released
+    but still in a table) would give later requests wrong tokens. Python delivers signals to the main thread only, so
+    other threads need no delay.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

@@ -1,4 +1,4 @@
-"""The requests that are being served, by id, and their completions, by sequence."""
+"""LiveRequests: the requests that are being served, by id, and their completions, by sequence id."""
 
 import logging
 from collections import Counter
@@ -16,7 +16,7 @@ log = logging.getLogger("jattn.engine")
 
 
 class LiveRequests:
-    """Requests from their admission until their last output is returned."""
+    """The requests from their admission until their last output is returned."""
 
     def __init__(self):
         self._requests: dict[str, Request] = {}
@@ -29,14 +29,14 @@ class LiveRequests:
         return id in self._requests
 
     def ids(self) -> list[str]:
-        """Of all requests, oldest first."""
+        """The ids of all requests, oldest first."""
         return list(self._requests)
 
     def get(self, id: str) -> Request | None:
         return self._requests.get(id)
 
     def completion(self, seq_id: str) -> CompletionState:
-        """The completion that this sequence becomes."""
+        """The completion of this sequence."""
         return self._completions[seq_id]
 
     def add(self, request: Request) -> None:
@@ -57,7 +57,7 @@ class LiveRequests:
         return list(dict.fromkeys(self._completions[s].request_id for s in seq_ids if s in self._completions))
 
     def outputs(self, ids: Iterable[str]) -> list[RequestOutput]:
-        """What these requests have so far."""
+        """The outputs of these requests so far."""
         return [self._requests[id].output() for id in ids]
 
     def drop_finished(self, ids: Iterable[str]) -> None:
@@ -66,7 +66,7 @@ class LiveRequests:
                 self.drop(self._requests[id])
 
     def count_plan(self, plan: StepPlan) -> Counter[str]:
-        """What a plan adds to the stats; tells each request what the prefix cache saved it."""
+        """What a plan adds to the stats. Also sets num_cached of the completions that it starts."""
         counts = Counter(preemptions=len(plan.preempted))
         for seq_id, hit in plan.admitted:
             completion = self._completions[seq_id]
@@ -77,19 +77,20 @@ class LiveRequests:
             log.info("preempted %s: the pool is full", ", ".join(self.ids_of(plan.preempted)))
         return counts
 
-    def fail(self, seq_ids: Iterable[str], why: str) -> int:
+    def fail(self, seq_ids: Iterable[str], error: str) -> int:
         """End these completions with an error; returns how many had not ended before."""
-        going_on = [r for r in map(self._completions.get, seq_ids) if r is not None and r.finish_reason is None]
-        for completion in going_on:
-            completion.fail(why)
-        return len(going_on)
+        found = [self._completions[id] for id in seq_ids if id in self._completions]
+        unfinished = [completion for completion in found if completion.finish_reason is None]
+        for completion in unfinished:
+            completion.fail(error)
+        return len(unfinished)
 
     def accept(
         self, flight: InFlight, tokens: np.ndarray, sampled: Sampled | None, scheduler: Scheduler
     ) -> tuple[list[str], Counter[str]]:
-        """Update the sequence and the completion of every row: (ids of requests that changed, counts for Stats).
+        """Update the sequence and the completion of each row; returns (ids of changed requests, counts for Stats).
 
-        tokens: i32[steps R] as the dispatch gave them.
+        tokens: i32[steps R], the dispatch's sampled tokens.
         """
         changed, counts = dict[str, None](), Counter[str]()
         last_device_row = {device_row.id: r for r, device_row in enumerate(flight.device_rows)}
@@ -112,10 +113,10 @@ class LiveRequests:
 def _accept_row(
     completion: CompletionState, row: Row, tokens: np.ndarray, sampled: Sampled | None, column: int
 ) -> list[int]:
-    """The tokens of one row up to its end. An exception here (of a tokenizer, say) fails this row only."""
+    """The tokens of one row up to its end. An exception here, e.g. in a tokenizer, fails this row only."""
     new = [token for token in tokens[:, column].tolist() if token != NOT_SAMPLED] if row.samples else []
     if row.samples and not new:
-        completion.fail("the model was asked for a token and gave none")
+        completion.fail("the dispatch gave no token for a sequence that needed one")
         return []
     try:
         accepted = completion.accept(new)

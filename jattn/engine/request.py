@@ -1,4 +1,4 @@
-"""A request from its admission to its result: its sequences, their text so far, and what the caller gets."""
+"""Sequence, CompletionState and Request: the state of a request. RequestOutput: what the caller gets."""
 
 import dataclasses
 import enum
@@ -13,23 +13,25 @@ from jattn.text.tokenizer import Detokenizer, Tokenizer, find_stop, held_back
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A prompt and its generated tokens; a request with n completions has n sequences."""
+    """A prompt and its generated tokens. A request with n completions has n sequences."""
 
-    id: str
-    prompt: tuple[int, ...]
+    id: str  # of the sequence
+    prompt: tuple[int, ...]  # token ids
     params: SamplingParams
-    seed: int = 0
-    root_hash: bytes = b""  # of the salt and rope variant; in the name of each cached block
+    seed: int = 0  # of this sequence's draws
+    root_hash: bytes = b""  # of the salt and the rope variant; part of the hash of each cached block
     tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt, then the output
     num_computed: int = 0  # tokens whose keys and values are in the cache
     tables: list[list[int]] = dataclasses.field(
         default_factory=list
-    )  # one per cache group; only BlockTables changes them
-    kept_from: list[int] = dataclasses.field(default_factory=list)  # per group: blocks before this one were given back
-    names: list[bytes] = dataclasses.field(default_factory=list)  # hashes of the first full blocks
-    num_shared: int = 0  # blocks that came from the prefix cache
-    num_published: int = 0  # blocks that others may share
-    num_preemptions: int = 0
+    )  # blocks of each cache group; only BlockTables changes them
+    kept_from: list[int] = dataclasses.field(
+        default_factory=list
+    )  # of each group: the first block of the table that was not freed
+    names: list[bytes] = dataclasses.field(default_factory=list)  # the hashes of its first full blocks
+    num_shared: int = 0  # blocks at the beginning that came from the prefix cache
+    num_published: int = 0  # blocks at the beginning that other sequences may share
+    num_preemptions: int = 0  # how often it lost its blocks
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
@@ -45,21 +47,21 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     def restart(self) -> None:
-        """Keep the tokens and forget what was computed; the caller has dropped the pools that held its blocks."""
+        """Keep the tokens; all keys are computed again. The caller has dropped the pools with its blocks."""
         self.num_preemptions += bool(self.tables)
         self.tables, self.kept_from, self.names = [], [], []
         self.num_computed = self.num_shared = self.num_published = 0
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed of completion `index`: the request's own for 0, a hash of both for the others."""
+    """The seed of completion `index`: the request's seed for index 0, else a hash of both."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}.{index}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def final_length(prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> int:
-    """The most tokens that a request will ever have; known at its start, and the same after a preemption."""
+    """The most tokens that a request will have. It is known from the start and does not change."""
     return min(len(prompt) + params.max_tokens, max_model_len)
 
 
@@ -67,41 +69,41 @@ class FinishReason(enum.StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
-    LENGTH = "length"  # max_tokens, or the model's length
-    ABORT = "abort"
-    ERROR = "error"
+    LENGTH = "length"  # it has max_tokens tokens, or the longest sequence that the engine allows
+    ABORT = "abort"  # the caller ended it
+    ERROR = "error"  # see Completion.error
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """How likely a chosen token was, and the most likely ones, before temperature and penalties."""
+    """The log-probability of a generated token and of the most likely ones, before temperature and penalties."""
 
-    token_id: int
-    logprob: float
-    top: dict[int, float]
+    token_id: int  # the generated token
+    logprob: float  # natural logarithm of its probability
+    top: dict[int, float]  # token id -> log-probability of the most likely tokens, most likely first
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
     """One of a request's n completions."""
 
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    finish_reason: FinishReason | None = None  # None: not yet
-    error: str | None = None
-    stop: str | int | None = None  # the stop string or token that ended it
+    index: int  # 0 .. n-1
+    text: str  # of the output; empty without a tokenizer
+    token_ids: tuple[int, ...]  # of the output, with a stop token at its end
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of each output token; None: not requested
+    finish_reason: FinishReason | None = None  # None: it has not ended
+    error: str | None = None  # the message, with FinishReason.ERROR
+    stop: str | int | None = None  # the stop string or token id that ended it
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """A request, finished or so far; `.text` and its neighbours are the first completion's."""
+    """The output of a request, final or so far. text, token_ids ... are those of the first completion."""
 
-    id: str
+    id: str  # of the request
     prompt_token_ids: tuple[int, ...]
-    outputs: tuple[Completion, ...]
-    num_cached_tokens: int = 0  # prompt tokens that the prefix cache saved, of the first completion
+    outputs: tuple[Completion, ...]  # its n completions
+    num_cached_tokens: int = 0  # prompt tokens of the first completion that were found in the prefix cache
 
     @property
     def finished(self) -> bool:
@@ -133,7 +135,7 @@ log = logging.getLogger("jattn.engine")
 
 
 def internal_error_message(error: Exception) -> str:
-    """The message that a client gets of an internal error."""
+    """The message of an internal error, for the client."""
     return f"an internal error ({type(error).__name__}) ended this request; the engine's log has the details"
 
 
@@ -143,16 +145,16 @@ class CompletionState:
 
     request_id: str
     seq: Sequence
-    index: int
-    stop_ids: tuple[int, ...]
-    max_model_len: int
-    detokenizer: Detokenizer | None
+    index: int  # of the completion, 0 .. n-1
+    stop_ids: tuple[int, ...]  # token ids that end it
+    max_model_len: int  # the most tokens of prompt and output
+    detokenizer: Detokenizer | None  # None: without text
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
-    num_cached: int = 0
-    finish_reason: FinishReason | None = None
+    num_cached: int = 0  # prompt tokens that were found in the prefix cache
+    finish_reason: FinishReason | None = None  # None: it has not ended
     error: str | None = None
-    stop: str | int | None = None
-    _text: str = ""
+    stop: str | int | None = None  # the stop string or token id that ended it
+    _text: str = ""  # includes an end that may be the beginning of a stop string
 
     @classmethod
     def of(
@@ -162,7 +164,7 @@ class CompletionState:
         return cls(request_id, seq, index, stop_ids, max_model_len, detokenizer)
 
     def accept(self, tokens: Many[int]) -> list[int]:
-        """Take new tokens; returns those up to the one that ends the sequence."""
+        """Append new tokens to the text; returns them up to the one that ends the sequence."""
         accepted, unread = [], []
         for token in map(int, tokens):
             if token == BAD_TOKEN:
@@ -171,7 +173,9 @@ class CompletionState:
             accepted.append(token)
             reason = self._reason_to_end(token, self.seq.num_output + len(accepted))
             unread += [] if reason is FinishReason.STOP else [token]
-            if reason is not None or self.seq.params.stop:  # with stop strings: token by token, to end at the right one
+            if (
+                reason is not None or self.seq.params.stop
+            ):  # with stop strings, token by token: the one that completes a stop string is the last
                 self._read(unread)
                 unread = []
             if reason is not None and self.finish_reason is None:
@@ -181,17 +185,17 @@ class CompletionState:
         self._read(unread)
         return accepted
 
-    def fail(self, why: str) -> None:
+    def fail(self, error: str) -> None:
         """End with an error."""
-        self.finish_reason, self.error = FinishReason.ERROR, why
+        self.finish_reason, self.error = FinishReason.ERROR, error
 
     def fail_internally(self, error: Exception) -> None:
-        """End with an internal error. Its message may quote other requests, so only the log has it."""
+        """End with an internal error. Only the log gets its message, which may quote other requests."""
         log.error("request %s failed", self.request_id, exc_info=error)
         self.fail(internal_error_message(error))
 
     def snapshot(self) -> Completion:
-        """The completion so far, less an end of the text that may become a stop string."""
+        """The completion so far, without an end of the text that may be the beginning of a stop string."""
         wanted = self.seq.params.logprobs is not None
         return Completion(
             index=self.index,
@@ -210,7 +214,7 @@ class CompletionState:
         return FinishReason.LENGTH if is_long else None
 
     def _read(self, tokens: Many[int], last: bool = False) -> None:
-        """Append the tokens' text; end at a stop string."""
+        """Append the text of the tokens; end at a stop string. last: also the text of incomplete characters."""
         if self.detokenizer is None or not (tokens or last):
             return
         before = len(self._text)
@@ -234,22 +238,21 @@ class CompletionState:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt and its unfinished completions."""
+    """A prompt and its completions, as long as one of them has not ended."""
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids
     completions: list[CompletionState]
 
     @classmethod
     def of(
         cls, id: str, prompt: tuple[int, ...], seqs: list[Sequence], stop_ids, longest: int, tokenizer: Tokenizer | None
     ) -> "Request":
-        """A completion for each sequence; stop_ids: of each."""
+        """A request with a completion for each sequence. stop_ids: of each sequence. longest: see max_model_len."""
         each = enumerate(zip(seqs, stop_ids, strict=True))
         return cls(id, prompt, [CompletionState.of(id, seq, i, ids, longest, tokenizer) for i, (seq, ids) in each])
 
     def output(self) -> RequestOutput:
-        """So far."""
-        return RequestOutput(
-            self.id, self.prompt, tuple(r.snapshot() for r in self.completions), self.completions[0].num_cached
-        )
+        """The output so far."""
+        completions = tuple(completion.snapshot() for completion in self.completions)
+        return RequestOutput(self.id, self.prompt, completions, self.completions[0].num_cached)

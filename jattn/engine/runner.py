@@ -1,4 +1,4 @@
-"""The device's side of an engine: the weights, the caches, and the dispatches sent to the device."""
+"""Runner: the weights and caches of an engine on the device, and the dispatches sent to it."""
 
 import dataclasses
 import time
@@ -20,34 +20,34 @@ from jattn.errors import EngineDeadError
 
 @dataclasses.dataclass(frozen=True)
 class InFlight:
-    """A dispatch that was sent: its plan and batch, and the arrays of its result."""
+    """A dispatch that was sent. The arrays of its result may not be computed yet."""
 
     plan: StepPlan
-    device_rows: tuple[Row, ...]  # the plan's rows as the device sees them
-    batch: Batch
+    device_rows: tuple[Row, ...]  # the rows of the batch: see batch.device_rows_of
+    batch: Batch  # its input
     needs_history_or_logprobs: bool  # batch.needs_history_or_logprobs, on the host
-    sampled: Sampled
-    row_state: RowState
-    seconds: float  # spent in sending it
+    sampled: Sampled  # its tokens, and log-probabilities
+    row_state: RowState  # the state of its rows after it
+    seconds: float  # that sending it took
 
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
     """The result of a dispatch, on the host."""
 
-    changed: list[str]  # requests with new tokens, or ended
-    outputs: list[RequestOutput]  # theirs
-    steps: int  # that the device computed
-    seconds: float  # spent waiting for the device
+    changed: list[str]  # ids of requests that have new tokens or have ended
+    outputs: list[RequestOutput]  # of these requests, so far
+    steps: int  # model steps of the dispatch
+    seconds: float  # that the host waited for the device
 
 
 def with_rules_on_device(batch: Batch) -> Batch:
-    """The same, with the sampling rules on the device, where later dispatches of these rows use them again."""
+    """The same batch with its sampling rules on the device, where later dispatches of these rows use them again."""
     return dataclasses.replace(batch, **jax.device_put(dict(rows=batch.rows, penalties=batch.penalties)))
 
 
 def next_batch(flight: InFlight, plan: StepPlan, running: list[Sequence], shapes: StepShapes) -> Batch:
-    """The batch of `plan`, which continues the rows of `flight` from their state on the device."""
+    """The batch of `plan`, whose rows are those of `flight` after its dispatch, from their state on the device."""
     tables = tables_of(running, flight.batch.metas[0].max_num_reqs, shapes)
     changed = {} if plan.burst == flight.plan.burst else {"steps": np.int32(plan.burst)}
     batch = continued_batch(flight.batch, flight.row_state, tables)
@@ -56,38 +56,38 @@ def next_batch(flight: InFlight, plan: StepPlan, running: list[Sequence], shapes
 
 
 def logprob_of(sampled: Sampled, step: int, row: int, count: int) -> TokenLogprob:
-    """Of the token sampled by a row in a step, with the `count` most likely ones."""
+    """The TokenLogprob of a row's token in a step of a dispatch, with the `count` most likely tokens."""
     at = step, row
     top = zip(sampled.top_tokens[at][:count].tolist(), sampled.top_logprobs[at][:count].tolist(), strict=True)
     return TokenLogprob(int(sampled.tokens[at]), float(sampled.logprobs[at]), dict(top))
 
 
 class Runner:
-    """Awake: weights and caches are on the device. Asleep: weights on the host. Dead: must_be_alive() raises."""
+    """Awake: weights and caches are on the device. Asleep: the weights are on the host. Dead: nothing works."""
 
     def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):
         self.model, self.shapes = model, shapes
         self.params = weights.adopt(params)
         self.caches = weights.bound_like(self.params, caches)
         self._make_caches = make_caches
-        self._stored: weights.StoredWeights | None = None  # while it sleeps
+        self._stored: weights.StoredWeights | None = None  # None while awake
         self._dead: EngineDeadError | None = None
 
     def send(self, plan: StepPlan, device_rows: tuple[Row, ...], batch: Batch, number: int) -> InFlight:
-        """Send a batch to the device; number: of the dispatch, shown in profiles."""
+        """Send a batch to the device. number: of the dispatch, for profiles."""
         begin, needed = time.perf_counter(), bool(batch.needs_history_or_logprobs)
         with jax.profiler.StepTraceAnnotation("jattn.step", step_num=number):
             self.caches, sampled, row_state = dispatch(self.model, self.params, self.caches, batch)
         return InFlight(plan, device_rows, batch, needed, sampled, row_state, time.perf_counter() - begin)
 
     def warm(self, progress: Callable[[int, int, str], None] | None) -> int:
-        """Compile every program; returns how many there are."""
-        self.caches, count = warming.warm(self.model, self.params, self.caches, self.shapes, progress)
+        """Compile every program; returns their number."""
+        self.caches, count = warming.compile_all(self.model, self.params, self.caches, self.shapes, progress)
         return count
 
     # ------------------------------------------------------------------ weights and memory
     def update(self, params: Any) -> Callable[[], None]:
-        """Copy weights of the same form to the device; calling the returned function puts them in use."""
+        """Copy weights of the same form to the device. The returned function replaces the current ones by them."""
         fresh = weights.copied_like(self.params, params)
         return lambda: setattr(self, "params", fresh)
 
@@ -102,40 +102,40 @@ class Runner:
         self._drop_caches()
 
     def wake(self) -> None:
-        """Bring the weights back, and make empty caches."""
+        """Move the weights to the device, and make empty caches."""
         if self._stored is not None:
             self.params = self._stored.restored()
             self._stored = None
             self.renew_caches()
 
-    # ------------------------------------------------------------------ whole or broken
+    # ------------------------------------------------------------------ failures
     def renew_caches(self) -> None:
-        """Replace the caches by empty ones and run a small program; EngineDeadError if that fails."""
+        """Replace the caches by empty ones and run the smallest program; EngineDeadError if that fails."""
         try:
             self._drop_caches()
             caches = weights.bound_like(self.params, self._make_caches())
             self.caches = warming.probe(self.model, self.params, caches, self.shapes)
         except Exception as error:
-            self._dead = EngineDeadError(f"{self._cause(error)}; make a new engine, best in a new process")
+            self._dead = EngineDeadError(f"{self._cause(error)}; make a new engine, if possible in a new process")
             raise self._dead from error
 
     def _cause(self, error: Exception) -> str:
         if any(x.is_deleted() for x in jax.tree.leaves(self.params)):
             return "the weights were deleted or donated after the engine was given them"
-        if not isinstance(error, RuntimeError):  # XLA's own errors are
-            return f"the model's program cannot be made ({type(error).__name__}: {error})"
+        if not isinstance(error, RuntimeError):  # errors of XLA are RuntimeErrors
+            return f"the model's program cannot be compiled ({type(error).__name__}: {error})"
         return f"the device no longer computes ({type(error).__name__})"
 
     def must_be_alive(self) -> None:
-        """EngineDeadError after renew_caches raised one."""
+        """Raise the EngineDeadError of renew_caches, if it failed."""
         if self._dead is not None:
             raise self._dead
 
-    def must_be_awake(self, what: str) -> None:
-        """RuntimeError while asleep: `what` needs the weights on the device."""
+    def must_be_awake(self, method: str) -> None:
+        """RuntimeError while asleep: `method` needs the weights on the device."""
         self.must_be_alive()
         if self.is_asleep:
-            raise RuntimeError(f"{what} while the engine sleeps: call wake() first")
+            raise RuntimeError(f"{method} while the engine sleeps: call wake() first")
 
     def _drop_caches(self) -> None:
         for leaf in jax.tree.leaves(self.caches):

@@ -1,4 +1,4 @@
-"""Choosing tokens on the device, each row by its own rules. A draw depends on the row's seed, position and logits.
+"""Sampling on the device. Each row has its own rules, and its draws depend on its seed, position and logits only.
 
 logits -> (log-probabilities) -> penalties -> / temperature -> min_p -> top_k -> top_p -> Gumbel noise -> argmax
 """
@@ -11,55 +11,55 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.engine.params import MAX_LOGPROBS, SamplingParams
-from jattn.types import pytree
+from jattn.types import AnyArray, pytree
 
 BAD_TOKEN = -1
-"""Sampled where a row's logits hold NaN, or +inf, or no finite number: that row ends, the others go on."""
+"""The token of a row whose logits have a NaN or +inf, or no finite number. The row ends; the others continue."""
 
 MIN_TEMPERATURE = 1e-30
-"""Smaller temperatures are raised to this one: the draw is the same, and float32 may flush them to 0."""
+"""Smaller temperatures are replaced by this one. The draw is the same, and float32 does not round it to 0."""
 
 STOP_IDS = 8
-"""Most stop tokens of a row that the device checks; the host checks all of them."""
+"""The number of stop tokens of a row that the device checks. The host checks all of them."""
 
 
 @pytree
 class SamplingRows:
-    """The rules of R rows; rows of padding are greedy and may generate nothing."""
+    """The sampling rules of R rows. A row of padding is greedy and generates no token."""
 
-    temperature: jax.Array  # f32[R] 0: greedy
-    top_k: jax.Array  # i32[R] 0: off
-    top_p: jax.Array  # f32[R] 1: off
-    min_p: jax.Array  # f32[R] 0: off
-    seed: jax.Array  # u32[R 2]
-    position: jax.Array  # i32[R] output tokens so far
-    remaining: jax.Array  # i32[R] output tokens still allowed
-    stop_ids: jax.Array  # i32[R STOP_IDS] -1: none
+    temperature: AnyArray  # f32[R] divides the logits; 0: greedy
+    top_k: AnyArray  # i32[R] see SamplingParams; 0: off
+    top_p: AnyArray  # f32[R] see SamplingParams; 1: off
+    min_p: AnyArray  # f32[R] see SamplingParams; 0: off
+    seed: AnyArray  # u32[R 2] the low and high 32 bits
+    position: AnyArray  # i32[R] tokens generated so far
+    remaining: AnyArray  # i32[R] tokens that may still be generated
+    stop_ids: AnyArray  # i32[R STOP_IDS] tokens that end the row; -1: unused
 
 
 @pytree
 class Penalties:
-    """What earlier tokens do to the logits of R rows."""
+    """The penalties of R rows, and the tokens that they apply to."""
 
-    repetition: jax.Array  # f32[R] 1: off
-    presence: jax.Array  # f32[R]
-    frequency: jax.Array  # f32[R]
-    history: jax.Array  # i32[R L] prompt, then output; negative: none
-    prompt_len: jax.Array  # i32[R]
+    repetition: AnyArray  # f32[R] see SamplingParams; 1: off
+    presence: AnyArray  # f32[R] see SamplingParams; 0: off
+    frequency: AnyArray  # f32[R] see SamplingParams; 0: off
+    history: AnyArray  # i32[R L] the prompt, then the output; negative: unused
+    prompt_len: AnyArray  # i32[R] tokens of the prompt
 
     def after(self, sampled: jax.Array) -> "Penalties":
-        """The same rows after sampling the tokens i32[S R]; negative: none."""
+        """The same rows after sampling the tokens i32[S R]; negative ones are unused."""
         return dataclasses.replace(self, history=jnp.concatenate([self.history, sampled.T], axis=1))
 
 
 @pytree
 class Sampled:
-    """One token a row, and how likely it was before any rule was applied."""
+    """One token for each row, and its log-probability before any rule is applied."""
 
     tokens: jax.Array  # i32[R]
-    logprobs: jax.Array  # f32[R] of the token
-    top_tokens: jax.Array  # i32[R MAX_LOGPROBS] most likely first
-    top_logprobs: jax.Array  # f32[R MAX_LOGPROBS]
+    logprobs: jax.Array  # f32[R] log-probability of the token
+    top_tokens: jax.Array  # i32[R MAX_LOGPROBS] the most likely tokens, most likely first
+    top_logprobs: jax.Array  # f32[R MAX_LOGPROBS] their log-probabilities
 
 
 def choose(
@@ -69,11 +69,11 @@ def choose(
     sampled: jax.Array,
     needs_history_or_logprobs: jax.Array,
 ) -> Sampled:
-    """One token for each row, from logits f32[R vocab]. Work that no row needs is skipped, and then the
-    log-probabilities are zeros.
+    """One token for each row, from logits f32[R vocab].
 
-    sampled: i32[S R] the rows' tokens since `penalties` were made, negative: none. needs_history_or_logprobs: bool[]
-    some row has penalties or wants log-probabilities.
+    sampled: i32[S R], the tokens of the rows since `penalties` were made; negative ones are unused.
+    needs_history_or_logprobs: bool[], some row has penalties, or log-probabilities are requested. If it is False, the
+    log-probabilities are not computed and are 0.
     """
     top = (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
 
@@ -115,7 +115,7 @@ def _drawn(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
-    """Repetition (a factor, prompt and output), then frequency and presence (a difference, output only)."""
+    """The logits after the repetition penalty (prompt and output), then those of frequency and presence (output)."""
     rows, width = penalties.history.shape
     live = penalties.history >= 0
     is_output = live & (jnp.arange(width)[None] >= penalties.prompt_len[:, None])
@@ -143,7 +143,7 @@ def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def _restrict(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Only the top_k most likely tokens, then the fewest of those that reach top_p; ties stay in."""
+    """-inf for all but the top_k most likely tokens, and of these the fewest that reach top_p. Ties are kept."""
     vocab = scaled.shape[-1]
     order = jnp.sort(scaled, axis=-1, descending=True)
     keep = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
@@ -156,13 +156,13 @@ def _restrict(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
     return jnp.where(scaled >= floor, scaled, -jnp.inf)
 
 
-def _row_key(seed: jax.Array, position: jax.Array) -> jax.Array:
+def _row_key(seed: AnyArray, position: AnyArray) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(0), seed[0])
     return jax.random.fold_in(jax.random.fold_in(key, seed[1]), position)
 
 
 def sampling_rows(params: list[SamplingParams], seeds, positions, remaining, stop_ids, num_rows: int) -> SamplingRows:
-    """On the host: the rules of len(params) rows, padded to num_rows."""
+    """The rules of len(params) rows, padded to num_rows: numpy arrays."""
     column = lambda values, fill, dtype: np.asarray([*values, *[fill] * (num_rows - len(params))], dtype)
     stops = np.full((num_rows, STOP_IDS), -1, np.int32)
     for row, ids in zip(stops, stop_ids, strict=False):
@@ -180,7 +180,7 @@ def sampling_rows(params: list[SamplingParams], seeds, positions, remaining, sto
 
 
 def penalties_of(params: list[SamplingParams], histories, prompt_lens, num_rows: int, width: int) -> Penalties:
-    """On the host: the penalties of len(params) rows and their tokens so far, padded to num_rows x width."""
+    """The penalties of len(params) rows and their tokens so far, padded to num_rows x width: numpy arrays."""
     column = lambda values, fill, dtype: np.asarray([*values, *[fill] * (num_rows - len(params))], dtype)
     history = _no_history(num_rows, width)
     if any(p.is_penalised for p in params):
@@ -199,5 +199,5 @@ def penalties_of(params: list[SamplingParams], histories, prompt_lens, num_rows:
 
 @functools.cache
 def _no_history(num_rows: int, width: int) -> jax.Array:
-    """On the device once: most batches have no penalties, and a history is as wide as the longest sequence."""
+    """An unused history, made once: most batches have no penalties, and it is as wide as the longest sequence."""
     return jax.device_put(np.full((num_rows, width), -1, np.int32))

@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which sequences the next dispatch computes.
+"""Scheduler: which tokens of which sequences the next dispatch computes (continuous batching).
 
 First come, first served. Every running sequence gets its next token (or the next chunk of its prompt) before a
 waiting one is admitted. When no block is free, the youngest running sequence is preempted: it frees its blocks and
@@ -17,9 +17,9 @@ from jattn.engine.tables import BlockTables
 class Limits:
     """Limits of a dispatch, and of a sequence's length."""
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
+    max_num_seqs: int  # sequences in one step
+    max_num_batched_tokens: int  # new tokens in one step, of all sequences together
+    max_model_len: int  # tokens of a sequence, prompt and output
     max_burst: int = 8  # decode steps of one dispatch
 
     def __post_init__(self):
@@ -41,23 +41,23 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Tokens start .. start + num_new - 1 of a sequence; `samples`: the last of them asks for the next token."""
+    """Tokens start .. start + num_new - 1 of a sequence."""
 
-    id: str
-    start: int
-    num_new: int
-    samples: bool
+    id: str  # of the sequence
+    start: int  # its first token to compute
+    num_new: int  # tokens to compute
+    samples: bool  # the next token is sampled from the logits of the last one
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One dispatch: up to `burst` tokens for each row; with `until_any` it stops as soon as some row ends."""
+    """What one dispatch computes."""
 
-    rows: tuple[Row, ...] = ()
-    burst: int = 1
-    until_any: bool = False
-    preempted: tuple[str, ...] = ()
-    admitted: tuple[tuple[str, int], ...] = ()  # (sequence, tokens found in the prefix cache)
+    rows: tuple[Row, ...] = ()  # none: there is nothing to compute
+    burst: int = 1  # the most tokens that it samples for each row
+    until_any: bool = False  # stop as soon as one row ends
+    preempted: tuple[str, ...] = ()  # ids of sequences that lost their blocks
+    admitted: tuple[tuple[str, int], ...] = ()  # (sequence id, tokens found in the prefix cache)
 
     @property
     def num_tokens(self) -> int:
@@ -66,12 +66,12 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Does every row compute one token and sample?"""
+        """Does every row compute one token and sample the next?"""
         return all(row.num_new == 1 and row.samples for row in self.rows)
 
 
 class Scheduler:
-    """The two queues, waiting and running. schedule() makes a StepPlan; commit() takes the tokens of a computed row."""
+    """The queues of waiting and running sequences. schedule() plans a dispatch; commit() updates a sequence."""
 
     def __init__(self, limits: Limits, tables: BlockTables):
         self.limits = limits
@@ -80,11 +80,11 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. At full length it must fit the pool alone; the engine's max_model_len ensures that."""
+        """Queue a sequence. At full length it must fit the empty pool; the engine's max_model_len ensures it."""
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence, *, trusted: bool = True) -> None:
-        """Forget a sequence, finished or aborted, and give its blocks back."""
+        """Remove a sequence, finished or aborted, and free its blocks."""
         if seq in self.running:
             self.running.remove(seq)
             self.tables.release(seq, trusted=trusted)
@@ -92,7 +92,7 @@ class Scheduler:
             self.waiting.remove(seq)
 
     def schedule(self) -> StepPlan:
-        """The next dispatch, with its blocks allocated; no rows: nothing to do."""
+        """The next dispatch, with its blocks allocated. It has no rows if there is nothing to compute."""
         budget, rows, preempted = self.limits.max_num_batched_tokens, [], []
         i = 0
         while i < len(self.running):
@@ -123,9 +123,10 @@ class Scheduler:
         return dataclasses.replace(plan, burst=self._burst(plan), until_any=bool(self.waiting))
 
     def plan_next(self, plan: StepPlan) -> StepPlan | None:
-        """The burst that can be sent after `plan` before the tokens of `plan` are read, with its blocks allocated.
+        """A dispatch that can be sent after `plan` before its tokens are read, with the blocks allocated.
 
-        None if the host must read them first: a sequence waits, has ended, is certain to end, or gets no blocks.
+        None if the tokens must be read first: because a sequence is waiting, has ended, will end in `plan`, needs its
+        history or log-probabilities, or gets no blocks.
         """
         must_read = any(seq.params.needs_history_or_logprobs for seq in self.running)
         same_rows = [row.id for row in plan.rows] == [seq.id for seq in self.running]
@@ -140,13 +141,13 @@ class Scheduler:
         return StepPlan(rows, burst=burst) if min(left) >= 1 and self.tables.extend_all(wanted) else None
 
     def commit(self, seq: Sequence, row: Row, new_tokens: list[int]) -> None:
-        """A row was computed and gave these tokens; the keys of all but the last are in the cache."""
+        """Update a sequence whose row gave these tokens. The key of the last one is not in the cache yet."""
         seq.num_computed = row.start + row.num_new + max(len(new_tokens) - 1, 0)
         seq.tokens += new_tokens
         self.tables.settle(seq)
 
     def _burst(self, plan: StepPlan) -> int:
-        """Decode steps that this dispatch can take without the host; allocates blocks for all of them."""
+        """The decode steps of a dispatch. Allocates blocks for all of them."""
         if not plan.rows or not plan.is_decode:
             return 1
         seqs = self.running[: len(plan.rows)]
@@ -159,14 +160,13 @@ class Scheduler:
         return 1
 
     def _remaining(self, seq: Sequence) -> int:
-        """Tokens that a sequence may still generate."""
+        """The most tokens that a sequence may still generate."""
         return remaining_tokens(seq, self.limits.max_model_len)
 
     def _row(self, seq: Sequence, count: int) -> Row:
-        """A row of the plan. It is never withdrawn (only sequences without a row are preempted), so others may share
-        its blocks in the same step."""
+        """A row of the plan, whose blocks others may share in the same step: a sequence with a row is not preempted."""
         if count < 1:
-            raise AssertionError(f"sequence {seq.id} has {len(seq.tokens)} tokens, all computed: nothing is left to do")
+            raise AssertionError(f"sequence {seq.id} has {len(seq.tokens)} tokens, and all are computed")
         self.tables.publish(seq, seq.num_computed + count)
         return Row(seq.id, seq.num_computed, count, seq.num_computed + count == len(seq.tokens))
 
@@ -179,5 +179,5 @@ class Scheduler:
 
 
 def remaining_tokens(seq: Sequence, max_model_len: int) -> int:
-    """Tokens that a sequence may still generate, by its max_tokens and max_model_len."""
+    """The most tokens that a sequence may still generate, by its max_tokens and max_model_len."""
     return min(seq.params.max_tokens - seq.num_output, max_model_len - len(seq.tokens))

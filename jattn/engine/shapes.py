@@ -1,4 +1,4 @@
-"""The few static shapes that a server compiles for, all known in advance; one program each."""
+"""StepShapes: the static shapes of dispatches. They are few and known in advance; each is one compiled program."""
 
 import dataclasses
 
@@ -7,32 +7,32 @@ from jattn.metadata import Buckets
 from pallas_kernels.algebra.paging import cdiv
 
 SMALLEST_MIXED = 16
-"""Tokens of the smallest bucket for batches that hold a prompt."""
+"""The tokens of the smallest bucket for batches with a prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepShapes:
-    """Static sizes of a dispatch: decodes pad T and R to the same size; other batches pad T, and R is max_num_seqs.
+    """The static sizes of dispatches. Decodes have T = R, padded; other batches a padded T and R = max_num_seqs.
 
-    deterministic: one shape for every batch, and a row for every token. A matrix product may sum in another order when
+    deterministic: all batches have one shape, and a row for each token. A matrix product may add in another order if
     its number of rows changes, so only equal shapes give a token the same bits in every batch.
     """
 
     limits: Limits
-    block_size: int
+    block_size: int  # tokens of a block
     deterministic: bool = False
-    with_final_lens: bool = False  # the model's rotary positions depend on them
+    with_final_lens: bool = False  # batches have final_seq_lens, because the model's rotary angles depend on them
 
     @property
     def buckets(self) -> Buckets:
-        """Powers of two, and the width that the longest sequence needs."""
-        top, rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
-        ladder = Buckets.powers_of_two(top, rows, 1)
+        """Powers of two for T and R; the block table always has the columns of the longest sequence."""
+        most_tokens, most_rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
+        powers = Buckets.powers_of_two(most_tokens, most_rows, 1)
         if self.deterministic:
-            return Buckets((top,), (top,), (self.max_blocks,))
-        smallest = min(max(SMALLEST_MIXED, rows), top)  # a mixed batch has a token for each of its rows at least
-        tokens = tuple(n for n in ladder.tokens if n >= smallest)
-        return Buckets(tokens, ladder.reqs, (self.max_blocks,))
+            return Buckets((most_tokens,), (most_tokens,), (self.max_blocks,))
+        smallest = min(max(SMALLEST_MIXED, most_rows), most_tokens)  # a batch has at least one token for each row
+        tokens = tuple(n for n in powers.tokens if n >= smallest)
+        return Buckets(tokens, powers.reqs, (self.max_blocks,))
 
     @property
     def max_blocks(self) -> int:
@@ -40,7 +40,7 @@ class StepShapes:
         return cdiv(self.limits.max_model_len, self.block_size)
 
     def of(self, plan: StepPlan) -> tuple[int, int, bool]:
-        """(T, R, is every row a single token?) of a plan's dispatch."""
+        """(T, R, has every row a single token?) of a plan's dispatch."""
         if self.deterministic:
             return self.all()[0]
         if plan.is_decode:

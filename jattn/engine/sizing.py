@@ -1,4 +1,4 @@
-"""How many blocks fit: from the memory that is free now."""
+"""The size of the cache: how many blocks fit the free memory."""
 
 import bisect
 import os
@@ -17,11 +17,11 @@ DEVICE_SHARE = 0.9
 """Share of a device's free memory for the cache; compiled programs need the rest."""
 
 DEFAULT_MODEL_LEN = 4096
-"""Where neither the model nor the user says how long a sequence may be."""
+"""The longest sequence if neither the model nor the user limits it."""
 
 
 def free_bytes() -> int:
-    """Bytes that a cache may take: a share of what the device (on CPU: the host) has free."""
+    """Bytes for the cache: a share of the free memory of the device, on CPU of the host."""
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return int((stats["bytes_limit"] - stats["bytes_in_use"]) * DEVICE_SHARE)
@@ -29,13 +29,16 @@ def free_bytes() -> int:
 
 
 def default_burst() -> int:
-    """Decode steps of a dispatch. An accelerator's steps are short (16 take 25 ms for a model of 1e9 parameters on an
-    H200), and 16 hide the host's work between dispatches. On a CPU each step takes that long."""
+    """The most decode steps of a dispatch.
+
+    An accelerator's steps are short: 16 take 25 ms for a model of 1e9 parameters on an H200, which hides the host's
+    work between dispatches. On a CPU a single step takes that long.
+    """
     return 8 if jax.default_backend() == "cpu" else 16
 
 
 def dtype_of(params) -> str:
-    """The dtype of a model's weights: its cache's, unless said otherwise."""
+    """The default dtype of the cache: the smallest floating dtype of the weights."""
     floats = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.dtype(min(floats, key=lambda dtype: dtype.itemsize, default="bfloat16")).name
 
@@ -44,11 +47,12 @@ def pools_of(
     config, dtype: str, num_blocks: int | None, block_size: int, block_limits: Many[int | None], max_num_seqs: int,
     max_model_len: int | None,
 ) -> tuple[tuple[int, ...], int]:  # fmt: skip
-    """(blocks of each cache group's pool, max_model_len): what is not given comes from the model and the free memory.
+    """(blocks of each cache group's pool, max_model_len). num_blocks and max_model_len, if None, are computed from the
+    model and the free memory.
 
-    block_limits: the blocks that each group can use, besides the null block; None: no limit. A group without a limit
-    has `num_blocks`, the others at most that many. One sequence of max_model_len always fits alone, so the oldest can
-    always finish.
+    block_limits: the most blocks that each group can use, without the null block; None: no limit. A group without a
+    limit has `num_blocks` blocks, the others at most as many. A sequence of max_model_len tokens fits the empty pools,
+    so the oldest sequence can always finish.
     """
     limit = config.max_positions  # None: positions are unlimited, as with ALiBi
     longest = max_model_len or limit or DEFAULT_MODEL_LEN
@@ -61,9 +65,8 @@ def pools_of(
         needed = 2 if max_model_len is None else cdiv(longest, block_size) + 1
         num_blocks = blocks_that_fit(block_bytes, block_limits, needed, useful)
     pools = _pools(num_blocks, block_limits)
-    is_bound = any(
-        limit is None or limit >= num_blocks for limit in block_limits
-    )  # not so: windows pass over any length
+    # If each group has all blocks that its window or chunk can use, the pools limit no sequence's length.
+    is_bound = any(limit is None or limit >= num_blocks for limit in block_limits)
     capacity = (num_blocks - 1) * block_size if is_bound else longest
     if max_model_len is None:
         return pools, max(min(longest, capacity), 1)
@@ -73,18 +76,18 @@ def pools_of(
 
 
 def blocks_that_fit(block_bytes: Many[int], block_limits: Many[int | None], needed: int, useful: int) -> int:
-    """`num_blocks` that memory allows, at least `needed` (one longest sequence), at most `useful`."""
+    """The largest num_blocks that fits the free memory, at most `useful`; CacheFullError if less than `needed`."""
 
     def size(num_blocks: int) -> int:
-        return sum(n * count for n, count in zip(block_bytes, _pools(num_blocks, block_limits), strict=True))
+        return sum(n * blocks for n, blocks in zip(block_bytes, _pools(num_blocks, block_limits), strict=True))
 
-    room = bisect.bisect_right(range(useful + 1), free_bytes(), key=size) - 1
-    if room < needed:
+    count = bisect.bisect_right(range(useful + 1), free_bytes(), key=size) - 1
+    if count < needed:
         raise CacheFullError(
-            f"{room} blocks of {size(1)} bytes fit the free memory, a sequence of full length needs {needed}; "
+            f"{count} blocks of {size(1)} bytes fit the free memory, a sequence of full length needs {needed}; "
             "lower max_model_len, or give num_blocks and max_model_len"
         )
-    return room
+    return count
 
 
 def _pools(num_blocks: int, block_limits: Many[int | None]) -> tuple[int, ...]:

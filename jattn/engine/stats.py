@@ -1,23 +1,23 @@
-"""The engine's counters and queue lengths, as a value."""
+"""Stats: the engine's counters and queue lengths, as an immutable value."""
 
 import dataclasses
 
 _HELP = dict(
     requests="requests accepted",
-    finished="completions that ended by themselves",
+    finished="completions that ended with a stop or at their length",
     failed="completions that ended with an error",
     aborted="completions that were aborted",
     prompt_tokens="prompt tokens of the sequences admitted, cached ones included",
-    cached_tokens="prompt tokens that the prefix cache saved",
+    cached_tokens="prompt tokens found in the prefix cache",
     output_tokens="tokens generated",
     dispatches="programs sent to the device",
-    steps="model steps, several a dispatch",
-    preemptions="sequences that gave their blocks back and were computed anew",
-    evictions="cached blocks given up for others",
-    device_seconds="time spent waiting for the device",
-    host_seconds="time spent between dispatches, planning and reading text",
+    steps="model steps; a dispatch has several",
+    preemptions="sequences that lost their blocks and were computed again",
+    evictions="cached blocks whose contents were replaced",
+    device_seconds="seconds spent waiting for the device",
+    host_seconds="seconds spent between dispatches: planning, and decoding text",
     running="sequences that hold blocks",
-    waiting="sequences that wait for a place",
+    waiting="sequences that wait for blocks or for a place in the batch",
     cache_usage="share of the block pool in use, of the fullest group of layers",
     group_usage="share of the block pool in use, by group of layers",
 )
@@ -26,32 +26,32 @@ _GAUGES = ("running", "waiting", "cache_usage", "group_usage")
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Counters since the engine was made, and the queues of this moment."""
+    """Counters since the engine was made, and the current lengths of its queues."""
 
-    requests: int = 0
-    finished: int = 0
-    failed: int = 0
-    aborted: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    dispatches: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    evictions: int = 0
-    device_seconds: float = 0.0
-    host_seconds: float = 0.0
-    running: int = 0
-    waiting: int = 0
-    cache_usage: float = 0.0
-    group_usage: tuple[tuple[str, float], ...] = ()
+    requests: int = 0  # requests accepted
+    finished: int = 0  # completions that ended with a stop or at their length
+    failed: int = 0  # completions that ended with an error
+    aborted: int = 0  # completions that were aborted
+    prompt_tokens: int = 0  # prompt tokens of admitted sequences, cached ones included
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    output_tokens: int = 0  # tokens generated
+    dispatches: int = 0  # programs sent to the device
+    steps: int = 0  # model steps; a dispatch has several
+    preemptions: int = 0  # sequences that lost their blocks and were computed again
+    evictions: int = 0  # cached blocks whose contents were replaced
+    device_seconds: float = 0.0  # spent waiting for the device
+    host_seconds: float = 0.0  # spent between dispatches
+    running: int = 0  # sequences that hold blocks
+    waiting: int = 0  # sequences that wait for blocks or a place in the batch
+    cache_usage: float = 0.0  # share of blocks in use, 0 .. 1, of the fullest cache group
+    group_usage: tuple[tuple[str, float], ...] = ()  # (name, share of blocks in use) of each cache group
 
     def plus(self, **more: float) -> "Stats":
         """A copy with these amounts added."""
         return dataclasses.replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
 
     def prometheus(self, prefix: str = "jattn") -> str:
-        """The Prometheus text format."""
+        """The stats in the text format of Prometheus."""
         lines = []
         for field in dataclasses.fields(self):
             gauge = field.name in _GAUGES

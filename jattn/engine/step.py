@@ -1,8 +1,8 @@
-"""The dispatch: one compiled program that computes a batch, samples, and goes on decoding without the host.
+"""dispatch: one compiled program that computes a batch, samples, and continues decoding without the host.
 
-The first step takes any batch, prompts included; each later step takes the tokens just sampled. A row that has ended
-writes to no slot and waits for the others. The number of steps is data, so it causes no compilation. The dispatch also
-leaves its rows' state on the device, so that the next one can be sent before this one's tokens are read.
+The first step computes any batch, also of prompts. Each later step computes the tokens that were just sampled. A row
+that has ended writes to no slot until the others end. The number of steps is an array, so it causes no compilation. The
+state of the rows stays on the device, so that the next dispatch can be sent before the tokens of this one are read.
 """
 
 import dataclasses
@@ -17,28 +17,25 @@ import numpy as np
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, Penalties, Sampled, SamplingRows, choose
 from jattn.metadata.batch import CommonAttentionMetadata
-from jattn.types import PAD_SLOT_ID, pytree, static
+from jattn.types import PAD_SLOT_ID, AnyArray, pytree, static
 from pallas_kernels.algebra.paging import slots_of
 
 NOT_SAMPLED = -2
-"""In a dispatch's output: the row had ended before this step, or there was no such step."""
-
+"""In the tokens of a dispatch: the row had ended before this step, or the step was not computed."""
 
 MAX_STEPS = 32
-"""Steps of the longest dispatch."""
+"""The most steps of a dispatch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The function that a dispatch calls. Pure and hashable: equal models share compiled programs.
+    """The model that a dispatch computes. Hashable: equal models share compiled programs."""
 
-    forward(config, params, token_ids, caches, meta, backend=, logits_at=) -> (caches, logits), meta one
-    CommonAttentionMetadata, or a tuple where the model has several cache groups: `jattn.models.forward`.
-    """
-
+    # As jattn.models.forward: (config, params, token_ids, caches, meta, backend=, logits_at=) -> (caches, logits).
+    # meta: a CommonAttentionMetadata, or a tuple of them if the model has several cache groups.
     forward: Callable
-    config: Any
-    backend: str = "auto"
+    config: Any  # a jattn.models.ModelConfig, or one with the same attributes
+    backend: str = "auto"  # attention backend
 
     def last_logits(self, params, caches, token_ids, metas):
         """(caches, f32[R vocab] of each row's last token)."""
@@ -52,42 +49,42 @@ class Model:
 
 @pytree
 class Batch:
-    """The input of a dispatch; metas: one per cache group."""
+    """The input of a dispatch."""
 
-    token_ids: jax.Array  # i32[T]
-    metas: tuple[CommonAttentionMetadata, ...]
-    rows: SamplingRows
-    penalties: Penalties
-    needs_history_or_logprobs: jax.Array  # bool[] some row has penalties, or wants log-probabilities
-    steps: jax.Array  # i32[] at most this many, and at most MAX_STEPS
-    until_any: jax.Array  # bool[] stop as soon as some row ends
-    continues: jax.Array  # bool[] made from an RowState: slots are computed from the tables, which may have grown
-    block_size: int = static()
+    token_ids: AnyArray  # i32[T]
+    metas: tuple[CommonAttentionMetadata, ...]  # one for each cache group
+    rows: SamplingRows  # the sampling rules of each row
+    penalties: Penalties  # of each row
+    needs_history_or_logprobs: jax.Array | np.bool_  # some row has penalties, or log-probabilities are requested
+    steps: jax.Array | np.int32  # the most steps; MAX_STEPS at most
+    until_any: jax.Array | np.bool_  # stop as soon as one row ends
+    continues: jax.Array | np.bool_  # made from a RowState: the slots are computed from the block tables
+    block_size: int = static()  # tokens of a block
 
 
 @pytree
 class LoopState:
-    """The state of the loop."""
+    """The state of the loop over steps."""
 
-    step: jax.Array  # i32[]
-    alive: jax.Array  # bool[R]
-    token_ids: jax.Array  # i32[T]
-    metas: tuple[CommonAttentionMetadata, ...]
-    sampled: Sampled  # of every step so far: [MAX_STEPS R ..]
+    step: jax.Array  # i32[] the next step
+    alive: jax.Array  # bool[R] rows that have not ended
+    token_ids: jax.Array  # i32[T] input of the next step
+    metas: tuple[CommonAttentionMetadata, ...]  # of the next step, for each cache group
+    sampled: Sampled  # of all steps so far: arrays [MAX_STEPS R ..]
 
 
 @pytree
 class RowState:
-    """The state of the rows after a dispatch, on the device: the next dispatch can start from it."""
+    """The state of the rows after a dispatch, on the device. The next dispatch can start from it."""
 
-    token_ids: jax.Array  # i32[T]
-    metas: tuple[CommonAttentionMetadata, ...]
-    position: jax.Array  # i32[R]
-    remaining: jax.Array  # i32[R] 0: the row has ended
+    token_ids: jax.Array  # i32[T] input of the next step
+    metas: tuple[CommonAttentionMetadata, ...]  # of the next step, for each cache group
+    position: jax.Array  # i32[R] tokens generated so far
+    remaining: jax.Array  # i32[R] tokens that may still be generated; 0: the row has ended
 
 
 def continued_batch(batch: Batch, row_state: RowState, tables) -> Batch:
-    """The decode batch after `batch`, whose tokens the host has not read; tables i32[R B], one per cache group."""
+    """The decode batch after a dispatch whose tokens the host has not read. tables: i32[R B] of each group."""
     metas = tuple(meta.replace(block_table=table) for meta, table in zip(row_state.metas, tables, strict=True))
     rows = dataclasses.replace(batch.rows, position=row_state.position, remaining=row_state.remaining)
     return dataclasses.replace(batch, token_ids=row_state.token_ids, metas=metas, rows=rows, continues=np.bool_(True))
@@ -95,66 +92,67 @@ def continued_batch(batch: Batch, row_state: RowState, tables) -> Batch:
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
 def dispatch(model: Model, params, caches, batch: Batch):
-    """(caches, Sampled with a leading axis of MAX_STEPS, RowState).
+    """(caches, Sampled with a first axis of MAX_STEPS, RowState).
 
-    tokens[i, r] is what step i chose for row r, BAD_TOKEN where its logits were unusable, NOT_SAMPLED where the row had
-    ended before.
+    tokens[i, r] is the token of row r in step i; BAD_TOKEN if its logits were NaN or infinite, NOT_SAMPLED if the row
+    had ended before.
     """
-    num_rows = batch.metas[0].max_num_reqs
+    num_rows, has_more = batch.metas[0].max_num_reqs, jnp.asarray(batch.rows.remaining) > 0
+    needs_history_or_logprobs = jnp.asarray(batch.needs_history_or_logprobs)
 
-    def one(carry):
-        caches, at = carry
-        caches, logits = model.last_logits(params, caches, at.token_ids, at.metas)
-        rows = dataclasses.replace(batch.rows, position=batch.rows.position + at.step)
-        news = choose(logits, rows, batch.penalties, at.sampled.tokens, batch.needs_history_or_logprobs)
-        chosen = news.tokens
-        news = dataclasses.replace(news, tokens=jnp.where(at.alive, chosen, NOT_SAMPLED))
-        put = lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, at.step, 0)
-        sampled = jax.tree.map(put, at.sampled, news)
+    def one_step(carry):
+        caches, state = carry
+        caches, logits = model.last_logits(params, caches, state.token_ids, state.metas)
+        rows = dataclasses.replace(batch.rows, position=batch.rows.position + state.step)
+        new = choose(logits, rows, batch.penalties, state.sampled.tokens, needs_history_or_logprobs)
+        chosen = new.tokens
+        new = dataclasses.replace(new, tokens=jnp.where(state.alive, chosen, NOT_SAMPLED))
+        put = lambda all_steps, row: jax.lax.dynamic_update_index_in_dim(all_steps, row, state.step, 0)
+        sampled = jax.tree.map(put, state.sampled, new)
         ended = (chosen == BAD_TOKEN) | jnp.any(chosen[:, None] == batch.rows.stop_ids, axis=1)
-        alive = at.alive & ~ended & (batch.rows.remaining > at.step + 1)
-        metas = tuple(next_decode(meta, alive, batch.block_size) for meta in at.metas)
-        token_ids = jnp.zeros_like(at.token_ids).at[:num_rows].set(jnp.maximum(chosen, 0))
-        return caches, LoopState(step=at.step + 1, alive=alive, token_ids=token_ids, metas=metas, sampled=sampled)
+        alive = state.alive & ~ended & (batch.rows.remaining > state.step + 1)
+        metas = tuple(decode_after(meta, alive, batch.block_size) for meta in state.metas)
+        token_ids = jnp.zeros_like(state.token_ids).at[:num_rows].set(jnp.maximum(chosen, 0))
+        return caches, LoopState(step=state.step + 1, alive=alive, token_ids=token_ids, metas=metas, sampled=sampled)
 
     def is_unfinished(carry):
-        at = carry[1]
-        live = batch.rows.remaining > 0
-        ended = jnp.any(live & ~at.alive)
-        more = jnp.any(at.alive) & ~(batch.until_any & ended) & (at.step < jnp.minimum(batch.steps, MAX_STEPS))
-        return (at.step == 0) | more
+        state = carry[1]
+        ended = jnp.any(has_more & ~state.alive)
+        more = jnp.any(state.alive) & ~(batch.until_any & ended) & (state.step < jnp.minimum(batch.steps, MAX_STEPS))
+        return (state.step == 0) | more
 
     start = LoopState(
         step=jnp.int32(0),
-        alive=batch.rows.remaining > 0,
+        alive=has_more,
         token_ids=jnp.asarray(batch.token_ids),
         metas=tuple(_with_slots(meta, batch) for meta in jax.tree.map(jnp.asarray, batch.metas)),
         sampled=_nothing_sampled(num_rows, model.config.vocab_size),
     )
-    caches, end = jax.lax.while_loop(is_unfinished, one, (caches, start))
+    caches, end = jax.lax.while_loop(is_unfinished, one_step, (caches, start))
     remaining = jnp.where(end.alive, batch.rows.remaining - end.step, 0)
-    position = batch.rows.position + end.step
+    position = jnp.asarray(batch.rows.position) + end.step
     row_state = RowState(token_ids=end.token_ids, metas=end.metas, position=position, remaining=remaining)
     return caches, end.sampled, row_state
 
 
 def _with_slots(meta: CommonAttentionMetadata, batch: Batch) -> CommonAttentionMetadata:
-    """The batch with its own slots, or, if it follows a dispatch, with slots computed from the tables."""
-    slots = _decode_slots(meta, (batch.rows.remaining > 0) & (meta.query_lens() > 0), batch.block_size)
+    """The batch with its slots: its own, or, if it continues a dispatch, those computed from the block table."""
+    slots = _decode_slots(meta, (jnp.asarray(batch.rows.remaining) > 0) & (meta.query_lens() > 0), batch.block_size)
     return meta.replace(slot_mapping=jnp.where(batch.continues, slots, meta.slot_mapping))
 
 
 def _decode_slots(meta: CommonAttentionMetadata, writes: jax.Array, block_size: int) -> jax.Array:
-    """i32[T]: the slot of each row's last token; padding for rows that write nothing, and past R."""
-    slots = slots_of(jnp.asarray(meta.block_table), jnp.arange(meta.max_num_reqs), meta.seq_lens - 1, block_size)
+    """i32[T] the slot of each row's last token; PAD_SLOT_ID for rows without `writes`, and from R on."""
+    last = jnp.asarray(meta.seq_lens) - 1
+    slots = slots_of(jnp.asarray(meta.block_table), jnp.arange(meta.max_num_reqs), last, block_size)
     slots = jnp.where(writes, slots, PAD_SLOT_ID).astype(jnp.int32)
     return jnp.concatenate([slots, jnp.full(meta.num_tokens - meta.max_num_reqs, PAD_SLOT_ID, jnp.int32)])
 
 
-def next_decode(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int) -> CommonAttentionMetadata:
-    """The decode step after any batch: one token for each row that had tokens; rows not alive write nothing.
+def decode_after(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int) -> CommonAttentionMetadata:
+    """The decode step after any batch: one token for each row with tokens. Rows that ended write nothing.
 
-    Like `meta.advanced`, but rows may end, and the batch before may hold prompts: T stays, tokens past R are padding.
+    Like `meta.advanced`, but rows may end, and the batch may have prompts. T is unchanged; tokens from R on are pads.
     """
     had = meta.query_lens() > 0
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(had, dtype=jnp.int32)])

@@ -1,7 +1,7 @@
-"""Block tables of running sequences, one per cache group: allocating, sharing and freeing blocks.
+"""BlockTables: allocates, shares and frees the blocks of running sequences, for each cache group.
 
-Layers that keep the same tokens form a cache group and share one table. A group with a sliding window or with chunks
-frees blocks as soon as no later token can see them; its table then holds the null block there.
+Layers that need the same tokens are a cache group and share one block table. A group with a sliding window or with
+chunks frees a block as soon as no later token can see it; its table then has NULL_BLOCK_ID in that place.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from pallas_kernels.algebra.paging import cdiv
 
 
 class Group(Protocol):
-    """What a cache group keeps: the last `sliding_window` tokens, or the query's own chunk, or (both None) all."""
+    """The tokens that a cache group needs: the last `sliding_window`, the query's own chunk, or all (both None)."""
 
     @property
     def sliding_window(self) -> int | None: ...
@@ -25,7 +25,7 @@ class Group(Protocol):
 
 
 def first_visible(group: Group, position: int) -> int:
-    """The lowest position that a token at `position`, or a later one, can still see."""
+    """The first position that a token at `position`, or a later one, can see."""
     first = 0
     if group.sliding_window is not None:
         first = max(first, position - group.sliding_window + 1)
@@ -37,11 +37,11 @@ def first_visible(group: Group, position: int) -> int:
 def max_blocks_of_group(
     group: Group, block_size: int, num_seqs: int, num_new: int, burst: int, prefix_caching: bool = False
 ) -> int | None:
-    """Upper bound of the blocks that `num_seqs` sequences use in this group; None: it grows with their lengths.
+    """The most blocks that `num_seqs` sequences use in this group; None: it grows with their lengths.
 
-    num_new: tokens that a step may add to all of them together; burst: to each of them, decoding. Before a step a
-    sequence keeps its last reach - 1 tokens; L tokens lie in at most cdiv(L - 1, block_size) + 1 blocks. Prefix caching
-    doubles that: a full pool would otherwise remember no beginning at all.
+    num_new: the most tokens that a step adds to all of them together. burst: the most that decoding adds to each.
+    Before a step a sequence needs its last reach - 1 tokens; L tokens are in at most cdiv(L - 1, block_size) + 1
+    blocks. With prefix caching the number is doubled, so that cached beginnings can stay in the pool.
     """
     reach = min((n for n in (group.sliding_window, group.chunk_size) if n is not None), default=None)
     if reach is None:
@@ -51,7 +51,7 @@ def max_blocks_of_group(
 
 
 class BlockTables:
-    """Pools and tables of all groups; a sequence's tables live in the sequence, and only this class changes them."""
+    """The block pools of all cache groups. Only this class changes the tables of a sequence, Sequence.tables."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class BlockTables:
         prefix_caching: bool = True,
         weights_version: int = 0,
     ):
-        """num_blocks: of each group's pool. weights_version goes into every block's hash."""
+        """num_blocks: of each group's pool. weights_version: part of the hash of every block."""
         self.block_size = block_size
         self.groups = tuple(groups)
         self.pools = tuple(BlockPool(count) for _, count in zip(self.groups, num_blocks, strict=True))
@@ -70,22 +70,22 @@ class BlockTables:
 
     @property
     def usage(self) -> float:
-        """The share of blocks in use, of the fullest group."""
+        """The share of blocks in use in the fullest group."""
         return max(share for _, share in self.group_usage)
 
     @property
     def evictions(self) -> int:
-        """Cached blocks that were given up for others."""
+        """Cached blocks whose contents were replaced."""
         return sum(pool.evictions for pool in self.pools)
 
     @property
     def group_usage(self) -> tuple[tuple[str, float], ...]:
-        """(a group's name, the share of its blocks in use)."""
+        """(name, share of blocks in use) of each group."""
         shares = [pool.num_held / (pool.num_blocks - 1) for pool in self.pools]
         return tuple((_name(group), share) for group, share in zip(self.groups, shares, strict=True))
 
     def admit(self, seq: Sequence) -> int:
-        """Give a sequence without blocks the cached blocks of its beginning; returns how many tokens that saves."""
+        """Give a new sequence the cached blocks of its beginning; returns the number of their tokens."""
         seq.tables = [[] for _ in self.groups]
         seq.kept_from = [0] * len(self.groups)
         hits = self._longest_hit(seq) if self.prefix_caching else 0
@@ -101,7 +101,7 @@ class BlockTables:
         return seq.num_computed
 
     def fits(self, wanted: Many[tuple[Sequence, int]]) -> bool:
-        """Are there blocks for every (sequence, number of tokens) together?"""
+        """Are there enough free blocks for every (sequence, number of tokens) together?"""
         for g, pool in enumerate(self.pools):
             missing = sum(max(cdiv(n, self.block_size) - len(seq.tables[g]), 0) for seq, n in wanted)
             if missing > pool.num_free:
@@ -109,11 +109,11 @@ class BlockTables:
         return True
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for the first `num_tokens` tokens; False, and none allocated, if some group lacks them."""
+        """Allocate the blocks of the first `num_tokens` tokens; False, and none allocated, if too few are free."""
         return self.extend_all([(seq, num_tokens)])
 
     def extend_all(self, wanted: Many[tuple[Sequence, int]]) -> bool:
-        """Allocate blocks for every (sequence, number of tokens), or for none if they do not suffice."""
+        """Like extend, for several sequences: all get their blocks, or none."""
         if not self.fits(wanted):
             return False
         for seq, num_tokens in wanted:
@@ -122,10 +122,10 @@ class BlockTables:
         return True
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others share the blocks that the first `num_tokens` tokens fill.
+        """Let other sequences share the blocks that the first `num_tokens` tokens fill.
 
-        They may be computed already, or be part of the step that is being planned: every row's keys are written before
-        any row reads, so sequences of one step can share each other's blocks.
+        The tokens are computed already, or in the step that is being planned. In a step all keys are written before any
+        are read, so its sequences can share each other's blocks.
         """
         full = num_tokens // self.block_size
         if not self.prefix_caching or full <= seq.num_published:
@@ -138,7 +138,7 @@ class BlockTables:
         seq.num_published = full
 
     def settle(self, seq: Sequence) -> None:
-        """After a step: share full blocks, and free those that no later token of this sequence can see."""
+        """After a step: let others share full blocks, and free blocks that no later token of this sequence can see."""
         self.publish(seq, seq.num_computed)
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             kept = min(first_visible(group, seq.num_computed) // self.block_size, len(seq.tables[g]))
@@ -148,18 +148,18 @@ class BlockTables:
             seq.kept_from[g] = max(seq.kept_from[g], kept)
 
     def release(self, seq: Sequence, *, trusted: bool = True) -> None:
-        """Free every block; not `trusted`: blocks that it wrote are removed from the prefix cache."""
+        """Free all blocks of a sequence. Without `trusted`, blocks that it wrote are removed from the prefix cache."""
         for table, kept, pool in zip(seq.tables, seq.kept_from, self.pools, strict=True):
             held = table[kept:]
             if not trusted:
                 for block in table[max(kept, seq.num_shared) :]:
                     pool.forget(block)
-            pool.release(reversed(held))  # first blocks are shared most, so they are evicted last
+            pool.release(reversed(held))  # the first blocks last: they are shared most
         seq.tables, seq.kept_from = [], []
         seq.num_computed = seq.num_shared = seq.num_published = 0
 
     def _longest_hit(self, seq: Sequence) -> int:
-        """How many blocks at the beginning are cached in every group; the last token is always computed."""
+        """How many blocks at the beginning are cached in all groups. The last token is always computed."""
         limit = (len(seq.tokens) - 1) // self.block_size
         self._name_blocks(seq, limit)
         cached = [[pool.find(name) is not None for name in seq.names[:limit]] for pool in self.pools]
@@ -170,11 +170,11 @@ class BlockTables:
         return 0
 
     def _first_parent(self, root_hash: bytes) -> bytes:
-        """The parent hash of a request's first block: the weights' version and the request's root hash."""
+        """The parent hash of a sequence's first block: of the weights' version and the request's root hash."""
         return hashlib.blake2b(self.weights_version.to_bytes(8, "little") + root_hash).digest()
 
     def _name_blocks(self, seq: Sequence, count: int) -> None:
-        """Hashes of the first `count` blocks: of tokens, root hash and weights' version, so a preemption keeps them."""
+        """Compute the hashes of the first `count` blocks. They remain valid after a preemption."""
         while len(seq.names) < count:
             i = len(seq.names)
             parent = seq.names[-1] if seq.names else self._first_parent(seq.root_hash)

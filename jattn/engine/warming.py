@@ -1,4 +1,4 @@
-"""Compiling every program before the first request, and checking that one still runs."""
+"""Compiles all programs before the first request; and runs one to check the device."""
 
 import os
 from collections.abc import Callable
@@ -11,8 +11,10 @@ from jattn.engine.shapes import StepShapes
 from jattn.engine.step import Batch, Model, continued_batch, dispatch
 
 
-def warm(model: Model, params, caches, shapes: StepShapes, progress: Callable[[int, int, str], None] | None = None):
-    """(caches, number of programs): every bucket compiled, several at a time, and run once."""
+def compile_all(
+    model: Model, params, caches, shapes: StepShapes, progress: Callable[[int, int, str], None] | None = None
+):
+    """Compile the program of every bucket, several at a time, and run each once: (caches, number of programs)."""
     to_compile = shapes.all()
     # The first trace of a kernel imports modules of JAX that register settings, and settings are part of a program's
     # cache key. A program compiled before that import would not be found again.
@@ -32,13 +34,15 @@ def warm(model: Model, params, caches, shapes: StepShapes, progress: Callable[[i
 
 
 def probe(model: Model, params, caches, shapes: StepShapes):
-    """The caches after the smallest program has run; raises where the device, the weights or the model are broken."""
+    """Run the smallest program and return the caches. It raises if the device, the weights or the model fail."""
     return _run(model, params, caches, shapes, shapes.all()[0])
 
 
 def _run(model: Model, params, caches, shapes: StepShapes, shape: tuple[int, int, bool]):
-    """Run a batch of padding and wait: from host arrays and, if it decodes, again from the dispatch's results. With
-    weights that are committed to a device those results are committed too, and JAX compiles for them separately."""
+    """Run a batch of padding and wait for it; a batch of decodes a second time, from the results of the first.
+
+    If the weights are committed to a device, so are the results of a dispatch, and JAX compiles for them separately.
+    """
     batch = _padding(model, shapes, shape)
     caches, sampled, row_state = dispatch(model, params, caches, batch)
     if shape[2]:

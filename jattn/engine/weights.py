@@ -1,4 +1,4 @@
-"""A model's weights inside an engine: taken over, exchanged as a whole, moved to the host and back."""
+"""The weights of an engine: adopting, replacing, and moving them to the host and back."""
 
 from typing import Any
 
@@ -7,13 +7,16 @@ import numpy as np
 
 
 def adopt(params: Any) -> Any:
-    """The same weights in new containers. numpy arrays, which others can write to, are copied; JAX arrays are shared:
-    the caller must not delete or donate them."""
+    """The same weights in new containers, on the device.
+
+    numpy arrays are copied, because the caller can write to them. JAX arrays are shared: the caller must not delete or
+    donate them.
+    """
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, may_alias=False), params)
 
 
 def copied_like(old: Any, new: Any) -> Any:
-    """A copy of `new`, placed like `old`; ValueError unless structure, shapes and dtypes are equal."""
+    """A copy of `new` with the placement of `old`; ValueError unless structure, shapes and dtypes are equal."""
     if wrong := _differences(old, new):
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}; nothing was changed")
@@ -21,19 +24,21 @@ def copied_like(old: Any, new: Any) -> Any:
 
 
 def bound_like(params: Any, caches: Any) -> Any:
-    """The caches, committed to the weights' device if the weights are committed to one, as a dispatch returns them; JAX
-    compiles separately for committed arrays."""
+    """The caches, committed to the weights' device if the weights are committed to one.
+
+    A dispatch returns them so, and JAX compiles separately for committed arrays.
+    """
     places = {x.sharding for x in jax.tree.leaves(params) if x.committed}
     return jax.device_put(caches, places.pop()) if len(places) == 1 else caches
 
 
 def _place(x: jax.Array) -> jax.sharding.Sharding | None:
-    """The sharding that an array is committed to; None: it is uncommitted, on the default device."""
+    """The sharding that an array is committed to; None if it is not committed."""
     return x.sharding if x.committed else None
 
 
 def _placed(x: Any, place: jax.sharding.Sharding | None) -> jax.Array:
-    """A copy committed to `place`, or uncommitted if that is None (via the host: no other copy is)."""
+    """A copy committed to `place`; None: not committed, which only a copy of a host array is."""
     x = np.asarray(x) if place is None and getattr(x, "committed", False) else x
     return jax.device_put(x, place, may_alias=False)
 
@@ -43,16 +48,16 @@ class StoredWeights:
 
     def __init__(self, params: Any):
         self._places = [_place(x) for x in jax.tree.leaves(params)]
-        self._host = jax.tree.map(lambda x: np.array(x), params)  # a copy: np.asarray may be the device's own memory
+        self._host = jax.tree.map(lambda x: np.array(x), params)  # np.asarray may share the memory of the device
 
     def restored(self) -> Any:
-        """The weights on their devices again."""
+        """The weights, on their devices again."""
         leaves, structure = jax.tree.flatten(self._host)
         return jax.tree.unflatten(structure, [_placed(x, place) for x, place in zip(leaves, self._places, strict=True)])
 
 
 def _differences(old: Any, new: Any) -> list[str]:
-    """How `new` differs from `old` in form, by name."""
+    """The differences of structure, shape and dtype, with the names of the leaves."""
     name = jax.tree_util.keystr
     a = {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(old)}
     b = {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(new)}

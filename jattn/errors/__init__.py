@@ -1,22 +1,22 @@
-"""Error classes of this library; a caller's mistake is a plain ValueError or TypeError."""
+"""Error classes of this library. A wrong argument raises ValueError or TypeError."""
 
 
 class UnsupportedError(NotImplementedError):
-    """No backend can do what was asked; `reasons` has every backend's reasons."""
+    """No backend supports the request; `reasons` maps each backend's name to its reasons."""
 
     def __init__(self, message: str, reasons: dict[str, tuple[str, ...]] | None = None):
         self.reasons = dict(reasons or {})
-        lines = [f"  {name}: {'; '.join(why)}" for name, why in self.reasons.items()]
+        lines = [f"  {name}: {'; '.join(each)}" for name, each in self.reasons.items()]
         super().__init__("\n".join([message, *lines]))
 
 
 class CacheFullError(RuntimeError):
-    """The block pool has fewer free blocks than were asked for; nothing was allocated."""
+    """The block pool has too few free blocks; nothing was allocated."""
 
 
 class EngineDeadError(RuntimeError):
-    """The engine's device no longer computes: nothing more is served, and the process should be started anew."""
+    """The engine's device no longer computes. The engine serves nothing more; start a new process."""
 
 
 class MissingMetadataError(ValueError, AttributeError):
-    """The batch lacks what this type of attention needs (an encoder's lengths, say)."""
+    """The batch lacks metadata that this type of attention needs, e.g. the encoder's lengths."""

@@ -28,7 +28,7 @@ _TYPES = {_INTEGERS: "an integer type", _NUMBERS: "a type of real numbers", _BOO
 
 
 def takes(**rules: Rule) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: the named arguments pass through their rules before the call; defaults do not."""
+    """Decorator: each named argument is replaced by what its rule returns. Rules are not applied to defaults."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         names = tuple(inspect.signature(function).parameters)
@@ -37,7 +37,7 @@ def takes(**rules: Rule) -> Callable[[Callable[P, R]], Callable[P, R]]:
         by_place = tuple((name, rules.get(name)) for name in names)
 
         @functools.wraps(function)
-        def door(*args: P.args, **kwargs: P.kwargs) -> R:
+        def checked_call(*args: P.args, **kwargs: P.kwargs) -> R:
             checked: list[Any] = list(args)
             for i, (value, (name, rule)) in enumerate(zip(args, by_place, strict=False)):
                 if rule is not None:
@@ -47,19 +47,19 @@ def takes(**rules: Rule) -> Callable[[Callable[P, R]], Callable[P, R]]:
             }
             return function(*checked, **named)  # pyright: ignore[reportCallIssue]
 
-        return door
+        return checked_call
 
     return decorate
 
 
 def check_fields(instance: Any, **rules: Rule) -> None:
-    """Rules for the fields of a frozen dataclass; call it in __post_init__."""
+    """Apply rules to the fields of a frozen dataclass, in its __post_init__."""
     for name, rule in rules.items():
         object.__setattr__(instance, name, rule(name, getattr(instance, name)))
 
 
 def check_kind(name: str, value: Any, wanted: type[C] | tuple[type, ...], way_out: str = "") -> C:
-    """The value itself; TypeError if it is of another class. way_out: what to do instead."""
+    """Return the value; TypeError if it is of another class. way_out: advice at the end of the message."""
     if not isinstance(value, wanted):
         names = " or ".join(w.__name__ for w in (wanted if isinstance(wanted, tuple) else (wanted,)))
         hint = f"; {way_out}" if way_out else ""
@@ -100,7 +100,7 @@ def integer(least: int | None = None, most: int = INT32) -> Rule:
         if least is not None and plain < least:
             raise ValueError(f"{name}={short(value)} must be {words}")
         if plain > most or plain < -most - 1:
-            raise ValueError(f"{name}={short(value)} is outside int32, which every index here is kept in")
+            raise ValueError(f"{name}={short(value)} is outside int32, the type of all indices")
         return plain
 
     return check
@@ -174,7 +174,7 @@ def text(name: str, value: Any) -> str:
 
 def dtype_name(name: str, value: Any) -> str:
     """The name of a dtype, given as a name, a dtype or a scalar type."""
-    code = isinstance(value, str) and len(value) < 4  # codes such as 'f8' or 'e' are refused: they are easily misread
+    code = isinstance(value, str) and len(value) < 4  # numpy's codes such as 'f8' and 'e' are refused: 'f8' is float64
     if isinstance(value, (str, type, np.dtype)) and not code:
         try:
             return jnp.dtype(value).name
@@ -217,7 +217,7 @@ def as_array(name: str, value: Any, holds: str = _NUMBERS, ndims: tuple[int, ...
     else:
         array = _from_list(name, value, holds)
     if host and isinstance(array, Tracer):
-        raise ValueError(f"{name} is traced, and its values are looked at here: {host}")
+        raise ValueError(f"{name} is traced, but its values are needed here: {host}")
     holds_it = {_INTEGERS: _is_integer, _NUMBERS: _is_number, _BOOLS: _is_bool}[holds]
     if not holds_it(array.dtype):
         raise ValueError(f"{name}.dtype={array.dtype} must be {_TYPES[holds]}{_shape_words(ndims)}")

@@ -1,4 +1,4 @@
-"""Batches: the metadata that all layers of a step share. vLLM's utilities for it are in jattn.compat.vllm."""
+"""Batches: the metadata that all layers of a step share. vLLM's batch utilities are in jattn.compat.vllm."""
 
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.buckets import Buckets
@@ -15,7 +15,7 @@ __all__ = [
     "check_host",
     "keys_of",
     "queries_of",
-    # keys shared between requests, spans that see both ways, keys on several ranks
+    # prefixes shared between requests, spans that see both ways, keys on several ranks
     "cascade_levels",
     "compute_mm_prefix_range_tensor",
     "fill_mm_prefix_query_ranges",

@@ -1,7 +1,7 @@
-"""The batch that all layers of a step share, as an immutable pytree of int32 arrays.
+"""CommonAttentionMetadata: the batch that all layers of a step share, as an immutable pytree of int32 arrays.
 
-Padding has no effect: padding requests have query_len 0 and seq_len 0, padding tokens have slot -1, and unused table
-columns may hold anything. Arrays made on the host are numpy, which jit takes directly and fastest.
+Padding requests have query_len 0 and seq_len 0, padding tokens have slot -1, and unused columns of the block table may
+hold any value: no result depends on them. Arrays made on the host are numpy arrays, which jit takes fastest.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jattn.metadata.lengths import (
     slots_of_tokens,
     table_of,
 )
-from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID, AttentionType, pytree, static
+from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID, AnyArray, AttentionType, pytree, static
 from pallas_kernels.algebra.paging import slots_of
 
 _SIZE = optional(integer(0))
@@ -32,26 +32,26 @@ _SIZE = optional(integer(0))
 
 @pytree
 class CommonAttentionMetadata:
-    """Lengths, pages and slots of a ragged batch; make it with from_lengths (host) or from_traced (in jit)."""
+    """Lengths, blocks and slots of a ragged batch. Make it with from_lengths on the host, or from_traced inside jit."""
 
-    query_start_loc: jax.Array  # i32[R+1] request r owns packed tokens start[r] .. start[r+1]-1
-    seq_lens: jax.Array  # i32[R] computed + new
-    block_table: jax.Array | None  # i32[R B]
-    slot_mapping: jax.Array  # i32[T] where each new token is written, -1 = nowhere
-    num_reqs: jax.Array  # i32[] live requests
-    num_actual_tokens: jax.Array  # i32[] live tokens
-    causal_per_request: jax.Array | None = None  # bool[R], overrules is_causal
-    logits_indices: jax.Array | None = None  # i32[L] tokens whose logits are wanted
-    encoder_seq_lens: jax.Array | None = None  # i32[R]
-    dcp_local_seq_lens: jax.Array | None = None  # i32[R] keys of each request that this rank holds
-    mm_prefix_ranges: jax.Array | None = None  # i32[R n 2] inclusive spans that see both ways: see mm_prefix.py
-    rswa_prefix_lens: jax.Array | None = None  # i32[R] first keys that no window hides
-    final_seq_lens: jax.Array | None = None  # i32[R] the most tokens that each request will have; see final_lens
-    cross: "CommonAttentionMetadata | None" = None  # the encoder's tokens: own lengths, pages, slots
-    max_query_len: int = static()  # upper bound, bucketed
-    max_seq_len: int = static()  # upper bound, bucketed
-    is_causal: bool = static(default=True)
-    block_size: int | None = static(default=None)  # tokens per page of block_table; None: unknown, not checked
+    query_start_loc: AnyArray  # i32[R+1] the new tokens of request r are packed tokens start[r] .. start[r+1]-1
+    seq_lens: AnyArray  # i32[R] tokens of each request, computed and new
+    block_table: AnyArray | None  # i32[R B] the blocks of each request, in order; None without a cache
+    slot_mapping: AnyArray  # i32[T] the slot that each new token is written to; -1: none
+    num_reqs: AnyArray  # i32[] requests that are not padding
+    num_actual_tokens: AnyArray  # i32[] new tokens that are not padding
+    causal_per_request: AnyArray | None = None  # bool[R] overrides is_causal; None: is_causal holds for all
+    logits_indices: AnyArray | None = None  # i32[L] packed tokens whose logits are needed
+    encoder_seq_lens: AnyArray | None = None  # i32[R] encoder tokens of each request
+    dcp_local_seq_lens: AnyArray | None = None  # i32[R] keys of each request on this rank (context parallelism)
+    mm_prefix_ranges: AnyArray | None = None  # i32[R n 2] inclusive (first, last) of each span that sees both ways
+    rswa_prefix_lens: AnyArray | None = None  # i32[R] first keys of each request that a sliding window does not hide
+    final_seq_lens: AnyArray | None = None  # i32[R] the most tokens that each request will have: see final_lens
+    cross: "CommonAttentionMetadata | None" = None  # the encoder's tokens as a batch: lengths, block table and slots
+    max_query_len: int = static()  # upper bound of the new tokens of a request; rounded up, so that few values occur
+    max_seq_len: int = static()  # upper bound of seq_lens; rounded up
+    is_causal: bool = static(default=True)  # no query sees a key at a later position
+    block_size: int | None = static(default=None)  # tokens of a block of block_table; None: unknown and not checked
 
     @classmethod
     @takes(block_size=integer(1), num_tokens=_SIZE, num_reqs=_SIZE, max_blocks=_SIZE, num_encoder_tokens=_SIZE)
@@ -73,12 +73,13 @@ class CommonAttentionMetadata:
         rswa_prefix_lens=None,
         final_seq_lens=None,
     ) -> "CommonAttentionMetadata":
-        """A ragged batch from host lengths, padded up to the static sizes given (None: as given).
+        """A ragged batch from lengths on the host.
 
-        block_table may be None without a cache. encoder_seq_lens adds `.cross`, with the pages cross_block_table and
-        packed tokens padded to num_encoder_tokens. mm_prefix_ranges: pairs (first, last) for each request, or the
-        array that compute_mm_prefix_range_tensor makes of them. rswa_prefix_lens: a number per request.
-        final_seq_lens: the most tokens that each request will have, for rotary angles that depend on it (longrope,
+        num_tokens, num_reqs, max_blocks (columns of the block table): static sizes to pad to; None: no padding.
+        block_table: None without a cache. causal: one bool, or bool[R]. encoder_seq_lens: adds `.cross`, the encoder's
+        tokens, with the blocks cross_block_table, padded to num_encoder_tokens. mm_prefix_ranges: pairs (first, last)
+        for each request, or the array of compute_mm_prefix_range_tensor. rswa_prefix_lens: a number for each request.
+        final_seq_lens: the most tokens that each request will have, needed if rotary angles depend on it (longrope,
         dynamic NTK).
         """
         q = lengths_of("query_lens", query_lens)
@@ -154,23 +155,24 @@ class CommonAttentionMetadata:
         causal=True,
         final_seq_lens=None,
     ) -> "CommonAttentionMetadata":
-        """The same from device arrays i32[R+1], i32[R], i32[R B]; static sizes must be given, no value is checked.
+        """A ragged batch from arrays i32[R+1], i32[R], i32[R B], which may be traced. Their values are not checked.
 
-        num_reqs counts up to the last request that has a token or a length.
+        num_tokens: T, padding included. max_query_len, max_seq_len: static upper bounds; None: the largest possible.
+        num_reqs becomes the number of requests up to the last one that has a token.
         """
         start = jnp.asarray(query_start_loc, jnp.int32)
         seq_lens = jnp.asarray(seq_lens, jnp.int32)
         rows = seq_lens.shape[0]
         if start.shape != (rows + 1,):
-            raise ValueError(f"query_start_loc.shape={start.shape} must be (R + 1,) beside seq_lens.shape=({rows},)")
+            raise ValueError(f"query_start_loc.shape={start.shape} must be (R + 1,) with seq_lens.shape=({rows},)")
         if block_table is not None and block_table.shape[0] != rows:
-            raise ValueError(f"block_table.shape={block_table.shape} must have one row a request, {rows}")
+            raise ValueError(f"block_table.shape={block_table.shape} must have one row for each request, {rows}")
         one = isinstance(causal, (bool, np.bool_))
         each = None if one else as_array("causal", causal, "bools", (1,))
         if each is not None and each.shape != (rows,):
-            raise ValueError(f"causal.shape={each.shape} must be ({rows},): one bool a request, or one bool")
+            raise ValueError(f"causal.shape={each.shape} must be ({rows},): one bool for each request, or one bool")
         if final_seq_lens is not None and final_seq_lens.shape != (rows,):
-            raise ValueError(f"final_seq_lens.shape={final_seq_lens.shape} must be ({rows},): one length a request")
+            raise ValueError(f"final_seq_lens.shape={final_seq_lens.shape} must be ({rows},): one for each request")
         used = (start[1:] > start[:-1]) | (seq_lens > 0)
         last = jnp.max(jnp.where(used, jnp.arange(1, rows + 1), 0), initial=0)
         meta = cls(
@@ -191,9 +193,9 @@ class CommonAttentionMetadata:
             is_causal=bool(causal) if one else True,
             block_size=None if block_table is None else block_size,
         )
-        if block_table is None or not rows:
+        if meta.block_table is None or not rows:
             return meta
-        slots = slots_of(meta.block_table, meta.token_to_req(), meta.positions(), block_size)
+        slots = slots_of(jnp.asarray(meta.block_table), meta.token_to_req(), meta.positions(), block_size)
         return meta.replace(slot_mapping=jnp.where(meta.token_is_live(), slots, PAD_SLOT_ID).astype(jnp.int32))
 
     @classmethod
@@ -207,7 +209,7 @@ class CommonAttentionMetadata:
             raise ValueError(f"{given} (num_tokens: num_encoder_tokens): {error}") from None
 
     @property
-    def causal(self) -> "bool | jax.Array":
+    def causal(self) -> "bool | AnyArray":
         """One static bool, or a traced bool[R]."""
         return self.is_causal if self.causal_per_request is None else self.causal_per_request
 
@@ -227,29 +229,29 @@ class CommonAttentionMetadata:
         return start[1:] - start[:-1]
 
     def num_computed_tokens(self) -> jax.Array:
-        """i32[R] tokens already in the cache: seq_lens - query_lens."""
-        return self.seq_lens - self.query_lens()
+        """i32[R] tokens of each request that are in the cache already: seq_lens - query_lens."""
+        return jnp.asarray(self.seq_lens) - self.query_lens()
 
-    def final_lens(self) -> jax.Array:
-        """i32[R] the lengths that rotary angles are computed for (longrope, dynamic NTK).
+    def final_lens(self) -> AnyArray:
+        """i32[R] the lengths that rotary angles depend on (longrope, dynamic NTK).
 
-        `final_seq_lens`: prompt plus the most that may be generated, the same in every call for a request. If it is
-        None, seq_lens: right only if each request is whole in one call.
+        final_seq_lens: the prompt and the most tokens that may be generated, the same in each step of a request. If it
+        is None, seq_lens: correct only if all tokens of each request are computed in one call.
         """
         return self.seq_lens if self.final_seq_lens is None else self.final_seq_lens
 
     def token_to_req(self) -> jax.Array:
-        """i32[T] the request of each token; pad tokens get the last request."""
+        """i32[T] the request of each token; that of a padding token is the last one."""
         tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
         req = jnp.searchsorted(jnp.asarray(self.query_start_loc)[1:], tokens, side="right")
         return jnp.clip(req, 0, max(self.max_num_reqs - 1, 0)).astype(jnp.int32)
 
     def token_is_live(self) -> jax.Array:
-        """bool[T] False for pad tokens."""
+        """bool[T] False for padding tokens."""
         return jnp.arange(self.num_tokens) < jnp.asarray(self.query_start_loc)[-1]
 
     def positions(self) -> jax.Array:
-        """i32[T] position of each token in its request, bottom-right aligned; 0 for pad tokens."""
+        """i32[T] the position of each token in its request: the new tokens are the last ones. 0 for padding tokens."""
         req = self.token_to_req()
         start = jnp.asarray(self.query_start_loc)[:-1]
         first = self.num_computed_tokens() - start
@@ -257,23 +259,23 @@ class CommonAttentionMetadata:
         return jnp.where(self.token_is_live(), tokens + first.at[req].get(mode="fill", fill_value=0), 0)
 
     def logits_at_last_token(self) -> jax.Array:
-        """i32[R] index of each request's last new token (0 where there is none: mask those by query_lens)."""
+        """i32[R] index of each request's last new token. A request without one has an index of no meaning."""
         return jnp.maximum(jnp.asarray(self.query_start_loc)[1:] - 1, 0)
 
     def replace(self, **changes) -> "CommonAttentionMetadata":
-        """A copy with some fields changed; `causal` takes a bool or an array and keeps the two forms apart."""
+        """A copy with other values of fields. `causal`, a bool or an array, sets is_causal and causal_per_request."""
         if "causal" in changes:
             causal = changes.pop("causal")
             one = isinstance(causal, (bool, np.bool_))
             causal = causal if one else _CAUSAL("causal", causal)
             changes |= dict(is_causal=bool(causal) if one else True, causal_per_request=None if one else causal)
         if unknown := changes.keys() - self.__dataclass_fields__.keys():
-            raise ValueError(f"{', '.join(sorted(unknown))}: no field of a batch; use {', '.join(FIELDS)} or causal")
+            raise ValueError(f"{', '.join(sorted(unknown))}: not a field of a batch; use {', '.join(FIELDS)}, causal")
         return dataclasses.replace(self, **changes)
 
     @takes(num_tokens=integer(0), num_reqs=integer(0))
     def padded(self, num_tokens: int, num_reqs: int) -> "CommonAttentionMetadata":
-        """The same batch in larger static sizes."""
+        """The same batch, padded to larger static sizes."""
         if num_tokens < self.num_tokens or num_reqs < self.max_num_reqs:
             raise ValueError(
                 f"cannot pad T={self.num_tokens}, R={self.max_num_reqs} to {num_tokens=}, {num_reqs=}; use unpadded"
@@ -289,7 +291,7 @@ class CommonAttentionMetadata:
 
     @takes(num_tokens=integer(0), num_reqs=integer(0))
     def unpadded(self, num_tokens: int, num_reqs: int) -> "CommonAttentionMetadata":
-        """The first `num_reqs` requests and `num_tokens` tokens, in those static sizes."""
+        """The first `num_reqs` requests and `num_tokens` tokens, as a batch of those static sizes."""
         if num_tokens > self.num_tokens or num_reqs > self.max_num_reqs:
             raise ValueError(
                 f"cannot cut T={self.num_tokens}, R={self.max_num_reqs} up to {num_tokens=}, {num_reqs=}; use padded"
@@ -306,10 +308,10 @@ class CommonAttentionMetadata:
 
     @takes(block_size=integer(1))
     def advanced(self, block_size: int) -> "CommonAttentionMetadata":
-        """The next decode step of a batch in which every live request has one new token: for `lax.while_loop`.
+        """The next decode step of a batch in which each request has one new token, e.g. in a `lax.while_loop`.
 
-        seq_lens grow by one; the new slots come from the block table, which must already hold the new pages
-        (a request past its table writes nowhere).
+        Each seq_len grows by one. The slots are computed from the block table, which must contain the new blocks
+        already; a token past the end of the table is not written.
         """
         if self.max_query_len != 1:
             raise ValueError(f"{self.max_query_len=} must be 1: only a decode batch can advance token by token")
@@ -325,7 +327,7 @@ PER_REQUEST = dict(
     seq_lens=0, block_table=NULL_BLOCK_ID, causal_per_request=True, encoder_seq_lens=0, dcp_local_seq_lens=0,
     mm_prefix_ranges=0, rswa_prefix_lens=0, final_seq_lens=0,
 )  # fmt: skip
-"""Fields with one row per request -> the value in padding rows."""
+"""Fields with one row for each request -> the value in rows of padding."""
 
 
 BATCH = kind(CommonAttentionMetadata, way_out="make one with CommonAttentionMetadata.from_lengths(...)")
@@ -334,24 +336,24 @@ _CAUSAL = booleans(1)
 
 
 def check_block_size(meta: CommonAttentionMetadata, block_size: int, of: str = "block_size") -> int:
-    """Returns the block size; ValueError if the batch has no pages, or pages of another size."""
+    """Return the block size; ValueError if the batch has no block table, or one for blocks of another size."""
     if meta.block_table is None:
-        raise ValueError("meta.block_table is None: this needs the pages of a cache; give from_lengths block_table=")
+        raise ValueError("meta.block_table is None: this needs the blocks of a cache; give from_lengths block_table=")
     if meta.block_size not in (None, block_size):
         raise ValueError(
-            f"{of}={block_size} but the batch was made for pages of meta.block_size={meta.block_size} tokens: "
-            f"its slots mean other pages; make the batch with block_size={block_size}"
+            f"{of}={block_size} but the batch was made for blocks of meta.block_size={meta.block_size} tokens: "
+            f"its slots are in other blocks; make the batch with block_size={block_size}"
         )
     return block_size
 
 
 def _minimum(x, bound: int):
-    """min(x, bound) that stays numpy on the host."""
+    """min(x, bound), as numpy if x is numpy's."""
     return np.minimum(x, np.int32(bound)) if isinstance(x, (np.ndarray, np.generic)) else jnp.minimum(x, bound)
 
 
 def _extend(x, more: int, fill):
-    """x with `more` rows of `fill` behind it; None stays None, numpy stays numpy."""
+    """x with `more` rows of `fill` at its end, as numpy if x is numpy's; None stays None."""
     if x is None or more == 0:
         return x
     xp = np if isinstance(x, np.ndarray) else jnp
@@ -359,7 +361,7 @@ def _extend(x, more: int, fill):
 
 
 def ATTENTION_TYPE(name: str, value: AttentionType | str) -> AttentionType:
-    """The type as an enum; an error names them all."""
+    """A rule of jattn.errors.arguments: an AttentionType or its name, as an AttentionType."""
     try:
         return AttentionType(value if isinstance(value, str) else "")
     except ValueError:
@@ -369,22 +371,22 @@ def ATTENTION_TYPE(name: str, value: AttentionType | str) -> AttentionType:
 
 @takes(meta=BATCH, attn_type=ATTENTION_TYPE)
 def queries_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> CommonAttentionMetadata:
-    """The batch of the queries: the encoder's own for ENCODER, where `meta` is a decoder's that carries it.
+    """The batch of the queries: meta.cross for ENCODER, else meta.
 
-        type              queries                   keys                     pages
+        type              lengths of queries        lengths of keys          blocks of keys
         decoder           query_lens                seq_lens                 block_table
         encoder_only      query_lens                seq_lens                 block_table
-        encoder           the encoder's own         the same                 none: packed k and v
-        encoder_decoder   query_lens                the encoder's lengths    cross.block_table
+        encoder           the encoder's             the encoder's            none: packed k and v
+        encoder_decoder   query_lens                the encoder's            cross.block_table
 
-    A batch without encoder lengths is an encoder's own batch: ENCODER then reads it like ENCODER_ONLY.
+    If meta.cross is None, meta is the encoder's own batch, and ENCODER is like ENCODER_ONLY.
     """
     return meta.cross if attn_type is AttentionType.ENCODER and meta.cross is not None else meta
 
 
 @takes(meta=BATCH, attn_type=ATTENTION_TYPE)
 def keys_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> CommonAttentionMetadata:
-    """The batch whose tokens are the keys, hold the pages and are written: the encoder's for ENCODER_DECODER."""
+    """The batch of the keys, whose blocks are read and whose slots are written: meta.cross for ENCODER_DECODER."""
     if attn_type is not AttentionType.ENCODER_DECODER:
         return queries_of(meta, attn_type)
     if meta.cross is None:

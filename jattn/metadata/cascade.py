@@ -1,11 +1,11 @@
-"""Cascade attention: keys that many requests share are read once, for all of their queries together.
+"""Cascade attention: keys that many requests share are read once for all of their queries.
 
-    level 0   one request: all tokens as queries, the common prefix as keys, not causal
-    level i   one request for each group of neighbours that shares more
-    last      every request with what remains of its keys
+    level 0   one request: its queries are all tokens, its keys are the common prefix; not causal
+    level i   one request for each group of neighbouring requests that share more tokens
+    last      each request with the rest of its keys
 
-The states of the levels merge into the flat result. A level's lengths count its own keys; `cascade_attention` adds
-up the levels above to know where each key stands, so every mask and bias means what it means in a flat batch.
+The merged states of the levels are the result of the whole batch. The lengths of a level count its own keys;
+`cascade_attention` adds the lengths of the levels before it to get the positions of its keys.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ from pallas_kernels.algebra.paging import cdiv
 
 Level = int | Sequence[tuple[int, int]]
 MIN_PREFIX, MIN_REQS, TILE = 256, 8, 128
+"""A level of its own needs this many shared tokens and requests. TILE: queries or keys of a tile in the estimate."""
 
 
 @takes(
     common_prefix_len=integer(0),
-    query_lens=integers(1, host="ask before jit"),
+    query_lens=integers(1, host="call this before jit"),
     num_query_heads=integer(1),
     num_kv_heads=integer(1),
     use_alibi=boolean,
@@ -44,10 +45,10 @@ def use_cascade_attention(
     num_sms: int = 1,
     dcp_world_size: int = 1,
 ) -> bool:
-    """Whether a shared prefix is worth a level of its own: a wave count against split-KV decoding. Host only.
+    """Is a shared prefix read faster in a level of its own? Compares waves of tiles on num_sms processors. Host only.
 
-    cascade = ceil(H * ceil(tokens/128) / SM) * ceil(prefix/128)
-    split   = ceil(reqs * K * ceil(G/128) * ceil(prefix/128) / SM)
+    with a level            ceil(H * ceil(tokens/128) / SM) * ceil(prefix/128)
+    split-KV decoding       ceil(reqs * K * ceil(G/128) * ceil(prefix/128) / SM)
     """
     lens = np.asarray(query_lens)
     if common_prefix_len < MIN_PREFIX or use_alibi or use_sliding_window or use_local_attention:
@@ -56,7 +57,7 @@ def use_cascade_attention(
         return False
     group = num_query_heads // num_kv_heads
     if group == 1 or not (lens == 1).all():
-        return True  # no split-KV decoding to compete with
+        return True  # split-KV decoding does not apply
     prefix_tiles = cdiv(common_prefix_len, TILE)
     cascade = cdiv(num_query_heads * cdiv(len(lens), TILE), num_sms) * prefix_tiles
     return cascade < cdiv(len(lens) * num_kv_heads * cdiv(group, TILE) * prefix_tiles, num_sms)
@@ -66,21 +67,21 @@ def use_cascade_attention(
 def cascade_levels(
     meta: CommonAttentionMetadata, prefixes: int | Sequence[Level], block_size: int
 ) -> list[CommonAttentionMetadata]:
-    """One batch a level, all over the same packed queries.
+    """A batch for each level, over the same packed queries: the argument `levels` of cascade_attention.
 
-    prefixes: the tokens that all requests share, or one entry a level. A level is such a number, or a list of
-    (num_requests, tokens) for neighbouring requests that share that many MORE tokens, covering the live
-    requests in order. Tokens are whole blocks, already computed, in the same pages: checked here where values
-    are at hand.
+    prefixes: the number of tokens that all requests share, or a list with an entry for each level. An entry is a number
+    of further tokens that all requests share, or a list of (num_requests, tokens): groups of neighbouring requests, in
+    order, and the further tokens that each group shares. Shared tokens must be computed already and fill whole blocks,
+    the same ones in each request of a group. This is checked if the batch is on the host.
     """
     if meta.block_table is None or meta.cross is not None or meta.dcp_local_seq_lens is not None:
         raise ValueError(
-            "cascade levels share pages of one cache: they need meta.block_table, no cross, no dcp lengths"
+            "cascade levels share pages of one cache: meta needs block_table, and no cross or dcp_local_seq_lens"
         )
     check_block_size(meta, block_size)
     live = meta.max_num_reqs if is_traced(meta.num_reqs) else int(meta.num_reqs)
     groups = _groups(prefixes, live)
-    done = np.zeros(live, np.int64)  # tokens of each request that the levels so far have taken
+    done = np.zeros(live, np.int64)  # tokens of each request in the levels so far
     out = []
     for i, level in enumerate(groups):
         _check_level(i, level, live, block_size)
@@ -91,7 +92,7 @@ def cascade_levels(
 
 
 def _groups(prefixes, live: int) -> list[list[tuple[int, int]]]:
-    """Each level as (num_requests, tokens) pairs."""
+    """The (num_requests, tokens) pairs of each level."""
     one = not isinstance(prefixes, (list, tuple))
     levels = [prefixes] if one else prefixes
     groups = []
@@ -156,7 +157,7 @@ def _check_level(i: int, level, live: int, block_size: int) -> None:
 
 
 def _check_shared(meta, done: np.ndarray, groups, block_size: int) -> None:
-    """ValueError where a prefix is not computed yet, or the pages of a group differ. Host values only."""
+    """ValueError if a prefix is not computed yet, or the blocks of a group differ. Checks a batch on the host only."""
     if is_traced(meta.query_start_loc, meta.seq_lens, meta.block_table):
         return
     computed = (np.asarray(meta.seq_lens) - np.diff(np.asarray(meta.query_start_loc)))[: len(done)]
@@ -164,7 +165,7 @@ def _check_shared(meta, done: np.ndarray, groups, block_size: int) -> None:
     if (done > computed).any():
         r = int(np.argmax(done > computed))
         raise ValueError(
-            f"request {r} has {computed[r]} computed tokens, fewer than the {done[r]} it is said to share: "
+            f"request {r} has {computed[r]} computed tokens, fewer than the {done[r]} shared ones of prefixes: "
             "its queries would see keys after them"
         )
     first = np.zeros(len(done), np.int64)
@@ -176,5 +177,7 @@ def _check_shared(meta, done: np.ndarray, groups, block_size: int) -> None:
         bad = (inside & (table[: len(done)] != table[leader])).any(axis=1)
         if bad.any():
             r = int(np.argmax(bad))
-            raise ValueError(f"requests {leader[r]} and {r} have different pages in the prefix they are said to share")
+            raise ValueError(
+                f"requests {leader[r]} and {r} have different pages in the prefix that `prefixes` says they share"
+            )
         first = stop

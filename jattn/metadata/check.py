@@ -1,4 +1,4 @@
-"""Host-side validation of a batch's values: call it before device_put, never inside jit."""
+"""check_host: checks the values of a batch on the host, before device_put."""
 
 import numpy as np
 
@@ -17,17 +17,17 @@ def _with_pages(name: str, cache_spec):
 
 @takes(meta=BATCH, cache_spec=_with_pages)
 def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentionMetadata:
-    """Raise ValueError unless starts ascend, lengths fit their tables and every used block lies in the pool.
+    """Raise ValueError unless starts ascend, lengths fit the block table and all used blocks are in the pool.
 
-    Returns meta, so that it can stand in an expression. Only live requests are looked at.
+    Returns meta. cache_spec: None leaves out the checks of blocks and slots.
     """
     start = np.asarray(_HOST("meta.query_start_loc", meta.query_start_loc))
     seq = np.asarray(_HOST("meta.seq_lens", meta.seq_lens))
     if start.shape != (len(seq) + 1,):
-        raise ValueError(f"meta.query_start_loc.shape={start.shape} must be (R + 1,) beside {seq.shape=}")
+        raise ValueError(f"meta.query_start_loc.shape={start.shape} must be (R + 1,) with {seq.shape=}")
     query = np.diff(start)
     if start[0] != 0 or (query < 0).any():
-        raise ValueError(f"query_start_loc={start} must start at 0 and never descend")
+        raise ValueError(f"query_start_loc={start} must start at 0 and not descend")
     if start[-1] > meta.num_tokens:
         raise ValueError(f"query_start_loc ends at {start[-1]}, past the {meta.num_tokens} packed tokens")
     causal = np.broadcast_to(np.asarray(meta.causal), seq.shape)
@@ -53,10 +53,10 @@ def _check_pages(meta, seq, cache_spec) -> None:
         lambda r: f"request {r}: seq_len={seq[r]} needs {used[r]} blocks of {size}, its table has {table.shape[1]}",
     )
     bad = (np.arange(table.shape[1]) < used[:, None]) & ((table < 0) | (table >= blocks))
-    _first(bad.any(1), lambda r: f"request {r}: block {table[r][bad[r]][0]} lies outside the pool of {blocks} blocks")
+    _first(bad.any(1), lambda r: f"request {r}: block {table[r][bad[r]][0]} is outside the pool of {blocks} blocks")
     _first(
         slots >= blocks * size,
-        lambda t: f"slot_mapping[{t}]={slots[t]} lies outside the pool of {blocks} x {size} slots",
+        lambda t: f"slot_mapping[{t}]={slots[t]} is outside the pool of {blocks} x {size} slots",
     )
 
 

@@ -1,4 +1,4 @@
-"""What from_lengths makes of the host's lists: checked numpy arrays of lengths, pages and slots."""
+"""The parts of CommonAttentionMetadata.from_lengths: checked numpy arrays of lengths, blocks and slots."""
 
 from itertools import pairwise
 
@@ -12,51 +12,57 @@ TRACED_WAY_OUT = "inside jit use CommonAttentionMetadata.from_traced"
 
 
 def lengths_of(name: str, values, like=None) -> np.ndarray:
+    """i32[n] of lengths >= 0; like: an array with the same number of them."""
     x = np.asarray(as_array(name, values, "integers", (), TRACED_WAY_OUT))
     if x.ndim != 1:
         raise ValueError(f"{name} must be a 1-D list of integers, got shape {x.shape} of {x.dtype}")
     if (x < 0).any():
         raise ValueError(f"{name}[{int(np.argmax(x < 0))}]={x[x < 0][0]} must be >= 0")
     if like is not None and len(x) != len(like):
-        raise ValueError(f"{name} has {len(x)} entries but query_lens has {len(like)}: one of each a request")
+        raise ValueError(f"{name} has {len(x)} entries but query_lens has {len(like)}: one of each for each request")
     return x.astype(np.int32)
 
 
 def final_lengths_of(values, seq_lens: np.ndarray) -> np.ndarray:
+    """i32[n] of lengths that are at least seq_lens."""
     x = lengths_of("final_seq_lens", values, like=seq_lens)
     if (x < seq_lens).any():
         r = int(np.argmax(x < seq_lens))
         raise ValueError(
             f"final_seq_lens[{r}]={x[r]} is less than seq_lens[{r}]={seq_lens[r]}: "
-            "it is the most tokens that the request will ever have"
+            "it must be the most tokens that the request will ever have"
         )
     return x
 
 
 def causal_of(causal, live: int) -> np.ndarray | None:
-    """bool[R], or None for one bool."""
+    """bool[R]; None if `causal` is one bool."""
     if isinstance(causal, (bool, np.bool_)):
         return None
     each = np.asarray(as_array("causal", causal, "bools", (), TRACED_WAY_OUT))
     if each.shape != (live,):
-        raise ValueError(f"causal.shape={each.shape} must be ({live},): one bool a request, or one bool")
+        raise ValueError(f"causal.shape={each.shape} must be ({live},): one bool for each request, or one bool")
     return each
 
 
-def check_new_tokens(q: np.ndarray, s: np.ndarray, causal: np.ndarray | None) -> None:
-    short = s < q if causal is None else (s < q) & causal
-    if short.any():
-        r = int(np.argmax(short))
+def check_new_tokens(query_lens: np.ndarray, seq_lens: np.ndarray, causal: np.ndarray | None) -> None:
+    """ValueError if a causal request has fewer tokens than new tokens."""
+    bad = seq_lens < query_lens if causal is None else (seq_lens < query_lens) & causal
+    if bad.any():
+        r = int(np.argmax(bad))
         raise ValueError(
-            f"request {r}: seq_len={s[r]} is less than query_len={q[r]}; seq_lens count computed AND new tokens"
+            f"request {r}: seq_len={seq_lens[r]} is less than query_len={query_lens[r]}; "
+            "seq_lens count computed AND new tokens"
         )
 
 
-def slots_of_tokens(q: np.ndarray, s: np.ndarray, start: np.ndarray, table: np.ndarray, block_size: int) -> np.ndarray:
-    """Where each new token is written; a block whose slots would not be int32 is refused."""
-    total = int(q.sum())
-    req = np.repeat(np.arange(len(q)), q)
-    position = np.arange(total) + np.repeat(s - q - start, q)
+def slots_of_tokens(
+    query_lens: np.ndarray, seq_lens: np.ndarray, start: np.ndarray, table: np.ndarray, block_size: int
+) -> np.ndarray:
+    """The slot of each new token; ValueError for a block whose slots do not fit int32. start: query_start_loc[:-1]."""
+    total = int(query_lens.sum())
+    req = np.repeat(np.arange(len(query_lens)), query_lens)
+    position = np.arange(total) + np.repeat(seq_lens - query_lens - start, query_lens)
     column = np.clip(position // block_size, 0, table.shape[1] - 1)
     block = table[req, column]
     if (largest := int(block.max())) >= 2**31 // block_size:
@@ -65,19 +71,21 @@ def slots_of_tokens(q: np.ndarray, s: np.ndarray, start: np.ndarray, table: np.n
 
 
 def mm_prefix_ranges_of(ranges, live: int, rows: int) -> np.ndarray:
+    """i32[rows n 2] of the ranges of `live` requests; see compute_mm_prefix_range_tensor."""
     shaped = isinstance(ranges, (list, tuple)) or getattr(ranges, "ndim", 0)
     if not shaped or len(ranges) != live:
         raise ValueError(
-            f"mm_prefix_ranges={short(ranges)} must have {live} entries, as query_lens: one list a request"
+            f"mm_prefix_ranges={short(ranges)} must have {live} entries, as query_lens: one list for each request"
         )
-    known = isinstance(ranges, np.ndarray) and ranges.ndim == 3
-    table = as_array("mm_prefix_ranges", ranges, "integers") if known else compute_mm_prefix_range_tensor(ranges)
+    is_table = isinstance(ranges, np.ndarray) and ranges.ndim == 3
+    table = as_array("mm_prefix_ranges", ranges, "integers") if is_table else compute_mm_prefix_range_tensor(ranges)
     if table.shape[2] != 2:
         raise ValueError(f"mm_prefix_ranges.shape={table.shape} must be [{live}, n, 2]: pairs (first, last)")
     return np.concatenate([table, np.zeros((rows - live, *table.shape[1:]), np.int32)])
 
 
 def at_least(name: str, size: int | None, n: int) -> int:
+    """The static size to pad n entries to; None: n."""
     if size is None:
         return n
     if size < n:
@@ -86,11 +94,12 @@ def at_least(name: str, size: int | None, n: int) -> int:
 
 
 def padded_to(x: np.ndarray, n: int) -> np.ndarray:
+    """x with zeros up to n entries."""
     return np.concatenate([x, np.zeros(n - len(x), x.dtype)])
 
 
 def table_of(block_table, seq_lens, block_size: int, rows: int, columns: int | None) -> np.ndarray | None:
-    """The block table padded with NULL_BLOCK_ID; None stays None. Unused entries may be any integer."""
+    """i32[rows columns], padded with NULL_BLOCK_ID; None stays None. Unused entries may be any integers."""
     if block_table is None:
         return None
     table = _host_table(block_table, len(seq_lens))
@@ -105,7 +114,7 @@ def table_of(block_table, seq_lens, block_size: int, rows: int, columns: int | N
         raise ValueError(f"max_blocks={columns} is less than the {needed} blocks that the longest request needs")
     width = table.shape[1] if columns is None else columns
     table = table[:, :width]
-    if table.size and (table.min() < 0 or table.max() > INT32):  # maybe only in unused columns
+    if table.size and (table.min() < 0 or table.max() > INT32):  # an error only in a used entry
         used = np.arange(table.shape[1]) < cdiv(seq_lens.astype(np.int64), block_size)[:, None]
         bad = used & ((table < 0) | (table > INT32))
         if bad.any():
@@ -118,7 +127,7 @@ def table_of(block_table, seq_lens, block_size: int, rows: int, columns: int | N
 
 
 def _host_table(block_table, rows: int) -> np.ndarray:
-    """As numpy, in the integers that it came in."""
+    """As a numpy array, of its own integer dtype."""
     table = block_table
     if not (isinstance(table, np.ndarray) and table.dtype.kind in "iu"):
         table = np.asarray(as_array("block_table", block_table, "integers", (), TRACED_WAY_OUT))
@@ -126,15 +135,15 @@ def _host_table(block_table, rows: int) -> np.ndarray:
         table = table.reshape(0, 0)
     if table.ndim != 2 or table.shape[0] != rows:
         raise ValueError(
-            f"block_table must be an integer array with one row a request, [{rows}, B]; got shape {table.shape} of "
-            f"{table.dtype}"
+            f"block_table must be an integer array with one row for each request, [{rows}, B]; "
+            f"got shape {table.shape} of {table.dtype}"
         )
     return table
 
 
 def _pairs(name: str, value) -> tuple[tuple[int, int], ...]:
     """The (first, last) pairs of one request."""
-    pairs = integers(1, 2, host="spans are laid out on the host")(name, value)
+    pairs = integers(1, 2, host="give the spans as numbers on the host")(name, value)
     if pairs.size and pairs.shape[1:] != (2,):
         raise ValueError(f"{name} must be pairs (first, last), got shape {pairs.shape}")
     return tuple((int(a), int(b)) for a, b in np.asarray(pairs).reshape(-1, 2))
@@ -142,9 +151,9 @@ def _pairs(name: str, value) -> tuple[tuple[int, int], ...]:
 
 @takes(ranges=sequence_of(_pairs), num_reqs=optional(integer(0)), max_ranges=optional(integer(0)))
 def compute_mm_prefix_range_tensor(ranges, num_reqs: int | None = None, max_ranges: int | None = None) -> np.ndarray:
-    """i32[R, max_ranges, 2] of inclusive (first, last) positions, from a list of pairs for each request.
+    """i32[num_reqs, max_ranges, 2] of inclusive (first, last) positions, from a list of pairs for each request.
 
-    Unused places hold (0, 0): a pair is valid where first < last. The static sizes None mean 'as given'.
+    Unused entries are (0, 0): only pairs with first < last are spans. A size of None means no padding.
     """
     rows = len(ranges) if num_reqs is None else num_reqs
     width = max(map(len, ranges), default=0) if max_ranges is None else max_ranges
@@ -160,5 +169,5 @@ def compute_mm_prefix_range_tensor(ranges, num_reqs: int | None = None, max_rang
                 raise ValueError(f"request {r}: range ({first}, {last}) must be 0 <= first <= last, both inclusive")
             out[r, i] = first, last
         if any(a[1] >= b[0] for a, b in pairwise(sorted(pairs))):
-            raise ValueError(f"request {r}: ranges {sorted(pairs)} overlap; a token lies in one span at most")
+            raise ValueError(f"request {r}: ranges {sorted(pairs)} overlap; a token may be in one span only")
     return out

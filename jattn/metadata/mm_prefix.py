@@ -1,4 +1,4 @@
-"""Spans of a prompt whose tokens see each other both ways (images in a prefix-LM)."""
+"""Spans of a prompt, e.g. images, whose tokens see each other in both directions."""
 
 import jax.numpy as jnp
 
@@ -8,10 +8,11 @@ from jattn.metadata.batch import BATCH, CommonAttentionMetadata
 
 @takes(meta=BATCH, ranges=integers(3), position=optional(integers(1)))
 def fill_mm_prefix_query_ranges(meta: CommonAttentionMetadata, ranges, position=None):
-    """i32[T, 2] the inclusive range that holds each token's position (None: meta's own), or (-1, -1).
+    """i32[T, 2] the inclusive range (first, last) that contains each token's position, or (-1, -1).
 
-    A query sees key j also where first <= j <= last, whatever causality and window say. A span that is prefilled in
-    pieces shows each piece what is cached by then.
+    ranges: i32[R n 2], see compute_mm_prefix_range_tensor. position: i32[T]; None: meta.positions(). A query in a range
+    sees all of its cached keys, in spite of causality and the window. If a span is prefilled in pieces, the tokens of a
+    piece see the span up to that piece.
     """
     position, live = meta.positions() if position is None else position, meta.token_is_live()
     if ranges.shape[1] == 0:

@@ -1,12 +1,12 @@
-"""Decode context parallelism: which of a request's keys a rank holds, where they lie there, where they stand.
+"""Decode context parallelism: which keys of a request are on which rank, and at which index there.
 
-Keys go round the N ranks in runs of I tokens. The block table is the same on every rank: one block id names N pages,
-one a rank, which together hold N * S consecutive tokens.
+N ranks take the keys in turn, I consecutive keys each. The block table is the same on every rank: a block id names a
+block on each rank, and these N blocks together have N * S consecutive tokens.
 
-    position p:  rank = p // I % N       local index j = p // (I * N) * I + p % I       page j // S, offset j % S
-    local j:     position p = (j // I * N + rank) * I + j % I
+    key at position p:   rank = p // I % N,   local index j = p // (I * N) * I + p % I,   block j // S, offset j % S
+    key at local j:      position p = (j // I * N + rank) * I + j % I
 
-        N = 2, I = 2, S = 4      page 0 of rank 0: 0 1 4 5      page 0 of rank 1: 2 3 6 7
+        N = 2, I = 2, S = 4:     positions in block 0 of rank 0: 0 1 4 5     of rank 1: 2 3 6 7
 """
 
 import jax
@@ -23,11 +23,11 @@ _RANK = integers(0)
 
 @takes(seq_lens=integers(), dcp_size=integer(1), rank=optional(_RANK), interleave=integer(1))
 def get_dcp_local_seq_lens(seq_lens, dcp_size: int = 1, rank=None, interleave: int = 1):
-    """i32[R] keys that `rank` holds of each request, or i32[R, size] for all ranks (rank None).
+    """i32[R] the keys of each request on `rank`, or i32[R, dcp_size] for all ranks if rank is None.
 
         base = L // I // N * I        local = base + clip(L - base*N - rank*I, 0, I)
 
-    The ranks' lengths sum to L. rank may be traced: jax.lax.axis_index inside shard_map.
+    They add up to L = seq_lens. rank may be traced, as jax.lax.axis_index inside shard_map is.
     """
     xp = array_module(seq_lens, rank)
     lens = xp.asarray(seq_lens, xp.int32)
@@ -41,31 +41,31 @@ def get_dcp_local_seq_lens(seq_lens, dcp_size: int = 1, rank=None, interleave: i
 
 @takes(meta=BATCH, dcp_size=integer(1), rank=_RANK, interleave=integer(1))
 def with_dcp(meta: CommonAttentionMetadata, dcp_size: int, rank, interleave: int = 1) -> CommonAttentionMetadata:
-    """The batch with this rank's dcp_local_seq_lens filled in."""
+    """The batch with the dcp_local_seq_lens of this rank."""
     return meta.replace(dcp_local_seq_lens=get_dcp_local_seq_lens(meta.seq_lens, dcp_size, rank, interleave))
 
 
 @pytree
 class KeyShard:
-    """One rank's share; inside shard_map the rank is jax.lax.axis_index."""
+    """One rank's share of the keys."""
 
-    rank: jax.Array | int
-    world: int = static()
-    interleave: int = static(default=1)
+    rank: jax.Array | int  # inside shard_map: jax.lax.axis_index
+    world: int = static()  # ranks, N
+    interleave: int = static(default=1)  # consecutive keys on one rank, I
 
     def positions(self, index: jax.Array) -> jax.Array:
-        """Where local keys stand in their request."""
+        """The positions of local keys in their request."""
         run = self.interleave
         return (index // run * self.world + self.rank) * run + index % run
 
     def count_below(self, position: jax.Array) -> jax.Array:
-        """Own keys before a position: the local index of the first own key at or after it; 0 for negative ones."""
+        """How many keys before `position` are on this rank; 0 for a negative position."""
         return get_dcp_local_seq_lens(jnp.maximum(position, 0), self.world, self.rank, self.interleave)
 
     def slot_mapping(self, meta: CommonAttentionMetadata, block_size: int) -> jax.Array:
-        """i32[T] this rank's slots of the new tokens; -1 for those that other ranks write.
+        """i32[T] the slots of the new tokens on this rank; -1 for tokens of other ranks.
 
-        `meta` counts whole requests; `block_size` is that of a rank's pages.
+        The lengths of `meta` count the keys of all ranks. block_size: tokens of a block on one rank.
         """
         position = meta.positions()
         run = self.interleave

@@ -1,9 +1,9 @@
-"""Some requests of a batch, wherever they stand, as a batch of their own: pure, static shapes, in jit or not.
+"""Some requests of a batch, in any places, as a batch of their own. Shapes are static, so it works inside jit.
 
     query lens   1  6  1  0  3        keep = lens == 1   ->   1  1  0  0  0     tokens  0  7  T ...
     tokens       0  1..6  7  8..10    keep = lens > 1    ->   6  3  0  0  0     tokens  1 .. 6  8  9  10  T ...
 
-Slices (slices.py) need the requests side by side and the bounds on the host; this needs neither.
+jattn.compat.vllm.slice_requests needs neighbouring requests, and bounds on the host.
 """
 
 import jax
@@ -17,10 +17,11 @@ from jattn.types import PAD_SLOT_ID
 def subset(
     meta: CommonAttentionMetadata, keep: jax.Array, num_tokens: int, max_query_len: int
 ) -> tuple[CommonAttentionMetadata, jax.Array, jax.Array]:
-    """The requests where keep bool[R], in their order, the rest as padding behind: (batch, tokens, requests).
+    """(batch, tokens, requests): the requests with keep bool[R], in their order, then padding.
 
-    Row i of the new batch's q is row tokens[i] of the old one's (T: padding); its request j was requests[j].
-    num_tokens and max_query_len bound what is kept. Encoder tokens (`.cross`) count as written already.
+    Token i of the new batch is token tokens[i] of the old one (T: padding), and its request j is requests[j].
+    num_tokens and max_query_len: static upper bounds for the kept requests. The encoder's tokens (`.cross`) are not
+    written again.
     """
     keep = jnp.asarray(keep)
     requests = jnp.argsort(~keep, stable=True).astype(jnp.int32)
@@ -50,7 +51,7 @@ def subset(
 
 
 def _cached(cross: CommonAttentionMetadata, requests, live) -> CommonAttentionMetadata:
-    """The encoder's lengths and pages of some requests, with no token left to be written."""
+    """The encoder's lengths and blocks of some requests, without tokens to write."""
     return cross.replace(
         query_start_loc=jnp.zeros_like(jnp.asarray(cross.query_start_loc)),
         seq_lens=jnp.where(live, jnp.asarray(cross.seq_lens)[requests], 0),

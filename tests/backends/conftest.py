@@ -1,4 +1,4 @@
-"""A backend of a user's own, registered for one test."""
+"""A user's backend, registered for one test."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One ragged batch with a past, its tokens, and what the witness says of it: shared by the tests of the doors."""
+"""One ragged batch with computed tokens, and the oracle's result: for the tests of the public functions."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ PAST_K, PAST_V = normal(3, 5, 2, 8), normal(4, 5, 2, 8)  # request 1's five comp
 
 
 def filled(cache_spec=CACHE, offset=0) -> jattn.PagedKV:
-    """A cache that holds the past of request 1, and NaN where nobody wrote."""
+    """A cache with the computed tokens of request 1, and NaN in all other slots."""
     slots = np.asarray([4, 5, 6, 7, 28], np.int32)
     return jattn.write_kv(jattn.empty_cache(cache_spec, fill=jnp.nan), PAST_K, PAST_V, slots + offset)
 

@@ -1,7 +1,7 @@
-"""The covering set: every feature, case, size, dtype, page and ratio at least once, most of them in company.
+"""The covering set: each feature, case, size, dtype, block size and head ratio at least once, mostly combined.
 
-The full product would be a million runs. Each group below walks one axis completely and turns the other axes
-under it, so that neighbours meet (a page size with a window, a head size with a quantised cache ...).
+The full product would be a million runs. Each group below has all values of one axis, combined with changing values
+of the others (a block size with a window, a head size with a quantised cache ...).
 """
 
 import itertools
@@ -70,7 +70,7 @@ LONG = Case("long", (1, 1, 130, 5, 200, 3), (1500, 257, 700, 300, 200, 515))
 
 
 def chip_rows():
-    """(name, Problem) of what chip kernels are made for: 16-bit queries, pages of 8 and more, head dims from 64 up.
+    """(name, Problem) for kernels of accelerators: 16-bit queries, blocks of 8 tokens and more, head dims from 64.
 
     The same axes as above in those sizes, and sequences that are longer than any tile.
     """

@@ -1,4 +1,4 @@
-"""AttentionBackend: what it says of itself, in vLLM's words."""
+"""AttentionBackend: its lists and predicates, and vLLM's names for them."""
 
 import dataclasses
 

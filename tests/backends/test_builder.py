@@ -1,4 +1,4 @@
-"""AttentionMetadataBuilder: plans, and builders and backends made from others."""
+"""AttentionMetadataBuilder: its plans; and builders and backends that are derived from others."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""Every backend x every row of the covering set: the witness's numbers, or a refusal that says why.
+"""Each backend on each row of the covering set gives the oracle's result, or refuses with a reason.
 
-A refusal is a result too, and is checked like one; nothing is skipped.
+A refusal is checked too: no row is skipped.
 """
 
 import jax
@@ -18,7 +18,7 @@ FIRST_CHOICE = {"cpu": "cpu_native", "gpu": "pallas_gpu", "tpu": "pallas_tpu"}
 
 
 def assert_refused(name: str, problem: Problem) -> None:
-    """The report has reasons, and the door raises with the same ones; or the batch is refused with its own."""
+    """The report has reasons and the construction raises them; or the batch is refused with a reason of its own."""
     report = {r.name: r for r in jattn.explain(problem.spec, problem.cache_spec)}[name]
     if report.supported:  # causality and per-head scales are known only with the batch
         with pytest.raises(jattn.UnsupportedError) as refusal:
@@ -44,7 +44,7 @@ def test_the_first_choice_of_this_platform_agrees_in_the_sizes_that_chips_are_ma
 
 
 def judge(backend: str, problem: Problem) -> None:
-    """The witness's numbers and nothing written that should not be; or, where the matrix says so, reasons."""
+    """The oracle's result, and no other slot written; or reasons, where the support matrix has a refusal."""
     if takes(backend, problem):  # AssertionError unless the support matrix says the same
         conform(problem, backend, lse_floor=LSE_OF_HARDWARE.get(backend, 0.0))
     else:

@@ -1,4 +1,4 @@
-"""Attention without a cache, and the four attention types: every backend x every row, the witness or a refusal."""
+"""Attention without a cache, and the four attention types: each backend gives the oracle's result or refuses."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ ROWS = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("attn_type", "problem"), ROWS.values(), ids=ROWS)
 def test_packed_attention_agrees_with_the_witness_or_refuses(backend, attn_type, problem):
-    """An encoder is never causal, whatever the batch says: only decoders are told about causality at all."""
+    """An encoder is never causal: `causal` of the batch has an effect on decoders only."""
     spec = dataclasses.replace(problem.spec, attn_type=attn_type)
     causal = problem.causal if attn_type == "decoder" else True
     meta = jattn.CommonAttentionMetadata.from_lengths(
@@ -92,7 +92,7 @@ CROSS_ROWS = {
 
 
 def encoder_of(problem: Problem) -> Problem:
-    """The encoder's side: whole prompts of its own lengths, over pages of its own."""
+    """The encoder's tokens: prompts of other lengths, in other blocks."""
     return problem.replace(case=Case("encoder", ENCODER_LENS, ENCODER_LENS), seed=problem.seed + 1)
 
 
@@ -106,7 +106,7 @@ def cross_answer(problem: Problem, encoder: Problem):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CROSS_ROWS)
 def test_r23_cross_attention_writes_once_and_reads_ever_after(backend, name):
-    """Encoder and decoder lengths differ; k = v = None reads what the first step wrote and changes nothing."""
+    """Encoder and decoder lengths differ. k = v = None reads what the first step wrote, and writes nothing."""
     problem = CROSS_ROWS[name]
     encoder = encoder_of(problem)
     spec = dataclasses.replace(problem.spec, attn_type="encoder_decoder")

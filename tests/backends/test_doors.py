@@ -1,4 +1,4 @@
-"""The doors of attention: the same numbers as the witness, and a choice that is made once."""
+"""The public attention functions: the oracle's result, and a backend that is chosen once."""
 
 import dataclasses
 
@@ -116,13 +116,13 @@ def test_cross_attention_writes_the_encoders_keys_once_and_reads_them_later():
 @pytest.mark.parametrize("backend", ["sdpa", "toy"])
 @pytest.mark.parametrize("traced", [False, True])
 def test_layers_share_one_pool(toy, backend, traced):
-    """Layer l's pages begin at l * N; a slot past a layer's own pages writes nowhere, least of all the next layer's."""
+    """The blocks of layer l begin at l * N. A slot after a layer's blocks is not written, in the next layer either."""
     layers = 3
     pool_spec = dataclasses.replace(CACHE, num_blocks=layers * CACHE.num_blocks)
     attn = PagedAttention(SPEC, pool_spec, backend)
     meta = batch()
     slots = np.where(np.asarray(meta.slot_mapping) < 0, 32, meta.slot_mapping).astype(np.int32)
-    m = attn.build(meta.replace(slot_mapping=slots))  # pad tokens aim at the next layer's first slot
+    m = attn.build(meta.replace(slot_mapping=slots))  # the slots of padding tokens are the first of the next layer
     pool = jattn.empty_cache(pool_spec, fill=jnp.nan)
     for layer in range(layers):
         pool = jattn.write_kv(pool, PAST_K, PAST_V, np.asarray([4, 5, 6, 7, 28], np.int32) + layer * 32)

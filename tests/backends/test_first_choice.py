@@ -1,4 +1,4 @@
-"""A green suite means that the backend which users get was here, and ran."""
+"""The backend that users get by default is available here, so that the suite tests it."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ PLAIN = Problem(heads=8, head_dim=64, block_size=16, dtype=WORD.get(jax.default_
 
 
 def test_where_there_is_a_compiler_there_is_a_native_library():
-    """Else every test of the default backend would be skipped, or would judge another one."""
+    """Otherwise the tests of the default backend would test another one."""
     if matrix.is_native_absent():
         pytest.skip(matrix.excuse())
     assert library.status().available, library.status().reason
@@ -37,7 +37,7 @@ def test_auto_gives_this_platforms_first_choice():
 
 
 def test_every_backend_of_this_platform_is_able():
-    """By the document, not by the backends' own answers."""
+    """The expected names come from the document, not from the backends."""
     platform, table = jax.default_backend(), matrix.rows()["platforms"]
     here = {name for name, cell in table.items() if platform in cell}
     here -= {"cpu_native"} if matrix.is_native_absent() else set()
@@ -46,13 +46,13 @@ def test_every_backend_of_this_platform_is_able():
 
 @pytest.fixture
 def tired(monkeypatch):
-    """A backend that refuses everything, politely."""
+    """A backend that refuses every layer with a reason."""
     backend = registry.load("pallas_cpu")
     monkeypatch.setattr(backend, "layer_reasons", classmethod(lambda cls, *layer: ("tired",)))
-    jattn.backends.registry._explain.cache_clear()
+    jattn.backends.registry._cached_reports.cache_clear()
     yield "pallas_cpu"
     monkeypatch.undo()
-    jattn.backends.registry._explain.cache_clear()
+    jattn.backends.registry._cached_reports.cache_clear()
 
 
 def test_a_backend_that_begins_to_refuse_everything_fails_the_suite(tired):
@@ -67,11 +67,11 @@ def test_a_backend_that_takes_what_the_matrix_refuses_fails_the_suite(monkeypatc
     backend, problem = registry.load("pallas_cpu"), PLAIN.replace(feature=FEATURES["qq_bias"])
     assert not takes("pallas_cpu", problem)
     monkeypatch.setattr(backend, "features", backend.features | {jattn.backends.Feature.QQ_BIAS})
-    jattn.backends.registry._explain.cache_clear()
+    jattn.backends.registry._cached_reports.cache_clear()
     with pytest.raises(AssertionError, match="pallas_cpu refuses this"):
         takes("pallas_cpu", problem)
     monkeypatch.undo()
-    jattn.backends.registry._explain.cache_clear()
+    jattn.backends.registry._cached_reports.cache_clear()
 
 
 def test_a_value_between_two_that_the_matrix_tries_is_taken_where_both_are():

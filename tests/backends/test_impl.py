@@ -1,4 +1,4 @@
-"""AttentionImpl: what it shows of its layer, and where it stands in a mesh."""
+"""AttentionImpl: its attributes of the layer, and its ranks in a mesh."""
 
 import dataclasses
 

@@ -1,6 +1,6 @@
-"""`pallas_cpu` through the doors: what the kernel's own tests cannot see, and what it refuses.
+"""`pallas_cpu` through the public functions: what the kernel's own tests do not cover, and what it refuses.
 
-Every feature, dtype and size of every backend is the conformance suite's business.
+The conformance tests cover each feature, dtype and size of each backend.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ def test_a_request_computes_the_same_bits_in_any_company():
     """Alone, first of many, padded wider, with a larger static bound on the query length."""
     p = Problem(case=CASES["mixed"])
     cache, many = run(p, BACKEND)
-    start, n = 2, p.case.query_lens[2]  # six new tokens behind two decodes
+    start, n = 2, p.case.query_lens[2]  # six new tokens after two decodes
     attn = jattn.PagedAttention(p.spec, p.cache_spec, BACKEND)
     attend = jax.jit(lambda q, cache, meta: attn.attend(q, cache, attn.build(meta)))
     for more in (0, 9):

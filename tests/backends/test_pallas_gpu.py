@@ -1,4 +1,4 @@
-"""`pallas_gpu` on a machine without a GPU: what it takes, what it refuses, and that a whole step lowers for CUDA."""
+"""`pallas_gpu` on a machine without a GPU: what it supports and refuses, and that a step can be lowered for CUDA."""
 
 import functools
 
@@ -89,7 +89,7 @@ PACKED = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_keys_are_the_kernels_too_and_their_gradient_is_that_of_sdpa(name, monkeypatch):
-    """One launch and a merge. A linear loss needs no launch for its gradient, which is thus known here too."""
+    """One launch and a merge. The gradient of a linear loss needs no launch, so it can be computed here."""
     options, lens = PACKED[name]
     monkeypatch.setattr(jattn.device, "detect", lambda: HOPPER)
     spec = jattn.AttentionSpec(**LAYER | options)
@@ -134,7 +134,7 @@ REFUSED = [
     (dict(chip=Chip("gpu", "sm_80")), "compute capability not supported"),
     (dict(chip=Chip("gpu", "sm_100")), "only sm_90"),
     (dict(chip=Chip("cpu")), "platform not supported: cpu"),
-    (dict(spec=dict(attn_type="encoder_decoder", has_alibi=True)), "stand at the end of the keys"),
+    (dict(spec=dict(attn_type="encoder_decoder", has_alibi=True)), "aligns the last query with the last key"),
 ]
 
 
@@ -154,7 +154,7 @@ def test_packed_keys_of_another_kind_than_the_queries_are_refused_at_the_call(mo
 def test_packed_cross_attention_has_no_positions():
     spec = jattn.AttentionSpec(**LAYER, attn_type="encoder_decoder", has_alibi=True)
     reports = {report.name: report.reasons for report in jattn.explain(spec, None, HOPPER)}
-    assert any("stand at the end of the keys" in reason for reason in reports["pallas_gpu"])
+    assert any("aligns the last query with the last key" in reason for reason in reports["pallas_gpu"])
 
 
 def test_batch_invariance_is_not_promised_where_work_is_split_by_the_batch():

@@ -1,6 +1,6 @@
-"""`pallas_tpu` on a machine without a TPU: what it takes, what it refuses, packed keys and gradients.
+"""`pallas_tpu` on a machine without a TPU: what it supports, what it refuses, packed keys and gradients.
 
-Its numbers are judged in `tests/kernels/tpu`, by the interpreter.
+Its results are tested in `tests/kernels/tpu`, by the interpreter.
 """
 
 import functools
@@ -76,7 +76,7 @@ def test_float16_queries_are_refused_at_the_call():
 
 
 def packed(monkeypatch):
-    """(loss of a backend and q, k, v that also gives the output; q, k, v): an encoder's window, float32."""
+    """(a function of a backend and q, k, v that returns loss and output; q, k, v): an encoder, windowed, float32."""
     monkeypatch.setattr(jattn.device, "detect", lambda: V6E)
     spec = jattn.AttentionSpec(
         num_heads=4, num_kv_heads=2, head_dim=64, attn_type="encoder_only", sliding_window=(9, 3)
@@ -103,7 +103,7 @@ def test_packed_keys_give_the_numbers_of_sdpa(monkeypatch):
 
 
 def test_their_gradient_is_that_of_sdpa(monkeypatch):
-    """A linear loss needs no launch for its gradient: no interpreter is needed here."""
+    """The gradient of a linear loss needs no launch, so no interpreter is needed."""
     loss, rows = packed(monkeypatch)
     alone = lambda name: lambda *args: loss(name, *args)[0]
     mine, theirs = (jax.jit(jax.grad(alone(name), (0, 1, 2)))(*rows) for name in BOTH)

@@ -1,8 +1,8 @@
-"""Capability is a positive list: what nobody has thought of yet, every backend refuses, and names it.
+"""Backends list what they support: each refuses a feature, dtype or layout that is new, and names it.
 
 A copy of the sources gains one feature, one attention type, one dtype of each kind, one layout, one quantisation and
-one platform. A backend that subtracts what it lacks from a list of everything, or reads an empty list as 'any', takes
-them there.
+one platform. A backend that lists everything but some features, or that takes an empty list for 'any', would
+accept them.
 """
 
 import json
@@ -16,7 +16,7 @@ import pytest
 import jattn
 from tests.rooms.tree import ROOT
 
-NEW = {  # file -> (what stands there, with what is added)
+NEW = {  # file -> (text, the text with the addition)
     "jattn/types.py": [
         ('"fused output quantization"\n', '"fused output quantization"\n    NEW = "new need"\n'),
         ('"encoder_decoder"', '"encoder_decoder"\n    NEW = "new_type"'),
@@ -34,7 +34,7 @@ NEW = {  # file -> (what stands there, with what is added)
         ),
     ],
 }
-ASKED = {  # what is asked -> what a reason must name
+ASKED = {  # option -> the name that a reason must contain
     "feature": "new need",
     "feature by keyword": "new need",
     "attention type": "new_type",
@@ -107,7 +107,7 @@ def answers(tmp_path_factory):
 
 @pytest.mark.parametrize("backend", jattn.list_backends())
 def test_what_is_new_is_refused_by_name(answers, backend):
-    """The plain layer is not refused for any of it, so that the reasons below are about what is new."""
+    """The plain layer is not refused, so the reasons below are those against the additions."""
     mine = answers[backend]
     mla = jattn.backends.registry.load(backend).is_mla()
     assert set(mine) == {"plain", *ASKED} - ({"attention type of a spec"} if mla else set())

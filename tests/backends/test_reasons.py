@@ -1,4 +1,4 @@
-"""Why a backend cannot: all reasons, in one order, and each need asked by its field."""
+"""The reasons of a backend: all of them, in one order, and one for each field of a spec that needs a feature."""
 
 import dataclasses
 
@@ -102,7 +102,7 @@ def test_a_combination_may_be_refused_where_its_parts_are_not():
 
         @classmethod
         def supports_combination(cls, question):
-            both = question.asks(Feature.SINK) and question.head_size == 16
+            both = question.needs_feature(Feature.SINK) and question.head_size == 16
             return "sinks with head_size 16 not supported" if both else None
 
     assert Either.validate_configuration(8, has_sink=True) == Either.validate_configuration(16) == []
@@ -159,9 +159,9 @@ def test_each_field_of_a_spec_asks_for_its_feature(layer, cache, feature):
 
 
 def test_every_field_of_a_spec_is_asked_for_by_a_feature_or_is_everybodys():
-    """A field that neither list names would be ignored in silence by every backend that does not know it."""
+    """Without this test, backends could ignore a field that is in neither list."""
     everybodys = {"num_heads", "head_dim", "num_kv_heads", "scale", "attn_type"}
-    with_another = {"mm_prefix_clamp_sliding_window"}  # it changes what MM_PREFIX means, and needs it
+    with_another = {"mm_prefix_clamp_sliding_window"}  # changes MM_PREFIX, and is allowed only with it
     asked = {name for layer, _, _ in NEEDS for name in layer}
     assert {field.name for field in dataclasses.fields(SPEC)} == asked | everybodys | with_another
 
@@ -177,7 +177,7 @@ RULES = [
 
 @pytest.mark.parametrize(("rule", "field"), RULES, ids=[next(iter(field)) for _, field in RULES])
 def test_a_chips_kernel_refuses_a_field_of_a_rule_that_it_does_not_list(rule, field):
-    """Also where it is called without a backend in front: the kernels would leave the field out of their masks."""
+    """Also if the kernel is called directly: it would leave the field out of its mask."""
     ((name, value),) = field.items()
     for module, kernel in ((pallas_gpu, gpu_supports), (pallas_tpu, tpu_supports)):
         config = module.kernel_config(CHIP_SPEC, CHIP_CACHE, "bfloat16")

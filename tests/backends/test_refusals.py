@@ -1,4 +1,4 @@
-"""A sentence for every bad input: what was seen, what was wanted, the way out; at trace time."""
+"""The error of each bad input says what was seen, what was wanted, and the way out. It is raised at trace time."""
 
 import dataclasses
 
@@ -232,12 +232,12 @@ REFUSED = {
     "another width": (
         lambda: plan()[0].update_block_table(plan()[1], jnp.zeros((5, 3), jnp.int32), plan()[1].slot_mapping),
         ValueError,
-        r"block_table.shape=\(5, 3\) must stay \(5, 2\); build anew",
+        r"block_table.shape=\(5, 3\) must be \(5, 2\), as in the plan; call build",
     ),
     "another T": (
         lambda: plan()[0].update_block_table(plan()[1], plan()[1].block_table, jnp.zeros(9, jnp.int32)),
         ValueError,
-        r"slot_mapping.shape=\(9,\) must stay \(8,\)",
+        r"slot_mapping.shape=\(9,\) must be \(8,\), as in the plan",
     ),
     "uneven pool": (
         lambda: plan()[0].for_layer(plan()[1], 0, 3),

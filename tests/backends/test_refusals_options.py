@@ -1,4 +1,4 @@
-"""A sentence for every option that says less than it needs, more than anybody asked for, or what cannot be."""
+"""The errors of options that miss another option, that are not used, or that contradict each other."""
 
 import jax
 import jax.numpy as jnp
@@ -66,12 +66,12 @@ REFUSED = {
     "R-SWA of an encoder": (
         lambda: layer_of(use_rswa=True, sliding_window=3, attn_type="encoder"),
         ValueError,
-        "use_rswa=True needs a decoder: nothing else is generated",
+        "use_rswa=True needs attn_type='decoder'",
     ),
     "spans of an encoder": (
         lambda: layer_of(use_mm_prefix=True, attn_type="encoder_only"),
         ValueError,
-        "use_mm_prefix=True needs a decoder: an encoder sees both ways",
+        "use_mm_prefix=True needs attn_type='decoder'",
     ),
     "clamped by no window": (
         lambda: layer_of(use_mm_prefix=True, mm_prefix_clamp_sliding_window=True),
@@ -101,12 +101,12 @@ REFUSED = {
     "ranges of fewer requests": (
         lambda: batch(mm_prefix_ranges=[[(0, 2)]]),
         ValueError,
-        "must have 4 entries, as query_lens: one list a request",
+        "must have 4 entries, as query_lens: one list for each request",
     ),
     "a work list of two ranges": (
         lambda: get_scheduler_metadata(batch(), RSWA),
         jattn.UnsupportedError,
-        "a work list covers one range of keys a tile",
+        "a work list has one range of keys for each tile",
     ),
     "bias without a flag": (
         lambda: attend(params=AttentionParams(qq_bias=jnp.zeros((2, 2)))),
@@ -121,7 +121,7 @@ REFUSED = {
     "bias of an encoder": (
         lambda: layer_of(use_qq_bias=True, attn_type="encoder"),
         ValueError,
-        "use_qq_bias=True needs a decoder: nothing else has new tokens",
+        "use_qq_bias=True needs attn_type='decoder'",
     ),
     "a quantised result to project": (
         lambda: jattn.nn.AttentionConfig(spec=INT8, hidden_size=32),

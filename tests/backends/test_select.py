@@ -1,4 +1,4 @@
-"""Registry and selection: names, order, and every backend's every reason."""
+"""The registry and the choice of a backend: names, order, and all reasons of each backend."""
 
 import dataclasses
 import sys
@@ -60,7 +60,7 @@ def test_a_registered_backend_can_be_named_and_preferred(registered):
     assert backends.resolve(SPEC, CACHE, "mine", "cpu") is ToyBackend
     assert backends.resolve(SPEC, CACHE, platform="cpu") is before
     registered("ours", before=backends.list_backends()[0])
-    assert backends.resolve(SPEC, CACHE, platform="cpu") is ToyBackend  # no stale cache
+    assert backends.resolve(SPEC, CACHE, platform="cpu") is ToyBackend  # the cached choice is not used
 
 
 def test_register_backend_decorates():
@@ -86,7 +86,7 @@ def test_a_backend_by_path_is_imported_when_first_asked_for(registered, tmp_path
 @pytest.mark.parametrize(
     ("name", "backend", "options", "error", "sentence"),
     [
-        ("sdpa", ToyBackend, {}, ValueError, "'sdpa' is already registered; unregister_backend it first"),
+        ("sdpa", ToyBackend, {}, ValueError, "'sdpa' is already registered; call unregister_backend first"),
         ("auto", ToyBackend, {}, ValueError, "'auto' must be a non-empty string other than 'auto'"),
         ("", ToyBackend, {}, ValueError, "must be a non-empty string"),
         ("x", ToyBackend, dict(before="nobody"), ValueError, "before='nobody' is not known; use one of"),
@@ -152,7 +152,7 @@ def test_what_nobody_can_lists_every_backend():
     with pytest.raises(UnsupportedError, match="no backend takes this layer") as refused:
         backends.resolve(SPEC, CACHE, platform="cpu", needs=(Feature.KV_CONNECTOR,))
     assert tuple(refused.value.reasons) == backends.list_backends()
-    for reasons in refused.value.reasons.values():  # split says it half by half
+    for reasons in refused.value.reasons.values():  # split has the reasons of each half
         assert any("KV connector not supported: asked for" in reason for reason in reasons)
 
 

@@ -1,4 +1,4 @@
-"""`split` against the witness, whatever order the requests stand in, and what it says of its halves."""
+"""`split` gives the oracle's result for requests in any order; and its reasons for each half."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ class Narrow(SdpaBackend):
 
 @contextlib.contextmanager
 def registered(name, backend=None, **pair):
-    """A backend of this name while the block lasts: a class, or a split of a pair."""
+    """A backend with this name, registered inside the block: a class, or a split of two."""
     if backend is None:
         make_split_backend(name, **pair)
     else:
@@ -49,7 +49,7 @@ def registered(name, backend=None, **pair):
 
 @pytest.fixture
 def plain():
-    """A split of twice the same, whose plans are known to be comparable."""
+    """A split of one backend and itself, whose plans can be compared."""
     with registered("plain", decode="sdpa", prefill="sdpa"):
         yield "plain"
 
@@ -93,7 +93,7 @@ def test_a_batch_of_decodes_is_not_taken_apart():
 
 
 def test_attend_after_reorder_is_reorder_after_attend():
-    """R-19: order is the caller's business nowhere."""
+    """R-19: no function requires an order of requests."""
     p = Problem(case=CASES["mixed_unsorted"], feature=FEATURES["window_sinks"])
     cache, there = run(p, "split")
     perm = np.array([3, 1, 4, 0, 2, 5, 6])
@@ -210,7 +210,7 @@ def test_reasons_are_the_halves_own():
         ]
         assert not pair.supports_sink() and SplitBackend.supports_sink()
         encoder = dataclasses.replace(p.spec, attn_type="encoder")
-        assert not pair.reasons(encoder, p.cache_spec, jattn.device.resolve("cpu")), "encoders have no decode half"
+        assert not pair.reasons(encoder, p.cache_spec, jattn.device.chip_of("cpu")), "encoders have no decode half"
     assert not SplitBackend.supports(Feature.CASCADE) and not SplitBackend.supports(Feature.PCP)
 
 

@@ -1,4 +1,4 @@
-"""A whole backend of a user's own in sixty lines: one gather, one softmax. It claims no more than it does."""
+"""A complete user's backend in sixty lines: one gather, one softmax. It lists only what it supports."""
 
 import dataclasses
 
@@ -26,12 +26,12 @@ CACHE = KVCacheSpec(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, dtyp
 
 @pytree
 class ToyMetadata:
-    """Plain fields, so that the default update_block_table serves."""
+    """Has the fields that the default update_block_table replaces."""
 
     block_table: jax.Array
     slot_mapping: jax.Array
     req: jax.Array  # i32[T]
-    position: jax.Array  # i32[T], -1 = a pad token, which sees nothing
+    position: jax.Array  # i32[T], -1: a padding token, which sees no key
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +61,7 @@ class ToyImpl(AttentionImpl[ToyMetadata]):
         k, v = (x[pages].reshape(m.num_tokens, -1, *x.shape[2:]) for x in cache.logical())  # [T B*S K D]
         k, v = (jnp.repeat(x, spec.group_size, axis=2) for x in (k, v))
         seen = jnp.arange(pages.shape[1] * size)[None, :] <= m.position[:, None]
-        v = jnp.where(seen[:, :, None, None], v, 0.0)  # a page may hold NaN where nobody wrote
+        v = jnp.where(seen[:, :, None, None], v, 0.0)  # slots that were not written may have NaN
         seen = seen[:, None, :]
         logits = jnp.einsum("thd,tchd->thc", q.astype(jnp.float32), k) * spec.scale
         logits = jnp.where(seen, logits, -jnp.inf)

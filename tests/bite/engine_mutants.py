@@ -1,4 +1,4 @@
-"""Broken twins of the engine: one mistake each, and the quick law that sees it."""
+"""Mutants of the engine: one fault each, and the quick law that catches it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ TABLES = "jattn.engine.tables.BlockTables"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mutant:
-    """Where it sits, what it does to the original, and the tests that fail with it."""
+    """Its place, what it does to the original, and the tests that fail with it."""
 
     target: str
     make: Callable[[Callable], Callable]
@@ -23,7 +23,7 @@ class Mutant:
 
 
 def unsalted(original):
-    """Names of blocks as if no request had a salt."""
+    """Hashes of blocks as if no request had a salt."""
 
     def mutant(self, seq, count):
         root_hash, seq.root_hash = seq.root_hash, b""
@@ -34,7 +34,7 @@ def unsalted(original):
 
 
 def whole_prompt(original):
-    """The last token may be found in the cache too: then nothing is left to compute."""
+    """The last token is taken from the cache too: then no token is left to compute."""
 
     def mutant(self, seq):
         seq.tokens.append(2)
@@ -59,13 +59,13 @@ def restricted(change):
 
 
 def one_fewer(kept, scaled):
-    """Without the least likely of those kept, where there are others."""
+    """Drops the least likely of the kept tokens, if there are several."""
     least = jnp.min(jnp.where(kept, scaled, jnp.inf), axis=-1, keepdims=True)
     return kept & ((scaled > least) | (kept.sum(axis=-1, keepdims=True) == 1))
 
 
 def one_more(kept, scaled):
-    """And the likeliest of those cut off."""
+    """Keeps also the most likely of the other tokens."""
     next_one = jnp.max(jnp.where(kept, -jnp.inf, scaled), axis=-1, keepdims=True)
     return kept | (scaled == next_one)
 
@@ -87,7 +87,7 @@ def at_one_position(original):
 
 
 def positions_lost(original):
-    """A dispatch begins to count its draws anew."""
+    """A dispatch counts its draws from 0."""
     return lambda params, seeds, positions, *rest: original(params, seeds, [0] * len(positions), *rest)
 
 

@@ -1,4 +1,4 @@
-"""Broken twins of the shared algebra: each is one mistake that a maintainer could make, and the case that sees it.
+"""Mutants of the shared algebra: each is one fault that a maintainer could make, and a case that catches it.
 
 A mutant wraps the original function; `problem` is small, differs from every other problem of the suite in its pool
 size (so that no trace made of healthy code can be reused), and is one on which the mistake shows.
@@ -25,7 +25,7 @@ EVERYWHERE, JNP_ONLY = ("sdpa", "pallas_cpu"), ("sdpa",)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mutant:
-    """Where it sits, what it does to the original, what it is tried on, and which backends go through it."""
+    """Its place, what it does to the original, the problem that it is tried on, and the backends that use it."""
 
     targets: tuple[str, ...]
     make: Callable[[Callable], Callable]
@@ -47,7 +47,7 @@ def with_rule(**changes):
 
 
 def shifted(by: int):
-    """Causality off by one: the query believes that it stands `by` further on."""
+    """Causality off by one: the position of the query is increased by `by`."""
     return lambda original: lambda rule, head, q, kv, *traced: original(rule, head, q + by, kv, *traced)
 
 
@@ -70,7 +70,7 @@ def finished(change):
 
 
 def wrapping_slot(original):
-    """-1 is left as it is, and means the last slot."""
+    """A slot of -1 is not remapped, and means the last slot."""
     return lambda slot, blocks, size: (slot // size, slot % size)
 
 
@@ -94,7 +94,7 @@ def transposed_heads(original):
 
 
 def no_rescale(original):
-    """The old accumulator is not brought to the new maximum."""
+    """The old accumulator is not rescaled to the new maximum."""
 
     def mutant(m, logits):
         new, alpha, p = original(m, logits)
@@ -104,7 +104,7 @@ def no_rescale(original):
 
 
 def without(name: str):
-    """A traced number is dropped on its way to the tile."""
+    """A traced number is not passed to the tile."""
     return lambda original: lambda *asked: dataclasses.replace(original(*asked), **{name: None})
 
 
@@ -115,7 +115,7 @@ def transposed(name: str):
 
 
 def wrapping(original):
-    """Stored numbers past the dtype's maximum begin again at its minimum."""
+    """Stored numbers above the dtype's maximum wrap to its minimum."""
     return lambda x, dtype, scale=None: (
         original(x, dtype, scale)
         if scale is None

@@ -1,4 +1,4 @@
-"""The suite bites in the engine too: every mutant fails each of its laws, and none of them hangs."""
+"""Each mutant of the engine fails each of its laws, and none hangs."""
 
 import functools
 import importlib
@@ -51,6 +51,8 @@ def test_a_mutant_of_the_engine_is_caught(mutant, law, monkeypatch, fresh):
     dispatch.clear_cache()
     owner, name = owner_of(mutant.target)
     monkeypatch.setattr(owner, name, mutant.make(getattr(owner, name)))
-    with pytest.raises((AssertionError, RuntimeError)) as caught:  # RuntimeError: the engine saw that nobody moves
+    with pytest.raises(
+        (AssertionError, RuntimeError)
+    ) as caught:  # RuntimeError: the engine detected that there is no progress
         law()
     assert not isinstance(caught.value, jax.errors.JaxRuntimeError), "the device failed, which no law is about"

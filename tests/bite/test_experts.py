@@ -1,4 +1,4 @@
-"""A mixture of experts by its definition, one token and one expert at a time: a witness that needs no extra."""
+"""A mixture of experts, compared with its definition, one token and one expert at a time."""
 
 import numpy as np
 

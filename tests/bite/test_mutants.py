@@ -1,7 +1,7 @@
-"""The suite bites: every mutant of the shared algebra makes the conformance comparison fail.
+"""Each mutant of the shared algebra makes the conformance comparison fail.
 
-A check that has never failed proves nothing. The healthy twin of each mutant's problem runs first, so a failure is
-the mutant's and nobody else's.
+So the comparison can fail. The problem of each mutant runs first without the mutant, so that a failure is due to the
+mutant.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def healthy(problem: Problem, backend: str) -> bool:
 
 
 def infect(monkeypatch, mutant: Mutant) -> None:
-    """Put the broken twin wherever the original is looked up."""
+    """Replace the original by the mutant wherever it is imported."""
     for target in mutant.targets:
         module, _, name = target.rpartition(".")
         module = importlib.import_module(module)
@@ -48,7 +48,7 @@ def test_a_mutant_is_caught(backend, mutant, spare_blocks, monkeypatch):
 
 
 def test_an_output_that_aliases_the_query_or_is_constant_is_caught():
-    """N(0, 1) data and an earned tolerance: neither q itself nor zeros nor the mean of v comes near."""
+    """With N(0, 1) data and the tolerance, q itself, zeros and the mean of v are all rejected."""
     problem = Problem()
     cache = problem.cache()
     answer, state = problem.answer(cache), jattn.paged_attention(problem.q, cache, problem.meta, problem.spec)
@@ -60,7 +60,7 @@ def test_an_output_that_aliases_the_query_or_is_constant_is_caught():
 
 
 def test_a_wrong_long_request_beside_a_right_short_one_is_caught():
-    """Two keys make large numbers, 900 small ones: what one request may be wrong by is too much for the other."""
+    """Two keys give a large result, 900 a small one: the tolerance of one request would be too large for the other."""
     problem = Problem(case=Case("short_and_long", (1, 1), (2, 900)), block_size=16, dtype="bfloat16")
     cache = problem.cache()
     answer, state = problem.answer(cache), jattn.paged_attention(problem.q, cache, problem.meta, problem.spec)
@@ -84,10 +84,10 @@ def test_values_that_leak_into_padding_are_caught():
 
 
 def test_the_written_cache_is_judged_by_the_witness():
-    """A cache that holds a neighbour's rounding, or a value off by two steps, is not accepted."""
+    """A cache with a value of the wrong rounding, or off by two steps, is rejected."""
     problem = Problem(cache_dtype="float8_e4m3fn", quant="per_tensor")
     pages = problem.cache()
     problem.stored(pages)
-    off = dataclasses.replace(pages, k=pages.k + np.ones((), pages.k.dtype))  # the next code, everywhere
+    off = dataclasses.replace(pages, k=pages.k + np.ones((), pages.k.dtype))  # the next code, in each place
     with pytest.raises(AssertionError):
         problem.stored(off)

@@ -1,4 +1,4 @@
-"""Orders of other libraries, index by index, and there and back."""
+"""Conversion of vLLM's cache: each index, and import followed by export."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Batches of a device loop: the next decode, the i-th draft, another group's pages."""
+"""The batches of a device loop: the next decode step, draft step i, another block table."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def test_another_groups_pages_change_nothing_else():
     meta = plain([1, 2], [3, 6])
     other = update_block_table(meta, meta.block_table + 7, meta.slot_mapping + 28)
     assert_same(update_block_table(other, meta.block_table, meta.slot_mapping), meta)
-    with pytest.raises(ValueError, match="one slot a packed token"):
+    with pytest.raises(ValueError, match="one slot for each packed token"):
         update_block_table(meta, meta.block_table, meta.slot_mapping[:2])
     with pytest.raises(ValueError, match="must have 2 rows"):
         update_block_table(meta, meta.block_table[:1], meta.slot_mapping)

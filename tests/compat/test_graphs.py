@@ -1,4 +1,4 @@
-"""Which compiled steps a batch fits."""
+"""Which batches a compiled step covers."""
 
 import jax
 import pytest
@@ -27,5 +27,5 @@ def test_a_batch_needs_the_least_that_covers_it(query, support):
 
 
 def test_asking_inside_jit_points_to_the_host():
-    with pytest.raises(ValueError, match="this array is traced; ask before jit"):
+    with pytest.raises(ValueError, match="this array is traced; call it before jit"):
         jax.jit(lambda meta: int(required_support(meta)))(plain([1], [4]))

@@ -1,4 +1,4 @@
-"""Fast prefill: the batch of the tokens whose logits are wanted."""
+"""Fast prefill: the batch of the tokens whose logits are needed."""
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ def test_decodes_and_batches_that_want_nothing_in_particular_stay_as_they_are():
 
 @st.composite
 def wanted(draw):
-    """A batch, and how many of its last tokens each request wants; padded to 12 indices."""
+    """A batch, and how many last tokens of each request have logits_indices; padded to 12 indices."""
     batch = draw(lengths(max_query=6))
     counts = [draw(st.integers(0, min(q, 2))) for q in batch.query]
     ends = np.cumsum(batch.query)

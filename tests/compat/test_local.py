@@ -106,10 +106,10 @@ def test_queries_before_the_first_key_see_nothing():
     [
         (dict(chunk=6), "attn_chunk_size 6 is not divisible by block_size 4; choose a block size"),
         (dict(block_size=0), "block_size=0 must be >= 1: pass the cache's block size"),
-        (dict(block_table=None), "leave the chunk to the mask"),
-        (dict(dcp_local_seq_lens=np.zeros(REQS, np.int32)), "a chunk's pages are spread over the ranks"),
-        (dict(mm_prefix_ranges=np.zeros((REQS, 1, 2), np.int32)), "a span may reach over chunks"),
-        (dict(rswa_prefix_lens=np.zeros(REQS, np.int32)), "a prefix lies in an earlier chunk"),
+        (dict(block_table=None), "use the mask instead"),
+        (dict(dcp_local_seq_lens=np.zeros(REQS, np.int32)), "the keys of a chunk are distributed over ranks"),
+        (dict(mm_prefix_ranges=np.zeros((REQS, 1, 2), np.int32)), "a span may be in several chunks"),
+        (dict(rswa_prefix_lens=np.zeros(REQS, np.int32)), "a prefix may be in an earlier chunk"),
     ],
 )
 def test_what_cannot_be_cut_into_chunks_is_refused(change, message):

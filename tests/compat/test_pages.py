@@ -1,4 +1,4 @@
-"""Page tables in other shapes, there and back."""
+"""Block tables in other forms, and their conversion back."""
 
 import jax
 import numpy as np

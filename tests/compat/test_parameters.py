@@ -1,4 +1,4 @@
-"""What layers agree on."""
+"""The parameters that layers have in common, and the cache layout."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Decodes first: a minimal, stable permutation that attention does not notice."""
+"""Decodes first: a minimal, stable permutation that does not change the results of attention."""
 
 import itertools
 
@@ -114,7 +114,7 @@ def test_a_permuted_batch_is_the_batch_of_the_permuted_lengths(batch, random):
         causal=meta.causal_per_request[order],
     )
     moved = apply_permutation(meta, perm)
-    reset = dict(causal_per_request=None, block_table=None)  # of padding they hold anything
+    reset = dict(causal_per_request=None, block_table=None)  # rows of padding may have any values
     assert_same(moved.replace(**reset), direct.replace(**reset))
     live = len(order)
     np.testing.assert_array_equal(moved.block_table[:live], direct.block_table[:live])

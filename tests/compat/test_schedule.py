@@ -1,4 +1,4 @@
-"""The work list: every visible (query, key) pair once, nothing else, the same on host and in jit."""
+"""The work list: each visible (query, key) pair once and no other, the same on the host and inside jit."""
 
 import functools
 

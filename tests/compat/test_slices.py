@@ -1,4 +1,4 @@
-"""Parts of a batch are batches; together they are the batch."""
+"""Parts of a batch: their attention is that of the whole batch."""
 
 import jax
 import numpy as np

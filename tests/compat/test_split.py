@@ -56,11 +56,11 @@ def test_a_short_piece_of_a_prompt_is_a_prefill_when_asked():
 
 
 def test_a_decode_behind_a_prefill_is_an_error_not_a_miscount():
-    with pytest.raises(ValueError, match="request 2 with query_len=1 is a decode .* behind the prefill of request 1"):
+    with pytest.raises(ValueError, match="request 2 with query_len=1 is a decode .* after the prefill of request 1"):
         split_decodes_and_prefills(plain([1, 7, 1], [4, 9, 4]))
     with pytest.raises(ValueError, match="order the batch with reorder_batch_to_split_decodes_and_prefills"):
         split_decodes_prefills_and_extends(plain([7, 1], [9, 4]))
-    with pytest.raises(ValueError, match="request 1 has context but stands behind the prefill of request 0"):
+    with pytest.raises(ValueError, match="request 1 has computed tokens but comes after the prefill of request 0"):
         split_decodes_prefills_and_extends(plain([7, 7], [7, 9]))
 
 

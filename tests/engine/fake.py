@@ -1,6 +1,6 @@
-"""A model that costs nothing: what it says next is a hash of all it can see, read through the paged cache.
+"""A fast model for tests: its next token is a hash of all visible tokens, which it reads from the paged cache.
 
-A token that is lost, stale, misplaced, or visible where it must not be changes every later token.
+A token that is lost, outdated, misplaced or wrongly visible changes every later token.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 
 import jattn
 
-MODULUS = 8191  # products stay exact in float32
+MODULUS = 8191  # products are exact in float32
 POISON = 1  # a token whose logits are NaN
 
 
@@ -33,7 +33,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class FakeConfig:
-    """One layer a cache group; each stores (token, position) and sees what its group lets it see."""
+    """One layer for each cache group. It stores (token, position) and sees the keys that its group needs."""
 
     vocab_size: int = 61
     eos_token_ids: tuple[int, ...] = (0,)
@@ -85,7 +85,9 @@ def forward(config, params, token_ids, caches, meta, *, backend="auto", logits_a
         )
         kv_pos = jnp.arange(tokens.shape[1])[None]
         seen = visible(group, positions[:, None], kv_pos) & live[:, None]
-        right = jnp.where(kept == kv_pos, 0.0, 1.0)  # a page of somebody else, or of another place, shows
+        right = jnp.where(
+            kept == kv_pos, 0.0, 1.0
+        )  # a block of another request, or of another place, changes the result
         total += jnp.sum(jnp.where(seen, mix(tokens, kv_pos, jnp) + 1000.0 * right, 0.0), axis=1) % MODULUS
         new.append(cache)
     logits = scores(total, config.vocab_size, jnp) + params["bias"][None]
@@ -94,11 +96,11 @@ def forward(config, params, token_ids, caches, meta, *, backend="auto", logits_a
 
 
 def scores(total, vocab, xp):
-    """f32[T vocab]: spread over some ten units, so that sampling has a choice."""
+    """f32[T vocab]: within about ten units, so that sampling can choose several tokens."""
     return ((total[:, None] + xp.arange(vocab)[None] * 37.0) * 13.0 % 101.0) / 10.0
 
 
-PARAMS = {"bias": np.where(np.arange(FakeConfig.vocab_size) == POISON, -1000, 0).astype(np.float32)}  # never said
+PARAMS = {"bias": np.where(np.arange(FakeConfig.vocab_size) == POISON, -1000, 0).astype(np.float32)}  # never generated
 
 
 def next_logits(config, tokens):
@@ -113,7 +115,7 @@ def next_logits(config, tokens):
 
 
 def greedy(config, prompt, max_tokens, limit=10**9):
-    """What greedy decoding must give: (tokens, why it ended)."""
+    """The result of greedy decoding: (tokens, finish reason)."""
     tokens = list(prompt)
     while True:
         tokens.append(int(np.argmax(next_logits(config, tokens))))

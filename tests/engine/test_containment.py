@@ -1,6 +1,7 @@
-"""What fails in a step fails the rows of that step; everybody else gets the answer of a quiet engine."""
+"""A failure in a step fails the rows of that step. All other requests get their usual result."""
 
 import contextlib
+import dataclasses
 import logging
 import signal
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from jattn.engine import Engine, SamplingParams, interrupts, runner, warming
+from jattn.engine.step import NOT_SAMPLED
 from jattn.engine.tables import BlockTables
 from jattn.errors import EngineDeadError, UnsupportedError
 from jattn.text import ByteTokenizer
@@ -127,16 +129,16 @@ def test_a_model_that_gives_no_token_fails_its_row(monkeypatch):
     real = runner.dispatch
 
     def silent(*args):
-        caches, said, ahead = real(*args)
-        return caches, said.__class__(**{**vars(said), "tokens": said.tokens.at[:, 0].set(-2)}), ahead
+        caches, sampled, row_state = real(*args)
+        return caches, dataclasses.replace(sampled, tokens=sampled.tokens.at[:, 0].set(NOT_SAMPLED)), row_state
 
     monkeypatch.setattr(runner, "dispatch", silent)
     first, second = engine().generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, **GREEDY))
-    assert "gave none" in first.error and second.token_ids[0] == answer([7, 8], 1)[0]
+    assert "gave no token" in first.error and second.token_ids[0] == answer([7, 8], 1)[0]
 
 
 class Strict(ByteTokenizer):
-    """Some tokens cannot be read."""
+    """A tokenizer that raises for some tokens."""
 
     def decode(self, token_ids):
         if 42 in token_ids:
@@ -215,7 +217,7 @@ def test_weights_that_somebody_deletes_are_named_as_the_cause(failing):
 
 
 class Interrupting(ByteTokenizer):
-    """A real SIGINT comes while the n-th piece of text is read, in the reader's thread or in the step's own."""
+    """A real SIGINT arrives while the n-th piece of text is decoded, in the reader's thread or the main thread."""
 
     def __init__(self, when):
         super().__init__()
@@ -236,7 +238,7 @@ def test_a_ctrl_c_in_a_step_changes_no_token_and_no_text(first):
     served = engine(config, tokenizer=tokenizer, max_num_seqs=4)
     prompts, params = [[5, 6], [7, 8, 9], [20, 21]], SamplingParams(max_tokens=24, **GREEDY)
     want = [(output.token_ids, output.text) for output in served.generate(prompts, params)]
-    served.update_weights(fake.PARAMS)  # nothing is cached any more
+    served.update_weights(fake.PARAMS)  # no block is cached
     ids = [served.add_request(prompt, params) for prompt in prompts]
     tokenizer.calls, tokenizer.when = 0, (first, first + 1, first + 6)
     found, interrupts_seen = {}, 0
@@ -262,7 +264,7 @@ def test_an_interrupt_is_held_until_a_change_is_whole():
 
 
 def test_an_interrupt_between_two_weights_serves_no_key_of_the_old_ones(monkeypatch):
-    """Wherever the signal comes in update_weights, sleep and wake."""
+    """The signal arrives at any point of update_weights, sleep and wake."""
     config, params = fake.FakeConfig(eos_token_ids=()), SamplingParams(max_tokens=6, **GREEDY)
     prompt = list(range(5, 30))
     served = engine(config)

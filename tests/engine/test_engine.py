@@ -1,4 +1,4 @@
-"""The engine over a model that costs nothing: what it says is what the model says without a cache, whatever happens."""
+"""The engine with the fast model: its tokens are those of the model without a cache, in every situation."""
 
 import random
 
@@ -38,7 +38,7 @@ def test_five_hundred_requests_are_the_model_and_compile_nothing_after_warm_up(c
     assert [news[:2] for news in told] == [(i, programs) for i in range(programs)]
     prompts = prompts_of(rng, count)
     lengths = [rng.randint(1, 24) for _ in prompts]
-    # Sampled, penalised and told rows are mixed in: they use programs of their own.
+    # Some rows are sampled, penalised or have log-probabilities: these are computed by other branches.
     odd = dict(temperature=0.7, seed=3, top_k=5, top_p=0.9, logprobs=2, presence_penalty=0.5)
     params = [SamplingParams(max_tokens=n, **({"temperature": 0} if i % 10 else odd)) for i, n in enumerate(lengths)]
     with compiles() as seen:
@@ -63,7 +63,7 @@ class Serving(stateful.RuleBasedStateMachine):
         self.asked, self.said, self.done = {}, {}, {}
 
     def ask(self, prompt, max_tokens, n=1):
-        # The likeliest token only, so that all n say the same; some are told how likely it was.
+        # Only the most likely token, so that all n completions are equal; some have log-probabilities.
         options = dict(top_k=1, n=n) if n > 1 else dict(temperature=0)
         params = SamplingParams(max_tokens=max_tokens, logprobs=1 if max_tokens % 3 == 0 else None, **options)
         self.asked[self.engine.add_request(prompt, params)] = (prompt, max_tokens, n)
@@ -74,7 +74,7 @@ class Serving(stateful.RuleBasedStateMachine):
 
     @stateful.rule(data=st.data(), max_tokens=st.integers(1, 9), another=st.integers(2, 4))
     def fork(self, data, max_tokens, another):
-        """What a live request has said so far, and then something else: it shares the blocks of that one."""
+        """The prompt and output of a running request, with other tokens at its end, so that it shares blocks."""
         if live := [id for id in self.said if id not in self.done]:
             tokens = [*self.said[data.draw(st.sampled_from(live))], another]
             if len(tokens) < self.engine.limits.max_model_len:
@@ -133,7 +133,7 @@ def test_a_poisoned_request_fails_alone_and_leaves_nothing_to_share():
     assert served.stats.failed == 5
     before = served.stats.cached_tokens
     served.generate([last_is_poison])
-    assert served.stats.cached_tokens == before + 8  # of `fine`, not of what the failed request wrote
+    assert served.stats.cached_tokens == before + 8  # of `fine`, not blocks that the failed request wrote
 
 
 def test_a_seeded_draw_depends_on_nobody_else():

@@ -1,4 +1,4 @@
-"""The engine over a real decoder: the model without a cache is the judge."""
+"""The engine with a real decoder, compared with the model without a cache."""
 
 import random
 
@@ -29,7 +29,7 @@ def requests(count=8):
 
 @pytest.fixture(scope="module")
 def crowd():
-    """All requests at once, in a pool that is short."""
+    """All requests at once, in a pool with too few blocks for all."""
     served = Engine(CONFIG, PARAMS, backend="sdpa", **OPTIONS | dict(num_blocks=15, max_model_len=56))
     outputs = served.generate(requests(), GREEDY)
     assert served.stats.preemptions and served.stats.cached_tokens
@@ -49,7 +49,7 @@ def test_greedy_is_the_model_without_a_cache_token_by_token(crowd):
 
 
 def test_alone_or_in_a_crowd_every_bit_is_the_same(crowd):
-    """Other batches, other chunks, no preemption, no prefix hit: the same log-probabilities, not nearly."""
+    """In other batches and chunks, without preemption or cached prefix: exactly the same log-probabilities."""
     served = Engine(
         CONFIG, PARAMS, backend="sdpa", **OPTIONS | dict(num_blocks=15, max_model_len=56), prefix_caching=False
     )
@@ -87,7 +87,7 @@ def test_the_pool_is_sized_from_free_memory(monkeypatch):
 
 
 def test_a_hybrids_pools_share_free_memory_by_what_each_can_use(monkeypatch):
-    """Layers of a window of 9 take no more than it needs; the rest of the memory is the full layers'."""
+    """Layers with a window of 9 get the blocks that it needs; the other layers get the rest of the memory."""
     from jattn.engine import sizing
     from jattn.engine.tables import max_blocks_of_group
 

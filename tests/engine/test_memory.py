@@ -1,4 +1,4 @@
-"""Freed memory is kept: counted in page faults, which no neighbour on the machine changes."""
+"""Freed memory is kept: measured in page faults, which do not depend on the load of the machine."""
 
 import platform
 import subprocess

@@ -1,4 +1,4 @@
-"""What serving must keep, each in a second: the laws by which the engine's mutants in tests/bite are caught."""
+"""Laws of the engine, each tested in a second. They catch the engine's mutants in tests/bite."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from tests.engine import fake
 
 PLAIN = fake.FakeConfig()
 WINDOW = fake.FakeConfig(cache_groups=(fake.Group((0,), sliding_window=5),))
-A, B = [3, 4, 5, 6], [7, 8, 9, 10]  # a block each
+A, B = [3, 4, 5, 6], [7, 8, 9, 10]  # one block each
 
 
 def engine(config=PLAIN, params=fake.PARAMS, **options):
@@ -17,7 +17,7 @@ def engine(config=PLAIN, params=fake.PARAMS, **options):
 
 
 def outputs_of(served, requests, most_steps=60, **options):
-    """Each request's output; AssertionError where steps go by and nobody moves. requests: (prompt, params, salt)."""
+    """The output of each request; AssertionError if steps make no progress. requests: (prompt, params, salt)."""
     ids = [served.add_request(prompt, params, salt=salt, **options) for prompt, params, salt in requests]
     found = {}
     for _ in range(most_steps):
@@ -28,13 +28,13 @@ def outputs_of(served, requests, most_steps=60, **options):
 
 
 def said(served, *prompts, salt="", **params):
-    """The tokens of each prompt."""
+    """The output tokens of each prompt."""
     params = SamplingParams(**dict(max_tokens=8, temperature=0) | params)
     return [list(output.token_ids) for output in outputs_of(served, [(prompt, params, salt) for prompt in prompts])]
 
 
 def test_a_prompt_that_is_cached_whole_still_gets_its_tokens():
-    """All its blocks are found, and the last token is computed all the same: else there is nothing to sample from."""
+    """All its blocks are cached, but the last token is computed again: its logits are needed for sampling."""
     served = engine()
     first, again = said(served, A + B), said(served, A + B)
     assert first == again == [fake.greedy(PLAIN, A + B, 8)[0]]
@@ -66,7 +66,7 @@ def test_what_a_failed_request_wrote_is_shared_with_nobody():
 
 
 def test_a_window_gives_no_block_back_that_is_still_seen():
-    """Others take the blocks that are given back, so that what was lost shows."""
+    """Other requests write to the freed blocks, so a block that is freed too early changes the result."""
     served = engine(WINDOW, max_num_seqs=2)
     for prompt, other in ((A + B + [11], A), (B + A + A, [20, 21])):
         got = said(served, prompt, other, max_tokens=14)
@@ -74,7 +74,7 @@ def test_a_window_gives_no_block_back_that_is_still_seen():
 
 
 def test_penalties_are_applied_to_what_was_said():
-    """Greedy, in bursts: the definition, token by token. Without them, one token is said all the time."""
+    """Greedy, in bursts, compared with the definition token by token. Without penalties one token is repeated."""
     bias = 11.0 * (np.arange(PLAIN.vocab_size) == 9).astype(np.float32)
     served = engine(max_burst=8, params={"bias": fake.PARAMS["bias"] + bias})
     assert said(served, A, max_tokens=12, ignore_eos=True) == [[9] * 12]
@@ -96,13 +96,13 @@ def test_a_seeded_request_draws_alike_in_bursts_of_any_length():
 
 
 def test_flat_logits_are_drawn_differently_step_after_step():
-    """At a temperature that makes all tokens nearly alike, twelve draws are not one and the same token."""
+    """At a temperature with nearly equal probabilities, twelve draws are not all the same token."""
     (tokens,) = said(engine(), A, temperature=30.0, seed=5, max_tokens=12, ignore_eos=True)
     assert len(tokens) == 12 and len(set(tokens)) >= 8
 
 
 def test_the_draw_of_a_token_is_that_of_its_position():
-    """Counted from the first token of the output, whichever dispatch it comes from."""
+    """The position counts from the first output token, across dispatches."""
     drawn = dict(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
     (tokens,) = said(engine(), A, **drawn)
     logits = np.stack([fake.next_logits(PLAIN, A + tokens[:i]) for i in range(12)])

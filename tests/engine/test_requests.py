@@ -1,4 +1,4 @@
-"""What may be asked of an engine, in which forms; every request gets its own answer, and each is told once."""
+"""The forms of prompts and options. Each request gets its own output, and each output is returned once."""
 
 import re
 
@@ -172,7 +172,9 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_finite():
     for temperature in (1e-45, 1e-38, 1e-30):
         (output,) = served.generate([[5, 6]], SamplingParams(max_tokens=9, temperature=temperature, ignore_eos=True))
         assert output.token_ids == answer([5, 6], 9)
-    never = {"bias": np.where(fake.PARAMS["bias"] < 0, -np.inf, 0).astype(np.float32)}  # at 1e6, -1000 is no hindrance
+    never = {
+        "bias": np.where(fake.PARAMS["bias"] < 0, -np.inf, 0).astype(np.float32)
+    }  # at a temperature of 1e6, a logit of -1000 is nearly as likely
     served = Engine(CONFIG, never, forward=fake.forward, **SIZES)
     for options in (dict(temperature=1e6), dict(repetition_penalty=1e-2), dict(repetition_penalty=1e2)):
         (output,) = served.generate([[5, 6]], SamplingParams(max_tokens=9, ignore_eos=True, **options))

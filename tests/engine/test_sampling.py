@@ -1,4 +1,4 @@
-"""Sampling against a few lines of numpy, and every mistake in its parameters named."""
+"""Sampling compared with a few lines of numpy; and the errors of its parameters."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ NOTHING_SAID = np.full((2, R), -2, np.int32)
 
 @jax.jit
 def draws(logits, rows):
-    """i32[DRAWS R]: position after position."""
+    """i32[DRAWS R], one row for each position."""
     at = lambda i: (
         choose(logits, dataclasses.replace(rows, position=rows.position + i), NO_PENALTIES, NOTHING_SAID, False).tokens
     )
@@ -92,7 +92,9 @@ def test_penalties_are_the_definition():
     histories, prompts = [[0, 1, 2, 2], [4, 4, 5, 5, 5], [1, 1], [7, 0, 7]], [2, 1, 1, 3]
     whole = penalties_of(params, histories, prompts, R, 8)
     got = np.asarray(penalised(LOGITS, whole))
-    said = np.asarray([[2, 5, -2, -2], [-2, 5, -2, -2]], np.int32)  # the ends of the same histories, said since
+    said = np.asarray(
+        [[2, 5, -2, -2], [-2, 5, -2, -2]], np.int32
+    )  # the last tokens of the same histories, sampled since
     parts = penalties_of(params, [[0, 1, 2], [4, 4, 5], [1, 1], [7, 0, 7]], prompts, R, 8)
     np.testing.assert_array_equal(penalised(LOGITS, parts.after(said)), got)
     for r, (p, history, prompt) in enumerate(zip(params, histories, prompts, strict=True)):

@@ -1,4 +1,4 @@
-"""Sampling where float bounds decide: odd vocabularies, ties, NaN, temperatures and cuts near their ends; and chance.
+"""Sampling at the limits of floats: odd vocabularies, ties, NaN, extreme temperatures and cuts; and its randomness.
 
 R-36 (all samples alike) and R-47 (an id past the vocabulary, a fault on NaN, a top-p that never ends) of the field.
 """
@@ -40,7 +40,7 @@ def drawn(logits, params, draws=64, seeds=None, positions=None):
 
 
 def allowed(logits, p: SamplingParams, slack: float) -> np.ndarray:
-    """bool[V] in float64, by the definition; ties with a token that is kept stay in. `slack` widens top_p and min_p."""
+    """bool[V] by the definition, in float64; ties of a kept token are kept. `slack` widens top_p and min_p."""
     x = np.asarray(np.asarray(logits, np.float32), np.float64) / p.temperature
     prob = np.exp(x - x.max())
     prob[prob < p.min_p * (1 - slack)] = 0
@@ -84,7 +84,7 @@ def test_r47_a_drawn_id_is_one_that_its_rules_leave_whatever_the_vocabulary(voca
 
 @pytest.mark.parametrize("vocab", [5, 1021])
 def test_r47_ties_stay_in_and_every_one_of_them_is_drawn(vocab):
-    """All alike: no cut can tell them apart, however small."""
+    """All tokens are equally likely, so each cut keeps all."""
     params = [SamplingParams(**CUTS[name]) for name in ("off", "top_p tiny", "top_k 1", "min_p 1", "all")]
     tokens = drawn(np.full((len(params), vocab), 2.5), params, draws=40 * 5)
     assert tokens.min() >= 0 and tokens.max() < vocab
@@ -93,7 +93,7 @@ def test_r47_ties_stay_in_and_every_one_of_them_is_drawn(vocab):
 
 
 def test_r47_a_cut_keeps_exactly_what_the_definition_keeps():
-    """One token less, or one more, shows: every probability here is far from the cut and likely to be drawn."""
+    """A token too few or too many is seen: each probability is far from the cut and large enough to be drawn."""
     shares = np.array([[0.4, 0.3, 0.2, 0.1]] * 5)
     cuts = [dict(top_p=0.35), dict(top_p=0.65), dict(top_p=0.85), dict(top_k=3), dict(min_p=0.6)]
     tokens = drawn(np.log(shares), [SamplingParams(**cut) for cut in cuts], draws=200)
@@ -132,7 +132,7 @@ SHARE = np.exp(LOGITS.astype(np.float64)) / np.exp(LOGITS.astype(np.float64)).su
 
 
 def chances(tokens) -> dict[str, float]:
-    """How surprising these draws [N], one after another, are: each by itself, and each after the one before it."""
+    """The deviations of draws [N] from their probabilities, of single draws and of pairs of successive draws."""
     pairs = np.bincount(tokens[:-1] * 5 + tokens[1:], minlength=25)
     return {
         "alone": chi_square(np.bincount(tokens, minlength=5), SHARE),
@@ -148,7 +148,7 @@ def test_r36_draws_of_one_request_step_after_step_are_independent_and_have_the_s
 
 
 def test_r36_first_draws_of_requests_with_seeds_of_every_kind_are_independent():
-    """Seeds that follow one another (n completions), that differ in the upper word only, and random ones."""
+    """Successive seeds (of n completions), seeds that differ in the upper word only, and random ones."""
     seeds = np.stack(
         [np.arange(4000), np.arange(4000) << 32, np.random.default_rng(0).integers(2**63, size=4000)], axis=1
     )
@@ -162,7 +162,7 @@ def test_r36_first_draws_of_requests_with_seeds_of_every_kind_are_independent():
 
 
 def test_the_chi_square_test_sees_a_key_that_does_not_advance():
-    """Four thousand copies of one draw, draws that all come twice, and shares that are uniform."""
+    """It rejects 4000 copies of one draw, draws that all occur twice, and uniform probabilities."""
     rng = np.random.default_rng(0)
     fair = rng.choice(5, size=4000, p=SHARE)
     assert all(-4.5 < sigmas < 4.5 for sigmas in chances(fair).values())

@@ -14,7 +14,7 @@ S = 4
 
 
 class World:
-    """A scheduler, and what its blocks hold: (the tokens up to and with a slot's own)."""
+    """A scheduler, and the contents of each slot: its token and all tokens before it."""
 
     def __init__(
         self, groups, *, num_blocks=14, max_num_seqs=4, budget=12, burst=3, prefix_caching=True, seed=0, sized=False
@@ -39,7 +39,7 @@ class World:
         return seq
 
     def fork(self):
-        """Another sequence with all that a live one has said so far, and one token more."""
+        """Another sequence, with the tokens of a running one and one more."""
         if self.seqs:
             tokens = self.rng.choice(list(self.seqs.values())).tokens
             if len(tokens) < self.longest - 1:
@@ -75,7 +75,7 @@ class World:
         return plan
 
     def compute(self, seq, tokens, position):
-        """Write a token's key where its table says, and read back everything that it sees."""
+        """Write the key of a token to its slot, and read all keys that it sees."""
         prefix = (seq.root_hash, *tokens[: position + 1])
         for g, table in enumerate(seq.tables):
             group = self.tables.groups[g]
@@ -148,7 +148,7 @@ def test_a_shared_beginning_is_computed_once_and_a_salt_keeps_it_apart():
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW, CHUNK)], ids=["full", "hybrid", "local"])
 def test_what_one_sequence_of_a_step_computes_the_others_share(groups):
-    """Four times one prompt: computed once, but for what is in its last block; and a prompt cut by the budget."""
+    """A prompt four times: only its last block is computed more than once; and a prompt cut by the budget."""
     world = World(groups, num_blocks=40, budget=20, max_num_seqs=8)
     for _ in range(4):
         world.add(list(range(10)), 3)
@@ -176,8 +176,8 @@ def test_a_window_gives_back_what_is_out_of_reach():
 
 @pytest.mark.parametrize(("budget", "burst"), [(4, 1), (4, 8), (30, 3), (9, 2)])
 def test_a_windows_pool_of_its_computed_size_is_never_what_is_short(budget, burst):
-    """The full group has room for all: were a window's pool too small, somebody would be preempted, or wait, or
-    get a shorter burst."""
+    """The full group has enough blocks: if a window's pool were too small, a sequence would be preempted, would wait,
+    or would get a shorter burst."""
     world = World((FULL, WINDOW, CHUNK), num_blocks=200, budget=budget, burst=burst, sized=True, prefix_caching=False)
     answers, fits, schedule, held = [], world.tables.fits, world.scheduler.schedule, [0, 0]
     world.tables.fits = lambda wanted: answers.append(fits(wanted)) or answers[-1]

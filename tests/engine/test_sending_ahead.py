@@ -1,4 +1,4 @@
-"""Dispatches that are sent before the one ahead of them is read."""
+"""Dispatches that are sent before the previous one is read."""
 
 import jax
 import numpy as np
@@ -48,7 +48,7 @@ def test_the_next_burst_is_sent_before_this_one_is_read_and_dropped_where_the_ho
 
 
 def test_r35_what_was_dispatched_can_no_longer_be_written_to(sent):
-    """Neither in the first dispatch nor in one that follows; JAX may read a numpy array where it lies."""
+    """Neither in the first dispatch nor in later ones: JAX may read a numpy array in place."""
     served = engine(HYBRID)
     greedy, penalised = dict(temperature=0), dict(presence_penalty=1.0)
     for options in (greedy, penalised):
@@ -63,7 +63,7 @@ def test_r35_what_was_dispatched_can_no_longer_be_written_to(sent):
 
 
 def test_r35_a_pool_that_is_always_full_gives_the_models_tokens(sent):
-    """Blocks are given back and dealt out again while dispatches that read the old tables are on their way."""
+    """Blocks are freed and allocated again while dispatches with the old block tables are in flight."""
     served = engine(HYBRID, num_blocks=10, max_model_len=34)
     prompts = [[2 + (7 * i + j) % 50 for j in range(3 + 5 * i % 9)] for i in range(24)]
     greedy = SamplingParams(max_tokens=17, temperature=0)

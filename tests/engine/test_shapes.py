@@ -1,4 +1,4 @@
-"""The static shapes of a server: few, known in advance, and enough for every plan."""
+"""The static shapes of dispatches: few, known in advance, and one for each plan."""
 
 import subprocess
 import sys

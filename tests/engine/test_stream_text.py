@@ -1,4 +1,4 @@
-"""The text of a stream is the text of its tokens, for every kind of tokenizer, at a flat cost a token."""
+"""The text of a stream is the text of its tokens, for each kind of tokenizer, at a constant cost per token."""
 
 import functools
 import random
@@ -36,7 +36,7 @@ def metaspace(scheme):
 
 
 def byte_fallback():
-    """Llama 2's: pieces with a mark for the space, and bytes for what has no piece."""
+    """Llama 2's: pieces with a mark for the space, and bytes for characters without a piece."""
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     return Inner(WORDS | BYTES, decoders.Sequence(steps))
 
@@ -146,7 +146,7 @@ def test_special_tokens_between_words_take_no_space_with_them():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_costs_the_same_after_32_thousand_as_after_100(kind, monkeypatch):
-    """What is decoded for a token is a few tokens, whatever they are: text, special tokens, bytes that are no text."""
+    """For each token a few tokens are decoded, of any kind: text, special tokens, bytes that are no text."""
     code = KINDS[kind]()
     decoded, real = [0], code.decode
     monkeypatch.setattr(code, "decode", lambda ids: decoded.__setitem__(0, decoded[0] + len(ids)) or real(ids))
@@ -180,7 +180,7 @@ def test_a_stop_string_is_found_where_it_first_ends_in_the_new_text(before, new,
 
 
 def test_stop_strings_cost_the_same_however_long_the_text_is():
-    """64 of 4,096 characters in all, of the kind that matches almost: only the end of the text is looked at."""
+    """64 strings of 4,096 characters in all that nearly match: only the end of the text is searched."""
     stops = [("a" * 62 + "b" + chr(99 + i)) for i in range(64)]
     for text in ("a" * 1_000, "a" * 4_000_000):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Weights are exchanged whole, between steps, and no key of other weights is ever served (R-41)."""
+"""Weights are replaced as a whole, between steps, and no key of other weights is read (R-41)."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def test_r41_after_an_exchange_everything_is_what_a_fresh_engine_gives():
     served.update_weights(weights(3))
     assert served.generate([PROMPT], params)[0].token_ids == answer(PROMPT, 8, 3) != answer(PROMPT, 8)
     assert served.stats.cached_tokens == 0
-    served.update_weights(weights(0))  # the same as at first: known to nobody, and right all the same
+    served.update_weights(weights(0))  # the same weights as at first: no block is cached, and the result is the same
     assert served.generate([PROMPT], params)[0].token_ids == answer(PROMPT, 8)
     assert served.stats.cached_tokens == 0
     served.generate([PROMPT], params)
@@ -68,7 +68,7 @@ def test_the_name_of_a_block_carries_the_weights_version():
 
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_a_request_under_way_goes_on_with_what_the_new_weights_compute(steps):
-    """Whatever is on its way at the time: prompts, decodes, a dispatch that was sent ahead."""
+    """Whichever dispatch is in flight: of prompts, of decodes, or one that was sent ahead."""
     served, params = engine(weights()), SamplingParams(max_tokens=30, **GREEDY)
     prompts = [PROMPT, [9, 8], [7]]
     ids = [served.add_request(prompt, params) for prompt in prompts]
@@ -109,7 +109,7 @@ def test_weights_of_another_form_are_refused_and_change_nothing(wrong, words):
 
 def test_nobody_changes_the_weights_behind_the_engines_back():
     mine = weights()
-    mine["deep"][0]["shift"] = np.zeros((), np.float32)  # numpy's can be written to
+    mine["deep"][0]["shift"] = np.zeros((), np.float32)  # numpy arrays can be written to
     served, params = engine(mine), SamplingParams(max_tokens=4, **GREEDY)
     with pytest.raises(AttributeError):
         served.params = weights(3)
@@ -119,7 +119,7 @@ def test_nobody_changes_the_weights_behind_the_engines_back():
     assert served.generate([PROMPT], params)[0].token_ids == answer(PROMPT, 4)
     new = weights(3)
     served.update_weights(new)
-    jax.tree.map(lambda x: x.delete(), new)  # as a training step does that donates its weights
+    jax.tree.map(lambda x: x.delete(), new)  # as a training step with donated weights does
     assert served.generate([PROMPT], params)[0].token_ids == answer(PROMPT, 4, 3)
 
 
@@ -147,7 +147,7 @@ def test_a_nap_changes_no_token_and_holds_no_memory(steps):
 
 @pytest.mark.parametrize("bound", [False, True], ids=["unbound", "bound to a device"])
 def test_nothing_compiles_after_warm_up_an_exchange_or_a_nap(compiles, bound):
-    """JAX compiles anew where an array was bound to a device and is not, or the other way round."""
+    """JAX compiles again if an array that was committed to a device is not, or the other way round."""
     device = jax.devices()[0]
     served = engine(jax.device_put(weights(), device if bound else None))
     params = SamplingParams(max_tokens=8, **GREEDY)

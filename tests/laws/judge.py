@@ -1,4 +1,4 @@
-"""Put one question to every backend that takes it, and judge each answer by the witness."""
+"""Runs a problem on each backend that supports it, and compares each result with the oracle."""
 
 import numpy as np
 
@@ -10,21 +10,21 @@ from tests.running import run, takes
 
 
 def able(problem: Problem) -> list[str]:
-    """The backends that take this problem, here: at least one, and all that the support matrix names."""
+    """The backends that support this problem here: at least one, and all that the support matrix names."""
     found = [backend for backend in jattn.list_backends() if takes(backend, problem)]
     assert found, "no backend takes this problem"
     return found
 
 
 def judge(problem: Problem) -> None:
-    """Write and attend on every backend that takes the problem; at least one must."""
+    """Write and attend on each backend that supports the problem; there must be one."""
     for backend in able(problem):
         cache, state = run(problem, backend)
         problem.answer(cache).check(state)
 
 
 def single(q, k, v, *, backend="auto", block_size=16, params=None, rows=None, **options):
-    """(state, Answer) of one request with these very numbers: q [Lq H D] ends where k [L K D], v [L K V] end.
+    """(state, Answer) of one request with these arrays: q [Lq H D] belongs to the last tokens of k [L K D], v [L K V].
 
     `options` are AttentionSpec's; `rows`: new rows are the last of q (None: all of q).
     """

@@ -1,4 +1,4 @@
-"""A request served in pieces: any split of its tokens over steps, through one cache."""
+"""A request that is computed in several steps, with any number of tokens in each, through one cache."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from tests.running import step
 
 
 def whole(problem: Problem) -> Problem:
-    """The same requests, computed from nothing in a single step."""
+    """The same requests, computed in a single step."""
     case = problem.case
     return problem.replace(case=Case(f"{case.name}, one shot", case.seq_lens, case.seq_lens))
 
@@ -38,5 +38,5 @@ def serve(problem: Problem, pieces: list[tuple[int, ...]], backend: str, num_tok
         cache, state = step(attn, cache, pad(q), pad(k), pad(v), meta, problem.params)
         out[rows], lse[rows] = np.asarray(state.out)[: len(rows)], np.asarray(state.lse)[: len(rows)]
     assert (done == lens).all(), "the pieces must add up to the requests"
-    problem.stored(cache)  # what was written is what was meant
+    problem.stored(cache)  # the right values were written
     return jattn.AttentionState(out=out, lse=lse)

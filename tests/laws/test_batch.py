@@ -1,4 +1,4 @@
-"""What a request gets depends on that request alone, bit for bit: not on padding, pages, or its neighbours."""
+"""The bits of a request's result depend on that request only: not on padding, blocks or other requests."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_blocks_may_be_permuted_and_poison_may_be_anything(backend, problem):
 def test_a_request_alone_in_company_and_in_another_order_is_the_same(backend, problem):
     _, together = run(problem, backend)
     count = len(problem.case.query_lens)
-    for r in (0, 3):  # six new tokens over context, and a single one: two kinds of tile
+    for r in (0, 3):  # six new tokens after computed ones, and a single token: two kinds of tile
         _, alone = run(problem.alone(r), backend)
         assert same_bits(rows_of(problem.alone(r), alone, 0), rows_of(problem, together, r))
     order = [3, 1, 4, 0, 2]

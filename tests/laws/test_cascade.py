@@ -1,4 +1,4 @@
-"""A cascade is a flat batch read in another order: every mask, bias and sink means the same in it."""
+"""A cascade gives the result of the flat batch, with each mask, bias and sink."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def test_a_cascade_is_the_flat_batch():
 
 
 def test_a_cascade_reaches_as_far_as_the_flat_batch():
-    """R-SWA prefixes and spans count positions from the request's first key, whichever level that lies in."""
+    """R-SWA prefixes and spans count positions from the request's first key, in whichever level that key is."""
     check(jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, has_alibi=True, has_sinks=True, **REACH))
 
 

@@ -1,4 +1,4 @@
-"""What used to pass in silence, or break without a word, at the doors of attention: each by its sentence."""
+"""Arguments of the attention functions that were once ignored or raised an unclear error: now each has its message."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ HERE = ("sdpa", "cpu_native", "pallas_cpu", "split")
 SCALES = [0.0, -1.0, np.nan, np.inf]
 
 
-# ---------------------------------------------------------------------- a batch of nobody
+# ---------------------------------------------------------------------- empty batches
 
 
 @pytest.mark.parametrize("backend", HERE)
@@ -85,7 +85,7 @@ def test_lengths_inside_jit_are_sent_to_from_traced():
 
 
 def test_a_batch_knows_its_block_size_and_refuses_another_cache():
-    """The same 32 slots in pages of 8: other pages, so other keys, and nothing else would have said so."""
+    """The same 32 slots in blocks of 8: other blocks, so other keys, and no other check would see it."""
     wide = dataclasses.replace(CACHE, num_blocks=4, block_size=8)
     meta = batch()
     for call in (
@@ -138,7 +138,7 @@ def test_a_scale_that_cannot_be_is_refused_wherever_the_host_holds_it(backend, f
         attn.attend(Q, filled(), attn.build(batch()), params)
     with pytest.raises(ValueError, match="params.k_scale=.* must be finite and > 0"):
         jattn.write_kv(filled(), K, V, np.arange(8), params)
-    jax.eval_shape(lambda p: attn.attend(Q, filled(), attn.build(batch()), p), params)  # traced: nobody looks
+    jax.eval_shape(lambda p: attn.attend(Q, filled(), attn.build(batch()), p), params)  # traced: not checked
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The doors of attention, MLA, several devices, backends and layers, walked: see walk.py."""
+"""Bad arguments for the public functions of attention, MLA, parallelism, backends and layers: see walk.py."""
 
 import dataclasses
 

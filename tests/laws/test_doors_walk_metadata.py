@@ -1,4 +1,4 @@
-"""The doors of batches, specs and caches, walked: see walk.py."""
+"""Bad arguments for the public functions of batches, specs and caches: see walk.py."""
 
 import jax
 import jax.numpy as jnp

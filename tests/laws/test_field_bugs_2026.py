@@ -1,4 +1,4 @@
-"""Bugs that others have had since the first list; named after their rows (R-n)."""
+"""Later bugs of other attention libraries. Each test is named after its row in docs/parity.md (R-n)."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def mesh() -> Mesh:
 @pytest.mark.parametrize("length", [32767, 32768, 32769, 65535, 65536, 65537])
 @pytest.mark.parametrize("backend", HERE)
 def test_r39_positions_past_16_bits_are_positions(backend, length):
-    """A window and a slope at the far end: a position that wrapped would hide its keys, or weigh them by 2 ** 16."""
+    """A window and a slope at the largest positions: an overflow would hide keys or weight them wrongly."""
     rng = np.random.default_rng(length)
     q, k, v = (rng.normal(size=(n, 1, 8)).astype(np.float32) for n in (2, length, length))
     params = jattn.AttentionParams(alibi_slopes=np.float32([0.1]))
@@ -127,7 +127,7 @@ FEW = Case("few", (1, 4), (21, 13))
 
 @pytest.mark.parametrize("backend", (*HERE, "split"))
 def test_r44_layers_of_equal_shapes_and_other_numbers_do_not_share_a_program(backend):
-    """Static numbers are part of the key under which a compiled step is found: one after another, twice round."""
+    """Static numbers are part of the key of a compiled step: each is used twice, in turn."""
     options = ({}, dict(scale=0.9), dict(logits_soft_cap=1.5), dict(logits_soft_cap=7.0), dict(sliding_window=3))
     features = [Feature(f"{i}", given) for i, given in enumerate(options)]
     problems = [Problem(case=FEW, feature=feature, head_dim=8, pad_reqs=0) for feature in features]
@@ -174,7 +174,7 @@ def test_r46_one_to_eight_new_tokens_in_one_to_eight_requests(backend):
 @pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize(("dtype", "quant"), [("float8_e4m3fn", "per_tensor"), ("int8", "per_token_head")])
 def test_r48_eight_bits_are_as_exact_at_128k_as_at_1k(backend, dtype, quant):
-    """Against float64 over the numbers that are stored: what is left is the kernel's own sum, never 8 bits' worth."""
+    """Compared with float64 over the stored numbers: the error left is that of the kernel's sums, not of 8 bits."""
     rng, dim, errors = np.random.default_rng(0), 8, []
     k, v, q = (rng.normal(size=(n, 1, dim)).astype(np.float32) for n in (131072, 131072, 2))
     scale = np.float32(0.02) if quant == "per_tensor" else None

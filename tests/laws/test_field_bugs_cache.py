@@ -1,4 +1,4 @@
-"""Bugs that other paged caches have had: slots, pages, poison, sizes. Each test is named after its row (R-n)."""
+"""Bugs of other paged caches: slots, blocks, NaN, sizes. Each test is named after its row in docs/parity.md (R-n)."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def full(seed: int = 9) -> jattn.PagedKV:
 @pytest.mark.parametrize("dtype", [np.int32, np.int16])
 @pytest.mark.parametrize("nowhere", [[-1, -1, -1], [-12, -2, -13], [12, 13, 2**15 - 1]])
 def test_r01_negative_slot_never_wraps(nowhere, dtype):
-    """-1 means 'nowhere', not 'the last slot'; so does everything past the pool."""
+    """A slot of -1 or after the end of the pool is not written. (-1 is not the last slot.)"""
     before = full()
     assert same_bits(jattn.write_kv(before, *rows(3), np.array(nowhere, dtype)), before)
 
@@ -59,7 +59,7 @@ def test_r02_more_rows_than_slots_write_no_tail():
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
 def test_r03_r04_a_poisoned_null_block_and_stale_tails_are_never_context(poison):
-    """Every page that nobody references (block 0, the usual null block, among them) and every page tail."""
+    """NaN in each block that is not referenced (also in block 0, the null block) and in the unused slots of others."""
     problem = Problem(case=Case("tails", (1, 3), (5, 7)), poison=poison)
     assert 0 not in problem.block_table[0, :2] and 0 not in problem.block_table[1, :2]
     for backend in able(problem):
@@ -69,7 +69,7 @@ def test_r03_r04_a_poisoned_null_block_and_stale_tails_are_never_context(poison)
 
 @pytest.mark.parametrize("case", ["empty_in_the_middle", "cached_but_idle"])
 def test_r05_requests_without_tokens_and_padding_are_zero_and_minus_infinity(case):
-    """Also when the batch is not causal, where a pad lane would otherwise count."""
+    """Also in a batch that is not causal, where a padding key would be visible."""
     judge(Problem(case=CASES[case], pad_reqs=4, pad_tokens=9))
     judge(Problem(case=CASES[case], pad_reqs=4, pad_tokens=9, feature=FEATURES["non_causal"]))
 
@@ -84,7 +84,7 @@ def test_r05_an_entirely_empty_batch_is_nothing():
 
 
 def test_r05_token_scales_ignore_padding():
-    """A quantised row's scale is its own: a NaN pad row beside it changes nothing."""
+    """Each quantised row has its own scale: a NaN in a padding row has no effect."""
     spec = jattn.KVCacheSpec(
         num_blocks=2, block_size=4, num_kv_heads=2, head_dim=8, dtype="float8_e4m3fn", quant="per_token_head"
     )
@@ -120,7 +120,7 @@ def test_r06_a_pool_of_more_than_2_to_the_32_elements_traces():
 
 
 def test_r16_a_kernel_block_may_be_a_part_of_a_managers_block():
-    """Split tables: blocks of 12 read as blocks of 4, three times as many; the numbers stay."""
+    """Split tables: each block of 12 tokens read as three of 4; the results are the same."""
     problem = Problem(block_size=12, case=CASES["mixed"])
     cache = problem.cache()
     small = jattn.KVCacheSpec(
@@ -136,13 +136,13 @@ def test_r16_a_kernel_block_may_be_a_part_of_a_managers_block():
 
 
 def test_r20_requests_that_share_pages_agree_with_requests_that_do_not():
-    """Prefix caching: two requests read the same first pages, each its own last."""
+    """Prefix caching: two requests have the same first blocks and different last ones."""
     problem = Problem(case=Case("twins", (1, 1), (14, 14)), pad_reqs=0, pad_tokens=0)
     own, theirs = problem.block_table.copy(), problem.block_table.copy()
     theirs[1, :3] = own[0, :3]
     pool = [np.asarray(x).copy() for x in problem.cache().logical()]
     for x in pool:
-        x[own[1, :3]] = x[own[0, :3]]  # copies in the second request's own pages
+        x[own[1, :3]] = x[own[0, :3]]  # copies in other blocks of the second request
     cache = jattn.PagedKV.from_logical(problem.cache_spec, *pool)
     for backend in able(problem):
         attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)

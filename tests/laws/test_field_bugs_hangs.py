@@ -1,4 +1,4 @@
-"""R-45 of the field: a deadlock where producer and consumer disagree on the tiles of a window over an 8-bit cache."""
+"""R-45: a deadlock if producer and consumer compute different tiles of a window over an 8-bit cache."""
 
 import pytest
 
@@ -25,6 +25,6 @@ def test_every_option_meets_a_window():
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_r45_a_window_over_8_bits_ends_and_is_right_with_every_option(name):
-    """On every backend that takes it here, under a watchdog that names this test."""
+    """On each backend that supports it here. A timeout names this test if it hangs."""
     held, quant = CACHES[WINDOWED.index(name) % len(CACHES)]
     judge(LONG.replace(feature=COMBINED[name], cache_dtype=held, quant=quant))

@@ -1,4 +1,4 @@
-"""Every row of the field's bug list has a test that carries its number."""
+"""Each row of the list of bugs in docs/parity.md has a test with its number."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Bugs that other attention kernels have had with masks, windows, chunks and biases; named after their rows."""
+"""Bugs of other attention kernels with masks, windows, chunks and biases. Tests are named after their rows (R-n)."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ BLOCK, LENGTH = 4, 21
 
 
 def counting(length: int, heads: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Keys that all score alike, and values that tell their own position: the mean value is the mean position."""
+    """Keys with equal logits, and values that are their positions: the result is the mean of the visible positions."""
     return np.zeros((length, heads, 8)), np.arange(length, dtype=float)[:, None, None].repeat(heads, 1).repeat(8, 2)
 
 
@@ -40,7 +40,7 @@ def test_r11_a_windowed_and_a_global_layer_share_one_batch():
 
 @pytest.mark.parametrize("size", [-1e4, -2.45e5])
 def test_r12_a_masked_key_never_wins_over_very_negative_logits(size):
-    """600 keys that a window hides, then 100 whose logits are all hugely negative: their mean, not 0 or NaN."""
+    """600 keys that a window hides, then 100 with large negative logits: the result is their mean, not 0 or NaN."""
     k, v = counting(700)
     k[:] = size / 8
     k[:600] = 0
@@ -89,7 +89,7 @@ def test_r14_the_lse_and_a_sink_use_the_true_distance():
 
 
 def test_r18_chunked_attention_is_plain_attention_over_virtual_batches():
-    """Two ways to the same numbers: the mask, and every aligned chunk as a request of its own."""
+    """The mask, and each aligned chunk as a request of its own, give the same result."""
     problem = Problem(feature=Feature("chunk", dict(chunk_size=8)), case=CASES["mixed_unsorted"])
     cache = problem.cache()
     virtual, _ = jattn.make_local_attention_virtual_batches(8, problem.meta, problem.block_size)
@@ -132,14 +132,14 @@ def ancestors() -> np.ndarray:
 
 
 def tree_mask(head, q_pos, kv_pos):
-    """The context, and one's own ancestors."""
+    """A token sees the context and its own ancestors."""
     table = jnp.asarray(ancestors())
     clip = lambda x: jnp.clip(x - CONTEXT, 0, len(TREE) - 1)
     return (kv_pos < CONTEXT) | table[clip(q_pos), clip(kv_pos)]
 
 
 def test_r26_a_tree_mask_is_each_path_recomputed():
-    """Token i of the draft gets what it would get as the last token of its own path."""
+    """The result of drafted token i is that of the last token of its own path."""
     rng = np.random.default_rng(0)
     k, v = (rng.normal(size=(CONTEXT + len(TREE), 2, 8)) for _ in range(2))
     q = rng.normal(size=(len(TREE), 2, 8))
@@ -164,7 +164,7 @@ def _tree(q, k, v):
 
 
 def test_r32_more_queries_than_keys():
-    """Positions are bottom-right aligned: early rows stand before every key, and are (0, -inf)."""
+    """The last query has the position of the last key. Queries before the first key see none: (0, -inf)."""
     with pytest.raises(ValueError, match="less than query_len"):
         jattn.CommonAttentionMetadata.from_lengths([4], [2], [[0]], 4)
     k, v = counting(4)

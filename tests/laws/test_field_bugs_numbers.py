@@ -1,4 +1,4 @@
-"""Bugs that others have had with scales, sinks, sizes, states and platforms; named after their rows (R-n)."""
+"""Bugs of other libraries with scales, sinks, sizes, states and platforms. Tests are named after their rows (R-n)."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def test_r08_the_lse_is_natural_log_token_major_float32():
 @pytest.mark.parametrize("feature", ["plain", "cap_sinks_window", "chunk_alibi_sinks"])
 @pytest.mark.parametrize("prefix", [3, 8, 15])
 def test_r09_a_shared_prefix_is_a_hint_that_no_number_shows(feature, prefix):
-    """Sixteen tokens in common, fewer promised, page-aligned or not, as short as one request minus one token."""
+    """Sixteen common tokens; common_prefix_len is at most that, a whole number of blocks or not."""
     problem = Problem(case=Case("family", (1, 4, 1), (16, 23, 18)), feature=FEATURES[feature], pad_reqs=0)
     table = problem.block_table.copy()
     table[1:, :4] = table[0, :4]
@@ -82,7 +82,7 @@ def test_r21_a_sink_of_minus_infinity_is_no_sink_and_a_huge_one_takes_everything
 
 @pytest.mark.parametrize("length", [40, 600, 1300])
 def test_r21_a_sink_counts_once_however_many_splits_the_keys_have(length):
-    """Long rows are computed in pieces; the sink belongs to the row."""
+    """Long rows are computed in pieces, but the sink counts once in each row."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(n, 2, 8)) for n in (1, length, length))
     params = jattn.AttentionParams(sinks=np.float32([3.0, -1.0]))
@@ -162,7 +162,7 @@ def test_r33_zero_keys_and_values_give_exactly_zero():
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_r34_one_api_on_every_platform(platform):
-    """The layer is the same value everywhere; some backend takes it, and each other one says why not."""
+    """The layer is supported by one backend on each platform, and the others give reasons."""
     reports = jattn.explain(FEW.spec, FEW.cache_spec, platform=platform)
     assert [r.name for r in reports] == list(jattn.list_backends())
     assert any(r.supported for r in reports)
@@ -171,7 +171,7 @@ def test_r34_one_api_on_every_platform(platform):
 
 
 def test_a_group_of_one_feature_is_not_another():
-    """The helpers of this file see what they claim to see: a run on any backend differs between features."""
+    """The helpers of this file can fail: the results of a backend differ between features."""
     plain, capped = (run(FEW.replace(feature=f))[1] for f in (FEATURES["plain"], Feature("c", dict(scale=2.0))))
     assert not same_bits(plain, capped)
     assert CASES["decode"].num_tokens == 4

@@ -1,5 +1,5 @@
-"""R-49: every operand of every Pallas kernel is read by the kernel: an array that is passed and not read is a bug, or a
-copy for nothing. Kernels are traced on any machine; what is looked at is their jaxpr."""
+"""R-49: each Pallas kernel reads each of its operands. An operand that is not read is a bug, or a needless copy. The
+test traces the kernels, which any machine can, and examines their jaxprs."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def inner(value):
 
 
 def bodies(equation):
-    """(jaxpr, its variables for the equation's operands, in order; None: not handed down) of each sub-program."""
+    """(jaxpr, its variables for the operands of the equation, in order; None: not passed) of each sub-program."""
     operands, params = list(equation.invars), equation.params
     name = equation.primitive.name
     if name == "while":
@@ -42,13 +42,13 @@ def bodies(equation):
         if name == "cond":
             yield jaxpr, [None, *jaxpr.invars]
         elif len(jaxpr.constvars) == len(operands) and operands:
-            yield jaxpr, list(jaxpr.constvars)  # run_scoped: what it closes over
+            yield jaxpr, list(jaxpr.constvars)  # run_scoped: its closed-over variables
         else:
             yield jaxpr, list(jaxpr.invars)
 
 
 def is_read(jaxpr, variable) -> bool:
-    """Does some operation of the program, or of a program within it, take this variable, but to write it?"""
+    """Does an operation of the program, or of a sub-program, read this variable?"""
     for equation in jaxpr.eqns:
         places = [i for i, x in enumerate(equation.invars) if x is variable]
         if not places:
@@ -64,7 +64,7 @@ def is_read(jaxpr, variable) -> bool:
 
 
 def kernels(jaxpr):
-    """Every kernel's equation, however deep."""
+    """The equations of all kernels, at any depth."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in KERNELS:
             yield equation
@@ -75,7 +75,7 @@ def kernels(jaxpr):
 
 
 def unread(function, *args, placeholder: tuple[int, ...] | None = None) -> list[list[int]]:
-    """For each kernel that the function launches, the operands that it does not read, but those of this shape."""
+    """For each kernel that the function launches: the operands that it does not read, except those of this shape."""
     found = []
     for equation in kernels(jax.make_jaxpr(function)(*args).jaxpr):
         programs = [j for value in equation.params.values() for j in inner(value) if len(j.invars)]

@@ -1,4 +1,4 @@
-"""Attention is differentiable, and its derivative is the one that the witness wrote out by hand."""
+"""The gradients of attention are those of the oracle, which are derived by hand."""
 
 import functools
 
@@ -27,7 +27,7 @@ GRADED = {
     ),
 }
 CASE = Case("three", (1, 4, 9), (7, 11, 9))
-DIFFERENTIABLE = ("sdpa",)  # the others take its gradient: their own tests compare
+DIFFERENTIABLE = ("sdpa",)  # the gradient of the others is that of sdpa, which their own tests check
 
 
 def problem_of(name: str) -> Problem:
@@ -90,7 +90,7 @@ def check(problem: Problem, dq, dk: list, dv: list, dparams: jattn.AttentionPara
 @pytest.mark.parametrize("backend", DIFFERENTIABLE)
 @pytest.mark.parametrize("name", GRADED)
 def test_through_pages_and_the_write(backend, name):
-    """q, the new k and v, every cached key and value, slopes and sinks; poison outside stays outside."""
+    """Gradients of q, new k and v, cached keys and values, slopes and sinks. NaN in unused slots has no effect."""
     problem = problem_of(name)
     attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
     new, cache = (problem.new(problem.keys), problem.new(problem.values)), problem.cache(new=False)
@@ -146,7 +146,7 @@ def test_through_packed_keys(name):
 
 
 def test_a_sharper_soft_cap_has_a_smaller_gradient():
-    """The witness itself moves with the option: a check that the comparison above sees the soft cap."""
+    """The oracle's gradient depends on the soft cap, so the comparison above can see it."""
     q, k = np.ones((1, 1, 2)), np.array([[[1.0, 0.0]], [[0.0, 1.5]]])
     sizes = [
         np.abs(grad.attend_one_grad(q, k, k, q, q_pos=[1], scale=1.0, soft_cap=cap)["dq"]).max()

@@ -15,7 +15,7 @@ PROBLEM = Problem(case=CASES["mixed"], feature=FEATURES["cap_sinks_window"])
 
 
 def part_of(q_head, q_pos, kv_pos, *, part: int, parts: int):
-    """Key kv_pos belongs to part kv_pos // 3 % parts: some rows see nothing of some parts."""
+    """Key kv_pos belongs to part kv_pos // 3 % parts: some rows see no key of some parts."""
     return kv_pos // 3 % parts == part
 
 
@@ -62,7 +62,7 @@ def test_r07_the_empty_state_is_an_identity_of_real_states_bit_for_bit():
 
 
 def test_r21_sinks_in_two_parts_would_be_counted_twice():
-    """Why a merge takes the sinks once: counting them in each part moves the result."""
+    """Sinks must be counted in one part only: counting them in each changes the result."""
     even, odd = (functools.partial(part_of, part=part, parts=2) for part in range(2))
     cache, states = PROBLEM.cache(), []
     for mask in (even, odd):

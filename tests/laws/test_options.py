@@ -1,4 +1,4 @@
-"""An option is honoured or refused, never ignored: every option x every backend moves the result, or raises."""
+"""No option is ignored: on each backend, each option changes the result or raises an error."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ BACKENDS = jattn.list_backends()
 
 
 def attend(backend: str, feature: Feature) -> np.ndarray:
-    """The live rows over one and the same cache: a scale changes what the stored numbers mean."""
+    """The live rows over the same cache: a scale changes the values of the stored numbers."""
     problem = BASE.replace(feature=feature)
     attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)
     state = attn.attend(problem.q, BASE.cache(), attn.build(problem.meta), problem.params)
@@ -42,7 +42,7 @@ def attend(backend: str, feature: Feature) -> np.ndarray:
 
 
 def refused(backend: str, *features: Feature) -> bool:
-    """Is one of them refused? Then by the same reasons when it is called; `takes` compares with the support matrix."""
+    """Is one of them refused? If so, a call gives the same reasons. `takes` compares with the support matrix."""
     for feature in features:
         if not takes(backend, BASE.replace(feature=feature)):
             with pytest.raises(jattn.UnsupportedError) as refusal:
@@ -55,14 +55,14 @@ def refused(backend: str, *features: Feature) -> bool:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_moves_the_result_or_raises(backend, option):
-    """The non-causal option shows only where a query has keys ahead of it: the early tokens of request 0."""
+    """causal=False has an effect only if keys follow the query: for the first tokens of request 0."""
     if refused(backend, FEATURES["plain"], OPTIONS[option]):
         return
     plain, moved = attend(backend, FEATURES["plain"]), attend(backend, OPTIONS[option])
     assert np.abs(plain - moved).max() > 1e-3
 
 
-BESIDE = {  # options of an option: (without, with)
+BESIDE = {  # options that need another option: (without, with)
     "chunk_lookback": (FEATURES["chunk"], FEATURES["chunk_lookback"]),
     "use_alibi_sqrt": (FEATURES["alibi"], FEATURES["alibi_sqrt"]),
     "use_rswa": (Feature("window_4", dict(sliding_window=4)), FEATURES["rswa"]),
@@ -94,7 +94,7 @@ def test_a_cache_quantised_more_coarsely_moves_the_result_or_raises(backend, qua
 
 
 def test_neutral_values_are_the_same_layer():
-    """0 and None spell 'off'; the defaults are filled in, so that equal layers share one trace."""
+    """0 and None mean off. Defaults are replaced by their values, so that equal layers share one trace."""
     plain = jattn.AttentionSpec(num_heads=4, head_dim=8)
     filled = dict(num_kv_heads=4, v_head_dim=8, scale=8**-0.5, sliding_window=(-1, -1), logits_soft_cap=0.0)
     same = jattn.AttentionSpec(num_heads=4, head_dim=8, attn_type="decoder", **filled)

@@ -1,4 +1,4 @@
-"""Each array is read by its own dtype on every backend alike, and 'auto' chooses one that takes the queries."""
+"""Each backend reads each array in its own dtype, and 'auto' chooses one that supports the queries' dtype."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ def normal(seed, *shape, dtype="float32"):
 
 
 def witness(q, k, v, **options):
-    """The oracle over the numbers that the arrays hold."""
+    """The oracle's result for the values in the arrays."""
     real = [np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v)]
     edges = np.cumsum(LENS)[:-1]
     keys, values = (np.split(x[: sum(LENS)], edges) for x in real[1:])
@@ -41,7 +41,7 @@ def witness(q, k, v, **options):
 @pytest.mark.parametrize("backend", PACKED)
 @pytest.mark.parametrize("dtypes", [d for d in itertools.product(FLOATS, repeat=2) if d[0] != d[1]])
 def test_packed_keys_and_values_of_two_dtypes_are_read_each_by_its_own(backend, dtypes):
-    """Queries in float32, so that neither the keys nor the values may lose a bit on the way."""
+    """Float32 queries, so that keys and values must not lose a bit."""
     q, k, v = normal(0, 10, 4, 16), normal(1, 10, 2, 16, dtype=dtypes[0]), normal(2, 10, 2, 8, dtype=dtypes[1])
     state = jattn.attention(q, k, v, META, SPEC, backend=backend)
     out, lse = witness(q, k, v)
@@ -112,7 +112,7 @@ def test_latents_and_rotated_keys_of_two_dtypes_lose_nothing_in_the_cache(wide):
     np.testing.assert_array_equal((k[..., :8] if wide else v)[1, :3, 0], kv_c.astype(jnp.float32))
 
 
-# ---------------------------------------------------------------------- auto knows the queries' dtype
+# ---------------------------------------------------------------------- 'auto' and the queries' dtype
 
 CACHES = [*((d, "none") for d in FLOATS), ("float8_e4m3fn", "per_tensor"), ("int8", "per_token_head")]
 
@@ -136,7 +136,7 @@ def test_what_auto_chooses_for_these_queries_then_runs(dtype, cache):
 @pytest.mark.parametrize("cache_dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_chip_s_kernel_is_chosen_only_for_queries_that_it_takes(platform, cache_dtype, dtype):
-    """Asked of the kernel itself, by the config that the call would have."""
+    """Checked by the kernel itself, with the config of the call."""
     cache_spec = jattn.KVCacheSpec(
         num_blocks=4, block_size=16, num_kv_heads=2, head_dim=128, dtype=cache_dtype,
         quant="none" if cache_dtype in FLOATS else "per_tensor",
@@ -156,7 +156,7 @@ def test_a_chip_s_kernel_is_chosen_only_for_queries_that_it_takes(platform, cach
 
 
 def test_without_a_dtype_the_cache_s_is_meant(toy):
-    """The toy takes float32 only: first in line, it is passed over for a bfloat16 cache, not for a float32 one."""
+    """The toy supports float32 only. It is first in order, but not chosen for a bfloat16 cache."""
     spec = jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
     pages = dict(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8)
     registry.unregister_backend("toy")
@@ -181,7 +181,7 @@ def toy():
 
 
 def test_a_split_chooses_halves_that_take_the_queries(toy):
-    """The decode half's toy takes float32 alone; for bfloat16 queries another computes it."""
+    """The toy of the decode half supports float32 only; for bfloat16 queries another backend is chosen."""
     spec = jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
     cache_spec = jattn.KVCacheSpec(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
     registry.unregister_backend("toy")

@@ -1,4 +1,4 @@
-"""A quantised result is the real one, rounded once: whatever reads the keys, and under jit and vmap."""
+"""A quantised result is the float result, rounded once: for each backend, and under jit and vmap."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def params(scale=None):
 
 
 def stored(dtype: str, out, scale) -> np.ndarray:
-    """What `out`, computed in float32, becomes: quantised as a cache is."""
+    """`out`, computed in float32, quantised as in a cache."""
     return np.asarray(quant.to_dtype(jnp.asarray(out, jnp.float32), dtype, scale), np.float32)
 
 

@@ -1,4 +1,4 @@
-"""What reaches past causality and window: prefixes (R-SWA) and spans (images in a prompt)."""
+"""Keys that are visible in spite of causality and window: prefixes (R-SWA) and spans (images in a prompt)."""
 
 import dataclasses
 
@@ -17,14 +17,14 @@ WINDOWED = Problem(case=CASES["mixed_unsorted"], feature=FEATURES["window_5"])
 
 
 def test_what_lies_between_prefix_and_window_is_neither_read_nor_needed():
-    """A cache that gives back those pages, as vLLM's manager does, may have anything written over them."""
+    """A cache that frees these blocks, as vLLM's manager does, may write other values into them."""
     problem = Problem(case=Case("long", (1, 2), (700, 540)), feature=FEATURES["rswa"], pad_reqs=0)
     _, wanted = run(problem, "sdpa")
     cache, rows = problem.cache(), problem.feature.reach(problem.lengths)
     hidden = []
     for r, n in enumerate(problem.case.seq_lens):
         first_query = n - problem.case.query_lens[r]
-        hidden += problem.slots(r)[rows[r]["prefix"] : first_query - 3]  # a window of 4 counts the query itself
+        hidden += problem.slots(r)[rows[r]["prefix"] : first_query - 3]  # a window of 4 includes the query
     ruined = [np.array(pool).reshape(-1, *pool.shape[2:]) for pool in cache.logical()]
     for pool in ruined:
         pool[hidden] = np.nan
@@ -36,7 +36,7 @@ def test_what_lies_between_prefix_and_window_is_neither_read_nor_needed():
 
 @pytest.mark.parametrize("backend", able(WINDOWED))
 def test_a_layer_that_does_not_ask_does_not_look(backend):
-    """Hybrid models: one batch for layers with and without."""
+    """Hybrid models: one batch for layers with a prefix and layers without."""
     plain = WINDOWED
     attn = jattn.PagedAttention(plain.spec, plain.cache_spec, backend)
     said = plain.meta.replace(
@@ -48,7 +48,7 @@ def test_a_layer_that_does_not_ask_does_not_look(backend):
 
 
 def test_a_span_over_the_prompt_is_a_prefix_language_model():
-    """Prompt tokens see the whole prompt, and what is generated is causal: (0, P - 1) is all it takes."""
+    """Prompt tokens see the whole prompt, and generated tokens are causal: with the span (0, P - 1)."""
     case = Case("prompts", (7, 5), (7, 5))
     problem = Problem(case=case, feature=FEATURES["mm_prefix"], pad_reqs=0)
     both_ways = Problem(case=case, feature=FEATURES["non_causal"], pad_reqs=0)
@@ -61,7 +61,7 @@ def test_a_span_over_the_prompt_is_a_prefix_language_model():
 def test_a_request_alone_and_wider_tables_of_spans_are_the_same_bits():
     problem = Problem(case=CASES["mixed_unsorted"], feature=FEATURES["rswa_mm_prefix_sqrt"])
     _, together = run(problem, "sdpa")
-    for r, start in ((0, 0), (3, 15)):  # six new tokens, and a single one: two kinds of tile
+    for r, start in ((0, 0), (3, 15)):  # six new tokens, and a single token: two kinds of tile
         _, state = run(problem.alone(r), "sdpa")
         own = lambda x, first, n=problem.case.query_lens[r]: np.asarray(x)[first : first + n]
         assert same_bits((own(state.out, 0), own(state.lse, 0)), (own(together.out, start), own(together.lse, start)))
@@ -71,7 +71,7 @@ def test_a_request_alone_and_wider_tables_of_spans_are_the_same_bits():
 
 
 def test_prefixes_and_spans_are_traced_and_may_be_mapped_over():
-    """Other images are no other program; under vmap each element has its own."""
+    """Other spans need no compilation; under vmap each element has its own."""
     problem = Problem(feature=FEATURES["rswa_mm_prefix_sqrt"])
     attn, cache = jattn.PagedAttention(problem.spec, problem.cache_spec, "sdpa"), problem.cache()
     call = lambda meta: attn.attend(problem.q, cache, attn.build(meta), problem.params)
@@ -89,7 +89,7 @@ def test_prefixes_and_spans_are_traced_and_may_be_mapped_over():
 
 @pytest.mark.parametrize("name", [name for name, f in FEATURES.items() if f.causal is True])
 def test_keys_past_the_retention_are_never_seen(name):
-    """What an engine may give back, by the witness's own mask; None: some key as far back as that is seen."""
+    """The keys that an engine may free are hidden by the oracle's mask. None: early keys are visible."""
     problem = Problem(case=Case("long", (40,), (40,)), feature=FEATURES[name])
     tokens, chunk = problem.spec.retention
     (each,) = problem.feature.reach(problem.lengths)

@@ -1,4 +1,4 @@
-"""However a request is cut into steps, it gets what it would have got at once; and a step never talks to the host."""
+"""A request's result does not depend on how its tokens are divided into steps; a step has no callback to the host."""
 
 import chex
 import hypothesis
@@ -43,7 +43,7 @@ def test_decode_is_prefill_one_token_at_a_time(backend, name):
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(cuts=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 13)), max_size=5))
 def test_any_chunking_is_the_one_shot(backend, cuts):
-    """Chunked prefill: windows, chunks, sinks and caps do not notice where a prompt was cut."""
+    """Chunked prefill with windows, chunks, sinks and soft caps: the result is the same for each cut."""
     problem = whole(BASE.replace(case=Case("prompts", (20, 13), (20, 13)), feature=FEATURES["cap_sinks_window"]))
     edges = np.sort(np.array([(0, 0), *cuts, (20, 13)]), axis=0)
     pieces = [tuple(map(int, piece)) for piece in np.diff(edges, axis=0) if piece.any()]
@@ -59,7 +59,7 @@ def test_r28_a_serving_trace_compiles_once_a_bucket(backend, compiles):
     cache_spec = jattn.KVCacheSpec(num_blocks=32, block_size=4, num_kv_heads=1, head_dim=8, dtype="float32")
     attn = jattn.PagedAttention(jattn.AttentionSpec(num_heads=1, head_dim=8), cache_spec, backend=backend)
 
-    chex.clear_trace_counter()  # it counts by name: the other backends' steps are called the same
+    chex.clear_trace_counter()  # traces are counted by name, and the steps of other backends have the same one
 
     @jax.jit
     @chex.assert_max_traces(n=buckets.budget)
@@ -89,7 +89,7 @@ def test_r28_a_serving_trace_compiles_once_a_bucket(backend, compiles):
 
 @pytest.mark.parametrize("backend", ABLE)
 def test_r29_a_step_has_no_way_back_to_the_host(backend):
-    """The whole step traces abstractly (nothing reads a value), holds no callback, and moves no array by itself."""
+    """The step can be traced without values, and has no callback and no transfer between devices."""
     problem = BASE.replace(feature=FEATURES["everything"])
     problem = problem if takes(backend, problem) else BASE
     attn = jattn.PagedAttention(problem.spec, problem.cache_spec, backend=backend)

@@ -1,4 +1,4 @@
-"""R-26: a tree of drafted tokens is a mask_fn, and equals attention along each token's own path."""
+"""R-26: attention over a tree of drafted tokens, as a mask_fn, is that along each token's own path."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def random_tree(rng, size):
 
 
 def attend(q, cache, meta, tree, backend):
-    """The drafted tokens see the whole context and their own path; the tree is traced, one compile for all trees."""
+    """Drafted tokens see the whole context and their own path. The tree is traced: one program serves all trees."""
     size = tree.shape[0]
 
     def on_path(head, q_pos, kv_pos):

@@ -1,8 +1,8 @@
-"""A walk along the doors: every argument of a public function is given every value that cannot be meant, one by one.
+"""Gives each argument of a public function, one after another, each value that must be refused.
 
 The law: a call returns, or raises ValueError, TypeError or UnsupportedError from a line of this library, with a
-sentence that names the argument. Never what happens to break deeper down: AttributeError, KeyError, an assertion,
-numpy's or JAX's own complaint.
+message that names the argument. It must not raise another error from inside: AttributeError, KeyError, an assertion,
+or an error of numpy or JAX.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ ALLOWED = (ValueError, TypeError, jattn.UnsupportedError)
 
 
 class Thing:
-    """An object of no use."""
+    """An object that no function accepts."""
 
 
 def deleted() -> jax.Array:
@@ -87,7 +87,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Door:
-    """A function, arguments that are good, and which of them are walked (None: all)."""
+    """A public function, good arguments, and which of them get bad values (None: all)."""
 
     call: Callable
     good: Mapping[str, Any]
@@ -97,7 +97,7 @@ class Door:
 
 
 def run(door: Door, **changes) -> None:
-    """The call, abstractly where an argument is a ShapeDtypeStruct or the door is staged."""
+    """The call, traced only if an argument is a ShapeDtypeStruct or the function is staged."""
     traced = {name: x for name, x in changes.items() if isinstance(x, jax.ShapeDtypeStruct)}
 
     def body(traced):
@@ -111,7 +111,7 @@ def run(door: Door, **changes) -> None:
 
 
 def complaint(door: Door, argument: str, value: Any) -> str | None:
-    """What is wrong with the way in which this value is refused; None where nothing is."""
+    """The fault in how this value is refused; None if there is none."""
     try:
         run(door, **{argument: value})
     except ALLOWED as error:
@@ -130,7 +130,7 @@ def complaint(door: Door, argument: str, value: Any) -> str | None:
 
 
 def walk(door: Door) -> list[str]:
-    """Every complaint about one door; its good arguments must be good."""
+    """All faults of one public function. Its good arguments must be accepted."""
     run(door)
     found = []
     for argument in door.walked or tuple(door.good):

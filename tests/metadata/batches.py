@@ -1,4 +1,4 @@
-"""Ragged batches for the metadata laws, and the witness: numpy attention through a batch's own tables."""
+"""Ragged batches for the metadata laws, and numpy attention through a batch's block table to compare with."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def padded(batch: Lengths, *, causal=True, block_size=BLOCK, width=WIDTH, seed=0
 
 
 def reaching(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """The batch with spans and prefixes that tell its requests apart."""
+    """The batch with different spans and prefixes for each request."""
     own = np.arange(meta.max_num_reqs, dtype=np.int32)
     ranges = np.stack([own, own + 3], axis=-1)[:, None]
     return meta.replace(mm_prefix_ranges=ranges, rswa_prefix_lens=own + 7)
@@ -85,7 +85,7 @@ def attend(meta: CommonAttentionMetadata, q, k, v, **options):
 
 
 def assert_same(a, b) -> None:
-    """Two pytrees hold the same int32 (or bool) numbers in the same structure, wherever they live."""
+    """Two pytrees hold the same int32 (or bool) numbers in the same structure, on the host or on a device."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for (path, x), (_, y) in zip(
         jax.tree_util.tree_leaves_with_path(a), jax.tree_util.tree_leaves_with_path(b), strict=True

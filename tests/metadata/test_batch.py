@@ -1,4 +1,4 @@
-"""The batch itself: lengths in, int32 arrays out, padding invisible."""
+"""CommonAttentionMetadata: int32 arrays from lengths, and no effect of padding."""
 
 import jax
 import numpy as np
@@ -129,12 +129,12 @@ def test_the_encoder_comes_along_as_a_batch_of_its_own():
         (dict(seq_lens=[4]), "seq_lens has 1 entries but query_lens has 2"),
         (dict(seq_lens=[4, 0]), "request 1: seq_len=0 is less than query_len=2; seq_lens count computed AND new"),
         (dict(block_table=[[0], [1]]), "has 1 columns but request 1 with seq_len=5 needs 2 blocks of 4"),
-        (dict(block_table=[[0, 1]]), r"one row a request, \[2, B\]"),
+        (dict(block_table=[[0, 1]]), r"one row for each request, \[2, B\]"),
         (dict(block_size=0), "block_size=0 must be a positive integer"),
         (dict(num_tokens=2), "num_tokens=2 is less than the 3 given"),
         (dict(num_reqs=1), "num_reqs=1 is less than the 2 given"),
         (dict(max_blocks=1), "max_blocks=1 is less than the 2 blocks that the longest request needs"),
-        (dict(causal=[True]), r"must be \(2,\): one bool a request"),
+        (dict(causal=[True]), r"must be \(2,\): one bool for each request"),
         (dict(cross_block_table=[[0]]), "need encoder_seq_lens"),
     ],
 )
@@ -156,15 +156,15 @@ def test_padding_only_grows_and_unpadding_only_shrinks():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(query_start_loc=np.array([1, 2, 3])), "must start at 0 and never descend"),
-        (dict(query_start_loc=np.array([0, 2, 1])), "must start at 0 and never descend"),
+        (dict(query_start_loc=np.array([1, 2, 3])), "must start at 0 and not descend"),
+        (dict(query_start_loc=np.array([0, 2, 1])), "must start at 0 and not descend"),
         (dict(query_start_loc=np.array([0, 2, 9])), "past the 3 packed tokens"),
         (dict(seq_lens=np.array([4, 1])), "request 1: seq_len=1 is less than query_len=2"),
         (dict(seq_lens=np.array([4, 99])), "request 1: seq_len=99 is above max_seq_len=8"),
         (dict(final_seq_lens=np.array([4, 4])), "request 1: final_seq_len=4 is less than seq_len=5"),
         (dict(max_query_len=1), "request 1: query_len=2 is above max_query_len=1"),
-        (dict(block_table=np.array([[0, -1], [2, 8]])), "request 1: block 8 lies outside the pool of 8 blocks"),
-        (dict(slot_mapping=np.array([1, 2, 32])), r"slot_mapping\[2\]=32 lies outside the pool of 8 x 4 slots"),
+        (dict(block_table=np.array([[0, -1], [2, 8]])), "request 1: block 8 is outside the pool of 8 blocks"),
+        (dict(slot_mapping=np.array([1, 2, 32])), r"slot_mapping\[2\]=32 is outside the pool of 8 x 4 slots"),
     ],
 )
 def test_check_host_names_the_first_culprit(change, message):

@@ -1,4 +1,4 @@
-"""Shared prefixes read once: when it pays, and that levels merge into the flat result."""
+"""Cascades: when a level of its own is faster, and that the levels merge into the result of the whole batch."""
 
 import jax
 import numpy as np
@@ -22,7 +22,10 @@ DECODES = dict(common_prefix_len=4096, query_lens=[1] * 64, num_query_heads=32, 
         (dict(use_sliding_window=True), False),
         (dict(use_local_attention=True), False),
         (dict(dcp_world_size=2), False),
-        (dict(num_kv_heads=32, query_lens=[1] * 8, num_sms=10_000), True),  # no groups: no split-KV to compete with
+        (
+            dict(num_kv_heads=32, query_lens=[1] * 8, num_sms=10_000),
+            True,
+        ),  # one query head per kv head: split-KV decoding does not apply
         (dict(query_lens=[2] * 8, num_sms=10_000), True),  # prefills: the same
         (dict(query_lens=[1] * 8, num_sms=10_000), False),  # idle cores: splitting the keys fills them better
     ],
@@ -44,7 +47,7 @@ def merged(states):
 
 @st.composite
 def families(draw):
-    """A batch whose requests share pages: all of them `root` tokens, each family some more; and those levels."""
+    """A batch whose requests all share `root` tokens, and those of a family some more; and its levels."""
     root = BLOCK * draw(st.integers(0, 2))
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     more = [BLOCK * draw(st.integers(0, 2)) for _ in sizes]
@@ -105,7 +108,7 @@ def test_inside_jit_levels_are_the_hosts():
     "prefixes, message",
     [
         (6, "a shared prefix of 6 tokens must be whole blocks of 4; share 4 of them"),
-        (12, "request 0 has 8 computed tokens, fewer than the 12 it is said to share"),
+        (12, "request 0 has 8 computed tokens, fewer than the 12 shared ones of prefixes"),
         (8, "requests 0 and 1 have different pages in the prefix"),
         ([[(1, 4)]], r"level 0: groups \[\(1, 4\)\] must cover the 2 live requests"),
     ],

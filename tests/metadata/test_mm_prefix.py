@@ -1,4 +1,4 @@
-"""Spans that see each other both ways."""
+"""Spans whose tokens see each other in both directions."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Context parallelism, and queries of equal length: who holds what."""
+"""Context parallelism: which rank has which keys. And batches with queries of equal length."""
 
 import jax
 import jax.numpy as jnp

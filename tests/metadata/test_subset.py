@@ -1,4 +1,4 @@
-"""Some requests as a batch of their own: nobody else's tokens, the same positions, padding behind."""
+"""Some requests as a batch of their own: only their tokens, at the same positions, then padding."""
 
 import dataclasses
 

@@ -218,5 +218,5 @@ def test_only_backends_that_can_are_asked():
     with pytest.raises(ValueError, match="must divide"):
         uneven = ContextParallel(dcp_axis=AXIS, dcp_world_size=2, interleave=3)
         jattn.PagedAttention(spec, cache_spec, parallel=uneven).build(Problem().meta.replace(block_size=8))
-    with pytest.raises(ValueError, match="holds every key"):
+    with pytest.raises(ValueError, match="this rank has every key"):
         jattn.PagedAttention(spec, cache_spec).build(with_dcp(Problem().meta, 2, 0))

@@ -1,7 +1,7 @@
-"""vLLM's batch utilities under vLLM's names, for programs and backends that are ported from it.
+"""vLLM's batch utilities under vLLM's names, for programs and backends that are ported from vLLM.
 
-Nothing on jattn's own path calls them: its backends take any order of requests in one launch, and a scheduler of jattn
-never has to reorder, slice or pad. docs/vllm.md says what each one is in vLLM and what jattn uses instead.
+jattn's own engine does not use them: its backends take the requests of a batch in any order, in one launch.
+docs/vllm.md says what each utility is in vLLM and what jattn uses instead.
 """
 
 from jattn.compat.vllm.attention_types import (

@@ -1,9 +1,11 @@
 """vLLM's methods of a backend, a builder and an impl, which the three classes of jattn.backends.base inherit.
 
-They restate in vLLM's names what the class attributes already say, for programs and backends that are ported from it.
-jattn calls none of them but the getters of lists, which a ported backend may override.
+They give the class attributes of a backend under vLLM's names, for programs and backends that are ported from vLLM.
+jattn itself calls only the getters of lists and supports_sink and the like, which a ported backend may override. The
+abstract methods are those of jattn.backends.base that the others call.
 """
 
+import abc
 import functools
 from typing import Any, ClassVar
 
@@ -18,8 +20,8 @@ from jattn.spec import AttentionSpec, Window
 from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, bases_of, listed
 
 
-class BackendMethods:
-    """Class methods over the lists of an AttentionBackend."""
+class BackendMethods(abc.ABC):
+    """Class methods of an AttentionBackend."""
 
     supported_dtypes: ClassVar[tuple[str, ...]]
     supported_head_sizes: ClassVar[tuple[int | MultipleOf, ...]]
@@ -30,19 +32,19 @@ class BackendMethods:
     ssm: ClassVar[bool]
 
     @classmethod
+    @abc.abstractmethod
     def supports(cls, feature: Feature) -> bool:
         """See AttentionBackend."""
-        raise NotImplementedError
 
     @classmethod
+    @abc.abstractmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """See AttentionBackend."""
-        raise NotImplementedError
 
     @classmethod
+    @abc.abstractmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
         """See AttentionBackend."""
-        raise NotImplementedError
 
     @classmethod
     def get_kv_cache_shape(
@@ -53,36 +55,36 @@ class BackendMethods:
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Logical shape [N S K D] of the key pool; values have a pool of their own: no axis of two."""
+        """Logical shape [N S K D] of the pool of keys. Values have a pool of their own: no axis of size 2."""
         return (num_blocks, block_size, num_kv_heads, head_size)
 
     @classmethod
     def get_kv_cache_stride_order(cls, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Permutation from the logical shape to the stored one, e.g. (0, 2, 1, 3): [N S K D] -> [N K S D].
+        """The permutation from the logical to the stored shape, e.g. (0, 2, 1, 3) for [N S K D] -> [N K S D].
 
-        With the layers dimension, logical [L N S K D]: layers stay outermost, as a pool of L*N blocks.
+        With the layers dimension the logical shape is [L N S K D]. The axis of layers stays first.
         """
         order = (0, 2, 1, 3) if cls.get_preferred_kv_cache_layout() == "HND" else (0, 1, 2, 3)
         return (0, *(axis + 1 for axis in order)) if include_num_layers_dimension else order
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
-        """(module, qualified name)."""
+        """(module, qualified name) of the class."""
         return cls.__module__, cls.__qualname__
 
     @classmethod
     def get_supported_dtypes(cls) -> tuple[str, ...]:
-        """Names of the query dtypes."""
+        """Names of the supported dtypes of queries."""
         return cls.supported_dtypes
 
     @classmethod
     def get_supported_head_sizes(cls) -> tuple[int | MultipleOf, ...]:
-        """Numbers, and multiples of numbers."""
+        """Supported numbers of head_dim and v_head_dim."""
         return cls.supported_head_sizes
 
     @classmethod
     def validate_head_size(cls, head_size: int) -> None:
-        """Raise ValueError, naming what is supported and where any size is."""
+        """Raise ValueError for a head size that is not supported."""
         if not cls.supports_head_size(head_size):
             raise ValueError(
                 f"Head size {head_size} is not supported by {cls.__name__.removesuffix('Backend')}. "
@@ -92,95 +94,97 @@ class BackendMethods:
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> tuple[int | MultipleOf, ...]:
-        """Page sizes that the kernel takes."""
+        """Supported tokens of a block."""
         return cls.supported_block_sizes
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """The default where it is supported, else the smallest listed size."""
+        """`default_block_size` if it is supported, else the smallest supported size."""
         if cls.supports_block_size(default_block_size):
             return default_block_size
         return min(bases_of(cls.get_supported_kernel_block_sizes()))
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[str, ...]:
-        """Physical orders, of 'NHD' and 'HND'."""
+        """Supported layouts, of 'NHD' and 'HND'."""
         return cls.kv_cache_layouts
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:
-        """The one layout it takes, or None where there is a choice."""
+        """The only supported layout; None if there are several."""
         layouts = cls.supported_kv_cache_layouts()
         return layouts[0] if len(layouts) == 1 else None
 
     @classmethod
     def get_preferred_kv_cache_layout(cls) -> str:
-        """The required layout, else what KVCacheSpec(layout='auto') means."""
+        """The required layout, or else that of KVCacheSpec(layout='auto')."""
         return cls.get_required_kv_cache_layout() or "HND"
 
     @classmethod
     def is_mla(cls) -> bool:
-        """True: takes latent caches, and nothing else."""
+        """True: it supports latent caches and no other."""
         return cls.mla
 
     @classmethod
     def is_sparse(cls) -> bool:
-        """True: attends to listed tokens, and nothing else."""
+        """True: it attends to listed tokens only."""
         return cls.sparse
 
     @classmethod
     def is_ssm(cls) -> bool:
-        """True: keeps a state instead of a cache."""
+        """True: it has a recurrent state instead of a cache."""
         return cls.ssm
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """One more logit per head in the denominator."""
+        """Attention sinks: one more logit per head in the softmax's denominator."""
         return cls.supports(Feature.SINK)
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Bidirectional ranges in a causal prompt."""
+        """Spans of a causal prompt whose tokens see each other in both directions."""
         return cls.supports(Feature.MM_PREFIX)
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """A decoder's batch with causal=False."""
+        """A batch of a decoder with causal=False."""
         return cls.supports(Feature.NON_CAUSAL)
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        """k_scale, v_scale of shape [K]."""
+        """k_scale and v_scale of shape [K]."""
         return cls.supports(Feature.PER_HEAD_QUANT_SCALES)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """A request's bits do not depend on its company."""
+        """A request's result has the same bits in every batch."""
         return cls.supports(Feature.BATCH_INVARIANCE)
 
 
-class BuilderMethods:
-    """Methods of an AttentionMetadataBuilder for captured graphs (here: steps compiled ahead) and ordered batches."""
+class BuilderMethods(abc.ABC):
+    """Methods of an AttentionMetadataBuilder for captured graphs (in JAX: compiled steps) and for ordered batches."""
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-    reorder_batch_threshold: ClassVar[int | None] = None  # queries up to this go in front; None: any order
-    supports_cascade: ClassVar[bool] = False  # common_prefix_len is worth asking for
-    supports_spec_as_decode: ClassVar[bool] = False
-    supports_dcp_with_varlen: ClassVar[bool] = False
+    reorder_batch_threshold: ClassVar[int | None] = None  # requests with up to this many new tokens come first
+    supports_cascade: ClassVar[bool] = False  # a plan with a common_prefix_len can be faster
+    supports_spec_as_decode: ClassVar[bool] = False  # a request with drafted tokens counts as a decode
+    supports_dcp_with_varlen: ClassVar[bool] = False  # context parallelism with several new tokens in a request
 
     spec: Any
     cache_spec: Any
 
-    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
+    @abc.abstractmethod
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Any:
         """See AttentionMetadataBuilder."""
-        raise NotImplementedError
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """Shapes and dtypes only, to lower a step ahead of time; arrays or ShapeDtypeStructs go in."""
+        """The shapes and dtypes of the plan, to compile a step ahead of time; takes arrays or ShapeDtypeStructs."""
         return jax.eval_shape(functools.partial(self.build, 0), common_attn_metadata)
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: jax.Array | int) -> Any:
-        """The plan of draft step i (i-th chained token, or i-th tree level): quick, and fit for lax.scan."""
+        """The plan of draft step `draft_index` (of a chain: the token; of a tree: the level), built quickly."""
         return self.build(0, common_attn_metadata, fast_build=True)
 
     @classmethod
@@ -189,7 +193,7 @@ class BuilderMethods:
         return cls.cudagraph_support
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Does get_cudagraph_support cover this batch? Host only: query lengths are looked at as values."""
+        """Does get_cudagraph_support cover this batch? Host only: it reads the query lengths."""
         return can_run_in_cudagraph(common_attn_metadata, self.get_cudagraph_support(self.spec, self.cache_spec))
 
     def use_cascade_attention(
@@ -204,7 +208,7 @@ class BuilderMethods:
         num_sms: int,
         dcp_world_size: int = 1,
     ) -> bool:
-        """Is a shared prefix worth a pass of its own? Never, unless the backend says that it can be."""
+        """Is it faster to read a shared prefix in a pass of its own? See jattn.metadata.use_cascade_attention."""
         return self.supports_cascade and use_cascade_attention(
             common_prefix_len,
             query_lens,
@@ -218,7 +222,7 @@ class BuilderMethods:
         )
 
     def decode_threshold(self, num_speculative_tokens: int | None = None, dcp_world_size: int = 1) -> int | None:
-        """Longest query of a request that counts as decode; None: this backend does not tell them apart."""
+        """The most new tokens of a request that counts as a decode; None: the backend treats all requests alike."""
         return decode_threshold(
             self.reorder_batch_threshold,
             num_speculative_tokens,
@@ -228,46 +232,46 @@ class BuilderMethods:
         )
 
     def reorder_batch(self, common_attn_metadata: CommonAttentionMetadata) -> tuple[Any, Any]:
-        """(permutation of the requests, is it a change): decodes first, or as they are where any order will do."""
+        """(permutation with decodes first, does it change the order?). Without a threshold the order is unchanged."""
         if self.reorder_batch_threshold is None:
             return np.arange(common_attn_metadata.max_num_reqs), False
         return reorder_batch_to_split_decodes_and_prefills(common_attn_metadata, self.reorder_batch_threshold)
 
 
 class ImplMethods:
-    """vLLM's attributes of an impl, read from its spec."""
+    """vLLM's attributes of an AttentionImpl, read from its spec."""
 
     can_return_lse_for_decode: ClassVar[bool] = False
-    supports_pcp: ClassVar[bool] = False
+    supports_pcp: ClassVar[bool] = False  # prefill context parallelism
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = False
-    supports_quant_query_input: ClassVar[bool] = False  # then its backend lists the dtypes
+    supports_quant_query_input: ClassVar[bool] = False  # quantised queries; the backend lists their dtypes
 
     spec: Any
     cache_spec: Any
     parallel: Any
 
     def fused_output_quant_supported(self, quant_key: str) -> bool:
-        """True where the kernel can write its output already quantised to `quant_key`."""
+        """Can the kernel write its output quantised to `quant_key`?"""
         return False
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """H, query heads."""
         return self.spec.num_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """K."""
+        """K, key/value heads."""
         return self.spec.num_kv_heads
 
     @property
     def num_queries_per_kv(self) -> int:
-        """G."""
+        """G, query heads of one kv head."""
         return self.spec.group_size
 
     @property
     def head_size(self) -> int:
-        """D."""
+        """D, numbers of a query or key of one head."""
         return self.spec.head_dim
 
     @property
@@ -277,25 +281,25 @@ class ImplMethods:
 
     @property
     def sliding_window(self) -> Window:
-        """(left, right) extra keys, -1 = unlimited."""
+        """(left, right): how many keys before and after the query's own are visible; -1: all."""
         return self.spec.window
 
     @property
     def logits_soft_cap(self) -> float | None:
-        """None is off."""
+        """Cap of cap * tanh(logit / cap); None: off."""
         return self.spec.logits_soft_cap
 
     @property
     def attn_type(self) -> AttentionType:
-        """Who attends to whom."""
+        """Which tokens are queries and which are keys."""
         return self.spec.attn_type
 
     @property
     def kv_cache_dtype(self) -> str:
-        """'auto' where there is no cache."""
+        """The cache's dtype; 'auto' without a cache."""
         return "auto" if self.cache_spec is None else self.cache_spec.dtype
 
     @property
     def need_to_return_lse_for_decode(self) -> bool:
-        """Ranks that hold parts of a request's keys merge their states, which takes an lse."""
+        """Is the lse needed to merge the states of several ranks, each with a part of a request's keys?"""
         return self.parallel.dcp_world_size > 1 and self.can_return_lse_for_decode

@@ -1,10 +1,11 @@
-"""Caches in the orders of other libraries: pure transposes to and from the canonical pair [N S K D].
+"""Conversion between vLLM's cache and the pair (k, v) of shape [N S K D].
 
-    paged_attention (vLLM)   one flat array [2, N, S * K * D]; x = 16 bytes' worth of numbers
-        keys                 [N K D/x S x]: x neighbouring numbers of a slot lie together, then the next slot's
-        values               [N K D S]
+vLLM's cache is one array [2, N, S * K * D]. With x = the numbers in 16 bytes:
 
-`PagedKV.from_logical(cache_spec, *split_kv_cache(...))` imports one; `join_kv_cache(*cache.logical())` exports.
+    keys     [N K D/x S x]: x neighbouring numbers of a slot, then those of the next slot
+    values   [N K D S]
+
+Import a cache by `PagedKV.from_logical(cache_spec, *split_kv_cache(...))`; export by `join_kv_cache(*cache.logical())`.
 """
 
 import jax
@@ -13,12 +14,12 @@ import jax.numpy as jnp
 from jattn.errors.arguments import integer, reals, takes
 
 VECTOR_BYTES = 16
-"""What a CUDA thread loads at once."""
+"""The bytes that a CUDA thread loads at once."""
 
 
 @takes(kv_cache=reals(3), num_kv_heads=integer(1), head_size=integer(1))
 def split_kv_cache(kv_cache: jax.Array, num_kv_heads: int, head_size: int) -> tuple[jax.Array, jax.Array]:
-    """(k, v), [N S K D] each, of a flat cache [2, N, S * K * D]; any dtype, the numbers as they are stored."""
+    """(k, v), [N S K D] each, of a cache [2, N, S * K * D]. The stored numbers of any dtype are not changed."""
     kv_cache = jnp.asarray(kv_cache)
     x = _vector(kv_cache.dtype, head_size)
     if kv_cache.ndim != 3 or kv_cache.shape[0] != 2 or kv_cache.shape[2] % (num_kv_heads * head_size):
@@ -34,7 +35,7 @@ def split_kv_cache(kv_cache: jax.Array, num_kv_heads: int, head_size: int) -> tu
 
 @takes(k=reals(4), v=reals(4))
 def join_kv_cache(k: jax.Array, v: jax.Array) -> jax.Array:
-    """The flat cache [2, N, S * K * D] of k and v, [N S K D] each: what split_kv_cache takes apart."""
+    """The cache [2, N, S * K * D] of k and v, [N S K D] each: the inverse of split_kv_cache."""
     k, v = jnp.asarray(k), jnp.asarray(v)
     if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(f"k {k.dtype}{k.shape} and v {v.dtype}{v.shape} must both be [N S K D]: one array holds them")

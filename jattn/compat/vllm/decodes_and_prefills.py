@@ -1,13 +1,13 @@
-"""Decodes first: ordering a batch by a permutation, and counting what stands at the front of an ordered batch.
+"""Ordering a batch so that decodes come first, and counting the decodes and prefills of an ordered batch.
 
-    region   0 decode          context, short, prompt finished      3 prefill   no context
-             1 short extend    context, short, still in its prompt  4 padding   no tokens at all
-             2 long extend     context, long
+    region   0 decode          computed tokens, short query, prompt finished       3 prefill   no computed tokens
+             1 short extend    computed tokens, short query, prompt not finished   4 padding   no tokens
+             2 long extend     computed tokens, long query
 
-    new[i] = old[perm[i]]      rows already in the right region stay: perm moves as few rows as possible
+    new[i] = old[perm[i]]      rows in the right region keep their place, so perm moves as few rows as possible
 
-The order works on numpy (host) and on traced arrays. The counts are Python ints, because they become static bounds
-(slices.py), so they need host arrays. jattn's own backends need neither: they mask by length.
+A batch can be ordered on the host and inside jit. It is counted on the host: the counts are Python ints, because they
+become static bounds of slices (slices.py). jattn's own backends need neither.
 """
 
 import numpy as np
@@ -28,27 +28,26 @@ def split_decodes_and_prefills(
     treat_short_extends_as_decodes: bool = True,
     is_prefilling=None,
 ) -> tuple[int, int, int, int]:
-    """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch with its decodes in
-    front.
+    """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch with its decodes first.
 
-    A decode has at most decode_threshold new tokens. require_uniform: the decodes are the leading requests as
-    long as the first (a length of 0 is padding and fits anywhere). treat_short_extends_as_decodes=False
-    counts a request whose bool[R] is_prefilling is set as a prefill, however few tokens it has.
+    A decode has at most decode_threshold new tokens. require_uniform: the decodes are the first requests, as far as
+    their query lengths are equal (or 0, for padding). treat_short_extends_as_decodes=False: a request with
+    is_prefilling, bool[R], is a prefill even if it has few tokens.
     """
     query, seq = _live(common)
-    late = query > decode_threshold
-    if require_uniform and not late[:1].any():
-        late = (query != query[:1]) & (query > 0)
+    is_prefill = query > decode_threshold
+    if require_uniform and not is_prefill[:1].any():
+        is_prefill = (query != query[:1]) & (query > 0)
     if not treat_short_extends_as_decodes:
         if is_prefilling is None:
             raise ValueError(
                 "treat_short_extends_as_decodes=False needs is_prefilling, bool[R]: a length alone "
-                "does not tell a short piece of a prompt from a decode"
+                "does not distinguish a short piece of a prompt from a decode"
             )
-        late = late | (_per_request("is_prefilling", is_prefilling, common)[: len(query)] & (query > 0))
-    first = _first(late)
+        is_prefill = is_prefill | (_per_request("is_prefilling", is_prefilling, common)[: len(query)] & (query > 0))
+    first = _first(is_prefill)
     if not require_uniform:
-        _refuse_decodes(~late & (query > 0) & (seq > query), first, query, decode_threshold)
+        _refuse_decodes(~is_prefill & (query > 0) & (seq > query), first, query, decode_threshold)
     decode_tokens = int(query[:first].sum())
     return first, len(query) - first, decode_tokens, int(query.sum()) - decode_tokens
 
@@ -57,30 +56,32 @@ def split_decodes_and_prefills(
 def split_decodes_prefills_and_extends(
     common: CommonAttentionMetadata, decode_threshold: int = 1
 ) -> tuple[int, int, int, int, int, int]:
-    """(decodes, extends, prefills, then the tokens of each) of a batch in that order.
+    """(decodes, extends, prefills, and the numbers of tokens of each) of a batch in that order.
 
-    Longer than the threshold with context: extend; without: prefill. What stands after the first prefill is
-    one.
+    A request with more than decode_threshold new tokens is an extend if it has computed tokens, else a prefill. All
+    requests after the first prefill must be prefills.
     """
     query, seq = _live(common)
     is_long = query > decode_threshold
     first_long, first_prefill = _first(is_long), _first(is_long & (seq == query))
     has_context = (query > 0) & (seq > query)
     _refuse_decodes(~is_long & has_context, first_long, query, decode_threshold)
-    behind = np.flatnonzero(has_context[first_prefill:])
-    if behind.size:
+    misplaced = np.flatnonzero(has_context[first_prefill:])
+    if misplaced.size:
         raise ValueError(
-            f"request {first_prefill + behind[0]} has context but stands behind the prefill of request "
+            f"request {first_prefill + misplaced[0]} has computed tokens but comes after the prefill of request "
             f"{first_prefill}; order the batch with reorder_batch_to_split_decodes_and_prefills"
         )
-    counts = np.diff([0, first_long, first_prefill, len(query)])
-    ends = np.concatenate([[0], np.cumsum(query)])[[0, first_long, first_prefill, len(query)]]
-    return (*(int(n) for n in counts), *(int(n) for n in np.diff(ends)))
+    bounds = [0, first_long, first_prefill, len(query)]
+    decodes, extends, prefills = np.diff(bounds).tolist()
+    tokens = np.concatenate([[0], np.cumsum(query)])[bounds]
+    decode_tokens, extend_tokens, prefill_tokens = np.diff(tokens).astype(int).tolist()
+    return decodes, extends, prefills, decode_tokens, extend_tokens, prefill_tokens
 
 
 @takes(seq_lens=integers(1, host=_WAY_OUT), workspace_size=integer(0), request_offset=integer())
 def split_prefill_chunks(seq_lens, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
-    """Runs (first, last + 1) of requests that fit the workspace together, packed greedily in order."""
+    """Ranges (first, last + 1) of neighbouring requests whose lengths add up to at most workspace_size; greedy."""
     lens = on_host(seq_lens, "split_prefill_chunks", _WAY_OUT)
     if (lens > workspace_size).any():
         r = int(np.argmax(lens > workspace_size))
@@ -114,12 +115,13 @@ def _first(flags: np.ndarray) -> int:
 
 
 def _refuse_decodes(is_decode: np.ndarray, first: int, query: np.ndarray, threshold: int) -> None:
-    behind = np.flatnonzero(is_decode[first:])
-    if behind.size:
-        r = first + int(behind[0])
+    """ValueError if a request from `first` on, the first prefill, is a decode."""
+    misplaced = np.flatnonzero(is_decode[first:])
+    if misplaced.size:
+        r = first + int(misplaced[0])
         raise ValueError(
-            f"request {r} with query_len={query[r]} is a decode (decode_threshold={threshold}) but stands "
-            f"behind the prefill of request {first} with query_len={query[first]}; "
+            f"request {r} with query_len={query[r]} is a decode (decode_threshold={threshold}) but comes "
+            f"after the prefill of request {first} with query_len={query[first]}; "
             "order the batch with reorder_batch_to_split_decodes_and_prefills"
         )
 
@@ -132,9 +134,9 @@ _FLAGS = optional(booleans(1))
 def reorder_batch_to_split_decodes_and_prefills(
     common: CommonAttentionMetadata, decode_threshold: int = 1, *, is_prefilling=None
 ):
-    """(perm i32[R], modified): the smallest move that puts the batch's regions in order.
+    """(perm i32[R], modified): the permutation that orders the batch by region and moves the fewest requests.
 
-    modified is a bool on the host and a traced bool[] inside jit. Apply with apply_permutation.
+    modified: does it change the order? A bool on the host, a traced bool[] inside jit. See apply_permutation.
     """
     xp = array_module(common.query_start_loc, common.seq_lens)
     query = common.query_start_loc[1:] - common.query_start_loc[:-1]
@@ -146,9 +148,7 @@ def reorder_batch_to_split_decodes_and_prefills(
 
 @takes(query_lens=integers(1), num_computed_tokens=integers(1), decode_threshold=integer(0), is_prefilling=_FLAGS)
 def batch_regions(query_lens, num_computed_tokens, decode_threshold: int = 1, is_prefilling=None):
-    """i32[R] the region of each request; is_prefilling bool[R] tells short extends from decodes (None: all
-    decodes).
-    """
+    """i32[R] the region of each request. is_prefilling: bool[R] of short extends; None: there are none."""
     for name, x in (("num_computed_tokens", num_computed_tokens), ("is_prefilling", is_prefilling)):
         if x is not None and x.shape != query_lens.shape:
             raise ValueError(f"{name}.shape={x.shape} must be {query_lens.shape}, as query_lens")
@@ -162,9 +162,7 @@ def batch_regions(query_lens, num_computed_tokens, decode_threshold: int = 1, is
 
 @takes(region=integers(1))
 def region_permutation(region):
-    """i32[R] perm with region[perm] sorted: misplaced rows trade places in stable order, all others keep
-    theirs.
-    """
+    """i32[R] perm with region[perm] sorted. Only rows outside their region move, in stable order."""
     xp = array_module(region)
     region = xp.asarray(region)
     misplaced = region != xp.sort(region)
@@ -175,7 +173,7 @@ def region_permutation(region):
 
 @takes(perm=integers(1))
 def inverse_permutation(perm):
-    """The permutation that undoes perm: inverse[perm[i]] = i."""
+    """The inverse permutation: inverse[perm[i]] = i."""
     _check_values(perm)
     xp = array_module(perm)
     return xp.argsort(xp.asarray(perm), stable=True).astype(xp.int32)
@@ -183,10 +181,9 @@ def inverse_permutation(perm):
 
 @takes(meta=BATCH, perm=integers(1))
 def token_permutation(meta: CommonAttentionMetadata, perm):
-    """i32[T] for packed arrays: q of the reordered batch is q[token_permutation(meta, perm)]; pad tokens
-    stay.
+    """i32[T] the permutation of packed tokens: q of the reordered batch is q[token_permutation(meta, perm)].
 
-    Outputs go back with its inverse: attend(reordered)[inverse_permutation(...)] equals attend(as given).
+    Its inverse restores the order of outputs: out[inverse_permutation(...)]. Padding tokens keep their places.
     """
     _check_perm(meta, perm)
     xp = array_module(meta.query_start_loc, perm)
@@ -200,10 +197,9 @@ def token_permutation(meta: CommonAttentionMetadata, perm):
 
 @takes(meta=BATCH, perm=integers(1))
 def apply_permutation(meta: CommonAttentionMetadata, perm) -> CommonAttentionMetadata:
-    """The batch with request i replaced by old request perm[i], tokens along with it (encoder tokens too, in
-    .cross).
+    """The batch whose request i is request perm[i] of meta, with its tokens (and its encoder tokens in .cross).
 
-    perm must leave padding behind the live requests, as region_permutation does.
+    perm must keep padding after the other requests, as region_permutation does.
     """
     xp = array_module(meta.query_start_loc, meta.seq_lens, perm)
     tokens = token_permutation(meta, perm)
@@ -237,10 +233,9 @@ def decode_threshold(
     supports_spec_as_decode: bool = False,
     supports_dcp_with_varlen: bool = False,
 ) -> int | None:
-    """The longest query that a backend wants in front: 1, or 1 + speculated tokens; context parallelism
-    clamps last.
+    """The most new tokens of a decode: `threshold`, or 1 + num_speculative_tokens if the backend supports that.
 
-    None means that the backend does not ask for an order.
+    With context parallelism it is 1, unless the backend supports longer queries. None: requests are not ordered.
     """
     if threshold is not None and supports_spec_as_decode and num_speculative_tokens is not None:
         threshold = max(threshold, 1 + num_speculative_tokens)
@@ -258,6 +253,6 @@ def _check_perm(meta: CommonAttentionMetadata, perm) -> None:
 
 
 def _check_values(perm) -> None:
-    """Only numpy's values are looked at: another array's would have to be waited for."""
+    """ValueError unless perm is a permutation. Only numpy arrays are checked: others may not be computed yet."""
     if isinstance(perm, np.ndarray) and (np.sort(perm) != np.arange(len(perm))).any():
         raise ValueError(f"perm={perm} must hold each of 0 .. {len(perm) - 1} once")

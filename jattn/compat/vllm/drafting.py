@@ -1,4 +1,4 @@
-"""Speculative decoding: the batches of draft steps, and uniform batches as [requests, tokens of a request]."""
+"""Speculative decoding: the batches of draft steps, and uniform batches in the shape [requests, tokens of each]."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from pallas_kernels.algebra.paging import slots_of
 
 @takes(meta=BATCH, block_size=integer(1))
 def next_decode(meta: CommonAttentionMetadata, block_size: int) -> CommonAttentionMetadata:
-    """The step after any batch: one new token for every request that has tokens, R packed tokens in all.
+    """The decode step after any batch: one new token for each request with tokens; R packed tokens.
 
-    The first draft of a speculating model, or the first decode after a prefill. The block table must hold the
-    pages.
+    It is the first step of a draft model, or the first decode step after a prefill. The block table must contain the
+    new blocks already.
     """
     live = jnp.asarray(meta.seq_lens) > 0
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(live, dtype=jnp.int32)])
@@ -30,11 +30,9 @@ def next_decode(meta: CommonAttentionMetadata, block_size: int) -> CommonAttenti
 
 @takes(meta=BATCH, draft_index=integers(0), block_size=integer(1))
 def draft_metadata(meta: CommonAttentionMetadata, draft_index, block_size: int) -> CommonAttentionMetadata:
-    """Draft step `draft_index` (traced or not) of a decode batch: the batch after that many more tokens a
-    request.
+    """The batch of draft step `draft_index`: meta.advanced applied that many times, computed at once.
 
-    draft_metadata(meta, i) equals meta.advanced applied i times, without a chain: for lax.scan over draft
-    steps.
+    draft_index may be traced, e.g. in a lax.scan over draft steps.
     """
     if meta.max_query_len != 1:
         raise ValueError(f"{meta.max_query_len=} must be 1: drafts are decode batches; make the first with next_decode")
@@ -50,19 +48,17 @@ def draft_metadata(meta: CommonAttentionMetadata, draft_index, block_size: int) 
 
 @takes(meta=BATCH, block_table=integers(2), slot_mapping=integers(1))
 def update_block_table(meta: CommonAttentionMetadata, block_table, slot_mapping) -> CommonAttentionMetadata:
-    """The same batch over another group's pages (hybrid caches): lengths are shared, tables and slots are
-    not.
-    """
+    """The same batch with another block table: for groups of layers with the same lengths and other blocks."""
     if slot_mapping.shape != meta.slot_mapping.shape:
-        raise ValueError(f"{slot_mapping.shape=} must be {meta.slot_mapping.shape}, one slot a packed token")
+        raise ValueError(f"{slot_mapping.shape=} must be {meta.slot_mapping.shape}, one slot for each packed token")
     if block_table.shape[0] != meta.max_num_reqs:
-        raise ValueError(f"{block_table.shape=} must have {meta.max_num_reqs} rows, one a request")
+        raise ValueError(f"{block_table.shape=} must have {meta.max_num_reqs} rows, one for each request")
     return meta.replace(block_table=block_table, slot_mapping=slot_mapping)
 
 
 @takes(query=reals(), batch_size=integer())
 def reshape_query_for_spec_decode(query: jax.Array, batch_size: int) -> jax.Array:
-    """[T H D] -> [batch, T // batch, H, D], for batches in which every request has equally many tokens."""
+    """[T H D] -> [batch, T // batch, H, D], for a batch whose requests all have the same number of tokens."""
     if query.ndim != 3:
         raise ValueError(f"{query.shape=} must be [T H D]")
     if batch_size < 1 or query.shape[0] % batch_size:
@@ -72,7 +68,7 @@ def reshape_query_for_spec_decode(query: jax.Array, batch_size: int) -> jax.Arra
 
 @takes(output=reals())
 def reshape_attn_output_for_spec_decode(output: jax.Array) -> jax.Array:
-    """[batch, tokens, H, V] -> [T H V]; an output that is packed already is returned as it is."""
+    """[batch, tokens, H, V] -> [T H V]; a packed output is returned unchanged."""
     if output.ndim not in (3, 4):
         raise ValueError(f"{output.shape=} must be [batch, tokens, H, V] or packed [T H V]")
     return output if output.ndim == 3 else output.reshape(-1, *output.shape[2:])

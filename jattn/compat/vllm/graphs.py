@@ -1,4 +1,4 @@
-"""Which compiled steps a batch fits: the JAX reading of 'can this batch run in the captured graph?'."""
+"""Which batches a compiled step covers. In vLLM: which batches a captured CUDA graph covers."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from jattn.types import AttentionCGSupport
 
 @takes(meta=BATCH)
 def required_support(meta: CommonAttentionMetadata) -> AttentionCGSupport:
-    """The least that a step must cover for this batch: single-token decodes, uniform lengths, or any mix."""
-    start = on_host(meta.query_start_loc, "required_support", "ask before jit")
+    """The least support with which a step covers this batch."""
+    start = on_host(meta.query_start_loc, "required_support", "call it before jit")
     query = np.diff(start)[: int(meta.num_reqs)]
     query = query[query > 0]
     if (query == 1).all():
@@ -21,5 +21,5 @@ def required_support(meta: CommonAttentionMetadata) -> AttentionCGSupport:
 
 @takes(meta=BATCH, support=kind(AttentionCGSupport))
 def can_run_in_cudagraph(meta: CommonAttentionMetadata, support: AttentionCGSupport) -> bool:
-    """True where a step that covers `support` covers this batch."""
+    """Does a step with this support cover this batch?"""
     return support >= required_support(meta)

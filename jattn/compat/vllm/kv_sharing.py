@@ -1,4 +1,4 @@
-"""Batches of the tokens whose logits are wanted: all that layers on a shared cache need to compute."""
+"""The batch of the tokens whose logits are needed, for layers that read another layer's cache."""
 
 import numpy as np
 
@@ -13,11 +13,10 @@ from jattn.types import PAD_SLOT_ID
 def make_kv_sharing_fast_prefill_common_attn_metadata(
     common: CommonAttentionMetadata, num_logits_indices=None
 ) -> CommonAttentionMetadata:
-    """The batch whose queries are q[logits_indices], L of them; unchanged for decodes and without
-    logits_indices.
+    """The batch whose L queries are q[logits_indices]. A batch of decodes, or without logits_indices, is unchanged.
 
-    seq_lens stay, so the tokens must be the last ones of their requests (positions are bottom-right aligned).
-    Indices at or past num_logits_indices, and those that point at no live token, are padding.
+    seq_lens are unchanged, so the tokens must be the last ones of their requests to keep their positions. Indices from
+    num_logits_indices on, and indices of padding tokens, are padding.
 
         logits_indices [14 18 19 27], query_start_loc [0 15 20 28]  ->  query_start_loc [0 1 3 4]
     """
@@ -48,7 +47,7 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
 
 
 def _check_last(token: np.ndarray, query: np.ndarray, ends: np.ndarray) -> None:
-    """ValueError unless the tokens are each request's last ones, in order."""
+    """ValueError unless the tokens are the last ones of their requests, in order."""
     wanted = np.concatenate([np.arange(e - n, e) for e, n in zip(ends, query, strict=True)] or [[]])
     if not np.array_equal(token, wanted):
         raise ValueError(

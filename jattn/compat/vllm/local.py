@@ -1,41 +1,37 @@
-"""Chunked-local attention as a plain batch: every aligned chunk that holds queries becomes a request of its
-own.
+"""Chunked-local attention as an ordinary batch: each chunk with queries becomes a request, called a virtual batch.
 
     chunk 4, request with 10 new of 17 tokens:      keys   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15 | 16
                                                     query               7      8 .. 11      12 .. 15     16
     virtual batches (queries, keys, first key):     (1, 4, 4)  (4, 4, 8)  (4, 4, 12)  (1, 1, 16)
 
-Any kernel that knows nothing of chunks then computes them. A request without new tokens has no virtual batch.
-Distances are kept (ALiBi, windows), absolute positions are not: a mask_fn or score_fn sees positions counted
-from the chunk.
+A kernel without chunked-local attention can compute it. A request without new tokens has no virtual batch. Distances
+between tokens are unchanged (ALiBi, windows), but positions count from the start of the chunk, also in a mask_fn or
+score_fn.
 """
-
-import jax
 
 from jattn.errors.arguments import integer, integers, takes
 from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
 from jattn.metadata.host import array_module, inclusive_sum, on_host, segment_of, starts_of
-from jattn.types import NULL_BLOCK_ID, pytree
+from jattn.types import NULL_BLOCK_ID, AnyArray, pytree
 from pallas_kernels.algebra.paging import cdiv
 
 
 @pytree
 class BlockTableRemap:
-    """Which entry of a request's table each entry of a virtual batch's table is; call it with any block
-    table.
+    """A function of a block table that gives that of the virtual batches.
 
-    Groups of layers with tables of their own (hybrid caches) share one remap.
+    Groups of layers with block tables of their own share one remap.
     """
 
-    req: jax.Array  # i32[virtual]
-    column: jax.Array  # i32[virtual, chunk // block_size]
-    live: jax.Array  # bool[virtual]
+    req: AnyArray  # i32[virtual batches] the request of each
+    column: AnyArray  # i32[virtual batches, chunk // block_size] the column of each entry in the request's block table
+    live: AnyArray  # bool[virtual batches] False: padding
 
     def __call__(self, block_table):
         """i32[R B] -> i32[virtual, chunk // block_size]; rows of padding hold the null block."""
         block_table = integers(2)("block_table", block_table)
         if not block_table.shape[1]:
-            raise ValueError(f"block_table.shape={tuple(block_table.shape)} must have a column: the pages of a request")
+            raise ValueError(f"block_table.shape={tuple(block_table.shape)} must have at least one column")
         xp = array_module(block_table, self.req)
         table = xp.asarray(block_table)
         pages = table[self.req[:, None], xp.minimum(self.column, table.shape[1] - 1)]
@@ -44,12 +40,14 @@ class BlockTableRemap:
 
 @takes(attn_chunk_size=integer(1), max_num_reqs=integer(0), max_num_tokens=integer(0))
 def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_reqs: int, max_num_tokens: int) -> int:
-    """No batch of these sizes has more virtual batches: min(2R + ceil(T / chunk), T)."""
+    """The most virtual batches of a batch of these sizes: min(2R + ceil(T / chunk), T)."""
     return min(2 * max_num_reqs + cdiv(max_num_tokens, attn_chunk_size), max_num_tokens)
 
 
 def make_local_attention_virtual_batches(attn_chunk_size: int, batch, *args, **kwargs):
-    """Two forms of one algorithm: (chunk, CommonAttentionMetadata, block_size), see local_metadata, and
+    """The virtual batches of a batch.
+
+    Call it with (chunk, CommonAttentionMetadata, block_size), see local_metadata, or with
     (chunk, query_start_loc, seq_lens, block_table, block_size), see local_arrays.
     """
     form = local_metadata if isinstance(batch, CommonAttentionMetadata) else local_arrays
@@ -67,7 +65,7 @@ _LENS = integers(1, host="pass a CommonAttentionMetadata instead")
     block_size=integer(),
 )
 def local_arrays(attn_chunk_size: int, query_start_loc_np, seq_lens_np, block_table, block_size: int = 0):
-    """numpy (q_lens, query_start_loc, k_lens, block_table) of just as many virtual batches as there are."""
+    """numpy (query lengths, query_start_loc, key lengths, block_table) of the virtual batches, without padding."""
     check_chunk(attn_chunk_size, block_size)
     start, lens, table = (
         on_host(x, "local_arrays", "pass a CommonAttentionMetadata")
@@ -86,24 +84,21 @@ def local_arrays(attn_chunk_size: int, query_start_loc_np, seq_lens_np, block_ta
 
 @takes(attn_chunk_size=integer(), meta=BATCH, block_size=integer())
 def local_metadata(attn_chunk_size: int, meta: CommonAttentionMetadata, block_size: int = 0):
-    """(CommonAttentionMetadata, BlockTableRemap), padded to max_local_attention_virtual_batches; host and jit
-    alike.
+    """(CommonAttentionMetadata, BlockTableRemap), padded to max_local_attention_virtual_batches.
 
-    Tokens, slots and outputs stay where they are; only lengths and tables change.
+    Tokens and slots keep their order; only lengths and block tables change. Works on the host and inside jit.
     """
     check_chunk(attn_chunk_size, block_size)
     for name, why in (
         ("cross", "a cross-attention layer sees every encoder token"),
-        ("dcp_local_seq_lens", "a chunk's pages are spread over the ranks"),
-        ("mm_prefix_ranges", "a span may reach over chunks"),
-        ("rswa_prefix_lens", "a prefix lies in an earlier chunk"),
+        ("dcp_local_seq_lens", "the keys of a chunk are distributed over ranks"),
+        ("mm_prefix_ranges", "a span may be in several chunks"),
+        ("rswa_prefix_lens", "a prefix may be in an earlier chunk"),
     ):
         if getattr(meta, name) is not None:
-            raise ValueError(f"meta.{name} is set and {why}: there are no local virtual batches of it")
+            raise ValueError(f"meta.{name} is set and {why}: virtual batches do not support it")
     if meta.block_table is None:
-        raise ValueError(
-            "meta.block_table is None: without pages leave the chunk to the mask (AttentionSpec.chunk_size)"
-        )
+        raise ValueError("meta.block_table is None: without a cache use the mask instead (AttentionSpec.chunk_size)")
     check_block_size(meta, block_size)
     capacity = max_local_attention_virtual_batches(attn_chunk_size, meta.max_num_reqs, meta.num_tokens)
     xp = array_module(meta.query_start_loc, meta.seq_lens)
@@ -125,18 +120,18 @@ def local_metadata(attn_chunk_size: int, meta: CommonAttentionMetadata, block_si
 
 
 def check_chunk(attn_chunk_size: int, block_size: int) -> None:
-    """ValueError unless chunks are whole blocks."""
+    """ValueError unless a chunk is a whole number of blocks."""
     if block_size < 1:
         raise ValueError(f"{block_size=} must be >= 1: pass the cache's block size")
     if attn_chunk_size < 1 or attn_chunk_size % block_size:
         raise ValueError(
             f"attn_chunk_size {attn_chunk_size} is not divisible by block_size {block_size}; "
-            "choose a block size that divides the chunk, or leave the chunk to the mask (AttentionSpec.chunk_size)"
+            "choose a block size that divides the chunk, or use the mask instead (AttentionSpec.chunk_size)"
         )
 
 
 def _virtual(chunk: int, query_start_loc, seq_lens, block_size: int, capacity: int):
-    """(q_lens, k_lens, remap, count) of `capacity` virtual batches, those past count empty."""
+    """(query lengths, key lengths, remap, count) of `capacity` virtual batches; those from `count` on are empty."""
     xp = array_module(query_start_loc, seq_lens)
     start, k = xp.asarray(query_start_loc, xp.int32), xp.asarray(seq_lens, xp.int32)
     q = start[1:] - start[:-1]
@@ -148,10 +143,10 @@ def _virtual(chunk: int, query_start_loc, seq_lens, block_size: int, capacity: i
     index = xp.arange(capacity, dtype=xp.int32)
     live = index < ends[-1]
     piece = index - (ends - pieces)[req]
-    behind = pieces[req] - 1 - piece  # pieces of the same request after this one
+    after = pieces[req] - 1 - piece  # pieces of the same request after this one
     q_local = xp.where(piece == 0, first[req], xp.minimum(q[req] - first[req] - chunk * (piece - 1), chunk))
-    k_start = k[req] - (behind * chunk + last[req])
-    k_local = xp.where(k_start < 0, 0, xp.where(behind == 0, last[req], chunk))  # queries before key 0 see nothing
+    k_start = k[req] - (after * chunk + last[req])
+    k_local = xp.where(k_start < 0, 0, xp.where(after == 0, last[req], chunk))  # queries before key 0 see no key
     pages = xp.arange(chunk // block_size, dtype=xp.int32)
     column = xp.where(live & (k_start >= 0), k_start // block_size, 0)[:, None] + pages[None, :]
     zeroed = lambda x: xp.where(live, x, 0).astype(xp.int32)  # noqa: E731

@@ -1,8 +1,8 @@
-"""Page tables in other people's shapes: blocks of another size, and FlashInfer's CSR form.
+"""Block tables in other forms: for blocks of another size, and FlashInfer's CSR form.
 
-    CSR: request r owns pages indices[indptr[r] : indptr[r+1]], the last with last_page_len[r] tokens in it.
+    CSR: the pages of request r are indices[indptr[r] : indptr[r+1]]; the last one has last_page_len[r] tokens.
 
-All functions run on numpy and inside jit; sizes that depend on values are static arguments.
+All functions take numpy arrays and also work inside jit. Sizes that depend on values are static arguments.
 """
 
 from jattn.errors.arguments import integer, integers, optional, takes
@@ -21,15 +21,14 @@ def _starts(name: str, value):
 def _one_each(rows: int, **arrays) -> None:
     for name, x in arrays.items():
         if x.shape[0] != rows:
-            raise ValueError(f"{name}.shape={tuple(x.shape)} must have one entry a request, {rows}")
+            raise ValueError(f"{name}.shape={tuple(x.shape)} must have one entry for each request, {rows}")
 
 
 @takes(block_table=integers(2), ratio=integer(1))
 def split_block_table(block_table, ratio: int):
-    """i32[R B] of large blocks -> i32[R, B*ratio] of blocks `ratio` times smaller: b becomes b*ratio ..
-    b*ratio+ratio-1.
+    """i32[R B] -> i32[R, B*ratio]: each block b becomes `ratio` smaller ones, b*ratio .. b*ratio+ratio-1.
 
-    For pools whose large block is `ratio` kernel blocks end to end. Negative ids stay negative.
+    For a kernel whose blocks are `ratio` times smaller than those of the pool. Negative ids remain negative.
     """
     xp = array_module(block_table)
     table = xp.asarray(block_table, xp.int32)
@@ -39,10 +38,9 @@ def split_block_table(block_table, ratio: int):
 
 @takes(block_table=integers(2), seq_lens=integers(1), block_size=integer(1), num_indices=optional(integer(0)))
 def csr_from_block_table(block_table, seq_lens, block_size: int, num_indices: int | None = None):
-    """(indptr i32[R+1], indices i32[num_indices], last_page_len i32[R]); num_indices None: R*B, always
-    enough.
+    """(indptr i32[R+1], indices i32[num_indices], last_page_len i32[R]). num_indices None: R*B.
 
-    Indices past indptr[-1] hold the null block; a request without tokens has no page and last_page_len 0.
+    Indices from indptr[-1] on are NULL_BLOCK_ID. A request without tokens has no page, and its last_page_len is 0.
     """
     if not block_table.shape[1] or block_table.shape[0] != seq_lens.shape[0]:
         shapes = f"block_table.shape={tuple(block_table.shape)} and seq_lens.shape={tuple(seq_lens.shape)}"
@@ -61,7 +59,7 @@ def csr_from_block_table(block_table, seq_lens, block_size: int, num_indices: in
 
 @takes(indptr=_starts, indices=integers(1), max_blocks=integer(0))
 def block_table_from_csr(indptr, indices, max_blocks: int):
-    """i32[R, max_blocks] padded with the null block; pages past max_blocks are left out."""
+    """The block table i32[R, max_blocks], padded with NULL_BLOCK_ID. Pages from max_blocks on are left out."""
     xp = array_module(indptr, indices)
     indptr, indices = xp.asarray(indptr, xp.int32), xp.asarray(indices, xp.int32)
     column = xp.arange(max_blocks, dtype=xp.int32)[None, :]
@@ -74,7 +72,7 @@ def block_table_from_csr(indptr, indices, max_blocks: int):
 
 @takes(indptr=_starts, last_page_len=integers(1), page_size=integer(1))
 def get_seq_lens(indptr, last_page_len, page_size: int):
-    """i32[R] tokens of each request: (pages - 1) * page_size + last_page_len, or 0 without pages."""
+    """i32[R] the tokens of each request: (pages - 1) * page_size + last_page_len, or 0 without pages."""
     _one_each(indptr.shape[0] - 1, last_page_len=last_page_len)
     xp = array_module(indptr, last_page_len)
     indptr = xp.asarray(indptr, xp.int32)
@@ -85,9 +83,7 @@ def get_seq_lens(indptr, last_page_len, page_size: int):
 
 @takes(append_indptr=_starts, seq_lens=integers(1), nnz=integer(0))
 def get_batch_indices_positions(append_indptr, seq_lens, nnz: int):
-    """(request i32[nnz], position i32[nnz]) of each appended token, seq_lens counting them; -1 past the last
-    one.
-    """
+    """(request i32[nnz], position i32[nnz]) of each appended token; -1 after the last one. seq_lens include them."""
     _one_each(append_indptr.shape[0] - 1, seq_lens=seq_lens)
     xp = array_module(append_indptr, seq_lens)
     indptr = xp.asarray(append_indptr, xp.int32)

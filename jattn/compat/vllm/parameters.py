@@ -1,4 +1,4 @@
-"""What a plan shared by several layers may assume: their hyper-parameters, and one cache layout."""
+"""The parameters and the cache layout that layers with a common plan have in common."""
 
 import dataclasses
 import warnings
@@ -8,14 +8,14 @@ from jattn.errors.arguments import boolean, check_kind, sequence_of, short, take
 from jattn.spec import AttentionSpec, PerLayerParameters
 
 LAYOUTS = ("HND", "NHD")
-"""Physical orders of a cache, the default first."""
+"""Layouts of a cache, the default first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalHyperparameters(PerLayerParameters):
-    """The first layer's parameters, and whether the others agree with them."""
+    """The first layer's parameters, and whether all layers have the same."""
 
-    has_same_window_lefts: bool = True
+    has_same_window_lefts: bool = True  # window_left
     has_same_all_params: bool = True
 
 
@@ -34,7 +34,7 @@ _LAYERS = _mapping_of(PerLayerParameters)
 
 @takes(specs=_mapping_of(AttentionSpec))
 def get_per_layer_parameters(specs: Mapping[str, AttentionSpec]) -> dict[str, PerLayerParameters]:
-    """The plan-relevant parameters of each layer, by name."""
+    """Layer name -> the parameters that a plan depends on."""
     return {name: PerLayerParameters.of(spec) for name, spec in specs.items()}
 
 
@@ -42,9 +42,9 @@ def get_per_layer_parameters(specs: Mapping[str, AttentionSpec]) -> dict[str, Pe
 def infer_global_hyperparameters(
     per_layer_params: Mapping[str, PerLayerParameters], strict: bool = False
 ) -> GlobalHyperparameters:
-    """The parameters that all layers share, with flags that tell whether they do.
+    """The first layer's parameters, with flags that say whether all layers have the same.
 
-    strict raises ValueError where they differ. Models with mixed layers plan per group: see
+    strict: ValueError if they differ. A model with different layers needs a plan for each group of
     group_by_parameters.
     """
     if not per_layer_params:
@@ -71,7 +71,7 @@ def infer_global_hyperparameters(
 def group_by_parameters(
     per_layer_params: Mapping[str, PerLayerParameters],
 ) -> dict[PerLayerParameters, tuple[str, ...]]:
-    """Layer names by equal parameters, in order of appearance: one plan a group serves any mix of layers."""
+    """Parameters -> the names of the layers that have them, in order of appearance. Each group can share a plan."""
     groups: dict[PerLayerParameters, tuple[str, ...]] = {}
     for name, params in per_layer_params.items():
         groups[params] = (*groups.get(params, ()), name)
@@ -86,8 +86,8 @@ def _layout(name: str, layout: str) -> str:
     return layout
 
 
-def _wish(name: str, layout: str | None) -> str | None:
-    """None and 'auto' are none."""
+def _optional_layout(name: str, layout: str | None) -> str | None:
+    """None for None and 'auto'."""
     return None if layout is None or (isinstance(layout, str) and layout == "auto") else _layout(name, layout)
 
 
@@ -100,14 +100,14 @@ def get_kv_cache_layout(
     supported: Iterable[Sequence[str]] = (LAYOUTS,),
     preferred: str | None = None,
 ) -> str:
-    """The physical layout, "HND" or "NHD", that every set in `supported` (one a backend or worker) allows.
+    """The layout of the cache, "HND" or "NHD": one that all sets in `supported` contain.
 
-    requested ("auto" or None: no wish) must be allowed by all of them. preferred, a wish of a connector, is
-    taken where it is allowed and dropped with a warning where it is not. Otherwise the first set's first
-    common layout.
+    supported: the layouts that each backend or worker supports. requested: the result, if it is not None or "auto";
+    ValueError if a set does not contain it. preferred: used if all sets contain it, else a warning is given. By default
+    the result is the first common layout of the first set.
     """
     sets = _SETS("supported", supported)
-    requested, preferred = _wish("requested", requested), _wish("preferred", preferred)
+    requested, preferred = _optional_layout("requested", requested), _optional_layout("preferred", preferred)
     candidates = [x for x in (sets[0] if sets else LAYOUTS) if all(x in s for s in sets)]
     if not candidates:
         raise ValueError(f"no kv cache layout satisfies every supported set {sets}; choose backends that share one")
@@ -118,7 +118,7 @@ def get_kv_cache_layout(
                 f"valid layouts: {', '.join(candidates)}"
             )
         return requested
-    if preferred in candidates:
+    if preferred is not None and preferred in candidates:
         return preferred
     if preferred is not None:
         warnings.warn(

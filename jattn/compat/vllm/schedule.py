@@ -1,4 +1,4 @@
-"""The work list of a batch for one layer's mask: planned once a step, on the host or inside jit."""
+"""The work list of a batch for one layer's mask. It is computed once a step, on the host or inside jit."""
 
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import boolean, integer, kind, optional, takes
@@ -28,16 +28,17 @@ def get_scheduler_metadata(
     max_split_queries: int = 1,
     fixed_split_tokens: int | None = None,
 ) -> Schedule:
-    """Work items (tiles of queries against ranges of keys) and reductions for `meta` under the mask of
-    `spec`.
+    """The work items (a tile of queries and a range of keys each) and reductions of a batch under the mask of `spec`.
 
-    A tile holds max_query_rows rows of one kv head: max_query_rows // G tokens, at least one, for any group
-    G. enable_kv_split cuts long ranges of tiles of at most max_split_queries tokens so that num_workers
-    workers (threads, cores) share them, whole kv_tiles at a time; fixed_split_tokens cuts them at that length
-    instead, whatever else is in the batch. Results must not depend on any of these.
+    A tile has max_query_rows rows of one kv head: max_query_rows // G tokens, at least one. With enable_kv_split, the
+    key ranges of tiles with at most max_split_queries tokens are divided among num_workers workers (threads, cores), in
+    multiples of kv_tile keys. fixed_split_tokens divides them at this length instead, which does not depend on the rest
+    of the batch. The attention result does not depend on these sizes, up to rounding.
     """
     if spec.use_mm_prefix or spec.use_rswa:
-        raise UnsupportedError("a work list covers one range of keys a tile: no use_mm_prefix, no use_rswa; use 'sdpa'")
+        raise UnsupportedError(
+            "a work list has one range of keys for each tile: no use_mm_prefix, no use_rswa; use backend='sdpa'"
+        )
     plan = schedule_plan(
         spec,
         num_workers=num_workers,
@@ -71,8 +72,8 @@ def schedule_plan(
     max_split_queries: int,
     fixed_split_tokens: int | None = None,
 ) -> SchedulePlan:
-    """The static sizes of a work list; kv heads are work of their own, so a split only fills the workers they
-    leave.
+    """The static sizes of a work list. Each kv head has work of its own, so keys are divided for
+    num_workers / num_kv_heads workers.
     """
     if fixed_split_tokens is not None and fixed_split_tokens % kv_tile:
         raise ValueError(f"{fixed_split_tokens=} must be a positive multiple of {kv_tile=}")

@@ -1,8 +1,7 @@
-"""Parts of a batch: consecutive requests, or consecutive tokens, as batches of their own.
+"""Parts of a batch: neighbouring requests, or neighbouring tokens, as batches of their own.
 
-Bounds are static (Python ints), so the parts have static shapes; starts are rebased to 0. Take the same rows
-of q with `q[token_start:token_stop]` and concatenate the outputs. A server pads the parts to buckets with
-`.padded(...)`.
+Bounds are static Python ints, so the parts have static shapes. Their query_start_loc begins at 0. The queries of a part
+are `q[token_start:token_stop]`. `.padded(...)` pads a part to a bucket.
 """
 
 import dataclasses
@@ -28,10 +27,10 @@ def _split(name: str, value) -> Split:
 
 @dataclasses.dataclass(frozen=True)
 class UbatchSlice:
-    """One micro-batch: its requests and its packed tokens; a request may be cut between two of them."""
+    """One micro-batch. A request may be divided between two micro-batches."""
 
-    request_slice: slice
-    token_slice: slice
+    request_slice: slice  # of its requests
+    token_slice: slice  # of its packed tokens
 
 
 @takes(meta=BATCH, start=integer(), stop=integer(), token_start=optional(integer()), token_stop=optional(integer()))
@@ -42,11 +41,10 @@ def slice_requests(
     token_start: int | None = None,
     token_stop: int | None = None,
 ) -> CommonAttentionMetadata:
-    """Requests start .. stop-1 as a batch; tokens token_start .. token_stop-1 (None: those of the requests).
+    """Requests start .. stop-1 with tokens token_start .. token_stop-1 (None: all their tokens) as a batch.
 
-    A request that ends past token_stop is cut: it loses its last tokens, and its seq_len with them, so
-    positions stay. Inside jit the token bounds must be given. Keys that a cut request no longer has were
-    never visible to what is left.
+    A request that ends after token_stop loses its last tokens, and its seq_len decreases. The other tokens keep
+    their positions and see the same keys. Inside jit the token bounds must be given.
     """
     if not 0 <= start <= stop <= meta.max_num_reqs:
         raise ValueError(f"{start=}, {stop=} must be within the batch's {meta.max_num_reqs} requests, in order")
@@ -79,21 +77,21 @@ def slice_requests(
 
 @takes(meta=BATCH, split=_split)
 def decode_metadata(meta: CommonAttentionMetadata, split: Split) -> CommonAttentionMetadata | None:
-    """The decodes of split = split_decodes_and_prefills(meta); None where they have no token."""
+    """The decodes of split = split_decodes_and_prefills(meta); None if there are none."""
     decodes, _, tokens, _ = split
     return slice_requests(meta, 0, decodes, 0, tokens) if tokens else None
 
 
 @takes(meta=BATCH, split=_split)
 def prefill_metadata(meta: CommonAttentionMetadata, split: Split) -> CommonAttentionMetadata | None:
-    """Everything behind the decodes, the batch's padding included; None where there is no prefill token."""
+    """The prefills of split, with the batch's padding; None if there are none."""
     decodes, _, tokens, prefill_tokens = split
     return slice_requests(meta, decodes, meta.max_num_reqs, tokens, meta.num_tokens) if prefill_tokens else None
 
 
 @takes(query_start_loc=integers(1), request_slice=kind(slice))
 def slice_query_start_locs(query_start_loc, request_slice: slice):
-    """i32[n+1] starts of some consecutive requests, rebased to 0."""
+    """i32[n+1] the starts of neighbouring requests, counted from the first of them."""
     if not query_start_loc.shape[0]:
         raise ValueError("query_start_loc must have R + 1 entries, got none")
     first, last = _bounds("request_slice", request_slice, query_start_loc.shape[0] - 1)
@@ -102,9 +100,7 @@ def slice_query_start_locs(query_start_loc, request_slice: slice):
 
 @takes(meta=BATCH, num_ubatches=integer(1))
 def ubatch_slices(meta: CommonAttentionMetadata, num_ubatches: int = 2, split_points=None) -> tuple[UbatchSlice, ...]:
-    """Micro-batches of about equal numbers of live tokens, or cut at the packed tokens `split_points`. Host
-    only.
-    """
+    """Micro-batches with about equal numbers of tokens, or divided at the packed tokens `split_points`. Host only."""
     bounds = on_host(meta.query_start_loc, "ubatch_slices", "choose the slices before jit")
     total = int(bounds[-1])
     if split_points is None:
@@ -124,7 +120,7 @@ def ubatch_slices(meta: CommonAttentionMetadata, num_ubatches: int = 2, split_po
 
 @takes(meta=BATCH)
 def split_attn_metadata(slices: Sequence[UbatchSlice], meta: CommonAttentionMetadata) -> list[CommonAttentionMetadata]:
-    """One batch for each micro-batch."""
+    """The batch of each micro-batch."""
     parts = []
     for i, s in enumerate(sequence_of(kind(UbatchSlice))("slices", slices)):
         start, stop = _bounds(f"slices[{i}].request_slice", s.request_slice, meta.max_num_reqs)
@@ -138,7 +134,7 @@ _POINTS = integers(0, 1, host="choose the slices before jit")
 
 
 def _bounds(name: str, part: slice, size: int) -> tuple[int, int]:
-    """(start, stop) of a slice in steps of one."""
+    """(start, stop) of a slice of step 1."""
     check_kind(name, part, slice)
     if part.step not in (None, 1):
         raise ValueError(f"{name}={part} must have step 1")
@@ -149,7 +145,7 @@ def _bounds(name: str, part: slice, size: int) -> tuple[int, int]:
 
 
 def _check_cut(meta: CommonAttentionMetadata, rows: slice, cut: np.ndarray, left: np.ndarray, token_stop: int) -> None:
-    """ValueError where a request loses tokens (left: how many stay) and something else depends on them."""
+    """ValueError if a request that is cut has metadata that depends on the lost tokens. left: tokens that remain."""
     if not cut.any():
         return
     if meta.dcp_local_seq_lens is not None:
@@ -177,7 +173,7 @@ def _int32(x, xp):
 
 
 def _rebased(indices, token_start: int, token_stop: int):
-    """Token indices counted from token_start; -1 for those outside."""
+    """Token indices counted from token_start; -1 for those outside the part."""
     if indices is None:
         return None
     xp = array_module(indices)
@@ -185,7 +181,7 @@ def _rebased(indices, token_start: int, token_stop: int):
 
 
 def _query_bound(meta: CommonAttentionMetadata, starts, num_tokens: int) -> int:
-    """A bound no looser than the batch's own, and tight where the host can look."""
+    """The part's max_query_len: from its lengths if they are on the host, else the batch's."""
     if is_traced(starts):
         return meta.max_query_len
     longest = int(np.diff(np.asarray(starts)).max(initial=0))
