@@ -22,7 +22,7 @@ from jattn.device import Chip
 from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.batch import BATCH, queries_of
-from jattn.ops.attend import output_dtype
+from jattn.ops.layer import output_dtype
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec, with_arrays
 from jattn.types import Feature

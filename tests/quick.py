@@ -41,7 +41,6 @@ SUBSET = {
     "tests/cache/test_pool.py": "",
     "tests/compat/": "",
     "tests/metadata/": "",
-    "tests/ops/test_lse.py": "",
     "tests/ops/test_mla_door.py": "",
     "tests/ops/test_state.py": "",
     # Kernels: the readable one, the native one, and the work lists of the TPU kernel.

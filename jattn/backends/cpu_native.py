@@ -16,8 +16,8 @@ from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import write_backward
 from jattn.device import Chip
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
-from jattn.ops.attend import Plan, attend_packed, attend_paged, output_dtype
-from jattn.ops.levels import Level, flat
+from jattn.ops.gradient import packed_gradient, paged_gradient
+from jattn.ops.layer import output_dtype
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
@@ -115,12 +115,6 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
             v_scale=v_scale,
         )
 
-    def plan(self, common: CommonAttentionMetadata) -> tuple[Plan, Level]:
-        """The plan and the level of keys with which sdpa computes the gradient."""
-        level = flat(common, self.spec.attn_type)
-        plan = Plan(self.spec, common.is_causal, level.max_query_len, level.max_seq_len, on_cpu=True)
-        return plan, level
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _paged(impl: CpuNativeImpl, q, cache: PagedKV, m: CpuNativeMetadata, params) -> AttentionState:
@@ -135,9 +129,7 @@ def _paged(impl: CpuNativeImpl, q, cache: PagedKV, m: CpuNativeMetadata, params)
 
 def _paged_backward(impl: CpuNativeImpl, saved, cotangent):
     q, cache, m, params = saved
-    plan, level = impl.plan(m.common)
-    call = lambda q, cache, params: attend_paged(plan, q, cache, m.block_table, level.batch, params)
-    dq, dcache, dparams = jax.vjp(call, q, cache, params)[1](cotangent)
+    dq, dcache, dparams = paged_gradient(impl.spec, m.common, m.block_table, (q, cache, params), cotangent)
     return dq, dcache, None, dparams
 
 
@@ -154,9 +146,7 @@ def _packed(impl: CpuNativeImpl, q, k, v, common: CommonAttentionMetadata, param
 
 def _packed_backward(impl: CpuNativeImpl, saved, cotangent):
     q, k, v, common, params = saved
-    plan, level = impl.plan(common)
-    call = lambda q, k, v, params: attend_packed(plan, q, k, v, level.batch, params)
-    dq, dk, dv, dparams = jax.vjp(call, q, k, v, params)[1](cotangent)
+    dq, (dk, dv), dparams = packed_gradient(impl.spec, common, (q, (k, v), params), cotangent)
     return dq, dk, dv, None, dparams
 
 

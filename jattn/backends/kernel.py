@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jattn.backends.base import AttentionBackend
 from jattn.backends.capability import without_refused_options
 from jattn.cache import KVCacheSpec
+from jattn.cache.write import packed_page_spec
 from jattn.device import Chip
-from jattn.ops.packed_pages import page_spec
 from jattn.spec import AttentionSpec
 from jattn.types import AnyArray
 
@@ -37,7 +37,7 @@ class PagedKernelBackend(AttentionBackend):
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
         if not isinstance(spec, AttentionSpec):
             return ()
-        cache_spec = cache_spec or page_spec(spec)
+        cache_spec = cache_spec or packed_page_spec(spec)
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:  # the list has refused it
             return ()
         dtype = cls.usual_query_dtype(cache_spec)
@@ -49,7 +49,7 @@ class PagedKernelBackend(AttentionBackend):
         refused = super().query_reasons(spec, cache_spec, chip, dtype, keys)
         if refused or not isinstance(spec, AttentionSpec):
             return refused
-        cache_spec = cache_spec or dataclasses.replace(page_spec(spec), dtype=keys or "bfloat16")
+        cache_spec = cache_spec or dataclasses.replace(packed_page_spec(spec), dtype=keys or "bfloat16")
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
             return ()
         plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)

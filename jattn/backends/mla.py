@@ -5,12 +5,13 @@ import dataclasses
 import jax
 
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.sdpa import fastest_path
 from jattn.cache import PagedKV
 from jattn.cache.latent import check_latent, write_latent
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, absorb
 from jattn.ops.levels import flat
-from jattn.ops.mla import Latent, MLAMetadata
+from jattn.ops.mla import LatentAttention, MLAMetadata
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
 from jattn.types import AttentionCGSupport, Feature, MultipleOf
@@ -18,7 +19,7 @@ from jattn.types import AttentionCGSupport, Feature, MultipleOf
 
 @dataclasses.dataclass(frozen=True)
 class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
-    """The batch as it is: which requests are read absorbed is decided by their query lengths, in the impl."""
+    """The batch unchanged: the impl chooses each request's form by its query length."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -32,7 +33,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         level, slots = flat(common, self.spec.attn_type), common.slot_mapping
         shard = self.parallel.dcp_shard(self.cache_spec)
         if shard is not None:
-            level = shard_level(level, shard, size, common.dcp_local_seq_lens)
+            level = shard_level(level, shard, common.dcp_local_seq_lens)
             slots = shard.slot_mapping(common, size)
         hint = 0 if fast_build or shard is not None else common_prefix_len
         return MLAMetadata(
@@ -40,7 +41,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
         )
 
     def update_block_table(self, metadata: MLAMetadata, block_table, slot_mapping) -> MLAMetadata:
-        """The same plan over other pages."""
+        """The same metadata with other pages."""
         level = dataclasses.replace(metadata.level, block_table=block_table)
         return dataclasses.replace(metadata, level=level, slot_mapping=slot_mapping)
 
@@ -52,8 +53,8 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
     can_return_lse_for_decode = True
 
     @property
-    def _latent(self) -> Latent:
-        return Latent(self.spec, self.chip.platform == "cpu", self.parallel.combine)
+    def _latent(self) -> LatentAttention:
+        return LatentAttention(self.spec, fastest_path(self.chip), self.parallel.combine)
 
     def forward(self, q, cache, m: MLAMetadata, params: MLAParams) -> AttentionState:
         return self._latent.forward(q, cache, m, params)

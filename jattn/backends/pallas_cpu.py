@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.kernel import as_arrays
 from jattn.cache import PagedKV
+from jattn.cache.write import packed_as_pages
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
-from jattn.ops.attend import output_dtype
-from jattn.ops.forward_only import forward_only
-from jattn.ops.packed_pages import paged
+from jattn.ops.gradient import forward_only
+from jattn.ops.layer import output_dtype
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
@@ -83,7 +83,7 @@ class PallasCpuImpl(AttentionImpl[PallasCpuMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         m = _metadata(meta, self.spec.attn_type)
-        cache, table = paged(k, v, m.batch.seq_lens, keys_of(meta, self.spec.attn_type).max_seq_len)
+        cache, table = packed_as_pages(k, v, m.batch.seq_lens, keys_of(meta, self.spec.attn_type).max_seq_len)
         return self.forward(q, cache, dataclasses.replace(m, batch=m.batch._replace(block_table=table)), params)
 
 

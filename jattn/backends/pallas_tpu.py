@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.kernel import PagedKernelBackend
-from jattn.backends.recompute import backward
 from jattn.cache import KVCacheSpec, PagedKV
+from jattn.cache.write import packed_as_pages
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
-from jattn.ops.packed_pages import paged
+from jattn.ops.gradient import paged_gradient
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
@@ -107,7 +107,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary HND cache; the gradient passes through the copy."""
         keys = keys_of(meta, self.spec.attn_type)
-        cache, table = paged(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache, table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         cache = dataclasses.replace(
             cache,
             k=jnp.swapaxes(cache.k, 1, 2),
@@ -139,7 +139,7 @@ def _paged(impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params:
 
 def _paged_backward(impl: PallasTpuImpl, saved, cotangent):
     q, cache, m, params = saved
-    dq, dcache, dparams = backward(impl.spec, m.common, m.block_table, q, cache, params, cotangent)
+    dq, dcache, dparams = paged_gradient(impl.spec, m.common, m.block_table, (q, cache, params), cotangent)
     return dq, dcache, None, dparams
 
 

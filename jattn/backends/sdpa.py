@@ -1,4 +1,4 @@
-"""`sdpa`: plain jnp on every platform, any shape, every feature; what all other backends are judged by in speed."""
+"""`sdpa`: plain jnp on every platform, any shape, every feature; the baseline for the speed of other backends."""
 
 import dataclasses
 
@@ -6,10 +6,11 @@ import jax
 
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.capability import cache_dtype_name
+from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of
-from jattn.ops.attend import Plan, attend_packed
-from jattn.ops.forward_only import forward_only
+from jattn.ops.attend import AttentionCall, Path, attend_packed
+from jattn.ops.gradient import forward_only
 from jattn.ops.levels import Level, attend_levels, flat, nested, shared_prefix
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
@@ -19,7 +20,7 @@ from pallas_kernels.algebra import quant
 
 @pytree
 class SdpaMetadata:
-    """The levels of keys (one, unless the batch is a cascade) and where new tokens are written."""
+    """The levels of keys (one, unless the batch is a cascade) and the slots of new tokens."""
 
     levels: tuple[Level, ...]
     slot_mapping: jax.Array
@@ -31,7 +32,7 @@ class SdpaMetadata:
 
     @property
     def block_table(self) -> jax.Array | None:
-        """The last level's: where the requests' own pages are."""
+        """The last level's: the requests' own pages."""
         return self.levels[-1].block_table
 
 
@@ -52,7 +53,7 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
         levels, slots = (level,), written.slot_mapping
         if shard is not None:
             lens = common.dcp_local_seq_lens if written is common else None
-            levels, slots = (shard_level(level, shard, size, lens),), shard.slot_mapping(written, size)
+            levels, slots = (shard_level(level, shard, lens),), shard.slot_mapping(written, size)
         elif common_prefix_len and not fast_build:
             levels = shared_prefix(level, common_prefix_len, size)
         return SdpaMetadata(levels=levels, slot_mapping=slots, is_causal=common.is_causal)
@@ -66,7 +67,7 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
         )
 
     def update_block_table(self, metadata: SdpaMetadata, block_table, slot_mapping) -> SdpaMetadata:
-        """The same plan over another group's pages; a cascade's levels have tables of their own."""
+        """The same metadata with another group's pages; a cascade has a table for each level and is refused."""
         first, *others = metadata.levels
         if others:
             raise ValueError("a cascade has one block table a level: build it anew instead of updating one table")
@@ -83,35 +84,40 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
         return dataclasses.replace(metadata, levels=levels, slot_mapping=slots)
 
 
+def fastest_path(chip: Chip) -> Path:
+    """How attention is computed on this chip; gradients are the chunked reference's everywhere.
+
+    By platform alone. A choice by size (dense for small problems) would change a request's last bits when its batch
+    grows; on CPU the loop over tiles is as fast from the smallest batch on.
+    """
+    return "cpu_loop" if chip.platform == "cpu" else "chunked"
+
+
 @dataclasses.dataclass(frozen=True)
 class SdpaImpl(AttentionImpl[SdpaMetadata]):
-    """Tiles of queries, chunks of keys, online softmax."""
+    """The reference of jattn.ops, or its tuned twin on a CPU."""
 
     can_return_lse_for_decode = True
     supports_quant_query_input = True
+    path: Path | None = None  # None: fastest_path of the chip
 
     def forward(self, q, cache, m: SdpaMetadata, params=None) -> AttentionState:
-        q, cache, params = self._differentiable((q, cache, params))
-        on_cpu, combine = self.chip.platform == "cpu", self.parallel.combine
-        return attend_levels(self.spec, m.is_causal, on_cpu, q, cache, m.levels, params, combine=combine)
+        q, cache, params = self._without_gradient_if_quantised((q, cache, params))
+        path, combine = self.path or fastest_path(self.chip), self.parallel.combine
+        return attend_levels(self.spec, path, m.is_causal, q, cache, m.levels, params, combine=combine)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params=None) -> AttentionState:
-        q, k, v, params = self._differentiable((q, k, v, params))
+        q, k, v, params = self._without_gradient_if_quantised((q, k, v, params))
         level = flat(meta, self.spec.attn_type)
-        plan = Plan(
-            spec=self.spec,
-            is_causal=meta.is_causal,
-            max_query_len=level.max_query_len,
-            max_seq_len=level.max_seq_len,
-            on_cpu=self.chip.platform == "cpu",
-        )
-        return attend_packed(plan, q, k, v, level.batch, params)
+        path = self.path or fastest_path(self.chip)
+        call = AttentionCall(self.spec, meta.is_causal, level.max_query_len, path)
+        return attend_packed(call, q, k, v, level.batch, params)
 
     def fused_output_quant_supported(self, quant_key: str) -> bool:
         return cache_dtype_name(quant_key) in quant.QUANTISED
 
-    def _differentiable(self, inputs):
-        """The inputs; a quantised result has no derivative, and says so instead of giving zeros."""
+    def _without_gradient_if_quantised(self, inputs):
+        """The inputs; a gradient through a quantised result raises instead of being 0."""
         if self.spec.output_dtype is None:
             return inputs
         return forward_only(inputs, f"output_dtype={self.spec.output_dtype!r}", "leave it None to differentiate")

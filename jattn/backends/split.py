@@ -28,7 +28,7 @@ from jattn.errors import UnsupportedError
 from jattn.errors.arguments import dtype_name, integer, optional, takes, text
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.subset import subset
-from jattn.ops.attend import output_dtype
+from jattn.ops.layer import output_dtype
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionSpec
 from jattn.types import PAD_SLOT_ID, AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static

@@ -1,4 +1,4 @@
-"""The paged KV cache: what it should hold (KVCacheSpec) and what holds it (PagedKV, opaque)."""
+"""The paged KV cache: its description (KVCacheSpec) and its storage (PagedKV, opaque)."""
 
 import dataclasses
 import math
@@ -153,7 +153,7 @@ class PagedKV:
 
 
 def check_alive(cache: PagedKV, name: str = "cache") -> PagedKV:
-    """The cache itself; TypeError for anything else, ValueError where it was donated and its memory is another's."""
+    """The cache itself; TypeError for anything else, ValueError if it was donated to an earlier call."""
     check_kind(name, cache, PagedKV, "make one with jattn.empty_cache(cache_spec)")
     for pool in (cache.k, cache.v):
         if isinstance(pool, jax.Array) and not isinstance(pool, Tracer) and pool.is_deleted():
@@ -209,7 +209,7 @@ def empty_cache(
         token_scale = jnp.broadcast_to(scale[0, 0], spec.token_scale_shape)
     else:
         fill_value = quant.encode(jnp.asarray(fill, jnp.float32), spec.dtype, stored)
-    copy = lambda x: None if x is None else jnp.array(x, copy=True)  # noqa: E731  each leaf its own buffer: donation
+    copy = lambda x: None if x is None else jnp.array(x, copy=True)  # noqa: E731  each leaf needs its own buffer to be donated
     return PagedKV(
         k=filled(spec.shape, fill_value, chip),
         v=filled(spec.v_shape, fill_value, chip),

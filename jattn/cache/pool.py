@@ -1,4 +1,4 @@
-"""The memory of a pool. Reading pages in any order costs an address translation each: large pages make them few."""
+"""Allocates pools on 2 MiB OS pages to reduce TLB misses."""
 
 import functools
 import math
@@ -10,11 +10,11 @@ from jattn.device import Chip
 from pallas_kernels.cpu.native import library, ops
 
 LARGE = 8 * 2**20
-"""Bytes from which on a pool is worth pages of 2 MiB."""
+"""Bytes. Smaller pools lie on ordinary pages."""
 
 
 def filled(shape: tuple[int, ...], value: jax.Array, chip: Chip) -> jax.Array:
-    """An array of one value; on a CPU a large one lies on large pages, where the native library is there to ask."""
+    """An array of one value. On a CPU with the native library, one of LARGE bytes or more lies on 2 MiB pages."""
     large = math.prod(shape) * value.dtype.itemsize >= LARGE
     if large and chip.platform == "cpu" and library.status().available:
         return _on_large_pages(value, shape)

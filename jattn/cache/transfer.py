@@ -25,7 +25,7 @@ def copy_blocks(cache: PagedKV, src_dst: jax.Array) -> PagedKV:
 
 @takes(src_cache=_alive, dst_cache=_alive, src_dst=_PAIRS)
 def swap_blocks(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> PagedKV:
-    """Copy blocks of one cache into another of the same spec but for its size; returns the new destination."""
+    """Copy blocks of one cache into another whose spec differs in num_blocks only; returns the new destination."""
     if src_dst.shape[1] != 2:
         raise ValueError(f"{src_dst.shape=} must be integer [n, 2] pairs (source block, target block)")
     src_dst = jnp.asarray(src_dst)
@@ -33,7 +33,9 @@ def swap_blocks(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> P
     same = ("block_size", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "physical_layout", "quant")
     different = [name for name in same if getattr(a, name) != getattr(b, name)]
     if different:
-        raise ValueError(f"the caches differ in {', '.join(different)}: {a} and {b}; blocks only move between twins")
+        raise ValueError(
+            f"the caches differ in {', '.join(different)}: {a} and {b}; blocks move only between caches of one kind"
+        )
     src, dst = src_dst[:, 0], src_dst[:, 1]
     inside = (src >= 0) & (src < a.num_blocks) & (dst >= 0) & (dst < b.num_blocks)
     src, dst = jnp.where(inside, src, 0), jnp.where(inside, dst, b.num_blocks)

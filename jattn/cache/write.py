@@ -1,13 +1,16 @@
-"""The one place where the pool is written."""
+"""Everything that puts keys and values into pages: new tokens into a pool, and packed keys into a pool of their own."""
 
 import jax
 import jax.numpy as jnp
 
-from jattn.cache.layout import PagedKV, check_alive, check_scales, encode_rows
+from jattn.cache.layout import KVCacheSpec, PagedKV, check_alive, check_scales, encode_rows
 from jattn.errors.arguments import as_array, integers
-from jattn.spec import AttentionParams, with_arrays
+from jattn.spec import AttentionParams, AttentionSpec, with_arrays
 from pallas_kernels.algebra import quant
-from pallas_kernels.algebra.paging import split_slot
+from pallas_kernels.algebra.paging import cdiv, split_slot
+
+PACKED_PAGE = 16
+"""Slots of a page of packed keys."""
 
 
 def write_kv(
@@ -66,3 +69,43 @@ def check_static(cache: PagedKV, k, v, slot_mapping, params=None) -> tuple[jax.A
 
 
 _SLOTS = integers(1)
+
+
+def packed_as_pages(k: jax.Array, v: jax.Array, kv_lens: jax.Array, max_seq_len: int) -> tuple[PagedKV, jax.Array]:
+    """k [Tk K D], v [Tk K V] packed by request, kv_lens i32[R] -> (NHD cache, block table i32[R B]).
+
+    For kernels that read pages only: a cache that is written now and read once. Each request begins on a page of its
+    own; slots that no token fills are 0. One gather of each array: every key moves once.
+    """
+    num_keys, num_reqs = k.shape[0], kv_lens.shape[0]
+    pages = cdiv(kv_lens, PACKED_PAGE)
+    ends = jnp.cumsum(pages, dtype=jnp.int32)
+    first_page, start = ends - pages, jnp.cumsum(kv_lens, dtype=jnp.int32) - kv_lens
+    num_pages = num_keys // PACKED_PAGE + num_reqs
+    page = jnp.arange(num_pages, dtype=jnp.int32)
+    owner = jnp.sum(ends[None, :] <= page[:, None], axis=1, dtype=jnp.int32)
+    req = jnp.minimum(owner, num_reqs - 1)
+    position = (page - first_page[req])[:, None] * PACKED_PAGE + jnp.arange(PACKED_PAGE, dtype=jnp.int32)[None]
+    token = (owner < num_reqs)[:, None] & (position < kv_lens[req][:, None])
+    row = jnp.where(token, start[req][:, None] + position, num_keys)
+
+    def pool(x):
+        if num_keys == 0:  # nothing to gather from
+            return jnp.zeros((*row.shape, *x.shape[1:]), x.dtype)
+        return x.at[row].get(mode="fill", fill_value=0)
+
+    spec = KVCacheSpec(
+        num_blocks=num_pages, block_size=PACKED_PAGE, num_kv_heads=k.shape[1], head_dim=k.shape[2],
+        v_head_dim=v.shape[2], dtype=k.dtype.name, layout="NHD",
+    )  # fmt: skip
+    width = min(cdiv(max_seq_len, PACKED_PAGE), num_pages)
+    block_table = first_page[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    return PagedKV(k=pool(k), v=pool(v), k_token_scale=None, v_token_scale=None, spec=spec), block_table
+
+
+def packed_page_spec(spec: AttentionSpec) -> KVCacheSpec:
+    """A cache of one page that stands for packed keys where a kernel is asked whether it takes a layer."""
+    return KVCacheSpec(
+        num_blocks=1, block_size=PACKED_PAGE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+    )  # fmt: skip

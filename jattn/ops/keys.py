@@ -1,39 +1,48 @@
 """Where keys and values are read from, one chunk at a time: a paged pool, or packed arrays.
 
-All hand out the same thing, so the attention of a tile does not know which it reads. A chunk is a fixed number of
-keys, aligned to the start of the request: what a request computes never depends on the batch around it.
+All hand out the same thing, so attention does not know which it reads. A chunk is a fixed number of keys, aligned to
+the start of the request: what a request computes never depends on the batch around it.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jattn.cache.layout import PagedKV
-from jattn.ops.in_place import LANES, MOST_ROWS, SMALLEST_PAGE, PlacedKeys
-from jattn.ops.ragged import CLASSES
 from jattn.types import pytree, static
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import cdiv, gather_pages
 
-CHUNK_TOKENS = 256
-"""Keys read at once, where nobody asks for another number."""
-LONGEST_CHUNK = max(CHUNK_TOKENS, *(tokens for kind in CLASSES for tokens in kind.chunks))
-"""The most that anybody asks for: packed keys are padded by so many."""
-
 
 @pytree
 class KVChunk:
-    """One chunk as float32, before scales; P pages of S keys, P * S = chunk_tokens."""
+    """One chunk as float32 (cpu_storage may keep k as bfloat16), before scales; P pages of S keys, P * S = C keys."""
 
-    k: jax.Array | PlacedKeys  # [P K S D]; bfloat16 only where the queries hold nothing finer
+    k: jax.Array  # [P K S D]
     v: jax.Array  # [P K S V]
     k_scale: jax.Array | None  # [P K S] per token and head
     v_scale: jax.Array | None
 
+    def zero_outside_range(self, inside: jax.Array) -> "KVChunk":
+        """Zeros in place of the keys that are not inside bool[C]: a stale page may hold NaN, and 0 * NaN is NaN."""
+        keep = inside.reshape(self.v.shape[0], 1, self.v.shape[2])
+        return jax.tree.map(lambda x: jnp.where(keep.reshape(keep.shape + (1,) * (x.ndim - 3)), x, 0.0), self)
 
-class Keys(Protocol):
+    def dequantised(self) -> tuple[jax.Array, jax.Array]:
+        """(k f32[K C D], v f32[K C V]) times their token scales."""
+        return _by_head(self.k, self.k_scale), _by_head(self.v, self.v_scale)
+
+
+def _by_head(x: jax.Array, token_scale: jax.Array | None) -> jax.Array:
+    """[P K S *] -> [K C *]."""
+    x = x if token_scale is None else x * token_scale[..., None]
+    return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
+
+
+class KeySource(Protocol):
     """A pytree of keys and values in which requests can be found."""
 
     @property
@@ -52,20 +61,15 @@ class Keys(Protocol):
         """Chunks that the longest request could have."""
         ...
 
-    def in_chunks(self, tokens: int) -> "Keys":
-        """The same keys, about this many at once; larger chunks are multiples of smaller ones."""
-        ...
+    def in_chunks(self, tokens: int) -> "KeySource":
+        """The same keys, about this many at once; larger chunks are multiples of smaller ones.
 
-    def beside(self, q_dtype: str) -> "Keys":
-        """The same keys, read in the form that suits queries of this dtype in a CPU loop."""
-        ...
-
-    def in_place(self, query_rows: int) -> "Keys | None":
-        """The same keys, multiplied where they lie by so many query rows a kv head; None where they must be copied."""
+        Sources begin with the smallest chunks that they can read.
+        """
         ...
 
     def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
-        """Chunk number `chunk` of request `req`."""
+        """Chunk number `chunk` of request `req`; past the request's keys, anything."""
         ...
 
 
@@ -76,17 +80,15 @@ class PagedKeys:
     cache: PagedKV
     table: jax.Array  # i32[R B], B a multiple of pages_per_chunk
     pages_per_chunk: int = static()
-    k_as_stored: bool = static(default=False)
-    placed: bool = static(default=False)  # keys are not copied
 
     @classmethod
     def of(cls, cache: PagedKV, block_table: jax.Array) -> "PagedKeys":
-        """In chunks of CHUNK_TOKENS."""
-        return cls(cache=cache, table=jnp.asarray(block_table), pages_per_chunk=1).in_chunks(CHUNK_TOKENS)
+        """The pages that block_table names, one at once."""
+        return cls(cache=cache, table=jnp.asarray(block_table), pages_per_chunk=1)
 
     def in_chunks(self, tokens: int) -> "PagedKeys":
-        """Round the table's width up to whole chunks."""
-        pages = _pages(tokens, self.cache.spec.block_size)
+        """Pages are never cut: a power of two of them. The table's width is rounded up to whole chunks."""
+        pages = 1 << max(0, (tokens // self.cache.spec.block_size).bit_length() - 1)
         table = jnp.pad(self.table, ((0, 0), (0, -self.table.shape[1] % pages)))
         return dataclasses.replace(self, table=table, pages_per_chunk=pages)
 
@@ -106,66 +108,50 @@ class PagedKeys:
     def max_chunks(self) -> int:
         return self.table.shape[1] // self.pages_per_chunk
 
-    def beside(self, q_dtype: str) -> "PagedKeys":
-        """For queries of this dtype: bf16 keys beside bf16 queries stay bf16, for their products are exact in float32
-        either way, and a core multiplies pairs of bf16 two to three times faster."""
-        return dataclasses.replace(self, k_as_stored=q_dtype == self.cache.spec.dtype == "bfloat16")
+    def pages(self, req: jax.Array, chunk: jax.Array) -> jax.Array:
+        """i32[P] the pages of a chunk."""
+        return jax.lax.dynamic_slice(self.table, (req, chunk * self.pages_per_chunk), (1, self.pages_per_chunk))[0]
 
-    def in_place(self, query_rows: int) -> "PagedKeys | None":
-        """Float32 alone: other types would be widened once for each row; bf16 in place is level or 15 % slower."""
-        c = self.cache.spec
-        fits = c.dtype == "float32" and c.physical_layout == "HND" and c.head_dim % LANES == 0
-        pays = query_rows <= MOST_ROWS and c.block_size >= SMALLEST_PAGE
-        return dataclasses.replace(self, placed=True) if fits and pays else None
+    def take(
+        self, pool: jax.Array, pages: jax.Array, decode: Callable[[jax.Array, str], jax.Array] = quant.decode
+    ) -> jax.Array:
+        """[P K S *] numbers of these pages."""
+        return self._kv_heads_first(decode(gather_pages(pool, pages), self.cache.spec.dtype))
+
+    def take_scales(self, pool: jax.Array | None, pages: jax.Array) -> jax.Array | None:
+        """f32[P K S] token scales of these pages."""
+        return None if pool is None else self._kv_heads_first(gather_pages(pool, pages))
 
     def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
         """Chunk number `chunk` of request `req`."""
-        pages = jax.lax.dynamic_slice(self.table, (req, chunk * self.pages_per_chunk), (1, self.pages_per_chunk))[0]
-        heads_first = self.cache.spec.physical_layout == "HND"
-
-        def take(pool):
-            return pool if pool is None else gather_pages(pool, pages)
-
-        def pool_rows(pool, decode=quant.decode):
-            rows = decode(take(pool), self.cache.spec.dtype)
-            return rows if heads_first else jnp.swapaxes(rows, 1, 2)
-
-        def scales(pool):
-            rows = take(pool)
-            return rows if rows is None or heads_first else jnp.swapaxes(rows, 1, 2)
-
-        c = self.cache
-        k_decode = quant.native if self.k_as_stored else quant.decode
+        pages, c = self.pages(req, chunk), self.cache
         return KVChunk(
-            k=PlacedKeys(pool=c.k, pages=pages) if self.placed else pool_rows(c.k, k_decode),
-            v=pool_rows(c.v),
-            k_scale=scales(c.k_token_scale),
-            v_scale=scales(c.v_token_scale),
+            k=self.take(c.k, pages),
+            v=self.take(c.v, pages),
+            k_scale=self.take_scales(c.k_token_scale, pages),
+            v_scale=self.take_scales(c.v_token_scale, pages),
         )
 
-
-def _pages(tokens: int, block_size: int) -> int:
-    """Pages of a chunk of at most `tokens` keys, at least one: a power of two, so that chunks of all sizes fit."""
-    return 1 << max(0, (tokens // block_size).bit_length() - 1)
+    def _kv_heads_first(self, pages: jax.Array) -> jax.Array:
+        return pages if self.cache.spec.physical_layout == "HND" else jnp.swapaxes(pages, 1, 2)
 
 
 @pytree
 class PackedKeys:
     """Keys packed by request: request r owns rows start[r] .. start[r] + kv_len[r] - 1."""
 
-    k: jax.Array  # [Tk + LONGEST_CHUNK K D] padded so that a chunk that begins inside never clamps
-    v: jax.Array  # [Tk + LONGEST_CHUNK K V]
+    k: jax.Array  # [Tk + padding K D]
+    v: jax.Array  # [Tk + padding K V]
     start: jax.Array  # i32[R]
-    dtype: str = static()
-    chunk_tokens: int = static()
+    dtype: str = static()  # of the numbers; k and v may hold their bit patterns, as a cache's pools may
+    padding: int = static(default=0)
+    chunk_tokens: int = static(default=1)
 
     @classmethod
-    def of(cls, k: jax.Array, v: jax.Array, kv_lens: jax.Array, bits: bool) -> "PackedKeys":
-        """Pad the tail; `bits` keeps bf16 as bit patterns on its way into a CPU loop (see algebra.quant)."""
-        ends = jnp.cumsum(kv_lens)
-        pad = lambda x: jnp.pad(loop_bits(x, bits), ((0, LONGEST_CHUNK), (0, 0), (0, 0)))  # noqa: E731
-        start = (ends - kv_lens).astype(jnp.int32)
-        return cls(k=pad(k), v=pad(v), start=start, dtype=k.dtype.name, chunk_tokens=CHUNK_TOKENS)
+    def of(cls, k: jax.Array, v: jax.Array, kv_lens: jax.Array) -> "PackedKeys":
+        """k [Tk K D], v [Tk K V] of requests of kv_lens i32[R], one key at once."""
+        start = (jnp.cumsum(kv_lens) - kv_lens).astype(jnp.int32)
+        return cls(k=k, v=v, start=start, dtype=k.dtype.name)
 
     @property
     def num_kv_heads(self) -> int:
@@ -177,16 +163,13 @@ class PackedKeys:
 
     @property
     def max_chunks(self) -> int:
-        return cdiv(max(self.k.shape[0] - LONGEST_CHUNK, 1), self.chunk_tokens)
+        return cdiv(max(self.k.shape[0] - self.padding, 1), self.chunk_tokens)
 
     def in_chunks(self, tokens: int) -> "PackedKeys":
-        return dataclasses.replace(self, chunk_tokens=tokens)
-
-    def beside(self, q_dtype: str) -> "PackedKeys":
-        return self
-
-    def in_place(self, query_rows: int) -> None:
-        return None
+        """Padded, unless they are, so that a chunk that begins inside never clamps."""
+        more = max(tokens - self.padding, 0)
+        k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) if more else x for x in (self.k, self.v))
+        return dataclasses.replace(self, k=k, v=v, padding=self.padding + more, chunk_tokens=tokens)
 
     def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
         """Chunk number `chunk` of request `req`."""
@@ -197,8 +180,3 @@ class PackedKeys:
             return jnp.swapaxes(quant.decode(part, self.dtype), 0, 1)[None]
 
         return KVChunk(k=rows(self.k), v=rows(self.v), k_scale=None, v_scale=None)
-
-
-def loop_bits(x: jax.Array, bits: bool) -> jax.Array:
-    """x as it may enter a loop: with `bits`, bf16 and fp8 as bit patterns; everything else as it is."""
-    return quant.encode(x, x.dtype.name, quant.storage_dtype(x.dtype.name, bits))

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
-from jattn.ops.attend import Plan, attend_keys, output_dtype
-from jattn.ops.keys import Keys, PagedKeys
-from jattn.ops.ragged import RaggedBatch
+from jattn.ops.attend import AttentionCall, Path, attend
+from jattn.ops.keys import KeySource, PagedKeys
+from jattn.ops.layer import output_dtype
+from jattn.ops.ragged import QueryRows, RaggedBatch
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType, pytree, static
@@ -24,16 +25,15 @@ from pallas_kernels.algebra import quant
 
 @pytree
 class Level:
-    """Queries grouped into requests that share pages."""
+    """A batch over one level of keys; its requests may be groups of the requests of a later level."""
 
     batch: RaggedBatch
     block_table: jax.Array | None  # i32[R B]
     max_query_len: int = static()
-    max_seq_len: int = static()
 
 
 def flat(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
-    """The one level of an ordinary batch of this attention type: who are the queries, who the keys, which pages.
+    """The one level of an ordinary batch of this attention type: its queries, its keys and their pages.
 
     ENCODER_DECODER: decoder queries against the encoder's keys. ENCODER: the encoder's own tokens, if `meta` is a
     decoder's that carries them in `.cross`; otherwise, as for every other type, meta's own.
@@ -48,7 +48,6 @@ def flat(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
                 "from_lengths(..., encoder_seq_lens=, cross_block_table=)"
             )
         keys = meta.cross
-    per_request = meta.causal_per_request
     decoder = attn_type is AttentionType.DECODER
     kv_len = jnp.asarray(keys.seq_lens)
     batch = RaggedBatch(
@@ -56,23 +55,21 @@ def flat(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
         query_len=meta.query_lens(),
         kv_len=kv_len,
         kv_offset=jnp.zeros_like(kv_len),
-        position=meta.positions(),
-        causal=jnp.asarray(per_request)[meta.token_to_req()] if decoder and per_request is not None else None,
-        **(_reach(meta, meta.positions()) if decoder else {}),
+        rows=_rows(meta, meta.positions()) if decoder else QueryRows(position=meta.positions(), causal=None),
     )
-    return Level(
-        batch=batch, block_table=keys.block_table, max_query_len=meta.max_query_len, max_seq_len=keys.max_seq_len
-    )
+    return Level(batch=batch, block_table=keys.block_table, max_query_len=meta.max_query_len)
 
 
-def _reach(meta: CommonAttentionMetadata, position: jax.Array) -> dict[str, jax.Array | None]:
-    """What reaches past causality and window, token by token; a rule that does not ask for it does not look."""
-    lens, ranges = meta.rswa_prefix_lens, meta.mm_prefix_ranges
+def _rows(meta: CommonAttentionMetadata, position: jax.Array) -> QueryRows:
+    """A decoder's tokens at these positions, with everything that some mask or bias may ask for."""
+    lens, ranges, per_request = meta.rswa_prefix_lens, meta.mm_prefix_ranges, meta.causal_per_request
     req, token = meta.token_to_req(), jnp.arange(meta.num_tokens, dtype=jnp.int32)
-    return dict(
+    return QueryRows(
+        position=position,
+        causal=None if per_request is None else jnp.asarray(per_request)[req],
         context=position - (token - jnp.asarray(meta.query_start_loc)[req]),
         prefix=None if lens is None else jnp.asarray(lens)[req],
-        span=None if ranges is None else fill_mm_prefix_query_ranges(meta, ranges, position),
+        span=None if ranges is None else tuple(fill_mm_prefix_query_ranges(meta, ranges, position).T),
     )
 
 
@@ -104,12 +101,9 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
         batch=prefix,
         block_table=level.block_table[:1, :pages],
         max_query_len=max(batch.num_tokens, 1),
-        max_seq_len=shared,
     )
     remaining = level.block_table[:, pages:] if pages < width else level.block_table[:, :1]
-    return first, Level(
-        batch=rest, block_table=remaining, max_query_len=level.max_query_len, max_seq_len=level.max_seq_len
-    )
+    return first, Level(batch=rest, block_table=remaining, max_query_len=level.max_query_len)
 
 
 def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
@@ -129,8 +123,7 @@ def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
         offsets.append(above)
         above = above + jnp.asarray(level.seq_lens)[level.token_to_req()]
     position = jnp.where(last.token_is_live(), offsets[-1] + last.positions(), 0)
-    per_request = last.causal_per_request
-    causal = None if per_request is None else jnp.asarray(per_request)[last.token_to_req()]
+    rows = _rows(last, position)
     made = []
     for level, offset in zip(levels, offsets, strict=True):
         start = jnp.asarray(level.query_start_loc)[:-1]
@@ -139,51 +132,40 @@ def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
             query_len=level.query_lens(),
             kv_len=jnp.asarray(level.seq_lens),
             kv_offset=offset[jnp.minimum(start, last.num_tokens - 1)] if last.num_tokens else jnp.zeros_like(start),
-            position=position,
-            causal=causal,
-            **_reach(last, position),
+            rows=rows,
         )
-        made.append(
-            Level(
-                batch=batch,
-                block_table=level.block_table,
-                max_query_len=level.max_query_len,
-                max_seq_len=level.max_seq_len,
-            )
-        )
+        made.append(Level(batch=batch, block_table=level.block_table, max_query_len=level.max_query_len))
     return tuple(made)
 
 
 def attend_levels(
     spec: AttentionSpec,
+    path: Path,
     is_causal: bool,
-    on_cpu: bool,
     q: jax.Array,
     cache,
     levels: tuple[Level, ...],
     params: AttentionParams | None,
-    open_keys: Callable[[Any, jax.Array], Keys] = PagedKeys.of,
+    open_keys: Callable[[Any, jax.Array], KeySource] = PagedKeys.of,
     combine: Callable[[AttentionState], AttentionState] | None = None,
 ) -> AttentionState:
-    """Attention over the union of the levels' keys; the sinks are counted once, after the merge.
+    """Attention over the union of the levels' keys; sinks are added once, after the merge.
 
-    Several levels are merged in float32 and rounded once. open_keys(cache, block_table) tells how pages are read;
-    combine, given where these are one rank's keys, merges the ranks' states.
+    Several levels are merged in float32 and rounded once. open_keys(cache, block_table) makes the source of keys;
+    combine merges the ranks' states where these are one rank's keys.
     """
     several = len(levels) > 1 or combine is not None
     layer = dataclasses.replace(spec, has_sinks=False, output_dtype=None) if several else spec
     states = []
     for level in levels:
-        plan = Plan(
+        call = AttentionCall(
             spec=layer,
             is_causal=is_causal,
             max_query_len=level.max_query_len,
-            max_seq_len=level.max_seq_len,
-            on_cpu=on_cpu,
+            path=path,
             out_dtype="float32" if several else None,
         )
-        keys = open_keys(cache, level.block_table)
-        states.append(attend_keys(plan, q, keys, level.batch, params))
+        states.append(attend(call, q, open_keys(cache, level.block_table), level.batch, params))
     if not several:
         return states[0]
     state = merge(*states) if combine is None else combine(merge(*states))

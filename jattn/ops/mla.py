@@ -1,4 +1,4 @@
-"""Multi-head latent attention in its two readings, on the same ragged core: absorbed, and materialised."""
+"""Multi-head latent attention in its two forms, absorbed and materialised, both over ragged batches."""
 
 import dataclasses
 import functools
@@ -11,11 +11,11 @@ from jattn.cache.latent import gather_latent, is_wide
 from jattn.cache.layout import PagedKV
 from jattn.errors import UnsupportedError
 from jattn.mla_spec import MLAParams, MLASpec, absorb
-from jattn.ops.attend import Plan, attend_packed, output_dtype
+from jattn.ops.attend import AttentionCall, Path, attend_packed
 from jattn.ops.keys import KVChunk, PagedKeys
+from jattn.ops.layer import einsum, output_dtype
 from jattn.ops.levels import Level, attend_levels, shared_prefix
 from jattn.ops.state import AttentionState, merge, with_sinks
-from jattn.ops.tile import einsum
 from jattn.spec import AttentionParams
 from jattn.types import pytree, static
 from pallas_kernels.algebra.paging import cdiv, slots_of
@@ -23,7 +23,7 @@ from pallas_kernels.algebra.paging import cdiv, slots_of
 
 @pytree
 class LatentKeys:
-    """One kv head: k = [kv_c | k_pe], v = kv_c, both real, since the two parts have scales of their own."""
+    """One kv head: k = [kv_c | k_pe], v = kv_c. Read dequantised, since the two parts have scales of their own."""
 
     pages: PagedKeys
     kv_c_scale: jax.Array | None
@@ -58,12 +58,6 @@ class LatentKeys:
     def max_chunks(self) -> int:
         return self.pages.max_chunks
 
-    def beside(self, q_dtype: str) -> "LatentKeys":
-        return self  # both parts are read real, with scales of their own
-
-    def in_place(self, query_rows: int) -> None:
-        return None  # all query heads share one kv head, so there are many rows
-
     def in_chunks(self, tokens: int) -> "LatentKeys":
         return dataclasses.replace(self, pages=self.pages.in_chunks(tokens))
 
@@ -71,15 +65,15 @@ class LatentKeys:
         """Chunk number `chunk` of request `req`."""
         stored = self.pages.read(req, chunk)
         if self.wide:  # the value pool is never read
-            row = _real(stored.k, stored.k_scale, self.kv_c_scale)
+            row = _dequantised(stored.k, stored.k_scale, self.kv_c_scale)
             return KVChunk(k=row, v=row[..., : self.kv_lora_rank], k_scale=None, v_scale=None)
-        kv_c = _real(stored.v, stored.v_scale, self.kv_c_scale)
-        k_pe = _real(stored.k, stored.k_scale, self.k_pe_scale)
+        kv_c = _dequantised(stored.v, stored.v_scale, self.kv_c_scale)
+        k_pe = _dequantised(stored.k, stored.k_scale, self.k_pe_scale)
         return KVChunk(k=jnp.concatenate([kv_c, k_pe], axis=-1), v=kv_c, k_scale=None, v_scale=None)
 
 
-def _real(rows: jax.Array, token_scale: jax.Array | None, scale: jax.Array | None) -> jax.Array:
-    """[P 1 S .] as decoded -> real numbers."""
+def _dequantised(rows: jax.Array, token_scale: jax.Array | None, scale: jax.Array | None) -> jax.Array:
+    """Decoded rows [P 1 S .] times their scales."""
     if token_scale is not None:
         rows = rows * token_scale[..., None]
     return rows if scale is None else rows * jnp.asarray(scale, jnp.float32).reshape(1, 1, 1, 1)
@@ -108,11 +102,11 @@ class MLAMetadata:
 
 
 @dataclasses.dataclass(frozen=True)
-class Latent:
-    """A layer's static part, and where it runs: both readings are methods."""
+class LatentAttention:
+    """A latent attention layer: its static part. Both forms are methods."""
 
     spec: MLASpec
-    on_cpu: bool
+    path: Path
     combine: Callable[[AttentionState], AttentionState] | None = None  # of ranks that hold parts of the keys
 
     def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
@@ -127,8 +121,8 @@ class Latent:
         levels = (level,) if m.shared_prefix == 0 else shared_prefix(level, m.shared_prefix, cache.spec.block_size)
         state = attend_levels(
             spec.absorbed,
+            self.path,
             m.is_causal,
-            self.on_cpu,
             rows,
             cache,
             levels,
@@ -155,7 +149,7 @@ class Latent:
         """
         spec, params = self.spec, absorb(self.spec, params)
         if self.combine is not None:
-            raise UnsupportedError("rows spread over ranks are read absorbed only; use forward_mqa")
+            raise UnsupportedError("rows spread over ranks can only be read absorbed; use forward_mqa")
         batch = m.level.batch
         read = batch.kv_len if kv_c is None else jnp.maximum(batch.kv_len - batch.query_len, 0)
         read = jnp.where(batch.query_len > 0, read, 0)
@@ -163,28 +157,28 @@ class Latent:
         if kv_c is not None:
             own = dataclasses.replace(batch, kv_len=batch.query_len, kv_offset=batch.kv_len - batch.query_len)
             k, v = self._materialise(kv_c.astype(jnp.float32), k_pe.astype(jnp.float32), params)
-            state = merge(state, attend_packed(self._plan(m), q, k, v, own, _attention_params(params)))
+            state = merge(state, attend_packed(self._call(m), q, k, v, own, _attention_params(params)))
         if spec.has_sinks:
             state = with_sinks(state, params.sinks)
         return AttentionState(out=state.out.astype(output_dtype(q.dtype)), lse=state.lse)
 
     def forward(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
-        """Each request by the reading that is cheaper for its number of queries; no reordering is needed."""
+        """Each request by the form that is cheaper for its number of queries, without reordering the batch."""
         limit, level = self.spec.mha_threshold, m.level
         if level.max_query_len <= limit or m.shared_prefix or self.combine is not None:
             return self.forward_mqa(q, cache, m, params)
         params, long = absorb(self.spec, params), level.batch.query_len > limit
-        few = dataclasses.replace(m, level=_only(level, ~long, limit))
-        many = dataclasses.replace(m, level=_only(level, long, level.max_query_len))
+        few = dataclasses.replace(m, level=_queries_of(level, ~long, limit))
+        many = dataclasses.replace(m, level=_queries_of(level, long, level.max_query_len))
         return merge(self.forward_mqa(q, cache, few, params), self.prefill_mha(q, cache, many, params))
 
     def _context(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, read: jax.Array) -> AttentionState:
         """Attention over the first `read` i32[R] cached keys of each request.
 
-        The requests' tokens, laid end to end, are cut into windows of CONTEXT_TOKENS: the work follows the tokens
-        that there are, however ragged the batch; a window without any is skipped.
+        The requests' tokens, laid end to end, are cut into windows of CONTEXT_TOKENS, and a window without tokens is
+        skipped: the work is proportional to the number of tokens, however ragged the batch.
         """
-        spec, batch, plan = self.spec, m.level.batch, self._plan(m)
+        spec, batch, call = self.spec, m.level.batch, self._call(m)
         table = jnp.asarray(m.block_table)
         ends = jnp.cumsum(read)
         starts, total = ends - read, ends[-1]
@@ -198,7 +192,7 @@ class Latent:
             first, last = jnp.clip(starts, low, low + size), jnp.clip(ends, low, low + size)
             here = dataclasses.replace(batch, kv_len=last - first, kv_offset=batch.kv_offset + first - starts)
             k, v = self._materialise(*rows, params)
-            return merge(state, attend_packed(plan, q, k, v, here, _attention_params(params)))
+            return merge(state, attend_packed(call, q, k, v, here, _attention_params(params)))
 
         def step(state, window):
             low = window * size
@@ -215,20 +209,19 @@ class Latent:
         rope = jnp.broadcast_to(k_pe[:, None], (*nope.shape[:2], k_pe.shape[1]))
         return jnp.concatenate([nope, rope], axis=-1), einsum("tl,hlv->thv", kv_c, _float(params.w_uv))
 
-    def _plan(self, m: MLAMetadata) -> Plan:
-        """Of one part of a merge: float32, sinks left for the end."""
-        return Plan(
+    def _call(self, m: MLAMetadata) -> AttentionCall:
+        """The call for one part of a merge: float32, and sinks are added after the merge."""
+        return AttentionCall(
             spec=dataclasses.replace(self.spec.materialised, has_sinks=False),
             is_causal=m.is_causal,
             max_query_len=m.level.max_query_len,
-            max_seq_len=m.level.max_seq_len,
-            on_cpu=self.on_cpu,
+            path=self.path,
             out_dtype="float32",
         )
 
 
-def _only(level: Level, keep: jax.Array, max_query_len: int) -> Level:
-    """The same batch, in which only some requests have queries."""
+def _queries_of(level: Level, keep: jax.Array, max_query_len: int) -> Level:
+    """The same batch, in which only the requests where keep bool[R] have queries."""
     batch = dataclasses.replace(level.batch, query_len=jnp.where(keep, level.batch.query_len, 0))
     return dataclasses.replace(level, batch=batch, max_query_len=max_query_len)
 
@@ -238,5 +231,5 @@ def _float(x) -> jax.Array:
 
 
 def _attention_params(params: MLAParams) -> AttentionParams:
-    """Scales are applied where the rows are read."""
+    """Without scales: they are applied where the rows are read."""
     return AttentionParams(alibi_slopes=params.alibi_slopes, sinks=params.sinks)

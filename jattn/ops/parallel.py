@@ -14,19 +14,14 @@ from jax import lax
 
 from jattn.metadata.parallel import KeyShard
 from jattn.ops.levels import Level
-from jattn.ops.lse import log2_lse_to_ln
-from jattn.ops.state import AttentionState, merge
+from jattn.ops.state import AttentionState, log2_lse_to_ln, merge
 
 
-def shard_level(level: Level, shard: KeyShard, block_size: int, local_lens: jax.Array | None = None) -> Level:
-    """The same queries against one rank's keys; the block table is every rank's. block_size is that of its pages."""
+def shard_level(level: Level, shard: KeyShard, local_lens: jax.Array | None = None) -> Level:
+    """The same queries against one rank's keys; the block table is every rank's."""
     batch = level.batch
     kv_len = shard.count_below(batch.kv_len) if local_lens is None else jnp.asarray(local_lens)
-    return dataclasses.replace(
-        level,
-        batch=dataclasses.replace(batch, kv_len=kv_len, shard=shard),
-        max_seq_len=level.block_table.shape[1] * block_size,
-    )
+    return dataclasses.replace(level, batch=dataclasses.replace(batch, kv_len=kv_len, shard=shard))
 
 
 def cp_lse_ag_out_ar(state: AttentionState, axis: str, *, is_lse_base_on_e: bool = True) -> AttentionState:
@@ -78,7 +73,7 @@ def own_heads(x: jax.Array, axis: str, dimension: int) -> jax.Array:
 
 
 def _weighted(state: AttentionState, axis: str, base_e: bool) -> tuple[jax.Array, jax.Array]:
-    """(this rank's term of the sum f32[T H V], the lse of all f32[T H]); an empty state counts for nothing, NaN too."""
+    """(this rank's term of the sum f32[T H V], the lse of all f32[T H]); an empty state adds nothing, NaN included."""
     own = state.lse if base_e else log2_lse_to_ln(state.lse)
     own = jnp.where(jnp.isposinf(own), -jnp.inf, own)
     everyone = lax.all_gather(own, axis)

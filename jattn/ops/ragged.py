@@ -1,7 +1,7 @@
-"""A ragged batch cut into tiles of queries, by how many queries a request has.
+"""A ragged batch, and its queries cut into tiles by how many a request has.
 
 A request with one query gets a tile of 1, a short one (speculative decoding) tiles of 8, a longer one tiles of 128.
-The choice depends on that request alone, so the arithmetic of a request, bit for bit, never depends on its batch.
+The choice depends on that request alone, so that a request's bits need not depend on the rest of its batch.
 """
 
 import dataclasses
@@ -11,10 +11,38 @@ import jax.numpy as jnp
 
 from jattn.metadata.parallel import KeyShard
 from jattn.types import pytree
+from pallas_kernels.algebra import mask
+from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.paging import cdiv
 
-LONG_TILE = 128
-SHORT_TILE = 8
+
+@pytree
+class QueryRows:
+    """What the mask and the logits depend on, query by query; None = the layer does not ask."""
+
+    position: jax.Array  # i32[M]
+    causal: jax.Array | None  # bool[M], None = the rule's
+    prefix: jax.Array | None = None  # i32[M] first keys of the request that no window hides
+    context: jax.Array | None = None  # i32[M] position of the request's first new token
+    span: tuple[jax.Array, jax.Array] | None = None  # i32[M] first and last position of the token's span, -1: none
+
+
+@pytree
+class KeyRun:
+    """The keys of one request: key 0 .. length - 1, and where they stand."""
+
+    length: jax.Array  # i32[]
+    offset: jax.Array  # i32[] position of key 0: a later level of a cascade starts later
+    shard: KeyShard | None  # they are one rank's share of the request's; None = a plain run
+
+    def positions(self, index: jax.Array) -> jax.Array:
+        """Positions of the keys at these indices."""
+        return self.offset + (index if self.shard is None else self.shard.positions(index))
+
+    def index_of(self, position: jax.Array) -> jax.Array:
+        """Index of the first key at or after a position."""
+        relative = position - self.offset
+        return jnp.maximum(relative, 0) if self.shard is None else self.shard.count_below(relative)
 
 
 @pytree
@@ -25,35 +53,29 @@ class RaggedBatch:
     query_len: jax.Array  # i32[R]
     kv_len: jax.Array  # i32[R]
     kv_offset: jax.Array  # i32[R] position of the request's key 0
-    position: jax.Array  # i32[T]
-    causal: jax.Array | None  # bool[T], None = the rule's
-    prefix: jax.Array | None = None  # i32[T] first keys of the request that no window hides
-    context: jax.Array | None = None  # i32[T] position of the request's first new token
-    span: jax.Array | None = None  # i32[T 2] (first, last) position of the token's span, (-1, -1): none
-    shard: KeyShard | None = None  # kv_len counts one rank's keys; None = they are a plain run
+    rows: QueryRows  # of all T tokens
+    shard: KeyShard | None = None  # kv_len counts one rank's keys
 
     @property
     def num_tokens(self) -> int:
-        return self.position.shape[0]
+        return self.rows.position.shape[0]
 
     @property
     def num_reqs(self) -> int:
         return self.start.shape[0]
 
+    def keys_of(self, req: jax.Array) -> KeyRun:
+        """One request's keys."""
+        return KeyRun(length=_item(self.kv_len, req), offset=_item(self.kv_offset, req), shard=self.shard)
+
 
 @dataclasses.dataclass(frozen=True)
 class TileClass:
-    """Tiles of `rows` queries, for requests that have shortest .. longest of them.
-
-    chunks: keys at once in a CPU's loop, falling. A long tile's logits must fit its caches (with 512 keys four prompts
-    of 512 are twice as slow), few rows want long chunks (512 instead of 256: 20 % faster), the smallest spares short
-    contexts, and the first tiles of a prompt, keys that nobody sees.
-    """
+    """Tiles of `rows` queries, for requests that have shortest .. longest of them."""
 
     rows: int
     shortest: int
     longest: int
-    chunks: tuple[int, ...]
 
     def capacity(self, num_tokens: int, num_reqs: int) -> int:
         """At most this many tiles: one a request, plus one for every full tile of tokens."""
@@ -61,16 +83,12 @@ class TileClass:
         return reqs if self.longest <= self.rows else reqs + num_tokens // self.rows
 
 
-CLASSES = (
-    TileClass(1, 1, 1, (512, 128)),
-    TileClass(SHORT_TILE, 2, SHORT_TILE, (512, 128)),
-    TileClass(LONG_TILE, SHORT_TILE + 1, 2**31 - 1, (256, 128)),
-)
+TILE_CLASSES = (TileClass(1, 1, 1), TileClass(8, 2, 8), TileClass(128, 9, 2**31 - 1))
 
 
 def classes_for(max_query_len: int) -> tuple[TileClass, ...]:
     """Those that a batch with this static bound can meet."""
-    return tuple(c for c in CLASSES if c.shortest <= max_query_len)
+    return tuple(c for c in TILE_CLASSES if c.shortest <= max_query_len)
 
 
 @pytree
@@ -97,3 +115,74 @@ def index_tiles(batch: RaggedBatch, kind: TileClass) -> TileIndex:
     mine = (batch.query_len >= kind.shortest) & (batch.query_len <= kind.longest)
     counts = jnp.where(mine, cdiv(batch.query_len, kind.rows), 0).astype(jnp.int32)
     return TileIndex(ends=jnp.cumsum(counts).astype(jnp.int32), counts=counts)
+
+
+@pytree
+class QueryTile:
+    """A few consecutive queries of one request; rows that are not live belong to other tiles, or to nobody."""
+
+    first_row: jax.Array  # i32[] in the batch
+    q: jax.Array  # [M H D]
+    live: jax.Array  # bool[M]
+    rows: QueryRows
+    req: jax.Array  # i32[]
+    keys: KeyRun
+
+    def cleared(self, is_live: jax.Array) -> "QueryTile":
+        """No row live unless is_live bool[]; queries of other rows are 0, for a gradient multiplies them by 0."""
+        live = self.live & is_live
+        q = jnp.where(live[:, None, None], self.q, jnp.zeros((), self.q.dtype))
+        return dataclasses.replace(self, live=live, q=q)
+
+
+def cut_tile(q: jax.Array, batch: RaggedBatch, kind: TileClass, req: jax.Array, number: jax.Array) -> QueryTile:
+    """Tile `number` of request `req`, of queries [T.. H D] with at least kind.rows rows.
+
+    A tile that would stick out of the batch begins earlier: padding all queries instead would copy them, and large
+    fresh memory costs more than the attention of short prompts.
+    """
+    start = _item(batch.start, req)
+    first = start + number * kind.rows
+    row = jnp.minimum(first, q.shape[0] - kind.rows)
+    token = row + jnp.arange(kind.rows)
+    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, kind.rows)  # noqa: E731
+    return QueryTile(
+        first_row=row,
+        q=cut(q),
+        live=(token >= first) & (token < jnp.minimum(first + kind.rows, start + _item(batch.query_len, req))),
+        rows=jax.tree.map(lambda x: cut(at_least(x, q.shape[0])), batch.rows),
+        req=req,
+        keys=batch.keys_of(req),
+    )
+
+
+def key_ranges(tile: QueryTile, rule: MaskRule):
+    """(stop of the prefix, first, last): key indices that some live row may see; nothing when no row is live.
+
+    Keys 0 .. stop - 1 and first .. last - 1. All others may hold anything, NaN included.
+    """
+    rows, keys, live = tile.rows, tile.keys, tile.live
+    q_first = jnp.min(jnp.where(live, rows.position, jnp.iinfo(jnp.int32).max // 2))
+    q_last = jnp.max(jnp.where(live, rows.position, jnp.iinfo(jnp.int32).min // 2))
+    causal = None if rows.causal is None else jnp.all(rows.causal | ~live)
+    span = None
+    if rule.spans:
+        mine = live & (rows.span[1] >= 0)
+        span = jnp.min(jnp.where(mine, rows.span[0], q_first)), jnp.max(jnp.where(mine, rows.span[1], -1))
+    first, last = mask.key_range(rule, q_first, q_last, keys.positions(keys.length - 1) + 1, causal, span)
+    first, last = keys.index_of(first), keys.index_of(last)
+    last = jnp.where(jnp.any(live), jnp.maximum(last, first), first)
+    if not rule.prefix:
+        return 0, first, last
+    prefix = jnp.max(jnp.where(live, rows.prefix, 0))
+    return jnp.minimum(keys.index_of(prefix), jnp.minimum(last, keys.length)), first, last
+
+
+def at_least(x: jax.Array, rows: int) -> jax.Array:
+    """x with at least this many rows: only a batch smaller than a tile is padded."""
+    short = max(rows - x.shape[0], 0)
+    return jnp.pad(x, ((0, short), *[(0, 0)] * (x.ndim - 1))) if short else x
+
+
+def _item(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)  # x may still be numpy

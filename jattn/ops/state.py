@@ -1,6 +1,7 @@
 """What attention returns: a state that can be merged with others, and the monoid that does it."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -109,3 +110,13 @@ def with_sinks(state: AttentionState, sinks: jax.Array) -> AttentionState:
     lse = jnp.logaddexp(seen, jnp.asarray(sinks, jnp.float32)[None])
     out = state.out * jnp.where(empty, 0.0, jnp.exp(seen - lse))[..., None].astype(state.out.dtype)
     return AttentionState(out=out, lse=jnp.where(empty, -jnp.inf, lse))
+
+
+def log2_lse_to_ln(lse: jax.Array) -> jax.Array:
+    """The lse of a kernel that uses base 2, as ours, a natural log: x * ln 2; -inf stays -inf."""
+    return lse.astype(jnp.float32) * math.log(2.0)
+
+
+def head_major_to_token_major(lse: jax.Array) -> jax.Array:
+    """An lse [H T], as vLLM has it, as ours: [T H]."""
+    return jnp.swapaxes(lse, -1, -2)

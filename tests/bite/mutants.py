@@ -15,9 +15,10 @@ from tests.problem import Problem
 
 MASK, RANGE = ("pallas_kernels.algebra.mask.visible",), ("pallas_kernels.algebra.mask.key_range",)
 FINISH, WEIGHTS = ("pallas_kernels.algebra.softmax.finish",), ("pallas_kernels.algebra.softmax.weights",)
-LOGITS = ("jattn.ops.tile.shape_logits", "pallas_kernels.cpu.paged_attention.shape_logits")
+LOGITS = ("jattn.ops.layer.shape_logits", "pallas_kernels.cpu.paged_attention.shape_logits")
 SPLIT_SLOT, WRITE = ("jattn.cache.write.split_slot",), ("jattn.backends.base.write_kv",)
-TILE, NUMBERS, PAGES = ("jattn.ops.drive.attend_tile",), ("jattn.ops.attend.numbers",), ("jattn.ops.keys.gather_pages",)
+TILE, TERMS = ("jattn.ops.cpu_loop.attend_tile",), ("jattn.ops.attend.layer_terms",)
+PAGES = ("jattn.ops.keys.gather_pages",)
 STORED = ("pallas_kernels.algebra.quant.to_dtype",)
 EVERYWHERE, JNP_ONLY = ("sdpa", "pallas_cpu"), ("sdpa",)
 
@@ -81,11 +82,11 @@ def swapped(original):
 def transposed_heads(original):
     """Query head h reads kv head h % K instead of h // G."""
 
-    def mutant(tile, ladder, *args, **options):
-        rows, heads, dim = tile.q.shape
-        kv = ladder[0].keys.num_kv_heads
-        q = tile.q.reshape(rows, heads // kv, kv, dim).swapaxes(1, 2).reshape(rows, heads, dim)
-        out, lse = original(dataclasses.replace(tile, q=q), ladder, *args, **options)
+    def mutant(terms, tile, q, steps, num_parts):
+        rows, heads, dim = q.shape
+        kv = steps[0].keys.num_kv_heads
+        q = q.reshape(rows, heads // kv, kv, dim).swapaxes(1, 2).reshape(rows, heads, dim)
+        out, lse = original(terms, tile, q, steps, num_parts)
         back = lambda x: x.reshape(rows, kv, heads // kv, -1).swapaxes(1, 2).reshape(rows, heads, -1)
         return back(out), back(lse)[..., 0]
 
@@ -104,13 +105,13 @@ def no_rescale(original):
 
 def without(name: str):
     """A traced number is not passed to the tile."""
-    return lambda original: lambda spec, params: dataclasses.replace(original(spec, params), **{name: None})
+    return lambda original: lambda *asked: dataclasses.replace(original(*asked), **{name: None})
 
 
 def transposed(name: str):
     """Rows and columns of a traced matrix are exchanged."""
-    change = lambda numbers: dataclasses.replace(numbers, **{name: getattr(numbers, name).T})
-    return lambda original: lambda spec, params: change(original(spec, params))
+    change = lambda terms: dataclasses.replace(terms, **{name: getattr(terms, name).T})
+    return lambda original: lambda *asked: change(original(*asked))
 
 
 def wrapping(original):
@@ -187,11 +188,11 @@ MUTANTS = {
     "-1 wraps to the last slot": Mutant(SPLIT_SLOT, wrapping_slot, on("plain")),
     "keys and values swapped": Mutant(WRITE, swapped, on("plain")),
     "query heads read the wrong kv head": Mutant(TILE, transposed_heads, on("plain"), JNP_ONLY),
-    "bias among new tokens ignored": Mutant(NUMBERS, without("qq_bias"), on("qq_bias"), JNP_ONLY),
-    "bias among new tokens transposed": Mutant(NUMBERS, transposed("qq_bias"), on("qq_bias"), JNP_ONLY),
-    "k_scale ignored": Mutant(NUMBERS, without("k_scale"), on("scales"), JNP_ONLY),
-    "v_scale ignored": Mutant(NUMBERS, without("v_scale"), on("scales"), JNP_ONLY),
-    "output_scale ignored": Mutant(NUMBERS, without("output_scale"), on("output_fp8"), JNP_ONLY),
+    "bias among new tokens ignored": Mutant(TERMS, without("qq_bias"), on("qq_bias"), JNP_ONLY),
+    "bias among new tokens transposed": Mutant(TERMS, transposed("qq_bias"), on("qq_bias"), JNP_ONLY),
+    "k_scale ignored": Mutant(TERMS, without("k_scale"), on("scales"), JNP_ONLY),
+    "v_scale ignored": Mutant(TERMS, without("v_scale"), on("scales"), JNP_ONLY),
+    "output_scale ignored": Mutant(TERMS, without("output_scale"), on("output_fp8"), JNP_ONLY),
     "output wraps instead of saturating": Mutant(STORED, wrapping, on("output_int8")),
     "neighbouring page read": Mutant(PAGES, neighbour_page, on("plain"), JNP_ONLY),
 }

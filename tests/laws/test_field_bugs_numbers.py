@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.ops.lse import head_major_to_token_major, log2_lse_to_ln
+from jattn.ops.state import head_major_to_token_major, log2_lse_to_ln
 from tests.cases import CASES, FEATURES, Case, Feature
 from tests.laws.judge import able, judge, single
 from tests.problem import Problem

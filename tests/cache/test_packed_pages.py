@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.ops.packed_pages import PAGE, paged
+from jattn.cache.write import PACKED_PAGE as PAGE
+from jattn.cache.write import packed_as_pages
 
 LENS = [(16, 1, 0, 33, 15), (0, 0), (5,), (PAGE * 3,)]
 
@@ -18,7 +19,7 @@ def test_every_key_stands_where_the_table_says_and_nothing_else_is_there(lens, s
     rows = [rng.normal(size=(total + spare, 2, dim)).astype(np.float32) for dim in (8, 4)]
     for x in rows:
         x[total:] = np.nan
-    cache, table = jax.jit(paged, static_argnums=3)(*rows, jnp.asarray(lens, jnp.int32), max(*lens, 1))
+    cache, table = jax.jit(packed_as_pages, static_argnums=3)(*rows, jnp.asarray(lens, jnp.int32), max(*lens, 1))
     table, start = np.asarray(table), np.cumsum(lens) - lens
     assert table.shape[1] * PAGE >= min(max(lens), (total + spare) // PAGE * PAGE)
     for pool, x in ((cache.k, rows[0]), (cache.v, rows[1])):

@@ -1,0 +1,60 @@
+"""Gradients of kernels that compute forward only: the reference's, recomputed in the backward pass, or a refusal."""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jattn.cache.layout import PagedKV
+from jattn.errors import UnsupportedError
+from jattn.metadata.batch import CommonAttentionMetadata
+from jattn.ops.attend import AttentionCall, differentiable
+from jattn.ops.keys import PackedKeys, PagedKeys
+from jattn.ops.levels import flat
+from jattn.ops.state import AttentionState
+from jattn.spec import AttentionParams, AttentionSpec
+
+X = TypeVar("X")
+
+
+def paged_gradient(
+    spec: AttentionSpec,
+    common: CommonAttentionMetadata,
+    block_table: jax.Array,
+    inputs: tuple[jax.Array, PagedKV, AttentionParams],
+    cotangent: AttentionState,
+) -> tuple[jax.Array, PagedKV, AttentionParams]:
+    """(dq, dcache, dparams) of attention over these pages; inputs: (q, cache, params)."""
+    return _gradient(spec, common, lambda cache: PagedKeys.of(cache, block_table), inputs, cotangent)
+
+
+def packed_gradient(
+    spec: AttentionSpec,
+    common: CommonAttentionMetadata,
+    inputs: tuple[jax.Array, tuple[jax.Array, jax.Array], AttentionParams],
+    cotangent: AttentionState,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], AttentionParams]:
+    """(dq, (dk, dv), dparams) of attention over packed keys; inputs: (q, (k, v), params)."""
+    lens = flat(common, spec.attn_type).batch.kv_len
+    return _gradient(spec, common, lambda kv: PackedKeys.of(kv[0], kv[1], lens), inputs, cotangent)
+
+
+def _gradient(spec, common, open_keys, inputs, cotangent):
+    level = flat(common, spec.attn_type)
+    call = AttentionCall(spec, common.is_causal, level.max_query_len, path="chunked")
+    forward = lambda q, source, params: differentiable(call, q, open_keys(source), level.batch, params)
+    return jax.vjp(forward, *jax.tree.map(jnp.asarray, inputs))[1](cotangent)
+
+
+def forward_only(tree: X, who: str, way_out: str = "use backend='sdpa' to differentiate") -> X:
+    """The tree itself; UnsupportedError as soon as a derivative with respect to any of it is taken."""
+
+    @jax.custom_jvp
+    def same(x):
+        return x
+
+    @same.defjvp
+    def refuse(primals, tangents):
+        raise UnsupportedError(f"{who} computes forward only; {way_out}")
+
+    return same(tree)

@@ -1,0 +1,139 @@
+"""Attention of a ragged batch as the formula says it, in two forms: `dense` and `chunked`.
+
+    x[i, j] = logit(scale * q[i] . k[j])              algebra.logits: soft cap, ALiBi, bias, score_fn
+    out[i]  = sum_j softmax(x[i])[j] * v[j]           over the keys j that i sees (algebra.mask), and the sink
+    lse[i]  = log sum_j exp(x[i, j])
+
+Both take every option, are differentiable, run on every platform, and compute in float32 whatever the dtypes. They
+return out f32[T H V] and lse f32[T H], (0, -inf) for tokens that see nothing, padding among them.
+`dense` is the specification: all T queries against one request's keys at a time, of which the request's own are kept.
+`chunked` runs on accelerators and is the gradient of every path: the logits of ROWS_AT_ONCE queries and one chunk of
+keys are alive at a time.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jattn.ops import layer
+from jattn.ops.keys import KeySource, KVChunk
+from jattn.ops.layer import LayerTerms, einsum
+from jattn.ops.ragged import QueryTile, RaggedBatch, at_least, classes_for, cut_tile, index_tiles, key_ranges
+from jattn.ops.state import AttentionState
+from pallas_kernels.algebra import softmax
+
+CHUNK_TOKENS = 256
+"""Keys of a chunk."""
+ROWS_AT_ONCE = 4096
+"""Queries side by side: bounds the logits that are alive to this many rows times a chunk of keys, a head."""
+
+
+def dense(terms: LayerTerms, q: jax.Array, keys: KeySource, batch: RaggedBatch) -> AttentionState:
+    """One softmax over all keys of a request, request by request; q [T H D]."""
+    keys = keys.in_chunks(CHUNK_TOKENS)
+    num_tokens, num_heads, _ = q.shape
+    index, token = jnp.arange(keys.max_chunks * keys.chunk_tokens), jnp.arange(num_tokens)
+
+    def add_request(state: AttentionState, req: jax.Array):
+        run, first = batch.keys_of(req), batch.start[req]
+        mine = (token >= first) & (token < first + batch.query_len[req])
+        kv_pos = run.positions(index)
+        seen = layer.visible(terms, batch.rows, kv_pos, index < run.length) & mine[None, :, None, None]
+        k, v = _all_keys(keys, req).zero_outside_range(jnp.any(seen, axis=(0, 1, 2))).dequantised()
+        own = _by_kv_head(jnp.where(mine[:, None, None], q, 0), keys.num_kv_heads)
+        dots = _product("krd,kcd->krc", own, k)
+        logits = jnp.where(seen, layer.logits(terms, dots, batch.rows, kv_pos), -jnp.inf)
+        m = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
+        p = jnp.exp(logits - softmax.finite_max(m))
+        out, lse = layer.finish(terms, m, jnp.sum(p, axis=-1, keepdims=True), _product("krc,kcv->krv", p, v))
+        out = jnp.where(mine[:, None, None], out, state.out)
+        return AttentionState(out=out, lse=jnp.where(mine[:, None], lse, state.lse)), None
+
+    nothing = AttentionState.empty(num_tokens, num_heads, keys.v_head_dim)
+    return jax.lax.scan(add_request, nothing, jnp.arange(batch.num_reqs))[0]
+
+
+def chunked(
+    terms: LayerTerms,
+    q: jax.Array,
+    keys: KeySource,
+    batch: RaggedBatch,
+    max_query_len: int,
+    differentiable: bool = False,
+) -> AttentionState:
+    """The online softmax over chunks of keys, for tiles of queries side by side, ROWS_AT_ONCE queries at a time.
+
+    max_query_len bounds the queries of a request. differentiable: visits every chunk that the keys could have, which
+    reverse-mode differentiation needs, and recomputes its logits backwards; otherwise only those in a tile's range.
+    """
+    keys = keys.in_chunks(CHUNK_TOKENS)
+    num_tokens, num_heads, _ = q.shape
+    out = jnp.zeros((num_tokens, num_heads, keys.v_head_dim), jnp.float32)
+    lse = jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32)
+    for kind in classes_for(max_query_len):
+        capacity = kind.capacity(num_tokens, batch.num_reqs)
+        if capacity == 0:
+            continue
+        index, queries = index_tiles(batch, kind), at_least(q, kind.rows)
+
+        def attend(t, kind=kind, index=index, queries=queries):
+            tile = cut_tile(queries, batch, kind, *index.locate(t)).cleared(t < index.total)
+            rows = jnp.where(tile.live, tile.first_row + jnp.arange(kind.rows), num_tokens)
+            return rows, *_attend_tile(terms, tile, keys, differentiable)
+
+        tiles, at_once = jnp.arange(capacity, dtype=jnp.int32), ROWS_AT_ONCE // kind.rows
+        rows, new_out, new_lse = (
+            jax.vmap(attend)(tiles) if capacity <= at_once else jax.lax.map(attend, tiles, batch_size=at_once)
+        )
+        rows = rows.reshape(-1)  # those that are not live point past the end and are dropped
+        out = out.at[rows].set(new_out.reshape(-1, *out.shape[1:]), mode="drop")
+        lse = lse.at[rows].set(new_lse.reshape(-1, num_heads), mode="drop")
+    return AttentionState(out=out, lse=lse)
+
+
+def _attend_tile(terms: LayerTerms, tile: QueryTile, keys: KeySource, differentiable: bool):
+    """(out f32[M H V], lse f32[M H]) of one tile."""
+    q = _by_kv_head(tile.q, keys.num_kv_heads)
+    prefix_stop, first, last = key_ranges(tile, terms.mask_rule)
+
+    def add_chunk(state, chunk, wanted):
+        m, l, acc = state  # noqa: E741
+        index = chunk * keys.chunk_tokens + jnp.arange(keys.chunk_tokens)
+        inside, kv_pos = wanted(index), tile.keys.positions(index)
+        k, v = keys.read(tile.req, chunk).zero_outside_range(inside).dequantised()
+        logits = layer.logits(terms, _product("krd,kcd->krc", q, k), tile.rows, kv_pos)
+        seen = layer.visible(terms, tile.rows, kv_pos, inside)
+        m, shrink, p = softmax.weights(m, jnp.where(seen, logits, -jnp.inf))
+        return m, l * shrink + jnp.sum(p, -1, keepdims=True), acc * shrink + _product("krc,kcv->krv", p, v)
+
+    state = softmax.start(q.shape[:3], keys.v_head_dim)
+    if differentiable:
+        wanted = lambda i: ((i >= first) & (i < last)) | (i < prefix_stop)  # noqa: E731
+        step = jax.checkpoint(lambda state, chunk: (add_chunk(state, chunk, wanted), None))
+        state, _ = jax.lax.scan(step, state, jnp.arange(keys.max_chunks))
+    else:
+        size = keys.chunk_tokens
+        ranges = [(jnp.maximum(first, prefix_stop), last)]
+        for begin, end in [(0, prefix_stop), *ranges] if terms.mask_rule.prefix else ranges:
+            wanted = lambda i, a=begin, b=end: (i >= a) & (i < b)  # noqa: E731
+            step = lambda chunk, state, wanted=wanted: add_chunk(state, chunk, wanted)  # noqa: E731
+            state = jax.lax.fori_loop(begin // size, (end + size - 1) // size, step, state)
+    return layer.finish(terms, *state)
+
+
+def _all_keys(keys: KeySource, req: jax.Array) -> KVChunk:
+    """Every chunk that the request could have, as one."""
+    chunks = jax.vmap(keys.read, in_axes=(None, 0))(req, jnp.arange(keys.max_chunks))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), chunks)
+
+
+def _by_kv_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[M H D] -> f32[K M G D]."""
+    rows, _, dim = q.shape
+    return q.astype(jnp.float32).reshape(rows, num_kv_heads, -1, dim).transpose(1, 0, 2, 3)
+
+
+def _product(formula: str, rows: jax.Array, x: jax.Array) -> jax.Array:
+    """einsum of rows [K M G *] and x [K C *], M and G as one axis r: a gradient then sums over one axis, not two."""
+    num_kv, num_rows, group, width = rows.shape
+    product = einsum(formula, rows.reshape(num_kv, num_rows * group, width), x)
+    return product.reshape(num_kv, num_rows, group, product.shape[-1])
