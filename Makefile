@@ -34,7 +34,7 @@ demo: $(or $(wildcard $(READY)),$(DEMO))  ## compare every backend with numpy, t
 	@"$(PY)" -m jattn demo $(ARGS)
 
 # Figures of two cores without a cache of compiled programs. tests/quick.py chooses the quick subset.
-WHOLE := the whole suite, about 4950 tests, about 12 minutes on two cores
+WHOLE := the whole suite, about 5300 tests, about 12 minutes on two cores
 QUICK := the quick subset, about 1700 tests, about 3 minutes on two cores
 SUITE  = $(if $(ARGS),$(if $(filter-out quick,$(ARGS)),pytest $(ARGS),$(QUICK)),$(WHOLE); for a subset in 3 minutes: make test ARGS=quick)
 

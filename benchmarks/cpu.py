@@ -7,7 +7,7 @@ A ratio is another's time over cpu_native's in the same round; a row has the med
 best runs. --sweeps repeats everything and counts the rounds of all sweeps together, so that a minute in which the
 machine is busy touches some rounds of every case, not all rounds of one. `floor_ms` is the time in which this machine,
 in this run, only reads the keys and values. Freed memory is kept, as `jattn serve` keeps it: vLLM's kernels write into
-one array again and again, and new memory for each result would cost JAX up to a third more.
+one array again and again, and fresh memory for each result would make JAX up to a third slower.
 """
 
 import argparse

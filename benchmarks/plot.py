@@ -52,7 +52,7 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the picture and say where."""
+    """Write the picture and print its path."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs" / "pictures" / "gpu_rates.svg")
     args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """Records: one JSON row a measurement, in `results/<chip>/<benchmark>.jsonl`; git keeps what a newer row replaced.
 
-Every row says what was measured (`bench`, `case`, and `backend` or `variant` where one case has several) and where and
-when (`chip`, `jax`, `commit`, `date`). A new row replaces the row that answers the same question.
+Each row says what was measured (`bench`, `case`, and `backend` or `variant` where one case has several) and where and
+when (`chip`, `jax`, `commit`, `date`). A new row replaces the row with the same QUESTION columns.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def folder_of(args: argparse.Namespace) -> pathlib.Path | None:
-    """Where this run keeps its rows; None: nowhere."""
+    """The folder for the rows of this run; None: the rows are not kept."""
     return RESULTS / chip_folder() if args.write else args.out
 
 

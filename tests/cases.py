@@ -26,7 +26,7 @@ class Case:
 
     @property
     def computed(self) -> tuple[int, ...]:
-        """Tokens that the cache already holds, a request."""
+        """Cached tokens of each request."""
         return tuple(s - q for q, s in zip(self.query_lens, self.seq_lens, strict=True))
 
 
@@ -61,11 +61,11 @@ class Feature:
     causal: bool | str = True  # "alternate": requests 0, 2, 4 ... see ahead
 
     def causal_of(self, ids: tuple[int, ...]) -> bool | tuple[bool, ...]:
-        """What the batch's metadata says: one bool, or one a request."""
+        """`causal` of the batch: one bool, or one for each request."""
         return tuple(i % 2 == 1 for i in ids) if self.causal == "alternate" else bool(self.causal)
 
     def reach(self, lengths: list[tuple[int, int]]) -> list[dict[str, Any]]:
-        """Of each request (id, total tokens): the first keys that R-SWA keeps, and two images, one of them late."""
+        """For each request (id, total tokens): the number of keys that R-SWA keeps, and the spans of two images."""
         found = []
         for i, n in lengths:
             prefix = min(n // 2, 3 + 2 * i) if self.spec.get("use_rswa") else 0
@@ -75,7 +75,7 @@ class Feature:
         return found
 
     def reach_of_batch(self, lengths: list[tuple[int, int]]) -> dict[str, Any]:
-        """What the batch's metadata says of it; nothing where the layer does not ask."""
+        """The arguments of from_lengths for `reach`; empty if the layer uses neither."""
         rows = self.reach(lengths)
         asked = (("use_rswa", "rswa_prefix_lens", "prefix"), ("use_mm_prefix", "mm_prefix_ranges", "spans"))
         return {name: [row[key] for row in rows] for flag, name, key in asked if self.spec.get(flag)}

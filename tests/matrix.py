@@ -1,7 +1,7 @@
-"""What docs/support_matrix.md says that a backend takes: the judge of refusals.
+"""What docs/support_matrix.md says that a backend supports: tests compare refusals with it.
 
-A refusal passes only where the document says so, and a backend that it names must run: else a backend that began to
-refuse everything would pass every test. The document, and not the program that writes it, because that one asks the
+A refusal passes only if the document has it, and a backend that the document lists must run. Otherwise a backend that
+began to refuse everything would pass every test. The document is read, not generated, because its generator asks the
 backends.
 """
 
@@ -89,7 +89,7 @@ def says(backend: str, problem: Problem, attn_type: str = "decoder", packed: boo
 
 
 def _takes_value(row: str, value: int | str, backend: str) -> bool:
-    """A value that the document does not try is taken where both of those beside it are."""
+    """A size that the document does not list is supported if the next smaller and the next larger listed ones are."""
     title = next(title for title in rows() if re.match(re.escape(row) + " of ", title))
     tried, cell = title.split(" of ")[1].split(", "), rows()[title][backend]
     good = tried if cell == "any" else cell.split(", ")
@@ -100,7 +100,7 @@ def _takes_value(row: str, value: int | str, backend: str) -> bool:
 
 
 def excuse() -> str:
-    """Why the native library may be absent here; empty: it must be there."""
+    """Why the native library is allowed to be absent here; empty: it must be available."""
     if os.environ.get("JATTN_NATIVE") == "0":
         return "the native library is switched off by JATTN_NATIVE=0"
     try:
@@ -117,7 +117,7 @@ def is_native_absent() -> bool:
 
 
 def must_take(backend: str, problem: Problem, attn_type: str = "decoder", packed: bool = False) -> bool:
-    """As the document says, but for a native library that cannot be built here."""
+    """`says`, except that cpu_native may refuse where its library cannot be built."""
     if backend == "cpu_native" and is_native_absent():
         return False
     return says(backend, problem, attn_type, packed)

@@ -1,11 +1,11 @@
-"""One attention problem, whole: a case and a feature made into arrays, poisoned, with the witness's answer.
+"""One attention problem: the arrays of a case and a feature, poisoned, and the oracle's result.
 
 Four switches are always on, because no result may depend on any of them:
     1. pages that no request references, and the tail of each last page, hold NaN (int8: the extreme value);
     2. physical pages are permuted;
     3. unused table columns, and the whole rows of padding requests, hold -1 and 2**31 - 1;
     4. padding requests and padding tokens stand at the end, their q rows NaN, their k and v rows 3e4.
-Every tensor is N(0, 1) from a generator of its own: nothing is accidentally equal to anything else.
+Every tensor is N(0, 1) from a separate generator, so that no two are equal by accident.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ PADDING = 3e4
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the witness says, and how far from it a result may be."""
+    """The oracle's result, and the largest errors that are allowed."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """Everything that a call needs, in numpy; `problem.replace(...)` asks a neighbouring question."""
+    """Everything that a call needs, in numpy; `problem.replace(...)` changes some fields."""
 
     case: Case = CASES["mixed"]
     ids: tuple[int, ...] = ()  # who the requests are: data follows the id, not the place; (): 0, 1, 2 ...
@@ -129,7 +129,7 @@ class Problem:
         return tolerances.rounded(self.rng(name).normal(size=shape), self.dtype)
 
     def padded(self, rows: np.ndarray, fill: float) -> np.ndarray:
-        """rows [live tokens, ...] in the dtype, with rows of padding behind."""
+        """rows [live tokens, ...] in the dtype, followed by rows of padding."""
         full = np.full((self.num_tokens, *rows.shape[1:]), fill)
         full[: len(rows)] = rows
         return full.astype(tolerances.DTYPES[self.dtype])
@@ -157,12 +157,12 @@ class Problem:
         return [self.normal(f"v{i}", n, self.kv_heads, self.v_dim) for i, n in self.lengths]
 
     def new(self, rows: list[np.ndarray]) -> np.ndarray:
-        """The packed new tokens of something that has a row a token; padding is loud, and unlike the pages' poison."""
+        """The packed new tokens of arrays with a row for each token; padding rows are PADDING, unlike the poison."""
         return self.padded(np.concatenate([x[n:] for x, n in zip(rows, self.case.computed, strict=True)]), PADDING)
 
     @functools.cached_property
     def block_table(self) -> np.ndarray:
-        """i32[R B]: permuted pages, garbage wherever nobody may look."""
+        """i32[R B]: permuted pages, and garbage in all unused columns and rows."""
         width = max(self.pages_of) + self.pad_columns
         table = np.resize(np.array(GARBAGE, np.int32), (self.num_reqs, width))
         pages = iter(self.rng(f"pages{self.page_seed}").permutation(self.num_blocks))

@@ -1,4 +1,4 @@
-"""Run a problem on a backend as a server would, and judge it whole."""
+"""Run a problem on a backend as a server would, and check the state and the cache."""
 
 import dataclasses
 import functools
@@ -52,8 +52,9 @@ def same_bits(a, b) -> bool:
 def conform(problem: Problem, backend: str, lse_floor: float = 0.0) -> None:
     """Write and attend; raise AssertionError unless all is as the witness says.
 
-    Out and lse within their earned tolerances, padding exactly (0, -inf), every written slot right, and every
-    other slot of the poisoned cache unchanged bit for bit. `lse_floor` is what a chip's approximate functions cost.
+    Out and lse within tolerances measured on the same data, padding exactly (0, -inf), every written slot right, and
+    every other slot of the poisoned cache unchanged bit for bit. `lse_floor`: the error of a chip's approximate
+    functions.
     """
     before = problem.cache(new=False)
     after, state = run(problem, backend, before)
@@ -63,7 +64,7 @@ def conform(problem: Problem, backend: str, lse_floor: float = 0.0) -> None:
     written = {slot for r, first in enumerate(problem.case.computed) for slot in problem.slots(r, first)}
     others = np.setdiff1d(np.arange(problem.num_blocks * problem.block_size), list(written))
     for old, held in zip(_slots(problem, before), _slots(problem, after), strict=True):
-        np.testing.assert_array_equal(held[others], old[others], err_msg="a slot that nobody wrote has changed")
+        np.testing.assert_array_equal(held[others], old[others], err_msg="a slot that was not written has changed")
 
 
 def _slots(problem: Problem, cache: jattn.PagedKV) -> list[np.ndarray]:

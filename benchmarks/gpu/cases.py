@@ -9,7 +9,7 @@ from pallas_kernels.algebra.mask import MaskRule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """A batch, (q_len, seq_len) for each request, and what the kernel's Config says of it."""
+    """A batch, (q_len, seq_len) for each request, and the GpuKernelConfig fields that it sets."""
 
     name: str
     lengths: tuple
@@ -21,7 +21,7 @@ class KernelCase:
     kv_dtype: str = "bfloat16"
     pad_tokens: int = 0
     pad_reqs: int = 0
-    options: tuple = ()  # (name, value) pairs for the kernel's Config
+    options: tuple = ()  # (name, value) pairs: fields of GpuKernelConfig
 
     @property
     def q_lens(self):
@@ -32,7 +32,7 @@ class KernelCase:
         return np.array([s for _, s in self.lengths])
 
     def read_bytes(self) -> int:
-        """The least that is moved: every visible key and value once, q and out once."""
+        """Bytes that must be moved at least: every visible key and value once, q and out once."""
         item = 1 if self.kv_dtype in ("float8_e4m3fn", "float8_e5m2", "int8") else 2
         window = dict(self.options).get("window")
         seen = self.seq_lens if window is None else np.minimum(self.seq_lens, window + self.q_lens - 1)

@@ -89,7 +89,7 @@ def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[l
 
 
 def replay(engine: jattn.Engine, batches: list) -> float:
-    """Seconds of the same dispatches, one behind the other."""
+    """Seconds of the same dispatches, sent without waiting in between."""
     runner, batches = engine.runner, jax.block_until_ready(jax.device_put(batches))
     begin = time.perf_counter()
     for batch in batches:

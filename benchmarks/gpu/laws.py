@@ -1,4 +1,4 @@
-"""What only a large GPU can show: no index overflows in a large pool, and a decode step compiles once.
+"""Checks that need a large GPU: no index overflows in a large pool, and a decode step compiles once.
 
     python -m benchmarks.gpu.laws [--write | --out DIR]
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.table [--write | --out DIR] [--peers] [--only PARTS]
 
-A run that misses a target exits with 1; the goal is where the work on a case ends. Both are the project's own choice.
+A run that misses a target exits with 1. A goal is the better figure at which work on a case stops. The project chose
+both.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.variants [--write | --out DIR] [--budget 240] [--only PARTS]
 
-A variant is a case and the fields of Config that differ from the default; docs/notebook/nvidia_h200.md tells what was
-decided by these figures. A variant that fails is reported and the others go on; nothing begins in the last 15 seconds
-of the budget.
+A variant is a case and the fields of GpuKernelConfig that differ from the default; docs/notebook/nvidia_h200.md has the
+decisions that follow from these figures. A variant that fails is reported and the others go on; no variant is started
+in the last 15 seconds of the budget.
 """
 
 import argparse

@@ -67,7 +67,7 @@ def one(chip: str, job: str, folder: str) -> dict:
 
 
 def apart(chip: str, job: str) -> dict:
-    """`one` in a process of its own: libtpu reads its flags once."""
+    """`one` in a separate process, because libtpu reads its flags once."""
     with tempfile.TemporaryDirectory() as folder:
         flags = dict(LIBTPU_INIT_ARGS=llo.FLAGS.format(folder))
         command = [sys.executable, "-m", "benchmarks.tpu.static", "--one", chip, job, folder]

@@ -14,7 +14,7 @@ from pallas_kernels.algebra.paging import cdiv
 
 
 class QueryTiles(NamedTuple):
-    """Where each tile is in the batch. A dead row has no token; all rows of the tiles behind the last one are dead."""
+    """Where each tile is in the batch. A dead row has no token; all rows of the tiles after the last one are dead."""
 
     req: jax.Array  # i32[tiles]
     first_row: jax.Array  # i32[tiles] number of the tile's first query within its request

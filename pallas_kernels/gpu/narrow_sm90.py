@@ -71,7 +71,7 @@ def _logits(cfg: GpuKernelConfig, column: _QueryBounds, dots, kv0, scale, masked
     return dots, factor
 
 
-def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
+def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
     """At most cfg.narrow_rows rows, in blocks of 128 keys, 64 for each warpgroup."""
     rows8 = cfg.narrow_rows // 8
     keys = dict(rows8=rows8, dim=cfg.head_dim, source=cfg.kv_dtype, target=cfg.dtype)
@@ -83,7 +83,7 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
     mine = wg * warps.KEYS
 
     def step(j, carry, masked):
-        slot, kv0 = lax.rem(turn + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
+        slot, kv0 = lax.rem(blocks_before + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         of_keys = of_values = None
         if cfg.token_scales:
@@ -113,8 +113,8 @@ def _merge_warps(cfg: GpuKernelConfig, refs: Refs, piece: Piece, acc, stats, wg)
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS], wg)
 
     def sync_warpgroups():
-        plgpu.barrier_arrive(refs.turn)
-        plgpu.barrier_wait(refs.turn)
+        plgpu.barrier_arrive(refs.compute_barrier)
+        plgpu.barrier_wait(refs.compute_barrier)
 
     for n in range(cfg.narrow_rows // 8):
         sync_warpgroups()

@@ -128,10 +128,10 @@ def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
 def _kernel(cfg: GpuKernelConfig, *gmem):
     """One CTA: allocates, then gives each warpgroup its role."""
 
-    def roles(tiles, small, full, free, queries, turn):
+    def roles(tiles, small, full, free, queries, compute_barrier):
         tiles, small = (*tiles, None, None)[:5], (*small, None)[:3]
         pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
-        refs = Refs(*pools, *tiles, *small, *full, *free, *queries, turn)
+        refs = Refs(*pools, *tiles, *small, *full, *free, *queries, compute_barrier)
         wg = lax.axis_index("wg")
         compute, load = REGISTERS_TOKEN_SCALES if cfg.token_scales else REGISTERS
 
@@ -160,21 +160,21 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
     buffers = dict(num_barriers=cfg.q_buffers)
     queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2, **buffers))
-    turn = plgpu.Barrier(num_arrivals=2)
-    pl.run_scoped(roles, tuple(tiles), tuple(small), full, free, queries, turn, collective_axes="wg")
+    compute_barrier = plgpu.Barrier(num_arrivals=2)
+    pl.run_scoped(roles, tuple(tiles), tuple(small), full, free, queries, compute_barrier, collective_axes="wg")
 
 
 def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
-    """A compute warpgroup: the CTA's pieces, one after the other, each by the body for its number of rows."""
+    """A compute warpgroup: the CTA's pieces in order. blocks_before: the number of key blocks of all earlier pieces."""
 
-    def piece_body(j, turn):
+    def piece_body(j, blocks_before):
         piece = receive_piece(cfg, refs, j)
         few = piece[wl.NROWS] <= (cfg.narrow_rows or wl.SHORT_ROWS)
         few_rows = narrow_tile if cfg.narrow_rows else short_tile
         many_rows = long_tile if cfg.long_tiles else blank_tile  # without long tiles only padding has many rows
-        pl.when(few)(lambda: few_rows(cfg, refs, piece, wg, turn))
-        pl.when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, turn))
+        pl.when(few)(lambda: few_rows(cfg, refs, piece, wg, blocks_before))
+        pl.when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, blocks_before))
         plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
-        return turn + piece.count
+        return blocks_before + piece.count
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))

@@ -45,7 +45,7 @@ class Refs:
     v_free: object = None
     q_full: object = None  # barriers [q_buffers]
     q_free: object = None
-    turn: object = None  # barrier of the two compute warpgroups: ping-pong, and exchange of states
+    compute_barrier: object = None  # of the two compute warpgroups: ping-pong, and exchange of states
 
 
 HEAD, LO, HI = 13, 14, 15  # columns of piece_box after those of the work list's info
@@ -128,7 +128,7 @@ def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
 
 
 def load_pages(cfg: GpuKernelConfig, refs: Refs):
-    """The memory warpgroup: fetches the pages of every block of every piece as stages become free."""
+    """The memory warpgroup: fetches the pages of each block; the CTA's block i goes to stage i % stages."""
     page, block = cfg.page_size, cfg.block_kv
     copies, width = max(block // page, 1), min(page, block)
 
@@ -136,7 +136,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
         span = pl.ds(offset, width) if width < page else slice(None)
         return pool.at[page_id, head, span] if cfg.layout == "HND" else pool.at[page_id, span, head]
 
-    def load_piece(j, turn):
+    def load_piece(j, block_number):
         piece = _send_piece(cfg, refs, j)
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
@@ -159,14 +159,14 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             return token_scales.load_scales(*pools, ids, piece[HEAD], *where, **kind, **order)
 
         def load_block(i, carry):
-            turn, pages, *scales = carry
+            block_number, pages, *scales = carry
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
             ahead = (scales_of(i + 1, scales[1]), ids_of(i + 2)) if cfg.token_scales else ()
-            slot = lax.rem(turn, jnp.int32(cfg.stages))
+            slot = lax.rem(block_number, jnp.int32(cfg.stages))
             offset = pl.multiple_of(lax.rem((blk0 + i) * block, jnp.int32(page)), 8) if width < page else 0
 
             def fill(pool, tile, full, free):
-                @pl.when(turn >= cfg.stages)
+                @pl.when(block_number >= cfg.stages)
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
@@ -179,9 +179,9 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                 refs.token_scale[slot] = scales[0]
                 plgpu.barrier_arrive(refs.k_full.at[slot])
             fill(refs.v, refs.v_tile, refs.v_full, refs.v_free)
-            return turn + 1, next_pages, *ahead
+            return block_number + 1, next_pages, *ahead
 
         first_scales = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
-        return lax.fori_loop(0, piece.count, load_block, (turn, page_ids(0), *first_scales))[0]
+        return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0), *first_scales))[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))

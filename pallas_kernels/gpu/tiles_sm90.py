@@ -252,18 +252,18 @@ def full_block_bounds(piece: Piece):
     return a, jnp.clip(piece[wl.FULL1] - piece.lo, a, piece.count), piece.count
 
 
-def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
+def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
     """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax."""
     row = _row_bounds(cfg, refs, piece, 64 * wg)
     q_tile = refs.q_tile.at[piece.buffer, wg]
     scale = refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
-    slot_of = lambda j: lax.rem(turn + j, jnp.int32(cfg.stages))
+    slot_of = lambda j: lax.rem(blocks_before + j, jnp.int32(cfg.stages))
 
     def swap():
-        plgpu.barrier_arrive(refs.turn)
-        plgpu.barrier_wait(refs.turn)
+        plgpu.barrier_arrive(refs.compute_barrier)
+        plgpu.barrier_wait(refs.compute_barrier)
 
     @pl.when(n > 0)
     def _():
@@ -283,12 +283,12 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
         weights = _weights(cfg, p, of_values)
         total += p.sum(axis=1)
         acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
-        plgpu.barrier_arrive(refs.turn)
+        plgpu.barrier_arrive(refs.compute_barrier)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
             zero_unseen_values(cfg, refs, piece, slot, kv0)
         values, release = _value_operand(cfg, refs, wg, slot)
-        plgpu.barrier_wait(refs.turn)
+        plgpu.barrier_wait(refs.compute_barrier)
 
         def wait_for_next_keys():
             @pl.when(j + 1 < n)
@@ -304,26 +304,26 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
     _finish(cfg, refs, piece, state, 64 * wg, q_tile)
 
 
-def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
+def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
     """Padding tokens, 64 rows for each warpgroup: skips their one block of keys and stores (0, -inf)."""
 
     def body(j, carry):
-        skip_block(cfg, refs, turn + j)
+        skip_block(cfg, refs, blocks_before + j)
         return carry
 
     lax.fori_loop(0, piece.count, body, jnp.int32(0))
     _finish(cfg, refs, piece, start_state(cfg.v_head_dim), 64 * wg)
 
 
-def skip_block(cfg: GpuKernelConfig, refs: Refs, turn):
+def skip_block(cfg: GpuKernelConfig, refs: Refs, block_number):
     """Waits for and releases a block that this warpgroup does not compute: each must see every phase of a barrier."""
-    slot = lax.rem(turn, jnp.int32(cfg.stages))
+    slot = lax.rem(block_number, jnp.int32(cfg.stages))
     for full, free in ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free)):
         plgpu.barrier_wait(full.at[slot])
         plgpu.barrier_arrive(free.at[slot])
 
 
-def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
+def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
     """At most 64 rows: each warpgroup computes all of them, over every other key block."""
     row = _row_bounds(cfg, refs, piece, jnp.int32(0))
     q_tile = refs.q_tile.at[piece.buffer, 0]
@@ -334,7 +334,7 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
     def step(t, carry, masked):
         acc, m, total = carry
         j = 2 * t + wg
-        slot, kv0 = lax.rem(turn + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
+        slot, kv0 = lax.rem(blocks_before + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         of_keys, of_values = _token_scales(cfg, refs, slot)
         keys, release = _key_operand(cfg, refs, wg, slot)
@@ -349,10 +349,10 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, turn):
         values, release = _value_operand(cfg, refs, wg, slot)
         acc = _add_weighted_values(acc, _weights(cfg, p, of_values), values)
         release()
-        pl.when(j + 1 < n)(lambda: skip_block(cfg, refs, turn + j + 1))
+        pl.when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
         return acc, m, total
 
-    pl.when((wg == 1) & (n > 0))(lambda: skip_block(cfg, refs, turn))
+    pl.when((wg == 1) & (n > 0))(lambda: skip_block(cfg, refs, blocks_before))
     own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in full_block_bounds(piece)]
     state = loop_over_blocks(cfg, step, own, _start(cfg))
     _merge_warpgroups(cfg, refs, piece, state, wg)
@@ -362,8 +362,8 @@ def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg)
     """Warpgroup 1 passes its state to warpgroup 0 through shared memory, which merges and stores."""
 
     def sync_warpgroups():
-        plgpu.barrier_arrive(refs.turn)
-        plgpu.barrier_wait(refs.turn)
+        plgpu.barrier_arrive(refs.compute_barrier)
+        plgpu.barrier_wait(refs.compute_barrier)
 
     scratch = (refs.q_tile.at[piece.buffer], refs.stats)  # the queries are no longer used
     kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)

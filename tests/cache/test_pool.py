@@ -1,4 +1,4 @@
-"""A large pool holds what a small one does, whatever memory it lies on."""
+"""A large pool, allocated on 2 MiB pages, holds the same values as a small one."""
 
 import jax
 import numpy as np

@@ -55,7 +55,7 @@ def test_five_hundred_requests_are_the_model_and_compile_nothing_after_warm_up(c
 
 
 class Serving(stateful.RuleBasedStateMachine):
-    """Adds, forks, steps and aborts in any order, in a pool that is always short."""
+    """Random adds, forks, steps and aborts, in a pool that is too small for all requests."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ def test_logprobs_are_the_models():
 
 
 def test_penalties_and_logprobs_take_several_steps_a_dispatch_and_the_same_bits():
-    """Beside greedy and drawn neighbours, in bursts of one, three and eight."""
+    """In batches with greedy and with sampled requests, in bursts of one, three and eight."""
     told = dict(temperature=0.8, logprobs=4, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7)
     params = [
         SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **options)

@@ -1,4 +1,4 @@
-"""The scheduler and its blocks, over a simulated cache: thousands of operations, no device."""
+"""The scheduler and its block tables with a simulated cache: thousands of operations, without a device."""
 
 import random
 from collections import Counter

@@ -128,7 +128,7 @@ def test_a_number_that_no_frequency_can_be_made_of_is_refused_where_it_is_given(
 @pytest.mark.parametrize("extreme", [1e-6, 1e6])
 @pytest.mark.parametrize(("theta", "trained"), [(1 + 1e-15, 1), (1e18, 2**31 - 1)])
 def test_every_number_that_is_taken_gives_finite_turns(kind, extreme, theta, trained):
-    """With all fields at their limits at once."""
+    """With all fields at their limits."""
     fields = {name: extreme for name in NUMBERS[kind]} | dict(trained_length=trained)
     fields |= {name: (extreme,) * 3 for name in ("short", "long")}
     fields |= dict(low_freq_factor=extreme / 2, factor=extreme) if extreme > 1 else dict(high_freq_factor=1e6)

@@ -1,1 +1,1 @@
-"""The witness: attention in numpy float64, one request at a time, sharing no code with what it judges."""
+"""The oracle (also called witness): attention in numpy float64, one request at a time. It imports nothing of jattn."""

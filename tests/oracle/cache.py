@@ -1,6 +1,6 @@
-"""A paged cache as a shelf of numbered pages, read and written one token at a time.
+"""A paged cache in numpy, read and written one token at a time.
 
-    slot = block * S + offset          a slot below 0 or at N * S and above is nowhere: nothing is written
+    slot = block * S + offset          a slot below 0, or from N * S on, writes nothing
 
 Pages are arrays [N, S, ...]; every function returns a new array.
 """

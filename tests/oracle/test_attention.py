@@ -1,4 +1,4 @@
-"""The witness is itself cross-examined: literal 0/1 matrices and numbers worked out by hand."""
+"""The oracle against literal 0/1 matrices and numbers computed by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The hand-written derivative against central differences of the witness."""
+"""The hand-written derivative against central differences of the oracle."""
 
 import numpy as np
 import pytest

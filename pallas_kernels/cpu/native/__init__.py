@@ -1,1 +1,1 @@
-"""Paged attention in C++ behind XLA's FFI, one set of kernels an ISA; see ops.py for what it computes."""
+"""Paged attention in C++, called through XLA's FFI: one set of kernels for each ISA; ops.py has the calls."""

@@ -1,4 +1,4 @@
-"""Who decides a tile: the caller, then the policies in their order; and a policy added as docs/how_to_add.md says."""
+"""Tile sizes are decided by the caller, then by the policies in order; a policy is added as docs/how_to_add.md says."""
 
 import dataclasses
 

@@ -106,7 +106,7 @@ def test_a_flat_list_has_the_windows_of_the_ranked_one():
 
 
 def test_no_batch_size_is_a_cliff():
-    """The longest CTA's time over the even share never grows by 1.3 from B to B + 1 decodes, B = 1 .. 512."""
+    """From B to B + 1 decodes (B = 1 .. 512), the longest CTA's time over the even share never grows by 1.3 or more."""
     most, piece_overhead = 512, 2  # a piece costs about as much as two blocks on top of its own
     config = GpuKernelConfig(**SHAPE, num_heads=32, num_kv_heads=8, flat_list=True)
     build = jax.jit(lambda starts, seqs: wl.build_work_list(starts, seqs, most, config))
