@@ -24,6 +24,10 @@ WHEELS := $(VENV)/.ready-wheels
 
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_28_aarch64
 
+ifneq ($(words $(VENV)),1)
+$(error VENV="$(VENV)" has a space or is empty; make needs a path without one)
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test parity lint format types imports notebooks docs bench wheel sanitize fuzz-server arm64 check clean
 
@@ -110,36 +114,36 @@ define install
 endef
 
 $(DEMO): EXTRAS := models
-$(DEMO): PACKAGES := JAX and Flax (about 15 s)
-$(DEMO): ABOUT := about 35 s this time, because it compiles C++ kernels and the model
+$(DEMO): PACKAGES := JAX and Flax (15 s)
+$(DEMO): ABOUT := about 35 s if the C++ kernels must be compiled, else 15 s
 $(DEMO): pyproject.toml
 	$(install)
 
 $(READY): EXTRAS := test
-$(READY): PACKAGES := JAX, Flax and the test tools (about 20 s)
+$(READY): PACKAGES := JAX, Flax and the test tools (20 s)
 $(READY): pyproject.toml
 	$(install)
 
 $(TOOLS): EXTRAS := test,lint,notebooks
-$(TOOLS): PACKAGES := JAX, Flax and the test, lint, type and notebook tools (about 40 s)
+$(TOOLS): PACKAGES := JAX, test, lint, type and notebook tools (40 s)
 $(TOOLS): pyproject.toml
 	$(install)
 	@touch "$(READY)"
 
 $(WITNESS): EXTRAS := test,parity
-$(WITNESS): PACKAGES := JAX, Flax, the test tools, transformers and torch for CPUs (about 1 minute)
+$(WITNESS): PACKAGES := JAX, test tools, transformers, torch (1 minute)
 $(WITNESS): pyproject.toml
 	$(install)
 	@touch "$(READY)"
 
 $(SPHINX): EXTRAS := test,docs
-$(SPHINX): PACKAGES := JAX, Flax, the test tools and Sphinx (about 40 s)
+$(SPHINX): PACKAGES := JAX, test tools and Sphinx (40 s)
 $(SPHINX): pyproject.toml
 	$(install)
 	@touch "$(READY)"
 
 $(WHEELS): EXTRAS := test,wheels
-$(WHEELS): PACKAGES := JAX, Flax, the test tools and auditwheel (about 20 s)
+$(WHEELS): PACKAGES := JAX, test tools and auditwheel (20 s)
 $(WHEELS): pyproject.toml
 	$(install)
 	@touch "$(READY)"

@@ -16,7 +16,7 @@ from jattn import device
 from jattn.backends import checks
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.parallel import ContextParallel
-from jattn.backends.registry import query_dtype_rule, resolve
+from jattn.backends.registry import name_of, query_dtype_rule, resolve
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
@@ -68,7 +68,7 @@ class PagedAttention:
     @property
     def backend_name(self) -> str:
         """The name of the chosen backend."""
-        return self.chosen.get_name()
+        return name_of(self.chosen)
 
     def build(self, meta: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False) -> Any:
         """The backend's plan of a batch. Build it once a step for all layers of this spec, on the host or inside jit.

@@ -12,7 +12,7 @@ from jattn.backends import checks
 from jattn.backends.base import AttentionBackend
 from jattn.backends.mla import MLAImpl, MLAMetadataBuilder
 from jattn.backends.parallel import ContextParallel
-from jattn.backends.registry import resolve
+from jattn.backends.registry import name_of, resolve
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.latent import check_latent
 from jattn.device import Chip
@@ -61,7 +61,7 @@ class MLAAttention:
     @property
     def backend_name(self) -> str:
         """The name of the chosen backend."""
-        return self.chosen.get_name()
+        return name_of(self.chosen)
 
     def empty_cache(self, fill: float = 0.0, *, storage: str | None = None) -> PagedKV:
         """An empty cache for this layer: see jattn.empty_cache."""

@@ -177,7 +177,7 @@ class AttentionBackend(BackendMethods):
     @classmethod
     def supports_dtype(cls, dtype) -> bool:
         """Does it support queries of this dtype, given by name or as a dtype?"""
-        return jnp.dtype(dtype).name in cls.supported_dtypes
+        return jnp.dtype(dtype).name in cls.get_supported_dtypes()
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

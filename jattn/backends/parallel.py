@@ -72,7 +72,7 @@ class ContextParallel:
             return None
         if cache_spec.block_size % self.interleave:
             raise ValueError(
-                f"{self.interleave=} must divide {cache_spec.block_size=}: a block id names one block on every rank"
+                f"interleave={self.interleave} must divide {cache_spec.block_size=}: a block id names one block a rank"
             )
         return KeyShard(rank=self.dcp_rank(), world=self.dcp_world_size, interleave=self.interleave)
 

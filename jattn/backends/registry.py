@@ -51,7 +51,16 @@ def load(name: str) -> type[AttentionBackend]:
     if not isinstance(entry, str):
         return entry
     module, _, attribute = entry.partition(":")
-    return _checked(name, getattr(importlib.import_module(module), attribute))
+    try:
+        return _checked(name, getattr(importlib.import_module(module), attribute))
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"backend {name!r} was registered as {entry!r}, which cannot be imported: {error}") from error
+
+
+def name_of(backend: type[AttentionBackend]) -> str:
+    """The name under which a class is registered; the class's own name if it is not registered."""
+    place = f"{backend.__module__}:{backend.__qualname__}"
+    return next((name for name, entry in _TABLE.items() if entry in (backend, place)), backend.get_name())
 
 
 def register_backend(name: str, backend: Entry | None = None, *, before: str | None = None) -> Callable | Entry:
@@ -107,9 +116,13 @@ def _checked(name: str, backend: Any) -> type[AttentionBackend]:
             missing.append(attribute)
     if missing:
         raise TypeError(f"backend {name!r}: {backend.__name__} lacks {', '.join(missing)}")
-    impl = backend.get_impl_cls()
-    if not issubclass(impl, AttentionImpl) or impl.__abstractmethods__:
-        raise TypeError(f"backend {name!r}: {impl.__name__} must be an AttentionImpl with forward")
+    impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
+    for cls, base, method in ((impl, AttentionImpl, "forward"), (builder, AttentionMetadataBuilder, "build")):
+        if not (isinstance(cls, type) and issubclass(cls, base)) or cls.__abstractmethods__:
+            seen = getattr(cls, "__name__", short(cls))
+            raise TypeError(f"backend {name!r}: {seen} must be an {base.__name__} with {method}")
+    if not isinstance(backend.get_metadata_cls(), type):
+        raise TypeError(f"backend {name!r}: metadata_cls={short(backend.get_metadata_cls())} must be a class")
     return backend
 
 

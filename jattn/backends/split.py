@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jattn import device
 from jattn.backends import checks, registry
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
-from jattn.backends.capability import Question, supports_feature
+from jattn.backends.capability import Question, reasons_against, supports_feature
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
@@ -71,7 +71,7 @@ class Halves:
         """For each half that no backend supports: the reasons of every backend, as `reasons_of` gives them."""
         found = []
         for half, name in names.items():
-            refusals = {backend.get_name(): list(reasons_of(backend)) for backend in candidates(name)}
+            refusals = {registry.name_of(backend): list(reasons_of(backend)) for backend in candidates(name)}
             if all(refusals.values()):
                 found += [f"{half} half ({name}): {why}" for name, reasons in refusals.items() for why in reasons]
         return found
@@ -97,7 +97,9 @@ class DividedBackend(AttentionBackend):
 
     halves: ClassVar[Halves] = Halves()
     supported_dtypes = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-    supported_kv_cache_dtypes = ("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+    supported_kv_cache_dtypes = (
+        *("auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "float8_e4m3fnuz"),
+    )
     supported_block_sizes = (MultipleOf(1),)
     attn_types = (
         AttentionType.DECODER,
@@ -157,12 +159,23 @@ class DividedBackend(AttentionBackend):
         names = cls.halves.names(spec.attn_type, cache_spec is not None)
         layer = (spec, cache_spec, chip, needs, dtypes)
         halves = cls.halves.reasons(names, lambda backend: backend.reasons(*layer))
-        return (*cls._own_reasons(Question.of(spec, cache_spec, chip, needs)), *halves)
+        own = cls.layer_reasons(spec, cache_spec, chip)
+        return (*cls._own_reasons(Question.of(spec, cache_spec, chip, needs), own), *halves)
 
     @classmethod
-    def _own_reasons(cls, question: Question) -> list[str]:
-        """Reasons of the split itself: features that it does not list."""
-        return [f"{feature} not supported: {seen}" for feature, seen in question.needs if feature not in cls.features]
+    def _own_reasons(cls, question: Question, own: tuple[str, ...] = ()) -> list[str]:
+        """Reasons of the split's own lists, without those of its halves."""
+        return reasons_against(_own_lists(cls), question, own)
+
+
+@functools.cache
+def _own_lists(backend: type[DividedBackend]) -> Backend:
+    """A class with the lists of the split, whose predicates do not ask its halves."""
+    own = {}
+    for name in ("supports", "supports_dtype", "supports_platform"):
+        if getattr(backend, name).__func__ is getattr(DividedBackend, name).__func__:
+            own[name] = classmethod(getattr(AttentionBackend, name).__func__)
+    return type(backend.__name__, (backend,), own)
 
 
 @functools.lru_cache(maxsize=256)
@@ -176,7 +189,7 @@ def _choose(half: str, name: str | None, spec, cache_spec, chip: Chip, needs, dt
             return supporting[0]
     raise UnsupportedError(
         f"no backend takes the {half} half of this batch: {spec} over {cache_spec}",
-        {backend.get_name(): reasons for backend, reasons in refusals.items()},
+        {registry.name_of(backend): reasons for backend, reasons in refusals.items()},
     )
 
 
@@ -219,7 +232,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
         halves = {}
         for half, (part, tokens, requests) in self._parts(common, "decode" in chosen).items():
             plan = self._builder(chosen[half]).build(common_prefix_len, part, fast_build)
-            halves[half] = Half(plan=plan, tokens=tokens, requests=requests, backend=chosen[half].get_name())
+            halves[half] = Half(plan=plan, tokens=tokens, requests=requests, backend=registry.name_of(chosen[half]))
         keys = keys_of(common, self.spec.attn_type)
         return SplitMetadata(
             halves=halves,

@@ -60,11 +60,11 @@ class KVCacheSpec:
         check_fields(self, layout=choice(*LAYOUTS), quant=choice(*QUANT_MODES))
         if (self.quant != "none") != (self.dtype in quant.QUANTISED):
             raise ValueError(
-                f"{self.dtype=} with {self.quant=}: {', '.join(quant.QUANTISED)} go with quant "
+                f"dtype={self.dtype!r} with quant={self.quant!r}: {', '.join(quant.QUANTISED)} go with quant "
                 f"{', '.join(QUANT_MODES[1:])}; {', '.join(quant.FLOATS)} go with quant='none'"
             )
         if self.capacity_tokens >= 2**31:
-            raise ValueError(f"{self.num_blocks=} x {self.block_size=} slots must stay below 2**31 (slots are int32)")
+            raise ValueError(f"num_blocks={self.num_blocks} x block_size={self.block_size} slots must stay below 2**31")
 
     @property
     def is_quantized(self) -> bool:

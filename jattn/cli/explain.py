@@ -29,7 +29,7 @@ def add(commands) -> None:
     layer.add_argument("--use-mm-prefix", action="store_true", help="spans of images see both ways")
     layer.add_argument("--mm-prefix-clamp-sliding-window", action="store_true", help="... but not past the window")
     layer.add_argument("--use-qq-bias", action="store_true", help="a bias among the new tokens")
-    layer.add_argument("--output-dtype", help="8 bits for the result: float8_e4m3fn, float8_e5m2 or int8")
+    layer.add_argument("--output-dtype", help="8-bit dtype of the result, such as float8_e4m3fn or int8")
     layer.add_argument("--mask-fn", action="store_true", help="as if the layer brought a mask_fn")
     layer.add_argument("--score-fn", action="store_true", help="as if the layer brought a score_fn")
     cache = parser.add_argument_group("its cache (KVCacheSpec)")
@@ -62,9 +62,10 @@ def _fields(spec: type, args: argparse.Namespace) -> dict[str, Any]:
 
 def _window(text: str) -> int | tuple[int, int]:
     """'128' -> 128, '127,0' -> (127, 0)."""
-    parts = [int(part) for part in text.split(",")]
-    if len(parts) > 2:
-        raise ValueError(text)
+    parts = text.split(",")
+    if len(parts) > 2 or not all(part.strip().lstrip("-").isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} must be W or LEFT,RIGHT, for example 128 or 127,0")
+    parts = [int(part) for part in parts]
     return parts[0] if len(parts) == 1 else (parts[0], parts[1])
 
 

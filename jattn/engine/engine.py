@@ -70,6 +70,7 @@ class Engine:
         | None = None,  # tokens of prompt and output together; None: the most that model and pool allow
         max_burst: int | None = None,  # decode steps of one dispatch; None: 8 on a CPU, 16 on an accelerator
         cache_dtype: str | None = None,  # of the cached keys and values; None: the dtype of the weights
+        cache_quant: str | None = None,  # scales of an 8-bit cache_dtype; None: "per_token_head", computed on writing
         backend: str = "auto",  # attention backend: "auto" or one of jattn.list_backends()
         prefix_caching: bool = True,  # share the blocks of equal beginnings between requests
         deterministic: bool = False,  # the same bits alone and in any batch; slower
@@ -82,14 +83,15 @@ class Engine:
         reserved = 2 * max_burst  # a sequence may hold blocks for two dispatches
         groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, reserved)
         block_limits = [max_blocks_of_group(group, *step, prefix_caching) for group in groups]
+        storage = sizing.storage_of(dtype, cache_quant)
         pools, max_model_len = sizing.pools_of(
-            config, dtype, num_blocks, block_size, block_limits, max_num_seqs, max_model_len
+            config, storage, num_blocks, block_size, block_limits, max_num_seqs, max_model_len
         )
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst)
         self.shapes = StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config))
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.config = config
-        make_caches = functools.partial(config.make_caches, pools, block_size, dtype)
+        make_caches = functools.partial(config.make_caches, pools, block_size, **storage)
         caches = make_caches()
         model = admission.model_of(config, caches, forward, backend, deterministic)
         self.runner = Runner(model, params, caches, make_caches, self.shapes)

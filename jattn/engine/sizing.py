@@ -7,8 +7,10 @@ from collections.abc import Sequence as Many
 import jax
 import jax.numpy as jnp
 
+from jattn.cache.layout import QUANT_MODES
 from jattn.errors import CacheFullError
 from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.algebra.quant import QUANTISED
 
 CPU_SHARE = 0.25
 """Share of the host's available memory for the cache; other programs need the rest."""
@@ -43,9 +45,20 @@ def dtype_of(params) -> str:
     return jnp.dtype(min(floats, key=lambda dtype: dtype.itemsize, default="bfloat16")).name
 
 
+def storage_of(dtype: str, quant: str | None) -> dict[str, str]:
+    """The dtype of the cache and, if it has 8 bits, where its scales belong: arguments of config.make_caches."""
+    if dtype not in QUANTISED:
+        if quant not in (None, "none"):
+            raise ValueError(f"cache_quant={quant!r} needs a cache_dtype of 8 bits, one of {', '.join(QUANTISED)}")
+        return dict(dtype=dtype)
+    if quant not in (None, *QUANT_MODES[1:]):
+        raise ValueError(f"cache_quant={quant!r} must be one of {', '.join(QUANT_MODES[1:])}")
+    return dict(dtype=dtype, quant=quant or "per_token_head")
+
+
 def pools_of(
-    config, dtype: str, num_blocks: int | None, block_size: int, block_limits: Many[int | None], max_num_seqs: int,
-    max_model_len: int | None,
+    config, storage: dict[str, str], num_blocks: int | None, block_size: int, block_limits: Many[int | None],
+    max_num_seqs: int, max_model_len: int | None,
 ) -> tuple[tuple[int, ...], int]:  # fmt: skip
     """(blocks of each cache group's pool, max_model_len). num_blocks and max_model_len, if None, are computed from the
     model and the free memory.
@@ -59,7 +72,7 @@ def pools_of(
     if limit is not None and longest > limit:
         raise ValueError(f"{max_model_len=} is more than the model's {limit} positions")
     if num_blocks is None:
-        specs = config.cache_specs(2, block_size, dtype)
+        specs = config.cache_specs(2, block_size, **storage)
         block_bytes = [sum(specs[layer].bytes_per_block for layer in group.layers) for group in config.cache_groups]
         useful = max_num_seqs * cdiv(longest, block_size) + 1
         needed = 2 if max_model_len is None else cdiv(longest, block_size) + 1

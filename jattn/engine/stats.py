@@ -59,5 +59,7 @@ class Stats:
             lines += [f"# HELP {name} {_HELP[field.name]}", f"# TYPE {name} {'gauge' if gauge else 'counter'}"]
             value = getattr(self, field.name)
             by_group = value if isinstance(value, tuple) else ()
-            lines += [f'{name}{{group="{group}"}} {share}' for group, share in by_group] or [f"{name} {value}"]
+            lines += [f'{name}{{group="{group}"}} {share}' for group, share in by_group] or (
+                [] if isinstance(value, tuple) else [f"{name} {value}"]
+            )
         return "\n".join(lines) + "\n"

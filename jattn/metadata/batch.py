@@ -314,7 +314,9 @@ class CommonAttentionMetadata:
         already; a token past the end of the table is not written.
         """
         if self.max_query_len != 1:
-            raise ValueError(f"{self.max_query_len=} must be 1: only a decode batch can advance token by token")
+            raise ValueError(
+                f"max_query_len={self.max_query_len} must be 1; only a decode batch can advance token by token"
+            )
         check_block_size(self, block_size)
         seq_lens = self.seq_lens + self.query_lens()
         req = self.token_to_req()

@@ -34,9 +34,9 @@ class MoE:
     def __post_init__(self):
         activation(self.activation)
         if self.scores not in SCORES:
-            raise ValueError(f"MoE {self.scores=} is not known; use one of {', '.join(SCORES)}")
+            raise ValueError(f"MoE scores={self.scores!r} is not known; use one of {', '.join(SCORES)}")
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"MoE {self.top_k=} must be from 1 to {self.num_experts=}")
+            raise ValueError(f"MoE top_k={self.top_k!r} must be from 1 to num_experts={self.num_experts!r}")
 
     def weight_specs(self, hidden: int) -> dict:
         """router; gate, up and down of the experts with a leading expert axis; the shared MLP."""

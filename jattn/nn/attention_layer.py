@@ -57,14 +57,16 @@ class AttentionConfig:
             alibi_slopes=optional(sequence_of(number())), temperature_tuning=optional(_temperature_tuning),
         )  # fmt: skip
         if (self.alibi_slopes is not None) != self.spec.has_alibi:
-            raise ValueError(f"{self.alibi_slopes=} must be given exactly when {self.spec.has_alibi=}")
+            raise ValueError(
+                f"alibi_slopes={self.alibi_slopes!r} must be given if and only if has_alibi={self.spec.has_alibi}"
+            )
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.spec.num_heads:
-            raise ValueError(f"{self.alibi_slopes=} must have one slope per head, {self.spec.num_heads}")
+            raise ValueError(f"alibi_slopes={self.alibi_slopes!r} must have one slope per head, {self.spec.num_heads}")
         if self.rope is not None and self.rope.dim > self.spec.head_dim:
-            raise ValueError(f"{self.rope.dim=} must not exceed {self.spec.head_dim=}")
+            raise ValueError(f"{self.rope.dim=} must not exceed head_dim={self.spec.head_dim!r}")
         if self.spec.output_dtype is not None:
             raise ValueError(
-                f"{self.spec.output_dtype=}: the output projection needs unquantised outputs; use output_dtype=None"
+                f"output_dtype={self.spec.output_dtype!r} must be None: the output projection needs unquantised outputs"
             )
         if self.rope is not None and self.is_cross:
             raise ValueError(

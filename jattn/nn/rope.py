@@ -47,7 +47,7 @@ class Rope:
             self, dim=integer(), theta=number(above=1, most=MAX_THETA), scaling=kind(RopeScaling), interleaved=boolean
         )
         if self.dim < 2 or self.dim % 2:
-            raise ValueError(f"rope {self.dim=} must be even and at least 2: dimensions are rotated in pairs")
+            raise ValueError(f"rope dim={self.dim!r} must be even and at least 2: dimensions are rotated in pairs")
 
     @takes(positions=integers(1), lengths=optional(integers(1)))
     def angles(self, positions: jax.Array, lengths: jax.Array | None = None) -> Angles:

@@ -135,7 +135,9 @@ class Llama3RopeScaling(RopeScaling):
         factors = dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _factor)
         check_fields(self, **factors, trained_length=_length)
         if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(f"{self.low_freq_factor=} must be below {self.high_freq_factor=}")
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}"
+            )
 
     def frequencies(self, dim, theta, length=0):
         base = base_frequencies(dim, theta)

@@ -71,7 +71,7 @@ REFUSED = {
     ),
     "head dims differ": (lambda: PagedAttention(SPEC, cache_of(head_dim=16)), ValueError, "spec.head_dim=8 but"),
     "v dims differ": (lambda: PagedAttention(SPEC, cache_of(v_head_dim=4)), ValueError, "spec.v_head_dim=8 but"),
-    "ragged groups": (lambda: layer_of(num_kv_heads=3), ValueError, "must be a multiple of self.num_kv_heads=3"),
+    "ragged groups": (lambda: layer_of(num_kv_heads=3), ValueError, "must be a multiple of num_kv_heads=3"),
     "unknown backend": (lambda: PagedAttention(SPEC, CACHE, "sdpo"), ValueError, r"'sdpo' is not known \(did you mean"),
     "unknown platform": (
         lambda: PagedAttention(SPEC, CACHE, platform="npu"),

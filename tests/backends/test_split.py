@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.backends import registry
+from jattn.backends import registry, subclass_attention_backend_with_overrides
 from jattn.backends.sdpa import SdpaBackend
 from jattn.backends.split import SplitBackend, make_split_backend
 from jattn.compat.vllm.decodes_and_prefills import apply_permutation, token_permutation
+from jattn.device import Chip
 from jattn.metadata.subset import subset
 from jattn.types import AttentionCGSupport, Feature
 from tests.cases import CASES, FEATURES, Case
@@ -257,3 +258,28 @@ def test_bad_pairs_are_refused():
         make_split_backend("pair", prefill="sdpo")
     with pytest.raises(ValueError, match="already registered"):
         make_split_backend("sdpa")
+
+
+def test_a_half_is_computed_by_the_backend_that_is_registered_under_its_name():
+    """A class that was derived from another, and kept its name, is registered under a name of its own."""
+
+    class Doubled(SdpaBackend.get_impl_cls()):
+        def forward(self, q, cache, m, params=None):
+            state = super().forward(q, cache, m, params)
+            return dataclasses.replace(state, out=2 * state.out)
+
+    derived = subclass_attention_backend_with_overrides("Doubled", SdpaBackend, {"impl_cls": Doubled})
+    p = Problem(case=CASES["mixed_unsorted"])
+    with registered("doubled", derived), registered("pair", decode="doubled", prefill="doubled"):
+        outs = {name: np.asarray(run(p, name)[1].out) for name in ("sdpa", "doubled", "pair")}
+        names = [jattn.PagedAttention(p.spec, p.cache_spec, name).backend_name for name in outs]
+    assert names == ["sdpa", "doubled", "pair"]
+    np.testing.assert_allclose(outs["pair"], 2 * outs["sdpa"], rtol=1e-5)
+
+
+def test_the_lists_of_a_split_restrict_it_as_those_of_any_backend():
+    p, cpu = Problem(case=CASES["mixed_unsorted"]), Chip("cpu")
+    fewer = subclass_attention_backend_with_overrides("Fewer", SplitBackend, {"supported_head_sizes": (4096,)})
+    seen = f"head_size not supported: {p.spec.head_dim} seen, 4096 supported"
+    assert seen in fewer.reasons(p.spec, p.cache_spec, cpu)
+    assert SplitBackend.reasons(p.spec, p.cache_spec, cpu) == ()

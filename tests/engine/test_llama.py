@@ -134,3 +134,22 @@ def test_a_window_frees_blocks_behind_it_and_the_model_does_not_notice():
     first = len(output.prompt_token_ids) - 1
     assert output.token_ids == tuple(logits[first : len(tokens) - 1].argmax(axis=1))
     assert max(held) <= 8 < len(tokens) // 4, "a window of 9, and 16 tokens of a step, in blocks of 4"
+
+
+@pytest.mark.parametrize(
+    "options", [dict(cache_dtype="int8"), dict(cache_dtype="float8_e4m3fn", cache_quant="per_tensor")]
+)
+def test_a_cache_of_8_bits_is_served_and_gives_nearly_the_same_numbers(options, crowd):
+    """The first tokens' log-probabilities, before a token can differ."""
+    served = Engine(CONFIG, PARAMS, **OPTIONS | dict(deterministic=False) | options)
+    outputs = served.generate(requests(), GREEDY)
+    assert {cache.spec.quant for cache in served.caches} == {options.get("cache_quant", "per_token_head")}
+    for output, wanted in zip(outputs, crowd, strict=True):
+        assert abs(output.logprobs[0].logprob - wanted.logprobs[0].logprob) < 0.05
+
+
+def test_scales_of_a_cache_that_needs_none_are_refused():
+    with pytest.raises(ValueError, match="cache_quant='per_head' needs a cache_dtype of 8 bits, one of float8_e4m3fn"):
+        Engine(CONFIG, PARAMS, **OPTIONS, cache_quant="per_head")
+    with pytest.raises(ValueError, match="cache_quant='none' must be one of per_tensor, per_head, per_token_head"):
+        Engine(CONFIG, PARAMS, **OPTIONS, cache_dtype="int8", cache_quant="none")

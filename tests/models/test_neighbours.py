@@ -7,7 +7,7 @@ import pytest
 
 import jattn
 from jattn import models
-from jattn.engine import Engine, SamplingParams, step
+from jattn.engine import Engine, SamplingParams, dispatch
 from jattn.engine.sampling import Sampled
 from tests.models import examples
 from tests.models.examples import TRAINED
@@ -37,7 +37,7 @@ def likeliest(monkeypatch):
         top, tokens = jax.lax.top_k(told, 20)
         return Sampled(tokens=tokens[:, 0], logprobs=top[:, 0], top_tokens=tokens, top_logprobs=top)
 
-    monkeypatch.setattr(step, "choose", choose)
+    monkeypatch.setattr(dispatch, "choose", choose)
 
 
 def logprobs_of(output) -> np.ndarray:
