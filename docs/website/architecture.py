@@ -57,7 +57,7 @@ STEPS = [  # (lane, room, what happens there)
     (1, "engine.add_request", "admission checks; sequences join the queue"),
     (1, "engine.scheduler", "which tokens next; allocates their blocks"),
     (1, "engine.batch", "int32 arrays, padded to a compiled shape"),
-    (2, "engine.step.dispatch", "layers, sampling, and a loop of steps"),
+    (2, "engine.dispatch", "layers, sampling, and a loop of steps"),
     (2, "models.decoder", "norms, projections, rotary positions"),
     (2, "attention, a backend", "keys and values into pages, then attention"),
     (2, "engine.sampling", "logits to the next token of every row"),

@@ -10,10 +10,10 @@ import numpy as np
 
 from jattn.backends import Feature, explain, resolve
 from jattn.engine.blocks import request_root
+from jattn.engine.dispatch import Model
 from jattn.engine.params import SamplingParams, is_encodable
 from jattn.engine.request import Completion, FinishReason, RequestOutput
 from jattn.engine.scheduler import Limits
-from jattn.engine.step import Model
 from jattn.errors.arguments import boolean, dtype_name, integer, optional, text
 from jattn.text.tokenizer import Tokenizer
 

@@ -7,11 +7,11 @@ from typing import TypeVar
 import jax
 import numpy as np
 
+from jattn.engine.dispatch import Batch
 from jattn.engine.request import Sequence, final_length
 from jattn.engine.sampling import penalties_of, sampling_rows
 from jattn.engine.scheduler import Row, StepPlan, remaining_tokens
 from jattn.engine.shapes import StepShapes
-from jattn.engine.step import Batch
 from jattn.metadata import CommonAttentionMetadata
 from jattn.types import NULL_BLOCK_ID
 

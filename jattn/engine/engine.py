@@ -16,6 +16,7 @@ import numpy as np
 from jattn.cache import PagedKV
 from jattn.engine import admission, interrupts, sizing
 from jattn.engine.batch import batch_of, device_rows_of, stop_ids_of
+from jattn.engine.dispatch import NOT_SAMPLED
 from jattn.engine.live_requests import LiveRequests
 from jattn.engine.params import SamplingParams
 from jattn.engine.request import (
@@ -31,7 +32,6 @@ from jattn.engine.runner import InFlight, Runner, StepResult, next_batch, with_r
 from jattn.engine.scheduler import Limits, Scheduler, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
-from jattn.engine.step import NOT_SAMPLED
 from jattn.engine.tables import BlockTables, max_blocks_of_group
 from jattn.errors.arguments import takes
 from jattn.text.chat import ChatTemplate, load_chat_template

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jattn.engine.dispatch import NOT_SAMPLED
 from jattn.engine.request import CompletionState, FinishReason, Request, RequestOutput, Sequence
 from jattn.engine.runner import InFlight, logprob_of
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, Scheduler, StepPlan
-from jattn.engine.step import NOT_SAMPLED
 
 log = logging.getLogger("jattn.engine")
 

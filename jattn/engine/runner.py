@@ -10,11 +10,11 @@ import numpy as np
 
 from jattn.engine import warming, weights
 from jattn.engine.batch import tables_of
+from jattn.engine.dispatch import Batch, Model, RowState, continued_batch, dispatch
 from jattn.engine.request import RequestOutput, Sequence, TokenLogprob
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
-from jattn.engine.step import Batch, Model, RowState, continued_batch, dispatch
 from jattn.errors import EngineDeadError
 
 

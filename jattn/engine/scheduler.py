@@ -8,8 +8,8 @@ waits at the front of the queue. It keeps its tokens and is computed again, so i
 import dataclasses
 from collections import deque
 
+from jattn.engine.dispatch import MAX_STEPS
 from jattn.engine.request import Sequence
-from jattn.engine.step import MAX_STEPS
 from jattn.engine.tables import BlockTables
 
 

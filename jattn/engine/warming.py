@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import jax
 
 from jattn.engine.batch import empty_batch
+from jattn.engine.dispatch import Batch, Model, continued_batch, dispatch
 from jattn.engine.shapes import StepShapes
-from jattn.engine.step import Batch, Model, continued_batch, dispatch
 
 
 def compile_all(

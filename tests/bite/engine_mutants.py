@@ -147,7 +147,7 @@ MUTANTS = {
         (sampling.test_r47_a_cut_keeps_exactly_what_the_definition_keeps,),
     ),
     "draws of a burst alike": Mutant(
-        "jattn.engine.step.choose",
+        "jattn.engine.dispatch.choose",
         at_one_position,
         (laws.test_a_seeded_request_draws_alike_in_bursts_of_any_length,),
     ),

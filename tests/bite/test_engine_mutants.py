@@ -6,7 +6,7 @@ import importlib
 import jax
 import pytest
 
-from jattn.engine.step import dispatch
+from jattn.engine.dispatch import dispatch
 from tests.bite.engine_mutants import MUTANTS
 
 PAIRS = [

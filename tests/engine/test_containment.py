@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jattn.engine import Engine, SamplingParams, interrupts, runner, warming
-from jattn.engine.step import NOT_SAMPLED
+from jattn.engine.dispatch import NOT_SAMPLED
 from jattn.engine.tables import BlockTables
 from jattn.errors import EngineDeadError, UnsupportedError
 from jattn.text import ByteTokenizer

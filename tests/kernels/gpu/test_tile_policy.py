@@ -1,12 +1,14 @@
 """Tile sizes are decided by the caller, then by the policies in order; a policy is added as docs/how_to_add.md says."""
 
 import dataclasses
+import itertools
 
 import pytest
 
 from jattn import AttentionSpec, CommonAttentionMetadata, KVCacheSpec
 from jattn.backends import pallas_gpu
 from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu import tile_policy
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import TileRequest, default_config
@@ -91,3 +93,20 @@ def test_the_rule_takes_as_many_stages_as_fit(kv_dtype, dims):
 def test_a_shape_for_which_nothing_fits_is_refused_with_the_bytes():
     (reason,) = supports(default_config(**SHAPE | dict(head_dim=256, v_head_dim=256), kv_dtype="int8"))
     assert reason == "231680 bytes of shared memory; there are 228352"
+
+
+@pytest.mark.parametrize("rows", [None, 1, 8, 9, 16, 17, 64, 65, 512])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+def test_no_policy_makes_a_config_that_the_kernel_refuses(kv_dtype, rows):
+    """A refused config would take the shape from pallas_gpu, and 'auto' would choose another backend in silence."""
+    head_dims = (32, 64, 96, 128, 192, *([256] if kv_dtype == "bfloat16" else []))  # 8 bits of 256 do not fit
+    for head_dim, v_head_dim in itertools.product(head_dims, (32, 64, 128, 192, 256)):
+        for page_size, token_scales, soft_cap in itertools.product((8, 16, 128), (False, True), (None, 30.0)):
+            if v_head_dim > head_dim or (token_scales and kv_dtype == "bfloat16"):
+                continue
+            config = default_config(
+                rows=rows, num_heads=8, num_kv_heads=2, head_dim=head_dim, v_head_dim=v_head_dim, page_size=page_size,
+                layout="HND", dtype="bfloat16", kv_dtype=kv_dtype, token_scales=token_scales,
+                mask=MaskRule(causal=True), logits=LogitRule(scale=1.0, soft_cap=soft_cap),
+            )  # fmt: skip
+            assert supports(config) == []
