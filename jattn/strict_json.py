@@ -4,6 +4,7 @@
 and the number of values, and refuses unpaired surrogates, which have no UTF-8 encoding. Every error is a ValueError.
 """
 
+import functools
 import json
 import math
 import re
@@ -20,16 +21,13 @@ def parse(text: str, max_depth: int, max_digits: int | None = None) -> Any:
     in the error for a text that is nested too deeply for the parser; `check` enforces it.
     """
 
-    def integer(digits: str) -> int:
-        if len(digits) > max_digits:
-            raise ValueError(f"an integer has {len(digits)} digits, at most {max_digits}")
-        return int(digits)
-
-    has_long_integer = max_digits is not None and re.search(f"[0-9]{{{max_digits}}}", text) is not None
+    integer = int  # json reads `int` in C, without a call
+    if max_digits is not None and re.search(f"[0-9]{{{max_digits}}}", text) is not None:
+        integer = functools.partial(_integer, max_digits)
     try:
         return json.loads(
             text,
-            parse_int=integer if has_long_integer else int,  # json reads `int` in C, without a call
+            parse_int=integer,
             parse_float=_finite,
             parse_constant=_no_constant,
             object_pairs_hook=_object,
@@ -77,6 +75,12 @@ def _check(value: Any, depth_left: int, values_left: int) -> int:
 
 def _too_deep(max_depth: int) -> str:
     return f"lists and objects are nested more than {max_depth} deep"
+
+
+def _integer(max_digits: int, digits: str) -> int:
+    if len(digits) > max_digits:
+        raise ValueError(f"an integer has {len(digits)} digits, at most {max_digits}")
+    return int(digits)
 
 
 def _finite(digits: str) -> float:

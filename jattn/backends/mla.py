@@ -51,12 +51,15 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
     """`spec` is an MLASpec and `params` are MLAParams; q is [T H nope+rope]."""
 
     can_return_lse_for_decode = True
+    spec: MLASpec  # pyright: ignore[reportIncompatibleVariableOverride]  MLASpec is no subclass of AttentionSpec
 
     @property
     def _latent(self) -> LatentAttention:
         return LatentAttention(self.spec, fastest_path(self.chip), self.parallel.combine)
 
-    def forward(self, q, cache, m: MLAMetadata, params: MLAParams) -> AttentionState:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  a latent layer has MLAParams
+        self, q, cache, m: MLAMetadata, params: MLAParams
+    ) -> AttentionState:
         return self._latent.forward(q, cache, m, params)
 
     def forward_mqa(self, q, cache, m: MLAMetadata, params: MLAParams) -> AttentionState:
@@ -67,13 +70,15 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         """Materialised, whatever the query lengths."""
         return self._latent.prefill_mha(q, cache, m, params, kv_c, k_pe)
 
-    def do_kv_cache_update(
+    def do_kv_cache_update(  # pyright: ignore[reportIncompatibleMethodOverride]  a latent layer has MLAParams
         self, cache: PagedKV, k: jax.Array, v: jax.Array, m: MLAMetadata, params: MLAParams
     ) -> PagedKV:
         """k is the latent kv_c [T L], v the rotated key k_pe [T R]."""
         return write_latent(self.spec, cache, k, v, m.slot_mapping, params)
 
-    def prepare_params(self, params: MLAParams) -> MLAParams:
+    def prepare_params(  # pyright: ignore[reportIncompatibleMethodOverride]  a latent layer has MLAParams
+        self, params: MLAParams
+    ) -> MLAParams:
         """kv_b_proj becomes w_uk and w_uv."""
         return absorb(self.spec, params)
 

@@ -2,19 +2,17 @@
 
 import dataclasses
 
-import jax
-
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.capability import cache_dtype_name
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.attend import AttentionCall, Path, attend_packed
 from jattn.ops.gradient import forward_only
-from jattn.ops.levels import Level, attend_levels, flat, nested, shared_prefix
+from jattn.ops.levels import Level, attend_levels, batch_of, flat, nested, shared_prefix
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
-from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
+from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
 from pallas_kernels.algebra import quant
 
 
@@ -23,7 +21,7 @@ class SdpaMetadata:
     """The levels of keys (one, unless the batch is a cascade) and the slots of new tokens."""
 
     levels: tuple[Level, ...]
-    slot_mapping: jax.Array
+    slot_mapping: AnyArray
     is_causal: bool = static()
 
     @property
@@ -31,7 +29,7 @@ class SdpaMetadata:
         return self.levels[0].batch.num_tokens
 
     @property
-    def block_table(self) -> jax.Array | None:
+    def block_table(self) -> AnyArray:
         """The last level's: the requests' own pages."""
         return self.levels[-1].block_table
 
@@ -108,10 +106,9 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params=None) -> AttentionState:
         q, k, v, params = self._without_gradient_if_quantised((q, k, v, params))
-        level = flat(meta, self.spec.attn_type)
-        path = self.path or fastest_path(self.chip)
-        call = AttentionCall(self.spec, meta.is_causal, level.max_query_len, path)
-        return attend_packed(call, q, k, v, level.batch, params)
+        path, max_query_len = self.path or fastest_path(self.chip), queries_of(meta, self.spec.attn_type).max_query_len
+        call = AttentionCall(self.spec, meta.is_causal, max_query_len, path)
+        return attend_packed(call, q, k, v, batch_of(meta, self.spec.attn_type), params)
 
     def fused_output_quant_supported(self, quant_key: str) -> bool:
         return cache_dtype_name(quant_key) in quant.QUANTISED

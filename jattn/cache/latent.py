@@ -17,6 +17,7 @@ from jattn.cache.write import write_kv
 from jattn.errors.arguments import kind, takes
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.spec import AttentionParams
+from jattn.types import AnyArray
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import split_slot
 
@@ -57,7 +58,7 @@ def check_latent(spec: MLASpec, cache_spec: KVCacheSpec, params: MLAParams | Non
 
 
 def write_latent(
-    spec: MLASpec, cache: PagedKV, kv_c: jax.Array, k_pe: jax.Array, slot_mapping: jax.Array, params: MLAParams
+    spec: MLASpec, cache: PagedKV, kv_c: jax.Array, k_pe: jax.Array, slot_mapping: AnyArray, params: MLAParams
 ) -> PagedKV:
     """Store kv_c [T L] and k_pe [T R] at slots i32[T], through the one write path."""
     check_latent(spec, cache.spec, params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +48,25 @@ class KVCacheSpec:
     block_size: int
     num_kv_heads: int
     head_dim: int
-    v_head_dim: int | None = None  # becomes head_dim
+    v_head_dim: int = cast(int, None)  # None: head_dim
     dtype: str = "bfloat16"
     layout: str = "auto"
     quant: str = "none"
+
+    if TYPE_CHECKING:  # the constructor also accepts None as v_head_dim
+
+        def __init__(
+            self,
+            *,
+            num_blocks: int,
+            block_size: int,
+            num_kv_heads: int,
+            head_dim: int,
+            v_head_dim: int | None = None,
+            dtype: str = "bfloat16",
+            layout: str = "auto",
+            quant: str = "none",
+        ) -> None: ...
 
     def __post_init__(self):
         if self.v_head_dim is None:
@@ -146,10 +162,14 @@ class PagedKV:
         scales = (None, None) if params is None else (params.k_scale, params.v_scale)
         k, k_token = encode_rows(jnp.asarray(k), spec, empty.k.dtype, scales[0])
         v, v_token = encode_rows(jnp.asarray(v), spec, empty.v.dtype, scales[1])
-        order = (
-            (lambda x: x) if spec.physical_layout == "NHD" else (lambda x: None if x is None else jnp.swapaxes(x, 1, 2))
+        order = (lambda x: x) if spec.physical_layout == "NHD" else (lambda x: jnp.swapaxes(x, 1, 2))
+        return cls(
+            k=order(k),
+            v=order(v),
+            k_token_scale=None if k_token is None else order(k_token),
+            v_token_scale=None if v_token is None else order(v_token),
+            spec=spec,
         )
-        return cls(k=order(k), v=order(v), k_token_scale=order(k_token), v_token_scale=order(v_token), spec=spec)
 
 
 def check_alive(cache: PagedKV, name: str = "cache") -> PagedKV:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jattn.cache.layout import KVCacheSpec, PagedKV, check_alive, check_scales, encode_rows
 from jattn.errors.arguments import as_array, integers
 from jattn.spec import AttentionParams, AttentionSpec, with_arrays
+from jattn.types import AnyArray
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import cdiv, split_slot
 
@@ -14,7 +15,7 @@ PACKED_PAGE = 16
 
 
 def write_kv(
-    cache: PagedKV, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, params: AttentionParams | None = None
+    cache: PagedKV, k: jax.Array, v: jax.Array, slot_mapping: AnyArray, params: AttentionParams | None = None
 ) -> PagedKV:
     """Store k [T K D], v [T K V] at slots i32[T] and return the new cache; in place when `cache` is donated.
 

@@ -44,9 +44,11 @@ def add(commands) -> None:
 
 def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
-        functions = dict(mask_fn=_some_mask if args.mask_fn else None, score_fn=_some_score if args.score_fn else None)
-        spec = jattn.AttentionSpec(**_fields(jattn.AttentionSpec, args) | functions)
-        shape = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim)
+        fields = _fields(jattn.AttentionSpec, args)
+        fields["mask_fn"] = _some_mask if args.mask_fn else None
+        fields["score_fn"] = _some_score if args.score_fn else None
+        spec = jattn.AttentionSpec(**fields)
+        shape: dict[str, Any] = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim)
         cache_spec = jattn.KVCacheSpec(**_fields(jattn.KVCacheSpec, args) | shape)
         reports = jattn.explain(spec, cache_spec, platform=args.platform)
     except ValueError as error:

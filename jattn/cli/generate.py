@@ -86,6 +86,7 @@ def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:
         for last in engine.step():
             print(last.text[len(shown) :], end="", flush=True)
             shown = last.text
+    assert last is not None  # a request that was added gives at least one output
     print()
     for completion in last.outputs[1:]:
         print(completion.text)

@@ -95,8 +95,9 @@ def judge(engine: Engine, asked: list[Problem], outputs: list[RequestOutput]) ->
 
 
 def _print_summary(engine: Engine, seconds: float, peak: float, verdict: Verdict) -> None:
-    stats = engine.stats
-    layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.runner.model.backend)
+    stats, caches = engine.stats, engine.caches
+    assert caches is not None  # the engine is awake
+    layer = jattn.PagedAttention(engine.config.layers[0].attention, caches[0].spec, engine.runner.model.backend)
     rows = {
         "attention backend": layer.backend_name,
         "correct sums": f"{verdict.right} of {REQUESTS}; none of these sums was in the training data",

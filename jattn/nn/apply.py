@@ -13,7 +13,7 @@ from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.batch import BATCH, keys_of, queries_of
 from jattn.nn.attention_layer import Attend, AttentionConfig, project_and_attend
 from jattn.nn.rope import Angles, Rope
-from jattn.spec import AttentionSpec
+from jattn.spec import AttentionParams, AttentionSpec
 from pallas_kernels.algebra import quant
 
 
@@ -80,7 +80,11 @@ def attend_over(
     if cache is None:
         if plan is not None:
             raise ValueError("plan is built for a paged cache: pass cache= too, or leave out plan")
-        return lambda q, k, v, params: (None, attention(q, k, v, meta, spec, params, backend=backend))
+
+        def packed(q: jax.Array, k: Any, v: Any, params: AttentionParams) -> tuple:
+            return None, attention(q, k, v, meta, spec, params, backend=backend)  # raises if k or v is None
+
+        return packed
     attn = PagedAttention(spec, check_kind("cache", cache, PagedKV).spec, backend, dtype=_float_of("x", x))
     plan = attn.build(meta) if plan is None else plan
     return lambda q, k, v, params: attn(q, k, v, cache, plan, params)

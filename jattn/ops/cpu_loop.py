@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.ops import layer
-from jattn.ops.cpu_storage import PlacedChunk, bit_patterns, for_cpu_loop, in_place
+from jattn.ops.cpu_storage import CpuKeySource, PlacedChunk, bit_patterns, for_cpu_loop, in_place
 from jattn.ops.keys import KeySource, KVChunk
 from jattn.ops.layer import LayerTerms, einsum
 from jattn.ops.ragged import QueryTile, RaggedBatch, TileClass, at_least, classes_for, cut_tile, index_tiles, key_ranges
@@ -36,7 +36,7 @@ PLACED_CHUNK, PLACED_STEP = 256, 1024
 class LoopStep(NamedTuple):
     """One loop step size; larger steps first, smaller ones for the remainder."""
 
-    keys: KeySource
+    keys: CpuKeySource
     chunks: int = 1
     """Chunks of a step, one after the other in arithmetic: while one is being multiplied, XLA may read the next."""
 
@@ -53,17 +53,17 @@ def cpu_loop(
 
     A tile's dead rows lie on other tiles' tokens, so each write keeps what is there already.
     """
-    keys = for_cpu_loop(keys, q.dtype.name).in_chunks(max(map(max, CHUNKS.values())))  # packed keys: one copy for all
+    source = for_cpu_loop(keys, q.dtype.name).in_chunks(max(map(max, CHUNKS.values())))  # packed keys: one copy for all
     kinds = classes_for(max_query_len)
     num_tokens, num_heads, _ = q.shape
     queries = at_least(bit_patterns(q), max(kind.rows for kind in kinds))
     stored = quant.storage_dtype(out_dtype, bits=True)
-    out = jnp.zeros((queries.shape[0], num_heads, keys.v_head_dim), stored)
+    out = jnp.zeros((queries.shape[0], num_heads, source.v_head_dim), stored)
     lse = jnp.full((queries.shape[0], num_heads), -jnp.inf, jnp.float32)
     for kind in kinds:
         index = index_tiles(batch, kind)
-        rows = kind.rows * num_heads // keys.num_kv_heads
-        steps, parts = loop_steps(keys, kind, rows), head_parts(rows, keys.num_kv_heads)
+        rows = kind.rows * num_heads // source.num_kv_heads
+        steps, parts = loop_steps(source, kind, rows), head_parts(rows, source.num_kv_heads)
 
         def visit(t, state, kind=kind, index=index, steps=steps, parts=parts):
             out, lse = state
@@ -76,7 +76,7 @@ def cpu_loop(
     return AttentionState(out=quant.native(out[:num_tokens], out_dtype), lse=lse[:num_tokens])
 
 
-def loop_steps(keys: KeySource, kind: TileClass, rows: int) -> list[LoopStep]:
+def loop_steps(keys: CpuKeySource, kind: TileClass, rows: int) -> list[LoopStep]:
     """Step sizes for tiles of this class, which have so many query rows a kv head."""
     placed = in_place(keys, rows)
     if placed is None:

@@ -26,7 +26,7 @@ SMALLEST_PAGE = 64
 """Keys. An operation a page is started on all threads, which costs more than a smaller page takes."""
 
 
-def for_cpu_loop(keys: KeySource, q_dtype: str) -> KeySource:
+def for_cpu_loop(keys: KeySource, q_dtype: str) -> "CpuKeySource":
     """The same keys, in the form that suits queries of this dtype in a CPU loop."""
     if isinstance(keys, PackedKeys):
         return dataclasses.replace(keys, k=bit_patterns(keys.k), v=bit_patterns(keys.v))
@@ -35,7 +35,7 @@ def for_cpu_loop(keys: KeySource, q_dtype: str) -> KeySource:
     return keys
 
 
-def in_place(keys: KeySource, query_rows: int) -> "CpuPagedKeys | None":
+def in_place(keys: "CpuKeySource", query_rows: int) -> "CpuPagedKeys | None":
     """The same keys, multiplied where they lie by so many query rows a kv head; None where they are copied.
 
     Float32 only: other types would be widened once for each row; bf16 in place is level or 15 % slower.
@@ -134,3 +134,7 @@ class PlacedChunk:
         for first in range(LANES, dim, LANES):
             partial = partial + product(first)
         return (partial.reshape(-1, LANES) @ jnp.ones(LANES)).reshape(num_kv, slots, rows)
+
+
+CpuKeySource = KeySource | CpuPagedKeys
+"""What the loop reads: CpuPagedKeys may give a PlacedChunk."""

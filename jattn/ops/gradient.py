@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 from jattn.cache.layout import PagedKV
 from jattn.errors import UnsupportedError
-from jattn.metadata.batch import CommonAttentionMetadata
+from jattn.metadata.batch import CommonAttentionMetadata, queries_of
 from jattn.ops.attend import AttentionCall, differentiable
 from jattn.ops.keys import PackedKeys, PagedKeys
-from jattn.ops.levels import flat
+from jattn.ops.levels import batch_of
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
+from jattn.types import AnyArray
 
 X = TypeVar("X")
 
@@ -20,7 +21,7 @@ X = TypeVar("X")
 def paged_gradient(
     spec: AttentionSpec,
     common: CommonAttentionMetadata,
-    block_table: jax.Array,
+    block_table: AnyArray,
     inputs: tuple[jax.Array, PagedKV, AttentionParams],
     cotangent: AttentionState,
 ) -> tuple[jax.Array, PagedKV, AttentionParams]:
@@ -35,14 +36,14 @@ def packed_gradient(
     cotangent: AttentionState,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], AttentionParams]:
     """(dq, (dk, dv), dparams) of attention over packed keys; inputs: (q, (k, v), params)."""
-    lens = flat(common, spec.attn_type).batch.kv_len
+    lens = batch_of(common, spec.attn_type).kv_len
     return _gradient(spec, common, lambda kv: PackedKeys.of(kv[0], kv[1], lens), inputs, cotangent)
 
 
 def _gradient(spec, common, open_keys, inputs, cotangent):
-    level = flat(common, spec.attn_type)
-    call = AttentionCall(spec, common.is_causal, level.max_query_len, path="chunked")
-    forward = lambda q, source, params: differentiable(call, q, open_keys(source), level.batch, params)
+    batch, max_query_len = batch_of(common, spec.attn_type), queries_of(common, spec.attn_type).max_query_len
+    call = AttentionCall(spec, common.is_causal, max_query_len, path="chunked")
+    forward = lambda q, source, params: differentiable(call, q, open_keys(source), batch, params)
     return jax.vjp(forward, *jax.tree.map(jnp.asarray, inputs))[1](cotangent)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.cache.layout import PagedKV
-from jattn.types import pytree, static
+from jattn.types import AnyArray, pytree, static
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import cdiv, gather_pages
 
@@ -82,7 +82,7 @@ class PagedKeys:
     pages_per_chunk: int = static()
 
     @classmethod
-    def of(cls, cache: PagedKV, block_table: jax.Array) -> "PagedKeys":
+    def of(cls, cache: PagedKV, block_table: AnyArray) -> "PagedKeys":
         """The pages that block_table names, one at once."""
         return cls(cache=cache, table=jnp.asarray(block_table), pages_per_chunk=1)
 

@@ -68,7 +68,8 @@ def visible(terms: LayerTerms, rows: QueryRows, kv_pos: jax.Array, inside: jax.A
 
     Keys that are not inside bool[C] are not the request's, or not to be counted here.
     """
-    causal, prefix = _per_row(rows.causal), _per_row(rows.prefix)
+    causal = None if rows.causal is None else _per_row(rows.causal)
+    prefix = None if rows.prefix is None else _per_row(rows.prefix)
     span = None if rows.span is None else (_per_row(rows.span[0]), _per_row(rows.span[1]))
     position = _per_row(rows.position)
     seen = mask.visible(terms.mask_rule, terms.head, position, _per_key(kv_pos), causal, prefix, span)
@@ -102,8 +103,8 @@ def output_dtype(q_dtype, spec: AttentionSpec | None = None) -> str:
     return name if name in quant.FLOATS else "bfloat16"
 
 
-def _per_row(x: jax.Array | None) -> jax.Array | None:
-    return None if x is None else x[None, :, None, None]
+def _per_row(x: jax.Array) -> jax.Array:
+    return x[None, :, None, None]
 
 
 def _per_key(x: jax.Array) -> jax.Array:
@@ -114,6 +115,7 @@ def _new_token_bias(qq_bias: jax.Array | None, rows: QueryRows, kv_pos: jax.Arra
     """f32[1 M 1 C] of queries and keys that are both new; 0 elsewhere."""
     if qq_bias is None:
         return None
+    assert rows.context is not None  # only a decoder's layer has a qq_bias
     size = qq_bias.shape[0]
     i, j = (rows.position - rows.context)[:, None], kv_pos[None] - rows.context[:, None]
     both = (i < size) & (j >= 0) & (j < size)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.metadata.batch import CommonAttentionMetadata
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
 from jattn.ops.attend import AttentionCall, Path, attend
 from jattn.ops.keys import KeySource, PagedKeys
@@ -19,7 +19,7 @@ from jattn.ops.layer import output_dtype
 from jattn.ops.ragged import QueryRows, RaggedBatch
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AttentionType, pytree, static
+from jattn.types import AnyArray, AttentionType, pytree, static
 from pallas_kernels.algebra import quant
 
 
@@ -28,36 +28,30 @@ class Level:
     """A batch over one level of keys; its requests may be groups of the requests of a later level."""
 
     batch: RaggedBatch
-    block_table: jax.Array | None  # i32[R B]
+    block_table: AnyArray  # i32[R B]
     max_query_len: int = static()
 
 
 def flat(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
-    """The one level of an ordinary batch of this attention type: its queries, its keys and their pages.
+    """The one level of an ordinary batch over a cache: its queries, its keys and their pages."""
+    table = keys_of(meta, attn_type).block_table
+    assert table is not None  # a builder gets a checked batch
+    max_query_len = queries_of(meta, attn_type).max_query_len
+    return Level(batch=batch_of(meta, attn_type), block_table=table, max_query_len=max_query_len)
 
-    ENCODER_DECODER: decoder queries against the encoder's keys. ENCODER: the encoder's own tokens, if `meta` is a
-    decoder's that carries them in `.cross`; otherwise, as for every other type, meta's own.
-    """
-    if attn_type is AttentionType.ENCODER and meta.cross is not None:
-        meta = meta.cross
-    keys = meta
-    if attn_type is AttentionType.ENCODER_DECODER:
-        if meta.cross is None:
-            raise ValueError(
-                "Encoder/decoder cross-attention requires setting cross-attention metadata attributes: "
-                "from_lengths(..., encoder_seq_lens=, cross_block_table=)"
-            )
-        keys = meta.cross
+
+def batch_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> RaggedBatch:
+    """The queries and keys of a layer of this attention type: see queries_of and keys_of."""
+    keys, meta = keys_of(meta, attn_type), queries_of(meta, attn_type)
     decoder = attn_type is AttentionType.DECODER
     kv_len = jnp.asarray(keys.seq_lens)
-    batch = RaggedBatch(
+    return RaggedBatch(
         start=jnp.asarray(meta.query_start_loc)[:-1],
         query_len=meta.query_lens(),
         kv_len=kv_len,
         kv_offset=jnp.zeros_like(kv_len),
         rows=_rows(meta, meta.positions()) if decoder else QueryRows(position=meta.positions(), causal=None),
     )
-    return Level(batch=batch, block_table=keys.block_table, max_query_len=meta.max_query_len)
 
 
 def _rows(meta: CommonAttentionMetadata, position: jax.Array) -> QueryRows:
@@ -134,6 +128,7 @@ def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
             kv_offset=offset[jnp.minimum(start, last.num_tokens - 1)] if last.num_tokens else jnp.zeros_like(start),
             rows=rows,
         )
+        assert level.block_table is not None  # a builder gets checked batches
         made.append(Level(batch=batch, block_table=level.block_table, max_query_len=level.max_query_len))
     return tuple(made)
 
@@ -146,7 +141,7 @@ def attend_levels(
     cache,
     levels: tuple[Level, ...],
     params: AttentionParams | None,
-    open_keys: Callable[[Any, jax.Array], KeySource] = PagedKeys.of,
+    open_keys: Callable[[Any, AnyArray], KeySource] = PagedKeys.of,
     combine: Callable[[AttentionState], AttentionState] | None = None,
 ) -> AttentionState:
     """Attention over the union of the levels' keys; sinks are added once, after the merge.
@@ -154,6 +149,7 @@ def attend_levels(
     Several levels are merged in float32 and rounded once. open_keys(cache, block_table) makes the source of keys;
     combine merges the ranks' states where these are one rank's keys.
     """
+    params = AttentionParams() if params is None else params
     several = len(levels) > 1 or combine is not None
     layer = dataclasses.replace(spec, has_sinks=False, output_dtype=None) if several else spec
     states = []
@@ -170,6 +166,7 @@ def attend_levels(
         return states[0]
     state = merge(*states) if combine is None else combine(merge(*states))
     if spec.has_sinks:
+        assert params.sinks is not None
         state = with_sinks(state, params.sinks)
     scale = params.output_scale if spec.output_dtype else None
     return dataclasses.replace(state, out=quant.to_dtype(state.out, output_dtype(q.dtype, spec), scale))

@@ -17,7 +17,7 @@ from jattn.ops.layer import einsum, output_dtype
 from jattn.ops.levels import Level, attend_levels, shared_prefix
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams
-from jattn.types import pytree, static
+from jattn.types import AnyArray, pytree, static
 from pallas_kernels.algebra.paging import cdiv, slots_of
 
 
@@ -26,13 +26,13 @@ class LatentKeys:
     """One kv head: k = [kv_c | k_pe], v = kv_c. Read dequantised, since the two parts have scales of their own."""
 
     pages: PagedKeys
-    kv_c_scale: jax.Array | None
-    k_pe_scale: jax.Array | None
+    kv_c_scale: jax.Array | float | None
+    k_pe_scale: jax.Array | float | None
     kv_lora_rank: int = static()
     wide: bool = static()
 
     @classmethod
-    def of(cls, spec: MLASpec, params: MLAParams, cache: PagedKV, block_table: jax.Array) -> "LatentKeys":
+    def of(cls, spec: MLASpec, params: MLAParams, cache: PagedKV, block_table: AnyArray) -> "LatentKeys":
         """The rows that `block_table` names."""
         return cls(
             pages=PagedKeys.of(cache, block_table),
@@ -72,7 +72,7 @@ class LatentKeys:
         return KVChunk(k=jnp.concatenate([kv_c, k_pe], axis=-1), v=kv_c, k_scale=None, v_scale=None)
 
 
-def _dequantised(rows: jax.Array, token_scale: jax.Array | None, scale: jax.Array | None) -> jax.Array:
+def _dequantised(rows: jax.Array, token_scale: jax.Array | None, scale: jax.Array | float | None) -> jax.Array:
     """Decoded rows [P 1 S .] times their scales."""
     if token_scale is not None:
         rows = rows * token_scale[..., None]
@@ -88,7 +88,7 @@ class MLAMetadata:
     """A batch as latent attention reads it."""
 
     level: Level
-    slot_mapping: jax.Array  # i32[T]
+    slot_mapping: AnyArray  # i32[T]
     is_causal: bool = static()
     shared_prefix: int = static(default=0)  # first keys that all requests share, whole blocks
 
@@ -97,7 +97,7 @@ class MLAMetadata:
         return self.level.batch.num_tokens
 
     @property
-    def block_table(self) -> jax.Array:
+    def block_table(self) -> AnyArray:
         return self.level.block_table
 
 
@@ -155,10 +155,12 @@ class LatentAttention:
         read = jnp.where(batch.query_len > 0, read, 0)
         state = self._context(q, cache, m, params, read)
         if kv_c is not None:
+            assert k_pe is not None
             own = dataclasses.replace(batch, kv_len=batch.query_len, kv_offset=batch.kv_len - batch.query_len)
             k, v = self._materialise(kv_c.astype(jnp.float32), k_pe.astype(jnp.float32), params)
             state = merge(state, attend_packed(self._call(m), q, k, v, own, _attention_params(params)))
         if spec.has_sinks:
+            assert params.sinks is not None
             state = with_sinks(state, params.sinks)
         return AttentionState(out=state.out.astype(output_dtype(q.dtype)), lse=state.lse)
 

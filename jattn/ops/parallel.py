@@ -15,9 +15,10 @@ from jax import lax
 from jattn.metadata.parallel import KeyShard
 from jattn.ops.levels import Level
 from jattn.ops.state import AttentionState, log2_lse_to_ln, merge
+from jattn.types import AnyArray
 
 
-def shard_level(level: Level, shard: KeyShard, local_lens: jax.Array | None = None) -> Level:
+def shard_level(level: Level, shard: KeyShard, local_lens: AnyArray | None = None) -> Level:
     """The same queries against one rank's keys; the block table is every rank's."""
     batch = level.batch
     kv_len = shard.count_below(batch.kv_len) if local_lens is None else jnp.asarray(local_lens)

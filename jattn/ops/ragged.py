@@ -167,6 +167,7 @@ def key_ranges(tile: QueryTile, rule: MaskRule):
     causal = None if rows.causal is None else jnp.all(rows.causal | ~live)
     span = None
     if rule.spans:
+        assert rows.span is not None
         mine = live & (rows.span[1] >= 0)
         span = jnp.min(jnp.where(mine, rows.span[0], q_first)), jnp.max(jnp.where(mine, rows.span[1], -1))
     first, last = mask.key_range(rule, q_first, q_last, keys.positions(keys.length - 1) + 1, causal, span)
@@ -174,6 +175,7 @@ def key_ranges(tile: QueryTile, rule: MaskRule):
     last = jnp.where(jnp.any(live), jnp.maximum(last, first), first)
     if not rule.prefix:
         return 0, first, last
+    assert rows.prefix is not None
     prefix = jnp.max(jnp.where(live, rows.prefix, 0))
     return jnp.minimum(keys.index_of(prefix), jnp.minimum(last, keys.length)), first, last
 

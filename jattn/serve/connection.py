@@ -64,7 +64,7 @@ class H11Connection(h11.Connection):
                 )
         return event
 
-    def send(self, event):
+    def send(self, event: h11.Event) -> Any:  # bytes, or None for h11.ConnectionClosed
         """The event's bytes. A response that comes before the end of the request's body says Connection: close."""
         if isinstance(event, h11.Response) and self.their_state is h11.SEND_BODY:
             headers = [(name, value) for name, value in event.headers if name != b"connection"]

@@ -165,9 +165,12 @@ def _plain(value: Any, depth: int = MAX_DEPTH) -> Any:
     """A copy that has only JSON's types, so that a template finds no other methods in its input."""
     if value is None or isinstance(value, bool):
         return value
-    for kind, plain in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
-        if isinstance(value, kind):
-            return plain(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if depth == 0:
         raise ValueError(f"the lists and objects for a chat template are nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):

@@ -27,7 +27,9 @@ class MaskRule:
     mask_fn: Callable | None = None  # (head, q_pos, kv_pos) -> bool
 
 
-def visible(rule: MaskRule, head, q_pos, kv_pos, causal=None, prefix=None, span=None) -> jax.Array:
+def visible(
+    rule: MaskRule, head, q_pos, kv_pos, causal=None, prefix=None, span: tuple[jax.Array, jax.Array] | None = None
+) -> jax.Array:
     """True where the query at `q_pos` sees the key at `kv_pos`; the arguments broadcast.
 
     `causal`, when given, is a traced bool that replaces `rule.causal` (per-request causality). `prefix` is the number
@@ -52,6 +54,7 @@ def visible(rule: MaskRule, head, q_pos, kv_pos, causal=None, prefix=None, span=
         keys_back = (q_pos - q_pos % rule.chunk) - (kv_pos - kv_pos % rule.chunk)
         seen &= (keys_back >= 0) & (keys_back <= rule.lookback * rule.chunk)
     if rule.spans:
+        assert span is not None
         both_ways = (kv_pos >= span[0]) & (kv_pos <= span[1])
         seen |= both_ways & near if rule.clamp_spans else both_ways
     if rule.mask_fn is not None:
@@ -59,7 +62,15 @@ def visible(rule: MaskRule, head, q_pos, kv_pos, causal=None, prefix=None, span=
     return seen
 
 
-def key_range(rule: MaskRule, q_first, q_last, seq_len, causal=None, span=None, xp=jnp):
+def key_range(
+    rule: MaskRule,
+    q_first,
+    q_last,
+    seq_len,
+    causal=None,
+    span: tuple[jax.Array, jax.Array] | None = None,
+    xp=jnp,
+):
     """Half-open range (start, stop) of keys that covers every key visible to a query at q_first .. q_last.
 
     `span`, under rule.spans, is the hull of the queries' spans; its last is < 0 where there is none. Keys that
@@ -80,6 +91,7 @@ def key_range(rule: MaskRule, q_first, q_last, seq_len, causal=None, span=None, 
         start = xp.maximum(start, (q_first // rule.chunk - rule.lookback) * rule.chunk)
         stop = xp.minimum(stop, (q_last // rule.chunk + 1) * rule.chunk)
     if rule.spans:
+        assert span is not None
         first = xp.maximum(span[0], q_first - rule.left) if rule.clamp_spans and rule.left >= 0 else span[0]
         start = xp.where(span[1] >= 0, xp.minimum(start, xp.maximum(first, 0)), start)
         stop = xp.maximum(stop, xp.minimum(span[1] + 1, seq_len))

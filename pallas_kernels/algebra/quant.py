@@ -100,7 +100,9 @@ def storage_dtype(dtype: str, bits: bool) -> np.dtype:
 def token_head_scale(x: jax.Array, dtype: str) -> jax.Array:
     """f32[..., 1] scale that maps the largest magnitude of each row of x[..., D] to the dtype's maximum."""
     peak = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    return jnp.maximum(peak / DTYPES[dtype].largest, MIN_TOKEN_SCALE)
+    largest = DTYPES[dtype].largest
+    assert largest is not None, f"{dtype} has no scales"
+    return jnp.maximum(peak / largest, MIN_TOKEN_SCALE)
 
 
 def to_dtype(x: jax.Array, dtype: str, scale=None) -> jax.Array:
@@ -117,7 +119,9 @@ def to_dtype(x: jax.Array, dtype: str, scale=None) -> jax.Array:
 
 @jax.custom_jvp
 def _as_bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, DTYPES[x.dtype.name].bits_dtype)
+    bits_dtype = DTYPES[x.dtype.name].bits_dtype
+    assert bits_dtype is not None, f"{x.dtype.name} is stored as itself"
+    return jax.lax.bitcast_convert_type(x, bits_dtype)
 
 
 @_as_bits.defjvp

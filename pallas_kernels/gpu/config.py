@@ -67,13 +67,10 @@ class GpuKernelConfig:
         With |logit| <= MAX_FIXED_LOGIT in base 2, float32 and bfloat16 hold the exponentials, and sums of a million.
         """
         rule = self.logits
-        unbounded = rule.has_alibi or rule.score_fn is not None or not rule.soft_cap
-        return (
-            not unbounded
-            and not self.quantised
-            and self.dtype == "bfloat16"
-            and rule.soft_cap * math.log2(math.e) <= MAX_FIXED_LOGIT
-        )
+        if rule.has_alibi or rule.score_fn is not None or not rule.soft_cap:
+            return False  # the logits have no bound
+        bounded = rule.soft_cap * math.log2(math.e) <= MAX_FIXED_LOGIT
+        return bounded and not self.quantised and self.dtype == "bfloat16"
 
     @property
     def value_dtype(self) -> str:

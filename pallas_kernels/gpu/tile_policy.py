@@ -79,7 +79,7 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     if rows is None:
         return {}
     few = rows <= WARPGROUP_ROWS
-    chosen = {"long_tiles": not few, "flat_list": FLAT_LIST and few}
+    chosen: dict[str, Any] = {"long_tiles": not few, "flat_list": FLAT_LIST and few}
     if NARROW_TILES and rows <= 16 and config.kv_dtype in KV_DTYPES_8BIT:
         narrow = dataclasses.replace(config, narrow_rows=8 if rows <= 8 else 16)
         if _stages_that_fit(narrow, 128, most=4) >= 2:
@@ -107,11 +107,9 @@ def largest_tiles(request: TileRequest) -> dict[str, Any]:
     blocks, most = ((64,), 5) if eight_bits else ((128, 64), 3)
     if config.narrow_rows:
         blocks, most = (128,), 4
-    for block in blocks:
-        stages = _stages_that_fit(config, block, most)
-        if stages >= 2:
-            break
-    return {"block_kv": block, "stages": max(stages, 1)}  # where not even one fits, supports.py refuses
+    stages = {block: _stages_that_fit(config, block, most) for block in blocks}
+    block = next((block for block in blocks if stages[block] >= 2), blocks[-1])
+    return {"block_kv": block, "stages": max(stages[block], 1)}  # where not even one fits, supports.py refuses
 
 
 def soft_cap(request: TileRequest) -> dict[str, Any]:

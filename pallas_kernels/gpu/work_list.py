@@ -173,7 +173,7 @@ def _cut_line(nblk, config):
     return _columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], joins)
 
 
-def place_of(unit, set_units, heads: int, set_heads: int):
+def place_of(unit, set_units, heads: int, set_heads: jax.Array | int):
     """Unit -> (tile, kv head). set_units: units of one set of heads. Works on arrays and on scalars of the kernel."""
     of_set = unit // set_units
     within = unit - of_set * set_units

@@ -155,6 +155,7 @@ class QueryTile:
             q_pos = item.q_first + _token_of(c, first, rows)
         logits = self._logits(dots, head, first, rows, q_pos, kv_pos)
         if keys.masked:
+            assert kv_pos is not None
             live = (kv_pos >= item.kv_start) & (kv_pos < item.kv_end)
             causal = (item.causal != 0) if c.per_request_causal else None
             logits = jnp.where(live & mask.visible(c.mask, None, q_pos, kv_pos, causal), logits, softmax.NEG_INF)

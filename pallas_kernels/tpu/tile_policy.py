@@ -1,5 +1,7 @@
 """Sizes of blocks and tiles of the TPU kernel that its caller left open: `default_config`."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from pallas_kernels.algebra.paging import cdiv
@@ -20,7 +22,7 @@ def default_config(*, longest: int | None = None, **fields) -> TpuKernelConfig:
     page_bytes = lambda keys: 2 * keys * heads * dims * item
     row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
     blocks, tiles = (1536, 1024, 512, 256, 128), (512, 256, 128)
-    found = dict(
+    found: dict[str, Any] = dict(
         block_kv=next((n for n in blocks if page_bytes(n) <= PAGE_BYTES), blocks[-1]),
         tile_rows=next((n for n in tiles if row_bytes(n) <= ROW_BYTES), tiles[-1]),
     )

@@ -72,7 +72,7 @@ def attend(
         ),
         vmap_method="sequential",
     )
-    return call(
+    out, lse = call(
         *(q, k, v, _floats(k_token_scale), _floats(v_token_scale)),
         *(_ints(batch.query_start_loc), _ints(batch.seq_lens), _ints(batch.kv_lens)),
         *(_ints(batch.block_table, (0, 0)), _ints(batch.kv_start), _ints(batch.causal)),
@@ -88,6 +88,7 @@ def attend(
         isa=config.isa,
         threads=np.int32(config.threads),
     )
+    return out, lse
 
 
 def write(
@@ -112,14 +113,16 @@ def write(
         input_output_aliases={5: 0, 6: 1, 7: 2, 8: 3},
         vmap_method="sequential",
     )
-    written = call(
+    k_pool, v_pool, k_token_scale, v_token_scale = call(
         *(k, v, _ints(slot_mapping), _per_head(k_scale, k.shape[1]), _per_head(v_scale, v.shape[1]), *arrays),
         kv_dtype=np.int32(_DTYPES.index(kv_dtype)),
         heads_first=bool(heads_first),
         isa=isa,
         threads=np.int32(threads),
     )
-    return tuple(None if old is None else new for old, new in zip(pools, written, strict=True))
+    k_token_scale = None if pools[2] is None else k_token_scale
+    v_token_scale = None if pools[3] is None else v_token_scale
+    return k_pool, v_pool, k_token_scale, v_token_scale
 
 
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:

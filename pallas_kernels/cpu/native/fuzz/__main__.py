@@ -65,7 +65,7 @@ def build(work: pathlib.Path, cxx, isas: dict[str, tuple[str, ...]], sanitize: s
     flags += [flag for feature, flag in emulate.items() if feature not in here]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
-    have = [f"-DJATTN_HAVE_{isa.upper()}" for isa in isas]
+    have = tuple(f"-DJATTN_HAVE_{isa.upper()}" for isa in isas)
     units = {f"isa_{isa}": (toolchain.SOURCES / f"isa_{isa}.cc", own) for isa, own in isas.items()}
     units["fuzz"] = HERE / "fuzz.cc", have
     compile_one = lambda unit: subprocess.run(
