@@ -137,15 +137,17 @@ def test_a_window_frees_blocks_behind_it_and_the_model_does_not_notice():
 
 
 @pytest.mark.parametrize(
-    "options", [dict(cache_dtype="int8"), dict(cache_dtype="float8_e4m3fn", cache_quant="per_tensor")]
+    ("options", "most"),
+    [(dict(cache_dtype="int8"), 0.05), (dict(cache_dtype="float8_e4m3fn", cache_quant="per_tensor"), 0.2)],
+    ids=["int8", "fp8"],
 )
-def test_a_cache_of_8_bits_is_served_and_gives_nearly_the_same_numbers(options, crowd):
-    """The first tokens' log-probabilities, before a token can differ."""
+def test_a_cache_of_8_bits_is_served_and_gives_nearly_the_same_numbers(options, most, crowd):
+    """The first tokens' log-probabilities, before a token can differ. fp8 keeps 4 bits of a number, int8 8 of a row."""
     served = Engine(CONFIG, PARAMS, **OPTIONS | dict(deterministic=False) | options)
     outputs = served.generate(requests(), GREEDY)
     assert {cache.spec.quant for cache in served.caches} == {options.get("cache_quant", "per_token_head")}
     for output, wanted in zip(outputs, crowd, strict=True):
-        assert abs(output.logprobs[0].logprob - wanted.logprobs[0].logprob) < 0.05
+        assert abs(output.logprobs[0].logprob - wanted.logprobs[0].logprob) < most
 
 
 def test_scales_of_a_cache_that_needs_none_are_refused():
