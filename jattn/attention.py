@@ -40,7 +40,7 @@ class PagedAttention:
     backend: str = dataclasses.field(
         default="auto", compare=False
     )  # a name, or "auto": see backend_name for the choice
-    platform: str | Chip | None = dataclasses.field(default=None, compare=False)  # chosen for; None: JAX's device
+    platform: str | Chip | None = dataclasses.field(default=None, compare=False)  # None: JAX's default device
     dtype: Any = dataclasses.field(default=None, compare=False)  # of the queries; None: the cache's, unless quantised
     needs: tuple[Feature, ...] = dataclasses.field(
         default=(), compare=False, kw_only=True

@@ -104,7 +104,7 @@ class AttentionSpec:
         check_fields(self, num_kv_heads=integer(1), v_head_dim=integer(1), chunk_size=optional(integer(1)))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: each kv head serves a whole group"
+                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}: kv heads have equal groups"
             )
         _check_together(self)
         if self.attn_type is AttentionType.ENCODER_DECODER and (self.sliding_window or self.chunk_size):

@@ -217,14 +217,16 @@ def check_params(
         if value is not None and not used:
             raise ValueError(f"params.{name} is given but spec.{flag}=False; make the spec with {flag}=True")
         if value is not None and jnp.shape(value) != (spec.num_heads,):
-            raise ValueError(f"params.{name}.shape={jnp.shape(value)} must be ({spec.num_heads},), one a query head")
+            raise ValueError(
+                f"params.{name}.shape={jnp.shape(value)} must be ({spec.num_heads},), one for each query head"
+            )
     heads = (("q_scale", spec.num_heads), ("k_scale", spec.num_kv_heads), ("v_scale", spec.num_kv_heads))
     for name, count in heads:
         value = getattr(params, name)
         if value is not None and as_array(f"params.{name}", value).shape not in ((), (count,)):
             raise ValueError(f"params.{name}.shape={jnp.shape(value)} must be () or ({count},)")
         if jnp.ndim(0.0 if value is None else value) == 1 and not backend.supports_per_head_quant_scales():
-            refusal = f"{Feature.PER_HEAD_QUANT_SCALES} not supported: params.{name} has one a head"
+            refusal = f"{Feature.PER_HEAD_QUANT_SCALES} not supported: params.{name} has one per head"
             raise UnsupportedError("the chosen backend does not take these params", {backend.get_name(): (refusal,)})
     if cache_spec is not None:
         check_scales(params, cache_spec)

@@ -211,7 +211,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SplitMetadata:
-        """common_prefix_len holds for each half too, because its requests are some of the batch."""
+        """common_prefix_len is passed to both builders: it is common to all requests, so also to those of each half."""
         common = common_attn_metadata
         needs = tuple(feature for feature, _ in checks.causal_needs(self.spec, common))
         dtypes = () if self.dtype is None else (self.dtype,)

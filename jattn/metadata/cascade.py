@@ -20,7 +20,7 @@ from pallas_kernels.algebra.paging import cdiv
 
 Level = int | Sequence[tuple[int, int]]
 MIN_PREFIX, MIN_REQS, TILE = 256, 8, 128
-"""A level of its own needs this many shared tokens and requests. TILE: queries or keys of a tile in the estimate."""
+"""The least shared tokens and requests for a level. TILE: queries or keys of a tile in the estimate."""
 
 
 @takes(
@@ -45,7 +45,7 @@ def use_cascade_attention(
     num_sms: int = 1,
     dcp_world_size: int = 1,
 ) -> bool:
-    """Is a shared prefix read faster in a level of its own? Compares waves of tiles on num_sms processors. Host only.
+    """Is it faster to read a shared prefix in a separate level? Compares waves of tiles on num_sms cores. Host only.
 
     with a level            ceil(H * ceil(tokens/128) / SM) * ceil(prefix/128)
     split-KV decoding       ceil(reqs * K * ceil(G/128) * ceil(prefix/128) / SM)
@@ -178,6 +178,6 @@ def _check_shared(meta, done: np.ndarray, groups, block_size: int) -> None:
         if bad.any():
             r = int(np.argmax(bad))
             raise ValueError(
-                f"requests {leader[r]} and {r} have different pages in the prefix that `prefixes` says they share"
+                f"requests {leader[r]} and {r} have different blocks in the prefix that they share by `prefixes`"
             )
         first = stop

@@ -52,7 +52,7 @@ def check_new_tokens(query_lens: np.ndarray, seq_lens: np.ndarray, causal: np.nd
         r = int(np.argmax(bad))
         raise ValueError(
             f"request {r}: seq_len={seq_lens[r]} is less than query_len={query_lens[r]}; "
-            "seq_lens count computed AND new tokens"
+            "seq_lens count computed and new tokens"
         )
 
 
