@@ -41,7 +41,7 @@ class BlockPool:
         self._holders = [0] * num_blocks
         self._name: dict[int, bytes] = {}  # cached block -> hash
         self._cached: dict[bytes, int] = {}  # hash -> cached block
-        self.evictions = 0  # cached blocks whose contents were given up
+        self.evictions = 0  # cached blocks whose contents were replaced
 
     @property
     def num_free(self) -> int:

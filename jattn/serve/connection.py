@@ -65,7 +65,7 @@ class H11Connection(h11.Connection):
         return event
 
     def send(self, event):
-        """The event's bytes. A response that comes before the end of the request's body says Connection: close."""
+        """The event's bytes. A response before the end of the request's body has Connection: close."""
         if isinstance(event, h11.Response) and self.their_state is h11.SEND_BODY:
             headers = [(name, value) for name, value in event.headers if name != b"connection"]
             headers.append((b"connection", b"close"))
@@ -133,7 +133,7 @@ class Connection(H11Protocol):
         self.conn.begin_round()
         super().handle_events()
         if self.cycle is not None and self.cycle.transport is self.transport:
-            self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]  it has what a cycle calls
+            self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]  it has the methods that a cycle calls
         if self.conn.round_is_over:
             self._is_scheduled = True
             self.transport.pause_reading()

@@ -51,7 +51,7 @@ class ByteTokenizer:
 class FolderTokenizer:
     """A tokenizer.json, read by the `tokenizers` library. Special tokens that only other files name are added.
 
-    Truncation and padding are switched off, whatever the file says: a prompt is always encoded whole.
+    Truncation and padding are switched off, also if the file enables them: a prompt is always encoded whole.
     """
 
     def __init__(self, path: Path, special: SpecialTokens | None = None):

@@ -19,7 +19,7 @@ SOURCES = pathlib.Path(__file__).parent / "src"
 BASE_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-fno-math-errno")
 QUESTION_SECONDS, BUILD_SECONDS = 60.0, 900.0
 """Time limits of the compiler: for --version and a check of flags, and for the whole build; then it is killed."""
-MOST_SAID = 1 << 20
+MAX_OUTPUT_BYTES = 1 << 20
 """Most bytes of a command's messages; a command that writes more is stopped before it fills the disk."""
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (  # -march=x86-64-v4, which some compilers spell otherwise
@@ -181,7 +181,7 @@ def _run_side_by_side(commands: list[list[str]], end: float) -> list[tuple[int, 
         stack.enter_context(_killed_with_us([process for process, _ in running]))
         pause = 0.001
         while any(process.poll() is None for process, _ in running):
-            if any(os.fstat(said.fileno()).st_size > MOST_SAID for _, said in running):
+            if any(os.fstat(said.fileno()).st_size > MAX_OUTPUT_BYTES for _, said in running):
                 raise BuildError(f"{commands[0][0]} wrote messages without end and was stopped; set CXX to another")
             if time.monotonic() > end:
                 raise BuildError(f"{commands[0][0]} did not finish in time and was stopped; set CXX to another")
@@ -189,7 +189,7 @@ def _run_side_by_side(commands: list[list[str]], end: float) -> list[tuple[int, 
             pause = min(2 * pause, 0.05)
         for _, said in running:
             said.seek(0)
-        return [(process.returncode, said.read(MOST_SAID).decode(errors="replace")) for process, said in running]
+        return [(process.returncode, said.read(MAX_OUTPUT_BYTES).decode(errors="replace")) for process, said in running]
 
 
 @contextlib.contextmanager
