@@ -71,7 +71,7 @@ class PagedAttention:
         return self.chosen.get_name()
 
     def build(self, meta: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False) -> Any:
-        """The backend's plan of a batch. Build it once a step for all layers of this spec, on the host or inside jit.
+        """The backend's plan of a batch. Build it once per step for all layers of this spec, on the host or inside jit.
 
         common_prefix_len: how many first keys all requests share. It can make the step faster and changes no result.
         fast_build: prefer a plan that is built quickly over one that runs quickly.

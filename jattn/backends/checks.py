@@ -106,7 +106,7 @@ def check_causality(
     )
     if lacking:
         raise UnsupportedError(
-            "the chosen backend does not take this batch; name another", {backend.get_name(): lacking}
+            "the chosen backend does not support this batch; name another", {backend.get_name(): lacking}
         )
 
 
@@ -178,7 +178,7 @@ def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.A
 
 
 def as_one_dtype(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Packed k and v in the smallest dtype that holds the numbers of both exactly."""
+    """Packed k and v in the smallest dtype that holds the values of both exactly."""
     dtype = jnp.promote_types(k.dtype, v.dtype)
     return k.astype(dtype), v.astype(dtype)
 
@@ -227,7 +227,7 @@ def check_params(
             raise ValueError(f"params.{name}.shape={jnp.shape(value)} must be () or ({count},)")
         if jnp.ndim(0.0 if value is None else value) == 1 and not backend.supports_per_head_quant_scales():
             refusal = f"{Feature.PER_HEAD_QUANT_SCALES} not supported: params.{name} has one per head"
-            raise UnsupportedError("the chosen backend does not take these params", {backend.get_name(): (refusal,)})
+            raise UnsupportedError("the chosen backend does not support these params", {backend.get_name(): (refusal,)})
     if cache_spec is not None:
         check_scales(params, cache_spec)
     params.check_host()
@@ -240,7 +240,7 @@ def check_dtype(backend: type[AttentionBackend], q, params: AttentionParams) -> 
         raise ValueError(f"q.dtype={q.dtype} needs params.q_scale: real value = stored value * scale")
     if not backend.supports_dtype(q.dtype):
         raise UnsupportedError(
-            "the chosen backend does not take this query; cast it, name another backend, or construct the attention "
+            "the chosen backend does not support this query; cast it, name another backend, or construct the attention "
             f"with dtype={q.dtype.name!r}",
             {backend.get_name(): (f"dtype not supported: {q.dtype} seen, {supported} supported",)},
         )

@@ -151,7 +151,7 @@ def _metadata(common: CommonAttentionMetadata, attn_type: AttentionType) -> Pall
 
 
 def _kernel_params(spec: AttentionSpec, params: AttentionParams) -> KernelParams:
-    """The kernel's traced numbers, without those that the spec does not use."""
+    """The kernel's traced parameters, without those that the spec does not use."""
     q_scale, k_scale, v_scale = as_arrays(params.q_scale, params.k_scale, params.v_scale)
     return KernelParams(
         q_scale=q_scale,

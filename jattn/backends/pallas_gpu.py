@@ -123,7 +123,7 @@ def _paged(impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params:
     config = kernel_config(spec, cache.spec, q.dtype.name, m.common)
     if reasons := supports(config):
         raise UnsupportedError(
-            "the GPU kernel does not take these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
+            "the GPU kernel does not support these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
         )
     k, v = (quant.native(pool, cache.spec.dtype) for pool in (cache.k, cache.v))
     out, lse = ragged_paged_attention(

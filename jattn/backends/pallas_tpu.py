@@ -88,7 +88,7 @@ class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
         config = kernel_config(self.spec, self.cache_spec, common=common)
         columns = 1 if keys.block_table is None else keys.block_table.shape[1]
         if reasons := supports_batch(queries.num_tokens, queries.max_num_reqs, columns, config):
-            raise UnsupportedError("the TPU kernel does not take this batch", {"pallas_tpu": tuple(reasons)})
+            raise UnsupportedError("the TPU kernel does not support this batch", {"pallas_tpu": tuple(reasons)})
         causal = jnp.asarray(common.causal_per_request) if config.per_request_causal else None
         starts, lengths = jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens)
         work = build_work_list(starts, lengths, queries.num_tokens, config, causal)
@@ -125,7 +125,7 @@ def _paged(impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params:
     config = kernel_config(spec, cache.spec, q.dtype.name, m.common, params)
     if reasons := supports(config, chip=impl.chip.generation):
         raise UnsupportedError(
-            "the TPU kernel does not take these queries; use backend='sdpa'", {"pallas_tpu": tuple(reasons)}
+            "the TPU kernel does not support these queries; use backend='sdpa'", {"pallas_tpu": tuple(reasons)}
         )
     k, v = (quant.native(pool, cache.spec.dtype) for pool in (cache.k, cache.v))
     out, lse = ragged_paged_attention(

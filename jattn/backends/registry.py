@@ -202,7 +202,7 @@ def resolve(
             if report.supported and backend in ("auto", report.name):
                 return load(report.name)
     able = [report.name for report in reports if report.supported]
-    subject = "no backend takes" if backend == "auto" else f"backend {backend!r} does not take"
+    subject = "no backend supports" if backend == "auto" else f"backend {backend!r} does not support"
     hint = f" ({', '.join(able)} would)" if able else ""
     queries = f", queries and keys of {', '.join(dtypes)}" if dtypes else ""
     raise UnsupportedError(

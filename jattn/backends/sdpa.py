@@ -38,7 +38,7 @@ class SdpaMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
-    """Positions and lengths, computed once a step for all layers of the spec."""
+    """Positions and lengths, computed once per step for all layers of the spec."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True

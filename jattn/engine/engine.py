@@ -173,10 +173,10 @@ class Engine:
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, salt: str = ""
     ) -> str:
-        """Queue a prompt (text or token ids) and return the request's id.
+        """Queue a prompt (text or token ids) and return the id of the request.
 
         A request that cannot be served ends in the next step, with finish_reason "error". Requests with different salts
-        share no cached blocks, so one client cannot find out by timing what another one sent.
+        share no cached blocks, so the latency of a request does not show what another client sent.
         """
         self.runner.must_be_alive()
         params = SamplingParams() if params is None else params

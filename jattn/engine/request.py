@@ -47,7 +47,7 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     def restart(self) -> None:
-        """Keep the tokens; all keys are computed again. The caller has dropped the pools with its blocks."""
+        """Keep the tokens, and compute all keys again. The caller must drop the pools that have its blocks."""
         self.num_preemptions += bool(self.tables)
         self.tables, self.kept_from, self.names = [], [], []
         self.num_computed = self.num_shared = self.num_published = 0

@@ -154,7 +154,7 @@ class BlockTables:
             if not trusted:
                 for block in table[max(kept, seq.num_shared) :]:
                     pool.forget(block)
-            pool.release(reversed(held))  # the first blocks last: they are shared most
+            pool.release(reversed(held))  # the first blocks last, to be reused last: they are shared most often
         seq.tables, seq.kept_from = [], []
         seq.num_computed = seq.num_shared = seq.num_published = 0
 

@@ -223,7 +223,7 @@ def as_array(name: str, value: Any, holds: str = _NUMBERS, ndims: tuple[int, ...
         raise ValueError(f"{name}.dtype={array.dtype} must be {_TYPES[holds]}{_shape_words(ndims)}")
     if ndims and array.ndim not in ndims:
         raise ValueError(f"{name}.shape={tuple(array.shape)} must have {_ranks(ndims)} axes of {holds}")
-    is_index = holds == _INTEGERS or array.dtype.itemsize == 8  # integers of 8 bits may be quantised numbers
+    is_index = holds == _INTEGERS or array.dtype.itemsize == 8  # 8-bit integers may be quantised values
     if is_index and _is_integer(array.dtype) and not isinstance(array, jax.Array) and array.dtype != np.int32:
         array = _as_int32(name, array)
     return array

@@ -1,4 +1,4 @@
-"""How much the rules of a tokenizer.json may lengthen a text. The library aborts the process if memory runs out."""
+"""Limits how much the rules of a tokenizer.json may lengthen a text: the library aborts if memory runs out."""
 
 import base64
 import binascii

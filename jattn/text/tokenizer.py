@@ -102,7 +102,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     config = tokenizer_config(directory)
     if config.get("tokenizer_class") == "ByT5Tokenizer":
         return ByteTokenizer()
-    own = "; the folder's own code, which auto_map names, is never run" if config.get("auto_map") else ""
+    own = "; the folder's own code, which auto_map names, is never executed" if config.get("auto_map") else ""
     raise FileNotFoundError(
         f"{directory} has no tokenizer.json, and its tokenizer_config.json names "
         f"{short(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
