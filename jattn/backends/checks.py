@@ -184,7 +184,7 @@ def as_one_dtype(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def check_packing(spec: AttentionSpec, meta: CommonAttentionMetadata, num_keys: int) -> None:
-    """The packed keys must be at least as many as the lengths add up to; checked where lengths are numpy."""
+    """There must be at least as many packed keys as the sum of the lengths; checked if the lengths are numpy arrays."""
     lengths = keys_of(meta, spec.attn_type).seq_lens
     if isinstance(lengths, np.ndarray) and lengths.sum() > num_keys:
         raise ValueError(f"k has {num_keys} tokens but the requests' lengths add up to {lengths.sum()}")

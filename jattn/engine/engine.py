@@ -103,7 +103,7 @@ class Engine:
         self._plan: StepPlan | None = None  # the plan of the current step
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
         self._seeds = np.random.default_rng(seed)
-        self._next_id = self._next_name = 0
+        self._next_id = self._next_seq_id = 0
 
     @classmethod
     def from_pretrained(
@@ -192,9 +192,9 @@ class Engine:
             self._stats = self._stats.plus(failed=1)
             return id
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-        self._next_name += 1
+        self._next_seq_id += 1
         root = admission.root_hash_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
-        seqs = [Sequence(f"{self._next_name}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
+        seqs = [Sequence(f"{self._next_seq_id}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
         longest, eos = self.limits.max_model_len, self.config.eos_token_ids
         request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], longest, self.tokenizer)
         self._requests.add(request)  # last, because the lines before may raise

@@ -209,7 +209,7 @@ def booleans(*ndims: int) -> Rule:
 
 
 def as_array(name: str, value: Any, holds: str = _NUMBERS, ndims: tuple[int, ...] = (), host: str = "") -> Any:
-    """An array as it is; a number or a list as a numpy array."""
+    """An array unchanged; a number or a list as a numpy array."""
     if isinstance(value, Tracer):
         array = value
     elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
@@ -237,7 +237,7 @@ def _from_list(name: str, value: Any, holds: str) -> Any:
     except jax.errors.TracerArrayConversionError:
         array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{name}={short(value)} is no array of {holds}: {error}") from None
+        raise ValueError(f"{name}={short(value)} is not an array of {holds}: {error}") from None
     if array.size == 0 and array.dtype == np.float64:  # numpy's type of []
         array = array.astype({_INTEGERS: np.int32, _BOOLS: bool}.get(holds, np.float32))
     if array.dtype == object:

@@ -43,7 +43,7 @@ class H11Connection(h11.Connection):
         return not self._events_left
 
     def next_event(self):
-        """h11's next event; NEED_DATA also where the round is over."""
+        """h11's next event; NEED_DATA also if the round is over."""
         if self.round_is_over:
             return h11.NEED_DATA
         self._events_left -= 1
@@ -92,7 +92,7 @@ class Connection(H11Protocol):
     """uvicorn's protocol with read and write time-outs, a limit of connections, and JSON errors for invalid HTTP.
 
     uvicorn itself closes connections that are idle between two requests. Events are parsed in rounds, so that a body
-    in many small chunks does not hold up other connections.
+    in many small chunks does not delay other connections.
     """
 
     def __init__(self, options: ServerOptions, **uvicorn_arguments: Any):
@@ -167,7 +167,7 @@ class Connection(H11Protocol):
         self._send_error(*(self.conn.refusal or (400, msg)))
 
     def close_after_response(self) -> None:
-        """Close the connection; where the body was not read to its end, first let the client read the response.
+        """Close the connection. If the body was not read to its end, the client first gets time to read the response.
 
         Closing a socket that holds unread bytes resets the connection, and the client may lose the response.
         """

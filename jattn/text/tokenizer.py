@@ -207,7 +207,7 @@ class Detokenizer:
             window = _Window(tokens, num_context, text, text, 0)
         elif may_wait:
             window = _Window(tokens, num_context, returned, whole, num_silent)
-        else:  # the silent tokens are special ones, which have no influence on the text of others: forget them
+        else:  # these tokens are special ones, which have no text and do not change that of others
             window = _Window(tokens[: len(tokens) - num_silent], num_context, returned, whole, 0)
         return window, added, is_whole
 
