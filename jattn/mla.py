@@ -89,7 +89,7 @@ class MLAAttention:
     ) -> PagedKV:
         """Write the new tokens' rows. Of params, only the scales are used."""
         params = MLAParams() if params is None else checks.check_kind("params", params, MLAParams)
-        checks.check_built(m, self.chosen.get_metadata_cls())
+        checks.check_plan(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         kv_c, k_pe = self._rows(kv_c, k_pe, m)
         return self.impl.do_kv_cache_update(cache, kv_c, k_pe, m, params)
@@ -136,7 +136,7 @@ class MLAAttention:
         return _traced(self.impl, "prefill_mha", q, cache, m, params, *new)
 
     def _checked(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> jax.Array:
-        checks.check_built(m, self.chosen.get_metadata_cls())
+        checks.check_plan(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         check_mla_params(self.spec, params)
         check_latent(self.spec, self.cache_spec, params)

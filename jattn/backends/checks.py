@@ -58,10 +58,10 @@ def check_batch(
     _VECTOR("meta.slot_mapping", keys.slot_mapping)
     name = "cache_spec.block_size" if ranks == 1 else f"cache_spec.block_size * {ranks} ranks"
     check_block_size(keys, cache_spec.block_size * ranks, name)
-    return meta if meta.max_num_reqs else with_a_row(meta)
+    return meta if meta.max_num_reqs else with_padding_row(meta)
 
 
-def with_a_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
+def with_padding_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """A batch of R = 0 rows with one row of padding: kernels and plans need at least one."""
 
     def column(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -83,7 +83,7 @@ def check_lengths(spec: AttentionSpec | MLASpec, meta: CommonAttentionMetadata) 
             raise ValueError(f"query_start_loc.shape={starts} must be (R + 1,) and seq_lens.shape={lengths} (R,)")
 
 
-def check_reach(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
+def check_mask_metadata(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
     """The batch must have the ranges of use_mm_prefix and the prefixes of use_rswa, if the layer uses them."""
     for flag, name, axes in (("use_mm_prefix", "mm_prefix_ranges", "R, n, 2"), ("use_rswa", "rswa_prefix_lens", "R")):
         if not getattr(spec, flag):
@@ -246,8 +246,8 @@ def check_dtype(backend: type[AttentionBackend], q, params: AttentionParams) -> 
         )
 
 
-def check_built(m, metadata_cls: type) -> None:
-    """m must be a plan of this attention's backend."""
+def check_plan(m, metadata_cls: type) -> None:
+    """m must be a plan by the builder of the chosen backend."""
     check_kind("m", m, metadata_cls, "call m = attn.build(meta) first, with the same attn")
 
 

@@ -83,8 +83,8 @@ class PallasCpuImpl(AttentionImpl[PallasCpuMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         m = _metadata(meta, self.spec.attn_type)
-        cache, table = packed_as_pages(k, v, m.batch.seq_lens, keys_of(meta, self.spec.attn_type).max_seq_len)
-        return self.forward(q, cache, dataclasses.replace(m, batch=m.batch._replace(block_table=table)), params)
+        cache, block_table = packed_as_pages(k, v, m.batch.seq_lens, keys_of(meta, self.spec.attn_type).max_seq_len)
+        return self.forward(q, cache, dataclasses.replace(m, batch=m.batch._replace(block_table=block_table)), params)
 
 
 class PallasCpuBackend(AttentionBackend):

@@ -111,10 +111,10 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary cache; the gradient passes through the copy."""
         keys = keys_of(meta, self.spec.attn_type)
-        cache, table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache, block_table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
         impl = dataclasses.replace(self, cache_spec=cache.spec)
-        return impl.forward(q, cache, dataclasses.replace(m, block_table=table), params)
+        return impl.forward(q, cache, dataclasses.replace(m, block_table=block_table), params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

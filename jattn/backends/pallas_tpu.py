@@ -107,7 +107,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary HND cache; the gradient passes through the copy."""
         keys = keys_of(meta, self.spec.attn_type)
-        cache, table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache, block_table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         cache = dataclasses.replace(
             cache,
             k=jnp.swapaxes(cache.k, 1, 2),
@@ -116,7 +116,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
         )
         m = PallasTpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
         impl = dataclasses.replace(self, cache_spec=cache.spec)
-        return impl.forward(q, cache, dataclasses.replace(m, block_table=table), params)
+        return impl.forward(q, cache, dataclasses.replace(m, block_table=block_table), params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

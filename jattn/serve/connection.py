@@ -16,10 +16,10 @@ MAX_EVENTS = 64
 """h11 events parsed in a round, before other connections have their turn; each takes about 15 microseconds."""
 
 LINGER_SECONDS = 2.0
-"""Lingering close: how long a client may read an early response while the rest of its body is discarded."""
+"""Lingering close: time for a client to read an early response. The rest of its body is discarded."""
 
 MAX_LINGER_BYTES = 1 << 24
-"""Bytes of the body that are discarded meanwhile."""
+"""Bytes of the body that are discarded in a lingering close; after more, the connection is closed."""
 
 
 class H11Connection(h11.Connection):

@@ -1,4 +1,4 @@
-"""The engine's thread, and the way of outputs from it to the coroutine that writes the response.
+"""The engine's thread, and how its outputs reach the coroutine that writes the response.
 
 Only this thread changes the engine. Coroutines send it commands through a queue, and read outputs from an Inbox. Every
 accepted body ends, with finished outputs or with an error.
