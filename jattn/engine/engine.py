@@ -1,4 +1,4 @@
-"""Engine: generates tokens for many requests at once. Apart from the server, it is the only object with state."""
+"""Engine: generates tokens for many requests at once. It has the state of all requests, their blocks and the caches."""
 
 import dataclasses
 import functools
