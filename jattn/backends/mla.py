@@ -10,7 +10,7 @@ from jattn.cache import PagedKV
 from jattn.cache.latent import check_latent, write_latent
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, absorb
-from jattn.ops.levels import flat
+from jattn.ops.levels import single_level
 from jattn.ops.mla import LatentAttention, MLAMetadata
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
@@ -30,7 +30,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
     ) -> MLAMetadata:
         """The whole blocks of a common prefix are read once for the batch, not once for each request."""
         common, size = common_attn_metadata, self.cache_spec.block_size
-        level, slots = flat(common, self.spec.attn_type), common.slot_mapping
+        level, slots = single_level(common, self.spec.attn_type), common.slot_mapping
         shard = self.parallel.dcp_shard(self.cache_spec)
         if shard is not None:
             level = shard_level(level, shard, common.dcp_local_seq_lens)

@@ -11,7 +11,7 @@ from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of
 from jattn.ops.attend import AttentionCall, Path, attend_packed
 from jattn.ops.gradient import forward_only
-from jattn.ops.levels import Level, attend_levels, flat, nested, shared_prefix
+from jattn.ops.levels import Level, attend_levels, levels_of_cascade, shared_prefix, single_level
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
 from jattn.types import AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
@@ -48,7 +48,7 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
     ) -> SdpaMetadata:
         """The whole blocks of a common prefix are read once for the batch, not once for each request."""
         common = common_attn_metadata
-        level, size = flat(common, self.spec.attn_type), self.cache_spec.block_size
+        level, size = single_level(common, self.spec.attn_type), self.cache_spec.block_size
         written, shard = keys_of(common, self.spec.attn_type), self.parallel.dcp_shard(self.cache_spec)
         levels, slots = (level,), written.slot_mapping
         if shard is not None:
@@ -63,7 +63,9 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
         if self.parallel.dcp_world_size > 1:
             raise UnsupportedError("a cascade does not support dcp_world_size > 1: use one batch, or dcp_world_size=1")
         return SdpaMetadata(
-            levels=nested(tuple(levels)), slot_mapping=levels[-1].slot_mapping, is_causal=levels[-1].is_causal
+            levels=levels_of_cascade(tuple(levels)),
+            slot_mapping=levels[-1].slot_mapping,
+            is_causal=levels[-1].is_causal,
         )
 
     def update_block_table(self, metadata: SdpaMetadata, block_table, slot_mapping) -> SdpaMetadata:
@@ -108,7 +110,7 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params=None) -> AttentionState:
         q, k, v, params = self._without_gradient_if_quantised((q, k, v, params))
-        level = flat(meta, self.spec.attn_type)
+        level = single_level(meta, self.spec.attn_type)
         path = self.path or fastest_path(self.chip)
         call = AttentionCall(self.spec, meta.is_causal, level.max_query_len, path)
         return attend_packed(call, q, k, v, level.batch, params)

@@ -10,7 +10,7 @@ from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.ops.attend import AttentionCall, differentiable
 from jattn.ops.keys import PackedKeys, PagedKeys
-from jattn.ops.levels import flat
+from jattn.ops.levels import single_level
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 
@@ -35,12 +35,12 @@ def packed_gradient(
     cotangent: AttentionState,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], AttentionParams]:
     """(dq, (dk, dv), dparams) of attention over packed keys; inputs: (q, (k, v), params)."""
-    lens = flat(common, spec.attn_type).batch.seq_lens
+    lens = single_level(common, spec.attn_type).batch.seq_lens
     return _gradient(spec, common, lambda kv: PackedKeys.of(kv[0], kv[1], lens), inputs, cotangent)
 
 
 def _gradient(spec, common, open_keys, inputs, cotangent):
-    level = flat(common, spec.attn_type)
+    level = single_level(common, spec.attn_type)
     call = AttentionCall(spec, common.is_causal, level.max_query_len, path="chunked")
     forward = lambda q, source, params: differentiable(call, q, open_keys(source), level.batch, params)
     return jax.vjp(forward, *jax.tree.map(jnp.asarray, inputs))[1](cotangent)

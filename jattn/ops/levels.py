@@ -33,7 +33,7 @@ class Level:
     max_query_len: int = static()
 
 
-def flat(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
+def single_level(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
     """The one level of a plain batch of this attention type: its queries, its keys and their blocks.
 
     See jattn.metadata.batch.queries_of and keys_of for the queries and keys of each type.
@@ -97,7 +97,7 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     return first, Level(batch=rest, block_table=remaining, max_query_len=level.max_query_len)
 
 
-def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
+def levels_of_cascade(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
     """The levels of a cascade, from a batch for each level: see jattn.cascade_attention.
 
     The position of a token is its position in the last level plus the number of its keys in the levels before.

@@ -139,7 +139,7 @@ def test_a_named_backend_that_cannot_lists_everybodys_reasons_and_who_could(regi
     registered("toy")
     spec = dataclasses.replace(SPEC, has_sinks=True, logits_soft_cap=2.0)
     with pytest.raises(
-        UnsupportedError, match=r"backend 'toy' does not support this layer \(.*sdpa.* would\)"
+        UnsupportedError, match=r"backend 'toy' does not support this layer \(supported by .*sdpa.*\)"
     ) as refused:
         backends.resolve(spec, CACHE, "toy", "cpu")
     assert isinstance(refused.value, NotImplementedError)
