@@ -1,6 +1,6 @@
 """jattn: paged attention for JAX with functional metadata, and the same numbers on every backend."""
 
-# What a layer asks for
+# The layer
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType
 
@@ -48,7 +48,7 @@ from jattn.metadata import get_dcp_local_seq_lens
 __version__ = "0.1.0"
 
 __all__ = [
-    # what a layer asks for
+    # the layer
     "AttentionParams",
     "AttentionSpec",
     "AttentionType",

@@ -40,7 +40,7 @@ class PagedAttention:
     backend: str = dataclasses.field(
         default="auto", compare=False
     )  # a name, or "auto": see backend_name for the choice
-    platform: str | Chip | None = dataclasses.field(default=None, compare=False)  # chosen for; None: JAX's device
+    platform: str | Chip | None = dataclasses.field(default=None, compare=False)  # None: JAX's default device
     dtype: Any = dataclasses.field(default=None, compare=False)  # of the queries; None: the cache's, unless quantised
     needs: tuple[Feature, ...] = dataclasses.field(
         default=(), compare=False, kw_only=True
@@ -55,7 +55,7 @@ class PagedAttention:
     def __post_init__(self):
         checks.check_specs(self.spec, self.cache_spec)
         chip = device.chip_of(self.platform)
-        needs = (*sequence_of(checks.FEATURE)("needs", self.needs), *_parallel(self.parallel).needs)
+        needs = (*sequence_of(checks.FEATURE)("needs", self.needs), *_checked_parallel(self.parallel).needs)
         given = None if self.dtype is None else query_dtype_rule("dtype", self.dtype)
         likely = None if self.cache_spec.is_quantized else self.cache_spec.dtype
         dtypes = dict(dtypes=(given,)) if given else dict(preferred_dtypes=(likely,)) if likely else {}
@@ -71,13 +71,13 @@ class PagedAttention:
         return name_of(self.chosen)
 
     def build(self, meta: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False) -> Any:
-        """The backend's plan of a batch. Build it once a step for all layers of this spec, on the host or inside jit.
+        """The backend's plan of a batch. Build it once per step for all layers of this spec, on the host or inside jit.
 
         common_prefix_len: how many first keys all requests share. It can make the step faster and changes no result.
         fast_build: prefer a plan that is built quickly over one that runs quickly.
         """
         meta = checks.check_batch(self.spec, self.cache_spec, meta, self.parallel.dcp_world_size)
-        checks.check_reach(self.spec, meta)
+        checks.check_mask_metadata(self.spec, meta)
         checks.check_causality(self.chosen, self.spec, meta)
         self.parallel.check(meta)
         common_prefix_len = _COUNT("common_prefix_len", common_prefix_len)
@@ -89,7 +89,7 @@ class PagedAttention:
         if not levels:
             raise ValueError("a cascade needs at least one level: levels is empty")
         levels = tuple(checks.check_batch(self.spec, self.cache_spec, level) for level in levels)
-        checks.check_reach(self.spec, levels[-1])
+        checks.check_mask_metadata(self.spec, levels[-1])
         checks.check_causality(self.chosen, self.spec, levels[-1])
         return self.builder.build_cascade(levels)
 
@@ -120,7 +120,7 @@ class PagedAttention:
 
     def update_block_table(self, m: Any, block_table: jax.Array, slot_mapping: jax.Array) -> Any:
         """The same plan with another block table: for layers with the same lengths and other blocks."""
-        checks.check_built(m, self.chosen.get_metadata_cls())
+        checks.check_plan(m, self.chosen.get_metadata_cls())
         for name, new, old in (
             ("block_table", block_table, m.block_table),
             ("slot_mapping", slot_mapping, m.slot_mapping),
@@ -136,7 +136,7 @@ class PagedAttention:
 
         The blocks of layer l begin at l * blocks_per_layer. A token whose slot is outside its layer is not written.
         """
-        checks.check_built(m, self.chosen.get_metadata_cls())
+        checks.check_plan(m, self.chosen.get_metadata_cls())
         pool = self.cache_spec.num_blocks
         blocks_per_layer = integer(1)("blocks_per_layer", blocks_per_layer)
         if pool % blocks_per_layer:
@@ -149,7 +149,7 @@ class PagedAttention:
     def _checked(self, q, cache: PagedKV, m: Any, params: AttentionParams | None) -> tuple[jax.Array, AttentionParams]:
         """Check the arguments; return q as an array, and the params (None becomes AttentionParams())."""
         params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
-        checks.check_built(m, self.chosen.get_metadata_cls())
+        checks.check_plan(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         checks.check_params(self.chosen, self.spec, self.cache_spec, params)
         q = checks.check_query(self.spec, q, m.num_tokens)
@@ -160,7 +160,7 @@ class PagedAttention:
 _COUNT, _TABLE, _LAYER, _LEVELS = integer(0), integers(1, 2), integers(0), sequence_of(BATCH)
 
 
-def _parallel(parallel: ContextParallel) -> ContextParallel:
+def _checked_parallel(parallel: ContextParallel) -> ContextParallel:
     return check_kind("parallel", parallel, ContextParallel, "see jattn.parallel")
 
 
@@ -219,8 +219,8 @@ def attention(
     params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
     checks.check_kind("spec", spec, AttentionSpec)
     checks.check_lengths(spec, meta)
-    meta = meta if meta.max_num_reqs else checks.with_a_row(meta)
-    checks.check_reach(spec, meta)
+    meta = meta if meta.max_num_reqs else checks.with_padding_row(meta)
+    checks.check_mask_metadata(spec, meta)
     chip = device.detect()
     if k is None or v is None:
         raise ValueError("attention without a cache needs k and v; use PagedAttention to read cached keys")

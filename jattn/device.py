@@ -1,4 +1,4 @@
-"""The chip that backends are chosen for. Public functions determine it once and pass it on."""
+"""The chip for which backends are chosen. Public functions detect it once and pass it on."""
 
 import dataclasses
 import functools

@@ -32,7 +32,7 @@ class MLAAttention:
     """
 
     spec: MLASpec
-    cache_spec: KVCacheSpec  # from mla_cache_spec(spec, ...), or one with spec.head_dim numbers in a row
+    cache_spec: KVCacheSpec  # from mla_cache_spec(spec, ...), or one with spec.head_dim elements in a row
     backend: str = dataclasses.field(
         default="auto", compare=False
     )  # a name, or "auto": see backend_name for the choice
@@ -68,12 +68,12 @@ class MLAAttention:
         return empty_cache(self.cache_spec, fill, platform=self.platform, storage=storage)
 
     def prepare_params(self, params: MLAParams) -> MLAParams:
-        """Split kv_b_proj into w_uk and w_uv, once after loading. With kv_b_proj calls are slower, not different."""
+        """Split kv_b_proj into w_uk and w_uv, once after loading. With kv_b_proj each call is slower."""
         check_mla_params(self.spec, params)
         return self.impl.prepare_params(params)
 
     def build(self, meta: CommonAttentionMetadata, common_prefix_len: int = 0, fast_build: bool = False) -> MLAMetadata:
-        """The plan of a batch. Build it once a step for all layers of this spec, on the host or inside jit.
+        """The plan of a batch. Build it once per step for all layers of this spec, on the host or inside jit.
 
         common_prefix_len: how many first keys all requests share. It can make the step faster and changes no result.
         fast_build: prefer a plan that is built quickly over one that runs quickly.
@@ -89,7 +89,7 @@ class MLAAttention:
     ) -> PagedKV:
         """Write the new tokens' rows. Of params, only the scales are used."""
         params = MLAParams() if params is None else checks.check_kind("params", params, MLAParams)
-        checks.check_built(m, self.chosen.get_metadata_cls())
+        checks.check_plan(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         kv_c, k_pe = self._rows(kv_c, k_pe, m)
         return self.impl.do_kv_cache_update(cache, kv_c, k_pe, m, params)
@@ -136,7 +136,7 @@ class MLAAttention:
         return _traced(self.impl, "prefill_mha", q, cache, m, params, *new)
 
     def _checked(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> jax.Array:
-        checks.check_built(m, self.chosen.get_metadata_cls())
+        checks.check_plan(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         check_mla_params(self.spec, params)
         check_latent(self.spec, self.cache_spec, params)

@@ -33,10 +33,10 @@ class MLASpec:
 
     num_heads: int  # H, query heads
     q_lora_rank: int | None = None  # rank of the projection that makes q; attention itself does not use it
-    kv_lora_rank: int  # L, numbers of a token's latent kv_c
-    qk_nope_head_dim: int  # numbers of a query or key of one head that are not rotated
-    qk_rope_head_dim: int  # R, numbers of a query or key that are rotated; the key's are shared by all heads
-    v_head_dim: int  # V, numbers of a value of one head
+    kv_lora_rank: int  # L, elements of a token's latent kv_c
+    qk_nope_head_dim: int  # elements of a query or key of one head that are not rotated
+    qk_rope_head_dim: int  # R, elements of a query or key that are rotated; the key's are shared by all heads
+    v_head_dim: int  # V, elements of a value of one head
     scale: float = cast(float, None)  # factor on q.k. None: qk_head_dim ** -0.5
     sliding_window: Window | None = None  # this and the fields below: see AttentionSpec
     chunk_size: int | None = None
@@ -88,12 +88,12 @@ class MLASpec:
 
     @property
     def qk_head_dim(self) -> int:
-        """Numbers of a query of one head: [nope | rope]."""
+        """Elements of a query of one head: [nope | rope]."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a cached row: [kv_c | k_pe], L + R."""
+        """Elements of a cached row: [kv_c | k_pe], L + R."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -135,7 +135,7 @@ class MLASpec:
 
 @pytree
 class MLAParams:
-    """A layer's weights and traced numbers: either kv_b_proj, or w_uk and w_uv, which `absorb` makes of it.
+    """A layer's weights and traced parameters: either kv_b_proj, or w_uk and w_uv, which `absorb` makes of it.
 
     For each scale: real value = stored value * scale; None means exactly 1.
     """
@@ -163,9 +163,9 @@ def absorb(spec: MLASpec, params: MLAParams) -> MLAParams:
 
 
 def check_mla_params(spec: MLASpec, params: MLAParams) -> None:
-    """Raise ValueError unless the weights are given in one form, with every number that the spec uses and no other."""
+    """Raise ValueError unless weights are given in one form, with the parameters that the spec uses and no others."""
     if not isinstance(params, MLAParams):
-        raise TypeError(f"params must be MLAParams, got {type(params).__name__}: MLA attends through kv_b_proj")
+        raise TypeError(f"params must be MLAParams, got {type(params).__name__}: MLA needs kv_b_proj, or w_uk and w_uv")
     latent, heads = spec.kv_lora_rank, spec.num_heads
     nope, value = spec.qk_nope_head_dim, spec.v_head_dim
     split = params.w_uk is not None or params.w_uv is not None

@@ -1,4 +1,4 @@
-"""AttentionSpec, a layer's static description, and AttentionParams, its traced numbers."""
+"""AttentionSpec, a layer's static description, and AttentionParams, its traced parameters."""
 
 import dataclasses
 from collections.abc import Callable
@@ -42,9 +42,9 @@ class AttentionSpec:
     """
 
     num_heads: int  # H, query heads
-    head_dim: int  # D, numbers of a query or key of one head
+    head_dim: int  # D, elements of a query or key of one head
     num_kv_heads: int = cast(int, None)  # K, key/value heads; divides num_heads. None: num_heads
-    v_head_dim: int = cast(int, None)  # V, numbers of a value of one head. None: head_dim
+    v_head_dim: int = cast(int, None)  # V, elements of a value of one head. None: head_dim
     scale: float = cast(float, None)  # factor on q.k. None: head_dim ** -0.5
     attn_type: AttentionType = AttentionType.DECODER  # which tokens are queries and which are keys
     sliding_window: Window | None = None  # int W: the query and W - 1 keys before it; or (left, right) keys, -1: all
@@ -156,7 +156,7 @@ class AttentionSpec:
 
 @pytree
 class AttentionParams:
-    """A layer's traced numbers. For each scale: real value = stored value * scale; None means exactly 1."""
+    """A layer's traced parameters. For each scale: real value = stored value * scale; None means exactly 1."""
 
     alibi_slopes: jax.Array | None = None  # f32[H], with spec.has_alibi
     sinks: jax.Array | None = None  # f32[H] logits of the sinks, with spec.has_sinks

@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # Every compiled program holds a few memory maps until it is dropped, and Linux kills a process that asks for more
 # than vm.max_map_count (65530) of them: the suite compiles enough in one process to get there.
-MOST_MAPS = 20_000
+MAX_MAPS = 20_000
 TESTS_BETWEEN_LOOKS = 20
 _MAPS = Path("/proc/self/maps")
 _tests = itertools.count(1)
@@ -108,6 +108,6 @@ def _old_programs_are_dropped():
     yield
     if next(_tests) % TESTS_BETWEEN_LOOKS == 0 and _MAPS.exists():
         with _MAPS.open("rb") as maps:
-            many = sum(1 for _ in maps) > MOST_MAPS
+            many = sum(1 for _ in maps) > MAX_MAPS
         if many:
             jax.clear_caches()

@@ -25,7 +25,7 @@ from jattn.types import PAD_SLOT_ID, AnyArray, AttentionType, Feature, MultipleO
 
 
 class AttentionMetadata(Protocol):
-    """The plan of a batch: a pytree that the backend's builder makes once a step."""
+    """The plan of a batch: a pytree that the backend's builder makes once per step."""
 
     @property
     def num_tokens(self) -> int:
@@ -181,7 +181,7 @@ class AttentionBackend(BackendMethods):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Does it support heads of this many numbers?"""
+        """Does it support this head_dim or v_head_dim?"""
         return any(
             head_size % size.base == 0 if isinstance(size, MultipleOf) else head_size == size
             for size in cls.get_supported_head_sizes()

@@ -58,7 +58,7 @@ class Question:
     ) -> "Question":
         """From a layer, its cache (None: packed keys), a chip, and features that the spec does not show."""
         mla = isinstance(spec, MLASpec)
-        seen = _seen(spec, cache_spec) | {feature: "asked for" for feature in needs}
+        seen = _needed_features(spec, cache_spec) | {feature: "given in needs" for feature in needs}
         question = cls(
             head_size=spec.head_dim,
             v_head_size=None if mla else spec.v_head_dim,
@@ -115,7 +115,7 @@ def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     return kv_cache_dtype.startswith(("fp8", "float8", "int8", "nvfp4")) or kv_cache_dtype.endswith("per_token_head")
 
 
-def _seen(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | None) -> dict[Feature, str]:
+def _needed_features(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | None) -> dict[Feature, str]:
     """The features that this layer needs -> the option that needs each, for messages."""
     left, right = spec.window
     layer = spec.absorbed if isinstance(spec, MLASpec) else spec
@@ -160,12 +160,12 @@ _AFTER_TYPE = tuple(f for f in Feature if f not in (*_BEFORE_MLA, *_BEFORE_SPARS
 
 def reasons_against(backend, question: Question, own: tuple[str, ...] = ()) -> list[str]:
     """vLLM's reasons in vLLM's order, then jattn's, then the backend's `own`, last that against the combination."""
-    found = [*_in_vllms_order(backend, question), *_further(backend, question), *own]
+    found = [*_vllm_reasons(backend, question), *_jattn_reasons(backend, question), *own]
     combination = backend.supports_combination(question)
     return found if combination is None else [*found, combination]
 
 
-def _in_vllms_order(backend, q: Question) -> Iterator[str]:
+def _vllm_reasons(backend, q: Question) -> Iterator[str]:
     for head_size in dict.fromkeys((q.head_size, q.v_head_size or q.head_size)):
         if not backend.supports_head_size(head_size):
             yield _unsupported("head_size", head_size, backend.get_supported_head_sizes())
@@ -191,7 +191,7 @@ def _in_vllms_order(backend, q: Question) -> Iterator[str]:
     yield from _features(backend, q, _AFTER_TYPE)
 
 
-def _further(backend, q: Question) -> Iterator[str]:
+def _jattn_reasons(backend, q: Question) -> Iterator[str]:
     layouts = backend.supported_kv_cache_layouts()
     if q.kv_cache_layout is not None and q.kv_cache_layout not in layouts:
         yield _unsupported("kv_cache_layout", q.kv_cache_layout, layouts)

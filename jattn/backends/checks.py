@@ -58,10 +58,10 @@ def check_batch(
     _VECTOR("meta.slot_mapping", keys.slot_mapping)
     name = "cache_spec.block_size" if ranks == 1 else f"cache_spec.block_size * {ranks} ranks"
     check_block_size(keys, cache_spec.block_size * ranks, name)
-    return meta if meta.max_num_reqs else with_a_row(meta)
+    return meta if meta.max_num_reqs else with_padding_row(meta)
 
 
-def with_a_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
+def with_padding_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """A batch of R = 0 rows with one row of padding: kernels and plans need at least one."""
 
     def column(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -83,7 +83,7 @@ def check_lengths(spec: AttentionSpec | MLASpec, meta: CommonAttentionMetadata) 
             raise ValueError(f"query_start_loc.shape={starts} must be (R + 1,) and seq_lens.shape={lengths} (R,)")
 
 
-def check_reach(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
+def check_mask_metadata(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:
     """The batch must have the ranges of use_mm_prefix and the prefixes of use_rswa, if the layer uses them."""
     for flag, name, axes in (("use_mm_prefix", "mm_prefix_ranges", "R, n, 2"), ("use_rswa", "rswa_prefix_lens", "R")):
         if not getattr(spec, flag):
@@ -106,7 +106,7 @@ def check_causality(
     )
     if lacking:
         raise UnsupportedError(
-            "the chosen backend does not take this batch; name another", {backend.get_name(): lacking}
+            "the chosen backend does not support this batch; name another", {backend.get_name(): lacking}
         )
 
 
@@ -178,13 +178,13 @@ def check_keys(spec: AttentionSpec, k, v, num_tokens: int | None) -> tuple[jax.A
 
 
 def as_one_dtype(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Packed k and v in the smallest dtype that holds the numbers of both exactly."""
+    """Packed k and v in the smallest dtype that holds the values of both exactly."""
     dtype = jnp.promote_types(k.dtype, v.dtype)
     return k.astype(dtype), v.astype(dtype)
 
 
 def check_packing(spec: AttentionSpec, meta: CommonAttentionMetadata, num_keys: int) -> None:
-    """The packed keys must be at least as many as the lengths add up to; checked where lengths are numpy."""
+    """There must be at least as many packed keys as the sum of the lengths; checked if the lengths are numpy arrays."""
     lengths = keys_of(meta, spec.attn_type).seq_lens
     if isinstance(lengths, np.ndarray) and lengths.sum() > num_keys:
         raise ValueError(f"k has {num_keys} tokens but the requests' lengths add up to {lengths.sum()}")
@@ -217,15 +217,17 @@ def check_params(
         if value is not None and not used:
             raise ValueError(f"params.{name} is given but spec.{flag}=False; make the spec with {flag}=True")
         if value is not None and jnp.shape(value) != (spec.num_heads,):
-            raise ValueError(f"params.{name}.shape={jnp.shape(value)} must be ({spec.num_heads},), one a query head")
+            raise ValueError(
+                f"params.{name}.shape={jnp.shape(value)} must be ({spec.num_heads},), one for each query head"
+            )
     heads = (("q_scale", spec.num_heads), ("k_scale", spec.num_kv_heads), ("v_scale", spec.num_kv_heads))
     for name, count in heads:
         value = getattr(params, name)
         if value is not None and as_array(f"params.{name}", value).shape not in ((), (count,)):
             raise ValueError(f"params.{name}.shape={jnp.shape(value)} must be () or ({count},)")
         if jnp.ndim(0.0 if value is None else value) == 1 and not backend.supports_per_head_quant_scales():
-            refusal = f"{Feature.PER_HEAD_QUANT_SCALES} not supported: params.{name} has one a head"
-            raise UnsupportedError("the chosen backend does not take these params", {backend.get_name(): (refusal,)})
+            refusal = f"{Feature.PER_HEAD_QUANT_SCALES} not supported: params.{name} has one per head"
+            raise UnsupportedError("the chosen backend does not support these params", {backend.get_name(): (refusal,)})
     if cache_spec is not None:
         check_scales(params, cache_spec)
     params.check_host()
@@ -238,14 +240,14 @@ def check_dtype(backend: type[AttentionBackend], q, params: AttentionParams) -> 
         raise ValueError(f"q.dtype={q.dtype} needs params.q_scale: real value = stored value * scale")
     if not backend.supports_dtype(q.dtype):
         raise UnsupportedError(
-            "the chosen backend does not take this query; cast it, name another backend, or construct the attention "
+            "the chosen backend does not support this query; cast it, name another backend, or construct the attention "
             f"with dtype={q.dtype.name!r}",
             {backend.get_name(): (f"dtype not supported: {q.dtype} seen, {supported} supported",)},
         )
 
 
-def check_built(m, metadata_cls: type) -> None:
-    """m must be a plan of this attention's backend."""
+def check_plan(m, metadata_cls: type) -> None:
+    """m must be a plan by the builder of the chosen backend."""
     check_kind("m", m, metadata_cls, "call m = attn.build(meta) first, with the same attn")
 
 

@@ -104,8 +104,8 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
             **pages,
         )
 
-    def numbers(self, params: AttentionParams) -> dict[str, jax.Array | None]:
-        """The kernel's traced numbers, without those that the spec does not use."""
+    def kernel_params(self, params: AttentionParams) -> dict[str, jax.Array | None]:
+        """The kernel's traced parameters, without those that the spec does not use."""
         q_scale, k_scale, v_scale = as_arrays(params.q_scale, params.k_scale, params.v_scale)
         return dict(
             alibi_slopes=params.alibi_slopes if self.spec.has_alibi else None,
@@ -122,7 +122,7 @@ def _paged(impl: CpuNativeImpl, q, cache: PagedKV, m: CpuNativeMetadata, params)
     config = impl.config(q.dtype, spec.dtype, spec.physical_layout == "HND")
     out, lse = ops.attend(
         config, q, cache.k, cache.v, impl.batch(m.common, block_table=m.block_table),
-        k_token_scale=cache.k_token_scale, v_token_scale=cache.v_token_scale, **impl.numbers(params),
+        k_token_scale=cache.k_token_scale, v_token_scale=cache.v_token_scale, **impl.kernel_params(params),
     )  # fmt: skip
     return AttentionState(out=out, lse=lse)
 
@@ -140,7 +140,7 @@ _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
 def _packed(impl: CpuNativeImpl, q, k, v, common: CommonAttentionMetadata, params) -> AttentionState:
     lengths = jnp.asarray(keys_of(common, impl.spec.attn_type).seq_lens)
     batch = impl.batch(common, kv_start=jnp.cumsum(lengths, dtype=jnp.int32) - lengths)
-    out, lse = ops.attend(impl.config(q.dtype, k.dtype.name), q, k, v, batch, **impl.numbers(params))
+    out, lse = ops.attend(impl.config(q.dtype, k.dtype.name), q, k, v, batch, **impl.kernel_params(params))
     return AttentionState(out=out, lse=lse)
 
 

@@ -1,4 +1,4 @@
-"""`mla_sdpa`: multi-head latent attention in plain jnp, on every platform, with every feature of `sdpa`."""
+"""`mla_sdpa`: multi-head latent attention in plain jnp, for any platform."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jattn.cache import PagedKV
 from jattn.cache.latent import check_latent, write_latent
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, absorb
-from jattn.ops.levels import flat
+from jattn.ops.levels import single_level
 from jattn.ops.mla import LatentAttention, MLAMetadata
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
@@ -19,7 +19,7 @@ from jattn.types import AttentionCGSupport, Feature, MultipleOf
 
 @dataclasses.dataclass(frozen=True)
 class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
-    """The batch unchanged: the impl chooses each request's form by its query length."""
+    """One level of keys. The impl chooses the form of each request by its query length."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -28,20 +28,20 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLAMetadata:
-        """The whole blocks of a common prefix are read once for the batch."""
+        """The whole blocks of a common prefix are read once for the batch, not once for each request."""
         common, size = common_attn_metadata, self.cache_spec.block_size
-        level, slots = flat(common, self.spec.attn_type), common.slot_mapping
+        level, slots = single_level(common, self.spec.attn_type), common.slot_mapping
         shard = self.parallel.dcp_shard(self.cache_spec)
         if shard is not None:
             level = shard_level(level, shard, common.dcp_local_seq_lens)
             slots = shard.slot_mapping(common, size)
-        hint = 0 if fast_build or shard is not None else common_prefix_len
+        prefix = 0 if fast_build or shard is not None else common_prefix_len
         return MLAMetadata(
-            level=level, slot_mapping=slots, is_causal=common.is_causal, shared_prefix=hint // size * size
+            level=level, slot_mapping=slots, is_causal=common.is_causal, shared_prefix=prefix // size * size
         )
 
     def update_block_table(self, metadata: MLAMetadata, block_table, slot_mapping) -> MLAMetadata:
-        """The same metadata with other pages."""
+        """The same plan with another block table."""
         level = dataclasses.replace(metadata.level, block_table=block_table)
         return dataclasses.replace(metadata, level=level, slot_mapping=slot_mapping)
 
@@ -63,11 +63,11 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         return self._latent.forward(q, cache, m, params)
 
     def forward_mqa(self, q, cache, m: MLAMetadata, params: MLAParams) -> AttentionState:
-        """Absorbed, whatever the query lengths."""
+        """The absorbed form for all requests."""
         return self._latent.forward_mqa(q, cache, m, params)
 
     def prefill_mha(self, q, cache, m: MLAMetadata, params: MLAParams, kv_c=None, k_pe=None) -> AttentionState:
-        """Materialised, whatever the query lengths."""
+        """The materialised form for all requests."""
         return self._latent.prefill_mha(q, cache, m, params, kv_c, k_pe)
 
     def do_kv_cache_update(  # pyright: ignore[reportIncompatibleMethodOverride]  a latent layer has MLAParams
@@ -84,7 +84,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
 
 
 class MLABackend(AttentionBackend):
-    """Latent caches only, in either form (see cache.latent)."""
+    """Latent caches only, split or wide (see jattn.cache.latent)."""
 
     name = "mla_sdpa"
     impl_cls = MLAImpl
@@ -117,7 +117,7 @@ class MLABackend(AttentionBackend):
 
     @classmethod
     def layer_reasons(cls, spec, cache_spec, chip) -> tuple[str, ...]:
-        """The cache must hold this layer's rows."""
+        """The reason why the cache cannot hold this layer's rows, if there is one."""
         if not isinstance(spec, MLASpec) or cache_spec is None:
             return ()
         try:

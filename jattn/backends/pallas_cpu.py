@@ -83,8 +83,8 @@ class PallasCpuImpl(AttentionImpl[PallasCpuMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         m = _metadata(meta, self.spec.attn_type)
-        cache, table = packed_as_pages(k, v, m.batch.seq_lens, keys_of(meta, self.spec.attn_type).max_seq_len)
-        return self.forward(q, cache, dataclasses.replace(m, batch=m.batch._replace(block_table=table)), params)
+        cache, block_table = packed_as_pages(k, v, m.batch.seq_lens, keys_of(meta, self.spec.attn_type).max_seq_len)
+        return self.forward(q, cache, dataclasses.replace(m, batch=m.batch._replace(block_table=block_table)), params)
 
 
 class PallasCpuBackend(AttentionBackend):
@@ -151,7 +151,7 @@ def _metadata(common: CommonAttentionMetadata, attn_type: AttentionType) -> Pall
 
 
 def _kernel_params(spec: AttentionSpec, params: AttentionParams) -> KernelParams:
-    """The kernel's traced numbers, without those that the spec does not use."""
+    """The kernel's traced parameters, without those that the spec does not use."""
     q_scale, k_scale, v_scale = as_arrays(params.q_scale, params.k_scale, params.v_scale)
     return KernelParams(
         q_scale=q_scale,

@@ -111,10 +111,10 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary cache; the gradient passes through the copy."""
         keys = keys_of(meta, self.spec.attn_type)
-        cache, table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache, block_table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
         impl = dataclasses.replace(self, cache_spec=cache.spec)
-        return impl.forward(q, cache, dataclasses.replace(m, block_table=table), params)
+        return impl.forward(q, cache, dataclasses.replace(m, block_table=block_table), params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -123,7 +123,7 @@ def _paged(impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params:
     config = kernel_config(spec, cache.spec, q.dtype.name, m.common)
     if reasons := supports(config):
         raise UnsupportedError(
-            "the GPU kernel does not take these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
+            "the GPU kernel does not support these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
         )
     k, v = (quant.native(pool, cache.spec.dtype) for pool in (cache.k, cache.v))
     out, lse = ragged_paged_attention(

@@ -88,7 +88,7 @@ class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
         config = kernel_config(self.spec, self.cache_spec, common=common)
         columns = 1 if keys.block_table is None else keys.block_table.shape[1]
         if reasons := supports_batch(queries.num_tokens, queries.max_num_reqs, columns, config):
-            raise UnsupportedError("the TPU kernel does not take this batch", {"pallas_tpu": tuple(reasons)})
+            raise UnsupportedError("the TPU kernel does not support this batch", {"pallas_tpu": tuple(reasons)})
         causal = jnp.asarray(common.causal_per_request) if config.per_request_causal else None
         starts, lengths = jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens)
         work = build_work_list(starts, lengths, queries.num_tokens, config, causal)
@@ -107,7 +107,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary HND cache; the gradient passes through the copy."""
         keys = keys_of(meta, self.spec.attn_type)
-        cache, table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
+        cache, block_table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         cache = dataclasses.replace(
             cache,
             k=jnp.swapaxes(cache.k, 1, 2),
@@ -116,7 +116,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
         )
         m = PallasTpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
         impl = dataclasses.replace(self, cache_spec=cache.spec)
-        return impl.forward(q, cache, dataclasses.replace(m, block_table=table), params)
+        return impl.forward(q, cache, dataclasses.replace(m, block_table=block_table), params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -125,7 +125,7 @@ def _paged(impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params:
     config = kernel_config(spec, cache.spec, q.dtype.name, m.common, params)
     if reasons := supports(config, chip=impl.chip.generation):
         raise UnsupportedError(
-            "the TPU kernel does not take these queries; use backend='sdpa'", {"pallas_tpu": tuple(reasons)}
+            "the TPU kernel does not support these queries; use backend='sdpa'", {"pallas_tpu": tuple(reasons)}
         )
     k, v = (quant.native(pool, cache.spec.dtype) for pool in (cache.k, cache.v))
     out, lse = ragged_paged_attention(

@@ -215,8 +215,8 @@ def resolve(
             if report.supported and backend in ("auto", report.name):
                 return load(report.name)
     able = [report.name for report in reports if report.supported]
-    subject = "no backend takes" if backend == "auto" else f"backend {backend!r} does not take"
-    hint = f" ({', '.join(able)} would)" if able else ""
+    subject = "no backend supports" if backend == "auto" else f"backend {backend!r} does not support"
+    hint = f" (supported by {', '.join(able)})" if able else ""
     queries = f", queries and keys of {', '.join(dtypes)}" if dtypes else ""
     raise UnsupportedError(
         f"{subject} this layer{hint}: {spec} over {cache_spec}{queries}",

@@ -1,4 +1,4 @@
-"""`sdpa`: plain jnp on every platform, any shape, every feature; the baseline for the speed of other backends."""
+"""`sdpa`: plain jnp for any platform and any shape; the baseline for the speed of other backends."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.attend import AttentionCall, Path, attend_packed
 from jattn.ops.gradient import forward_only
-from jattn.ops.levels import Level, attend_levels, batch_of, flat, nested, shared_prefix
+from jattn.ops.levels import Level, attend_levels, batch_of, levels_of_cascade, shared_prefix, single_level
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
@@ -18,11 +18,11 @@ from pallas_kernels.algebra import quant
 
 @pytree
 class SdpaMetadata:
-    """The levels of keys (one, unless the batch is a cascade) and the slots of new tokens."""
+    """The levels of keys (a plain batch has one level) and the slots of the new tokens."""
 
     levels: tuple[Level, ...]
-    slot_mapping: AnyArray
-    is_causal: bool = static()
+    slot_mapping: AnyArray  # i32[T] slots of k and v
+    is_causal: bool = static()  # see CommonAttentionMetadata
 
     @property
     def num_tokens(self) -> int:
@@ -30,13 +30,13 @@ class SdpaMetadata:
 
     @property
     def block_table(self) -> AnyArray:
-        """The last level's: the requests' own pages."""
+        """The block table of the last level."""
         return self.levels[-1].block_table
 
 
 @dataclasses.dataclass(frozen=True)
 class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
-    """Positions and lengths, computed once a step for all layers of the spec."""
+    """Positions and lengths, computed once per step for all layers of the spec."""
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
@@ -44,9 +44,9 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SdpaMetadata:
-        """common_prefix_len > 0 reads the whole blocks of that prefix once for the batch, instead of once a request."""
+        """The whole blocks of a common prefix are read once for the batch, not once for each request."""
         common = common_attn_metadata
-        level, size = flat(common, self.spec.attn_type), self.cache_spec.block_size
+        level, size = single_level(common, self.spec.attn_type), self.cache_spec.block_size
         written, shard = keys_of(common, self.spec.attn_type), self.parallel.dcp_shard(self.cache_spec)
         levels, slots = (level,), written.slot_mapping
         if shard is not None:
@@ -57,23 +57,25 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
         return SdpaMetadata(levels=levels, slot_mapping=slots, is_causal=common.is_causal)
 
     def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> SdpaMetadata:
-        """Metadata for queries whose keys come in levels; the last level's slots are those written."""
+        """The plan of a cascade. New keys are written to the slots of the last level."""
         if self.parallel.dcp_world_size > 1:
-            raise UnsupportedError("a cascade is not spread over ranks: attend to flat batches, or without dcp")
+            raise UnsupportedError("a cascade does not support dcp_world_size > 1: use one batch, or dcp_world_size=1")
         return SdpaMetadata(
-            levels=nested(tuple(levels)), slot_mapping=levels[-1].slot_mapping, is_causal=levels[-1].is_causal
+            levels=levels_of_cascade(tuple(levels)),
+            slot_mapping=levels[-1].slot_mapping,
+            is_causal=levels[-1].is_causal,
         )
 
     def update_block_table(self, metadata: SdpaMetadata, block_table, slot_mapping) -> SdpaMetadata:
-        """The same metadata with another group's pages; a cascade has a table for each level and is refused."""
+        """The same plan with another block table; ValueError for a cascade, which has one for each level."""
         first, *others = metadata.levels
         if others:
-            raise ValueError("a cascade has one block table a level: build it anew instead of updating one table")
+            raise ValueError("a cascade has a block table for each level: build a new plan")
         level = dataclasses.replace(first, block_table=block_table)
         return dataclasses.replace(metadata, levels=(level,), slot_mapping=slot_mapping)
 
     def for_layer(self, metadata: SdpaMetadata, layer, blocks_per_layer: int) -> SdpaMetadata:
-        """Each level's pages move."""
+        """Adds the offset of the layer to the block table of each level."""
         levels = tuple(
             dataclasses.replace(level, block_table=level.block_table + layer * blocks_per_layer)
             for level in metadata.levels
@@ -83,17 +85,17 @@ class SdpaMetadataBuilder(AttentionMetadataBuilder[SdpaMetadata]):
 
 
 def fastest_path(chip: Chip) -> Path:
-    """How attention is computed on this chip; gradients are the chunked reference's everywhere.
+    """The path of the forward pass on this chip. The gradient is always that of the chunked reference.
 
-    By platform alone. A choice by size (dense for small problems) would change a request's last bits when its batch
-    grows; on CPU the loop over tiles is as fast from the smallest batch on.
+    The path depends on the platform only. If it depended on the size of the batch, the last bits of a request's result
+    would too. On a CPU the loop is the fastest path for small batches as well.
     """
     return "cpu_loop" if chip.platform == "cpu" else "chunked"
 
 
 @dataclasses.dataclass(frozen=True)
 class SdpaImpl(AttentionImpl[SdpaMetadata]):
-    """The reference of jattn.ops, or its tuned twin on a CPU."""
+    """Calls the reference of jattn.ops, or on a CPU the tuned jattn.ops.cpu_loop."""
 
     can_return_lse_for_decode = True
     supports_quant_query_input = True
@@ -114,14 +116,14 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
         return cache_dtype_name(quant_key) in quant.QUANTISED
 
     def _without_gradient_if_quantised(self, inputs):
-        """The inputs; a gradient through a quantised result raises instead of being 0."""
+        """The inputs. If the result is quantised, a gradient raises; without this it would be 0."""
         if self.spec.output_dtype is None:
             return inputs
         return forward_only(inputs, f"output_dtype={self.spec.output_dtype!r}", "leave it None to differentiate")
 
 
 class SdpaBackend(AttentionBackend):
-    """Any head size, any page size, every feature that a spec can ask for."""
+    """Any head size, any block size, and every option of AttentionSpec."""
 
     name = "sdpa"
     impl_cls = SdpaImpl

@@ -188,7 +188,7 @@ def _choose(half: str, name: str | None, spec, cache_spec, chip: Chip, needs, dt
         if supporting:
             return supporting[0]
     raise UnsupportedError(
-        f"no backend takes the {half} half of this batch: {spec} over {cache_spec}",
+        f"no backend supports the {half} half of this batch: {spec} over {cache_spec}",
         {registry.name_of(backend): reasons for backend, reasons in refusals.items()},
     )
 
@@ -224,7 +224,7 @@ class SplitMetadataBuilder(AttentionMetadataBuilder[SplitMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SplitMetadata:
-        """common_prefix_len holds for each half too, because its requests are some of the batch."""
+        """common_prefix_len is passed to both builders: it is common to all requests, so also to those of each half."""
         common = common_attn_metadata
         needs = tuple(feature for feature, _ in checks.causal_needs(self.spec, common))
         dtypes = () if self.dtype is None else (self.dtype,)

@@ -1,4 +1,4 @@
-"""The paged KV cache: spec, storage, writes, moves."""
+"""The paged KV cache: its spec, storage, writes and copies of blocks."""
 
 from jattn.cache.layout import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.transfer import copy_blocks, swap_blocks

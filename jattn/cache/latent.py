@@ -1,12 +1,12 @@
-"""The latent cache of MLA: one row [kv_c | k_pe] a token, kept in an ordinary PagedKV with one kv head.
+"""The latent cache of MLA: one row [kv_c | k_pe] for each token, in a PagedKV with one kv head.
 
-    split   head_dim = rope, v_head_dim = kv_lora_rank     k_pe in the key pool, kv_c in the value pool: what
-            `mla_cache_spec` makes; no number is stored twice
-    wide    head_dim = kv_lora_rank + rope                 whole rows in the key pool, and their first v_head_dim
-            numbers in the value pool as well: what a cache spec of the rows' width means; any multi-query kernel
-            can read it, for twice the memory
+    split   head_dim = rope, v_head_dim = kv_lora_rank     k_pe in the key pool, kv_c in the value pool. mla_cache_spec
+                                                           makes this form: nothing is stored twice.
+    wide    head_dim = kv_lora_rank + rope                 whole rows in the key pool, and their first v_head_dim values
+                                                           also in the value pool. Any multi-query kernel can read it;
+                                                           it needs twice the memory.
 
-write_kv, copy_blocks and swap_blocks work on both as on any cache.
+write_kv, copy_blocks and swap_blocks support both.
 """
 
 import jax
@@ -26,7 +26,7 @@ from pallas_kernels.algebra.paging import split_slot
 def mla_cache_spec(
     spec: MLASpec, num_blocks: int, block_size: int, *, dtype: str = "bfloat16", quant: str = "none", layout="auto"
 ) -> KVCacheSpec:
-    """The cache of a latent attention layer: kv_lora_rank + qk_rope_head_dim numbers a token."""
+    """The cache of a latent attention layer: kv_lora_rank + qk_rope_head_dim values for each token."""
     return KVCacheSpec(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -40,7 +40,7 @@ def mla_cache_spec(
 
 
 def is_wide(spec: MLASpec, cache_spec: KVCacheSpec) -> bool:
-    """True where whole rows are keys."""
+    """Does the key pool have whole rows?"""
     return cache_spec.head_dim == spec.head_dim
 
 
@@ -50,22 +50,24 @@ def check_latent(spec: MLASpec, cache_spec: KVCacheSpec, params: MLAParams | Non
     dims = (cache_spec.head_dim, cache_spec.v_head_dim)
     if cache_spec.num_kv_heads != 1 or dims not in ((rope, latent), (row, latent), (row, row)):
         raise ValueError(
-            f"{cache_spec} cannot hold rows of {latent} + {rope} numbers: num_kv_heads must be 1 and (head_dim, "
+            f"{cache_spec} cannot hold rows of {latent} + {rope} values: num_kv_heads must be 1 and (head_dim, "
             f"v_head_dim) one of {(rope, latent)}, {(row, latent)}, {(row, row)}; use jattn.mla_cache_spec(...)"
         )
     if params is not None and is_wide(spec, cache_spec) and params.k_pe_scale is not None:
-        raise ValueError("rows kept whole have one scale: give kv_c_scale for both parts, or use mla_cache_spec(...)")
+        raise ValueError(
+            "a wide latent cache has one scale: give kv_c_scale without k_pe_scale, or use mla_cache_spec(...)"
+        )
 
 
 def write_latent(
     spec: MLASpec, cache: PagedKV, kv_c: jax.Array, k_pe: jax.Array, slot_mapping: AnyArray, params: MLAParams
 ) -> PagedKV:
-    """Store kv_c [T L] and k_pe [T R] at slots i32[T], through the one write path."""
+    """Write kv_c [T L] and k_pe [T R] to slots i32[T], by write_kv."""
     check_latent(spec, cache.spec, params)
     k, v = k_pe[:, None], kv_c[:, None]
     k_scale, v_scale = params.k_pe_scale, params.kv_c_scale
     if is_wide(spec, cache.spec):
-        k = jnp.concatenate([v, k], axis=-1)  # of two dtypes: the one that holds both exactly
+        k = jnp.concatenate([v, k], axis=-1)  # two dtypes are promoted
         v, k_scale = k[..., : cache.spec.v_head_dim], v_scale
     return write_kv(cache, k, v, slot_mapping, AttentionParams(k_scale=k_scale, v_scale=v_scale))
 

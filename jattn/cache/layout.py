@@ -1,7 +1,6 @@
 """The paged KV cache: its description (KVCacheSpec) and its storage (PagedKV, opaque)."""
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, cast
 
 import jax
@@ -38,20 +37,16 @@ def _storage(name: str, value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """Size, dtype, physical order and quantisation of one layer's cache; hashable.
+    """Size, dtype, physical layout and quantisation of one layer's cache. Hashable."""
 
-    layout: "NHD" [N S K D], "HND" [N K S D], or "auto" (HND: a page of one head is contiguous, which every kernel
-    here streams best).
-    """
-
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int = cast(int, None)  # None: head_dim
-    dtype: str = "bfloat16"
-    layout: str = "auto"
-    quant: str = "none"
+    num_blocks: int  # N, blocks of the pool
+    block_size: int  # S, tokens of a block
+    num_kv_heads: int  # K
+    head_dim: int  # D
+    v_head_dim: int = cast(int, None)  # V; None: head_dim
+    dtype: str = "bfloat16"  # of stored keys and values
+    layout: str = "auto"  # "NHD": [N S K D]; "HND": [N K S D]; "auto": HND, in which a block of one head is contiguous
+    quant: str = "none"  # or the scales: one "per_tensor", one "per_head", or one "per_token_head"
 
     if TYPE_CHECKING:  # the constructor also accepts None as v_head_dim
 
@@ -84,17 +79,17 @@ class KVCacheSpec:
 
     @property
     def is_quantized(self) -> bool:
-        """True where stored values are scaled integers or fp8."""
+        """Are stored values scaled int8 or fp8?"""
         return self.quant != "none"
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit: N * S."""
+        """N * S, the most tokens that it can hold."""
         return self.num_blocks * self.block_size
 
     @property
     def physical_layout(self) -> str:
-        """'NHD' or 'HND', with 'auto' decided."""
+        """'NHD' or 'HND'; 'auto' is 'HND'."""
         return "HND" if self.layout == "auto" else self.layout
 
     @property
@@ -109,12 +104,12 @@ class KVCacheSpec:
 
     @property
     def token_scale_shape(self) -> tuple[int, int, int]:
-        """Physical shape of the per-token-head scales: the pool's without its last axis."""
+        """Physical shape of the scales of quant='per_token_head': that of a pool without its last axis."""
         return self.shape[:-1]
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one block takes, keys, values and token scales together."""
+        """Bytes of one block: keys, values and token scales."""
         per_slot_head = (self.head_dim + self.v_head_dim) * jnp.dtype(self.dtype).itemsize
         if self.quant == "per_token_head":
             per_slot_head += 2 * 4
@@ -128,16 +123,16 @@ class KVCacheSpec:
 
 @pytree
 class PagedKV:
-    """One layer's pages. Opaque: use logical() to look inside, write_kv() to write."""
+    """One layer's pools of blocks. Opaque: logical() returns the values, write_kv() writes."""
 
     k: jax.Array  # spec.shape
     v: jax.Array  # spec.v_shape
-    k_token_scale: jax.Array | None  # f32 spec.token_scale_shape, per_token_head only
-    v_token_scale: jax.Array | None
+    k_token_scale: jax.Array | None  # f32 spec.token_scale_shape; None unless quant='per_token_head'
+    v_token_scale: jax.Array | None  # the same of the values
     spec: KVCacheSpec = static()
 
     def logical(self) -> tuple[jax.Array, jax.Array]:
-        """(k [N S K D], v [N S K V]) decoded to float32, token scales applied. For tests and notebooks."""
+        """(k [N S K D], v [N S K V]) as float32, times their token scales. For tests and notebooks."""
         check_alive(self)
         return self._logical(self.k, self.k_token_scale), self._logical(self.v, self.v_token_scale)
 
@@ -150,7 +145,7 @@ class PagedKV:
     @classmethod
     @takes(spec=kind(KVCacheSpec))
     def from_logical(cls, spec: KVCacheSpec, k, v, params=None, *, storage: str | None = None) -> "PagedKV":
-        """A cache that holds k [N S K D], v [N S K V] (floats), encoded as a write would: tests, import, export."""
+        """A cache with the values k [N S K D], v [N S K V] (floats), encoded as by write_kv. For tests and imports."""
         k, v = as_array("k", k), as_array("v", v)
         if k.shape != (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim):
             raise ValueError(f"{k.shape=} must be [N S K D] of {spec}")
@@ -177,12 +172,12 @@ def check_alive(cache: PagedKV, name: str = "cache") -> PagedKV:
     check_kind(name, cache, PagedKV, "make one with jattn.empty_cache(cache_spec)")
     for pool in (cache.k, cache.v):
         if isinstance(pool, jax.Array) and not isinstance(pool, Tracer) and pool.is_deleted():
-            raise ValueError(f"{name} was donated to an earlier call and is deleted; use the cache which that returned")
+            raise ValueError(f"{name} was donated to an earlier call and is deleted; use the cache that it returned")
     return cache
 
 
 def check_scales(params, spec: KVCacheSpec) -> None:
-    """k_scale and v_scale: None, a scalar, or one a kv head; one a head needs a cache that is quantised so."""
+    """k_scale and v_scale must be None, a scalar or f32[K]. f32[K] is refused with quant='per_tensor'."""
     if params is not None:
         check_kind("params", params, AttentionParams)
     for name in ("k_scale", "v_scale"):
@@ -194,7 +189,9 @@ def check_scales(params, spec: KVCacheSpec) -> None:
             raise ValueError(f"params.{name}.shape={shape} must be () or ({spec.num_kv_heads},)")
         check_positive(params, name)
         if shape and spec.quant == "per_tensor":
-            raise ValueError(f"params.{name} has one scale a head but {spec.quant=}; use quant='per_head' or a scalar")
+            raise ValueError(
+                f"params.{name} has one scale per head but {spec.quant=}; use quant='per_head' or a scalar"
+            )
 
 
 def encode_rows(x: jax.Array, spec: KVCacheSpec, stored_dtype, scale):
@@ -213,10 +210,10 @@ def encode_rows(x: jax.Array, spec: KVCacheSpec, stored_dtype, scale):
 def empty_cache(
     spec: KVCacheSpec, fill: float = 0.0, *, platform: "str | Chip | None" = None, storage: str | None = None
 ) -> PagedKV:
-    """A fresh cache, every value `fill`.
+    """A new cache in which every value is `fill`.
 
-    storage: None lets the platform choose ('bits' on CPU, where XLA would otherwise copy the pool on every bf16 or
-    fp8 write; 'native' elsewhere); 'native' on CPU trades that for a cache that can be differentiated.
+    storage: 'native' stores the dtype itself. 'bits' stores unsigned integers of the same width: on a CPU, XLA would
+    copy a whole bf16 or fp8 pool at each write; such a write has no gradient. None: 'bits' on a CPU, else 'native'.
     """
     chip = chip_of(platform)
     bits = chip.platform == "cpu" if storage is None else storage == "bits"
@@ -229,7 +226,7 @@ def empty_cache(
         token_scale = jnp.broadcast_to(scale[0, 0], spec.token_scale_shape)
     else:
         fill_value = quant.encode(jnp.asarray(fill, jnp.float32), spec.dtype, stored)
-    copy = lambda x: None if x is None else jnp.array(x, copy=True)  # noqa: E731  each leaf needs its own buffer to be donated
+    copy = lambda x: None if x is None else jnp.array(x, copy=True)  # noqa: E731  two donated leaves must not share a buffer
     return PagedKV(
         k=filled(spec.shape, fill_value, chip),
         v=filled(spec.v_shape, fill_value, chip),
@@ -237,12 +234,6 @@ def empty_cache(
         v_token_scale=copy(token_scale),
         spec=spec,
     )
-
-
-@takes(spec=kind(KVCacheSpec), num_layers=integer(0))
-def bytes_of(spec: KVCacheSpec, num_layers: int = 1) -> int:
-    """Bytes of `num_layers` caches of this spec."""
-    return math.prod((spec.num_blocks, spec.bytes_per_block, num_layers))
 
 
 def _dtype_name(name: str, dtype) -> str:

@@ -1,4 +1,4 @@
-"""Moving whole blocks: within a cache, and between caches."""
+"""Copies whole blocks within a cache and between caches."""
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,16 @@ _PAIRS = integers(2)
 
 @takes(cache=_alive, src_dst=_PAIRS)
 def copy_blocks(cache: PagedKV, src_dst: jax.Array) -> PagedKV:
-    """Copy block src to block dst for each pair of i32[n, 2]; overlapping pairs read the old values.
+    """Copy block src to block dst for each pair (src, dst) of i32[n, 2]. All pairs read the old values.
 
-    A pair with either id outside the pool copies nothing.
+    A pair with an id outside the pool copies nothing.
     """
     return swap_blocks(cache, cache, src_dst)
 
 
 @takes(src_cache=_alive, dst_cache=_alive, src_dst=_PAIRS)
 def swap_blocks(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> PagedKV:
-    """Copy blocks of one cache into another whose spec differs in num_blocks only; returns the new destination."""
+    """Copy blocks of src_cache to dst_cache and return the new dst_cache. The specs may differ in num_blocks only."""
     if src_dst.shape[1] != 2:
         raise ValueError(f"{src_dst.shape=} must be integer [n, 2] pairs (source block, target block)")
     src_dst = jnp.asarray(src_dst)
@@ -33,9 +33,7 @@ def swap_blocks(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> P
     same = ("block_size", "num_kv_heads", "head_dim", "v_head_dim", "dtype", "physical_layout", "quant")
     different = [name for name in same if getattr(a, name) != getattr(b, name)]
     if different:
-        raise ValueError(
-            f"the caches differ in {', '.join(different)}: {a} and {b}; blocks move only between caches of one kind"
-        )
+        raise ValueError(f"the caches differ in {', '.join(different)}: {a} and {b}; they must be equal")
     src, dst = src_dst[:, 0], src_dst[:, 1]
     inside = (src >= 0) & (src < a.num_blocks) & (dst >= 0) & (dst < b.num_blocks)
     src, dst = jnp.where(inside, src, 0), jnp.where(inside, dst, b.num_blocks)

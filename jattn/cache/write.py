@@ -1,4 +1,4 @@
-"""Everything that puts keys and values into pages: new tokens into a pool, and packed keys into a pool of their own."""
+"""Writes keys and values to blocks: new tokens to a cache, and packed keys to a temporary cache."""
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ PACKED_PAGE = 16
 def write_kv(
     cache: PagedKV, k: jax.Array, v: jax.Array, slot_mapping: AnyArray, params: AttentionParams | None = None
 ) -> PagedKV:
-    """Store k [T K D], v [T K V] at slots i32[T] and return the new cache; in place when `cache` is donated.
+    """Write k [T K D], v [T K V] to slots i32[T] and return the new cache; in place if `cache` is donated.
 
-    A slot < 0 or >= N*S writes nothing; a slot_mapping shorter than k leaves the remaining rows unwritten.
+    A slot < 0 or >= N*S is not written, nor are rows of k and v past the end of slot_mapping.
     """
     k, v, slot_mapping = check_static(cache, k, v, slot_mapping, params)
     params = params and with_arrays(params)
@@ -41,7 +41,7 @@ def write_kv(
 
 
 def write_backward(saved, cotangent):
-    """The gradient of a write by another kernel: write_kv's; saved: (cache, k, v, slot_mapping, params)."""
+    """The gradient of a write by another kernel: that of write_kv. saved: (cache, k, v, slot_mapping, params)."""
     cache, k, v, slots, params = saved
     call = lambda cache, k, v, params: write_kv(cache, k, v, slots, params)
     dcache, dk, dv, dparams = jax.vjp(call, cache, k, v, params)[1](cotangent)
@@ -49,7 +49,7 @@ def write_backward(saved, cotangent):
 
 
 def check_static(cache: PagedKV, k, v, slot_mapping, params=None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """k, v and slot_mapping as arrays, or ValueError where shapes and dtypes tell that the write means nothing."""
+    """k, v and slot_mapping as arrays; ValueError if their shapes or dtypes do not fit the cache."""
     spec = check_alive(cache).spec
     k, v = jnp.asarray(as_array("k", k)), jnp.asarray(as_array("v", v))
     for name, x, dim in (("k", k, spec.head_dim), ("v", v, spec.v_head_dim)):
@@ -57,8 +57,8 @@ def check_static(cache: PagedKV, k, v, slot_mapping, params=None) -> tuple[jax.A
             raise ValueError(f"{name}.shape={x.shape} must be [T, {spec.num_kv_heads}, {dim}] for {spec}")
         if x.dtype.name not in quant.FLOATS:
             raise ValueError(
-                f"{name}.dtype={x.dtype} must be a float type, one of {', '.join(quant.FLOATS)}; the cache does the "
-                "quantising"
+                f"{name}.dtype={x.dtype} must be a float type, one of {', '.join(quant.FLOATS)}; write_kv "
+                "quantises them"
             )
     if k.shape[0] != v.shape[0]:
         raise ValueError(f"{k.shape[0]=} and {v.shape[0]=} must be the same number of tokens")
@@ -72,22 +72,22 @@ def check_static(cache: PagedKV, k, v, slot_mapping, params=None) -> tuple[jax.A
 _SLOTS = integers(1)
 
 
-def packed_as_pages(k: jax.Array, v: jax.Array, kv_lens: jax.Array, max_seq_len: int) -> tuple[PagedKV, jax.Array]:
-    """k [Tk K D], v [Tk K V] packed by request, kv_lens i32[R] -> (NHD cache, block table i32[R B]).
+def packed_as_pages(k: jax.Array, v: jax.Array, seq_lens: jax.Array, max_seq_len: int) -> tuple[PagedKV, jax.Array]:
+    """k [Tk K D], v [Tk K V] packed by request, seq_lens i32[R] -> (NHD cache, block table i32[R B]).
 
-    For kernels that read pages only: a cache that is written now and read once. Each request begins on a page of its
-    own; slots that no token fills are 0. One gather of each array: every key moves once.
+    For kernels that read only pages. Each request begins on a new page; slots without a token are 0. k and v are each
+    copied by one gather.
     """
-    num_keys, num_reqs = k.shape[0], kv_lens.shape[0]
-    pages = cdiv(kv_lens, PACKED_PAGE)
+    num_keys, num_reqs = k.shape[0], seq_lens.shape[0]
+    pages = cdiv(seq_lens, PACKED_PAGE)
     ends = jnp.cumsum(pages, dtype=jnp.int32)
-    first_page, start = ends - pages, jnp.cumsum(kv_lens, dtype=jnp.int32) - kv_lens
+    first_page, start = ends - pages, jnp.cumsum(seq_lens, dtype=jnp.int32) - seq_lens
     num_pages = num_keys // PACKED_PAGE + num_reqs
     page = jnp.arange(num_pages, dtype=jnp.int32)
     owner = jnp.sum(ends[None, :] <= page[:, None], axis=1, dtype=jnp.int32)
     req = jnp.minimum(owner, num_reqs - 1)
     position = (page - first_page[req])[:, None] * PACKED_PAGE + jnp.arange(PACKED_PAGE, dtype=jnp.int32)[None]
-    token = (owner < num_reqs)[:, None] & (position < kv_lens[req][:, None])
+    token = (owner < num_reqs)[:, None] & (position < seq_lens[req][:, None])
     row = jnp.where(token, start[req][:, None] + position, num_keys)
 
     def pool(x):
@@ -105,7 +105,7 @@ def packed_as_pages(k: jax.Array, v: jax.Array, kv_lens: jax.Array, max_seq_len:
 
 
 def packed_page_spec(spec: AttentionSpec) -> KVCacheSpec:
-    """A cache of one page that stands for packed keys where a kernel is asked whether it takes a layer."""
+    """The spec of such a cache, to check whether a kernel supports a layer with packed keys."""
     return KVCacheSpec(
         num_blocks=1, block_size=PACKED_PAGE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
         v_head_dim=spec.v_head_dim,

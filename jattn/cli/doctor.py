@@ -61,7 +61,7 @@ def _native() -> str:
 
 
 def _verdict(wrong: int) -> str:
-    """Whether the native kernels work, after the check against numpy that ran them where JAX computes on a CPU."""
+    """Do the native kernels work? wrong: the result of the check, which runs them if JAX computes on a CPU."""
     from pallas_kernels.cpu.native import library
 
     status = library.status()
@@ -70,6 +70,6 @@ def _verdict(wrong: int) -> str:
     if jax.default_backend() != "cpu":
         return f"native CPU kernels: not used and not checked, JAX computes on {jax.default_backend()}"
     if wrong:
-        return "native CPU kernels: loaded; the table above says whether they are wrong"
+        return "native CPU kernels: loaded; the table above shows whether their results are correct"
     origin = "prebuilt" if status.prebuilt else "compiled on this machine"
     return f"native CPU kernels: they work ({origin}, instruction set {status.isas[0]}, checked against numpy)"

@@ -1,4 +1,4 @@
-"""`jattn explain`: every backend, every reason. Its flags are the fields of AttentionSpec and KVCacheSpec."""
+"""`jattn explain`: whether each backend supports a layer, with all reasons. Flags: fields of the specs."""
 
 import argparse
 import dataclasses
@@ -10,28 +10,28 @@ from jattn.cli import screen
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("explain", help="which backends serve a layer, and why the others do not")
+    parser = commands.add_parser("explain", help="which backends support a layer, and why the others do not")
     layer = parser.add_argument_group("the layer (AttentionSpec)")
     layer.add_argument("--num-heads", type=int, required=True, metavar="H", help="query heads")
-    layer.add_argument("--head-dim", type=int, required=True, metavar="D", help="numbers of a query or key")
+    layer.add_argument("--head-dim", type=int, required=True, metavar="D", help="elements of a query or key")
     layer.add_argument("--num-kv-heads", type=int, metavar="K", help="key/value heads (default: H)")
-    layer.add_argument("--v-head-dim", type=int, metavar="V", help="numbers of a value (default: D)")
+    layer.add_argument("--v-head-dim", type=int, metavar="V", help="elements of a value (default: D)")
     layer.add_argument("--scale", type=float, help="factor of q.k (default: D ** -0.5)")
     layer.add_argument("--attn-type", default="decoder", help="decoder, encoder, encoder_only or encoder_decoder")
     layer.add_argument("--sliding-window", type=_window, metavar="W|L,R", help="W keys, or extra keys left,right")
     layer.add_argument("--chunk-size", type=int, metavar="C", help="chunked-local attention: tokens of a chunk")
-    layer.add_argument("--chunk-lookback", type=int, default=0, metavar="N", help="chunks before its own that it sees")
+    layer.add_argument("--chunk-lookback", type=int, default=0, metavar="N", help="earlier chunks that are visible")
     layer.add_argument("--logits-soft-cap", type=float, metavar="CAP", help="logits become cap * tanh(logit / cap)")
     layer.add_argument("--has-alibi", action="store_true", help="ALiBi")
     layer.add_argument("--use-alibi-sqrt", action="store_true", help="ALiBi of square-root distances")
     layer.add_argument("--has-sinks", action="store_true", help="attention sinks")
     layer.add_argument("--use-rswa", action="store_true", help="a window that hides none of a request's first keys")
     layer.add_argument("--use-mm-prefix", action="store_true", help="spans of images see both ways")
-    layer.add_argument("--mm-prefix-clamp-sliding-window", action="store_true", help="... but not past the window")
+    layer.add_argument("--mm-prefix-clamp-sliding-window", action="store_true", help="... but not left of the window")
     layer.add_argument("--use-qq-bias", action="store_true", help="a bias among the new tokens")
     layer.add_argument("--output-dtype", help="8-bit dtype of the result, such as float8_e4m3fn or int8")
-    layer.add_argument("--mask-fn", action="store_true", help="as if the layer brought a mask_fn")
-    layer.add_argument("--score-fn", action="store_true", help="as if the layer brought a score_fn")
+    layer.add_argument("--mask-fn", action="store_true", help="the layer has a mask_fn")
+    layer.add_argument("--score-fn", action="store_true", help="the layer has a score_fn")
     cache = parser.add_argument_group("its cache (KVCacheSpec)")
     cache.add_argument("--num-blocks", type=int, default=1024, metavar="N", help="blocks of the pool (default: 1024)")
     cache.add_argument("--block-size", type=int, default=16, metavar="S", help="tokens of a block (default: 16)")

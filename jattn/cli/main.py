@@ -1,4 +1,4 @@
-"""`jattn COMMAND`: the parser, and errors in one sentence."""
+"""`jattn COMMAND`: parses the arguments, runs the command, and prints expected errors in one line."""
 
 import argparse
 import contextlib
@@ -12,7 +12,7 @@ from jattn.cli import bench, demo, doctor, explain, generate, serve
 from jattn.errors import CacheFullError, UnsupportedError
 
 EXPECTED = (ValueError, OSError, ImportError, UnsupportedError, CacheFullError)
-"""What a user can cause: told in a sentence, without a traceback."""
+"""Errors that a user can cause. They are printed in one line, without a traceback."""
 
 
 CLOSED_PIPE = 128 + 13
@@ -20,14 +20,14 @@ CLOSED_PIPE = 128 + 13
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 when it found nothing wrong.
+    """Run one command and return the exit code: 0 if there was no error.
 
-    Where the reader of its output has gone (jattn ... | head), it ends without a word.
+    If the reader of the output closes the pipe (jattn ... | head), the command ends without a message.
     """
     try:
         try:
             return _run(argv)
-        finally:  # --help leaves by SystemExit
+        finally:  # --help raises SystemExit
             _flush()
     except BrokenPipeError:
         _discard(sys.stdout)
@@ -45,18 +45,18 @@ def _flush() -> None:
 
 
 def _discard(stream: Any) -> None:
-    """What is still in its buffer goes nowhere, or Python would complain about it at its end."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # not a file of the system's
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+    """Discard the buffer of the stream. Python would otherwise print an error when it flushes at exit."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream has no file descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of every command and its options."""
     parser = argparse.ArgumentParser(
         prog="jattn",
-        description="Paged attention for JAX: look at it, try it, measure it, serve a model with it.",
+        description="Paged attention for JAX: inspect it, try it, measure it, serve a model with it.",
         epilog="`jattn COMMAND --help` shows a command's options and an example.",
     )
     parser.add_argument("--version", action="version", version=f"jattn {jattn.__version__}")

@@ -1,4 +1,4 @@
-"""Options that several commands share: which model, how to serve it, how to sample."""
+"""Options that several commands have: the model, the engine, and sampling."""
 
 import argparse
 import re
@@ -11,7 +11,7 @@ from jattn.engine import Engine, SamplingParams, keep_freed_memory
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """--model and the Engine's own options."""
     group = parser.add_argument_group("the model and the engine")
-    group.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded model, which adds)")
+    group.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded adder)")
     group.add_argument("--num-blocks", type=int, metavar="N", help="cache blocks (default: from free memory)")
     group.add_argument("--block-size", type=int, default=16, metavar="S", help="tokens of a block (default: 16)")
     group.add_argument("--max-num-seqs", type=int, default=16, metavar="R", help="sequences at once (default: 16)")
@@ -20,16 +20,16 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-model-len", type=int, metavar="L", help="prompt and output (default: the model's)")
     group.add_argument("--backend", default="auto", help="attention backend (default: auto; see `jattn explain`)")
-    group.add_argument("--deterministic", action="store_true", help="the same bits in every batch, at a cost")
-    group.add_argument("--no-prefix-caching", action="store_true", help="compute shared beginnings anew")
+    group.add_argument("--deterministic", action="store_true", help="the same bits in every batch; slower")
+    group.add_argument("--no-prefix-caching", action="store_true", help="do not share the blocks of equal beginnings")
 
 
 def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
     """The engine that the options describe, in a process that keeps the memory it frees."""
     if args.model == "":
-        raise ValueError("--model '' names no folder: give one, or leave --model out for the embedded model")
+        raise ValueError("--model is empty: give a folder, or omit --model for the embedded model")
     keep_freed_memory()
-    device.detect()  # says so in a sentence where JAX cannot start
+    device.detect()  # raises UnsupportedError if JAX cannot start
     options = dict(
         num_blocks=args.num_blocks,
         block_size=args.block_size,
@@ -52,16 +52,20 @@ SAMPLING = dict(
     top_k=(int, 0, "only the k most likely tokens; 0: off"),
     top_p=(float, 1.0, "only the most likely tokens that together reach this probability"),
     min_p=(float, 0.0, "only tokens at least this likely, relative to the most likely one"),
-    repetition_penalty=(float, 1.0, "above 1: less of what prompt and output have"),
+    repetition_penalty=(
+        float,
+        1.0,
+        "above 1: tokens of the prompt and the output become less likely",
+    ),
     presence_penalty=(float, 0.0, "subtracted from the logit of each token of the output"),
     frequency_penalty=(float, 0.0, "subtracted once for each time that the output has a token"),
     n=(int, 1, "completions of a prompt"),
-    seed=(int, None, "of the draws; without one the engine draws one"),
+    seed=(int, None, "of the random draws (default: random)"),
 )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """SamplingParams, spelt with dashes."""
+    """The fields of SamplingParams, with dashes."""
     group = parser.add_argument_group("sampling")
     for name, (kind, default, what) in SAMPLING.items():
         shown = "" if default is None else f" (default: {default})"
@@ -80,22 +84,22 @@ ESCAPE = re.compile(r"\\([\\'\"abfnrtv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-f
 
 
 def unescaped(option: str, text: str) -> str:
-    """The text with Python's backslash escapes read, as in --stop '\\n'; everything else stays as it is."""
+    """The text with Python's backslash escapes replaced, as in --stop '\\n'."""
 
     def read(found: re.Match[str]) -> str:
         if found[1] is None:
-            raise ValueError("a backslash begins no escape there; write two for one")
+            raise ValueError("a backslash does not begin an escape; write two backslashes for one")
         return found[0].encode("ascii").decode("unicode_escape")
 
     try:
         made = ESCAPE.sub(read, text)
-        made.encode()  # no half of a surrogate pair
+        made.encode()  # UnicodeEncodeError for an unpaired surrogate
     except ValueError as error:
         raise ValueError(f"{option} {text!r} cannot be read: {error}") from None
     return made
 
 
 def warm(engine: Engine) -> int:
-    """Compile everything, with a bar; how many programs."""
+    """Compile all programs, with a progress bar; returns their number."""
     with screen.progress("compiling") as report:
         return engine.warmup(report)

@@ -1,4 +1,4 @@
-"""What a person sees: tables and bars on a terminal, by rich where it is installed; plain text everywhere else."""
+"""Tables and progress bars: by rich on a terminal, if it is installed; else plain text."""
 
 import contextlib
 import importlib.util
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 Report = Callable[[int, int, str], None]
-"""report(done, total, what): called before each part of a long work."""
+"""report(done, total, what): called before each part of a long task."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], plain: str) -> None:
-    """A table on a terminal, or the same as plain text."""
+    """Print a table on a terminal; elsewhere print `plain`."""
     console = _console(sys.stdout)
     if console is None:
         print(plain)
@@ -27,7 +27,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], plain: str) -> Non
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Report]:
-    """A bar on stderr while the work lasts; without rich a line for each part; nothing where nobody looks."""
+    """A progress bar on stderr; without rich a line for each part; nothing if stderr is not a terminal."""
     console = _console(sys.stderr)
     if console is None:
         yield _line(title) if sys.stderr.isatty() else lambda done, total, what: None
@@ -42,7 +42,7 @@ def progress(title: str) -> Iterator[Report]:
 
 
 def _console(stream: TextIO):
-    """rich's console; None where nobody looks, or where rich is not installed."""
+    """rich's console; None if the stream is not a terminal, or rich is not installed."""
     if not stream.isatty() or importlib.util.find_spec("rich") is None:
         return None
     from rich.console import Console
@@ -55,7 +55,7 @@ def _line(title: str) -> Report:
 
 
 def _as_it_is(text: str) -> str:
-    """Square brackets are text here, not markup."""
+    """The text with square brackets escaped, which rich reads as markup."""
     from rich.markup import escape
 
     return escape(text)

@@ -1,4 +1,4 @@
-"""Serving load, made up: requests that arrive at random, long and short, some with a common beginning."""
+"""A synthetic serving load: requests with random arrivals and lengths, some with a common beginning."""
 
 import dataclasses
 import random
@@ -17,7 +17,7 @@ def make_trace(
     count: int, *, vocab_size: int, max_len: int, rate: float | None, mean_input: float, mean_output: float,
     shared: float, seed: int
 ) -> list[Arrival]:  # fmt: skip
-    """Poisson arrivals at `rate` a second (None: all at once), lengths log-normal like those of ShareGPT's chats.
+    """Poisson arrivals at `rate` per second (None: all at once), and log-normal lengths as in ShareGPT's chats.
 
     `shared` is the share of requests that begin with one of four system prompts of half the mean input length.
     """
@@ -35,5 +35,5 @@ def make_trace(
 
 
 def _length(rng: random.Random, mean: float, most: int) -> int:
-    """Log-normal with sigma 0.8, so that the median is 0.73 of the mean."""
+    """A log-normal length with sigma 0.8, whose median is 0.73 of the mean."""
     return min(max(int(max(mean, 1) * rng.lognormvariate(-0.32, 0.8)), 1), most)

@@ -39,9 +39,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # least recently freed first
         self._holders = [0] * num_blocks
-        self._name: dict[int, bytes] = {}  # cached block -> hash
+        self._hash_of: dict[int, bytes] = {}  # cached block -> hash
         self._cached: dict[bytes, int] = {}  # hash -> cached block
-        self.evictions = 0  # cached blocks whose contents were given up
+        self.evictions = 0  # cached blocks whose contents were replaced
 
     @property
     def num_free(self) -> int:
@@ -59,7 +59,7 @@ class BlockPool:
             raise CacheFullError(f"{count} blocks requested, {len(self._free)} of {self.num_blocks - 1} free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self.evictions += block in self._name
+            self.evictions += block in self._hash_of
             self.forget(block)
             self._holders[block] = 1
         return blocks
@@ -73,29 +73,29 @@ class BlockPool:
             if not self._holders[block]:
                 self._free[block] = None
 
-    def find(self, name: bytes) -> int | None:
+    def find(self, digest: bytes) -> int | None:
         """The cached block with this hash; None if there is none."""
-        return self._cached.get(name)
+        return self._cached.get(digest)
 
     def hold(self, block: int) -> None:
         """Add a holder to a cached block."""
         self._holders[block] += 1
         self._free.pop(block, None)
 
-    def publish(self, block: int, name: bytes) -> None:
+    def publish(self, block: int, digest: bytes) -> None:
         """Make a held block cached. It must be full, or be filled before another sequence reads it.
 
         If a block with the same contents is cached already, that one remains the shared one.
         """
-        if name not in self._cached and block not in self._name:
-            self._cached[name] = block
-            self._name[block] = name
+        if digest not in self._cached and block not in self._hash_of:
+            self._cached[digest] = block
+            self._hash_of[block] = digest
 
     def forget(self, block: int) -> None:
         """Make a block not cached, because its contents are replaced or wrong."""
-        name = self._name.pop(block, None)
-        if name is not None:
-            del self._cached[name]
+        digest = self._hash_of.pop(block, None)
+        if digest is not None:
+            del self._cached[digest]
 
     def check(self, holders: dict[int, int]) -> None:
         """AssertionError unless exactly these blocks are held, with these numbers of holders."""
@@ -103,4 +103,4 @@ class BlockPool:
         assert counted == holders, f"held {counted}, expected {holders}"
         free = set(self._free)
         assert free == set(range(1, self.num_blocks)) - set(holders), "a block is neither free nor held, or both"
-        assert {name: block for block, name in self._name.items()} == self._cached
+        assert {digest: block for block, digest in self._hash_of.items()} == self._cached

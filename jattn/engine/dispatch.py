@@ -152,7 +152,7 @@ def _decode_slots(meta: CommonAttentionMetadata, writes: jax.Array, block_size: 
 def decode_after(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int) -> CommonAttentionMetadata:
     """The decode step after any batch: one token for each row with tokens. Rows that ended write nothing.
 
-    Like `meta.advanced`, but rows may end, and the batch may have prompts. T is unchanged; tokens from R on are pads.
+    Unlike `meta.advanced`, rows may end, and the batch may have prompts. T is unchanged: tokens from R on are padding.
     """
     had = meta.query_lens() > 0
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(had, dtype=jnp.int32)])

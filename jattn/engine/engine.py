@@ -1,4 +1,4 @@
-"""Engine: generates tokens for many requests at once. Apart from the server, it is the only object with state."""
+"""Engine: generates tokens for many requests at once. It has the state of all requests, their blocks and the caches."""
 
 import dataclasses
 import functools
@@ -105,7 +105,7 @@ class Engine:
         self._plan: StepPlan | None = None  # the plan of the current step
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
         self._seeds = np.random.default_rng(seed)
-        self._next_id = self._next_name = 0
+        self._next_id = self._next_seq_id = 0
 
     @classmethod
     def from_pretrained(
@@ -175,10 +175,10 @@ class Engine:
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, salt: str = ""
     ) -> str:
-        """Queue a prompt (text or token ids) and return the request's id.
+        """Queue a prompt (text or token ids) and return the id of the request.
 
         A request that cannot be served ends in the next step, with finish_reason "error". Requests with different salts
-        share no cached blocks, so one client cannot find out by timing what another one sent.
+        share no cached blocks, so the latency of a request does not show what another client sent.
         """
         self.runner.must_be_alive()
         params = SamplingParams() if params is None else params
@@ -194,9 +194,9 @@ class Engine:
             self._stats = self._stats.plus(failed=1)
             return id
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-        self._next_name += 1
+        self._next_seq_id += 1
         root = admission.root_hash_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
-        seqs = [Sequence(f"{self._next_name}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
+        seqs = [Sequence(f"{self._next_seq_id}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
         longest, eos = self.limits.max_model_len, self.config.eos_token_ids
         request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], longest, self.tokenizer)
         self._requests.add(request)  # last, because the lines before may raise

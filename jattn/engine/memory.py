@@ -4,10 +4,10 @@ import ctypes
 import platform
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
-_MOST = 2**31 - 1
+_MAX_BYTES = 2**31 - 1
 
 
-def keep_freed_memory(largest: int = _MOST) -> bool:
+def keep_freed_memory(largest: int = _MAX_BYTES) -> bool:
     """Configure malloc to keep freed allocations of up to `largest` bytes; returns False without glibc.
 
     By default, glibc maps each allocation over 32 MiB anew, and each new 4 KiB page costs a page fault: writing 33 MiB
@@ -20,6 +20,6 @@ def keep_freed_memory(largest: int = _MOST) -> bool:
     wanted = (
         (_M_ARENA_MAX, 1),
         (_M_MMAP_THRESHOLD, largest),
-        (_M_TRIM_THRESHOLD, _MOST),
+        (_M_TRIM_THRESHOLD, _MAX_BYTES),
     )  # one heap, whose free memory fits any size
     return all([mallopt(*option) for option in wanted])

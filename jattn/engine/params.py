@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jattn.errors.arguments import short
 
 MAX_LOGPROBS = 20
-"""The most alternatives that a request may ask for a token (the limit of the OpenAI interface)."""
+"""The most alternatives to each token in `logprobs` (the limit of the OpenAI interface)."""
 
 MAX_COMPLETIONS = 128
 """The most completions of one prompt: each is a sequence with blocks of its own."""

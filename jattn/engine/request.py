@@ -28,7 +28,7 @@ class Sequence:
     kept_from: list[int] = dataclasses.field(
         default_factory=list
     )  # of each group: the first block of the table that was not freed
-    names: list[bytes] = dataclasses.field(default_factory=list)  # the hashes of its first full blocks
+    block_hashes: list[bytes] = dataclasses.field(default_factory=list)  # of its first full blocks
     num_shared: int = 0  # blocks at the beginning that came from the prefix cache
     num_published: int = 0  # blocks at the beginning that other sequences may share
     num_preemptions: int = 0  # how often it lost its blocks
@@ -47,9 +47,9 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     def restart(self) -> None:
-        """Keep the tokens; all keys are computed again. The caller has dropped the pools with its blocks."""
+        """Keep the tokens, and compute all keys again. The caller must drop the pools that have its blocks."""
         self.num_preemptions += bool(self.tables)
-        self.tables, self.kept_from, self.names = [], [], []
+        self.tables, self.kept_from, self.block_hashes = [], [], []
         self.num_computed = self.num_shared = self.num_published = 0
 
 

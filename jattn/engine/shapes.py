@@ -6,7 +6,7 @@ from jattn.engine.scheduler import Limits, StepPlan
 from jattn.metadata import Buckets
 from pallas_kernels.algebra.paging import cdiv
 
-SMALLEST_MIXED = 16
+MIN_MIXED_TOKENS = 16
 """The tokens of the smallest bucket for batches with a prompt."""
 
 
@@ -26,11 +26,11 @@ class StepShapes:
     @property
     def buckets(self) -> Buckets:
         """Powers of two for T and R; the block table always has the columns of the longest sequence."""
-        most_tokens, most_rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
-        powers = Buckets.powers_of_two(most_tokens, most_rows, 1)
+        max_tokens, max_rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
+        powers = Buckets.powers_of_two(max_tokens, max_rows, 1)
         if self.deterministic:
-            return Buckets((most_tokens,), (most_tokens,), (self.max_blocks,))
-        smallest = min(max(SMALLEST_MIXED, most_rows), most_tokens)  # a batch has at least one token for each row
+            return Buckets((max_tokens,), (max_tokens,), (self.max_blocks,))
+        smallest = min(max(MIN_MIXED_TOKENS, max_rows), max_tokens)  # a batch has at least one token for each row
         tokens = tuple(n for n in powers.tokens if n >= smallest)
         return Buckets(tokens, powers.reqs, (self.max_blocks,))
 

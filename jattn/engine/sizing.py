@@ -23,7 +23,7 @@ DEFAULT_MODEL_LEN = 4096
 
 
 def free_bytes() -> int:
-    """Bytes for the cache: a share of the free memory of the device, on CPU of the host."""
+    """Bytes for the cache: a share of the free memory of the device; on a CPU, of the host."""
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return int((stats["bytes_limit"] - stats["bytes_in_use"]) * DEVICE_SHARE)

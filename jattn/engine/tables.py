@@ -92,7 +92,7 @@ class BlockTables:
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             kept = first_visible(group, hits * self.block_size) // self.block_size
             seq.kept_from[g] = kept
-            found = [pool.find(name) for name in seq.names[kept:hits]]
+            found = [pool.find(digest) for digest in seq.block_hashes[kept:hits]]
             seq.tables[g] = [NULL_BLOCK_ID] * kept + [block for block in found if block is not None]
             for block in seq.tables[g][kept:]:
                 pool.hold(block)
@@ -130,11 +130,11 @@ class BlockTables:
         full = num_tokens // self.block_size
         if not self.prefix_caching or full <= seq.num_published:
             return
-        self._name_blocks(seq, full)
+        self._hash_blocks(seq, full)
         for i in range(seq.num_published, full):
             for table, pool in zip(seq.tables, self.pools, strict=True):
                 if table[i] != NULL_BLOCK_ID:
-                    pool.publish(table[i], seq.names[i])
+                    pool.publish(table[i], seq.block_hashes[i])
         seq.num_published = full
 
     def settle(self, seq: Sequence) -> None:
@@ -154,15 +154,15 @@ class BlockTables:
             if not trusted:
                 for block in table[max(kept, seq.num_shared) :]:
                     pool.forget(block)
-            pool.release(reversed(held))  # the first blocks last: they are shared most
+            pool.release(reversed(held))  # the first blocks last, to be reused last: they are shared most often
         seq.tables, seq.kept_from = [], []
         seq.num_computed = seq.num_shared = seq.num_published = 0
 
     def _longest_hit(self, seq: Sequence) -> int:
         """How many blocks at the beginning are cached in all groups. The last token is always computed."""
         limit = (len(seq.tokens) - 1) // self.block_size
-        self._name_blocks(seq, limit)
-        cached = [[pool.find(name) is not None for name in seq.names[:limit]] for pool in self.pools]
+        self._hash_blocks(seq, limit)
+        cached = [[pool.find(digest) is not None for digest in seq.block_hashes[:limit]] for pool in self.pools]
         for hits in range(limit, 0, -1):
             first = [first_visible(group, hits * self.block_size) // self.block_size for group in self.groups]
             if all(all(row[a:hits]) for row, a in zip(cached, first, strict=True)):
@@ -173,12 +173,12 @@ class BlockTables:
         """The parent hash of a sequence's first block: of the weights' version and the request's root hash."""
         return hashlib.blake2b(self.weights_version.to_bytes(8, "little") + root_hash).digest()
 
-    def _name_blocks(self, seq: Sequence, count: int) -> None:
+    def _hash_blocks(self, seq: Sequence, count: int) -> None:
         """Compute the hashes of the first `count` blocks. They remain valid after a preemption."""
-        while len(seq.names) < count:
-            i = len(seq.names)
-            parent = seq.names[-1] if seq.names else self._first_parent(seq.root_hash)
-            seq.names.append(block_hash(parent, seq.tokens[i * self.block_size : (i + 1) * self.block_size]))
+        while len(seq.block_hashes) < count:
+            i = len(seq.block_hashes)
+            parent = seq.block_hashes[-1] if seq.block_hashes else self._first_parent(seq.root_hash)
+            seq.block_hashes.append(block_hash(parent, seq.tokens[i * self.block_size : (i + 1) * self.block_size]))
 
 
 def _name(group: Group) -> str:

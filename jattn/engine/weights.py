@@ -1,4 +1,4 @@
-"""The weights of an engine: adopting, replacing, and moving them to the host and back."""
+"""The weights of an engine: taking them over, replacing them, and moving them to the host and back."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ class CacheFullError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine's device no longer computes. The engine serves nothing more; start a new process."""
+    """The engine's device no longer computes. The engine cannot continue; start a new process."""
 
 
 class MissingMetadataError(ValueError, AttributeError):

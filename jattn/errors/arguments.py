@@ -209,7 +209,7 @@ def booleans(*ndims: int) -> Rule:
 
 
 def as_array(name: str, value: Any, holds: str = _NUMBERS, ndims: tuple[int, ...] = (), host: str = "") -> Any:
-    """An array as it is; a number or a list as a numpy array."""
+    """An array unchanged; a number or a list as a numpy array."""
     if isinstance(value, Tracer):
         array = value
     elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
@@ -223,7 +223,7 @@ def as_array(name: str, value: Any, holds: str = _NUMBERS, ndims: tuple[int, ...
         raise ValueError(f"{name}.dtype={array.dtype} must be {_TYPES[holds]}{_shape_words(ndims)}")
     if ndims and array.ndim not in ndims:
         raise ValueError(f"{name}.shape={tuple(array.shape)} must have {_ranks(ndims)} axes of {holds}")
-    is_index = holds == _INTEGERS or array.dtype.itemsize == 8  # integers of 8 bits may be quantised numbers
+    is_index = holds == _INTEGERS or array.dtype.itemsize == 8  # 8-bit integers may be quantised values
     if is_index and _is_integer(array.dtype) and not isinstance(array, jax.Array) and array.dtype != np.int32:
         array = _as_int32(name, array)
     return array
@@ -237,7 +237,7 @@ def _from_list(name: str, value: Any, holds: str) -> Any:
     except jax.errors.TracerArrayConversionError:
         array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{name}={short(value)} is no array of {holds}: {error}") from None
+        raise ValueError(f"{name}={short(value)} is not an array of {holds}: {error}") from None
     if array.size == 0 and array.dtype == np.float64:  # numpy's type of []
         array = array.astype({_INTEGERS: np.int32, _BOOLS: bool}.get(holds, np.float32))
     if array.dtype == object:

@@ -84,49 +84,53 @@ class CommonAttentionMetadata:
         """
         q = lengths_of("query_lens", query_lens)
         s = lengths_of("seq_lens", seq_lens, like=q)
-        live, total = len(q), int(q.sum(dtype=np.int64))
+        num_live, total = len(q), int(q.sum(dtype=np.int64))
         if total > INT32:
             raise ValueError(f"query_lens add up to {total} tokens, which is outside int32; split the batch")
-        width_r = at_least("num_reqs", num_reqs, live)
-        width_t = at_least("num_tokens", num_tokens, total)
-        per_request_causal = causal_of(causal, live)
+        padded_reqs = at_least("num_reqs", num_reqs, num_live)
+        padded_tokens = at_least("num_tokens", num_tokens, total)
+        per_request_causal = causal_of(causal, num_live)
         is_causal = bool(causal) if per_request_causal is None else True
         if block_table is not None and is_causal:
             check_new_tokens(q, s, per_request_causal)
-        start = np.zeros(width_r + 1, np.int32)
-        np.cumsum(q, out=start[1 : live + 1])
-        start[live + 1 :] = total
-        table = table_of(block_table, s, block_size, width_r, max_blocks)
-        slots = np.full(width_t, PAD_SLOT_ID, np.int32)
+        start = np.zeros(padded_reqs + 1, np.int32)
+        np.cumsum(q, out=start[1 : num_live + 1])
+        start[num_live + 1 :] = total
+        table = table_of(block_table, s, block_size, padded_reqs, max_blocks)
+        slots = np.full(padded_tokens, PAD_SLOT_ID, np.int32)
         if table is not None and total:
-            slots[:total] = slots_of_tokens(q, s, start[:live], table, block_size)
+            slots[:total] = slots_of_tokens(q, s, start[:num_live], table, block_size)
         if table is not None:
-            longest = table.shape[1] * block_size
+            max_seq_len = table.shape[1] * block_size
         else:
-            longest = power_of_two(int(s.max(initial=1)))
+            max_seq_len = power_of_two(int(s.max(initial=1)))
         encoder = None
         if encoder_seq_lens is not None:
             e = lengths_of("encoder_seq_lens", encoder_seq_lens, like=q)
-            encoder = cls._encoder_batch(e, cross_block_table, block_size, num_encoder_tokens, width_r)
+            encoder = cls._encoder_batch(e, cross_block_table, block_size, num_encoder_tokens, padded_reqs)
         elif cross_block_table is not None or num_encoder_tokens is not None:
             raise ValueError("cross_block_table and num_encoder_tokens need encoder_seq_lens")
         return cls(
             query_start_loc=start,
-            seq_lens=padded_to(s, width_r),
+            seq_lens=padded_to(s, padded_reqs),
             block_table=table,
             slot_mapping=slots,
-            num_reqs=np.asarray(live, np.int32),
+            num_reqs=np.asarray(num_live, np.int32),
             num_actual_tokens=np.asarray(total, np.int32),
-            causal_per_request=None if per_request_causal is None else padded_to(per_request_causal, width_r),
+            causal_per_request=None if per_request_causal is None else padded_to(per_request_causal, padded_reqs),
             encoder_seq_lens=None if encoder is None else encoder.seq_lens,
             cross=encoder,
-            mm_prefix_ranges=None if mm_prefix_ranges is None else mm_prefix_ranges_of(mm_prefix_ranges, live, width_r),
+            mm_prefix_ranges=None
+            if mm_prefix_ranges is None
+            else mm_prefix_ranges_of(mm_prefix_ranges, num_live, padded_reqs),
             rswa_prefix_lens=None
             if rswa_prefix_lens is None
-            else padded_to(lengths_of("rswa_prefix_lens", rswa_prefix_lens, like=q), width_r),
-            final_seq_lens=None if final_seq_lens is None else padded_to(final_lengths_of(final_seq_lens, s), width_r),
-            max_query_len=query_len_bound(int(q.max(initial=0)), width_t),
-            max_seq_len=longest,
+            else padded_to(lengths_of("rswa_prefix_lens", rswa_prefix_lens, like=q), padded_reqs),
+            final_seq_lens=None
+            if final_seq_lens is None
+            else padded_to(final_lengths_of(final_seq_lens, s), padded_reqs),
+            max_query_len=query_len_bound(int(q.max(initial=0)), padded_tokens),
+            max_seq_len=max_seq_len,
             is_causal=is_causal,
             block_size=None if table is None else block_size,
         )
@@ -394,6 +398,6 @@ def keys_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> CommonAt
     if meta.cross is None:
         raise MissingMetadataError(
             "Encoder/decoder cross-attention requires setting cross-attention metadata attributes: give from_lengths "
-            "encoder_seq_lens= (and cross_block_table= where there is a cache)"
+            "encoder_seq_lens= (and cross_block_table= with a cache)"
         )
     return meta.cross

@@ -18,9 +18,9 @@ from jattn.metadata.host import array_module, is_traced
 from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID
 from pallas_kernels.algebra.paging import cdiv
 
-Level = int | Sequence[tuple[int, int]]
+Prefix = int | Sequence[tuple[int, int]]
 MIN_PREFIX, MIN_REQS, TILE = 256, 8, 128
-"""A level of its own needs this many shared tokens and requests. TILE: queries or keys of a tile in the estimate."""
+"""The least shared tokens and requests for a level. TILE: queries or keys of a tile in the estimate."""
 
 
 @takes(
@@ -45,7 +45,7 @@ def use_cascade_attention(
     num_sms: int = 1,
     dcp_world_size: int = 1,
 ) -> bool:
-    """Is a shared prefix read faster in a level of its own? Compares waves of tiles on num_sms processors. Host only.
+    """Is it faster to read a shared prefix in a separate level? Compares waves of tiles on num_sms cores. Host only.
 
     with a level            ceil(H * ceil(tokens/128) / SM) * ceil(prefix/128)
     split-KV decoding       ceil(reqs * K * ceil(G/128) * ceil(prefix/128) / SM)
@@ -65,7 +65,7 @@ def use_cascade_attention(
 
 @takes(meta=BATCH, block_size=integer(1))
 def cascade_levels(
-    meta: CommonAttentionMetadata, prefixes: int | Sequence[Level], block_size: int
+    meta: CommonAttentionMetadata, prefixes: int | Sequence[Prefix], block_size: int
 ) -> list[CommonAttentionMetadata]:
     """A batch for each level, over the same packed queries: the argument `levels` of cascade_attention.
 
@@ -79,19 +79,19 @@ def cascade_levels(
             "cascade levels share pages of one cache: meta needs block_table, and no cross or dcp_local_seq_lens"
         )
     check_block_size(meta, block_size)
-    live = meta.max_num_reqs if is_traced(meta.num_reqs) else int(meta.num_reqs)
-    groups = _groups(prefixes, live)
-    done = np.zeros(live, np.int64)  # tokens of each request in the levels so far
+    num_live = meta.max_num_reqs if is_traced(meta.num_reqs) else int(meta.num_reqs)
+    groups = _groups(prefixes, num_live)
+    done = np.zeros(num_live, np.int64)  # tokens of each request in the levels so far
     out = []
     for i, level in enumerate(groups):
-        _check_level(i, level, live, block_size)
+        _check_level(i, level, num_live, block_size)
         out.append(_shared_level(meta, level, done, block_size))
         done += np.repeat([n for _, n in level], [n for n, _ in level])
     _check_shared(meta, done, groups, block_size)
     return [*out, _last_level(meta, done, block_size)]
 
 
-def _groups(prefixes, live: int) -> list[list[tuple[int, int]]]:
+def _groups(prefixes, num_live: int) -> list[list[tuple[int, int]]]:
     """The (num_requests, tokens) pairs of each level."""
     one = not isinstance(prefixes, (list, tuple))
     levels = [prefixes] if one else prefixes
@@ -99,7 +99,7 @@ def _groups(prefixes, live: int) -> list[list[tuple[int, int]]]:
     for i, level in enumerate(levels):
         name = "prefixes" if one else f"prefixes[{i}]"
         if not isinstance(level, (list, tuple)):
-            groups.append([(live, integer(0)(name, level))])
+            groups.append([(num_live, integer(0)(name, level))])
             continue
         if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in level):
             raise ValueError(f"{name}={short(level)} must be a number of tokens, or pairs (num_requests, tokens)")
@@ -145,9 +145,9 @@ def _last_level(meta, done: np.ndarray, block_size: int) -> CommonAttentionMetad
     )
 
 
-def _check_level(i: int, level, live: int, block_size: int) -> None:
-    if sum(n for n, _ in level) != live or any(n < 1 for n, _ in level):
-        raise ValueError(f"level {i}: groups {level} must cover the {live} live requests, each group at least one")
+def _check_level(i: int, level, num_live: int, block_size: int) -> None:
+    if sum(n for n, _ in level) != num_live or any(n < 1 for n, _ in level):
+        raise ValueError(f"level {i}: groups {level} must cover the {num_live} live requests, each group at least one")
     for _, tokens in level:
         if tokens < 0 or tokens % block_size:
             raise ValueError(
@@ -178,6 +178,6 @@ def _check_shared(meta, done: np.ndarray, groups, block_size: int) -> None:
         if bad.any():
             r = int(np.argmax(bad))
             raise ValueError(
-                f"requests {leader[r]} and {r} have different pages in the prefix that `prefixes` says they share"
+                f"requests {leader[r]} and {r} have different blocks in the prefix that they share by `prefixes`"
             )
         first = stop

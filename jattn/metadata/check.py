@@ -17,7 +17,7 @@ def _with_pages(name: str, cache_spec):
 
 @takes(meta=BATCH, cache_spec=_with_pages)
 def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentionMetadata:
-    """Raise ValueError unless starts ascend, lengths fit the block table and all used blocks are in the pool.
+    """Raise ValueError unless query_start_loc ascends, lengths fit the block table and used blocks are in the pool.
 
     Returns meta. cache_spec: None leaves out the checks of blocks and slots.
     """

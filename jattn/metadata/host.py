@@ -1,4 +1,4 @@
-"""Functions of metadata for both numpy arrays on the host and JAX arrays, also inside jit."""
+"""Functions for numpy arrays on the host and for JAX arrays, also inside jit."""
 
 from types import ModuleType
 

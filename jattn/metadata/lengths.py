@@ -35,13 +35,13 @@ def final_lengths_of(values, seq_lens: np.ndarray) -> np.ndarray:
     return x
 
 
-def causal_of(causal, live: int) -> np.ndarray | None:
+def causal_of(causal, num_live: int) -> np.ndarray | None:
     """bool[R]; None if `causal` is one bool."""
     if isinstance(causal, (bool, np.bool_)):
         return None
     each = np.asarray(as_array("causal", causal, "bools", (), TRACED_WAY_OUT))
-    if each.shape != (live,):
-        raise ValueError(f"causal.shape={each.shape} must be ({live},): one bool for each request, or one bool")
+    if each.shape != (num_live,):
+        raise ValueError(f"causal.shape={each.shape} must be ({num_live},): one bool for each request, or one bool")
     return each
 
 
@@ -52,7 +52,7 @@ def check_new_tokens(query_lens: np.ndarray, seq_lens: np.ndarray, causal: np.nd
         r = int(np.argmax(bad))
         raise ValueError(
             f"request {r}: seq_len={seq_lens[r]} is less than query_len={query_lens[r]}; "
-            "seq_lens count computed AND new tokens"
+            "seq_lens count computed and new tokens"
         )
 
 
@@ -70,18 +70,18 @@ def slots_of_tokens(
     return np.where(position >= 0, block * block_size + position % block_size, PAD_SLOT_ID)
 
 
-def mm_prefix_ranges_of(ranges, live: int, rows: int) -> np.ndarray:
-    """i32[rows n 2] of the ranges of `live` requests; see compute_mm_prefix_range_tensor."""
+def mm_prefix_ranges_of(ranges, num_live: int, rows: int) -> np.ndarray:
+    """i32[rows n 2] of the ranges of `num_live` requests; see compute_mm_prefix_range_tensor."""
     shaped = isinstance(ranges, (list, tuple)) or getattr(ranges, "ndim", 0)
-    if not shaped or len(ranges) != live:
+    if not shaped or len(ranges) != num_live:
         raise ValueError(
-            f"mm_prefix_ranges={short(ranges)} must have {live} entries, as query_lens: one list for each request"
+            f"mm_prefix_ranges={short(ranges)} must have {num_live} entries, as query_lens: one list for each request"
         )
     is_table = isinstance(ranges, np.ndarray) and ranges.ndim == 3
     table = as_array("mm_prefix_ranges", ranges, "integers") if is_table else compute_mm_prefix_range_tensor(ranges)
     if table.shape[2] != 2:
-        raise ValueError(f"mm_prefix_ranges.shape={table.shape} must be [{live}, n, 2]: pairs (first, last)")
-    return np.concatenate([table, np.zeros((rows - live, *table.shape[1:]), np.int32)])
+        raise ValueError(f"mm_prefix_ranges.shape={table.shape} must be [{num_live}, n, 2]: pairs (first, last)")
+    return np.concatenate([table, np.zeros((rows - num_live, *table.shape[1:]), np.int32)])
 
 
 def at_least(name: str, size: int | None, n: int) -> int:

@@ -23,7 +23,7 @@ from jattn.types import pytree, static
 
 @pytree
 class Angles:
-    """cos and sin of every token, computed once a step for all layers with the same Rope."""
+    """cos and sin of every token, computed once per step for all layers with the same Rope."""
 
     cos: jax.Array  # f32[T, dim // 2]
     sin: jax.Array

@@ -1,4 +1,4 @@
-"""Attention of a ragged batch over any source of keys: the path that was chosen, and the gradient of every path."""
+"""Attention of a ragged batch over any source of keys, by the path that the backend chose; its gradient."""
 
 import dataclasses
 import functools
@@ -22,20 +22,20 @@ Path = Literal["dense", "chunked", "cpu_loop"]
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """Everything static about one call."""
+    """The static arguments of one call."""
 
     spec: AttentionSpec
     is_causal: bool
-    max_query_len: int  # bounds the queries of a request
+    max_query_len: int  # upper bound of the queries of a request
     path: Path
-    out_dtype: str | None = None  # None: what the layer asks for, or the queries' own
+    out_dtype: str | None = None  # None: see layer.output_dtype
 
 
 def attend_packed(
     call: AttentionCall, q: jax.Array, k: jax.Array, v: jax.Array, batch: RaggedBatch, params: AttentionParams | None
 ) -> AttentionState:
     """Queries [T H D] against keys [Tk K D] and values [Tk K V] packed by request."""
-    return attend(call, q, PackedKeys.of(jnp.asarray(k), jnp.asarray(v), jnp.asarray(batch.kv_len)), batch, params)
+    return attend(call, q, PackedKeys.of(jnp.asarray(k), jnp.asarray(v), jnp.asarray(batch.seq_lens)), batch, params)
 
 
 def attend(
@@ -65,7 +65,7 @@ def _attend(
 def differentiable(
     call: AttentionCall, q: jax.Array, keys: KeySource, batch: RaggedBatch, params: AttentionParams
 ) -> AttentionState:
-    """`attend` by the chunked reference, whatever call.path; backwards, one chunk's logits are alive at a time."""
+    """attend by the chunked reference for any call.path. The backward pass holds the logits of one chunk at a time."""
     terms = layer_terms(call.spec, call.is_causal, params)
     dtype = call.out_dtype or output_dtype(q.dtype, call.spec)
     state = reference.chunked(terms, _real_queries(q, params), keys, batch, call.max_query_len, differentiable=True)
@@ -77,7 +77,7 @@ def _forward_with_residuals(call, q, keys, batch, params):
 
 
 def _backward(call, residuals, cotangent):
-    q, keys, batch, params = jax.tree.map(jnp.asarray, residuals)  # constants of a trace come back as numpy
+    q, keys, batch, params = jax.tree.map(jnp.asarray, residuals)  # a trace returns its constants as numpy arrays
     _, pullback = jax.vjp(lambda q, keys, params: differentiable(call, q, keys, batch, params), q, keys, params)
     dq, dkeys, dparams = pullback(cotangent)
     return dq, dkeys, None, dparams
@@ -87,7 +87,7 @@ _attend.defvjp(_forward_with_residuals, _backward)
 
 
 def _real_queries(q: jax.Array, params: AttentionParams) -> jax.Array:
-    """Stored queries times their scale, in float32; queries without one as they are."""
+    """Queries times q_scale, in float32; without q_scale the queries unchanged."""
     if params.q_scale is None:
         return q
     scale = jnp.asarray(params.q_scale, jnp.float32)

@@ -1,9 +1,11 @@
-"""The `chunked` form of `jattn.ops.reference`, tuned for XLA's CPU compiler: tiles one after the other, in one loop.
+"""The `chunked` form of `jattn.ops.reference`, tuned for XLA's CPU compiler: one loop over tiles of queries.
 
-The result is the reference's (tests/ops/test_paths.py), and shapes never depend on the batch, so neither do a request's
-bits. Time follows the work, and memory is one tile's. Forward only: the gradient is that of the reference.
-What was tuned, each by measurement on Zen 5: steps of falling size, products that a barrier keeps apart, kv heads in
-two parts on JAX 0.10, and the forms of keys in `jattn.ops.cpu_storage`.
+The result equals the reference's (tests/ops/test_paths.py). The shapes inside the loop do not depend on the batch, so
+the bits of a request's result do not either. The loop skips tiles and chunks without work, and its memory is that of
+one tile. It computes forward only; the gradient is that of the reference.
+
+Tuned by measurement on Zen 5: large loop steps before small ones, a barrier between product and transposition, two
+groups of kv heads on JAX 0.10, and the forms of keys in `jattn.ops.cpu_storage`.
 """
 
 from collections.abc import Sequence
@@ -21,16 +23,16 @@ from jattn.ops.state import AttentionState
 from pallas_kernels.algebra import quant, softmax
 
 FEW_ROWS = 32
-"""Up to so many query rows, dots of float32 are made with the keys first: 17 us against 42 for 256 keys."""
+"""Up to this many query rows, float32 products take the keys as first operand: 17 us instead of 42 for 256 keys."""
 
 CHUNKS = {1: (512, 128), 8: (512, 128), 128: (256, 128)}
-"""Keys at once, falling, by the queries of a tile. A long tile's logits must fit the caches (with 512 keys four prompts
-of 512 are twice as slow), few rows want long chunks (512 instead of 256: 20 % faster), the smallest spares short
-contexts, and the first tiles of a prompt, keys that nobody sees."""
+"""Queries of a tile -> keys of a chunk, largest first. The logits of a tile of 128 must fit the CPU's caches (with 512
+keys, four prompts of 512 tokens are twice as slow). With few rows, chunks of 512 are 20 % faster than of 256. The
+smallest size reads fewer masked keys in short contexts and in the first tiles of a prompt."""
 
 PLACED_CHUNK, PLACED_STEP = 256, 1024
-"""Keys of a chunk and of a step where keys are not copied: 16 requests of 1k took 5.2 ms in chunks of 256, four a step,
-5.4 with 512, two a step, and 5.6 with one step a chunk."""
+"""Keys of a chunk and of a loop step if keys are read in place. 16 requests of 1k tokens take 5.2 ms with 4 chunks of
+256 in a step, 5.4 ms with 2 chunks of 512, and 5.6 ms with one chunk."""
 
 
 class LoopStep(NamedTuple):
@@ -38,7 +40,7 @@ class LoopStep(NamedTuple):
 
     keys: CpuKeySource
     chunks: int = 1
-    """Chunks of a step, one after the other in arithmetic: while one is being multiplied, XLA may read the next."""
+    """Chunks of a step. They are added in order; XLA can read the next one while it multiplies."""
 
     @property
     def tokens(self) -> int:
@@ -49,11 +51,11 @@ class LoopStep(NamedTuple):
 def cpu_loop(
     terms: LayerTerms, q: jax.Array, keys: KeySource, batch: RaggedBatch, max_query_len: int, out_dtype: str
 ) -> AttentionState:
-    """`chunked`, with out divided by terms.output_scale if there is one and stored in out_dtype.
+    """Like reference.chunked, with out divided by terms.output_scale, if it is given, and stored in out_dtype.
 
-    A tile's dead rows lie on other tiles' tokens, so each write keeps what is there already.
+    Rows of a tile that are not live overlap tokens of other tiles. A write does not change them.
     """
-    source = for_cpu_loop(keys, q.dtype.name).in_chunks(max(map(max, CHUNKS.values())))  # packed keys: one copy for all
+    source = for_cpu_loop(keys, q.dtype.name).in_chunks(max(map(max, CHUNKS.values())))  # pads packed keys once
     kinds = classes_for(max_query_len)
     num_tokens, num_heads, _ = q.shape
     queries = at_least(bit_patterns(q), max(kind.rows for kind in kinds))
@@ -77,7 +79,7 @@ def cpu_loop(
 
 
 def loop_steps(keys: CpuKeySource, kind: TileClass, rows: int) -> list[LoopStep]:
-    """Step sizes for tiles of this class, which have so many query rows a kv head."""
+    """Step sizes for tiles of this class. rows: query rows of a tile for each kv head."""
     placed = in_place(keys, rows)
     if placed is None:
         sizes = {part.chunk_tokens: part for part in map(keys.in_chunks, CHUNKS[kind.rows])}
@@ -88,12 +90,12 @@ def loop_steps(keys: CpuKeySource, kind: TileClass, rows: int) -> list[LoopStep]
 
 
 def head_parts(rows: int, num_kv: int) -> int:
-    """Parts of the kv heads that wait for each other only where keys are read: two, where a step has many query rows
-    and the kv heads can be halved, on JAX 0.10; otherwise one.
+    """The number of groups of kv heads that are computed independently: 2 on JAX 0.10 if a tile has many query rows
+    and the number of kv heads is even, else 1.
 
-    Its XLA gives a product to one thread while the result has at most 512 rows by 128 columns a head, whatever the
-    number of heads. Of two products each thread takes one, and one's softmax hides beside the other's: 4 to 13 % of a
-    prompt. More than two, or few rows, gain nothing, and newer XLA is 2 to 5 % faster undivided.
+    XLA of JAX 0.10 runs a product in one thread if each head's result has at most 512 rows and 128 columns, for any
+    number of heads. Two products run in two threads, each with its softmax: a prompt is 4 to 13 % faster. More than two
+    groups, or few rows, are not faster. With newer versions of XLA, one group is 2 to 5 % faster.
     """
     return 2 if rows > FEW_ROWS and num_kv % 2 == 0 and jax.__version_info__ < (0, 11) else 1
 
@@ -101,7 +103,7 @@ def head_parts(rows: int, num_kv: int) -> int:
 def attend_tile(terms: LayerTerms, tile: QueryTile, q: jax.Array, steps: Sequence[LoopStep], num_parts: int):
     """(out f32[M H V], lse f32[M H]) of a tile whose decoded queries are q f32[M H D].
 
-    `steps` hold the same keys in steps of falling size.
+    steps: the same keys, the largest step size first.
     """
     rows, num_heads, _ = q.shape
     num_kv, value_dim = steps[0].keys.num_kv_heads, steps[0].keys.v_head_dim
@@ -109,7 +111,7 @@ def attend_tile(terms: LayerTerms, tile: QueryTile, q: jax.Array, steps: Sequenc
     q = q.reshape(rows, num_kv, group, -1).transpose(1, 0, 2, 3)  # [K M G D]
     prefix_stop, first, last = key_ranges(tile, terms.mask_rule)
     parts = [slice(i * num_kv // num_parts, (i + 1) * num_kv // num_parts) for i in range(num_parts)]
-    queries = [(part, q[part], terms.of_kv_heads(part)) for part in parts]  # cut outside the loop
+    queries = [(part, q[part], terms.of_kv_heads(part)) for part in parts]  # sliced once, outside the loop
 
     def fold(state, own, chunk, kv_pos, inside):
         m, l, acc = state  # noqa: E741
@@ -130,7 +132,7 @@ def attend_tile(terms: LayerTerms, tile: QueryTile, q: jax.Array, steps: Sequenc
         for step, finer in zip(steps, (*steps[1:], steps[-1]), strict=True):
             size = step.keys.chunk_tokens
             chunk = begin // size
-            # a remainder that would take finer steps just as many keys is one more step of this size
+            # If the remainder fills a step of this size when rounded up to finer steps, one more step of this size.
             count = (end - chunk * size + finer.tokens - 1) // step.tokens
 
             def visit(s, states, step=step, begin=begin, chunk=chunk):
@@ -143,7 +145,7 @@ def attend_tile(terms: LayerTerms, tile: QueryTile, q: jax.Array, steps: Sequenc
         return states
 
     states = tuple(softmax.start((part.stop - part.start, rows, group), value_dim) for part in parts)
-    if terms.mask_rule.prefix:  # its keys first, none of them twice
+    if terms.mask_rule.prefix:  # the prefix first; the range below starts after it
         states = sweep(states, 0, prefix_stop)
     states = sweep(states, jnp.maximum(first, prefix_stop), last)
     return layer.finish(terms, *map(jnp.concatenate, zip(*states, strict=True)))
@@ -165,7 +167,8 @@ def _dots(q: jax.Array, chunk: KVChunk | PlacedChunk) -> jax.Array:
     pages, _, slots, _ = chunk.k.shape
     flat = flat.astype(chunk.k.dtype)
     keys = chunk.k.transpose(1, 0, 2, 3).reshape(num_kv, pages * slots, dim)
-    if rows * group <= FEW_ROWS and keys.dtype == jnp.float32:  # XLA would fold the transposition without a barrier
+    if rows * group <= FEW_ROWS and keys.dtype == jnp.float32:
+        # Without the barrier, XLA merges the transposition into the product.
         dots = jax.lax.optimization_barrier(einsum("kmd,kcd->kcm", flat, keys)).transpose(0, 2, 1)
     else:
         dots = einsum("kmd,kcd->kmc", flat, keys)

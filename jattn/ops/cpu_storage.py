@@ -1,11 +1,11 @@
-"""Forms of keys and queries that XLA's CPU compiler is fast with; the numbers are those of `jattn.ops.keys`.
+"""Forms of keys and queries for which XLA's CPU compiler makes fast code. The values equal those of `jattn.ops.keys`.
 
-    bit patterns    bf16 and fp8 packed keys and queries enter a loop as unsigned integers (see algebra.quant)
-    bf16 as stored  keys beside bf16 queries are not widened: their products are exact in float32 either way, and a
-                    core multiplies pairs of bf16 two to three times faster
-    in place        few query rows multiply float32 keys where they lie in the pool, without a copy
+    bit patterns    packed bf16 and fp8 keys and queries are passed to a loop as unsigned integers (see algebra.quant)
+    bf16 as stored  bf16 keys for bf16 queries are not converted to float32: the products are exact in float32 in both
+                    forms, and a core multiplies bf16 two to three times faster
+    in place        for few query rows, float32 keys are multiplied in the pool, without a copy
 
-Decided by measurement on Zen 5, with JAX 0.10 and 0.11.
+Chosen by measurement on Zen 5, with JAX 0.10 and 0.11.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import page_ids
 
 LANES = 8
-"""Numbers of a vector as XLA's CPU compiler makes them (256 bits)."""
-MOST_ROWS = 8
-"""Each query row reads a page again. Above this many rows, re-reading the cache costs more than copying."""
-SMALLEST_PAGE = 64
-"""Keys. An operation a page is started on all threads, which costs more than a smaller page takes."""
+"""float32 values in a vector of XLA's CPU compiler (256 bits)."""
+MAX_ROWS = 8
+"""Each query row reads a page again. Above this many rows, reading it again costs more than a copy."""
+MIN_PAGE = 64
+"""Keys of a page. Each page is one operation, and to start it on all threads costs more than a smaller page takes."""
 
 
 def for_cpu_loop(keys: KeySource, q_dtype: str) -> "CpuKeySource":
-    """The same keys, in the form that suits queries of this dtype in a CPU loop."""
+    """The same keys in the form that is fastest in a CPU loop with queries of this dtype."""
     if isinstance(keys, PackedKeys):
         return dataclasses.replace(keys, k=bit_patterns(keys.k), v=bit_patterns(keys.v))
     if isinstance(keys, PagedKeys):
@@ -36,29 +36,29 @@ def for_cpu_loop(keys: KeySource, q_dtype: str) -> "CpuKeySource":
 
 
 def in_place(keys: "CpuKeySource", query_rows: int) -> "CpuPagedKeys | None":
-    """The same keys, multiplied where they lie by so many query rows a kv head; None where they are copied.
+    """The same keys, to be multiplied in place; None if a copy is faster. query_rows: of each kv head.
 
-    Float32 only: other types would be widened once for each row; bf16 in place is level or 15 % slower.
+    float32 only: other dtypes would be converted once for each row. bf16 in place is as fast as a copy or 15 % slower.
     """
     if not isinstance(keys, CpuPagedKeys):
         return None
     c = keys.source.cache.spec
     fits = c.dtype == "float32" and c.physical_layout == "HND" and c.head_dim % LANES == 0
-    pays = query_rows <= MOST_ROWS and c.block_size >= SMALLEST_PAGE
+    pays = query_rows <= MAX_ROWS and c.block_size >= MIN_PAGE
     return dataclasses.replace(keys, placed=True) if fits and pays else None
 
 
 def bit_patterns(x: jax.Array) -> jax.Array:
-    """bf16 and fp8 as the unsigned integers that hold them; everything else as it is."""
+    """bf16 and fp8 as the unsigned integers that hold them; other dtypes unchanged."""
     return quant.encode(x, x.dtype.name, quant.storage_dtype(x.dtype.name, bits=True))
 
 
 @pytree
 class CpuPagedKeys:
-    """PagedKeys whose keys are read in another form."""
+    """PagedKeys that are read in the form that is fastest on a CPU."""
 
     source: PagedKeys
-    keep_bfloat16: bool = static()
+    keep_bfloat16: bool = static()  # k is not converted to float32
     placed: bool = static(default=False)  # keys are not copied
 
     @property
@@ -96,21 +96,21 @@ class CpuPagedKeys:
 
 @pytree
 class PlacedChunk:
-    """One chunk whose float32 keys stay in the pool, named by the pages that hold them.
+    """One chunk whose float32 keys remain in the pool; `pages` has their block ids.
 
-    A copy of a chunk costs as much as reading it, and XLA multiplies the copy on one core. An elementwise operation on
-    both has neither: with the dimension cut into D / 8 vectors of LANES numbers,
+    A copy of a chunk costs as much as reading it, and XLA multiplies the copy on one core. Elementwise operations need
+    no copy and run on all cores. With D divided into D / 8 vectors of LANES values,
 
-        partial[k s m :] = sum over j of pool[page k s 8j:8j+8] * q[k m 8j:8j+8]     one operation a page, no copy
-        dots[k s m]      = partial . ones                                            a product, which nothing fuses with
+        partial[k s m :] = sum over j of pool[page k s 8j:8j+8] * q[k m 8j:8j+8]     one operation for each page
+        dots[k s m]      = partial . ones                                            a product, which XLA does not fuse
     """
 
     pool: jax.Array  # f32[N K S D]
-    pages: jax.Array  # i32[P] any number: ids that are out of range read some page, which the mask hides
+    pages: jax.Array  # i32[P] ids out of range read some page, whose keys the mask hides
     v: jax.Array  # f32[P K S V]
 
     def zero_outside_range(self, inside: jax.Array) -> "PlacedChunk":
-        """Zeros in place of values that are not inside bool[C]; the mask hides what keys out of range give."""
+        """Zeros for values where inside bool[C] is False. Keys are unchanged: the mask hides their logits."""
         keep = inside.reshape(self.v.shape[0], 1, self.v.shape[2], 1)
         return dataclasses.replace(self, v=jnp.where(keep, self.v, 0.0))
 
@@ -121,8 +121,11 @@ class PlacedChunk:
         return dots.reshape(q.shape[0], -1, q.shape[1]).transpose(0, 2, 1)
 
     def _page(self, page: jax.Array, q: jax.Array) -> jax.Array:
-        """f32[K S M]. Every vector of a row is a slice of the pool of its own: only then does XLA find its address once
-        an operation and not once a number, which keeps it from making vectors."""
+        """f32[K S M] of one page.
+
+        Each vector is sliced from the pool by itself. XLA then computes an address once for each operation, not for
+        each value, and can use vector instructions.
+        """
         num_kv, rows, dim = q.shape
         slots = self.pool.shape[2]
 

@@ -1,4 +1,4 @@
-"""Gradients of kernels that compute forward only: the reference's, recomputed in the backward pass, or a refusal."""
+"""Gradients for kernels that compute forward only: those of the reference, which is computed in the backward pass."""
 
 from typing import TypeVar
 
@@ -36,7 +36,7 @@ def packed_gradient(
     cotangent: AttentionState,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], AttentionParams]:
     """(dq, (dk, dv), dparams) of attention over packed keys; inputs: (q, (k, v), params)."""
-    lens = batch_of(common, spec.attn_type).kv_len
+    lens = batch_of(common, spec.attn_type).seq_lens
     return _gradient(spec, common, lambda kv: PackedKeys.of(kv[0], kv[1], lens), inputs, cotangent)
 
 
@@ -48,7 +48,7 @@ def _gradient(spec, common, open_keys, inputs, cotangent):
 
 
 def forward_only(tree: X, who: str, way_out: str = "use backend='sdpa' to differentiate") -> X:
-    """The tree itself; UnsupportedError as soon as a derivative with respect to any of it is taken."""
+    """The tree unchanged; UnsupportedError if a derivative with respect to one of its leaves is taken."""
 
     @jax.custom_jvp
     def same(x):

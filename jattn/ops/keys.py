@@ -1,7 +1,7 @@
 """Where keys and values are read from, one chunk at a time: a paged pool, or packed arrays.
 
-All hand out the same thing, so attention does not know which it reads. A chunk is a fixed number of keys, aligned to
-the start of the request: what a request computes never depends on the batch around it.
+Every source returns the same KVChunk, so attention has one implementation for all sources. A chunk is a fixed number
+of keys, aligned to the start of the request, so the result of a request does not depend on the rest of its batch.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class KVChunk:
     v_scale: jax.Array | None
 
     def zero_outside_range(self, inside: jax.Array) -> "KVChunk":
-        """Zeros in place of the keys that are not inside bool[C]: a stale page may hold NaN, and 0 * NaN is NaN."""
+        """Zeros for keys and values where inside bool[C] is False: a stale page may hold NaN, and 0 * NaN is NaN."""
         keep = inside.reshape(self.v.shape[0], 1, self.v.shape[2])
         return jax.tree.map(lambda x: jnp.where(keep.reshape(keep.shape + (1,) * (x.ndim - 3)), x, 0.0), self)
 
@@ -43,7 +43,7 @@ def _by_head(x: jax.Array, token_scale: jax.Array | None) -> jax.Array:
 
 
 class KeySource(Protocol):
-    """A pytree of keys and values in which requests can be found."""
+    """A pytree of the keys and values of all requests. The constructors of sources make the smallest chunks."""
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -58,39 +58,36 @@ class KeySource(Protocol):
 
     @property
     def max_chunks(self) -> int:
-        """Chunks that the longest request could have."""
+        """Upper bound of the chunks of a request."""
         ...
 
     def in_chunks(self, tokens: int) -> "KeySource":
-        """The same keys, about this many at once; larger chunks are multiples of smaller ones.
-
-        Sources begin with the smallest chunks that they can read.
-        """
+        """The same keys in chunks of about this many; larger chunks are multiples of smaller ones."""
         ...
 
     def read(self, req: jax.Array, chunk: jax.Array) -> KVChunk:
-        """Chunk number `chunk` of request `req`; past the request's keys, anything."""
+        """Chunk number `chunk` of request `req`. Its keys past the request's last one may have any value."""
         ...
 
 
 @pytree
 class PagedKeys:
-    """Keys in a pool, found through a block table padded to whole chunks."""
+    """Keys in a pool, read through a block table that is padded to whole chunks. A page is a block."""
 
     cache: PagedKV
-    table: jax.Array  # i32[R B], B a multiple of pages_per_chunk
+    block_table: jax.Array  # i32[R B], B a multiple of pages_per_chunk
     pages_per_chunk: int = static()
 
     @classmethod
     def of(cls, cache: PagedKV, block_table: AnyArray) -> "PagedKeys":
-        """The pages that block_table names, one at once."""
-        return cls(cache=cache, table=jnp.asarray(block_table), pages_per_chunk=1)
+        """The keys of the blocks in block_table, in chunks of one block."""
+        return cls(cache=cache, block_table=jnp.asarray(block_table), pages_per_chunk=1)
 
     def in_chunks(self, tokens: int) -> "PagedKeys":
-        """Pages are never cut: a power of two of them. The table's width is rounded up to whole chunks."""
+        """A chunk is a power of two of whole pages. The width of the block table is rounded up to whole chunks."""
         pages = 1 << max(0, (tokens // self.cache.spec.block_size).bit_length() - 1)
-        table = jnp.pad(self.table, ((0, 0), (0, -self.table.shape[1] % pages)))
-        return dataclasses.replace(self, table=table, pages_per_chunk=pages)
+        block_table = jnp.pad(self.block_table, ((0, 0), (0, -self.block_table.shape[1] % pages)))
+        return dataclasses.replace(self, block_table=block_table, pages_per_chunk=pages)
 
     @property
     def num_kv_heads(self) -> int:
@@ -106,16 +103,18 @@ class PagedKeys:
 
     @property
     def max_chunks(self) -> int:
-        return self.table.shape[1] // self.pages_per_chunk
+        return self.block_table.shape[1] // self.pages_per_chunk
 
     def pages(self, req: jax.Array, chunk: jax.Array) -> jax.Array:
         """i32[P] the pages of a chunk."""
-        return jax.lax.dynamic_slice(self.table, (req, chunk * self.pages_per_chunk), (1, self.pages_per_chunk))[0]
+        return jax.lax.dynamic_slice(self.block_table, (req, chunk * self.pages_per_chunk), (1, self.pages_per_chunk))[
+            0
+        ]
 
     def take(
         self, pool: jax.Array, pages: jax.Array, decode: Callable[[jax.Array, str], jax.Array] = quant.decode
     ) -> jax.Array:
-        """[P K S *] numbers of these pages."""
+        """[P K S *] the decoded values of these pages."""
         return self._kv_heads_first(decode(gather_pages(pool, pages), self.cache.spec.dtype))
 
     def take_scales(self, pool: jax.Array | None, pages: jax.Array) -> jax.Array | None:
@@ -138,19 +137,19 @@ class PagedKeys:
 
 @pytree
 class PackedKeys:
-    """Keys packed by request: request r owns rows start[r] .. start[r] + kv_len[r] - 1."""
+    """Keys packed by request: request r owns rows start[r] .. start[r] + seq_lens[r] - 1."""
 
     k: jax.Array  # [Tk + padding K D]
     v: jax.Array  # [Tk + padding K V]
     start: jax.Array  # i32[R]
-    dtype: str = static()  # of the numbers; k and v may hold their bit patterns, as a cache's pools may
-    padding: int = static(default=0)
+    dtype: str = static()  # of the values; k and v may be stored as their bit patterns, as in a cache
+    padding: int = static(default=0)  # rows of padding
     chunk_tokens: int = static(default=1)
 
     @classmethod
-    def of(cls, k: jax.Array, v: jax.Array, kv_lens: jax.Array) -> "PackedKeys":
-        """k [Tk K D], v [Tk K V] of requests of kv_lens i32[R], one key at once."""
-        start = (jnp.cumsum(kv_lens) - kv_lens).astype(jnp.int32)
+    def of(cls, k: jax.Array, v: jax.Array, seq_lens: jax.Array) -> "PackedKeys":
+        """k [Tk K D], v [Tk K V] packed by seq_lens i32[R], in chunks of one key."""
+        start = (jnp.cumsum(seq_lens) - seq_lens).astype(jnp.int32)
         return cls(k=k, v=v, start=start, dtype=k.dtype.name)
 
     @property
@@ -166,7 +165,7 @@ class PackedKeys:
         return cdiv(max(self.k.shape[0] - self.padding, 1), self.chunk_tokens)
 
     def in_chunks(self, tokens: int) -> "PackedKeys":
-        """Padded, unless they are, so that a chunk that begins inside never clamps."""
+        """Pads k and v by a chunk: dynamic_slice would move a chunk that reaches past the end."""
         more = max(tokens - self.padding, 0)
         k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) if more else x for x in (self.k, self.v))
         return dataclasses.replace(self, k=k, v=v, padding=self.padding + more, chunk_tokens=tokens)

@@ -1,4 +1,4 @@
-"""What one layer does to a logit and to a result: its static rules and its traced numbers, ready to broadcast.
+"""The operations of one layer on logits and results: its static rules and its traced parameters, ready to broadcast.
 
 Logits of every path have the shape [K M G C]: kv heads, queries, query heads of a kv head, keys.
 """
@@ -16,12 +16,12 @@ from pallas_kernels.algebra.logits import LogitRule, shape_logits
 from pallas_kernels.algebra.mask import MaskRule
 
 einsum = jax.tree_util.Partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-"""Products of float32 in float32, on every chip."""
+"""jnp.einsum with float32 products on every chip, where the default precision may be lower."""
 
 
 @pytree
 class LayerTerms:
-    """Everything of a layer that attention needs beside queries and keys; None = absent."""
+    """The values of a layer that attention needs, besides queries and keys. None: the layer does not use it."""
 
     head: jax.Array  # i32[K 1 G 1]
     alibi_slopes: jax.Array | None  # f32[K 1 G 1]
@@ -41,7 +41,7 @@ class LayerTerms:
 
 
 def layer_terms(spec: AttentionSpec, is_causal: bool, params: AttentionParams) -> LayerTerms:
-    """The terms of this layer in a batch of this static causality; what the spec does not use stays out."""
+    """The terms of this layer in a batch that is causal, or not. Parameters that the spec does not use become None."""
     kv, group = spec.num_kv_heads, spec.group_size
 
     def per_head(x):
@@ -66,7 +66,7 @@ def layer_terms(spec: AttentionSpec, is_causal: bool, params: AttentionParams) -
 def visible(terms: LayerTerms, rows: QueryRows, kv_pos: jax.Array, inside: jax.Array) -> jax.Array:
     """bool, broadcasts to [K M G C]: which of the queries `rows` see which of the keys at positions kv_pos i32[C].
 
-    Keys that are not inside bool[C] are not the request's, or not to be counted here.
+    A key where inside bool[C] is False is of another request, or is counted in another step.
     """
     causal = None if rows.causal is None else _per_row(rows.causal)
     prefix = None if rows.prefix is None else _per_row(rows.prefix)
@@ -77,7 +77,7 @@ def visible(terms: LayerTerms, rows: QueryRows, kv_pos: jax.Array, inside: jax.A
 
 
 def logits(terms: LayerTerms, dots: jax.Array, rows: QueryRows, kv_pos: jax.Array) -> jax.Array:
-    """f32[K M G C] of the products q . k, with everything up to the mask."""
+    """f32[K M G C] logits from the products q . k: all steps before the mask."""
     if terms.k_scale is not None:
         dots = dots * terms.k_scale
     bias = _new_token_bias(terms.qq_bias, rows, kv_pos)
@@ -86,7 +86,7 @@ def logits(terms: LayerTerms, dots: jax.Array, rows: QueryRows, kv_pos: jax.Arra
 
 
 def finish(terms: LayerTerms, m: jax.Array, l: jax.Array, acc: jax.Array) -> tuple[jax.Array, jax.Array]:  # noqa: E741
-    """(out f32[M H V], lse f32[M H]) of an online softmax's state f32[K M G *], sinks included."""
+    """(out f32[M H V], lse f32[M H]) from the state f32[K M G *] of an online softmax, sinks included."""
     out, lse = softmax.finish(m, l, acc, sink=terms.sinks)
     if terms.v_scale is not None:
         out = out * terms.v_scale
@@ -96,7 +96,7 @@ def finish(terms: LayerTerms, m: jax.Array, l: jax.Array, acc: jax.Array) -> tup
 
 
 def output_dtype(q_dtype, spec: AttentionSpec | None = None) -> str:
-    """What a layer asks for, or the queries' own float type; bfloat16 for quantised queries."""
+    """spec.output_dtype; if it is None, the dtype of the queries, or bfloat16 for quantised queries."""
     if spec is not None and spec.output_dtype is not None:
         return spec.output_dtype
     name = jnp.dtype(q_dtype).name
@@ -112,7 +112,7 @@ def _per_key(x: jax.Array) -> jax.Array:
 
 
 def _new_token_bias(qq_bias: jax.Array | None, rows: QueryRows, kv_pos: jax.Array) -> jax.Array | None:
-    """f32[1 M 1 C] of queries and keys that are both new; 0 elsewhere."""
+    """f32[1 M 1 C] the bias between new queries and new keys; 0 elsewhere."""
     if qq_bias is None:
         return None
     assert rows.context is not None  # only a decoder's layer has a qq_bias

@@ -1,7 +1,8 @@
-"""A batch as one or more levels of keys: a plain batch has one, a cascade shares the early ones between requests.
+"""A batch as levels of keys: a plain batch has one level; in a cascade, requests share the keys of the first levels.
 
-Positions are absolute throughout: a level's key 0 stands where the level before it ended, so windows, ALiBi, chunks
-and user functions mean the same in a cascade as in a flat batch. Attention over all keys is the merge of the levels.
+Positions are absolute: key 0 of a level has the position after the last key of the level before. So windows, ALiBi,
+chunks and user functions give the same result in a cascade as in a plain batch. Attention over all keys is the merge
+of the levels.
 """
 
 import dataclasses
@@ -32,30 +33,30 @@ class Level:
     max_query_len: int = static()
 
 
-def flat(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
-    """The one level of an ordinary batch over a cache: its queries, its keys and their pages."""
-    table = keys_of(meta, attn_type).block_table
-    assert table is not None  # a builder gets a checked batch
+def single_level(meta: CommonAttentionMetadata, attn_type: AttentionType) -> Level:
+    """The one level of a plain batch of this attention type: its queries, its keys and their blocks."""
+    block_table = keys_of(meta, attn_type).block_table
+    assert block_table is not None  # a builder gets a checked batch
     max_query_len = queries_of(meta, attn_type).max_query_len
-    return Level(batch=batch_of(meta, attn_type), block_table=table, max_query_len=max_query_len)
+    return Level(batch=batch_of(meta, attn_type), block_table=block_table, max_query_len=max_query_len)
 
 
 def batch_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> RaggedBatch:
     """The queries and keys of a layer of this attention type: see queries_of and keys_of."""
     keys, meta = keys_of(meta, attn_type), queries_of(meta, attn_type)
     decoder = attn_type is AttentionType.DECODER
-    kv_len = jnp.asarray(keys.seq_lens)
+    seq_lens = jnp.asarray(keys.seq_lens)
     return RaggedBatch(
         start=jnp.asarray(meta.query_start_loc)[:-1],
-        query_len=meta.query_lens(),
-        kv_len=kv_len,
-        kv_offset=jnp.zeros_like(kv_len),
+        query_lens=meta.query_lens(),
+        seq_lens=seq_lens,
+        kv_offset=jnp.zeros_like(seq_lens),
         rows=_rows(meta, meta.positions()) if decoder else QueryRows(position=meta.positions(), causal=None),
     )
 
 
 def _rows(meta: CommonAttentionMetadata, position: jax.Array) -> QueryRows:
-    """A decoder's tokens at these positions, with everything that some mask or bias may ask for."""
+    """The tokens of a decoder at these positions, with the values that masks and biases depend on."""
     lens, ranges, per_request = meta.rswa_prefix_lens, meta.mm_prefix_ranges, meta.causal_per_request
     req, token = meta.token_to_req(), jnp.arange(meta.num_tokens, dtype=jnp.int32)
     return QueryRows(
@@ -68,10 +69,10 @@ def _rows(meta: CommonAttentionMetadata, position: jax.Array) -> QueryRows:
 
 
 def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level, ...]:
-    """Split off the pages that every request starts with: (prefix level, rest).
+    """(the level of the first prefix_len keys, which all requests share, the level of the rest).
 
-    Only whole blocks are shared; a remainder of prefix_len is read by each request as before. The prefix is read
-    through the first request's table.
+    Only whole blocks are shared; each request reads the remainder of prefix_len. The prefix is read through the block
+    table of the first request.
     """
     pages = prefix_len // block_size
     width = level.block_table.shape[1]
@@ -82,13 +83,13 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     if pages == 0:
         return (level,)
     batch, shared = level.batch, pages * block_size
-    tokens = jnp.sum(batch.query_len, keepdims=True)
+    tokens = jnp.sum(batch.query_lens, keepdims=True)
     zero = jnp.zeros_like(tokens)
-    live = batch.query_len > 0
-    prefix = dataclasses.replace(batch, start=zero, query_len=tokens, kv_len=zero + shared, kv_offset=zero)
+    live = batch.query_lens > 0
+    prefix = dataclasses.replace(batch, start=zero, query_lens=tokens, seq_lens=zero + shared, kv_offset=zero)
     rest = dataclasses.replace(
         batch,
-        kv_len=jnp.where(live, jnp.maximum(batch.kv_len - shared, 0), 0),
+        seq_lens=jnp.where(live, jnp.maximum(batch.seq_lens - shared, 0), 0),
         kv_offset=jnp.where(live, shared, 0).astype(jnp.int32),
     )
     first = Level(
@@ -100,22 +101,22 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     return first, Level(batch=rest, block_table=remaining, max_query_len=level.max_query_len)
 
 
-def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
-    """Levels from metadata in which each level's requests lie within one request of the level before.
+def levels_of_cascade(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
+    """The levels of a cascade, from a batch for each level: see jattn.cascade_attention.
 
-    seq_lens count that level's keys only; a token's position is its position in the last level plus all keys above.
+    The position of a token is its position in the last level plus the number of its keys in the levels before.
     """
     if not levels:
         raise ValueError("a cascade needs at least one level")
     last = levels[-1]
     sizes = {level.num_tokens for level in levels}
     if len(sizes) > 1:
-        raise ValueError(f"the levels must hold the same packed tokens, got T of {sorted(sizes)}")
-    above = jnp.zeros(last.num_tokens, jnp.int32)  # keys before this level, per token
+        raise ValueError(f"the levels must have the same packed tokens, got T of {sorted(sizes)}")
+    before = jnp.zeros(last.num_tokens, jnp.int32)  # keys of each token in the levels before
     offsets = []
     for level in levels:
-        offsets.append(above)
-        above = above + jnp.asarray(level.seq_lens)[level.token_to_req()]
+        offsets.append(before)
+        before = before + jnp.asarray(level.seq_lens)[level.token_to_req()]
     position = jnp.where(last.token_is_live(), offsets[-1] + last.positions(), 0)
     rows = _rows(last, position)
     made = []
@@ -123,8 +124,8 @@ def nested(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Level, ...]:
         start = jnp.asarray(level.query_start_loc)[:-1]
         batch = RaggedBatch(
             start=start,
-            query_len=level.query_lens(),
-            kv_len=jnp.asarray(level.seq_lens),
+            query_lens=level.query_lens(),
+            seq_lens=jnp.asarray(level.seq_lens),
             kv_offset=offset[jnp.minimum(start, last.num_tokens - 1)] if last.num_tokens else jnp.zeros_like(start),
             rows=rows,
         )
@@ -144,10 +145,10 @@ def attend_levels(
     open_keys: Callable[[Any, AnyArray], KeySource] = PagedKeys.of,
     combine: Callable[[AttentionState], AttentionState] | None = None,
 ) -> AttentionState:
-    """Attention over the union of the levels' keys; sinks are added once, after the merge.
+    """Attention over the keys of all levels. Sinks are added once, after the merge.
 
-    Several levels are merged in float32 and rounded once. open_keys(cache, block_table) makes the source of keys;
-    combine merges the ranks' states where these are one rank's keys.
+    Several levels are merged in float32 and rounded once. open_keys(cache, block_table) makes the source of keys.
+    combine: merges the states of all ranks; None: this rank has all keys.
     """
     params = AttentionParams() if params is None else params
     several = len(levels) > 1 or combine is not None

@@ -1,4 +1,4 @@
-"""Multi-head latent attention in its two forms, absorbed and materialised, both over ragged batches."""
+"""Multi-head latent attention of ragged batches, in its two forms: absorbed and materialised."""
 
 import dataclasses
 import functools
@@ -23,17 +23,17 @@ from pallas_kernels.algebra.paging import cdiv, slots_of
 
 @pytree
 class LatentKeys:
-    """One kv head: k = [kv_c | k_pe], v = kv_c. Read dequantised, since the two parts have scales of their own."""
+    """A source of keys with one kv head: k = [kv_c | k_pe], v = kv_c. Chunks are dequantised: k has two scales."""
 
     pages: PagedKeys
     kv_c_scale: jax.Array | float | None
     k_pe_scale: jax.Array | float | None
     kv_lora_rank: int = static()
-    wide: bool = static()
+    wide: bool = static()  # see jattn.cache.latent.is_wide
 
     @classmethod
     def of(cls, spec: MLASpec, params: MLAParams, cache: PagedKV, block_table: AnyArray) -> "LatentKeys":
-        """The rows that `block_table` names."""
+        """The keys of the blocks in block_table."""
         return cls(
             pages=PagedKeys.of(cache, block_table),
             kv_c_scale=params.kv_c_scale,
@@ -80,12 +80,12 @@ def _dequantised(rows: jax.Array, token_scale: jax.Array | None, scale: jax.Arra
 
 
 CONTEXT_TOKENS = 1024
-"""Cached tokens materialised at once: 1024 of 128 heads of 192 + 128 are 160 MiB."""
+"""Cached tokens materialised at a time. With 128 heads of 192 + 128 values in float32, 1024 tokens are 160 MiB."""
 
 
 @pytree
 class MLAMetadata:
-    """A batch as latent attention reads it."""
+    """The plan of a batch for latent attention."""
 
     level: Level
     slot_mapping: AnyArray  # i32[T]
@@ -103,14 +103,14 @@ class MLAMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttention:
-    """A latent attention layer: its static part. Both forms are methods."""
+    """The static part of a latent attention layer, with a method for each form."""
 
     spec: MLASpec
     path: Path
-    combine: Callable[[AttentionState], AttentionState] | None = None  # of ranks that hold parts of the keys
+    combine: Callable[[AttentionState], AttentionState] | None = None  # merges the states of all ranks
 
     def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
-        """Absorbed: q [T H nope+rope] against the rows themselves; W_UK is folded into q, W_UV into the result.
+        """Absorbed: q [T H nope+rope] with the cached rows as keys. W_UK is multiplied into q, W_UV into the result.
 
         q.k = q_nope . (kv_c W_UK) + q_pe . k_pe = (q_nope W_UK^T) . kv_c + q_pe . k_pe
         """
@@ -142,21 +142,21 @@ class LatentAttention:
         kv_c: jax.Array | None = None,
         k_pe: jax.Array | None = None,
     ) -> AttentionState:
-        """Materialised: keys and values projected window by window, each attended to, the states merged.
+        """Materialised: keys and values are projected for some tokens at a time, and the states are merged.
 
-        kv_c [T L], k_pe [T R] are the batch's new tokens: then only what was cached before them is read from the
-        cache, and a quantised cache does not round the prompt's own keys. None: everything is read from the cache.
+        kv_c [T L], k_pe [T R]: the rows of the new tokens. If they are given, only earlier tokens are read from the
+        cache, so a quantised cache does not round the new ones. None: all tokens are read from the cache.
         """
         spec, params = self.spec, absorb(self.spec, params)
         if self.combine is not None:
-            raise UnsupportedError("rows spread over ranks can only be read absorbed; use forward_mqa")
+            raise UnsupportedError("with keys on several ranks only the absorbed form is supported; use forward_mqa")
         batch = m.level.batch
-        read = batch.kv_len if kv_c is None else jnp.maximum(batch.kv_len - batch.query_len, 0)
-        read = jnp.where(batch.query_len > 0, read, 0)
+        read = batch.seq_lens if kv_c is None else jnp.maximum(batch.seq_lens - batch.query_lens, 0)
+        read = jnp.where(batch.query_lens > 0, read, 0)
         state = self._context(q, cache, m, params, read)
         if kv_c is not None:
             assert k_pe is not None
-            own = dataclasses.replace(batch, kv_len=batch.query_len, kv_offset=batch.kv_len - batch.query_len)
+            own = dataclasses.replace(batch, seq_lens=batch.query_lens, kv_offset=batch.seq_lens - batch.query_lens)
             k, v = self._materialise(kv_c.astype(jnp.float32), k_pe.astype(jnp.float32), params)
             state = merge(state, attend_packed(self._call(m), q, k, v, own, _attention_params(params)))
         if spec.has_sinks:
@@ -165,11 +165,11 @@ class LatentAttention:
         return AttentionState(out=state.out.astype(output_dtype(q.dtype)), lse=state.lse)
 
     def forward(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
-        """Each request by the form that is cheaper for its number of queries, without reordering the batch."""
+        """Computes each request by the form that is cheaper for its number of queries."""
         limit, level = self.spec.mha_threshold, m.level
         if level.max_query_len <= limit or m.shared_prefix or self.combine is not None:
             return self.forward_mqa(q, cache, m, params)
-        params, long = absorb(self.spec, params), level.batch.query_len > limit
+        params, long = absorb(self.spec, params), level.batch.query_lens > limit
         few = dataclasses.replace(m, level=_queries_of(level, ~long, limit))
         many = dataclasses.replace(m, level=_queries_of(level, long, level.max_query_len))
         return merge(self.forward_mqa(q, cache, few, params), self.prefill_mha(q, cache, many, params))
@@ -177,8 +177,8 @@ class LatentAttention:
     def _context(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, read: jax.Array) -> AttentionState:
         """Attention over the first `read` i32[R] cached keys of each request.
 
-        The requests' tokens, laid end to end, are cut into windows of CONTEXT_TOKENS, and a window without tokens is
-        skipped: the work is proportional to the number of tokens, however ragged the batch.
+        The tokens of all requests, packed, are divided into windows of CONTEXT_TOKENS. A window without tokens is
+        skipped, so the work is proportional to the number of tokens.
         """
         spec, batch, call = self.spec, m.level.batch, self._call(m)
         table = jnp.asarray(m.block_table)
@@ -192,7 +192,7 @@ class LatentAttention:
             slots = slots_of(table, req, token - starts[req], cache.spec.block_size)
             rows = gather_latent(spec, cache, jnp.where(token < total, slots, -1), params)
             first, last = jnp.clip(starts, low, low + size), jnp.clip(ends, low, low + size)
-            here = dataclasses.replace(batch, kv_len=last - first, kv_offset=batch.kv_offset + first - starts)
+            here = dataclasses.replace(batch, seq_lens=last - first, kv_offset=batch.kv_offset + first - starts)
             k, v = self._materialise(*rows, params)
             return merge(state, attend_packed(call, q, k, v, here, _attention_params(params)))
 
@@ -224,7 +224,7 @@ class LatentAttention:
 
 def _queries_of(level: Level, keep: jax.Array, max_query_len: int) -> Level:
     """The same batch, in which only the requests where keep bool[R] have queries."""
-    batch = dataclasses.replace(level.batch, query_len=jnp.where(keep, level.batch.query_len, 0))
+    batch = dataclasses.replace(level.batch, query_lens=jnp.where(keep, level.batch.query_lens, 0))
     return dataclasses.replace(level, batch=batch, max_query_len=max_query_len)
 
 

@@ -1,9 +1,10 @@
-"""Context parallelism inside shard_map: each rank attends to its own keys, then the ranks' states become one.
+"""Context parallelism inside shard_map: each rank computes attention over its own keys, then all states are merged.
 
     lse = log sum_r exp(lse_r)        out = sum_r exp(lse_r - lse) out_r         r over the axis
 
-Three ways to the same numbers, by what is left on each rank: all heads (`cp_lse_ag_out_ar`), or its own share of
-them by a reduce-scatter (`cp_lse_ag_out_rs`) or an all-to-all (`dcp_a2a_lse_reduce`). Sinks are added afterwards.
+Three functions compute the same values. `cp_lse_ag_out_ar` returns all heads on each rank; `cp_lse_ag_out_rs` (by
+reduce-scatter) and `dcp_a2a_lse_reduce` (by all-to-all) return each rank's share of the heads. Sinks are added
+afterwards.
 """
 
 import dataclasses
@@ -19,10 +20,10 @@ from jattn.types import AnyArray
 
 
 def shard_level(level: Level, shard: KeyShard, local_lens: AnyArray | None = None) -> Level:
-    """The same queries against one rank's keys; the block table is every rank's."""
+    """The same queries with the keys of one rank. The block table is the same on every rank."""
     batch = level.batch
-    kv_len = shard.count_below(batch.kv_len) if local_lens is None else jnp.asarray(local_lens)
-    return dataclasses.replace(level, batch=dataclasses.replace(batch, kv_len=kv_len, shard=shard))
+    seq_lens = shard.count_below(batch.seq_lens) if local_lens is None else jnp.asarray(local_lens)
+    return dataclasses.replace(level, batch=dataclasses.replace(batch, seq_lens=seq_lens, shard=shard))
 
 
 def cp_lse_ag_out_ar(state: AttentionState, axis: str, *, is_lse_base_on_e: bool = True) -> AttentionState:
@@ -55,7 +56,7 @@ def dcp_a2a_lse_reduce(state: AttentionState, axis: str, *, is_lse_base_on_e: bo
 
 
 def mask_dcp_empty_shards(state: AttentionState, query_start_loc: jax.Array, local_lens: jax.Array) -> AttentionState:
-    """(0, -inf) where a kernel left anything else: padding rows, and rows of requests without a key on this rank."""
+    """The state with (0, -inf) in rows of padding, and of requests without a key on this rank."""
     token, start = jnp.arange(state.lse.shape[0]), jnp.asarray(query_start_loc)
     req = jnp.minimum(jnp.searchsorted(start[1:], token, side="right"), start.shape[0] - 2)
     seen = ((token < start[-1]) & (jnp.asarray(local_lens)[req] > 0))[:, None]
@@ -66,7 +67,7 @@ def mask_dcp_empty_shards(state: AttentionState, query_start_loc: jax.Array, loc
 
 
 def own_heads(x: jax.Array, axis: str, dimension: int) -> jax.Array:
-    """This rank's share of an array that has an axis of heads."""
+    """This rank's share of the heads, which are the axis `dimension` of x."""
     world = lax.axis_size(axis)
     _check_heads(x.shape[dimension], world)
     share = x.shape[dimension] // world
@@ -74,7 +75,7 @@ def own_heads(x: jax.Array, axis: str, dimension: int) -> jax.Array:
 
 
 def _weighted(state: AttentionState, axis: str, base_e: bool) -> tuple[jax.Array, jax.Array]:
-    """(this rank's term of the sum f32[T H V], the lse of all f32[T H]); an empty state adds nothing, NaN included."""
+    """(this rank's term of the sum f32[T H V], the lse of all f32[T H]); an empty state adds 0, also if out is NaN."""
     own = state.lse if base_e else log2_lse_to_ln(state.lse)
     own = jnp.where(jnp.isposinf(own), -jnp.inf, own)
     everyone = lax.all_gather(own, axis)

@@ -1,7 +1,7 @@
-"""A ragged batch, and its queries cut into tiles by how many a request has.
+"""A ragged batch, and its queries divided into tiles. The tile size depends on the query length of the request.
 
 A request with one query gets a tile of 1, a short one (speculative decoding) tiles of 8, a longer one tiles of 128.
-The choice depends on that request alone, so that a request's bits need not depend on the rest of its batch.
+The size depends on that request alone, so the bits of its result do not depend on the rest of the batch.
 """
 
 import dataclasses
@@ -18,22 +18,22 @@ from pallas_kernels.algebra.paging import cdiv
 
 @pytree
 class QueryRows:
-    """What the mask and the logits depend on, query by query; None = the layer does not ask."""
+    """The values of each query that the mask and the logits depend on; None: the layer does not use it."""
 
     position: jax.Array  # i32[M]
-    causal: jax.Array | None  # bool[M], None = the rule's
-    prefix: jax.Array | None = None  # i32[M] first keys of the request that no window hides
+    causal: jax.Array | None  # bool[M]; None: mask_rule.causal holds for all
+    prefix: jax.Array | None = None  # i32[M] the number of first keys that a window does not hide
     context: jax.Array | None = None  # i32[M] position of the request's first new token
     span: tuple[jax.Array, jax.Array] | None = None  # i32[M] first and last position of the token's span, -1: none
 
 
 @pytree
 class KeyRun:
-    """The keys of one request: key 0 .. length - 1, and where they stand."""
+    """The keys 0 .. length - 1 of one request, and their positions."""
 
     length: jax.Array  # i32[]
-    offset: jax.Array  # i32[] position of key 0: a later level of a cascade starts later
-    shard: KeyShard | None  # they are one rank's share of the request's; None = a plain run
+    offset: jax.Array  # i32[] position of key 0; > 0 in later levels of a cascade
+    shard: KeyShard | None  # this rank's share of the request's keys; None: all keys
 
     def positions(self, index: jax.Array) -> jax.Array:
         """Positions of the keys at these indices."""
@@ -47,14 +47,14 @@ class KeyRun:
 
 @pytree
 class RaggedBatch:
-    """Which queries attend to how many keys, each query with its own position."""
+    """The queries of each request, the number of its keys, and the position of each query."""
 
     start: jax.Array  # i32[R] first packed token
-    query_len: jax.Array  # i32[R]
-    kv_len: jax.Array  # i32[R]
+    query_lens: jax.Array  # i32[R] queries of each request
+    seq_lens: jax.Array  # i32[R] keys of each request, in this level of a cascade
     kv_offset: jax.Array  # i32[R] position of the request's key 0
     rows: QueryRows  # of all T tokens
-    shard: KeyShard | None = None  # kv_len counts one rank's keys
+    shard: KeyShard | None = None  # with it, seq_lens count the keys of this rank
 
     @property
     def num_tokens(self) -> int:
@@ -66,19 +66,19 @@ class RaggedBatch:
 
     def keys_of(self, req: jax.Array) -> KeyRun:
         """One request's keys."""
-        return KeyRun(length=_item(self.kv_len, req), offset=_item(self.kv_offset, req), shard=self.shard)
+        return KeyRun(length=_item(self.seq_lens, req), offset=_item(self.kv_offset, req), shard=self.shard)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileClass:
-    """Tiles of `rows` queries, for requests that have shortest .. longest of them."""
+    """Tiles of `rows` queries, for requests with shortest .. longest queries."""
 
     rows: int
     shortest: int
     longest: int
 
     def capacity(self, num_tokens: int, num_reqs: int) -> int:
-        """At most this many tiles: one a request, plus one for every full tile of tokens."""
+        """Upper bound of the number of tiles: one for each request, plus the full tiles of longer requests."""
         reqs = min(num_reqs, num_tokens // self.shortest)
         return reqs if self.longest <= self.rows else reqs + num_tokens // self.rows
 
@@ -87,16 +87,16 @@ TILE_CLASSES = (TileClass(1, 1, 1), TileClass(8, 2, 8), TileClass(128, 9, 2**31 
 
 
 def classes_for(max_query_len: int) -> tuple[TileClass, ...]:
-    """Those that a batch with this static bound can meet."""
+    """The classes that a batch with this static bound can need."""
     return tuple(c for c in TILE_CLASSES if c.shortest <= max_query_len)
 
 
 @pytree
 class TileIndex:
-    """Where tile t of a class lies: its request and its first query within it."""
+    """The tiles of a class, in order of requests; locate(t) gives the request of tile t."""
 
-    ends: jax.Array  # i32[R] tiles of requests 0 .. r
-    counts: jax.Array  # i32[R]
+    ends: jax.Array  # i32[R] the number of tiles of requests 0 .. r
+    counts: jax.Array  # i32[R] the number of tiles of each request
 
     @property
     def total(self) -> jax.Array:
@@ -104,22 +104,22 @@ class TileIndex:
         return self.ends[-1]
 
     def locate(self, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(request, number of the tile within it); a t past the end gives the last request."""
-        passed = jnp.sum(self.ends <= t)  # one operation; a binary search is a loop of many
+        """(request, number of the tile in that request). For t >= total, the request is the last one."""
+        passed = jnp.sum(self.ends <= t)  # one operation; searchsorted is a loop
         req = jnp.minimum(passed, self.ends.shape[0] - 1).astype(jnp.int32)
         return req, t - (self.ends[req] - self.counts[req])
 
 
 def index_tiles(batch: RaggedBatch, kind: TileClass) -> TileIndex:
-    """Lay the tiles of one class end to end, in the order of requests."""
-    mine = (batch.query_len >= kind.shortest) & (batch.query_len <= kind.longest)
-    counts = jnp.where(mine, cdiv(batch.query_len, kind.rows), 0).astype(jnp.int32)
+    """The index of the tiles of one class."""
+    mine = (batch.query_lens >= kind.shortest) & (batch.query_lens <= kind.longest)
+    counts = jnp.where(mine, cdiv(batch.query_lens, kind.rows), 0).astype(jnp.int32)
     return TileIndex(ends=jnp.cumsum(counts).astype(jnp.int32), counts=counts)
 
 
 @pytree
 class QueryTile:
-    """A few consecutive queries of one request; rows that are not live belong to other tiles, or to nobody."""
+    """Some consecutive queries of one request. Rows that are not live belong to other tiles or are padding."""
 
     first_row: jax.Array  # i32[] in the batch
     q: jax.Array  # [M H D]
@@ -129,17 +129,17 @@ class QueryTile:
     keys: KeyRun
 
     def cleared(self, is_live: jax.Array) -> "QueryTile":
-        """No row live unless is_live bool[]; queries of other rows are 0, for a gradient multiplies them by 0."""
+        """The tile with live & is_live. Queries that are not live become 0: in a gradient, 0 * NaN would be NaN."""
         live = self.live & is_live
         q = jnp.where(live[:, None, None], self.q, jnp.zeros((), self.q.dtype))
         return dataclasses.replace(self, live=live, q=q)
 
 
 def cut_tile(q: jax.Array, batch: RaggedBatch, kind: TileClass, req: jax.Array, number: jax.Array) -> QueryTile:
-    """Tile `number` of request `req`, of queries [T.. H D] with at least kind.rows rows.
+    """Tile `number` of request `req`. q: [T.. H D] with at least kind.rows rows.
 
-    A tile that would stick out of the batch begins earlier: padding all queries instead would copy them, and large
-    fresh memory costs more than the attention of short prompts.
+    A tile that would reach past the last token begins earlier. To pad q instead would copy it into new memory, which
+    costs more than the attention of short prompts.
     """
     start = _item(batch.start, req)
     first = start + number * kind.rows
@@ -149,7 +149,7 @@ def cut_tile(q: jax.Array, batch: RaggedBatch, kind: TileClass, req: jax.Array, 
     return QueryTile(
         first_row=row,
         q=cut(q),
-        live=(token >= first) & (token < jnp.minimum(first + kind.rows, start + _item(batch.query_len, req))),
+        live=(token >= first) & (token < jnp.minimum(first + kind.rows, start + _item(batch.query_lens, req))),
         rows=jax.tree.map(lambda x: cut(at_least(x, q.shape[0])), batch.rows),
         req=req,
         keys=batch.keys_of(req),
@@ -157,9 +157,9 @@ def cut_tile(q: jax.Array, batch: RaggedBatch, kind: TileClass, req: jax.Array, 
 
 
 def key_ranges(tile: QueryTile, rule: MaskRule):
-    """(stop of the prefix, first, last): key indices that some live row may see; nothing when no row is live.
+    """(prefix_stop, first, last): live rows can see only keys 0 .. prefix_stop - 1 and first .. last - 1.
 
-    Keys 0 .. stop - 1 and first .. last - 1. All others may hold anything, NaN included.
+    Both ranges are empty if no row is live. Other keys may have any value, also NaN.
     """
     rows, keys, live = tile.rows, tile.keys, tile.live
     q_first = jnp.min(jnp.where(live, rows.position, jnp.iinfo(jnp.int32).max // 2))
@@ -181,7 +181,7 @@ def key_ranges(tile: QueryTile, rule: MaskRule):
 
 
 def at_least(x: jax.Array, rows: int) -> jax.Array:
-    """x with at least this many rows: only a batch smaller than a tile is padded."""
+    """x, padded to this many rows if it has fewer."""
     short = max(rows - x.shape[0], 0)
     return jnp.pad(x, ((0, short), *[(0, 0)] * (x.ndim - 1))) if short else x
 

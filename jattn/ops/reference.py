@@ -1,14 +1,14 @@
-"""Attention of a ragged batch as the formula says it, in two forms: `dense` and `chunked`.
+"""Attention of a ragged batch by its formula, in two forms: `dense` and `chunked`.
 
     x[i, j] = logit(scale * q[i] . k[j])              algebra.logits: soft cap, ALiBi, bias, score_fn
     out[i]  = sum_j softmax(x[i])[j] * v[j]           over the keys j that i sees (algebra.mask), and the sink
     lse[i]  = log sum_j exp(x[i, j])
 
-Both take every option, are differentiable, run on every platform, and compute in float32 whatever the dtypes. They
-return out f32[T H V] and lse f32[T H], (0, -inf) for tokens that see nothing, padding among them.
-`dense` is the specification: all T queries against one request's keys at a time, of which the request's own are kept.
-`chunked` runs on accelerators and is the gradient of every path: the logits of ROWS_AT_ONCE queries and one chunk of
-keys are alive at a time.
+Both support every option, are differentiable, run on every platform, and compute in float32 for all dtypes. They
+return out f32[T H V] and lse f32[T H]: (0, -inf) for tokens that see no key, padding included.
+`dense` is the specification. For each request, it computes all T queries with the keys of that request, and keeps the
+rows of the request's own queries. `chunked` runs on accelerators and gives the gradient of every path. It holds the
+logits of ROWS_AT_ONCE queries and one chunk of keys at a time.
 """
 
 import jax
@@ -24,7 +24,7 @@ from pallas_kernels.algebra import softmax
 CHUNK_TOKENS = 256
 """Keys of a chunk."""
 ROWS_AT_ONCE = 4096
-"""Queries side by side: bounds the logits that are alive to this many rows times a chunk of keys, a head."""
+"""Queries that are computed in parallel. The logits of a head have at most this many rows, and a chunk of columns."""
 
 
 def dense(terms: LayerTerms, q: jax.Array, keys: KeySource, batch: RaggedBatch) -> AttentionState:
@@ -35,7 +35,7 @@ def dense(terms: LayerTerms, q: jax.Array, keys: KeySource, batch: RaggedBatch) 
 
     def add_request(state: AttentionState, req: jax.Array):
         run, first = batch.keys_of(req), batch.start[req]
-        mine = (token >= first) & (token < first + batch.query_len[req])
+        mine = (token >= first) & (token < first + batch.query_lens[req])
         kv_pos = run.positions(index)
         seen = layer.visible(terms, batch.rows, kv_pos, index < run.length) & mine[None, :, None, None]
         k, v = _all_keys(keys, req).zero_outside_range(jnp.any(seen, axis=(0, 1, 2))).dequantised()
@@ -60,10 +60,11 @@ def chunked(
     max_query_len: int,
     differentiable: bool = False,
 ) -> AttentionState:
-    """The online softmax over chunks of keys, for tiles of queries side by side, ROWS_AT_ONCE queries at a time.
+    """The online softmax over chunks of keys, for tiles of queries in parallel, ROWS_AT_ONCE queries at a time.
 
-    max_query_len bounds the queries of a request. differentiable: visits every chunk that the keys could have, which
-    reverse-mode differentiation needs, and recomputes its logits backwards; otherwise only those in a tile's range.
+    max_query_len: upper bound of the queries of a request. differentiable: a loop over all max_chunks, as reverse-mode
+    differentiation needs a static length; the backward pass computes the logits again. Otherwise only the chunks in the
+    key range of the tile.
     """
     keys = keys.in_chunks(CHUNK_TOKENS)
     num_tokens, num_heads, _ = q.shape
@@ -84,7 +85,7 @@ def chunked(
         rows, new_out, new_lse = (
             jax.vmap(attend)(tiles) if capacity <= at_once else jax.lax.map(attend, tiles, batch_size=at_once)
         )
-        rows = rows.reshape(-1)  # those that are not live point past the end and are dropped
+        rows = rows.reshape(-1)  # rows that are not live have the index num_tokens and are dropped
         out = out.at[rows].set(new_out.reshape(-1, *out.shape[1:]), mode="drop")
         lse = lse.at[rows].set(new_lse.reshape(-1, num_heads), mode="drop")
     return AttentionState(out=out, lse=lse)
@@ -121,7 +122,7 @@ def _attend_tile(terms: LayerTerms, tile: QueryTile, keys: KeySource, differenti
 
 
 def _all_keys(keys: KeySource, req: jax.Array) -> KVChunk:
-    """Every chunk that the request could have, as one."""
+    """All chunks of a request as one, up to max_chunks."""
     chunks = jax.vmap(keys.read, in_axes=(None, 0))(req, jnp.arange(keys.max_chunks))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), chunks)
 
@@ -133,7 +134,7 @@ def _by_kv_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
 
 
 def _product(formula: str, rows: jax.Array, x: jax.Array) -> jax.Array:
-    """einsum of rows [K M G *] and x [K C *], M and G as one axis r: a gradient then sums over one axis, not two."""
+    """einsum of rows [K M G *] and x [K C *], with M and G as one axis r, so that a gradient sums over one axis."""
     num_kv, num_rows, group, width = rows.shape
     product = einsum(formula, rows.reshape(num_kv, num_rows * group, width), x)
     return product.reshape(num_kv, num_rows, group, product.shape[-1])

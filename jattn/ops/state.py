@@ -1,4 +1,4 @@
-"""What attention returns: a state that can be merged with others, and the monoid that does it."""
+"""AttentionState, the result of attention, and merge, which combines states of disjoint sets of keys."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ def _out_dtype(name: str, value) -> str:
 
 @pytree
 class AttentionState:
-    """out [T H V]; lse f32[T H], natural log of the softmax denominator, sinks included. (0, -inf): saw nothing.
+    """out [T H V]; lse f32[T H], natural log of the softmax denominator, sinks included. (0, -inf): no visible key.
 
     With spec.output_dtype, real out = stored out * params.output_scale.
     """
@@ -43,9 +43,9 @@ def merge(*states: AttentionState) -> AttentionState:
 
         lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
 
-    A state whose lse is -inf (or +inf, as some kernels mark it) is empty and contributes nothing, NaN included.
-    The result's dtype is the one that holds those of all outs.
-    At most one of the states may hold the sinks (or none, and `with_sinks` adds them afterwards).
+    A row whose lse is -inf (or +inf, as some kernels write) is empty: its out, even NaN, does not count. The dtype of
+    the result is the promotion of those of all outs. At most one state may include the sinks; with_sinks adds them
+    afterwards.
     """
     if not states:
         raise ValueError("merge needs at least one state; use AttentionState.empty(...) for none")
@@ -81,8 +81,7 @@ def _check_state(name: str, state: AttentionState) -> None:
     out, lse = _OUT(f"{name}.out", state.out), _LSE(f"{name}.lse", state.lse)
     if out.dtype.name in quant.QUANTISED:
         raise ValueError(
-            f"{name}: a state of {out.dtype} is stored numbers, not real ones: merge before the result is quantised "
-            "(spec.output_dtype=None)"
+            f"{name}: out of {out.dtype} is quantised: merge states before quantisation (spec.output_dtype=None)"
         )
     if not is_float(out.dtype) or lse.dtype.name != "float32" or lse.shape != out.shape[:2]:
         raise ValueError(
@@ -95,7 +94,7 @@ _OUT, _LSE = reals(3), reals(2)
 
 
 def _with_empty_rows(state: AttentionState) -> AttentionState:
-    """The state itself, its empty rows exactly (0, -inf)."""
+    """The same state with (0, -inf) in its empty rows."""
     empty = jnp.isinf(state.lse)
     return AttentionState(
         out=jnp.where(empty[..., None], jnp.zeros((), state.out.dtype), state.out),
@@ -104,7 +103,7 @@ def _with_empty_rows(state: AttentionState) -> AttentionState:
 
 
 def with_sinks(state: AttentionState, sinks: jax.Array) -> AttentionState:
-    """The state with one more column f32[H] per head in its denominator; rows that saw nothing stay (0, -inf)."""
+    """The state with the logits sinks f32[H] added to the denominators. Rows without a visible key remain (0, -inf)."""
     empty = jnp.isneginf(state.lse)
     seen = jnp.where(empty, 0.0, state.lse)
     lse = jnp.logaddexp(seen, jnp.asarray(sinks, jnp.float32)[None])
@@ -113,10 +112,10 @@ def with_sinks(state: AttentionState, sinks: jax.Array) -> AttentionState:
 
 
 def log2_lse_to_ln(lse: jax.Array) -> jax.Array:
-    """The lse of a kernel that uses base 2, as ours, a natural log: x * ln 2; -inf stays -inf."""
+    """An lse in base 2 as a natural log: x * ln 2; -inf remains -inf."""
     return lse.astype(jnp.float32) * math.log(2.0)
 
 
 def head_major_to_token_major(lse: jax.Array) -> jax.Array:
-    """An lse [H T], as vLLM has it, as ours: [T H]."""
+    """vLLM's lse [H T] as [T H]."""
     return jnp.swapaxes(lse, -1, -2)

@@ -26,7 +26,7 @@ MAX_SMALL_BYTES = 1 << 14
 """Up to this size a body is parsed in the threads for small bodies, so that it never waits for a large one."""
 
 NUM_SMALL_THREADS, NUM_LARGE_THREADS = 4, 2
-"""A large body may take seconds, mostly with the interpreter's lock held."""
+"""Parsing a large body may take seconds and holds the GIL most of the time."""
 
 MAX_PENDING_BYTES = 1 << 23
 """Total size of the large bodies that are being parsed or wait for it; at least 8 bodies of the largest size fit."""
@@ -109,7 +109,7 @@ def _count_prompt_items(prompt: Any, max_prompts: int, max_model_len: int) -> in
 
 
 class ParserThreads:
-    """Runs the work on a body in the threads for its size; QueueFullError where too many bytes wait already."""
+    """Runs the work on a body in the threads for its size; QueueFullError if too many bytes already wait."""
 
     def __init__(self, max_body_bytes: int):
         self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, "jattn-parse-small")

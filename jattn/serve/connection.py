@@ -16,10 +16,10 @@ MAX_EVENTS = 64
 """h11 events parsed in a round, before other connections have their turn; each takes about 15 microseconds."""
 
 LINGER_SECONDS = 2.0
-"""Lingering close: how long a client may read an early response while the rest of its body is discarded."""
+"""Lingering close: time for a client to read an early response. The rest of its body is discarded."""
 
 MAX_LINGER_BYTES = 1 << 24
-"""Bytes of the body that are discarded meanwhile."""
+"""Bytes of the body that are discarded in a lingering close; after more, the connection is closed."""
 
 
 class H11Connection(h11.Connection):
@@ -43,7 +43,7 @@ class H11Connection(h11.Connection):
         return not self._events_left
 
     def next_event(self):
-        """h11's next event; NEED_DATA also where the round is over."""
+        """h11's next event; NEED_DATA also if the round is over."""
         if self.round_is_over:
             return h11.NEED_DATA
         self._events_left -= 1
@@ -65,7 +65,7 @@ class H11Connection(h11.Connection):
         return event
 
     def send(self, event: h11.Event) -> Any:  # bytes, or None for h11.ConnectionClosed
-        """The event's bytes. A response that comes before the end of the request's body says Connection: close."""
+        """The event's bytes. A response before the end of the request's body has Connection: close."""
         if isinstance(event, h11.Response) and self.their_state is h11.SEND_BODY:
             headers = [(name, value) for name, value in event.headers if name != b"connection"]
             headers.append((b"connection", b"close"))
@@ -92,7 +92,7 @@ class Connection(H11Protocol):
     """uvicorn's protocol with read and write time-outs, a limit of connections, and JSON errors for invalid HTTP.
 
     uvicorn itself closes connections that are idle between two requests. Events are parsed in rounds, so that a body
-    in many small chunks does not hold up other connections.
+    in many small chunks does not delay other connections.
     """
 
     def __init__(self, options: ServerOptions, **uvicorn_arguments: Any):
@@ -133,7 +133,7 @@ class Connection(H11Protocol):
         self.conn.begin_round()
         super().handle_events()
         if self.cycle is not None and self.cycle.transport is self.transport:
-            self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]  it has what a cycle calls
+            self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]  it has the methods that a cycle calls
         if self.conn.round_is_over:
             self._is_scheduled = True
             self.transport.pause_reading()
@@ -167,7 +167,7 @@ class Connection(H11Protocol):
         self._send_error(*(self.conn.refusal or (400, msg)))
 
     def close_after_response(self) -> None:
-        """Close the connection; where the body was not read to its end, first let the client read the response.
+        """Close the connection. If the body was not read to its end, the client first gets time to read the response.
 
         Closing a socket that holds unread bytes resets the connection, and the client may lose the response.
         """

@@ -1,4 +1,4 @@
-"""The engine's thread, and the way of outputs from it to the coroutine that writes the response.
+"""The engine's thread, and how its outputs reach the coroutine that writes the response.
 
 Only this thread changes the engine. Coroutines send it commands through a queue, and read outputs from an Inbox. Every
 accepted body ends, with finished outputs or with an error.
@@ -89,7 +89,7 @@ class _EngineRequest:
     index: int  # of the prompt in its body
     params: SamplingParams
     inbox: Inbox
-    is_aborted: bool = False  # nobody reads its outputs any more
+    is_aborted: bool = False  # its outputs are no longer read
 
 
 class EngineLoop:
@@ -156,7 +156,7 @@ class EngineLoop:
             num_queued, num_new = sum(request.params.n for request in self._requests.values()), len(ids) * params.n
             if num_queued + num_new > self.max_queue:
                 raise QueueFullError(
-                    f"{num_queued} sequences are running or waiting, this body asks for {num_new} more, and the limit "
+                    f"{num_queued} sequences are running or waiting, this body needs {num_new} more, and the limit "
                     f"is {self.max_queue}; try again later"
                 )
             self._requests.update({request.id: request for request in requests})

@@ -21,7 +21,7 @@ class ServeError(Exception):
 
 
 class BadRequestError(ServeError):
-    """The body is not valid, or asks for something that is not supported."""
+    """The body is not valid, or uses a feature that is not supported."""
 
     status, kind = 400, "invalid_request_error"
 

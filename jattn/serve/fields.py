@@ -44,7 +44,7 @@ class _InvalidValueError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ParsedBody:
-    """What a body asks for, checked."""
+    """The checked fields of a body."""
 
     prompts: Prompts
     params: SamplingParams
@@ -105,7 +105,7 @@ def parse_chat(
 
 
 def check_length(text: str, max_model_len: int, param: str) -> None:
-    """Refuse a text that has too many characters for max_model_len tokens, whatever the tokenizer."""
+    """Refuse a text that has too many characters for max_model_len tokens of any tokenizer."""
     if len(text) > (max_characters := max_model_len * MAX_CHARACTERS_PER_TOKEN):
         limit = f"{max_characters} for the {max_model_len} tokens that prompt and output together may have"
         raise BadRequestError(f"the prompt has {len(text)} characters, more than {limit}", param)

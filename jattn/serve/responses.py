@@ -12,7 +12,7 @@ from jattn.serve.fields import ParsedBody
 from jattn.text import Tokenizer
 from jattn.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT
 
-LOWEST = -9999.0
+MIN_LOGPROB = -9999.0
 """Written for a log-probability of -inf, which JSON does not have; OpenAI uses the same number."""
 
 
@@ -211,4 +211,4 @@ def _by_text(logprob: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, fl
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
+    return max(logprob, MIN_LOGPROB)

@@ -35,7 +35,7 @@ class Server(uvicorn.Server):
         self._num_signals += 1  # nothing more: a signal may arrive while a lock is held
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; True ends the server."""
+        """Called by uvicorn ten times per second; True ends the server."""
         if self._num_signals and self._deadline is None:
             self._deadline = time.monotonic() + self.grace
             self.engine_loop.drain()

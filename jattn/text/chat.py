@@ -27,7 +27,7 @@ MAX_DEPTH = 64
 class ChatTemplate:
     """One jinja template, or several by name, rendered in a separate process: see jattn.text.renderer.
 
-    Nothing is compiled before the first chat, so a broken template fails chats and nothing else.
+    Nothing is compiled before the first chat, so a broken template only makes chats fail.
 
     variables: available in every chat, such as `bos_token`. where: the template's name in errors. problem: why the
     folder's template cannot be used; every chat is then refused with this message.
@@ -55,7 +55,7 @@ class ChatTemplate:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt that asks the model for the next message; ValueError with the template's own message.
+        """The prompt for the next message; ValueError with the message of the template if it refuses.
 
         The prompt contains its special tokens: encode it with add_special_tokens=False, as chat_prompt does.
 

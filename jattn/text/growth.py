@@ -1,4 +1,4 @@
-"""How much the rules of a tokenizer.json may lengthen a text. The library aborts the process if memory runs out."""
+"""Limits how much the rules of a tokenizer.json may lengthen a text: the library aborts if memory runs out."""
 
 import base64
 import binascii
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_GROWTH = 4096
-"""Characters or tokens made of one character on the way to tokens; published files: up to about 1,300 (ALBERT)."""
+"""Characters or tokens that one character may become in encoding; published files: up to about 1,300 (ALBERT)."""
 MAX_DECODER_GROWTH = 64
 """Characters that a decoder makes of one; published files: 1 or 2."""
 FIXED = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 12, "ByteLevel": 5}
@@ -24,7 +24,7 @@ SAME = (
 def check_growth(values: Any) -> float:
     """The most characters or tokens that one character may become; ValueError if that is more than the limits."""
     if not isinstance(values, dict):
-        return 1.0  # malformed: the library's own error says how
+        return 1.0  # malformed: the library raises an error for it
     parts = ("normalizer", "pre_tokenizer", "post_processor")
     growth, decoder = product(values.get(part) for part in parts), product([values.get("decoder")])
     if growth > MAX_GROWTH or decoder > MAX_DECODER_GROWTH:
@@ -84,6 +84,6 @@ def longest_mapped(blob: Any) -> float:
     try:
         octets = base64.b64decode(blob or "")
     except (binascii.Error, TypeError, ValueError):
-        return 1.0  # malformed: the library's own error says how
+        return 1.0  # malformed: the library raises an error for it
     texts = octets[4 + int.from_bytes(octets[:4], "little") :]
     return float(max(1, *(len(text.decode("utf-8", "replace")) for text in texts.split(b"\0"))))

@@ -85,8 +85,8 @@ class Process:
     def __init__(self):
         if importlib.util.find_spec("jinja2") is None:
             raise ImportError("a chat template needs jinja2: pip install 'jattn[models]'")
-        # A new program: a fork of this process, whose threads hold locks, might hang. Isolated mode (-I), with this
-        # process's search path. A session of its own, so that Ctrl-C in the terminal does not reach it.
+        # A new program, because a fork of this process could deadlock: its threads may hold locks. -I ignores the
+        # environment and the user's packages. In a new session, Ctrl-C in the terminal does not reach the process.
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", str(PROGRAM), json.dumps(sys.path), str(MAX_MEMORY)],
             stdin=subprocess.PIPE,
@@ -96,7 +96,7 @@ class Process:
         )
         try:
             self._result(MAX_START_SECONDS)
-        except ProcessEndedError as error:  # RuntimeError: the chat is not at fault
+        except ProcessEndedError as error:  # RuntimeError, because the chat did not cause it
             self.close()
             raise RuntimeError(f"the process that renders chat templates does not start: {error}") from error
         except BaseException:

@@ -24,7 +24,7 @@ METHODS = {
     (int, float): "as_integer_ratio bit_count bit_length conjugate denominator hex imag is_integer numerator real",
     (bytes, bytearray, memoryview): "",
 }
-"""Types -> the methods that a template may call on them; none makes bytes."""
+"""Types -> the methods that a template may call on them; none returns bytes."""
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def make_environment() -> Any:
     from jinja2 import ext, nodes, sandbox, utils
 
     class Generation(ext.Extension):
-        """{% generation %} marks an assistant's text for training; here it renders its content and nothing else."""
+        """{% generation %} marks an assistant's text for training; here it only renders its content."""
 
         tags = {"generation"}
 

@@ -51,7 +51,7 @@ class ByteTokenizer:
 class FolderTokenizer:
     """A tokenizer.json, read by the `tokenizers` library. Special tokens that only other files name are added.
 
-    Truncation and padding are switched off, whatever the file says: a prompt is always encoded whole.
+    Truncation and padding are switched off, also if the file enables them: a prompt is always encoded whole.
     """
 
     def __init__(self, path: Path, special: SpecialTokens | None = None):
@@ -102,7 +102,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     config = tokenizer_config(directory)
     if config.get("tokenizer_class") == "ByT5Tokenizer":
         return ByteTokenizer()
-    own = "; the folder's own code, which auto_map names, is never run" if config.get("auto_map") else ""
+    own = "; the folder's own code, which auto_map names, is never executed" if config.get("auto_map") else ""
     raise FileNotFoundError(
         f"{directory} has no tokenizer.json, and its tokenizer_config.json names "
         f"{short(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
@@ -207,7 +207,7 @@ class Detokenizer:
             window = _Window(tokens, num_context, text, text, 0)
         elif may_wait:
             window = _Window(tokens, num_context, returned, whole, num_silent)
-        else:  # the silent tokens are special ones, which have no influence on the text of others: forget them
+        else:  # these tokens are special ones, which have no text and do not change that of others
             window = _Window(tokens[: len(tokens) - num_silent], num_context, returned, whole, 0)
         return window, added, is_whole
 

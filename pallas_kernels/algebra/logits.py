@@ -24,10 +24,10 @@ class LogitRule:
     score_fn: Callable | None = None  # (score, head, q_pos, kv_pos) -> score
 
 
-def shape_logits(rule: LogitRule, dots: jax.Array, head, q_pos, kv_pos, slope=None, bias=None) -> jax.Array:
+def shape_logits(rule: LogitRule, dots: jax.Array, head, q_pos, kv_pos, alibi_slopes=None, bias=None) -> jax.Array:
     """Logits from dot products that include the scales of q and k, but not `rule.scale`.
 
-    dots f32[..., M, C]; head, q_pos, slope broadcast against [..., M, 1] and kv_pos against [..., 1, C].
+    dots f32[..., M, C]; head, q_pos, alibi_slopes broadcast against [..., M, 1] and kv_pos against [..., 1, C].
     """
     logits = dots * rule.scale
     if rule.soft_cap:
@@ -35,7 +35,7 @@ def shape_logits(rule: LogitRule, dots: jax.Array, head, q_pos, kv_pos, slope=No
     if rule.has_alibi:
         assert slope is not None
         distance = (kv_pos - q_pos).astype(jnp.float32)
-        logits = logits + slope * (-jnp.sqrt(jnp.maximum(-distance, 0.0)) if rule.alibi_sqrt else distance)
+        logits = logits + alibi_slopes * (-jnp.sqrt(jnp.maximum(-distance, 0.0)) if rule.alibi_sqrt else distance)
     if bias is not None:
         logits = logits + bias
     if rule.score_fn is not None:

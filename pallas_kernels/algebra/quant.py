@@ -62,16 +62,6 @@ class CacheDtype:
         """Does it need scales?"""
         return self.largest is not None
 
-    @property
-    def is_integer(self) -> bool:
-        """Does it hold integers only? It has no NaN then."""
-        return jnp.issubdtype(jnp.dtype(self.name), jnp.integer)
-
-    @property
-    def bits(self) -> int:
-        """Width of one number."""
-        return jnp.dtype(self.name).itemsize * 8
-
 
 DTYPES = {
     row.name: row

@@ -34,7 +34,7 @@ CAP_FOURTHS = 1
 
 @dataclasses.dataclass(frozen=True)
 class TileRequest:
-    """What a policy is asked."""
+    """The input of a policy."""
 
     config: GpuKernelConfig  # with the fields of the caller and of earlier policies
     rows: int | None  # upper bound of every request's packed rows (new tokens * group); None: unknown

@@ -208,7 +208,7 @@ def test_what_only_the_batch_tells_is_refused_at_build(toy):
         attn.build(batch(causal=False))
     with pytest.raises(UnsupportedError, match="causal per request not supported"):
         attn.build(batch(causal=[True, False, True, True]))
-    with pytest.raises(UnsupportedError, match="toy: non-causal attention not supported: asked for"):
+    with pytest.raises(UnsupportedError, match="toy: non-causal attention not supported: given in needs"):
         PagedAttention(SPEC, CACHE, "toy", needs=(Feature.NON_CAUSAL,))
 
 
@@ -219,5 +219,5 @@ def test_what_only_the_call_tells_is_refused_at_the_call(toy):
         attn.attend(Q.astype(jnp.bfloat16), filled(), m)
     with pytest.raises(UnsupportedError, match="toy: dtype not supported: int8 seen, float32 supported"):
         attn.attend(Q.astype(jnp.int8), filled(), m, AttentionParams(q_scale=0.1))
-    with pytest.raises(UnsupportedError, match="per-head quant scales not supported: params.k_scale has one a head"):
+    with pytest.raises(UnsupportedError, match="per-head quant scales not supported: params.k_scale has one per head"):
         attn.attend(Q, filled(), m, AttentionParams(k_scale=jnp.ones(2)))

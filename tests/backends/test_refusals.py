@@ -192,7 +192,7 @@ REFUSED = {
     "sinks per kv head": (
         lambda: attend(spec=layer_of(has_sinks=True), params=AttentionParams(sinks=jnp.ones(2))),
         ValueError,
-        r"params.sinks.shape=\(2,\) must be \(4,\), one a query head",
+        r"params.sinks.shape=\(2,\) must be \(4,\), one for each query head",
     ),
     "slopes as a scalar": (
         lambda: attend(spec=layer_of(has_alibi=True), params=AttentionParams(alibi_slopes=jnp.ones(()))),

@@ -49,7 +49,7 @@ REFUSED = {
     "merging quantised results": (
         lambda: jattn.merge(scaled(), scaled()),
         ValueError,
-        "a state of int8 is stored numbers, not real ones: merge before the result is quantised",
+        "out of int8 is quantised: merge states before quantisation",
     ),
     "lookback without chunks": (
         lambda: layer_of(chunk_lookback=1),

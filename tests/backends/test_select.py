@@ -138,7 +138,9 @@ def test_auto_takes_the_first_that_can():
 def test_a_named_backend_that_cannot_lists_everybodys_reasons_and_who_could(registered):
     registered("toy")
     spec = dataclasses.replace(SPEC, has_sinks=True, logits_soft_cap=2.0)
-    with pytest.raises(UnsupportedError, match=r"backend 'toy' does not take this layer \(.*sdpa.* would\)") as refused:
+    with pytest.raises(
+        UnsupportedError, match=r"backend 'toy' does not support this layer \(supported by .*sdpa.*\)"
+    ) as refused:
         backends.resolve(spec, CACHE, "toy", "cpu")
     assert isinstance(refused.value, NotImplementedError)
     assert refused.value.reasons["toy"] == (
@@ -149,11 +151,11 @@ def test_a_named_backend_that_cannot_lists_everybodys_reasons_and_who_could(regi
 
 
 def test_what_nobody_can_lists_every_backend():
-    with pytest.raises(UnsupportedError, match="no backend takes this layer") as refused:
+    with pytest.raises(UnsupportedError, match="no backend supports this layer") as refused:
         backends.resolve(SPEC, CACHE, platform="cpu", needs=(Feature.KV_CONNECTOR,))
     assert tuple(refused.value.reasons) == backends.list_backends()
     for reasons in refused.value.reasons.values():  # split has the reasons of each half
-        assert any("KV connector not supported: asked for" in reason for reason in reasons)
+        assert any("KV connector not supported: given in needs" in reason for reason in reasons)
 
 
 def test_needs_change_the_choice(registered):

@@ -93,14 +93,14 @@ def positions_lost(original):
 
 MUTANTS = {
     "salt ignored": Mutant(
-        f"{TABLES}._name_blocks",
+        f"{TABLES}._hash_blocks",
         unsalted,
         (
             laws.test_requests_of_different_salts_share_nothing_and_those_of_one_salt_do,
             scheduler.test_a_shared_beginning_is_computed_once_and_a_salt_keeps_it_apart,
         ),
     ),
-    "a block's name forgets what stands before it": Mutant(
+    "a block's hash ignores the blocks before it": Mutant(
         "jattn.engine.tables.block_hash",
         lambda original: lambda parent, tokens: original(b"", tokens),
         (laws.test_a_block_is_shared_only_behind_the_same_beginning,),

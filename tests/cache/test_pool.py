@@ -16,7 +16,7 @@ LARGE = dict(num_blocks=260, block_size=64, num_kv_heads=4, head_dim=64)
 )
 @pytest.mark.parametrize("fill", [0.0, 1.5, np.nan])
 def test_every_slot_is_filled(dtype, quant, fill, monkeypatch):
-    monkeypatch.setattr(pool, "LARGE", 2**20)
+    monkeypatch.setattr(pool, "MIN_LARGE_BYTES", 2**20)
     spec = jattn.KVCacheSpec(**LARGE, dtype=dtype, quant=quant)
     small = jattn.KVCacheSpec(**{**LARGE, "num_blocks": 1}, dtype=dtype, quant=quant)
     for large, one in zip(
@@ -28,7 +28,7 @@ def test_every_slot_is_filled(dtype, quant, fill, monkeypatch):
 
 def test_keys_and_values_never_share_memory():
     cache = jattn.empty_cache(jattn.KVCacheSpec(**LARGE, dtype="float32"))
-    assert cache.k.nbytes >= pool.LARGE and cache.k.unsafe_buffer_pointer() != cache.v.unsafe_buffer_pointer()
+    assert cache.k.nbytes >= pool.MIN_LARGE_BYTES and cache.k.unsafe_buffer_pointer() != cache.v.unsafe_buffer_pointer()
 
 
 def test_a_pool_may_be_made_in_a_compiled_program():

@@ -39,7 +39,7 @@ def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
     [
         (["generate", "x", "--temperature", "-1", "--top-p", "2"], "temperature=-1.0.*top_p=2.0"),
         (["generate", "x", "--model", "no-such-folder"], "no-such-folder"),
-        (["generate", "x", "--model", ""], "--model '' names no folder"),
+        (["generate", "x", "--model", ""], "--model is empty"),
         (["generate", "x", "--chat", *SMALL], "no chat template"),
         (["generate", "x", "--file", "y"], "not both"),
         (["generate", "x", *SMALL, "--max-num-seqs", "99"], "max_num_batched_tokens=32 must be at least"),

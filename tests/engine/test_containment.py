@@ -283,7 +283,7 @@ def test_an_interrupt_between_two_weights_serves_no_key_of_the_old_ones(monkeypa
 
 
 def test_a_backend_that_cannot_is_refused_when_the_engine_is_made():
-    with pytest.raises(UnsupportedError, match="does not take"):
+    with pytest.raises(UnsupportedError, match="does not support"):
         engine(fake.FakeConfig(), backend="pallas_tpu")
     with pytest.raises(ValueError, match="nope"):
         engine(fake.FakeConfig(), backend="nope")

@@ -62,7 +62,7 @@ def test_the_name_of_a_block_carries_the_weights_version():
         tables = BlockTables((9,), 4, CONFIG.cache_groups, weights_version=version)
         seq = Sequence("0.0", tuple(PROMPT), SamplingParams())
         tables.admit(seq)
-        names.append(seq.names)
+        names.append(seq.block_hashes)
     assert len(names[0]) == 6 and not set(names[0]) & set(names[1])
 
 

@@ -12,7 +12,7 @@ from tests.running import run, takes
 def able(problem: Problem) -> list[str]:
     """The backends that support this problem here: at least one, and all that the support matrix names."""
     found = [backend for backend in jattn.list_backends() if takes(backend, problem)]
-    assert found, "no backend takes this problem"
+    assert found, "no backend supports this problem"
     return found
 
 

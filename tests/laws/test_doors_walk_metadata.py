@@ -7,7 +7,6 @@ import pytest
 
 import jattn
 from jattn import metadata
-from jattn.cache.layout import bytes_of
 from jattn.compat import vllm
 from jattn.compat.vllm import join_kv_cache, split_kv_cache
 from tests.laws.walk import Door, walk
@@ -146,7 +145,6 @@ DOORS = {
     "mla_cache_spec": Door(jattn.mla_cache_spec, dict(
         spec=jattn.MLASpec(**MLA), num_blocks=4, block_size=4, dtype="int8", quant="per_tensor", layout="auto"),
         staged=False),
-    "bytes_of": Door(bytes_of, dict(spec=CACHE_SPEC, num_layers=2), staged=False),
     "empty_cache": Door(jattn.empty_cache, dict(spec=CACHE_SPEC, fill=0.0, platform="cpu", storage="bits")),
     "PagedKV.from_logical": Door(jattn.PagedKV.from_logical, dict(
         spec=CACHE_SPEC, k=np.ones((4, 4, 2, 8)), v=np.ones((4, 4, 2, 8)), params=jattn.AttentionParams(),

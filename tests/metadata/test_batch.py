@@ -127,7 +127,7 @@ def test_the_encoder_comes_along_as_a_batch_of_its_own():
         (dict(query_lens=[[1]]), "must be a 1-D list of integers"),
         (dict(query_lens=[1.5, 1.0]), "query_lens.dtype=float64 must be an integer type"),
         (dict(seq_lens=[4]), "seq_lens has 1 entries but query_lens has 2"),
-        (dict(seq_lens=[4, 0]), "request 1: seq_len=0 is less than query_len=2; seq_lens count computed AND new"),
+        (dict(seq_lens=[4, 0]), "request 1: seq_len=0 is less than query_len=2; seq_lens count computed and new"),
         (dict(block_table=[[0], [1]]), "has 1 columns but request 1 with seq_len=5 needs 2 blocks of 4"),
         (dict(block_table=[[0, 1]]), r"one row for each request, \[2, B\]"),
         (dict(block_size=0), "block_size=0 must be a positive integer"),

@@ -109,7 +109,7 @@ def test_inside_jit_levels_are_the_hosts():
     [
         (6, "a shared prefix of 6 tokens must be whole blocks of 4; share 4 of them"),
         (12, "request 0 has 8 computed tokens, fewer than the 12 shared ones of prefixes"),
-        (8, "requests 0 and 1 have different pages in the prefix"),
+        (8, "requests 0 and 1 have different blocks in the prefix"),
         ([[(1, 4)]], r"level 0: groups \[\(1, 4\)\] must cover the 2 live requests"),
     ],
 )

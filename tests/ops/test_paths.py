@@ -19,7 +19,7 @@ from jattn.ops import reference
 from jattn.ops.cpu_loop import cpu_loop
 from jattn.ops.keys import PagedKeys
 from jattn.ops.layer import layer_terms
-from jattn.ops.levels import flat
+from jattn.ops.levels import single_level
 from tests.backends.rows import ROWS
 from tests.cases import CASES, FEATURES
 from tests.problem import Problem
@@ -39,7 +39,7 @@ def compute(problem: Problem, form: str):
 
     @jax.jit
     def run(q, cache, meta, params):
-        level = flat(meta, spec.attn_type)
+        level = single_level(meta, spec.attn_type)
         terms, keys = layer_terms(spec, meta.is_causal, params), PagedKeys.of(cache, level.block_table)
         more = dict(dense=(), cpu_loop=(level.max_query_len, problem.dtype)).get(form, (level.max_query_len,))
         return FORMS[form](terms, q, keys, level.batch, *more)
@@ -94,7 +94,7 @@ def test_the_gradients_of_both_forms_agree_and_stale_pages_reach_none(feature, o
     floats = {name: x for name, x in vars(cache).items() if isinstance(x, jax.Array) and x.dtype != jnp.int8}
 
     def loss(form, q, floats, params):
-        level = flat(meta, spec.attn_type)
+        level = single_level(meta, spec.attn_type)
         keys = PagedKeys.of(dataclasses.replace(cache, **floats), level.block_table)
         more = () if form == "dense" else (level.max_query_len,)
         state = FORMS[form](layer_terms(spec, is_causal, params), q, keys, level.batch, *more)

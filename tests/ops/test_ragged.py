@@ -20,7 +20,7 @@ def test_tiles_cover_every_query_once_and_never_exceed_their_capacity():
         query_lens = rng.choice([0, 1, 2, 7, 8, 9, 64, 65, 200], size=rng.integers(1, 12))
         start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         covered = np.zeros(start[-1], int)
-        batch = _Lengths(query_len=np.diff(start))
+        batch = _Lengths(query_lens=np.diff(start))
         for kind in TILE_CLASSES:
             index = index_tiles(batch, kind)
             assert int(index.total) <= kind.capacity(int(start[-1]), len(query_lens))
@@ -33,4 +33,4 @@ def test_tiles_cover_every_query_once_and_never_exceed_their_capacity():
 
 @dataclasses.dataclass
 class _Lengths:
-    query_len: np.ndarray
+    query_lens: np.ndarray

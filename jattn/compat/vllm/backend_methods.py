@@ -79,7 +79,7 @@ class BackendMethods(abc.ABC):
 
     @classmethod
     def get_supported_head_sizes(cls) -> tuple[int | MultipleOf, ...]:
-        """Supported numbers of head_dim and v_head_dim."""
+        """Supported values of head_dim and v_head_dim."""
         return cls.supported_head_sizes
 
     @classmethod
@@ -271,7 +271,7 @@ class ImplMethods:
 
     @property
     def head_size(self) -> int:
-        """D, numbers of a query or key of one head."""
+        """D, elements of a query or key of one head."""
         return self.spec.head_dim
 
     @property

@@ -1,8 +1,8 @@
 """Conversion between vLLM's cache and the pair (k, v) of shape [N S K D].
 
-vLLM's cache is one array [2, N, S * K * D]. With x = the numbers in 16 bytes:
+vLLM's cache is one array [2, N, S * K * D]. With x = the elements in 16 bytes:
 
-    keys     [N K D/x S x]: x neighbouring numbers of a slot, then those of the next slot
+    keys     [N K D/x S x]: x neighbouring elements of a slot, then those of the next slot
     values   [N K D S]
 
 Import a cache by `PagedKV.from_logical(cache_spec, *split_kv_cache(...))`; export by `join_kv_cache(*cache.logical())`.
@@ -19,7 +19,7 @@ VECTOR_BYTES = 16
 
 @takes(kv_cache=reals(3), num_kv_heads=integer(1), head_size=integer(1))
 def split_kv_cache(kv_cache: jax.Array, num_kv_heads: int, head_size: int) -> tuple[jax.Array, jax.Array]:
-    """(k, v), [N S K D] each, of a cache [2, N, S * K * D]. The stored numbers of any dtype are not changed."""
+    """(k, v), [N S K D] each, of a cache [2, N, S * K * D]. Stored values of any dtype are not changed."""
     kv_cache = jnp.asarray(kv_cache)
     x = _vector(kv_cache.dtype, head_size)
     if kv_cache.ndim != 3 or kv_cache.shape[0] != 2 or kv_cache.shape[2] % (num_kv_heads * head_size):

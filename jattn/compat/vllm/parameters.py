@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jattn.errors.arguments import boolean, check_kind, sequence_of, short, takes
 from jattn.spec import AttentionSpec, PerLayerParameters
 
-LAYOUTS = ("HND", "NHD")
+PHYSICAL_LAYOUTS = ("HND", "NHD")
 """Layouts of a cache, the default first."""
 
 
@@ -79,10 +79,9 @@ def group_by_parameters(
 
 
 def _layout(name: str, layout: str) -> str:
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(
-            f"kv cache layout {short(layout)} is not known; use one of {', '.join(LAYOUTS)} or 'auto' as {name}"
-        )
+    if not isinstance(layout, str) or layout not in PHYSICAL_LAYOUTS:
+        known = ", ".join(PHYSICAL_LAYOUTS)
+        raise ValueError(f"kv cache layout {short(layout)} is not known; use one of {known} or 'auto' as {name}")
     return layout
 
 
@@ -97,7 +96,7 @@ _SETS = sequence_of(sequence_of(_layout))
 def get_kv_cache_layout(
     requested: str | None = None,
     *,
-    supported: Iterable[Sequence[str]] = (LAYOUTS,),
+    supported: Iterable[Sequence[str]] = (PHYSICAL_LAYOUTS,),
     preferred: str | None = None,
 ) -> str:
     """The layout of the cache, "HND" or "NHD": one that all sets in `supported` contain.
@@ -108,7 +107,7 @@ def get_kv_cache_layout(
     """
     sets = _SETS("supported", supported)
     requested, preferred = _optional_layout("requested", requested), _optional_layout("preferred", preferred)
-    candidates = [x for x in (sets[0] if sets else LAYOUTS) if all(x in s for s in sets)]
+    candidates = [x for x in (sets[0] if sets else PHYSICAL_LAYOUTS) if all(x in s for s in sets)]
     if not candidates:
         raise ValueError(f"no kv cache layout satisfies every supported set {sets}; choose backends that share one")
     if requested is not None:

@@ -1,4 +1,4 @@
-"""The work list of a batch for one layer's mask. It is computed once a step, on the host or inside jit."""
+"""The work list of a batch for one layer's mask. It is computed once per step, on the host or inside jit."""
 
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import boolean, integer, kind, optional, takes

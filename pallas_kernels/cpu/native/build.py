@@ -76,10 +76,10 @@ def _build(folder: Folder, cxx: tuple[str, ...], compiler: str) -> Library:
 
 
 def _places(may_build: bool) -> Iterator[str]:
-    """$JATTN_CACHE_DIR alone, if it is set; else those of the user's cache and a temporary folder that nobody else can
-    write to; with may_build, at last a new folder."""
-    if asked := os.environ.get("JATTN_CACHE_DIR"):
-        yield asked
+    """$JATTN_CACHE_DIR alone, if it is set; else the user's cache and a temporary folder to which other users cannot
+    write; with may_build, at last a new folder."""
+    if folder := os.environ.get("JATTN_CACHE_DIR"):
+        yield folder
         return
     home = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(home):  # unset, or to be ignored: XDG's rule

@@ -59,7 +59,7 @@ def private(path: str) -> Iterator[Folder]:
     if not os.path.isabs(path):
         raise BuildError(f"the folder {path!r} is not an absolute path")
     if not hasattr(os, "geteuid") or os.open not in os.supports_dir_fd:
-        raise BuildError("this system does not tell who may write a folder: no library is kept or loaded here")
+        raise BuildError("this system does not show who may write to a folder: no library is stored or loaded here")
     place = pathlib.Path(path)
     for folder in (*reversed(place.parents), place):
         if not folder.is_dir():

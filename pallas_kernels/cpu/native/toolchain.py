@@ -17,9 +17,9 @@ from collections.abc import Iterator
 
 SOURCES = pathlib.Path(__file__).parent / "src"
 BASE_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-fno-math-errno")
-QUESTION_SECONDS, BUILD_SECONDS = 60.0, 900.0
+SHORT_SECONDS, BUILD_SECONDS = 60.0, 900.0
 """Time limits of the compiler: for --version and a check of flags, and for the whole build; then it is killed."""
-MOST_SAID = 1 << 20
+MAX_OUTPUT_BYTES = 1 << 20
 """Most bytes of a command's messages; a command that writes more is stopped before it fills the disk."""
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (  # -march=x86-64-v4, which some compilers spell otherwise
@@ -50,27 +50,27 @@ def isas(machine: str | None = None) -> dict[str, tuple[str, ...]]:
 
 
 def accepted(cxx: tuple[str, ...], names: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """The ISAs whose flags this compiler accepts; an old compiler does not know the newest ones."""
+    """The ISAs whose flags this compiler accepts; an old compiler does not accept the newest ones."""
 
-    def knows(own: tuple[str, ...]) -> bool:
-        return _ask([*cxx, *own, "-fsyntax-only", "-x", "c++", os.devnull])[0] == 0
+    def accepts(own: tuple[str, ...]) -> bool:
+        return _run_short([*cxx, *own, "-fsyntax-only", "-x", "c++", os.devnull])[0] == 0
 
-    found = {isa: own for isa, own in names.items() if knows(own)}
+    found = {isa: own for isa, own in names.items() if accepts(own)}
     if not found:
-        raise BuildError(f"{cxx[0]} knows the flags of none of {', '.join(names)}, or does not run at all")
+        raise BuildError(f"{cxx[0]} accepts the flags of none of {', '.join(names)}, or does not start")
     return found
 
 
 def compiler() -> tuple[str, ...]:
     """The command of the C++ compiler: $CXX, or the first of c++, g++, clang++ on the path."""
-    asked = os.environ.get("CXX", "").strip()
-    for program, *rest in (_words("CXX"),) if asked else (["c++"], ["g++"], ["clang++"]):
+    variable = os.environ.get("CXX", "").strip()
+    for program, *rest in (_words("CXX"),) if variable else (["c++"], ["g++"], ["clang++"]):
         if found := shutil.which(program):
             return (os.path.abspath(found), *rest)
     raise BuildError(
         (
-            f"$CXX={asked} is no program of this machine"
-            if asked
+            f"$CXX={variable} is not a program on this machine"
+            if variable
             else "no C++ compiler (c++, g++, clang++) on this machine"
         )
         + "; install one (Debian, Ubuntu: apt-get install g++) and the kernels are built at first use"
@@ -106,10 +106,10 @@ def source_hash(system: str | None = None, machine: str | None = None) -> str:
 
 def compiler_hash(cxx: tuple[str, ...]) -> str:
     """A hash of the compiler's path, arguments and --version."""
-    code, said = _ask([*cxx, "--version"])
+    code, output = _run_short([*cxx, "--version"])
     if code:
-        raise BuildError(f"{cxx[0]} --version failed: {_shortened(said.splitlines()[-3:])}")
-    return hashlib.sha256(repr((cxx, said)).encode()).hexdigest()[:8]
+        raise BuildError(f"{cxx[0]} --version failed: {_shortened(output.splitlines()[-3:])}")
+    return hashlib.sha256(repr((cxx, output)).encode()).hexdigest()[:8]
 
 
 def extra_flags() -> tuple[str, ...]:
@@ -144,17 +144,17 @@ def _words(variable: str) -> tuple[str, ...]:
         raise BuildError(f"${variable}={text!r} cannot be read as a command line: {error}") from error
 
 
-def _ask(command: list[str]) -> tuple[int, str]:
+def _run_short(command: list[str]) -> tuple[int, str]:
     """(exit status, output) of a short command of the compiler."""
-    return _run_side_by_side([command], time.monotonic() + QUESTION_SECONDS)[0]
+    return _run_side_by_side([command], time.monotonic() + SHORT_SECONDS)[0]
 
 
 def _run_all(commands: list[list[str]], end: float) -> None:
     """Run all commands in parallel; BuildError with the first lines of error, or the last lines, of one that failed."""
-    for command, (code, said) in zip(commands, _run_side_by_side(commands, end), strict=True):
+    for command, (code, output) in zip(commands, _run_side_by_side(commands, end), strict=True):
         if code:
-            lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()[-3:]
-            raise BuildError(f"the build failed: {command[0]} said: {_shortened(lines)}")
+            lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()[-3:]
+            raise BuildError(f"the build failed: {command[0]} printed: {_shortened(lines)}")
 
 
 def _shortened(lines: list[str]) -> str:
@@ -168,28 +168,29 @@ def _run_side_by_side(commands: list[list[str]], end: float) -> list[tuple[int, 
     with contextlib.ExitStack() as stack:
         running = []
         for command in commands:
-            said = stack.enter_context(tempfile.TemporaryFile())
+            output = stack.enter_context(tempfile.TemporaryFile())
             try:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=environment,
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment,
                     start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
                 raise BuildError(f"the compiler could not be started: {error}") from error
             stack.callback(_stop, process)
-            running.append((process, said))
+            running.append((process, output))
         stack.enter_context(_killed_with_us([process for process, _ in running]))
         pause = 0.001
         while any(process.poll() is None for process, _ in running):
-            if any(os.fstat(said.fileno()).st_size > MOST_SAID for _, said in running):
+            if any(os.fstat(output.fileno()).st_size > MAX_OUTPUT_BYTES for _, output in running):
                 raise BuildError(f"{commands[0][0]} wrote messages without end and was stopped; set CXX to another")
             if time.monotonic() > end:
                 raise BuildError(f"{commands[0][0]} did not finish in time and was stopped; set CXX to another")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        for _, said in running:
-            said.seek(0)
-        return [(process.returncode, said.read(MOST_SAID).decode(errors="replace")) for process, said in running]
+        for _, output in running:
+            output.seek(0)
+        texts = [output.read(MAX_OUTPUT_BYTES).decode(errors="replace") for _, output in running]
+        return [(process.returncode, text) for (process, _), text in zip(running, texts, strict=True)]
 
 
 @contextlib.contextmanager

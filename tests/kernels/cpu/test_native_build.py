@@ -83,7 +83,7 @@ def test_another_compiler_or_another_version_builds_anew(pretended, monkeypatch)
 def test_a_failing_compiler_is_quoted_and_leaves_nothing(pretended):
     says = "ffi.cc:1: fatal error: no such thing"
     (pretended / "c++").write_text(f'#!/bin/sh\ncase "$*" in *.cc*) echo "{says}"; exit 1;; esac\n')
-    with pytest.raises(toolchain.BuildError, match=f"the build failed: .* said: {says}"):
+    with pytest.raises(toolchain.BuildError, match=f"the build failed: .* printed: {says}"):
         build.library()
     assert os.listdir(pretended / ".cache" / "jattn") == [kept.LOCK]
 
@@ -100,7 +100,7 @@ def alive(process: int) -> bool:
 
 @pytest.mark.parametrize("hangs_at", ["--version", "-fsyntax-only", "-shared"])
 def test_a_compiler_that_hangs_is_stopped_with_all_it_started(pretended, monkeypatch, hangs_at):
-    monkeypatch.setattr(toolchain, "QUESTION_SECONDS", 2.0)
+    monkeypatch.setattr(toolchain, "SHORT_SECONDS", 2.0)
     monkeypatch.setattr(toolchain, "BUILD_SECONDS", 2.0)
     script = (pretended / "c++").read_text()
     wait = f'case "$*" in *{hangs_at}*) sleep 60 & echo $! > "{pretended}/child"; wait;; esac'
@@ -153,7 +153,7 @@ def test_a_variable_that_is_no_command_line_is_a_reason_and_no_crash(pretended, 
 
 def test_messages_in_any_encoding_are_quoted(pretended):
     (pretended / "c++").write_text("""#!/bin/sh\ncase "$*" in *.cc*) printf 'error: \\351t\\351\\n'; exit 1;; esac\n""")
-    with pytest.raises(toolchain.BuildError, match="said: error: \ufffdt\ufffd"):
+    with pytest.raises(toolchain.BuildError, match="printed: error: \ufffdt\ufffd"):
         build.library()
 
 
@@ -164,7 +164,7 @@ def test_the_installed_xla_names_its_version(pretended):
 
 
 WITHOUT = {
-    "no such compiler": (dict(CXX="/nonexistent"), "/nonexistent is no program of this machine; install one"),
+    "no such compiler": (dict(CXX="/nonexistent"), "/nonexistent is not a program on this machine; install one"),
     "nothing on the path": (dict(PATH=""), "no C++ compiler (c++, g++, clang++) on this machine; install one"),
     "a compiler that fails": (dict(CXX="false"), "false --version failed"),
     "a folder of others": (dict(JATTN_CACHE_DIR="."), "the folder '.' is not an absolute path"),

@@ -143,7 +143,7 @@ def test_a_damaged_library_is_built_anew_and_never_taken(pretended, damage, monk
     assert f"{made} is passed over" in caplog.text
     made.write_bytes(b"")
     monkeypatch.setenv("CXX", str(pretended / "nothing"))
-    with pytest.raises(toolchain.BuildError, match="is no program of this machine"):
+    with pytest.raises(toolchain.BuildError, match="is not a program on this machine"):
         build.library()
 
 

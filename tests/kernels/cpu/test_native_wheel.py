@@ -34,7 +34,7 @@ def test_a_cross_compiled_library_is_found_on_its_machine_without_a_compiler(cro
         if here == machine:
             assert build.library().path == made
         else:
-            with pytest.raises(toolchain.BuildError, match="is no program of this machine"):
+            with pytest.raises(toolchain.BuildError, match="is not a program on this machine"):
                 build.library()
 
 
