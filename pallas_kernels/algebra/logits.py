@@ -33,7 +33,7 @@ def shape_logits(rule: LogitRule, dots: jax.Array, head, q_pos, kv_pos, alibi_sl
     if rule.soft_cap:
         logits = rule.soft_cap * jnp.tanh(logits / rule.soft_cap)
     if rule.has_alibi:
-        assert slope is not None
+        assert alibi_slopes is not None
         distance = (kv_pos - q_pos).astype(jnp.float32)
         logits = logits + alibi_slopes * (-jnp.sqrt(jnp.maximum(-distance, 0.0)) if rule.alibi_sqrt else distance)
     if bias is not None:
