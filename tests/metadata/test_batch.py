@@ -88,7 +88,7 @@ def test_a_request_past_its_table_writes_nowhere():
 
 
 def test_only_decodes_advance_token_by_token():
-    with pytest.raises(ValueError, match="must be 1: only a decode batch"):
+    with pytest.raises(ValueError, match="must be 1; only a decode batch"):
         plain([2], [2]).advanced(BLOCK)
 
 
