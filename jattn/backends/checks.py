@@ -9,6 +9,7 @@ import numpy as np
 
 from jattn.backends.base import AttentionBackend
 from jattn.backends.capability import supports_feature
+from jattn.backends.registry import name_of
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import check_alive, check_scales
 from jattn.errors import MissingMetadataError, UnsupportedError
@@ -106,7 +107,7 @@ def check_causality(
     )
     if lacking:
         raise UnsupportedError(
-            "the chosen backend does not support this batch; name another", {backend.get_name(): lacking}
+            "the chosen backend does not support this batch; name another", {name_of(backend): lacking}
         )
 
 
@@ -227,7 +228,7 @@ def check_params(
             raise ValueError(f"params.{name}.shape={jnp.shape(value)} must be () or ({count},)")
         if jnp.ndim(0.0 if value is None else value) == 1 and not backend.supports_per_head_quant_scales():
             refusal = f"{Feature.PER_HEAD_QUANT_SCALES} not supported: params.{name} has one per head"
-            raise UnsupportedError("the chosen backend does not support these params", {backend.get_name(): (refusal,)})
+            raise UnsupportedError("the chosen backend does not support these params", {name_of(backend): (refusal,)})
     if cache_spec is not None:
         check_scales(params, cache_spec)
     params.check_host()
@@ -242,7 +243,7 @@ def check_dtype(backend: type[AttentionBackend], q, params: AttentionParams) -> 
         raise UnsupportedError(
             "the chosen backend does not support this query; cast it, name another backend, or construct the attention "
             f"with dtype={q.dtype.name!r}",
-            {backend.get_name(): (f"dtype not supported: {q.dtype} seen, {supported} supported",)},
+            {name_of(backend): (f"dtype not supported: {q.dtype} seen, {supported} supported",)},
         )
 
 

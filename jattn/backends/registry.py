@@ -48,13 +48,18 @@ def entries() -> tuple[tuple[str, Entry], ...]:
 def load(name: str) -> type[AttentionBackend]:
     """The class of the backend with this name."""
     entry = _entry(name)
-    if not isinstance(entry, str):
-        return entry
+    return _imported(name, entry) if isinstance(entry, str) else entry
+
+
+@functools.cache
+def _imported(name: str, entry: str) -> type[AttentionBackend]:
+    """The class at an import path, checked once."""
     module, _, attribute = entry.partition(":")
     try:
-        return _checked(name, getattr(importlib.import_module(module), attribute))
+        backend = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ImportError(f"backend {name!r} was registered as {entry!r}, which cannot be imported: {error}") from error
+    return _checked(name, backend)
 
 
 def name_of(backend: type[AttentionBackend]) -> str:
