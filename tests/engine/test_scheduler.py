@@ -210,22 +210,28 @@ def test_a_window_gives_back_what_is_out_of_reach():
 
 @pytest.mark.parametrize(("budget", "burst"), [(4, 1), (4, 8), (30, 3), (9, 2)])
 def test_a_windows_pool_of_its_computed_size_is_never_what_is_short(budget, burst):
-    """The full group has enough blocks: if a window's pool were too small, a sequence would be preempted, would wait,
-    or would get a shorter burst."""
+    """The full group has enough blocks: if a window's pool were too small, a running sequence would be preempted, would
+    get no row, or a shorter burst. A sequence that waits may have to wait for the blocks of one that is ending."""
     world = World((FULL, WINDOW, CHUNK), num_blocks=200, budget=budget, burst=burst, sized=True, prefix_caching=False)
-    answers, fits, schedule, held = [], world.tables.fits, world.scheduler.schedule, [0, 0]
-    world.tables.fits = lambda wanted: answers.append(fits(wanted)) or answers[-1]
+    limits, schedule, held, seen = world.scheduler.limits, world.scheduler.schedule, [0, 0], Counter()
 
-    def seen():
-        plan = schedule()
+    def checked(in_flight):
+        going = [seq for seq in world.scheduler.running if world.scheduler._left(seq) > 0]
+        left = {seq.id: world.scheduler._left(seq) for seq in going}
+        plan = schedule(in_flight)
+        assert not plan.preempted
+        assert len(plan.rows) >= len(going) or plan.num_tokens == limits.max_num_batched_tokens
+        if plan.is_decode and plan.rows and not world.scheduler.waiting and not plan.admitted:
+            assert plan.burst == min(burst, max(left.values()))
+        seen.update(ahead=bool(in_flight and plan.rows), full=bool(plan.burst == burst))
         held[:] = [max(most, pool.num_held) for most, pool in zip(held, world.tables.pools[1:], strict=True)]
         return plan
 
-    world.scheduler.schedule = seen
+    world.scheduler.schedule = checked
     for _ in range(1500):
-        world.rng.choice([world.add, world.add, world.step, world.step, world.step, world.abort])()
+        world.rng.choice([world.add, world.add, *[world.step_ahead] * 3, world.step, world.abort])()
     world.drain()
-    assert len(answers) > 500 and all(answers)
+    assert seen["ahead"] > 100 and seen["full"] > 1
     assert all(3 * most > pool.num_blocks for most, pool in zip(held, world.tables.pools[1:], strict=True)), "too large"
 
 
