@@ -1,9 +1,8 @@
-"""The arrays of a dispatch, made from a plan: numpy arrays that are read-only once they are made."""
+"""The arrays of a dispatch, made from a plan: numpy arrays."""
 
 import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -14,9 +13,7 @@ from jattn.engine.rules import penalties, rules_of, rules_of_batch, sampling_row
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.metadata import CommonAttentionMetadata
-from jattn.types import NULL_BLOCK_ID, AnyArray
-
-T = TypeVar("T")
+from jattn.types import NULL_BLOCK_ID
 
 HOST_KNOWS = -1
 """In Batch.source: the host knows the row's tokens, so it continues no row of the dispatch before it."""
@@ -68,7 +65,7 @@ def batch_of(
     remaining[:count] = np.where(samples > 0, most - seq_lens, 0)
     rules = rules_of_batch([seq.rules for seq in chosen], num_rows)
     sampling = [seq if row.max_samples else None for seq, row in zip(chosen, device_rows, strict=True)]
-    batch = Batch(
+    return Batch(
         token_ids=token_ids,
         source=source,
         metas=tuple(metas),
@@ -78,36 +75,23 @@ def batch_of(
         steps=np.int32(plan.burst),
         block_size=shapes.block_size,
     )
-    return read_only(batch)
 
 
-def _histories(seqs: Many[Sequence | None], num_rows: int, width: int) -> AnyArray:
-    """i32[num_rows width] the known tokens of each sequence with penalties; -1: unused."""
+def _histories(seqs: Many[Sequence | None], num_rows: int, width: int) -> jax.Array:
+    """i32[num_rows width] the known tokens of each sequence with penalties; -1: unused. On the device."""
     history = _no_history(num_rows, width)
     if any([seq is not None and seq.params.is_penalised for seq in seqs]):
         history = np.array(history)
         for row, seq in zip(history, seqs, strict=False):
             if seq is not None and seq.params.is_penalised:
                 row[: len(seq.tokens)] = seq.tokens
-    return history
+    return jax.device_put(history)
 
 
 @functools.cache
 def _no_history(num_rows: int, width: int) -> jax.Array:
     """An unused history, made once: most batches have no penalties, and it is as wide as the longest sequence."""
     return jax.device_put(np.full((num_rows, width), -1, np.int32))
-
-
-def read_only(tree: T) -> T:
-    """The same tree, with its numpy arrays made read-only.
-
-    JAX on a CPU reads them in place while it computes: a write before the dispatch has finished would change its input.
-    """
-    for leaf in jax.tree.leaves(tree):
-        while isinstance(leaf, np.ndarray):  # a view, then the array that it views
-            leaf.setflags(write=False)
-            leaf = leaf.base
-    return tree
 
 
 def tables_of(seqs: Many[Sequence], num_rows: int, shapes: StepShapes) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.engine.packing import Packed
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, Penalties, Sampled, SamplingRows, choose
 from jattn.metadata.batch import CommonAttentionMetadata
@@ -91,12 +92,14 @@ def empty_row_state(num_rows: int) -> RowState:
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
-def dispatch(model: Model, params, caches, before: RowState, batch: Batch):
+def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
     """(caches, Sampled with a first axis of MAX_STEPS, RowState). before: the RowState of the previous dispatch.
+    packed: a Batch.
 
     tokens[i, r] is the token of row r in step i; BAD_TOKEN if its logits were NaN or infinite, NOT_SAMPLED if the row
     had ended before.
     """
+    batch: Batch = packed.unpacked()
     num_rows = batch.metas[0].max_num_reqs
     remaining, token_ids, metas, recent = _continued(before, batch)
     rows = dataclasses.replace(batch.rows, remaining=remaining)

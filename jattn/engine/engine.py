@@ -273,7 +273,7 @@ class Engine:
         changed = self._requests.read_text(accepted, self.scheduler)
         outputs = self._requests.outputs(changed)
         self._requests.drop_finished(changed)
-        busy = result.done_at - max(flight.sent_at, self._done_at)
+        busy = result.done_at - max(result.sent_at, self._done_at)
         steps = int((result.tokens != NOT_SAMPLED).any(axis=1).sum()) or 1
         self._done_at = result.done_at
         self._stats = self._stats.plus(steps=steps, device_seconds=max(busy, 0.0), **accepted.counts)

@@ -12,6 +12,7 @@ import numpy as np
 
 from jattn.engine import warming, weights
 from jattn.engine.dispatch import Batch, Model, dispatch, empty_row_state
+from jattn.engine.packing import Packed, pack
 from jattn.engine.request import TokenLogprob
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
@@ -25,7 +26,8 @@ class DispatchResult:
 
     tokens: np.ndarray  # i32[MAX_STEPS R]
     sampled: Sampled | None  # with the log-probabilities, if they are needed
-    done_at: float  # time.perf_counter() when the device had finished
+    sent_at: float  # time.perf_counter() when the host began to send the dispatch
+    done_at: float  # the same when the device had finished it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,6 @@ class InFlight:
     plan: StepPlan
     device_rows: tuple[Row, ...]  # the rows of the batch: see batch.device_rows_of
     result: Future[DispatchResult]
-    sent_at: float  # time.perf_counter() when the host began to send it
 
     @functools.cached_property
     def last_row(self) -> dict[str, int]:
@@ -51,32 +52,58 @@ def logprob_of(sampled: Sampled, step: int, row: int, count: int) -> TokenLogpro
 
 
 class Runner:
-    """Awake: weights and caches are on the device. Asleep: the weights are on the host. Dead: all calls raise."""
+    """Awake: weights and caches are on the device. Asleep: the weights are on the host. Dead: all calls raise.
+
+    A thread of its own sends the dispatches, because on a GPU sending a loop returns only when its last step begins.
+    Context managers of JAX that hold for one thread, such as jax.default_device, do not reach it.
+    """
 
     def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):
         self.model, self.shapes = model, shapes
         self.params = weights.adopt(params)
-        self.caches = weights.bound_like(self.params, caches)
-        self.row_state = weights.bound_like(self.params, empty_row_state(shapes.max_rows))
+        self._caches = weights.bound_like(self.params, caches)
+        self._row_state = weights.bound_like(self.params, empty_row_state(shapes.max_rows))
         self._make_caches = make_caches
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="jattn-sender")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
         self._stored: weights.StoredWeights | None = None  # None while awake
         self._dead: EngineDeadError | None = None
 
+    @property
+    def caches(self) -> Any:
+        """The caches after all dispatches that were sent."""
+        self.wait_until_sent()
+        return self._caches
+
     def send(self, plan: StepPlan, device_rows: tuple[Row, ...], batch: Batch, number: int) -> InFlight:
         """Send a batch to the device. number: of the dispatch, for profiles."""
+        sent = self._sender.submit(self._dispatch, pack(batch), number)
+        result = self._reader.submit(_read, sent, bool(batch.needs_history_or_logprobs))
+        return InFlight(plan, device_rows, result)
+
+    def _dispatch(self, batch: Packed, number: int) -> tuple[Sampled, float]:
+        """In the sending thread: (what is sampled, when sending began)."""
         begin = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("jattn.step", step_num=number):
-            self.caches, sampled, self.row_state = dispatch(self.model, self.params, self.caches, self.row_state, batch)
-        result = self._reader.submit(_read, sampled, bool(batch.needs_history_or_logprobs))
-        return InFlight(plan, device_rows, result, begin)
+            self._caches, sampled, self._row_state = dispatch(
+                self.model, self.params, self._caches, self._row_state, batch
+            )
+        return sampled, begin
+
+    def wait_until_sent(self) -> None:
+        """Wait until no dispatch is waiting to be sent."""
+        self._sender.submit(lambda: None).result()
 
     def warm(self, progress: Callable[[int, int, str], None] | None) -> int:
         """Compile every program; returns their number."""
-        self.caches, self.row_state, count = warming.compile_all(
-            self.model, self.params, self.caches, self.row_state, self.shapes, progress
-        )
-        return count
+
+        def compile_all() -> int:
+            self._caches, self._row_state, count = warming.compile_all(
+                self.model, self.params, self._caches, self._row_state, self.shapes, progress
+            )
+            return count
+
+        return self._sender.submit(compile_all).result()
 
     # ------------------------------------------------------------------ weights and memory
     def update(self, params: Any) -> Callable[[], None]:
@@ -108,7 +135,8 @@ class Runner:
             self._drop_caches()
             caches = weights.bound_like(self.params, self._make_caches())
             row_state = weights.bound_like(self.params, empty_row_state(self.shapes.max_rows))
-            self.caches, self.row_state = warming.probe(self.model, self.params, caches, row_state, self.shapes)
+            probe = self._sender.submit(warming.probe, self.model, self.params, caches, row_state, self.shapes)
+            self._caches, self._row_state = probe.result()
         except Exception as error:
             self._dead = EngineDeadError(f"{self._cause(error)}; make a new engine, if possible in a new process")
             raise self._dead from error
@@ -132,14 +160,16 @@ class Runner:
             raise RuntimeError(f"{method} while the engine sleeps: call wake() first")
 
     def _drop_caches(self) -> None:
-        for leaf in jax.tree.leaves(self.caches):
+        self.wait_until_sent()
+        for leaf in jax.tree.leaves(self._caches):
             if not leaf.is_deleted():
                 leaf.delete()
-        self.caches = None
+        self._caches = None
 
 
-def _read(sampled: Sampled, needs_history_or_logprobs: bool) -> DispatchResult:
+def _read(sent: Future[tuple[Sampled, float]], needs_history_or_logprobs: bool) -> DispatchResult:
     """Wait until the dispatch has finished and copy its results to the host."""
+    sampled, sent_at = sent.result()
     tokens = np.asarray(sampled.tokens)
     done_at = time.perf_counter()
-    return DispatchResult(tokens, jax.device_get(sampled) if needs_history_or_logprobs else None, done_at)
+    return DispatchResult(tokens, jax.device_get(sampled) if needs_history_or_logprobs else None, sent_at, done_at)

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import jax
 
 from jattn.engine.batch import empty_batch
-from jattn.engine.dispatch import Batch, Model, RowState, dispatch
+from jattn.engine.dispatch import Model, RowState, dispatch
+from jattn.engine.packing import Packed, pack
 from jattn.engine.shapes import StepShapes
 
 
@@ -46,6 +47,6 @@ def _run(model: Model, params, caches, row_state: RowState, shapes: StepShapes, 
     return caches, row_state
 
 
-def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]) -> Batch:
+def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]) -> Packed:
     """A batch that writes to no slot."""
-    return empty_batch(shape, len(model.config.cache_groups), shapes)
+    return pack(empty_batch(shape, len(model.config.cache_groups), shapes))
