@@ -63,7 +63,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,  # None: prompts are token ids, and outputs have no text
         *,
         num_blocks: int | None = None,  # blocks of the cache pool; None: as many as the free memory holds
-        block_size: int = 16,  # tokens of a block
+        block_size: int | None = None,  # tokens of a block; None: 16 on a CPU, 64 on an accelerator
         max_num_seqs: int = 32,  # sequences in one step
         max_num_batched_tokens: int = 512,  # new tokens in one step, of all sequences together
         max_model_len: int
@@ -79,6 +79,7 @@ class Engine:
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
+        block_size = sizing.default_block_size() if block_size is None else block_size
         max_burst = sizing.default_burst() if max_burst is None else max_burst
         reserved = 2 * max_burst  # a sequence may hold blocks for two dispatches
         groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, reserved)
