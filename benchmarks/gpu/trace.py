@@ -97,7 +97,7 @@ def engine_of(config, params, rows: int, budget: int, longest: int) -> jattn.Eng
 
 @dataclasses.dataclass
 class Seen:
-    """What a run did: programs compiled, by the function's name, and dispatches, by (tokens, rows)."""
+    """What a run did: programs compiled, by the function's name, and dispatches, by their shape, 'tokens x rows'."""
 
     compiled: Counter = dataclasses.field(default_factory=Counter)
     dispatches: Counter = dataclasses.field(default_factory=Counter)
@@ -119,9 +119,9 @@ def watched() -> Iterator[Seen]:
 
     def counting_send(self, *args, **kwargs):
         batch = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Batch))
-        shape = batch.token_ids.shape[0], batch.metas[0].max_num_reqs
+        shape = f"{batch.token_ids.shape[0]}x{batch.metas[0].max_num_reqs}"
         seen.dispatches[shape] += 1
-        with jax.profiler.TraceAnnotation(timeline.SEND.format(*shape)):
+        with jax.profiler.TraceAnnotation(timeline.SEND + shape):
             return send(self, *args, **kwargs)
 
     jax.monitoring.register_event_duration_secs_listener(count)
@@ -202,21 +202,19 @@ def trace_row(trace: Trace, small: bool, ceilings: dict, profile: bool) -> dict:
         served = serve(engine, work)
     row |= served.figures() | dict(compiled_later=seen.programs, compiled_later_all=dict(seen.compiled))
     row["stats"] = difference(engine.stats, before)
-    row["dispatches"] = {
-        f"{tokens}x{rows}": dict(count=count) for (tokens, rows), count in sorted(seen.dispatches.items())
-    }
+    row["dispatches"] = dict(seen.dispatches)
     if ceilings:
         floor = floor_of(config, params, work, trace.rows, ceilings)
         row |= floor | dict(share_of_floor=floor["floor_seconds"] / served.seconds)
     if profile:
-        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds, row["dispatches"]))
+        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds))
     elif small:
         print(f"{trace.name}: no profile of a CPU", flush=True)
     return row
 
 
-def profiled(engine: jattn.Engine, work, seconds: float, by_shape: dict[str, dict]) -> dict:
-    """The same trace under jax.profiler; each shape's device time goes into `by_shape`. seconds: of the timed run."""
+def profiled(engine: jattn.Engine, work: list[tuple[list[int], int]], seconds: float) -> dict:
+    """The same trace under jax.profiler. seconds: of the timed run."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level, options.python_tracer_level = 1, 0
     options.advanced_configuration = {"gpu_max_activity_api_events": 8 << 20, "gpu_max_callback_api_events": 8 << 20}
@@ -224,15 +222,15 @@ def profiled(engine: jattn.Engine, work, seconds: float, by_shape: dict[str, dic
         with watched() as seen, jax.profiler.trace(folder, profiler_options=options):
             again = serve(engine, work)
         found = timeline.read(folder)
+    shapes = {}
     for shape, device_seconds in found.seconds_of_shapes.items():
-        entry = by_shape.setdefault(shape, dict(count=0))
-        entry |= dict(device_seconds=device_seconds)
-        if entry["count"]:
-            entry["device_ms_each"] = device_seconds / entry["count"] * 1e3
+        shapes[shape] = dict(device_seconds=device_seconds)
+        if count := seen.dispatches.get(shape):
+            shapes[shape] |= dict(count=count, device_ms_each=device_seconds / count * 1e3)
     return dict(
         device_busy=found.busy / again.seconds, device_busy_seconds=found.busy, profiled_seconds=again.seconds,
         device_busy_over_timed=found.busy / seconds, kernels=found.kernels, kernel_seconds=found.top(20),
-        compiled_in_profile=seen.programs,
+        profiled_dispatches=shapes, compiled_in_profile=seen.programs,
     )  # fmt: skip
 
 
@@ -313,7 +311,7 @@ def ttft_row(small: bool, ceilings: dict) -> dict:
     row = dict(
         case="ttft_small" if small else "ttft_1b_8k", ms=statistics.median(times), best_ms=min(times), rounds_ms=times,
         prompt=length, compiled_later=seen.programs,
-        dispatches={f"{tokens}x{rows}": dict(count=n) for (tokens, rows), n in sorted(seen.dispatches.items())},
+        dispatches=dict(seen.dispatches),
     )  # fmt: skip
     return row | (ttft_floor(config, params, length, row["ms"], ceilings) if ceilings else {})
 
@@ -338,11 +336,10 @@ def ttft_floor(config, params, length: int, ms: float, ceilings: dict) -> dict:
 
 # ---------------------------------------------------------------------- the command
 def show(row: dict) -> None:
-    """One figure a line, dispatches as a table."""
+    """One figure a line."""
     for name, value in row.items():
-        if isinstance(value, dict) and name == "dispatches":
-            for shape, entry in value.items():
-                print(f"    {shape:>12} tokens x rows", json.dumps(entry), flush=True)
+        if isinstance(value, dict):
+            print(f"  {name}", *(f"\n    {key:24} {json.dumps(entry)}" for key, entry in value.items()), flush=True)
         else:
             print(f"  {name} {value:.4g}" if isinstance(value, float) else f"  {name} {value}", flush=True)
 
@@ -371,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
         print(name, flush=True)
         show(row)
         records.write([base | row | records.provenance()], "trace", records.folder_of(args))
-        failed += "error" in row or row.get("compiled_later", 0) > 0
+        failed += "error" in row or row["compiled_later"] != 0
     return int(failed > 0)
 
 
