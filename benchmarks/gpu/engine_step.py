@@ -1,12 +1,12 @@
 """The engine's overhead: the time of a dispatch as served, over that of the same dispatches without the host.
 
-    python -m benchmarks.gpu.engine_step [--write | --out DIR] [--small]
+    python -m benchmarks.gpu.engine_step [--requests 1 32] [--write | --out DIR] [--small]
 
-A random Llama (1.1e9 parameters in bf16, made on the device) decodes 32 requests at once. First every engine.step() is
-timed: it plans, sends the next dispatch, waits for this one's tokens and reads them. Then the same batches are put on
-the device and dispatched again in the same order, with a single wait at the end: the same program, lengths and pages,
-without work of the host in between. That is the device time (it includes the waits of the decode loop for its own
-condition), and
+A random Llama (1.1e9 parameters in bf16, made on the device) decodes one request, then 32 at once. First every
+engine.step() is timed: it plans, sends the next dispatch, waits for this one's tokens and reads them. Then the same
+batches are put on the device and dispatched again in the same order, with a single wait at the end: the same program,
+lengths and pages, without work of the host in between. That is the device time (it includes the waits of the decode
+loop for its own condition), and
 
     overhead = served / device - 1.
 
@@ -98,14 +98,9 @@ def replay(engine: jattn.Engine, batches: list) -> float:
     return time.perf_counter() - begin
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="a model for a CPU")
-    parser.add_argument("--dispatches", type=int, default=40, help=f"timed, of {BURST} steps each (default: 40)")
-    parser.add_argument("--rounds", type=int, default=3, help="replays; the median counts (default: 3)")
-    records.add_options(parser)
-    args = parser.parse_args()
-    requests, prompt = (4, 32) if args.small else (32, 256)
+def measure(requests: int, args: argparse.Namespace) -> dict:
+    """The row of so many requests."""
+    prompt = 32 if args.small else 256
     longest = prompt + BURST * (UNTIMED + args.dispatches + 2) + 1
     engine = make_engine(args.small, requests, prompt, longest)
     prompts = np.random.default_rng(0).integers(2, engine.config.vocab_size, (requests, prompt))
@@ -114,17 +109,32 @@ def main() -> None:
     device = statistics.median(replay(engine, batches) for _ in range(args.rounds)) / args.dispatches
     served = sum(seconds) / args.dispatches
     layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.runner.model.backend)
-    row = dict(
+    return dict(
         case=f"step_{'small' if args.small else '1b'}_r{requests}", backend=layer.backend_name,
         ms=served * 1e3 / BURST, requests=requests, burst=BURST, dispatches=args.dispatches, served_ms=served * 1e3,
         served_median_ms=statistics.median(seconds) * 1e3,
         device_ms=device * 1e3, overhead_percent=(served / device - 1) * 100,
         output_tokens_per_s=requests * BURST / served,
     )  # fmt: skip
-    print(json.dumps(row, indent=1))
-    print(f"a dispatch of {BURST} steps: {served * 1e3:.3f} ms served, {device * 1e3:.3f} ms on the device: ", end="")
-    print(f"overhead {row['overhead_percent']:.1f} %")
-    records.write([row | records.provenance()], "decode_step", records.folder_of(args))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.engine_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a model for a CPU")
+    parser.add_argument("--requests", type=int, nargs="+", help="requests at once (default: 1 32; with --small 1 4)")
+    parser.add_argument("--dispatches", type=int, default=40, help=f"timed, of {BURST} steps each (default: 40)")
+    parser.add_argument("--rounds", type=int, default=3, help="replays; the median counts (default: 3)")
+    records.add_options(parser)
+    args = parser.parse_args(argv)
+    for requests in args.requests or ((1, 4) if args.small else (1, 32)):
+        row = measure(requests, args)
+        print(json.dumps(row, indent=1))
+        print(
+            f"a dispatch of {BURST} steps: {row['served_ms']:.3f} ms served, {row['device_ms']:.3f} on the device: ",
+            end="",
+        )
+        print(f"overhead {row['overhead_percent']:.1f} %", flush=True)
+        records.write([row | records.provenance()], "decode_step", records.folder_of(args))
 
 
 if __name__ == "__main__":
