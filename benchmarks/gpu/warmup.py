@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu.warmup [--only warmup | compile] [--write | --out DIR] [--small]
 
-warmup_1b_r64       a random Llama (1.1e9 parameters in bf16) with at most 64 requests and 2048 tokens a step: `cold`, and
-                    `disk`, in a second process that has JAX's compilation cache of the first. The first then serves
-                    batches that end in one request, with sampling, penalties, log-probabilities, stop strings, an
-                    abort, preemption, prefix hits, sleep and wake, and new weights: `compiled_later` counts programs
+warmup_1b_r64       a random Llama (1.1e9 parameters in bf16) with at most 64 requests and 2048 tokens a step: `cold`,
+                    and `disk`, in a second process that has JAX's compilation cache of the first. The first then
+                    serves batches that end in one request, with sampling, penalties, log-probabilities, stop strings,
+                    an abort, preemption, prefix hits, sleep and wake, and new weights: `compiled_later` counts programs
 compile_80_over_16  warm-up of 80 narrow layers over that of 16: how compiling grows with the number of layers
 
 Each measurement is a process of its own. --small is a model for trying the script on a CPU.

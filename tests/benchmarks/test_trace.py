@@ -9,6 +9,7 @@ from benchmarks.gpu import timeline, trace
 from benchmarks.gpu.timeline import Kernel, Timeline
 
 
+@pytest.mark.slow
 def test_the_small_form_serves_and_keeps_its_rows(tmp_path):
     assert trace.main(["--small", "--out", str(tmp_path)]) == 0
     served, first = records.read(tmp_path / "trace.jsonl")
