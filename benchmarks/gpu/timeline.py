@@ -47,30 +47,41 @@ class Timeline:
 
     def top(self, count: int) -> dict[str, float]:
         """The kernels that took most, with their seconds."""
-        seconds = Counter()
+        seconds: dict[str, float] = defaultdict(float)
         for kernel in self.all_kernels:
             seconds[kernel.name[:60]] += (kernel.end - kernel.start) * 1e-9
-        return dict(seconds.most_common(count))
+        return dict(sorted(seconds.items(), key=lambda item: -item[1])[:count])
 
     @property
-    def seconds_of_shapes(self) -> dict[str, float]:
-        """Seconds of the device for the dispatches of each shape 'TxR'; 'other': launched by no dispatch."""
-        votes, intervals = defaultdict(Counter), defaultdict(list)
+    def shapes(self) -> dict[str, dict[str, float]]:
+        """Of the dispatches of each shape: seconds in which a kernel ran, and from each one's first kernel to its last.
+
+        'other' are the kernels that no dispatch launched.
+        """
+        votes, busy, own = defaultdict(Counter), defaultdict(list), defaultdict(list)
         for kernel in self.all_kernels:
-            votes[kernel.program][self._launched_for(kernel)] += 1
+            votes[kernel.program][self._shape(self._send_of(kernel))] += 1
         for kernel in self.all_kernels:
+            send = self._send_of(kernel)
             if kernel.program is None:
-                shape = self._launched_for(kernel)
+                shape = self._shape(send)
             else:
                 shape = votes[kernel.program].most_common(1)[0][0] if "dispatch" in kernel.program else "other"
-            intervals[shape].append((kernel.start, kernel.end))
-        return {shape: union(found) * 1e-9 for shape, found in sorted(intervals.items())}
+            busy[shape].append((kernel.start, kernel.end))
+            own[shape, send].append(kernel)
+        found = {shape: dict(busy_seconds=union(each) * 1e-9, span_seconds=0.0) for shape, each in sorted(busy.items())}
+        for (shape, _), kernels in own.items():
+            span = max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)
+            found[shape]["span_seconds"] += span * 1e-9
+        return found
 
-    def _launched_for(self, kernel: Kernel) -> str:
-        """The shape of the last dispatch that was sent before the kernel's launch; of its start if that is unknown."""
+    def _send_of(self, kernel: Kernel) -> int:
+        """The number of the last dispatch sent before the kernel's launch, or before its start if that is unknown."""
         launch = kernel.start if kernel.launch is None else self.launches.get(kernel.launch, kernel.start)
-        before = bisect.bisect_right(self.sends, launch, key=lambda send: send[0])
-        return self.sends[before - 1][1] if before else "other"
+        return bisect.bisect_right(self.sends, launch, key=lambda send: send[0]) - 1
+
+    def _shape(self, send: int) -> str:
+        return self.sends[send][1] if send >= 0 else "other"
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:

@@ -222,11 +222,10 @@ def profiled(engine: jattn.Engine, work: list[tuple[list[int], int]], seconds: f
         with watched() as seen, jax.profiler.trace(folder, profiler_options=options):
             again = serve(engine, work)
         found = timeline.read(folder)
-    shapes = {}
-    for shape, device_seconds in found.seconds_of_shapes.items():
-        shapes[shape] = dict(device_seconds=device_seconds)
+    shapes = found.shapes
+    for shape, figures in shapes.items():
         if count := seen.dispatches.get(shape):
-            shapes[shape] |= dict(count=count, device_ms_each=device_seconds / count * 1e3)
+            figures |= dict(count=count, busy_ms_each=figures["busy_seconds"] / count * 1e3)
     return dict(
         device_busy=found.busy / again.seconds, device_busy_seconds=found.busy, profiled_seconds=again.seconds,
         device_busy_over_timed=found.busy / seconds, kernels=found.kernels, kernel_seconds=found.top(20),

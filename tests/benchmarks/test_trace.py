@@ -83,9 +83,17 @@ def test_busy_time_counts_overlaps_once_and_goes_to_the_shape_that_was_sent():
         ((5.0, "4x4"), (25.0, "16x4"), (45.0, "4x4")),
     )
     assert found.busy == pytest.approx(450e-9)
-    assert found.seconds_of_shapes == pytest.approx({"4x4": 300e-9, "other": 50e-9, "16x4": 100e-9})
-    nameless = Timeline((kernel(100, 200, 4, None), kernel(200, 250, None, None)), found.launches, found.sends)
-    assert nameless.seconds_of_shapes == pytest.approx({"16x4": 100e-9, "4x4": 50e-9})
+    assert {shape: row["busy_seconds"] for shape, row in found.shapes.items()} == pytest.approx(
+        {"4x4": 300e-9, "other": 50e-9, "16x4": 100e-9}
+    )
+    assert found.shapes["4x4"]["span_seconds"] == pytest.approx(300e-9)
+    rest = found.launches, found.sends
+    nameless = Timeline((kernel(100, 200, 4, None), kernel(200, 250, None, None)), *rest)
+    assert {shape: row["busy_seconds"] for shape, row in nameless.shapes.items()} == pytest.approx(
+        {"16x4": 100e-9, "4x4": 50e-9}
+    )
+    gaps = Timeline((kernel(100, 200, 1, "jit_dispatch 7"), kernel(250, 300, 2, "jit_dispatch 7")), *rest)
+    assert gaps.shapes == {"4x4": pytest.approx(dict(busy_seconds=150e-9, span_seconds=200e-9))}
 
 
 def test_a_profile_without_a_device_is_an_error(tmp_path):
