@@ -8,12 +8,12 @@ import bisect
 import dataclasses
 import pathlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 
-SEND = "benchmark.send "
-"""How the name of a host event around each dispatch begins; the shape of the dispatch follows."""
+SEND = "jattn.step"
+"""The name of the host event in which the engine sends a dispatch."""
 _COPY = ("memcpy", "memset")
 
 
@@ -93,8 +93,8 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def read(folder: str) -> Timeline:
-    """The profile in the folder that jax.profiler wrote."""
+def read(folder: str, shapes: Sequence[str]) -> Timeline:
+    """The profile in the folder that jax.profiler wrote. shapes: of the dispatches, in the order of their sends."""
     (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
     kernels, launches, sends = [], {}, []
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -105,15 +105,17 @@ def read(folder: str) -> Timeline:
         elif plane.name.startswith("/host"):
             for line in plane.lines:
                 for event in line.events:
-                    if event.name.startswith(SEND):
-                        sends.append((event.start_ns, event.name.removeprefix(SEND)))
+                    if event.name == SEND:
+                        sends.append(event.start_ns)
                     elif event.name.startswith("cu"):  # CUDA's own calls
                         for name, value in event.stats:
                             if name == "correlation_id":
                                 launches[int(value)] = event.start_ns
     if not kernels:
         raise RuntimeError(f"the profile shows no kernel; it has {_planes(path)}")
-    return Timeline(tuple(kernels), launches, tuple(sorted(sends)))
+    if len(sends) != len(shapes):
+        raise RuntimeError(f"the profile shows {len(sends)} dispatches, but {len(shapes)} were sent")
+    return Timeline(tuple(kernels), launches, tuple(zip(sorted(sends), shapes, strict=True)))
 
 
 def _kernel(event) -> Kernel | None:

@@ -43,7 +43,7 @@ from benchmarks.gpu import cupti, timeline  # noqa: E402
 from benchmarks.gpu.engine_step import LLAMA, SMALL  # noqa: E402
 from jattn import models  # noqa: E402
 from jattn.engine import runner as engine_runner  # noqa: E402
-from jattn.engine.dispatch import Batch, dispatch  # noqa: E402
+from jattn.engine.dispatch import Batch  # noqa: E402
 from jattn.text import ByteTokenizer  # noqa: E402
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -97,32 +97,35 @@ def engine_of(config, params, rows: int, budget: int, longest: int) -> jattn.Eng
 
 @dataclasses.dataclass
 class Seen:
-    """What a run did: programs compiled, by the function's name, and dispatches, by their shape, 'tokens x rows'."""
+    """What a run did: programs compiled, by the function's name, and the shape 'TxR' of each dispatch, in order."""
 
     compiled: Counter = dataclasses.field(default_factory=Counter)
-    dispatches: Counter = dataclasses.field(default_factory=Counter)
+    sent: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def programs(self) -> int:
         """Compilations of the engine's own program."""
-        return self.compiled[dispatch.__name__]
+        return self.compiled["dispatch"]
+
+    @property
+    def dispatches(self) -> dict[str, int]:
+        """The number of dispatches of each shape, most frequent first."""
+        return dict(Counter(self.sent).most_common())
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[Seen]:
-    """Counts compilations and dispatches; each dispatch is named in a profile: see `timeline.SEND`."""
+    """Counts compilations and dispatches."""
     seen, send = Seen(), engine_runner.Runner.send
 
-    def count(event: str, seconds: float, **tags) -> None:
+    def count(event: str, duration: float, **tags) -> None:
         if event == COMPILED:
             seen.compiled[str(tags.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")] += 1
 
     def counting_send(self, *args, **kwargs):
         batch = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Batch))
-        shape = f"{batch.token_ids.shape[0]}x{batch.metas[0].max_num_reqs}"
-        seen.dispatches[shape] += 1
-        with jax.profiler.TraceAnnotation(timeline.SEND + shape):
-            return send(self, *args, **kwargs)
+        seen.sent.append(f"{batch.token_ids.shape[0]}x{batch.metas[0].max_num_reqs}")
+        return send(self, *args, **kwargs)
 
     jax.monitoring.register_event_duration_secs_listener(count)
     engine_runner.Runner.send = counting_send
@@ -195,14 +198,14 @@ def trace_row(trace: Trace, small: bool, ceilings: dict, profile: bool) -> dict:
     engine = engine_of(config, params, trace.rows, trace.budget, trace.longest)
     begin = time.perf_counter()
     programs = engine.warmup()
-    row = dict(case=trace.name, requests=trace.requests, rows=trace.rows, budget=trace.budget, programs=programs)
+    row: dict = dict(case=trace.name, requests=trace.requests, rows=trace.rows, budget=trace.budget, programs=programs)
     row["warmup_seconds"] = round(time.perf_counter() - begin, 1)
     work, before = trace.work(config.vocab_size), engine.stats
     with watched() as seen:
         served = serve(engine, work)
     row |= served.figures() | dict(compiled_later=seen.programs, compiled_later_all=dict(seen.compiled))
     row["stats"] = difference(engine.stats, before)
-    row["dispatches"] = dict(seen.dispatches)
+    row["dispatches"] = seen.dispatches
     if ceilings:
         floor = floor_of(config, params, work, trace.rows, ceilings)
         row |= floor | dict(share_of_floor=floor["floor_seconds"] / served.seconds)
@@ -221,7 +224,7 @@ def profiled(engine: jattn.Engine, work: list[tuple[list[int], int]], seconds: f
     with tempfile.TemporaryDirectory() as folder:
         with watched() as seen, jax.profiler.trace(folder, profiler_options=options):
             again = serve(engine, work)
-        found = timeline.read(folder)
+        found = timeline.read(folder, seen.sent)
     shapes = found.shapes
     for shape, figures in shapes.items():
         if count := seen.dispatches.get(shape):
@@ -303,14 +306,14 @@ def ttft_row(small: bool, ceilings: dict) -> dict:
     engine = engine_of(config, params, 1, length, length + 64)
     rng = np.random.default_rng(0)
     prompt = lambda: rng.integers(2, config.vocab_size, length).tolist()
-    engine.warmup()
-    first_token_ms(engine, prompt())
+    for _ in range(2):  # instead of warmup(): only the programs that such a prompt needs
+        first_token_ms(engine, prompt())
     with watched() as seen:
         times = [first_token_ms(engine, prompt()) for _ in range(TTFT_ROUNDS)]
-    row = dict(
+    row: dict = dict(
         case="ttft_small" if small else "ttft_1b_8k", ms=statistics.median(times), best_ms=min(times), rounds_ms=times,
         prompt=length, compiled_later=seen.programs,
-        dispatches=dict(seen.dispatches),
+        dispatches=seen.dispatches,
     )  # fmt: skip
     return row | (ttft_floor(config, params, length, row["ms"], ceilings) if ceilings else {})
 

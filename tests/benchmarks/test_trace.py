@@ -98,7 +98,20 @@ def test_busy_time_counts_overlaps_once_and_goes_to_the_shape_that_was_sent():
 
 def test_a_profile_without_a_device_is_an_error(tmp_path):
     with jax.profiler.trace(tmp_path):
-        with jax.profiler.TraceAnnotation(timeline.SEND + "4x4"):
-            jnp.zeros(3).block_until_ready()
+        jnp.zeros(3).block_until_ready()
     with pytest.raises(RuntimeError, match="shows no kernel"):
-        timeline.read(str(tmp_path))
+        timeline.read(str(tmp_path), [])
+
+
+def test_the_engine_names_each_dispatch_in_a_profile(tmp_path):
+    """`timeline.read` relies on it: one host event for each dispatch."""
+    config, params = trace.model_of(True, 96)
+    engine = trace.engine_of(config, params, 2, 32, 64)
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level, options.python_tracer_level = 1, 0
+    with trace.watched() as seen, jax.profiler.trace(tmp_path, profiler_options=options):
+        trace.serve(engine, [([5] * 9, 5), ([6] * 20, 30)])
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    events = [event.name for plane in planes for line in plane.lines for event in line.events]
+    assert events.count(timeline.SEND) == len(seen.sent) > 1
