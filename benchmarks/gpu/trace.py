@@ -5,7 +5,7 @@
 trace_1b_r64, trace_1b_r256   128 and 512 requests at once, prompts of 128 to 511 tokens, outputs of 128 to 383, greedy
 ttft_1b_8k                    milliseconds to the first token of one prompt of 8192 tokens, in an idle engine
 
-The model is the random Llama of benchmarks.gpu.engine_step. Each trace is served twice: timed without a profiler, then
+The model is the random Llama of benchmarks.gpu.engine_step. Each trace is timed without a profiler, then served again
 under jax.profiler. What a client sees is the time at which a step() returns with new tokens: `gap` is the time between
 two such returns of a request, `itl` that time spread evenly over the tokens that arrive together.
 
@@ -210,30 +210,53 @@ def trace_row(trace: Trace, small: bool, ceilings: dict, profile: bool) -> dict:
         floor = floor_of(config, params, work, trace.rows, ceilings)
         row |= floor | dict(share_of_floor=floor["floor_seconds"] / served.seconds)
     if profile:
-        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds))
+        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds, graphs=False))
+        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds, graphs=True))
+        row |= busy_share(row)
     elif small:
         print(f"{trace.name}: no profile of a CPU", flush=True)
     return row
 
 
-def profiled(engine: jattn.Engine, work: list[tuple[list[int], int]], seconds: float) -> dict:
-    """The same trace under jax.profiler. seconds: of the timed run."""
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level, options.python_tracer_level = 1, 0
-    options.advanced_configuration = {"gpu_max_activity_api_events": 8 << 20, "gpu_max_callback_api_events": 8 << 20}
-    with tempfile.TemporaryDirectory() as folder:
-        with watched() as seen, jax.profiler.trace(folder, profiler_options=options):
-            again = serve(engine, work)
-        found = timeline.read(folder, seen.sent)
+def profiled(engine: jattn.Engine, work: list[tuple[list[int], int]], seconds: float, graphs: bool) -> dict:
+    """Figures of a further run under jax.profiler. seconds: of the timed run."""
+    found, wall, seen = under_profiler(engine, work, graphs)
+    kind = "graphs" if graphs else "kernels"
+    row = {
+        f"device_busy_of_{kind}": found.busy / wall, f"device_busy_of_{kind}_over_timed": found.busy / seconds,
+        f"profiled_seconds_{kind}": wall, kind: found.kernels,
+    }  # fmt: skip
+    if graphs:
+        return row
     shapes = found.shapes
     for shape, figures in shapes.items():
         if count := seen.dispatches.get(shape):
             figures |= dict(count=count, busy_ms_each=figures["busy_seconds"] / count * 1e3)
-    return dict(
-        device_busy=found.busy / again.seconds, device_busy_seconds=found.busy, profiled_seconds=again.seconds,
-        device_busy_over_timed=found.busy / seconds, kernels=found.kernels, kernel_seconds=found.top(20),
-        profiled_dispatches=shapes, compiled_in_profile=seen.programs,
-    )  # fmt: skip
+    return row | dict(kernel_seconds=found.top(20), profiled_dispatches=shapes, compiled_in_profile=seen.programs)
+
+
+def busy_share(row: dict) -> dict:
+    """device_busy: by kernels, unless the profiler saw less than half of them.
+
+    CUPTI may not see the kernels of a loop inside a CUDA graph. Then the whole graph counts, with the gaps inside it.
+    """
+    by_kernels, by_graphs = row.get("device_busy_of_kernels", 0.0), row.get("device_busy_of_graphs", 0.0)
+    by = "kernels" if by_kernels > by_graphs / 2 else "graphs"
+    return dict(device_busy=by_kernels if by == "kernels" else by_graphs, device_busy_by=by)
+
+
+def under_profiler(engine: jattn.Engine, work, graphs: bool) -> tuple[timeline.Timeline, float, Seen]:
+    """(the profile of a run, its seconds, what it did). graphs: one event for each CUDA graph, not for its kernels."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level, options.python_tracer_level = 1, 0
+    options.advanced_configuration = {
+        "gpu_max_activity_api_events": 8 << 20, "gpu_max_callback_api_events": 8 << 20,
+        "gpu_enable_cupti_activity_graph_trace": graphs,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        with watched() as seen, jax.profiler.trace(folder, profiler_options=options):
+            again = serve(engine, work)
+        return timeline.read(folder, seen.sent), again.seconds, seen
 
 
 # ---------------------------------------------------------------------- the floor
