@@ -63,8 +63,8 @@ def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.
     config = models.config_of(LLAMA | (SMALL if small else {}))
     params = jax.block_until_ready(models.init_params(config, 0, "float32" if small else "bfloat16"))
     return jattn.Engine(
-        config, params, ByteTokenizer(), num_blocks=requests * -(-longest // 16) + 1, max_num_seqs=requests,
-        max_num_batched_tokens=requests * prompt, max_model_len=longest, max_burst=BURST, prefix_caching=False,
+        config, params, ByteTokenizer(), max_num_seqs=requests, max_num_batched_tokens=requests * prompt,
+        max_model_len=longest, max_burst=BURST, prefix_caching=False,
     )  # fmt: skip
 
 

@@ -88,10 +88,10 @@ def model_of(small: bool, positions: int):
 
 
 def engine_of(config, params, rows: int, budget: int, longest: int) -> jattn.Engine:
-    """An engine in whose pool `rows` requests of the longest length fit."""
+    """An engine with the default pool: as many blocks as the rows can use, or as fit the memory."""
     return jattn.Engine(
-        config, params, ByteTokenizer(), num_blocks=rows * -(-longest // 16) + 1, max_num_seqs=rows,
-        max_num_batched_tokens=budget, max_model_len=longest, prefix_caching=False,
+        config, params, ByteTokenizer(), max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=longest,
+        prefix_caching=False,
     )  # fmt: skip
 
 
