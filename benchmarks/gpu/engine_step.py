@@ -44,12 +44,12 @@ UNTIMED = 3  # decode dispatches before the clock runs: the first compiles
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list]:
-    """The batches that the engine dispatches, in order."""
+    """(state of the rows before, packed batch) of each dispatch of the engine, in order."""
     real, batches = engine_runner.dispatch, []
 
-    def dispatch(model, params, caches, batch, *rest):
-        batches.append((batch, *rest))
-        return real(model, params, caches, batch, *rest)
+    def dispatch(model, params, caches, before, packed):
+        batches.append((before, packed))
+        return real(model, params, caches, before, packed)
 
     engine_runner.dispatch = dispatch
     try:
@@ -83,7 +83,8 @@ def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[l
             begin = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - begin)
-    assert len(batches) == dispatches and all(int(batch.steps) == BURST for batch, *_ in batches)
+        engine.runner.wait_until_sent()
+    assert len(batches) == dispatches and all(int(packed.unpacked().steps) == BURST for _, packed in batches)
     list(engine.drain())
     return seconds, batches
 
@@ -91,11 +92,14 @@ def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[l
 def replay(engine: jattn.Engine, batches: list) -> float:
     """Seconds of the same dispatches, sent without waiting in between."""
     runner, batches = engine.runner, jax.block_until_ready(jax.device_put(batches))
+    caches, row_state = runner.caches, None
     begin = time.perf_counter()
     for batch in batches:
-        runner.caches, *news = engine_runner.dispatch(runner.model, runner.params, runner.caches, *batch)
-    jax.block_until_ready(news)
-    return time.perf_counter() - begin
+        caches, _, row_state = engine_runner.dispatch(runner.model, runner.params, caches, *batch)
+    jax.block_until_ready(row_state)
+    seconds = time.perf_counter() - begin
+    runner._caches = caches  # a dispatch deletes those that it is given
+    return seconds
 
 
 def measure(requests: int, args: argparse.Namespace) -> dict:
