@@ -20,6 +20,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,16 +45,16 @@ UNTIMED = 3  # decode dispatches before the clock runs: the first compiles
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list]:
-    """(state of the rows before, packed batch) of each dispatch of the engine, in order."""
-    real, batches = engine_runner.dispatch, []
+    """(the rows' state before it, its batch) of each dispatch, in order."""
+    real, sent = engine_runner.dispatch, []
 
     def dispatch(model, params, caches, before, packed):
-        batches.append((before, packed))
+        sent.append((before, packed))
         return real(model, params, caches, before, packed)
 
     engine_runner.dispatch = dispatch
     try:
-        yield batches
+        yield sent
     finally:
         engine_runner.dispatch = real
 
@@ -69,37 +70,34 @@ def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.
 
 
 def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[list[float], list]:
-    """(seconds of each timed step, its batches)."""
+    """(seconds of each timed step, as many dispatches of full bursts as `recorded` them)."""
     most = BURST * (UNTIMED + dispatches + 2) + 1  # the last step that is timed still sends one
     params = jattn.SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-    for prompt in prompts:
-        engine.add_request(prompt, params)
-    engine.step()  # the prompts
-    for _ in range(UNTIMED):
-        engine.step()
     seconds = []
-    with recorded() as batches:
+    with recorded() as sent:
+        for prompt in prompts:
+            engine.add_request(prompt, params)
+        for _ in range(1 + UNTIMED):  # the prompts, and the first decodes
+            engine.step()
         for _ in range(dispatches):
             begin = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - begin)
-        engine.runner.wait_until_sent()
-    assert len(batches) == dispatches and all(int(packed.unpacked().steps) == BURST for _, packed in batches)
-    list(engine.drain())
-    return seconds, batches
+        list(engine.drain())
+    bursts = [(before, packed) for before, packed in sent if int(packed.unpacked().steps) == BURST]
+    assert len(bursts) >= dispatches + UNTIMED, f"{len(bursts)} of {len(sent)} dispatches had {BURST} steps"
+    return seconds, bursts[UNTIMED : UNTIMED + dispatches]
 
 
-def replay(engine: jattn.Engine, batches: list) -> float:
-    """Seconds of the same dispatches, sent without waiting in between."""
-    runner, batches = engine.runner, jax.block_until_ready(jax.device_put(batches))
-    caches, row_state = runner.caches, None
+def replay(engine: jattn.Engine, caches, bursts: list) -> tuple[float, Any]:
+    """(seconds of the same dispatches, sent without waiting in between; the caches after them)."""
+    runner, (before, _) = engine.runner, bursts[0]
+    batches = jax.block_until_ready(jax.device_put([packed for _, packed in bursts]))
     begin = time.perf_counter()
     for batch in batches:
-        caches, _, row_state = engine_runner.dispatch(runner.model, runner.params, caches, *batch)
-    jax.block_until_ready(row_state)
-    seconds = time.perf_counter() - begin
-    runner._caches = caches  # a dispatch deletes those that it is given
-    return seconds
+        caches, _, before = engine_runner.dispatch(runner.model, runner.params, caches, before, batch)
+    jax.block_until_ready(before)
+    return time.perf_counter() - begin, caches
 
 
 def measure(requests: int, args: argparse.Namespace) -> dict:
@@ -108,11 +106,14 @@ def measure(requests: int, args: argparse.Namespace) -> dict:
     longest = prompt + BURST * (UNTIMED + args.dispatches + 2) + 1
     engine = make_engine(args.small, requests, prompt, longest)
     prompts = np.random.default_rng(0).integers(2, engine.config.vocab_size, (requests, prompt))
-    seconds, batches = serve(engine, prompts, args.dispatches)
-    replay(engine, batches)  # untimed
-    device = statistics.median(replay(engine, batches) for _ in range(args.rounds)) / args.dispatches
-    served = sum(seconds) / args.dispatches
+    seconds, bursts = serve(engine, prompts, args.dispatches)
     layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.runner.model.backend)
+    caches, again = engine.caches, []
+    for _ in range(1 + args.rounds):
+        each, caches = replay(engine, caches, bursts)
+        again.append(each)
+    device = statistics.median(again[1:]) / args.dispatches
+    served = sum(seconds) / args.dispatches
     return dict(
         case=f"step_{'small' if args.small else '1b'}_r{requests}", backend=layer.backend_name,
         ms=served * 1e3 / BURST, requests=requests, burst=BURST, dispatches=args.dispatches, served_ms=served * 1e3,

@@ -28,6 +28,7 @@ from benchmarks import records
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from benchmarks.gpu.trace import watched
 from jattn import models
+from jattn.engine import sizing
 from jattn.text import ByteTokenizer
 
 NARROW = dict(SMALL, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
@@ -41,8 +42,10 @@ def make_engine(small: bool, layers: int | None) -> jattn.Engine:
     config = models.config_of(LLAMA | (shape if layers is None else NARROW | dict(num_hidden_layers=layers)))
     params = jax.block_until_ready(models.init_params(config, 0, "float32" if small else "bfloat16"))
     rows, budget = (1, 16) if layers else (4, 64) if small else (64, 2048)
+    block = sizing.default_block_size()
+    blocks = max(rows * 112 // block, 512 // block + 2)  # too few for all rows at once: some are preempted
     return jattn.Engine(
-        config, params, ByteTokenizer(), num_blocks=max(rows * 7, 34), max_num_seqs=rows,
+        config, params, ByteTokenizer(), num_blocks=blocks, max_num_seqs=rows,
         max_num_batched_tokens=budget, max_model_len=512,
     )  # fmt: skip
 
