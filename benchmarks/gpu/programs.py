@@ -8,7 +8,6 @@ Prints one line a program. --small is a model for trying the script on a CPU, wi
 import argparse
 import collections
 import dataclasses
-import functools
 import glob
 import gzip
 import json
@@ -23,64 +22,25 @@ import numpy as np
 
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from jattn import models
-from jattn.attention import PagedAttention
 from jattn.engine.batch import _meta, empty_batch
 from jattn.engine.dispatch import Model, dispatch
 from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import StepShapes
-from jattn.models import decoder
-from jattn.models.layers import embed, head
-from jattn.nn.apply import angles_of
+from jattn.engine.xla_options import CUDA_OPTIONS
 
 BURST, CONTEXT = 16, 600
-BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL,DYNAMIC_SLICE_FUSION"
-CB = {"xla_gpu_enable_command_buffer": BUFFER, "xla_gpu_graph_min_graph_size": 1}
+CB = dict(CUDA_OPTIONS)
 OPTIONS = {
     "none": {},
     "cb": CB,
+    "cb+unmerged": CB | {"xla_gpu_dot_merger_threshold_mb": 0},
+    "cb+merge_32": CB | {"xla_gpu_dot_merger_threshold_mb": 32},
     "cb+exhaustive": CB | {"xla_gpu_exhaustive_tiling_search": True},
-    "cb+no_triton": CB | {"xla_gpu_enable_triton_gemm": False},
-    "cb+no_autotune": CB | {"xla_gpu_autotune_level": 0},
-    "cb+concurrent": CB | {"xla_gpu_graph_enable_concurrent_region": True},
-    "cb+pdl": CB | {"xla_gpu_enable_pdl": True},
-    "cb+dsf": CB | {"xla_gpu_enable_dynamic_slice_fusion": True},
-    "cb+dsf+unroll": CB | {"xla_gpu_enable_dynamic_slice_fusion": True, "xla_gpu_command_buffer_unroll_loops": True},
-    "cb+dsf+no_triton": CB | {"xla_gpu_enable_dynamic_slice_fusion": True, "xla_gpu_enable_triton_gemm": False},
+    "cb+cublas": CB | {"xla_gpu_cublas_fallback": True, "xla_gpu_enable_cublaslt": True},
 }
 
 
-def stacked(trees):
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
-
-
-def one_pool(config, blocks, dtype):
-    """One cache with the blocks of all layers."""
-    one = dataclasses.replace(config, layers=config.layers[:1])
-    return one.make_caches(blocks * len(config.layers), 16, dtype)
-
-
-def scan_forward(config, params, token_ids, caches, meta, *, backend="auto", logits_at=None):
-    """models.forward as lax.scan over stacked weights and one pool."""
-    layer, count = config.layers[0], len(config.layers)
-    (pool,), positions = caches, meta.positions()
-    x = embed(config, params, jnp.asarray(token_ids), positions)
-    attn = PagedAttention(layer.attention, pool.spec, backend, dtype=x.dtype)
-    plan, angles = attn.build(meta), angles_of(layer.rope, meta)
-    blocks = pool.spec.num_blocks // count
-
-    def body(carry, xs):
-        (pool, x), (weights, i) = carry, xs
-        at = attn.for_layer(plan, i, blocks)
-        pool, x = decoder._self_attention(layer, attn, weights, x, pool, at, positions, angles)
-        return (pool, decoder._mlp(layer, weights, x)), None
-
-    (pool, x), _ = jax.lax.scan(body, (pool, x), (params["layers"], jnp.arange(count)))
-    if logits_at is not None:
-        x = x[jnp.asarray(logits_at)]
-    return (pool,), head(config, params, x)
-
-
-def batch_of(shapes, tokens, rows, blocks):
+def batch_of(shapes, tokens, rows, blocks, **sampling):
     """rows decodes of CONTEXT tokens; or, if tokens > rows, one prompt of tokens - rows + 1 beside rows - 1 decodes."""
     rng = np.random.default_rng(0)
     decode = tokens == rows
@@ -96,10 +56,17 @@ def batch_of(shapes, tokens, rows, blocks):
     batch = empty_batch(shape, 1, shapes)
     meta = _meta(lens, seqs, seqs, table, shapes, shape)
     left = np.full(max_rows, 40, np.int32)
-    rows_ = dataclasses.replace(batch.rows, remaining=left)
+    fields = {name: np.full(max_rows, x, np.float32 if name != "top_k" else np.int32) for name, x in sampling.items()}
+    logprobs = np.bool_(fields.pop("logprobs", None) is not None)
+    rows_ = dataclasses.replace(batch.rows, remaining=left, **fields)
     ids = rng.integers(5, 500, tokens).astype(np.int32)
     return dataclasses.replace(
-        batch, token_ids=ids, metas=(meta,), rows=rows_, steps=np.int32(BURST if decode else 1)
+        batch,
+        token_ids=ids,
+        metas=(meta,),
+        rows=rows_,
+        needs_history_or_logprobs=logprobs,
+        steps=np.int32(BURST if decode else 1),
     )
 
 
@@ -134,21 +101,29 @@ def build(program):
     return finish
 
 
-def measure(program, rounds=10):
+def measure(program, idle=0.25):
+    """(ms a step, cool: after an idle pause; sustained; seconds of the first run; tokens)."""
     caches, batch = program.caches(), jax.device_put(program.batch)
-    first = time.perf_counter()
+    begin = time.perf_counter()
     caches, sampled, _ = program.compiled(program.params, caches, batch)
     jax.block_until_ready(sampled)
-    first = time.perf_counter() - first
-    tokens = np.asarray(sampled.tokens)
-    best = []
-    for _ in range(3):
+    first, tokens = time.perf_counter() - begin, np.asarray(sampled.tokens)
+
+    def several(count):
+        nonlocal caches
         begin = time.perf_counter()
-        for _ in range(rounds):
+        for _ in range(count):
             caches, sampled, _ = program.compiled(program.params, caches, batch)
         jax.block_until_ready(sampled)
-        best.append((time.perf_counter() - begin) / rounds / program.steps)
-    return np.median(best) * 1e3, first, tokens
+        return (time.perf_counter() - begin) / count / program.steps * 1e3
+
+    several(2)
+    cool = []
+    for _ in range(3):
+        time.sleep(idle)
+        cool.append(several(2 if program.steps > 1 else 6))
+    several(6)
+    return np.median(cool), several(12), first, tokens
 
 
 def kernels(program, steps):
@@ -175,21 +150,6 @@ def kernels(program, steps):
     return rows
 
 
-def host_trace(lower_compile):
-    """Seconds by XLA's own trace marks while `lower_compile` runs."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            lower_compile()
-        path = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)[0]
-        events = json.load(gzip.open(path))["traceEvents"]
-    sums = collections.defaultdict(lambda: [0, 0.0])
-    for e in events:
-        if e.get("ph") == "X" and not e["name"].startswith("$"):
-            sums[e["name"][:50]][0] += 1
-            sums[e["name"][:50]][1] += e["dur"] / 1e6
-    return sorted(((n, c, t) for n, (c, t) in sums.items()), key=lambda r: -r[2])
-
-
 def guarded(work, *args, default=None):
     try:
         return work(*args)
@@ -214,100 +174,86 @@ def main():
     params = jax.block_until_ready(models.init_params(config, 0, dtype))
     max_rows, budget, longest = (4, 64, 256) if args.small else (64, 2048, 2112)
     shapes = StepShapes(Limits(max_rows, budget, longest, BURST), 16)
-    blocks = max_rows * shapes.max_blocks + 2
-
-    def filled(make, layers=1):
-        def numbers(x):
-            at = jnp.arange(x.size, dtype=jnp.int32) % (x.size // layers)
-            return (at % 127 / 127 - 0.5).astype(x.dtype).reshape(x.shape)
-
-        return jax.jit(lambda: jax.tree.map(numbers, make()))
 
     plain = Model(models.forward, config, "auto")
-    plain_caches = filled(lambda: config.make_caches(blocks, 16, dtype))
-    scan = Model(scan_forward, config, "auto")
-    scan_params = params | {"layers": jax.jit(stacked)(params["layers"])}
 
-    def decode(kind, rows, options):
-        model, weights, caches = (
-            (plain, params, plain_caches) if kind == "unrolled" else (scan, scan_params, filled(lambda: one_pool(config, blocks, dtype), len(config.layers)))
-        )
-        batch = batch_of(shapes, rows, rows, blocks)
-        return Program(f"{kind} r{rows} {options}", model, weights, caches, batch, OPTIONS[options] if gpu else {}, BURST)
+    def numbers(x):
+        at = jnp.arange(x.size, dtype=jnp.int32)
+        return (at % 127 / 127 - 0.5).astype(x.dtype).reshape(x.shape)
+
+    def blocks_of(size):
+        return max_rows * -(-longest // size) + 2
+
+    def caches_of(size):
+        return jax.jit(lambda: jax.tree.map(numbers, config.make_caches(blocks_of(size), size, dtype)))
+
+    def program(name, tokens, rows, options, size=16, **sampling):
+        sized = dataclasses.replace(shapes, block_size=size)
+        batch = batch_of(sized, tokens, rows, blocks_of(size), **sampling)
+        chosen = OPTIONS[options] if gpu else {}
+        return Program(name, plain, params, caches_of(size), batch, chosen, BURST if rows else 1)
+
+    def decode(rows, options, size=16, **sampling):
+        more = "".join(f" {k}={v}" for k, v in sampling.items()) + (f" pages of {size}" if size != 16 else "")
+        return program(f"r{rows} {options}{more}", rows, rows, options, size, **sampling)
 
     def mixed(tokens, options):
-        batch = batch_of(shapes, tokens, 0, blocks)
-        return Program(f"unrolled T{tokens} {options}", plain, params, plain_caches, batch, OPTIONS[options] if gpu else {}, 1)
+        return program(f"T{tokens} {options}", tokens, 0, options)
 
     def deep(layers):
-        small = models.config_of(LLAMA | dict(num_hidden_layers=layers, hidden_size=1024, intermediate_size=4096, num_attention_heads=16) | (SMALL if args.small else {}))
-        weights = jax.eval_shape(lambda: models.init_params(small, 0, dtype))
-        caches = lambda: small.make_caches(blocks, 16, dtype)
-        batch = batch_of(shapes, 4, 4, blocks)
-        return Program(f"{layers} layers r4 cb", Model(models.forward, small, "auto"), weights, caches, batch, OPTIONS["cb"] if gpu else {}, BURST)
+        keys = dict(num_hidden_layers=layers, hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
+        narrow = models.config_of(LLAMA | keys | (SMALL if args.small else {}))
+        weights = jax.eval_shape(lambda: models.init_params(narrow, 0, dtype))
+        batch, caches = batch_of(shapes, 4, 4, blocks_of(16)), lambda: narrow.make_caches(blocks_of(16), 16, dtype)
+        chosen = OPTIONS["cb"] if gpu else {}
+        return Program(f"{layers} layers", Model(models.forward, narrow, "auto"), weights, caches, batch, chosen, BURST)
 
-    full = max_rows // 2
+    half = max_rows // 2
     print(f"start {time.perf_counter() - begin:.1f} s", flush=True)
-    print("== compiled alone: trace, lower, compile (s)", flush=True)
-    alone = [(lambda: decode("unrolled", full, "none")), lambda: deep(16), lambda: deep(80 if not args.small else 4)]
-    ready = []
-    for i, make in enumerate(alone):
-        program = guarded(make)
-        if program is None:
-            continue
-        finish = guarded(build, program)
-        if i == 0:
-            rows = guarded(host_trace, finish, default=[])
-            ready.append(program)
-        else:
-            guarded(finish)
-        print(f"{program.name:32}", *(f"{s:7.2f}" for s in program.seconds), flush=True)
-        if i == 0:
-            for n, c, t in rows[:28]:
-                print(f"    {t:8.2f} s {c:6d} {n}")
-    wanted = [("unrolled", full, "cb"), ("scan", full, "none"), ("scan", full, "cb"), ("unrolled", full, "cb+no_autotune"),
-              ("unrolled", 1, "none"), ("unrolled", 1, "cb"), ("scan", full, "cb+dsf"),
-              ("scan", full, "cb+dsf+unroll"), ("scan", full, "cb+dsf+no_triton"), ("unrolled", full, "cb+no_triton"),
-              ("unrolled", full, "cb+exhaustive"), ("unrolled", full, "cb+concurrent"), ("unrolled", full, "cb+pdl"),
-              ("unrolled", max_rows, "none"), ("unrolled", max_rows, "cb"), ("unrolled", full // 2, "cb"), ("unrolled", 4, "cb")]
-    jobs = [functools.partial(decode, *w) for w in wanted]
-    jobs += [functools.partial(mixed, t, o) for t in (budget // 4, budget) for o in ("none", "cb")]
-    futures = []
-    with ThreadPoolExecutor(8) as pool:
-        for job in jobs:
-            if left() < 60:
-                print("out of time: programs left out")
-                break
-            program = guarded(job)
-            finish = program and guarded(build, program)
-            if finish:
-                futures.append((program, pool.submit(guarded, finish)))
-        print(f"lowered at {time.perf_counter() - begin:.1f} s", flush=True)
-        for program, future in futures:
-            if future.result() is not None:
-                ready.append(program)
-    print(f"compiled at {time.perf_counter() - begin:.1f} s", flush=True)
-    print("== program: trace, lower, compile (s, side by side), first run (s), ms a step, tokens equal to the first of its shape")
-    tokens_of = {}
-    for program in ready:
-        if left() < 25:
-            print("out of time: not measured", program.name)
-            continue
-        result = guarded(measure, program)
-        if result is None:
-            continue
-        ms, first, tokens = result
-        known = tokens_of.setdefault(program.name.split()[1], tokens)
-        same = (known == tokens)[known >= 0].mean()
-        print(f"{program.name:32}", *(f"{s:7.2f}" for s in program.seconds), f"{first:7.2f} {ms:8.4f} ms  equal {same:.3f}", flush=True)
-    for program in ready:
-        if left() < 8 or not gpu:
-            break
-        if program.name in ("unrolled r32 none", "unrolled r32 cb", "unrolled r1 none", "unrolled T512 none"):
-            rows = guarded(kernels, program, program.steps, default=[])
-            print(f"== {program.name}: {sum(r[1] for r in rows):.1f} kernels, {sum(r[2] for r in rows):.1f} us a step")
-            for n, c, t in rows[:45]:
-                print(f"  {t:8.2f} us {c:7.2f}  {n[:70]}")
+    drawn = dict(temperature=0.8, top_k=50, top_p=0.9)
+    groups = [  # compiled side by side within a group: few, so that autotuning is hardly disturbed
+        [lambda: decode(half, "cb")],
+        [lambda: decode(1, "cb")],
+        [lambda: mixed(budget // 4, "cb")],
+        [lambda: deep(16)],
+        [lambda: deep(80 if not args.small else 4)],
+        [lambda: mixed(budget // 4, "cb+unmerged"), lambda: mixed(budget // 4, "cb+merge_32")],
+        [lambda: decode(half, "none"), lambda: decode(half, "cb", 64)],
+        [lambda: decode(1, "cb", 64), lambda: decode(max_rows, "cb")],
+        [lambda: mixed(budget, "cb"), lambda: mixed(budget, "cb+unmerged")],
+        [lambda: decode(half, "cb", **drawn), lambda: decode(half, "cb", logprobs=1)],
+        [lambda: decode(max_rows, "cb", 64), lambda: decode(half, "cb+unmerged")],
+        [lambda: decode(4, "cb"), lambda: decode(max_rows // 4, "cb")],
+        [lambda: mixed(max_rows, "cb"), lambda: mixed(2 * max_rows, "cb")],
+        [lambda: decode(half, "cb", 32), lambda: decode(half, "cb+exhaustive")],
+    ]
+    print("== program: trace, lower, compile (s); first run (s); ms a step cool, sustained; tokens equal to the first")
+    profiled = [f"r{half} cb", "r1 cb", f"T{budget // 4} cb", f"T{budget // 4} cb+unmerged", f"r{half} cb pages of 64"]
+    tokens_of, tables = {}, []
+    with ThreadPoolExecutor(4) as pool:
+        for group in groups:
+            if left() < 20:
+                print("out of time: programs left out", len(group))
+                continue
+            programs = [p for p in map(guarded, group) if p is not None]
+            jobs = [(p, guarded(build, p)) for p in programs]
+            for p, job in [(p, pool.submit(guarded, job)) for p, job in jobs if job]:
+                if job.result() is None:
+                    continue
+                line = f"{p.name:36}" + "".join(f"{s:7.2f}" for s in p.seconds)
+                if "layers" in p.name or (result := guarded(measure, p)) is None:
+                    print(line, flush=True)
+                    continue
+                cool, hot, first, tokens = result
+                known = tokens_of.setdefault(p.name.split()[0] + ("=" in p.name) * p.name, tokens)
+                same = (known == tokens)[known >= 0].mean()
+                print(f"{line} {first:6.2f} {cool:8.4f} {hot:8.4f}  equal {same:.3f}", flush=True)
+                if p.name in profiled and gpu:
+                    tables.append((p.name, guarded(kernels, p, p.steps, default=[])))
+    for name, rows in tables:
+        print(f"== {name}: {sum(r[1] for r in rows):.1f} kernels, {sum(r[2] for r in rows):.1f} us a step")
+        for n, c, t in rows[:32]:
+            print(f"  {t:8.2f} us {c:7.2f}  {n[:70]}")
     print(f"end {time.perf_counter() - begin:.1f} s")
 
 

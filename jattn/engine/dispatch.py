@@ -16,6 +16,7 @@ import numpy as np
 
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, Penalties, Sampled, SamplingRows, choose
+from jattn.engine.xla_options import PlatformJit
 from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.types import PAD_SLOT_ID, AnyArray, pytree, static
 from pallas_kernels.algebra.paging import slots_of
@@ -90,7 +91,7 @@ def continued_batch(batch: Batch, row_state: RowState, tables) -> Batch:
     return dataclasses.replace(batch, token_ids=row_state.token_ids, metas=metas, rows=rows, continues=np.bool_(True))
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
+@functools.partial(PlatformJit, static_argnames="model", donate_argnames="caches")
 def dispatch(model: Model, params, caches, batch: Batch):
     """(caches, Sampled with a first axis of MAX_STEPS, RowState).
 

@@ -76,7 +76,7 @@ def _float_of(name: str, x) -> Any:
 def attend_over(
     spec: AttentionSpec, meta: CommonAttentionMetadata, cache, plan: Any, backend: str, x: jax.Array
 ) -> Attend:
-    """attend(q, k, v, params, angles) through the paged cache, or over this batch's keys alone. Queries have the dtype of x."""
+    """`attend` of project_and_attend: through the cache, or over this batch's keys alone. q has the dtype of x."""
     if cache is None:
         if plan is not None:
             raise ValueError("plan is built for a paged cache: pass cache= too, or leave out plan")

@@ -106,9 +106,8 @@ def _job(sizes: RotateWrite, first, rows, cos, sin, slots, k_pool, v_pool, out):
         place = arith.addi(angle, arith.muli(ptx.to_i64(arith.select(turns, inside, ptx.i32(0))), ptx.i64(32)))
         c, d = (_load_floats(arith.addi(x, place), arith.andi(exists, turns)) for x in (cos, sin))
         a, b = _rotated(a, b, c, d, turns)
-        slot = ptx.asm_value(
-            "ld.global.nc.b32 $0, [$1];", "=r,l", arith.addi(slots, arith.muli(ptx.to_i64(token), ptx.i64(4))), pure=True
-        )
+        own_slot = arith.addi(slots, arith.muli(ptx.to_i64(token), ptx.i64(4)))
+        slot = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", own_slot, pure=True)
         usable = ptx.less_unsigned(slot, ptx.i32(s.blocks * s.page))
         block, offset = _divmod(slot, s.page)
         kv_head = arith.select(is_value, head, arith.subi(head, ptx.i32(s.heads)))
