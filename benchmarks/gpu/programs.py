@@ -26,17 +26,12 @@ from jattn.engine.batch import _meta, empty_batch
 from jattn.engine.dispatch import Model, dispatch
 from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import StepShapes
-from jattn.engine.xla_options import CUDA_OPTIONS
+from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS
 
 BURST, CONTEXT = 16, 600
-CB = dict(CUDA_OPTIONS)
 OPTIONS = {
-    "none": {},
-    "cb": CB,
-    "cb+unmerged": CB | {"xla_gpu_dot_merger_threshold_mb": 0},
-    "cb+merge_32": CB | {"xla_gpu_dot_merger_threshold_mb": 32},
-    "cb+exhaustive": CB | {"xla_gpu_exhaustive_tiling_search": True},
-    "cb+cublas": CB | {"xla_gpu_cublas_fallback": True, "xla_gpu_enable_cublaslt": True},
+    "none": ({}, {}),
+    "engine": (CUDA_OPTIONS, CUDA_OPTIONS | CUDA_OPTIONS_MANY_TOKENS),  # of decode steps, of other batches
 }
 
 
@@ -102,7 +97,7 @@ def build(program):
 
 
 def measure(program, idle=0.25):
-    """(ms a step, cool: after an idle pause; sustained; seconds of the first run; tokens)."""
+    """(ms a step after an idle pause; sustained; seconds of the first run; tokens; ms until a call returns)."""
     caches, batch = program.caches(), jax.device_put(program.batch)
     begin = time.perf_counter()
     caches, sampled, _ = program.compiled(program.params, caches, batch)
@@ -122,8 +117,13 @@ def measure(program, idle=0.25):
     for _ in range(3):
         time.sleep(idle)
         cool.append(several(2 if program.steps > 1 else 6))
+    time.sleep(idle)
+    begin = time.perf_counter()
+    caches, sampled, _ = program.compiled(program.params, caches, batch)
+    call = (time.perf_counter() - begin) * 1e3
+    jax.block_until_ready(sampled)
     several(6)
-    return np.median(cool), several(12), first, tokens
+    return np.median(cool), several(12), first, tokens, call
 
 
 def kernels(program, steps):
@@ -190,7 +190,7 @@ def main():
     def program(name, tokens, rows, options, size=16, **sampling):
         sized = dataclasses.replace(shapes, block_size=size)
         batch = batch_of(sized, tokens, rows, blocks_of(size), **sampling)
-        chosen = OPTIONS[options] if gpu else {}
+        chosen = OPTIONS[options][not rows] if gpu else {}
         return Program(name, plain, params, caches_of(size), batch, chosen, BURST if rows else 1)
 
     def decode(rows, options, size=16, **sampling):
@@ -205,30 +205,27 @@ def main():
         narrow = models.config_of(LLAMA | keys | (SMALL if args.small else {}))
         weights = jax.eval_shape(lambda: models.init_params(narrow, 0, dtype))
         batch, caches = batch_of(shapes, 4, 4, blocks_of(16)), lambda: narrow.make_caches(blocks_of(16), 16, dtype)
-        chosen = OPTIONS["cb"] if gpu else {}
+        chosen = OPTIONS["engine"][0] if gpu else {}
         return Program(f"{layers} layers", Model(models.forward, narrow, "auto"), weights, caches, batch, chosen, BURST)
 
     half = max_rows // 2
     print(f"start {time.perf_counter() - begin:.1f} s", flush=True)
     drawn = dict(temperature=0.8, top_k=50, top_p=0.9)
     groups = [  # compiled side by side within a group: few, so that autotuning is hardly disturbed
-        [lambda: decode(half, "cb")],
-        [lambda: decode(1, "cb")],
-        [lambda: mixed(budget // 4, "cb")],
+        [lambda: decode(half, "engine"), lambda: decode(1, "engine")],
+        [lambda: decode(half, "none"), lambda: decode(max_rows, "engine")],
+        [lambda: mixed(budget // 4, "engine"), lambda: mixed(budget, "engine")],
+        [lambda: decode(half, "engine", **drawn), lambda: decode(half, "engine", logprobs=1)],
+        [lambda: decode(1, "none"), lambda: decode(4, "engine")],
+        [lambda: mixed(max_rows, "engine"), lambda: decode(max_rows // 4, "engine")],
         [lambda: deep(16)],
         [lambda: deep(80 if not args.small else 4)],
-        [lambda: mixed(budget // 4, "cb+unmerged"), lambda: mixed(budget // 4, "cb+merge_32")],
-        [lambda: decode(half, "none"), lambda: decode(half, "cb", 64)],
-        [lambda: decode(1, "cb", 64), lambda: decode(max_rows, "cb")],
-        [lambda: mixed(budget, "cb"), lambda: mixed(budget, "cb+unmerged")],
-        [lambda: decode(half, "cb", **drawn), lambda: decode(half, "cb", logprobs=1)],
-        [lambda: decode(max_rows, "cb", 64), lambda: decode(half, "cb+unmerged")],
-        [lambda: decode(4, "cb"), lambda: decode(max_rows // 4, "cb")],
-        [lambda: mixed(max_rows, "cb"), lambda: mixed(2 * max_rows, "cb")],
-        [lambda: decode(half, "cb", 32), lambda: decode(half, "cb+exhaustive")],
+        [lambda: decode(half, "engine", 64), lambda: decode(1, "engine", 64)],
     ]
-    print("== program: trace, lower, compile (s); first run (s); ms a step cool, sustained; tokens equal to the first")
-    profiled = [f"r{half} cb", "r1 cb", f"T{budget // 4} cb", f"T{budget // 4} cb+unmerged", f"r{half} cb pages of 64"]
+    print(
+        "== program: trace, lower, compile, first run (s); a call (ms); a step after a pause, sustained (ms); equal tokens"
+    )
+    profiled = [f"r{half} none", "r1 none", f"T{max_rows} engine", f"T{budget // 4} engine"]
     tokens_of, tables = {}, []
     with ThreadPoolExecutor(4) as pool:
         for group in groups:
@@ -244,10 +241,10 @@ def main():
                 if "layers" in p.name or (result := guarded(measure, p)) is None:
                     print(line, flush=True)
                     continue
-                cool, hot, first, tokens = result
+                cool, hot, first, tokens, call = result
                 known = tokens_of.setdefault(p.name.split()[0] + ("=" in p.name) * p.name, tokens)
                 same = (known == tokens)[known >= 0].mean()
-                print(f"{line} {first:6.2f} {cool:8.4f} {hot:8.4f}  equal {same:.3f}", flush=True)
+                print(f"{line} {first:6.2f} {call:6.2f} {cool:8.4f} {hot:8.4f}  equal {same:.3f}", flush=True)
                 if p.name in profiled and gpu:
                     tables.append((p.name, guarded(kernels, p, p.steps, default=[])))
     for name, rows in tables:

@@ -91,7 +91,11 @@ def continued_batch(batch: Batch, row_state: RowState, tables) -> Batch:
     return dataclasses.replace(batch, token_ids=row_state.token_ids, metas=metas, rows=rows, continues=np.bool_(True))
 
 
-@functools.partial(PlatformJit, static_argnames="model", donate_argnames="caches")
+def _is_decode(model: Model, params, caches, batch: Batch) -> bool:
+    return batch.token_ids.shape[0] == batch.metas[0].max_num_reqs
+
+
+@functools.partial(PlatformJit, is_decode=_is_decode, static_argnames="model", donate_argnames="caches")
 def dispatch(model: Model, params, caches, batch: Batch):
     """(caches, Sampled with a first axis of MAX_STEPS, RowState).
 

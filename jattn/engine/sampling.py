@@ -188,14 +188,19 @@ def most_likely(logprobs: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _one_by_one(count: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """lax.top_k in `count` passes."""
-    at = jnp.arange(x.shape[-1], dtype=jnp.int32)[None]
+    """lax.top_k in `count` passes.
 
-    def one(keys, _):
-        best = jnp.argmax(keys, axis=-1).astype(jnp.int32)
-        return jnp.where(at == best[:, None], 0, keys), best
+    The tokens are put in place by a selection. XLA would update a slice that depends on the loop by a copy, which it
+    cannot record in a command buffer, nor then the loop over steps around it.
+    """
+    at, place = (jnp.arange(n, dtype=jnp.int32)[None] for n in (x.shape[-1], count))
 
-    tokens = jax.lax.scan(one, ordered_bits(x), None, length=count)[1].T
+    def one(i, carry):
+        keys, tokens = carry
+        best = jnp.argmax(keys, axis=-1).astype(jnp.int32)[:, None]
+        return jnp.where(at == best, 0, keys), jnp.where(place == i, best, tokens)
+
+    _, tokens = jax.lax.fori_loop(0, count, one, (ordered_bits(x), jnp.zeros((len(x), count), jnp.int32)))
     return jnp.take_along_axis(x, tokens, axis=-1), tokens
 
 

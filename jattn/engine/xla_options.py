@@ -10,24 +10,34 @@ from typing import Any
 import jax
 
 COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL,DYNAMIC_SLICE_FUSION"
-"""What XLA may record in CUDA graphs. With WHILE and CONDITIONAL the steps of a dispatch are one graph, and the device
-decides without the host whether there is another step."""
+"""What XLA may record in CUDA graphs. With WHILE and CONDITIONAL all steps of a dispatch are one graph, and the device
+decides without the host whether there is another step. One operation that XLA cannot record splits the graph: it then
+launches each kernel, and the host reads the condition of each step. A copy within a loop, of a slice that depends on
+the loop, is such an operation."""
 
 CUDA_OPTIONS = {
     "xla_gpu_enable_command_buffer": COMMAND_BUFFERS,
     "xla_gpu_graph_min_graph_size": 1,
 }
-"""Each is used if the installed XLA knows it."""
+"""Of every dispatch, if the installed XLA knows them."""
+
+CUDA_OPTIONS_MANY_TOKENS = {
+    "xla_gpu_dot_merger_threshold_mb": 32,
+}
+"""Of batches with prompts. XLA merges products of one operand, such as gate and up, if their weights are smaller than
+this. A merged product of many tokens is cuBLAS's, and its weights are concatenated in memory in every step."""
 
 
 @functools.cache
-def options_of(platform: str) -> dict[str, Any]:
-    """The options of dispatches on a platform, as jax.default_backend names it."""
+def options_of(platform: str, decode: bool) -> dict[str, Any]:
+    """The options of a dispatch on a platform, as jax.default_backend names it."""
     if platform != "gpu":
         return {}
-    return {name: value for name, value in CUDA_OPTIONS.items() if _is_known(name, value)}
+    wanted = CUDA_OPTIONS if decode else CUDA_OPTIONS | CUDA_OPTIONS_MANY_TOKENS
+    return {name: value for name, value in wanted.items() if _is_known(name, value)}
 
 
+@functools.cache
 def _is_known(name: str, value: Any) -> bool:
     """Does the installed XLA have this option, with this value?"""
     try:
@@ -38,24 +48,32 @@ def _is_known(name: str, value: Any) -> bool:
 
 
 class PlatformJit:
-    """jax.jit of a function, with the options of the platform; which is known at the first call, not at import."""
+    """jax.jit of a function, with the options of the platform; which is known at the first call, not at import.
 
-    def __init__(self, function: Callable, **options):
+    is_decode(*args): may the call have the options of a decode step?
+    """
+
+    def __init__(self, function: Callable, is_decode: Callable[..., bool], **options):
         functools.update_wrapper(self, function)
-        self._function, self._options = function, options
+        self._function, self._is_decode, self._options = function, is_decode, options
 
     @functools.cached_property
-    def _jitted(self):
-        compiler_options = options_of(jax.default_backend())
-        return jax.jit(self._function, compiler_options=compiler_options or None, **self._options)
+    def _jitted(self) -> dict[bool, Any]:
+        """By is_decode. Both are the same function where the options are, so it is traced once."""
+        platform = jax.default_backend()
+        few, many = (options_of(platform, decode) for decode in (True, False))
+        jit = lambda chosen: jax.jit(self._function, compiler_options=chosen or None, **self._options)
+        one = jit(few)
+        return {True: one, False: one if few == many else jit(many)}
 
     def __call__(self, *args):
-        return self._jitted(*args)
+        return self._jitted[self._is_decode(*args)](*args)
 
     def lower(self, *args):
         """As that of a jitted function. A later call with arguments of these shapes finds the compiled program."""
-        return self._jitted.lower(*args)
+        return self._jitted[self._is_decode(*args)].lower(*args)
 
     def clear_cache(self) -> None:
         """Forget all traces and compiled programs."""
-        self._jitted.clear_cache()
+        for jitted in self._jitted.values():
+            jitted.clear_cache()

@@ -14,7 +14,7 @@ from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 
-PARTS_IN_FLIGHT = 4  # parts that are loaded at the same time
+PARTS_IN_FLIGHT = 8  # parts that are loaded at the same time
 COLUMNS = 32  # columns of the output that one CTA merges
 
 
@@ -69,7 +69,8 @@ def merge_parts(cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head):
         _kernel(cfg, width, *refs)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    grid = (cfg.num_ctas, 2, cfg.v_head_dim // width)
+    halves = 2 if cfg.long_tiles else 1  # of a tile: 64 rows each
+    grid = (cfg.num_ctas, halves, cfg.v_head_dim // width)
     mesh = plgpu.Mesh(grid=grid, grid_names=("cut", "half", "column"), num_threads=1, thread_name="wg")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     pl.kernel(merge_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="merge_parts")(
