@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from jattn import models
 from jattn.engine.batch import _meta, empty_batch
-from jattn.engine.dispatch import Model, dispatch
+from jattn.engine.dispatch import Model, dispatch, empty_row_state
+from jattn.engine.packing import pack
 from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import StepShapes
 from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS
@@ -71,6 +72,7 @@ class Program:
     model: Model
     params: object
     caches: object  # makes them
+    before: object
     batch: object
     options: dict
     steps: int
@@ -82,7 +84,7 @@ def build(program):
     begin = time.perf_counter()
     f = jax.jit(dispatch.__wrapped__, static_argnums=0, donate_argnums=2)
     caches = jax.eval_shape(program.caches)
-    traced = f.trace(program.model, program.params, caches, program.batch)
+    traced = f.trace(program.model, program.params, caches, program.before, program.batch)
     t1 = time.perf_counter()
     lowered = traced.lower()
     t2 = time.perf_counter()
@@ -100,7 +102,7 @@ def measure(program, idle=0.25):
     """(ms a step after an idle pause; sustained; seconds of the first run; tokens; ms until a call returns)."""
     caches, batch = program.caches(), jax.device_put(program.batch)
     begin = time.perf_counter()
-    caches, sampled, _ = program.compiled(program.params, caches, batch)
+    caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
     jax.block_until_ready(sampled)
     first, tokens = time.perf_counter() - begin, np.asarray(sampled.tokens)
 
@@ -108,7 +110,7 @@ def measure(program, idle=0.25):
         nonlocal caches
         begin = time.perf_counter()
         for _ in range(count):
-            caches, sampled, _ = program.compiled(program.params, caches, batch)
+            caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
         jax.block_until_ready(sampled)
         return (time.perf_counter() - begin) / count / program.steps * 1e3
 
@@ -119,7 +121,7 @@ def measure(program, idle=0.25):
         cool.append(several(2 if program.steps > 1 else 6))
     time.sleep(idle)
     begin = time.perf_counter()
-    caches, sampled, _ = program.compiled(program.params, caches, batch)
+    caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
     call = (time.perf_counter() - begin) * 1e3
     jax.block_until_ready(sampled)
     several(6)
@@ -129,11 +131,11 @@ def measure(program, idle=0.25):
 def kernels(program, steps):
     """(name, count a step, us a step) of each kernel of one dispatch."""
     caches, batch = program.caches(), jax.device_put(program.batch)
-    caches, sampled, _ = program.compiled(program.params, caches, batch)
+    caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
     jax.block_until_ready(sampled)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            caches, sampled, _ = program.compiled(program.params, caches, batch)
+            caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
             jax.block_until_ready(sampled)
         path = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)[0]
         events = json.load(gzip.open(path))["traceEvents"]
@@ -177,6 +179,8 @@ def main():
 
     plain = Model(models.forward, config, "auto")
 
+    before = empty_row_state(max_rows)
+
     def numbers(x):
         at = jnp.arange(x.size, dtype=jnp.int32)
         return (at % 127 / 127 - 0.5).astype(x.dtype).reshape(x.shape)
@@ -191,7 +195,7 @@ def main():
         sized = dataclasses.replace(shapes, block_size=size)
         batch = batch_of(sized, tokens, rows, blocks_of(size), **sampling)
         chosen = OPTIONS[options][not rows] if gpu else {}
-        return Program(name, plain, params, caches_of(size), batch, chosen, BURST if rows else 1)
+        return Program(name, plain, params, caches_of(size), before, pack(batch), chosen, BURST if rows else 1)
 
     def decode(rows, options, size=16, **sampling):
         more = "".join(f" {k}={v}" for k, v in sampling.items()) + (f" pages of {size}" if size != 16 else "")
@@ -206,7 +210,16 @@ def main():
         weights = jax.eval_shape(lambda: models.init_params(narrow, 0, dtype))
         batch, caches = batch_of(shapes, 4, 4, blocks_of(16)), lambda: narrow.make_caches(blocks_of(16), 16, dtype)
         chosen = OPTIONS["engine"][0] if gpu else {}
-        return Program(f"{layers} layers", Model(models.forward, narrow, "auto"), weights, caches, batch, chosen, BURST)
+        return Program(
+            f"{layers} layers",
+            Model(models.forward, narrow, "auto"),
+            weights,
+            caches,
+            before,
+            pack(batch),
+            chosen,
+            BURST,
+        )
 
     half = max_rows // 2
     print(f"start {time.perf_counter() - begin:.1f} s", flush=True)
@@ -223,7 +236,7 @@ def main():
         [lambda: decode(half, "engine", 64), lambda: decode(1, "engine", 64)],
     ]
     print(
-        "== program: trace, lower, compile, first run (s); a call (ms); a step after a pause, sustained (ms); equal tokens"
+        "== program: trace, lower, compile, first run (s); a call, a step after a pause, sustained (ms); equal tokens"
     )
     profiled = [f"r{half} none", "r1 none", f"T{max_rows} engine", f"T{budget // 4} engine"]
     tokens_of, tables = {}, []

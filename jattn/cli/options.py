@@ -13,7 +13,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the model and the engine")
     group.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded adder)")
     group.add_argument("--num-blocks", type=int, metavar="N", help="cache blocks (default: from free memory)")
-    group.add_argument("--block-size", type=int, default=16, metavar="S", help="tokens of a block (default: 16)")
+    group.add_argument(
+        "--block-size", type=int, metavar="S", help="tokens of a block (default: 16 on a CPU, 64 on an accelerator)"
+    )
     group.add_argument("--max-num-seqs", type=int, default=16, metavar="R", help="sequences at once (default: 16)")
     group.add_argument(
         "--max-num-batched-tokens", type=int, default=256, metavar="T", help="tokens of a step (default: 256)"

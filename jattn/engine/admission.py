@@ -18,9 +18,9 @@ from jattn.errors.arguments import boolean, dtype_name, integer, optional, text
 from jattn.text.tokenizer import Tokenizer
 
 OPTIONS = dict(
-    num_blocks=optional(integer(1)), block_size=integer(1), max_num_seqs=integer(1), max_num_batched_tokens=integer(1),
-    max_model_len=optional(integer(1)), max_burst=optional(integer(1)), cache_dtype=optional(dtype_name), backend=text,
-    cache_quant=optional(text),
+    num_blocks=optional(integer(1)), block_size=optional(integer(1)), max_num_seqs=integer(1),
+    max_num_batched_tokens=integer(1), max_model_len=optional(integer(1)), max_burst=optional(integer(1)),
+    cache_dtype=optional(dtype_name), backend=text, cache_quant=optional(text),
     prefix_caching=boolean, deterministic=boolean, seed=optional(integer(0, 2**63 - 1)),
 )  # fmt: skip
 """The rule of each option of the Engine."""

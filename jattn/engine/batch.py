@@ -1,21 +1,22 @@
-"""The arrays of a dispatch, made from a plan: numpy arrays that are read-only once they are made."""
+"""The arrays of a dispatch, made from a plan: numpy arrays."""
 
+import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from typing import TypeVar
 
 import jax
 import numpy as np
 
 from jattn.engine.dispatch import Batch
 from jattn.engine.request import Sequence, final_length
-from jattn.engine.sampling import penalties_of, sampling_rows
-from jattn.engine.scheduler import Row, StepPlan, remaining_tokens
+from jattn.engine.rules import penalties, rules_of, rules_of_batch, sampling_rows
+from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.metadata import CommonAttentionMetadata
 from jattn.types import NULL_BLOCK_ID
 
-T = TypeVar("T")
+HOST_KNOWS = -1
+"""In Batch.source: the host knows the row's tokens, so it continues no row of the dispatch before it."""
 
 
 def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
@@ -27,85 +28,95 @@ def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
     if not shapes.deterministic:
         return plan.rows
     return tuple(
-        Row(row.id, row.start + i, 1, row.samples and i == row.num_new - 1)
+        Row(row.id, row.start + i, 1, row.max_samples if i == row.num_new - 1 else 0, row.continues)
         for row in plan.rows
         for i in range(row.num_new)
     )
 
 
 def batch_of(
-    plan: StepPlan, device_rows: tuple[Row, ...], seqs: Mapping[str, Sequence], shapes: StepShapes, eos: tuple[int, ...]
-) -> Batch:
-    """The input of a dispatch: the plan's tokens, metadata of each cache group, and each row's sampling rules."""
-    num_tokens, num_rows, decode = shapes.of(plan)
-    chosen = [seqs[row.id] for row in device_rows]
-    token_ids = np.zeros(num_tokens, np.int32)
-    new = [seq.tokens[row.start : row.start + row.num_new] for seq, row in zip(chosen, device_rows, strict=True)]
-    token_ids[: plan.num_tokens] = np.concatenate(new)
-    query_lens = [row.num_new for row in device_rows]
-    seq_lens = [row.start + row.num_new for row in device_rows]
-    shape = num_tokens, num_rows, decode
-    tables = tables_of(chosen, len(chosen), shapes)
-    final_lens = [final_length(seq.prompt, seq.params, shapes.limits.max_model_len) for seq in chosen]
-    metas = [_meta(query_lens, seq_lens, final_lens, table, shapes, shape) for table in tables]
-    limit, params = shapes.limits.max_model_len, [seq.params for seq in chosen]
-    rows = sampling_rows(
-        params,
-        [seq.seed for seq in chosen],
-        [seq.num_output for seq in chosen],
-        [remaining_tokens(seq, limit) if row.samples else 0 for seq, row in zip(chosen, device_rows, strict=True)],
-        [stop_ids_of(seq, eos) for seq in chosen],
-        num_rows,
-    )
-    histories = [seq.tokens if row.samples else () for seq, row in zip(chosen, device_rows, strict=True)]
-    batch = Batch(
+    plan: StepPlan, device_rows: tuple[Row, ...], seqs: Mapping[str, Sequence], sources: Mapping[str, int],
+    shapes: StepShapes, eos: tuple[int, ...],
+) -> Batch:  # fmt: skip
+    """The input of a dispatch: the plan's tokens, metadata of each cache group, and each row's sampling rules.
+
+    sources: sequence id -> its row in the dispatch before this one, for rows that continue it.
+    """
+    num_tokens, num_rows, _ = shape = shapes.of(plan)
+    chosen, count = [seqs[row.id] for row in device_rows], len(device_rows)
+    limit = shapes.limits.max_model_len
+    token_ids, source = np.zeros(num_tokens, np.int32), np.full(num_rows, HOST_KNOWS, np.int32)
+    at = 0
+    for r, (seq, row) in enumerate(zip(chosen, device_rows, strict=True)):
+        if row.continues:
+            source[r] = sources[row.id]
+        else:
+            token_ids[at : at + row.num_new] = seq.tokens[row.start : row.start + row.num_new]
+        at += row.num_new
+        seq.rules = seq.rules or rules_of(seq.params, seq.seed, stop_ids_of(seq, eos), len(seq.prompt))
+    start, num_new, samples, prompt_len, most = np.array(
+        [(row.start, row.num_new, row.max_samples, len(seq.prompt), final_length(seq.prompt, seq.params, limit))
+         for seq, row in zip(chosen, device_rows, strict=True)], np.int32,
+    ).T  # fmt: skip
+    seq_lens = start + num_new
+    metas = [_meta(num_new, seq_lens, most, table, shapes, shape) for table in tables_of(chosen, count, shapes)]
+    position, remaining = np.zeros((2, num_rows), np.int32)
+    position[:count] = np.maximum(seq_lens - prompt_len, 0)
+    remaining[:count] = np.where(samples > 0, most - seq_lens, 0)
+    rules = rules_of_batch([seq.rules for seq in chosen], num_rows)
+    sampling = [seq if row.max_samples else None for seq, row in zip(chosen, device_rows, strict=True)]
+    return Batch(
         token_ids=token_ids,
+        source=source,
         metas=tuple(metas),
-        rows=rows,
-        penalties=penalties_of(params, histories, [len(seq.prompt) for seq in chosen], num_rows, limit),
-        needs_history_or_logprobs=np.bool_(any(p.needs_history_or_logprobs for p in params)),
+        rows=sampling_rows(rules, position, remaining),
+        penalties=penalties(rules, _histories(sampling, num_rows, limit)),
+        needs_history_or_logprobs=np.bool_(any([seq.params.needs_history_or_logprobs for seq in chosen])),
         steps=np.int32(plan.burst),
-        until_any=np.bool_(plan.until_any),
-        continues=np.bool_(False),
         block_size=shapes.block_size,
     )
-    return read_only(batch)
 
 
-def read_only(tree: T) -> T:
-    """The same tree, with its numpy arrays made read-only.
+def _histories(seqs: Many[Sequence | None], num_rows: int, width: int) -> jax.Array:
+    """i32[num_rows width] the known tokens of each sequence with penalties; -1: unused. On the device."""
+    history = _no_history(num_rows, width)
+    if any([seq is not None and seq.params.is_penalised for seq in seqs]):
+        history = np.array(history)
+        for row, seq in zip(history, seqs, strict=False):
+            if seq is not None and seq.params.is_penalised:
+                row[: len(seq.tokens)] = seq.tokens
+    return jax.device_put(history)
 
-    JAX on a CPU reads them in place while it computes: a write before the dispatch has finished would change its input.
-    """
-    for leaf in jax.tree.leaves(tree):
-        while isinstance(leaf, np.ndarray):  # a view, then the array that it views
-            leaf.setflags(write=False)
-            leaf = leaf.base
-    return tree
+
+@functools.cache
+def _no_history(num_rows: int, width: int) -> jax.Array:
+    """An unused history, made once: most batches have no penalties, and it is as wide as the longest sequence."""
+    return jax.device_put(np.full((num_rows, width), -1, np.int32))
 
 
 def tables_of(seqs: Many[Sequence], num_rows: int, shapes: StepShapes) -> list[np.ndarray]:
     """The block table of each cache group, i32[num_rows B]."""
     tables = []
     for g in range(len(seqs[0].tables)):
-        tables.append(np.full((num_rows, shapes.max_blocks), NULL_BLOCK_ID, np.int32))
-        for line, seq in zip(tables[g], seqs, strict=False):
+        table = np.full((num_rows, shapes.max_blocks), NULL_BLOCK_ID, np.int32)
+        for line, seq in zip(table, seqs, strict=False):
             line[: len(seq.tables[g])] = seq.tables[g]
-    return read_only(tables)
+        tables.append(table)
+    return tables
 
 
 def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShapes) -> Batch:
     """A batch of padding only, with the shape of a bucket, to compile a dispatch with. It writes to no slot."""
     num_tokens, num_rows, _ = shape
+    rules, none = rules_of_batch([], num_rows), np.zeros(num_rows, np.int32)
     return Batch(
         token_ids=np.zeros(num_tokens, np.int32),
+        source=np.full(num_rows, HOST_KNOWS, np.int32),
         metas=(_meta([], [], [], np.zeros((0, 1), np.int32), shapes, shape),) * num_groups,
-        rows=sampling_rows([], [], [], [], [], num_rows),
-        penalties=penalties_of([], [], [], num_rows, shapes.limits.max_model_len),
+        rows=sampling_rows(rules, none, none),
+        penalties=penalties(rules, _no_history(num_rows, shapes.limits.max_model_len)),
         needs_history_or_logprobs=np.bool_(False),
         steps=np.int32(1),
-        until_any=np.bool_(False),
-        continues=np.bool_(False),
         block_size=shapes.block_size,
     )
 

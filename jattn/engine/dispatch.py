@@ -1,8 +1,8 @@
 """dispatch: one compiled program that computes a batch, samples, and continues decoding without the host.
 
 The first step computes any batch, also of prompts. Each later step computes the tokens that were just sampled. A row
-that has ended writes to no slot until the others end. The number of steps is an array, so it causes no compilation. The
-state of the rows stays on the device, so that the next dispatch can be sent before the tokens of this one are read.
+that has ended writes to no slot until the others end. The number of steps is an array, so it causes no compilation.
+Each row's last token stays on the device, so the next dispatch can be sent before the tokens of this one are read.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.engine.packing import Layout, Packed
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, Penalties, Sampled, SamplingRows, choose
 from jattn.engine.xla_options import PlatformJit
@@ -52,14 +53,13 @@ class Model:
 class Batch:
     """The input of a dispatch."""
 
-    token_ids: AnyArray  # i32[T]
+    token_ids: AnyArray  # i32[T]; the value of a row's token does not matter if the row continues another
+    source: AnyArray  # i32[R] the row of the dispatch before this one whose last token it computes; -1: none
     metas: tuple[CommonAttentionMetadata, ...]  # one for each cache group
     rows: SamplingRows  # the sampling rules of each row
     penalties: Penalties  # of each row
     needs_history_or_logprobs: jax.Array | np.bool_  # some row has penalties, or log-probabilities are requested
     steps: jax.Array | np.int32  # the most steps; MAX_STEPS at most
-    until_any: jax.Array | np.bool_  # stop as soon as one row ends
-    continues: jax.Array | np.bool_  # made from a RowState: the slots are computed from the block tables
     block_size: int = static()  # tokens of a block
 
 
@@ -76,74 +76,99 @@ class LoopState:
 
 @pytree
 class RowState:
-    """The state of the rows after a dispatch, on the device. The next dispatch can start from it."""
+    """What a dispatch leaves on the device for the rows that continue in the next one.
 
-    token_ids: jax.Array  # i32[T] input of the next step
-    metas: tuple[CommonAttentionMetadata, ...]  # of the next step, for each cache group
-    position: jax.Array  # i32[R] tokens generated so far
+    All arrays have a column for each row of the largest batch.
+    """
+
+    last: jax.Array  # i32[R] the token that was sampled last
     remaining: jax.Array  # i32[R] tokens that may still be generated; 0: the row has ended
+    recent: jax.Array  # i32[MAX_STEPS R] all tokens of the dispatch
 
 
-def continued_batch(batch: Batch, row_state: RowState, tables) -> Batch:
-    """The decode batch after a dispatch whose tokens the host has not read. tables: i32[R B] of each group."""
-    metas = tuple(meta.replace(block_table=table) for meta, table in zip(row_state.metas, tables, strict=True))
-    rows = dataclasses.replace(batch.rows, position=row_state.position, remaining=row_state.remaining)
-    return dataclasses.replace(batch, token_ids=row_state.token_ids, metas=metas, rows=rows, continues=np.bool_(True))
+def empty_row_state(num_rows: int) -> RowState:
+    """The state before the first dispatch. num_rows: of the largest batch."""
+    none = jnp.zeros(num_rows, jnp.int32)
+    return RowState(last=none, remaining=none, recent=jnp.full((MAX_STEPS, num_rows), NOT_SAMPLED, jnp.int32))
 
 
-def _is_decode(model: Model, params, caches, batch: Batch) -> bool:
-    return batch.token_ids.shape[0] == batch.metas[0].max_num_reqs
+@functools.cache
+def _tokens(layout: Layout) -> int:
+    """T of a packed Batch."""
+    batch: Batch = jax.tree.unflatten(layout.structure, layout.leaves)
+    (tokens,), _ = batch.token_ids  # its shape and dtype
+    return tokens
 
 
-@functools.partial(PlatformJit, is_decode=_is_decode, static_argnames="model", donate_argnames="caches")
-def dispatch(model: Model, params, caches, batch: Batch):
-    """(caches, Sampled with a first axis of MAX_STEPS, RowState).
+@functools.partial(
+    PlatformJit,
+    num_tokens=lambda model, params, caches, before, packed: _tokens(packed.layout),
+    static_argnames="model",
+    donate_argnames="caches",
+)
+def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
+    """(caches, Sampled with a first axis of MAX_STEPS, RowState). before: the RowState of the previous dispatch.
+    packed: a Batch.
 
     tokens[i, r] is the token of row r in step i; BAD_TOKEN if its logits were NaN or infinite, NOT_SAMPLED if the row
     had ended before.
     """
-    num_rows, has_more = batch.metas[0].max_num_reqs, jnp.asarray(batch.rows.remaining) > 0
+    batch: Batch = packed.unpacked()
+    num_rows = batch.metas[0].max_num_reqs
+    remaining, token_ids, metas, recent = _continued(before, batch)
+    rows = dataclasses.replace(batch.rows, remaining=remaining)
     needs_history_or_logprobs = jnp.asarray(batch.needs_history_or_logprobs)
 
     def one_step(carry):
         caches, state = carry
         caches, logits = model.last_logits(params, caches, state.token_ids, state.metas)
-        rows = dataclasses.replace(batch.rows, position=batch.rows.position + state.step)
-        new = choose(logits, rows, batch.penalties, state.sampled.tokens, needs_history_or_logprobs)
+        now = dataclasses.replace(rows, position=rows.position + state.step)
+        known = jnp.concatenate([recent, state.sampled.tokens])
+        new = choose(logits, now, batch.penalties, known, needs_history_or_logprobs)
         chosen = new.tokens
         new = dataclasses.replace(new, tokens=jnp.where(state.alive, chosen, NOT_SAMPLED))
         put = lambda all_steps, row: jax.lax.dynamic_update_index_in_dim(all_steps, row, state.step, 0)
         sampled = jax.tree.map(put, state.sampled, new)
         ended = (chosen == BAD_TOKEN) | jnp.any(chosen[:, None] == batch.rows.stop_ids, axis=1)
-        alive = state.alive & ~ended & (batch.rows.remaining > state.step + 1)
+        alive = state.alive & ~ended & (remaining > state.step + 1)
         metas = tuple(decode_after(meta, alive, batch.block_size) for meta in state.metas)
         token_ids = jnp.zeros_like(state.token_ids).at[:num_rows].set(jnp.maximum(chosen, 0))
         return caches, LoopState(step=state.step + 1, alive=alive, token_ids=token_ids, metas=metas, sampled=sampled)
 
     def is_unfinished(carry):
         state = carry[1]
-        ended = jnp.any(has_more & ~state.alive)
-        more = jnp.any(state.alive) & ~(batch.until_any & ended) & (state.step < jnp.minimum(batch.steps, MAX_STEPS))
-        return (state.step == 0) | more
+        return (state.step == 0) | (jnp.any(state.alive) & (state.step < jnp.minimum(batch.steps, MAX_STEPS)))
 
     start = LoopState(
         step=jnp.int32(0),
-        alive=has_more,
-        token_ids=jnp.asarray(batch.token_ids),
-        metas=tuple(_with_slots(meta, batch) for meta in jax.tree.map(jnp.asarray, batch.metas)),
+        alive=remaining > 0,
+        token_ids=token_ids,
+        metas=metas,
         sampled=_nothing_sampled(num_rows, model.config.vocab_size),
     )
     caches, end = jax.lax.while_loop(is_unfinished, one_step, (caches, start))
-    remaining = jnp.where(end.alive, batch.rows.remaining - end.step, 0)
-    position = jnp.asarray(batch.rows.position) + end.step
-    row_state = RowState(token_ids=end.token_ids, metas=end.metas, position=position, remaining=remaining)
+    wider = before.last.shape[0] - num_rows
+    row_state = RowState(
+        last=jnp.pad(end.token_ids[:num_rows], (0, wider)),
+        remaining=jnp.pad(jnp.where(end.alive, remaining - end.step, 0), (0, wider)),
+        recent=jnp.pad(end.sampled.tokens, ((0, 0), (0, wider)), constant_values=NOT_SAMPLED),
+    )
     return caches, end.sampled, row_state
 
 
-def _with_slots(meta: CommonAttentionMetadata, batch: Batch) -> CommonAttentionMetadata:
-    """The batch with its slots: its own, or, if it continues a dispatch, those computed from the block table."""
-    slots = _decode_slots(meta, (jnp.asarray(batch.rows.remaining) > 0) & (meta.query_lens() > 0), batch.block_size)
-    return meta.replace(slot_mapping=jnp.where(batch.continues, slots, meta.slot_mapping))
+def _continued(before: RowState, batch: Batch) -> tuple[jax.Array, jax.Array, tuple, jax.Array]:
+    """(remaining i32[R], token_ids i32[T], metas, the tokens i32[MAX_STEPS R] of the previous dispatch), with what the
+    host did not know from `before`. A row that had ended there writes to no slot."""
+    source = jnp.asarray(batch.source)
+    continues, at = source >= 0, jnp.maximum(source, 0)
+    remaining = jnp.where(continues, before.remaining[at], batch.rows.remaining)
+    first = jnp.where(continues, jnp.asarray(batch.metas[0].query_start_loc)[:-1], batch.metas[0].num_tokens)
+    token_ids = jnp.asarray(batch.token_ids).at[first].set(before.last[at], mode="drop")
+    ended = jnp.where(remaining > 0, batch.metas[0].num_tokens, first)
+    write_none = lambda slots: jnp.asarray(slots).at[ended].set(PAD_SLOT_ID, mode="drop")
+    metas = jax.tree.map(jnp.asarray, batch.metas)
+    metas = tuple(meta.replace(slot_mapping=write_none(meta.slot_mapping)) for meta in metas)
+    return remaining, token_ids, metas, jnp.where(continues, before.recent[:, at], NOT_SAMPLED)
 
 
 def _decode_slots(meta: CommonAttentionMetadata, writes: jax.Array, block_size: int) -> jax.Array:

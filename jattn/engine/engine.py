@@ -4,9 +4,9 @@ import dataclasses
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from jattn.engine.request import (
     internal_error_message,
     seed_of,
 )
-from jattn.engine.runner import InFlight, Runner, StepResult, next_batch, with_rules_on_device
+from jattn.engine.runner import InFlight, Runner
 from jattn.engine.scheduler import Limits, Scheduler, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
@@ -63,7 +63,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,  # None: prompts are token ids, and outputs have no text
         *,
         num_blocks: int | None = None,  # blocks of the cache pool; None: as many as the free memory holds
-        block_size: int = 16,  # tokens of a block
+        block_size: int | None = None,  # tokens of a block; None: 16 on a CPU, 64 on an accelerator
         max_num_seqs: int = 32,  # sequences in one step
         max_num_batched_tokens: int = 512,  # new tokens in one step, of all sequences together
         max_model_len: int
@@ -79,6 +79,7 @@ class Engine:
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
+        block_size = sizing.default_block_size() if block_size is None else block_size
         max_burst = sizing.default_burst() if max_burst is None else max_burst
         reserved = 2 * max_burst  # a sequence may hold blocks for two dispatches
         groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, reserved)
@@ -87,7 +88,8 @@ class Engine:
         pools, max_model_len = sizing.pools_of(
             config, storage, num_blocks, block_size, block_limits, max_num_seqs, max_model_len
         )
-        self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst)
+        waiting_burst = min(max_burst, sizing.default_waiting_burst())
+        self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst, waiting_burst)
         self.shapes = StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config))
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.config = config
@@ -101,9 +103,10 @@ class Engine:
         self._requests = LiveRequests()
         self._unreturned: list[RequestOutput] = []  # the next step returns them with its own outputs
         self._stats = Stats()
-        self._flight: InFlight | None = None  # a dispatch that was sent and not yet read
-        self._plan: StepPlan | None = None  # the plan of the current step
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
+        self._flights: deque[InFlight] = deque()  # dispatches sent and not yet read, oldest first; two at most
+        self._last_sent: InFlight | None = None  # the newest dispatch, also after it was read
+        self._plan: StepPlan | None = None  # of the dispatch that is being sent or read
+        self._done_at = 0.0  # when the newest dispatch that was read had finished
         self._seeds = np.random.default_rng(seed)
         self._next_id = self._next_seq_id = 0
 
@@ -207,9 +210,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Take one step; returns the outputs so far of each request that has new tokens or has ended.
 
-        If all rows continue decoding, the next dispatch is sent while a second thread reads the tokens of this one, so
-        the device does not wait for the host. (On a GPU, sending a loop returns only when its last step begins.) A row
-        that ends meanwhile is computed once more, and the result is not used.
+        The next dispatch is planned and sent before the tokens of this one are read, so the device does not wait for
+        the host. A row that ends meanwhile is computed once more, and the result is not used.
         """
         self._take_step()
         outputs, self._unreturned = self._unreturned, []
@@ -228,53 +230,55 @@ class Engine:
             raise
 
     def _advance(self) -> list[RequestOutput]:
-        """Take a step and return its outputs."""
+        """Read a dispatch and return its outputs, while the next one runs."""
         begin = time.perf_counter()
-        flight, self._flight = self._flight, None
-        self._plan = flight.plan if flight else None
-        if flight is None and (flight := self._send(self.scheduler.schedule())) is None:
-            return []
-        plan = self.scheduler.plan_next(flight.plan)
-        if plan is None:
-            result = self._read_result(flight)
-            busy = flight.seconds + result.seconds
-        else:
-            batch = next_batch(flight, plan, self.scheduler.running, self.shapes)
-            reading = self._reader.submit(self._read_result, flight)
-            try:
-                self._flight = self.runner.send(plan, plan.rows, batch, self._stats.dispatches)
-            finally:
-                result = reading.result()
-            busy = max(self._flight.seconds, result.seconds)
-        self._requests.drop_finished(result.changed)
-        self._stats = self._stats.plus(
-            dispatches=1, steps=result.steps, device_seconds=busy, host_seconds=time.perf_counter() - begin - busy
-        )
-        return result.outputs
-
-    def _send(self, plan: StepPlan) -> InFlight | None:
-        """Send a plan to the device; None if it has no rows."""
-        self._plan = plan
-        if not plan.rows:
+        self._send_ahead()
+        if not self._flights:
             if self._requests:
                 raise AssertionError("requests wait, but the scheduler planned nothing")
-            return None
-        self._stats = self._stats.plus(**self._requests.count_plan(plan))
-        seqs = {row.id: self._requests.completion(row.id).seq for row in plan.rows}
-        device_rows = device_rows_of(plan, self.shapes)
-        batch = batch_of(plan, device_rows, seqs, self.shapes, self.config.eos_token_ids)
-        return self.runner.send(plan, device_rows, with_rules_on_device(batch), self._stats.dispatches)
+            return []
+        outputs, waited = self._read_oldest(send_ahead=True)
+        self._stats = self._stats.plus(waiting_seconds=waited, host_seconds=time.perf_counter() - begin - waited)
+        return outputs
 
-    def _read_result(self, flight: InFlight) -> StepResult:
-        """Wait for the tokens of a dispatch, and update its requests."""
+    def _send_ahead(self) -> None:
+        """Send dispatches until one runs and the next one waits behind it, as far as there is work."""
+        while len(self._flights) < 2:
+            self._plan = None  # schedule() may raise
+            plan = self._plan = self.scheduler.schedule(in_flight=bool(self._flights))
+            self._stats = self._stats.plus(**self._requests.count_plan(plan))
+            if not plan.rows:
+                break
+            seqs = {row.id: self._requests.completion(row.id).seq for row in plan.rows}
+            device_rows = device_rows_of(plan, self.shapes)
+            before = self._last_sent.last_row if self._last_sent else {}
+            batch = batch_of(plan, device_rows, seqs, before, self.shapes, self.config.eos_token_ids)
+            self._last_sent = self.runner.send(plan, device_rows, batch, self._stats.dispatches)
+            self._flights.append(self._last_sent)
+            self._stats = self._stats.plus(dispatches=1)
+
+    def _read_oldest(self, send_ahead: bool = False) -> tuple[list[RequestOutput], float]:
+        """Wait for the oldest dispatch and update its requests: (their outputs, seconds waited).
+
+        send_ahead: if the one behind it is a single step, which is short, send another before decoding text.
+        """
+        flight = self._flights.popleft()
+        self._plan = flight.plan
         begin = time.perf_counter()
-        tokens = np.asarray(flight.sampled.tokens)
-        sampled = jax.device_get(flight.sampled) if flight.needs_history_or_logprobs else None
-        seconds = time.perf_counter() - begin
-        changed, counts = self._requests.accept(flight, tokens, sampled, self.scheduler)
-        self._stats = self._stats.plus(**counts)
-        steps = int((tokens != NOT_SAMPLED).any(axis=1).sum()) or 1
-        return StepResult(changed, self._requests.outputs(changed), steps, seconds)
+        result = flight.result.result()
+        waited = time.perf_counter() - begin
+        accepted = self._requests.accept(flight, result, self.scheduler)
+        if send_ahead and self._flights and self._flights[0].plan.burst == 1:
+            self._send_ahead()
+            self._plan = flight.plan
+        changed = self._requests.read_text(accepted, self.scheduler)
+        outputs = self._requests.outputs(changed)
+        self._requests.drop_finished(changed)
+        busy = result.done_at - max(result.sent_at, self._done_at)
+        steps = int((result.tokens != NOT_SAMPLED).any(axis=1).sum()) or 1
+        self._done_at = result.done_at
+        self._stats = self._stats.plus(steps=steps, device_seconds=max(busy, 0.0), **accepted.counts)
+        return outputs, waited
 
     @interrupts.held()
     def abort(self, request_id: str) -> bool:
@@ -357,13 +361,10 @@ class Engine:
         self.runner.wake()
 
     def _finish_in_flight(self) -> None:
-        """Read the dispatch that was sent and not yet read, if there is one."""
-        if self._flight is not None:
-            flight, self._flight, self._plan = self._flight, None, self._flight.plan
+        """Read all dispatches that were sent."""
+        while self._flights:
             try:
-                result = self._read_result(flight)
-                self._requests.drop_finished(result.changed)
-                self._unreturned += result.outputs
+                self._unreturned += self._read_oldest()[0]
             except Exception as error:
                 self._unreturned += self._contain(error)
 
@@ -390,7 +391,8 @@ class Engine:
         self._requests.drop_finished(ids)
         self._stats = self._stats.plus(evictions=self.tables.evictions)
         version = self.tables.weights_version if weights_version is None else weights_version
-        self._flight, self._plan, self.tables = None, None, self._make_tables(weights_version=version)
+        self._drop_flights()
+        self._plan, self.tables = None, self._make_tables(weights_version=version)
         self.scheduler = Scheduler(self.limits, self.tables)
         for seq in self._requests.unfinished():
             seq.restart()
@@ -398,6 +400,13 @@ class Engine:
         if new_caches:
             self.runner.renew_caches()
         return outputs
+
+    def _drop_flights(self) -> None:
+        """Forget all dispatches that were sent, once the device no longer computes them."""
+        for flight in self._flights:
+            flight.result.exception()
+        self._flights.clear()
+        self._last_sent = None
 
     def _new_id(self) -> str:
         """An id that no request has; a user may have given ids of the same form."""

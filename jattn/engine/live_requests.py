@@ -4,11 +4,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-import numpy as np
-
 from jattn.engine.dispatch import NOT_SAMPLED
 from jattn.engine.request import CompletionState, FinishReason, Request, RequestOutput, Sequence
-from jattn.engine.runner import InFlight, logprob_of
+from jattn.engine.runner import DispatchResult, InFlight, logprob_of
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, Scheduler, StepPlan
 
@@ -85,45 +83,68 @@ class LiveRequests:
             completion.fail(error)
         return len(unfinished)
 
-    def accept(
-        self, flight: InFlight, tokens: np.ndarray, sampled: Sampled | None, scheduler: Scheduler
-    ) -> tuple[list[str], Counter[str]]:
-        """Update the sequence and the completion of each row; returns (ids of changed requests, counts for Stats).
-
-        tokens: i32[steps R], the dispatch's sampled tokens.
-        """
-        changed, counts = dict[str, None](), Counter[str]()
-        last_device_row = {device_row.id: r for r, device_row in enumerate(flight.device_rows)}
+    def accept(self, flight: InFlight, result: DispatchResult, scheduler: Scheduler) -> "Accepted":
+        """Give each row's tokens to its sequence, and end those that have ended. Their text is read later."""
+        accepted = Accepted()
+        columns, counts = result.tokens.T.tolist(), (result.tokens != NOT_SAMPLED).sum(axis=0).tolist()
         for row in flight.plan.rows:
             completion = self._completions.get(row.id)
             if completion is None or completion.finish_reason is not None:  # ended while the dispatch was in flight
                 continue
-            accepted = _accept_row(completion, row, tokens, sampled, last_device_row[row.id])
-            scheduler.commit(completion.seq, row, accepted)
-            counts["output_tokens"] += len(accepted)
+            r = flight.last_row[row.id]
+            new = _accept_row(completion, row, columns[r][: counts[r]], result.sampled, r)
+            scheduler.commit(completion.seq, row, new)
+            if new or completion.finish_reason is not None:
+                accepted.unread.append((completion, new))
             if completion.finish_reason is not None:
-                failed = completion.finish_reason is FinishReason.ERROR
-                scheduler.remove(completion.seq, trusted=not failed)
-                counts["failed" if failed else "finished"] += 1
-            if accepted or completion.finish_reason is not None:
-                changed[completion.request_id] = None
-        return list(changed), counts
+                accepted.end(completion, scheduler)
+        return accepted
+
+    def read_text(self, accepted: "Accepted", scheduler: Scheduler) -> list[str]:
+        """Decode the text of accepted tokens, which may end at a stop string; returns the ids of changed requests.
+
+        An exception here, e.g. in a tokenizer, fails this row only.
+        """
+        changed = dict[str, None]()
+        for completion, new in accepted.unread:
+            if self._completions.get(completion.seq.id) is not completion:  # aborted since
+                continue
+            had_ended = completion.finish_reason is not None
+            try:
+                accepted.counts["output_tokens"] += completion.read_text(new)
+            except Exception as error:
+                completion.fail_internally(error)
+            if completion.finish_reason is not None and not had_ended:
+                accepted.end(completion, scheduler)
+            changed[completion.request_id] = None
+        return list(changed)
+
+
+class Accepted:
+    """The tokens of a dispatch whose text is not read yet, and what it adds to Stats."""
+
+    def __init__(self):
+        self.unread: list[tuple[CompletionState, list[int]]] = []
+        self.counts = Counter[str]()
+
+    def end(self, completion: CompletionState, scheduler: Scheduler) -> None:
+        """Free the blocks of a completion that has ended, and count it."""
+        failed = completion.finish_reason is FinishReason.ERROR
+        scheduler.remove(completion.seq, trusted=not failed)
+        self.counts["failed" if failed else "finished"] += 1
 
 
 def _accept_row(
-    completion: CompletionState, row: Row, tokens: np.ndarray, sampled: Sampled | None, column: int
+    completion: CompletionState, row: Row, new: list[int], sampled: Sampled | None, column: int
 ) -> list[int]:
-    """The tokens of one row up to its end. An exception here, e.g. in a tokenizer, fails this row only."""
-    new = [token for token in tokens[:, column].tolist() if token != NOT_SAMPLED] if row.samples else []
-    if row.samples and not new:
+    """The tokens of one row up to its end."""
+    if not row.max_samples:
+        return []
+    if not new:
         completion.fail("the dispatch gave no token for a sequence that needed one")
         return []
-    try:
-        accepted = completion.accept(new)
-        if sampled is not None and completion.seq.params.logprobs is not None:
-            count = completion.seq.params.logprobs
-            completion.logprobs += [logprob_of(sampled, i, column, count) for i in range(len(accepted))]
-    except Exception as error:
-        completion.fail_internally(error)
-        return []
+    accepted = completion.accept(new)
+    if sampled is not None and completion.seq.params.logprobs is not None:
+        count = completion.seq.params.logprobs
+        completion.logprobs += [logprob_of(sampled, i, column, count) for i in range(len(accepted))]
     return accepted

@@ -2,9 +2,10 @@
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import logging
-from collections.abc import Sequence as Many
+from array import array
 
 from jattn.engine.params import SamplingParams
 from jattn.engine.sampling import BAD_TOKEN
@@ -21,8 +22,9 @@ class Sequence:
     seed: int = 0  # of this sequence's draws
     root_hash: bytes = b""  # of the salt and the rope variant; part of the hash of each cached block
     tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt, then the output
-    num_computed: int = 0  # tokens whose keys and values are in the cache
-    tables: list[list[int]] = dataclasses.field(
+    num_computed: int = 0  # tokens whose keys and values are in the cache after all dispatches that were sent
+    num_ahead: int = 0  # tokens that a dispatch in flight samples: the most there can be
+    tables: list[array] = dataclasses.field(
         default_factory=list
     )  # blocks of each cache group; only BlockTables changes them
     kept_from: list[int] = dataclasses.field(
@@ -32,6 +34,7 @@ class Sequence:
     num_shared: int = 0  # blocks at the beginning that came from the prefix cache
     num_published: int = 0  # blocks at the beginning that other sequences may share
     num_preemptions: int = 0  # how often it lost its blocks
+    rules: bytes = b""  # its sampling rules for the device, see rules.py; empty until it is computed first
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
@@ -42,15 +45,21 @@ class Sequence:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def num_missing(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.tokens) + self.num_ahead - self.num_computed
+
+    @property
     def output(self) -> list[int]:
         """The tokens generated so far."""
         return self.tokens[len(self.prompt) :]
 
     def restart(self) -> None:
-        """Keep the tokens, and compute all keys again. The caller must drop the pools that have its blocks."""
+        """Keep the tokens, and compute all keys again. The caller must drop the pools that have its blocks, and all
+        dispatches in flight."""
         self.num_preemptions += bool(self.tables)
         self.tables, self.kept_from, self.block_hashes = [], [], []
-        self.num_computed = self.num_shared = self.num_published = 0
+        self.num_computed = self.num_ahead = self.num_shared = self.num_published = 0
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -163,27 +172,37 @@ class CompletionState:
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, seq.prompt)
         return cls(request_id, seq, index, stop_ids, max_model_len, detokenizer)
 
-    def accept(self, tokens: Many[int]) -> list[int]:
-        """Append new tokens to the text; returns them up to the one that ends the sequence."""
-        accepted, unread = [], []
-        for token in map(int, tokens):
-            if token == BAD_TOKEN:
+    def accept(self, tokens: list[int]) -> list[int]:
+        """The new tokens up to the one that ends the sequence. `read_text` decodes them later."""
+        limit = min(self.seq.params.max_tokens, self.max_model_len - len(self.seq.prompt)) - self.seq.num_output
+        reason = FinishReason.LENGTH if len(tokens) >= limit else None
+        tokens = tokens[:limit]
+        if not self._ends.isdisjoint(tokens):
+            end = next(i for i, token in enumerate(tokens) if token in self._ends)
+            if tokens[end] == BAD_TOKEN:
                 self.fail("the model's logits are NaN or infinite for this prompt")
-                break
-            accepted.append(token)
-            reason = self._reason_to_end(token, self.seq.num_output + len(accepted))
-            unread += [] if reason is FinishReason.STOP else [token]
-            if (
-                reason is not None or self.seq.params.stop
-            ):  # with stop strings, token by token: the one that completes a stop string is the last
-                self._read(unread)
-                unread = []
-            if reason is not None and self.finish_reason is None:
-                self._end(reason, token if reason is FinishReason.STOP else None)
-            if self.finish_reason is not None:
-                break
-        self._read(unread)
-        return accepted
+                return tokens[:end]
+            tokens, reason, self.stop = tokens[: end + 1], FinishReason.STOP, tokens[end]
+        self.finish_reason = reason
+        return tokens
+
+    def read_text(self, tokens: list[int]) -> int:
+        """Append the text of accepted tokens, the last of the sequence; returns how many of them remain.
+
+        A stop string ends the completion at the token that completes it, and the sequence loses the tokens behind it.
+        """
+        if self.detokenizer is None:
+            return len(tokens)
+        ended = self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        shown = tokens[:-1] if self.finish_reason is FinishReason.STOP else tokens
+        each = [[token] for token in shown] if self.seq.params.stop else [shown]
+        for count, new in enumerate(each, 1):
+            if self._read(self.detokenizer.add(new)):
+                self._drop_tokens(len(tokens) - count)
+                return count
+        if ended:
+            self._read(self.detokenizer.finish())
+        return len(tokens)
 
     def fail(self, error: str) -> None:
         """End with an error."""
@@ -207,28 +226,29 @@ class CompletionState:
             stop=self.stop,
         )
 
-    def _reason_to_end(self, token: int, num_output: int) -> FinishReason | None:
-        if token in self.stop_ids:
-            return FinishReason.STOP
-        is_long = num_output >= self.seq.params.max_tokens or len(self.seq.prompt) + num_output >= self.max_model_len
-        return FinishReason.LENGTH if is_long else None
+    @functools.cached_property
+    def _ends(self) -> frozenset[int]:
+        """The tokens that end the sequence."""
+        return frozenset((BAD_TOKEN, *self.stop_ids))
 
-    def _read(self, tokens: Many[int], last: bool = False) -> None:
-        """Append the text of the tokens; end at a stop string. last: also the text of incomplete characters."""
-        if self.detokenizer is None or not (tokens or last):
-            return
+    def _read(self, text: str) -> bool:
+        """Append text; returns True if it completes a stop string, where the text ends."""
         before = len(self._text)
-        self._text += self.detokenizer.finish() if last else self.detokenizer.add(tokens)
+        self._text += text
         params = self.seq.params
-        found = find_stop(self._text, params.stop, before) if len(self._text) > before else None
-        if found is not None:
-            at, text = found
-            self._text = self._text[: at + (len(text) if params.include_stop_str_in_output else 0)]
-            self.finish_reason, self.stop = FinishReason.STOP, text
+        found = find_stop(self._text, params.stop, before) if text else None
+        if found is None:
+            return False
+        at, stop = found
+        self._text = self._text[: at + (len(stop) if params.include_stop_str_in_output else 0)]
+        self.finish_reason, self.stop, self.error = FinishReason.STOP, stop, None
+        return True
 
-    def _end(self, reason: FinishReason, stop: int | None) -> None:
-        self.finish_reason, self.stop = reason, stop
-        self._read([], last=True)
+    def _drop_tokens(self, count: int) -> None:
+        """Remove the last tokens."""
+        if count:
+            del self.seq.tokens[-count:]
+            del self.logprobs[-count:]
 
     def _visible(self) -> str:
         if self.finish_reason is not None:

@@ -1,17 +1,19 @@
 """Runner: the weights and caches of an engine on the device, and the dispatches sent to it."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
 from jattn.engine import warming, weights
-from jattn.engine.batch import tables_of
-from jattn.engine.dispatch import Batch, Model, RowState, continued_batch, dispatch
-from jattn.engine.request import RequestOutput, Sequence, TokenLogprob
+from jattn.engine.dispatch import Batch, Model, dispatch, empty_row_state
+from jattn.engine.packing import Packed, pack
+from jattn.engine.request import TokenLogprob
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
@@ -19,40 +21,27 @@ from jattn.errors import EngineDeadError
 
 
 @dataclasses.dataclass(frozen=True)
-class InFlight:
-    """A dispatch that was sent. The arrays of its result may not be computed yet."""
+class DispatchResult:
+    """The result of a dispatch, on the host."""
 
-    plan: StepPlan
-    device_rows: tuple[Row, ...]  # the rows of the batch: see batch.device_rows_of
-    batch: Batch  # its input
-    needs_history_or_logprobs: bool  # batch.needs_history_or_logprobs, on the host
-    sampled: Sampled  # its tokens, and log-probabilities
-    row_state: RowState  # the state of its rows after it
-    seconds: float  # that sending it took
+    tokens: np.ndarray  # i32[MAX_STEPS R]
+    sampled: Sampled | None  # with the log-probabilities, if they are needed
+    sent_at: float  # time.perf_counter() when the host began to send the dispatch
+    done_at: float  # the same when the device had finished it
 
 
 @dataclasses.dataclass(frozen=True)
-class StepResult:
-    """The result of a dispatch, on the host."""
+class InFlight:
+    """A dispatch that was sent. A thread reads its result as soon as it is computed."""
 
-    changed: list[str]  # ids of requests that have new tokens or have ended
-    outputs: list[RequestOutput]  # of these requests, so far
-    steps: int  # model steps of the dispatch
-    seconds: float  # that the host waited for the device
+    plan: StepPlan
+    device_rows: tuple[Row, ...]  # the rows of the batch: see batch.device_rows_of
+    result: Future[DispatchResult]
 
-
-def with_rules_on_device(batch: Batch) -> Batch:
-    """The same batch with its sampling rules on the device, where later dispatches of these rows use them again."""
-    return dataclasses.replace(batch, **jax.device_put(dict(rows=batch.rows, penalties=batch.penalties)))
-
-
-def next_batch(flight: InFlight, plan: StepPlan, running: list[Sequence], shapes: StepShapes) -> Batch:
-    """The batch of `plan`, whose rows are those of `flight` after its dispatch, from their state on the device."""
-    tables = tables_of(running, flight.batch.metas[0].max_num_reqs, shapes)
-    changed = {} if plan.burst == flight.plan.burst else {"steps": np.int32(plan.burst)}
-    batch = continued_batch(flight.batch, flight.row_state, tables)
-    # Scheduler.plan_next returns no plan for rows that need their history or log-probabilities.
-    return dataclasses.replace(batch, needs_history_or_logprobs=np.bool_(False), **changed)
+    @functools.cached_property
+    def last_row(self) -> dict[str, int]:
+        """Sequence id -> the last row of the batch that it has."""
+        return {row.id: r for r, row in enumerate(self.device_rows)}
 
 
 def logprob_of(sampled: Sampled, step: int, row: int, count: int) -> TokenLogprob:
@@ -63,27 +52,58 @@ def logprob_of(sampled: Sampled, step: int, row: int, count: int) -> TokenLogpro
 
 
 class Runner:
-    """Awake: weights and caches are on the device. Asleep: the weights are on the host. Dead: all calls raise."""
+    """Awake: weights and caches are on the device. Asleep: the weights are on the host. Dead: all calls raise.
+
+    A thread of its own sends the dispatches, because on a GPU sending a loop returns only when its last step begins.
+    Context managers of JAX that hold for one thread, such as jax.default_device, do not reach it.
+    """
 
     def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):
         self.model, self.shapes = model, shapes
         self.params = weights.adopt(params)
-        self.caches = weights.bound_like(self.params, caches)
+        self._caches = weights.bound_like(self.params, caches)
+        self._row_state = weights.bound_like(self.params, empty_row_state(shapes.max_rows))
         self._make_caches = make_caches
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="jattn-sender")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
         self._stored: weights.StoredWeights | None = None  # None while awake
         self._dead: EngineDeadError | None = None
 
+    @property
+    def caches(self) -> Any:
+        """The caches after all dispatches that were sent."""
+        self.wait_until_sent()
+        return self._caches
+
     def send(self, plan: StepPlan, device_rows: tuple[Row, ...], batch: Batch, number: int) -> InFlight:
         """Send a batch to the device. number: of the dispatch, for profiles."""
-        begin, needed = time.perf_counter(), bool(batch.needs_history_or_logprobs)
+        sent = self._sender.submit(self._dispatch, pack(batch), number)
+        result = self._reader.submit(_read, sent, bool(batch.needs_history_or_logprobs))
+        return InFlight(plan, device_rows, result)
+
+    def _dispatch(self, batch: Packed, number: int) -> tuple[Sampled, float]:
+        """In the sending thread: (what is sampled, when sending began)."""
+        begin = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("jattn.step", step_num=number):
-            self.caches, sampled, row_state = dispatch(self.model, self.params, self.caches, batch)
-        return InFlight(plan, device_rows, batch, needed, sampled, row_state, time.perf_counter() - begin)
+            self._caches, sampled, self._row_state = dispatch(
+                self.model, self.params, self._caches, self._row_state, batch
+            )
+        return sampled, begin
+
+    def wait_until_sent(self) -> None:
+        """Wait until no dispatch is waiting to be sent."""
+        self._sender.submit(lambda: None).result()
 
     def warm(self, progress: Callable[[int, int, str], None] | None) -> int:
         """Compile every program; returns their number."""
-        self.caches, count = warming.compile_all(self.model, self.params, self.caches, self.shapes, progress)
-        return count
+
+        def compile_all() -> int:
+            self._caches, self._row_state, count = warming.compile_all(
+                self.model, self.params, self._caches, self._row_state, self.shapes, progress
+            )
+            return count
+
+        return self._sender.submit(compile_all).result()
 
     # ------------------------------------------------------------------ weights and memory
     def update(self, params: Any) -> Callable[[], None]:
@@ -114,7 +134,9 @@ class Runner:
         try:
             self._drop_caches()
             caches = weights.bound_like(self.params, self._make_caches())
-            self.caches = warming.probe(self.model, self.params, caches, self.shapes)
+            row_state = weights.bound_like(self.params, empty_row_state(self.shapes.max_rows))
+            probe = self._sender.submit(warming.probe, self.model, self.params, caches, row_state, self.shapes)
+            self._caches, self._row_state = probe.result()
         except Exception as error:
             self._dead = EngineDeadError(f"{self._cause(error)}; make a new engine, if possible in a new process")
             raise self._dead from error
@@ -138,7 +160,16 @@ class Runner:
             raise RuntimeError(f"{method} while the engine sleeps: call wake() first")
 
     def _drop_caches(self) -> None:
-        for leaf in jax.tree.leaves(self.caches):
+        self.wait_until_sent()
+        for leaf in jax.tree.leaves(self._caches):
             if not leaf.is_deleted():
                 leaf.delete()
-        self.caches = None
+        self._caches = None
+
+
+def _read(sent: Future[tuple[Sampled, float]], needs_history_or_logprobs: bool) -> DispatchResult:
+    """Wait until the dispatch has finished and copy its results to the host."""
+    sampled, sent_at = sent.result()
+    tokens = np.asarray(sampled.tokens)
+    done_at = time.perf_counter()
+    return DispatchResult(tokens, jax.device_get(sampled) if needs_history_or_logprobs else None, sent_at, done_at)

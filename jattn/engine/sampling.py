@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jattn.engine.params import MAX_LOGPROBS, SamplingParams
+from jattn.engine.params import MAX_LOGPROBS
 from jattn.types import AnyArray, pytree
 
 BAD_TOKEN = -1
@@ -49,7 +48,7 @@ class Penalties:
     prompt_len: AnyArray  # i32[R] tokens of the prompt
 
     def after(self, sampled: jax.Array) -> "Penalties":
-        """The same rows after sampling the tokens i32[S R]; negative ones are unused."""
+        """The same rows after sampling the tokens i32[S R], in any order; negative ones are unused."""
         return dataclasses.replace(self, history=jnp.concatenate([self.history, sampled.T], axis=1))
 
 
@@ -207,45 +206,3 @@ def _one_by_one(count: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _row_key(seed: AnyArray, position: AnyArray) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(0), seed[0])
     return jax.random.fold_in(jax.random.fold_in(key, seed[1]), position)
-
-
-def sampling_rows(params: list[SamplingParams], seeds, positions, remaining, stop_ids, num_rows: int) -> SamplingRows:
-    """The rules of len(params) rows, padded to num_rows: numpy arrays."""
-    column = lambda values, fill, dtype: np.asarray([*values, *[fill] * (num_rows - len(params))], dtype)
-    stops = np.full((num_rows, STOP_IDS), -1, np.int32)
-    for row, ids in zip(stops, stop_ids, strict=False):
-        row[: len(ids[:STOP_IDS])] = ids[:STOP_IDS]
-    return SamplingRows(
-        temperature=column([p.temperature for p in params], 0, np.float32),
-        top_k=column([p.top_k for p in params], 0, np.int32),
-        top_p=column([p.top_p for p in params], 1, np.float32),
-        min_p=column([p.min_p for p in params], 0, np.float32),
-        seed=np.stack([column([s >> shift & 0xFFFFFFFF for s in seeds], 0, np.uint32) for shift in (0, 32)], axis=1),
-        position=column(positions, 0, np.int32),
-        remaining=column(remaining, 0, np.int32),
-        stop_ids=stops,
-    )
-
-
-def penalties_of(params: list[SamplingParams], histories, prompt_lens, num_rows: int, width: int) -> Penalties:
-    """The penalties of len(params) rows and their tokens so far, padded to num_rows x width: numpy arrays."""
-    column = lambda values, fill, dtype: np.asarray([*values, *[fill] * (num_rows - len(params))], dtype)
-    history = _no_history(num_rows, width)
-    if any(p.is_penalised for p in params):
-        history = np.array(history)
-        for row, p, tokens in zip(history, params, histories, strict=False):
-            if p.is_penalised:
-                row[: len(tokens)] = tokens
-    return Penalties(
-        repetition=column([p.repetition_penalty for p in params], 1, np.float32),
-        presence=column([p.presence_penalty for p in params], 0, np.float32),
-        frequency=column([p.frequency_penalty for p in params], 0, np.float32),
-        history=history,
-        prompt_len=column(prompt_lens, 0, np.int32),
-    )
-
-
-@functools.cache
-def _no_history(num_rows: int, width: int) -> jax.Array:
-    """An unused history, made once: most batches have no penalties, and it is as wide as the longest sequence."""
-    return jax.device_put(np.full((num_rows, width), -1, np.int32))

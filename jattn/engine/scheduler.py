@@ -3,10 +3,15 @@
 First come, first served. Every running sequence gets its next token (or the next chunk of its prompt) before a
 waiting one is admitted. When no block is free, the youngest running sequence is preempted: it frees its blocks and
 waits at the front of the queue. It keeps its tokens and is computed again, so its output does not change.
+
+A dispatch is planned while the one before it runs. The scheduler then counts the tokens that the running one will
+sample (Sequence.num_ahead) as if it had them: only their values are unknown, and the device knows those. A sequence
+whose last token is being sampled gets no row and needs no place in the batch.
 """
 
 import dataclasses
 from collections import deque
+from collections.abc import Sequence as Many
 
 from jattn.engine.dispatch import MAX_STEPS
 from jattn.engine.request import Sequence
@@ -21,11 +26,12 @@ class Limits:
     max_num_batched_tokens: int  # new tokens in one step, of all sequences together
     max_model_len: int  # tokens of a sequence, prompt and output
     max_burst: int = 8  # decode steps of one dispatch
+    waiting_burst: int = 1  # the same while a sequence waits and one that runs ends earlier
 
     def __post_init__(self):
         reasons = [
             f"{name}={getattr(self, name)!r} must be a positive integer"
-            for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_burst")
+            for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_burst", "waiting_burst")
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
         ]
         if not reasons and self.max_num_batched_tokens < self.max_num_seqs:
@@ -39,14 +45,15 @@ class Limits:
             raise ValueError("; ".join(reasons))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """Tokens start .. start + num_new - 1 of a sequence."""
 
     id: str  # of the sequence
     start: int  # its first token to compute
     num_new: int  # tokens to compute
-    samples: bool  # the next token is sampled from the logits of the last one
+    max_samples: int  # the most tokens to sample after the last of them; 0: tokens of the prompt follow
+    continues: bool = False  # its token is being sampled by the dispatch before this one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +62,6 @@ class StepPlan:
 
     rows: tuple[Row, ...] = ()  # none: there is nothing to compute
     burst: int = 1  # the most tokens that it samples for each row
-    until_any: bool = False  # stop as soon as one row ends
     preempted: tuple[str, ...] = ()  # ids of sequences that lost their blocks
     admitted: tuple[tuple[str, int], ...] = ()  # (sequence id, tokens found in the prefix cache)
 
@@ -67,7 +73,7 @@ class StepPlan:
     @property
     def is_decode(self) -> bool:
         """Does every row compute one token and sample the next?"""
-        return all(row.num_new == 1 and row.samples for row in self.rows)
+        return all(row.num_new == 1 and row.max_samples for row in self.rows)
 
 
 class Scheduler:
@@ -84,91 +90,104 @@ class Scheduler:
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence, *, trusted: bool = True) -> None:
-        """Remove a sequence, finished or aborted, and free its blocks."""
+        """Remove a sequence, finished or aborted, and free its blocks.
+
+        A dispatch in flight may still write to them. It runs before any dispatch that uses them for other tokens.
+        """
         if seq in self.running:
             self.running.remove(seq)
             self.tables.release(seq, trusted=trusted)
         else:
             self.waiting.remove(seq)
 
-    def schedule(self) -> StepPlan:
-        """The next dispatch, with its blocks allocated. It has no rows if there is nothing to compute."""
-        budget, rows, preempted = self.limits.max_num_batched_tokens, [], []
+    def schedule(self, in_flight: bool = False) -> StepPlan:
+        """The next dispatch, with its blocks allocated. It has no rows if there is nothing to compute.
+
+        in_flight: the dispatch before it is not read yet. If blocks are short, the plan is then empty, because reading
+        that dispatch may free some.
+        """
+        budget, chosen, preempted = self.limits.max_num_batched_tokens, list[tuple[Sequence, int]](), list[str]()
         i = 0
-        while i < len(self.running):
+        while i < len(self.running) and budget:
             seq = self.running[i]
-            count = min(len(seq.tokens) - seq.num_computed, budget)
-            if not budget:
-                break
-            while seq in self.running and not self.tables.extend(seq, seq.num_computed + count):
-                preempted.append(self._preempt_youngest())
-            if seq not in self.running:
-                break
-            rows.append(self._row(seq, count))
-            budget -= count
             i += 1
+            if self._left(seq) < 1:
+                continue
+            count = min(seq.num_missing, budget)
+            while not self.tables.extend(seq, seq.num_computed + count):
+                if in_flight:
+                    return StepPlan()
+                preempted.append(self._preempt_youngest())
+                if i > len(self.running):  # it was the youngest itself
+                    break
+            else:
+                chosen.append((seq, count))
+                budget -= count
+        for seq, count in chosen:
+            self._publish(seq, count)
         admitted = []
-        while self.waiting and budget and not preempted and len(self.running) < self.limits.max_num_seqs:
+        while self._may_admit(len(chosen)) and budget and not preempted:
             seq = self.waiting[0]
             hit = self.tables.admit(seq)
-            count = min(len(seq.tokens) - seq.num_computed, budget)
+            count = min(seq.num_missing, budget)
             if not self.tables.extend(seq, seq.num_computed + count):
                 self.tables.release(seq)
                 break
+            self._publish(seq, count)
             self.running.append(self.waiting.popleft())
             admitted.append((seq.id, hit))
-            rows.append(self._row(seq, count))
+            chosen.append((seq, count))
             budget -= count
-        plan = StepPlan(tuple(rows), preempted=tuple(preempted), admitted=tuple(admitted))
-        return dataclasses.replace(plan, burst=self._burst(plan), until_any=bool(self.waiting))
+        burst = self._burst(chosen)
+        rows = tuple([self._row(seq, count, burst) for seq, count in chosen])
+        return StepPlan(rows, burst=burst, preempted=tuple(preempted), admitted=tuple(admitted))
 
-    def plan_next(self, plan: StepPlan) -> StepPlan | None:
-        """A dispatch that can be sent after `plan` before its tokens are read, with the blocks allocated.
-
-        None if the tokens must be read first: because a sequence is waiting, has ended, will end in `plan`, needs its
-        history or log-probabilities, or gets no blocks.
-        """
-        must_read = any(seq.params.needs_history_or_logprobs for seq in self.running)
-        same_rows = [row.id for row in plan.rows] == [seq.id for seq in self.running]
-        if self.waiting or must_read or not plan.is_decode or not same_rows:
-            return None
-        rows = tuple(dataclasses.replace(row, start=row.start + plan.burst) for row in plan.rows)
-        left = [self._remaining(seq) - plan.burst for seq in self.running]
-        burst = min(self.limits.max_burst, max(left))
-        wanted = [
-            (seq, row.start + min(burst, count)) for seq, row, count in zip(self.running, rows, left, strict=True)
-        ]
-        return StepPlan(rows, burst=burst) if min(left) >= 1 and self.tables.extend_all(wanted) else None
-
-    def commit(self, seq: Sequence, row: Row, new_tokens: list[int]) -> None:
+    def commit(self, seq: Sequence, row: Row, new_tokens: Many[int]) -> None:
         """Update a sequence whose row gave these tokens. The key of the last one is not in the cache yet."""
-        seq.num_computed = row.start + row.num_new + max(len(new_tokens) - 1, 0)
+        seq.num_ahead -= row.max_samples
         seq.tokens += new_tokens
-        self.tables.settle(seq)
+        if seq.tables:  # it was not preempted since
+            self.tables.settle(seq, row.start + row.num_new + max(len(new_tokens) - 1, 0))
 
-    def _burst(self, plan: StepPlan) -> int:
+    def _may_admit(self, num_rows: int) -> bool:
+        """Is there a sequence to admit and a row for it? One that was preempted waits until its tokens were read."""
+        return bool(self.waiting) and num_rows < self.limits.max_num_seqs and not self.waiting[0].num_ahead
+
+    def _burst(self, chosen: Many[tuple[Sequence, int]]) -> int:
         """The decode steps of a dispatch. Allocates blocks for all of them."""
-        if not plan.rows or not plan.is_decode:
+        if not chosen or any(count != 1 or seq.num_missing != 1 for seq, count in chosen):
             return 1
-        seqs = self.running[: len(plan.rows)]
-        burst = min(self.limits.max_burst, max(self._remaining(seq) for seq in seqs))
+        left = [self._left(seq) for seq, _ in chosen]
+        burst = min(self.limits.max_burst, max(left))
+        if self.waiting:
+            burst = min(burst, max(min(left), self.limits.waiting_burst))
         while burst > 1:
-            wanted = [(seq, seq.num_computed + min(burst, self._remaining(seq))) for seq in seqs]
+            wanted = [(seq, seq.num_computed + min(burst, n)) for (seq, _), n in zip(chosen, left, strict=True)]
             if self.tables.extend_all(wanted):
                 return burst
             burst //= 2
         return 1
 
-    def _remaining(self, seq: Sequence) -> int:
-        """The most tokens that a sequence may still generate."""
-        return remaining_tokens(seq, self.limits.max_model_len)
+    def _left(self, seq: Sequence) -> int:
+        """The most tokens that a sequence may still generate, without those that are being sampled."""
+        return remaining_tokens(seq, self.limits.max_model_len) - seq.num_ahead
 
-    def _row(self, seq: Sequence, count: int) -> Row:
-        """A row of the plan, whose blocks others may share in the same step: a sequence with a row is not preempted."""
+    def _row(self, seq: Sequence, count: int, burst: int) -> Row:
+        """A row of the plan; counts its tokens as computed and sampled."""
         if count < 1:
             raise AssertionError(f"sequence {seq.id} has {len(seq.tokens)} tokens, and all are computed")
-        self.tables.publish(seq, seq.num_computed + count)
-        return Row(seq.id, seq.num_computed, count, seq.num_computed + count == len(seq.tokens))
+        samples = min(burst, self._left(seq)) if count == seq.num_missing else 0
+        row = Row(seq.id, seq.num_computed, count, samples, seq.num_ahead > 0)
+        seq.num_computed += count + max(samples - 1, 0)
+        seq.num_ahead += samples
+        return row
+
+    def _publish(self, seq: Sequence, count: int) -> None:
+        """Let others share the blocks that are full after `count` more tokens, as far as these are known.
+
+        Also in the same step: a sequence that was chosen for it is not preempted.
+        """
+        self.tables.publish(seq, min(seq.num_computed + count, len(seq.tokens)))
 
     def _preempt_youngest(self) -> str:
         seq = self.running.pop()

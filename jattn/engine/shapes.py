@@ -39,6 +39,11 @@ class StepShapes:
         """Columns of the block table."""
         return cdiv(self.limits.max_model_len, self.block_size)
 
+    @property
+    def max_rows(self) -> int:
+        """R of the largest batch."""
+        return max(num_rows for _, num_rows, _ in self.all())
+
     def of(self, plan: StepPlan) -> tuple[int, int, bool]:
         """(T, R, has every row a single token?) of a plan's dispatch."""
         if self.deterministic:

@@ -5,6 +5,7 @@ chunks frees a block as soon as no later token can see it; its table then has NU
 """
 
 import hashlib
+from array import array
 from collections.abc import Sequence as Many
 from typing import Protocol
 
@@ -86,14 +87,14 @@ class BlockTables:
 
     def admit(self, seq: Sequence) -> int:
         """Give a new sequence the cached blocks of its beginning; returns the number of their tokens."""
-        seq.tables = [[] for _ in self.groups]
+        seq.tables = [array("i") for _ in self.groups]
         seq.kept_from = [0] * len(self.groups)
         hits = self._longest_hit(seq) if self.prefix_caching else 0
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             kept = first_visible(group, hits * self.block_size) // self.block_size
             seq.kept_from[g] = kept
             found = [pool.find(digest) for digest in seq.block_hashes[kept:hits]]
-            seq.tables[g] = [NULL_BLOCK_ID] * kept + [block for block in found if block is not None]
+            seq.tables[g].extend([NULL_BLOCK_ID] * kept + [block for block in found if block is not None])
             for block in seq.tables[g][kept:]:
                 pool.hold(block)
         seq.num_shared = seq.num_published = hits
@@ -110,6 +111,8 @@ class BlockTables:
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
         """Allocate the blocks of the first `num_tokens` tokens; False, and none allocated, if too few are free."""
+        if all([len(table) * self.block_size >= num_tokens for table in seq.tables]):
+            return True  # the usual case: the last block is not full
         return self.extend_all([(seq, num_tokens)])
 
     def extend_all(self, wanted: Many[tuple[Sequence, int]]) -> bool:
@@ -118,7 +121,7 @@ class BlockTables:
             return False
         for seq, num_tokens in wanted:
             for table, pool in zip(seq.tables, self.pools, strict=True):
-                table += pool.allocate(max(cdiv(num_tokens, self.block_size) - len(table), 0))
+                table.extend(pool.allocate(max(cdiv(num_tokens, self.block_size) - len(table), 0)))
         return True
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
@@ -137,11 +140,12 @@ class BlockTables:
                     pool.publish(table[i], seq.block_hashes[i])
         seq.num_published = full
 
-    def settle(self, seq: Sequence) -> None:
-        """After a step: let others share full blocks, and free blocks that no later token of this sequence can see."""
-        self.publish(seq, seq.num_computed)
+    def settle(self, seq: Sequence, num_computed: int) -> None:
+        """After a step was read, with so many tokens computed: let others share full blocks, and free blocks that no
+        later token of this sequence can see."""
+        self.publish(seq, num_computed)
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            kept = min(first_visible(group, seq.num_computed) // self.block_size, len(seq.tables[g]))
+            kept = min(first_visible(group, num_computed) // self.block_size, len(seq.tables[g]))
             for i in range(seq.kept_from[g], kept):
                 pool.release([seq.tables[g][i]])
                 seq.tables[g][i] = NULL_BLOCK_ID

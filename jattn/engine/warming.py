@@ -7,51 +7,46 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import jax
 
 from jattn.engine.batch import empty_batch
-from jattn.engine.dispatch import Batch, Model, continued_batch, dispatch
+from jattn.engine.dispatch import Model, RowState, dispatch
+from jattn.engine.packing import Packed, pack
 from jattn.engine.shapes import StepShapes
 
 
 def compile_all(
-    model: Model, params, caches, shapes: StepShapes, progress: Callable[[int, int, str], None] | None = None
-):
-    """Compile the program of every bucket, several at a time, and run each once: (caches, number of programs)."""
+    model: Model, params, caches, row_state: RowState, shapes: StepShapes,
+    progress: Callable[[int, int, str], None] | None = None,
+):  # fmt: skip
+    """Compile the program of every bucket, several at a time, and run each once: (caches, row_state, their number)."""
     to_compile = shapes.all()
     # The first trace of a kernel imports modules of JAX that register settings, and settings are part of a program's
     # cache key. A program compiled before that import would not be found again.
-    dispatch.lower(model, params, caches, _padding(model, shapes, to_compile[0]))
+    dispatch.lower(model, params, caches, row_state, _padding(model, shapes, to_compile[0]))
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
         # Lowering holds the GIL and compiling does not: one program is lowered while others compile.
         # A later call of `dispatch` with arguments of these shapes finds the compiled program.
-        lower = lambda shape: dispatch.lower(model, params, caches, _padding(model, shapes, shape))
+        lower = lambda shape: dispatch.lower(model, params, caches, row_state, _padding(model, shapes, shape))
         jobs = {pool.submit(lower(shape).compile): shape for shape in to_compile}
         for done, job in enumerate(as_completed(jobs)):
             job.result()
             if progress is not None:
                 progress(done, len(to_compile), "{} tokens of {} requests".format(*jobs[job]))
     for shape in to_compile:
-        caches = _run(model, params, caches, shapes, shape)
-    return caches, len(to_compile)
+        caches, row_state = _run(model, params, caches, row_state, shapes, shape)
+    return caches, row_state, len(to_compile)
 
 
-def probe(model: Model, params, caches, shapes: StepShapes):
-    """Run the smallest program and return the caches. It raises if the device, the weights or the model fail."""
-    return _run(model, params, caches, shapes, shapes.all()[0])
+def probe(model: Model, params, caches, row_state: RowState, shapes: StepShapes):
+    """Run the smallest program: (caches, row_state). It raises if the device, the weights or the model fail."""
+    return _run(model, params, caches, row_state, shapes, shapes.all()[0])
 
 
-def _run(model: Model, params, caches, shapes: StepShapes, shape: tuple[int, int, bool]):
-    """Run a batch of padding and wait for it; a batch of decodes a second time, from the results of the first.
-
-    If the weights are committed to a device, so are the results of a dispatch, and JAX compiles for them separately.
-    """
-    batch = _padding(model, shapes, shape)
-    caches, sampled, row_state = dispatch(model, params, caches, batch)
-    if shape[2]:
-        tables = [meta.block_table for meta in batch.metas]
-        caches, sampled, _ = dispatch(model, params, caches, continued_batch(batch, row_state, tables))
+def _run(model: Model, params, caches, row_state: RowState, shapes: StepShapes, shape: tuple[int, int, bool]):
+    """Run a batch of padding and wait for it."""
+    caches, sampled, row_state = dispatch(model, params, caches, row_state, _padding(model, shapes, shape))
     jax.block_until_ready(sampled)
-    return caches
+    return caches, row_state
 
 
-def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]) -> Batch:
+def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]) -> Packed:
     """A batch that writes to no slot."""
-    return empty_batch(shape, len(model.config.cache_groups), shapes)
+    return pack(empty_batch(shape, len(model.config.cache_groups), shapes))

@@ -9,10 +9,11 @@ import numpy as np
 def adopt(params: Any) -> Any:
     """The same weights in new containers, on the device.
 
-    numpy arrays are copied, because the caller can write to them. JAX arrays are shared: the caller must not delete or
+    numpy arrays are copied, because the caller can write to them (on a CPU, device_put may share their memory even with
+    may_alias=False). JAX arrays are shared: the caller must not delete or
     donate them.
     """
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, may_alias=False), params)
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(np.array(x)), params)
 
 
 def copied_like(old: Any, new: Any) -> Any:
@@ -40,6 +41,8 @@ def _place(x: jax.Array) -> jax.sharding.Sharding | None:
 def _placed(x: Any, place: jax.sharding.Sharding | None) -> jax.Array:
     """A copy committed to `place`; None: not committed, which only a copy of a host array is."""
     x = np.asarray(x) if place is None and getattr(x, "committed", False) else x
+    if not isinstance(x, jax.Array):
+        return jax.device_put(np.array(x), place)  # see `adopt`
     return jax.device_put(x, place, may_alias=False)
 
 

@@ -24,16 +24,18 @@ CUDA_OPTIONS = {
 CUDA_OPTIONS_MANY_TOKENS = {
     "xla_gpu_dot_merger_threshold_mb": 32,
 }
-"""Of batches with prompts. XLA merges products of one operand, such as gate and up, if their weights are smaller than
-this. A merged product of many tokens is cuBLAS's, and its weights are concatenated in memory in every step."""
+"""Of batches of more than FEW_TOKENS. XLA merges products of one operand, such as gate and up, if their weights are
+smaller than this. A merged product of many tokens is cuBLAS's, for which it concatenates the weights in every step."""
+
+FEW_TOKENS = 64
 
 
 @functools.cache
-def options_of(platform: str, decode: bool) -> dict[str, Any]:
-    """The options of a dispatch on a platform, as jax.default_backend names it."""
+def options_of(platform: str, few: bool) -> dict[str, Any]:
+    """The options of a dispatch of at most FEW_TOKENS, or of more, on a platform as jax.default_backend names it."""
     if platform != "gpu":
         return {}
-    wanted = CUDA_OPTIONS if decode else CUDA_OPTIONS | CUDA_OPTIONS_MANY_TOKENS
+    wanted = CUDA_OPTIONS if few else CUDA_OPTIONS | CUDA_OPTIONS_MANY_TOKENS
     return {name: value for name, value in wanted.items() if _is_known(name, value)}
 
 
@@ -50,28 +52,31 @@ def _is_known(name: str, value: Any) -> bool:
 class PlatformJit:
     """jax.jit of a function, with the options of the platform; which is known at the first call, not at import.
 
-    is_decode(*args): may the call have the options of a decode step?
+    num_tokens(*args): T of a call.
     """
 
-    def __init__(self, function: Callable, is_decode: Callable[..., bool], **options):
+    def __init__(self, function: Callable, num_tokens: Callable[..., int], **options):
         functools.update_wrapper(self, function)
-        self._function, self._is_decode, self._options = function, is_decode, options
+        self._function, self._num_tokens, self._options = function, num_tokens, options
 
     @functools.cached_property
     def _jitted(self) -> dict[bool, Any]:
-        """By is_decode. Both are the same function where the options are, so it is traced once."""
+        """The jitted function for few tokens (True) and for many; one function where the options are the same."""
         platform = jax.default_backend()
-        few, many = (options_of(platform, decode) for decode in (True, False))
+        few, many = (options_of(platform, few) for few in (True, False))
         jit = lambda chosen: jax.jit(self._function, compiler_options=chosen or None, **self._options)
         one = jit(few)
         return {True: one, False: one if few == many else jit(many)}
 
+    def _of(self, args: tuple) -> Any:
+        return self._jitted[self._num_tokens(*args) <= FEW_TOKENS]
+
     def __call__(self, *args):
-        return self._jitted[self._is_decode(*args)](*args)
+        return self._of(args)(*args)
 
     def lower(self, *args):
         """As that of a jitted function. A later call with arguments of these shapes finds the compiled program."""
-        return self._jitted[self._is_decode(*args)].lower(*args)
+        return self._of(args).lower(*args)
 
     def clear_cache(self) -> None:
         """Forget all traces and compiled programs."""

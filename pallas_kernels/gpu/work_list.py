@@ -17,7 +17,7 @@ The ranked list, for any batch:
    are static and there is no number of splits to tune.
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
-XLA makes few kernels of it.
+XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS) moves to the nearer end of the unit.
 
 Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
 (0, -inf). In a flat list tile g is ghost tile g, and tile `ghosts` + r is request r.
@@ -50,6 +50,9 @@ TILE_ROWS = 2 * WARPGROUP_ROWS
 SHORT_ROWS = WARPGROUP_ROWS  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
 UNIT_COST = 11  # what a unit costs besides its blocks, about 2 us; a block costs config.short_weight or long_weight
+WHOLE_KEYS = 512
+"""A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
+piece costs about 2 us besides its keys, and a merge 2 to 5."""
 FEW = 0.05  # share of a batch's cost below which its decodes do not change how its prefills are arranged
 
 
@@ -163,7 +166,10 @@ def _cut_line(nblk, config):
     def place(c):
         """(unit, block within it) of a cut; past the end, the unit after the last."""
         inside = cut(c) - first[c]
-        return found[c] * heads + inside // each[c], inside % each[c]
+        unit, block = found[c] * heads + inside // each[c], inside % each[c]
+        keys, enough = each[c] * config.block_kv, total * 2 >= ctas * each[c]
+        whole = keys <= jnp.where(enough, 2 * WHOLE_KEYS, WHOLE_KEYS)
+        return jnp.where(whole & (2 * block >= each[c]), unit + 1, unit), jnp.where(whole, 0, block)
 
     me = jnp.arange(ctas, dtype=jnp.int32)
     (u0, b0), (u1, b1) = place(me), place(me + 1)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from jattn.engine.dispatch import MAX_STEPS
 from tests.bite.test_experts import test_every_token_gets_what_its_own_experts_give
 from tests.engine import test_quick_laws as laws
 from tests.engine import test_sampling_odd as sampling
@@ -74,7 +75,7 @@ def at_one_position(original):
     """Every draw of a burst with the key of its first step."""
 
     def mutant(logits, rows, penalties, sampled, needed):
-        step = jnp.sum(sampled[:, 0] != -2)
+        step = jnp.sum(sampled[-MAX_STEPS:, 0] != -2)
         return original(
             logits,
             dataclasses.replace(rows, position=rows.position - step),
@@ -88,7 +89,7 @@ def at_one_position(original):
 
 def positions_lost(original):
     """A dispatch counts its draws from 0."""
-    return lambda params, seeds, positions, *rest: original(params, seeds, [0] * len(positions), *rest)
+    return lambda rules, position, remaining: original(rules, 0 * position, remaining)
 
 
 MUTANTS = {

@@ -3,8 +3,9 @@
 import numpy as np
 
 from jattn.engine import Engine, SamplingParams
-from jattn.engine.sampling import choose, penalties_of, sampling_rows
+from jattn.engine.sampling import choose
 from tests.engine import fake
+from tests.engine.rows import penalties_of, sampling_rows
 
 PLAIN = fake.FakeConfig()
 WINDOW = fake.FakeConfig(cache_groups=(fake.Group((0,), sliding_window=5),))

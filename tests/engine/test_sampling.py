@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 
 from jattn.engine import SamplingParams
-from jattn.engine.sampling import (
-    BAD_TOKEN,
-    choose,
-    penalised,
-    penalties_of,
-    sampling_rows,
-)
+from jattn.engine.sampling import BAD_TOKEN, choose, penalised
+from tests.engine.rows import penalties_of, sampling_rows
 
 R, V, DRAWS = 4, 13, 4000
 LOGITS = np.random.default_rng(0).normal(size=(R, V)).astype(np.float32) * 2

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jattn.engine import SamplingParams, sampling
-from jattn.engine.sampling import BAD_TOKEN, choose, penalties_of, sampling_rows
+from jattn.engine.sampling import BAD_TOKEN, choose
+from tests.engine.rows import penalties_of, sampling_rows
 
 ALMOST_1 = float(np.nextafter(np.float32(1), np.float32(0)))
 SLACK = 1e-4

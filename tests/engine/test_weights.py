@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jattn.engine import BlockTables, Engine, SamplingParams, Sequence
+from jattn.engine.weights import adopt, copied_like
 from tests.engine import fake
 
 CONFIG = fake.FakeConfig(eos_token_ids=())
@@ -105,6 +106,14 @@ def test_weights_of_another_form_are_refused_and_change_nothing(wrong, words):
         served.update_weights(wrong(weights(3)))
     (output,) = served.drain()
     assert (output.id, output.token_ids) == (id, answer(PROMPT, 8))
+
+
+def test_numpy_weights_are_copied_wherever_their_memory_begins():
+    for size in range(1, 200):
+        mine = [np.zeros(size, np.float32)]
+        taken, placed = adopt(mine)[0], copied_like([jnp.zeros(size)], mine)[0]
+        mine[0][...] = 3
+        assert not taken.any() and not placed.any()
 
 
 def test_a_caller_cannot_change_the_engines_weights():

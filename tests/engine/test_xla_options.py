@@ -33,27 +33,26 @@ def test_this_xla_knows_the_options_of_the_engine(no_cache):
 
 
 def test_the_platform_is_read_at_the_first_call(monkeypatch):
-    monkeypatch.setattr(xla_options, "options_of", lambda platform, decode: seen.append((platform, decode)) or {})
-    seen, f = [], PlatformJit(lambda x, n: x * n, lambda x, n: True, static_argnums=1)
+    monkeypatch.setattr(xla_options, "options_of", lambda platform, few: seen.append((platform, few)) or {})
+    seen, f = [], PlatformJit(lambda x, n: x * n, lambda x, n: 1, static_argnums=1)
     assert not seen
     assert f(jnp.float32(2), 3) == 6
     assert f(jnp.float32(2), 4) == 8
     assert seen == [(jax.default_backend(), True), (jax.default_backend(), False)]
 
 
-def test_each_kind_of_batch_has_its_own_options(monkeypatch):
-    optimise = lambda platform, decode: {"xla_backend_optimization_level": 2 if decode else 0}
+def test_few_and_many_tokens_have_their_own_options(monkeypatch):
+    optimise = lambda platform, few: {"xla_backend_optimization_level": 2 if few else 0}
     monkeypatch.setattr(xla_options, "options_of", optimise)
-    f = PlatformJit(lambda x: x + 1, lambda x: x.shape[0] == 1)
-    for size in (1, 2):
+    f = PlatformJit(lambda x: x + 1, lambda x: x.shape[0])
+    for size in (xla_options.FEW_TOKENS, xla_options.FEW_TOKENS + 1):
         np.testing.assert_array_equal(f(jnp.zeros(size)), np.ones(size))
-        f.lower(jnp.zeros(size)).compile()
-    decode, mixed = f._jitted[True], f._jitted[False]
-    assert (decode._cache_size(), mixed._cache_size()) == (1, 1)
+    few, many = f._jitted[True], f._jitted[False]
+    assert (few._cache_size(), many._cache_size()) == (1, 1)
 
 
 def test_a_call_finds_what_was_compiled_ahead(compiles):
-    f = PlatformJit(lambda x: jnp.sin(x) + 1, lambda x: True)
+    f = PlatformJit(lambda x: jnp.sin(x) + 1, lambda x: len(x))
     x = jnp.arange(5.0)
     f.lower(x).compile()
     with compiles() as seen:

@@ -1,0 +1,123 @@
+"""Reads a profile of jax.profiler: how long the device was busy, and with which dispatches and kernels.
+
+A kernel belongs to a dispatch by its program (XLA gives each compiled program a number) and its launch: the shape that
+a program was most often launched for is the shape of all its kernels.
+"""
+
+import bisect
+import dataclasses
+import pathlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import jax
+
+SEND = "benchmark.send {} {}"
+"""The name of a host event around each dispatch, with its tokens and rows."""
+_SENT = re.compile(r"benchmark\.send (\d+) (\d+)")
+_COPY = ("memcpy", "memset")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel on the device, in nanoseconds."""
+
+    name: str
+    start: float
+    end: float
+    launch: int | None = None  # its launch's correlation id
+    program: str | None = None  # module and number of the program that launched it; None: the profile does not say
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The kernels of a profile; of the host, the launches (time by correlation id) and the sends (time, shape)."""
+
+    all_kernels: tuple[Kernel, ...]
+    launches: dict[int, float]
+    sends: tuple[tuple[float, str], ...]
+
+    @property
+    def kernels(self) -> int:
+        return len(self.all_kernels)
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which at least one kernel ran."""
+        return union((kernel.start, kernel.end) for kernel in self.all_kernels) * 1e-9
+
+    def top(self, count: int) -> dict[str, float]:
+        """The kernels that took most, with their seconds."""
+        seconds = Counter()
+        for kernel in self.all_kernels:
+            seconds[kernel.name[:60]] += (kernel.end - kernel.start) * 1e-9
+        return dict(seconds.most_common(count))
+
+    @property
+    def seconds_of_shapes(self) -> dict[str, float]:
+        """Seconds of the device for the dispatches of each shape 'TxR'; 'other': launched by no dispatch."""
+        votes, intervals = defaultdict(Counter), defaultdict(list)
+        for kernel in self.all_kernels:
+            votes[kernel.program][self._launched_for(kernel)] += 1
+        for kernel in self.all_kernels:
+            if kernel.program is None:
+                shape = self._launched_for(kernel)
+            else:
+                shape = votes[kernel.program].most_common(1)[0][0] if "dispatch" in kernel.program else "other"
+            intervals[shape].append((kernel.start, kernel.end))
+        return {shape: union(found) * 1e-9 for shape, found in sorted(intervals.items())}
+
+    def _launched_for(self, kernel: Kernel) -> str:
+        """The shape of the last dispatch that was sent before the kernel's launch; of its start if that is unknown."""
+        launch = kernel.start if kernel.launch is None else self.launches.get(kernel.launch, kernel.start)
+        before = bisect.bisect_right(self.sends, launch, key=lambda send: send[0])
+        return self.sends[before - 1][1] if before else "other"
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of what the intervals cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
+def read(folder: str) -> Timeline:
+    """The profile in the folder that jax.profiler wrote."""
+    (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+    kernels, launches, sends = [], {}, []
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if plane.name.startswith("/device:GPU"):
+            for line in plane.lines:
+                if line.name.startswith("Stream"):
+                    kernels += [kernel for event in line.events if (kernel := _kernel(event))]
+        elif plane.name.startswith("/host"):
+            for line in plane.lines:
+                for event in line.events:
+                    if sent := _SENT.search(event.name):
+                        sends.append((event.start_ns, f"{sent[1]}x{sent[2]}"))
+                    elif event.name.startswith("cu"):  # CUDA's own calls
+                        for name, value in event.stats:
+                            if name == "correlation_id":
+                                launches[int(value)] = event.start_ns
+    if not kernels:
+        raise RuntimeError(f"the profile shows no kernel; it has {_planes(path)}")
+    return Timeline(tuple(kernels), launches, tuple(sorted(sends)))
+
+
+def _kernel(event) -> Kernel | None:
+    """A device event as a Kernel; None for a copy."""
+    if event.name.lower().startswith(_COPY):
+        return None
+    stats = {name: value for name, value in event.stats if name in ("correlation_id", "hlo_module", "program_id")}
+    launch = stats.get("correlation_id")
+    known = "hlo_module" in stats and "program_id" in stats
+    program = f"{stats['hlo_module']} {stats['program_id']}" if known else None
+    return Kernel(event.name, event.start_ns, event.end_ns, None if launch is None else int(launch), program)
+
+
+def _planes(path: pathlib.Path) -> str:
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    return "; ".join(f"{plane.name}: {', '.join(line.name for line in plane.lines)}" for plane in planes)[:1000]

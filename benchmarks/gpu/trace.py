@@ -1,0 +1,379 @@
+"""Realistic load on one engine: throughput, latencies, the floor beside them, and where the device's time goes.
+
+    python -m benchmarks.gpu.trace [--only CASE,...] [--write | --out DIR] [--no-profile] [--small]
+
+trace_1b_r64, trace_1b_r256   128 and 512 requests at once, prompts of 128 to 511 tokens, outputs of 128 to 383, greedy
+ttft_1b_8k                    milliseconds to the first token of one prompt of 8192 tokens, in an idle engine
+
+The model is the random Llama of benchmarks.gpu.engine_step. Each trace is served twice: timed without a profiler, then
+under jax.profiler. What a client sees is the time at which a step() returns with new tokens: `gap` is the time between
+two such returns of a request, `itl` that time spread evenly over the tokens that arrive together.
+
+The floor is what no engine can beat with these rows: each decode step reads the weights once and the keys and values of
+its rows once, at the rate at which this card reads memory; prompts are matrix products at this card's rate. Requests
+start in order as soon as a row is free. Both rates are measured in the same run, in a process of its own.
+
+--small is a model for trying the script on a CPU; it has no floor and no profile.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+PROFILED = "--xla_enable_command_buffers_during_profiling=true"
+"""Without it XLA runs the kernels of a CUDA graph one by one while a profiler looks: another program than the timed."""
+if __name__ == "__main__" and PROFILED.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {PROFILED}".strip()  # before JAX reads it
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+import jattn  # noqa: E402
+from benchmarks import records  # noqa: E402
+from benchmarks.gpu import cupti, timeline  # noqa: E402
+from benchmarks.gpu.engine_step import LLAMA, SMALL  # noqa: E402
+from jattn import models  # noqa: E402
+from jattn.engine import runner as engine_runner  # noqa: E402
+from jattn.engine.dispatch import Batch, dispatch  # noqa: E402
+from jattn.text import ByteTokenizer  # noqa: E402
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+PREFILL_RECORD = "pre_1x8k"
+"""The record of benchmarks.gpu.table whose rate stands for the attention of a prompt. Its heads have 128 elements."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The load of one case: lengths are uniform, from the first number up to but not including the second."""
+
+    name: str
+    requests: int
+    rows: int
+    budget: int = 2048
+    prompts: tuple[int, int] = (128, 512)
+    outputs: tuple[int, int] = (128, 384)
+    seed: int = 0
+
+    def work(self, vocab_size: int) -> list[tuple[list[int], int]]:
+        """(prompt, tokens to generate) of each request."""
+        rng = np.random.default_rng(self.seed)
+        lengths = rng.integers(*self.prompts, self.requests), rng.integers(*self.outputs, self.requests)
+        return [(rng.integers(2, vocab_size, prompt).tolist(), int(new)) for prompt, new in zip(*lengths, strict=True)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest possible request, as a multiple of 64."""
+        return -(-(self.prompts[1] + self.outputs[1]) // 64) * 64
+
+
+TRACES = (Trace("trace_1b_r64", 128, 64), Trace("trace_1b_r256", 512, 256))
+SMALL_TRACE = Trace("trace_small", 8, 4, 64, (8, 32), (8, 24))
+TTFT_PROMPT, TTFT_ROUNDS = 8192, 7
+
+
+# ---------------------------------------------------------------------- the engine and what it does
+def model_of(small: bool, positions: int):
+    """(config, weights) of the random Llama."""
+    config = models.config_of(LLAMA | (SMALL if small else {}) | dict(max_position_embeddings=positions))
+    return config, jax.block_until_ready(models.init_params(config, 0, "float32" if small else "bfloat16"))
+
+
+def engine_of(config, params, rows: int, budget: int, longest: int) -> jattn.Engine:
+    """An engine in whose pool `rows` requests of the longest length fit."""
+    return jattn.Engine(
+        config, params, ByteTokenizer(), num_blocks=rows * -(-longest // 16) + 1, max_num_seqs=rows,
+        max_num_batched_tokens=budget, max_model_len=longest, prefix_caching=False,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Seen:
+    """What a run did: programs compiled, by the function's name, and dispatches, by (tokens, rows)."""
+
+    compiled: Counter = dataclasses.field(default_factory=Counter)
+    dispatches: Counter = dataclasses.field(default_factory=Counter)
+
+    @property
+    def programs(self) -> int:
+        """Compilations of the engine's own program."""
+        return self.compiled[dispatch.__name__]
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Seen]:
+    """Counts compilations and dispatches; each dispatch is named in a profile: see `timeline.SEND`."""
+    seen, send = Seen(), engine_runner.Runner.send
+
+    def count(event: str, seconds: float, **tags) -> None:
+        if event == COMPILED:
+            seen.compiled[str(tags.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")] += 1
+
+    def counting_send(self, *args, **kwargs):
+        batch = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Batch))
+        shape = batch.token_ids.shape[0], batch.metas[0].max_num_reqs
+        seen.dispatches[shape] += 1
+        with jax.profiler.TraceAnnotation(timeline.SEND.format(*shape)):
+            return send(self, *args, **kwargs)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    engine_runner.Runner.send = counting_send
+    try:
+        yield seen
+    finally:
+        engine_runner.Runner.send = send
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+# ---------------------------------------------------------------------- a trace
+@dataclasses.dataclass
+class Served:
+    """The seconds of a run, and of each request: when new tokens came, and how many there were then."""
+
+    seconds: float
+    arrivals: dict[str, list[tuple[float, int]]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(seen[-1][1] for seen in self.arrivals.values())
+
+    def figures(self) -> dict[str, float]:
+        """Throughput, and percentiles in milliseconds."""
+        first, gaps, itl = [], [], []
+        for seen in self.arrivals.values():
+            first.append(seen[0][0])
+            for (before, had), (now, has) in zip(seen, seen[1:], strict=False):
+                gaps.append(now - before)
+                itl += [(now - before) / (has - had)] * (has - had)
+        row = dict(output_tokens_per_s=self.tokens / self.seconds, seconds=self.seconds, output_tokens=self.tokens)
+        for name, values in dict(ttft=first, gap=gaps, itl=itl).items():
+            found = np.percentile(values, (50, 90, 99)) * 1e3 if values else ()
+            row |= {f"{name}_ms_p{p}": float(ms) for p, ms in zip((50, 90, 99), found, strict=False)}
+        return row
+
+
+def serve(engine: jattn.Engine, work: list[tuple[list[int], int]]) -> Served:
+    """All requests at once, until the last has ended."""
+    arrivals: dict[str, list[tuple[float, int]]] = {}
+    begin = time.perf_counter()
+    for prompt, new in work:
+        params = jattn.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        arrivals[engine.add_request(prompt, params)] = []
+    while engine.has_work:
+        outputs = engine.step()
+        now = time.perf_counter() - begin
+        for output in outputs:
+            if output.error:
+                raise RuntimeError(f"request {output.id} failed: {output.error}")
+            seen, count = arrivals[output.id], len(output.token_ids)
+            if count > (seen[-1][1] if seen else 0):
+                seen.append((now, count))
+    served = Served(time.perf_counter() - begin, arrivals)
+    assert served.tokens == sum(new for _, new in work)
+    return served
+
+
+def difference(after, before) -> dict[str, float]:
+    """What the counters of engine.stats grew by."""
+    pairs = {
+        field.name: (getattr(after, field.name), getattr(before, field.name)) for field in dataclasses.fields(after)
+    }
+    return {name: round(a - b, 6) for name, (a, b) in pairs.items() if isinstance(a, int | float) and a != b}
+
+
+def trace_row(trace: Trace, small: bool, ceilings: dict, profile: bool) -> dict:
+    """The row of one trace."""
+    config, params = model_of(small, 4096)
+    engine = engine_of(config, params, trace.rows, trace.budget, trace.longest)
+    begin = time.perf_counter()
+    programs = engine.warmup()
+    row = dict(case=trace.name, requests=trace.requests, rows=trace.rows, budget=trace.budget, programs=programs)
+    row["warmup_seconds"] = round(time.perf_counter() - begin, 1)
+    work, before = trace.work(config.vocab_size), engine.stats
+    with watched() as seen:
+        served = serve(engine, work)
+    row |= served.figures() | dict(compiled_later=seen.programs, compiled_later_all=dict(seen.compiled))
+    row["stats"] = difference(engine.stats, before)
+    row["dispatches"] = {
+        f"{tokens}x{rows}": dict(count=count) for (tokens, rows), count in sorted(seen.dispatches.items())
+    }
+    if ceilings:
+        floor = floor_of(config, params, work, trace.rows, ceilings)
+        row |= floor | dict(share_of_floor=floor["floor_seconds"] / served.seconds)
+    if profile:
+        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds, row["dispatches"]))
+    elif small:
+        print(f"{trace.name}: no profile of a CPU", flush=True)
+    return row
+
+
+def profiled(engine: jattn.Engine, work, seconds: float, by_shape: dict[str, dict]) -> dict:
+    """The same trace under jax.profiler; each shape's device time goes into `by_shape`. seconds: of the timed run."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level, options.python_tracer_level = 1, 0
+    options.advanced_configuration = {"gpu_max_activity_api_events": 8 << 20, "gpu_max_callback_api_events": 8 << 20}
+    with tempfile.TemporaryDirectory() as folder:
+        with watched() as seen, jax.profiler.trace(folder, profiler_options=options):
+            again = serve(engine, work)
+        found = timeline.read(folder)
+    for shape, device_seconds in found.seconds_of_shapes.items():
+        entry = by_shape.setdefault(shape, dict(count=0))
+        entry |= dict(device_seconds=device_seconds)
+        if entry["count"]:
+            entry["device_ms_each"] = device_seconds / entry["count"] * 1e3
+    return dict(
+        device_busy=found.busy / again.seconds, device_busy_seconds=found.busy, profiled_seconds=again.seconds,
+        device_busy_over_timed=found.busy / seconds, kernels=found.kernels, kernel_seconds=found.top(20),
+        compiled_in_profile=seen.programs,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the floor
+def sizes_of(config, params) -> tuple[int, float, int]:
+    """(bytes of the weights that a step reads, FLOP of a token's products without the head, KV bytes of a token)."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    table = next(leaf for path, leaf in leaves if "embed" in jax.tree_util.keystr(path))  # rows of it are read
+    total = sum(leaf.nbytes for _, leaf in leaves) - table.nbytes
+    products = sum(leaf.size for _, leaf in leaves if leaf.ndim > 1) - 2 * table.size  # the head is as large
+    cache = sum(spec.bytes_per_block for spec in config.cache_specs(2, 16, dtype=str(table.dtype))) // 16
+    return total, 2.0 * products, cache
+
+
+def decode_steps(work: list[tuple[list[int], int]], rows: int) -> tuple[int, int]:
+    """(decode steps, keys read in all of them) if each request starts in order as soon as a row is free.
+
+    A prompt's own pass gives the first token, and costs only its products.
+    """
+    waiting, running, steps, keys = list(reversed(work)), [], 0, 0
+    while waiting or running:
+        while waiting and len(running) < rows:
+            prompt, new = waiting.pop()
+            running.append([len(prompt) + 1, new - 1])  # keys of the next step, steps left
+        running = [row for row in running if row[1] > 0]
+        if running:
+            steps, keys = steps + 1, keys + sum(length for length, _ in running)
+            running = [[length + 1, left - 1] for length, left in running]
+    return steps, keys
+
+
+def floor_of(config, params, work, rows: int, ceilings: dict) -> dict:
+    """The least seconds of a trace on this card, and their parts."""
+    weights, flop, kv = sizes_of(config, params)
+    steps, keys = decode_steps(work, rows)
+    read, product = ceilings["ceiling_read_tb_s"] * 1e12, ceilings["ceiling_mm_tflop_s"] * 1e12
+    parts = dict(
+        floor_weights_seconds=steps * weights / read,
+        floor_kv_seconds=keys * kv / read,
+        floor_prompts_seconds=sum(len(prompt) for prompt, _ in work) * flop / product,
+    )
+    seconds = sum(parts.values())
+    tokens = sum(new for _, new in work)
+    return parts | dict(floor_seconds=seconds, floor_tokens_per_s=tokens / seconds, floor_steps=steps)
+
+
+def ceilings_of_this_card() -> dict:
+    """`check.ceilings()` in a process of its own: it ends before this one takes the card's memory and its profiler."""
+    code = "import json; from benchmarks.gpu import check; print('FOUND', json.dumps(check.ceilings()))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.split("FOUND ")[-1])
+
+
+# ---------------------------------------------------------------------- one long prompt
+def first_token_ms(engine: jattn.Engine, prompt: list[int]) -> float:
+    """Milliseconds from add_request to the step() that returns the first token; the request then ends."""
+    begin, found = time.perf_counter(), None
+    engine.add_request(prompt, jattn.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    while engine.has_work:
+        outputs = engine.step()
+        if found is None and any(output.token_ids for output in outputs):
+            found = (time.perf_counter() - begin) * 1e3
+    assert found is not None
+    return found
+
+
+def ttft_row(small: bool, ceilings: dict) -> dict:
+    """The row of the long prompt: the median of several, each of other tokens."""
+    length = 48 if small else TTFT_PROMPT
+    config, params = model_of(small, length + 64)
+    engine = engine_of(config, params, 1, length, length + 64)
+    rng = np.random.default_rng(0)
+    prompt = lambda: rng.integers(2, config.vocab_size, length).tolist()
+    engine.warmup()
+    first_token_ms(engine, prompt())
+    with watched() as seen:
+        times = [first_token_ms(engine, prompt()) for _ in range(TTFT_ROUNDS)]
+    row = dict(
+        case="ttft_small" if small else "ttft_1b_8k", ms=statistics.median(times), best_ms=min(times), rounds_ms=times,
+        prompt=length, compiled_later=seen.programs,
+        dispatches={f"{tokens}x{rows}": dict(count=n) for (tokens, rows), n in sorted(seen.dispatches.items())},
+    )  # fmt: skip
+    return row | (ttft_floor(config, params, length, row["ms"], ceilings) if ceilings else {})
+
+
+def ttft_floor(config, params, length: int, ms: float, ceilings: dict) -> dict:
+    """Products at the card's rate, and attention at the recorded rate of this repository's kernel."""
+    records_of_chip = records.read(records.RESULTS / records.chip_folder() / "attention.jsonl")
+    rate = next((row["tflop_s"] for row in records_of_chip if row["case"] == PREFILL_RECORD), None)
+    products = length * sizes_of(config, params)[1] / ceilings["ceiling_mm_tflop_s"] / 1e9
+    if rate is None:
+        return dict(floor_products_ms=products)
+    pairs = length * (length + 1) // 2
+    attention = (
+        sum(4 * pairs * layer.attention.num_heads * layer.attention.head_dim for layer in config.layers) / rate / 1e9
+    )
+    floor = products + attention
+    return dict(
+        floor_products_ms=products, floor_attention_ms=attention, floor_ms=floor, over_floor=ms / floor,
+        attention_tflop_s=rate,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the command
+def show(row: dict) -> None:
+    """One figure a line, dispatches as a table."""
+    for name, value in row.items():
+        if isinstance(value, dict) and name == "dispatches":
+            for shape, entry in value.items():
+                print(f"    {shape:>12} tokens x rows", json.dumps(entry), flush=True)
+        else:
+            print(f"  {name} {value:.4g}" if isinstance(value, float) else f"  {name} {value}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run and print every case; 1 if one failed or a program was compiled after warm-up."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.trace", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="names of cases, separated by commas")
+    parser.add_argument("--no-profile", action="store_true", help="only the timed run")
+    parser.add_argument("--small", action="store_true", help="a model for a CPU")
+    records.add_options(parser)
+    args = parser.parse_args(argv)
+    ceilings = {} if args.small else ceilings_of_this_card()
+    base = dict(ceilings)
+    profile = not (args.small or args.no_profile)
+    work = {
+        t.name: lambda t=t: trace_row(t, args.small, ceilings, profile)
+        for t in ([SMALL_TRACE] if args.small else TRACES)
+    }
+    work |= {"ttft_small" if args.small else "ttft_1b_8k": lambda: ttft_row(args.small, ceilings)}
+    failed = 0
+    for name, measure in work.items():
+        if args.only and name not in args.only.split(","):
+            continue
+        row = dict(case=name) | cupti.attempt(measure)
+        print(name, flush=True)
+        show(row)
+        records.write([base | row | records.provenance()], "trace", records.folder_of(args))
+        failed += "error" in row or row.get("compiled_later", 0) > 0
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

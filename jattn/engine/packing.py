@@ -1,0 +1,70 @@
+"""Packed trees: many small numpy arrays as one array, so that one copy takes them to the device instead of thirty.
+
+On a GPU each array of a call costs about 0.2 ms, whatever its size.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.types import pytree, static
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The tree of arrays that were packed: its structure, and each leaf's shape and dtype, or None if it is apart."""
+
+    structure: Any  # a PyTreeDef
+    leaves: tuple[tuple[tuple[int, ...], str] | None, ...]
+
+
+@pytree
+class Packed:
+    """A tree of arrays. Its numpy arrays are in `words`, its JAX arrays in `apart`."""
+
+    words: Any  # i32[n] the bytes of all numpy arrays, one after the other
+    apart: tuple[jax.Array, ...]
+    layout: Layout = static()
+
+    def unpacked(self) -> Any:
+        """The tree, of JAX arrays. Also inside jit."""
+        words, apart, leaves, start = jnp.asarray(self.words), iter(self.apart), [], 0
+        for leaf in self.layout.leaves:
+            if leaf is None:
+                leaves.append(next(apart))
+                continue
+            shape, dtype = leaf
+            part = words[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
+            is_flag = dtype == "bool"
+            leaves.append(part.astype(dtype) if is_flag else jax.lax.bitcast_convert_type(part, dtype))
+        return jax.tree.unflatten(self.layout.structure, leaves)
+
+
+def pack(tree: Any) -> Packed:
+    """The tree with its numpy arrays, of 32 bits or bools, packed into one. It shares no memory with them."""
+    leaves, structure = jax.tree.flatten(tree)
+    words, apart, kinds = [], [], []
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            apart.append(leaf)
+            kinds.append(None)
+        else:
+            words.append(_words(leaf))
+            kinds.append((leaf.shape, leaf.dtype.name))
+    joined = np.concatenate(words) if words else np.zeros(0, np.int32)
+    joined.setflags(write=False)
+    return Packed(words=joined, apart=tuple(apart), layout=Layout(structure, tuple(kinds)))
+
+
+def _words(leaf: np.ndarray | np.generic) -> np.ndarray:
+    """The array as i32[n]."""
+    if leaf.dtype == bool:
+        return np.ravel(leaf).astype(np.int32)
+    if leaf.dtype.itemsize != 4:
+        raise TypeError(f"an array of {leaf.dtype} cannot be packed into words of 32 bits")
+    return np.ravel(leaf).view(np.int32)
