@@ -82,7 +82,7 @@ class Program:
 
 def build(program):
     begin = time.perf_counter()
-    f = jax.jit(dispatch.__wrapped__, static_argnums=0, donate_argnums=2)
+    f = jax.jit(dispatch.function, static_argnums=0, donate_argnums=2)
     caches = jax.eval_shape(program.caches)
     traced = f.trace(program.model, program.params, caches, program.before, program.batch)
     t1 = time.perf_counter()
@@ -108,7 +108,7 @@ def measure(program, idle=0.25):
 
     def several(count):
         nonlocal caches
-        begin = time.perf_counter()
+        begin, sampled = time.perf_counter(), None
         for _ in range(count):
             caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
         jax.block_until_ready(sampled)
@@ -223,7 +223,7 @@ def main():
 
     half = max_rows // 2
     print(f"start {time.perf_counter() - begin:.1f} s", flush=True)
-    drawn = dict(temperature=0.8, top_k=50, top_p=0.9)
+    drawn: dict = dict(temperature=0.8, top_k=50, top_p=0.9)
     groups = [  # compiled side by side within a group: few, so that autotuning is hardly disturbed
         [lambda: decode(half, "engine"), lambda: decode(1, "engine")],
         [lambda: decode(half, "none"), lambda: decode(max_rows, "engine")],

@@ -7,6 +7,7 @@ chosen, in which they do not.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +118,8 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         dims = q.shape[-1], v.shape[-1], angles.dim, angles.interleaved
         if m.slot_mapping.shape[0] != q.shape[0] or not rotates_and_writes(*dims, dtypes):
             return super().rotate_update_and_forward(q, k, v, angles, cache, m, params)
-        q, cache = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
+        written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
+        q, cache = written
         return cache, self.forward(q, cache, m, params)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
@@ -176,7 +178,7 @@ _write.defvjp(lambda impl, *args: (_write(impl, *args), args), lambda impl, *arg
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rotate_and_write(impl: PallasGpuImpl, q, k, v, angles: Angles, cache: PagedKV, slots) -> tuple:
+def _rotate_and_write(impl: PallasGpuImpl, q, k, v, angles: Angles, cache: PagedKV, slots) -> Any:
     spec = cache.spec
     sizes = RotateWrite(
         tokens=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], v_head_dim=v.shape[2],

@@ -183,7 +183,8 @@ def most_likely(logprobs: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     XLA sorts the whole vocabulary for it on a GPU, and compiles ten kernels.
     """
     top_k = lambda x: tuple(jax.lax.top_k(x, count))
-    return jax.lax.platform_dependent(logprobs, cuda=functools.partial(_one_by_one, count), default=top_k)
+    values, tokens = jax.lax.platform_dependent(logprobs, cuda=functools.partial(_one_by_one, count), default=top_k)
+    return values, tokens
 
 
 def _one_by_one(count: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -57,14 +57,14 @@ class PlatformJit:
 
     def __init__(self, function: Callable, num_tokens: Callable[..., int], **options):
         functools.update_wrapper(self, function)
-        self._function, self._num_tokens, self._options = function, num_tokens, options
+        self.function, self._num_tokens, self._options = function, num_tokens, options
 
     @functools.cached_property
     def _jitted(self) -> dict[bool, Any]:
         """The jitted function for few tokens (True) and for many; one function where the options are the same."""
         platform = jax.default_backend()
         few, many = (options_of(platform, few) for few in (True, False))
-        jit = lambda chosen: jax.jit(self._function, compiler_options=chosen or None, **self._options)
+        jit = lambda chosen: jax.jit(self.function, compiler_options=chosen or None, **self._options)
         one = jit(few)
         return {True: one, False: one if few == many else jit(many)}
 

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.engine import xla_options
+from jattn.engine import SamplingParams, xla_options
+from jattn.engine.sampling import choose
 from jattn.engine.xla_options import PlatformJit, options_of
+from tests.engine.rows import penalties_of, sampling_rows
 
 
 @pytest.fixture
@@ -58,3 +60,50 @@ def test_a_call_finds_what_was_compiled_ahead(compiles):
     with compiles() as seen:
         f(x)
     assert not seen.total
+
+
+def loops(jaxpr, inside=False):
+    """(equation, is it in a loop?) at any depth."""
+    for equation in jaxpr.eqns:
+        yield equation, inside
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from loops(inner, inside or equation.primitive.name in ("scan", "while"))
+
+
+def slices_by_a_loop(function, *args) -> list[str]:
+    """The operations that slice or stack by the counter of a loop; XLA may copy for them outside command buffers."""
+    found = []
+    for equation, inside in loops(jax.make_jaxpr(function)(*args).jaxpr):
+        name, params = equation.primitive.name, equation.params
+        if name == "scan" and len(equation.invars) > params["num_consts"] + params["num_carry"]:
+            found.append("scan over arrays")
+        if name == "scan" and len(equation.outvars) > params["num_carry"]:
+            found.append("scan that stacks")
+        if inside and name in ("dynamic_slice", "dynamic_update_slice"):
+            found.append(name)
+    return found
+
+
+def test_no_loop_of_sampling_slices_an_array():
+    params = [SamplingParams(temperature=0.7, top_k=3, top_p=0.9), SamplingParams(frequency_penalty=0.5)]
+    args = (
+        jnp.zeros((2, 50)), sampling_rows(params, [1, 2], [0, 0], [9, 9], [(), ()], 2),
+        penalties_of(params, [[1], [2]], [1, 1], 2, 8), jnp.zeros((4, 2), jnp.int32), np.bool_(True),
+    )  # fmt: skip
+    assert slices_by_a_loop(choose, *args) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (lambda x: jax.lax.scan(lambda c, _: (c + 1, c), x[0], None, length=3)[1], ["scan that stacks"]),
+        (lambda x: jax.lax.scan(lambda c, y: (c + y, None), x[0], x)[0], ["scan over arrays"]),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, c: c + x[i], x[0]), ["dynamic_slice"]),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, c: c + i, x[0]), []),
+    ],
+)
+def test_the_check_sees_slices(function, found):
+    assert slices_by_a_loop(function, jnp.zeros(5)) == found
