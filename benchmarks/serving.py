@@ -41,6 +41,7 @@ def trace(requests: int, seed: int = 0) -> list[tuple[list[int], int]]:
 def run_jattn(directory: pathlib.Path, requests: int) -> dict:
     """The figures of this engine."""
     import jattn
+    from jattn.cli.bench import seconds_of
 
     engine = _engine(directory)
     engine.warmup(lambda done, total, what: print(f"compiling {done + 1}/{total}", end="\r", file=sys.stderr))
@@ -54,7 +55,7 @@ def run_jattn(directory: pathlib.Path, requests: int) -> dict:
     return dict(
         seconds=seconds, output_tokens=made, output_tokens_per_s=made / seconds, cached_tokens=stats.cached_tokens,
         prompt_tokens=stats.prompt_tokens, steps=stats.steps, dispatches=stats.dispatches,
-        host_share=stats.host_seconds / (stats.host_seconds + stats.device_seconds),
+        host_share=stats.host_seconds / seconds, **seconds_of(stats),
     )  # fmt: skip
 
 

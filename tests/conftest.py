@@ -21,6 +21,7 @@ if metadata.version("jaxlib").startswith("0.10."):  # its older emitters need a 
     QUICK |= {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JATTN_COMPILE_CACHE"] = "0"  # programs of tests are not for the user's own cache
 _given = os.environ.get("XLA_FLAGS", "")
 _wanted = {"xla_force_host_platform_device_count": str(HOST_DEVICES)}
 if os.environ["JAX_PLATFORMS"] == "cpu" and "optimization_level" not in _given:

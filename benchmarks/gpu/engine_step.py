@@ -1,12 +1,12 @@
 """The engine's overhead: the time of a dispatch as served, over that of the same dispatches without the host.
 
-    python -m benchmarks.gpu.engine_step [--write | --out DIR] [--small]
+    python -m benchmarks.gpu.engine_step [--requests 1 32] [--write | --out DIR] [--small]
 
-A random Llama (1.1e9 parameters in bf16, made on the device) decodes 32 requests at once. First every engine.step() is
-timed: it plans, sends the next dispatch, waits for this one's tokens and reads them. Then the same batches are put on
-the device and dispatched again in the same order, with a single wait at the end: the same program, lengths and pages,
-without work of the host in between. That is the device time (it includes the waits of the decode loop for its own
-condition), and
+A random Llama (1.1e9 parameters in bf16, made on the device) decodes one request, then 32 at once. First every
+engine.step() is timed: it plans, sends the next dispatch, waits for this one's tokens and reads them. Then the same
+batches are put on the device and dispatched again in the same order, with a single wait at the end: the same program,
+lengths and pages, without work of the host in between. That is the device time (it includes the waits of the decode
+loop for its own condition), and
 
     overhead = served / device - 1.
 
@@ -44,12 +44,12 @@ UNTIMED = 3  # decode dispatches before the clock runs: the first compiles
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list]:
-    """The batches that the engine dispatches, in order."""
+    """(state of the rows before, packed batch) of each dispatch of the engine, in order."""
     real, batches = engine_runner.dispatch, []
 
-    def dispatch(model, params, caches, batch, *rest):
-        batches.append((batch, *rest))
-        return real(model, params, caches, batch, *rest)
+    def dispatch(model, params, caches, before, packed):
+        batches.append((before, packed))
+        return real(model, params, caches, before, packed)
 
     engine_runner.dispatch = dispatch
     try:
@@ -63,8 +63,8 @@ def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.
     config = models.config_of(LLAMA | (SMALL if small else {}))
     params = jax.block_until_ready(models.init_params(config, 0, "float32" if small else "bfloat16"))
     return jattn.Engine(
-        config, params, ByteTokenizer(), num_blocks=requests * -(-longest // 16) + 1, max_num_seqs=requests,
-        max_num_batched_tokens=requests * prompt, max_model_len=longest, max_burst=BURST, prefix_caching=False,
+        config, params, ByteTokenizer(), max_num_seqs=requests, max_num_batched_tokens=requests * prompt,
+        max_model_len=longest, max_burst=BURST, prefix_caching=False,
     )  # fmt: skip
 
 
@@ -83,7 +83,8 @@ def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[l
             begin = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - begin)
-    assert len(batches) == dispatches and all(int(batch.steps) == BURST for batch, *_ in batches)
+        engine.runner.wait_until_sent()
+    assert len(batches) == dispatches and all(int(packed.unpacked().steps) == BURST for _, packed in batches)
     list(engine.drain())
     return seconds, batches
 
@@ -91,21 +92,19 @@ def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[l
 def replay(engine: jattn.Engine, batches: list) -> float:
     """Seconds of the same dispatches, sent without waiting in between."""
     runner, batches = engine.runner, jax.block_until_ready(jax.device_put(batches))
+    caches, row_state = runner.caches, None
     begin = time.perf_counter()
     for batch in batches:
-        runner.caches, *news = engine_runner.dispatch(runner.model, runner.params, runner.caches, *batch)
-    jax.block_until_ready(news)
-    return time.perf_counter() - begin
+        caches, _, row_state = engine_runner.dispatch(runner.model, runner.params, caches, *batch)
+    jax.block_until_ready(row_state)
+    seconds = time.perf_counter() - begin
+    runner._caches = caches  # a dispatch deletes those that it is given
+    return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="a model for a CPU")
-    parser.add_argument("--dispatches", type=int, default=40, help=f"timed, of {BURST} steps each (default: 40)")
-    parser.add_argument("--rounds", type=int, default=3, help="replays; the median counts (default: 3)")
-    records.add_options(parser)
-    args = parser.parse_args()
-    requests, prompt = (4, 32) if args.small else (32, 256)
+def measure(requests: int, args: argparse.Namespace) -> dict:
+    """The row of so many requests."""
+    prompt = 32 if args.small else 256
     longest = prompt + BURST * (UNTIMED + args.dispatches + 2) + 1
     engine = make_engine(args.small, requests, prompt, longest)
     prompts = np.random.default_rng(0).integers(2, engine.config.vocab_size, (requests, prompt))
@@ -114,17 +113,32 @@ def main() -> None:
     device = statistics.median(replay(engine, batches) for _ in range(args.rounds)) / args.dispatches
     served = sum(seconds) / args.dispatches
     layer = jattn.PagedAttention(engine.config.layers[0].attention, engine.caches[0].spec, engine.runner.model.backend)
-    row = dict(
+    return dict(
         case=f"step_{'small' if args.small else '1b'}_r{requests}", backend=layer.backend_name,
         ms=served * 1e3 / BURST, requests=requests, burst=BURST, dispatches=args.dispatches, served_ms=served * 1e3,
         served_median_ms=statistics.median(seconds) * 1e3,
         device_ms=device * 1e3, overhead_percent=(served / device - 1) * 100,
         output_tokens_per_s=requests * BURST / served,
     )  # fmt: skip
-    print(json.dumps(row, indent=1))
-    print(f"a dispatch of {BURST} steps: {served * 1e3:.3f} ms served, {device * 1e3:.3f} ms on the device: ", end="")
-    print(f"overhead {row['overhead_percent']:.1f} %")
-    records.write([row | records.provenance()], "decode_step", records.folder_of(args))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.engine_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a model for a CPU")
+    parser.add_argument("--requests", type=int, nargs="+", help="requests at once (default: 1 32; with --small 1 4)")
+    parser.add_argument("--dispatches", type=int, default=40, help=f"timed, of {BURST} steps each (default: 40)")
+    parser.add_argument("--rounds", type=int, default=3, help="replays; the median counts (default: 3)")
+    records.add_options(parser)
+    args = parser.parse_args(argv)
+    for requests in args.requests or ((1, 4) if args.small else (1, 32)):
+        row = measure(requests, args)
+        print(json.dumps(row, indent=1))
+        print(
+            f"a dispatch of {BURST} steps: {row['served_ms']:.3f} ms served, {row['device_ms']:.3f} on the device: ",
+            end="",
+        )
+        print(f"overhead {row['overhead_percent']:.1f} %", flush=True)
+        records.write([row | records.provenance()], "decode_step", records.folder_of(args))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,13 @@ a program was most often launched for is the shape of all its kernels.
 import bisect
 import dataclasses
 import pathlib
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 
-SEND = "benchmark.send {} {}"
-"""The name of a host event around each dispatch, with its tokens and rows."""
-_SENT = re.compile(r"benchmark\.send (\d+) (\d+)")
+SEND = "jattn.step"
+"""The name of the host event in which the engine sends a dispatch."""
 _COPY = ("memcpy", "memset")
 
 
@@ -49,30 +47,41 @@ class Timeline:
 
     def top(self, count: int) -> dict[str, float]:
         """The kernels that took most, with their seconds."""
-        seconds = Counter()
+        seconds: dict[str, float] = defaultdict(float)
         for kernel in self.all_kernels:
             seconds[kernel.name[:60]] += (kernel.end - kernel.start) * 1e-9
-        return dict(seconds.most_common(count))
+        return dict(sorted(seconds.items(), key=lambda item: -item[1])[:count])
 
     @property
-    def seconds_of_shapes(self) -> dict[str, float]:
-        """Seconds of the device for the dispatches of each shape 'TxR'; 'other': launched by no dispatch."""
-        votes, intervals = defaultdict(Counter), defaultdict(list)
+    def shapes(self) -> dict[str, dict[str, float]]:
+        """Of the dispatches of each shape: seconds in which a kernel ran, and from each one's first kernel to its last.
+
+        'other' are the kernels that no dispatch launched.
+        """
+        votes, busy, own = defaultdict(Counter), defaultdict(list), defaultdict(list)
         for kernel in self.all_kernels:
-            votes[kernel.program][self._launched_for(kernel)] += 1
+            votes[kernel.program][self._shape(self._send_of(kernel))] += 1
         for kernel in self.all_kernels:
+            send = self._send_of(kernel)
             if kernel.program is None:
-                shape = self._launched_for(kernel)
+                shape = self._shape(send)
             else:
                 shape = votes[kernel.program].most_common(1)[0][0] if "dispatch" in kernel.program else "other"
-            intervals[shape].append((kernel.start, kernel.end))
-        return {shape: union(found) * 1e-9 for shape, found in sorted(intervals.items())}
+            busy[shape].append((kernel.start, kernel.end))
+            own[shape, send].append(kernel)
+        found = {shape: dict(busy_seconds=union(each) * 1e-9, span_seconds=0.0) for shape, each in sorted(busy.items())}
+        for (shape, _), kernels in own.items():
+            span = max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)
+            found[shape]["span_seconds"] += span * 1e-9
+        return found
 
-    def _launched_for(self, kernel: Kernel) -> str:
-        """The shape of the last dispatch that was sent before the kernel's launch; of its start if that is unknown."""
+    def _send_of(self, kernel: Kernel) -> int:
+        """The number of the last dispatch sent before the kernel's launch, or before its start if that is unknown."""
         launch = kernel.start if kernel.launch is None else self.launches.get(kernel.launch, kernel.start)
-        before = bisect.bisect_right(self.sends, launch, key=lambda send: send[0])
-        return self.sends[before - 1][1] if before else "other"
+        return bisect.bisect_right(self.sends, launch, key=lambda send: send[0]) - 1
+
+    def _shape(self, send: int) -> str:
+        return self.sends[send][1] if send >= 0 else "other"
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:
@@ -84,8 +93,8 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def read(folder: str) -> Timeline:
-    """The profile in the folder that jax.profiler wrote."""
+def read(folder: str, shapes: Sequence[str]) -> Timeline:
+    """The profile in the folder that jax.profiler wrote. shapes: of the dispatches, in the order of their sends."""
     (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
     kernels, launches, sends = [], {}, []
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -96,15 +105,17 @@ def read(folder: str) -> Timeline:
         elif plane.name.startswith("/host"):
             for line in plane.lines:
                 for event in line.events:
-                    if sent := _SENT.search(event.name):
-                        sends.append((event.start_ns, f"{sent[1]}x{sent[2]}"))
+                    if event.name == SEND:
+                        sends.append(event.start_ns)
                     elif event.name.startswith("cu"):  # CUDA's own calls
                         for name, value in event.stats:
                             if name == "correlation_id":
                                 launches[int(value)] = event.start_ns
     if not kernels:
         raise RuntimeError(f"the profile shows no kernel; it has {_planes(path)}")
-    return Timeline(tuple(kernels), launches, tuple(sorted(sends)))
+    if len(sends) != len(shapes):
+        raise RuntimeError(f"the profile shows {len(sends)} dispatches, but {len(shapes)} were sent")
+    return Timeline(tuple(kernels), launches, tuple(zip(sorted(sends), shapes, strict=True)))
 
 
 def _kernel(event) -> Kernel | None:

@@ -5,7 +5,7 @@
 trace_1b_r64, trace_1b_r256   128 and 512 requests at once, prompts of 128 to 511 tokens, outputs of 128 to 383, greedy
 ttft_1b_8k                    milliseconds to the first token of one prompt of 8192 tokens, in an idle engine
 
-The model is the random Llama of benchmarks.gpu.engine_step. Each trace is served twice: timed without a profiler, then
+The model is the random Llama of benchmarks.gpu.engine_step. Each trace is timed without a profiler, then served again
 under jax.profiler. What a client sees is the time at which a step() returns with new tokens: `gap` is the time between
 two such returns of a request, `itl` that time spread evenly over the tokens that arrive together.
 
@@ -43,7 +43,7 @@ from benchmarks.gpu import cupti, timeline  # noqa: E402
 from benchmarks.gpu.engine_step import LLAMA, SMALL  # noqa: E402
 from jattn import models  # noqa: E402
 from jattn.engine import runner as engine_runner  # noqa: E402
-from jattn.engine.dispatch import Batch, dispatch  # noqa: E402
+from jattn.engine.dispatch import Batch  # noqa: E402
 from jattn.text import ByteTokenizer  # noqa: E402
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -88,41 +88,44 @@ def model_of(small: bool, positions: int):
 
 
 def engine_of(config, params, rows: int, budget: int, longest: int) -> jattn.Engine:
-    """An engine in whose pool `rows` requests of the longest length fit."""
+    """An engine with the default pool: as many blocks as the rows can use, or as fit the memory."""
     return jattn.Engine(
-        config, params, ByteTokenizer(), num_blocks=rows * -(-longest // 16) + 1, max_num_seqs=rows,
-        max_num_batched_tokens=budget, max_model_len=longest, prefix_caching=False,
+        config, params, ByteTokenizer(), max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=longest,
+        prefix_caching=False,
     )  # fmt: skip
 
 
 @dataclasses.dataclass
 class Seen:
-    """What a run did: programs compiled, by the function's name, and dispatches, by (tokens, rows)."""
+    """What a run did: programs compiled, by the function's name, and the shape 'TxR' of each dispatch, in order."""
 
     compiled: Counter = dataclasses.field(default_factory=Counter)
-    dispatches: Counter = dataclasses.field(default_factory=Counter)
+    sent: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def programs(self) -> int:
         """Compilations of the engine's own program."""
-        return self.compiled[dispatch.__name__]
+        return self.compiled["dispatch"]
+
+    @property
+    def dispatches(self) -> dict[str, int]:
+        """The number of dispatches of each shape, most frequent first."""
+        return dict(Counter(self.sent).most_common())
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[Seen]:
-    """Counts compilations and dispatches; each dispatch is named in a profile: see `timeline.SEND`."""
+    """Counts compilations and dispatches."""
     seen, send = Seen(), engine_runner.Runner.send
 
-    def count(event: str, seconds: float, **tags) -> None:
+    def count(event: str, duration: float, **tags) -> None:
         if event == COMPILED:
             seen.compiled[str(tags.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")] += 1
 
     def counting_send(self, *args, **kwargs):
         batch = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Batch))
-        shape = batch.token_ids.shape[0], batch.metas[0].max_num_reqs
-        seen.dispatches[shape] += 1
-        with jax.profiler.TraceAnnotation(timeline.SEND.format(*shape)):
-            return send(self, *args, **kwargs)
+        seen.sent.append(f"{batch.token_ids.shape[0]}x{batch.metas[0].max_num_reqs}")
+        return send(self, *args, **kwargs)
 
     jax.monitoring.register_event_duration_secs_listener(count)
     engine_runner.Runner.send = counting_send
@@ -195,45 +198,65 @@ def trace_row(trace: Trace, small: bool, ceilings: dict, profile: bool) -> dict:
     engine = engine_of(config, params, trace.rows, trace.budget, trace.longest)
     begin = time.perf_counter()
     programs = engine.warmup()
-    row = dict(case=trace.name, requests=trace.requests, rows=trace.rows, budget=trace.budget, programs=programs)
+    row: dict = dict(case=trace.name, requests=trace.requests, rows=trace.rows, budget=trace.budget, programs=programs)
     row["warmup_seconds"] = round(time.perf_counter() - begin, 1)
     work, before = trace.work(config.vocab_size), engine.stats
     with watched() as seen:
         served = serve(engine, work)
     row |= served.figures() | dict(compiled_later=seen.programs, compiled_later_all=dict(seen.compiled))
     row["stats"] = difference(engine.stats, before)
-    row["dispatches"] = {
-        f"{tokens}x{rows}": dict(count=count) for (tokens, rows), count in sorted(seen.dispatches.items())
-    }
+    row["dispatches"] = seen.dispatches
     if ceilings:
         floor = floor_of(config, params, work, trace.rows, ceilings)
         row |= floor | dict(share_of_floor=floor["floor_seconds"] / served.seconds)
     if profile:
-        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds, row["dispatches"]))
+        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds, graphs=False))
+        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds, graphs=True))
+        row |= busy_share(row)
     elif small:
         print(f"{trace.name}: no profile of a CPU", flush=True)
     return row
 
 
-def profiled(engine: jattn.Engine, work, seconds: float, by_shape: dict[str, dict]) -> dict:
-    """The same trace under jax.profiler; each shape's device time goes into `by_shape`. seconds: of the timed run."""
+def profiled(engine: jattn.Engine, work: list[tuple[list[int], int]], seconds: float, graphs: bool) -> dict:
+    """Figures of a further run under jax.profiler. seconds: of the timed run."""
+    found, wall, seen = under_profiler(engine, work, graphs)
+    kind = "graphs" if graphs else "kernels"
+    row = {
+        f"device_busy_of_{kind}": found.busy / wall, f"device_busy_of_{kind}_over_timed": found.busy / seconds,
+        f"profiled_seconds_{kind}": wall, kind: found.kernels,
+    }  # fmt: skip
+    if graphs:
+        return row
+    shapes = found.shapes
+    for shape, figures in shapes.items():
+        if count := seen.dispatches.get(shape):
+            figures |= dict(count=count, busy_ms_each=figures["busy_seconds"] / count * 1e3)
+    return row | dict(kernel_seconds=found.top(20), profiled_dispatches=shapes, compiled_in_profile=seen.programs)
+
+
+def busy_share(row: dict) -> dict:
+    """device_busy: by kernels, unless the profiler saw less than half of them.
+
+    CUPTI may not see the kernels of a loop inside a CUDA graph. Then the whole graph counts, with the gaps inside it.
+    """
+    by_kernels, by_graphs = row.get("device_busy_of_kernels", 0.0), row.get("device_busy_of_graphs", 0.0)
+    by = "kernels" if by_kernels > by_graphs / 2 else "graphs"
+    return dict(device_busy=by_kernels if by == "kernels" else by_graphs, device_busy_by=by)
+
+
+def under_profiler(engine: jattn.Engine, work, graphs: bool) -> tuple[timeline.Timeline, float, Seen]:
+    """(the profile of a run, its seconds, what it did). graphs: one event for each CUDA graph, not for its kernels."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level, options.python_tracer_level = 1, 0
-    options.advanced_configuration = {"gpu_max_activity_api_events": 8 << 20, "gpu_max_callback_api_events": 8 << 20}
+    options.advanced_configuration = {
+        "gpu_max_activity_api_events": 8 << 20, "gpu_max_callback_api_events": 8 << 20,
+        "gpu_enable_cupti_activity_graph_trace": graphs,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         with watched() as seen, jax.profiler.trace(folder, profiler_options=options):
             again = serve(engine, work)
-        found = timeline.read(folder)
-    for shape, device_seconds in found.seconds_of_shapes.items():
-        entry = by_shape.setdefault(shape, dict(count=0))
-        entry |= dict(device_seconds=device_seconds)
-        if entry["count"]:
-            entry["device_ms_each"] = device_seconds / entry["count"] * 1e3
-    return dict(
-        device_busy=found.busy / again.seconds, device_busy_seconds=found.busy, profiled_seconds=again.seconds,
-        device_busy_over_timed=found.busy / seconds, kernels=found.kernels, kernel_seconds=found.top(20),
-        compiled_in_profile=seen.programs,
-    )  # fmt: skip
+        return timeline.read(folder, seen.sent), again.seconds, seen
 
 
 # ---------------------------------------------------------------------- the floor
@@ -306,14 +329,14 @@ def ttft_row(small: bool, ceilings: dict) -> dict:
     engine = engine_of(config, params, 1, length, length + 64)
     rng = np.random.default_rng(0)
     prompt = lambda: rng.integers(2, config.vocab_size, length).tolist()
-    engine.warmup()
-    first_token_ms(engine, prompt())
+    for _ in range(2):  # instead of warmup(): only the programs that such a prompt needs
+        first_token_ms(engine, prompt())
     with watched() as seen:
         times = [first_token_ms(engine, prompt()) for _ in range(TTFT_ROUNDS)]
-    row = dict(
+    row: dict = dict(
         case="ttft_small" if small else "ttft_1b_8k", ms=statistics.median(times), best_ms=min(times), rounds_ms=times,
         prompt=length, compiled_later=seen.programs,
-        dispatches={f"{tokens}x{rows}": dict(count=n) for (tokens, rows), n in sorted(seen.dispatches.items())},
+        dispatches=seen.dispatches,
     )  # fmt: skip
     return row | (ttft_floor(config, params, length, row["ms"], ceilings) if ceilings else {})
 
@@ -338,11 +361,10 @@ def ttft_floor(config, params, length: int, ms: float, ceilings: dict) -> dict:
 
 # ---------------------------------------------------------------------- the command
 def show(row: dict) -> None:
-    """One figure a line, dispatches as a table."""
+    """One figure a line."""
     for name, value in row.items():
-        if isinstance(value, dict) and name == "dispatches":
-            for shape, entry in value.items():
-                print(f"    {shape:>12} tokens x rows", json.dumps(entry), flush=True)
+        if isinstance(value, dict):
+            print(f"  {name}", *(f"\n    {key:24} {json.dumps(entry)}" for key, entry in value.items()), flush=True)
         else:
             print(f"  {name} {value:.4g}" if isinstance(value, float) else f"  {name} {value}", flush=True)
 
@@ -371,7 +393,7 @@ def main(argv: list[str] | None = None) -> int:
         print(name, flush=True)
         show(row)
         records.write([base | row | records.provenance()], "trace", records.folder_of(args))
-        failed += "error" in row or row.get("compiled_later", 0) > 0
+        failed += "error" in row or row["compiled_later"] != 0
     return int(failed > 0)
 
 

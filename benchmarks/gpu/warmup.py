@@ -1,16 +1,24 @@
-"""Seconds until an engine has compiled its programs, and how many programs it compiles later.
+"""Seconds until an engine has its programs: compiled, loaded from disk, and with more layers; none is compiled later.
 
-    python -m benchmarks.gpu.warmup [--write | --out DIR] [--small]
+    python -m benchmarks.gpu.warmup [--only warmup | compile] [--write | --out DIR] [--small]
 
-A random Llama (1.1e9 parameters in bf16) with at most 64 requests and 2048 tokens a step compiles every program. Then
-it serves batches that end in one request, with sampling, penalties, log-probabilities, stop strings, an abort,
-preemption, prefix hits, sleep and wake, and new weights. A compilation counts if it took over a second: those of
-dispatches do, those of small copies do not. --small is a model for trying the script on a CPU.
+warmup_1b_r64       a random Llama (1.1e9 parameters in bf16) with at most 64 requests and 2048 tokens a step: `cold`,
+                    and `disk`, in a second process that has JAX's compilation cache of the first. The first then
+                    serves batches that end in one request, with sampling, penalties, log-probabilities, stop strings,
+                    an abort, preemption, prefix hits, sleep and wake, and new weights: `compiled_later` counts programs
+compile_80_over_16  warm-up of 80 narrow layers over that of 16: how compiling grows with the number of layers
+
+Each measurement is a process of its own. --small is a model for trying the script on a CPU.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
+from collections import Counter
 
 import jax
 import numpy as np
@@ -18,16 +26,21 @@ import numpy as np
 import jattn
 from benchmarks import records
 from benchmarks.gpu.engine_step import LLAMA, SMALL
+from benchmarks.gpu.trace import watched
 from jattn import models
 from jattn.text import ByteTokenizer
 
-DISPATCH = "/jax/core/compile/backend_compile_duration"
+NARROW = dict(SMALL, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+STARTS = ("cold", "disk")
+CACHE = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
 
-def make_engine(small: bool) -> jattn.Engine:
-    config = models.config_of(LLAMA | (SMALL if small else {}))
+def make_engine(small: bool, layers: int | None) -> jattn.Engine:
+    """The engine of warmup_1b_r64; with `layers` a narrow model of that depth and two programs."""
+    shape = SMALL if small else {}
+    config = models.config_of(LLAMA | (shape if layers is None else NARROW | dict(num_hidden_layers=layers)))
     params = jax.block_until_ready(models.init_params(config, 0, "float32" if small else "bfloat16"))
-    rows, budget = (4, 64) if small else (64, 2048)
+    rows, budget = (1, 16) if layers else (4, 64) if small else (64, 2048)
     return jattn.Engine(
         config, params, ByteTokenizer(), num_blocks=max(rows * 7, 34), max_num_seqs=rows,
         max_num_batched_tokens=budget, max_model_len=512,
@@ -65,27 +78,76 @@ def everything(engine: jattn.Engine) -> None:
     serve(engine, rows, rng, temperature=0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def measure(args: argparse.Namespace) -> dict:
+    """Warm an engine up in this process."""
+    events: Counter = Counter()
+    jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+    engine = make_engine(args.small, args.layers)
+    events.clear()
+    with watched() as seen:
+        begin = time.perf_counter()
+        programs = engine.warmup()
+        row = dict(seconds=round(time.perf_counter() - begin, 2), programs=programs, needed_in_warmup=seen.programs)
+    row |= dict(loaded=events["cache_hits"], stored=events["cache_misses"])
+    if args.once == "cold":
+        with watched() as seen:
+            everything(engine)
+        row |= dict(compiled_later=seen.programs, compiled_later_all=dict(seen.compiled))
+        row |= dict(preemptions=engine.stats.preemptions, cached_tokens=engine.stats.cached_tokens)
+    return row | records.provenance()
+
+
+def apart(args: argparse.Namespace, once: str, folder: str | None = None, layers: int | None = None) -> dict:
+    """`measure` in a process of its own, with JAX's cache in `folder` or with none."""
+    environment = {name: value for name, value in os.environ.items() if name not in CACHE}
+    environment |= dict(zip(CACHE, (folder, "0"), strict=True)) if folder else {}
+    command = [sys.executable, "-m", "benchmarks.gpu.warmup", "--once", once]
+    command += (["--small"] if args.small else []) + ([] if layers is None else ["--layers", str(layers)])
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.split("FOUND ")[-1])
+
+
+def starts(args: argparse.Namespace) -> list[dict]:
+    """A row of the first process and one of the second."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = {start: apart(args, start, folder) for start in STARTS}
+    case = "warmup_small" if args.small else "warmup_1b_r64"
+    return [dict(case=case, variant=start, cache=start) | row for start, row in found.items()]
+
+
+def depth(args: argparse.Namespace) -> list[dict]:
+    """The row of the deeper model over the shallower one."""
+    many, few = (10, 2) if args.small else (80, 16)
+    rows = {layers: apart(args, "layers", layers=layers) for layers in (few, many)}
+    seconds = {f"seconds_of_{layers}": row["seconds"] for layers, row in rows.items()}
+    ratio = rows[many]["seconds"] / rows[few]["seconds"]
+    case = "compile_small" if args.small else f"compile_{many}_over_{few}"
+    return [rows[few] | dict(case=case, ratio=round(ratio, 2), cache="cold") | seconds]
+
+
+PARTS = dict(warmup=starts, compile=depth)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run and print every case; 1 if a program was compiled after warm-up."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.warmup", description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
+    parser.add_argument("--only", choices=PARTS, help="only the cases whose names begin with this")
+    parser.add_argument("--once", choices=(*STARTS, "layers"), help=argparse.SUPPRESS)  # the process of one measurement
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     records.add_options(parser)
-    args = parser.parse_args()
-    engine, seconds = make_engine(args.small), []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, s, **_: name == DISPATCH and seconds.append(s))
-    begin = time.perf_counter()
-    programs = engine.warmup()
-    ready, compiled = time.perf_counter() - begin, sum(s > 1 for s in seconds)
-    seconds.clear()
-    everything(engine)
-    row = dict(
-        case="warmup_small" if args.small else "warmup_1b_r64", seconds=round(ready, 1), programs=programs,
-        cache="cold", compiled_in_warmup=compiled, compiled_later=sum(s > 1 for s in seconds),
-        preemptions=engine.stats.preemptions, cached_tokens=engine.stats.cached_tokens,
-    )  # fmt: skip
-    row |= records.provenance()
-    print(json.dumps(row))
-    records.write([row], "warmup", records.folder_of(args))
+    args = parser.parse_args(argv)
+    if args.once:
+        print("FOUND", json.dumps(measure(args)))
+        return 0
+    rows = []
+    for name, part in PARTS.items():
+        for row in part(args) if args.only in (None, name) else ():
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    records.write(rows, "warmup", records.folder_of(args))  # last: it may start JAX, which takes the card's memory
+    return int(any(row.get("compiled_later") for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -33,10 +33,12 @@ SENTENCES = {
     "types": "axis names, enums, pytrees",
     "errors": "error classes, argument checks",
     "device": "the chip",
+    "compile_cache": "compiled programs on disk",
     "cpu": "C++ kernels; a readable Pallas one",
     "gpu": "Mosaic GPU kernels",
     "tpu": "Mosaic TPU kernels",
     "tuning": "measured tile sizes, by chip",
+    "folders": "private folders for compiled code",
     "algebra": "masks, softmax, quantisation, paging: written once for all of the above",
 }
 STYLE = """

@@ -1,6 +1,7 @@
 """`jattn bench serving`, `jattn bench kernels` and `jattn bench --tune`."""
 
 import argparse
+import dataclasses
 import importlib
 import json
 import time
@@ -12,6 +13,7 @@ from jattn import device
 from jattn.cli import options, screen
 from jattn.cli.trace import Arrival, make_trace
 from jattn.engine import Engine, SamplingParams
+from jattn.engine.stats import Stats
 
 
 def add(commands) -> None:
@@ -120,8 +122,14 @@ def measure(engine: Engine, trace: list[Arrival]) -> dict[str, float | int]:
         "prompt_tokens": stats.prompt_tokens, "cached_tokens": stats.cached_tokens,
         **_percentiles("ttft_ms", ttft), **_percentiles("itl_ms", gaps),
         "preemptions": stats.preemptions, "dispatches": stats.dispatches, "steps": stats.steps,
-        "host_share": stats.host_seconds / max(stats.host_seconds + stats.device_seconds, 1e-9),
+        **seconds_of(stats), "host_share": stats.host_seconds / seconds,
     }  # fmt: skip
+
+
+def seconds_of(stats: Stats) -> dict[str, float]:
+    """Every counter of the engine that counts seconds."""
+    names = [field.name for field in dataclasses.fields(stats) if field.name.endswith("_seconds")]
+    return {name: getattr(stats, name) for name in names}
 
 
 def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import platform
 import jax
 
 import jattn
+from jattn import compile_cache
 from jattn import demo as self_check
 from jattn.cli import screen
 from jattn.device import devices
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
         ("memory a cache may take", f"{sizing.free_bytes() / 2**30:.1f} GiB"),
         *((f"extra {extra}", _extra(extra, packages)) for extra, packages in EXTRAS.items()),
         ("native CPU library", _native()),
+        ("compiled programs", _programs()),
     ]
     screen.table(("", ""), rows, plain="\n".join(f"{name}: {value}" for name, value in rows))
     print()
@@ -58,6 +60,13 @@ def _native() -> str:
         return status.reason
     origin = "prebuilt, from the package" if status.prebuilt else "compiled on this machine"
     return f"{origin}, runs {', '.join(status.isas)} here: {status.path}"
+
+
+def _programs() -> str:
+    found = compile_cache.status()
+    if found.reason:
+        return f"not kept by jattn: {found.reason}"
+    return f"{found.programs} of {found.bytes / 2**20:.1f} MB in {found.folder} (to empty it, remove that folder)"
 
 
 def _verdict(wrong: int) -> str:

@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from jattn import device, embedded
+from jattn import compile_cache, device, embedded
 from jattn.cli import screen
 from jattn.engine import Engine, SamplingParams, keep_freed_memory
 
@@ -24,6 +24,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--backend", default="auto", help="attention backend (default: auto; see `jattn explain`)")
     group.add_argument("--deterministic", action="store_true", help="the same bits in every batch; slower")
     group.add_argument("--no-prefix-caching", action="store_true", help="do not share the blocks of equal beginnings")
+    group.add_argument(
+        "--compile-cache-mb",
+        type=int,
+        metavar="MB",
+        help="size limit of the compiled programs on disk; 0: keep and load none "
+        f"(default: {compile_cache.MAX_MB}; see `jattn doctor`)",
+    )
 
 
 def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
@@ -32,6 +39,7 @@ def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
         raise ValueError("--model is empty: give a folder, or omit --model for the embedded model")
     keep_freed_memory()
     device.detect()  # raises UnsupportedError if JAX cannot start
+    keep_programs(args.compile_cache_mb)
     options = dict(
         num_blocks=args.num_blocks,
         block_size=args.block_size,
@@ -46,6 +54,19 @@ def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
     folder = embedded.directory() if args.model is None else args.model
     with screen.progress("loading") as report:
         return Engine.from_pretrained(folder, progress=report, **options)
+
+
+def keep_programs(max_mb: int | None) -> None:
+    """Keep compiled programs on disk, as --compile-cache-mb says."""
+    folder = compile_cache.users_folder()
+    if max_mb is not None and folder:
+        raise ValueError(
+            f"--compile-cache-mb {max_mb} limits jattn's own cache, but JAX_COMPILATION_CACHE_DIR={folder} is set; "
+            "give one of the two"
+        )
+    if max_mb is not None and max_mb < 0:
+        raise ValueError(f"--compile-cache-mb {max_mb} must be 0 or more")
+    compile_cache.enable(compile_cache.MAX_MB if max_mb is None else max_mb)
 
 
 SAMPLING = dict(

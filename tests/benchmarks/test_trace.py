@@ -9,6 +9,7 @@ from benchmarks.gpu import timeline, trace
 from benchmarks.gpu.timeline import Kernel, Timeline
 
 
+@pytest.mark.slow
 def test_the_small_form_serves_and_keeps_its_rows(tmp_path):
     assert trace.main(["--small", "--out", str(tmp_path)]) == 0
     served, first = records.read(tmp_path / "trace.jsonl")
@@ -18,7 +19,7 @@ def test_the_small_form_serves_and_keeps_its_rows(tmp_path):
     assert 0 < served["ttft_ms_p50"] <= served["ttft_ms_p99"] <= served["seconds"] * 1e3
     assert served["itl_ms_p50"] <= served["gap_ms_p50"]
     assert served["stats"]["output_tokens"] == served["output_tokens"] and served["compiled_later"] == 0
-    assert sum(entry["count"] for entry in served["dispatches"].values()) == served["stats"]["dispatches"]
+    assert sum(served["dispatches"].values()) == served["stats"]["dispatches"]
     assert first["case"] == "ttft_small" and first["ms"] in first["rounds_ms"] and first["compiled_later"] == 0
     assert {"date", "commit", "chip", "jax", "bench"} <= served.keys() & first.keys()
 
@@ -82,14 +83,42 @@ def test_busy_time_counts_overlaps_once_and_goes_to_the_shape_that_was_sent():
         ((5.0, "4x4"), (25.0, "16x4"), (45.0, "4x4")),
     )
     assert found.busy == pytest.approx(450e-9)
-    assert found.seconds_of_shapes == pytest.approx({"4x4": 300e-9, "other": 50e-9, "16x4": 100e-9})
-    nameless = Timeline((kernel(100, 200, 4, None), kernel(200, 250, None, None)), found.launches, found.sends)
-    assert nameless.seconds_of_shapes == pytest.approx({"16x4": 100e-9, "4x4": 50e-9})
+    assert {shape: row["busy_seconds"] for shape, row in found.shapes.items()} == pytest.approx(
+        {"4x4": 300e-9, "other": 50e-9, "16x4": 100e-9}
+    )
+    assert found.shapes["4x4"]["span_seconds"] == pytest.approx(300e-9)
+    rest = found.launches, found.sends
+    nameless = Timeline((kernel(100, 200, 4, None), kernel(200, 250, None, None)), *rest)
+    assert {shape: row["busy_seconds"] for shape, row in nameless.shapes.items()} == pytest.approx(
+        {"16x4": 100e-9, "4x4": 50e-9}
+    )
+    gaps = Timeline((kernel(100, 200, 1, "jit_dispatch 7"), kernel(250, 300, 2, "jit_dispatch 7")), *rest)
+    assert gaps.shapes == {"4x4": pytest.approx(dict(busy_seconds=150e-9, span_seconds=200e-9))}
+
+
+def test_busy_time_is_that_of_kernels_unless_the_profiler_missed_them():
+    share = lambda kernels, graphs: trace.busy_share(dict(device_busy_of_kernels=kernels, device_busy_of_graphs=graphs))
+    assert share(0.8, 0.9) == dict(device_busy=0.8, device_busy_by="kernels")
+    assert share(0.1, 0.9) == dict(device_busy=0.9, device_busy_by="graphs")
+    assert trace.busy_share(dict(device_busy_of_kernels=0.7)) == dict(device_busy=0.7, device_busy_by="kernels")
 
 
 def test_a_profile_without_a_device_is_an_error(tmp_path):
     with jax.profiler.trace(tmp_path):
-        with jax.profiler.TraceAnnotation(timeline.SEND.format(4, 4)):
-            jnp.zeros(3).block_until_ready()
+        jnp.zeros(3).block_until_ready()
     with pytest.raises(RuntimeError, match="shows no kernel"):
-        timeline.read(str(tmp_path))
+        timeline.read(str(tmp_path), [])
+
+
+def test_the_engine_names_each_dispatch_in_a_profile(tmp_path):
+    """`timeline.read` relies on it: one host event for each dispatch."""
+    config, params = trace.model_of(True, 96)
+    engine = trace.engine_of(config, params, 2, 32, 64)
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level, options.python_tracer_level = 1, 0
+    with trace.watched() as seen, jax.profiler.trace(tmp_path, profiler_options=options):
+        trace.serve(engine, [([5] * 9, 5), ([6] * 20, 30)])
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    events = [event.name for plane in planes for line in plane.lines for event in line.events]
+    assert events.count(timeline.SEND) == len(seen.sent) > 1

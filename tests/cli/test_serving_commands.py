@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import dataclasses
 import io
 import json
 import re
@@ -13,6 +14,7 @@ from jattn.cli import generate, options, screen
 from jattn.cli.trace import make_trace
 from jattn.embedded import show
 from jattn.engine import request as outputs
+from jattn.engine.stats import Stats
 
 # One set of shapes for all, so that they share their programs; --deterministic has a single one.
 SMALL = ["--num-blocks", "25", "--block-size", "4", "--max-num-seqs", "8", "--max-num-batched-tokens", "32"]
@@ -115,6 +117,9 @@ def test_bench_measures_what_it_served(tmp_path, capsys):
     assert 0 < figures["ttft_ms_p50"] <= figures["ttft_ms_p99"] <= figures["seconds"] * 1e3
     assert figures["output_tokens_per_s"] == pytest.approx(figures["output_tokens"] / figures["seconds"])
     assert "output_tokens_per_s" in capsys.readouterr().out
+    clocks = {field.name for field in dataclasses.fields(Stats) if field.name.endswith("_seconds")}
+    assert clocks >= {"host_seconds", "device_seconds"} and clocks <= figures.keys()
+    assert figures["host_share"] == pytest.approx(figures["host_seconds"] / figures["seconds"])
 
 
 def test_a_trace_is_what_was_asked_for():

@@ -11,9 +11,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from pallas_kernels import folders
 from pallas_kernels.cpu.native import kept, toolchain
-from pallas_kernels.cpu.native.kept import Folder, Library
+from pallas_kernels.cpu.native.kept import Library
 from pallas_kernels.cpu.native.toolchain import BuildError
+from pallas_kernels.folders import Folder, FolderError
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -36,11 +38,13 @@ def library(prebuilt: bool = True) -> Library:
     why = []
     for place in _places(may_build=compiler is not None):
         try:
-            with kept.private(place) as folder:
+            with folders.private(place) as folder:
                 if found := kept.find(folder, compiler):
                     return found
                 if compiler is not None:
                     return _build(folder, cxx, compiler)
+        except FolderError as error:
+            raise BuildError(str(error)) from error
         except OSError as error:
             why.append(f"{place}: {error}")
     if absent:
@@ -76,24 +80,7 @@ def _build(folder: Folder, cxx: tuple[str, ...], compiler: str) -> Library:
 
 
 def _places(may_build: bool) -> Iterator[str]:
-    """$JATTN_CACHE_DIR alone, if it is set; else the user's cache and a temporary folder to which other users cannot
-    write; with may_build, at last a new folder."""
-    if folder := os.environ.get("JATTN_CACHE_DIR"):
-        yield folder
-        return
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(home):  # unset, or to be ignored: XDG's rule
-        home = os.path.join(os.path.expanduser("~"), ".cache")
-    user = os.geteuid() if hasattr(os, "geteuid") else 0
-    for place in (os.path.join(home, "jattn"), os.path.join(tempfile.gettempdir(), f"jattn-{user}")):
-        try:
-            with kept.private(place):
-                pass
-        except BuildError as error:
-            log.warning("the native kernels are not kept there: %s", error)
-        except OSError as error:
-            log.info("the native kernels are not kept in %s: %s", place, error)
-        else:
-            yield place
-    if may_build:  # new, so it holds no library yet
+    """The user's folders; with may_build, at last a new one, unless the user named one."""
+    yield from folders.places()
+    if may_build and not os.environ.get("JATTN_CACHE_DIR"):  # new, so it holds no library yet
         yield tempfile.mkdtemp(prefix="jattn-")

@@ -8,7 +8,6 @@ that is loaded is the one whose bytes were hashed.
 
 import contextlib
 import ctypes
-import errno
 import hashlib
 import logging
 import os
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pallas_kernels.cpu.native import toolchain
-from pallas_kernels.cpu.native.toolchain import BuildError
+from pallas_kernels.folders import Folder, open_to_others
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +30,6 @@ _NAME = re.compile(
     PREFIX
     + r"(?P<sources>[0-9a-f]+)-ffi(?P<major>\d+)\.(?P<minor>\d+)-(?P<compiler>[0-9a-f]+)-(?P<content>[0-9a-f]+)\.so"
 )
-
-
-class Folder(NamedTuple):
-    """An opened folder."""
-
-    path: pathlib.Path
-    fd: int
 
 
 class Library(NamedTuple):
@@ -51,41 +43,6 @@ class Library(NamedTuple):
         """Load the verified file, even if its path now names another; OSError if the system cannot load it."""
         by_descriptor = f"/proc/self/fd/{self.fd}"
         return ctypes.CDLL(by_descriptor if os.path.exists(by_descriptor) else str(self.path))
-
-
-@contextlib.contextmanager
-def private(path: str) -> Iterator[Folder]:
-    """The folder at `path`, created if missing; BuildError if another user could write to it."""
-    if not os.path.isabs(path):
-        raise BuildError(f"the folder {path!r} is not an absolute path")
-    if not hasattr(os, "geteuid") or os.open not in os.supports_dir_fd:
-        raise BuildError("this system does not show who may write to a folder: no library is stored or loaded here")
-    place = pathlib.Path(path)
-    for folder in (*reversed(place.parents), place):
-        if not folder.is_dir():
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-    try:
-        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise BuildError(f"{place} is a symbolic link or no folder; name the folder itself") from error
-        raise
-    try:
-        if why := _open_to_others(os.fstat(fd)):
-            raise BuildError(f"{place} {why}: code is loaded from there; name a folder of your own with mode 0700")
-        yield Folder(place, fd)
-    finally:
-        os.close(fd)
-
-
-def _open_to_others(found: os.stat_result) -> str:
-    """Why another user may have written it; "" if none can."""
-    if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
-    return ""
 
 
 def find(folder: Folder, compiler: str | None = None, packaged: bool = False) -> Library | None:
@@ -115,7 +72,7 @@ def _verified(folder: Folder, name: str, content: str, packaged: bool) -> Librar
         log.warning("%s is passed over: %s", folder.path / name, error)
         return None
     found = os.fstat(fd)
-    why = "is no regular file" if not stat.S_ISREG(found.st_mode) else "" if packaged else _open_to_others(found)
+    why = "is no regular file" if not stat.S_ISREG(found.st_mode) else "" if packaged else open_to_others(found)
     if not why and _hash(_read(fd)) != content:
         why = "is not what its name says: cut off or changed"
     if not why:

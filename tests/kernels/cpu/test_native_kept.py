@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from pallas_kernels import folders
 from pallas_kernels.cpu.native import build, kept, library, toolchain
 from tests.kernels.cpu.native_setup import needs_library
 
@@ -16,14 +17,14 @@ NOBODY = 65534
 
 
 def found_in(place: pathlib.Path, **how) -> str | None:
-    with kept.private(str(place)) as folder:
+    with folders.private(str(place)) as folder:
         found = kept.find(folder, **how)
     return found and found.path.name
 
 
 def refused(monkeypatch, place: pathlib.Path, why: str) -> None:
     """Asserts that `private` refuses the folder, and that it is the library's reason as JATTN_CACHE_DIR."""
-    with pytest.raises(toolchain.BuildError, match=why), kept.private(str(place)):
+    with pytest.raises(folders.FolderError, match=why), folders.private(str(place)):
         pass
     monkeypatch.setenv("JATTN_CACHE_DIR", str(place))
     assert str(place) in library._load().reason
@@ -197,7 +198,7 @@ def test_what_is_loaded_is_the_file_that_was_verified(tmp_path):
     place.mkdir(mode=0o700)
     copy = pathlib.Path(shutil.copy(real, place))
     copy.chmod(0o700)
-    with kept.private(str(place)) as folder:
+    with folders.private(str(place)) as folder:
         found = kept.find(folder)
     assert found and found.path == copy
     copy.unlink()
