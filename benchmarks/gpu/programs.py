@@ -1,6 +1,6 @@
 """Programs of a decode step compared: seconds to compile, milliseconds a step, kernels.
 
-    python -m benchmarks.gpu.programs [--small] [--seconds 220] [--only NAME ...]
+    python -m benchmarks.gpu.programs [--small] [--seconds 220]
 
 Prints one line a program. --small is a model for trying the script on a CPU, without the GPU's options.
 """
@@ -191,14 +191,14 @@ def main():
     def caches_of(size):
         return jax.jit(lambda: jax.tree.map(numbers, config.make_caches(blocks_of(size), size, dtype)))
 
-    def program(name, tokens, rows, options, size=16, **sampling):
+    def program(name, tokens, rows, options, size=64, **sampling):
         sized = dataclasses.replace(shapes, block_size=size)
         batch = batch_of(sized, tokens, rows, blocks_of(size), **sampling)
         chosen = OPTIONS[options][not rows] if gpu else {}
         return Program(name, plain, params, caches_of(size), before, pack(batch), chosen, BURST if rows else 1)
 
-    def decode(rows, options, size=16, **sampling):
-        more = "".join(f" {k}={v}" for k, v in sampling.items()) + (f" pages of {size}" if size != 16 else "")
+    def decode(rows, options, size=64, **sampling):
+        more = "".join(f" {k}={v}" for k, v in sampling.items()) + (f" pages of {size}" if size != 64 else "")
         return program(f"r{rows} {options}{more}", rows, rows, options, size, **sampling)
 
     def mixed(tokens, options):
@@ -233,7 +233,7 @@ def main():
         [lambda: mixed(max_rows, "engine"), lambda: decode(max_rows // 4, "engine")],
         [lambda: deep(16)],
         [lambda: deep(80 if not args.small else 4)],
-        [lambda: decode(half, "engine", 64), lambda: decode(1, "engine", 64)],
+        [lambda: decode(half, "engine", 16), lambda: decode(1, "engine", 16)],
     ]
     print(
         "== program: trace, lower, compile, first run (s); a call, a step after a pause, sustained (ms); equal tokens"
