@@ -11,9 +11,10 @@ from pallas_kernels.algebra.paging import cdiv
 MIN_MIXED_TOKENS = 16
 """The tokens of the smallest bucket for batches with a prompt."""
 
-FEW_ROWS = (1, 4, 16)
-"""On an accelerator, the rows of decodes up to 16. A step of few rows takes as long as reading the weights: on an H200
-1.21 ms for 1 and for 4 rows, 1.36 for 16, 1.52 for 32 (1.1e9 parameters in bf16). A program takes 5 s to compile."""
+LEAST_ROWS, FEW_ROWS = 4, 16
+"""On an accelerator decodes have at least 4 rows, and none between 4 and 16. A step of few rows takes as long as the
+weights take to read: on an H200 1.01 ms for 4 rows, 1.16 for 16, 1.32 for 32 (1.1e9 parameters in bf16). One row takes
+1.02 ms, because a product of a single row is slow, and duplicates it. A program takes 5 s to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,8 @@ class StepShapes:
     block_size: int  # tokens of a block
     deterministic: bool = False
     with_final_lens: bool = False  # batches have final_seq_lens, because the model's rotary angles depend on them
-    is_coarse: bool = dataclasses.field(default_factory=lambda: jax.default_backend() != "cpu")  # decodes as FEW_ROWS
+    # Fewer shapes for decodes: see LEAST_ROWS.
+    is_coarse: bool = dataclasses.field(default_factory=lambda: jax.default_backend() != "cpu")
 
     @property
     def buckets(self) -> Buckets:
@@ -39,8 +41,10 @@ class StepShapes:
             return Buckets((max_tokens,), (max_tokens,), (self.max_blocks,))
         smallest = min(max(MIN_MIXED_TOKENS, max_rows), max_tokens)  # a batch has at least one token for each row
         tokens = tuple(n for n in powers.tokens if n >= smallest)
-        last, least = powers.reqs[-1], FEW_ROWS[-1]
-        rows = tuple(n for n in powers.reqs if not self.is_coarse or n in FEW_ROWS or n >= min(least, last))
+        rows = powers.reqs
+        if self.is_coarse:
+            used = (n for n in rows if n <= LEAST_ROWS or n >= FEW_ROWS or n == rows[-1])
+            rows = tuple(dict.fromkeys(max(n, LEAST_ROWS) for n in used))
         return Buckets(tokens, rows, (self.max_blocks,))
 
     @property

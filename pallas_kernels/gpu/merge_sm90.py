@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 
 PARTS_IN_FLIGHT = 8  # parts that are loaded at the same time
@@ -46,7 +47,7 @@ def _kernel(cfg, width, info, cta, per_head, part, part_lse, out_ref, lse_ref):
             state = (acc * tiles.across_columns(a, shape) + out * tiles.across_columns(b, shape), new_m, total * a + b)
         return state
 
-    @pl.when((unit >= 0) & (nrows > 0))
+    @when((unit >= 0) & (nrows > 0))
     def _():
         steps = lax.div(last - first + PARTS_IN_FLIGHT, jnp.int32(PARTS_IN_FLIGHT))
         acc, m, total = lax.fori_loop(0, steps, step, tiles.start_state(width))

@@ -77,11 +77,12 @@ def slices_by_a_loop(function, *args) -> list[str]:
     """The operations that slice or stack by the counter of a loop; XLA may copy for them outside command buffers."""
     found = []
     for equation, inside in loops(jax.make_jaxpr(function)(*args).jaxpr):
-        name, params = equation.primitive.name, equation.params
-        if name == "scan" and len(equation.invars) > params["num_consts"] + params["num_carry"]:
-            found.append("scan over arrays")
-        if name == "scan" and len(equation.outvars) > params["num_carry"]:
-            found.append("scan that stacks")
+        name = equation.primitive.name
+        if name == "scan":
+            body = equation.params["jaxpr"].jaxpr
+            shapes = lambda variables: [x.aval.shape for x in variables]
+            found += ["scan over arrays"] * (shapes(equation.invars) != shapes(body.invars))
+            found += ["scan that stacks"] * (shapes(equation.outvars) != shapes(body.outvars))
         if inside and name in ("dynamic_slice", "dynamic_update_slice"):
             found.append(name)
     return found
