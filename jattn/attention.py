@@ -23,6 +23,7 @@ from jattn.errors.arguments import boolean, check_kind, integer, integers, seque
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.batch import BATCH, queries_of
 from jattn.ops.layer import output_dtype
+from jattn.ops.rotation import Angles, check_angles, rotate
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec, with_arrays
 from jattn.types import Feature
@@ -101,17 +102,22 @@ class PagedAttention:
         cache: PagedKV,
         m: Any,
         params: AttentionParams | None = None,
+        angles: Angles | None = None,
     ) -> tuple[PagedKV, AttentionState]:
         """Write k [T K D] and v [T K V] to the batch's slots, then attend with q [T H D].
 
         k = v = None writes nothing: for a layer that reads another layer's cache, and for cross attention after its
         first step. An encoder_decoder layer takes the packed k and v of the encoder's tokens.
+        angles: q and k are rotated by them first; some backends rotate and write in one kernel.
         """
         if k is None and v is None:
+            q = q if angles is None else rotate(q, angles)
             return cache, self.attend(q, cache, m, params)
         q, params = self._checked(q, cache, m, params)
         k, v = checks.check_keys(self.spec, k, v, m.slot_mapping.shape[0])
-        return _update_and_forward(self.impl, q, k, v, cache, m, params)
+        if angles is not None:
+            check_angles(check_kind("angles", angles, Angles), q, k)
+        return _update_and_forward(self.impl, q, k, v, cache, m, params, angles)
 
     def attend(self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams | None = None) -> AttentionState:
         """Attention of q [T H D] over the cached keys; nothing is written."""
@@ -245,8 +251,11 @@ def _forward(impl: AttentionImpl, q, cache, m, params) -> AttentionState:
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _update_and_forward(impl: AttentionImpl, q, k, v, cache, m, params) -> tuple[PagedKV, AttentionState]:
+def _update_and_forward(impl: AttentionImpl, q, k, v, cache, m, params, angles) -> tuple[PagedKV, AttentionState]:
     checks.check_functions(impl.spec)
+    if q.shape[0] and angles is not None:
+        return impl.rotate_update_and_forward(q, k, v, angles, cache, m, params)
+    k = k if angles is None else rotate(k, angles)
     if q.shape[0]:
         return impl.update_and_forward(q, k, v, cache, m, params)
     return impl.do_kv_cache_update(cache, k, v, m, params) if k.shape[0] else cache, _no_tokens(impl, q)

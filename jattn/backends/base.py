@@ -19,6 +19,7 @@ from jattn.compat.vllm.backend_methods import BackendMethods, BuilderMethods, Im
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata import CommonAttentionMetadata
+from jattn.ops.rotation import Angles, rotate
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import PAD_SLOT_ID, AnyArray, AttentionType, Feature, MultipleOf, bases_of
@@ -119,6 +120,12 @@ class AttentionImpl(ImplMethods, abc.ABC, Generic[M]):
         """Write k and v, then attend. A backend whose kernel does both overrides this."""
         cache = self.do_kv_cache_update(cache, k, v, m, params)
         return cache, self.forward(q, cache, m, params)
+
+    def rotate_update_and_forward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, angles: Angles, cache: PagedKV, m: M, params: AttentionParams
+    ) -> tuple[PagedKV, AttentionState]:
+        """The same after rotating q and k. A backend with a kernel that rotates and writes overrides this."""
+        return self.update_and_forward(rotate(q, angles), rotate(k, angles), v, cache, m, params)
 
     def prepare_params(self, params: AttentionParams) -> AttentionParams:
         """Transform the weights once after loading, e.g. split MLA's kv_b_proj."""

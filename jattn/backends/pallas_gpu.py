@@ -7,6 +7,7 @@ chosen, in which they do not.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,20 @@ from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.kernel import PagedKernelBackend
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import encode_rows
-from jattn.cache.write import packed_as_pages, write_backward
+from jattn.cache.write import packed_as_pages, write_backward, write_kv
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.ops.gradient import paged_gradient
+from jattn.ops.rotation import Angles, rotate
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
+from pallas_kernels.gpu.rotate_write_sm90 import RotateWrite, rotate_and_write
+from pallas_kernels.gpu.rotate_write_sm90 import supports as rotates_and_writes
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
@@ -108,6 +112,16 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
         return _write(self, cache, k, v, m.slot_mapping, params)
 
+    def rotate_update_and_forward(self, q, k, v, angles: Angles, cache: PagedKV, m: PallasGpuMetadata, params):
+        """The same; in one kernel that rotates and writes, if rotate_write_sm90.py supports the layer."""
+        dtypes = (q.dtype.name, k.dtype.name, v.dtype.name, cache.k.dtype.name, cache.v.dtype.name)
+        dims = q.shape[-1], v.shape[-1], angles.dim, angles.interleaved
+        if m.slot_mapping.shape[0] != q.shape[0] or not rotates_and_writes(*dims, dtypes):
+            return super().rotate_update_and_forward(q, k, v, angles, cache, m, params)
+        written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
+        q, cache = written
+        return cache, self.forward(q, cache, m, params)
+
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary cache; the gradient passes through the copy."""
         keys = keys_of(meta, self.spec.attn_type)
@@ -161,6 +175,30 @@ def _write(impl: PallasGpuImpl, cache: PagedKV, k, v, slots, params: AttentionPa
 
 
 _write.defvjp(lambda impl, *args: (_write(impl, *args), args), lambda impl, *args: write_backward(*args))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotate_and_write(impl: PallasGpuImpl, q, k, v, angles: Angles, cache: PagedKV, slots) -> Any:
+    spec = cache.spec
+    sizes = RotateWrite(
+        tokens=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], v_head_dim=v.shape[2],
+        dim=angles.dim, blocks=spec.num_blocks, page=spec.block_size, heads_first=spec.physical_layout == "HND",
+    )  # fmt: skip
+    # XLA makes one kernel of the three projections' last step and this concatenation.
+    rows = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (q, k, v)], axis=1)
+    pools, slots = (cache.k, cache.v), jnp.asarray(slots, jnp.int32)
+    q, (k, v) = rotate_and_write(rows, angles.cos, angles.sin, slots, pools, sizes)
+    return q, dataclasses.replace(cache, k=k, v=v)
+
+
+def _rotate_and_write_backward(impl: PallasGpuImpl, saved, cotangent):
+    def reference(q, k, v, angles, cache):
+        return rotate(q, angles), write_kv(cache, rotate(k, angles), v, saved[-1])
+
+    return *jax.vjp(reference, *saved[:-1])[1](cotangent), None
+
+
+_rotate_and_write.defvjp(lambda impl, *args: (_rotate_and_write(impl, *args), args), _rotate_and_write_backward)
 
 
 class PallasGpuBackend(PagedKernelBackend):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jattn.models import ModelConfig
 from jattn.models.layers import embed, head, self_attention_layer
 from jattn.nn.attention_layer import project_and_attend
+from jattn.nn.rope import rotate
 from jattn.ops.state import AttentionState
 
 
@@ -32,8 +33,10 @@ def dense_logits(config: ModelConfig, params, token_ids):
     return head(config, params, x).reshape(batch, length, -1)
 
 
-def _causal(batch: int, q, k, v, params):
+def _causal(batch: int, q, k, v, params, angles):
     """`attend` of project_and_attend: causal attention within each of the `batch` texts."""
+    if angles is not None:
+        q, k = rotate(q, angles), rotate(k, angles)
     q, k, v = (x.reshape(batch, -1, *x.shape[1:]) for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))

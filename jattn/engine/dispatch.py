@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.engine.packing import Packed
+from jattn.engine.packing import Layout, Packed
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, Penalties, Sampled, SamplingRows, choose
+from jattn.engine.xla_options import PlatformJit
 from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.types import PAD_SLOT_ID, AnyArray, pytree, static
 from pallas_kernels.algebra.paging import slots_of
@@ -91,7 +92,20 @@ def empty_row_state(num_rows: int) -> RowState:
     return RowState(last=none, remaining=none, recent=jnp.full((MAX_STEPS, num_rows), NOT_SAMPLED, jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="caches")
+@functools.cache
+def _tokens(layout: Layout) -> int:
+    """T of a packed Batch."""
+    batch: Batch = jax.tree.unflatten(layout.structure, layout.leaves)
+    (tokens,), _ = batch.token_ids  # its shape and dtype
+    return tokens
+
+
+@functools.partial(
+    PlatformJit,
+    num_tokens=lambda model, params, caches, before, packed: _tokens(packed.layout),
+    static_argnames="model",
+    donate_argnames="caches",
+)
 def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
     """(caches, Sampled with a first axis of MAX_STEPS, RowState). before: the RowState of the previous dispatch.
     packed: a Batch.

@@ -2,12 +2,19 @@
 
 import dataclasses
 
+import jax
+
 from jattn.engine.scheduler import Limits, StepPlan
 from jattn.metadata import Buckets
 from pallas_kernels.algebra.paging import cdiv
 
 MIN_MIXED_TOKENS = 16
 """The tokens of the smallest bucket for batches with a prompt."""
+
+LEAST_ROWS, FEW_ROWS = 4, 16
+"""On an accelerator decodes have at least 4 rows, and none between 4 and 16. A step of few rows takes as long as the
+weights take to read: on an H200 1.01 ms for 4 rows, 1.16 for 16, 1.32 for 32 (1.1e9 parameters in bf16). One row takes
+1.02 ms, because a product of a single row is slow, and duplicates it. A program takes 5 s to compile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,17 +29,23 @@ class StepShapes:
     block_size: int  # tokens of a block
     deterministic: bool = False
     with_final_lens: bool = False  # batches have final_seq_lens, because the model's rotary angles depend on them
+    # Fewer shapes for decodes: see LEAST_ROWS.
+    is_coarse: bool = dataclasses.field(default_factory=lambda: jax.default_backend() != "cpu")
 
     @property
     def buckets(self) -> Buckets:
-        """Powers of two for T and R; the block table always has the columns of the longest sequence."""
+        """Powers of two for T and R, of which some are left out; the block table always has all columns."""
         max_tokens, max_rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
         powers = Buckets.powers_of_two(max_tokens, max_rows, 1)
         if self.deterministic:
             return Buckets((max_tokens,), (max_tokens,), (self.max_blocks,))
         smallest = min(max(MIN_MIXED_TOKENS, max_rows), max_tokens)  # a batch has at least one token for each row
         tokens = tuple(n for n in powers.tokens if n >= smallest)
-        return Buckets(tokens, powers.reqs, (self.max_blocks,))
+        rows = powers.reqs
+        if self.is_coarse:
+            used = (n for n in rows if n <= LEAST_ROWS or n >= FEW_ROWS or n == rows[-1])
+            rows = tuple(dict.fromkeys(max(n, LEAST_ROWS) for n in used))
+        return Buckets(tokens, rows, (self.max_blocks,))
 
     @property
     def max_blocks(self) -> int:

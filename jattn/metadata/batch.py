@@ -247,7 +247,7 @@ class CommonAttentionMetadata:
     def token_to_req(self) -> jax.Array:
         """i32[T] the request of each token; that of a padding token is the last one."""
         tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
-        req = jnp.searchsorted(jnp.asarray(self.query_start_loc)[1:], tokens, side="right")
+        req = jnp.searchsorted(jnp.asarray(self.query_start_loc)[1:], tokens, side="right", method="scan_unrolled")
         return jnp.clip(req, 0, max(self.max_num_reqs - 1, 0)).astype(jnp.int32)
 
     def token_is_live(self) -> jax.Array:

@@ -66,7 +66,7 @@ def forward(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _self_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, positions, angles):
-    attend = lambda q, k, v, params: attn(q, k, v, cache, plan, params)
+    attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
     attention = lambda y: project_and_attend(
         layer.self_attn, weights["attn"], y, attend, positions=positions, angles=angles
     )
@@ -77,7 +77,7 @@ def _self_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache,
 def _cross_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, encoded):
     cross_attn = layer.cross_attn
     assert cross_attn is not None
-    attend = lambda q, k, v, params: attn(q, k, v, cache, plan, params)
+    attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
     attention = lambda y: project_and_attend(cross_attn, weights["cross"], y, attend, keys_from=encoded)
     return residual(layer.cross_norms, "cross", weights, x, attention)
 

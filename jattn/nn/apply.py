@@ -12,7 +12,7 @@ from jattn.errors.arguments import as_array, check_kind, kind, takes
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.batch import BATCH, keys_of, queries_of
 from jattn.nn.attention_layer import Attend, AttentionConfig, project_and_attend
-from jattn.nn.rope import Angles, Rope
+from jattn.nn.rope import Angles, Rope, rotate
 from jattn.spec import AttentionParams, AttentionSpec
 from pallas_kernels.algebra import quant
 
@@ -76,18 +76,20 @@ def _float_of(name: str, x) -> Any:
 def attend_over(
     spec: AttentionSpec, meta: CommonAttentionMetadata, cache, plan: Any, backend: str, x: jax.Array
 ) -> Attend:
-    """attend(q, k, v, params) through the paged cache, or over this batch's keys alone. Queries have the dtype of x."""
+    """`attend` of project_and_attend: through the cache, or over this batch's keys alone. q has the dtype of x."""
     if cache is None:
         if plan is not None:
             raise ValueError("plan is built for a paged cache: pass cache= too, or leave out plan")
 
-        def packed(q: jax.Array, k: Any, v: Any, params: AttentionParams) -> tuple:
+        def packed(q: jax.Array, k: Any, v: Any, params: AttentionParams, angles: Angles | None) -> tuple:
+            if angles is not None:
+                q, k = rotate(q, angles), rotate(k, angles)
             return None, attention(q, k, v, meta, spec, params, backend=backend)  # raises if k or v is None
 
         return packed
     attn = PagedAttention(spec, check_kind("cache", cache, PagedKV).spec, backend, dtype=_float_of("x", x))
     plan = attn.build(meta) if plan is None else plan
-    return lambda q, k, v, params: attn(q, k, v, cache, plan, params)
+    return lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
 
 
 def angles_of(rope: Rope, batch: CommonAttentionMetadata) -> Angles:

@@ -21,7 +21,7 @@ from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType
 
-Attend = Callable[[jax.Array, "jax.Array | None", "jax.Array | None", AttentionParams], tuple]
+Attend = Callable[[jax.Array, "jax.Array | None", "jax.Array | None", AttentionParams, "Angles | None"], tuple]
 
 
 def _temperature_tuning(name: str, value) -> tuple[float, float]:
@@ -76,6 +76,11 @@ class AttentionConfig:
             raise ValueError(
                 "qk_norm_all_heads and qk_norm_after_rope have no effect without qk_norm; pass one, or neither"
             )
+
+    @property
+    def rotates_last(self) -> bool:
+        """True if nothing follows the rotation of q and k. The attention operation then rotates them."""
+        return self.rope is not None and not self.qk_norm_after_rope and self.temperature_tuning is None
 
     @property
     def is_cross(self) -> bool:
@@ -141,18 +146,20 @@ def project_and_attend(
 ) -> tuple:
     """x [T, hidden] -> (cache, [T, hidden]): q, k, v of x, `attend`, and the output projection.
 
-    attend(q, k, v, params) -> (cache, AttentionState) decides where keys and values are kept. keys_from: the encoder's
-    tokens of a cross layer, None once they are cached.
+    attend(q, k, v, params, angles) -> (cache, AttentionState) rotates q and k unless angles is None, and decides where
+    keys and values are kept. keys_from: the encoder's tokens of a cross layer, None once they are cached.
     """
     q, k, v = project(config, weights, x, keys_from)
-    q = _norm_and_rotate(config, weights.get("q_norm", {}), q, angles)
-    k = None if k is None else _norm_and_rotate(config, weights.get("k_norm", {}), k, angles)
+    assert config.rope is None or angles is not None
+    early, late = (None, angles) if config.rotates_last else (angles, None)
+    q = _norm_and_rotate(config, weights.get("q_norm", {}), q, early)
+    k = None if k is None else _norm_and_rotate(config, weights.get("k_norm", {}), k, early)
     if config.temperature_tuning is not None:
         assert positions is not None
         floor_scale, attn_scale = config.temperature_tuning
         factor = 1 + attn_scale * jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1) / floor_scale))
         q = (q * factor[:, None, None]).astype(x.dtype)
-    cache, state = attend(q, k, v, params_of(config, weights))
+    cache, state = attend(q, k, v, params_of(config, weights), late)
     return cache, linear(weights["o"], _heads_joined(state, x.dtype))
 
 
@@ -185,7 +192,7 @@ def _heads_joined(state: AttentionState, dtype) -> jax.Array:
 
 
 def _norm_and_rotate(config: AttentionConfig, norm_weights: dict, x: jax.Array, angles: Angles | None) -> jax.Array:
-    """q or k [T heads D], normalised and rotated, in the order that the config asks for."""
+    """q or k [T heads D], normalised and rotated, in the order that the config asks for. angles None: not rotated."""
 
     def normed(y):
         if config.qk_norm is None:
@@ -195,10 +202,7 @@ def _norm_and_rotate(config: AttentionConfig, norm_weights: dict, x: jax.Array, 
         return config.qk_norm(norm_weights, y)
 
     def rotated(y):
-        if config.rope is None:
-            return y
-        assert angles is not None
-        return rotate(y, angles)
+        return y if config.rope is None or angles is None else rotate(y, angles)
 
     return normed(rotated(x)) if config.qk_norm_after_rope else rotated(normed(x))
 

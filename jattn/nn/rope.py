@@ -1,4 +1,4 @@
-"""Rotary position embeddings: Rope, a static description that computes the angles, and rotate, which applies them."""
+"""Rotary position embeddings: Rope, a static description that computes the angles; `rotate` applies them."""
 
 import dataclasses
 
@@ -10,24 +10,15 @@ from jattn.errors.arguments import (
     check_fields,
     integer,
     integers,
-    is_float,
     kind,
     number,
     optional,
-    reals,
     takes,
 )
 from jattn.nn.rope_scaling import MAX_THETA, RopeScaling
-from jattn.types import pytree, static
+from jattn.ops.rotation import Angles, rotate
 
-
-@pytree
-class Angles:
-    """cos and sin of every token, computed once per step for all layers with the same Rope."""
-
-    cos: jax.Array  # f32[T, dim // 2]
-    sin: jax.Array
-    interleaved: bool = static()
+__all__ = ["Angles", "Rope", "rotate"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,29 +50,3 @@ class Rope:
         angle = self.scaling.angles(self.dim, self.theta, positions, lengths)
         factor = self.scaling.attention_factor
         return Angles(cos=jnp.cos(angle) * factor, sin=jnp.sin(angle) * factor, interleaved=self.interleaved)
-
-
-def _floats(name: str, x):
-    x = jnp.asarray(reals(3)(name, x))
-    if not is_float(x.dtype):
-        raise ValueError(f"{name}.dtype={x.dtype} must be a float type")
-    return x
-
-
-@takes(x=_floats, angles=kind(Angles))
-def rotate(x: jax.Array, angles: Angles) -> jax.Array:
-    """x [T, heads, D] with the first dimensions of each head rotated; computed in float32, returned in x's dtype."""
-    cos, sin = angles.cos[:, None, :], angles.sin[:, None, :]
-    dim = 2 * cos.shape[-1]
-    if dim > x.shape[-1]:
-        raise ValueError(f"rope angles rotate {dim} dimensions, but a head of x has {x.shape[-1]}")
-    if x.shape[0] != cos.shape[0]:
-        raise ValueError(f"{x.shape=} must have the T={cos.shape[0]} rows of angles")
-    rotated, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
-    if angles.interleaved:
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
-        rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(rotated.shape)
-    else:
-        a, b = jnp.split(rotated, 2, axis=-1)
-        rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)

@@ -12,9 +12,10 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 
-PARTS_IN_FLIGHT = 4  # parts that are loaded at the same time
+PARTS_IN_FLIGHT = 8  # parts that are loaded at the same time
 COLUMNS = 32  # columns of the output that one CTA merges
 
 
@@ -46,7 +47,7 @@ def _kernel(cfg, width, info, cta, per_head, part, part_lse, out_ref, lse_ref):
             state = (acc * tiles.across_columns(a, shape) + out * tiles.across_columns(b, shape), new_m, total * a + b)
         return state
 
-    @pl.when((unit >= 0) & (nrows > 0))
+    @when((unit >= 0) & (nrows > 0))
     def _():
         steps = lax.div(last - first + PARTS_IN_FLIGHT, jnp.int32(PARTS_IN_FLIGHT))
         acc, m, total = lax.fori_loop(0, steps, step, tiles.start_state(width))
@@ -69,7 +70,8 @@ def merge_parts(cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head):
         _kernel(cfg, width, *refs)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    grid = (cfg.num_ctas, 2, cfg.v_head_dim // width)
+    halves = 2 if cfg.long_tiles else 1  # of a tile: 64 rows each
+    grid = (cfg.num_ctas, halves, cfg.v_head_dim // width)
     mesh = plgpu.Mesh(grid=grid, grid_names=("cut", "half", "column"), num_threads=1, thread_name="wg")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     pl.kernel(merge_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="merge_parts")(

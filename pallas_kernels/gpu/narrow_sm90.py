@@ -14,6 +14,7 @@ from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import warp_mma_sm90 as warps
 from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.branch import as_number
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
 from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_blocks, zero_unseen_values
@@ -108,8 +109,8 @@ def _merge_warps(cfg: GpuKernelConfig, refs: Refs, piece: Piece, acc, stats, wg)
     """Merges the states of the eight warps, eight rows at a time, in the buffer of the queries, no longer used."""
     scratch = (refs.q_tile.at[piece.buffer], refs.stats)
     kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)
-    slot = 2 * lax.axis_index("cta") + (piece.lo == 0).astype(jnp.int32)
-    part = (piece.is_part.astype(jnp.int32), slot)
+    slot = 2 * lax.axis_index("cta") + as_number(piece.lo == 0)
+    part = (as_number(piece.is_part), slot)
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS], wg)
 
     def sync_warpgroups():

@@ -26,6 +26,7 @@ from jax import lax
 from pallas_kernels.algebra.checks import check_arrays
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.merge_sm90 import merge_parts
 from pallas_kernels.gpu.narrow_sm90 import narrow_tile
@@ -135,12 +136,12 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         wg = lax.axis_index("wg")
         compute, load = REGISTERS_TOKEN_SCALES if cfg.token_scales else REGISTERS
 
-        @pl.when(wg < 2)
+        @when(wg < 2)
         def _():
             plgpu.set_max_registers(compute, action="increase")
             _compute(cfg, refs, wg)
 
-        @pl.when(wg == 2)
+        @when(wg == 2)
         def _():
             plgpu.set_max_registers(load, action="decrease")
             load_pages(cfg, refs)
@@ -172,8 +173,8 @@ def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
         few = piece[wl.NROWS] <= (cfg.narrow_rows or wl.SHORT_ROWS)
         few_rows = narrow_tile if cfg.narrow_rows else short_tile
         many_rows = long_tile if cfg.long_tiles else blank_tile  # without long tiles only padding has many rows
-        pl.when(few)(lambda: few_rows(cfg, refs, piece, wg, blocks_before))
-        pl.when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, blocks_before))
+        when(few)(lambda: few_rows(cfg, refs, piece, wg, blocks_before))
+        when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, blocks_before))
         plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
         return blocks_before + piece.count
 

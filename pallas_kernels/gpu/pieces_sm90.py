@@ -10,6 +10,7 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 
 
@@ -76,7 +77,7 @@ class Piece:
 
 def count_pieces(cta, me):
     waves, u0, _, u1, b1 = (cta[me, i] for i in range(5))
-    return waves + (u1 - u0) + (b1 > 0).astype(jnp.int32)
+    return waves + (u1 - u0) + as_number(b1 > 0)
 
 
 def _piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
@@ -99,7 +100,7 @@ def _send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     piece = _piece_from_list(cfg, refs, j)
     buffer = piece.buffer
 
-    @pl.when(j >= cfg.q_buffers)
+    @when(j >= cfg.q_buffers)
     def _():
         plgpu.barrier_wait(refs.q_free.at[buffer])
 
@@ -113,7 +114,7 @@ def _send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
         rows.load_rows(refs.q, refs.q_tile.at[buffer, half], *where, **kind)
 
     load_half(0)
-    pl.when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1))
+    when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1))
     rows.await_rows()
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.q_full.at[buffer])
@@ -166,7 +167,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             offset = pl.multiple_of(lax.rem((blk0 + i) * block, jnp.int32(page)), 8) if width < page else 0
 
             def fill(pool, tile, full, free):
-                @pl.when(block_number >= cfg.stages)
+                @when(block_number >= cfg.stages)
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 

@@ -120,6 +120,12 @@ def pack_16bit(low, high, dtype: str):
     return asm_value(f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", high, low, pure=True)
 
 
+def float_of_bf16(word, half: int):
+    """The f32 of the low (0) or high (1) bfloat16 of a word."""
+    text = "and.b32 $0, $1, 0xffff0000;" if half else "shl.b32 $0, $1, 16;"
+    return asm_value(text, "=f,r", word, pure=True)
+
+
 def byte_permute(word, selector: int):
     """The bytes of a word in the order of the selector's four hexadecimal digits."""
     return asm_value(f"prmt.b32 $0, $1, 0, {selector:#x};", "=r,r", word, pure=True)

@@ -13,6 +13,7 @@ from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
@@ -113,7 +114,7 @@ def zero_unseen_values(cfg: GpuKernelConfig, refs: Refs, piece: Piece, slot, kv0
     """
     first, last = piece[wl.KSTART] - kv0, piece[wl.SEQ] - kv0
 
-    @pl.when((first > 0) | (last < cfg.block_kv))
+    @when((first > 0) | (last < cfg.block_kv))
     def _():
         kind = dict(rows=cfg.block_kv, dim=cfg.v_head_dim, dtype=cfg.kv_dtype)
         rows.zero_rows(refs.v_tile.at[slot], first, last, **kind)
@@ -168,15 +169,15 @@ def _finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, sta
     v_scale = refs.scales[piece[HEAD], 1]
     nrows = piece[wl.NROWS] - tile_row
 
-    @pl.when(piece.is_part)
+    @when(piece.is_part)
     def _():
         safe = jnp.where(total > 0.0, total, 1.0)
         lse = jnp.where(total > 0.0, m + lax.log(safe) * LOG2E, -jnp.inf)
-        slot = 2 * lax.axis_index("cta") + (piece.lo == 0).astype(jnp.int32)
+        slot = 2 * lax.axis_index("cta") + as_number(piece.lo == 0)
         out = acc * across_columns(v_scale / safe, shape)
         rows.store_partial(refs.part, refs.part_lse, out, lse, slot, tile_row, nrows)
 
-    @pl.when(jnp.logical_not(piece.is_part))
+    @when(jnp.logical_not(piece.is_part))
     def _():
         sink, head0 = None, piece[HEAD] * cfg.group
         if cfg.has_sinks:
@@ -265,11 +266,11 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         plgpu.barrier_arrive(refs.compute_barrier)
         plgpu.barrier_wait(refs.compute_barrier)
 
-    @pl.when(n > 0)
+    @when(n > 0)
     def _():
         plgpu.barrier_wait(refs.k_full.at[slot_of(0)])
 
-    pl.when(wg == 1)(swap)
+    when(wg == 1)(swap)
 
     def step(j, carry, masked):
         acc, m, total = carry
@@ -291,7 +292,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         plgpu.barrier_wait(refs.compute_barrier)
 
         def wait_for_next_keys():
-            @pl.when(j + 1 < n)
+            @when(j + 1 < n)
             def _():
                 plgpu.barrier_wait(refs.k_full.at[slot_of(j + 1)])
 
@@ -300,7 +301,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         return acc, m, total
 
     state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
-    pl.when(wg == 0)(swap)
+    when(wg == 0)(swap)
     _finish(cfg, refs, piece, state, 64 * wg, q_tile)
 
 
@@ -349,10 +350,10 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         values, release = _value_operand(cfg, refs, wg, slot)
         acc = _add_weighted_values(acc, _weights(cfg, p, of_values), values)
         release()
-        pl.when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
+        when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
         return acc, m, total
 
-    pl.when((wg == 1) & (n > 0))(lambda: skip_block(cfg, refs, blocks_before))
+    when((wg == 1) & (n > 0))(lambda: skip_block(cfg, refs, blocks_before))
     own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in full_block_bounds(piece)]
     state = loop_over_blocks(cfg, step, own, _start(cfg))
     _merge_warpgroups(cfg, refs, piece, state, wg)
@@ -369,12 +370,12 @@ def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg)
     kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)
     sync_warpgroups()
 
-    @pl.when(wg == 1)
+    @when(wg == 1)
     def _():
         rows.put_fragment(*scratch, *state, **kind)
         sync_warpgroups()
 
-    @pl.when(wg == 0)
+    @when(wg == 0)
     def _():
         sync_warpgroups()
         acc, m, total = state

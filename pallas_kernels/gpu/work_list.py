@@ -32,6 +32,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.algebra.paging import cdiv
@@ -181,11 +182,18 @@ def _cut_line(nblk, config):
 
 def place_of(unit, set_units, heads: int, set_heads: jax.Array | int):
     """Unit -> (tile, kv head). set_units: units of one set of heads. Works on arrays and on scalars of the kernel."""
-    of_set = unit // set_units
-    within = unit - of_set * set_units
-    down = (heads // set_heads - 1 - of_set) % 2 == 0  # the last set goes from the first tile to the last
+    of_set, within = _divmod(unit, set_units)
+    sets, _ = _divmod(heads, set_heads)
+    down = _divmod(sets + of_set, 2)[1] == 1  # the last set goes from the first tile to the last
     within = jnp.where(down, within, set_units - 1 - within)
-    return within // set_heads, of_set * set_heads + within % set_heads
+    tile, head = _divmod(within, set_heads)
+    return tile, of_set * set_heads + head
+
+
+def _divmod(x, y):
+    """(x // y, x % y) of i32 that are not negative. Mosaic takes 0.2 s to lower the signs of // and %."""
+    x, y = jnp.broadcast_arrays(jnp.asarray(x, jnp.int32), jnp.asarray(y, jnp.int32))
+    return lax.div(x, y), lax.rem(x, y)
 
 
 def _assign(info, cost, config) -> GpuWorkList:

@@ -13,6 +13,7 @@ from jax import lax
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu.branch import when
 
 THREADS = 128
 CHUNKS = 4  # chunks of 16 bytes that a thread loads before it stores the first
@@ -55,7 +56,7 @@ def write_rows(rows, scales, slots, pools, scale_pools, *, page_size: int, heads
         sources, targets = refs[: len(refs) // 2], refs[len(refs) // 2 :]
         for i, shape in enumerate(shapes):
 
-            @pl.when(lax.axis_index("pool") == i)
+            @when(lax.axis_index("pool") == i)
             def _(i=i, shape=shape):
                 first = lax.axis_index("part") * step
                 _move(shape, slots, sources[i], targets[i], first, tokens)

@@ -114,6 +114,22 @@ def test_cross_attention_writes_the_encoders_keys_once_and_reads_them_later():
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "toy"])
+def test_angles_rotate_queries_and_keys_before_anything_else(toy, backend):
+    attn = PagedAttention(SPEC, CACHE, backend)
+    angles = jattn.nn.Rope(dim=4).angles(jnp.arange(TOKENS))
+    m, turned = attn.build(batch()), jattn.nn.rotate(K, angles)
+    cache, state = attn(Q, K, V, filled(), m, angles=angles)
+    same_cache, same = attn(jattn.nn.rotate(Q, angles), turned, V, filled(), m)
+    assert not np.array_equal(turned, K)
+    np.testing.assert_array_equal(cache.logical()[0], same_cache.logical()[0])
+    np.testing.assert_array_equal(state.out, same.out)
+    _, read_only = attn(Q, None, None, cache, m, angles=angles)
+    np.testing.assert_array_equal(read_only.out, state.out)
+    with pytest.raises(ValueError, match="rows of angles"):
+        attn(Q, K, V, filled(), m, angles=jattn.nn.Rope(dim=4).angles(jnp.arange(TOKENS + 1)))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "toy"])
 @pytest.mark.parametrize("traced", [False, True])
 def test_layers_share_one_pool(toy, backend, traced):
     """The blocks of layer l begin at l * N. A slot after a layer's blocks is not written, in the next layer either."""

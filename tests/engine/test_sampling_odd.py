@@ -6,10 +6,11 @@ R-36 (all samples alike) and R-47 (an id past the vocabulary, a fault on NaN, a 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.engine import SamplingParams
+from jattn.engine import SamplingParams, sampling
 from jattn.engine.sampling import BAD_TOKEN, choose
 from tests.engine.rows import penalties_of, sampling_rows
 
@@ -170,3 +171,24 @@ def test_the_chi_square_test_sees_a_key_that_does_not_advance():
     assert chances(np.full(4000, 2))["alone"] > 20
     assert chances(np.repeat(fair[:2000], 2))["after another"] > 20
     assert chances(rng.integers(5, size=4000))["alone"] > 8
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_the_most_likely_one_by_one_are_those_of_a_sort(count):
+    x = np.random.default_rng(3).normal(size=(6, 300)).astype(np.float32)
+    x[1] = np.round(x[1])  # many ties
+    x[2, 7:] = -np.inf  # fewer finite numbers than are asked for
+    x[3] = 0.0
+    x[4, ::2] *= -0.0  # equal to 0
+    values, tokens = jax.jit(sampling._one_by_one, static_argnums=0)(count, jnp.asarray(x))
+    order = np.argsort(-x, axis=-1, kind="stable")[:, :count]
+    np.testing.assert_array_equal(values, np.take_along_axis(x, order, axis=-1))
+    np.testing.assert_array_equal(tokens, order)
+
+
+def test_the_order_of_floats_is_that_of_their_bits():
+    x = np.array([-np.inf, -1e30, -1.0, -1e-37, 0.0, 1e-37, 2.0, 3e38, np.inf], np.float32)
+    keys = np.asarray(sampling.ordered_bits(jnp.asarray(x))).astype(np.int64)
+    assert keys[0] > 0
+    assert sampling.ordered_bits(jnp.float32(-0.0)) == sampling.ordered_bits(jnp.float32(0.0))
+    assert (np.diff(keys) > 0).all()

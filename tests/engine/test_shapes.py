@@ -12,9 +12,9 @@ from jattn.engine.shapes import StepShapes
 from tests.rooms.tree import ROOT
 
 
-@hypothesis.given(st.data(), st.integers(1, 70), st.integers(0, 200), st.booleans())
-def test_every_plan_within_the_limits_has_a_shape_that_was_announced(data, rows, more, deterministic):
-    shapes = StepShapes(Limits(rows, rows + more, 100), 16, deterministic)
+@hypothesis.given(st.data(), st.integers(1, 70), st.integers(0, 200), st.booleans(), st.booleans())
+def test_every_plan_within_the_limits_has_a_shape_that_was_announced(data, rows, more, deterministic, coarse):
+    shapes = StepShapes(Limits(rows, rows + more, 100), 16, deterministic, is_coarse=coarse)
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=rows))
     hypothesis.assume(sum(sizes) <= rows + more)
     samples = data.draw(st.booleans())
@@ -25,11 +25,14 @@ def test_every_plan_within_the_limits_has_a_shape_that_was_announced(data, rows,
     if deterministic:
         assert requests >= plan.num_tokens and decode
     elif decode:
-        assert plan.is_decode and tokens == requests < 2 * len(sizes) + 1
+        assert plan.is_decode and tokens == requests < (4 if coarse else 2) * len(sizes) + 1
 
 
 def test_there_are_few_of_them():
     assert len(StepShapes(Limits(64, 2048, 4096), 16).all()) == 7 + 6
+    assert len(StepShapes(Limits(64, 2048, 4096), 16, is_coarse=True).all()) == 4 + 6
+    coarse = lambda rows: StepShapes(Limits(rows, 64, 8), 4, is_coarse=True).buckets.reqs
+    assert [coarse(rows) for rows in (1, 3, 8, 12, 33)] == [(4,), (4,), (4, 8), (4, 12), (4, 16, 32, 33)]
     assert StepShapes(Limits(64, 64, 4096), 16, True).all() == ((64, 64, True),)
     assert StepShapes(Limits(3, 3, 8), 4).all() == ((1, 1, True), (2, 2, True), (3, 3, True), (3, 3, False))
 

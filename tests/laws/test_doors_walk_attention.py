@@ -61,7 +61,7 @@ DOORS = {
         parallel=backends.ContextParallel()), staged=False),
     "build": Door(ATTN.build, dict(meta=META, common_prefix_len=0, fast_build=False)),
     "build_cascade": Door(ATTN.build_cascade, dict(levels=[META])),
-    "__call__": Door(ATTN, dict(q=Q, k=ROWS, v=ROWS, cache=CACHE, m=PLAN, params=PARAMS)),
+    "__call__": Door(ATTN, dict(q=Q, k=ROWS, v=ROWS, cache=CACHE, m=PLAN, params=PARAMS, angles=ANGLES)),
     "attend": Door(ATTN.attend, dict(q=Q, cache=CACHE, m=PLAN, params=PARAMS)),
     "params": Door(attend, dict(
         alibi_slopes=jnp.ones(4), sinks=np.ones(4, np.float32), q_scale=1.0, k_scale=2.0, v_scale=[1.0, 2.0],

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 import jattn
 from jattn.backends.pallas_gpu import write_rows
 from jattn.device import Chip
+from pallas_kernels.gpu.rotate_write_sm90 import RotateWrite, rotate_and_write
 from tests.cases import CASES, FEATURES, Feature
 from tests.problem import Problem
 
@@ -155,3 +156,13 @@ def test_r49_every_operand_of_the_page_writer_is_read(scaled):
     found = unread(write, rows, scales[0], np.arange(8, dtype=np.int32), pools, scales[1])
     written_in_place = [[i for i in missing if i < 2 + 2 * scaled + 1] for missing in found]  # the pools are the rest
     assert found and not any(written_in_place), found
+
+
+def test_r49_every_operand_of_the_kernel_that_rotates_and_writes_is_read():
+    sizes = RotateWrite(
+        tokens=8, heads=4, kv_heads=2, head_dim=128, v_head_dim=128, dim=64, blocks=4, page=16, heads_first=True
+    )
+    pools, angles = (jnp.ones((4, 2, 16, 128), jnp.bfloat16),) * 2, jnp.ones((8, 32))
+    call = lambda rows, cos, sin, slots, pools: rotate_and_write(rows, cos, sin, slots, pools, sizes)
+    found = unread(call, jnp.ones((8, sizes.width), jnp.bfloat16), angles, angles, np.arange(8, dtype=np.int32), pools)
+    assert found and not any(i < 4 for missing in found for i in missing), found

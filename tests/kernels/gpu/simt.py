@@ -143,6 +143,8 @@ class Machine:
         kind = name.split(".")
         if kind[0] == "and":
             return [(x[0].view(np.uint32) & np.uint32(int(rest.split(",")[2], 16))).view(np.float32)]
+        if kind[0] == "shl":
+            return [(x[0].view(np.uint32) << np.uint32(int(rest.split(",")[2]))).view(np.float32)]
         if kind[0] == "mov":
             return [np.full(self.lane.shape, int(rest.split(",")[1]), np.uint32)]
         if kind[0] == "ld":

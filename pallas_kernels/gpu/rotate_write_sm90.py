@@ -1,0 +1,179 @@
+"""Rotary rotation of new queries and keys, and the scatter of keys and values into pages: one launch.
+
+A row is one (token, head) of the packed projections [T, (H + K) * D + K * V], bf16. A thread computes one job: two
+chunks of 8 numbers of a row. In the rotated part of a query or key these are chunks i and i + dim / 16, which hold 8
+pairs of the rotation; elsewhere they are neighbours, and are copied.
+
+    a' = a cos - b sin,   b' = b cos + a sin      in float32, rounded once to bf16
+"""
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+
+THREADS = 128
+PAIR = 16  # numbers of a job: two chunks of 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotateWrite:
+    """The static sizes of a launch."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dim: int  # the first dimensions of a head, which are rotated
+    blocks: int
+    page: int  # slots of a block
+    heads_first: bool
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's projections."""
+        return (self.heads + self.kv_heads) * self.head_dim + self.kv_heads * self.v_head_dim
+
+    @property
+    def jobs(self) -> int:
+        return self.tokens * self.width // PAIR
+
+
+def supports(head_dim: int, v_head_dim: int, dim: int, interleaved: bool, dtypes: tuple[str, ...]) -> bool:
+    """Does the kernel rotate and write such rows? dtypes: of the projections and of the pools."""
+    sizes = head_dim % PAIR == 0 and v_head_dim % PAIR == 0 and dim % PAIR == 0
+    return sizes and not interleaved and set(dtypes) == {"bfloat16"}
+
+
+def rotate_and_write(rows, cos, sin, slots, pools, sizes: RotateWrite):
+    """(rotated queries [T, H, D], the two pools with the rotated keys and the values in their slots).
+
+    rows [T, width]: queries, keys and values of each token, head by head; cos, sin f32[T, dim / 2]; slots i32[T]. A
+    slot < 0 or past the end is not written. The pools are written in place where the caller donates them.
+    """
+    grid = (pl.cdiv(sizes.jobs, THREADS),)
+    mesh = plgpu.Mesh(grid=grid, grid_names=("part",), num_threads=1, thread_name="wg")
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    out = jax.ShapeDtypeStruct((sizes.tokens, sizes.heads, sizes.head_dim), rows.dtype)
+    refs = [jax.new_ref(pool) for pool in pools]
+
+    def rotate_and_write(*refs):  # the kernel's name in a profile
+        _job(sizes, lax.axis_index("part") * THREADS, *refs)
+
+    call = pl.kernel(rotate_and_write, out_type=out, mesh=mesh, compiler_params=params, name="rotate_and_write")
+    q = call(rows, cos, sin, slots, *refs)
+    k, v = (jax.freeze(ref) for ref in refs)
+    return q, (k, v)
+
+
+def _job(sizes: RotateWrite, first, rows, cos, sin, slots, k_pool, v_pool, out):
+    """The jobs first .. first + THREADS - 1, one a thread."""
+
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 7, ptx.SCALAR))
+    def job(ctx, rows, cos, sin, slots, k_pool, v_pool, out, first):
+        rows, cos, sin, slots, k_pool, v_pool, out = (
+            ptx.pointer(ref, 0) for ref in (rows, cos, sin, slots, k_pool, v_pool, out)
+        )
+        s, number = sizes, arith.addi(ptx.scalar_value(first), ptx.thread_index())
+        exists = ptx.less(number, ptx.i32(s.jobs))
+        number = arith.select(exists, number, ptx.i32(0))
+        token, job = _divmod(number, s.width // PAIR)
+        is_value = ptx.less(ptx.i32((s.heads + s.kv_heads) * s.head_dim // PAIR - 1), job)
+        is_query = ptx.less(job, ptx.i32(s.heads * s.head_dim // PAIR))
+        begin = arith.select(is_value, ptx.i32((s.heads + s.kv_heads) * s.head_dim // PAIR), ptx.i32(0))
+        job = arith.subi(job, begin)
+        head, inside = _divmod(job, s.head_dim // PAIR)
+        if s.v_head_dim != s.head_dim:
+            v_head, v_inside = _divmod(job, s.v_head_dim // PAIR)
+            head, inside = arith.select(is_value, v_head, head), arith.select(is_value, v_inside, inside)
+        turns = arith.andi(_not(is_value), ptx.less(inside, ptx.i32(s.dim // PAIR)))
+        # The two chunks of the job within its row.
+        low = arith.select(turns, inside, arith.addi(inside, inside))
+        high = arith.addi(low, arith.select(turns, ptx.i32(s.dim // PAIR), ptx.i32(1)))
+        chunk = arith.muli(begin, ptx.i32(2))  # of the token: a row of values begins after all queries and keys
+        row_chunks = arith.select(is_value, ptx.i32(s.v_head_dim // 8), ptx.i32(s.head_dim // 8))
+        chunk = arith.addi(chunk, arith.muli(head, row_chunks))
+        source = _bytes(rows, token, s.width * 2, chunk)
+        a, b = (_load_words(_at(source, c), exists) for c in (low, high))
+        angle = arith.muli(ptx.to_i64(token), ptx.i64(s.dim * 2))
+        place = arith.addi(angle, arith.muli(ptx.to_i64(arith.select(turns, inside, ptx.i32(0))), ptx.i64(32)))
+        c, d = (_load_floats(arith.addi(x, place), arith.andi(exists, turns)) for x in (cos, sin))
+        a, b = _rotated(a, b, c, d, turns)
+        own_slot = arith.addi(slots, arith.muli(ptx.to_i64(token), ptx.i64(4)))
+        slot = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", own_slot, pure=True)
+        usable = ptx.less_unsigned(slot, ptx.i32(s.blocks * s.page))
+        block, offset = _divmod(slot, s.page)
+        kv_head = arith.select(is_value, head, arith.subi(head, ptx.i32(s.heads)))
+        row = ptx.pool_row(block, offset, kv_head, heads=s.kv_heads, page=s.page, heads_first=s.heads_first)
+        k_row = arith.addi(k_pool, arith.muli(row, ptx.i64(s.head_dim * 2)))
+        v_row = arith.addi(v_pool, arith.muli(row, ptx.i64(s.v_head_dim * 2)))
+        q_row = _bytes(out, token, s.heads * s.head_dim * 2, arith.muli(head, ptx.i32(s.head_dim // 8)))
+        target = arith.select(is_query, q_row, arith.select(is_value, v_row, k_row))
+        writes = ptx.bool_to_i32(arith.andi(exists, _or(is_query, usable)))
+        for c, words in ((low, a), (high, b)):
+            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
+            ptx.asm(text, "l,r,r,r,r,r", _at(target, c), writes, *words)
+
+    job(rows, cos, sin, slots, k_pool, v_pool, out, jnp.int32(first))
+
+
+def _divmod(x, y: int):
+    return arith.divui(x, ptx.i32(y)), arith.remui(x, ptx.i32(y))
+
+
+def _not(pred):
+    return ptx.equal(ptx.bool_to_i32(pred), ptx.i32(0))
+
+
+def _or(a, b):
+    return _not(arith.andi(_not(a), _not(b)))
+
+
+def _bytes(base, token, stride: int, chunk):
+    """The address base + token * stride + chunk * 16."""
+    return _at(arith.addi(base, arith.muli(ptx.to_i64(token), ptx.i64(stride))), chunk)
+
+
+def _at(base, chunk):
+    return arith.addi(base, arith.muli(ptx.to_i64(chunk), ptx.i64(16)))
+
+
+def _load_words(place, mask):
+    """4 words of 2 bf16 each; 0 without the mask."""
+    text = (
+        "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+        " @p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+    )
+    return ptx.asm_values(text, "=&r,=&r,=&r,=&r,l,r", 4, place, ptx.bool_to_i32(mask), pure=True)
+
+
+def _load_floats(place, mask):
+    """8 f32; 0 without the mask."""
+    text = (
+        "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+        " @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }"
+    )
+    load = lambda place: ptx.asm_values(text, "=&f,=&f,=&f,=&f,l,r", 4, place, ptx.bool_to_i32(mask), pure=True)
+    return [*load(place), *load(arith.addi(place, ptx.i64(16)))]
+
+
+def _rotated(a, b, cos, sin, turns):
+    """The words a, b of 8 pairs rotated; unchanged where `turns` is false."""
+    new_a, new_b = [], []
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        pairs = []
+        for half in range(2):
+            p, q = ptx.float_of_bf16(x, half), ptx.float_of_bf16(y, half)
+            c, s = cos[2 * i + half], sin[2 * i + half]
+            pairs.append((ptx.fma(p, c, arith.negf(arith.mulf(q, s))), ptx.fma(q, c, arith.mulf(p, s))))
+        (a0, b0), (a1, b1) = pairs
+        new_a.append(arith.select(turns, ptx.pack_16bit(a0, a1, "bfloat16"), x))
+        new_b.append(arith.select(turns, ptx.pack_16bit(b0, b1, "bfloat16"), y))
+    return new_a, new_b
