@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import activation
 from jattn.models.residual import normed, residual
-from jattn.nn.attention_layer import linear, product
+from jattn.nn.attention_layer import linear
+from jattn.ops.product import product
 
 
 def embed(
@@ -50,8 +51,8 @@ def head(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> jax.Array
     if config.head_transform is not None:
         x = activation(config.head_transform)(linear(weights["transform"], x))
     x = normed(config.final_norm, params, "final_norm", x)
-    kernel = params["embed"].T if config.tied_embeddings else weights["kernel"]
-    logits = product(x, kernel) * config.logits_scale
+    tied = config.tied_embeddings
+    logits = product(x, params["embed"] if tied else weights["kernel"], transposed=tied) * config.logits_scale
     if config.head_bias:
         logits = logits + weights["bias"].astype(jnp.float32)[None, :]
     cap = config.logits_soft_cap

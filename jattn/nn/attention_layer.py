@@ -17,6 +17,7 @@ from jattn.errors.arguments import boolean, check_fields, integer, kind, number,
 from jattn.nn.norm import Norm
 from jattn.nn.rope import Angles, Rope, rotate
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
+from jattn.ops.product import product
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType
@@ -110,17 +111,6 @@ class AttentionConfig:
         if self.spec.has_sinks:
             tree["sinks"] = WeightSpec((self.spec.num_heads,), ("heads",), 0.0)
         return tree
-
-
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [T, in] @ kernel [in, out], summed in float32: f32[T, out].
-
-    On XLA:CPU (JAX 0.10), a bf16 product with a float32 result is up to five times faster than one with a bf16 result,
-    and one bf16 row takes ten times as long as two. A single row is therefore duplicated.
-    """
-    duplicate = x.shape[0] == 1 and x.dtype == jnp.bfloat16
-    y = jnp.dot(jnp.concatenate([x, x]) if duplicate else x, kernel, preferred_element_type=jnp.float32)
-    return y[:1] if duplicate else y
 
 
 def linear(weights: dict, x: jax.Array) -> jax.Array:
