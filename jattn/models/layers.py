@@ -21,17 +21,35 @@ def embed(
     token_types: jax.Array | None = None,
 ) -> jax.Array:
     """token_ids [T] -> [T, hidden]. An id outside the vocabulary is clipped, because padding tokens may have any id."""
-    x = params["embed"].at[token_ids].get(mode="clip")
+    x = table_rows(params["embed"], token_ids)
     if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.learned_positions:
-        x = x + params["positions"].at[positions].get(mode="clip")
+        x = x + table_rows(params["positions"], positions)
     if config.token_types:
         types = jnp.zeros_like(token_ids) if token_types is None else token_types
-        x = x + params["token_types"].at[types].get(mode="clip")
+        x = x + table_rows(params["token_types"], types)
     elif token_types is not None:
         raise ValueError(f"{config.family} has no token types; use token_types=None")
     return normed(config.embedding_norm, params, "embedding_norm", x)
+
+
+@jax.custom_jvp
+def table_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """table[ids], with ids clipped.
+
+    bfloat16 is read as bits: XLA:CPU (JAX 0.10) would convert the whole table to float32, once a dispatch.
+    """
+    if table.dtype != jnp.bfloat16:
+        return table.at[ids].get(mode="clip")
+    rows = jax.lax.bitcast_convert_type(table, jnp.uint16).at[ids].get(mode="clip")
+    return jax.lax.bitcast_convert_type(rows, table.dtype)
+
+
+@table_rows.defjvp
+def _table_rows_jvp(primals, tangents):
+    ids = primals[1]
+    return table_rows(*primals), tangents[0].at[ids].get(mode="clip")
 
 
 def self_attention_layer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array, attention: Callable) -> tuple:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from jattn.nn.attention_layer import linear
+from jattn.nn.attention_layer import linear, linears
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
 
 ACTIVATIONS = {
@@ -48,5 +48,6 @@ class MLP:
 
     def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> [T, hidden]."""
-        act, up = activation(self.activation), linear(weights["up"], x)
-        return linear(weights["down"], act(linear(weights["gate"], x)) * up if self.gated else act(up))
+        act, into = activation(self.activation), ("gate", "up") if self.gated else ("up",)
+        first, *gated = linears([weights[name] for name in into], x)
+        return linear(weights["down"], act(first) * gated[0] if gated else act(first))

@@ -1,47 +1,85 @@
-"""product: rows times a weight matrix, by the first implementation of this platform that supports the operands.
+"""products: rows times weight matrices, by the first implementation of this platform that supports the operands.
 
 A new one is an `Implementation` in IMPLEMENTATIONS; nothing else names them. The last one, XLA's dot, supports all.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jattn import device
+from pallas_kernels.cpu.native import library, ops
+
+Arrays = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to compute x [T, in] @ kernel [in, out], or @ kernel [out, in] transposed, as float32."""
+    """One way to compute x [T, in] @ kernel for several kernels, summed in float32, rounded once to a dtype."""
 
-    platforms: tuple[str, ...]  # of jattn.device.Chip; empty: all
-    supports: Callable[[jax.Array, jax.Array, bool], bool]  # (x, kernel, transposed), by shape and dtype
-    compute: Callable[[jax.Array, jax.Array, bool], jax.Array]
-
-
-def product(x: jax.Array, kernel: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """x [T, in] @ kernel [in, out], summed in float32: f32[T, out]. transposed: the kernel is [out, in]."""
-    platform = device.detect().platform
-    chosen = next(
-        way for way in IMPLEMENTATIONS
-        if (not way.platforms or platform in way.platforms) and way.supports(x, kernel, transposed)
-    )  # fmt: skip
-    return chosen.compute(x, kernel, transposed)
+    name: str
+    supports: Callable[[str, jax.Array, Arrays], bool]  # (platform of a jattn.device.Chip, x, kernels)
+    compute: Callable[[jax.Array, Arrays, bool, Any], Arrays]  # (x, kernels, transposed, dtype)
 
 
-def _dot(x: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
+def products(
+    x: jax.Array, kernels: Sequence[jax.Array], *, transposed: bool = False, dtype: Any = jnp.float32
+) -> Arrays:
+    """x [T, in] @ kernel [in, out] for each kernel, summed in float32: dtype[T, out]. transposed: kernels [out, in]."""
+    platform, kernels = device.detect().platform, tuple(kernels)
+    chosen = next(way for way in IMPLEMENTATIONS if way.supports(platform, x, kernels))
+    return chosen.compute(x, kernels, transposed, jnp.dtype(dtype))
+
+
+def product(x: jax.Array, kernel: jax.Array, *, transposed: bool = False, dtype: Any = jnp.float32) -> jax.Array:
+    """`products` with one kernel."""
+    return products(x, (kernel,), transposed=transposed, dtype=dtype)[0]
+
+
+def _dots(x: jax.Array, kernels: Arrays, transposed: bool, dtype: Any) -> Arrays:
     """XLA's dot.
 
     On XLA:CPU (JAX 0.10), a bf16 product with a float32 result is up to five times faster than one with a bf16 result,
     and one bf16 row takes ten times as long as two. A single row is therefore duplicated.
     """
     duplicate = x.shape[0] == 1 and x.dtype == jnp.bfloat16
-    rows, matrix = jnp.concatenate([x, x]) if duplicate else x, kernel.T if transposed else kernel
-    y = jnp.dot(rows, matrix, preferred_element_type=jnp.float32)
-    return y[:1] if duplicate else y
+    rows = jnp.concatenate([x, x]) if duplicate else x
+    dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+    sums = (dot(rows, kernel.T if transposed else kernel) for kernel in kernels)
+    return tuple((y[:1] if duplicate else y).astype(dtype) for y in sums)
 
 
-IMPLEMENTATIONS = (Implementation(platforms=(), supports=lambda x, kernel, transposed: True, compute=_dot),)
+NATIVE_MAX_ROWS = 128
+"""Up to so many rows the C++ kernel was faster than XLA:CPU's dot for every shape that was measured."""
+NATIVE_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _supports_native(platform: str, x: jax.Array, kernels: Arrays) -> bool:
+    is_alike = all(kernel.ndim == 2 and kernel.dtype == x.dtype for kernel in kernels)
+    fits = x.ndim == 2 and x.shape[0] <= NATIVE_MAX_ROWS and x.dtype.name in NATIVE_DTYPES and is_alike
+    return platform == "cpu" and fits and library.status().available
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _native(x: jax.Array, kernels: Arrays, transposed: bool, dtype: Any) -> Arrays:
+    """The C++ kernel. Its derivatives are those of the dot. Under vmap it is called once per element."""
+    return ops.product(x, kernels, transposed=transposed, out_dtype=dtype)
+
+
+@_native.defjvp
+def _native_jvp(transposed: bool, dtype: Any, primals, tangents):
+    (x, kernels), (dx, dkernels) = primals, tangents
+    of_rows, of_kernels = (_dots(*operands, transposed, jnp.float32) for operands in ((dx, kernels), (x, dkernels)))
+    change = tuple((a + b).astype(dtype) for a, b in zip(of_rows, of_kernels, strict=True))
+    return _native(x, kernels, transposed, dtype), change
+
+
+IMPLEMENTATIONS = (
+    Implementation("cpu_native", _supports_native, _native),
+    Implementation("dot", lambda platform, x, kernels: True, _dots),
+)
 """In order of preference."""

@@ -12,8 +12,8 @@ from pallas_kernels.cpu.native import build, kept
 
 log = logging.getLogger(__name__)
 
-ATTEND, WRITE, FILL = "jattn_cpu_attend", "jattn_cpu_write", "jattn_cpu_fill"
-_SYMBOLS = {ATTEND: "JattnAttend", WRITE: "JattnWrite", FILL: "JattnFill"}
+ATTEND, WRITE, PRODUCT, FILL = "jattn_cpu_attend", "jattn_cpu_write", "jattn_cpu_product", "jattn_cpu_fill"
+_SYMBOLS = {ATTEND: "JattnAttend", WRITE: "JattnWrite", PRODUCT: "JattnProduct", FILL: "JattnFill"}
 
 
 @dataclasses.dataclass(frozen=True)
