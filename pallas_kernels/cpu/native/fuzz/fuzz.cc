@@ -1,7 +1,7 @@
-// Runs random batches and products through every ISA of this processor, from several threads at the same time. Half of the batches
-// have valid lengths; their outputs are compared with a float64 reference. The other half have arbitrary lengths; a
-// sanitizer checks their accesses. One allocation of sixteen fails: the call must end with OutOfMemory, and the
-// repeated call must be right. See __main__.py.
+// Runs random batches and products through every ISA of this processor, from several threads at the same time. Half of
+// the batches have valid lengths; their outputs are compared with a float64 reference. The other half have arbitrary
+// lengths; a sanitizer checks their accesses. One allocation of sixteen fails: the call must end with OutOfMemory, and
+// the repeated call must be right. See __main__.py.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -65,8 +65,8 @@ static void run_random_product(StdPool& pool, const IsaKernels& kernels, unsigne
         }
     num_products++;
     if (const double worst = product.worst(); !(worst <= 1.0)) {
-        std::fprintf(stderr, "%s: product %u differs from the reference (%.2f times the tolerance)\n", kernels.name, seed,
-                     worst);
+        std::fprintf(stderr, "%s: product %u differs from the reference (%.2f times the tolerance)\n", kernels.name,
+                     seed, worst);
         num_wrong++;
     }
 }

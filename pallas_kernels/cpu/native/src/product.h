@@ -1,9 +1,9 @@
 // y = x w for few rows: every weight is read once, in the order of memory.
 //
-// A register block is a few rows times a tile of 2 N columns. The inputs are visited in groups; a group meets all columns
-// of the item before the next group does, so that its reads are a few long streams. The sums wait in scratch memory.
-// Several blocks of rows share a copy of the tile, converted once. An element of y is one chain of sums over the inputs
-// in ascending order, so its bits depend neither on the other rows nor on how the work is divided.
+// A register block is a few rows times a tile of 2 N columns. The inputs are visited in groups; a group meets all
+// columns of the item before the next group does, so that its reads are a few long streams. The sums wait in scratch
+// memory. Many blocks of rows share a copy of the tile, converted once. An element of y is one chain of sums over the
+// inputs in ascending order, so its bits depend neither on the other rows nor on how the work is divided.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -74,7 +74,7 @@ struct Tile {
 };
 
 // The sums of R rows, [R][kTileColumns], after `steps` more words. kCopied: the weights are a copy. The next group is
-// prefetched line by line: in one burst, its reads would not overlap with arithmetic.
+// prefetched line by line: in one burst, its reads would not overlap with arithmetic. With a copy, one input a step.
 template <class C, int R, bool kCopied>
 static void multiply_block(Tile tile, int64_t steps, const uint32_t* x, float* sums, bool is_first) {
     vf a[R], b[R];
@@ -94,7 +94,8 @@ static void multiply_block(Tile tile, int64_t steps, const uint32_t* x, float* s
         }
         if (!kCopied || tile.next)
 #pragma GCC unroll 2
-            for (int i = 0; i < C::kStep; i++, tile.next += tile.next_stride) prefetch_tile<C>(tile.next);
+            for (int i = 0; i < (kCopied ? 1 : C::kStep); i++, tile.next += tile.next_stride)
+                prefetch_tile<C>(tile.next);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             a[r] = C::multiply_add(first, x + r, a[r]);
@@ -108,6 +109,12 @@ static void multiply_block(Tile tile, int64_t steps, const uint32_t* x, float* s
 // The rows of a block of `rows` rows: a size for which there is a multiply_block. The rows beyond are zeros.
 constexpr int padded_rows(int rows) {
     return rows <= 4 ? rows : rows <= 6 || kProductRows == 6 ? 6 : rows <= 8 ? 8 : 12;
+}
+
+// The rows of a block of `rows` rows in all: the blocks are about equal.
+static int block_rows(int64_t rows) {
+    const int64_t blocks = (rows + kProductRows - 1) / kProductRows;
+    return blocks ? padded_rows((int)((rows + blocks - 1) / blocks)) : kProductRows;
 }
 
 template <class C, bool kCopied, class... Rest>
@@ -126,10 +133,10 @@ INL void multiply_rows(int rows, Rest... rest) {
     }
 }
 
-// Words [steps][padded_rows] of the rows first .. first + kProductRows - 1.
+// Words [steps][padded_rows] of a block of rows.
 template <class C>
 static void pack_rows(const ProductArgs& args, int64_t first, uint32_t* to) {
-    const int rows = (int)(args.rows - first < kProductRows ? args.rows - first : kProductRows), stride = padded_rows(rows);
+    const int rows = (int)std::min<int64_t>(block_rows(args.rows), args.rows - first), stride = padded_rows(rows);
     const int64_t steps = (args.inputs + C::kStep - 1) / C::kStep, row_bytes = args.inputs * bytes_of(C::kDtype);
     for (int r = 0; r < rows; r++) C::pack_row(args.x + (first + r) * row_bytes, args.inputs, to + r, stride);
     for (int r = rows; r < stride; r++)
@@ -164,8 +171,9 @@ static void multiply_item(const ProductArgs& args, const ProductItem& item, cons
     const int64_t stride = matrix.columns * kBytes, steps_of_row = (args.inputs + C::kStep - 1) / C::kStep;
     const int64_t num_rows = item.row_end - item.row_begin, num_columns = item.column_end - item.column_begin;
     const int64_t sums_of_tile = (num_rows + kProductRows) * kTileColumns;
-    const bool copies = num_rows > kProductRows;
-    const int64_t group = product_group(num_rows);
+    const int64_t block = block_rows(args.rows);
+    const bool copies = num_rows > 2 * block;  // two blocks sooner read the tile twice than copy it
+    const int64_t group = copies ? kProductMaxInputs : product_group(std::min(block, num_rows));
     const ProductMatrix& next_matrix = args.matrices[next_item.matrix];
     float* const sums = scratch.take<float>(sums_of_tile * ((num_columns + kTileColumns - 1) / kTileColumns));
     char* const padded = scratch.take<char>(kProductMaxInputs * kTileColumns * kBytes);
@@ -188,14 +196,17 @@ static void multiply_item(const ProductArgs& args, const ProductItem& item, cons
             if (copies) copy_tile<C>(tile, steps, copy);
             const bool is_first = JATTN_MUTANT(product_groups_not_summed, true, first == 0);
             float* tile_sums = sums + c / kTileColumns * sums_of_tile;
-            for (int64_t row = item.row_begin; row < item.row_end; row += kProductRows) {
-                const int rows = padded_rows((int)std::min<int64_t>(kProductRows, item.row_end - row));
+            for (int64_t row = item.row_begin; row < item.row_end; row += block) {
+                const int rows = padded_rows((int)std::min(block, item.row_end - row));
                 const uint32_t* x = packed + row * steps_of_row + first / C::kStep * rows;
                 if (copies)
                     multiply_rows<C, true>(rows, tile, steps, x, tile_sums, is_first);
                 else
                     multiply_rows<C, false>(rows, tile, steps, x, tile_sums, is_first);
-                tile.next = nullptr;
+                if (copies && tile.next) {  // the second block prefetches the other inputs
+                    const bool has_more = row == item.row_begin && C::kStep > 1;
+                    tile.next = has_more ? tile.next + steps * tile.next_stride : nullptr;
+                }
                 tile_sums += rows * kTileColumns;
             }
         }
@@ -279,7 +290,7 @@ static void multiply_transposed_item(const ProductArgs& args, const ProductItem&
 }
 
 template <class C>
-constexpr ProductKernel product_kernel = {kProductRows, kTileColumns, C::kStep, pack_rows<C>, multiply_item<C>,
-                                          multiply_transposed_item<C>};
+constexpr ProductKernel product_kernel = {
+    kProductRows, block_rows, kTileColumns, C::kStep, pack_rows<C>, multiply_item<C>, multiply_transposed_item<C>};
 
 }  // namespace JATTN_ISA

@@ -30,29 +30,32 @@ struct ProductItem {
 
 // The kernel of one ISA and dtype. `run` reads the rows as words, which `pack` writes; `run_transposed` reads x itself.
 struct ProductKernel {
-    int block_rows;    // rows that `pack` writes at a time
-    int tile_columns;  // an item's columns begin at a multiple
-    int step;          // inputs of a word
+    int max_block_rows;               // of a register block
+    int (*block_rows)(int64_t rows);  // of the blocks of so many rows; `pack` writes one block
+    int tile_columns;                 // an item's columns begin at a multiple
+    int step;                         // inputs of a word
     void (*pack)(const ProductArgs&, int64_t first_row, uint32_t* to);
     // next: an item of which the first weights are prefetched.
     void (*run)(const ProductArgs&, const ProductItem&, const ProductItem& next, const uint32_t* packed, Arena scratch);
     void (*run_transposed)(const ProductArgs&, const ProductItem&, const ProductItem& next, const uint32_t*, Arena);
     int64_t packed_words(const ProductArgs& args) const {
-        return round_up(args.rows, block_rows) * ((args.inputs + step - 1) / step);
+        return round_up(args.rows, block_rows(args.rows)) * ((args.inputs + step - 1) / step);
     }
 };
 
-constexpr int kProductMaxRows = 96;         // of an item: a multiple of every block_rows
+constexpr int kProductMaxRows = 96;         // of an item: a multiple of all block_rows
 constexpr int kProductMaxTiles = 16;        // of an item's columns
 constexpr int kProductMaxInputs = 128;  // of a group
 
 // The inputs of a group. More rows: more sums to load and store for each group. Fewer rows: the group before, which
 // prefetches this one, is sooner done.
-inline int64_t product_group(int64_t rows) { return rows == 1 ? 16 : rows <= 4 ? 32 : rows <= 8 ? 64 : kProductMaxInputs; }
+inline int64_t product_group(int64_t rows) {
+    return rows == 1 ? 16 : rows <= 4 ? 32 : rows <= 8 ? 64 : kProductMaxInputs;
+}
 
 // Upper bound of the scratch memory of one item: sums, a padded tile, a copied tile.
 inline int64_t product_scratch_bytes(const ProductKernel& kernel) {
-    const int64_t sums = kProductMaxTiles * (kProductMaxRows + kernel.block_rows);
+    const int64_t sums = kProductMaxTiles * (kProductMaxRows + kernel.max_block_rows);
     return 4 * kernel.tile_columns * (sums + 2 * kProductMaxInputs) + 256;
 }
 

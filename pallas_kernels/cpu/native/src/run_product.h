@@ -8,18 +8,18 @@
 
 namespace jattn {
 
-constexpr int64_t kProductOneThreadWeights = 1 << 16;  // fewer: waking a second thread costs more
+constexpr int64_t kProductThreadWeights = 1 << 15;     // for each thread at least: waking one costs as much
 constexpr int64_t kProductParallelPack = 1 << 17;      // words from which the rows are packed by all threads
 
-// The items of all matrices: four for each thread where the matrices are large enough, so that a thread that starts late
-// takes fewer.
+// The items of all matrices: four for each thread, so that one that starts late takes fewer. Items of less than eight
+// tiles read slower, so there are fewer where the matrices are narrow, but at least one for each thread.
 inline std::vector<ProductItem, Allocator<ProductItem>> product_items(const ProductArgs& args,
                                                                       const ProductKernel& kernel, int64_t threads) {
     int64_t columns = 0;
     for (int64_t m = 0; m < args.num_matrices; m++) columns += args.matrices[m].columns;
-    const int64_t share = round_up(columns / (4 * threads) + 1, kernel.tile_columns);
-    const int64_t width =
-        std::min<int64_t>(std::max<int64_t>(share, 4 * kernel.tile_columns), kProductMaxTiles * kernel.tile_columns);
+    const auto tiles = [&](int64_t items) { return columns / (items * kernel.tile_columns) + 1; };
+    const int64_t least = std::min<int64_t>(8, tiles(threads));
+    const int64_t width = kernel.tile_columns * std::min<int64_t>(kProductMaxTiles, std::max(tiles(4 * threads), least));
     std::vector<ProductItem, Allocator<ProductItem>> items;
     for (int64_t m = 0; m < args.num_matrices; m++)
         for (int64_t c = 0; c < args.matrices[m].columns; c += width)
@@ -33,15 +33,17 @@ template <class Pool>
 void run_product(Pool& pool, const ProductArgs& args, const ProductKernel& kernel, int64_t threads) {
     int64_t weights = 0;
     for (int64_t m = 0; m < args.num_matrices; m++) weights += args.matrices[m].columns * args.inputs;
-    if (threads <= 0) threads = weights < kProductOneThreadWeights ? 1 : pool.num_threads();
+    if (threads <= 0)
+        threads = std::min<int64_t>(pool.num_threads(), std::max<int64_t>(1, weights / kProductThreadWeights));
     const auto items = product_items(args, kernel, threads);
     const int64_t words = args.transposed ? 0 : kernel.packed_words(args);
     const CallMemory memory(4 * words);
     uint32_t* const packed = reinterpret_cast<uint32_t*>(memory.data);
+    const int64_t block_rows = kernel.block_rows(args.rows);
     if (words && !items.empty())
-        parallel_for(pool, (args.rows + kernel.block_rows - 1) / kernel.block_rows,
+        parallel_for(pool, (args.rows + block_rows - 1) / block_rows,
                      words < kProductParallelPack ? 1 : threads, [&](int64_t block, auto&) {
-                         const int64_t row = block * kernel.block_rows;
+                         const int64_t row = block * block_rows;
                          kernel.pack(args, row, packed + row * ((args.inputs + kernel.step - 1) / kernel.step));
                      });
     const int64_t scratch = args.transposed ? 0 : product_scratch_bytes(kernel);
