@@ -8,6 +8,7 @@ import jax
 
 from jattn.nn.attention_layer import linear, linears
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
+from jattn.ops.product import silu_product
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -48,6 +49,12 @@ class MLP:
 
     def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> [T, hidden]."""
-        act, into = activation(self.activation), ("gate", "up") if self.gated else ("up",)
-        first, *gated = linears([weights[name] for name in into], x)
-        return linear(weights["down"], act(first) * gated[0] if gated else act(first))
+        act = activation(self.activation)
+        if not self.gated:
+            y = act(linear(weights["up"], x))
+        elif act is jax.nn.silu and not self.bias:
+            y = silu_product(x, weights["gate"]["kernel"], weights["up"]["kernel"])
+        else:
+            gate, up = linears((weights["gate"], weights["up"]), x)
+            y = act(gate) * up
+        return linear(weights["down"], y)

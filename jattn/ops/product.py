@@ -1,4 +1,4 @@
-"""products: rows times weight matrices, by the first implementation of this platform that supports the operands.
+"""Rows times weight matrices, by the first implementation of this platform that supports the operands.
 
 A new one is an `Implementation` in IMPLEMENTATIONS; nothing else names them. The last one, XLA's dot, supports all.
 """
@@ -24,20 +24,33 @@ class Implementation:
     name: str
     supports: Callable[[str, jax.Array, Arrays], bool]  # (platform of a jattn.device.Chip, x, kernels)
     compute: Callable[[jax.Array, Arrays, bool, Any], Arrays]  # (x, kernels, transposed, dtype)
+    silu: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array] | None = None  # silu_product, if in one call
 
 
 def products(
     x: jax.Array, kernels: Sequence[jax.Array], *, transposed: bool = False, dtype: Any = jnp.float32
 ) -> Arrays:
     """x [T, in] @ kernel [in, out] for each kernel, summed in float32: dtype[T, out]. transposed: kernels [out, in]."""
-    platform, kernels = device.detect().platform, tuple(kernels)
-    chosen = next(way for way in IMPLEMENTATIONS if way.supports(platform, x, kernels))
-    return chosen.compute(x, kernels, transposed, jnp.dtype(dtype))
+    return _choose(x, tuple(kernels)).compute(x, tuple(kernels), transposed, jnp.dtype(dtype))
+
+
+def _choose(x: jax.Array, kernels: Arrays) -> Implementation:
+    platform = device.detect().platform
+    return next(way for way in IMPLEMENTATIONS if way.supports(platform, x, kernels))
 
 
 def product(x: jax.Array, kernel: jax.Array, *, transposed: bool = False, dtype: Any = jnp.float32) -> jax.Array:
     """`products` with one kernel."""
     return products(x, (kernel,), transposed=transposed, dtype=dtype)[0]
+
+
+def silu_product(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(x @ gate) * (x @ up), both products rounded to the dtype of x."""
+    compute = _choose(x, (gate, up)).silu
+    if compute is not None:
+        return compute(x, gate, up, x.dtype)
+    of_gate, of_up = products(x, (gate, up), dtype=x.dtype)
+    return jax.nn.silu(of_gate) * of_up
 
 
 def _dots(x: jax.Array, kernels: Arrays, transposed: bool, dtype: Any) -> Arrays:
@@ -78,8 +91,23 @@ def _native_jvp(transposed: bool, dtype: Any, primals, tangents):
     return _native(x, kernels, transposed, dtype), change
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _native_silu(x: jax.Array, gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
+    """`silu_product` in C++."""
+    return ops.silu_product(x, gate, up, out_dtype=dtype)
+
+
+@_native_silu.defjvp
+def _native_silu_jvp(dtype: Any, primals, tangents):
+    def in_steps(x, gate, up):
+        of_gate, of_up = _native(x, (gate, up), False, dtype)
+        return jax.nn.silu(of_gate) * of_up
+
+    return jax.jvp(in_steps, primals, tangents)
+
+
 IMPLEMENTATIONS = (
-    Implementation("cpu_native", _supports_native, _native),
+    Implementation("cpu_native", _supports_native, _native, _native_silu),
     Implementation("dot", lambda platform, x, kernels: True, _dots),
 )
 """In order of preference."""

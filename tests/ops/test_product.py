@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jattn.ops import product as product_ops
-from jattn.ops.product import product, products
+from jattn.ops.product import product, products, silu_product
 
 BY_NAME = {way.name: way for way in product_ops.IMPLEMENTATIONS}
 
@@ -58,6 +58,20 @@ def test_derivatives_are_those_of_the_product(name, transposed, monkeypatch):
     of_x, of_w = jax.jit(lambda x, w: jax.vjp(f, x, w)[1](dy))(x, w)
     np.testing.assert_allclose(of_x, wide(dy) @ wide(w).T, atol=1e-5)
     np.testing.assert_allclose(of_w, wide(x).T @ wide(dy), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_gated_unit_and_its_gradient(name, monkeypatch):
+    only(monkeypatch, name)
+    x, gate, up, dy = draw(0, (4, 6)), draw(1, (6, 5)), draw(2, (6, 5)), draw(3, (4, 5))
+    g, u = wide(x) @ wide(gate), wide(x) @ wide(up)
+    s = 1 / (1 + np.exp(-g))
+    y, pull = jax.vjp(silu_product, x, gate, up)
+    np.testing.assert_allclose(y, g * s * u, atol=1e-5)
+    dg, du = wide(dy) * u * s * (1 + g * (1 - s)), wide(dy) * g * s
+    wanted = dg @ wide(gate).T + du @ wide(up).T, wide(x).T @ dg, wide(x).T @ du
+    for seen, expected in zip(pull(dy), wanted, strict=True):
+        np.testing.assert_allclose(seen, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", BY_NAME)

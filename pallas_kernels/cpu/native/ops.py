@@ -136,14 +136,25 @@ def product(
     threads: int = 0,
 ) -> tuple[jax.Array, ...]:
     """x @ matrix for each of them, summed in float32. The bits of a row depend neither on the other rows nor on T."""
-    library.check_isa(isa)
     widths = [matrix.shape[0 if transposed else 1] for matrix in matrices]
+    return _product(x, matrices, widths, out_dtype, transposed, False, isa, threads)
+
+
+def silu_product(
+    x: jax.Array, gate: jax.Array, up: jax.Array, *, out_dtype, isa: str = "auto", threads: int = 0
+) -> jax.Array:
+    """silu(x @ gate) * (x @ up); each product is rounded to out_dtype, the rest is float32 up to the result."""
+    return _product(x, (gate, up), [gate.shape[1]], out_dtype, False, True, isa, threads)[0]
+
+
+def _product(x, matrices, widths, out_dtype, transposed: bool, silu: bool, isa: str, threads: int) -> tuple:
+    library.check_isa(isa)
     call = jax.ffi.ffi_call(
         library.PRODUCT,
         tuple(jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(out_dtype)) for width in widths),
         vmap_method="sequential",
     )
-    return tuple(call(x, *matrices, transposed=transposed, isa=isa, threads=np.int32(threads)))
+    return tuple(call(x, *matrices, transposed=transposed, silu=silu, isa=isa, threads=np.int32(threads)))
 
 
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:

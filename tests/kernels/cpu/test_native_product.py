@@ -66,6 +66,28 @@ def test_several_matrices_of_one_x():
         assert y.tobytes() == call(x, w)[0].tobytes()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_gated_unit_is_silu_of_one_product_times_the_other(isa, dtype):
+    """Both products are rounded to the dtype of the result, which magnifies an error by at most 1.1 |up|."""
+    for inputs, columns in SIZES[1:6]:
+        gate, up = (draw(seed, (inputs, columns), dtype) / 4 for seed in (1, 2))
+        for rows in (1, 5, 14, 31):
+            x = draw(rows, (rows, inputs), dtype)
+            y = np.asarray(ops.silu_product(x, gate, up, out_dtype=dtype, isa=isa, threads=3))
+            g, u = wide(x) @ wide(gate), wide(x) @ wide(up)
+            size = 1 + np.abs(g) + np.abs(u)
+            assert (np.abs(wide(y) - g / (1 + np.exp(-g)) * u) <= (4 * EPSILON[dtype] + 1e-5) * size**2).all()
+            alone = np.asarray(ops.silu_product(x[:1], gate, up, out_dtype=dtype, isa=isa, threads=1))
+            assert y[0].tobytes() == alone[0].tobytes()
+
+
+def test_the_gated_unit_at_extreme_values():
+    gate = jnp.array([[0.0, 100.0, -100.0, 3e38, -3e38, jnp.inf, jnp.nan]])
+    y = np.asarray(ops.silu_product(jnp.ones((1, 1)), gate, jnp.full((1, 7), 2.0), out_dtype="float32"))
+    np.testing.assert_allclose(y[0], [0, 200, 0, np.inf, 0, np.inf, np.nan], atol=1e-30)
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["in_out", "out_in"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
@@ -116,6 +138,9 @@ BAD = {
     "integers as result": (dict(y=[((3, 5), "int32")]), "y has dtype S32"),
     "results of two dtypes": (dict(w=[W, W], y=[Y, ((3, 5), "float16")]), "y has dtype F16"),
     "fewer results": (dict(w=[W, W]), "one result for each matrix"),
+    "silu of three": (dict(w=[W, W, W], silu=True), "silu takes two matrices, not transposed, and makes one result"),
+    "silu of transposed ones": (dict(w=[W, W], silu=True, transposed=True), "silu takes two matrices, not transposed"),
+    "silu of two widths": (dict(w=[W, W[:, :4]], silu=True), r"y is \[3 5\] and must be \[3 4\]"),
     "an unknown instruction set": (dict(isa="mmx"), "isa=mmx does not run here"),
 }
 
@@ -123,9 +148,9 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_buffers_are_refused(case):
     changed, message = BAD[case]
-    given = dict(x=X, w=[W], y=[Y], transposed=False, isa="auto") | changed
+    given = dict(x=X, w=[W], y=[Y], transposed=False, silu=False, isa="auto") | changed
     shapes = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in given["y"])
     made = jax.ffi.ffi_call(library.PRODUCT, shapes)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        options = dict(transposed=given["transposed"], isa=given["isa"], threads=np.int32(1))
+        options = {name: given[name] for name in ("transposed", "silu", "isa")} | dict(threads=np.int32(1))
         jax.block_until_ready(made(given["x"], *given["w"], **options))

@@ -107,13 +107,13 @@ ffi::Error write_call(ffi::ThreadPool pool, AnyBuffer k, AnyBuffer v, Int32Buffe
     });
 }
 
-// x times each matrix, into the result of the same place.
+// x times each matrix, into the result of the same place; or silu(x gate) * (x up).
 ffi::Error product_call(ffi::ThreadPool pool, AnyBuffer x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
-                        bool transposed, std::string_view isa, int32_t threads) {
+                        bool transposed, bool silu, std::string_view isa, int32_t threads) {
     return catch_exceptions("product", [&] {
         ProductArgs args;
         std::vector<ProductMatrix, Allocator<ProductMatrix>> parts(matrices.size());
-        const std::string error = product_args(x, matrices, results, transposed, args, parts.data());
+        const std::string error = product_args(x, matrices, results, transposed, silu, args, parts.data());
         if (!error.empty()) return invalid_argument("product", error);
         args.matrices = parts.data();
         const ProductKernel* kernel = find_product(std::string(isa), args.dtype);
@@ -177,7 +177,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnProduct, product_call,
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().RemainingArgs().RemainingRets()
-        .Attr<bool>("transposed").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
+        .Attr<bool>("transposed").Attr<bool>("silu").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnFill, fill_call, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Ret<AnyBuffer>());

@@ -163,31 +163,35 @@ INL void copy_tile(Tile& tile, int64_t steps, uint32_t* copy) {
     tile.w = reinterpret_cast<const char*>(copy);
 }
 
+// Where the sums of an item are: [tile][padded row][kTileColumns].
+struct Sums {
+    float* data;
+    int64_t of_tile;
+    float* at(int64_t column, int64_t row) const {
+        return data + column / kTileColumns * of_tile + row * kTileColumns;
+    }
+};
+
+// The item's rows times its columns of one matrix. `next`: weights of which the first ones are prefetched at the end.
 template <class C>
-static void multiply_item(const ProductArgs& args, const ProductItem& item, const ProductItem& next_item,
-                          const uint32_t* packed, Arena scratch) {
+static void multiply_columns(const ProductArgs& args, const ProductItem& item, const ProductMatrix& matrix, Tile next,
+                             const uint32_t* packed, Sums sums, Arena scratch) {
     constexpr int64_t kBytes = bytes_of(C::kDtype);
-    const ProductMatrix& matrix = args.matrices[item.matrix];
     const int64_t stride = matrix.columns * kBytes, steps_of_row = (args.inputs + C::kStep - 1) / C::kStep;
     const int64_t num_rows = item.row_end - item.row_begin, num_columns = item.column_end - item.column_begin;
-    const int64_t sums_of_tile = (num_rows + kProductRows) * kTileColumns;
     const int64_t block = block_rows(args.rows);
     const bool copies = num_rows > 2 * block;  // two blocks sooner read the tile twice than copy it
     const int64_t group = copies ? kProductMaxInputs : product_group(std::min(block, num_rows));
-    const ProductMatrix& next_matrix = args.matrices[next_item.matrix];
-    float* const sums = scratch.take<float>(sums_of_tile * ((num_columns + kTileColumns - 1) / kTileColumns));
     char* const padded = scratch.take<char>(kProductMaxInputs * kTileColumns * kBytes);
     uint32_t* const copy = scratch.take<uint32_t>(kProductMaxInputs * kTileColumns);
-    if (!args.inputs) std::memset(sums, 0, 4 * sums_of_tile * ((num_columns + kTileColumns - 1) / kTileColumns));
+    if (!args.inputs) std::memset(sums.data, 0, 4 * sums.of_tile * ((num_columns + kTileColumns - 1) / kTileColumns));
 
     for (int64_t first = 0; first < args.inputs; first += group) {
         const int64_t inputs = std::min(group, args.inputs - first), steps = (inputs + C::kStep - 1) / C::kStep;
         for (int64_t c = 0; c < num_columns; c += kTileColumns) {
             const char* const w = matrix.w + first * stride + (item.column_begin + c) * kBytes;
             Tile tile{w, stride, w + group * stride, stride};
-            if (first + group >= args.inputs)  // the last group: the first one of the next item
-                tile.next = next_matrix.w + (next_item.column_begin + c) * kBytes,
-                tile.next_stride = next_matrix.columns * kBytes;
+            if (first + group >= args.inputs) tile.next = next.w + c * kBytes, tile.next_stride = next.stride;
             const int64_t columns = std::min<int64_t>(kTileColumns, num_columns - c);
             if (columns < kTileColumns || inputs % C::kStep) {
                 pad_tile<C>(w, stride, inputs, columns, steps * C::kStep, padded);
@@ -195,27 +199,71 @@ static void multiply_item(const ProductArgs& args, const ProductItem& item, cons
             }
             if (copies) copy_tile<C>(tile, steps, copy);
             const bool is_first = JATTN_MUTANT(product_groups_not_summed, true, first == 0);
-            float* tile_sums = sums + c / kTileColumns * sums_of_tile;
-            for (int64_t row = item.row_begin; row < item.row_end; row += block) {
-                const int rows = padded_rows((int)std::min(block, item.row_end - row));
-                const uint32_t* x = packed + row * steps_of_row + first / C::kStep * rows;
+            for (int64_t row = 0; row < num_rows; row += block) {
+                const int rows = padded_rows((int)std::min(block, num_rows - row));
+                const uint32_t* x = packed + (item.row_begin + row) * steps_of_row + first / C::kStep * rows;
                 if (copies)
-                    multiply_rows<C, true>(rows, tile, steps, x, tile_sums, is_first);
+                    multiply_rows<C, true>(rows, tile, steps, x, sums.at(c, row), is_first);
                 else
-                    multiply_rows<C, false>(rows, tile, steps, x, tile_sums, is_first);
+                    multiply_rows<C, false>(rows, tile, steps, x, sums.at(c, row), is_first);
                 if (copies && tile.next) {  // the second block prefetches the other inputs
-                    const bool has_more = row == item.row_begin && C::kStep > 1;
+                    const bool has_more = row == 0 && C::kStep > 1;
                     tile.next = has_more ? tile.next + steps * tile.next_stride : nullptr;
                 }
-                tile_sums += rows * kTileColumns;
             }
         }
+    }
+}
+
+// x rounded to this dtype.
+INL vf rounded(Dtype t, vf x) {
+    if (t == Dtype::f32) return x;
+    alignas(64) char bits[4 * N];
+    store_as(t, bits, 0, x);
+    return t == Dtype::f16 ? load_raw<Dtype::f16>(bits, 0) : load_raw<Dtype::bf16>(bits, 0);
+}
+
+// x / (1 + exp(-x)); the exponential of a number that is at most 0.
+INL vf silu(vf x) {
+    const vf e = vexp(min(x, sub(zero(), x)));
+    const vf numerator = select_in_range(mul(x, e), x, set1(-kInf), zero(), x);
+    return div(numerator, add(set1(1.0f), e));
+}
+
+template <class C>
+static void multiply_item(const ProductArgs& args, const ProductItem& item, const ProductItem& next_item,
+                          const uint32_t* packed, Arena scratch) {
+    const int64_t num_rows = item.row_end - item.row_begin, num_columns = item.column_end - item.column_begin;
+    const int64_t tiles = (num_columns + kTileColumns - 1) / kTileColumns;
+    const int64_t of_tile = (num_rows + kProductRows) * kTileColumns;
+    const auto first_weights = [&](const ProductMatrix& matrix, int64_t column) {
+        return Tile{matrix.w + column * bytes_of(C::kDtype), matrix.columns * bytes_of(C::kDtype), nullptr, 0};
+    };
+    const ProductMatrix& matrix = args.matrices[item.matrix];
+    const Tile next = first_weights(args.matrices[next_item.matrix], next_item.column_begin);
+    const Sums sums{scratch.take<float>(of_tile * tiles), of_tile};
+    Sums gate = sums;
+    if (args.silu) {
+        gate.data = scratch.take<float>(of_tile * tiles);
+        const ProductMatrix& up = args.matrices[1];
+        multiply_columns<C>(args, item, matrix, first_weights(up, item.column_begin), packed, gate, scratch);
+        multiply_columns<C>(args, item, up, next, packed, sums, scratch);
+    } else {
+        multiply_columns<C>(args, item, matrix, next, packed, sums, scratch);
     }
 
     for (int64_t c = 0; c < num_columns; c += kTileColumns)
         for (int64_t row = 0; row < num_rows; row++) {
-            float* const y = sums + c / kTileColumns * sums_of_tile + row * kTileColumns;
+            float* const y = sums.at(c, row);
             if (JATTN_MUTANT(product_columns_unordered, false, true)) C::restore_order(y);
+            if (args.silu) {
+                float* const g = gate.at(c, row);
+                C::restore_order(g);
+                for (int i = 0; i < kTileColumns; i += N) {
+                    const vf of_gate = silu(rounded(args.out_dtype, load(g + i)));
+                    store(y + i, mul(of_gate, rounded(args.out_dtype, load(y + i))));
+                }
+            }
             const int n = (int)std::min<int64_t>(kTileColumns, num_columns - c);
             const int64_t at = (item.row_begin + row) * matrix.columns + item.column_begin + c;
             store_as(args.out_dtype, matrix.y, at, load(y), n < N ? n : N);

@@ -14,13 +14,15 @@ struct ProductMatrix {
     int64_t columns;
 };
 
-// The same x times each matrix. Arrays need no alignment beyond that of their elements.
+// The same x times each matrix. silu: the matrices are gate and up, equally wide and not transposed; the only result,
+// y of gate, is silu(x gate) * (x up), both products rounded to out_dtype before. Arrays are aligned as their elements.
 struct ProductArgs {
     const char* x;  // [rows inputs]
     const ProductMatrix* matrices;
     int64_t rows, inputs, num_matrices;
     Dtype dtype, out_dtype;  // of x and w; of y
-    bool transposed;
+    bool transposed, silu;
+    int64_t num_results() const { return silu ? 1 : num_matrices; }
 };
 
 // What a thread computes at a time: some rows times some columns of a matrix. row_begin is a multiple of block_rows.
@@ -53,10 +55,10 @@ inline int64_t product_group(int64_t rows) {
     return rows == 1 ? 16 : rows <= 4 ? 32 : rows <= 8 ? 64 : kProductMaxInputs;
 }
 
-// Upper bound of the scratch memory of one item: sums, a padded tile, a copied tile.
+// Upper bound of the scratch memory of one item: sums of one or two matrices, a padded tile, a copied tile.
 inline int64_t product_scratch_bytes(const ProductKernel& kernel) {
     const int64_t sums = kProductMaxTiles * (kProductMaxRows + kernel.max_block_rows);
-    return 4 * kernel.tile_columns * (sums + 2 * kProductMaxInputs) + 256;
+    return 4 * kernel.tile_columns * (2 * sums + 2 * kProductMaxInputs) + 256;
 }
 
 }  // namespace jattn

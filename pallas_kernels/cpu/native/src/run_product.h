@@ -11,21 +11,22 @@ namespace jattn {
 constexpr int64_t kProductThreadWeights = 1 << 15;     // for each thread at least: waking one costs as much
 constexpr int64_t kProductParallelPack = 1 << 17;      // words from which the rows are packed by all threads
 
-// The items of all matrices: four for each thread, so that one that starts late takes fewer. Items of less than eight
-// tiles read slower, so there are fewer where the matrices are narrow, but at least one for each thread.
+// The items of all matrices. They become narrower towards the end, so that the threads end together; narrow ones read
+// slower, so none has fewer than four tiles unless threads would be idle.
 inline std::vector<ProductItem, Allocator<ProductItem>> product_items(const ProductArgs& args,
                                                                       const ProductKernel& kernel, int64_t threads) {
-    int64_t columns = 0;
-    for (int64_t m = 0; m < args.num_matrices; m++) columns += args.matrices[m].columns;
-    const auto tiles = [&](int64_t items) { return columns / (items * kernel.tile_columns) + 1; };
-    const int64_t least = std::min<int64_t>(8, tiles(threads));
-    const int64_t width = kernel.tile_columns * std::min<int64_t>(kProductMaxTiles, std::max(tiles(4 * threads), least));
+    int64_t left = 0;  // columns
+    for (int64_t m = 0; m < args.num_results(); m++) left += args.matrices[m].columns;
+    const int64_t least = std::min<int64_t>(4, std::max<int64_t>(1, left / (threads * kernel.tile_columns)));
     std::vector<ProductItem, Allocator<ProductItem>> items;
-    for (int64_t m = 0; m < args.num_matrices; m++)
-        for (int64_t c = 0; c < args.matrices[m].columns; c += width)
+    for (int64_t m = 0; m < args.num_results(); m++)
+        for (int64_t begin = 0, end; begin < args.matrices[m].columns; left -= end - begin, begin = end) {
+            const int64_t tiles = std::max(least, left / (3 * threads * kernel.tile_columns));
+            end = std::min(args.matrices[m].columns,
+                           begin + kernel.tile_columns * std::min<int64_t>(tiles, kProductMaxTiles));
             for (int64_t row = 0; row < args.rows; row += kProductMaxRows)
-                items.push_back({m, c, std::min(args.matrices[m].columns, c + width), row,
-                                 std::min<int64_t>(args.rows, row + kProductMaxRows)});
+                items.push_back({m, begin, end, row, std::min<int64_t>(args.rows, row + kProductMaxRows)});
+        }
     return items;
 }
 
