@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import activation
 from jattn.models.residual import normed, residual
-from jattn.nn.attention_layer import linear, product
+from jattn.nn.attention_layer import linear
+from jattn.ops.product import product
 
 
 def embed(
@@ -20,17 +21,27 @@ def embed(
     token_types: jax.Array | None = None,
 ) -> jax.Array:
     """token_ids [T] -> [T, hidden]. An id outside the vocabulary is clipped, because padding tokens may have any id."""
-    x = params["embed"].at[token_ids].get(mode="clip")
+    x = table_rows(params["embed"], token_ids)
     if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.learned_positions:
-        x = x + params["positions"].at[positions].get(mode="clip")
+        x = x + table_rows(params["positions"], positions)
     if config.token_types:
         types = jnp.zeros_like(token_ids) if token_types is None else token_types
-        x = x + params["token_types"].at[types].get(mode="clip")
+        x = x + table_rows(params["token_types"], types)
     elif token_types is not None:
         raise ValueError(f"{config.family} has no token types; use token_types=None")
     return normed(config.embedding_norm, params, "embedding_norm", x)
+
+
+def table_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """table[ids], with ids clipped.
+
+    The barrier keeps a conversion out of the loop over steps: XLA:CPU (JAX 0.10) would convert the whole bfloat16 table
+    to float32 before each loop.
+    """
+    table, ids = jax.lax.optimization_barrier((table, ids))
+    return table.at[ids].get(mode="clip")
 
 
 def self_attention_layer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array, attention: Callable) -> tuple:
@@ -50,8 +61,8 @@ def head(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> jax.Array
     if config.head_transform is not None:
         x = activation(config.head_transform)(linear(weights["transform"], x))
     x = normed(config.final_norm, params, "final_norm", x)
-    kernel = params["embed"].T if config.tied_embeddings else weights["kernel"]
-    logits = product(x, kernel) * config.logits_scale
+    tied = config.tied_embeddings
+    logits = product(x, params["embed"] if tied else weights["kernel"], transposed=tied) * config.logits_scale
     if config.head_bias:
         logits = logits + weights["bias"].astype(jnp.float32)[None, :]
     cap = config.logits_soft_cap

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import jax
 
-from jattn.nn.attention_layer import linear
+from jattn.nn.attention_layer import linear, linears
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
+from jattn.ops.product import silu_product
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -48,5 +49,12 @@ class MLP:
 
     def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> [T, hidden]."""
-        act, up = activation(self.activation), linear(weights["up"], x)
-        return linear(weights["down"], act(linear(weights["gate"], x)) * up if self.gated else act(up))
+        act = activation(self.activation)
+        if not self.gated:
+            y = act(linear(weights["up"], x))
+        elif act is jax.nn.silu and not self.bias:
+            y = silu_product(x, weights["gate"]["kernel"], weights["up"]["kernel"])
+        else:
+            gate, up = linears((weights["gate"], weights["up"]), x)
+            y = act(gate) * up
+        return linear(weights["down"], y)

@@ -7,7 +7,7 @@ It owns neither weights nor cache. The Flax modules and `jattn.models` call it.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jattn.errors.arguments import boolean, check_fields, integer, kind, number,
 from jattn.nn.norm import Norm
 from jattn.nn.rope import Angles, Rope, rotate
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
+from jattn.ops.product import products
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType
@@ -117,21 +118,17 @@ class AttentionConfig:
         return tree
 
 
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [T, in] @ kernel [in, out], summed in float32: f32[T, out].
-
-    On XLA:CPU (JAX 0.10), a bf16 product with a float32 result is up to five times faster than one with a bf16 result,
-    and one bf16 row takes ten times as long as two. A single row is therefore duplicated.
-    """
-    duplicate = x.shape[0] == 1 and x.dtype == jnp.bfloat16
-    y = jnp.dot(jnp.concatenate([x, x]) if duplicate else x, kernel, preferred_element_type=jnp.float32)
-    return y[:1] if duplicate else y
-
-
 def linear(weights: dict, x: jax.Array) -> jax.Array:
     """x [T, in] @ kernel [in, out] (+ bias), rounded once to the dtype of x."""
-    y = product(x, weights["kernel"])
-    return (y + weights["bias"][None, :] if "bias" in weights else y).astype(x.dtype)
+    return linears((weights,), x)[0]
+
+
+def linears(projections: Sequence[dict], x: jax.Array) -> tuple[jax.Array, ...]:
+    """`linear` of the same x with the weights of each projection, in one call where the platform has one."""
+    has_bias = any("bias" in weights for weights in projections)
+    rows = products(x, [weights["kernel"] for weights in projections], dtype=jnp.float32 if has_bias else x.dtype)
+    pairs = zip(rows, projections, strict=True)
+    return tuple((y + w["bias"][None, :] if "bias" in w else y).astype(x.dtype) for y, w in pairs)
 
 
 def project_and_attend(
@@ -170,9 +167,11 @@ def project(config: AttentionConfig, weights: dict, x: jax.Array, keys_from: jax
         parts = jnp.split(linear(weights["qkv"], x), edges, axis=-1)
         rows: dict = dict(zip("qkv", parts, strict=True))
     else:
-        source = keys_from if config.is_cross else x
-        rows = {"q": linear(weights["q"], x)}
-        rows |= {name: None if source is None else linear(weights[name], source) for name in "kv"}
+        own = "q" if config.is_cross else "qkv"  # projections of x itself
+        rows = dict(zip(own, linears([weights[name] for name in own], x), strict=True))
+        if config.is_cross:
+            keys = (None, None) if keys_from is None else linears([weights[name] for name in "kv"], keys_from)
+            rows |= zip("kv", keys, strict=True)
     heads = dict(q=config.spec.num_heads, k=config.spec.num_kv_heads, v=config.spec.num_kv_heads)
     return tuple(None if y is None else _clipped(config, y).reshape(y.shape[0], heads[n], -1) for n, y in rows.items())
 

@@ -12,8 +12,8 @@ from pallas_kernels.cpu.native import build, kept
 
 log = logging.getLogger(__name__)
 
-ATTEND, WRITE, FILL = "jattn_cpu_attend", "jattn_cpu_write", "jattn_cpu_fill"
-_SYMBOLS = {ATTEND: "JattnAttend", WRITE: "JattnWrite", FILL: "JattnFill"}
+ATTEND, WRITE, PRODUCT, FILL = "jattn_cpu_attend", "jattn_cpu_write", "jattn_cpu_product", "jattn_cpu_fill"
+_SYMBOLS = {ATTEND: "JattnAttend", WRITE: "JattnWrite", PRODUCT: "JattnProduct", FILL: "JattnFill"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Status:
 def status() -> Status:
     """Build if needed, load, register; cached: only the first call takes time, some seconds if it builds.
 
-    Without a library one line of the log says why; attention on a CPU then runs as plain XLA.
+    Without a library one line of the log says why; attention and products on a CPU then run as plain XLA.
     """
     found = _load()
     if not found.available:
-        log.warning("attention on this CPU runs as plain XLA, several times slower: %s", found.reason)
+        log.warning("attention and products on this CPU run as plain XLA, several times slower: %s", found.reason)
     return found
 
 

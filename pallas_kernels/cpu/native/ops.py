@@ -1,10 +1,11 @@
-"""The custom calls as JAX functions: attention over pages or packed keys, the write into the pool, and a filled array.
+"""The custom calls as JAX functions: attention over pages or packed keys, the write into the pool, products, a fill.
 
 They run on XLA's thread pool. Under vmap a call runs once per element (vmap_method='sequential'); inside shard_map it
 runs once per device. They define no gradient: jattn/backends/cpu_native.py does.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,37 @@ def write(
     k_token_scale = None if pools[2] is None else k_token_scale
     v_token_scale = None if pools[3] is None else v_token_scale
     return k_pool, v_pool, k_token_scale, v_token_scale
+
+
+def product(
+    x: jax.Array,  # [T in]
+    matrices: Sequence[jax.Array],  # each [in out], or [out in] if transposed; the dtype of x
+    *,
+    out_dtype,
+    transposed: bool = False,
+    isa: str = "auto",
+    threads: int = 0,
+) -> tuple[jax.Array, ...]:
+    """x @ matrix for each of them, summed in float32. The bits of a row depend neither on the other rows nor on T."""
+    widths = [matrix.shape[0 if transposed else 1] for matrix in matrices]
+    return _product(x, matrices, widths, out_dtype, transposed, False, isa, threads)
+
+
+def silu_product(
+    x: jax.Array, gate: jax.Array, up: jax.Array, *, out_dtype, isa: str = "auto", threads: int = 0
+) -> jax.Array:
+    """silu(x @ gate) * (x @ up); each product is rounded to out_dtype, the rest is float32 up to the result."""
+    return _product(x, (gate, up), [gate.shape[1]], out_dtype, False, True, isa, threads)[0]
+
+
+def _product(x, matrices, widths, out_dtype, transposed: bool, silu: bool, isa: str, threads: int) -> tuple:
+    library.check_isa(isa)
+    call = jax.ffi.ffi_call(
+        library.PRODUCT,
+        tuple(jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(out_dtype)) for width in widths),
+        vmap_method="sequential",
+    )
+    return tuple(call(x, *matrices, transposed=transposed, silu=silu, isa=isa, threads=np.int32(threads)))
 
 
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:

@@ -9,9 +9,11 @@ import functools
 import pathlib
 import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels.cpu.native import library, toolchain
+from pallas_kernels.cpu.native import library, ops, toolchain
 from tests.cases import CASES, COMBINED, FEATURES, Case
 from tests.kernels.cpu.native_setup import needs_library
 from tests.problem import Problem
@@ -50,6 +52,10 @@ CAUGHT_BY = {
     "padding_not_cleared": "window",
     "negative_slot_written": "window",
     "scale_not_divided": "scales",
+    "product_inputs_dropped": "product",
+    "product_groups_not_summed": "product",
+    "product_columns_unordered": "product",
+    "product_tail_dropped": "product",
 }
 
 
@@ -69,10 +75,23 @@ def switch_on(faulty, faulty_library):
     faulty_library.jattn_switch_on(ctypes.c_int(0))
 
 
+def check(name: str) -> None:
+    """AssertionError unless the problem's results are right."""
+    if name != "product":
+        return conform(PROBLEMS[name], "cpu_native")
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((14, 321), (321, 45)))
+    wanted = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    for transposed in (False, True):
+        (y,) = ops.product(x, [w.T if transposed else w], out_dtype="float32", transposed=transposed)
+        np.testing.assert_allclose(y, wanted, atol=1e-4)
+    return None
+
+
 @functools.cache
 def healthy(name: str) -> bool:
     """The problem passes with no fault switched on."""
-    conform(PROBLEMS[name], "cpu_native")
+    check(name)
     return True
 
 
@@ -81,7 +100,7 @@ def test_a_native_mutant_is_caught(mutant, switch_on):
     assert healthy(CAUGHT_BY[mutant])
     switch_on(mutant)
     with pytest.raises(AssertionError):
-        conform(PROBLEMS[CAUGHT_BY[mutant]], "cpu_native")
+        check(CAUGHT_BY[mutant])
 
 
 def test_every_fault_that_is_declared_is_compiled_and_tested():

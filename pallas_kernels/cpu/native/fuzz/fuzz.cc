@@ -1,7 +1,7 @@
-// Runs random batches through every ISA of this processor, from several threads at the same time. Half of the batches
-// have valid lengths; their outputs are compared with a float64 reference. The other half have arbitrary lengths; a
-// sanitizer checks their accesses. One allocation of sixteen fails: the call must end with OutOfMemory, and the
-// repeated call must be right. See __main__.py.
+// Runs random batches and products through every ISA of this processor, from several threads at the same time. Half of
+// the batches have valid lengths; their outputs are compared with a float64 reference. The other half have arbitrary
+// lengths; a sanitizer checks their accesses. One allocation of sixteen fails: the call must end with OutOfMemory, and
+// the repeated call must be right. See __main__.py.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -12,14 +12,16 @@ static thread_local bool in_reference = false;  // the reference's own allocatio
 #define JATTN_ALLOCATION_FAILS(bytes) (!in_reference && ++allocations % 16 == 0)
 
 #include "random_batch.h"
+#include "random_product.h"
 #include "dispatch.h"
 #include "reference.h"
 #include "run.h"
+#include "run_product.h"
 #include "std_pool.h"
 
 using namespace jattn;
 
-static std::atomic<unsigned> next_seed{0}, num_attended{0}, num_out_of_memory{0}, num_wrong{0};
+static std::atomic<unsigned> next_seed{0}, num_attended{0}, num_products{0}, num_out_of_memory{0}, num_wrong{0};
 
 static void run_batch(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
     RandomBatch batch(seed, seed % 2 == 0);
@@ -50,6 +52,25 @@ static void run_batch(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
     }
 }
 
+static void run_random_product(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
+    RandomProduct product(seed);
+    const int choices[] = {1, 2, 3, 17, 33};
+    const ProductKernel* kernel = kernels.product[(int)product.args.dtype];
+    if (!kernel) return;
+    for (bool done = false; !done;) try {
+            run_product(pool, product.args, *kernel, choices[seed % 5]);
+            done = true;
+        } catch (const OutOfMemory&) {
+            num_out_of_memory++;
+        }
+    num_products++;
+    if (const double worst = product.worst(); !(worst <= 1.0)) {
+        std::fprintf(stderr, "%s: product %u differs from the reference (%.2f times the tolerance)\n", kernels.name,
+                     seed, worst);
+        num_wrong++;
+    }
+}
+
 int main(int argc, char** argv) {
     const double seconds = argc > 1 ? std::atof(argv[1]) : 10;
     const int callers = argc > 2 ? std::atoi(argv[2]) : 2;
@@ -64,13 +85,17 @@ int main(int argc, char** argv) {
             threads.emplace_back([&] {
                 while (Clock::now() < end && num_wrong < 10) {
                     const unsigned seed = next_seed++;
-                    for (const IsaKernels* kernels : runnable_isas()) run_batch(pool, *kernels, seed);
+                    for (const IsaKernels* kernels : runnable_isas()) {
+                        run_batch(pool, *kernels, seed);
+                        run_random_product(pool, *kernels, seed);
+                    }
                 }
             });
         for (auto& thread : threads) thread.join();
     }
-    std::printf("%u random batches (%u attended, %u calls out of memory) on %s, %d callers at once: %u wrong\n",
-                next_seed - first, num_attended.load(), num_out_of_memory.load(), isa_names().c_str(), callers,
-                num_wrong.load());
+    std::printf(
+        "%u random batches (%u attended, %u products, %u calls out of memory) on %s, %d callers at once: %u wrong\n",
+        next_seed - first, num_attended.load(), num_products.load(), num_out_of_memory.load(), isa_names().c_str(),
+        callers, num_wrong.load());
     return num_wrong != 0;
 }

@@ -1,8 +1,9 @@
-// The buffers of the two calls as XLA passes them: checked, then turned into the arguments of the kernels.
+// The buffers of the calls as XLA passes them: checked, then turned into the arguments of the kernels.
 #pragma once
 #include <cstring>
 
 #include "checks.h"
+#include "product_args.h"
 
 namespace jattn {
 
@@ -210,5 +211,46 @@ struct WriteBuffers {
                 std::memcpy(pool->out.untyped_data(), pool->in.untyped_data(), pool->in.size_bytes());
     }
 };
+
+// The arguments of a product; those of matrix m are parts[m]. Returns the error of the first check that fails.
+inline std::string product_args(const AnyBuffer& x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
+                                bool transposed, bool silu, ProductArgs& args, ProductMatrix* parts) {
+    ArrayChecks checks;
+    const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
+        return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
+    };
+    checks.dtype("x", x, is_float(x, args.dtype), "float32, float16 or bfloat16");
+    checks.rank("x", x, 2);
+    if (silu)
+        checks.require(matrices.size() == 2 && results.size() == 1 && !transposed,
+                       "silu takes two matrices, not transposed, and makes one result");
+    else
+        checks.require(matrices.size() == results.size(), "there must be one result for each matrix");
+    if (!checks.error.empty()) return checks.error;
+    args.x = static_cast<const char*>(x.untyped_data());
+    args.rows = x.dimensions()[0], args.inputs = x.dimensions()[1];
+    args.num_matrices = (int64_t)matrices.size(), args.out_dtype = args.dtype;
+    args.transposed = transposed, args.silu = silu;
+    checks.count("the number of rows", args.rows, 0);
+    checks.count("the number of inputs", args.inputs, 0);
+    for (int64_t m = 0; m < args.num_matrices && checks.error.empty(); m++) {
+        const auto w = matrices.get<AnyBuffer>(m);
+        auto y = results.get<AnyBuffer>(silu ? 0 : m);
+        if (!w.has_value() || !y.has_value()) return "matrices and results must be arrays";
+        checks.dtype("w", *w, w->element_type() == x.element_type(), "the dtype of x");
+        checks.rank("w", *w, 2);
+        if (!checks.error.empty()) break;
+        const int64_t columns = w->dimensions()[transposed ? 0 : 1];
+        checks.count("the number of columns", columns, 0);
+        checks.shape("w", *w, {transposed ? columns : args.inputs, transposed ? args.inputs : columns});
+        checks.shape("y", **y, {args.rows, columns});
+        Dtype out_dtype;
+        checks.dtype("y", **y, is_float(**y, out_dtype) && (!m || out_dtype == args.out_dtype),
+                     "float32, float16 or bfloat16, the same for all");
+        args.out_dtype = out_dtype;
+        parts[m] = {static_cast<const char*>(w->untyped_data()), static_cast<char*>((*y)->untyped_data()), columns};
+    }
+    return checks.error;
+}
 
 }  // namespace jattn

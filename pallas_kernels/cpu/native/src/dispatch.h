@@ -118,4 +118,14 @@ inline const IsaKernels* find_isa_for(const std::string& isa, Dtype q, Dtype kv)
     return nullptr;
 }
 
+// The product of `isa` for this dtype, or of the next best ISA that has one; nullptr if `isa` does not run here.
+inline const ProductKernel* find_product(const std::string& isa, Dtype dtype) {
+    bool found = isa == "auto";
+    for (const IsaKernels* kernels : runnable_isas()) {
+        found = found || isa == kernels->name;
+        if (found && kernels->product[(int)dtype]) return kernels->product[(int)dtype];
+    }
+    return nullptr;
+}
+
 }  // namespace jattn

@@ -1,4 +1,4 @@
-// The custom calls that XLA makes: attention, the write of new keys and values, and the fill of a new pool.
+// The custom calls that XLA makes: attention, the write of new keys and values, products, and the fill of a new pool.
 // XLA is built without exceptions, so none may leave a call.
 #include "xla/ffi/api/ffi.h"
 
@@ -14,6 +14,7 @@
 #include "buffers.h"
 #include "dispatch.h"
 #include "run.h"
+#include "run_product.h"
 
 using namespace jattn;
 
@@ -106,6 +107,22 @@ ffi::Error write_call(ffi::ThreadPool pool, AnyBuffer k, AnyBuffer v, Int32Buffe
     });
 }
 
+// x times each matrix, into the result of the same place; or silu(x gate) * (x up).
+ffi::Error product_call(ffi::ThreadPool pool, AnyBuffer x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
+                        bool transposed, bool silu, std::string_view isa, int32_t threads) {
+    return catch_exceptions("product", [&] {
+        ProductArgs args;
+        std::vector<ProductMatrix, Allocator<ProductMatrix>> parts(matrices.size());
+        const std::string error = product_args(x, matrices, results, transposed, silu, args, parts.data());
+        if (!error.empty()) return invalid_argument("product", error);
+        args.matrices = parts.data();
+        const ProductKernel* kernel = find_product(std::string(isa), args.dtype);
+        if (!kernel) return unknown_isa("product", isa);
+        run_product(pool, args, *kernel, threads);
+        return ffi::Error::Success();
+    });
+}
+
 // Fills an array with one value.
 ffi::Error fill_call(ffi::ThreadPool pool, AnyBuffer value, ffi::Result<AnyBuffer> out) {
     return catch_exceptions("fill", [&] {
@@ -155,6 +172,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>()       // pools and their token scales
         .Ret<AnyBuffer>().Ret<AnyBuffer>().Ret<AnyBuffer>().Ret<AnyBuffer>()
         .Attr<int32_t>("kv_dtype").Attr<bool>("heads_first").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JattnProduct, product_call,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().RemainingArgs().RemainingRets()
+        .Attr<bool>("transposed").Attr<bool>("silu").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnFill, fill_call, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Ret<AnyBuffer>());

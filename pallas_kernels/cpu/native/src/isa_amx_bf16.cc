@@ -8,6 +8,7 @@
 #include "compute_f32.h"
 #include "matmul_amx.h"
 #include "kernels.h"
+#include "product_bf16.h"
 
 namespace jattn {
 template <Dtype T>
@@ -19,5 +20,6 @@ const IsaKernels kAmxBf16 = {
     {nullptr, nullptr, attend_with_amx<Dtype::bf16>, attend_with_amx<Dtype::e4m3>, attend_with_amx<Dtype::e5m2>,
      attend_with_amx<Dtype::i8>},
     amx_bf16::write_tokens,
+    {nullptr, nullptr, &amx_bf16::product_kernel<amx_bf16::ProductBf16>},
 };
 }  // namespace jattn

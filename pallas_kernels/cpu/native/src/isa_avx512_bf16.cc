@@ -6,6 +6,7 @@
 #include "compute_bf16.h"
 #include "matmul.h"
 #include "kernels.h"
+#include "product_bf16.h"
 
 namespace jattn {
 extern const IsaKernels kAvx512Bf16;
@@ -16,5 +17,6 @@ const IsaKernels kAvx512Bf16 = {
      avx512_bf16::attend<avx512_bf16::ComputeBf16<Dtype::e5m2>>,
      avx512_bf16::attend<avx512_bf16::ComputeBf16<Dtype::i8>>},
     avx512_bf16::write_tokens,
+    {nullptr, nullptr, &avx512_bf16::product_kernel<avx512_bf16::ProductBf16>},
 };
 }  // namespace jattn

@@ -6,6 +6,7 @@
 #include "compute_bf16.h"
 #include "matmul.h"
 #include "kernels.h"
+#include "product_bf16.h"
 
 namespace jattn {
 extern const IsaKernels kNeonBf16;
@@ -15,5 +16,6 @@ const IsaKernels kNeonBf16 = {
      neon_bf16::attend<neon_bf16::ComputeBf16<Dtype::e4m3>>, neon_bf16::attend<neon_bf16::ComputeBf16<Dtype::e5m2>>,
      neon_bf16::attend<neon_bf16::ComputeBf16<Dtype::i8>>},
     neon_bf16::write_tokens,
+    {nullptr, nullptr, &neon_bf16::product_kernel<neon_bf16::ProductBf16>},
 };
 }  // namespace jattn

@@ -26,6 +26,10 @@ enum class Mutant : int {
     padding_not_cleared,
     negative_slot_written,
     scale_not_divided,
+    product_inputs_dropped,
+    product_groups_not_summed,
+    product_columns_unordered,
+    product_tail_dropped,
 };
 inline Mutant mutant = Mutant::none;
 }  // namespace jattn

@@ -9,6 +9,7 @@
 
 #include "args.h"
 #include "memory.h"
+#include "product_args.h"
 
 namespace jattn {
 
@@ -44,6 +45,7 @@ struct IsaKernels {
     void (*attend[kNumDtypes])(const AttentionArgs&, const WorkQueue&, int64_t item, float* partials, int32_t* counters,
                                Arena scratch);
     void (*write)(const WriteArgs&, int64_t token_begin, int64_t token_end);
+    const ProductKernel* product[kNumFloats];  // of this dtype of x and w; nullptr where another ISA serves it
 };
 
 // Floats of the partial result of one split: accumulators of every row, then its maximum and its sum.

@@ -1,0 +1,113 @@
+"""Rows times weight matrices, by the first implementation of this platform that supports the operands.
+
+A new one is an `Implementation` in IMPLEMENTATIONS; nothing else names them. The last one, XLA's dot, supports all.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn import device
+from pallas_kernels.cpu.native import library, ops
+
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute x [T, in] @ kernel for several kernels, summed in float32, rounded once to a dtype."""
+
+    name: str
+    supports: Callable[[str, jax.Array, Arrays], bool]  # (platform of a jattn.device.Chip, x, kernels)
+    compute: Callable[[jax.Array, Arrays, bool, Any], Arrays]  # (x, kernels, transposed, dtype)
+    silu: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array] | None = None  # silu_product, if in one call
+
+
+def products(
+    x: jax.Array, kernels: Sequence[jax.Array], *, transposed: bool = False, dtype: Any = jnp.float32
+) -> Arrays:
+    """x [T, in] @ kernel [in, out] for each kernel, summed in float32: dtype[T, out]. transposed: kernels [out, in]."""
+    return _choose(x, tuple(kernels)).compute(x, tuple(kernels), transposed, jnp.dtype(dtype))
+
+
+def _choose(x: jax.Array, kernels: Arrays) -> Implementation:
+    platform = device.detect().platform
+    return next(way for way in IMPLEMENTATIONS if way.supports(platform, x, kernels))
+
+
+def product(x: jax.Array, kernel: jax.Array, *, transposed: bool = False, dtype: Any = jnp.float32) -> jax.Array:
+    """`products` with one kernel."""
+    return products(x, (kernel,), transposed=transposed, dtype=dtype)[0]
+
+
+def silu_product(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(x @ gate) * (x @ up), both products rounded to the dtype of x."""
+    compute = _choose(x, (gate, up)).silu
+    if compute is not None:
+        return compute(x, gate, up, x.dtype)
+    of_gate, of_up = products(x, (gate, up), dtype=x.dtype)
+    return jax.nn.silu(of_gate) * of_up
+
+
+def _dots(x: jax.Array, kernels: Arrays, transposed: bool, dtype: Any) -> Arrays:
+    """XLA's dot.
+
+    On XLA:CPU (JAX 0.10), a bf16 product with a float32 result is up to five times faster than one with a bf16 result,
+    and one bf16 row takes ten times as long as two. A single row is therefore duplicated.
+    """
+    duplicate = x.shape[0] == 1 and x.dtype == jnp.bfloat16
+    rows = jnp.concatenate([x, x]) if duplicate else x
+    dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+    sums = (dot(rows, kernel.T if transposed else kernel) for kernel in kernels)
+    return tuple((y[:1] if duplicate else y).astype(dtype) for y in sums)
+
+
+NATIVE_MAX_ROWS = 128
+"""Up to so many rows the C++ kernel was faster than XLA:CPU's dot for every shape that was measured."""
+NATIVE_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _supports_native(platform: str, x: jax.Array, kernels: Arrays) -> bool:
+    is_alike = all(kernel.ndim == 2 and kernel.dtype == x.dtype for kernel in kernels)
+    fits = x.ndim == 2 and x.shape[0] <= NATIVE_MAX_ROWS and x.dtype.name in NATIVE_DTYPES and is_alike
+    return platform == "cpu" and fits and library.status().available
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _native(x: jax.Array, kernels: Arrays, transposed: bool, dtype: Any) -> Arrays:
+    """The C++ kernel. Its derivatives are those of the dot. Under vmap it is called once per element."""
+    return ops.product(x, kernels, transposed=transposed, out_dtype=dtype)
+
+
+@_native.defjvp
+def _native_jvp(transposed: bool, dtype: Any, primals, tangents):
+    (x, kernels), (dx, dkernels) = primals, tangents
+    of_rows, of_kernels = (_dots(*operands, transposed, jnp.float32) for operands in ((dx, kernels), (x, dkernels)))
+    change = tuple((a + b).astype(dtype) for a, b in zip(of_rows, of_kernels, strict=True))
+    return _native(x, kernels, transposed, dtype), change
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _native_silu(x: jax.Array, gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
+    """`silu_product` in C++."""
+    return ops.silu_product(x, gate, up, out_dtype=dtype)
+
+
+@_native_silu.defjvp
+def _native_silu_jvp(dtype: Any, primals, tangents):
+    def in_steps(x, gate, up):
+        of_gate, of_up = _native(x, (gate, up), False, dtype)
+        return jax.nn.silu(of_gate) * of_up
+
+    return jax.jvp(in_steps, primals, tangents)
+
+
+IMPLEMENTATIONS = (
+    Implementation("cpu_native", _supports_native, _native, _native_silu),
+    Implementation("dot", lambda platform, x, kernels: True, _dots),
+)
+"""In order of preference."""

@@ -1,0 +1,64 @@
+// Products of few rows and weight matrices, y = x w: their arguments as plain structs, and the kernels of one ISA.
+#pragma once
+#include "args.h"
+#include "memory.h"
+
+namespace jattn {
+
+constexpr int kNumFloats = 3;  // the dtypes of a product are the first of Dtype: f32, f16, bf16
+
+// One matrix and its result.
+struct ProductMatrix {
+    const char* w;  // [inputs columns], or [columns inputs] if transposed
+    char* y;        // [rows columns]
+    int64_t columns;
+};
+
+// The same x times each matrix. silu: the matrices are gate and up, equally wide and not transposed; the only result,
+// y of gate, is silu(x gate) * (x up), both products rounded to out_dtype before. Arrays are aligned as their elements.
+struct ProductArgs {
+    const char* x;  // [rows inputs]
+    const ProductMatrix* matrices;
+    int64_t rows, inputs, num_matrices;
+    Dtype dtype, out_dtype;  // of x and w; of y
+    bool transposed, silu;
+    int64_t num_results() const { return silu ? 1 : num_matrices; }
+};
+
+// What a thread computes at a time: some rows times some columns of a matrix. row_begin is a multiple of block_rows.
+struct ProductItem {
+    int64_t matrix, column_begin, column_end, row_begin, row_end;
+};
+
+// The kernel of one ISA and dtype. `run` reads the rows as words, which `pack` writes; `run_transposed` reads x itself.
+struct ProductKernel {
+    int max_block_rows;               // of a register block
+    int (*block_rows)(int64_t rows);  // of the blocks of so many rows; `pack` writes one block
+    int tile_columns;                 // an item's columns begin at a multiple
+    int step;                         // inputs of a word
+    void (*pack)(const ProductArgs&, int64_t first_row, uint32_t* to);
+    // next: an item of which the first weights are prefetched.
+    void (*run)(const ProductArgs&, const ProductItem&, const ProductItem& next, const uint32_t* packed, Arena scratch);
+    void (*run_transposed)(const ProductArgs&, const ProductItem&, const ProductItem& next, const uint32_t*, Arena);
+    int64_t packed_words(const ProductArgs& args) const {
+        return round_up(args.rows, block_rows(args.rows)) * ((args.inputs + step - 1) / step);
+    }
+};
+
+constexpr int kProductMaxRows = 96;         // of an item: a multiple of all block_rows
+constexpr int kProductMaxTiles = 16;        // of an item's columns
+constexpr int kProductMaxInputs = 128;  // of a group
+
+// The inputs of a group. More rows: more sums to load and store for each group. Fewer rows: the group before, which
+// prefetches this one, is sooner done.
+inline int64_t product_group(int64_t rows) {
+    return rows == 1 ? 16 : rows <= 4 ? 32 : rows <= 8 ? 64 : kProductMaxInputs;
+}
+
+// Upper bound of the scratch memory of one item: sums of one or two matrices, a padded tile, a copied tile.
+inline int64_t product_scratch_bytes(const ProductKernel& kernel) {
+    const int64_t sums = kProductMaxTiles * (kProductMaxRows + kernel.max_block_rows);
+    return 4 * kernel.tile_columns * (2 * sums + 2 * kProductMaxInputs) + 256;
+}
+
+}  // namespace jattn

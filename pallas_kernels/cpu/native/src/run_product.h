@@ -1,0 +1,59 @@
+// Divides products into items and runs them on the threads of a pool.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "parallel_for.h"
+#include "product_args.h"
+
+namespace jattn {
+
+constexpr int64_t kProductThreadWeights = 1 << 15;     // for each thread at least: waking one costs as much
+constexpr int64_t kProductParallelPack = 1 << 17;      // words from which the rows are packed by all threads
+
+// The items of all matrices. They become narrower towards the end, so that the threads end together; narrow ones read
+// slower, so none has fewer than four tiles unless threads would be idle.
+inline std::vector<ProductItem, Allocator<ProductItem>> product_items(const ProductArgs& args,
+                                                                      const ProductKernel& kernel, int64_t threads) {
+    int64_t left = 0;  // columns
+    for (int64_t m = 0; m < args.num_results(); m++) left += args.matrices[m].columns;
+    const int64_t least = std::min<int64_t>(4, std::max<int64_t>(1, left / (threads * kernel.tile_columns)));
+    std::vector<ProductItem, Allocator<ProductItem>> items;
+    for (int64_t m = 0; m < args.num_results(); m++)
+        for (int64_t begin = 0, end; begin < args.matrices[m].columns; left -= end - begin, begin = end) {
+            const int64_t tiles = std::max(least, left / (3 * threads * kernel.tile_columns));
+            end = std::min(args.matrices[m].columns,
+                           begin + kernel.tile_columns * std::min<int64_t>(tiles, kProductMaxTiles));
+            for (int64_t row = 0; row < args.rows; row += kProductMaxRows)
+                items.push_back({m, begin, end, row, std::min<int64_t>(args.rows, row + kProductMaxRows)});
+        }
+    return items;
+}
+
+template <class Pool>
+void run_product(Pool& pool, const ProductArgs& args, const ProductKernel& kernel, int64_t threads) {
+    int64_t weights = 0;
+    for (int64_t m = 0; m < args.num_matrices; m++) weights += args.matrices[m].columns * args.inputs;
+    if (threads <= 0)
+        threads = std::min<int64_t>(pool.num_threads(), std::max<int64_t>(1, weights / kProductThreadWeights));
+    const auto items = product_items(args, kernel, threads);
+    const int64_t words = args.transposed ? 0 : kernel.packed_words(args);
+    const CallMemory memory(4 * words);
+    uint32_t* const packed = reinterpret_cast<uint32_t*>(memory.data);
+    const int64_t block_rows = kernel.block_rows(args.rows);
+    if (words && !items.empty())
+        parallel_for(pool, (args.rows + block_rows - 1) / block_rows,
+                     words < kProductParallelPack ? 1 : threads, [&](int64_t block, auto&) {
+                         const int64_t row = block * block_rows;
+                         kernel.pack(args, row, packed + row * ((args.inputs + kernel.step - 1) / kernel.step));
+                     });
+    const int64_t scratch = args.transposed ? 0 : product_scratch_bytes(kernel);
+    const auto run = args.transposed ? kernel.run_transposed : kernel.run;
+    parallel_for(pool, (int64_t)items.size(), threads, [&](int64_t i, const std::atomic<int64_t>& next_item) {
+        static thread_local Buffer buffer;
+        const int64_t next = std::min<int64_t>(next_item.load(std::memory_order_relaxed), items.size() - 1);
+        run(args, items[i], items[next], packed, Arena(scratch ? buffer.get(scratch) : nullptr, scratch));
+    });
+}
+
+}  // namespace jattn

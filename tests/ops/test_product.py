@@ -1,0 +1,100 @@
+"""products: every implementation against numpy in float64; the choice; gradients, vmap and jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.ops import product as product_ops
+from jattn.ops.product import product, products, silu_product
+
+BY_NAME = {way.name: way for way in product_ops.IMPLEMENTATIONS}
+
+
+def draw(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def wide(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def chosen(x, *kernels, platform="cpu") -> str:
+    return next(way.name for way in product_ops.IMPLEMENTATIONS if way.supports(platform, x, kernels))
+
+
+def only(monkeypatch, name: str) -> None:
+    """Skips where the platform has no such implementation."""
+    if not BY_NAME[name].supports("cpu", draw(0, (1, 1)), (draw(0, (1, 1)),)):
+        pytest.skip(f"{name} is not available here")
+    monkeypatch.setattr(product_ops, "IMPLEMENTATIONS", (BY_NAME[name],))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_implementation_is_right(name, dtype, monkeypatch):
+    only(monkeypatch, name)
+    for rows in (1, 2, 9, 40):
+        x, kernels = draw(rows, (rows, 65), dtype), (draw(1, (65, 33), dtype), draw(2, (65, 7), dtype))
+        for transposed in (False, True):
+            given = tuple(k.T for k in kernels) if transposed else kernels
+            for y, kernel in zip(products(x, given, transposed=transposed), kernels, strict=True):
+                assert y.dtype == jnp.float32
+                np.testing.assert_allclose(wide(y), wide(x) @ wide(kernel), atol=2e-5)
+        low = product(x, kernels[0], dtype=dtype)
+        assert low.dtype == dtype
+        np.testing.assert_allclose(wide(low), wide(x) @ wide(kernels[0]), atol=2e-5, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_derivatives_are_those_of_the_product(name, transposed, monkeypatch):
+    only(monkeypatch, name)
+    x, w, dx, dw, dy = draw(0, (4, 6)), draw(1, (6, 5)), draw(2, (4, 6)), draw(3, (6, 5)), draw(4, (4, 5))
+    turn = (lambda k: k.T) if transposed else (lambda k: k)
+    f = lambda x, w: product(x, turn(w), transposed=transposed)
+    tangent = jax.jvp(f, (x, w), (dx, dw))[1]
+    np.testing.assert_allclose(tangent, wide(dx) @ wide(w) + wide(x) @ wide(dw), atol=1e-5)
+    of_x, of_w = jax.jit(lambda x, w: jax.vjp(f, x, w)[1](dy))(x, w)
+    np.testing.assert_allclose(of_x, wide(dy) @ wide(w).T, atol=1e-5)
+    np.testing.assert_allclose(of_w, wide(x).T @ wide(dy), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_gated_unit_and_its_gradient(name, monkeypatch):
+    only(monkeypatch, name)
+    x, gate, up, dy = draw(0, (4, 6)), draw(1, (6, 5)), draw(2, (6, 5)), draw(3, (4, 5))
+    g, u = wide(x) @ wide(gate), wide(x) @ wide(up)
+    s = 1 / (1 + np.exp(-g))
+    y, pull = jax.vjp(silu_product, x, gate, up)
+    np.testing.assert_allclose(y, g * s * u, atol=1e-5)
+    dg, du = wide(dy) * u * s * (1 + g * (1 - s)), wide(dy) * g * s
+    wanted = dg @ wide(gate).T + du @ wide(up).T, wide(x).T @ dg, wide(x).T @ du
+    for seen, expected in zip(pull(dy), wanted, strict=True):
+        np.testing.assert_allclose(seen, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_under_vmap_each_element_has_its_own_product(name, monkeypatch):
+    only(monkeypatch, name)
+    x, w = draw(0, (3, 4, 6)), draw(1, (3, 6, 5))
+    np.testing.assert_allclose(jax.vmap(product)(x, w), np.einsum("bti,bio->bto", wide(x), wide(w)), atol=1e-5)
+    shared = jax.jit(jax.vmap(product, in_axes=(0, None)))(x, w[0])
+    np.testing.assert_allclose(shared, np.einsum("bti,io->bto", wide(x), wide(w[0])), atol=1e-5)
+
+
+def test_operands_that_the_cpp_kernel_does_not_take_go_to_the_dot():
+    few, many = draw(0, (3, 6)), draw(0, (product_ops.NATIVE_MAX_ROWS + 1, 6))
+    w = draw(1, (6, 5))
+    for x, kernels, platform in (
+        (many, (w,), "cpu"), (few, (w,), "gpu"), (few, (w, w.astype(jnp.bfloat16)), "cpu"),
+        (few.astype(jnp.float16), (w,), "cpu"), (few.astype(jnp.int32), (w.astype(jnp.int32),), "cpu"),
+    ):  # fmt: skip
+        assert chosen(x, *kernels, platform=platform) == "dot"
+    np.testing.assert_allclose(product(many, w), wide(many) @ wide(w), atol=1e-5)
+    np.testing.assert_allclose(product(few.astype(jnp.float16), w), wide(few.astype(jnp.float16)) @ wide(w), atol=1e-5)
+
+
+def test_without_the_library_the_dot_remains(monkeypatch):
+    monkeypatch.setattr(product_ops.library, "status", lambda: product_ops.library.Status(reason="switched off"))
+    assert chosen(draw(0, (3, 6)), draw(1, (6, 5))) == "dot"
