@@ -6,7 +6,8 @@ trace_1b_r64, trace_1b_r256   128 and 512 requests at once, prompts of 128 to 51
 ttft_1b_8k                    milliseconds to the first token of one prompt of 8192 tokens, in an idle engine
 
 The model is the random Llama of benchmarks.gpu.engine_step. Each trace is timed without a profiler, then served again
-under jax.profiler. What a client sees is the time at which a step() returns with new tokens: `gap` is the time between
+under jax.profiler. CUPTI cannot look into the loops of a CUDA graph, so XLA launches the same kernels one by one while
+it looks: `device_busy` is the time in which a kernel ran in that run, over the time of the timed one. What a client sees is the time at which a step() returns with new tokens: `gap` is the time between
 two such returns of a request, `itl` that time spread evenly over the tokens that arrive together.
 
 The floor is what no engine can beat with these rows: each decode step reads the weights once and the keys and values of
@@ -19,32 +20,27 @@ start in order as soon as a row is free. Both rates are measured in the same run
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-PROFILED = "--xla_enable_command_buffers_during_profiling=true"
-"""Without it XLA runs the kernels of a CUDA graph one by one while a profiler looks: another program than the timed."""
-if __name__ == "__main__" and PROFILED.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {PROFILED}".strip()  # before JAX reads it
+import jax
+import numpy as np
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-
-import jattn  # noqa: E402
-from benchmarks import records  # noqa: E402
-from benchmarks.gpu import cupti, timeline  # noqa: E402
-from benchmarks.gpu.engine_step import LLAMA, SMALL  # noqa: E402
-from jattn import models  # noqa: E402
-from jattn.engine import runner as engine_runner  # noqa: E402
-from jattn.engine.dispatch import Batch  # noqa: E402
-from jattn.text import ByteTokenizer  # noqa: E402
+import jattn
+from benchmarks import records
+from benchmarks.gpu import cupti, timeline
+from benchmarks.gpu.engine_step import LLAMA, SMALL
+from jattn import models
+from jattn.engine import runner as engine_runner
+from jattn.engine.dispatch import Batch
+from jattn.text import ByteTokenizer
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 PREFILL_RECORD = "pre_1x8k"
@@ -192,8 +188,8 @@ def difference(after, before) -> dict[str, float]:
     return {name: round(a - b, 6) for name, (a, b) in pairs.items() if isinstance(a, int | float) and a != b}
 
 
-def trace_row(trace: Trace, small: bool, ceilings: dict, profile: bool) -> dict:
-    """The row of one trace."""
+def trace_row(trace: Trace, small: bool, ceilings: dict) -> tuple[dict, Callable[[], dict]]:
+    """(the row of one trace, what measures its figures under a profiler)."""
     config, params = model_of(small, 4096)
     engine = engine_of(config, params, trace.rows, trace.budget, trace.longest)
     begin = time.perf_counter()
@@ -209,49 +205,30 @@ def trace_row(trace: Trace, small: bool, ceilings: dict, profile: bool) -> dict:
     if ceilings:
         floor = floor_of(config, params, work, trace.rows, ceilings)
         row |= floor | dict(share_of_floor=floor["floor_seconds"] / served.seconds)
-    if profile:
-        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds, graphs=False))
-        row |= cupti.attempt(lambda: profiled(engine, work, served.seconds, graphs=True))
-        row |= busy_share(row)
-    elif small:
+    if small:
         print(f"{trace.name}: no profile of a CPU", flush=True)
-    return row
+    return row, functools.partial(profiled, engine, work, served.seconds)
 
 
-def profiled(engine: jattn.Engine, work: list[tuple[list[int], int]], seconds: float, graphs: bool) -> dict:
+def profiled(engine: jattn.Engine, work: list[tuple[list[int], int]], seconds: float) -> dict:
     """Figures of a further run under jax.profiler. seconds: of the timed run."""
-    found, wall, seen = under_profiler(engine, work, graphs)
-    kind = "graphs" if graphs else "kernels"
-    row = {
-        f"device_busy_of_{kind}": found.busy / wall, f"device_busy_of_{kind}_over_timed": found.busy / seconds,
-        f"profiled_seconds_{kind}": wall, kind: found.kernels,
-    }  # fmt: skip
-    if graphs:
-        return row
+    found, wall, seen = under_profiler(engine, work)
     shapes = found.shapes
     for shape, figures in shapes.items():
         if count := seen.dispatches.get(shape):
             figures |= dict(count=count, busy_ms_each=figures["busy_seconds"] / count * 1e3)
-    return row | dict(kernel_seconds=found.top(20), profiled_dispatches=shapes, compiled_in_profile=seen.programs)
+    return dict(
+        device_busy=found.busy / seconds, kernels=found.kernels, profiled_seconds=wall, kernel_seconds=found.top(20),
+        profiled_dispatches=shapes, compiled_in_profile=seen.programs,
+    )  # fmt: skip
 
 
-def busy_share(row: dict) -> dict:
-    """device_busy: by kernels, unless the profiler saw less than half of them.
-
-    CUPTI may not see the kernels of a loop inside a CUDA graph. Then the whole graph counts, with the gaps inside it.
-    """
-    by_kernels, by_graphs = row.get("device_busy_of_kernels", 0.0), row.get("device_busy_of_graphs", 0.0)
-    by = "kernels" if by_kernels > by_graphs / 2 else "graphs"
-    return dict(device_busy=by_kernels if by == "kernels" else by_graphs, device_busy_by=by)
-
-
-def under_profiler(engine: jattn.Engine, work, graphs: bool) -> tuple[timeline.Timeline, float, Seen]:
-    """(the profile of a run, its seconds, what it did). graphs: one event for each CUDA graph, not for its kernels."""
+def under_profiler(engine: jattn.Engine, work) -> tuple[timeline.Timeline, float, Seen]:
+    """(the profile of a run, its seconds, what it did)."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level, options.python_tracer_level = 1, 0
     options.advanced_configuration = {
         "gpu_max_activity_api_events": 8 << 20, "gpu_max_callback_api_events": 8 << 20,
-        "gpu_enable_cupti_activity_graph_trace": graphs,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         with watched() as seen, jax.profiler.trace(folder, profiler_options=options):
@@ -322,8 +299,8 @@ def first_token_ms(engine: jattn.Engine, prompt: list[int]) -> float:
     return found
 
 
-def ttft_row(small: bool, ceilings: dict) -> dict:
-    """The row of the long prompt: the median of several, each of other tokens."""
+def ttft_row(small: bool, ceilings: dict) -> tuple[dict, None]:
+    """(the row of the long prompt: the median of several, each of other tokens; no profile)."""
     length = 48 if small else TTFT_PROMPT
     config, params = model_of(small, length + 64)
     engine = engine_of(config, params, 1, length, length + 64)
@@ -338,7 +315,7 @@ def ttft_row(small: bool, ceilings: dict) -> dict:
         prompt=length, compiled_later=seen.programs,
         dispatches=seen.dispatches,
     )  # fmt: skip
-    return row | (ttft_floor(config, params, length, row["ms"], ceilings) if ceilings else {})
+    return row | (ttft_floor(config, params, length, row["ms"], ceilings) if ceilings else {}), None
 
 
 def ttft_floor(config, params, length: int, ms: float, ceilings: dict) -> dict:
@@ -380,19 +357,26 @@ def main(argv: list[str] | None = None) -> int:
     ceilings = {} if args.small else ceilings_of_this_card()
     base = dict(ceilings)
     profile = not (args.small or args.no_profile)
-    work = {
-        t.name: lambda t=t: trace_row(t, args.small, ceilings, profile)
-        for t in ([SMALL_TRACE] if args.small else TRACES)
+    work: dict = {
+        t.name: lambda t=t: trace_row(t, args.small, ceilings) for t in ([SMALL_TRACE] if args.small else TRACES)
     }
     work |= {"ttft_small" if args.small else "ttft_1b_8k": lambda: ttft_row(args.small, ceilings)}
     failed = 0
     for name, measure in work.items():
         if args.only and name not in args.only.split(","):
             continue
-        row = dict(case=name) | cupti.attempt(measure)
+        found = cupti.attempt(lambda measure=measure: dict(zip(("row", "profile"), measure(), strict=True)))
+        profiling = found.pop("profile", None)
+        row = dict(case=name) | found.pop("row", {}) | found
         print(name, flush=True)
         show(row)
-        records.write([base | row | records.provenance()], "trace", records.folder_of(args))
+        keep = lambda row: records.write([base | row | records.provenance()], "trace", records.folder_of(args))
+        keep(row)  # before the profile, which may end the process
+        if profile and profiling is not None:
+            figures = cupti.attempt(profiling)
+            show(figures)
+            row |= {name: value for name, value in figures.items() if name != "wall_s"}
+            keep(row)
         failed += "error" in row or row["compiled_later"] != 0
     return int(failed > 0)
 

@@ -96,13 +96,6 @@ def test_busy_time_counts_overlaps_once_and_goes_to_the_shape_that_was_sent():
     assert gaps.shapes == {"4x4": pytest.approx(dict(busy_seconds=150e-9, span_seconds=200e-9))}
 
 
-def test_busy_time_is_that_of_kernels_unless_the_profiler_missed_them():
-    share = lambda kernels, graphs: trace.busy_share(dict(device_busy_of_kernels=kernels, device_busy_of_graphs=graphs))
-    assert share(0.8, 0.9) == dict(device_busy=0.8, device_busy_by="kernels")
-    assert share(0.1, 0.9) == dict(device_busy=0.9, device_busy_by="graphs")
-    assert trace.busy_share(dict(device_busy_of_kernels=0.7)) == dict(device_busy=0.7, device_busy_by="kernels")
-
-
 def test_a_profile_without_a_device_is_an_error(tmp_path):
     with jax.profiler.trace(tmp_path):
         jnp.zeros(3).block_until_ready()
