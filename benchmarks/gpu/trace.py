@@ -7,8 +7,9 @@ ttft_1b_8k                    milliseconds to the first token of one prompt of 8
 
 The model is the random Llama of benchmarks.gpu.engine_step. Each trace is timed without a profiler, then served again
 under jax.profiler. CUPTI cannot look into the loops of a CUDA graph, so XLA launches the same kernels one by one while
-it looks: `device_busy` is the time in which a kernel ran in that run, over the time of the timed one. What a client sees is the time at which a step() returns with new tokens: `gap` is the time between
-two such returns of a request, `itl` that time spread evenly over the tokens that arrive together.
+it looks: `device_busy` is the time in which a kernel ran in that run, over the time of the timed one. What a client
+sees is the time at which a step() returns with new tokens: `gap` is the time between two such returns of a request,
+`itl` that time spread evenly over the tokens that arrive together.
 
 The floor is what no engine can beat with these rows: each decode step reads the weights once and the keys and values of
 its rows once, at the rate at which this card reads memory; prompts are matrix products at this card's rate. Requests

@@ -30,7 +30,7 @@ def test_every_plan_within_the_limits_has_a_shape_that_was_announced(data, rows,
 
 def test_there_are_few_of_them():
     assert len(StepShapes(Limits(64, 2048, 4096), 16).all()) == 7 + 6
-    assert len(StepShapes(Limits(64, 2048, 4096), 16, is_coarse=True).all()) == 4 + 6
+    assert len(StepShapes(Limits(64, 2048, 4096), 16, is_coarse=True).all()) == 4 + 4
     coarse = lambda rows: StepShapes(Limits(rows, 64, 8), 4, is_coarse=True).buckets.reqs
     assert [coarse(rows) for rows in (1, 3, 8, 12, 33)] == [(4,), (4,), (4, 8), (4, 12), (4, 16, 32, 33)]
     assert StepShapes(Limits(64, 64, 4096), 16, True).all() == ((64, 64, True),)
