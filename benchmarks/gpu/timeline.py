@@ -45,6 +45,16 @@ class Timeline:
         """Seconds in which at least one kernel ran."""
         return union((kernel.start, kernel.end) for kernel in self.all_kernels) * 1e-9
 
+    @property
+    def occupied(self) -> float:
+        """Seconds between the first and the last kernel of a dispatch, of all dispatches."""
+        spans: dict[int, tuple[float, float]] = {}
+        for kernel in self.all_kernels:
+            if (send := self._send_of(kernel)) >= 0:
+                start, end = spans.get(send, (kernel.start, kernel.end))
+                spans[send] = min(start, kernel.start), max(end, kernel.end)
+        return union(spans.values()) * 1e-9
+
     def top(self, count: int) -> dict[str, float]:
         """The kernels that took most, with their seconds."""
         seconds: dict[str, float] = defaultdict(float)

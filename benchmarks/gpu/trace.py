@@ -6,10 +6,10 @@ trace_1b_r64, trace_1b_r256   128 and 512 requests at once, prompts of 128 to 51
 ttft_1b_8k                    milliseconds to the first token of one prompt of 8192 tokens, in an idle engine
 
 The model is the random Llama of benchmarks.gpu.engine_step. Each trace is timed without a profiler, then served again
-under jax.profiler. CUPTI cannot look into the loops of a CUDA graph, so XLA launches the same kernels one by one while
-it looks: `device_busy` is the time in which a kernel ran in that run, over the time of the timed one. What a client
-sees is the time at which a step() returns with new tokens: `gap` is the time between two such returns of a request,
-`itl` that time spread evenly over the tokens that arrive together.
+under jax.profiler. Of a loop inside a CUDA graph CUPTI shows the first step only, so `device_busy` is the share of that
+run in which the device had begun a dispatch and not ended it, by its first and its last kernel; benchmarks.gpu.programs
+has the kernels within a step. What a client sees is the time at which a step() returns with new tokens: `gap` is the
+time between two such returns of a request, `itl` that time spread evenly over the tokens that arrive together.
 
 The floor is what no engine can beat with these rows: each decode step reads the weights once and the keys and values of
 its rows once, at the rate at which this card reads memory; prompts are matrix products at this card's rate. Requests
@@ -208,18 +208,18 @@ def trace_row(trace: Trace, small: bool, ceilings: dict) -> tuple[dict, Callable
         row |= floor | dict(share_of_floor=floor["floor_seconds"] / served.seconds)
     if small:
         print(f"{trace.name}: no profile of a CPU", flush=True)
-    return row, functools.partial(profiled, engine, work, served.seconds)
+    return row, functools.partial(profiled, engine, work)
 
 
-def profiled(engine: jattn.Engine, work: list[tuple[list[int], int]], seconds: float) -> dict:
-    """Figures of a further run under jax.profiler. seconds: of the timed run."""
+def profiled(engine: jattn.Engine, work: list[tuple[list[int], int]]) -> dict:
+    """Figures of a further run under jax.profiler."""
     found, wall, seen = under_profiler(engine, work)
     shapes = found.shapes
     for shape, figures in shapes.items():
         if count := seen.dispatches.get(shape):
             figures |= dict(count=count, busy_ms_each=figures["busy_seconds"] / count * 1e3)
     return dict(
-        device_busy=found.busy / seconds, kernels=found.kernels, profiled_seconds=wall, kernel_seconds=found.top(20),
+        device_busy=found.occupied / wall, kernels=found.kernels, profiled_seconds=wall, kernel_seconds=found.top(20),
         profiled_dispatches=shapes, compiled_in_profile=seen.programs,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jattn.engine.dispatch import Batch
-from jattn.engine.request import Sequence, final_length
+from jattn.engine.request import Sequence
 from jattn.engine.rules import penalties, rules_of, rules_of_batch, sampling_rows
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
@@ -55,7 +55,7 @@ def batch_of(
         at += row.num_new
         seq.rules = seq.rules or rules_of(seq.params, seq.seed, stop_ids_of(seq, eos), len(seq.prompt))
     start, num_new, samples, prompt_len, most = np.array(
-        [(row.start, row.num_new, row.max_samples, len(seq.prompt), final_length(seq.prompt, seq.params, limit))
+        [(row.start, row.num_new, row.max_samples, len(seq.prompt), seq.max_len)
          for seq, row in zip(chosen, device_rows, strict=True)], np.int32,
     ).T  # fmt: skip
     seq_lens = start + num_new

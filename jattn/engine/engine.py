@@ -200,8 +200,8 @@ class Engine:
         self._next_seq_id += 1
         root = admission.root_hash_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
         seqs = [Sequence(f"{self._next_seq_id}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
-        longest, eos = self.limits.max_model_len, self.config.eos_token_ids
-        request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], longest, self.tokenizer)
+        eos = self.config.eos_token_ids
+        request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], self.tokenizer)
         self._requests.add(request)  # last, because the lines before may raise
         for seq in seqs:
             self.scheduler.add(seq)

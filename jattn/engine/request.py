@@ -34,6 +34,7 @@ class Sequence:
     num_shared: int = 0  # blocks at the beginning that came from the prefix cache
     num_published: int = 0  # blocks at the beginning that other sequences may share
     num_preemptions: int = 0  # how often it lost its blocks
+    max_len: int = 0  # tokens of prompt and output at most; set when it is queued
     rules: bytes = b""  # its sampling rules for the device, see rules.py; empty until it is computed first
 
     def __post_init__(self):
@@ -48,6 +49,11 @@ class Sequence:
     def num_missing(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) + self.num_ahead - self.num_computed
+
+    @property
+    def num_left(self) -> int:
+        """The most tokens that it may still generate, without those that are being sampled."""
+        return self.max_len - len(self.tokens) - self.num_ahead
 
     @property
     def output(self) -> list[int]:
@@ -156,7 +162,6 @@ class CompletionState:
     seq: Sequence
     index: int  # of the completion, 0 .. n-1
     stop_ids: tuple[int, ...]  # token ids that end it
-    max_model_len: int  # the most tokens of prompt and output
     detokenizer: Detokenizer | None  # None: without text
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     num_cached: int = 0  # prompt tokens that were found in the prefix cache
@@ -166,15 +171,13 @@ class CompletionState:
     _text: str = ""  # includes an end that may be the beginning of a stop string
 
     @classmethod
-    def of(
-        cls, request_id: str, seq: Sequence, index: int, stop_ids, max_model_len: int, tokenizer: Tokenizer | None
-    ) -> "CompletionState":
+    def of(cls, request_id: str, seq: Sequence, index: int, stop_ids, tokenizer: Tokenizer | None) -> "CompletionState":
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, seq.prompt)
-        return cls(request_id, seq, index, stop_ids, max_model_len, detokenizer)
+        return cls(request_id, seq, index, stop_ids, detokenizer)
 
     def accept(self, tokens: list[int]) -> list[int]:
         """The new tokens up to the one that ends the sequence. `read_text` decodes them later."""
-        limit = min(self.seq.params.max_tokens, self.max_model_len - len(self.seq.prompt)) - self.seq.num_output
+        limit = self.seq.max_len - len(self.seq.tokens)
         reason = FinishReason.LENGTH if len(tokens) >= limit else None
         tokens = tokens[:limit]
         if not self._ends.isdisjoint(tokens):
@@ -236,7 +239,7 @@ class CompletionState:
         before = len(self._text)
         self._text += text
         params = self.seq.params
-        found = find_stop(self._text, params.stop, before) if text else None
+        found = find_stop(self._text, params.stop, before) if text and params.stop else None
         if found is None:
             return False
         at, stop = found
@@ -253,7 +256,8 @@ class CompletionState:
     def _visible(self) -> str:
         if self.finish_reason is not None:
             return self._text
-        return self._text[: len(self._text) - held_back(self._text, self.seq.params.stop)]
+        stop = self.seq.params.stop
+        return self._text[: len(self._text) - held_back(self._text, stop)] if stop else self._text
 
 
 @dataclasses.dataclass(eq=False)
@@ -266,11 +270,11 @@ class Request:
 
     @classmethod
     def of(
-        cls, id: str, prompt: tuple[int, ...], seqs: list[Sequence], stop_ids, longest: int, tokenizer: Tokenizer | None
+        cls, id: str, prompt: tuple[int, ...], seqs: list[Sequence], stop_ids, tokenizer: Tokenizer | None
     ) -> "Request":
-        """A request with a completion for each sequence. stop_ids: of each sequence. longest: see max_model_len."""
+        """A request with a completion for each sequence. stop_ids: of each sequence."""
         each = enumerate(zip(seqs, stop_ids, strict=True))
-        return cls(id, prompt, [CompletionState.of(id, seq, i, ids, longest, tokenizer) for i, (seq, ids) in each])
+        return cls(id, prompt, [CompletionState.of(id, seq, i, ids, tokenizer) for i, (seq, ids) in each])
 
     def output(self) -> RequestOutput:
         """The output so far."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence as Many
 
 from jattn.engine.dispatch import MAX_STEPS
-from jattn.engine.request import Sequence
+from jattn.engine.request import Sequence, final_length
 from jattn.engine.tables import BlockTables
 
 
@@ -87,6 +87,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. At full length it must fit the empty pool; the engine's max_model_len ensures it."""
+        seq.max_len = final_length(seq.prompt, seq.params, self.limits.max_model_len)
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence, *, trusted: bool = True) -> None:
@@ -107,14 +108,14 @@ class Scheduler:
         that dispatch may free some.
         """
         budget, chosen, preempted = self.limits.max_num_batched_tokens, list[tuple[Sequence, int]](), list[str]()
-        i = 0
+        extend, i = self.tables.extend, 0
         while i < len(self.running) and budget:
             seq = self.running[i]
             i += 1
-            if self._left(seq) < 1:
+            if seq.num_left < 1:
                 continue
             count = min(seq.num_missing, budget)
-            while not self.tables.extend(seq, seq.num_computed + count):
+            while not extend(seq, seq.num_computed + count):
                 if in_flight:
                     return StepPlan()
                 preempted.append(self._preempt_youngest())
@@ -157,7 +158,7 @@ class Scheduler:
         """The decode steps of a dispatch. Allocates blocks for all of them."""
         if not chosen or any(count != 1 or seq.num_missing != 1 for seq, count in chosen):
             return 1
-        left = [self._left(seq) for seq, _ in chosen]
+        left = [seq.num_left for seq, _ in chosen]
         burst = min(self.limits.max_burst, max(left))
         if self.waiting:
             burst = min(burst, max(min(left), self.limits.waiting_burst))
@@ -168,15 +169,11 @@ class Scheduler:
             burst //= 2
         return 1
 
-    def _left(self, seq: Sequence) -> int:
-        """The most tokens that a sequence may still generate, without those that are being sampled."""
-        return remaining_tokens(seq, self.limits.max_model_len) - seq.num_ahead
-
     def _row(self, seq: Sequence, count: int, burst: int) -> Row:
         """A row of the plan; counts its tokens as computed and sampled."""
         if count < 1:
             raise AssertionError(f"sequence {seq.id} has {len(seq.tokens)} tokens, and all are computed")
-        samples = min(burst, self._left(seq)) if count == seq.num_missing else 0
+        samples = min(burst, seq.num_left) if count == seq.num_missing else 0
         row = Row(seq.id, seq.num_computed, count, samples, seq.num_ahead > 0)
         seq.num_computed += count + max(samples - 1, 0)
         seq.num_ahead += samples
@@ -195,8 +192,3 @@ class Scheduler:
         seq.num_preemptions += 1
         self.waiting.appendleft(seq)
         return seq.id
-
-
-def remaining_tokens(seq: Sequence, max_model_len: int) -> int:
-    """The most tokens that a sequence may still generate, by its max_tokens and max_model_len."""
-    return min(seq.params.max_tokens - seq.num_output, max_model_len - len(seq.tokens))

@@ -12,8 +12,8 @@ MIN_MIXED_TOKENS = 16
 """The tokens of the smallest bucket for batches with a prompt."""
 
 MIN_MIXED_TOKENS_COARSE = 256
-"""The same on an accelerator. The weights take longer to read than so many tokens to multiply: a step of 64 tokens takes
-2.1 ms on an H200, one of 512 takes 3.0 (1.1e9 parameters in bf16)."""
+"""The same on an accelerator, where the weights take longer to read than so many tokens to multiply: on an H200 a step
+of 64 tokens takes 2.1 ms, one of 512 takes 3.0 (1.1e9 parameters in bf16)."""
 
 LEAST_ROWS, FEW_ROWS = 4, 16
 """On an accelerator decodes have at least 4 rows, and none between 4 and 16. A step of few rows takes as long as the

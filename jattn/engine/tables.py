@@ -67,6 +67,8 @@ class BlockTables:
         self.groups = tuple(groups)
         self.pools = tuple(BlockPool(count) for _, count in zip(self.groups, num_blocks, strict=True))
         self.prefix_caching = prefix_caching
+        # groups that free blocks of running sequences
+        self._forgetful = [g for g, group in enumerate(self.groups) if group.sliding_window or group.chunk_size]
         self.weights_version = weights_version
 
     @property
@@ -144,7 +146,8 @@ class BlockTables:
         """After a step was read, with so many tokens computed: let others share full blocks, and free blocks that no
         later token of this sequence can see."""
         self.publish(seq, num_computed)
-        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+        for g in self._forgetful:
+            group, pool = self.groups[g], self.pools[g]
             kept = min(first_visible(group, num_computed) // self.block_size, len(seq.tables[g]))
             for i in range(seq.kept_from[g], kept):
                 pool.release([seq.tables[g][i]])

@@ -44,8 +44,8 @@ class ByteTokenizer:
         return [byte + self.num_special for byte in text.encode("utf-8")]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        bytes_ = bytes(t - self.num_special for t in token_ids if 0 <= t - self.num_special < 256)
-        return bytes_.decode("utf-8", errors="replace")
+        first, end = self.num_special, self.num_special + 256
+        return bytes([t - first for t in token_ids if first <= t < end]).decode("utf-8", errors="replace")
 
 
 class FolderTokenizer:

@@ -94,6 +94,7 @@ def test_busy_time_counts_overlaps_once_and_goes_to_the_shape_that_was_sent():
     )
     gaps = Timeline((kernel(100, 200, 1, "jit_dispatch 7"), kernel(250, 300, 2, "jit_dispatch 7")), *rest)
     assert gaps.shapes == {"4x4": pytest.approx(dict(busy_seconds=150e-9, span_seconds=200e-9))}
+    assert (gaps.busy, gaps.occupied) == pytest.approx((150e-9, 200e-9))
 
 
 def test_a_profile_without_a_device_is_an_error(tmp_path):

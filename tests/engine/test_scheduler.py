@@ -216,8 +216,8 @@ def test_a_windows_pool_of_its_computed_size_is_never_what_is_short(budget, burs
     limits, schedule, held, seen = world.scheduler.limits, world.scheduler.schedule, [0, 0], Counter()
 
     def checked(in_flight):
-        going = [seq for seq in world.scheduler.running if world.scheduler._left(seq) > 0]
-        left = {seq.id: world.scheduler._left(seq) for seq in going}
+        going = [seq for seq in world.scheduler.running if seq.num_left > 0]
+        left = {seq.id: seq.num_left for seq in going}
         plan = schedule(in_flight)
         assert not plan.preempted
         assert len(plan.rows) >= len(going) or plan.num_tokens == limits.max_num_batched_tokens
