@@ -280,8 +280,8 @@ def test_a_response_begins_where_the_prompt_ends():
     """The end of a character that begins in the prompt belongs to the output."""
     code, params = ByteTokenizer(), jattn.SamplingParams(max_tokens=8)
     ids = code.encode("a€b")
-    completion = CompletionState.of("r", Sequence("s", tuple(ids[:2]), params), 0, (), 99, code)
-    completion.accept(ids[2:])
+    completion = CompletionState.of("r", Sequence("s", tuple(ids[:2]), params, max_len=99), 0, (), code)
+    completion.read_text(completion.accept(ids[2:]))
     assert completion.snapshot().text == "€b"
 
 
