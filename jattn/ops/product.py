@@ -30,7 +30,10 @@ class Implementation:
 def products(
     x: jax.Array, kernels: Sequence[jax.Array], *, transposed: bool = False, dtype: Any = jnp.float32
 ) -> Arrays:
-    """x [T, in] @ kernel [in, out] for each kernel, summed in float32: dtype[T, out]. transposed: kernels [out, in]."""
+    """x [T, in] @ kernel [in, out] for each kernel, summed in float32: dtype[T, out]. transposed: kernels [out, in].
+
+    Under jit with weights sharded over several CPU devices, the C++ kernel gathers them; inside shard_map it does not.
+    """
     return _choose(x, tuple(kernels)).compute(x, tuple(kernels), transposed, jnp.dtype(dtype))
 
 
@@ -66,15 +69,19 @@ def _dots(x: jax.Array, kernels: Arrays, transposed: bool, dtype: Any) -> Arrays
     return tuple((y[:1] if duplicate else y).astype(dtype) for y in sums)
 
 
-NATIVE_MAX_ROWS = 128
-"""Up to so many rows the C++ kernel was faster than XLA:CPU's dot for every shape that was measured."""
+NATIVE_MAX_ROWS, NATIVE_MAX_ROWS_WITH_AMX = 1024, 32
+"""Rows up to which the C++ kernel is used: on Zen 4 it is faster than XLA:CPU's dot up to 192 rows and level up to 1024
+(docs/notebook/cpu.md). It does not use AMX tiles, which XLA may use for bfloat16; that was not measured."""
 NATIVE_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def _supports_native(platform: str, x: jax.Array, kernels: Arrays) -> bool:
     is_alike = all(kernel.ndim == 2 and kernel.dtype == x.dtype for kernel in kernels)
-    fits = x.ndim == 2 and x.shape[0] <= NATIVE_MAX_ROWS and x.dtype.name in NATIVE_DTYPES and is_alike
-    return platform == "cpu" and fits and library.status().available
+    if platform != "cpu" or x.ndim != 2 or x.dtype.name not in NATIVE_DTYPES or not is_alike:
+        return False
+    isas = library.status().isas
+    has_tiles = "amx_bf16" in isas and x.dtype == jnp.bfloat16
+    return bool(isas) and x.shape[0] <= (NATIVE_MAX_ROWS_WITH_AMX if has_tiles else NATIVE_MAX_ROWS)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))

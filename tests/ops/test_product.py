@@ -95,6 +95,15 @@ def test_operands_that_the_cpp_kernel_does_not_take_go_to_the_dot():
     np.testing.assert_allclose(product(few.astype(jnp.float16), w), wide(few.astype(jnp.float16)) @ wide(w), atol=1e-5)
 
 
+def test_with_amx_many_bf16_rows_go_to_the_dot(monkeypatch):
+    status = product_ops.library.Status(isas=("amx_bf16", "avx512"))
+    monkeypatch.setattr(product_ops.library, "status", lambda: status)
+    for dtype, name in (("bfloat16", "dot"), ("float32", "cpu_native")):
+        w = draw(1, (6, 5), dtype)
+        assert chosen(draw(0, (product_ops.NATIVE_MAX_ROWS_WITH_AMX, 6), dtype), w) == "cpu_native"
+        assert chosen(draw(0, (product_ops.NATIVE_MAX_ROWS_WITH_AMX + 1, 6), dtype), w) == name
+
+
 def test_without_the_library_the_dot_remains(monkeypatch):
     monkeypatch.setattr(product_ops.library, "status", lambda: product_ops.library.Status(reason="switched off"))
     assert chosen(draw(0, (3, 6)), draw(1, (6, 5))) == "dot"

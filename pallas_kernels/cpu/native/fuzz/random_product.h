@@ -11,7 +11,7 @@ class RandomProduct {
 
     explicit RandomProduct(unsigned seed) : rng_(seed) {
         args.dtype = (Dtype)pick(0, kNumFloats - 1), args.out_dtype = pick(0, 1) ? Dtype::f32 : args.dtype;
-        args.rows = pick(0, 7) ? pick(1, 26) : pick(90, 110);
+        args.rows = pick(0, 7) ? pick(1, 26) : pick(90, 200);
         args.inputs = pick(0, 7) ? pick(0, 70) : pick(100, 300);
         args.transposed = pick(0, 2) == 0, args.silu = !args.transposed && pick(0, 1);
         args.num_matrices = args.silu ? 2 : pick(1, 3);

@@ -45,19 +45,20 @@ struct ProductKernel {
     }
 };
 
-constexpr int kProductMaxRows = 96;         // of an item: a multiple of all block_rows
-constexpr int kProductMaxTiles = 16;        // of an item's columns
-constexpr int kProductMaxInputs = 128;  // of a group
+constexpr int kProductMaxRows = 192;    // of an item: a multiple of all block_rows
+constexpr int kProductMaxInputs = 256;  // of a group
+// The tiles of an item's columns: the sums of all its rows stay in the second cache level.
+inline int64_t product_max_tiles(int64_t rows) { return rows > kProductMaxRows / 2 ? 8 : 16; }
 
 // The inputs of a group. More rows: more sums to load and store for each group. Fewer rows: the group before, which
 // prefetches this one, is sooner done.
 inline int64_t product_group(int64_t rows) {
-    return rows == 1 ? 16 : rows <= 4 ? 32 : rows <= 8 ? 64 : kProductMaxInputs;
+    return rows == 1 ? 16 : rows <= 4 ? 32 : rows <= 8 ? 64 : 128;
 }
 
 // Upper bound of the scratch memory of one item: sums of one or two matrices, a padded tile, a copied tile.
 inline int64_t product_scratch_bytes(const ProductKernel& kernel) {
-    const int64_t sums = kProductMaxTiles * (kProductMaxRows + kernel.max_block_rows);
+    const int64_t sums = 16 * (kProductMaxRows / 2 + kernel.max_block_rows);
     return 4 * kernel.tile_columns * (2 * sums + 2 * kProductMaxInputs) + 256;
 }
 

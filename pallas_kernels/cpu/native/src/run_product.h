@@ -23,7 +23,7 @@ inline std::vector<ProductItem, Allocator<ProductItem>> product_items(const Prod
         for (int64_t begin = 0, end; begin < args.matrices[m].columns; left -= end - begin, begin = end) {
             const int64_t tiles = std::max(least, left / (3 * threads * kernel.tile_columns));
             end = std::min(args.matrices[m].columns,
-                           begin + kernel.tile_columns * std::min<int64_t>(tiles, kProductMaxTiles));
+                           begin + kernel.tile_columns * std::min(tiles, product_max_tiles(args.rows)));
             for (int64_t row = 0; row < args.rows; row += kProductMaxRows)
                 items.push_back({m, begin, end, row, std::min<int64_t>(args.rows, row + kProductMaxRows)});
         }
