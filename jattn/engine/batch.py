@@ -1,6 +1,7 @@
 """The arrays of a dispatch, made from a plan: numpy arrays."""
 
 import functools
+import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
@@ -45,26 +46,24 @@ def batch_of(
     num_tokens, num_rows, _ = shape = shapes.of(plan)
     chosen, count = [seqs[row.id] for row in device_rows], len(device_rows)
     limit = shapes.limits.max_model_len
-    token_ids, source = np.zeros(num_tokens, np.int32), np.full(num_rows, HOST_KNOWS, np.int32)
-    at = 0
-    for r, (seq, row) in enumerate(zip(chosen, device_rows, strict=True)):
-        if row.continues:
-            source[r] = sources[row.id]
-        else:
-            token_ids[at : at + row.num_new] = seq.tokens[row.start : row.start + row.num_new]
-        at += row.num_new
+    ids, starts, counts, max_samples, continues = zip(*device_rows, strict=True)
+    tokens = []
+    for seq, first, new, is_known in zip(chosen, starts, counts, map(operator.not_, continues), strict=True):
+        tokens += seq.tokens[first : first + new] if is_known else [0]
         seq.rules = seq.rules or rules_of(seq.params, seq.seed, stop_ids_of(seq, eos), len(seq.prompt))
-    start, num_new, samples, prompt_len, most = np.array(
-        [(row.start, row.num_new, row.max_samples, len(seq.prompt), seq.max_len)
-         for seq, row in zip(chosen, device_rows, strict=True)], np.int32,
-    ).T  # fmt: skip
+    token_ids, source = np.zeros(num_tokens, np.int32), np.full(num_rows, HOST_KNOWS, np.int32)
+    token_ids[: len(tokens)] = tokens
+    source[:count] = [sources[id] if yes else HOST_KNOWS for id, yes in zip(ids, continues, strict=True)]
+    start, num_new, samples = (np.array(column, np.int32) for column in (starts, counts, max_samples))
+    prompt_len = np.array([len(seq.prompt) for seq in chosen], np.int32)
+    most = np.array([seq.max_len for seq in chosen], np.int32)
     seq_lens = start + num_new
     metas = [_meta(num_new, seq_lens, most, table, shapes, shape) for table in tables_of(chosen, count, shapes)]
     position, remaining = np.zeros((2, num_rows), np.int32)
     position[:count] = np.maximum(seq_lens - prompt_len, 0)
     remaining[:count] = np.where(samples > 0, most - seq_lens, 0)
     rules = rules_of_batch([seq.rules for seq in chosen], num_rows)
-    sampling = [seq if row.max_samples else None for seq, row in zip(chosen, device_rows, strict=True)]
+    sampling = [seq if n else None for seq, n in zip(chosen, max_samples, strict=True)]
     return Batch(
         token_ids=token_ids,
         source=source,

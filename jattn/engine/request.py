@@ -278,5 +278,5 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The output so far."""
-        completions = tuple(completion.snapshot() for completion in self.completions)
+        completions = tuple([completion.snapshot() for completion in self.completions])
         return RequestOutput(self.id, self.prompt, completions, self.completions[0].num_cached)

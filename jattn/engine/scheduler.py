@@ -12,6 +12,7 @@ whose last token is being sampled gets no row and needs no place in the batch.
 import dataclasses
 from collections import deque
 from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 from jattn.engine.dispatch import MAX_STEPS
 from jattn.engine.request import Sequence, final_length
@@ -45,8 +46,7 @@ class Limits:
             raise ValueError("; ".join(reasons))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Tokens start .. start + num_new - 1 of a sequence."""
 
     id: str  # of the sequence
