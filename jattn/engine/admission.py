@@ -86,6 +86,8 @@ def check(
 
 def _outside(ids: Many[int], vocab_size: int) -> str:
     """The error for ids that are not tokens; empty if there are none."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):  # the usual case; a prompt may have 100,000 tokens
+        return ""
     bad = sorted({token for token in ids if not 0 <= token < vocab_size})
     return f"{bad[:5]} are outside the vocabulary of {vocab_size}" if bad else ""
 
@@ -127,7 +129,7 @@ def _tokens(prompt: str | Many[int], tokenizer: Tokenizer | None) -> list[int]:
         return tokenizer.encode(prompt)
     if isinstance(prompt, (bytes, bytearray)):
         raise ValueError("a prompt of bytes is neither text nor token ids: decode it, or give list(prompt)")
-    if isinstance(prompt, (list, tuple)) and any(isinstance(token, (bool, np.bool_)) for token in prompt):
+    if isinstance(prompt, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, prompt)):
         raise ValueError("a prompt must be text or a list of token ids, and a bool is no token id")
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
