@@ -51,10 +51,11 @@ def default_burst() -> int:
 def default_waiting_burst() -> int:
     """The same while a sequence waits for a place in the batch, and one that runs may end.
 
-    A place that becomes free in a dispatch stays empty until the dispatch after the next. On an accelerator that costs
-    less than a dispatch for each token.
+    A place that becomes free in a burst stays empty until the next dispatch. On a CPU that costs most, on an
+    accelerator a step with few prompts does: 512 requests on 256 rows take 2.7 s with 8 steps, 2.6 with 16 (computed
+    from the times of the steps on an H200).
     """
-    return 1 if jax.default_backend() == "cpu" else 8
+    return 1 if jax.default_backend() == "cpu" else default_burst()
 
 
 def dtype_of(params) -> str:
