@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jattn.engine.request import TokenLogprob
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
+from jattn.engine.worker import Worker
 from jattn.errors import EngineDeadError
 
 
@@ -64,8 +65,7 @@ class Runner:
         self._caches = weights.bound_like(self.params, caches)
         self._row_state = weights.bound_like(self.params, empty_row_state(shapes.max_rows))
         self._make_caches = make_caches
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="jattn-sender")
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="jattn-reader")
+        self._sender, self._reader = Worker("jattn-sender"), Worker("jattn-reader")
         self._stored: weights.StoredWeights | None = None  # None while awake
         self._dead: EngineDeadError | None = None
 
@@ -92,7 +92,7 @@ class Runner:
 
     def wait_until_sent(self) -> None:
         """Wait until no dispatch is waiting to be sent."""
-        self._sender.submit(lambda: None).result()
+        self._sender.wait()
 
     def warm(self, progress: Callable[[int, int, str], None] | None) -> int:
         """Compile every program; returns their number."""

@@ -1,0 +1,50 @@
+"""Worker: a thread that calls functions one after the other."""
+
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+_live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+class Worker:
+    """Its thread ends with the Worker, or with the process, which waits for what was submitted.
+
+    A ThreadPoolExecutor refuses work as soon as the main thread has ended, while other threads still use the engine.
+    """
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True).start()
+        weakref.finalize(self, self._calls.put, None).atexit = False  # then _wait_for_all comes first
+        _live.add(self)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future:
+        """Call the function when all earlier calls have ended; the future has its result or its exception."""
+        future: Future = Future()
+        self._calls.put((future, function, args))
+        return future
+
+    def wait(self) -> None:
+        """Wait until all calls so far have ended."""
+        self.submit(lambda: None).result()
+
+
+def _run(calls: "queue.SimpleQueue[tuple | None]") -> None:
+    while (call := calls.get()) is not None:
+        future, function, args = call
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # the caller of result() gets it
+            future.set_exception(error)
+        del call, future, function, args  # the next call may come much later
+
+
+@atexit.register  # before JAX's own handler, which was registered earlier and drops the devices
+def _wait_for_all() -> None:
+    for worker in list(_live):
+        worker.wait()
