@@ -371,6 +371,7 @@ class Engine:
     # ------------------------------------------------------------------ after a failure
     def _contain(self, error: Exception) -> list[RequestOutput]:
         """Fail the rows of the step that raised. All other sequences are computed again, in new caches."""
+        self._requests.take_back_unread()
         plan, scheduler = self._plan, self.scheduler
         blamed = [row.id for row in plan.rows] if plan and plan.rows else None
         if blamed is None:  # schedule() itself raised, and would again: fail all sequences that it reads
@@ -386,6 +387,7 @@ class Engine:
 
         Returns the outputs so far of the requests of the sequences `touched` and of the current plan.
         """
+        self._requests.take_back_unread()
         ids = self._requests.ids_of([*touched, *(row.id for row in (self._plan.rows if self._plan else ()))])
         outputs = self._requests.outputs(ids)
         self._requests.drop_finished(ids)

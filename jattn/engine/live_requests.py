@@ -1,7 +1,7 @@
 """LiveRequests: the requests that are being served, by id, and their completions, by sequence id."""
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from jattn.engine.dispatch import NOT_SAMPLED
@@ -19,6 +19,7 @@ class LiveRequests:
     def __init__(self):
         self._requests: dict[str, Request] = {}
         self._completions: dict[str, CompletionState] = {}  # by sequence id; in order of arrival
+        self._accepted = Accepted()  # of the last dispatch
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -85,7 +86,7 @@ class LiveRequests:
 
     def accept(self, flight: InFlight, result: DispatchResult, scheduler: Scheduler) -> "Accepted":
         """Give each row's tokens to its sequence, and end those that have ended. Their text is read later."""
-        accepted = Accepted()
+        accepted = self._accepted = Accepted()
         columns, counts = result.tokens.T.tolist(), (result.tokens != NOT_SAMPLED).sum(axis=0).tolist()
         for row in flight.plan.rows:
             completion = self._completions.get(row.id)
@@ -106,8 +107,10 @@ class LiveRequests:
         An exception here, e.g. in a tokenizer, fails this row only.
         """
         changed = dict[str, None]()
-        for completion, new in accepted.unread:
+        while accepted.unread:
+            completion, new = accepted.unread[0]  # removed once it is read: see take_back_unread
             if self._completions.get(completion.seq.id) is not completion:  # aborted since
+                accepted.unread.popleft()
                 continue
             had_ended = completion.finish_reason is not None
             try:
@@ -116,15 +119,22 @@ class LiveRequests:
                 completion.fail_internally(error)
             if completion.finish_reason is not None and not had_ended:
                 accepted.end(completion, scheduler)
+            accepted.unread.popleft()
             changed[completion.request_id] = None
         return list(changed)
+
+    def take_back_unread(self) -> None:
+        """After an exception: remove the accepted tokens whose text was not read. They are computed again."""
+        for completion, new in self._accepted.unread:
+            completion.take_back(len(new))
+        self._accepted.unread.clear()
 
 
 class Accepted:
     """The tokens of a dispatch whose text is not read yet, and what it adds to Stats."""
 
     def __init__(self):
-        self.unread: list[tuple[CompletionState, list[int]]] = []
+        self.unread: deque[tuple[CompletionState, list[int]]] = deque()
         self.counts = Counter[str]()
 
     def end(self, completion: CompletionState, scheduler: Scheduler) -> None:

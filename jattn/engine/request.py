@@ -199,13 +199,24 @@ class CompletionState:
         ended = self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         shown = tokens[:-1] if self.finish_reason is FinishReason.STOP else tokens
         each = [[token] for token in shown] if self.seq.params.stop else [shown]
-        for count, new in enumerate(each, 1):
-            if self._read(self.detokenizer.add(new)):
-                self._drop_tokens(len(tokens) - count)
-                return count
-        if ended:
-            self._read(self.detokenizer.finish())
+        before = self._text, self.detokenizer.mark()
+        try:
+            for count, new in enumerate(each, 1):
+                if self._read(self.detokenizer.add(new)):
+                    self._drop_tokens(len(tokens) - count)
+                    return count
+            if ended:
+                self._read(self.detokenizer.finish())
+        except BaseException:  # e.g. SystemExit: the tokens may be taken back
+            self._text = before[0]
+            self.detokenizer.reset(before[1])
+            raise
         return len(tokens)
+
+    def take_back(self, count: int) -> None:
+        """Undo `accept`: remove the last tokens, whose text was not read."""
+        self._drop_tokens(count)
+        self.finish_reason = self.error = self.stop = None
 
     def fail(self, error: str) -> None:
         """End with an error."""

@@ -171,7 +171,7 @@ def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
     """u32[rows] the largest t with holds(t), bool[rows]: true up to some t, false above; 0 if it is never true."""
 
     def with_bit(i, t):
-        larger = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        larger = t | (jnp.uint32(1 << 31) >> jnp.uint32(i))
         return jnp.where(holds(larger), larger, t)
 
     return jax.lax.fori_loop(0, 32, with_bit, jnp.zeros(rows, jnp.uint32))

@@ -183,6 +183,15 @@ class Detokenizer:
         self._parts.append(text)
         return text
 
+    def mark(self) -> tuple[_Window, int]:
+        """The state now, for `reset`."""
+        return self._window, len(self._parts)
+
+    def reset(self, mark: tuple[_Window, int]) -> None:
+        """Forget the tokens that were added since. `text` must not have been read since."""
+        self._window, count = mark
+        del self._parts[count:]
+
     def finish(self) -> str:
         """The text held back, with its unfinished character as U+FFFD."""
         self._window, text, _ = self._extended([], may_wait=False)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jattn.engine import Engine, SamplingParams, interrupts, runner, warming
+from jattn.engine import engine as engine_module
 from jattn.engine.dispatch import NOT_SAMPLED
 from jattn.engine.tables import BlockTables
 from jattn.errors import EngineDeadError, UnsupportedError
@@ -299,3 +300,54 @@ def test_every_option_of_an_engine_is_checked(option, value):
     with pytest.raises((ValueError, TypeError), match=option):
         engine(**{option: value})
     assert engine(max_num_seqs=np.int64(4), block_size=np.int32(4)).limits.max_num_seqs == 4
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_tokens_whose_text_was_not_read_are_neither_lost_nor_returned_without_it(monkeypatch, failing, number):
+    """The next batch is made, and may fail, between the acceptance of tokens and the reading of their text."""
+    failing(set())
+    calls, real = iter(range(1, 99)), engine_module.batch_of
+    monkeypatch.setattr(engine_module, "batch_of", lambda *args: 1 / 0 if next(calls) == number else real(*args))
+    served = Engine(HYBRID, fake.PARAMS, ByteTokenizer(0), forward=fake.forward, **SIZES | dict(max_burst=1))
+    prompts, counts = [[5, 6, 7], [9, 8], [20, 21]], [4, 9, 6]
+    ids = [served.add_request(p, SamplingParams(max_tokens=n, **GREEDY)) for p, n in zip(prompts, counts, strict=True)]
+    found = {}
+    for _ in range(40):
+        found |= {output.id: output for output in served.step() if output.finished}
+    assert sorted(found) == sorted(ids) and not served.has_work
+    for id, prompt, count in zip(ids, prompts, counts, strict=True):
+        tokens = answer(prompt, count)
+        told = tokens if found[id].finish_reason == "length" else tokens[: len(found[id].token_ids)]
+        assert found[id].token_ids == told and found[id].text == bytes(told).decode()
+    assert served.stats.failed <= SIZES["max_num_seqs"]
+
+
+class Exiting(ByteTokenizer):
+    """A tokenizer that raises SystemExit once, at this call of decode."""
+
+    def __init__(self, at):
+        super().__init__(0)
+        self.left = at
+
+    def decode(self, token_ids):
+        self.left -= 1
+        if not self.left:
+            raise SystemExit
+        return super().decode(token_ids)
+
+
+@pytest.mark.parametrize("stop", [(), ("no such text",)], ids=["whole", "token by token"])
+@pytest.mark.parametrize("at", range(4, 20, 3))  # the first calls are for the prompts
+def test_an_exit_while_text_is_read_loses_no_text(at, stop):
+    tokenizer = Exiting(at + 10**6)
+    served = Engine(HYBRID, fake.PARAMS, tokenizer, forward=fake.forward, **SIZES | dict(max_num_seqs=3))
+    prompts, params = [[5, 6, 7], [9, 8], [20, 21]], SamplingParams(max_tokens=10, stop=stop, **GREEDY)
+    ids = [served.add_request(prompt, params) for prompt in prompts]
+    tokenizer.left, found = at, {}
+    with contextlib.suppress(SystemExit):
+        found |= {output.id: output for output in served.drain()}
+    assert tokenizer.left <= 0
+    found |= {output.id: output for output in served.drain()}
+    assert [(found[id].token_ids, found[id].text) for id in ids] == [
+        (answer(prompt, 10), bytes(answer(prompt, 10)).decode()) for prompt in prompts
+    ]

@@ -192,3 +192,13 @@ def test_the_order_of_floats_is_that_of_their_bits():
     assert keys[0] > 0
     assert sampling.ordered_bits(jnp.float32(-0.0)) == sampling.ordered_bits(jnp.float32(0.0))
     assert (np.diff(keys) > 0).all()
+
+
+def test_a_restricted_draw_is_the_same_without_jit():
+    """jax_disable_jit, with which a model is debugged, makes a loop's index an int."""
+    logits, params = jnp.asarray([[1.0, 3.0, 2.0, -1.0]] * 4), SamplingParams(temperature=1.0, top_k=3, top_p=0.9)
+    rows = sampling_rows([params] * 4, [1, 2, 3, 4], [0] * 4, [1] * 4, [()] * 4, 4)
+    arguments = logits, rows, penalties_of([], [], [], 4, 4), jnp.full((1, 4), -1), jnp.bool_(False)
+    with jax.disable_jit():
+        plain = choose(*arguments).tokens
+    assert plain.tolist() == jax.jit(choose)(*arguments).tokens.tolist()
