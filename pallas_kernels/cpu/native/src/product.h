@@ -2,8 +2,9 @@
 //
 // A register block is a few rows times a tile of 2 N columns. The inputs are visited in groups: one group meets all
 // columns of the item before the next does, so that the reads are a few long streams. Between groups the sums are in
-// scratch memory. If there are more than two blocks of rows, they share a copy of the tile, converted once. An element of y is one chain of sums over the
-// inputs in ascending order, so its bits depend neither on the other rows nor on how the work is divided.
+// scratch memory. If there are more than two blocks of rows, they share a copy of the tile, converted once.
+// An element of y is one chain of sums over the inputs in ascending order, so its bits depend neither on the other rows
+// nor on how the work is divided.
 #pragma once
 #include <algorithm>
 #include <cstring>
