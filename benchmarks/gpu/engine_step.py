@@ -5,8 +5,7 @@
 A random Llama (1.1e9 parameters in bf16, made on the device) decodes one request, then 32 at once. First every
 engine.step() is timed: it plans, sends the next dispatch, waits for this one's tokens and reads them. Then the same
 batches are put on the device and dispatched again in the same order, with a single wait at the end: the same program,
-lengths and pages, without work of the host in between. That is the device time (it includes the waits of the decode
-loop for its own condition), and
+lengths and pages, without work of the host in between. That is the device time, and
 
     overhead = served / device - 1.
 
@@ -40,7 +39,7 @@ SMALL = dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_
     num_attention_heads=2, num_key_value_heads=1
 )
 BURST = 16
-UNTIMED = 3  # decode dispatches before the clock runs: the first compiles
+UNTIMED = 3  # decode dispatches before the timed ones: the first compiles
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.programs [--small] [--seconds 220]
 
-Prints one line a program. --small is a model for trying the script on a CPU, without the GPU's options.
+Prints one line a program; `equal` is the share of tokens that are those of the first program of the same batch. --small
+is a model for trying the script on a CPU, without the GPU's options.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import json
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +26,25 @@ import numpy as np
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from jattn import models
 from jattn.engine.batch import _meta, empty_batch
-from jattn.engine.dispatch import Model, dispatch, empty_row_state
-from jattn.engine.packing import pack
+from jattn.engine.dispatch import Model, RowState, dispatch, empty_row_state
+from jattn.engine.packing import Packed, pack
 from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import StepShapes
-from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS
+from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS, FEW_TOKENS
 
 BURST, CONTEXT = 16, 600
 OPTIONS = {
     "none": ({}, {}),
-    "engine": (CUDA_OPTIONS, CUDA_OPTIONS | CUDA_OPTIONS_MANY_TOKENS),  # of decode steps, of other batches
+    "engine": (CUDA_OPTIONS, CUDA_OPTIONS | CUDA_OPTIONS_MANY_TOKENS),
 }
+"""Options of XLA by name: for at most FEW_TOKENS, and for more."""
 
 
 def batch_of(shapes, tokens, rows, blocks, **sampling):
-    """rows decodes of CONTEXT tokens; or, if tokens > rows, one prompt of tokens - rows + 1 beside rows - 1 decodes."""
+    """`rows` decodes of about CONTEXT tokens, if tokens == rows. Else one prompt beside decodes in all other rows.
+
+    sampling: fields of SamplingRows, the same for all rows; logprobs=1 asks for log-probabilities.
+    """
     rng = np.random.default_rng(0)
     decode = tokens == rows
     max_rows = rows if decode else shapes.limits.max_num_seqs
@@ -51,16 +58,14 @@ def batch_of(shapes, tokens, rows, blocks, **sampling):
     shape = (tokens, max_rows, decode)
     batch = empty_batch(shape, 1, shapes)
     meta = _meta(lens, seqs, seqs, table, shapes, shape)
-    left = np.full(max_rows, 40, np.int32)
     fields = {name: np.full(max_rows, x, np.float32 if name != "top_k" else np.int32) for name, x in sampling.items()}
     logprobs = np.bool_(fields.pop("logprobs", None) is not None)
-    rows_ = dataclasses.replace(batch.rows, remaining=left, **fields)
     ids = rng.integers(5, 500, tokens).astype(np.int32)
     return dataclasses.replace(
         batch,
         token_ids=ids,
         metas=(meta,),
-        rows=rows_,
+        rows=dataclasses.replace(batch.rows, remaining=np.full(max_rows, 40, np.int32), **fields),
         needs_history_or_logprobs=logprobs,
         steps=np.int32(BURST if decode else 1),
     )
@@ -68,39 +73,42 @@ def batch_of(shapes, tokens, rows, blocks, **sampling):
 
 @dataclasses.dataclass
 class Program:
+    """A dispatch to compile and time."""
+
     name: str
     model: Model
-    params: object
-    caches: object  # makes them
-    before: object
-    batch: object
+    params: Any
+    make_caches: Callable[[], Any]
+    before: RowState
+    batch: Packed
     options: dict
-    steps: int
-    compiled: object = None
-    seconds: tuple = ()
+    steps: int  # model steps of a dispatch
+    compiled: Any = None
+    seconds: tuple = ()  # to trace, lower and compile
 
 
-def build(program):
+def build(program: Program) -> Callable[[], Program]:
+    """Trace and lower here; the returned function compiles, in any thread."""
     begin = time.perf_counter()
-    f = jax.jit(dispatch.function, static_argnums=0, donate_argnums=2)
-    caches = jax.eval_shape(program.caches)
-    traced = f.trace(program.model, program.params, caches, program.before, program.batch)
-    t1 = time.perf_counter()
+    jitted = jax.jit(dispatch.function, static_argnums=0, donate_argnums=2)
+    caches = jax.eval_shape(program.make_caches)
+    traced = jitted.trace(program.model, program.params, caches, program.before, program.batch)
+    traced_at = time.perf_counter()
     lowered = traced.lower()
-    t2 = time.perf_counter()
+    lowered_at = time.perf_counter()
 
     def finish():
-        t3 = time.perf_counter()
+        start = time.perf_counter()
         program.compiled = lowered.compile(compiler_options=program.options or None)
-        program.seconds = (t1 - begin, t2 - t1, time.perf_counter() - t3)
+        program.seconds = (traced_at - begin, lowered_at - traced_at, time.perf_counter() - start)
         return program
 
     return finish
 
 
-def measure(program, idle=0.25):
+def measure(program: Program, idle: float = 0.25) -> tuple:
     """(ms a step after an idle pause; sustained; seconds of the first run; tokens; ms until a call returns)."""
-    caches, batch = program.caches(), jax.device_put(program.batch)
+    caches, batch = program.make_caches(), jax.device_put(program.batch)
     begin = time.perf_counter()
     caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
     jax.block_until_ready(sampled)
@@ -128,9 +136,9 @@ def measure(program, idle=0.25):
     return np.median(cool), several(12), first, tokens, call
 
 
-def kernels(program, steps):
-    """(name, count a step, us a step) of each kernel of one dispatch."""
-    caches, batch = program.caches(), jax.device_put(program.batch)
+def kernels(program: Program) -> list[tuple[str, float, float]]:
+    """(name, count a step, us a step) of each kernel of one dispatch, those that take most first."""
+    caches, batch = program.make_caches(), jax.device_put(program.batch)
     caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
     jax.block_until_ready(sampled)
     with tempfile.TemporaryDirectory() as folder:
@@ -148,11 +156,12 @@ def kernels(program, steps):
         if e.get("ph") == "X" and "Stream" in tids.get((e["pid"], e["tid"]), ""):
             sums[e["name"]][0] += 1
             sums[e["name"]][1] += e["dur"]
-    rows = sorted(((n, c / steps, t / steps) for n, (c, t) in sums.items()), key=lambda r: -r[2])
-    return rows
+    steps = program.steps
+    return sorted(((n, c / steps, t / steps) for n, (c, t) in sums.items()), key=lambda row: -row[2])
 
 
 def guarded(work, *args, default=None):
+    """work(*args); an exception is printed, and gives the default."""
     try:
         return work(*args)
     except Exception as error:
@@ -161,10 +170,11 @@ def guarded(work, *args, default=None):
         return default
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--seconds", type=float, default=220)
+def main() -> None:
+    """Compile and time each program, and print its line as soon as it is known."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.programs", description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a model for a CPU")
+    parser.add_argument("--seconds", type=float, default=220, help="no program is begun in the last 20 (default: 220)")
     args = parser.parse_args()
     begin = time.perf_counter()
     left = lambda: args.seconds - (time.perf_counter() - begin)
@@ -177,9 +187,7 @@ def main():
     max_rows, budget, longest = (4, 64, 256) if args.small else (64, 2048, 2112)
     shapes = StepShapes(Limits(max_rows, budget, longest, BURST), 16)
 
-    plain = Model(models.forward, config, "auto")
-
-    before = empty_row_state(max_rows)
+    model, before = Model(models.forward, config), empty_row_state(max_rows)
 
     def numbers(x):
         at = jnp.arange(x.size, dtype=jnp.int32)
@@ -194,11 +202,11 @@ def main():
     def program(name, tokens, rows, options, size=64, **sampling):
         sized = dataclasses.replace(shapes, block_size=size)
         batch = batch_of(sized, tokens, rows, blocks_of(size), **sampling)
-        chosen = OPTIONS[options][not rows] if gpu else {}
-        return Program(name, plain, params, caches_of(size), before, pack(batch), chosen, BURST if rows else 1)
+        chosen = OPTIONS[options][tokens > FEW_TOKENS] if gpu else {}
+        return Program(name, model, params, caches_of(size), before, pack(batch), chosen, BURST if rows else 1)
 
     def decode(rows, options, size=64, **sampling):
-        more = "".join(f" {k}={v}" for k, v in sampling.items()) + (f" pages of {size}" if size != 64 else "")
+        more = "".join(f" {k}={v}" for k, v in sampling.items()) + (f" blocks of {size}" if size != 64 else "")
         return program(f"r{rows} {options}{more}", rows, rows, options, size, **sampling)
 
     def mixed(tokens, options):
@@ -210,16 +218,8 @@ def main():
         weights = jax.eval_shape(lambda: models.init_params(narrow, 0, dtype))
         batch, caches = batch_of(shapes, 4, 4, blocks_of(16)), lambda: narrow.make_caches(blocks_of(16), 16, dtype)
         chosen = OPTIONS["engine"][0] if gpu else {}
-        return Program(
-            f"{layers} layers",
-            Model(models.forward, narrow, "auto"),
-            weights,
-            caches,
-            before,
-            pack(batch),
-            chosen,
-            BURST,
-        )
+        model = Model(models.forward, narrow)
+        return Program(f"{layers} layers", model, weights, caches, before, pack(batch), chosen, BURST)
 
     half = max_rows // 2
     print(f"start {time.perf_counter() - begin:.1f} s", flush=True)
@@ -255,11 +255,11 @@ def main():
                     print(line, flush=True)
                     continue
                 cool, hot, first, tokens, call = result
-                known = tokens_of.setdefault(p.name.split()[0] + ("=" in p.name) * p.name, tokens)
+                known = tokens_of.setdefault(p.name.replace(" none", "").replace(" engine", ""), tokens)
                 same = (known == tokens)[known >= 0].mean()
                 print(f"{line} {first:6.2f} {call:6.2f} {cool:8.4f} {hot:8.4f}  equal {same:.3f}", flush=True)
                 if p.name in profiled and gpu:
-                    tables.append((p.name, guarded(kernels, p, p.steps, default=[])))
+                    tables.append((p.name, guarded(kernels, p, default=[])))
     for name, rows in tables:
         print(f"== {name}: {sum(r[1] for r in rows):.1f} kernels, {sum(r[2] for r in rows):.1f} us a step")
         for n, c, t in rows[:32]:

@@ -41,11 +41,6 @@ class Timeline:
         return len(self.all_kernels)
 
     @property
-    def busy(self) -> float:
-        """Seconds in which at least one kernel ran."""
-        return union((kernel.start, kernel.end) for kernel in self.all_kernels) * 1e-9
-
-    @property
     def occupied(self) -> float:
         """Seconds between the first and the last kernel of a dispatch, of all dispatches."""
         spans: dict[int, tuple[float, float]] = {}

@@ -32,6 +32,8 @@ from jattn.engine import sizing
 from jattn.text import ByteTokenizer
 
 NARROW = dict(SMALL, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+SHARED = 128
+"""Tokens of the shared prefix: at least one whole block of the default size, 64 on an accelerator, is found again."""
 STARTS = ("cold", "disk")
 CACHE = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 
@@ -52,7 +54,7 @@ def make_engine(small: bool, layers: int | None) -> jattn.Engine:
 
 def serve(engine: jattn.Engine, count: int, rng: np.random.Generator, **options) -> None:
     """Generate for ragged requests of which every other one has the shared prefix."""
-    shared = rng.integers(5, 500, 48).tolist()
+    shared = rng.integers(5, 500, SHARED).tolist()
     prompts = [shared * (i % 2) + rng.integers(5, 500, rng.integers(3, 200)).tolist() for i in range(count)]
     params = [
         jattn.SamplingParams(max_tokens=int(rng.integers(3, 90)), ignore_eos=True, **options) for _ in range(count)
@@ -61,6 +63,7 @@ def serve(engine: jattn.Engine, count: int, rng: np.random.Generator, **options)
 
 
 def everything(engine: jattn.Engine) -> None:
+    """Serve what the module's docstring names, so that a program that warm-up left out is compiled now."""
     rng = np.random.default_rng(0)
     rows = engine.limits.max_num_seqs
     for options in (
@@ -132,7 +135,7 @@ PARTS = dict(warmup=starts, compile=depth)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run and print every case; 1 if a program was compiled after warm-up."""
+    """Run and print every case; 1 if a program was compiled after warm-up, or the load preempted or shared nothing."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.warmup", description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
     parser.add_argument("--only", choices=PARTS, help="only the cases whose names begin with this")
@@ -149,7 +152,8 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(row), flush=True)
             rows.append(row)
     records.write(rows, "warmup", records.folder_of(args))  # last: it may start JAX, which takes the card's memory
-    return int(any(row.get("compiled_later") for row in rows))
+    lacking = any(row.get(name) == 0 for row in rows for name in ("preemptions", "cached_tokens"))
+    return int(lacking or any(row.get("compiled_later") for row in rows))
 
 
 if __name__ == "__main__":

@@ -93,25 +93,24 @@ def empty_row_state(num_rows: int) -> RowState:
 
 
 @functools.cache
-def _tokens(layout: Layout) -> int:
+def _num_tokens(layout: Layout) -> int:
     """T of a packed Batch."""
     batch: Batch = jax.tree.unflatten(layout.structure, layout.leaves)
-    (tokens,), _ = batch.token_ids  # its shape and dtype
-    return tokens
+    (num_tokens,), _ = batch.token_ids  # its shape and dtype
+    return num_tokens
 
 
 @functools.partial(
     PlatformJit,
-    num_tokens=lambda model, params, caches, before, packed: _tokens(packed.layout),
+    num_tokens=lambda model, params, caches, before, packed: _num_tokens(packed.layout),
     static_argnames="model",
     donate_argnames="caches",
 )
 def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
-    """(caches, Sampled with a first axis of MAX_STEPS, RowState). before: the RowState of the previous dispatch.
-    packed: a Batch.
+    """(caches, Sampled with a first axis of MAX_STEPS, RowState).
 
-    tokens[i, r] is the token of row r in step i; BAD_TOKEN if its logits were NaN or infinite, NOT_SAMPLED if the row
-    had ended before.
+    before: the RowState of the previous dispatch. packed: a Batch. tokens[i, r] is the token of row r in step i:
+    BAD_TOKEN if its logits were NaN or infinite, NOT_SAMPLED if the row had ended before.
     """
     batch: Batch = packed.unpacked()
     num_rows = batch.metas[0].max_num_reqs
@@ -157,8 +156,11 @@ def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
 
 
 def _continued(before: RowState, batch: Batch) -> tuple[jax.Array, jax.Array, tuple, jax.Array]:
-    """(remaining i32[R], token_ids i32[T], metas, the tokens i32[MAX_STEPS R] of the previous dispatch), with what the
-    host did not know from `before`. A row that had ended there writes to no slot."""
+    """(remaining i32[R], token_ids i32[T], metas, recent i32[MAX_STEPS R]) of the first step.
+
+    A row that continues another gets its token, its remaining tokens and the recent ones from `before`; the host did
+    not know them. If it had ended there, it writes to no slot.
+    """
     source = jnp.asarray(batch.source)
     continues, at = source >= 0, jnp.maximum(source, 0)
     remaining = jnp.where(continues, before.remaining[at], batch.rows.remaining)

@@ -211,7 +211,7 @@ class Engine:
         """Take one step; returns the outputs so far of each request that has new tokens or has ended.
 
         The next dispatch is planned and sent before the tokens of this one are read, so the device does not wait for
-        the host. A row that ends meanwhile is computed once more, and the result is not used.
+        the host. A row that ends meanwhile may be in dispatches that were sent before; their results are not used.
         """
         self._take_step()
         outputs, self._unreturned = self._unreturned, []
@@ -242,7 +242,7 @@ class Engine:
         return outputs
 
     def _send_ahead(self) -> None:
-        """Send dispatches until one runs and the next one waits behind it, as far as there is work."""
+        """Send dispatches until two are in flight, or no more can be planned before one is read."""
         while len(self._flights) < 2:
             self._plan = None  # schedule() may raise
             plan = self._plan = self.scheduler.schedule(in_flight=bool(self._flights))
@@ -260,7 +260,7 @@ class Engine:
     def _read_oldest(self, send_ahead: bool = False) -> tuple[list[RequestOutput], float]:
         """Wait for the oldest dispatch and update its requests: (their outputs, seconds waited).
 
-        send_ahead: if the one behind it is a single step, which is short, send another before decoding text.
+        send_ahead: if the next one in flight is a single step, which is short, send another before decoding text.
         """
         flight = self._flights.popleft()
         self._plan = flight.plan
@@ -315,7 +315,7 @@ class Engine:
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every program that requests can need, so that none is compiled later; returns their number.
 
-        progress(done, total, name) is called after each.
+        progress(index, total, name) is called after each; index: 0, 1, ..
         """
         self.runner.must_be_awake("warmup()")
         if self.has_work:

@@ -1,7 +1,4 @@
-"""Packed trees: many small numpy arrays as one array, so that one copy takes them to the device instead of thirty.
-
-On a GPU each array of a call costs about 0.2 ms, whatever its size.
-"""
+"""Packed trees: about thirty small numpy arrays as one, because on a GPU each array of a call costs about 0.2 ms."""
 
 import dataclasses
 import math
@@ -16,7 +13,7 @@ from jattn.types import pytree, static
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The tree of arrays that were packed: its structure, and each leaf's shape and dtype, or None if it is apart."""
+    """The tree of arrays that were packed: its structure, and each leaf's shape and dtype; None for a JAX array."""
 
     structure: Any  # a PyTreeDef
     leaves: tuple[tuple[tuple[int, ...], str] | None, ...]
@@ -24,7 +21,7 @@ class Layout:
 
 @pytree
 class Packed:
-    """A tree of arrays. Its numpy arrays are in `words`, its JAX arrays in `apart`."""
+    """A tree of arrays. Its numpy arrays are joined in `words`; its JAX arrays stay as they are, in `apart`."""
 
     words: Any  # i32[n] the bytes of all numpy arrays, one after the other
     apart: tuple[jax.Array, ...]
@@ -46,7 +43,7 @@ class Packed:
 
 
 def pack(tree: Any) -> Packed:
-    """The tree with its numpy arrays, of 32 bits or bools, packed into one. It shares no memory with them."""
+    """The tree with its numpy arrays, of 32 bits or bools, copied into one."""
     leaves, structure = jax.tree.flatten(tree)
     words, apart, kinds = [], [], []
     for leaf in leaves:

@@ -36,12 +36,12 @@ class InFlight:
     """A dispatch that was sent. A thread reads its result as soon as it is computed."""
 
     plan: StepPlan
-    device_rows: tuple[Row, ...]  # the rows of the batch: see batch.device_rows_of
+    device_rows: tuple[Row, ...]  # see batch.device_rows_of
     result: Future[DispatchResult]
 
     @functools.cached_property
     def last_row(self) -> dict[str, int]:
-        """Sequence id -> the last row of the batch that it has."""
+        """Sequence id -> the last of its rows in the batch."""
         return {row.id: r for r, row in enumerate(self.device_rows)}
 
 
@@ -55,8 +55,9 @@ def logprob_of(sampled: Sampled, step: int, row: int, count: int) -> TokenLogpro
 class Runner:
     """Awake: weights and caches are on the device. Asleep: the weights are on the host. Dead: all calls raise.
 
-    A thread of its own sends the dispatches, because on a GPU sending a loop returns only when its last step begins.
-    Context managers of JAX that hold for one thread, such as jax.default_device, do not reach it.
+    A thread of its own sends the dispatches, because on a GPU the call takes milliseconds; if XLA could not record the
+    loop over steps as a CUDA graph, it returns only when the last step begins. Context managers of JAX that hold for
+    one thread, such as jax.default_device, do not reach this thread.
     """
 
     def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):

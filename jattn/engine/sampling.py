@@ -178,9 +178,9 @@ def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
 
 
 def most_likely(logprobs: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of f32[R vocab], largest first, and their tokens i32: lax.top_k.
+    """The `count` largest of f32[R vocab], largest first, and their tokens i32: the same as lax.top_k.
 
-    XLA sorts the whole vocabulary for it on a GPU, and compiles ten kernels.
+    For lax.top_k XLA sorts the whole vocabulary on a GPU, and compiles ten kernels.
     """
     top_k = lambda x: tuple(jax.lax.top_k(x, count))
     values, tokens = jax.lax.platform_dependent(logprobs, cuda=functools.partial(_one_by_one, count), default=top_k)
@@ -190,8 +190,8 @@ def most_likely(logprobs: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def _one_by_one(count: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """lax.top_k in `count` passes.
 
-    The tokens are put in place by a selection. XLA would update a slice that depends on the loop by a copy, which it
-    cannot record in a command buffer, nor then the loop over steps around it.
+    Each token is put in place by jnp.where over the row. An update of a slice at `i` would be a copy that XLA cannot
+    record in a CUDA graph, and with it the loop over steps around it.
     """
     at, place = (jnp.arange(n, dtype=jnp.int32)[None] for n in (x.shape[-1], count))
 

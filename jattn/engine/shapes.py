@@ -12,13 +12,14 @@ MIN_MIXED_TOKENS = 16
 """The tokens of the smallest bucket for batches with a prompt."""
 
 MIN_MIXED_TOKENS_COARSE = 256
-"""The same on an accelerator, where the weights take longer to read than so many tokens to multiply: on an H200 a step
-of 64 tokens takes 2.1 ms, one of 512 takes 3.0 (1.1e9 parameters in bf16)."""
+"""The same on an accelerator, where reading the weights takes longer than multiplying them by so many tokens: on an
+H200 a step of 64 tokens takes 2.1 ms, one of 512 takes 3.0 (1.1e9 parameters in bf16)."""
 
 LEAST_ROWS, FEW_ROWS = 4, 16
-"""On an accelerator decodes have at least 4 rows, and none between 4 and 16. A step of few rows takes as long as the
-weights take to read: on an H200 1.01 ms for 4 rows, 1.16 for 16, 1.32 for 32 (1.1e9 parameters in bf16). One row takes
-1.02 ms, because a product of a single row is slow, and duplicates it. A program takes 5 s to compile."""
+"""On an accelerator decodes are padded to 4 rows, and more than 4 to 16 (or to max_num_seqs, if that is less). A step
+of few rows takes as long as the weights take to read: on an H200 1.01 ms for 4 rows, 1.16 for 16, 1.32 for 32 (1.1e9
+parameters in bf16). One row takes 1.02 ms: each product duplicates it, see jattn/ops/product.py. Each further size is
+a program, which takes 5 s to compile."""
 
 
 @dataclasses.dataclass(frozen=True)

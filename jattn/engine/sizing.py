@@ -1,4 +1,4 @@
-"""The size of the cache: how many blocks fit the free memory."""
+"""The sizes that an engine chooses: blocks that fit the free memory, tokens of a block, steps of a dispatch."""
 
 import bisect
 import os
@@ -31,7 +31,7 @@ def free_bytes() -> int:
 
 
 def default_block_size() -> int:
-    """The tokens of a block.
+    """Tokens of a block.
 
     A GPU's kernel copies each block of a head on its own, so large blocks are faster: a decode step of a model of 1e9
     parameters takes 1.38 ms with 64, 1.52 with 16. Small blocks waste less of the pool, and more beginnings are equal.
@@ -43,15 +43,15 @@ def default_burst() -> int:
     """The most decode steps of a dispatch.
 
     An accelerator's steps are short: 16 take 25 ms for a model of 1e9 parameters on an H200, which hides the host's
-    work between dispatches. On a CPU a single step takes that long.
+    work between dispatches. On a CPU a single step takes as long.
     """
     return 8 if jax.default_backend() == "cpu" else 16
 
 
 def default_waiting_burst() -> int:
-    """The same while a sequence waits for a place in the batch, and one that runs may end.
+    """Decode steps of a dispatch while a sequence waits and a running one ends earlier. See Limits.waiting_burst.
 
-    A place that becomes free in a burst stays empty until the next dispatch. On a CPU that costs most, on an
+    A row that ends within a dispatch leaves its place empty until the dispatch ends. On a CPU that costs most; on an
     accelerator a step with few prompts does: 512 requests on 256 rows take 2.7 s with 8 steps, 2.6 with 16 (computed
     from the times of the steps on an H200).
     """

@@ -1,4 +1,4 @@
-"""Compiles all programs before the first request; and runs one to check the device."""
+"""Compiles all programs before the first request, and runs one to check the device."""
 
 import os
 from collections.abc import Callable

@@ -10,8 +10,7 @@ def adopt(params: Any) -> Any:
     """The same weights in new containers, on the device.
 
     numpy arrays are copied, because the caller can write to them (on a CPU, device_put may share their memory even with
-    may_alias=False). JAX arrays are shared: the caller must not delete or
-    donate them.
+    may_alias=False). JAX arrays are shared: the caller must not delete or donate them.
     """
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(np.array(x)), params)
 

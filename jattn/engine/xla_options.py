@@ -1,6 +1,6 @@
 """XLA's options for dispatches, and PlatformJit: jax.jit with options that depend on the platform.
 
-The engine sets them; the environment (XLA_FLAGS) does not have to. Figures: docs/notebook/nvidia_h200.md.
+They need no XLA_FLAGS in the environment. Figures: docs/notebook/nvidia_h200.md.
 """
 
 import functools
@@ -11,21 +11,22 @@ import jax
 
 COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL,DYNAMIC_SLICE_FUSION"
 """What XLA may record in CUDA graphs. With WHILE and CONDITIONAL all steps of a dispatch are one graph, and the device
-decides without the host whether there is another step. One operation that XLA cannot record splits the graph: it then
-launches each kernel, and the host reads the condition of each step. A copy within a loop, of a slice that depends on
-the loop, is such an operation."""
+decides without the host whether there is another step. If XLA cannot record one operation, it launches every kernel by
+itself, and the host reads the condition of each step. Such an operation is the copy of a slice whose place depends on a
+loop counter."""
 
 CUDA_OPTIONS = {
     "xla_gpu_enable_command_buffer": COMMAND_BUFFERS,
     "xla_gpu_graph_min_graph_size": 1,
 }
-"""Of every dispatch, if the installed XLA knows them."""
+"""For every dispatch, if the installed XLA knows them."""
 
 CUDA_OPTIONS_MANY_TOKENS = {
     "xla_gpu_dot_merger_threshold_mb": 32,
 }
-"""Of batches of more than FEW_TOKENS. XLA merges products of one operand, such as gate and up, if their weights are
-smaller than this. A merged product of many tokens is cuBLAS's, for which it concatenates the weights in every step."""
+"""For batches of more than FEW_TOKENS. XLA merges products with the same rows, such as gate and up, if their weights
+are smaller than this. It gives a merged product of many tokens to cuBLAS and concatenates the weights in every step, so
+the limit leaves only small ones (q, k and v) merged."""
 
 FEW_TOKENS = 64
 
@@ -50,7 +51,8 @@ def _is_known(name: str, value: Any) -> bool:
 
 
 class PlatformJit:
-    """jax.jit of a function, with the options of the platform; which is known at the first call, not at import.
+    """jax.jit of a function, with the options of the platform. They are chosen at the first call, because asking for
+    the platform starts JAX.
 
     num_tokens(*args): T of a call.
     """

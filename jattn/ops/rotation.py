@@ -22,7 +22,7 @@ class Angles:
 
 
 def check_angles(angles: Angles, *rows: jax.Array) -> None:
-    """ValueError unless the angles are those of each rows [T, heads, D]."""
+    """ValueError if the angles do not fit an array [T, heads, D] of `rows`."""
     for x in rows:
         if angles.dim > x.shape[-1]:
             raise ValueError(f"rope angles rotate {angles.dim} dimensions, but a head of x has {x.shape[-1]}")

@@ -2,7 +2,7 @@
 
 A row is one (token, head) of the packed projections [T, (H + K) * D + K * V], bf16. A thread computes one job: two
 chunks of 8 numbers of a row. In the rotated part of a query or key these are chunks i and i + dim / 16, which hold 8
-pairs of the rotation; elsewhere they are neighbours, and are copied.
+pairs of the rotation. Elsewhere they are neighbours and are copied.
 
     a' = a cos - b sin,   b' = b cos + a sin      in float32, rounded once to bf16
 """
@@ -19,7 +19,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import ptx_sm90 as ptx
 
 THREADS = 128
-PAIR = 16  # numbers of a job: two chunks of 8
+JOB_SIZE = 16  # numbers of a job: two chunks of 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class RotateWrite:
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    dim: int  # the first dimensions of a head, which are rotated
+    dim: int  # so many dimensions of a head are rotated, the first ones
     blocks: int
     page: int  # slots of a block
     heads_first: bool
@@ -43,13 +43,13 @@ class RotateWrite:
 
     @property
     def jobs(self) -> int:
-        return self.tokens * self.width // PAIR
+        return self.tokens * self.width // JOB_SIZE
 
 
 def supports(head_dim: int, v_head_dim: int, dim: int, interleaved: bool, dtypes: tuple[str, ...]) -> bool:
     """Does the kernel rotate and write such rows? dtypes: of the projections and of the pools."""
-    sizes = head_dim % PAIR == 0 and v_head_dim % PAIR == 0 and dim % PAIR == 0
-    return sizes and not interleaved and set(dtypes) == {"bfloat16"}
+    fits = head_dim % JOB_SIZE == 0 and v_head_dim % JOB_SIZE == 0 and dim % JOB_SIZE == 0
+    return fits and not interleaved and set(dtypes) == {"bfloat16"}
 
 
 def rotate_and_write(rows, cos, sin, slots, pools, sizes: RotateWrite):
@@ -84,28 +84,28 @@ def _job(sizes: RotateWrite, first, rows, cos, sin, slots, k_pool, v_pool, out):
         s, number = sizes, arith.addi(ptx.scalar_value(first), ptx.thread_index())
         exists = ptx.less(number, ptx.i32(s.jobs))
         number = arith.select(exists, number, ptx.i32(0))
-        token, job = _divmod(number, s.width // PAIR)
-        is_value = ptx.less(ptx.i32((s.heads + s.kv_heads) * s.head_dim // PAIR - 1), job)
-        is_query = ptx.less(job, ptx.i32(s.heads * s.head_dim // PAIR))
-        begin = arith.select(is_value, ptx.i32((s.heads + s.kv_heads) * s.head_dim // PAIR), ptx.i32(0))
+        token, job = _divmod(number, s.width // JOB_SIZE)
+        is_value = ptx.less(ptx.i32((s.heads + s.kv_heads) * s.head_dim // JOB_SIZE - 1), job)
+        is_query = ptx.less(job, ptx.i32(s.heads * s.head_dim // JOB_SIZE))
+        begin = arith.select(is_value, ptx.i32((s.heads + s.kv_heads) * s.head_dim // JOB_SIZE), ptx.i32(0))
         job = arith.subi(job, begin)
-        head, inside = _divmod(job, s.head_dim // PAIR)
+        head, inside = _divmod(job, s.head_dim // JOB_SIZE)
         if s.v_head_dim != s.head_dim:
-            v_head, v_inside = _divmod(job, s.v_head_dim // PAIR)
+            v_head, v_inside = _divmod(job, s.v_head_dim // JOB_SIZE)
             head, inside = arith.select(is_value, v_head, head), arith.select(is_value, v_inside, inside)
-        turns = arith.andi(_not(is_value), ptx.less(inside, ptx.i32(s.dim // PAIR)))
+        turns = arith.andi(_not(is_value), ptx.less(inside, ptx.i32(s.dim // JOB_SIZE)))
         # The two chunks of the job within its row.
         low = arith.select(turns, inside, arith.addi(inside, inside))
-        high = arith.addi(low, arith.select(turns, ptx.i32(s.dim // PAIR), ptx.i32(1)))
+        high = arith.addi(low, arith.select(turns, ptx.i32(s.dim // JOB_SIZE), ptx.i32(1)))
         chunk = arith.muli(begin, ptx.i32(2))  # of the token: a row of values begins after all queries and keys
         row_chunks = arith.select(is_value, ptx.i32(s.v_head_dim // 8), ptx.i32(s.head_dim // 8))
         chunk = arith.addi(chunk, arith.muli(head, row_chunks))
         source = _bytes(rows, token, s.width * 2, chunk)
         a, b = (_load_words(_at(source, c), exists) for c in (low, high))
-        angle = arith.muli(ptx.to_i64(token), ptx.i64(s.dim * 2))
-        place = arith.addi(angle, arith.muli(ptx.to_i64(arith.select(turns, inside, ptx.i32(0))), ptx.i64(32)))
-        c, d = (_load_floats(arith.addi(x, place), arith.andi(exists, turns)) for x in (cos, sin))
-        a, b = _rotated(a, b, c, d, turns)
+        angles = arith.muli(ptx.to_i64(token), ptx.i64(s.dim * 2))  # bytes before the token's cos, and its sin
+        place = arith.addi(angles, arith.muli(ptx.to_i64(arith.select(turns, inside, ptx.i32(0))), ptx.i64(32)))
+        angle_cos, angle_sin = (_load_floats(arith.addi(x, place), arith.andi(exists, turns)) for x in (cos, sin))
+        a, b = _rotated(a, b, angle_cos, angle_sin, turns)
         own_slot = arith.addi(slots, arith.muli(ptx.to_i64(token), ptx.i64(4)))
         slot = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", own_slot, pure=True)
         usable = ptx.less_unsigned(slot, ptx.i32(s.blocks * s.page))

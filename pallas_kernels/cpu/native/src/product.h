@@ -1,9 +1,10 @@
 // y = x w for few rows: every weight is read once, in the order of memory.
 //
-// A register block is a few rows times a tile of 2 N columns. The inputs are visited in groups; a group meets all
-// columns of the item before the next group does, so that its reads are a few long streams. The sums wait in scratch
-// memory. Many blocks of rows share a copy of the tile, converted once. An element of y is one chain of sums over the
-// inputs in ascending order, so its bits depend neither on the other rows nor on how the work is divided.
+// A register block is a few rows times a tile of 2 N columns. The inputs are visited in groups: one group meets all
+// columns of the item before the next does, so that the reads are a few long streams. Between groups the sums are in
+// scratch memory. If there are more than two blocks of rows, they share a copy of the tile, converted once.
+// An element of y is one chain of sums over the inputs in ascending order, so its bits depend neither on the other rows
+// nor on how the work is divided.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -57,7 +58,8 @@ struct ProductF32 {
     INL vf dot(Part x, Part y, vf sum) { return fma(x.b, y.b, fma(x.a, y.a, sum)); }
 };
 
-// One input's weights of a tile, into the second cache level: into the first one, half as many bytes a second arrive.
+// Prefetches one input's weights of a tile into the second cache level; into the first, half as many bytes a second
+// arrive.
 template <class C>
 INL void prefetch_tile(const char* w) {
     constexpr int kBytes = kTileColumns * (int)bytes_of(C::kDtype);
@@ -106,12 +108,12 @@ static void multiply_block(Tile tile, int64_t steps, const uint32_t* x, float* s
     for (int r = 0; r < R; r++) store(sums + r * kTileColumns, a[r]), store(sums + r * kTileColumns + N, b[r]);
 }
 
-// The rows of a block of `rows` rows: a size for which there is a multiply_block. The rows beyond are zeros.
+// `rows` rounded up to a size that multiply_rows has. The rows that are added are zeros.
 constexpr int padded_rows(int rows) {
     return rows <= 4 ? rows : rows <= 6 || kProductRows == 6 ? 6 : rows <= 8 ? 8 : 12;
 }
 
-// The rows of a block of `rows` rows in all: the blocks are about equal.
+// The rows of a block, if `rows` rows are divided into blocks of about equal size.
 static int block_rows(int64_t rows) {
     const int64_t blocks = (rows + kProductRows - 1) / kProductRows;
     return blocks ? padded_rows((int)((rows + blocks - 1) / blocks)) : kProductRows;
@@ -143,7 +145,7 @@ static void pack_rows(const ProductArgs& args, int64_t first, uint32_t* to) {
         for (int64_t s = 0; s < steps; s++) to[s * stride + r] = 0;
 }
 
-// `inputs` rows of `columns` weights -> rows of kTileColumns, zeros behind the last column and the last input.
+// `inputs` rows of `columns` weights -> rows of kTileColumns, zeros after the last column and the last input.
 template <class C>
 INL void pad_tile(const char* w, int64_t stride, int64_t inputs, int64_t columns, int64_t padded_inputs, char* to) {
     constexpr int64_t kRowBytes = kTileColumns * bytes_of(C::kDtype);
@@ -172,7 +174,7 @@ struct Sums {
     }
 };
 
-// The item's rows times its columns of one matrix. `next`: weights of which the first ones are prefetched at the end.
+// The item's rows times its columns of one matrix. `next`: the weights to prefetch at the end.
 template <class C>
 static void multiply_columns(const ProductArgs& args, const ProductItem& item, const ProductMatrix& matrix, Tile next,
                              const uint32_t* packed, Sums sums, Arena scratch) {
@@ -180,7 +182,7 @@ static void multiply_columns(const ProductArgs& args, const ProductItem& item, c
     const int64_t stride = matrix.columns * kBytes, steps_of_row = (args.inputs + C::kStep - 1) / C::kStep;
     const int64_t num_rows = item.row_end - item.row_begin, num_columns = item.column_end - item.column_begin;
     const int64_t block = block_rows(args.rows);
-    const bool copies = num_rows > 2 * block;  // two blocks sooner read the tile twice than copy it
+    const bool copies = num_rows > 2 * block;  // reading the tile twice is faster than copying it
     const int64_t group = copies ? kProductMaxInputs : product_group(std::min(block, num_rows));
     char* const padded = scratch.take<char>(kProductMaxInputs * kTileColumns * kBytes);
     uint32_t* const copy = scratch.take<uint32_t>(kProductMaxInputs * kTileColumns);
@@ -223,7 +225,7 @@ INL vf rounded(Dtype t, vf x) {
     return t == Dtype::f16 ? load_raw<Dtype::f16>(bits, 0) : load_raw<Dtype::bf16>(bits, 0);
 }
 
-// x / (1 + exp(-x)); the exponential of a number that is at most 0.
+// x / (1 + exp(-x)), by the exponential of -|x|, which does not overflow.
 INL vf silu(vf x) {
     const vf e = vexp(min(x, sub(zero(), x)));
     const vf numerator = select_in_range(mul(x, e), x, set1(-kInf), zero(), x);

@@ -32,12 +32,12 @@ struct ProductItem {
 
 // The kernel of one ISA and dtype. `run` reads the rows as words, which `pack` writes; `run_transposed` reads x itself.
 struct ProductKernel {
-    int max_block_rows;               // of a register block
-    int (*block_rows)(int64_t rows);  // of the blocks of so many rows; `pack` writes one block
+    int max_block_rows;               // the most rows of a register block
+    int (*block_rows)(int64_t rows);  // rows of each block of so many rows; `pack` writes one block
     int tile_columns;                 // an item's columns begin at a multiple
     int step;                         // inputs of a word
     void (*pack)(const ProductArgs&, int64_t first_row, uint32_t* to);
-    // next: an item of which the first weights are prefetched.
+    // next: an item whose first weights are prefetched.
     void (*run)(const ProductArgs&, const ProductItem&, const ProductItem& next, const uint32_t* packed, Arena scratch);
     void (*run_transposed)(const ProductArgs&, const ProductItem&, const ProductItem& next, const uint32_t*, Arena);
     int64_t packed_words(const ProductArgs& args) const {
@@ -50,8 +50,8 @@ constexpr int kProductMaxInputs = 256;  // of a group
 // The tiles of an item's columns: the sums of all its rows stay in the second cache level.
 inline int64_t product_max_tiles(int64_t rows) { return rows > kProductMaxRows / 2 ? 8 : 16; }
 
-// The inputs of a group. More rows: more sums to load and store for each group. Fewer rows: the group before, which
-// prefetches this one, is sooner done.
+// The inputs of a group. With more rows there are more sums to load and store for each group, so groups are longer.
+// With fewer rows they are short, so that the group before, which prefetches this one, is sooner done.
 inline int64_t product_group(int64_t rows) {
     return rows == 1 ? 16 : rows <= 4 ? 32 : rows <= 8 ? 64 : 128;
 }

@@ -8,8 +8,8 @@
 
 namespace jattn {
 
-constexpr int64_t kProductThreadWeights = 1 << 15;     // for each thread at least: waking one costs as much
-constexpr int64_t kProductParallelPack = 1 << 17;      // words from which the rows are packed by all threads
+constexpr int64_t kProductThreadWeights = 1 << 15;     // weights of a thread at least: waking one takes as long
+constexpr int64_t kProductParallelPack = 1 << 17;      // from so many words on, all threads pack the rows
 
 // The items of all matrices. They become narrower towards the end, so that the threads end together; narrow ones read
 // slower, so none has fewer than four tiles unless threads would be idle.
