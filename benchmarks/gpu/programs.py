@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from jattn import models
-from jattn.engine.batch import _meta, empty_batch
+from jattn.engine.batch import empty_batch, meta_of
 from jattn.engine.dispatch import Model, RowState, dispatch, empty_row_state
 from jattn.engine.packing import Packed, pack
 from jattn.engine.scheduler import Limits
@@ -57,7 +57,7 @@ def batch_of(shapes, tokens, rows, blocks, **sampling):
     assert table.max() < blocks, (table.max(), blocks)
     shape = (tokens, max_rows, decode)
     batch = empty_batch(shape, 1, shapes)
-    meta = _meta(lens, seqs, seqs, table, shapes, shape)
+    meta = meta_of(lens, seqs, seqs, table, shapes, shape)
     fields = {name: np.full(max_rows, x, np.float32 if name != "top_k" else np.int32) for name, x in sampling.items()}
     logprobs = np.bool_(fields.pop("logprobs", None) is not None)
     ids = rng.integers(5, 500, tokens).astype(np.int32)

@@ -1,7 +1,6 @@
 """The arrays of a dispatch, made from a plan: numpy arrays."""
 
 import functools
-import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
@@ -48,8 +47,9 @@ def batch_of(
     limit = shapes.limits.max_model_len
     ids, starts, counts, max_samples, continues = zip(*device_rows, strict=True)
     tokens = []
-    for seq, first, new, is_known in zip(chosen, starts, counts, map(operator.not_, continues), strict=True):
-        tokens += seq.tokens[first : first + new] if is_known else [0]
+    for seq, row in zip(chosen, device_rows, strict=True):
+        # 0 stands for a token that only the device knows.
+        tokens += [0] if row.continues else seq.tokens[row.start : row.start + row.num_new]
         seq.rules = seq.rules or rules_of(seq.params, seq.seed, stop_ids_of(seq, eos), len(seq.prompt))
     token_ids, source = np.zeros(num_tokens, np.int32), np.full(num_rows, HOST_KNOWS, np.int32)
     token_ids[: len(tokens)] = tokens
@@ -58,18 +58,18 @@ def batch_of(
     prompt_len = np.array([len(seq.prompt) for seq in chosen], np.int32)
     most = np.array([seq.max_len for seq in chosen], np.int32)
     seq_lens = start + num_new
-    metas = [_meta(num_new, seq_lens, most, table, shapes, shape) for table in tables_of(chosen, count, shapes)]
+    metas = [meta_of(num_new, seq_lens, most, table, shapes, shape) for table in tables_of(chosen, count, shapes)]
     position, remaining = np.zeros((2, num_rows), np.int32)
     position[:count] = np.maximum(seq_lens - prompt_len, 0)
     remaining[:count] = np.where(samples > 0, most - seq_lens, 0)
     rules = rules_of_batch([seq.rules for seq in chosen], num_rows)
-    sampling = [seq if n else None for seq, n in zip(chosen, max_samples, strict=True)]
+    sampled = [seq if n else None for seq, n in zip(chosen, max_samples, strict=True)]
     return Batch(
         token_ids=token_ids,
         source=source,
         metas=tuple(metas),
         rows=sampling_rows(rules, position, remaining),
-        penalties=penalties(rules, _histories(sampling, num_rows, limit)),
+        penalties=penalties(rules, _histories(sampled, num_rows, limit)),
         needs_history_or_logprobs=np.bool_(any([seq.params.needs_history_or_logprobs for seq in chosen])),
         steps=np.int32(plan.burst),
         block_size=shapes.block_size,
@@ -111,7 +111,7 @@ def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShape
     return Batch(
         token_ids=np.zeros(num_tokens, np.int32),
         source=np.full(num_rows, HOST_KNOWS, np.int32),
-        metas=(_meta([], [], [], np.zeros((0, 1), np.int32), shapes, shape),) * num_groups,
+        metas=(meta_of([], [], [], np.zeros((0, 1), np.int32), shapes, shape),) * num_groups,
         rows=sampling_rows(rules, none, none),
         penalties=penalties(rules, _no_history(num_rows, shapes.limits.max_model_len)),
         needs_history_or_logprobs=np.bool_(False),
@@ -125,9 +125,10 @@ def stop_ids_of(seq: Sequence, eos: tuple[int, ...]) -> tuple[int, ...]:
     return (*(() if seq.params.ignore_eos else eos), *seq.params.stop_token_ids)
 
 
-def _meta(
+def meta_of(
     query_lens, seq_lens, final_lens, table, shapes: StepShapes, shape: tuple[int, int, bool]
 ) -> CommonAttentionMetadata:
+    """The metadata of one cache group, padded to a shape (T, R, has every row a single token?)."""
     num_tokens, num_rows, decode = shape
     meta = CommonAttentionMetadata.from_lengths(
         query_lens, seq_lens, table, shapes.block_size,

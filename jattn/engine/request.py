@@ -273,7 +273,7 @@ class CompletionState:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt and its completions, as long as one of them has not ended."""
+    """A prompt and its completions, until its last output is returned."""
 
     id: str
     prompt: tuple[int, ...]  # token ids

@@ -27,7 +27,7 @@ class Limits:
     max_num_batched_tokens: int  # new tokens in one step, of all sequences together
     max_model_len: int  # tokens of a sequence, prompt and output
     max_burst: int = 8  # decode steps of one dispatch
-    waiting_burst: int = 1  # the same while a sequence waits, if one that runs ends earlier
+    waiting_burst: int = 1  # while a sequence waits, a burst may be so long although a running sequence ends earlier
 
     def __post_init__(self):
         reasons = [
