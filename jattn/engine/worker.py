@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-_live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_calls_of: "weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]" = weakref.WeakKeyDictionary()
+"""The queue of each thread that has not ended."""
 
 
 class Worker:
@@ -19,9 +20,10 @@ class Worker:
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
-        threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True).start()
-        weakref.finalize(self, self._calls.put, None).atexit = False  # then _wait_for_all comes first
-        _live.add(self)
+        thread = threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True)
+        _calls_of[thread] = self._calls
+        thread.start()
+        weakref.finalize(self, self._calls.put, None).atexit = False  # then it is _end_all that ends the thread
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future:
         """Call the function when all earlier calls have ended; the future has its result or its exception."""
@@ -45,6 +47,10 @@ def _run(calls: "queue.SimpleQueue[tuple | None]") -> None:
 
 
 @atexit.register  # before JAX's own handler, which was registered earlier and drops the devices
-def _wait_for_all() -> None:
-    for worker in list(_live):
-        worker.wait()
+def _end_all() -> None:
+    """Let every thread finish its calls and end. Python would stop it anywhere, and the process could abort."""
+    threads = dict(_calls_of)
+    for calls in threads.values():
+        calls.put(None)
+    for thread in threads:
+        thread.join()
