@@ -44,13 +44,13 @@ def test_a_completion_is_the_engines(server, said):
 def test_a_stream_adds_up_to_the_whole(server, said):
     _, _, client = server
     stream = client.completions.create(
-        model="fake", prompt="stream me", max_tokens=24, temperature=0, stream=True,
+        model="fake", prompt="stream me", max_tokens=96, temperature=0, stream=True,
         stream_options={"include_usage": True},
     )  # fmt: skip
     events = list(stream)
-    assert "".join(event.choices[0].text for event in events[:-1]) == said("stream me", 24).text
+    assert "".join(event.choices[0].text for event in events[:-1]) == said("stream me", 96).text
     assert len(events) > 3 and events[-2].choices[0].finish_reason == "length"
-    assert events[-1].usage.completion_tokens == 24
+    assert events[-1].usage.completion_tokens == 96
 
 
 def test_a_chat_goes_through_the_folders_template(server, said):
