@@ -1,6 +1,7 @@
 """StepShapes: the static shapes of dispatches. They are few and known in advance; each is one compiled program."""
 
 import dataclasses
+import functools
 
 import jax
 
@@ -37,7 +38,7 @@ class StepShapes:
     # Fewer shapes: see LEAST_ROWS and MIN_MIXED_TOKENS_COARSE.
     is_coarse: bool = dataclasses.field(default_factory=lambda: jax.default_backend() != "cpu")
 
-    @property
+    @functools.cached_property  # every dispatch asks for it
     def buckets(self) -> Buckets:
         """Powers of two for T and R, of which some are left out; the block table always has all columns."""
         max_tokens, max_rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
