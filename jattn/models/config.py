@@ -26,7 +26,11 @@ class CacheGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One layer: self-attention, cross attention (decoders of encoder-decoder models), MLP, each with its norms."""
+    """One layer: self-attention, cross attention (decoders of encoder-decoder models), MLP, each with its norms.
+
+    parallel: attention and MLP both read the layer's input x, and both are added to it. The MLP then reads
+    mlp_norms.before(x), or attn_norms.before(x) if it has no norm of its own.
+    """
 
     self_attn: AttentionConfig
     mlp: MLP | MoE
@@ -34,6 +38,16 @@ class LayerConfig:
     attn_norms: ResidualNorms = ResidualNorms()
     cross_norms: ResidualNorms = ResidualNorms()
     mlp_norms: ResidualNorms = ResidualNorms()
+    parallel: bool = False
+
+    def __post_init__(self):
+        if self.parallel and (self.cross_attn is not None or self.attn_norms.of_sum is not None):
+            raise ValueError("a parallel layer has no cross attention and no norm of attention's sum")
+
+    @property
+    def shares_norm(self) -> bool:
+        """True if the MLP of a parallel layer reads the same normalised input as attention."""
+        return self.parallel and self.mlp_norms.before is None
 
     @property
     def attention(self) -> AttentionSpec:

@@ -46,19 +46,40 @@ class ConfigReader:
     """The contents of a config.json. Each value is checked when it is read; refuse_unread() raises for keys never read.
 
     defaults: the family's values of absent keys. A key that is null takes the default of the call instead.
+    aliases: the names that a key has in this family's files, where they differ; of two the present one is read.
     """
 
-    def __init__(self, values: dict[str, Any], where: str = "config.json", defaults: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        values: dict[str, Any],
+        where: str = "config.json",
+        defaults: Mapping[str, Any] | None = None,
+        aliases: Mapping[str, tuple[str, ...]] | None = None,
+    ):
         self.given, self.where, self.read = values, where, set()
-        self.values = {**(defaults or {}), **values}
+        self.values, self.aliases = {**(defaults or {}), **values}, aliases or {}
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value. Absent: the family's default. Null, or absent without such a default: `default`."""
-        self.read.add(name)
-        value = self.values.get(name)
+        stored = self.stored_name(name)
+        value = self.values.get(stored)
         if value is None and default is MISSING:
-            raise ValueError(f"{self.where} has no {name!r}, which this model_type needs")
+            raise ValueError(f"{self.where} has no {stored!r}, which this model_type needs")
         return default if value is None else value
+
+    def fill(self, name: str, value: Any) -> None:
+        """Give a key that is null or absent this value."""
+        if self.get(name) is None:
+            self.values[name] = value
+
+    def stored_name(self, name: str) -> str:
+        """The name of a key in this file; it counts as read."""
+        names = self.aliases.get(name, (name,))
+        self.read.update(names)
+        found = [other for other in names if self.given.get(other) is not None]
+        if any(self.given[other] != self.given[found[0]] for other in found[1:]):
+            self.refuse(found[1], f"is another name of {found[0]}={short(self.given[found[0]])}: keep one of them")
+        return next(iter(found or [other for other in names if other in self.values] or names))
 
     def count(self, name: str, default: Any = MISSING, *, low: int = 1, high: int = MAX_COUNT) -> Any:
         """An integer from low to high."""
@@ -113,7 +134,7 @@ class ConfigReader:
 
     def only(self, name: str, *allowed: Any) -> None:
         """UnsupportedError unless the key is absent, null, or one of these values: no other value is implemented."""
-        value = self.get(name)
+        value, name = self.get(name), self.stored_name(name)
         if value is not None and not any(value == x and type(value) is type(x) for x in allowed):
             wanted = " or ".join(map(repr, allowed)) or "absent"
             raise UnsupportedError(f"{self.where}: {name}={short(value)} is not supported; it must be {wanted}")
@@ -139,12 +160,13 @@ class ConfigReader:
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """ValueError for a value that does not fit the other keys."""
+        name = self.stored_name(name) if name in self.aliases else name
         raise ValueError(f"{self.where}: {name}={short(self.values.get(name))} {why}")
 
     def _checked(self, name: str, default: Any, fits: Callable[[Any], Any], wanted: str) -> Any:
         value = self.get(name, default)
         if value is not default and not fits(value):
-            raise ValueError(f"{self.where}: {name}={short(value)} must be {wanted}")
+            raise ValueError(f"{self.where}: {self.stored_name(name)}={short(value)} must be {wanted}")
         return value
 
 

@@ -49,13 +49,14 @@ def forward(
     self_caches, cross_caches = [], []
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         angles = step.angles(layer.rope)
+        start = x
         cache, x = _self_attention(layer, step.attns[i], weights, x, caches[i], step.plan(i), positions, angles)
         self_caches.append(cache)
         if layer.cross_attn is not None:
             j = count + i  # caches of cross attention follow those of self-attention
             cache, x = _cross_attention(layer, step.attns[j], weights, x, caches[j], step.plan(j), encoded)
             cross_caches.append(cache)
-        x = _mlp(layer, weights, x)
+        x = _mlp(layer, weights, start, x)
     if logits_at is not None:
         x = x[jnp.asarray(logits_at)]
     return (*self_caches, *cross_caches), head(config, params, x)
@@ -83,8 +84,8 @@ def _cross_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _mlp(layer: LayerConfig, weights, x):
-    return mlp_sublayer(layer, weights, x)
+def _mlp(layer: LayerConfig, weights, x, attended):
+    return mlp_sublayer(layer, weights, x, attended)
 
 
 class _StepPlans:

@@ -46,13 +46,18 @@ def table_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 def self_attention_layer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array, attention: Callable) -> tuple:
     """(cache, x) after a layer without cross attention; attention(x) -> (cache, y)."""
-    cache, x = residual(layer.attn_norms, "attn", weights, x, attention)
-    return cache, mlp_sublayer(layer, weights, x)
+    cache, attended = residual(layer.attn_norms, "attn", weights, x, attention)
+    return cache, mlp_sublayer(layer, weights, x, attended)
 
 
-def mlp_sublayer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array) -> jax.Array:
-    """x after the layer's MLP or mixture of experts."""
-    return residual(layer.mlp_norms, "mlp", weights, x, lambda y: (None, layer.mlp(weights["mlp"], y)))[1]
+def mlp_sublayer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array, attended: jax.Array) -> jax.Array:
+    """`attended` after the layer's MLP or mixture of experts. x: the input of the layer, which a parallel MLP reads."""
+    mlp = lambda y: (None, layer.mlp(weights["mlp"], y))
+    if not layer.parallel:
+        return residual(layer.mlp_norms, "mlp", weights, attended, mlp)[1]
+    if layer.shares_norm:
+        x = normed(layer.attn_norms.before, weights, "attn_norm", x)
+    return residual(layer.mlp_norms, "mlp", weights, x, mlp, base=attended)[1]
 
 
 def head(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> jax.Array:

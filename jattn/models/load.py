@@ -18,7 +18,7 @@ from jattn.models.families import FAMILIES
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
-from jattn.models.weight_tree import weight_specs
+from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -46,7 +46,7 @@ def load(
         checkpoint = Checkpoint(folder, stack, family.prefix)
         _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
         params = _read_params(
-            checkpoint, family.tensors(config), weight_specs(config), family.unused, dtype, sharding, progress
+            checkpoint, family.tensors(config), weight_specs(config), _unused(family, config), dtype, sharding, progress
         )
     return config, params
 
@@ -113,19 +113,18 @@ def _read_params(
     checkpoint: Checkpoint,
     table: dict[str, TensorSource],
     specs: Any,
-    unused: tuple[str, ...],
+    unused: Callable[[str], bool],
     dtype: Any,
     sharding: Any,
     progress: Callable[[int, int, str], None] | None,
 ) -> Any:
     """The tree `specs` of WeightSpecs as arrays. Missing and unknown tensors are errors; other arguments as in `load`.
 
-    unused: endings of the names of tensors that the model does not need.
+    unused: whether the model does not need a tensor of this name.
     """
     if dtype is not None and jnp.dtype(dtype).name not in FLOATS:
         raise ValueError(f"dtype={jnp.dtype(dtype).name} of weights must be None or one of {', '.join(FLOATS)}")
-    leaves, structure = jax.tree.flatten_with_path(specs, is_leaf=is_weight_spec)
-    by_path = {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): spec for path, spec in leaves}
+    structure, by_path = jax.tree.structure(specs, is_leaf=is_weight_spec), weight_paths(specs)
     table = {path: source.stored_form(checkpoint.locations) for path, source in table.items()}
     _check_names(checkpoint, table, by_path, unused)
     arrays = []
@@ -160,14 +159,23 @@ def _read_weight(checkpoint: Checkpoint, source: TensorSource, path: str, spec: 
     return made
 
 
+def _unused(family: Family, config: ModelConfig) -> Callable[[str], bool]:
+    """Whether a model of this family does not need a tensor."""
+    skipped = family.skipped(config)
+    return lambda name: name.endswith(family.unused) or name.startswith(skipped)
+
+
 def _check_names(
-    checkpoint: Checkpoint, table: dict[str, TensorSource], specs: dict[str, WeightSpec], unused: tuple[str, ...]
+    checkpoint: Checkpoint,
+    table: dict[str, TensorSource],
+    specs: dict[str, WeightSpec],
+    unused: Callable[[str], bool],
 ) -> None:
-    """ValueError unless the checkpoint has exactly the tensors that the model needs, apart from those in `unused`."""
+    """ValueError unless the checkpoint has exactly the tensors that the model needs, apart from those `unused`."""
     problems = [f"the model needs {path}, for which its family's table has no row" for path in specs.keys() - table]
     names = {name for path in specs if path in table for name in table[path].names}
     problems += [f"tensor {tensor_text(name)} is missing" for name in sorted(names - checkpoint.locations.keys())]
-    left = sorted(n for n in checkpoint.locations.keys() - names if not n.endswith(unused))
+    left = sorted(n for n in checkpoint.locations.keys() - names if not unused(n))
     problems += [f"tensor {tensor_text(name)} is not used by this model" for name in left]
     if problems:
         listed = "\n  ".join(problems[:12]) + (f"\n  and {len(problems) - 12} more" if len(problems) > 12 else "")

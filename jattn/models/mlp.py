@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from jattn.nn.attention_layer import linear, linears
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
@@ -16,7 +17,9 @@ ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_fast": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 

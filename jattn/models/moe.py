@@ -8,17 +8,26 @@ import jax.numpy as jnp
 from jattn.models.mlp import MLP, activation
 from jattn.nn.attention_layer import linear
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
+from jattn.ops.product import product
 
-SCORES = ("softmax", "sigmoid_of_input")
+SCORES = ("softmax", "softmax_over_all", "sigmoid", "sigmoid_of_input", "sparsemixer")
+LEAST_SUM = 1e-20
+"""Lower limit of the sum by which normalised scores are divided."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoE:
     """The `top_k` experts with the largest router logits, each a gated MLP, weighted by their scores.
 
-    scores 'softmax': softmax over the chosen logits, multiplies the experts' outputs. 'sigmoid_of_input': sigmoid of
-    each chosen logit, multiplies the experts' inputs. clamp (alpha, limit): the gated unit of gpt-oss,
-    (up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped to the limit.
+    scores   'softmax': over the chosen logits; 'softmax_over_all': over all logits; 'sigmoid': of each chosen logit.
+             They multiply the experts' outputs. 'sigmoid_of_input': sigmoid, multiplies the experts' inputs.
+             'sparsemixer': the two experts of Phi-3.5-MoE, see `_sparsemixer`.
+    choice   The experts with the largest score are chosen, or the largest score + correction, a weight, if the router
+             has one (`correction`); then only from the `top_groups` of `groups` with the largest sum of their
+             `group_best` best experts.
+    weights  normalised: the chosen scores are divided by their sum, at least `least_sum`. Then times `factor`.
+    clamp    (alpha, limit): the gated unit of gpt-oss, (up + 1) * gate * sigmoid(alpha * gate), with gate and up
+             clamped to the limit.
     """
 
     num_experts: int
@@ -27,9 +36,19 @@ class MoE:
     activation: str = "silu"
     clamp: tuple[float, float] | None = None
     scores: str = "softmax"
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    normalised: bool = False
+    least_sum: float = LEAST_SUM
+    factor: float = 1.0
+    jitter: float = 0.01  # of 'sparsemixer'
+    float32_router: bool = False  # the router's logits are not rounded to the dtype of x
     router_bias: bool = False
     bias: bool = False
     shared: MLP | None = None  # an expert that processes every token, in addition
+    shared_gate: bool = False  # the shared expert's output times sigmoid(linear(x))
 
     def __post_init__(self):
         activation(self.activation)
@@ -37,24 +56,40 @@ class MoE:
             raise ValueError(f"MoE scores={self.scores!r} is not known; use one of {', '.join(SCORES)}")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"MoE top_k={self.top_k!r} must be from 1 to num_experts={self.num_experts!r}")
+        if self.groups < 1 or self.num_experts % self.groups:
+            raise ValueError(f"MoE groups={self.groups!r} must divide num_experts={self.num_experts!r}")
+        size = self.num_experts // self.groups
+        if not (1 <= self.top_groups <= self.groups and self.top_k <= self.top_groups * size):
+            raise ValueError(
+                f"MoE top_groups={self.top_groups!r} must be from 1 to groups={self.groups!r}, with at least "
+                f"top_k={self.top_k!r} experts in them"
+            )
+        if self.groups > 1 and not 1 <= self.group_best <= size:
+            raise ValueError(f"MoE group_best={self.group_best!r} must be from 1 to {size}, the experts of a group")
+        if self.scores == "sparsemixer" and (self.top_k != 2 or self.correction or self.groups > 1):
+            raise ValueError("MoE scores='sparsemixer' is for top_k=2 without correction and groups")
+        if self.shared_gate and self.shared is None:
+            raise ValueError("MoE shared_gate has no effect without a shared expert; pass shared=, or leave it out")
 
     def weight_specs(self, hidden: int) -> dict:
         """router; gate, up and down of the experts with a leading expert axis; the shared MLP."""
         e, w = self.num_experts, self.width
         tree: dict = {"router": linear_weight_specs(hidden, e, ("embed", None), self.router_bias)}
+        if self.correction:
+            tree["router"]["correction"] = WeightSpec((e,), (None,), 0.0)
         axes = dict(gate=("expert", "embed", "mlp"), up=("expert", "embed", "mlp"), down=("expert", "mlp", "embed"))
         for name, axis in axes.items():
             shape = (e, w, hidden) if name == "down" else (e, hidden, w)
             tree[name] = {"kernel": WeightSpec(shape, axis)}
             if self.bias:
                 tree[name]["bias"] = WeightSpec((e, shape[-1]), (axis[0], axis[-1]), 0.0)
+        if self.shared_gate:
+            tree["shared_gate"] = linear_weight_specs(hidden, 1, ("embed", None), False)
         return tree if self.shared is None else tree | {"shared": self.shared.weight_specs(hidden)}
 
     def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> [T, hidden]; the result of a token does not depend on the other tokens."""
-        logits = linear(weights["router"], x).astype(jnp.float32)
-        top, chosen = jax.lax.top_k(logits, self.top_k)  # [T k]
-        score = jax.nn.softmax(top, axis=-1) if self.scores == "softmax" else jax.nn.sigmoid(top)
+        chosen, score = self._route(weights["router"], x)
         flat = chosen.reshape(-1)
         order = jnp.argsort(flat, stable=True)  # rows of one expert are contiguous
         rows, score = x[order // self.top_k], score.reshape(-1)[order, None].astype(x.dtype)
@@ -63,7 +98,43 @@ class MoE:
         y = self._experts(weights, rows * score if on_input else rows, sizes, flat[order])
         y = y if on_input else y * score
         y = y[jnp.argsort(order)].reshape(x.shape[0], self.top_k, -1).sum(axis=1)
-        return y if self.shared is None else y + self.shared(weights["shared"], x)
+        return y if self.shared is None else y + self._shared(weights, x)
+
+    def _route(self, router: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The chosen experts i32[T, top_k] and their scores f32[T, top_k]."""
+        if self.float32_router:
+            logits = product(x, router["kernel"])
+            logits = logits + router["bias"].astype(jnp.float32)[None, :] if self.router_bias else logits
+        else:
+            logits = linear(router, x).astype(jnp.float32)
+        if self.scores == "sparsemixer":
+            return _sparsemixer(logits, self.jitter)
+        if self.scores == "softmax" and not self.correction and self.groups == 1:
+            top, chosen = jax.lax.top_k(logits, self.top_k)
+            return chosen, jax.nn.softmax(top, axis=-1) * self.factor
+        scores = jax.nn.softmax(logits, axis=-1) if self.scores.startswith("softmax") else jax.nn.sigmoid(logits)
+        ranks = scores + router["correction"].astype(jnp.float32)[None, :] if self.correction else scores
+        chosen = jax.lax.top_k(self._within_groups(ranks), self.top_k)[1]
+        top = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.normalised or self.scores == "softmax":
+            top = top / jnp.maximum(top.sum(axis=-1, keepdims=True), self.least_sum)
+        return chosen, top * self.factor
+
+    def _within_groups(self, ranks: jax.Array) -> jax.Array:
+        """ranks f32[T, E], with -inf for experts outside the best groups."""
+        if self.groups == 1:
+            return ranks
+        grouped = ranks.reshape(ranks.shape[0], self.groups, -1)
+        best = jax.lax.top_k(grouped, self.group_best)[0].sum(axis=-1)
+        kept = jax.lax.top_k(best, self.top_groups)[1]  # [T top_groups]
+        is_kept = (kept[:, :, None] == jnp.arange(self.groups)[None, None, :]).any(axis=1)
+        return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(ranks.shape)
+
+    def _shared(self, weights: dict, x: jax.Array) -> jax.Array:
+        """The output of the shared expert."""
+        assert self.shared is not None
+        y = self.shared(weights["shared"], x)
+        return y * jax.nn.sigmoid(linear(weights["shared_gate"], x)) if self.shared_gate else y
 
     def _experts(self, weights: dict, rows: jax.Array, sizes: jax.Array, expert: jax.Array) -> jax.Array:
         """The experts' MLPs of rows [T * k, hidden], sorted by expert i32[T * k]; expert e has sizes[e] of the rows."""
@@ -78,3 +149,20 @@ class MoE:
         alpha, limit = self.clamp
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return dot("down", (up + 1) * gate * jax.nn.sigmoid(alpha * gate))
+
+
+def _sparsemixer(logits: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """The best expert, then the best of the others, each with its softmax over the logits near its own.
+
+    An expert is near the best one if (best - logit) / max(|logit|, best) <= 2 * jitter; the others count as -inf.
+    """
+    chosen, scores, left = [], [], logits
+    for _ in range(2):
+        best = left.max(axis=-1, keepdims=True)
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * jitter
+        share = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
+        at = left.argmax(axis=-1)[:, None]
+        chosen.append(at)
+        scores.append(jnp.take_along_axis(share, at, axis=-1))
+        left = jnp.where(jnp.arange(logits.shape[-1])[None, :] == at, -jnp.inf, left)
+    return jnp.concatenate(chosen, axis=-1), jnp.concatenate(scores, axis=-1)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jattn.nn.norm import Norm
 from jattn.nn.weight_spec import WeightSpec
@@ -12,7 +13,7 @@ from jattn.nn.weight_spec import WeightSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidualNorms:
-    """The norms of one sublayer: of_sum(x + after(sublayer(before(x)))). None: no norm at that place.
+    """The norms of one sublayer: of_sum(x + factor * after(sublayer(before(x)))). None: no norm at that place.
 
     A sublayer `attn` has the weights attn_norm (before), attn_norm_after and attn_norm_sum.
     """
@@ -20,6 +21,7 @@ class ResidualNorms:
     before: Norm | None = None
     after: Norm | None = None
     of_sum: Norm | None = None
+    factor: float = 1.0
 
     def weight_specs(self, name: str, size: int) -> dict[str, dict[str, WeightSpec]]:
         """The WeightSpecs of the norms of sublayer `name`, over `size` hidden dimensions."""
@@ -38,8 +40,14 @@ def normed(norm: Norm | None, weights: dict[str, Any], name: str, x: jax.Array) 
     return x if norm is None else norm(weights.get(name, {}), x)
 
 
-def residual(norms: ResidualNorms, name: str, weights: dict[str, Any], x: jax.Array, sublayer: Callable) -> tuple:
-    """(cache, x after sublayer `name` and its residual connection); sublayer(x) -> (cache, y)."""
+def residual(
+    norms: ResidualNorms, name: str, weights: dict[str, Any], x: jax.Array, sublayer: Callable, base: Any = None
+) -> tuple:
+    """(cache, x after sublayer `name` and its residual connection); sublayer(x) -> (cache, y).
+
+    base: what y is added to; None: x.
+    """
     cache, y = sublayer(normed(norms.before, weights, f"{name}_norm", x))
     y = normed(norms.after, weights, f"{name}_norm_after", y)
-    return cache, normed(norms.of_sum, weights, f"{name}_norm_sum", x + y)
+    y = y if norms.factor == 1.0 else y * jnp.asarray(norms.factor, y.dtype)
+    return cache, normed(norms.of_sum, weights, f"{name}_norm_sum", (x if base is None else base) + y)

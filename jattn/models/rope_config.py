@@ -28,17 +28,23 @@ def rope_of(
     *,
     interleaved: bool = False,
     partial: bool = False,
+    fraction: float | None = None,
     default: Any = None,
+    unused: tuple[str, ...] = (),
 ) -> Rope:
-    """The Rope of all layers. partial: allow partial_rotary_factor. default: parameters if the config has none."""
+    """The Rope of all layers. partial: allow partial_rotary_factor. default: parameters if the config has none.
+
+    fraction: default of partial_rotary_factor. unused: names of parameters that the family reads itself, or does not
+    use.
+    """
     name, stored = parameters_of(c)
-    stored = stored or (default or {})
+    stored = {key: value for key, value in (stored or (default or {})).items() if key not in unused}
     if found := [layer_type for layer_type in LAYER_TYPES if layer_type in stored]:
         raise UnsupportedError(
             f"{c.where}: separate {name} for {', '.join(found)} are not supported for this model_type"
         )
     trained = c.count("original_max_position_embeddings", None, low=2)
-    outer = {key: c.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    outer = dict(rope_theta=c.get("rope_theta"), partial_rotary_factor=c.get("partial_rotary_factor", fraction))
     values = {key: value for key, value in outer.items() if value is not None} | stored
     return rope_from(ConfigReader(values, f"{c.where}, {name}"), head_dim, max_positions, trained, interleaved, partial)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jattn.models.config import LayerConfig, ModelConfig
+from jattn.models.weight_tree import layer_weight_specs, weight_paths, weight_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,53 @@ def tensor_table(
         for path, (names, make) in layer(index).items():
             table[f"layers.{index}.{path}"] = TensorSource(tuple(at + name for name in _tuple(names)), make)
     return table
+
+
+def named_tensors(
+    names: Mapping[str, Any],
+    prefix: str = "model.layers.{}.",
+    fused: Callable[[LayerConfig], Mapping[str, Any]] = lambda layer: {},
+) -> Callable[[ModelConfig], dict[str, TensorSource]]:
+    """config -> the table of a family, from the tree of the model's weights and the names of their modules.
+
+    names: a module of the weights, "attn.q" -> the module of its tensors; or a weight, "mlp.router.correction" -> its
+    tensor, or (its tensor, conversion). Experts are under "experts.gate" and so on. A name with {e} stands for one
+    tensor for each index of the weight's first axis; they are stacked. prefix: of the names in layers, with {} for the
+    layer's index. fused(layer): more names for that layer.
+    """
+
+    def tensors(config: ModelConfig) -> dict[str, TensorSource]:
+        outside = _named_rows(names, weight_specs(dataclasses.replace(config, layers=())))
+
+        def layer(index: int) -> dict[str, tuple[Any, Callable]]:
+            own = config.layers[index]
+            return _named_rows({**names, **fused(own)}, layer_weight_specs(own, config.hidden_size))
+
+        return tensor_table(config, outside, prefix, layer)
+
+    return tensors
+
+
+def _named_rows(names: Mapping[str, Any], specs: dict[str, Any]) -> dict[str, tuple[Any, Callable]]:
+    """Rows for a tree of WeightSpecs."""
+    table = {}
+    for path, spec in weight_paths(specs).items():
+        module, _, leaf = path.rpartition(".")
+        make = transposed if leaf == "kernel" else unchanged
+        if path in names:
+            row = names[path]
+            table[path] = (row, make) if isinstance(row, str) else row
+            continue
+        is_expert = leaf == "kernel" and len(spec.shape) == 3
+        name = names[f"experts.{module.rpartition('.')[2]}" if is_expert else module]
+        name = f"{name}.{'bias' if leaf == 'bias' else 'weight'}"
+        table[path] = _stacked(name, spec.shape[0], make) if "{e}" in name else (name, make)
+    return table
+
+
+def _stacked(name: str, count: int, make: Callable) -> tuple[tuple[str, ...], Callable]:
+    """The row of a weight that is stored as `count` tensors."""
+    return tuple(name.replace("{e}", str(e)) for e in range(count)), lambda *parts: np.stack([make(x) for x in parts])
 
 
 def count_layer_tensors(config: ModelConfig, tensors: Callable[[ModelConfig], dict[str, TensorSource]]) -> int:

@@ -14,7 +14,7 @@ def weight_specs(config: ModelConfig) -> dict[str, Any]:
     hidden, vocab = config.hidden_size, config.vocab_size
     tree: dict[str, Any] = {
         "embed": WeightSpec((vocab, hidden), ("vocab", "embed")),
-        "layers": tuple(_layer(layer, hidden) for layer in config.layers),
+        "layers": tuple(layer_weight_specs(layer, hidden) for layer in config.layers),
     }
     if config.token_types:
         tree["token_types"] = WeightSpec((config.token_types, hidden), (None, "embed"))
@@ -30,6 +30,12 @@ def weight_specs(config: ModelConfig) -> dict[str, Any]:
     return tree | ({"head": head} if head else {})
 
 
+def weight_paths(specs: dict[str, Any]) -> dict[str, WeightSpec]:
+    """The WeightSpecs of a tree by their paths, as "layers.0.attn.q.kernel"."""
+    leaves = jax.tree.flatten_with_path(specs, is_leaf=is_weight_spec)[0]
+    return {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): spec for path, spec in leaves}
+
+
 def init_params(config: ModelConfig, key: "jax.Array | int" = 0, dtype: Any = "float32") -> dict[str, Any]:
     """Random weights: for tests, benchmarks, and training from scratch."""
     key = jax.random.key(key) if isinstance(key, int) else key
@@ -43,7 +49,8 @@ def logical_axes(config: ModelConfig) -> dict[str, Any]:
     return jax.tree.map(lambda weight: weight.axes, weight_specs(config), is_leaf=is_weight_spec)
 
 
-def _layer(layer: LayerConfig, hidden: int) -> dict[str, Any]:
+def layer_weight_specs(layer: LayerConfig, hidden: int) -> dict[str, Any]:
+    """The WeightSpecs of one layer."""
     tree = {"attn": layer.self_attn.weight_specs(), "mlp": layer.mlp.weight_specs(hidden)}
     for name, norms in (("attn", layer.attn_norms), ("cross", layer.cross_norms), ("mlp", layer.mlp_norms)):
         tree |= norms.weight_specs(name, hidden)

@@ -3,7 +3,7 @@
 It owns neither weights nor cache. The Flax modules and `jattn.models` call it.
 
     weights  q, k, v [in, heads * dim] and o [heads * dim, out], or qkv fused; each {'kernel': .., 'bias': ..}
-             q_norm, k_norm {'scale': [D], or [heads * D]};  sinks f32[H];  k_scale, v_scale of a quantised cache
+             q_norm, k_norm {'scale': [D], [heads * D] or [heads, D]};  sinks f32[H];  k_scale, v_scale of a cache
 """
 
 import dataclasses
@@ -41,21 +41,25 @@ class AttentionConfig:
     rope: Rope | None = None
     qk_norm: Norm | None = None  # of q and k, per head
     qk_norm_all_heads: bool = False  # qk_norm over the whole projection (all heads together), not per head
+    qk_norm_scale_per_head: bool = False  # qk_norm per head, with a scale [heads, D] instead of one [D] for all heads
     qk_norm_after_rope: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     fused_qkv: bool = False
-    clip_qkv: float | None = None  # q, k and v are clipped to [-clip_qkv, clip_qkv]
+    clip_qkv: float | None = None  # q, k and v are clipped to [-clip_qkv, clip_qkv], after qk_norm, before the rotation
     alibi_slopes: tuple[float, ...] | None = None
     temperature_tuning: tuple[float, float] | None = None
-    """Llama 4's (floor_scale, attn_scale): q *= 1 + attn_scale * log(1 + floor((position + 1) / floor_scale))."""
+    """(floor_scale, attn_scale): q *= 1 + attn_scale * log(1 + floor((position + offset) / floor_scale))."""
+    temperature_tuning_offset: int = 1  # 1: Llama 4; 0: Ministral 3
 
     def __post_init__(self):
-        flags = dict.fromkeys(("qk_norm_all_heads", "qk_norm_after_rope", "qkv_bias", "out_bias", "fused_qkv"), boolean)
+        norms = ("qk_norm_all_heads", "qk_norm_scale_per_head", "qk_norm_after_rope")
+        flags = dict.fromkeys((*norms, "qkv_bias", "out_bias", "fused_qkv"), boolean)
         check_fields(
             self, spec=kind(AttentionSpec), hidden_size=integer(1), rope=optional(kind(Rope)),
             qk_norm=optional(kind(Norm)), clip_qkv=optional(number(above=0)), **flags,
             alibi_slopes=optional(sequence_of(number())), temperature_tuning=optional(_temperature_tuning),
+            temperature_tuning_offset=integer(0),
         )  # fmt: skip
         if (self.alibi_slopes is not None) != self.spec.has_alibi:
             raise ValueError(
@@ -73,10 +77,10 @@ class AttentionConfig:
             raise ValueError(
                 "cross attention takes no rotary positions: queries and keys are in two sequences; use rope=None"
             )
-        if self.qk_norm is None and (self.qk_norm_all_heads or self.qk_norm_after_rope):
-            raise ValueError(
-                "qk_norm_all_heads and qk_norm_after_rope have no effect without qk_norm; pass one, or neither"
-            )
+        if self.qk_norm is None and any(getattr(self, name) for name in norms):
+            raise ValueError(f"{', '.join(norms)} have no effect without qk_norm; pass one, or none of them")
+        if self.qk_norm_all_heads and self.qk_norm_scale_per_head:
+            raise ValueError("qk_norm_all_heads and qk_norm_scale_per_head are two kinds of norms; pass one of them")
 
     @property
     def rotates_last(self) -> bool:
@@ -102,20 +106,27 @@ class AttentionConfig:
     def weight_specs(self) -> dict[str, Any]:
         """The tree of its WeightSpecs."""
         hidden, widths = self.hidden_size, self.widths
+        axes = dict(q="heads", k="kv_heads", v="kv_heads")
         if self.fused_qkv:
             width = sum(widths.values())
             tree: dict[str, Any] = {"qkv": linear_weight_specs(hidden, width, ("embed", "qkv"), self.qkv_bias)}
         else:
-            axes = dict(q="heads", k="kv_heads", v="kv_heads")
             tree = {n: linear_weight_specs(hidden, w, ("embed", axes[n]), self.qkv_bias) for n, w in widths.items()}
         tree["o"] = linear_weight_specs(self.out_width, hidden, ("heads", "embed"), self.out_bias)
         for name in "qk":
             size = widths[name] if self.qk_norm_all_heads else self.spec.head_dim
             specs = {} if self.qk_norm is None else self.qk_norm.weight_specs(size)
+            if self.qk_norm_scale_per_head:
+                specs = {n: _per_head(w, widths[name] // size, axes[name]) for n, w in specs.items()}
             tree |= {f"{name}_norm": specs} if specs else {}
         if self.spec.has_sinks:
             tree["sinks"] = WeightSpec((self.spec.num_heads,), ("heads",), 0.0)
         return tree
+
+
+def _per_head(weight: WeightSpec, heads: int, axis: str) -> WeightSpec:
+    """One such weight for each head."""
+    return dataclasses.replace(weight, shape=(heads, *weight.shape), axes=(axis, *weight.axes))
 
 
 def linear(weights: dict, x: jax.Array) -> jax.Array:
@@ -148,13 +159,15 @@ def project_and_attend(
     """
     q, k, v = project(config, weights, x, keys_from)
     assert config.rope is None or angles is not None
+    v = None if v is None else _clipped(config, v)
     early, late = (None, angles) if config.rotates_last else (angles, None)
     q = _norm_and_rotate(config, weights.get("q_norm", {}), q, early)
     k = None if k is None else _norm_and_rotate(config, weights.get("k_norm", {}), k, early)
     if config.temperature_tuning is not None:
         assert positions is not None
         floor_scale, attn_scale = config.temperature_tuning
-        factor = 1 + attn_scale * jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1) / floor_scale))
+        counted = positions.astype(jnp.float32) + config.temperature_tuning_offset
+        factor = 1 + attn_scale * jnp.log1p(jnp.floor(counted / floor_scale))
         q = (q * factor[:, None, None]).astype(x.dtype)
     cache, state = attend(q, k, v, params_of(config, weights), late)
     return cache, linear(weights["o"], _heads_joined(state, x.dtype))
@@ -173,7 +186,7 @@ def project(config: AttentionConfig, weights: dict, x: jax.Array, keys_from: jax
             keys = (None, None) if keys_from is None else linears([weights[name] for name in "kv"], keys_from)
             rows |= zip("kv", keys, strict=True)
     heads = dict(q=config.spec.num_heads, k=config.spec.num_kv_heads, v=config.spec.num_kv_heads)
-    return tuple(None if y is None else _clipped(config, y).reshape(y.shape[0], heads[n], -1) for n, y in rows.items())
+    return tuple(None if y is None else y.reshape(y.shape[0], heads[n], -1) for n, y in rows.items())
 
 
 def params_of(config: AttentionConfig, weights: dict) -> AttentionParams:
@@ -198,12 +211,16 @@ def _norm_and_rotate(config: AttentionConfig, norm_weights: dict, x: jax.Array, 
             return y
         if config.qk_norm_all_heads:
             return config.qk_norm(norm_weights, y.reshape(y.shape[0], -1)).reshape(y.shape)
+        if config.qk_norm_scale_per_head:
+            return jax.vmap(config.qk_norm, in_axes=(0, 1), out_axes=1)(norm_weights, y)
         return config.qk_norm(norm_weights, y)
 
     def rotated(y):
         return y if config.rope is None or angles is None else rotate(y, angles)
 
-    return normed(rotated(x)) if config.qk_norm_after_rope else rotated(normed(x))
+    if config.qk_norm_after_rope:
+        return normed(rotated(_clipped(config, x)))
+    return rotated(_clipped(config, normed(x)))
 
 
 def _clipped(config: AttentionConfig, y: jax.Array) -> jax.Array:

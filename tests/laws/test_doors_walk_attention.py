@@ -116,6 +116,7 @@ DOORS = {
     "a step over heads": Door(TENSOR, dict(q=Q, k=ROWS, v=ROWS, cache=CACHE, meta=META, params=PARAMS)),
     "AttentionConfig": Door(nn.AttentionConfig, dict(
         spec=SPEC, hidden_size=6, rope=nn.Rope(dim=4), qk_norm=nn.Norm(), qk_norm_all_heads=True,
+        qk_norm_scale_per_head=False, temperature_tuning_offset=1,
         qk_norm_after_rope=True, qkv_bias=True, out_bias=True, fused_qkv=True, clip_qkv=1.0, alibi_slopes=None,
         temperature_tuning=(8.0, 0.1)), staged=False),
     "Norm": Door(nn.Norm, dict(kind="rms", eps=1e-6, one_plus=True, has_scale=True, has_bias=False), staged=False),

@@ -7,19 +7,12 @@ import numpy as np
 
 from jattn import models
 from jattn.nn.weight_spec import is_weight_spec
+from tests.models import options
+from tests.models.options import COMMON, KINDS, LLAMA3, YARN
 
-COMMON: dict[str, Any] = dict(
-    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=24, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=100.0, eos_token_id=[],
-)  # fmt: skip
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 TRAINED = 20
 SHORT, LONG = [1.0, 1.25, 1.5, 2.0], [2.0, 3.0, 5.0, 8.0]
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False)
-LLAMA3 = dict(
-    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
-)
-KINDS = ["sliding_attention", "full_attention"]
 LONGROPE = dict(rope_type="longrope", short_factor=SHORT, long_factor=LONG)
 
 
@@ -73,7 +66,9 @@ ENCODERS: dict[str, dict[str, Any]] = {
         decoder_ffn_dim=24, encoder_attention_heads=2, decoder_attention_heads=4, max_position_embeddings=64,
     ),
 }  # fmt: skip
-ALL = DECODERS | ENCODERS
+FURTHER = {name: row.config(0) for name, row in options.FAMILIES.items()}
+"""Families whose runs tests/models/test_families.py compares; here for tests of reading configs."""
+ALL = DECODERS | FURTHER | ENCODERS
 
 
 def params_of(config: models.ModelConfig, seed: int = 0) -> Any:

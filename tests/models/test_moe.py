@@ -8,6 +8,7 @@ from jattn import models
 from jattn.models import MLP, MoE
 from jattn.nn.weight_spec import is_weight_spec
 from tests.models import examples, textbook
+from tests.nn import dense
 
 HIDDEN, ROWS = 12, 30
 SIZES = dict(num_experts=5, width=7)
@@ -49,6 +50,54 @@ def test_each_token_visits_its_own_experts_and_gets_back_its_own_row(name):
     np.testing.assert_allclose(mine, wanted, atol=2e-5 * wanted.std())
     for row in range(ROWS):  # a row that came back to another token would be seen
         assert np.abs(np.delete(wanted, row, axis=0) - mine[row]).max(axis=1).min() > 0.01
+
+
+ROUTES = {
+    "softmax over all": dict(scores="softmax_over_all"),
+    "sigmoid": dict(scores="sigmoid", factor=2.5),
+    "normalised sigmoid": dict(scores="sigmoid", normalised=True),
+    "corrected softmax": dict(scores="softmax", correction=True),
+    "best groups": dict(scores="sigmoid", correction=True, groups=3, top_groups=2, normalised=True, factor=0.5),
+    "best expert of a group": dict(scores="softmax_over_all", groups=2, top_groups=1, group_best=1),
+    "a gated shared expert": dict(
+        scores="softmax_over_all", shared=MLP(width=5), shared_gate=True, float32_router=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_each_token_is_routed_by_the_definition(name):
+    options = ROUTES[name]
+    layer = MoE(num_experts=6, top_k=2, width=7, **options)
+    weights, x = drawn(layer.weight_specs(HIDDEN), 1), np.random.default_rng(2).normal(size=(ROWS, HIDDEN))
+    exact, x = doubled(weights), x.astype(np.float32).astype(float)
+    rules = {key: options[key] for key in ("groups", "top_groups") if key in options}
+    wanted = np.zeros_like(x)
+    for t, row in enumerate(x):
+        share = textbook.routed(
+            dense.project({"kernel": exact["router"]["kernel"]}, row), options["scores"], 2, **rules,
+            correction=exact["router"].get("correction", 0.0), best=options.get("group_best", 2),
+        )  # fmt: skip
+        total = sum(share.values()) if options.get("normalised") or options["scores"] == "softmax" else 1.0
+        for e, weight in share.items():
+            wanted[t] += options.get("factor", 1.0) * weight / total * textbook.expert(exact, e, row)
+    if "shared" in options:
+        up, gate, down = (x @ exact["shared"][n]["kernel"] if n != "down" else exact["shared"][n]["kernel"] for n in
+                          ("up", "gate", "down"))  # fmt: skip
+        wanted += (textbook.silu(gate) * up) @ down / (1 + np.exp(-x @ exact["shared_gate"]["kernel"]))
+    np.testing.assert_allclose(jax.jit(layer)(weights, x.astype(np.float32)), wanted, atol=2e-5 * wanted.std())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(groups=4), dict(groups=3, top_groups=4), dict(groups=3, group_best=3), dict(shared_gate=True),
+        dict(groups=3, top_k=3), dict(scores="sparsemixer", top_k=3),
+    ],
+)  # fmt: skip
+def test_routes_that_cannot_be_are_refused(bad):
+    with pytest.raises(ValueError, match="MoE"):
+        MoE(**dict(num_experts=6, top_k=2, width=7) | bad)
 
 
 def test_a_token_of_nans_spoils_no_other():

@@ -39,6 +39,17 @@ def expert(weights: dict, e: int, x: np.ndarray, clamp=None) -> np.ndarray:
     return dot("down", silu(gate) * up if clamp is None else clamped(gate, up, *clamp))
 
 
+def routed(logits: np.ndarray, scores: str, top_k: int, *, correction=0.0, groups=1, top_groups=1, best=2) -> dict:
+    """Expert -> weight of one token, before `normalised` and `factor`, in the words of DeepSeek-V3 and Qwen."""
+    every = 1 / (1 + np.exp(-logits)) if scores == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+    ranks = every + correction
+    size = len(ranks) // groups
+    worth = [sorted(ranks[g * size : (g + 1) * size])[::-1][:best] for g in range(groups)]
+    kept = sorted(range(groups), key=lambda g: -sum(worth[g]))[:top_groups]
+    allowed = [e for e in range(len(ranks)) if e // size in kept]
+    return {e: every[e] for e in sorted(allowed, key=lambda e: -ranks[e])[:top_k]}
+
+
 def moe(weights: dict, x: np.ndarray, top_k: int, *, sigmoid=False, clamp=None) -> tuple[np.ndarray, np.ndarray]:
     """Token by token, expert by expert, as it is defined: ([L hidden], the experts of each token [L top_k]).
 

@@ -39,13 +39,34 @@ class Example:
         return model
 
 
+def saved(values: dict[str, Any], directory: pathlib.Path, seed: int = 0):
+    """The random model of a config.json, written to a folder with exactly this config."""
+    import copy
+    import json
+
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    given = {key: value for key, value in copy.deepcopy(values).items() if key != "model_type"}
+    given.setdefault("pad_token_id", 0)  # their own default may lie outside the small vocabulary
+    config = CONFIG_MAPPING[values["model_type"]](**given, initializer_range=0.3, attn_implementation="eager")
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval().float()
+    shake(model)
+    model.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(values))
+    return model
+
+
 def shake(model) -> None:
     """Add noise to every norm scale, bias and sink, which start as ones and zeros."""
     import torch
 
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith("bias"):
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("inv_freq") or not parameter.is_floating_point():
+                continue
+            if name.endswith("bias") or (parameter.ndim == 1 and isinstance(parameter, torch.nn.Parameter)):
                 parameter.add_(0.3 * torch.randn_like(parameter))
 
 

@@ -19,7 +19,12 @@ def rms(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
 
 
 def rms_of(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
-    """x [L heads D] normalised over groups as wide as the scale: one head, or all heads together."""
+    """x [L heads D] normalised over groups as wide as the scale: one head, or all heads together.
+
+    A scale [heads, D] is one per head.
+    """
+    if scale.ndim == 2:
+        return rms(x, scale, eps)
     return rms(x.reshape(len(x), -1, scale.size), scale, eps).reshape(x.shape)
 
 
@@ -27,13 +32,17 @@ def project(weights: dict, x: np.ndarray) -> np.ndarray:
     return x @ weights["kernel"] + weights.get("bias", 0.0)
 
 
-def layer(weights, x, heads, kv_heads, *, keys_from=None, seen=None, theta=None, dim=0, eps=None, sinks=None):
+def layer(
+    weights, x, heads, kv_heads, *, keys_from=None, seen=None, theta=None, dim=0, eps=None, sinks=None, clip=None
+):
     """One sequence x [L hidden] -> [L hidden]. seen bool[L Lk]; None: all keys."""
     source = x if keys_from is None else keys_from
     q = project(weights["q"], x).reshape(len(x), heads, -1)
     k, v = (project(weights[n], source).reshape(len(source), kv_heads, -1) for n in "kv")
     if eps is not None:
         q, k = rms_of(q, weights["q_norm"]["scale"], eps), rms_of(k, weights["k_norm"]["scale"], eps)
+    if clip is not None:
+        q, k, v = (np.clip(y, -clip, clip) for y in (q, k, v))
     if theta is not None:
         q, k = turn(q, theta, dim), turn(k, theta, dim)
     out = np.zeros((len(x), heads, v.shape[-1]))

@@ -24,6 +24,8 @@ FULL = AttentionConfig(
     qkv_bias=True, out_bias=True,
 )  # fmt: skip
 ALL_HEADS = dataclasses.replace(FULL, qk_norm_all_heads=True)
+EACH_HEAD = dataclasses.replace(FULL, qk_norm_scale_per_head=True)
+CLIPPED = dataclasses.replace(FULL, clip_qkv=0.5)
 ENCODER = AttentionConfig(spec=dataclasses.replace(SPEC, attn_type="encoder_only"), hidden_size=HIDDEN)
 CROSS = AttentionConfig(spec=dataclasses.replace(SPEC, attn_type="encoder_decoder"), hidden_size=HIDDEN)
 TABLE = np.array([[5, 2], [7, 1]], np.int32)
@@ -66,14 +68,20 @@ def textbook(layer: AttentionConfig, weights, x, keys_from=None) -> np.ndarray:
         options |= dict(theta=layer.rope.theta, dim=layer.rope.dim)
     if layer.qk_norm is not None:
         options |= dict(eps=layer.qk_norm.eps)
+    if layer.clip_qkv is not None:
+        options |= dict(clip=layer.clip_qkv)
     if layer.spec.has_sinks:
         options |= dict(sinks=exact(weights["sinks"]))
     return dense.layer(exact(weights), exact(x), HEADS, KV, **options)
 
 
-@pytest.mark.parametrize(
-    "layer", [FULL, ALL_HEADS, ENCODER], ids=["decoder, everything on", "norms over all heads", "encoder"]
-)
+LAYERS = {
+    "decoder, everything on": FULL, "norms over all heads": ALL_HEADS, "scales of each head": EACH_HEAD,
+    "clipped after the norms": CLIPPED, "encoder": ENCODER,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=list(LAYERS))
 def test_without_a_cache_a_layer_is_the_textbook(layer):
     weights, xs = weights_of(layer), tokens(*LENGTHS)
     cache, y = run(layer, weights, np.concatenate(xs), batch(LENGTHS, table=None))
@@ -174,6 +182,7 @@ OPTIONS = {
     "norm after": dict(qk_norm_after_rope=True),
     "clip": dict(clip_qkv=0.5),
     "growth": dict(temperature_tuning=(2.0, 0.5)),
+    "growth from 0": dict(temperature_tuning=(2.0, 0.5), temperature_tuning_offset=0),
     "alibi": dict(spec=dataclasses.replace(FULL.spec, has_alibi=True), alibi_slopes=(0.5, 0.25, 0.1, 0.05)),
     "soft cap": dict(spec=dataclasses.replace(FULL.spec, logits_soft_cap=1.0)),
 }
@@ -199,6 +208,7 @@ def test_every_option_moves_the_result(name):
         ("norm", lambda: Norm(kind="batch")),
         ("qk_norm", lambda: dataclasses.replace(FULL, qk_norm=None, qk_norm_all_heads=True)),
         ("qk_norm", lambda: dataclasses.replace(FULL, qk_norm=None, qk_norm_after_rope=True)),
+        ("qk_norm", lambda: dataclasses.replace(ALL_HEADS, qk_norm_scale_per_head=True)),
     ],
 )
 def test_what_cannot_mean_anything_is_refused(message, bad):

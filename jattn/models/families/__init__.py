@@ -3,29 +3,74 @@
 from jattn.models.families.alibi import BLOOM, MPT
 from jattn.models.families.bart import BART
 from jattn.models.families.bert import BERT
+from jattn.models.families.experts import (
+    DOTS1,
+    ERNIE4_5_MOE,
+    GLM4_MOE,
+    MINIMAX_M2,
+    OLMOE,
+    PHIMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from jattn.models.families.family import Family
-from jattn.models.families.gemma import GEMMA2, GEMMA3_TEXT
+from jattn.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from jattn.models.families.glm import GLM, GLM4
 from jattn.models.families.gpt_oss import GPT_OSS
-from jattn.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from jattn.models.families.granite import GRANITE, GRANITEMOE
+from jattn.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from jattn.models.families.llama import (
+    ERNIE4_5,
+    LLAMA,
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    SEED_OSS,
+    SMOLLM3,
+)
 from jattn.models.families.llama4 import LLAMA4_TEXT
 from jattn.models.families.mixtral import MIXTRAL
-from jattn.models.families.olmo2 import OLMO2
+from jattn.models.families.olmo import EXAONE4, OLMO2, OLMO3
 from jattn.models.families.phi3 import PHI3
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "ministral": MINISTRAL,
+    "ministral3": MINISTRAL3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
-    "olmo2": OLMO2,
+    "smollm3": SMOLLM3,
+    "seed_oss": SEED_OSS,
+    "ernie4_5": ERNIE4_5,
+    "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "exaone4": EXAONE4,
+    "granite": GRANITE,
+    "glm": GLM,
+    "glm4": GLM4,
+    "hunyuan_v1_dense": HUNYUAN,
     "phi3": PHI3,
     "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "olmoe": OLMOE,
+    "granitemoe": GRANITEMOE,
+    "dots1": DOTS1,
+    "glm4_moe": GLM4_MOE,
+    "ernie4_5_moe": ERNIE4_5_MOE,
+    "hunyuan_v1_moe": HUNYUAN_MOE,
+    "minimax_m2": MINIMAX_M2,
+    "phimoe": PHIMOE,
     "gpt_oss": GPT_OSS,
+    "llama4_text": LLAMA4_TEXT,
     "bloom": BLOOM,
     "mpt": MPT,
-    "llama4_text": LLAMA4_TEXT,
     "bert": BERT,
     "bart": BART,
 }

@@ -1,7 +1,7 @@
 """Family: what differs between model_types when a folder is read."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jattn.models.config import ModelConfig
@@ -19,13 +19,15 @@ class Family:
     config: Callable[[ConfigReader], ModelConfig]
     tensors: Callable[[ModelConfig], dict[str, TensorSource]]
     unused: tuple[str, ...] = ()  # endings of the names of tensors that the model does not need
+    skipped: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()  # and beginnings of such names
     prefix: str = "model."  # of tensor names; a checkpoint saved without the head lacks it
     quant_methods: tuple[str, ...] = ()  # of quantization_config, whose weights are unpacked when read
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # values of absent keys, as in transformers
+    aliases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # other names of the usual keys
 
     def read(self, reader: ConfigReader) -> ModelConfig:
         """The ModelConfig; an unknown key or a wrong value is an error that names it."""
-        c = ConfigReader(reader.given, reader.where, self.defaults)
+        c = ConfigReader(reader.given, reader.where, self.defaults, self.aliases)
         method = c.section("quantization_config").given.get("quant_method")
         if not isinstance(method, str) or method not in self.quant_methods:
             c.only("quantization_config")

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (text): norms before and after each sublayer, norm scales stored minus 1, scaled embeddings."""
+"""Gemma 1 to 3 (text): norm scales stored minus 1, scaled embeddings; from 2 on norms before and after sublayers."""
 
 from typing import Any
 
@@ -14,7 +14,10 @@ from jattn.models.families.shared import (
     heads_of,
     mlp_rows,
     model_config,
+    no_windows,
     rms_norm,
+    rope_decoder,
+    rope_decoder_tensors,
     windows_by_type,
 )  # fmt: skip
 from jattn.models.mlp import ACTIVATIONS, MLP
@@ -32,7 +35,25 @@ NORM_MODULES = {
 }
 
 
-def gemma(c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float | None, qk_norm: bool) -> ModelConfig:
+def gemma(c: ConfigReader) -> ModelConfig:
+    """The usual decoder with such norms. Its activation "gelu" means the approximation by tanh."""
+    c.only("use_bidirectional_attention", False)
+    name = c.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
+    act = "gelu_pytorch_tanh" if name == "gelu" else name
+    c.only("hidden_activation", act)
+    return rope_decoder(
+        c,
+        mlp=MLP(width=c.count("intermediate_size"), activation=act),
+        windows=no_windows,
+        norm=rms_norm(c, one_plus=True),
+        model=dict(tied=True, embedding_scale=c.count("hidden_size") ** 0.5),
+        **attention_biases(c),
+    )
+
+
+def with_windows(
+    c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float | None, qk_norm: bool
+) -> ModelConfig:
     """Every `every`-th layer is global, the others have a sliding window. ropes: (global, local)."""
     c.only("use_bidirectional_attention", False)
     c.ignore("hidden_act")  # transformers uses hidden_activation
@@ -57,7 +78,7 @@ def gemma(c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float
 def gemma2(c: ConfigReader) -> ModelConfig:
     """Every second layer is global; attention logits have a soft cap."""
     rope = rope_of(c, heads_of(c)["head_dim"], c.count("max_position_embeddings"))
-    return gemma(c, 2, (rope, rope), c.number("attn_logit_softcapping", None, above=0), qk_norm=False)
+    return with_windows(c, 2, (rope, rope), c.number("attn_logit_softcapping", None, above=0), qk_norm=False)
 
 
 def gemma3(c: ConfigReader) -> ModelConfig:
@@ -69,7 +90,7 @@ def gemma3(c: ConfigReader) -> ModelConfig:
     global_rope = rope_of_layer_type(c, "full_attention", theta, size, longest, old)
     local_rope = rope_of_layer_type(c, "sliding_attention", local_theta, size, longest)
     every = c.count("sliding_window_pattern", c.count("_sliding_window_pattern", 6))
-    return gemma(c, every, (global_rope, local_rope), None, qk_norm=True)
+    return with_windows(c, every, (global_rope, local_rope), None, qk_norm=True)
 
 
 def gemma_tensors(config: ModelConfig) -> dict[str, TensorSource]:
@@ -85,6 +106,10 @@ DEFAULTS = dict(
     head_dim=256, num_key_value_heads=4, query_pre_attn_scalar=256, sliding_window=4096, pad_token_id=0,
     eos_token_id=1, bos_token_id=2,
 )  # fmt: skip
+GEMMA_DEFAULTS = dict(
+    head_dim=256, num_key_value_heads=16, rope_theta=10000.0, pad_token_id=0, eos_token_id=1, bos_token_id=2
+)
 CAPS = dict(final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
+GEMMA = Family(gemma, rope_decoder_tensors, UNUSED, defaults=GEMMA_DEFAULTS)
 GEMMA2 = Family(gemma2, gemma_tensors, UNUSED, defaults=DEFAULTS | CAPS | dict(rope_theta=10000.0))
 GEMMA3_TEXT = Family(gemma3, gemma_tensors, UNUSED, defaults=DEFAULTS)

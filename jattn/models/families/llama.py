@@ -1,19 +1,27 @@
-"""Llama 2 and 3, and families that differ from it in one or two options: Mistral, Qwen 2, Qwen 3."""
+"""Llama 2 and 3, and families that differ from it in one or two options."""
+
+from collections.abc import Callable
+from typing import Any
 
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
 from jattn.models.families.family import Family
 from jattn.models.families.shared import (
     ENDS,
+    MAX_LAYERS,
     UNUSED,
     attention_biases,
     gated_mlp,
+    heads_of,
     no_windows,
     rms_norm,
     rope_decoder,
     rope_decoder_tensors,
+    rope_layers,
     windows_by_type,
+    without_windows,
 )
+from jattn.models.rope_config import parameters_of, rope_of
 
 
 def llama(c: ConfigReader) -> ModelConfig:
@@ -38,15 +46,91 @@ def qwen_windows(c: ConfigReader, count: int) -> list[int | None]:
     return windows if used else [None] * count
 
 
+def ministral(c: ConfigReader) -> ModelConfig:
+    """Windows by layer_types; without it in all layers."""
+    return rope_decoder(c, windows=lambda c, count: windows_by_type(c, count, [True] * count))
+
+
+def ministral3(c: ConfigReader) -> ModelConfig:
+    """q grows with the logarithm of its position, by two parameters of the rotary embedding."""
+    c.only("original_max_position_embeddings")  # it is a parameter of the rotary embedding
+    name, stored = parameters_of(c)
+    r = ConfigReader(stored or YARN, f"{c.where}, {name}")
+    has_default = r.get("rope_type", r.get("type")) in ("yarn", "llama3", "longrope")
+    floor = r.count("original_max_position_embeddings", *([c.count("max_position_embeddings")] if has_default else []))
+    return rope_decoder(
+        c,
+        rope_options=dict(default=YARN, unused=("llama_4_scaling_beta", "max_position_embeddings")),
+        temperature_tuning=(float(floor), r.number("llama_4_scaling_beta")),
+        temperature_tuning_offset=0,
+    )
+
+
+def seed_oss(c: ConfigReader) -> ModelConfig:
+    """Biases of q, k and v, of the output, and of the MLP, each by its own key."""
+    c.ignore("residual_dropout")
+    biases: dict[str, Any] = dict(qkv_bias=c.flag("attention_bias", True), out_bias=c.flag("attention_out_bias", False))
+    return rope_decoder(c, mlp=gated_mlp(c, c.flag("mlp_bias", False)), windows=no_windows, **biases)
+
+
+def ernie4_5(c: ConfigReader) -> ModelConfig:
+    """Rotated pairs are neighbours; one key for all biases."""
+    bias = c.flag("use_bias", False)
+    c.only("attention_bias", False)
+    return rope_decoder(
+        c, mlp=gated_mlp(c, bias), windows=no_windows, rope_options=dict(interleaved=True), qkv_bias=bias, out_bias=bias
+    )
+
+
+def smollm3(c: ConfigReader) -> ModelConfig:
+    """Some layers have no positions; these may have a window."""
+    count = c.count("num_hidden_layers", high=MAX_LAYERS)
+    has_rope, used = rope_layers(c, count), c.flag("use_sliding_window", False)
+    c.count("sliding_window", None)
+    c.ignore("max_window_layers")
+    rope = rope_of(c, heads_of(c)["head_dim"], c.count("max_position_embeddings"))
+    return rope_decoder(
+        c,
+        mlp=gated_mlp(c, c.flag("mlp_bias", False)),
+        windows=lambda c, count: (
+            windows_by_type(c, count, [not positions for positions in has_rope]) if used else without_windows(c, count)
+        ),
+        ropes=lambda index, window: rope if has_rope[index] else None,
+        **attention_biases(c),
+    )
+
+
+YARN = dict(
+    rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
+    beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+)  # fmt: skip
 QWEN = dict(
     num_key_value_heads=32, use_sliding_window=False, sliding_window=4096, max_window_layers=28, rope_theta=10000.0
 )
-LLAMA = Family(llama, rope_decoder_tensors, UNUSED, defaults=ENDS | dict(rope_theta=10000.0))
-MISTRAL = Family(
-    rope_decoder,
-    rope_decoder_tensors,
-    UNUSED,
-    defaults=ENDS | dict(sliding_window=4096, num_key_value_heads=8, rope_theta=10000.0),
+MISTRAL_DEFAULTS = ENDS | dict(sliding_window=4096, num_key_value_heads=8, rope_theta=10000.0)
+MINISTRAL3_DEFAULTS = ENDS | dict(num_key_value_heads=8, head_dim=128, pad_token_id=11, rope_theta=10000.0)
+SEED_OSS_DEFAULTS = dict(
+    num_key_value_heads=8, head_dim=128, rope_theta=10000.0, bos_token_id=0, eos_token_id=2, pad_token_id=1
 )
-QWEN2 = Family(qwen2, rope_decoder_tensors, UNUSED, defaults=QWEN)
-QWEN3 = Family(qwen3, rope_decoder_tensors, UNUSED, defaults=QWEN | dict(head_dim=128))
+ERNIE_DEFAULTS = ENDS | dict(
+    num_key_value_heads=2, head_dim=128, rope_theta=500000.0, pad_token_id=0, tie_word_embeddings=True
+)
+SMOLLM3_DEFAULTS = dict(
+    num_key_value_heads=4, rope_theta=2000000.0, bos_token_id=128000, eos_token_id=128001, pad_token_id=128004,
+    tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def _family(config: Callable[[ConfigReader], ModelConfig], defaults: dict[str, Any]) -> Family:
+    return Family(config, rope_decoder_tensors, UNUSED, defaults=defaults)
+
+
+LLAMA = _family(llama, ENDS | dict(rope_theta=10000.0))
+MISTRAL = _family(rope_decoder, MISTRAL_DEFAULTS)
+QWEN2 = _family(qwen2, QWEN)
+QWEN3 = _family(qwen3, QWEN | dict(head_dim=128))
+MINISTRAL = _family(ministral, MISTRAL_DEFAULTS)
+MINISTRAL3 = _family(ministral3, MINISTRAL3_DEFAULTS)
+SEED_OSS = _family(seed_oss, SEED_OSS_DEFAULTS)
+ERNIE4_5 = _family(ernie4_5, ERNIE_DEFAULTS)
+SMOLLM3 = _family(smollm3, SMOLLM3_DEFAULTS)

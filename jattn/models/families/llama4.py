@@ -20,6 +20,7 @@ from jattn.models.families.shared import (
     mlp_rows,
     model_config,
     rms_norm,
+    rope_layers,
 )  # fmt: skip
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.moe import MoE
@@ -55,14 +56,6 @@ def llama4(c: ConfigReader) -> ModelConfig:
         return LayerConfig(self_attn=self_attn, mlp=mlp, attn_norms=norms, mlp_norms=norms)
 
     return model_config(c, map(layer, range(count)), norm)
-
-
-def rope_layers(c: ConfigReader, count: int) -> list[bool]:
-    """For each layer: True if it has rotary positions."""
-    every, flags = c.count("no_rope_layer_interval", 4), c.counts("no_rope_layers", 1)
-    if flags and len(flags) < count:
-        c.refuse("no_rope_layers", f"must have one number for each of the {count} layers")
-    return [bool(x) for x in flags[:count]] if flags else [(index + 1) % every != 0 for index in range(count)]
 
 
 def chunk_sizes(c: ConfigReader, has_rope: list[bool]) -> list[int | None]:

@@ -1,7 +1,9 @@
 """What families share: readers of the usual keys of config.json, the usual decoder, and the usual tensor names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.config_reader import MAX_COUNT, ConfigReader
@@ -11,11 +13,14 @@ from jattn.models.moe import MoE
 from jattn.models.residual import ResidualNorms
 from jattn.models.rope_config import LAYER_TYPES, rope_of
 from jattn.models.tensor_names import TensorSource, linear_rows, norm_rows, tensor_table, transposed, unchanged
-from jattn.nn import AttentionConfig, DynamicNTKRopeScaling, Norm
+from jattn.nn import AttentionConfig, DynamicNTKRopeScaling, Norm, Rope
 from jattn.spec import AttentionSpec
 
 Windows = Callable[[ConfigReader, int], list[int | None]]
 """(config, number of layers) -> the sliding window of each layer; None: all earlier tokens."""
+
+Ropes = Callable[[int, int | None], Rope | None]
+"""(index of a layer, its sliding window) -> its rotary embedding."""
 
 MAX_LAYERS, MAX_HEADS, MAX_EXPERTS = 10_000, 65_536, 65_536
 """Upper limits, far above any known model. Larger numbers would exhaust memory while the config is read."""
@@ -84,6 +89,11 @@ def no_windows(c: ConfigReader, count: int) -> list[int | None]:
     c.only("sliding_window")
     c.only("use_sliding_window", False)
     c.ignore("max_window_layers")
+    return without_windows(c, count)
+
+
+def without_windows(c: ConfigReader, count: int) -> list[int | None]:
+    """No layer may be one of sliding attention."""
     c.choices("layer_types", LAYER_TYPES[:1], count)
     return [None] * count
 
@@ -99,32 +109,74 @@ def windows_by_type(c: ConfigReader, count: int, slides: list[bool]) -> list[int
 def rope_decoder(
     c: ConfigReader,
     *,
-    mlp: MLP | MoE | None = None,
+    mlp: MLP | MoE | Sequence[MLP | MoE] | None = None,
     windows: Windows = same_window,
+    norm: Norm | None = None,
     norms: ResidualNorms | None = None,
+    mlp_norms: ResidualNorms | None = None,
+    parallel: bool = False,
+    scale: float | None = None,
     sinks: bool = False,
+    ropes: Ropes | None = None,
     rope_options: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     **attention: Any,
 ) -> ModelConfig:
-    """The usual decoder: RMS norms and rotary positions.
+    """The usual decoder: norms and rotary positions.
 
-    mlp None: a gated MLP. norms: of both sublayers; None: one norm before each. rope_options: of `rope_of`.
+    mlp: of all layers, or one per layer; None: a gated MLP. norm: the last one; None: the RMS norm. norms: of both
+    sublayers; None: `norm` before each. mlp_norms: of the MLP, if they differ. scale: of the attention logits.
+    ropes: None: the same in all layers, with rope_options for `rope_of`. model: more arguments of `model_config`.
     attention: more options of AttentionConfig.
     """
-    norm, heads, count = rms_norm(c), heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
-    rope = rope_of(c, heads["head_dim"], c.count("max_position_embeddings"), **(rope_options or {}))
+    heads, count = heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
+    norm = rms_norm(c) if norm is None else norm
+    if ropes is None:
+        rope = rope_of(c, heads["head_dim"], c.count("max_position_embeddings"), **(rope_options or {}))
+        ropes = lambda index, window: rope
     mlp = gated_mlp(c) if mlp is None else mlp
+    mlps = [mlp] * count if isinstance(mlp, MLP | MoE) else mlp
     norms = ResidualNorms(before=norm) if norms is None else norms
     if "out_bias" not in attention:
         c.only("attention_bias", False)
-    c.only("mlp_bias", False, *([True] if getattr(mlp, "bias", False) else []))
+    c.only("mlp_bias", False, *([True] if getattr(mlps[0], "bias", False) else []))
 
-    def layer(window: int | None) -> LayerConfig:
-        spec = AttentionSpec(**heads, sliding_window=window, has_sinks=sinks)
-        self_attn = AttentionConfig(spec=spec, hidden_size=c.count("hidden_size"), rope=rope, **attention)
-        return LayerConfig(self_attn=self_attn, mlp=mlp, attn_norms=norms, mlp_norms=norms)
+    def layer(index: int, window: int | None) -> LayerConfig:
+        spec = AttentionSpec(**heads, sliding_window=window, has_sinks=sinks, scale=scale)
+        rope = ropes(index, window)
+        return LayerConfig(
+            self_attn=AttentionConfig(spec=spec, hidden_size=c.count("hidden_size"), rope=rope, **attention),
+            mlp=mlps[index],
+            attn_norms=norms,
+            mlp_norms=norms if mlp_norms is None else mlp_norms,
+            parallel=parallel,
+        )
 
-    return model_config(c, map(layer, windows(c, count)), norm)
+    layers = [layer(index, window) for index, window in enumerate(windows(c, count))]
+    return model_config(c, layers, norm, **(model or {}))
+
+
+def rope_layers(c: ConfigReader, count: int) -> list[bool]:
+    """For each layer: True if it has rotary positions (no_rope_layers has 1 for those)."""
+    every, flags = c.count("no_rope_layer_interval", 4), c.counts("no_rope_layers", 1)
+    if flags and len(flags) < count:
+        c.refuse("no_rope_layers", f"must have one number for each of the {count} layers")
+    return [bool(x) for x in flags[:count]] if flags else [(index + 1) % every != 0 for index in range(count)]
+
+
+def layer_norm(c: ConfigReader, name: str = "layer_norm_eps", has_bias: bool = True, **options: Any) -> Norm:
+    """The layer norm whose epsilon is under this key."""
+    return Norm(kind="layer", eps=c.number(name, above=0), has_bias=has_bias, **options)
+
+
+def plain_mlp(c: ConfigReader, bias: bool = True, default: str = "gelu_new") -> MLP:
+    """The MLP without a gate of the usual keys."""
+    return MLP(
+        width=c.count("intermediate_size"),
+        activation=c.choice("hidden_act", ACTIVATIONS, default),
+        gated=False,
+        bias=bias,
+    )
 
 
 def rms_norm(c: ConfigReader, **options: Any) -> Norm:
@@ -132,23 +184,56 @@ def rms_norm(c: ConfigReader, **options: Any) -> Norm:
     return Norm(eps=c.number("rms_norm_eps", above=0), **options)
 
 
-def gated_mlp(c: ConfigReader, bias: bool = False) -> MLP:
-    """The gated MLP of the usual keys."""
-    return MLP(width=c.count("intermediate_size"), activation=c.choice("hidden_act", ACTIVATIONS, "silu"), bias=bias)
+def gated_mlp(c: ConfigReader, bias: bool = False, width: int | None = None) -> MLP:
+    """The gated MLP of the usual keys; width None: intermediate_size."""
+    wide = c.count("intermediate_size") if width is None else width
+    return MLP(width=wide, activation=c.choice("hidden_act", ACTIVATIONS, "silu"), bias=bias)
 
 
 def experts_of(c: ConfigReader) -> dict[str, Any]:
     """The options num_experts and top_k of MoE."""
     count, top_k = c.count("num_local_experts", high=MAX_EXPERTS), c.count("num_experts_per_tok")
     if top_k > count:
-        c.refuse("num_experts_per_tok", f"must be at most num_local_experts={count}")
+        c.refuse("num_experts_per_tok", f"must be at most {c.stored_name('num_local_experts')}={count}")
     return dict(num_experts=count, top_k=top_k)
+
+
+def dense_or_experts(c: ConfigReader, moe: MoE, sparse: Sequence[bool], bias: bool = False) -> list[MLP | MoE]:
+    """Per layer the experts, or a gated MLP, whose width is needed only if there is one."""
+    c.count("intermediate_size", None)
+    return [moe if is_sparse else gated_mlp(c, bias) for is_sparse in sparse]
 
 
 def attention_biases(c: ConfigReader) -> dict[str, Any]:
     """attention_bias applies to all four projections."""
     bias = c.flag("attention_bias", False)
     return dict(qkv_bias=bias, out_bias=bias)
+
+
+LLAMA_NAMES: dict[str, Any] = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    **{f"attn.{n}": f"self_attn.{n}_proj" for n in "qkvo"},
+    **{f"attn.{n}_norm": f"self_attn.{n}_norm" for n in "qk"},
+    **{f"mlp.{n}": f"mlp.{n}_proj" for n in ("gate", "up", "down")},
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+"""Names for `named_tensors`, as in Llama."""
+EXPERT_NAMES: dict[str, Any] = {
+    "mlp.router": "mlp.gate",
+    "mlp.router.correction": "mlp.gate.e_score_correction_bias",
+    **{f"experts.{n}": f"mlp.experts.{{e}}.{n}_proj" for n in ("gate", "up", "down")},
+    **{f"mlp.shared.{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")},
+}
+"""The usual names of experts."""
+
+
+def halves(tensor: str) -> dict[str, Any]:
+    """Gate and up, stored in one tensor [2 * width, hidden]."""
+    part = lambda index: lambda x: np.split(x, 2)[index].T
+    return {"mlp.gate.kernel": (tensor, part(0)), "mlp.up.kernel": (tensor, part(1))}
 
 
 def rope_decoder_tensors(config: ModelConfig) -> dict[str, TensorSource]:

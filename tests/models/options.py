@@ -1,0 +1,142 @@
+"""Families with the options of their configs: one table, from which tests draw configs that vary every option."""
+
+import dataclasses
+from typing import Any
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=24, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=100.0, eos_token_id=[],
+)  # fmt: skip
+KINDS = ["sliding_attention", "full_attention"]
+FULL = ["full_attention"] * 2
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False)
+LLAMA3 = dict(
+    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+LINEAR = dict(rope_type="linear", factor=2.0)
+TUNED = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, llama_4_scaling_beta=0.5)
+BOTH = [False, True]
+NESTED = dict(
+    full_attention=YARN | dict(rope_theta=500.0), sliding_attention=dict(rope_type="default", rope_theta=90.0)
+)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3)
+ROUTED = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, n_shared_experts=1)
+QWEN = EXPERTS | dict(moe_intermediate_size=12, num_hidden_layers=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Varied:
+    """One family: its changes to COMMON, and the values of each of its options."""
+
+    family: str
+    base: dict[str, Any]
+    options: dict[str, list[Any]]
+    common: bool = True  # False: the family has other keys than COMMON
+
+    def config(self, draw: int | None = None) -> dict[str, Any]:
+        """The contents of a config.json. draw: takes another value of every option; None: the base."""
+        values = (COMMON if self.common else {}) | dict(model_type=self.family) | self.base
+        if draw is None:
+            return values
+        chosen = {key: some[(draw + at // 2) % len(some)] for at, (key, some) in enumerate(self.options.items())}
+        return values | chosen
+
+    @property
+    def draws(self) -> int:
+        """As many as it takes to use every value."""
+        return max(2, *(len(some) for some in self.options.values()))
+
+
+def varied(family: str, base: dict[str, Any] | None = None, common: bool = True, **options: list[Any]) -> Varied:
+    return Varied(family, base or {}, options, common)
+
+
+TABLE = [
+    varied(
+        "gemma", dict(head_dim=12), attention_bias=BOTH, hidden_act=["gelu", "silu"], tie_word_embeddings=BOTH,
+        rms_norm_eps=[1e-5, 1e-2],
+    ),
+    varied(
+        "ministral", dict(sliding_window=5), layer_types=[KINDS, FULL, None], head_dim=[10, 16],
+        rope_scaling=[LINEAR, None],
+    ),
+    varied(
+        "ministral3", dict(rope_parameters=TUNED), sliding_window=[None, 7], head_dim=[10, 8],
+        tie_word_embeddings=BOTH,
+    ),
+    varied("ernie4_5", dict(head_dim=12), use_bias=BOTH, tie_word_embeddings=BOTH, rope_scaling=[None, YARN]),
+    varied(
+        "seed_oss", dict(head_dim=10), attention_bias=BOTH, attention_out_bias=BOTH, mlp_bias=BOTH,
+        rope_scaling=[None, LLAMA3],
+    ),
+    varied(
+        "smollm3", {}, no_rope_layers=[[1, 0], None], no_rope_layer_interval=[3, 2], attention_bias=BOTH,
+        use_sliding_window=BOTH, sliding_window=[5], mlp_bias=BOTH, tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "qwen3_moe", QWEN | dict(head_dim=10), norm_topk_prob=BOTH, decoder_sparse_step=[1, 2],
+        mlp_only_layers=[[1], []], attention_bias=BOTH, use_sliding_window=BOTH, sliding_window=[5],
+    ),
+    varied(
+        "qwen2_moe", QWEN | dict(shared_expert_intermediate_size=20, max_window_layers=2), norm_topk_prob=BOTH,
+        qkv_bias=BOTH, use_sliding_window=BOTH, sliding_window=[5], decoder_sparse_step=[1, 2],
+        mlp_only_layers=[[], [0]],
+    ),
+    varied("olmoe", EXPERTS, norm_topk_prob=BOTH, clip_qkv=[0.9, None], attention_bias=BOTH, tie_word_embeddings=BOTH),
+    varied(
+        "granitemoe", dict(num_local_experts=5, num_experts_per_tok=2), attention_multiplier=[0.4, 1.0],
+        embedding_multiplier=[1.5, 1.0], residual_multiplier=[0.6, 0.3], logits_scaling=[2.0, 0.5], attention_bias=BOTH,
+        tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "olmo3", dict(rope_theta=None, sliding_window=5), rope_parameters=[NESTED, None], layer_types=[KINDS, None],
+        attention_bias=BOTH,
+    ),
+    varied(
+        "exaone4", dict(head_dim=10), sliding_window=[5, None, 5], layer_types=[None, FULL, KINDS],
+        sliding_window_pattern=[2], tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "hunyuan_v1_dense", dict(head_dim=10), rope_scaling=[None, dict(rope_type="dynamic", alpha=3.0, factor=1.0)],
+        attention_bias=BOTH, tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "granite", dict(attention_multiplier=0.4), embedding_multiplier=[1.5, 1.0], residual_multiplier=[0.6, 0.3],
+        logits_scaling=[2.0, 0.5], attention_bias=BOTH, mlp_bias=BOTH, tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "glm", dict(head_dim=12), attention_bias=[True, False], partial_rotary_factor=[0.5, 1.0],
+        rope_scaling=[LINEAR, None],
+    ),
+    varied(
+        "glm4", dict(head_dim=12), attention_bias=[True, False], partial_rotary_factor=[0.5, 0.34],
+        tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "dots1", ROUTED | dict(num_hidden_layers=3, sliding_window=5), n_group=[4, 1], topk_group=[2, 1],
+        norm_topk_prob=BOTH, routed_scaling_factor=[1.5, 0.7], first_k_dense_replace=[1, 0], attention_bias=BOTH,
+        max_window_layers=[1, 62],
+    ),
+    varied(
+        "glm4_moe", ROUTED | dict(head_dim=12), n_group=[4, 1], topk_group=[2, 1], norm_topk_prob=BOTH,
+        routed_scaling_factor=[1.5, 0.7], first_k_dense_replace=[1, 0], use_qk_norm=BOTH, attention_bias=BOTH,
+    ),
+    varied(
+        "ernie4_5_moe", dict(moe_num_experts=6, moe_k=2, moe_intermediate_size=12, num_hidden_layers=3),
+        moe_num_shared_experts=[2, 0], moe_layer_start_index=[0, 1], moe_layer_end_index=[-1, 1],
+        moe_layer_interval=[1, 2], use_bias=BOTH, tie_word_embeddings=BOTH, moe_norm_min=[1e-12, 0.9],
+    ),
+    varied(
+        "hunyuan_v1_moe", dict(num_experts=6, head_dim=10), moe_topk=[2, [1, 3]], attention_bias=BOTH,
+        tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "minimax_m2", dict(num_local_experts=6, num_experts_per_tok=2, head_dim=12), rotary_dim=[6, None],
+        tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "phimoe", dict(num_local_experts=6, num_experts_per_tok=2), router_jitter_noise=[0.01, 0.6],
+        attention_bias=BOTH, lm_head_bias=BOTH, sliding_window=[None, 6],
+    ),
+]  # fmt: skip
+FAMILIES = {row.family: row for row in TABLE}
