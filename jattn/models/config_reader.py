@@ -77,9 +77,12 @@ class ConfigReader:
         names = self.aliases.get(name, (name,))
         self.read.update(names)
         found = [other for other in names if self.given.get(other) is not None]
-        if any(self.given[other] != self.given[found[0]] for other in found[1:]):
-            self.refuse(found[1], f"is another name of {found[0]}={short(self.given[found[0]])}: keep one of them")
-        return next(iter(found or [other for other in names if other in self.values] or names))
+        first = next(iter(found or [other for other in names if other in self.values] or names))
+        for other in found[1:]:
+            if self.given[other] != self.given[first]:
+                value = short(self.given[other])
+                raise ValueError(f"{self.where}: {other}={value} is another name of {first}, which has another value")
+        return first
 
     def count(self, name: str, default: Any = MISSING, *, low: int = 1, high: int = MAX_COUNT) -> Any:
         """An integer from low to high."""
@@ -160,7 +163,7 @@ class ConfigReader:
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """ValueError for a value that does not fit the other keys."""
-        name = self.stored_name(name) if name in self.aliases else name
+        name = self.stored_name(name)
         raise ValueError(f"{self.where}: {name}={short(self.values.get(name))} {why}")
 
     def _checked(self, name: str, default: Any, fits: Callable[[Any], Any], wanted: str) -> Any:

@@ -45,8 +45,10 @@ def rope_of(
         )
     trained = c.count("original_max_position_embeddings", None, low=2)
     outer = dict(rope_theta=c.get("rope_theta"), partial_rotary_factor=c.get("partial_rotary_factor", fraction))
-    values = {key: value for key, value in outer.items() if value is not None} | stored
-    return rope_from(ConfigReader(values, f"{c.where}, {name}"), head_dim, max_positions, trained, interleaved, partial)
+    used = {c.stored_name(key): value for key, value in outer.items() if value is not None and key not in stored}
+    aliases = {key: (c.stored_name(key), key) for key in outer if c.stored_name(key) != key}
+    r = ConfigReader(used | stored, f"{c.where}, {name}", aliases=aliases)
+    return rope_from(r, head_dim, max_positions, trained, interleaved, partial)
 
 
 def rope_of_layer_type(

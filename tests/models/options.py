@@ -16,6 +16,20 @@ LLAMA3 = dict(
 LINEAR = dict(rope_type="linear", factor=2.0)
 TUNED = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, llama_4_scaling_beta=0.5)
 BOTH = [False, True]
+LAYER_NORM = dict(rms_norm_eps=None, layer_norm_eps=1e-5)
+SMALL = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, layer_norm_epsilon=1e-5, eos_token_id=[])
+FALCON = dict(
+    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, layer_norm_epsilon=1e-5,
+    max_position_embeddings=64, rope_theta=100.0, eos_token_id=[],
+)  # fmt: skip
+NEO = dict(
+    vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, layer_norm_epsilon=1e-5, max_position_embeddings=64,
+    eos_token_id=[],
+)  # fmt: skip
+OPT = dict(
+    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=24, max_position_embeddings=64,
+    eos_token_id=[],
+)  # fmt: skip
 NESTED = dict(
     full_attention=YARN | dict(rope_theta=500.0), sliding_attention=dict(rope_type="default", rope_theta=90.0)
 )
@@ -26,7 +40,10 @@ QWEN = EXPERTS | dict(moe_intermediate_size=12, num_hidden_layers=3)
 
 @dataclasses.dataclass(frozen=True)
 class Varied:
-    """One family: its changes to COMMON, and the values of each of its options."""
+    """One family: its changes to COMMON (None: without that key), and the values of each of its options.
+
+    The values of `together` are objects of several options.
+    """
 
     family: str
     base: dict[str, Any]
@@ -36,10 +53,11 @@ class Varied:
     def config(self, draw: int | None = None) -> dict[str, Any]:
         """The contents of a config.json. draw: takes another value of every option; None: the base."""
         values = (COMMON if self.common else {}) | dict(model_type=self.family) | self.base
+        values = {key: value for key, value in values.items() if value is not None}
         if draw is None:
             return values
         chosen = {key: some[(draw + at // 2) % len(some)] for at, (key, some) in enumerate(self.options.items())}
-        return values | chosen
+        return values | chosen.pop("together", {}) | chosen
 
     @property
     def draws(self) -> int:
@@ -137,6 +155,59 @@ TABLE = [
     varied(
         "phimoe", dict(num_local_experts=6, num_experts_per_tok=2), router_jitter_noise=[0.01, 0.6],
         attention_bias=BOTH, lm_head_bias=BOTH, sliding_window=[None, 6],
+    ),
+    varied(
+        "gpt_neox", LAYER_NORM | dict(rope_theta=None, rotary_emb_base=100.0, num_key_value_heads=None),
+        use_parallel_residual=BOTH, rotary_pct=[0.5, 1.0],
+        attention_bias=BOTH, hidden_act=["gelu_fast", "gelu"], tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "gptj", SMALL | dict(n_positions=64, n_inner=40), common=False, rotary_dim=[4, 8],
+        activation_function=["gelu_new", "silu"], tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "phi", LAYER_NORM, qk_layernorm=BOTH, partial_rotary_factor=[0.5, 1.0], rope_scaling=[None, LINEAR],
+        num_key_value_heads=[2, 4], tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "stablelm", LAYER_NORM, use_parallel_residual=BOTH, qk_layernorm=BOTH, use_qkv_bias=BOTH,
+        partial_rotary_factor=[0.25, 1.0], tie_word_embeddings=BOTH, num_key_value_heads=[2, 4],
+    ),
+    varied(
+        "cohere", LAYER_NORM, use_qk_norm=BOTH, logit_scale=[0.5, 2.0], attention_bias=BOTH, tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "cohere2", LAYER_NORM | dict(sliding_window=5), layer_types=[KINDS, None], sliding_window_pattern=[2],
+        logit_scale=[0.5, 2.0], attention_bias=BOTH, tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "starcoder2", dict(rms_norm_eps=None, norm_epsilon=1e-5), use_bias=BOTH, sliding_window=[5, None],
+        tie_word_embeddings=BOTH, hidden_act=["gelu_pytorch_tanh", "relu"],
+    ),
+    varied(
+        "nemotron", dict(rms_norm_eps=None, norm_eps=1e-5, head_dim=12), attention_bias=BOTH, mlp_bias=BOTH,
+        partial_rotary_factor=[0.5, 1.0], hidden_act=["relu2", "silu"], tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "falcon", FALCON, common=False, together=[
+            dict(multi_query=True), dict(multi_query=False, parallel_attn=False),
+            dict(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+            dict(new_decoder_architecture=True, num_kv_heads=2),
+        ], bias=BOTH, ffn_hidden_size=[24, None], tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "gpt2", SMALL | dict(n_positions=64), common=False, n_inner=[24, None], scale_attn_weights=BOTH,
+        scale_attn_by_inverse_layer_idx=BOTH, activation_function=["gelu_new", "relu"], tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "gpt_neo", NEO, common=False, attention_types=[[[["global", "local"], 1]], [[["local"], 2]]],
+        intermediate_size=[24, None], window_size=[5], activation_function=["gelu_new", "relu"],
+        tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "opt", OPT, common=False, do_layer_norm_before=[True, False], enable_bias=[True, False],
+        layer_norm_elementwise_affine=[True, False], activation_function=["relu", "gelu"],
+        _remove_final_layer_norm=[False, True], tie_word_embeddings=BOTH,
     ),
 ]  # fmt: skip
 FAMILIES = {row.family: row for row in TABLE}

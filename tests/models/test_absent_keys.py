@@ -16,7 +16,8 @@ ASKED_FOR = {
     "n_layer", "layer_norm_epsilon", "d_model", "n_heads", "n_layers", "encoder_layers", "decoder_layers",
     "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "moe_intermediate_size",
     "num_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts", "moe_topk", "moe_k", "n_group",
-    "shared_expert_intermediate_size",
+    "shared_expert_intermediate_size", "rotary_dim", "n_embd", "n_positions", "num_layers", "num_heads", "ffn_dim",
+    "norm_epsilon", "norm_eps", "layer_norm_eps", "attention_types",
 }  # fmt: skip
 MORE = {
     "gemma3_text, new keys": examples.of(
@@ -47,7 +48,7 @@ MORE = {
 }  # fmt: skip
 # Heads enough for every family's own number of kv heads.
 EXAMPLES = {
-    name: values | (dict(num_attention_heads=32, hidden_size=128) if "num_key_value_heads" in values else {})
+    name: values | (dict(num_attention_heads=32, hidden_size=256) if "num_key_value_heads" in values else {})
     for name, values in (examples.ALL | MORE).items()
 } | {name: values for name, values in (examples.ALL | MORE).items() if values["model_type"] == "phi3"}
 
@@ -68,7 +69,7 @@ def test_dropping_or_nulling_any_key_means_what_transformers_means(name):
     for key in values.keys() - {"model_type"}:
         left = {k: v for k, v in values.items() if k != key}
         for some in (left, left | {key: None}):
-            if some is not left and key == "partial_rotary_factor":
+            if some is not left and key in ("partial_rotary_factor", "rotary_pct"):
                 continue  # transformers reads null as 1, but writes it as an absent key, which it reads as its default
             try:
                 whole = by_transformers(some)

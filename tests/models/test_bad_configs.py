@@ -19,7 +19,8 @@ NUMBERS = {
     "final_logit_softcapping", "rms_norm_eps", "layer_norm_epsilon", "softmax_scale", "clip_qkv", "factor",
     "low_freq_factor", "high_freq_factor", "attn_scale", "llama_4_scaling_beta",
     "logits_scaling", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "routed_scaling_factor",
-    "moe_norm_min", "router_jitter_noise", "alpha",
+    "moe_norm_min", "router_jitter_noise", "alpha", "layer_norm_eps", "norm_epsilon", "norm_eps", "logit_scale",
+    "rotary_emb_base",
 }  # fmt: skip
 FLAGS = {"attention_bias", "mlp_bias", "use_sliding_window", "truncate", "alibi", "tie_word_embeddings"}
 IDS = {"eos_token_id", "bos_token_id", "pad_token_id", "max_window_layers", "first_k_dense_replace"}

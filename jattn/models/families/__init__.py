@@ -16,6 +16,7 @@ from jattn.models.families.experts import (
 from jattn.models.families.family import Family
 from jattn.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from jattn.models.families.glm import GLM, GLM4
+from jattn.models.families.gpt2 import GPT2, GPT_NEO, OPT
 from jattn.models.families.gpt_oss import GPT_OSS
 from jattn.models.families.granite import GRANITE, GRANITEMOE
 from jattn.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
@@ -33,6 +34,17 @@ from jattn.models.families.llama import (
 from jattn.models.families.llama4 import LLAMA4_TEXT
 from jattn.models.families.mixtral import MIXTRAL
 from jattn.models.families.olmo import EXAONE4, OLMO2, OLMO3
+from jattn.models.families.parallel import (
+    COHERE,
+    COHERE2,
+    FALCON,
+    GPT_NEOX,
+    GPTJ,
+    NEMOTRON,
+    PHI,
+    STABLELM,
+    STARCODER2,
+)
 from jattn.models.families.phi3 import PHI3
 
 FAMILIES: dict[str, Family] = {
@@ -56,6 +68,18 @@ FAMILIES: dict[str, Family] = {
     "glm4": GLM4,
     "hunyuan_v1_dense": HUNYUAN,
     "phi3": PHI3,
+    "phi": PHI,
+    "stablelm": STABLELM,
+    "starcoder2": STARCODER2,
+    "nemotron": NEMOTRON,
+    "cohere": COHERE,
+    "cohere2": COHERE2,
+    "falcon": FALCON,
+    "gpt_neox": GPT_NEOX,
+    "gptj": GPTJ,
+    "gpt2": GPT2,
+    "gpt_neo": GPT_NEO,
+    "opt": OPT,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,

@@ -42,6 +42,12 @@ def heads_of(c: ConfigReader) -> dict[str, Any]:
     )
 
 
+def equal_heads(c: ConfigReader) -> dict[str, Any]:
+    """`heads_of` families that have as many kv heads as heads."""
+    c.only("num_key_value_heads", c.count("num_attention_heads", high=MAX_HEADS))
+    return heads_of(c)
+
+
 def default_head_dim(c: ConfigReader, name: str, hidden: int, heads: int) -> int:
     """hidden / heads, where `name` is the key of hidden; ValueError if it is not an integer."""
     if hidden % heads:
@@ -52,7 +58,7 @@ def default_head_dim(c: ConfigReader, name: str, hidden: int, heads: int) -> int
 def model_config(c: ConfigReader, layers: Any, norm: Norm, tied: bool = False, **more: Any) -> ModelConfig:
     """The ModelConfig of these layers and the usual keys. tied: default of tie_word_embeddings. more: other fields."""
     layers = tuple(layers)
-    return ModelConfig(
+    fields: dict[str, Any] = dict(
         family=c.get("model_type"),
         vocab_size=c.count("vocab_size"),
         hidden_size=c.count("hidden_size"),
@@ -61,8 +67,8 @@ def model_config(c: ConfigReader, layers: Any, norm: Norm, tied: bool = False, *
         tied_embeddings=c.flag("tie_word_embeddings", tied),
         max_positions=max_request_length(c.count("max_position_embeddings"), layers),
         **token_ids(c),
-        **more,
     )
+    return ModelConfig(**fields | more)
 
 
 def max_request_length(max_positions: int, layers: tuple[LayerConfig, ...]) -> int:
@@ -115,7 +121,8 @@ def rope_decoder(
     norms: ResidualNorms | None = None,
     mlp_norms: ResidualNorms | None = None,
     parallel: bool = False,
-    scale: float | None = None,
+    heads: dict[str, Any] | None = None,
+    scale: float | Callable[[int], float | None] | None = None,
     sinks: bool = False,
     ropes: Ropes | None = None,
     rope_options: dict[str, Any] | None = None,
@@ -125,11 +132,11 @@ def rope_decoder(
     """The usual decoder: norms and rotary positions.
 
     mlp: of all layers, or one per layer; None: a gated MLP. norm: the last one; None: the RMS norm. norms: of both
-    sublayers; None: `norm` before each. mlp_norms: of the MLP, if they differ. scale: of the attention logits.
-    ropes: None: the same in all layers, with rope_options for `rope_of`. model: more arguments of `model_config`.
-    attention: more options of AttentionConfig.
+    sublayers; None: `norm` before each. mlp_norms: of the MLP, if they differ. heads: as of `heads_of`, if they differ.
+    scale: of the attention logits, or a function of the layer's index. ropes: None: the same in all layers, with
+    rope_options for `rope_of`. model: more arguments of `model_config`. attention: more options of AttentionConfig.
     """
-    heads, count = heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
+    heads, count = heads or heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
     norm = rms_norm(c) if norm is None else norm
     if ropes is None:
         rope = rope_of(c, heads["head_dim"], c.count("max_position_embeddings"), **(rope_options or {}))
@@ -142,7 +149,8 @@ def rope_decoder(
     c.only("mlp_bias", False, *([True] if getattr(mlps[0], "bias", False) else []))
 
     def layer(index: int, window: int | None) -> LayerConfig:
-        spec = AttentionSpec(**heads, sliding_window=window, has_sinks=sinks, scale=scale)
+        own = scale(index) if callable(scale) else scale
+        spec = AttentionSpec(**heads, sliding_window=window, has_sinks=sinks, scale=own)
         rope = ropes(index, window)
         return LayerConfig(
             self_attn=AttentionConfig(spec=spec, hidden_size=c.count("hidden_size"), rope=rope, **attention),

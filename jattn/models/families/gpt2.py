@@ -1,0 +1,144 @@
+"""GPT-2, GPT-Neo and OPT: learned positions, layer norms, a plain MLP, biases."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jattn.models.config import ModelConfig
+from jattn.models.config_reader import MAX_COUNT, ConfigReader
+from jattn.models.families.bart import without_padding
+from jattn.models.families.family import Family
+from jattn.models.families.parallel import BUFFERS, GPT2_KEYS, SUMMARY, inner_mlp
+from jattn.models.families.shared import MAX_LAYERS, UNUSED, equal_heads, layer_norm, no_windows, rope_decoder
+from jattn.models.mlp import ACTIVATIONS, MLP
+from jattn.models.residual import ResidualNorms
+from jattn.models.tensor_names import named_tensors, unchanged
+from jattn.nn import Norm
+
+
+def learned(c: ConfigReader, mlp: MLP, norm: Norm, *, model: dict[str, Any] | None = None, **options: Any):
+    """A `rope_decoder` with a table of positions instead of rotation. model, options: its arguments."""
+    model = dict(tied=True, learned_positions=c.count("max_position_embeddings")) | (model or {})
+    return rope_decoder(
+        c, mlp=mlp, norm=norm, heads=equal_heads(c), ropes=lambda index, window: None, model=model, **options
+    )
+
+
+def gpt2(c: ConfigReader) -> ModelConfig:
+    """Attention logits may be left unscaled, or be divided by the layer's number."""
+    c.only("add_cross_attention", False)
+    c.ignore("reorder_and_upcast_attn", "n_ctx", *SUMMARY)
+    usual = equal_heads(c)["head_dim"] ** -0.5 if c.flag("scale_attn_weights", True) else 1.0
+    by_layer = c.flag("scale_attn_by_inverse_layer_idx", False)
+    return learned(
+        c,
+        inner_mlp(c, c.count("hidden_size")),
+        layer_norm(c, "layer_norm_epsilon"),
+        windows=no_windows,
+        scale=lambda index: usual / (index + 1) if by_layer else usual,
+        qkv_bias=True,
+        out_bias=True,
+    )
+
+
+def gpt_neo(c: ConfigReader) -> ModelConfig:
+    """Attention logits are not scaled; local layers have a window."""
+    c.ignore("resid_dropout", "embed_dropout", *SUMMARY)
+    count, window = c.count("num_hidden_layers", high=MAX_LAYERS), c.count("window_size", 256)
+    kinds = attention_kinds(c, count)
+    act = c.choice("activation_function", ACTIVATIONS, "gelu_new")
+    mlp = MLP(width=c.count("intermediate_size", 4 * c.count("hidden_size")), activation=act, gated=False, bias=True)
+    return learned(
+        c,
+        mlp,
+        layer_norm(c, "layer_norm_epsilon"),
+        windows=lambda c, count: [window if kind == "local" else None for kind in kinds],
+        scale=1.0,
+        out_bias=True,
+    )
+
+
+def attention_kinds(c: ConfigReader, count: int) -> list[str]:
+    """'global' or 'local' for each layer: attention_types is a list of [kinds, how often]."""
+    kinds: list[str] = []
+    pairs = c.get("attention_types", [[["global", "local"], 12]])
+    for item in pairs if isinstance(pairs, list) else [pairs]:
+        if not (isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[0], list) and is_times(item[1])):
+            c.refuse("attention_types", "must be a list of [kinds of layers, how often]")
+        kinds += list(item[0]) * min(item[1], count + 1)
+    if len(kinds) != count or any(kind not in ("global", "local") for kind in kinds):
+        c.refuse("attention_types", f"must give 'global' or 'local' to each of the {count} layers")
+    c.only("attention_layers", kinds)
+    return kinds
+
+
+def is_times(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and 0 < x <= MAX_COUNT
+
+
+def opt(c: ConfigReader) -> ModelConfig:
+    """Norms before the sublayers, or after each sum."""
+    hidden = c.count("hidden_size")
+    c.only("word_embed_proj_dim", hidden)
+    c.ignore("layerdrop")
+    bias, is_before = c.flag("enable_bias", True), c.flag("do_layer_norm_before", True)
+    affine = c.flag("layer_norm_elementwise_affine", True)
+    norm = Norm(kind="layer", eps=1e-5, has_scale=affine, has_bias=affine)
+    act = c.choice("activation_function", ACTIVATIONS, "relu")
+    is_removed = c.flag("_remove_final_layer_norm", False)
+    return learned(
+        c,
+        MLP(width=c.count("ffn_dim"), activation=act, gated=False, bias=bias),
+        norm,
+        windows=no_windows,
+        norms=ResidualNorms(before=norm) if is_before else ResidualNorms(of_sum=norm),
+        model=dict(final_norm=None) if is_removed or not is_before else {},
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+
+
+def third(index: int) -> Callable[[np.ndarray], np.ndarray]:
+    """q, k or v of GPT-2's projection, which is stored as [in, out]."""
+    return lambda x: np.split(x, 3, axis=-1)[index]
+
+
+GPT2_NAMES: dict[str, Any] = {
+    "embed": "transformer.wte.weight", "positions": "transformer.wpe.weight", "final_norm": "transformer.ln_f",
+    "head": "lm_head", "attn_norm": "ln_1", "mlp_norm": "ln_2",
+}  # fmt: skip
+GPT2_CONV: dict[str, Any] = {"attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+STORED: dict[str, Any] = {f"{ours}.kernel": (f"{theirs}.weight", unchanged) for ours, theirs in GPT2_CONV.items()}
+for number, name in enumerate("qkv"):
+    STORED[f"attn.{name}.kernel"] = ("attn.c_attn.weight", third(number))
+    STORED[f"attn.{name}.bias"] = ("attn.c_attn.bias", third(number))
+GPT_NEO_NAMES = GPT2_NAMES | {
+    **{f"attn.{n}": f"attn.attention.{n}_proj" for n in "qkv"}, "attn.o": "attn.attention.out_proj",
+    "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+}  # fmt: skip
+SIDE = "model.decoder."
+OPT_NAMES: dict[str, Any] = {
+    "embed": f"{SIDE}embed_tokens.weight", "positions": (f"{SIDE}embed_positions.weight", without_padding),
+    "final_norm": f"{SIDE}final_layer_norm", "head": "lm_head", "mlp.up": "fc1", "mlp.down": "fc2",
+    **{f"attn.{n}": f"self_attn.{n}_proj" for n in "qkv"}, "attn.o": "self_attn.out_proj",
+    "attn_norm": "self_attn_layer_norm", "attn_norm_sum": "self_attn_layer_norm",
+    "mlp_norm": "final_layer_norm", "mlp_norm_sum": "final_layer_norm",
+}  # fmt: skip
+ENDS = dict(bos_token_id=50256, eos_token_id=50256)
+MASKS = (*UNUSED, *BUFFERS)
+GPT2 = Family(
+    gpt2, named_tensors(GPT2_NAMES | GPT2_CONV | STORED, "transformer.h.{}."), MASKS, prefix="transformer.",
+    aliases=GPT2_KEYS, defaults=ENDS,
+)  # fmt: skip
+GPT_NEO = Family(
+    gpt_neo, named_tensors(GPT_NEO_NAMES, "transformer.h.{}."), MASKS, prefix="transformer.",
+    aliases=dict(
+        num_hidden_layers=("num_layers", "num_hidden_layers"),
+        num_attention_heads=("num_heads", "num_attention_heads"),
+    ), defaults=ENDS,
+)  # fmt: skip
+OPT = Family(
+    opt, named_tensors(OPT_NAMES, "model.decoder.layers.{}."), UNUSED,
+    defaults=dict(pad_token_id=1, bos_token_id=2, eos_token_id=2),
+)  # fmt: skip
