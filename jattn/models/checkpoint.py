@@ -28,9 +28,16 @@ class Checkpoint:
     Nothing in the folder is executed: *.safetensors files have a header and numbers; pickle files are never opened.
 
     prefix: put in front of all names if the checkpoint lacks it (one saved from the decoder without its head).
+    renames: (old, new) beginnings of names; the first that fits is replaced.
     """
 
-    def __init__(self, directory: Path, stack: contextlib.ExitStack, prefix: str = ""):
+    def __init__(
+        self,
+        directory: Path,
+        stack: contextlib.ExitStack,
+        prefix: str = "",
+        renames: tuple[tuple[str, str], ...] = (),
+    ):
         self.directory = directory
         self.locations: dict[str, TensorLocation] = {}
         index = read_index(directory)
@@ -45,6 +52,7 @@ class Checkpoint:
                 self.locations[name] = TensorLocation(path, handle, name)
         if index is not None:
             _check_index(directory / INDEX, index, self.locations)
+        self.locations = _renamed(self.locations, renames)
         if prefix and not any(name.startswith(prefix) for name in self.locations):
             self.locations = {prefix + name: location for name, location in self.locations.items()}
 
@@ -58,6 +66,18 @@ class Checkpoint:
         if not is_finite(value):
             raise ValueError(f"{path}: tensor {tensor_text(stored)} has NaN or infinity: the file is damaged")
         return value
+
+
+def _renamed(locations: dict[str, TensorLocation], renames: tuple[tuple[str, str], ...]) -> dict[str, TensorLocation]:
+    """The locations under new names; ValueError if two tensors get the same."""
+    found: dict[str, TensorLocation] = {}
+    for name, location in locations.items():
+        old, new = next(((old, new) for old, new in renames if name.startswith(old)), ("", ""))
+        known = new + name.removeprefix(old)
+        if known in found:
+            raise ValueError(f"{location.path}: tensor {tensor_text(name)} is there twice, as {found[known].name}, too")
+        found[known] = location
+    return found
 
 
 def read_index(directory: Path) -> dict[str, str] | None:

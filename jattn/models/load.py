@@ -14,7 +14,7 @@ from jattn.errors.arguments import short
 from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families import FAMILIES
+from jattn.models.families import FAMILIES, RECURRENT
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
@@ -43,7 +43,7 @@ def load(
     folder = Path(directory)
     config, family = _config_and_family(folder)
     with contextlib.ExitStack() as stack:
-        checkpoint = Checkpoint(folder, stack, family.prefix)
+        checkpoint = Checkpoint(folder, stack, family.prefix, family.renames)
         _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
         params = _read_params(
             checkpoint, family.tensors(config), weight_specs(config), _unused(family, config), dtype, sharding, progress
@@ -66,8 +66,13 @@ def family_of(values: dict[str, Any]) -> Family:
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         own = "; the code that auto_map names is never run" if values.get("auto_map") else ""
+        why = (
+            ", because some of its layers have a state (state-space or linear attention) instead of keys"
+            if name in RECURRENT
+            else ""
+        )
         raise UnsupportedError(
-            f"config.json: model_type={short(name)} is not supported; supported are {', '.join(FAMILIES)}{own}"
+            f"config.json: model_type={short(name)} is not supported{why}; supported are {', '.join(FAMILIES)}{own}"
         )
     return FAMILIES[name]
 

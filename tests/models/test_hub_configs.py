@@ -4,6 +4,7 @@ import pytest
 
 from jattn import models
 from jattn.nn import Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
+from tests.models import published
 
 LLAMA_31_8B = dict(
     architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
@@ -103,7 +104,7 @@ MPT_7B = dict(
 PUBLISHED = dict(
     llama=LLAMA_31_8B, qwen2=QWEN_25, olmo2=OLMO_2_7B, gemma2=GEMMA_2, gemma3_text=GEMMA_3, phi3=PHI_3_128K,
     gpt_oss=GPT_OSS_20B, bloom=BLOOM_560M, mpt=MPT_7B,
-)  # fmt: skip
+) | published.PUBLISHED  # fmt: skip
 
 
 def test_phi_4_turns_three_quarters_of_a_head_by_its_requests_final_length():

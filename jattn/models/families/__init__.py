@@ -46,6 +46,7 @@ from jattn.models.families.parallel import (
     STARCODER2,
 )
 from jattn.models.families.phi3 import PHI3
+from jattn.models.families.wrapper import GEMMA3, LLAMA4, MISTRAL3, QWEN3_VL, QWEN3_VL_TEXT
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -95,6 +96,17 @@ FAMILIES: dict[str, Family] = {
     "llama4_text": LLAMA4_TEXT,
     "bloom": BLOOM,
     "mpt": MPT,
+    "gemma3": GEMMA3,
+    "llama4": LLAMA4,
+    "mistral3": MISTRAL3,
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_text": QWEN3_VL_TEXT,
     "bert": BERT,
     "bart": BART,
 }
+RECURRENT = (
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
+)  # fmt: skip
+"""model_types with layers of state-space, convolution or linear attention, which have a state instead of keys."""

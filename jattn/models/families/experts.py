@@ -94,8 +94,9 @@ def olmoe(c: ConfigReader) -> ModelConfig:
 
 def grouped_moe(c: ConfigReader, normalised: bool = False) -> MoE:
     """Sigmoid scores, a correction of the choice, groups of experts, and shared experts (DeepSeek-V3)."""
-    c.only("scoring_func", "sigmoid")
+    c.only("scoring_func", "sigmoid", "noaux_tc")
     c.only("topk_method", "noaux_tc")
+    c.only("moe_layer_freq", 1)
     experts, width = experts_of(c), c.count("moe_intermediate_size")
     groups, top_groups = c.count("n_group", 1, high=MAX_EXPERTS), c.count("topk_group", 1)
     if experts["num_experts"] % groups or (groups > 1 and experts["num_experts"] < 2 * groups):
@@ -186,6 +187,8 @@ def minimax_m2(c: ConfigReader) -> ModelConfig:
     """Sigmoid scores; norms of q and k over all heads; rotary_dim dimensions of a head are rotated."""
     for name, wanted in dict(qk_norm_type="per_layer", scoring_func="sigmoid", shared_intermediate_size=0).items():
         c.only(name, wanted)
+    for part in ("full_attention", "linear_attention", "mlp"):
+        c.only(f"layernorm_{part}_beta", 1.0, 1)
     for name in ("use_routing_bias", "use_qk_norm"):
         c.only(name, True)
     c.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")  # layers that are skipped

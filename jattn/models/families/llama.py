@@ -39,6 +39,13 @@ def qwen3(c: ConfigReader) -> ModelConfig:
     return rope_decoder(c, windows=qwen_windows, qk_norm=rms_norm(c), **attention_biases(c))
 
 
+def qwen3_vl_text(c: ConfigReader) -> ModelConfig:
+    """Qwen 3 without windows. The three positions of a text token are equal, so the rotation is the usual one."""
+    c.only("use_sliding_window", False)
+    options = dict(unused=("mrope_section", "mrope_interleaved"))
+    return rope_decoder(c, windows=no_windows, rope_options=options, qk_norm=rms_norm(c), **attention_biases(c))
+
+
 def qwen_windows(c: ConfigReader, count: int) -> list[int | None]:
     """Windows if use_sliding_window is true, from layer max_window_layers on."""
     first, used = c.count("max_window_layers", low=0), c.flag("use_sliding_window", False)

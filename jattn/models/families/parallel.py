@@ -122,6 +122,7 @@ def stablelm(c: ConfigReader) -> ModelConfig:
 
 def cohere(c: ConfigReader) -> ModelConfig:
     """Layer norms without bias, one for both sublayers; logits times logit_scale; optional norms of q and k."""
+    c.ignore("model_max_length")
     normed = c.flag("use_qk_norm", False)
     norm = layer_norm(c, has_bias=False)
     return rope_decoder(
@@ -164,7 +165,7 @@ def shared_input(c: ConfigReader, norm: Norm) -> dict[str, Any]:
 
 def starcoder2(c: ConfigReader) -> ModelConfig:
     """Layer norms, a plain MLP, one key for all biases."""
-    c.ignore("residual_dropout", "embedding_dropout")
+    c.ignore("residual_dropout", "embedding_dropout", "layer_norm_epsilon")  # norm_epsilon is the one
     bias = c.flag("use_bias", True)
     c.only("norm_type", "layer_norm")
     c.only("mlp_type", "default")
@@ -317,5 +318,5 @@ NEMOTRON = Family(
 FALCON = Family(
     falcon, named_tensors(FALCON_NAMES, "transformer.h.{}.", falcon_rows), (*UNUSED, *BUFFERS), prefix="transformer.",
     aliases=dict(num_key_value_heads=("num_kv_heads",)),
-    defaults=dict(rope_theta=10000.0, bos_token_id=11, eos_token_id=11),
+    defaults=dict(rope_theta=10000.0, max_position_embeddings=2048, bos_token_id=11, eos_token_id=11),
 )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Models with vision: their text part loads, under `text_config`; the tensors for images are skipped."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.errors import UnsupportedError
+from jattn.errors.arguments import short
+from jattn.models.config import ModelConfig
+from jattn.models.config_reader import ConfigReader
+from jattn.models.families.family import Family
+from jattn.models.families.gemma import GEMMA3_TEXT
+from jattn.models.families.llama import MINISTRAL3, MISTRAL, QWEN3, qwen3_vl_text
+from jattn.models.families.llama4 import LLAMA4_TEXT
+from jattn.models.tensor_names import TensorSource
+
+RENAMES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+"""Beginnings of the names of text tensors, as several releases of transformers wrote them."""
+PARTS = ("vision_tower", "multi_modal_projector", "vision_model", "visual")
+VISION = tuple(f"{front}{name}." for front in ("", "model.") for name in PARTS)
+"""Beginnings of the names of tensors for images."""
+IGNORED = (
+    "vision_config", "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index",
+    "eoi_token_id", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias",
+    "spatial_merge_size", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+)  # fmt: skip
+"""Keys that only images need."""
+OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys that have effect outside of text_config, too, and there take precedence."""
+
+
+def wrapper(texts: Mapping[str, Family], **defaults: Any) -> Family:
+    """The family of a wrapper. texts: its text families by model_type, the usual one first.
+
+    defaults: values of keys that are absent from text_config, besides those of the text family.
+    """
+
+    def config(c: ConfigReader) -> ModelConfig:
+        c.ignore(*IGNORED)
+        text = c.section("text_config").given
+        kind = text.get("model_type", next(iter(texts)))
+        if not isinstance(kind, str) or kind not in texts:
+            raise UnsupportedError(
+                f"{c.where}, text_config: model_type={short(kind)} is not supported in a model of this model_type; "
+                f"supported are {', '.join(texts)}"
+            )
+        outer = {key: c.get(key) for key in OUTER}
+        values = {**text, "model_type": kind, **{key: value for key, value in outer.items() if value is not None}}
+        family = dataclasses.replace(texts[kind], defaults={**defaults, **texts[kind].defaults})
+        return family.read(ConfigReader(values, f"{c.where}, text_config"))
+
+    def tensors(config: ModelConfig) -> dict[str, TensorSource]:
+        return texts[config.family].tensors(config)
+
+    unused = next(iter(texts.values())).unused
+    return Family(config, tensors, unused, skipped=lambda config: VISION, renames=RENAMES)
+
+
+QWEN3_VL_TEXT = dataclasses.replace(
+    QWEN3, config=qwen3_vl_text, defaults=dict(num_key_value_heads=32, head_dim=128, rope_theta=500000.0)
+)
+GEMMA3 = wrapper(
+    {"gemma3_text": GEMMA3_TEXT}, vocab_size=262208, num_attention_heads=8, max_position_embeddings=131072,
+    rms_norm_eps=1e-6, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+)  # fmt: skip
+MISTRAL3 = wrapper({"mistral": MISTRAL, "ministral3": MINISTRAL3})
+LLAMA4 = wrapper({"llama4_text": LLAMA4_TEXT})
+QWEN3_VL = wrapper({"qwen3_vl_text": QWEN3_VL_TEXT})
