@@ -1,4 +1,4 @@
-"""Writes what the documents do not write by hand: support_matrix.md, arguments.md, and two pictures.
+"""Writes what the documents do not write by hand: support_matrix.md, arguments.md, families.md, and pictures.
 
     python docs/generate.py            write them
     python docs/generate.py --check    exit 1 if they are not what would be written
@@ -17,6 +17,8 @@ from pathlib import Path
 import jattn
 from jattn.backends import Feature, registry
 from jattn.device import PLATFORMS, Chip
+from jattn.models.families import FAMILIES
+from jattn.models.honoured import honoured_options
 from pallas_kernels.algebra.quant import QUANTISED
 
 HERE = Path(__file__).resolve().parent
@@ -261,11 +263,24 @@ def block_table_picture() -> str:
     )
 
 
+def families_page() -> str:
+    """docs/families.md: the options of config.json that each family of models honours."""
+    head = [
+        "# Families of models and their options", "",
+        "Written by `docs/generate.py` from what each family reads; `jattn models` prints the same. Sizes and token",
+        "ids are not listed. Any other key of config.json is refused by name, unless it is known to be harmless: see",
+        "[models](models.md).", "", "| model_type | options |", "|---|---|",
+    ]  # fmt: skip
+    body = [f"| `{name}` | {', '.join(f'`{key}`' for key in honoured_options(name))} |" for name in FAMILIES]
+    return "\n".join([*head, *body, ""])
+
+
 def documents() -> dict[Path, str]:
     """Every generated file and what belongs into it."""
     return {
         HERE / "support_matrix.md": support_matrix(),
         HERE / "arguments.md": arguments_page(),
+        HERE / "families.md": families_page(),
         HERE / "pictures" / "block_table.svg": block_table_picture(),
         HERE / "pictures" / "step.svg": picture.step(),
         HERE / "pictures" / "rooms.svg": architecture.rooms(),

@@ -22,7 +22,7 @@ NAVIGATION = {  # caption: pages, without suffix; `*` takes every page that ther
         "docs/serving",
     ),
     "Notebooks": ("notebooks/*",),
-    "Reference": ("docs/arguments", "docs/support_matrix", "reference/index"),
+    "Reference": ("docs/arguments", "docs/families", "docs/support_matrix", "reference/index"),
     "Project": ("docs/performance", "docs/notebook/*", "docs/how_to_add", "docs/vllm", "docs/parity", "CONTRIBUTING"),
 }
 

@@ -44,7 +44,11 @@ def rope_of(
             f"{c.where}: separate {name} for {', '.join(found)} are not supported for this model_type"
         )
     trained = c.count("original_max_position_embeddings", None, low=2)
-    outer = dict(rope_theta=c.get("rope_theta"), partial_rotary_factor=c.get("partial_rotary_factor", fraction))
+    outer = dict(rope_theta=c.get("rope_theta"))
+    if partial:
+        outer["partial_rotary_factor"] = c.get("partial_rotary_factor", fraction)
+    else:
+        c.only("partial_rotary_factor", 1, 1.0)
     used = {c.stored_name(key): value for key, value in outer.items() if value is not None and key not in stored}
     aliases = {key: (c.stored_name(key), key) for key in outer if c.stored_name(key) != key}
     r = ConfigReader(used | stored, f"{c.where}, {name}", aliases=aliases)

@@ -8,7 +8,7 @@ from jattn import models
 from jattn.errors import UnsupportedError
 from jattn.models.families import FAMILIES
 from jattn.nn import YarnRopeScaling
-from tests.models import examples
+from tests.models import examples, options
 
 BAD = {
     "text": "x", "empty text": "", "negative": -3, "not a number": math.nan, "infinite": math.inf, "object": {"x": 1},
@@ -83,6 +83,16 @@ def test_a_bad_value_is_named_in_one_sentence(name):
         ("llama4_text", dict(moe_layers=[5]), "moe_layers=.5. must be a list of integers from 0 to 1"),
         ("llama4_text", dict(attention_chunk_size=None), "attention_chunk_size=None must be a number"),
         ("gemma2", dict(layer_types=["full_attention"]), "layer_types=.* must be a list of 2 .one per layer."),
+        ("phimoe", dict(rope_scaling=options.LINEAR), "rope_scaling=.* is not supported"),
+        ("falcon", dict(alibi=True), "alibi=True is not supported"),
+        ("falcon", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn=2 must be 1, or 2 with"),
+        ("gpt_neox", dict(num_key_value_heads=2), "num_key_value_heads=2 is not supported; it must be 4"),
+        ("gptj", dict(rotary_dim=5), "rotary_dim=5 must be an even number up to the head size, 8"),
+        ("opt", dict(word_embed_proj_dim=16), "word_embed_proj_dim=16 is not supported; it must be 32"),
+        ("gpt_neo", dict(attention_types=[[["global"], 3]]), "attention_types=.* 'local' to each of the 2 layers"),
+        ("dots1", dict(n_group=3), "n_group=3 must divide the 8 experts into groups"),
+        ("qwen3_moe", dict(num_local_experts=9), "num_local_experts=9 is another name of num_experts"),
+        ("minimax_m2", dict(attn_type_list=[1, 0]), "attn_type_list=.* has layers of linear attention"),
         ("llama", dict(rope_scaling=dict(rope_type="linear")), "no 'factor'"),
         ("llama", dict(model_type=["llama"]), "model_type=.'llama'. is not supported"),
     ],

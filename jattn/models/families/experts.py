@@ -28,7 +28,9 @@ from jattn.models.families.shared import (
 )
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.moe import MoE
+from jattn.models.rope_config import rope_of
 from jattn.models.tensor_names import named_tensors
+from jattn.nn import RopeScaling
 
 
 def qwen_experts(c: ConfigReader, **shared: Any) -> list[MLP | MoE]:
@@ -223,11 +225,14 @@ def phimoe(c: ConfigReader) -> ModelConfig:
     )
     c.ignore("input_jitter_noise")
     c.only("num_experts_per_tok", 2)
-    c.only("rope_scaling")  # transformers uses the short factors with the magnitude of long ones
+    rope = rope_of(c, heads_of(c)["head_dim"], c.count("max_position_embeddings"))
+    if type(rope.scaling) is not RopeScaling:
+        c.refuse("rope_scaling", "is not supported: its magnitudes depend on the length of each step in transformers")
     return rope_decoder(
         c,
         mlp=moe,
         windows=same_window,
+        ropes=lambda index, window: rope,
         norm=layer_norm(c, "rms_norm_eps"),
         model=dict(head_bias=c.flag("lm_head_bias", False)),
         **attention_biases(c),

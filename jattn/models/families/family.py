@@ -20,6 +20,7 @@ class Family:
     tensors: Callable[[ModelConfig], dict[str, TensorSource]]
     unused: tuple[str, ...] = ()  # endings of the names of tensors that the model does not need
     skipped: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()  # and beginnings of such names
+    texts: tuple[str, ...] = ()  # of a model with vision: the model_types of its text part
     renames: tuple[tuple[str, str], ...] = ()  # beginnings of tensor names in files -> as `tensors` has them
     prefix: str = "model."  # of tensor names; a checkpoint saved without the head lacks it
     quant_methods: tuple[str, ...] = ()  # of quantization_config, whose weights are unpacked when read

@@ -57,7 +57,7 @@ def wrapper(texts: Mapping[str, Family], **defaults: Any) -> Family:
         return texts[config.family].tensors(config)
 
     unused = next(iter(texts.values())).unused
-    return Family(config, tensors, unused, skipped=lambda config: VISION, renames=RENAMES)
+    return Family(config, tensors, unused, skipped=lambda config: VISION, renames=RENAMES, texts=tuple(texts))
 
 
 QWEN3_VL_TEXT = dataclasses.replace(
