@@ -62,6 +62,7 @@ class Sampled:
     top_logprobs: jax.Array  # f32[R MAX_LOGPROBS] their log-probabilities
 
 
+@jax.jit  # programs with the same number of rows share one trace
 def choose(
     logits: jax.Array,
     rows: SamplingRows,
@@ -110,6 +111,7 @@ def _greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
+@jax.jit
 def _drawn(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     return jnp.where(rows.temperature > 0, _draw(logits, rows), _greedy(logits))
 

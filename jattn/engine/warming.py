@@ -1,11 +1,14 @@
 """Compiles all programs before the first request, and runs one to check the device."""
 
+import contextlib
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
 
+from jattn.backends import registry
 from jattn.engine.batch import empty_batch
 from jattn.engine.dispatch import Model, RowState, dispatch
 from jattn.engine.packing import Packed, pack
@@ -18,14 +21,13 @@ def compile_all(
 ):  # fmt: skip
     """Compile the program of every bucket, several at a time, and run each once: (caches, row_state, their number)."""
     to_compile = shapes.all()
-    # The first trace of a kernel imports modules of JAX that register settings, and settings are part of a program's
-    # cache key. A program compiled before that import would not be found again.
-    dispatch.lower(model, params, caches, row_state, _padding(model, shapes, to_compile[0]))
+    _import_backends()
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
         # Lowering holds the GIL and compiling does not: one program is lowered while others compile.
         # A later call of `dispatch` with arguments of these shapes finds the compiled program.
         lower = lambda shape: dispatch.lower(model, params, caches, row_state, _padding(model, shapes, shape))
-        jobs = {pool.submit(lower(shape).compile): shape for shape in to_compile}
+        with _without_collection():
+            jobs = {pool.submit(lower(shape).compile): shape for shape in to_compile}
         for done, job in enumerate(as_completed(jobs)):
             job.result()
             if progress is not None:
@@ -33,6 +35,30 @@ def compile_all(
     for shape in to_compile:
         caches, row_state = _run(model, params, caches, row_state, shapes, shape)
     return caches, row_state, len(to_compile)
+
+
+def _import_backends() -> None:
+    """Import the modules of all backends, as the first trace of a model would.
+
+    They import modules of JAX that register settings, and JAX finds a program by its settings too: a program that is
+    traced before that import is not found again. Should a model's own function import such modules in its first trace,
+    the first program is compiled a second time when it is run below.
+    """
+    for name in registry.list_backends():
+        registry.load(name)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Without Python's garbage collector, which takes 12 % of the time to trace and lower: it looks at all traces again
+    and again, and almost nothing of them is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def probe(model: Model, params, caches, row_state: RowState, shapes: StepShapes):

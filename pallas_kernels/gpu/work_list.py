@@ -163,16 +163,17 @@ def _cut_line(nblk, config):
     first = jnp.sum(jnp.where(before, nblk[None, :], 0), axis=1) * heads
     each = jnp.maximum(jnp.sum(jnp.where(here, nblk[None, :], 0), axis=1), 1)
 
-    def place(c):
-        """(unit, block within it) of a cut; past the end, the unit after the last."""
-        inside = cut(c) - first[c]
-        unit, block = found[c] * heads + inside // each[c], inside % each[c]
-        keys, enough = each[c] * config.block_kv, total * 2 >= ctas * each[c]
-        whole = keys <= jnp.where(enough, 2 * WHOLE_KEYS, WHOLE_KEYS)
-        return jnp.where(whole & (2 * block >= each[c]), unit + 1, unit), jnp.where(whole, 0, block)
+    # each cut's unit and the block within it; past the end, the unit after the last
+    inside = point[:, 0] - first
+    quotient, remainder = _divmod(inside, each)
+    enough = total * 2 >= ctas * each
+    whole = each * config.block_kv <= jnp.where(enough, 2 * WHOLE_KEYS, WHOLE_KEYS)
+    unit = found * heads + quotient
+    unit = jnp.where(whole & (2 * remainder >= each), unit + 1, unit)
+    block = jnp.where(whole, 0, remainder)
 
     me = jnp.arange(ctas, dtype=jnp.int32)
-    (u0, b0), (u1, b1) = place(me), place(me + 1)
+    u0, b0, u1, b1 = unit[:-1], block[:-1], unit[1:], block[1:]
     begin = cut(me + 1) - b1  # of the unit that this CTA's end cuts
     last = cdiv((begin + each[me + 1]) * ctas, jnp.maximum(total, 1)) - 1  # the CTA that computes its last block
     joins = [jnp.where((b1 > 0) & (begin >= cut(me)), u1, -1), me, last]

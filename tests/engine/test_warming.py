@@ -1,0 +1,97 @@
+"""Warm-up: what it traces, lowers and compiles, and how often."""
+
+import gc
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jattn import models
+from jattn.engine import Engine, dispatch, sampling, warming
+from jattn.models import decoder
+from tests.rooms.tree import ROOT
+
+CONFIG = models.config_of(
+    dict(
+        model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=32, intermediate_size=32,
+        num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False, hidden_act="silu", eos_token_id=0,
+    )
+)  # fmt: skip
+
+FIRST_START = """
+import json
+from collections import Counter
+import jax
+from jattn import models
+from tests.engine.test_warming import engine
+
+seen = Counter()
+def listen(event, duration, **tags):
+    if str(tags.get("fun_name", "?")).removeprefix("jit(").removesuffix(")") == "dispatch":
+        seen[event.rpartition("/")[2]] += 1
+jax.monitoring.register_event_duration_secs_listener(listen)
+programs = engine().warmup()
+print(json.dumps([programs, seen]))
+"""
+
+
+def engine() -> Engine:
+    sizes = dict(num_blocks=20, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
+    return Engine(CONFIG, models.init_params(CONFIG, 0, "float32"), **sizes)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts the calls of a module's functions: counted(module, name), then counted.calls[name]."""
+
+    def count(module, name: str) -> None:
+        function = getattr(module, name)
+
+        def counting(*args, **kwargs):
+            count.calls[name] = count.calls.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counting)
+
+    count.calls = {}
+    return count
+
+
+def test_in_a_new_process_each_program_is_traced_lowered_and_compiled_once():
+    """On JAX 0.11 and later the import of a backend registers a setting, and what was traced before is not found."""
+    done = subprocess.run([sys.executable, "-c", FIRST_START], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    programs, seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen == dict.fromkeys(
+        ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration"), programs
+    )
+
+
+def test_equal_layers_are_traced_once_a_program_and_sampling_once_a_number_of_rows(counted):
+    jax.clear_caches()
+    counted(decoder, "project_and_attend")
+    counted(decoder, "mlp_sublayer")
+    counted(sampling, "_with_logprobs")
+    counted(sampling, "_restrict")
+    served = engine()
+    programs, rows = served.warmup(), {num_rows for _, num_rows, _ in served.shapes.all()}
+    assert len(rows) < programs
+    assert counted.calls == dict(
+        project_and_attend=programs, mlp_sublayer=programs, _with_logprobs=len(rows), _restrict=len(rows)
+    )
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_while_programs_are_lowered_and_is_as_before_afterwards(monkeypatch, enabled):
+    lower, seen = dispatch.dispatch.lower, []
+    monkeypatch.setattr(warming.dispatch, "lower", lambda *args: (seen.append(gc.isenabled()), lower(*args))[1])
+    served, before = engine(), gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        served.warmup()
+        assert seen and not any(seen) and gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
