@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import statistics
 import subprocess
@@ -197,6 +198,7 @@ def trace_row(trace: Trace, small: bool, ceilings: dict) -> tuple[dict, Callable
     programs = engine.warmup()
     row: dict = dict(case=trace.name, requests=trace.requests, rows=trace.rows, budget=trace.budget, programs=programs)
     row["warmup_seconds"] = round(time.perf_counter() - begin, 1)
+    gc.freeze()  # as `jattn serve` does
     work, before = trace.work(config.vocab_size), engine.stats
     with watched() as seen:
         served = serve(engine, work)

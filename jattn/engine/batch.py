@@ -9,7 +9,7 @@ import numpy as np
 
 from jattn.engine.dispatch import Batch
 from jattn.engine.request import Sequence
-from jattn.engine.rules import penalties, rules_of, rules_of_batch, sampling_rows
+from jattn.engine.rules import is_penalised, penalties, rules_of, rules_of_batch, sampling_rows
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.metadata import CommonAttentionMetadata
@@ -35,55 +35,56 @@ def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
 
 
 def batch_of(
-    plan: StepPlan, device_rows: tuple[Row, ...], seqs: Mapping[str, Sequence], sources: Mapping[str, int],
+    plan: StepPlan, device_rows: tuple[Row, ...], seqs: Many[Sequence], sources: Mapping[str, int],
     shapes: StepShapes, eos: tuple[int, ...],
 ) -> Batch:  # fmt: skip
     """The input of a dispatch: the plan's tokens, metadata of each cache group, and each row's sampling rules.
 
-    sources: sequence id -> its row in the dispatch before this one, for rows that continue it.
+    seqs: of the rows. sources: sequence id -> its row in the dispatch before this one, for rows that continue it.
     """
     num_tokens, num_rows, _ = shape = shapes.of(plan)
-    chosen, count = [seqs[row.id] for row in device_rows], len(device_rows)
-    limit = shapes.limits.max_model_len
+    count, limit = len(device_rows), shapes.limits.max_model_len
     ids, starts, counts, max_samples, continues = zip(*device_rows, strict=True)
     tokens = []
-    for seq, row in zip(chosen, device_rows, strict=True):
+    for seq, first, num_new, is_unknown in zip(seqs, starts, counts, continues, strict=True):
         # 0 stands for a token that only the device knows.
-        tokens += [0] if row.continues else seq.tokens[row.start : row.start + row.num_new]
-        seq.rules = seq.rules or rules_of(seq.params, seq.seed, stop_ids_of(seq, eos), len(seq.prompt))
+        tokens += (0,) if is_unknown else seq.tokens[first : first + num_new]
+        if not seq.rules:
+            seq.rules = rules_of(seq.params, seq.seed, stop_ids_of(seq, eos), len(seq.prompt))
     token_ids, source = np.zeros(num_tokens, np.int32), np.full(num_rows, HOST_KNOWS, np.int32)
     token_ids[: len(tokens)] = tokens
     source[:count] = [sources[id] if yes else HOST_KNOWS for id, yes in zip(ids, continues, strict=True)]
     start, num_new, samples = (np.array(column, np.int32) for column in (starts, counts, max_samples))
-    prompt_len = np.array([len(seq.prompt) for seq in chosen], np.int32)
-    most = np.array([seq.max_len for seq in chosen], np.int32)
+    rules = rules_of_batch([seq.rules for seq in seqs], num_rows)
+    penalised = is_penalised(rules)[:count]
+    most = np.array([seq.max_len for seq in seqs], np.int32)
     seq_lens = start + num_new
-    metas = [meta_of(num_new, seq_lens, most, table, shapes, shape) for table in tables_of(chosen, count, shapes)]
+    metas = [meta_of(num_new, seq_lens, most, table, shapes, shape) for table in tables_of(seqs, shapes)]
     position, remaining = np.zeros((2, num_rows), np.int32)
-    position[:count] = np.maximum(seq_lens - prompt_len, 0)
+    position[:count] = np.maximum(seq_lens - rules["prompt_len"][:count], 0)
     remaining[:count] = np.where(samples > 0, most - seq_lens, 0)
-    rules = rules_of_batch([seq.rules for seq in chosen], num_rows)
-    sampled = [seq if n else None for seq, n in zip(chosen, max_samples, strict=True)]
+    has_logprobs = any([seq.params.logprobs is not None for seq in seqs])
     return Batch(
         token_ids=token_ids,
         source=source,
         metas=tuple(metas),
         rows=sampling_rows(rules, position, remaining),
-        penalties=penalties(rules, _histories(sampled, num_rows, limit)),
-        needs_history_or_logprobs=np.bool_(any([seq.params.needs_history_or_logprobs for seq in chosen])),
+        penalties=penalties(rules, _histories(seqs, penalised & (samples > 0), num_rows, limit)),
+        needs_history_or_logprobs=np.bool_(has_logprobs or penalised.any()),
         steps=np.int32(plan.burst),
         block_size=shapes.block_size,
     )
 
 
-def _histories(seqs: Many[Sequence | None], num_rows: int, width: int) -> jax.Array:
-    """i32[num_rows width] the known tokens of each sequence with penalties; -1: unused. On the device."""
-    history = _no_history(num_rows, width)
-    if any([seq is not None and seq.params.is_penalised for seq in seqs]):
-        history = np.array(history)
-        for row, seq in zip(history, seqs, strict=False):
-            if seq is not None and seq.params.is_penalised:
-                row[: len(seq.tokens)] = seq.tokens
+def _histories(seqs: Many[Sequence], wanted: np.ndarray, num_rows: int, width: int) -> jax.Array:
+    """i32[num_rows width] the known tokens of the sequences that are `wanted`, bool[len(seqs)]; -1: unused. On the
+    device."""
+    if not wanted.any():
+        return _no_history(num_rows, width)
+    history = np.full((num_rows, width), -1, np.int32)
+    for row in np.flatnonzero(wanted).tolist():
+        known = seqs[row].tokens
+        history[row, : len(known)] = known
     return jax.device_put(history)
 
 
@@ -93,13 +94,13 @@ def _no_history(num_rows: int, width: int) -> jax.Array:
     return jax.device_put(np.full((num_rows, width), -1, np.int32))
 
 
-def tables_of(seqs: Many[Sequence], num_rows: int, shapes: StepShapes) -> list[np.ndarray]:
-    """The block table of each cache group, i32[num_rows B]."""
-    tables = []
-    for g in range(len(seqs[0].tables)):
-        table = np.full((num_rows, shapes.max_blocks), NULL_BLOCK_ID, np.int32)
-        for line, seq in zip(table, seqs, strict=False):
-            line[: len(seq.tables[g])] = seq.tables[g]
+def tables_of(seqs: Many[Sequence], shapes: StepShapes) -> list[np.ndarray]:
+    """The block table of each cache group, i32[len(seqs) B]."""
+    tables, columns = [], np.arange(shapes.max_blocks)
+    for each in zip(*[seq.tables for seq in seqs], strict=True):  # the blocks of every sequence in one group
+        table = np.full((len(seqs), shapes.max_blocks), NULL_BLOCK_ID, np.int32)
+        used = columns < np.array([len(blocks) for blocks in each])[:, None]
+        table[used] = np.frombuffer(b"".join(each), np.int32)
         tables.append(table)
     return tables
 

@@ -249,8 +249,8 @@ class Engine:
             self._stats = self._stats.plus(**self._requests.count_plan(plan))
             if not plan.rows:
                 break
-            seqs = {row.id: self._requests.completion(row.id).seq for row in plan.rows}
             device_rows = device_rows_of(plan, self.shapes)
+            seqs = self._requests.sequences(device_rows)
             before = self._last_sent.last_row if self._last_sent else {}
             batch = batch_of(plan, device_rows, seqs, before, self.shapes, self.config.eos_token_ids)
             self._last_sent = self.runner.send(plan, device_rows, batch, self._stats.dispatches)
@@ -267,17 +267,17 @@ class Engine:
         begin = time.perf_counter()
         result = flight.result.result()
         waited = time.perf_counter() - begin
-        accepted = self._requests.accept(flight, result, self.scheduler)
+        self._requests.accept(flight, result, self.scheduler)
         if send_ahead and self._flights and self._flights[0].plan.burst == 1:
             self._send_ahead()
             self._plan = flight.plan
-        changed = self._requests.read_text(accepted, self.scheduler)
+        changed, counts = self._requests.read_text(self.scheduler)
         outputs = self._requests.outputs(changed)
         self._requests.drop_finished(changed)
         busy = result.done_at - max(result.sent_at, self._done_at)
         steps = int((result.tokens != NOT_SAMPLED).any(axis=1).sum()) or 1
         self._done_at = result.done_at
-        self._stats = self._stats.plus(steps=steps, device_seconds=max(busy, 0.0), **accepted.counts)
+        self._stats = self._stats.plus(steps=steps, device_seconds=max(busy, 0.0), **counts)
         return outputs, waited
 
     @interrupts.held()

@@ -38,6 +38,10 @@ class LiveRequests:
         """The completion of this sequence."""
         return self._completions[seq_id]
 
+    def sequences(self, rows: Iterable[Row]) -> list[Sequence]:
+        """The sequence of each row."""
+        return [self._completions[row.id].seq for row in rows]
+
     def add(self, request: Request) -> None:
         self._requests[request.id] = request
         self._completions |= {completion.seq.id: completion for completion in request.completions}
@@ -61,7 +65,7 @@ class LiveRequests:
 
     def drop_finished(self, ids: Iterable[str]) -> None:
         for id in ids:
-            if all(completion.finish_reason is not None for completion in self._requests[id].completions):
+            if self._requests[id].finished:
                 self.drop(self._requests[id])
 
     def count_plan(self, plan: StepPlan) -> Counter[str]:
@@ -84,10 +88,11 @@ class LiveRequests:
             completion.fail(error)
         return len(unfinished)
 
-    def accept(self, flight: InFlight, result: DispatchResult, scheduler: Scheduler) -> "Accepted":
-        """Give each row's tokens to its sequence, and end those that have ended. Their text is read later."""
+    def accept(self, flight: InFlight, result: DispatchResult, scheduler: Scheduler) -> None:
+        """Give each row's tokens to its sequence, and end those that have ended. `read_text` reads their text."""
         accepted = self._accepted = Accepted()
-        columns, counts = result.tokens.T.tolist(), (result.tokens != NOT_SAMPLED).sum(axis=0).tolist()
+        tokens = result.tokens[: flight.plan.burst]
+        columns, counts = tokens.T.tolist(), (tokens != NOT_SAMPLED).sum(axis=0).tolist()
         for row in flight.plan.rows:
             completion = self._completions.get(row.id)
             if completion is None or completion.finish_reason is not None:  # ended while the dispatch was in flight
@@ -99,14 +104,14 @@ class LiveRequests:
                 accepted.unread.append((completion, new))
             if completion.finish_reason is not None:
                 accepted.end(completion, scheduler)
-        return accepted
 
-    def read_text(self, accepted: "Accepted", scheduler: Scheduler) -> list[str]:
-        """Decode the text of accepted tokens, which may end at a stop string; returns the ids of changed requests.
+    def read_text(self, scheduler: Scheduler) -> tuple[list[str], Counter[str]]:
+        """Decode the text of the tokens that were accepted last, which may end at a stop string.
 
-        An exception here, e.g. in a tokenizer, fails this row only.
+        Returns the ids of the changed requests and what the dispatch adds to the stats. An exception here, e.g. in a
+        tokenizer, fails its row only.
         """
-        changed = dict[str, None]()
+        accepted, changed = self._accepted, dict[str, None]()
         while accepted.unread:
             completion, new = accepted.unread[0]  # removed once it is read: see take_back_unread
             if self._completions.get(completion.seq.id) is not completion:  # aborted since
@@ -121,7 +126,7 @@ class LiveRequests:
                 accepted.end(completion, scheduler)
             accepted.unread.popleft()
             changed[completion.request_id] = None
-        return list(changed)
+        return list(changed), accepted.counts
 
     def take_back_unread(self) -> None:
         """After an exception: remove the accepted tokens whose text was not read. They are computed again."""

@@ -31,6 +31,11 @@ def rules_of_batch(rows: list[bytes], num_rows: int) -> np.ndarray:
     return np.frombuffer(b"".join(rows) + PADDING * (num_rows - len(rows)), RULES)
 
 
+def is_penalised(rules: np.ndarray) -> np.ndarray:
+    """bool[R]: does the choice of a row's token depend on those before it, beyond the logits?"""
+    return (rules["repetition"] != 1) | (rules["presence"] != 0) | (rules["frequency"] != 0)
+
+
 def sampling_rows(rules: np.ndarray, position: np.ndarray, remaining: np.ndarray) -> SamplingRows:
     """The rows with their positions and remaining tokens, i32[R] each."""
     names = "temperature", "top_k", "top_p", "min_p", "seed", "stop_ids"

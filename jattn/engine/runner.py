@@ -80,6 +80,7 @@ class Runner:
         """Send a batch to the device. number: of the dispatch, for profiles."""
         sent = self._sender.submit(self._dispatch, pack(batch), number)
         result = self._reader.submit(_read, sent, bool(batch.needs_history_or_logprobs))
+        self._sender.let_begin()  # the device may be idle already
         return InFlight(plan, device_rows, result)
 
     def _dispatch(self, batch: Packed, number: int) -> tuple[Sampled, float]:

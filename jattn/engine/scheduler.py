@@ -76,6 +76,10 @@ class StepPlan:
         return all(row.num_new == 1 and row.max_samples for row in self.rows)
 
 
+_Chosen = tuple[Sequence, int, int, int]
+"""A sequence of the next dispatch, its tokens to compute, its num_missing and its num_left before them."""
+
+
 class Scheduler:
     """The queues of waiting and running sequences. schedule() plans a dispatch; commit() updates a sequence."""
 
@@ -107,14 +111,15 @@ class Scheduler:
         in_flight: the dispatch before it is not read yet. If blocks are short, the plan is then empty, because reading
         that dispatch may free some.
         """
-        budget, chosen, preempted = self.limits.max_num_batched_tokens, list[tuple[Sequence, int]](), list[str]()
+        budget, chosen, preempted = self.limits.max_num_batched_tokens, list[_Chosen](), list[str]()
         extend, i = self.tables.extend, 0
         while i < len(self.running) and budget:
             seq = self.running[i]
             i += 1
-            if seq.num_left < 1:
+            if (left := seq.num_left) < 1:
                 continue
-            count = min(seq.num_missing, budget)
+            missing = seq.num_missing
+            count = min(missing, budget)
             while not extend(seq, seq.num_computed + count):
                 if in_flight:
                     return StepPlan()
@@ -122,25 +127,26 @@ class Scheduler:
                 if i > len(self.running):  # it was the youngest itself
                     break
             else:
-                chosen.append((seq, count))
+                chosen.append((seq, count, missing, left))
                 budget -= count
-        for seq, count in chosen:
+        for seq, count, _, _ in chosen:
             self._publish(seq, count)
         admitted = []
         while self._may_admit(len(chosen)) and budget and not preempted:
             seq = self.waiting[0]
             hit = self.tables.admit(seq)
-            count = min(seq.num_missing, budget)
+            missing = seq.num_missing
+            count = min(missing, budget)
             if not self.tables.extend(seq, seq.num_computed + count):
                 self.tables.release(seq)
                 break
             self._publish(seq, count)
             self.running.append(self.waiting.popleft())
             admitted.append((seq.id, hit))
-            chosen.append((seq, count))
+            chosen.append((seq, count, missing, seq.num_left))
             budget -= count
         burst = self._burst(chosen)
-        rows = tuple([self._row(seq, count, burst) for seq, count in chosen])
+        rows = tuple([_row(*each, burst) for each in chosen])
         return StepPlan(rows, burst=burst, preempted=tuple(preempted), admitted=tuple(admitted))
 
     def commit(self, seq: Sequence, row: Row, new_tokens: Many[int]) -> None:
@@ -154,30 +160,20 @@ class Scheduler:
         """Is there a sequence to admit and a row for it? One that was preempted waits until its tokens were read."""
         return bool(self.waiting) and num_rows < self.limits.max_num_seqs and not self.waiting[0].num_ahead
 
-    def _burst(self, chosen: Many[tuple[Sequence, int]]) -> int:
+    def _burst(self, chosen: Many["_Chosen"]) -> int:
         """The decode steps of a dispatch. Allocates blocks for all of them."""
-        if not chosen or any(count != 1 or seq.num_missing != 1 for seq, count in chosen):
+        if not chosen or any([missing != 1 for _, _, missing, _ in chosen]):
             return 1
-        left = [seq.num_left for seq, _ in chosen]
+        left = [each[3] for each in chosen]
         burst = min(self.limits.max_burst, max(left))
         if self.waiting:
             burst = min(burst, max(min(left), self.limits.waiting_burst))
         while burst > 1:
-            wanted = [(seq, seq.num_computed + min(burst, n)) for (seq, _), n in zip(chosen, left, strict=True)]
+            wanted = [(seq, seq.num_computed + min(burst, n)) for seq, _, _, n in chosen]
             if self.tables.extend_all(wanted):
                 return burst
             burst //= 2
         return 1
-
-    def _row(self, seq: Sequence, count: int, burst: int) -> Row:
-        """A row of the plan; counts its tokens as computed and sampled."""
-        if count < 1:
-            raise AssertionError(f"sequence {seq.id} has {len(seq.tokens)} tokens, and all are computed")
-        samples = min(burst, seq.num_left) if count == seq.num_missing else 0
-        row = Row(seq.id, seq.num_computed, count, samples, seq.num_ahead > 0)
-        seq.num_computed += count + max(samples - 1, 0)
-        seq.num_ahead += samples
-        return row
 
     def _publish(self, seq: Sequence, count: int) -> None:
         """Let others share the blocks that are full after `count` more tokens, as far as these are known.
@@ -192,3 +188,14 @@ class Scheduler:
         seq.num_preemptions += 1
         self.waiting.appendleft(seq)
         return seq.id
+
+
+def _row(seq: Sequence, count: int, missing: int, left: int, burst: int) -> Row:
+    """A row of the plan; counts its tokens as computed and sampled. See _Chosen."""
+    if count < 1:
+        raise AssertionError(f"sequence {seq.id} has {len(seq.tokens)} tokens, and all are computed")
+    samples = min(burst, left) if count == missing else 0
+    row = Row(seq.id, seq.num_computed, count, samples, seq.num_ahead > 0)
+    seq.num_computed += count + max(samples - 1, 0)
+    seq.num_ahead += samples
+    return row

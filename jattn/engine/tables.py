@@ -113,7 +113,7 @@ class BlockTables:
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
         """Allocate the blocks of the first `num_tokens` tokens; False, and none allocated, if too few are free."""
-        if all([len(table) * self.block_size >= num_tokens for table in seq.tables]):
+        if len(seq.tables[0]) * self.block_size >= num_tokens:  # the tables of all groups have the same length
             return True  # the usual case: the last block is not full
         return self.extend_all([(seq, num_tokens)])
 
@@ -132,9 +132,9 @@ class BlockTables:
         The tokens are computed already, or in the step that is being planned. In a step all keys are written before any
         are read, so its sequences can share each other's blocks.
         """
-        full = num_tokens // self.block_size
-        if not self.prefix_caching or full <= seq.num_published:
+        if not self.prefix_caching or num_tokens < (seq.num_published + 1) * self.block_size:
             return
+        full = num_tokens // self.block_size
         self._hash_blocks(seq, full)
         for i in range(seq.num_published, full):
             for table, pool in zip(seq.tables, self.pools, strict=True):

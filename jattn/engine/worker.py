@@ -8,6 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+BEGIN_SECONDS = 0.002
+"""The longest wait of `Worker.let_begin`: an earlier call may take as long as a dispatch."""
+
 _calls_of: "weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]" = weakref.WeakKeyDictionary()
 """The queue of each thread that has not ended."""
 
@@ -20,6 +23,7 @@ class Worker:
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self._newest_began = threading.Event()
         thread = threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True)
         _calls_of[thread] = self._calls
         thread.start()
@@ -28,8 +32,17 @@ class Worker:
     def submit(self, function: Callable[..., Any], *args: Any) -> Future:
         """Call the function when all earlier calls have ended; the future has its result or its exception."""
         future: Future = Future()
-        self._calls.put((future, function, args))
+        self._newest_began = threading.Event()
+        self._calls.put((future, self._newest_began, function, args))
         return future
+
+    def let_begin(self) -> None:
+        """Wait, but not long, until the newest call has begun.
+
+        A thread that only computes in Python keeps the GIL for 5 ms (sys.getswitchinterval) while others wait for it. A
+        call that begins with the GIL keeps it until it waits or calls into XLA.
+        """
+        self._newest_began.wait(BEGIN_SECONDS)
 
     def wait(self) -> None:
         """Wait until all calls so far have ended."""
@@ -38,12 +51,13 @@ class Worker:
 
 def _run(calls: "queue.SimpleQueue[tuple | None]") -> None:
     while (call := calls.get()) is not None:
-        future, function, args = call
+        future, began, function, args = call
+        began.set()
         try:
             future.set_result(function(*args))
         except BaseException as error:  # the caller of result() gets it
             future.set_exception(error)
-        del call, future, function, args  # the next call may come much later
+        del call, future, began, function, args  # the next call may come much later
 
 
 @atexit.register  # before JAX's own handler, which was registered earlier and drops the devices

@@ -169,18 +169,22 @@ class Detokenizer:
 
     def add(self, new: Sequence[int]) -> str:
         """The text that these tokens add. An unfinished character is held back until later tokens complete it."""
-        if len(new) > 1:  # decode once for all of them; one by one if their text has an unfinished or invalid character
-            window, text, is_whole = self._extended(new)
-            if text and is_whole and REPLACEMENT not in text:
-                self._window = window
-                self._parts.append(text)
-                return text
-        texts = []
-        for token in new:
-            self._window, text, _ = self._extended([token])
-            texts.append(text)
-        text = "".join(texts)
+        text = self._add_together(new) if len(new) > 1 else ""
+        if not text:  # one by one: there is one, or their text has an unfinished or invalid character
+            for token in new:
+                self._window, added, _ = self._extended((token,))
+                text += added
         self._parts.append(text)
+        return text
+
+    def _add_together(self, new: Sequence[int]) -> str:
+        """The text that these tokens add, decoded once. "" if it has an unfinished or invalid character: then nothing
+        changes."""
+        window, text, is_whole = self._extended(new)
+        if not is_whole or REPLACEMENT in text:
+            return ""
+        if text:
+            self._window = window
         return text
 
     def mark(self) -> tuple[_Window, int]:

@@ -21,6 +21,30 @@ def test_calls_are_in_order_and_an_exception_belongs_to_its_caller():
         failed.result()
 
 
+def test_a_call_that_may_begin_does_so_before_its_caller_computes_on():
+    """With this interval Python lets a thread that only computes run for a minute while others wait."""
+    worker, begun, before = Worker("test"), [], sys.getswitchinterval()
+    worker.wait()
+    sys.setswitchinterval(60)
+    try:
+        worker.submit(begun.append, 1)
+        worker.let_begin()
+        seen = list(begun)
+    finally:
+        sys.setswitchinterval(before)
+    assert seen == [1]
+
+
+def test_a_call_that_cannot_begin_is_not_waited_for():
+    worker, end = Worker("test"), threading.Event()
+    worker.submit(end.wait)
+    later = worker.submit(int)
+    worker.let_begin()
+    assert not later.done()
+    end.set()
+    assert later.result() == 0
+
+
 def test_the_thread_ends_with_the_worker():
     worker = Worker("test-that-ends")
     worker.wait()
