@@ -6,6 +6,7 @@ import importlib
 import jax
 import pytest
 
+from jattn.engine import sampling
 from jattn.engine.dispatch import dispatch
 from tests.bite.engine_mutants import MUTANTS
 
@@ -37,18 +38,23 @@ def owner_of(target: str):
     raise ValueError(f"{target}: no such module")
 
 
+def forget_traces() -> None:
+    for jitted in (dispatch, sampling.choose, sampling._drawn):
+        jitted.clear_cache()
+
+
 @pytest.fixture
 def fresh():
-    """Programs that were traced with a mutant, or without, are not used with the other."""
-    dispatch.clear_cache()
+    """What was traced with a mutant, or without, is not used with the other."""
+    forget_traces()
     yield
-    dispatch.clear_cache()
+    forget_traces()
 
 
 @pytest.mark.parametrize(("mutant", "law"), PAIRS)
 def test_a_mutant_of_the_engine_is_caught(mutant, law, monkeypatch, fresh):
     assert healthy(law)
-    dispatch.clear_cache()
+    forget_traces()
     owner, name = owner_of(mutant.target)
     monkeypatch.setattr(owner, name, mutant.make(getattr(owner, name)))
     with pytest.raises(
