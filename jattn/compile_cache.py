@@ -72,8 +72,8 @@ def enable(max_mb: int = MAX_MB) -> pathlib.Path | None:
     """
     if not isinstance(max_mb, int) or isinstance(max_mb, bool) or max_mb < 0:
         raise ValueError(f"{max_mb=} must be an integer, 0 or more")
-    if users := users_folder():
-        return pathlib.Path(users)
+    if current := _setting("jax_compilation_cache_dir"):  # the user's, or that of an earlier call
+        return pathlib.Path(current)
     if max_mb == 0 or switched_off():
         return None
     folder, why = _usable()
@@ -103,8 +103,10 @@ def status() -> Status:
 
 
 def users_folder() -> str | None:
-    """The folder of JAX's own setting (JAX_COMPILATION_CACHE_DIR), or None."""
-    return _setting("jax_compilation_cache_dir")
+    """The folder that the user set (JAX_COMPILATION_CACHE_DIR), or None; not that of `enable`."""
+    folder = _setting("jax_compilation_cache_dir")
+    own = [os.path.join(place, "programs", processor()) for place in folders.places()] if folder else []
+    return None if folder in own else folder
 
 
 def switched_off() -> str:

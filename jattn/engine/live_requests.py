@@ -27,10 +27,6 @@ class LiveRequests:
     def __contains__(self, id: str) -> bool:
         return id in self._requests
 
-    def ids(self) -> list[str]:
-        """The ids of all requests, oldest first."""
-        return list(self._requests)
-
     def get(self, id: str) -> Request | None:
         return self._requests.get(id)
 

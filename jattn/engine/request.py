@@ -42,11 +42,6 @@ class Sequence:
         self.tokens = list(self.prompt)
 
     @property
-    def num_output(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - len(self.prompt)
-
-    @property
     def num_missing(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.tokens) + self.num_ahead - self.num_computed

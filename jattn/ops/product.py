@@ -22,7 +22,7 @@ class Implementation:
     """One way to compute x [T, in] @ kernel for several kernels, summed in float32, rounded once to a dtype."""
 
     name: str
-    supports: Callable[[str, jax.Array, Arrays], bool]  # (platform of a jattn.device.Chip, x, kernels)
+    supports: Callable[[str, jax.Array, Arrays, Any], bool]  # (platform of a jattn.device.Chip, x, kernels, dtype)
     compute: Callable[[jax.Array, Arrays, bool, Any], Arrays]  # (x, kernels, transposed, dtype)
     silu: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array] | None = None  # silu_product, if in one call
 
@@ -34,12 +34,13 @@ def products(
 
     Under jit with weights sharded over several CPU devices, the C++ kernel gathers them; inside shard_map it does not.
     """
-    return _choose(x, tuple(kernels)).compute(x, tuple(kernels), transposed, jnp.dtype(dtype))
+    dtype = jnp.dtype(dtype)
+    return _choose(x, tuple(kernels), dtype).compute(x, tuple(kernels), transposed, dtype)
 
 
-def _choose(x: jax.Array, kernels: Arrays) -> Implementation:
+def _choose(x: jax.Array, kernels: Arrays, dtype: Any) -> Implementation:
     platform = device.detect().platform
-    return next(way for way in IMPLEMENTATIONS if way.supports(platform, x, kernels))
+    return next(way for way in IMPLEMENTATIONS if way.supports(platform, x, kernels, dtype))
 
 
 def product(x: jax.Array, kernel: jax.Array, *, transposed: bool = False, dtype: Any = jnp.float32) -> jax.Array:
@@ -49,7 +50,7 @@ def product(x: jax.Array, kernel: jax.Array, *, transposed: bool = False, dtype:
 
 def silu_product(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(x @ gate) * (x @ up), both products rounded to the dtype of x."""
-    compute = _choose(x, (gate, up)).silu
+    compute = _choose(x, (gate, up), x.dtype).silu
     if compute is not None:
         return compute(x, gate, up, x.dtype)
     of_gate, of_up = products(x, (gate, up), dtype=x.dtype)
@@ -75,9 +76,9 @@ NATIVE_MAX_ROWS, NATIVE_MAX_ROWS_WITH_AMX = 1024, 32
 NATIVE_DTYPES = ("float32", "float16", "bfloat16")
 
 
-def _supports_native(platform: str, x: jax.Array, kernels: Arrays) -> bool:
+def _supports_native(platform: str, x: jax.Array, kernels: Arrays, dtype: Any) -> bool:
     is_alike = all(kernel.ndim == 2 and kernel.dtype == x.dtype for kernel in kernels)
-    if platform != "cpu" or x.ndim != 2 or x.dtype.name not in NATIVE_DTYPES or not is_alike:
+    if platform != "cpu" or x.ndim != 2 or not {x.dtype.name, dtype.name}.issubset(NATIVE_DTYPES) or not is_alike:
         return False
     isas = library.status().isas
     has_tiles = "amx_bf16" in isas and x.dtype == jnp.bfloat16
@@ -115,6 +116,6 @@ def _native_silu_jvp(dtype: Any, primals, tangents):
 
 IMPLEMENTATIONS = (
     Implementation("cpu_native", _supports_native, _native, _native_silu),
-    Implementation("dot", lambda platform, x, kernels: True, _dots),
+    Implementation("dot", lambda platform, x, kernels, dtype: True, _dots),
 )
 """In order of preference."""

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import warnings
 
 import jax
 import pytest
@@ -161,6 +162,20 @@ def test_a_damaged_program_is_compiled_and_stored_again(home, damage):
     assert said.count("\n") == (0 if damage == "emptied" else 1), "an empty one is removed before it is read"
     third, said = run()
     assert third["loaded"] == first["asked"] and said == ""
+
+
+def test_once_it_is_on_the_status_tells_jattns_own_folder_from_a_users(home, tmp_path):
+    before = jax.config.jax_persistent_cache_min_compile_time_secs, warnings.showwarning
+    try:
+        folder = compile_cache.enable()
+        assert folder == home / "programs" / compile_cache.processor() == compile_cache.enable()
+        found = compile_cache.status()
+        assert compile_cache.users_folder() is None and (found.folder, found.reason) == (folder.parent, "")
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+        assert str(tmp_path / "own") in compile_cache.status().reason
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[0])
+        warnings.showwarning = before[1]
 
 
 def test_the_least_recently_used_go_first(tmp_path):

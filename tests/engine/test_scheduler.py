@@ -89,7 +89,7 @@ class World:
                 new.append(sum(tokens) * 7 % 20)
                 ended = new[-1] == END
             sampled[row.id] = new
-            self.ahead[row.id] = (new, ended or seq.num_output + len(before + new) >= self.most(seq))
+            self.ahead[row.id] = (new, ended or len(seq.output) + len(before + new) >= self.most(seq))
         self.flights += [(plan, sampled)] if plan.rows else []
         return plan
 
@@ -102,7 +102,7 @@ class World:
             if (seq := self.seqs.get(row.id)) is None:
                 continue
             self.scheduler.commit(seq, row, sampled[row.id])
-            if row.max_samples and (seq.num_output >= self.most(seq) or seq.tokens[-1] == END):
+            if row.max_samples and (len(seq.output) >= self.most(seq) or seq.tokens[-1] == END):
                 self.scheduler.remove(self.seqs.pop(row.id))
                 self.finished[row.id] = seq
         self.check_blocks()
@@ -138,7 +138,7 @@ def test_ten_thousand_random_operations_lose_no_block_and_no_token(groups, prefi
         world.rng.choice([world.add, *ahead, world.step, world.abort, world.fork])()
     world.drain()
     for seq in world.finished.values():
-        for i in range(seq.num_output):
+        for i in range(len(seq.output)):
             assert seq.output[i] == sum(seq.tokens[: len(seq.prompt) + i]) * 7 % 20
     assert len(world.finished) > 100
     assert sum(len(plan.preempted) for plan in world.plans) > 5, "the pool was never short: the test shows nothing"

@@ -19,13 +19,14 @@ def wide(x) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-def chosen(x, *kernels, platform="cpu") -> str:
-    return next(way.name for way in product_ops.IMPLEMENTATIONS if way.supports(platform, x, kernels))
+def chosen(x, *kernels, platform="cpu", dtype="float32") -> str:
+    dtype = jnp.dtype(dtype)
+    return next(way.name for way in product_ops.IMPLEMENTATIONS if way.supports(platform, x, kernels, dtype))
 
 
 def only(monkeypatch, name: str) -> None:
     """Skips where the platform has no such implementation."""
-    if not BY_NAME[name].supports("cpu", draw(0, (1, 1)), (draw(0, (1, 1)),)):
+    if not BY_NAME[name].supports("cpu", draw(0, (1, 1)), (draw(0, (1, 1)),), jnp.dtype("float32")):
         pytest.skip(f"{name} is not available here")
     monkeypatch.setattr(product_ops, "IMPLEMENTATIONS", (BY_NAME[name],))
 
@@ -93,6 +94,15 @@ def test_operands_that_the_cpp_kernel_does_not_take_go_to_the_dot():
         assert chosen(x, *kernels, platform=platform) == "dot"
     np.testing.assert_allclose(product(many, w), wide(many) @ wide(w), atol=1e-5)
     np.testing.assert_allclose(product(few.astype(jnp.float16), w), wide(few.astype(jnp.float16)) @ wide(w), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn"])
+def test_a_result_that_the_cpp_kernel_does_not_write_is_the_dots(dtype):
+    x, w = jnp.arange(12.0).reshape(3, 4) % 5, jnp.eye(4)
+    assert chosen(x, w, dtype=dtype) == "dot"
+    y = product(x, w, dtype=dtype)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(wide(y), wide(x))
 
 
 def test_with_amx_many_bf16_rows_go_to_the_dot(monkeypatch):
