@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -15,8 +14,8 @@ import numpy as np
 
 from jattn.cache import PagedKV
 from jattn.engine import admission, interrupts, sizing
-from jattn.engine.batch import batch_of, device_rows_of, stop_ids_of
-from jattn.engine.dispatch import NOT_SAMPLED
+from jattn.engine.batch import stop_ids_of
+from jattn.engine.flights import Flights
 from jattn.engine.live_requests import LiveRequests
 from jattn.engine.params import SamplingParams
 from jattn.engine.request import (
@@ -28,7 +27,7 @@ from jattn.engine.request import (
     internal_error_message,
     seed_of,
 )
-from jattn.engine.runner import InFlight, Runner
+from jattn.engine.runner import Runner
 from jattn.engine.scheduler import Limits, Scheduler, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
@@ -103,10 +102,8 @@ class Engine:
         self._requests = LiveRequests()
         self._unreturned: list[RequestOutput] = []  # the next step returns them with its own outputs
         self._stats = Stats()
-        self._flights: deque[InFlight] = deque()  # dispatches sent and not yet read, oldest first; two at most
-        self._last_sent: InFlight | None = None  # the newest dispatch, also after it was read
+        self._flights = Flights(self.runner, config.eos_token_ids)
         self._plan: StepPlan | None = None  # of the dispatch that is being sent or read
-        self._done_at = 0.0  # when the newest dispatch that was read had finished
         self._seeds = np.random.default_rng(seed)
         self._next_id = self._next_seq_id = 0
 
@@ -237,48 +234,41 @@ class Engine:
             if self._requests:
                 raise AssertionError("requests wait, but the scheduler planned nothing")
             return []
-        outputs, waited = self._read_oldest(send_ahead=True)
-        self._stats = self._stats.plus(waiting_seconds=waited, host_seconds=time.perf_counter() - begin - waited)
+        waited_before = self._stats.waiting_seconds
+        outputs = self._read_oldest(send_ahead=True)
+        waited = self._stats.waiting_seconds - waited_before
+        self._stats = self._stats.plus(host_seconds=time.perf_counter() - begin - waited)
         return outputs
 
     def _send_ahead(self) -> None:
         """Send dispatches until two are in flight, or no more can be planned before one is read."""
-        while len(self._flights) < 2:
+        while self._flights.has_room:
             self._plan = None  # schedule() may raise
             plan = self._plan = self.scheduler.schedule(in_flight=bool(self._flights))
             self._stats = self._stats.plus(**self._requests.count_plan(plan))
             if not plan.rows:
                 break
-            device_rows = device_rows_of(plan, self.shapes)
-            seqs = self._requests.sequences(device_rows)
-            before = self._last_sent.last_row if self._last_sent else {}
-            batch = batch_of(plan, device_rows, seqs, before, self.shapes, self.config.eos_token_ids)
-            self._last_sent = self.runner.send(plan, device_rows, batch, self._stats.dispatches)
-            self._flights.append(self._last_sent)
+            self._flights.send(plan, self._requests, self._stats.dispatches)
             self._stats = self._stats.plus(dispatches=1)
 
-    def _read_oldest(self, send_ahead: bool = False) -> tuple[list[RequestOutput], float]:
-        """Wait for the oldest dispatch and update its requests: (their outputs, seconds waited).
+    def _read_oldest(self, send_ahead: bool = False) -> list[RequestOutput]:
+        """Wait for the oldest dispatch and update its requests; returns their outputs.
 
         send_ahead: if the next one in flight is a single step, which is short, send another before decoding text.
         """
-        flight = self._flights.popleft()
+        flight = self._flights.take_oldest()
         self._plan = flight.plan
-        begin = time.perf_counter()
-        result = flight.result.result()
-        waited = time.perf_counter() - begin
+        result, seen = self._flights.wait(flight)
+        self._stats = self._stats.plus(**seen)
         self._requests.accept(flight, result, self.scheduler)
-        if send_ahead and self._flights and self._flights[0].plan.burst == 1:
+        if send_ahead and self._flights.is_next_short:
             self._send_ahead()
             self._plan = flight.plan
         changed, counts = self._requests.read_text(self.scheduler)
         outputs = self._requests.outputs(changed)
         self._requests.drop_finished(changed)
-        busy = result.done_at - max(result.sent_at, self._done_at)
-        steps = int((result.tokens != NOT_SAMPLED).any(axis=1).sum()) or 1
-        self._done_at = result.done_at
-        self._stats = self._stats.plus(steps=steps, device_seconds=max(busy, 0.0), **counts)
-        return outputs, waited
+        self._stats = self._stats.plus(**counts)
+        return outputs
 
     @interrupts.held()
     def abort(self, request_id: str) -> bool:
@@ -364,7 +354,7 @@ class Engine:
         """Read all dispatches that were sent."""
         while self._flights:
             try:
-                self._unreturned += self._read_oldest()[0]
+                self._unreturned += self._read_oldest()
             except Exception as error:
                 self._unreturned += self._contain(error)
 
@@ -393,7 +383,7 @@ class Engine:
         self._requests.drop_finished(ids)
         self._stats = self._stats.plus(evictions=self.tables.evictions)
         version = self.tables.weights_version if weights_version is None else weights_version
-        self._drop_flights()
+        self._flights.drop()
         self._plan, self.tables = None, self._make_tables(weights_version=version)
         self.scheduler = Scheduler(self.limits, self.tables)
         for seq in self._requests.unfinished():
@@ -402,13 +392,6 @@ class Engine:
         if new_caches:
             self.runner.renew_caches()
         return outputs
-
-    def _drop_flights(self) -> None:
-        """Forget all dispatches that were sent, once the device no longer computes them."""
-        for flight in self._flights:
-            flight.result.exception()
-        self._flights.clear()
-        self._last_sent = None
 
     def _new_id(self) -> str:
         """An id that no request has; a user may have given ids of the same form."""

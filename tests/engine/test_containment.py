@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.engine import Engine, SamplingParams, interrupts, runner, warming
-from jattn.engine import engine as engine_module
+from jattn.engine import Engine, SamplingParams, flights, interrupts, runner, warming
 from jattn.engine.dispatch import NOT_SAMPLED
 from jattn.engine.tables import BlockTables
 from jattn.errors import EngineDeadError, UnsupportedError
@@ -306,8 +305,8 @@ def test_every_option_of_an_engine_is_checked(option, value):
 def test_tokens_whose_text_was_not_read_are_neither_lost_nor_returned_without_it(monkeypatch, failing, number):
     """The next batch is made, and may fail, between the acceptance of tokens and the reading of their text."""
     failing(set())
-    calls, real = iter(range(1, 99)), engine_module.batch_of
-    monkeypatch.setattr(engine_module, "batch_of", lambda *args: 1 / 0 if next(calls) == number else real(*args))
+    calls, real = iter(range(1, 99)), flights.batch_of
+    monkeypatch.setattr(flights, "batch_of", lambda *args: 1 / 0 if next(calls) == number else real(*args))
     served = Engine(HYBRID, fake.PARAMS, ByteTokenizer(0), forward=fake.forward, **SIZES | dict(max_burst=1))
     prompts, counts = [[5, 6, 7], [9, 8], [20, 21]], [4, 9, 6]
     ids = [served.add_request(p, SamplingParams(max_tokens=n, **GREEDY)) for p, n in zip(prompts, counts, strict=True)]

@@ -1,0 +1,66 @@
+"""Flights: the dispatches that were sent to the device and not read yet."""
+
+import time
+from collections import deque
+
+from jattn.engine.batch import batch_of, device_rows_of
+from jattn.engine.dispatch import NOT_SAMPLED
+from jattn.engine.live_requests import LiveRequests
+from jattn.engine.runner import DispatchResult, InFlight, Runner
+from jattn.engine.scheduler import StepPlan
+
+MOST = 2
+"""Dispatches in flight: one that runs, and one that the device finds ready when that has ended."""
+
+
+class Flights:
+    """At most MOST dispatches, oldest first."""
+
+    def __init__(self, runner: Runner, eos: tuple[int, ...]):
+        self._runner, self._eos = runner, eos
+        self._unread: deque[InFlight] = deque()
+        self._newest: InFlight | None = None  # also after it was read: rows of the next dispatch may continue its rows
+        self._done_at = 0.0  # when the newest dispatch that was read had finished
+
+    def __len__(self) -> int:
+        return len(self._unread)
+
+    @property
+    def has_room(self) -> bool:
+        """May another be sent before one is read?"""
+        return len(self._unread) < MOST
+
+    @property
+    def is_next_short(self) -> bool:
+        """Is the oldest a single step? Then it ends soon."""
+        return bool(self._unread) and self._unread[0].plan.burst == 1
+
+    def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> None:
+        """Send the dispatch of a plan. number: of the dispatch, for profiles."""
+        device_rows = device_rows_of(plan, self._runner.shapes)
+        sources = self._newest.last_row if self._newest else {}
+        seqs = requests.sequences(device_rows)
+        batch = batch_of(plan, device_rows, seqs, sources, self._runner.shapes, self._eos)
+        self._newest = self._runner.send(plan, device_rows, batch, number)
+        self._unread.append(self._newest)
+
+    def take_oldest(self) -> InFlight:
+        """The oldest dispatch, which is no longer in flight; `wait` must follow."""
+        return self._unread.popleft()
+
+    def wait(self, flight: InFlight) -> tuple[DispatchResult, dict[str, float]]:
+        """Wait until a dispatch has finished: (its result, what it adds to the stats)."""
+        begin = time.perf_counter()
+        result = flight.result.result()
+        waited = time.perf_counter() - begin
+        busy = max(result.done_at - max(result.sent_at, self._done_at), 0.0)
+        steps = int((result.tokens != NOT_SAMPLED).any(axis=1).sum()) or 1
+        self._done_at = result.done_at
+        return result, dict(steps=steps, device_seconds=busy, waiting_seconds=waited)
+
+    def drop(self) -> None:
+        """Forget all dispatches, once the device no longer computes them."""
+        for flight in self._unread:
+            flight.result.exception()
+        self._unread.clear()
+        self._newest = None
