@@ -19,7 +19,7 @@ from jattn.attention import PagedAttention
 from jattn.backends.checks import check_cache
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.errors.arguments import check_kind, integer, kind, reals, short, takes, text
+from jattn.errors.arguments import check_kind, integer, kind, reals, sequence_of, short, takes, text
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.batch import BATCH
 from jattn.mla import MLAAttention
@@ -38,12 +38,20 @@ def _world(mesh: Mesh, axis: str) -> int:
     return mesh.shape[axis]
 
 
+def _axes(name: str, value: Any) -> str | tuple[str, ...]:
+    """The rule of an axis name, or of a list of names, outermost first."""
+    return text(name, value) if isinstance(value, str) else sequence_of(text)(name, value)
+
+
 _SPECS = dict(spec=kind(AttentionSpec), cache_spec=kind(KVCacheSpec))
 
 
-@takes(spec=kind(AttentionSpec), axis=text, world=integer(1))
-def rank_spec(spec: AttentionSpec, axis: str, world: int) -> AttentionSpec:
-    """The layer with one rank's heads. mask_fn and score_fn still get the number of the head in the whole layer."""
+@takes(spec=kind(AttentionSpec), axis=_axes, world=integer(1))
+def rank_spec(spec: AttentionSpec, axis: str | tuple[str, ...], world: int) -> AttentionSpec:
+    """The layer with one rank's heads. mask_fn and score_fn still get the number of the head in the whole layer.
+
+    axis: the axis of the `world` ranks, or several axes, outermost first.
+    """
     kv_heads, rest = divmod(spec.num_heads // spec.group_size, world)
     if rest:
         raise ValueError(f"{spec.num_kv_heads=} must be a multiple of the {world=} ranks of axis {axis!r}")
@@ -70,9 +78,9 @@ def rank_cache_spec(cache_spec: KVCacheSpec, world: int) -> KVCacheSpec:
     return dataclasses.replace(cache_spec, num_kv_heads=cache_spec.num_kv_heads // world)
 
 
-@takes(cache_spec=kind(KVCacheSpec), axis=text)
-def head_partition(cache_spec: KVCacheSpec, axis: str) -> PartitionSpec:
-    """The PartitionSpec of a cache's arrays when its heads are distributed over `axis`."""
+@takes(cache_spec=kind(KVCacheSpec), axis=_axes)
+def head_partition(cache_spec: KVCacheSpec, axis: str | tuple[str, ...]) -> PartitionSpec:
+    """The PartitionSpec of a cache's arrays when its heads are distributed over `axis`, or several axes."""
     return PartitionSpec(None, axis) if cache_spec.physical_layout == "HND" else PartitionSpec(None, None, axis)
 
 

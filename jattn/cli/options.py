@@ -21,6 +21,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens", type=int, default=256, metavar="T", help="tokens of a step (default: 256)"
     )
     group.add_argument("--max-model-len", type=int, metavar="L", help="prompt and output (default: the model's)")
+    group.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="distribute the model over N devices (default: 1)"
+    )
+    group.add_argument(
+        "--data-parallel", type=int, default=1, metavar="M", help="only 1: this engine has no data parallelism yet"
+    )
     group.add_argument("--backend", default="auto", help="attention backend (default: auto; see `jattn explain`)")
     group.add_argument("--deterministic", action="store_true", help="the same bits in every batch; slower")
     group.add_argument("--no-prefix-caching", action="store_true", help="do not share the blocks of equal beginnings")
@@ -50,6 +56,8 @@ def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
         deterministic=args.deterministic,
         prefix_caching=not args.no_prefix_caching,
         seed=seed,
+        tensor_parallel=args.tensor_parallel,
+        data_parallel=args.data_parallel,
     )
     folder = embedded.directory() if args.model is None else args.model
     with screen.progress("loading") as report:

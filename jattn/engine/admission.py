@@ -1,45 +1,54 @@
 """Checks of the engine's options and of each request. A refusal lists every reason."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh
 
+from jattn import device
 from jattn.backends import Feature, explain, resolve
 from jattn.engine.blocks import request_root
 from jattn.engine.dispatch import Model
 from jattn.engine.params import SamplingParams, is_encodable
 from jattn.engine.request import Completion, FinishReason, RequestOutput
 from jattn.engine.scheduler import Limits
-from jattn.errors.arguments import boolean, dtype_name, integer, optional, text
+from jattn.errors.arguments import boolean, dtype_name, integer, kind, optional, text
 from jattn.text.tokenizer import Tokenizer
 
 OPTIONS = dict(
     num_blocks=optional(integer(1)), block_size=optional(integer(1)), max_num_seqs=integer(1),
     max_num_batched_tokens=integer(1), max_model_len=optional(integer(1)), max_burst=optional(integer(1)),
     cache_dtype=optional(dtype_name), backend=text, cache_quant=optional(text),
-    prefix_caching=boolean, deterministic=boolean, seed=optional(integer(0, 2**63 - 1)),
+    prefix_caching=boolean, deterministic=boolean, seed=optional(integer(0, 2**63 - 1)), mesh=optional(kind(Mesh)),
 )  # fmt: skip
 """The rule of each option of the Engine."""
 
 
-def model_of(config: Any, caches: Many, forward: Callable | None, backend: str, deterministic: bool) -> Model:
+def model_of(
+    config: Any, caches: Many, forward: Callable | None, backend: str, deterministic: bool, model_mesh: Any = None
+) -> Model:
     """The model that a dispatch calls. deterministic: with a batch-invariant backend; ValueError if there is none."""
     if forward is None:
         from jattn import models
 
         forward = models.forward
+    if not deterministic and backend == "auto":
+        return Model(forward, config, backend, model_mesh)
+    specs = [(layer.attention, cache.spec) for layer, cache in zip(config.layers, caches, strict=True)]
+    if model_mesh is not None:  # each device computes some of the heads
+        specs = [(model_mesh.rank_spec(spec), model_mesh.rank_cache_spec(cache)) for spec, cache in specs]
     if not deterministic:
-        if backend != "auto":  # raises now if it does not support a layer, not at the first request
-            for layer, cache in zip(config.layers, caches, strict=True):
-                resolve(layer.attention, cache.spec, backend=backend)
-        return Model(forward, config, backend)
+        for spec, cache_spec in specs:  # raises now if it does not support a layer, not at the first request
+            resolve(spec, cache_spec, backend=backend)
+        return Model(forward, config, backend, model_mesh)
     able = None
-    for layer, cache in zip(config.layers, caches, strict=True):
-        reports = explain(layer.attention, cache.spec, needs=(Feature.BATCH_INVARIANCE,))
+    for spec, cache_spec in specs:
+        reports = explain(spec, cache_spec, needs=(Feature.BATCH_INVARIANCE,))
         names = [report.name for report in reports if report.supported]
         able = names if able is None else [name for name in able if name in names]
     if not able or backend not in ("auto", *able):
@@ -47,7 +56,31 @@ def model_of(config: Any, caches: Many, forward: Callable | None, backend: str, 
             f"{backend=} does not give the same bits in every batch, which deterministic=True needs; "
             f"{'use one of ' + ', '.join(able) if able else 'no backend does for every layer of this model'}"
         )
-    return Model(forward, config, able[0] if backend == "auto" else backend)
+    return Model(forward, config, able[0] if backend == "auto" else backend, model_mesh)
+
+
+def mesh_of(mesh: Mesh | None, tensor_parallel: int, data_parallel: int) -> Mesh | None:
+    """The mesh that the options of from_pretrained mean; None: one device."""
+    sizes = integer(1)("data_parallel", data_parallel), integer(1)("tensor_parallel", tensor_parallel)
+    count = math.prod(sizes)
+    if mesh is not None and count > 1:
+        raise ValueError(f"give mesh= or {tensor_parallel=} and {data_parallel=}, not both")
+    if mesh is not None or count == 1:
+        return mesh
+    devices = device.devices()
+    if count > len(devices):
+        raise ValueError(
+            f"{tensor_parallel=} and {data_parallel=} need {count} devices, and JAX has {len(devices)}"
+            + ("; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count=N" * (devices[0].platform == "cpu"))
+        )
+    return jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2, devices=devices[:count])
+
+
+def model_mesh_of(config: Any, mesh: Mesh) -> Any:
+    """The jattn.models.ModelMesh of a model on a mesh; an error if it cannot be distributed so."""
+    from jattn import models
+
+    return models.ModelMesh.of(config, mesh)
 
 
 def check(

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Many
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jattn.engine.dispatch import Batch
 from jattn.engine.request import Sequence
@@ -69,29 +70,31 @@ def batch_of(
         source=source,
         metas=tuple(metas),
         rows=sampling_rows(rules, position, remaining),
-        penalties=penalties(rules, _histories(seqs, penalised & (samples > 0), num_rows, limit)),
+        penalties=penalties(rules, _histories(seqs, penalised & (samples > 0), num_rows, limit, shapes.place)),
         needs_history_or_logprobs=np.bool_(has_logprobs or penalised.any()),
         steps=np.int32(plan.burst),
         block_size=shapes.block_size,
     )
 
 
-def _histories(seqs: Many[Sequence], wanted: np.ndarray, num_rows: int, width: int) -> jax.Array:
+def _histories(
+    seqs: Many[Sequence], wanted: np.ndarray, num_rows: int, width: int, place: Sharding | None
+) -> jax.Array:
     """i32[num_rows width] the known tokens of the sequences that are `wanted`, bool[len(seqs)]; -1: unused. On the
     device."""
     if not wanted.any():
-        return _no_history(num_rows, width)
+        return _no_history(num_rows, width, place)
     history = np.full((num_rows, width), -1, np.int32)
     for row in np.flatnonzero(wanted).tolist():
         known = seqs[row].tokens
         history[row, : len(known)] = known
-    return jax.device_put(history)
+    return jax.device_put(history, place)
 
 
 @functools.cache
-def _no_history(num_rows: int, width: int) -> jax.Array:
+def _no_history(num_rows: int, width: int, place: Sharding | None) -> jax.Array:
     """An unused history, made once: most batches have no penalties, and it is as wide as the longest sequence."""
-    return jax.device_put(np.full((num_rows, width), -1, np.int32))
+    return jax.device_put(np.full((num_rows, width), -1, np.int32), place)
 
 
 def tables_of(seqs: Many[Sequence], shapes: StepShapes) -> list[np.ndarray]:
@@ -114,7 +117,7 @@ def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShape
         source=np.full(num_rows, HOST_KNOWS, np.int32),
         metas=(meta_of([], [], [], np.zeros((0, 1), np.int32), shapes, shape),) * num_groups,
         rows=sampling_rows(rules, none, none),
-        penalties=penalties(rules, _no_history(num_rows, shapes.limits.max_model_len)),
+        penalties=penalties(rules, _no_history(num_rows, shapes.limits.max_model_len, shapes.place)),
         needs_history_or_logprobs=np.bool_(False),
         steps=np.int32(1),
         block_size=shapes.block_size,

@@ -34,19 +34,25 @@ class Model:
     """The model that a dispatch computes. Hashable: equal models share compiled programs."""
 
     # As jattn.models.forward: (config, params, token_ids, caches, meta, backend=, logits_at=) -> (caches, logits).
-    # meta: a CommonAttentionMetadata, or a tuple of them if the model has several cache groups.
+    # meta: a CommonAttentionMetadata, or a tuple of them if the model has several cache groups. With a model_mesh, also
+    # model_mesh=.
     forward: Callable
     config: Any  # a jattn.models.ModelConfig, or one with the same attributes
     backend: str = "auto"  # attention backend
+    model_mesh: Any = None  # a jattn.models.ModelMesh, if the model is distributed over several devices
 
     def last_logits(self, params, caches, token_ids, metas):
         """(caches, f32[R vocab] of each row's last token)."""
         meta = metas[0] if len(metas) == 1 else metas
-        last = metas[0].logits_at_last_token()
-        caches, logits = self.forward(
-            self.config, params, token_ids, caches, meta, backend=self.backend, logits_at=last
-        )
+        options = dict(backend=self.backend, logits_at=metas[0].logits_at_last_token())
+        if self.model_mesh is not None:
+            options["model_mesh"] = self.model_mesh
+        caches, logits = self.forward(self.config, params, token_ids, caches, meta, **options)
         return caches, logits.astype(jnp.float32)
+
+    def replicated(self, tree):
+        """The same arrays; with a mesh, whole on each of its devices."""
+        return tree if self.model_mesh is None else self.model_mesh.replicated(tree)
 
 
 @pytree
@@ -112,7 +118,7 @@ def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
     before: the RowState of the previous dispatch. packed: a Batch. tokens[i, r] is the token of row r in step i:
     BAD_TOKEN if its logits were NaN or infinite, NOT_SAMPLED if the row had ended before.
     """
-    batch: Batch = packed.unpacked()
+    batch: Batch = model.replicated(packed).unpacked()
     num_rows = batch.metas[0].max_num_reqs
     remaining, token_ids, metas, recent = _continued(before, batch)
     rows = dataclasses.replace(batch.rows, remaining=remaining)
@@ -123,7 +129,7 @@ def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
         caches, logits = model.last_logits(params, caches, state.token_ids, state.metas)
         now = dataclasses.replace(rows, position=rows.position + state.step)
         known = jnp.concatenate([recent, state.sampled.tokens])
-        new = choose(logits, now, batch.penalties, known, needs_history_or_logprobs)
+        new = choose(logits, now, batch.penalties, known, needs_history_or_logprobs, model.model_mesh is not None)
         chosen = new.tokens
         new = dataclasses.replace(new, tokens=jnp.where(state.alive, chosen, NOT_SAMPLED))
         put = lambda all_steps, row: jax.lax.dynamic_update_index_in_dim(all_steps, row, state.step, 0)
@@ -152,7 +158,7 @@ def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
         remaining=jnp.pad(jnp.where(end.alive, remaining - end.step, 0), (0, wider)),
         recent=jnp.pad(end.sampled.tokens, ((0, 0), (0, wider)), constant_values=NOT_SAMPLED),
     )
-    return caches, end.sampled, row_state
+    return caches, model.replicated(end.sampled), model.replicated(row_state)
 
 
 def _continued(before: RowState, batch: Batch) -> tuple[jax.Array, jax.Array, tuple, jax.Array]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jattn.cache import PagedKV
 from jattn.engine import admission, interrupts, sizing
@@ -75,6 +76,7 @@ class Engine:
         deterministic: bool = False,  # the same bits alone and in any batch; slower
         chat_template: ChatTemplate | None = None,  # for chats; from_pretrained reads the folder's
         forward: Callable | None = None,  # called in place of jattn.models.forward, with its arguments
+        mesh: Mesh | None = None,  # distributes the model over its axis "tensor"; "data" and "context" must have size 1
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         dtype = cache_dtype or sizing.dtype_of(params)
@@ -84,17 +86,21 @@ class Engine:
         groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, reserved)
         block_limits = [max_blocks_of_group(group, *step, prefix_caching) for group in groups]
         storage = sizing.storage_of(dtype, cache_quant)
+        model_mesh = None if mesh is None else admission.model_mesh_of(config, mesh)
         pools, max_model_len = sizing.pools_of(
-            config, storage, num_blocks, block_size, block_limits, max_num_seqs, max_model_len
+            config, storage, num_blocks, block_size, block_limits, max_num_seqs, max_model_len, model_mesh
         )
         waiting_burst = min(max_burst, sizing.default_waiting_burst())
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst, waiting_burst)
-        self.shapes = StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config))
+        place = None if model_mesh is None else model_mesh.everywhere
+        self.shapes = StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config), place)
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.config = config
         make_caches = functools.partial(config.make_caches, pools, block_size, **storage)
+        if model_mesh is not None:
+            make_caches = functools.partial(model_mesh.empty_caches, config.cache_specs(pools, block_size, **storage))
         caches = make_caches()
-        model = admission.model_of(config, caches, forward, backend, deterministic)
+        model = admission.model_of(config, caches, forward, backend, deterministic, model_mesh)
         self.runner = Runner(model, params, caches, make_caches, self.shapes)
         self._make_tables = functools.partial(BlockTables, pools, block_size, groups, prefix_caching)
         self.tables = self._make_tables()
@@ -109,21 +115,36 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path, *, progress: Callable[[int, int, str], None] | None = None, **options
+        cls,
+        directory: str | Path,
+        *,
+        progress: Callable[[int, int, str], None] | None = None,
+        tensor_parallel: int = 1,
+        data_parallel: int = 1,
+        mesh: Mesh | None = None,
+        **options,
     ) -> "Engine":
         """An engine for a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
 
-        progress(done, total, name) is called before each weight is read. options: those of Engine.
+        progress(done, total, name) is called before each weight is read. tensor_parallel: distribute the model over so
+        many of JAX's devices; `mesh` chooses them. data_parallel: only 1. options: those of Engine.
+
+        With a mesh, each weight goes straight into its parts: no device has more than its part, the host one weight.
         """
         from jattn import models
 
-        config, params = models.load(directory, progress=progress)
+        mesh = admission.mesh_of(mesh, tensor_parallel, data_parallel)
+        sharding = None
+        if mesh is not None:
+            config = models.load_config(directory)
+            sharding = admission.model_mesh_of(config, mesh).weight_sharding(config)
+        config, params = models.load(directory, sharding=sharding, progress=progress)
         if config.is_encoder or config.encoder is not None:
             raise ValueError(
                 f"{config.family} is not a decoder-only model, and the engine serves no other; see jattn.models"
             )
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
-        return cls(config, params, tokenizer, chat_template=template, **options)
+        return cls(config, params, tokenizer, chat_template=template, mesh=mesh, **options)
 
     # ------------------------------------------------------------------ a list of prompts
     def generate(

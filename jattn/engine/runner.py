@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jattn.engine import warming, weights
-from jattn.engine.dispatch import Batch, Model, dispatch, empty_row_state
+from jattn.engine.dispatch import Batch, Model, RowState, dispatch, empty_row_state
 from jattn.engine.packing import Packed, pack
 from jattn.engine.request import TokenLogprob
 from jattn.engine.sampling import Sampled
@@ -62,13 +62,25 @@ class Runner:
 
     def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):
         self.model, self.shapes = model, shapes
-        self.params = weights.adopt(params)
-        self._caches = weights.bound_like(self.params, caches)
-        self._row_state = weights.bound_like(self.params, empty_row_state(shapes.max_rows))
+        self.params = self._adopted(params)
+        self._caches, self._row_state = self._bound(caches)
         self._make_caches = make_caches
         self._sender, self._reader = Worker("jattn-sender"), Worker("jattn-reader")
         self._stored: weights.StoredWeights | None = None  # None while awake
         self._dead: EngineDeadError | None = None
+
+    def _adopted(self, params: Any) -> Any:
+        model = self.model
+        if model.model_mesh is None:
+            return weights.adopt(params)
+        return weights.distributed(params, model.model_mesh.weight_shardings(model.config))
+
+    def _bound(self, caches: Any) -> tuple[Any, RowState]:
+        """(caches, an empty RowState), placed as a dispatch returns them."""
+        row_state = empty_row_state(self.shapes.max_rows)
+        if self.model.model_mesh is not None:  # its caches are placed
+            return caches, jax.device_put(row_state, self.shapes.place)
+        return weights.bound_like(self.params, (caches, row_state))
 
     @property
     def caches(self) -> Any:
@@ -135,8 +147,7 @@ class Runner:
         """Replace the caches by empty ones and run the smallest program; EngineDeadError if that fails."""
         try:
             self._drop_caches()
-            caches = weights.bound_like(self.params, self._make_caches())
-            row_state = weights.bound_like(self.params, empty_row_state(self.shapes.max_rows))
+            caches, row_state = self._bound(self._make_caches())
             probe = self._sender.submit(warming.probe, self.model, self.params, caches, row_state, self.shapes)
             self._caches, self._row_state = probe.result()
         except Exception as error:

@@ -69,12 +69,14 @@ def choose(
     penalties: Penalties,
     sampled: jax.Array,
     needs_history_or_logprobs: jax.Array,
+    is_distributed: bool = False,
 ) -> Sampled:
     """One token for each row, from logits f32[R vocab].
 
     sampled: i32[S R], the tokens of the rows since `penalties` were made; negative ones are unused.
     needs_history_or_logprobs: bool[], some row has penalties, or log-probabilities are requested. If it is False, the
     log-probabilities are not computed and are 0.
+    is_distributed: each device has a part of the vocabulary. No operation then gathers the logits.
     """
     top = (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
 
@@ -85,16 +87,18 @@ def choose(
     branches = (
         lambda: without_logprobs(_usable(logits, _greedy(logits))),
         lambda: without_logprobs(_usable(logits, _drawn(logits, rows))),
-        lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1]),
+        lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], is_distributed),
     )
     # One switch of three branches, not two nested ones: on a GPU each switch waits for its condition.
     branch = jnp.where(needs_history_or_logprobs, 2, jnp.any(rows.temperature > 0).astype(jnp.int32))
     return jax.lax.switch(branch, branches)
 
 
-def _with_logprobs(logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int) -> Sampled:
+def _with_logprobs(
+    logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int, is_distributed: bool
+) -> Sampled:
     raw = jax.nn.log_softmax(logits, axis=-1)
-    top_logprobs, top_tokens = most_likely(raw, top)
+    top_logprobs, top_tokens = most_likely(raw, top, is_distributed)
     after = penalised(logits, penalties)
     tokens = jax.lax.cond(jnp.any(rows.temperature > 0), lambda: _drawn(after, rows), lambda: _greedy(after))
     chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)[:, 0]
@@ -179,11 +183,14 @@ def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
     return jax.lax.fori_loop(0, 32, with_bit, jnp.zeros(rows, jnp.uint32))
 
 
-def most_likely(logprobs: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def most_likely(logprobs: jax.Array, count: int, is_distributed: bool = False) -> tuple[jax.Array, jax.Array]:
     """The `count` largest of f32[R vocab], largest first, and their tokens i32: the same as lax.top_k.
 
-    For lax.top_k XLA sorts the whole vocabulary on a GPU, and compiles ten kernels.
+    For lax.top_k XLA sorts the whole vocabulary on a GPU, and compiles ten kernels. If the vocabulary is distributed,
+    XLA gathers it first.
     """
+    if is_distributed:
+        return _one_by_one(count, logprobs)
     top_k = lambda x: tuple(jax.lax.top_k(x, count))
     values, tokens = jax.lax.platform_dependent(logprobs, cuda=functools.partial(_one_by_one, count), default=top_k)
     return values, tokens

@@ -35,6 +35,7 @@ class StepShapes:
     block_size: int  # tokens of a block
     deterministic: bool = False
     with_final_lens: bool = False  # batches have final_seq_lens, because the model's rotary angles depend on them
+    place: jax.sharding.Sharding | None = None  # of a batch's arrays on the device; None: JAX's default device
     # Fewer shapes: see LEAST_ROWS and MIN_MIXED_TOKENS_COARSE.
     is_coarse: bool = dataclasses.field(default_factory=lambda: jax.default_backend() != "cpu")
 

@@ -3,6 +3,7 @@
 import bisect
 import os
 from collections.abc import Sequence as Many
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,14 @@ DEFAULT_MODEL_LEN = 4096
 """The longest sequence if neither the model nor the user limits it."""
 
 
-def free_bytes() -> int:
-    """Bytes for the cache: a share of the free memory of the device; on a CPU, of the host."""
-    stats = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * DEVICE_SHARE)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * CPU_SHARE)
+def free_bytes(devices: Many[Any] | None = None) -> int:
+    """Bytes for the cache on each of the devices (None: JAX's default device): a share of the free memory of the one
+    with the least; on a CPU, of the host's, which they share."""
+    devices = jax.devices()[:1] if devices is None else devices
+    stats = [device.memory_stats() or {} for device in devices]
+    if all("bytes_limit" in each for each in stats):
+        return int(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats) * DEVICE_SHARE)
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * CPU_SHARE / len(devices))
 
 
 def default_block_size() -> int:
@@ -77,7 +80,7 @@ def storage_of(dtype: str, quant: str | None) -> dict[str, str]:
 
 def pools_of(
     config, storage: dict[str, str], num_blocks: int | None, block_size: int, block_limits: Many[int | None],
-    max_num_seqs: int, max_model_len: int | None,
+    max_num_seqs: int, max_model_len: int | None, model_mesh: Any = None,
 ) -> tuple[tuple[int, ...], int]:  # fmt: skip
     """(blocks of each cache group's pool, max_model_len). num_blocks and max_model_len, if None, are computed from the
     model and the free memory.
@@ -91,11 +94,14 @@ def pools_of(
     if limit is not None and longest > limit:
         raise ValueError(f"{max_model_len=} is more than the model's {limit} positions")
     if num_blocks is None:
-        specs = config.cache_specs(2, block_size, **storage)
+        specs, memory = config.cache_specs(2, block_size, **storage), None
+        if model_mesh is not None:  # of each device
+            specs = [model_mesh.rank_cache_spec(spec) for spec in specs]
+            memory = free_bytes(model_mesh.devices)
         block_bytes = [sum(specs[layer].bytes_per_block for layer in group.layers) for group in config.cache_groups]
         useful = max_num_seqs * cdiv(longest, block_size) + 1
         needed = 2 if max_model_len is None else cdiv(longest, block_size) + 1
-        num_blocks = blocks_that_fit(block_bytes, block_limits, needed, useful)
+        num_blocks = blocks_that_fit(block_bytes, block_limits, needed, useful, memory)
     pools = _pools(num_blocks, block_limits)
     # If each group has all blocks that its window or chunk can use, the pools limit no sequence's length.
     is_bound = any(limit is None or limit >= num_blocks for limit in block_limits)
@@ -107,13 +113,17 @@ def pools_of(
     return pools, max_model_len
 
 
-def blocks_that_fit(block_bytes: Many[int], block_limits: Many[int | None], needed: int, useful: int) -> int:
-    """The largest num_blocks that fits the free memory, at most `useful`; CacheFullError if less than `needed`."""
+def blocks_that_fit(
+    block_bytes: Many[int], block_limits: Many[int | None], needed: int, useful: int, memory: int | None = None
+) -> int:
+    """The largest num_blocks that fits the memory (None: the free memory of JAX's default device), at most `useful`;
+    CacheFullError if less than `needed`."""
 
     def size(num_blocks: int) -> int:
         return sum(n * blocks for n, blocks in zip(block_bytes, _pools(num_blocks, block_limits), strict=True))
 
-    count = bisect.bisect_right(range(useful + 1), free_bytes(), key=size) - 1
+    memory = free_bytes() if memory is None else memory
+    count = bisect.bisect_right(range(useful + 1), memory, key=size) - 1
     if count < needed:
         raise CacheFullError(
             f"{count} blocks of {size(1)} bytes fit the free memory, a sequence of full length needs {needed}; "

@@ -15,6 +15,24 @@ def adopt(params: Any) -> Any:
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(np.array(x)), params)
 
 
+def distributed(params: Any, shardings: Any) -> Any:
+    """The same weights in new containers, each placed by its sharding; ValueError if the trees differ.
+
+    Arrays that are placed so already are shared: see `adopt`. Of all others only the parts are copied.
+    """
+    leaves, structure = jax.tree.flatten(shardings)
+    if structure != jax.tree.structure(params):
+        raise ValueError(f"the containers of the weights are {jax.tree.structure(params)}, not {structure}")
+    placed = [_distributed(x, place) for x, place in zip(jax.tree.leaves(params), leaves, strict=True)]
+    return jax.tree.unflatten(structure, placed)
+
+
+def _distributed(x: Any, place: jax.sharding.Sharding) -> jax.Array:
+    if isinstance(x, jax.Array):
+        return jax.device_put(x, place)
+    return jax.make_array_from_callback(np.shape(x), place, lambda index: np.array(x[index]))  # see `adopt`
+
+
 def copied_like(old: Any, new: Any) -> Any:
     """A copy of `new` with the placement of `old`; ValueError unless structure, shapes and dtypes are equal."""
     if wrong := _differences(old, new):

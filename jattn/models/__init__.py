@@ -5,6 +5,7 @@ from jattn.models.decoder import forward, prompt_logits
 from jattn.models.layers import head
 from jattn.models.load import config_of, load, load_config
 from jattn.models.mlp import MLP
+from jattn.models.model_mesh import ModelMesh
 from jattn.models.moe import MoE
 from jattn.models.residual import ResidualNorms
 from jattn.models.weight_tree import init_params, logical_axes, weight_specs
@@ -16,6 +17,7 @@ __all__ = [
     "LayerConfig",
     "MoE",
     "ModelConfig",
+    "ModelMesh",
     "ResidualNorms",
     "config_of",
     "encode",

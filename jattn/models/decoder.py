@@ -13,7 +13,9 @@ from jattn.cache import PagedKV
 from jattn.metadata import CommonAttentionMetadata
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.layers import embed, head, mlp_sublayer
+from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import residual
+from jattn.models.sharded_attention import ShardedAttention
 from jattn.models.without_cache import encode
 from jattn.nn import Angles, Rope
 from jattn.nn.apply import angles_of
@@ -34,6 +36,7 @@ def forward(
     logits_at: jax.Array | None = None,
     encoder_ids: jax.Array | None = None,
     backend: str = "auto",
+    model_mesh: ModelMesh | None = None,
 ) -> tuple[tuple[PagedKV, ...], jax.Array]:
     """One step: packed token_ids i32[T] -> (caches, logits f32[T, vocab]). Rows of padding tokens are undefined.
 
@@ -41,11 +44,25 @@ def forward(
     logits_at i32[L]: compute logits f32[L, vocab] of these packed tokens alone; None: of all tokens.
     encoder_ids i32[Te]: the packed encoder tokens of `meta.cross`, in the first step of an encoder-decoder's requests;
     None once they are cached.
+    model_mesh: inside jit, with params, caches and result distributed as it says; each rank gets the logits of its part
+    of the vocabulary.
     """
+    args = (config, params, token_ids, caches, meta, logits_at, encoder_ids, backend, model_mesh)
+    if model_mesh is None:
+        return _forward(*args)
+    with model_mesh.context():
+        caches, logits = _forward(*args)
+        return model_mesh.kept_caches(caches), model_mesh.over_vocabulary(logits)
+
+
+def _forward(
+    config: ModelConfig, params, token_ids, caches, meta, logits_at, encoder_ids, backend: str,
+    model_mesh: ModelMesh | None,
+) -> tuple[tuple[PagedKV, ...], jax.Array]:  # fmt: skip
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
     x = embed(config, params, jnp.asarray(token_ids), positions)
-    step, count = _StepPlans(config, caches, batches, backend, x.dtype), len(config.layers)
+    step, count = _StepPlans(config, caches, batches, backend, x.dtype, model_mesh), len(config.layers)
     self_caches, cross_caches = [], []
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         angles = step.angles(layer.rope)
@@ -56,7 +73,7 @@ def forward(
             j = count + i  # caches of cross attention follow those of self-attention
             cache, x = _cross_attention(layer, step.attns[j], weights, x, caches[j], step.plan(j), encoded)
             cross_caches.append(cache)
-        x = _mlp(layer, weights, start, x)
+        x = _mlp(layer, model_mesh, weights, start, x)
     if logits_at is not None:
         x = x[jnp.asarray(logits_at)]
     return (*self_caches, *cross_caches), head(config, params, x)
@@ -66,7 +83,9 @@ def forward(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _self_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache, plan, positions, angles):
+def _self_attention(
+    layer: LayerConfig, attn: PagedAttention | ShardedAttention, weights, x, cache, plan, positions, angles
+):
     attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
     attention = lambda y: project_and_attend(
         layer.self_attn, weights["attn"], y, attend, positions=positions, angles=angles
@@ -83,21 +102,25 @@ def _cross_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache
     return residual(layer.cross_norms, "cross", weights, x, attention)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _mlp(layer: LayerConfig, weights, x, attended):
-    return mlp_sublayer(layer, weights, x, attended)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _mlp(layer: LayerConfig, model_mesh: ModelMesh | None, weights, x, attended):
+    return mlp_sublayer(layer, weights, x, attended, model_mesh)
 
 
 class _StepPlans:
     """What the layers of one step share: one plan per distinct attention and batch, angles per distinct Rope."""
 
-    def __init__(self, config: ModelConfig, caches: Sequence[PagedKV], batches: Sequence, backend: str, dtype):
+    def __init__(
+        self, config: ModelConfig, caches: Sequence[PagedKV], batches: Sequence, backend: str, dtype,
+        model_mesh: ModelMesh | None,
+    ):  # fmt: skip
         group = {index: batch for g, batch in zip(config.cache_groups, batches, strict=True) for index in g.layers}
         specs = [layer.attention for layer in config.layers]
         specs += [layer.cross_attn.spec for layer in config.layers if layer.cross_attn is not None]
         cache_specs = [cache.spec for cache in caches]
         pairs = zip(specs, cache_specs, strict=True)
-        self.attns = [PagedAttention(spec, cache_spec, backend, dtype=dtype) for spec, cache_spec in pairs]
+        attention = PagedAttention if model_mesh is None else model_mesh.attention
+        self.attns = [attention(spec, cache_spec, backend, dtype=dtype) for spec, cache_spec in pairs]
         # Every batch has the block table of cross attention.
         self.batches = [group.get(index, batches[0]) for index in range(len(specs))]
         self.plans: dict[tuple, Any] = {}

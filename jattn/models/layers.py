@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import activation
+from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import normed, residual
 from jattn.nn.attention_layer import linear
 from jattn.ops.product import product
@@ -50,9 +51,16 @@ def self_attention_layer(layer: LayerConfig, weights: dict[str, Any], x: jax.Arr
     return cache, mlp_sublayer(layer, weights, x, attended)
 
 
-def mlp_sublayer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array, attended: jax.Array) -> jax.Array:
+def mlp_sublayer(
+    layer: LayerConfig,
+    weights: dict[str, Any],
+    x: jax.Array,
+    attended: jax.Array,
+    model_mesh: ModelMesh | None = None,
+) -> jax.Array:
     """`attended` after the layer's MLP or mixture of experts. x: the input of the layer, which a parallel MLP reads."""
-    mlp = lambda y: (None, layer.mlp(weights["mlp"], y))
+    compute = layer.mlp if model_mesh is None else model_mesh.mlp(layer.mlp)
+    mlp = lambda y: (None, compute(weights["mlp"], y))
     if not layer.parallel:
         return residual(layer.mlp_norms, "mlp", weights, attended, mlp)[1]
     if layer.shares_norm:

@@ -89,16 +89,28 @@ class MoE:
 
     def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> [T, hidden]; the result of a token does not depend on the other tokens."""
+        y = self.routed(weights, x)
+        return y if self.shared is None else y + self.of_shared(weights, x)
+
+    def routed(self, weights: dict, x: jax.Array, first: "jax.Array | int" = 0, count: int | None = None) -> jax.Array:
+        """What `count` experts from number `first` on add to each token: those that `weights` has. None: all experts.
+
+        The router has all experts. The sum over all parts is the result of the mixture.
+        """
         chosen, score = self._route(weights["router"], x)
-        flat = chosen.reshape(-1)
+        flat, count = chosen.reshape(-1), self.num_experts if count is None else count
+        is_part = count < self.num_experts
+        if is_part:
+            flat = jnp.where((flat >= first) & (flat < first + count), flat - first, count)  # `count`: of another part
         order = jnp.argsort(flat, stable=True)  # rows of one expert are contiguous
         rows, score = x[order // self.top_k], score.reshape(-1)[order, None].astype(x.dtype)
         on_input = self.scores == "sigmoid_of_input"
-        sizes = jnp.bincount(flat, length=self.num_experts).astype(jnp.int32)
+        sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
         y = self._experts(weights, rows * score if on_input else rows, sizes, flat[order])
+        if is_part:  # a row that no group has is undefined
+            y = jnp.where(flat[order, None] < count, y, 0)
         y = y if on_input else y * score
-        y = y[jnp.argsort(order)].reshape(x.shape[0], self.top_k, -1).sum(axis=1)
-        return y if self.shared is None else y + self._shared(weights, x)
+        return y[jnp.argsort(order)].reshape(x.shape[0], self.top_k, -1).sum(axis=1)
 
     def _route(self, router: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The chosen experts i32[T, top_k] and their scores f32[T, top_k]."""
@@ -130,7 +142,7 @@ class MoE:
         is_kept = (kept[:, :, None] == jnp.arange(self.groups)[None, None, :]).any(axis=1)
         return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(ranks.shape)
 
-    def _shared(self, weights: dict, x: jax.Array) -> jax.Array:
+    def of_shared(self, weights: dict, x: jax.Array) -> jax.Array:
         """The output of the shared expert."""
         assert self.shared is not None
         y = self.shared(weights["shared"], x)

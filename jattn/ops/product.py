@@ -25,6 +25,7 @@ class Implementation:
     supports: Callable[[str, jax.Array, Arrays, Any], bool]  # (platform of a jattn.device.Chip, x, kernels, dtype)
     compute: Callable[[jax.Array, Arrays, bool, Any], Arrays]  # (x, kernels, transposed, dtype)
     silu: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array] | None = None  # silu_product, if in one call
+    is_partitionable: bool = False  # XLA's partitioner can divide it over the Auto axes of a mesh
 
 
 def products(
@@ -32,15 +33,23 @@ def products(
 ) -> Arrays:
     """x [T, in] @ kernel [in, out] for each kernel, summed in float32: dtype[T, out]. transposed: kernels [out, in].
 
-    Under jit with weights sharded over several CPU devices, the C++ kernel gathers them; inside shard_map it does not.
+    With weights that are sharded over several CPU devices, trace under jax.sharding.use_abstract_mesh or in shard_map:
+    XLA cannot partition the C++ kernel, and would gather the weights in front of it.
     """
     dtype = jnp.dtype(dtype)
     return _choose(x, tuple(kernels), dtype).compute(x, tuple(kernels), transposed, dtype)
 
 
 def _choose(x: jax.Array, kernels: Arrays, dtype: Any) -> Implementation:
-    platform = device.detect().platform
-    return next(way for way in IMPLEMENTATIONS if way.supports(platform, x, kernels, dtype))
+    platform, is_partitioned = device.detect().platform, _is_partitioned()
+    able = (way for way in IMPLEMENTATIONS if way.is_partitionable or not is_partitioned)
+    return next(way for way in able if way.supports(platform, x, kernels, dtype))
+
+
+def _is_partitioned() -> bool:
+    """Will XLA's partitioner divide what is traced now? In shard_map it will not: the axes of the mesh are Manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes + mesh.explicit_axes)
 
 
 def product(x: jax.Array, kernel: jax.Array, *, transposed: bool = False, dtype: Any = jnp.float32) -> jax.Array:
@@ -116,6 +125,6 @@ def _native_silu_jvp(dtype: Any, primals, tangents):
 
 IMPLEMENTATIONS = (
     Implementation("cpu_native", _supports_native, _native, _native_silu),
-    Implementation("dot", lambda platform, x, kernels, dtype: True, _dots),
+    Implementation("dot", lambda platform, x, kernels, dtype: True, _dots, is_partitionable=True),
 )
 """In order of preference."""

@@ -6,10 +6,14 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from jattn.engine.dispatch import MAX_STEPS
-from tests.bite.test_experts import test_every_token_gets_what_its_own_experts_give
+from tests.bite.test_experts import (
+    test_every_token_gets_what_its_own_experts_give,
+    test_parts_of_the_experts_add_up_to_all,
+)
 from tests.engine import test_quick_laws as laws
 from tests.engine import test_sampling_odd as sampling
 from tests.engine import test_scheduler as scheduler
+from tests.models.test_model_mesh import test_layers_with_different_numbers_of_kv_heads
 
 TABLES = "jattn.engine.tables.BlockTables"
 
@@ -74,14 +78,14 @@ def one_more(kept, scaled):
 def at_one_position(original):
     """Every draw of a burst with the key of its first step."""
 
-    def mutant(logits, rows, penalties, sampled, needed):
+    def mutant(logits, rows, penalties, sampled, *more):
         step = jnp.sum(sampled[-MAX_STEPS:, 0] != -2)
         return original(
             logits,
             dataclasses.replace(rows, position=rows.position - step),
             penalties,
             sampled,
-            needed,
+            *more,
         )
 
     return mutant
@@ -169,6 +173,16 @@ MUTANTS = {
         "jattn.models.moe.MoE._experts",
         lambda original: lambda self, *args: jnp.roll(original(self, *args), 1, axis=0),
         (test_every_token_gets_what_its_own_experts_give,),
+    ),
+    "a part of the experts computes the first part's": Mutant(
+        "jattn.models.moe.MoE.routed",
+        lambda original: lambda self, weights, x, first=0, count=None: original(self, weights, x, 0, count),
+        (test_parts_of_the_experts_add_up_to_all,),
+    ),
+    "kv heads on the wrong axes of a mesh": Mutant(
+        "jattn.models.model_mesh.ModelMesh.kv_axes",
+        lambda original: lambda self, heads: self.axes[len(self.axes) - len(original(self, heads)) :],
+        (test_layers_with_different_numbers_of_kv_heads,),
     ),
     "rows of experts not put back": Mutant(
         "jattn.models.moe.MoE._experts",

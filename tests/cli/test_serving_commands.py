@@ -26,6 +26,11 @@ def test_generate_adds_and_streams(capsys):
     assert capsys.readouterr().out == "2340\n"
 
 
+def test_generate_on_two_devices(capsys):
+    assert cli.main(["generate", "740+583=", "--stop", r"\n", *SMALL, "--tensor-parallel", "2"]) == 0
+    assert capsys.readouterr().out == "2340\n"
+
+
 def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("740+583=\n\n100+100=\n")
@@ -46,6 +51,8 @@ def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
         (["generate", "x", "--file", "y"], "not both"),
         (["generate", "x", *SMALL, "--max-num-seqs", "99"], "max_num_batched_tokens=32 must be at least"),
         (["generate", "x", *SMALL, "--backend", "sdpb"], "sdpb"),
+        (["generate", "x", *SMALL, "--tensor-parallel", "999"], "tensor_parallel=999 .*need 999 devices"),
+        (["generate", "x", *SMALL, "--data-parallel", "2"], "data-parallel attention is not implemented"),
         (["serve", "--api-key-env", "JATTN_TEST_UNSET"], "JATTN_TEST_UNSET"),
     ],
 )

@@ -1,0 +1,255 @@
+"""ModelMesh: a model that is distributed over the devices of a mesh."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jattn import device
+from jattn.attention import PagedAttention
+from jattn.cache import KVCacheSpec, PagedKV, empty_cache
+from jattn.errors import UnsupportedError
+from jattn.models.config import LayerConfig, ModelConfig
+from jattn.models.mlp import MLP
+from jattn.models.moe import MoE
+from jattn.models.sharded_attention import ShardedAttention
+from jattn.models.weight_tree import weight_paths, weight_specs
+from jattn.nn.weight_spec import WeightSpec, is_weight_spec
+from jattn.parallel import head_partition, rank_spec
+from jattn.spec import AttentionSpec
+
+REPLICATED = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelMesh:
+    """The devices (ranks) over which a model's heads, MLPs, experts and vocabulary are distributed. Make it with `of`.
+
+    XLA's partitioner divides the products and adds the all-reduces; attention and experts run in shard_map. Where
+    layers have fewer kv heads than ranks, the mesh has several axes: the kv heads are distributed over the first of
+    them and replicated over the others. 8 ranks and 2 kv heads: axes of 2 and 4, ranks 0..3 have kv head 0.
+
+    A vocabulary that the ranks do not divide is replicated; anything else that they do not divide is refused.
+    """
+
+    mesh: Mesh  # the ranks in order; all its axes are Auto
+
+    @classmethod
+    def of(cls, config: ModelConfig, mesh: Mesh) -> "ModelMesh":
+        """For a mesh with the axis "tensor", and perhaps axes "data" and "context" of size 1."""
+        devices = _ranks(mesh)
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
+        if config.is_encoder or config.encoder is not None:
+            raise UnsupportedError(f"{config.family} is not a decoder-only model: no other is distributed over a mesh")
+        for index, layer in enumerate(config.layers):
+            _check_layer(f"layer {index}", layer, len(devices))
+        sizes = _axis_sizes(len(devices), (layer.attention.num_kv_heads for layer in config.layers))
+        names = ("tensor",) if len(sizes) == 1 else tuple(f"tensor_{i}" for i in range(len(sizes)))
+        return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.mesh.size
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices, by rank."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes, outermost first."""
+        return self.mesh.axis_names
+
+    def kv_axes(self, num_kv_heads: int) -> tuple[str, ...]:
+        """The axes over which so many kv heads are distributed: the first ones."""
+        axes, ranks = [], 1
+        for name, size in self.mesh.shape.items():
+            if ranks < min(num_kv_heads, self.size):
+                axes.append(name)
+                ranks *= size
+        assert ranks == min(num_kv_heads, self.size), "see _axis_sizes"
+        return tuple(axes)
+
+    # ------------------------------------------------------------------ weights
+    def weight_shardings(self, config: ModelConfig) -> Any:
+        """The NamedSharding of each weight, in the tree of jattn.models.weight_specs."""
+        specs, is_leaf = weight_specs(config), is_weight_spec
+        whole = functools.partial(self._of_weight, kv_axes=())
+        tree = {name: jax.tree.map(whole, part, is_leaf=is_leaf) for name, part in specs.items() if name != "layers"}
+        layers = []
+        for layer, weights in zip(config.layers, specs["layers"], strict=True):
+            of_layer = functools.partial(self._of_weight, kv_axes=self.kv_axes(layer.attention.num_kv_heads))
+            layers.append(jax.tree.map(of_layer, weights, is_leaf=is_leaf))
+        return tree | {"layers": tuple(layers)}
+
+    def weight_sharding(self, config: ModelConfig) -> Callable[[str, WeightSpec], NamedSharding]:
+        """The argument `sharding` of jattn.models.load."""
+        shardings = jax.tree.leaves(self.weight_shardings(config))
+        by_path = dict(zip(weight_paths(weight_specs(config)), shardings, strict=True))
+        return lambda path, weight: by_path[path]
+
+    def _of_weight(self, weight: WeightSpec, kv_axes: tuple[str, ...]) -> NamedSharding:
+        """One axis of the weight is distributed at most: the first that may be."""
+        axes_of = dict(heads=self.axes, kv_heads=kv_axes, mlp=self.axes, expert=self.axes, vocab=self.axes)
+        entries: list[Any] = [None] * len(weight.axes)
+        for i, (name, size) in enumerate(zip(weight.axes, weight.shape, strict=True)):
+            if name in axes_of:
+                divides = name != "vocab" or size % self.size == 0
+                entries[i] = _entry(axes_of[name]) if divides else None
+                break
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+    # ------------------------------------------------------------------ one rank
+    def rank_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """A layer with one rank's heads."""
+        # If ranks share a kv head, each counts it as its own.
+        shared = dataclasses.replace(spec, num_kv_heads=max(spec.num_kv_heads, self.size))
+        return rank_spec(shared, self.axes, self.size)
+
+    def rank_cache_spec(self, cache_spec: KVCacheSpec) -> KVCacheSpec:
+        """One rank's part of a cache."""
+        kv_heads = max(cache_spec.num_kv_heads // self.size, 1)
+        return dataclasses.replace(cache_spec, num_kv_heads=kv_heads)
+
+    # ------------------------------------------------------------------ caches
+    def cache_partition(self, cache_spec: KVCacheSpec) -> PartitionSpec:
+        """Of all arrays of a cache."""
+        entry = _entry(self.kv_axes(cache_spec.num_kv_heads))
+        return REPLICATED if entry is None else head_partition(cache_spec, entry)
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """The sharding of an array that is whole on every rank."""
+        return NamedSharding(self.mesh, REPLICATED)
+
+    def empty_caches(self, cache_specs: Iterable[KVCacheSpec]) -> tuple[PagedKV, ...]:
+        """An empty cache of each spec. Each rank makes its part."""
+        return tuple(_empty_cache(self, spec) for spec in cache_specs)
+
+    # ------------------------------------------------------------------ in a forward pass
+    def context(self) -> contextlib.AbstractContextManager:
+        """Around the trace of a forward pass: products are then such that XLA's partitioner can divide them."""
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
+    def attention(
+        self, spec: AttentionSpec, cache_spec: KVCacheSpec, backend: str = "auto", dtype: Any = None
+    ) -> ShardedAttention:
+        """In place of a PagedAttention, with its methods build and __call__."""
+        attn = PagedAttention(self.rank_spec(spec), self.rank_cache_spec(cache_spec), backend, dtype=dtype)
+        pools, kv_axes = self.cache_partition(cache_spec), self.kv_axes(spec.num_kv_heads)
+        return ShardedAttention(attn, cache_spec, self.mesh, pools, kv_axes)
+
+    def mlp(self, mlp: MLP | MoE) -> Callable[[dict, jax.Array], jax.Array]:
+        """In place of a layer's mlp. Each rank computes its experts for all tokens; the sum is an all-reduce."""
+        if isinstance(mlp, MLP):
+            return mlp
+        each = mlp.num_experts // self.size
+
+        def body(weights: dict, x: jax.Array) -> jax.Array:
+            first = jax.lax.axis_index(self.axes) * each
+            return jax.lax.psum(mlp.routed(weights, x, first, each), self.axes)
+
+        def distributed(weights: dict, x: jax.Array) -> jax.Array:
+            own = {name: part for name, part in weights.items() if name not in ("shared", "shared_gate")}
+            places = {name: REPLICATED if name == "router" else PartitionSpec(self.axes) for name in own}
+            y = jax.shard_map(
+                body, mesh=self.mesh, in_specs=(places, REPLICATED), out_specs=REPLICATED, check_vma=False
+            )(own, x)
+            return y if mlp.shared is None else y + mlp.of_shared(weights, x)
+
+        return distributed
+
+    def replicated(self, tree: Any) -> Any:
+        """Inside jit: the same arrays, whole on every rank."""
+        return jax.lax.with_sharding_constraint(tree, self.everywhere)
+
+    def over_vocabulary(self, logits: jax.Array) -> jax.Array:
+        """Inside jit: logits [L vocab], of which each rank has a part of the vocabulary, if that divides it."""
+        if logits.shape[-1] % self.size:
+            return self.replicated(logits)
+        return jax.lax.with_sharding_constraint(logits, NamedSharding(self.mesh, PartitionSpec(None, self.axes)))
+
+    def kept_caches(self, caches: Iterable[PagedKV]) -> tuple[PagedKV, ...]:
+        """Inside jit: the same caches, placed as `empty_caches` places them."""
+        place = lambda cache: NamedSharding(self.mesh, self.cache_partition(cache.spec))
+        return tuple(jax.lax.with_sharding_constraint(cache, place(cache)) for cache in caches)
+
+
+def _entry(axes: tuple[str, ...]) -> Any:
+    """The axes as an entry of a PartitionSpec."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _empty_cache(model_mesh: ModelMesh, spec: KVCacheSpec) -> PagedKV:
+    part = model_mesh.rank_cache_spec(spec)
+    make = lambda: dataclasses.replace(empty_cache(part), spec=spec)
+    return jax.shard_map(
+        make, mesh=model_mesh.mesh, in_specs=(), out_specs=model_mesh.cache_partition(spec), check_vma=False
+    )()
+
+
+def _ranks(mesh: Mesh) -> np.ndarray:
+    """The devices of the tensor axis, in order; an error unless it is the mesh's only axis larger than 1."""
+    sizes = dict(mesh.shape)
+    if "tensor" not in sizes or not set(sizes) <= {"data", "tensor", "context"}:
+        raise ValueError(
+            f'the mesh has the axes {tuple(sizes)}; they must be "tensor" and, if wanted, "data", "context"'
+        )
+    for axis, what in dict(data="data-parallel attention", context="decode context parallelism").items():
+        if sizes.get(axis, 1) > 1:
+            raise UnsupportedError(
+                f"{what} is not implemented in the engine: the mesh's axis {axis!r} has {sizes[axis]} ranks, and must "
+                "have 1; use the devices on the axis 'tensor', or in several engines"
+            )
+    if mesh.is_multi_process:
+        raise UnsupportedError("the mesh has devices of several processes; the engine runs in one process")
+    found = {d.platform for d in mesh.devices.flat}
+    if found != {device.detect().platform}:
+        raise ValueError(f"the mesh's devices are {sorted(found)}, but JAX's default device is {device.detect()}")
+    return mesh.devices.reshape(-1)
+
+
+def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
+    """ValueError if the ranks cannot share a layer evenly."""
+    spec, mlp = layer.attention, layer.mlp
+    if layer.self_attn.fused_qkv:
+        raise UnsupportedError(f"{name} has one fused projection of q, k and v, which cannot be shared between ranks")
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if heads % ranks:
+        raise ValueError(
+            f"{name} has {heads} query heads, which {ranks} ranks cannot share evenly; use a divisor of {heads}"
+        )
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ValueError(
+            f"{name} has {kv_heads} kv heads: {ranks} ranks can neither share them evenly nor have one each; use a "
+            f"divisor or a multiple of {kv_heads}"
+        )
+    if isinstance(mlp, MoE) and mlp.num_experts % ranks:
+        raise ValueError(f"{name} has {mlp.num_experts} experts, which {ranks} ranks cannot share evenly")
+    dense = mlp.shared if isinstance(mlp, MoE) else mlp
+    if dense is not None and dense.width % ranks:
+        raise ValueError(f"{name} has an MLP of width {dense.width}, which {ranks} ranks cannot share evenly")
+
+
+def _axis_sizes(ranks: int, kv_heads: Iterable[int]) -> tuple[int, ...]:
+    """The sizes of the mesh's axes, such that the kv heads of each layer fill the first of them."""
+    sizes: list[int] = []
+    for count in sorted({min(n, ranks) for n in kv_heads} | {ranks}):
+        size, rest = divmod(count, math.prod(sizes))
+        if rest:
+            raise UnsupportedError(
+                f"layers with {math.prod(sizes)} and with {count} kv heads cannot be distributed over {ranks} ranks "
+                "together: the one number must divide the other"
+            )
+        sizes += [size] if size > 1 else []
+    return tuple(sizes) or (1,)

@@ -1,0 +1,62 @@
+"""ShardedAttention: the attention of one layer in a program that XLA partitions; each rank has some of the heads."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jattn.attention import PagedAttention
+from jattn.cache import KVCacheSpec, PagedKV
+from jattn.metadata import CommonAttentionMetadata
+from jattn.ops.rotation import Angles
+from jattn.ops.state import AttentionState
+from jattn.spec import AttentionParams
+
+REPLICATED = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedAttention:
+    """Takes and returns global arrays, as the PagedAttention of the whole layer would. Hashable.
+
+    The plan is built once for all layers of a spec and is replicated. Rotation, write and attention are one shard_map
+    without communication. Ranks with the same kv head write the same keys, each into its own part of the pool.
+    """
+
+    attn: PagedAttention  # of one rank's heads, over its part of the cache
+    cache_spec: KVCacheSpec  # of the whole cache
+    mesh: Mesh
+    pools: PartitionSpec  # of the cache's arrays
+    kv_axes: tuple[str, ...]  # over which kv heads are distributed; query heads: over all axes
+
+    def build(self, meta: CommonAttentionMetadata) -> Any:
+        """The plan of a batch, replicated."""
+        return self._map(self.attn.build, REPLICATED, REPLICATED)(meta)
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: PagedKV, m: Any, params: AttentionParams,
+        angles: Angles | None,
+    ) -> tuple[PagedKV, AttentionState]:  # fmt: skip
+        """As that of PagedAttention."""
+        heads, kv_heads = PartitionSpec(None, self.mesh.axis_names), PartitionSpec(None, self.kv_axes)
+
+        def on_rank(q, k, v, cache, m, params, angles):
+            cache = dataclasses.replace(cache, spec=self.attn.cache_spec)
+            cache, state = self.attn(q, k, v, cache, m, params, angles)
+            return dataclasses.replace(cache, spec=self.cache_spec), state
+
+        places = (heads, kv_heads, kv_heads, self.pools, REPLICATED, self._params_partition(params), REPLICATED)
+        return self._map(on_rank, places, (self.pools, heads))(q, k, v, cache, m, params, angles)
+
+    def _map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _params_partition(self, params: AttentionParams) -> AttentionParams:
+        """Scalars are replicated; what has a number for each head is distributed like the heads."""
+        axes = dict.fromkeys(("alibi_slopes", "sinks", "q_scale"), self.mesh.axis_names)
+        axes |= dict.fromkeys(("k_scale", "v_scale"), self.kv_axes)
+        given = {name: x for name, x in vars(params).items() if x is not None}
+        places = {n: PartitionSpec(axes[n]) if n in axes and jnp.ndim(x) else REPLICATED for n, x in given.items()}
+        return dataclasses.replace(params, **places)

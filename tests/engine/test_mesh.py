@@ -1,0 +1,277 @@
+"""An engine on a mesh, compared with one on a single device."""
+
+import functools
+import os
+import random
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jattn import UnsupportedError, models
+from jattn.engine import Engine, SamplingParams, sizing, warming
+from jattn.engine.dispatch import dispatch
+from jattn.ops import product
+from tests.models import tiny
+from tests.rooms import tree
+
+VOCAB = 64
+COMMON = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, head_dim=8,
+    max_position_embeddings=128, rms_norm_eps=1e-5, rope_theta=1e4, eos_token_id=0,
+)  # fmt: skip
+LLAMA = models.config_of(COMMON | dict(model_type="llama", num_key_value_heads=2))
+WINDOWS = models.config_of(
+    COMMON | dict(model_type="gemma2", num_key_value_heads=2, sliding_window=9, query_pre_attn_scalar=8)
+)
+EXPERTS = models.config_of(
+    COMMON | dict(model_type="mixtral", num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2)
+)
+# Too few blocks for all sequences, so some are preempted.
+OPTIONS = dict(block_size=4, num_blocks=22, max_num_seqs=3, max_num_batched_tokens=16, max_model_len=56, max_burst=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+PROMPT = list(range(1, 20))
+
+
+def mesh(ranks: int) -> Mesh:
+    if len(jax.devices()) < ranks:
+        pytest.skip(f"needs {ranks} devices")
+    return Mesh(np.array(jax.devices()[:ranks]).reshape(1, ranks), ("data", "tensor"))
+
+
+@functools.cache
+def params_of(config):
+    return models.init_params(config, 3, "float32")
+
+
+def engine(config=LLAMA, **options) -> Engine:
+    return Engine(config, params_of(config), **OPTIONS | options)
+
+
+def tokens_of_a_trace(served: Engine, requests: int = 24) -> dict[str, tuple[int, ...]]:
+    """The tokens of random greedy requests, some with a common beginning; of those that are not aborted."""
+    rng, before = random.Random(0), served.stats
+    shared = [rng.randrange(1, VOCAB) for _ in range(20)]
+    outputs, aborted = {}, set()
+    for i in range(requests):
+        prompt = shared[: rng.randrange(21)] + [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 20))]
+        params = SamplingParams(temperature=0, max_tokens=rng.randrange(1, 20), ignore_eos=True)
+        served.add_request(prompt, params, request_id=str(i))
+        if i % 2:
+            outputs |= {output.id: output for output in served.step()}
+        if i % 7 == 3:
+            aborted.add(str(i - 1))
+            served.abort(str(i - 1))
+    outputs |= {output.id: output for output in served.drain()}
+    stats = served.stats
+    assert stats.preemptions > before.preemptions and stats.cached_tokens > before.cached_tokens
+    assert stats.steps - before.steps > stats.dispatches - before.dispatches, "no dispatch had several steps"
+    assert not any(output.error for output in outputs.values())
+    return {id: output.token_ids for id, output in outputs.items() if id not in aborted}
+
+
+@functools.cache
+def of_one_device(config, is_deterministic: bool):
+    return tokens_of_a_trace(engine(config, deterministic=is_deterministic))
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "is_deterministic"),
+    [(LLAMA, 2, False), (WINDOWS, 4, True), (EXPERTS, 2, True)],
+    ids=["kv heads shared out", "two ranks for each kv head, windows", "experts shared out"],
+)
+def test_the_tokens_are_those_of_one_device_and_nothing_compiles(config, ranks, is_deterministic, compiles):
+    """A deterministic engine has one program, which is soon compiled."""
+    served = engine(config, mesh=mesh(ranks), deterministic=is_deterministic)
+    served.warmup()
+    with compiles() as seen:
+        tokens = tokens_of_a_trace(served)
+    assert seen.names == []
+    assert tokens == of_one_device(config, is_deterministic)
+
+
+@pytest.mark.slow
+def test_eight_ranks_give_the_tokens_of_one_device_over_a_long_trace():
+    """In a process with eight devices: tests have fewer."""
+    program = (
+        "from tests.engine import test_mesh as t\n"
+        "for config in (t.LLAMA, t.WINDOWS, t.EXPERTS):\n"
+        "    wanted = t.tokens_of_a_trace(t.engine(config), 500)\n"
+        "    for ranks in (2, 4, 8):\n"
+        "        assert t.tokens_of_a_trace(t.engine(config, mesh=t.mesh(ranks)), 500) == wanted, ranks\n"
+    )
+    flags = re.sub(r"(device_count)=\d+", r"\1=8", os.environ["XLA_FLAGS"])
+    subprocess.run([sys.executable, "-c", program], cwd=tree.ROOT, env=os.environ | {"XLA_FLAGS": flags}, check=True)
+
+
+# ------------------------------------------------------------------ options; a deterministic engine has one program
+@functools.cache
+def deterministic(ranks: int = 1) -> Engine:
+    return engine(deterministic=True, backend="sdpa", mesh=mesh(ranks) if ranks > 1 else None)
+
+
+KINDS = {
+    "log-probabilities": dict(temperature=0, logprobs=3),
+    "penalties": dict(temperature=0, presence_penalty=0.9, frequency_penalty=0.3, repetition_penalty=1.3),
+    "drawn": dict(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=5, n=2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampling_over_a_distributed_vocabulary(kind):
+    params = SamplingParams(max_tokens=10, **KINDS[kind])
+    prompts = [PROMPT[:i] for i in (3, 9, 17)]
+    for a, b in zip(deterministic().generate(prompts, params), deterministic(2).generate(prompts, params), strict=True):
+        assert [x.token_ids for x in a.outputs] == [x.token_ids for x in b.outputs]
+        for told, wanted in zip(a.logprobs or (), b.logprobs or (), strict=True):
+            assert told.top.keys() == wanted.top.keys() and told.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+
+
+def test_alone_or_in_a_crowd_every_bit_is_the_same():
+    params = SamplingParams(temperature=0, max_tokens=10, logprobs=2)
+    prompts = [PROMPT[:i] for i in (3, 9, 17, 12)]
+    for prompt, wanted in zip(prompts, deterministic(2).generate(prompts, params), strict=True):
+        (alone,) = deterministic(2).generate([prompt], params)
+        assert alone.token_ids == wanted.token_ids and alone.logprobs == wanted.logprobs
+
+
+def test_sleep_and_new_weights():
+    served = deterministic(2)
+    (wanted,) = served.generate([PROMPT], GREEDY)
+    places = [x.sharding for x in jax.tree.leaves(served.params)]
+    served.sleep()
+    served.wake()
+    assert [x.sharding for x in jax.tree.leaves(served.params)] == places
+    assert served.generate([PROMPT], GREEDY)[0].token_ids == wanted.token_ids
+    other = models.init_params(LLAMA, 4, "float32")
+    served.update_weights(other)
+    assert [x.sharding for x in jax.tree.leaves(served.params)] == places
+    alone = Engine(LLAMA, other, **OPTIONS, deterministic=True, backend="sdpa")
+    assert served.generate([PROMPT], GREEDY)[0].token_ids == alone.generate([PROMPT], GREEDY)[0].token_ids
+    served.update_weights(params_of(LLAMA))
+
+
+def test_a_cache_of_8_bits_has_its_scales_where_its_heads_are():
+    served = engine(mesh=mesh(4), cache_dtype="int8", deterministic=True, backend="sdpa")
+    (wanted,) = engine(cache_dtype="int8", deterministic=True, backend="sdpa").generate([PROMPT], GREEDY)
+    assert served.generate([PROMPT], GREEDY)[0].token_ids == wanted.token_ids
+    assert {shard.data.shape for shard in served.caches[0].k_token_scale.addressable_shards} == {(22, 1, 4)}
+
+
+# ------------------------------------------------------------------ what lies where, and what is sent
+def collectives(served: Engine) -> list[tuple[str, int]]:
+    """(operation, numbers in its result) of each collective in the program of the largest batch."""
+    runner = served.runner
+    batch = warming._padding(runner.model, served.shapes, served.shapes.all()[-1])
+    program = dispatch.lower(runner.model, runner.params, runner.caches, runner._row_state, batch).compile().as_text()
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    found = []
+    for shapes, name in re.findall(rf"= (.*?) ({names})(?:-start)?\(", program):
+        sizes = [np.prod([int(n) for n in shape.split(",") if n]) for shape in re.findall(r"\w+\[([\d,]*)\]", shapes)]
+        found.append((name, int(max(sizes))))
+    return found
+
+
+@pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=["dense", "experts"])
+def test_no_weight_and_no_logits_are_gathered(config):
+    served = engine(config, mesh=mesh(4))
+    rows, layers = OPTIONS["max_num_seqs"], len(config.layers)
+    found = collectives(served)
+    assert {name for name, _ in found} == {"all-reduce", "all-gather"}
+    assert max(size for name, size in found if name == "all-gather") <= 4 * rows, "a number of each row and rank"
+    hidden = OPTIONS["max_num_batched_tokens"] * config.hidden_size
+    assert sum(size == hidden for _, size in found) == 2 * layers + 1 and max(size for _, size in found) == hidden
+
+
+def test_a_product_that_xla_cannot_divide_would_gather_its_weights(monkeypatch):
+    """The test above would see it."""
+    if len(product.IMPLEMENTATIONS) < 2 or not product._supports_native("cpu", np.ones((1, 1), np.float32), ()):
+        pytest.skip("the C++ product is not built here")
+    monkeypatch.setattr(product, "_is_partitioned", lambda: False)
+    served = engine(models.config_of(COMMON | dict(model_type="llama", num_key_value_heads=8)), mesh=mesh(4))
+    assert max(size for name, size in collectives(served) if name == "all-gather") >= 32 * 64
+
+
+def test_each_rank_has_its_part_of_weights_and_cache():
+    served = engine(mesh=mesh(4))
+    part = lambda x: {shard.data.shape for shard in x.addressable_shards}
+    params, cache = served.params, served.caches[0]
+    attn, mlp = params["layers"][1]["attn"], params["layers"][1]["mlp"]
+    assert part(params["embed"]) == {(VOCAB // 4, 32)} and part(params["head"]["kernel"]) == {(32, VOCAB // 4)}
+    assert part(attn["q"]["kernel"]) == {(32, 16)} and part(attn["o"]["kernel"]) == {(16, 32)}
+    assert part(attn["k"]["kernel"]) == {(32, 8)} and part(cache.k) == {(22, 1, 4, 8)}, "the one head that it needs"
+    assert part(mlp["up"]["kernel"]) == {(32, 16)} and part(mlp["down"]["kernel"]) == {(16, 32)}
+
+
+def test_the_pool_is_sized_for_each_rank(monkeypatch):
+    per_block = 2 * 2 * 4 * 8 * 4  # layers, k and v, slots, head dim, bytes of one kv head
+    monkeypatch.setattr(sizing, "free_bytes", lambda devices=None: 10 * per_block + 5 if len(devices) == 4 else 0)
+    served = engine(mesh=mesh(4), num_blocks=None, max_model_len=None)
+    assert served.tables.pools[0].num_blocks == 10
+
+
+def test_a_folder_is_loaded_straight_into_its_parts(tmp_path):
+    """While it loads, no device ever has more than its part of the weights."""
+    config = tiny.CONFIG | dict(vocab_size=64, head_dim=8)
+    tiny.write(tmp_path, config, tiny.tensors(config))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    before = jax.live_arrays()  # kept, so that no id is used again
+    known, seen = set(map(id, before)), []
+
+    def look(done, total, name):
+        new = [x for x in jax.live_arrays() if id(x) not in known]
+        seen.append(sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in new))
+        assert all(len(x.sharding.device_set) == 2 for x in new)
+
+    served = Engine.from_pretrained(tmp_path, tensor_parallel=2, progress=look, **OPTIONS)
+    whole = sum(x.nbytes for x in jax.tree.leaves(served.params))
+    assert len(seen) == len(jax.tree.leaves(served.params)) and whole / 2 < max(seen) < whole * 0.6
+    wanted = Engine.from_pretrained(tmp_path, **OPTIONS).generate([PROMPT], GREEDY)[0]
+    assert served.generate([PROMPT], GREEDY)[0].token_ids == wanted.token_ids
+
+
+# ------------------------------------------------------------------ what cannot be
+def config_with(**changes):
+    return models.config_of(COMMON | dict(model_type="llama", num_key_value_heads=8) | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "words"),
+    [
+        (config_with(num_attention_heads=6, num_key_value_heads=2), 4, "layer 0 has 6 query heads, which 4 ranks"),
+        (config_with(num_attention_heads=12, num_key_value_heads=3), 4, "layer 0 has 3 kv heads: 4 ranks can neither"),
+        (config_with(intermediate_size=66), 4, "MLP of width 66, which 4 ranks"),
+        (config_with(model_type="mixtral", num_local_experts=6, num_experts_per_tok=2), 4, "6 experts, which 4 ranks"),
+    ],
+)
+def test_what_ranks_cannot_share_evenly_is_refused_with_its_numbers(config, ranks, words):
+    with pytest.raises(ValueError, match=words):
+        models.ModelMesh.of(config, mesh(ranks))
+
+
+def test_a_mesh_that_the_engine_cannot_use_is_refused():
+    devices = np.array(jax.devices()[:2])
+    with pytest.raises(UnsupportedError, match="data-parallel attention is not implemented.*'data' has 2 ranks"):
+        engine(mesh=Mesh(devices.reshape(2, 1), ("data", "tensor")))
+    with pytest.raises(UnsupportedError, match="decode context parallelism is not implemented"):
+        engine(mesh=Mesh(devices.reshape(2, 1), ("context", "tensor")))
+    with pytest.raises(ValueError, match=r"the mesh has the axes \('x',\)"):
+        engine(mesh=Mesh(devices, ("x",)))
+    with pytest.raises(TypeError, match="mesh"):
+        engine(mesh=devices)
+
+
+def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path):
+    tiny.write(tmp_path)
+    with pytest.raises(ValueError, match="tensor_parallel=64 and data_parallel=2 need 128 devices, and JAX has"):
+        Engine.from_pretrained(tmp_path, tensor_parallel=64, data_parallel=2)
+    with pytest.raises(ValueError, match="not both"):
+        Engine.from_pretrained(tmp_path, tensor_parallel=2, mesh=mesh(2))
+    with pytest.raises(UnsupportedError, match="data-parallel attention is not implemented"):
+        Engine.from_pretrained(tmp_path, data_parallel=2)
