@@ -16,7 +16,7 @@ import numpy as np
 
 from jattn.engine.packing import Layout, Packed
 from jattn.engine.params import MAX_LOGPROBS
-from jattn.engine.sampling import BAD_TOKEN, Penalties, Sampled, SamplingRows, choose
+from jattn.engine.sampling import BAD_TOKEN, Distribute, Penalties, Sampled, SamplingRows, choose
 from jattn.engine.xla_options import PlatformJit
 from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.types import PAD_SLOT_ID, AnyArray, pytree, static
@@ -49,6 +49,11 @@ class Model:
             options["model_mesh"] = self.model_mesh
         caches, logits = self.forward(self.config, params, token_ids, caches, meta, **options)
         return caches, logits.astype(jnp.float32)
+
+    @property
+    def distribute(self) -> Distribute | None:
+        """Places what has a number for each token of the vocabulary; None without a mesh."""
+        return None if self.model_mesh is None else self.model_mesh.over_vocabulary
 
     def replicated(self, tree):
         """The same arrays; with a mesh, whole on each of its devices."""
@@ -129,7 +134,7 @@ def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
         caches, logits = model.last_logits(params, caches, state.token_ids, state.metas)
         now = dataclasses.replace(rows, position=rows.position + state.step)
         known = jnp.concatenate([recent, state.sampled.tokens])
-        new = choose(logits, now, batch.penalties, known, needs_history_or_logprobs, model.model_mesh is not None)
+        new = choose(logits, now, batch.penalties, known, needs_history_or_logprobs, model.distribute)
         chosen = new.tokens
         new = dataclasses.replace(new, tokens=jnp.where(state.alive, chosen, NOT_SAMPLED))
         put = lambda all_steps, row: jax.lax.dynamic_update_index_in_dim(all_steps, row, state.step, 0)

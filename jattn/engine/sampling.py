@@ -23,6 +23,10 @@ STOP_IDS = 8
 """The number of stop tokens of a row that the device checks. The host checks all of them."""
 
 
+Distribute = Callable[[jax.Array], jax.Array]
+"""Places an array [R vocab]: each device gets its part of the vocabulary."""
+
+
 @pytree
 class SamplingRows:
     """The sampling rules of R rows. A row of padding is greedy and generates no token."""
@@ -62,21 +66,21 @@ class Sampled:
     top_logprobs: jax.Array  # f32[R MAX_LOGPROBS] their log-probabilities
 
 
-@jax.jit  # programs with the same number of rows share one trace
+@functools.partial(jax.jit, static_argnames="distribute")  # programs with the same number of rows share one trace
 def choose(
     logits: jax.Array,
     rows: SamplingRows,
     penalties: Penalties,
     sampled: jax.Array,
     needs_history_or_logprobs: jax.Array,
-    is_distributed: bool = False,
+    distribute: Distribute | None = None,
 ) -> Sampled:
     """One token for each row, from logits f32[R vocab].
 
     sampled: i32[S R], the tokens of the rows since `penalties` were made; negative ones are unused.
     needs_history_or_logprobs: bool[], some row has penalties, or log-probabilities are requested. If it is False, the
     log-probabilities are not computed and are 0.
-    is_distributed: each device has a part of the vocabulary. No operation then gathers the logits.
+    distribute: if each device has a part of the vocabulary. No operation then gathers the logits.
     """
     top = (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
 
@@ -86,8 +90,8 @@ def choose(
 
     branches = (
         lambda: without_logprobs(_usable(logits, _greedy(logits))),
-        lambda: without_logprobs(_usable(logits, _drawn(logits, rows))),
-        lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], is_distributed),
+        lambda: without_logprobs(_usable(logits, _drawn(logits, rows, distribute))),
+        lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], distribute),
     )
     # One switch of three branches, not two nested ones: on a GPU each switch waits for its condition.
     branch = jnp.where(needs_history_or_logprobs, 2, jnp.any(rows.temperature > 0).astype(jnp.int32))
@@ -95,12 +99,14 @@ def choose(
 
 
 def _with_logprobs(
-    logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int, is_distributed: bool
+    logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int, distribute: Distribute | None
 ) -> Sampled:
     raw = jax.nn.log_softmax(logits, axis=-1)
-    top_logprobs, top_tokens = most_likely(raw, top, is_distributed)
+    top_logprobs, top_tokens = most_likely(raw, top, distribute is not None)
     after = penalised(logits, penalties)
-    tokens = jax.lax.cond(jnp.any(rows.temperature > 0), lambda: _drawn(after, rows), lambda: _greedy(after))
+    tokens = jax.lax.cond(
+        jnp.any(rows.temperature > 0), lambda: _drawn(after, rows, distribute), lambda: _greedy(after)
+    )
     chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)[:, 0]
     tokens = _usable(after, tokens)
     return Sampled(tokens=tokens, logprobs=chosen, top_tokens=top_tokens, top_logprobs=top_logprobs)
@@ -115,9 +121,9 @@ def _greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-@jax.jit
-def _drawn(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    return jnp.where(rows.temperature > 0, _draw(logits, rows), _greedy(logits))
+@functools.partial(jax.jit, static_argnames="distribute")
+def _drawn(logits: jax.Array, rows: SamplingRows, distribute: Distribute | None) -> jax.Array:
+    return jnp.where(rows.temperature > 0, _draw(logits, rows, distribute), _greedy(logits))
 
 
 def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
@@ -135,7 +141,7 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
     return logits - penalties.presence[:, None] * (counts > 0)
 
 
-def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+def _draw(logits: jax.Array, rows: SamplingRows, distribute: Distribute | None) -> jax.Array:
     # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
     temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
@@ -145,6 +151,8 @@ def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     scaled = jax.lax.cond(restricted, lambda: _restrict(scaled, rows), lambda: scaled)
     keys = jax.vmap(_row_key)(rows.seed, rows.position)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
+    if distribute is not None:  # on a GPU each device draws for the whole vocabulary, and uses its part
+        noise, scaled = distribute(noise), distribute(scaled)
     return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
 
 

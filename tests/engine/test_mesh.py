@@ -97,14 +97,15 @@ def test_the_tokens_are_those_of_one_device_and_nothing_compiles(config, ranks, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_eight_ranks_give_the_tokens_of_one_device_over_a_long_trace():
     """In a process with eight devices: tests have fewer."""
     program = (
         "from tests.engine import test_mesh as t\n"
-        "for config in (t.LLAMA, t.WINDOWS, t.EXPERTS):\n"
-        "    wanted = t.tokens_of_a_trace(t.engine(config), 500)\n"
-        "    for ranks in (2, 4, 8):\n"
-        "        assert t.tokens_of_a_trace(t.engine(config, mesh=t.mesh(ranks)), 500) == wanted, ranks\n"
+        "for config, requests, worlds in ((t.LLAMA, 500, (2, 4, 8)), (t.WINDOWS, 100, (8,)), (t.EXPERTS, 100, (8,))):\n"
+        "    wanted = t.tokens_of_a_trace(t.engine(config), requests)\n"
+        "    for ranks in worlds:\n"
+        "        assert t.tokens_of_a_trace(t.engine(config, mesh=t.mesh(ranks)), requests) == wanted, ranks\n"
     )
     flags = re.sub(r"(device_count)=\d+", r"\1=8", os.environ["XLA_FLAGS"])
     subprocess.run([sys.executable, "-c", program], cwd=tree.ROOT, env=os.environ | {"XLA_FLAGS": flags}, check=True)
