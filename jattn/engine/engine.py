@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jattn.cache import PagedKV
-from jattn.engine import admission, interrupts, sizing
+from jattn.engine import admission, interrupts, sizing, weights
 from jattn.engine.batch import stop_ids_of
 from jattn.engine.flights import Flights
 from jattn.engine.live_requests import LiveRequests
@@ -79,6 +79,9 @@ class Engine:
         mesh: Mesh | None = None,  # distributes the model over its axis "tensor"; "data" and "context" must have size 1
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
+        model_mesh = None if mesh is None else admission.model_mesh_of(config, mesh)
+        if model_mesh is not None:  # before the free memory is measured
+            params = weights.distributed(params, model_mesh.weight_shardings(config))
         dtype = cache_dtype or sizing.dtype_of(params)
         block_size = sizing.default_block_size() if block_size is None else block_size
         max_burst = sizing.default_burst() if max_burst is None else max_burst
@@ -86,7 +89,6 @@ class Engine:
         groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, reserved)
         block_limits = [max_blocks_of_group(group, *step, prefix_caching) for group in groups]
         storage = sizing.storage_of(dtype, cache_quant)
-        model_mesh = None if mesh is None else admission.model_mesh_of(config, mesh)
         pools, max_model_len = sizing.pools_of(
             config, storage, num_blocks, block_size, block_limits, max_num_seqs, max_model_len, model_mesh
         )

@@ -62,23 +62,17 @@ class Runner:
 
     def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):
         self.model, self.shapes = model, shapes
-        self.params = self._adopted(params)
+        self.params = weights.adopt(params)
         self._caches, self._row_state = self._bound(caches)
         self._make_caches = make_caches
         self._sender, self._reader = Worker("jattn-sender"), Worker("jattn-reader")
         self._stored: weights.StoredWeights | None = None  # None while awake
         self._dead: EngineDeadError | None = None
 
-    def _adopted(self, params: Any) -> Any:
-        model = self.model
-        if model.model_mesh is None:
-            return weights.adopt(params)
-        return weights.distributed(params, model.model_mesh.weight_shardings(model.config))
-
     def _bound(self, caches: Any) -> tuple[Any, RowState]:
         """(caches, an empty RowState), placed as a dispatch returns them."""
         row_state = empty_row_state(self.shapes.max_rows)
-        if self.model.model_mesh is not None:  # its caches are placed
+        if self.model.model_mesh is not None:  # the weights and caches are placed
             return caches, jax.device_put(row_state, self.shapes.place)
         return weights.bound_like(self.params, (caches, row_state))
 

@@ -212,9 +212,17 @@ def test_each_rank_has_its_part_of_weights_and_cache():
 
 def test_the_pool_is_sized_for_each_rank(monkeypatch):
     per_block = 2 * 2 * 4 * 8 * 4  # layers, k and v, slots, head dim, bytes of one kv head
-    monkeypatch.setattr(sizing, "free_bytes", lambda devices=None: 10 * per_block + 5 if len(devices) == 4 else 0)
+    count = lambda: sum(len(x.sharding.device_set) == 4 for x in jax.live_arrays())
+    before, placed = count(), []
+
+    def free_bytes(devices):
+        placed.append(count() - before)
+        return 10 * per_block + 5 if len(devices) == 4 else 0
+
+    monkeypatch.setattr(sizing, "free_bytes", free_bytes)
     served = engine(mesh=mesh(4), num_blocks=None, max_model_len=None)
     assert served.tables.pools[0].num_blocks == 10
+    assert placed == [len(jax.tree.leaves(served.params))], "the weights are placed before memory is measured"
 
 
 def test_a_folder_is_loaded_straight_into_its_parts(tmp_path):
