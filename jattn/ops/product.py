@@ -71,10 +71,13 @@ def _dots(x: jax.Array, kernels: Arrays, transposed: bool, dtype: Any) -> Arrays
 
     On XLA:CPU (JAX 0.10), a bf16 product with a float32 result is up to five times faster than one with a bf16 result,
     and one bf16 row takes ten times as long as two. A single row is therefore duplicated.
+
+    Under a mesh the devices' partial sums are rounded to `dtype` before they are added: an all-reduce of bf16 has half
+    the bytes of one of float32.
     """
     duplicate = x.shape[0] == 1 and x.dtype == jnp.bfloat16
     rows = jnp.concatenate([x, x]) if duplicate else x
-    dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+    dot = functools.partial(jnp.dot, preferred_element_type=dtype if _is_partitioned() else jnp.float32)
     sums = (dot(rows, kernel.T if transposed else kernel) for kernel in kernels)
     return tuple((y[:1] if duplicate else y).astype(dtype) for y in sums)
 

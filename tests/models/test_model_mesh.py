@@ -63,6 +63,17 @@ def test_every_backend_with_two_ranks_for_each_kv_head(backend):
     same(logits_of(config, params, backend, model_mesh(config, 4)), logits_of(config, params))
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_in_bfloat16_the_logits_differ_by_its_rounding(family):
+    """Both are as far from those of float32."""
+    config = models.config_of(FAMILIES[family] | {"vocab_size": 64})
+    params = examples.params_of(config)
+    wanted = logits_of(config, params)
+    params = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    errors = [np.abs(logits_of(config, params, mesh=mesh) - wanted).max() for mesh in (None, model_mesh(config, 2))]
+    assert 0 < errors[1] < 2 * errors[0]
+
+
 def test_layers_with_different_numbers_of_kv_heads():
     """4, 2 and 1 kv heads on four ranks: axes of 2 and 2; one layer is on both, one on the first, one on none."""
     config = models.config_of(FAMILIES["llama"] | {"num_hidden_layers": 3})

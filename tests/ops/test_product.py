@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from jattn.ops import product as product_ops
 from jattn.ops.product import product, products, silu_product
@@ -117,3 +118,17 @@ def test_with_amx_many_bf16_rows_go_to_the_dot(monkeypatch):
 def test_without_the_library_the_dot_remains(monkeypatch):
     monkeypatch.setattr(product_ops.library, "status", lambda: product_ops.library.Status(reason="switched off"))
     assert chosen(draw(0, (3, 6)), draw(1, (6, 5))) == "dot"
+
+
+def test_under_a_mesh_xla_can_divide_the_product_and_partial_sums_have_the_results_dtype():
+    """In shard_map each device computes on its own, as without a mesh."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    x, w = draw(0, (4, 6), "bfloat16"), draw(1, (6, 8), "bfloat16")
+    f = lambda x, w: product(x, w, dtype="bfloat16")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        divided = str(jax.make_jaxpr(f)(x, w))
+        columns = PartitionSpec(None, "x")
+        alone = jax.make_jaxpr(jax.shard_map(f, in_specs=(PartitionSpec(), columns), out_specs=columns))(x, w)
+    assert "ffi_call" not in divided and "preferred_element_type=bfloat16" in divided
+    native = BY_NAME["cpu_native"].supports("cpu", x, (w,))
+    assert ("ffi_call" in str(alone)) == native == ("ffi_call" in str(jax.make_jaxpr(f)(x, w)))
