@@ -16,7 +16,7 @@ from jattn.backends.registry import name_of, resolve
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.latent import check_latent
 from jattn.device import Chip
-from jattn.errors.arguments import as_array, boolean, integer
+from jattn.errors.arguments import as_array, boolean, integer, integers
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, check_mla_params
 from jattn.ops.mla import MLAMetadata
@@ -102,16 +102,38 @@ class MLAAttention:
         cache: PagedKV,
         m: MLAMetadata,
         params: MLAParams,
+        topk_indices: jax.Array | None = None,
     ) -> tuple[PagedKV, AttentionState]:
         """Write kv_c and k_pe, unless both are None; then attend."""
         if kv_c is None and k_pe is None:
-            return cache, self.attend(q, cache, m, params)
+            return cache, self.attend(q, cache, m, params, topk_indices)
         q = self._checked(q, cache, m, params)
+        if topk_indices is not None:
+            cache = self.write(kv_c, k_pe, cache, m, params)  # pyright: ignore[reportArgumentType]  neither is None
+            return cache, self.attend(q, cache, m, params, topk_indices)
         return _traced(self.impl, "update_and_forward", q, *self._rows(kv_c, k_pe, m), cache, m, params)
 
-    def attend(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
-        """Attention over the cache; nothing is written. Each request is computed in the cheaper form."""
-        return _traced(self.impl, "forward", self._checked(q, cache, m, params), cache, m, params)
+    def attend(
+        self,
+        q: jax.Array,
+        cache: PagedKV,
+        m: MLAMetadata,
+        params: MLAParams,
+        topk_indices: jax.Array | None = None,
+    ) -> AttentionState:
+        """Attention over the cache; nothing is written. Each request is computed in the cheaper form.
+
+        topk_indices i32[T n]: sparse attention. Each token attends to the keys at these positions of its own request,
+        as far as it would see them otherwise; an entry below 0 names no key, and a repeated one counts once. A token
+        without a key has out 0 and lse -inf. Sparse attention is computed in the absorbed form.
+        """
+        q = self._checked(q, cache, m, params)
+        if topk_indices is None:
+            return _traced(self.impl, "forward", q, cache, m, params)
+        listed = _INDICES("topk_indices", topk_indices)
+        if listed.shape[0] != m.num_tokens:
+            raise ValueError(f"topk_indices.shape={listed.shape} must be [T, n] with T={m.num_tokens}")
+        return _traced(self.impl, "forward_listed", q, cache, m, params, jnp.asarray(listed, jnp.int32))
 
     def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
         """Attention over the cache in the absorbed form: W_UK is multiplied into q, W_UV into the result."""
@@ -159,6 +181,9 @@ class MLAAttention:
             if x.dtype.name not in quant.FLOATS:
                 raise ValueError(f"{name}.dtype={x.dtype} must be one of {', '.join(quant.FLOATS)}")
         return kv_c, k_pe
+
+
+_INDICES = integers(2)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)

@@ -66,6 +66,10 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         """The absorbed form for all requests."""
         return self._latent.forward_mqa(q, cache, m, params)
 
+    def forward_listed(self, q, cache, m: MLAMetadata, params: MLAParams, topk_indices) -> AttentionState:
+        """The absorbed form over the keys that each token lists, i32[T n]: see jattn.ops.listed."""
+        return self._latent.forward_listed(q, cache, m, params, topk_indices)
+
     def prefill_mha(self, q, cache, m: MLAMetadata, params: MLAParams, kv_c=None, k_pe=None) -> AttentionState:
         """The materialised form for all requests."""
         return self._latent.prefill_mha(q, cache, m, params, kv_c, k_pe)

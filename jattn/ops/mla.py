@@ -13,8 +13,9 @@ from jattn.errors import UnsupportedError
 from jattn.mla_spec import MLAParams, MLASpec, absorb
 from jattn.ops.attend import AttentionCall, Path, attend_packed
 from jattn.ops.keys import KVChunk, PagedKeys
-from jattn.ops.layer import einsum, output_dtype
+from jattn.ops.layer import einsum, layer_terms, output_dtype
 from jattn.ops.levels import Level, attend_levels, shared_prefix
+from jattn.ops.listed import attend_listed
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams
 from jattn.types import AnyArray, pytree, static
@@ -115,23 +116,37 @@ class LatentAttention:
         q.k = q_nope . (kv_c W_UK) + q_pe . k_pe = (q_nope W_UK^T) . kv_c + q_pe . k_pe
         """
         spec, params = self.spec, absorb(self.spec, params)
-        nope, rope = jnp.split(q.astype(jnp.float32), [spec.qk_nope_head_dim], axis=-1)
-        rows = jnp.concatenate([einsum("thn,hnl->thl", nope, _float(params.w_uk)), rope], axis=-1)
         level = m.level
         levels = (level,) if m.shared_prefix == 0 else shared_prefix(level, m.shared_prefix, cache.spec.block_size)
         state = attend_levels(
             spec.absorbed,
             self.path,
             m.is_causal,
-            rows,
+            absorbed_queries(spec, q, params),
             cache,
             levels,
             _attention_params(params),
             functools.partial(LatentKeys.of, spec, params),
             self.combine,
         )
-        out = einsum("thl,hlv->thv", state.out, _float(params.w_uv))
-        return AttentionState(out=out.astype(output_dtype(q.dtype)), lse=state.lse)
+        return projected_values(state, q.dtype, params)
+
+    def forward_listed(
+        self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams, topk_indices: jax.Array
+    ) -> AttentionState:
+        """The absorbed form over the keys that each token lists: see jattn.ops.listed. Levels are not shared."""
+        spec, params = self.spec, absorb(self.spec, params)
+        layer = spec.absorbed if self.combine is None else dataclasses.replace(spec.absorbed, has_sinks=False)
+        terms = layer_terms(layer, m.is_causal, _attention_params(params))
+        state = attend_listed(
+            spec, terms, absorbed_queries(spec, q, params), cache, m.level, params, jnp.asarray(topk_indices)
+        )
+        if self.combine is not None:
+            state = self.combine(state)
+            if spec.has_sinks:
+                assert params.sinks is not None
+                state = with_sinks(state, params.sinks)
+        return projected_values(state, q.dtype, params)
 
     def prefill_mha(
         self,
@@ -220,6 +235,18 @@ class LatentAttention:
             path=self.path,
             out_dtype="float32",
         )
+
+
+def absorbed_queries(spec: MLASpec, q: jax.Array, params: MLAParams) -> jax.Array:
+    """f32[T H L+R] [q_nope W_UK^T | q_pe] of q [T H nope+rope]: queries of the cached rows."""
+    nope, rope = jnp.split(q.astype(jnp.float32), [spec.qk_nope_head_dim], axis=-1)
+    return jnp.concatenate([einsum("thn,hnl->thl", nope, _float(params.w_uk)), rope], axis=-1)
+
+
+def projected_values(state: AttentionState, q_dtype, params: MLAParams) -> AttentionState:
+    """The state whose out [T H L] is multiplied by W_UV, in the output dtype of such queries."""
+    out = einsum("thl,hlv->thv", state.out, _float(params.w_uv))
+    return AttentionState(out=out.astype(output_dtype(q_dtype)), lse=state.lse)
 
 
 def _queries_of(level: Level, keep: jax.Array, max_query_len: int) -> Level:

@@ -94,7 +94,7 @@ DOORS = {
     "mla.build": Door(MLA.build, dict(meta=META, common_prefix_len=0, fast_build=False)),
     "mla.write": Door(MLA.write, NEW | dict(cache=MLA_CACHE, m=MLA_PLAN, params=MLA_PARAMS)),
     "mla.__call__": Door(MLA, MLA_CALL | NEW, walked=("kv_c", "k_pe", "m")),
-    "mla.attend": Door(MLA.attend, MLA_CALL),
+    "mla.attend": Door(MLA.attend, MLA_CALL | dict(topk_indices=jnp.zeros((3, 2), jnp.int32))),
     "mla.forward_mqa": Door(MLA.forward_mqa, MLA_CALL, walked=("params",)),
     "mla.prefill_mha": Door(MLA.prefill_mha, MLA_CALL | NEW, walked=("kv_c", "k_pe")),
     "MLAParams": Door(lambda **p: MLA.attend(**MLA_CALL | dict(params=jattn.MLAParams(**p))), dict(
