@@ -31,6 +31,7 @@ _TABLE: dict[str, Entry] = {
     "sdpa": "jattn.backends.sdpa:SdpaBackend",
     "split": "jattn.backends.split:SplitBackend",
     "pallas_cpu": "jattn.backends.pallas_cpu:PallasCpuBackend",
+    "mla_cpu_native": "jattn.backends.mla_cpu:CpuMLABackend",
     "mla_sdpa": "jattn.backends.mla:MLABackend",
 }
 

@@ -37,6 +37,7 @@ class Case:
 
     spec: MLASpec = SPEC
     options: tuple = ()  # of the cache
+    backend: str = "mla_sdpa"
 
     @functools.cached_property
     def mla(self) -> MLAAttention:
@@ -44,8 +45,10 @@ class Case:
         options = dict(dtype="float32") | dict(self.options)
         if wide:
             sizes = dict(num_kv_heads=1, head_dim=self.spec.head_dim, v_head_dim=options.pop("wide"))
-            return MLAAttention(self.spec, jattn.KVCacheSpec(num_blocks=32, block_size=S, **sizes, **options))
-        return MLAAttention(self.spec, mla_cache_spec(self.spec, 32, S, **options))
+            cache_spec = jattn.KVCacheSpec(num_blocks=32, block_size=S, **sizes, **options)
+        else:
+            cache_spec = mla_cache_spec(self.spec, 32, S, **options)
+        return MLAAttention(self.spec, cache_spec, self.backend)
 
     @functools.cached_property
     def rows(self) -> tuple[list, list]:

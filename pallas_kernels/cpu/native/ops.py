@@ -15,7 +15,7 @@ from pallas_kernels.cpu.native import library
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")  # in the order of args.h
 MAX_HEAD_DIM = 512
-"""Largest head_dim and v_head_dim."""
+"""Largest head_dim and v_head_dim; of latent rows, the largest latent_dim and the most numbers behind it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class NativeConfig:
     window_left: int = -1  # keys before and after the query's own; -1: unlimited
     window_right: int = -1
     chunk_size: int = 0  # 0: off
+    latent_dim: int = 0  # V of latent rows: a key is its value, the latent, and then D - V numbers of k; 0: no latents
     heads_first: bool = True  # pages are [N K S D]; False: [N S K D]
     isa: str = "auto"
     threads: int = 0  # 0: as many as XLA's pool has
@@ -61,9 +62,13 @@ def attend(
     k_scale: jax.Array | None = None,  # f32[] or [K]
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [T H V], lse f32[T H]). The order of operations on a logit is that of pallas_kernels.algebra.logits."""
+    """(out [T H V], lse f32[T H]). The order of operations on a logit is that of pallas_kernels.algebra.logits.
+
+    With latent_dim, k and v are pages: the two parts of the rows, or twice the same array of whole rows. A row's latent
+    is read from v, and its scales are those of k and of v; only whole rows may have token scales.
+    """
     library.check_isa(config.isa)
-    (num_tokens, num_heads, _), v_head_dim = q.shape, v.shape[-1]
+    (num_tokens, num_heads, _), v_head_dim = q.shape, config.latent_dim or v.shape[-1]
     num_kv_heads = k.shape[1] if k.ndim == 3 or config.heads_first else k.shape[2]
     call = jax.ffi.ffi_call(
         library.ATTEND,
@@ -84,6 +89,7 @@ def attend(
         window_left=np.int32(config.window_left),
         window_right=np.int32(config.window_right),
         chunk_size=np.int32(config.chunk_size),
+        latent_dim=np.int32(config.latent_dim),
         kv_dtype=np.int32(_DTYPES.index(config.kv_dtype)),
         heads_first=bool(config.heads_first),
         isa=config.isa,

@@ -33,7 +33,7 @@ ATTEND = dict(
     k_scale=f32(0), v_scale=f32(0),
 )  # fmt: skip
 ATTEND_NUMBERS = dict(
-    scale=np.float32(1), soft_cap=np.float32(0), window_left=-1, window_right=-1, chunk_size=0, kv_dtype=0
+    scale=np.float32(1), soft_cap=np.float32(0), window_left=-1, window_right=-1, chunk_size=0, latent_dim=0, kv_dtype=0
 )
 WRITE = dict(
     k=f32(T, K, D), v=f32(T, K, V), slot_mapping=i32(T), k_scale=f32(0), v_scale=f32(0),

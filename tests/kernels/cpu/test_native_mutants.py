@@ -15,6 +15,7 @@ import pytest
 
 from pallas_kernels.cpu.native import library, ops, toolchain
 from tests.cases import CASES, COMBINED, FEATURES, Case
+from tests.kernels.cpu import test_native_latent as latent
 from tests.kernels.cpu.native_setup import needs_library
 from tests.problem import Problem
 from tests.running import conform
@@ -56,6 +57,7 @@ CAUGHT_BY = {
     "product_groups_not_summed": "product",
     "product_columns_unordered": "product",
     "product_tail_dropped": "product",
+    "latent_not_in_keys": "latent",
 }
 
 
@@ -77,8 +79,12 @@ def switch_on(faulty, faulty_library):
 
 def check(name: str) -> None:
     """AssertionError unless the problem's results are right."""
-    if name != "product":
+    if name in PROBLEMS:
         return conform(PROBLEMS[name], "cpu_native")
+    if name == "latent":
+        rows = latent.Rows([9, 30], 41, 7, 4, "float32", "split")
+        q = np.random.default_rng(0).standard_normal((3, 7, 48)).astype(np.float32)
+        return latent.check(latent.attend(rows, q, [1, 2], [9, 30]), latent.witness(rows, q, [1, 2]), 1e-5)
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((14, 321), (321, 45)))
     wanted = np.asarray(x, np.float64) @ np.asarray(w, np.float64)

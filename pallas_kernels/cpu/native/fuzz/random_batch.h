@@ -82,14 +82,19 @@ class RandomBatch {
             case 3: attend.num_blocks = 0; break;
             case 4: attend.block_size = 0; break;
         }
+        attend.k_row = attend.head_dim, attend.v_row = attend.v_head_dim;
+        const int form = pick(0, 5);  // 0: latent rows in two pools; 1: whole latent rows
+        if (form < 2) attend.latent_dim = attend.v_head_dim, attend.head_dim += attend.latent_dim;
+        if (form == 1) attend.k_row = attend.v_row = attend.head_dim;
         const bool heads_first = pick(0, 1);
         attend.block_stride = (int64_t)attend.num_kv_heads * attend.block_size;
         attend.head_stride = heads_first ? attend.block_size : 1,
         attend.slot_stride = heads_first ? 1 : attend.num_kv_heads;
         const int64_t rows = attend.num_blocks * attend.block_stride;
         attend.q = fill_random(q_, attend.q_dtype, attend.num_tokens * attend.num_heads * attend.head_dim);
-        attend.k = fill_random(k_, attend.kv_dtype, rows * attend.head_dim);
-        attend.v = fill_random(v_, attend.kv_dtype, rows * attend.v_head_dim);
+        attend.k = fill_random(k_, attend.kv_dtype, rows * attend.k_row);
+        attend.v = fill_random(v_, attend.kv_dtype, rows * attend.v_row);
+        if (form == 1) attend.k = attend.v + attend.latent_dim * bytes_of(attend.kv_dtype);
         out_.make(attend.num_tokens * attend.num_heads * attend.v_head_dim * bytes_of(attend.out_dtype), 0x55,
                   pick(0, 3) ? 0 : bytes_of(attend.out_dtype));
         lse_.make(attend.num_tokens * attend.num_heads, 7.0f);
@@ -120,7 +125,7 @@ class RandomBatch {
     // Sometimes reads the same memory as packed keys, one request after the other. Called last, because the write uses
     // the page layout.
     void maybe_pack() {
-        if (pick(0, 3)) return;
+        if (pick(0, 3) || attend.latent_dim) return;
         attend.num_packed_keys = attend.num_blocks * attend.block_size;
         kv_start_.make(attend.num_reqs, 0);
         int64_t next = 0;
@@ -146,7 +151,8 @@ class RandomBatch {
         attend.alibi_slopes = pick(0, 1) ? slopes_.get() : nullptr, attend.sinks = pick(0, 1) ? sinks_.get() : nullptr;
         attend.k_scale = pick(0, 1) ? head_scale_.get() : nullptr,
         attend.v_scale = pick(0, 1) ? head_scale_.get() : nullptr;
-        if (pick(0, 1)) attend.k_token_scale = attend.v_token_scale = token_scale_.get();
+        const bool is_in_two_pools = attend.latent_dim && attend.k_row < attend.head_dim;
+        if (pick(0, 1) && !is_in_two_pools) attend.k_token_scale = attend.v_token_scale = token_scale_.get();
         attend.scale = 0.3f, attend.soft_cap = pick(0, 1) ? 2.0f : 0.0f;
         attend.window_left = pick(0, 1) ? pick(0, 30) : -1, attend.window_right = pick(0, 1) ? pick(0, 9) : -1;
         attend.chunk_size = pick(0, 2) ? 0 : pick(1, 40);

@@ -27,9 +27,11 @@ struct AttendCheck {
             const int64_t at = pool_row(args, request, kv_head, j);
             double x = 0.0, terms = 0.0;
             for (int d = 0; d < args.head_dim; d++) {
+                const int behind = d - args.latent_dim;  // the latent
                 const double term =
                     stored_value(args.q_dtype, args.q, (token * args.num_heads + head) * args.head_dim + d) *
-                    stored_value(args.kv_dtype, args.k, at * args.head_dim + d);
+                    (behind < 0 ? stored_value(args.kv_dtype, args.v, at * args.v_row + d)
+                                : stored_value(args.kv_dtype, args.k, at * args.k_row + behind));
                 x += term, terms += std::fabs(term);
             }
             const double factor = scale * (args.k_token_scale ? args.k_token_scale[at] : 1.0f);
@@ -50,7 +52,7 @@ struct AttendCheck {
             const double scaled = weight * (args.v_token_scale ? args.v_token_scale[at] : 1.0f);
             sum += weight;
             for (int d = 0; d < args.v_head_dim; d++) {
-                const double x = scaled * stored_value(args.kv_dtype, args.v, at * args.v_head_dim + d);
+                const double x = scaled * stored_value(args.kv_dtype, args.v, at * args.v_row + d);
                 values[d] += x, mass[d] += std::fabs(x);
             }
         }

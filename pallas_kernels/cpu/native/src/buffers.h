@@ -37,6 +37,7 @@ struct AttendBuffers {
     FloatBuffer alibi_slopes, sinks, q_scale, k_scale, v_scale;
     AnyBuffer out;
     FloatBuffer lse;
+    int64_t latent_dim;  // of latent rows; 0: keys and values are separate
 
     // The error of the first check that fails; empty if none does.
     std::string error(int32_t kv_dtype, bool heads_first) const {
@@ -59,17 +60,30 @@ struct AttendBuffers {
         const int64_t num_tokens = qd[0], num_heads = qd[1], num_reqs = seq_lens.dimensions()[0];
         const int64_t num_kv_heads = kd[paged && !heads_first ? 2 : 1];
         const int64_t table_width = paged ? block_table.dimensions().back() : 0;
+        const int64_t v_head_dim = latent_dim ? latent_dim : vd.back(), key_dim = qd[2] - latent_dim;
         checks.count("the number of tokens", num_tokens, 0);
         checks.count("the number of requests", num_reqs, 0, INT32_MAX / 4);
         checks.count("the number of query heads", num_heads, 1);
         checks.count("the number of kv heads", num_kv_heads, 1);
-        checks.count("head_dim", qd[2], 1, kMaxHeadDim);
-        checks.count("v_head_dim", vd.back(), 1, kMaxHeadDim);
+        checks.count("latent_dim", latent_dim, 0, kMaxHeadDim);
+        checks.count(latent_dim ? "head_dim without latent_dim" : "head_dim", key_dim, 1, kMaxHeadDim);
+        checks.count("v_head_dim", v_head_dim, 1, kMaxHeadDim);
+        checks.require(!latent_dim || paged, "latent rows must be in pages");
+        checks.require(!latent_dim || has_whole_rows() || !k_token_scale.element_count(),
+                       "latent rows in two pools must not have token scales");
         if (!checks.error.empty()) return checks.error;
         checks.multiple("the number of query heads", num_heads, "the number of kv heads", num_kv_heads);
+        if (latent_dim) {  // in two pools, or k and v are one pool of whole rows
+            checks.shape("k", k, {kd[0], kd[1], kd[2], has_whole_rows() ? qd[2] : key_dim});
+            checks.shape("v", v, {kd[0], kd[1], kd[2], has_whole_rows() ? qd[2] : latent_dim});
+            checks.require(!has_whole_rows() || k.untyped_data() == v.untyped_data(),
+                           "k and v must be the same array of whole latent rows");
+        }
         if (paged) {
-            checks.shape("k", k, {kd[0], kd[1], kd[2], qd[2]});
-            checks.shape("v", v, {kd[0], kd[1], kd[2], vd[3]});
+            if (!latent_dim) {
+                checks.shape("k", k, {kd[0], kd[1], kd[2], qd[2]});
+                checks.shape("v", v, {kd[0], kd[1], kd[2], vd[3]});
+            }
             checks.count("block_size", kd[heads_first ? 2 : 1], 0);
             checks.shape("block_table", block_table, {num_reqs, table_width});
             checks.count("the width of block_table", table_width, 0);
@@ -90,10 +104,13 @@ struct AttendBuffers {
         checks.shape_or_none("q_scale", q_scale, {num_heads});
         checks.shape_or_none("k_scale", k_scale, {num_kv_heads});
         checks.shape_or_none("v_scale", v_scale, {num_kv_heads});
-        checks.shape("out", out, {num_tokens, num_heads, vd.back()});
+        checks.shape("out", out, {num_tokens, num_heads, v_head_dim});
         checks.shape("lse", lse, {num_tokens, num_heads});
         return checks.error;
     }
+
+    // True if k holds whole latent rows.
+    bool has_whole_rows() const { return latent_dim && k.dimensions().back() == q.dimensions()[2]; }
 
     // The arguments that the buffers determine; those of the attributes are left at 0.
     AttentionArgs args(int32_t kv_dtype, bool heads_first) const {
@@ -115,7 +132,10 @@ struct AttendBuffers {
         args.lse = lse.typed_data();
         args.num_tokens = qd[0], args.num_heads = (int32_t)qd[1], args.head_dim = (int32_t)qd[2];
         args.num_reqs = seq_lens.dimensions()[0];
-        args.v_head_dim = (int32_t)v.dimensions().back();
+        args.latent_dim = (int32_t)latent_dim;
+        args.v_head_dim = latent_dim ? args.latent_dim : (int32_t)v.dimensions().back();
+        args.k_row = kd.back(), args.v_row = v.dimensions().back();
+        if (has_whole_rows()) args.k += latent_dim * bytes_of(args.kv_dtype);
         args.paged = kd.size() == 4;
         if (args.paged) {
             args.block_table = block_table.typed_data();

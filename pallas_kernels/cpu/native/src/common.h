@@ -108,6 +108,19 @@ INL RowParams load_row_params(const AttentionArgs& args, const WorkUnit& work, i
     return rows;
 }
 
+// A row of q in words: the part that meets the latent, then the part that meets k; each ends with a whole vector.
+template <class Compute>
+INL int64_t query_words(const AttentionArgs& args) {
+    return Compute::row_words(args.latent_dim) + Compute::row_words(k_dim(args));
+}
+template <class Compute>
+INL void load_query(const AttentionArgs& args, int64_t row, uint32_t* to) {
+    const char* q = args.q + row * args.head_dim * bytes_of(args.q_dtype);
+    if (args.latent_dim) Compute::load_query(args.q_dtype, q, JATTN_MUTANT(latent_not_in_keys, 1, args.latent_dim), to);
+    Compute::load_query(args.q_dtype, q + args.latent_dim * bytes_of(args.q_dtype), k_dim(args),
+                        to + Compute::row_words(args.latent_dim));
+}
+
 // The pool rows of keys first .. first + count - 1 of a unit, one page at a time, into to[0], to[step], to[2 * step],
 // ...
 INL void locate_keys(const AttentionArgs& args, const WorkUnit& work, int kv_head, int first, int count, int64_t* to,

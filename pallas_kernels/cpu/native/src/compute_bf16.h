@@ -15,11 +15,11 @@ struct ComputeBf16 {
     static constexpr int64_t padded(int64_t dim) { return round_up(dim, 32); }
     static int64_t row_words(int64_t dim) { return padded(dim) / 2; }
 
-    static void load_query(const AttentionArgs& args, const char* row, uint32_t* to) {
-        for (int c = 0; c < padded(args.head_dim); c += kStep) {
-            int n = args.head_dim - c;
+    static void load_query(Dtype dtype, const char* row, int dim, uint32_t* to) {
+        for (int c = 0; c < padded(dim); c += kStep) {
+            int n = dim - c;
             vw x = zero_words();
-            if (n > 0) switch (args.q_dtype) {
+            if (n > 0) switch (dtype) {
                     case Dtype::e4m3: x = load_bf16<Dtype::e4m3>(row, c, n); break;
                     case Dtype::e5m2: x = load_bf16<Dtype::e5m2>(row, c, n); break;
                     case Dtype::i8: x = load_bf16<Dtype::i8>(row, c, n); break;
@@ -31,12 +31,8 @@ struct ComputeBf16 {
         }
     }
 
-    INL vf dot_keys(const uint32_t* q, int64_t stride, const char* const* k, int dim, const char* const* next_rows) {
-        vf a[kKeysPerVector][4];
-#pragma GCC unroll 4
-        for (int t = 0; t < kKeysPerVector; t++)
-#pragma GCC unroll 4
-            for (int g = 0; g < 4; g++) a[t][g] = zero();
+    INL void add_products(vf (&a)[kKeysPerVector][4], const uint32_t* q, int64_t stride, const char* const* k, int dim,
+                          const char* const* next_rows) {
         auto step = [&](int c, int n) __attribute__((always_inline)) {
             vw x[kKeysPerVector];
 #pragma GCC unroll 4
@@ -54,7 +50,6 @@ struct ComputeBf16 {
         int c = 0;
         for (; c + kStep <= dim; c += kStep) step(c, kStep);
         if (c < dim) step(c, dim - c);
-        return sum_lanes(a);
     }
 
     // Weights [key][4 rows] as floats -> [pair of keys][4 rows] as words; zeros behind key n, up to whole vectors.

@@ -14,22 +14,16 @@ struct ComputeF32 {
     static int64_t row_words(int64_t dim) { return padded(dim); }
 
     // A row of q, in the column order in which load_two_vectors returns keys.
-    static void load_query(const AttentionArgs& args, const char* row, uint32_t* to) {
+    static void load_query(Dtype dtype, const char* row, int dim, uint32_t* to) {
         float* q = reinterpret_cast<float*>(to);
-        to_floats(args.q_dtype, row, args.head_dim, q);
-        reorder<deinterleave>(q, args.head_dim);
+        to_floats(dtype, row, dim, q);
+        reorder<deinterleave>(q, dim);
     }
 
-    // Dot products of kKeysPerVector keys with 4 rows of q: one vector [key][row]. next_rows: rows to prefetch, or
-    // nullptr.
-    INL vf dot_keys(const uint32_t* q_words, int64_t stride, const char* const* k, int dim,
-                    const char* const* next_rows) {
+    // Adds the products of kKeysPerVector keys with 4 rows of q, lane by lane. next_rows: rows to prefetch, or nullptr.
+    INL void add_products(vf (&a)[kKeysPerVector][4], const uint32_t* q_words, int64_t stride, const char* const* k,
+                          int dim, const char* const* next_rows) {
         const float* q = reinterpret_cast<const float*>(q_words);
-        vf a[kKeysPerVector][4];
-#pragma GCC unroll 4
-        for (int t = 0; t < kKeysPerVector; t++)
-#pragma GCC unroll 4
-            for (int g = 0; g < 4; g++) a[t][g] = zero();
         auto multiply_by = [&](const vf(&x)[kKeysPerVector], int c) __attribute__((always_inline)) {
 #pragma GCC unroll 4
             for (int g = 0; g < 4; g++) {
@@ -72,7 +66,6 @@ struct ComputeF32 {
             }
             multiply_by(x, c);
         }
-        return sum_lanes(a);
     }
 
     static const uint32_t* pack_decode_weights(const float* p, int, uint32_t*) {

@@ -4,6 +4,9 @@
 // The keys of a tile are read in kKeyStreams interleaved streams: the first key of each stream, then the second of
 // each, and so on. Several pages are then read at the same time, which keeps several of the hardware's prefetch streams
 // busy.
+//
+// A latent row (kLatent) is key and value: a tile is small enough to stay in the second cache level, where all rows of
+// q read it twice, and the next tile is prefetched meanwhile.
 #pragma once
 #include "epilogue.h"
 #include "prefetch.h"
@@ -17,6 +20,8 @@ constexpr int kKeyStreams = 4;  // measured: 1 and 2 are slower with small pages
 // groups: after many values, the rows of the first group would have left the cache when the second group reads them.
 template <class Compute>
 constexpr int kKeysPerPass = 16 / Compute::kItemBytes;
+
+constexpr int kLatentTileKeys = 64;
 
 // Keys of one stream of a tile of n keys. The n % kKeyStreams keys that remain are read last.
 INL int stream_length(int n) { return n / kKeyStreams; }
@@ -78,25 +83,63 @@ INL vf shape_logits(const AttentionArgs& args, const RowParams& params, int r, i
     return max_over_keys(row_max);
 }
 
+// Dot products of kKeysPerVector keys with 4 rows of q: one vector [key][row]. next_rows: rows to prefetch, or nullptr.
+// `latent`: where the first parts of latent keys are.
+template <class Compute, bool kLatent>
+INL vf dot_keys(const AttentionArgs& args, const uint32_t* q, int64_t stride, const char* const* latent,
+                const char* const* k, const char* const* next_rows) {
+    vf a[kKeysPerVector][4];
+#pragma GCC unroll 4
+    for (int t = 0; t < kKeysPerVector; t++)
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; g++) a[t][g] = zero();
+    if constexpr (kLatent) {
+        Compute::add_products(a, q, stride, latent, args.latent_dim, nullptr);
+        q += Compute::row_words(args.latent_dim);
+    }
+    Compute::add_products(a, q, stride, k, kLatent ? k_dim(args) : args.head_dim, next_rows);
+    return sum_lanes(a);
+}
+
+// Prefetches a tile of latent rows step by step, while the tile before it is read.
+class LatentPrefetch {
+   public:
+    LatentPrefetch(const PoolRows& latents, const PoolRows& keys, int64_t latent_bytes, int64_t key_bytes, int steps)
+        : latents_(latents), keys_(keys), latent_bytes_(latent_bytes), key_bytes_(key_bytes), steps_(steps) {}
+    void step() {
+        const int end = latents_.count * ++step_ / steps_;
+        for (; done_ < end; done_++) {
+            for (int64_t c = 0; c < latent_bytes_; c += 64) prefetch_far(latents_.at(done_) + c);
+            for (int64_t c = 0; c < key_bytes_; c += 64) prefetch_far(keys_.at(done_) + c);
+        }
+    }
+
+   private:
+    PoolRows latents_, keys_;
+    int64_t latent_bytes_, key_bytes_;
+    int steps_, step_ = 0, done_ = 0;
+};
+
 // The pool rows of the first tile of the item that this thread will probably take next. Returns their number; 0 if that
 // item runs the prefill kernel.
-static int locate_next_item(const AttentionArgs& args, const WorkQueue& queue, int64_t* to) {
+static int locate_next_item(const AttentionArgs& args, const WorkQueue& queue, int max_keys, int64_t* to) {
     const int64_t item = queue.next_item.load(std::memory_order_relaxed);
     if (item >= queue.num_items || !queue.units[item / args.num_kv_heads].is_decode) return 0;
     const WorkUnit& work = queue.units[item / args.num_kv_heads];
-    const int count = work.key_end - work.key_begin < kDecodeTileKeys ? work.key_end - work.key_begin : kDecodeTileKeys;
+    const int count = work.key_end - work.key_begin < max_keys ? work.key_end - work.key_begin : max_keys;
     locate_decode_tile(args, work, (int)(item % args.num_kv_heads), 0, count, to);
     return count;
 }
 
-template <class Compute>
+template <class Compute, bool kLatent>
 static void attend_decode(const AttentionArgs& args, const WorkUnit& work, int kv_head, const WorkQueue& queue,
                           float* partials, int32_t* counters, Arena arena) {
     const int rows = work.num_rows(), row_groups = (rows + 3) / 4, padded_rows = row_groups * 4;
     const int count = work.key_end - work.key_begin;
-    const int64_t q_stride = Compute::row_words(args.head_dim), v_dim = padded_v_dim(args);
-    const int64_t k_bytes = args.head_dim * bytes_of(Compute::kDtype),
-                  v_bytes = args.v_head_dim * bytes_of(Compute::kDtype);
+    constexpr int kTileKeys = kLatent ? kLatentTileKeys : kDecodeTileKeys;
+    constexpr int kPassKeys = kLatent ? kLatentTileKeys : kKeysPerPass<Compute>;
+    const int64_t q_stride = query_words<Compute>(args), v_dim = padded_v_dim(args);
+    const int64_t k_bytes = args.k_row * bytes_of(Compute::kDtype), v_bytes = args.v_row * bytes_of(Compute::kDtype);
     uint32_t* q = arena.take<uint32_t>(padded_rows * q_stride);
     float* acc = arena.take<float>(padded_rows * v_dim);
     float* logits = arena.take<float>(4 * kDecodeTileKeys + 8 * N);
@@ -113,39 +156,46 @@ static void attend_decode(const AttentionArgs& args, const WorkUnit& work, int k
 
     for (int r = 0; r < padded_rows; r++) {
         QueryRow row = query_row(args, work, kv_head, r < rows ? r : 0);
-        Compute::load_query(args,
-                            args.q + (row.token * args.num_heads + row.head) * args.head_dim * bytes_of(args.q_dtype),
-                            q + r * q_stride);
+        load_query<Compute>(args, row.token * args.num_heads + row.head, q + r * q_stride);
         row_max[r] = -kInf;
     }
     fill(acc, padded_rows * v_dim, 0.0f);
     fill(row_sums, row_groups * N, 0.0f);
-    auto tile_keys = [&](int t0) { return count - t0 < kDecodeTileKeys ? count - t0 : kDecodeTileKeys; };
-    for (int t0 = 0; t0 < count; t0 += kDecodeTileKeys)
+    auto tile_keys = [&](int t0) { return count - t0 < kTileKeys ? count - t0 : kTileKeys; };
+    for (int t0 = 0; t0 < count; t0 += kTileKeys)
         locate_decode_tile(args, work, kv_head, t0, tile_keys(t0), pool_rows + t0);
     const int64_t last = count ? pool_rows[count - 1] : 0;
     for (int t = count; t < count + 64; t++) pool_rows[t] = last;  // whole vectors of keys are read
 
     static thread_local PrefetchTuner<> tuner;
     DecodePrefetch prefetcher(k_bytes, tuner.begin_unit(count * (k_bytes + v_bytes)));
-    prefetcher.start({args.k, k_bytes, pool_rows, tile_keys(0)});
-    for (int t0 = 0, numbered = 0; t0 < count; t0 += kDecodeTileKeys) {
+    if (!kLatent) prefetcher.start({args.k, k_bytes, pool_rows, tile_keys(0)});
+    for (int t0 = 0, numbered = 0; t0 < count; t0 += kTileKeys) {
         const int n = tile_keys(t0), vectors = (n + kKeysPerVector - 1) / kKeysPerVector;
         const PoolRows keys{args.k, k_bytes, pool_rows + t0, n}, values{args.v, v_bytes, pool_rows + t0, n};
         if (n != numbered) number_tile_keys(numbered = n, key_number);
         if (args.k_token_scale) gather_scales(args.k_token_scale, pool_rows + t0, vectors * kKeysPerVector, k_scales);
         if (args.v_token_scale) gather_scales(args.v_token_scale, pool_rows + t0, vectors * kKeysPerVector, v_scales);
+        PoolRows next{args.v, v_bytes, pool_rows + t0 + n, t0 + n < count ? tile_keys(t0 + n) : 0};
+        if (kLatent && t0 + n >= count)
+            next.rows = next_pool_rows, next.count = locate_next_item(args, queue, kTileKeys, next_pool_rows);
+        LatentPrefetch latent_prefetch(next, {args.k, k_bytes, next.rows, next.count},
+                                       args.latent_dim * bytes_of(Compute::kDtype),
+                                       k_dim(args) * bytes_of(Compute::kDtype), row_groups * vectors);
         for (int b = 0; b < row_groups; b++) {
             const uint32_t* q4 = q + b * 4 * q_stride;
             const char* const* const next_rows =
-                b ? nullptr : prefetcher.next_rows;  // later groups find the keys in L1
+                b || kLatent ? nullptr : prefetcher.next_rows;  // later groups find the keys in L1
             if (next_rows) prefetcher.set_rows(keys, values);
             for (int i = 0; i < vectors; i++) {
-                const char* k[kKeysPerVector];
-                for (int t = 0; t < kKeysPerVector; t++)
+                const char *k[kKeysPerVector], *latent[kKeysPerVector];
+                for (int t = 0; t < kKeysPerVector; t++) {
                     k[t] = args.k + pool_rows[t0 + i * kKeysPerVector + t] * k_bytes;
-                store(logits + i * N, Compute::dot_keys(q4, q_stride, k, args.head_dim,
-                                                        next_rows ? next_rows + i * kKeysPerVector : nullptr));
+                    latent[t] = args.v + pool_rows[t0 + i * kKeysPerVector + t] * v_bytes;
+                }
+                if (kLatent) latent_prefetch.step();
+                store(logits + i * N, dot_keys<Compute, kLatent>(args, q4, q_stride, latent, k,
+                                                                 next_rows ? next_rows + i * kKeysPerVector : nullptr));
             }
             if (next_rows) prefetcher.finish_rows();
             vf tile_max = shape_logits(args, params, b * 4, t0, n, key_number, args.k_token_scale ? k_scales : nullptr,
@@ -179,11 +229,12 @@ static void attend_decode(const AttentionArgs& args, const WorkUnit& work, int k
                 prefetcher.set_rows(values, {args.k, k_bytes, pool_rows + t0 + n, tile_keys(t0 + n)});
             else if (next_rows)
                 prefetcher.set_rows(values,
-                                    {args.k, k_bytes, next_pool_rows, locate_next_item(args, queue, next_pool_rows)});
-            for (int t = 0; t < n; t += kKeysPerPass<Compute>)
+                                    {args.k, k_bytes, next_pool_rows,
+                                     locate_next_item(args, queue, kTileKeys, next_pool_rows)});
+            for (int t = 0; t < n; t += kPassKeys)
                 Compute::add_values(acc + b * 4 * v_dim, v_dim, weights + t * (Compute::kBf16Pairs ? 2 : 4),
-                                    pool_rows + t0 + t, n - t < kKeysPerPass<Compute> ? n - t : kKeysPerPass<Compute>,
-                                    args.v, v_bytes, args.v_head_dim, next_rows ? next_rows + t : nullptr);
+                                    pool_rows + t0 + t, n - t < kPassKeys ? n - t : kPassKeys, args.v, v_bytes,
+                                    args.v_head_dim, next_rows ? next_rows + t : nullptr);
             if (next_rows) prefetcher.finish_rows();
         }
     }

@@ -61,12 +61,13 @@ ffi::Error attend_call(ffi::ThreadPool pool, AnyBuffer q, AnyBuffer k, AnyBuffer
                        Int32Buffer kv_lens, Int32Buffer block_table, Int32Buffer kv_start, Int32Buffer causal,
                        FloatBuffer alibi_slopes, FloatBuffer sinks, FloatBuffer q_scale, FloatBuffer k_scale,
                        FloatBuffer v_scale, ffi::Result<AnyBuffer> out, ffi::Result<FloatBuffer> lse, float scale,
-                       float soft_cap, int32_t window_left, int32_t window_right, int32_t chunk_size, int32_t kv_dtype,
-                       bool heads_first, std::string_view isa, int32_t threads) {
+                       float soft_cap, int32_t window_left, int32_t window_right, int32_t chunk_size,
+                       int32_t latent_dim, int32_t kv_dtype, bool heads_first, std::string_view isa, int32_t threads) {
     return catch_exceptions("attend", [&] {
         const AttendBuffers buffers{q,        k,       v,           k_token_scale, v_token_scale, query_start_loc,
                                     seq_lens, kv_lens, block_table, kv_start,      causal,        alibi_slopes,
-                                    sinks,    q_scale, k_scale,     v_scale,       *out,          *lse};
+                                    sinks,    q_scale, k_scale,     v_scale,       *out,          *lse,
+                                    latent_dim};
         const std::string error = buffers.error(kv_dtype, heads_first);
         if (!error.empty()) return invalid_argument("attend", error);
         AttentionArgs args = buffers.args(kv_dtype, heads_first);
@@ -160,8 +161,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<FloatBuffer>().Arg<FloatBuffer>().Arg<FloatBuffer>()    // scales
         .Ret<AnyBuffer>().Ret<FloatBuffer>()
         .Attr<float>("scale").Attr<float>("soft_cap").Attr<int32_t>("window_left").Attr<int32_t>("window_right")
-        .Attr<int32_t>("chunk_size").Attr<int32_t>("kv_dtype").Attr<bool>("heads_first").Attr<std::string_view>("isa")
-        .Attr<int32_t>("threads"));
+        .Attr<int32_t>("chunk_size").Attr<int32_t>("latent_dim").Attr<int32_t>("kv_dtype").Attr<bool>("heads_first")
+        .Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnWrite, write_call,

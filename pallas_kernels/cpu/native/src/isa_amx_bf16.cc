@@ -19,6 +19,7 @@ const IsaKernels kAmxBf16 = {
     "amx_bf16",
     {nullptr, nullptr, attend_with_amx<Dtype::bf16>, attend_with_amx<Dtype::e4m3>, attend_with_amx<Dtype::e5m2>,
      attend_with_amx<Dtype::i8>},
+    16,
     amx_bf16::write_tokens,
     {nullptr, nullptr, &amx_bf16::product_kernel<amx_bf16::ProductBf16>},
 };

@@ -16,6 +16,7 @@ const IsaKernels kAvx512Bf16 = {
      avx512_bf16::attend<avx512_bf16::ComputeBf16<Dtype::e4m3>>,
      avx512_bf16::attend<avx512_bf16::ComputeBf16<Dtype::e5m2>>,
      avx512_bf16::attend<avx512_bf16::ComputeBf16<Dtype::i8>>},
+    64,
     avx512_bf16::write_tokens,
     {nullptr, nullptr, &avx512_bf16::product_kernel<avx512_bf16::ProductBf16>},
 };

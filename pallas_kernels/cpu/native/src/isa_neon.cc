@@ -14,6 +14,7 @@ const IsaKernels kNeon = {
     {neon::attend<neon::ComputeF32<Dtype::f32>>, neon::attend<neon::ComputeF32<Dtype::f16>>,
      neon::attend<neon::ComputeF32<Dtype::bf16>>, neon::attend<neon::ComputeF32<Dtype::e4m3>>,
      neon::attend<neon::ComputeF32<Dtype::e5m2>>, neon::attend<neon::ComputeF32<Dtype::i8>>},
+    64,
     neon::write_tokens,
     {&neon::product_kernel<neon::ProductF32<Dtype::f32>>, &neon::product_kernel<neon::ProductF32<Dtype::f16>>,
      &neon::product_kernel<neon::ProductF32<Dtype::bf16>>},

@@ -15,6 +15,7 @@ const IsaKernels kNeonBf16 = {
     {nullptr, nullptr, neon_bf16::attend<neon_bf16::ComputeBf16<Dtype::bf16>>,
      neon_bf16::attend<neon_bf16::ComputeBf16<Dtype::e4m3>>, neon_bf16::attend<neon_bf16::ComputeBf16<Dtype::e5m2>>,
      neon_bf16::attend<neon_bf16::ComputeBf16<Dtype::i8>>},
+    64,
     neon_bf16::write_tokens,
     {nullptr, nullptr, &neon_bf16::product_kernel<neon_bf16::ProductBf16>},
 };

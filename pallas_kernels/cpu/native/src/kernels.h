@@ -12,8 +12,10 @@ static void attend(const AttentionArgs& args, const WorkQueue& queue, int64_t it
                    Arena scratch) {
     const WorkUnit& work = queue.units[item / args.num_kv_heads];
     const int kv_head = (int)(item % args.num_kv_heads);
-    if (work.is_decode)
-        attend_decode<DecodeCompute>(args, work, kv_head, queue, partials, counters, scratch);
+    if (work.is_decode && args.latent_dim)
+        attend_decode<DecodeCompute, true>(args, work, kv_head, queue, partials, counters, scratch);
+    else if (work.is_decode)
+        attend_decode<DecodeCompute, false>(args, work, kv_head, queue, partials, counters, scratch);
     else
         attend_prefill<PrefillCompute>(args, work, kv_head, partials, counters, scratch);
 }

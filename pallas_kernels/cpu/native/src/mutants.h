@@ -30,6 +30,7 @@ enum class Mutant : int {
     product_groups_not_summed,
     product_columns_unordered,
     product_tail_dropped,
+    latent_not_in_keys,
 };
 inline Mutant mutant = Mutant::none;
 }  // namespace jattn

@@ -73,9 +73,8 @@ constexpr int kFirstQueryRows = 36;  // loaded before the first products; the ot
 // Rows q_rows[0..n-1] of q as words, zeros up to a whole block of rows.
 template <class Compute>
 static void load_queries(const AttentionArgs& args, const int64_t* q_rows, int n, uint32_t* to) {
-    const int64_t depth = Compute::row_words(args.head_dim), padded_rows = round_up(n, kBlockRows);
-    for (int r = 0; r < n; r++)
-        Compute::load_query(args, args.q + q_rows[r] * args.head_dim * bytes_of(args.q_dtype), to + r * depth);
+    const int64_t depth = query_words<Compute>(args), padded_rows = round_up(n, kBlockRows);
+    for (int r = 0; r < n; r++) load_query<Compute>(args, q_rows[r], to + r * depth);
     __builtin_memset(to + n * depth, 0, (padded_rows - n) * depth * 4);
 }
 
@@ -148,10 +147,10 @@ static void attend_prefill(const AttentionArgs& args, const WorkUnit& work, int 
     (void)scope;
     const int rows = work.num_rows(), padded_rows = (int)round_up(rows, kBlockRows);
     const int count = work.key_end - work.key_begin;
-    const int64_t depth = Compute::row_words(args.head_dim), v_dim = padded_v_dim(args);
+    const int64_t latent_depth = Compute::row_words(args.latent_dim), depth = query_words<Compute>(args);
+    const int64_t v_dim = padded_v_dim(args);
     const int64_t q_bytes = args.head_dim * bytes_of(args.q_dtype);
-    const int64_t k_bytes = args.head_dim * bytes_of(Compute::kDtype),
-                  v_bytes = args.v_head_dim * bytes_of(Compute::kDtype);
+    const int64_t k_bytes = args.k_row * bytes_of(Compute::kDtype), v_bytes = args.v_row * bytes_of(Compute::kDtype);
     constexpr int max_value_depth = Compute::kBf16Pairs ? kPrefillTileKeys / 2 : kPrefillTileKeys;
     uint32_t* q = arena.take<uint32_t>(padded_rows * depth);
     uint32_t* keys = arena.take<uint32_t>(depth * kPrefillTileKeys);
@@ -199,7 +198,8 @@ static void attend_prefill(const AttentionArgs& args, const WorkUnit& work, int 
             fill(k_scales, kPrefillTileKeys, 0.0f), gather_scales(args.k_token_scale, pool_rows, n, k_scales);
         if (args.v_token_scale)
             fill(v_scales, kPrefillTileKeys, 0.0f), gather_scales(args.v_token_scale, pool_rows, n, v_scales);
-        pack_keys<Compute>(args.k, pool_rows, n, k_bytes, args.head_dim, keys);
+        if (args.latent_dim) pack_keys<Compute>(args.v, pool_rows, n, v_bytes, args.latent_dim, keys);
+        pack_keys<Compute>(args.k, pool_rows, n, k_bytes, k_dim(args), keys + latent_depth * kPrefillTileKeys);
         const int value_depth = Compute::pack_values(args.v, pool_rows, n, v_bytes, args.v_head_dim, values, v_dim);
         if (n < kPrefillTileKeys)  // the product rounds its depth up to kDepthStep
             __builtin_memset(values + value_depth * v_dim, 0,

@@ -26,7 +26,7 @@ void run_attend(Pool& pool, AttentionArgs args, const IsaKernels& kernels, int64
     clear_tokens(args, 0, args.query_start_loc[0]);  // tokens of no request: before the first and behind the last
     clear_tokens(args, JATTN_MUTANT(padding_not_cleared, args.num_tokens, args.query_start_loc[args.num_reqs]),
                  args.num_tokens);
-    Schedule schedule = make_schedule(args);
+    Schedule schedule = make_schedule(args, kernels.latent_decode_rows);
     const CallMemory memory(4 * (schedule.partial_floats + schedule.num_counters));
     float* const partials = reinterpret_cast<float*>(memory.data);
     int32_t* const counters = reinterpret_cast<int32_t*>(partials + schedule.partial_floats);

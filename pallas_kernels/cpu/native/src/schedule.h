@@ -43,21 +43,24 @@ inline void add_rows(const AttentionArgs& args, Schedule& schedule, WorkUnit wor
     }
 }
 
-inline Schedule make_schedule(const AttentionArgs& args) {
+inline Schedule make_schedule(const AttentionArgs& args, int latent_decode_rows) {
     Schedule schedule;
+    // The decode kernel converts numbers of 8 bits again for every four rows, the prefill kernel once.
+    const bool is_wide_latent = args.latent_dim && bytes_of(args.kv_dtype) > 1;
+    const int decode_rows = is_wide_latent ? latent_decode_rows : kDecodeMaxRows;
     for (int32_t r = 0; r < args.num_reqs; r++) {
         int32_t num_queries = args.query_start_loc[r + 1] - args.query_start_loc[r];
         if (num_queries <= 0) continue;
         WorkUnit work{};
         work.request = r;
-        if ((int64_t)num_queries * args.group_size <= kDecodeMaxRows) {
+        if ((int64_t)num_queries * args.group_size <= decode_rows) {
             work.num_queries = num_queries, work.num_heads = args.group_size, work.is_decode = true;
             add_rows(args, schedule, work, kDecodeSplitKeys);
             continue;
         }
         int32_t heads = std::min(args.group_size, kPrefillMaxRows), queries = std::max(1, kPrefillMaxRows / heads);
-        // Requests of many units keep enough threads busy without splits of their keys.
-        int64_t split_keys = num_queries <= 2 * queries ? kPrefillSplitKeys : INT32_MAX;
+        int64_t split_keys = args.latent_dim ? kDecodeSplitKeys : kPrefillSplitKeys;
+        if (num_queries > 2 * queries) split_keys = INT32_MAX;  // many units: enough for the threads without splits
         for (work.first_query = 0; work.first_query < num_queries; work.first_query += queries)
             for (work.first_head = 0; work.first_head < args.group_size; work.first_head += heads) {
                 work.num_queries = std::min(queries, num_queries - work.first_query);

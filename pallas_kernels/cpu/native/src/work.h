@@ -44,6 +44,7 @@ struct IsaKernels {
     const char* name;
     void (*attend[kNumDtypes])(const AttentionArgs&, const WorkQueue&, int64_t item, float* partials, int32_t* counters,
                                Arena scratch);
+    int latent_decode_rows;  // latent rows of 2 or 4 bytes a number: requests with more rows run the prefill kernel
     void (*write)(const WriteArgs&, int64_t token_begin, int64_t token_end);
     const ProductKernel* product[kNumFloats];  // of this dtype of x and w; nullptr where another ISA serves it
 };
@@ -56,7 +57,8 @@ inline int64_t partial_floats(const AttentionArgs& args, int rows) {
 
 // Upper bound of the scratch memory of one item.
 inline int64_t scratch_bytes(const AttentionArgs& args) {
-    int64_t dim = round_up(args.head_dim, 32), v_dim = padded_v_dim(args), rows = kPrefillMaxRows + 8;
+    int64_t dim = round_up(args.latent_dim, 32) + round_up(k_dim(args), 32);
+    int64_t v_dim = padded_v_dim(args), rows = kPrefillMaxRows + 8;
     int64_t floats = rows * (dim + v_dim + 2 * kPrefillTileKeys + 20) + kPrefillTileKeys * (dim + v_dim + 16);
     return 4 * floats + 8 * (kDecodeSplitKeys + 128) + 4 * kDecodeTileKeys * 16 + 16384;
 }

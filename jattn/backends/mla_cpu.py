@@ -1,0 +1,166 @@
+"""`mla_cpu_native`: latent attention by the C++ kernels of `cpu_native`. The first choice for latent caches on a CPU.
+
+The absorbed form is one custom call, which reads each cached row once for all heads, as key and as value. With bfloat16
+queries over a cache of at most 16 bits, absorbed queries are rounded to bfloat16; in all other cases they are float32.
+The materialised form, sparse attention, writes and gradients are those of `mla_sdpa`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jattn.backends.kernel import as_arrays
+from jattn.backends.mla import MLABackend, MLAImpl, MLAMetadataBuilder
+from jattn.cache import PagedKV
+from jattn.cache.latent import is_wide
+from jattn.metadata import CommonAttentionMetadata
+from jattn.mla_spec import MLAParams, MLASpec, absorb
+from jattn.ops.levels import Level
+from jattn.ops.mla import LatentAttention, MLAMetadata, absorbed_queries, projected_values
+from jattn.ops.state import AttentionState
+from jattn.types import Feature
+from pallas_kernels.cpu.native import library, ops
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuMLAMetadataBuilder(MLAMetadataBuilder):
+    """The plan of `mla_sdpa` without a shared prefix: the kernel reads it once for each request."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLAMetadata:
+        """common_prefix_len has no effect."""
+        return super().build(0, common_attn_metadata, fast_build)
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeLatentAttention(LatentAttention):
+    """The absorbed form by the native kernel."""
+
+    isa: str = "auto"  # or the name of an instruction set: see pallas_kernels.cpu.native.library.status
+
+    def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
+        return _absorbed(self, q, cache, m, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _absorbed(latent: NativeLatentAttention, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
+    spec, stored, params = latent.spec, cache.spec, absorb(latent.spec, params)
+    is_split = not is_wide(spec, stored)
+    kv_c_scale, k_pe_scale = as_arrays(params.kv_c_scale, params.k_pe_scale if is_split else params.kv_c_scale)
+    rows = _scaled(absorbed_queries(spec, q, params), spec, kv_c_scale, k_pe_scale)
+    in_bf16 = q.dtype == jnp.bfloat16 and stored.dtype not in ("float32", "float16")
+    config = ops.NativeConfig(
+        scale=spec.scale,
+        kv_dtype=stored.dtype,
+        out_dtype="float32",
+        soft_cap=spec.logits_soft_cap or 0.0,
+        window_left=spec.window[0],
+        window_right=spec.window[1],
+        chunk_size=spec.chunk_size or 0,
+        latent_dim=spec.kv_lora_rank,
+        heads_first=stored.physical_layout == "HND",
+        isa=latent.isa,
+    )
+    k, k_token_scale = cache.k, cache.k_token_scale
+    v, v_token_scale = (cache.v, cache.v_token_scale) if is_split else (k, k_token_scale)
+    out, lse = ops.attend(
+        config, rows.astype(jnp.bfloat16) if in_bf16 else rows, k, v, _batch(m), k_token_scale=k_token_scale,
+        v_token_scale=v_token_scale, alibi_slopes=params.alibi_slopes, sinks=params.sinks, v_scale=kv_c_scale,
+    )  # fmt: skip
+    return projected_values(AttentionState(out=out, lse=lse), q.dtype, params)
+
+
+def _absorbed_forward(latent: NativeLatentAttention, *args):
+    return _absorbed(latent, *args), args
+
+
+def _absorbed_backward(latent: NativeLatentAttention, saved, cotangent):
+    """By the plain computation, which runs again."""
+    q, cache, m, params = saved
+    plain = LatentAttention(latent.spec, latent.path)
+    _, pullback = jax.vjp(lambda q, cache, params: plain.forward_mqa(q, cache, m, params), q, cache, params)
+    dq, dcache, dparams = pullback(cotangent)
+    return dq, dcache, None, dparams
+
+
+_absorbed.defvjp(_absorbed_forward, _absorbed_backward)
+
+
+def _scaled(rows: jax.Array, spec: MLASpec, kv_c_scale, k_pe_scale) -> jax.Array:
+    """Queries times the scales of the rows' parts: [latent part | rotated part]."""
+    latent, rope = jnp.split(rows, [spec.kv_lora_rank], axis=-1)
+    latent = latent if kv_c_scale is None else latent * kv_c_scale.reshape(())
+    rope = rope if k_pe_scale is None else rope * k_pe_scale.reshape(())
+    return jnp.concatenate([latent, rope], axis=-1)
+
+
+def _batch(m: MLAMetadata) -> ops.NativeBatch:
+    """The kernel's batch. A request without queries in this level has tokens, for which the kernel sees no keys."""
+    level: Level = m.level
+    batch = level.batch
+    start, seq_lens = jnp.asarray(batch.start), jnp.asarray(batch.seq_lens)
+    causal = jnp.ones(batch.num_reqs, jnp.int32) if m.is_causal else None
+    if batch.rows.causal is not None:
+        causal = jnp.asarray(batch.rows.causal)[jnp.minimum(start, batch.num_tokens - 1)]
+    return ops.NativeBatch(
+        query_start_loc=jnp.append(start, start[-1] + batch.query_lens[-1]),
+        seq_lens=seq_lens,
+        kv_lens=jnp.where(batch.query_lens > 0, seq_lens, 0),
+        block_table=jnp.asarray(level.block_table),
+        causal=causal,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuMLAImpl(MLAImpl):
+    """Native where the absorbed form is computed."""
+
+    isa: str = "auto"  # see NativeLatentAttention
+
+    @property
+    def _latent(self) -> LatentAttention:
+        plain = super()._latent
+        return NativeLatentAttention(plain.spec, plain.path, isa=self.isa)
+
+
+class CpuMLABackend(MLABackend):
+    """Latent caches, split or wide, with latents and rotated keys of up to 512 values each."""
+
+    name = "mla_cpu_native"
+    impl_cls = CpuMLAImpl
+    builder_cls = CpuMLAMetadataBuilder
+    metadata_cls = MLAMetadata
+    platforms = ("cpu",)
+    quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
+    features = frozenset(
+        {
+            Feature.SINK,
+            Feature.PER_HEAD_QUANT_SCALES,
+            Feature.SLIDING_WINDOW,
+            Feature.NON_CAUSAL,
+            Feature.TWO_SIDED_WINDOW,
+            Feature.CHUNK,
+            Feature.ALIBI,
+            Feature.SOFT_CAP,
+            Feature.PER_REQUEST_CAUSAL,
+            Feature.DIFF_KV,
+            Feature.LSE,
+        }
+    )
+
+    @classmethod
+    def layer_reasons(cls, spec, cache_spec, chip) -> tuple[str, ...]:
+        """Rows that the kernel cannot read, and on a CPU why the library cannot be loaded."""
+        reasons = super().layer_reasons(spec, cache_spec, chip)
+        if not isinstance(spec, MLASpec):
+            return reasons
+        for name in ("kv_lora_rank", "qk_rope_head_dim"):
+            if (size := getattr(spec, name)) > ops.MAX_HEAD_DIM:
+                reasons += (f"{name}={size} not supported: at most {ops.MAX_HEAD_DIM}",)
+        if cache_spec is not None and cache_spec.quant == "per_token_head" and not is_wide(spec, cache_spec):
+            reasons += ("quant='per_token_head' not supported in a split cache: its rows have two scales",)
+        absent = library.status().reason if chip.platform == "cpu" else ""
+        return (*reasons, absent) if absent else reasons
