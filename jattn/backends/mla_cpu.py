@@ -1,8 +1,9 @@
 """`mla_cpu_native`: latent attention by the C++ kernels of `cpu_native`. The first choice for latent caches on a CPU.
 
-The absorbed form is one custom call, which reads each cached row once for all heads, as key and as value. With bfloat16
-queries over a cache of at most 16 bits, absorbed queries are rounded to bfloat16; in all other cases they are float32.
-The materialised form, sparse attention, writes and gradients are those of `mla_sdpa`.
+The absorbed form is three custom calls: the products by W_UK and by W_UV, and attention, which reads each cached row
+once for all heads, as key and as value. Sums are float32; what goes from one call to the next is rounded to bfloat16 if
+queries are bfloat16 and the next call multiplies in bfloat16. The materialised form, sparse attention, writes and
+gradients are those of `mla_sdpa`.
 """
 
 import dataclasses
@@ -17,8 +18,9 @@ from jattn.cache import PagedKV
 from jattn.cache.latent import is_wide
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, absorb
+from jattn.ops.layer import output_dtype
 from jattn.ops.levels import Level
-from jattn.ops.mla import LatentAttention, MLAMetadata, absorbed_queries, projected_values
+from jattn.ops.mla import LatentAttention, MLAMetadata
 from jattn.ops.state import AttentionState
 from jattn.types import Feature
 from pallas_kernels.cpu.native import library, ops
@@ -50,12 +52,15 @@ def _absorbed(latent: NativeLatentAttention, q, cache: PagedKV, m: MLAMetadata, 
     spec, stored, params = latent.spec, cache.spec, absorb(latent.spec, params)
     is_split = not is_wide(spec, stored)
     kv_c_scale, k_pe_scale = as_arrays(params.kv_c_scale, params.k_pe_scale if is_split else params.kv_c_scale)
-    rows = _scaled(absorbed_queries(spec, q, params), spec, kv_c_scale, k_pe_scale)
+    assert params.w_uk is not None and params.w_uv is not None  # absorb has split kv_b_proj
+    nope, rope = jnp.split(q, [spec.qk_nope_head_dim], axis=-1)
+    absorbed = _per_head_product(nope, params.w_uk, "float32", latent.isa)
+    rows = jnp.concatenate([_times(absorbed, kv_c_scale), _times(rope.astype(jnp.float32), k_pe_scale)], axis=-1)
     in_bf16 = q.dtype == jnp.bfloat16 and stored.dtype not in ("float32", "float16")
     config = ops.NativeConfig(
         scale=spec.scale,
         kv_dtype=stored.dtype,
-        out_dtype="float32",
+        out_dtype="bfloat16" if q.dtype == params.w_uv.dtype == jnp.bfloat16 else "float32",
         soft_cap=spec.logits_soft_cap or 0.0,
         window_left=spec.window[0],
         window_right=spec.window[1],
@@ -70,7 +75,18 @@ def _absorbed(latent: NativeLatentAttention, q, cache: PagedKV, m: MLAMetadata, 
         config, rows.astype(jnp.bfloat16) if in_bf16 else rows, k, v, _batch(m), k_token_scale=k_token_scale,
         v_token_scale=v_token_scale, alibi_slopes=params.alibi_slopes, sinks=params.sinks, v_scale=kv_c_scale,
     )  # fmt: skip
-    return projected_values(AttentionState(out=out, lse=lse), q.dtype, params)
+    return AttentionState(out=_per_head_product(out, params.w_uv, output_dtype(q.dtype), latent.isa), lse=lse)
+
+
+def _per_head_product(x: jax.Array, w, out_dtype: str, isa: str) -> jax.Array:
+    """[T H out] x[:, h] @ w[h], summed in float32; x [T H in], w [H in out]. In float32 unless both are bfloat16."""
+    in_bf16 = x.dtype == w.dtype == jnp.bfloat16
+    x, w = (x, w) if in_bf16 else (x.astype(jnp.float32), jnp.asarray(w, jnp.float32))
+    return ops.head_product(x, w, out_dtype=out_dtype, isa=isa)
+
+
+def _times(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    return x if scale is None else x * scale.reshape(())
 
 
 def _absorbed_forward(latent: NativeLatentAttention, *args):
@@ -87,14 +103,6 @@ def _absorbed_backward(latent: NativeLatentAttention, saved, cotangent):
 
 
 _absorbed.defvjp(_absorbed_forward, _absorbed_backward)
-
-
-def _scaled(rows: jax.Array, spec: MLASpec, kv_c_scale, k_pe_scale) -> jax.Array:
-    """Queries times the scales of the rows' parts: [latent part | rotated part]."""
-    latent, rope = jnp.split(rows, [spec.kv_lora_rank], axis=-1)
-    latent = latent if kv_c_scale is None else latent * kv_c_scale.reshape(())
-    rope = rope if k_pe_scale is None else rope * k_pe_scale.reshape(())
-    return jnp.concatenate([latent, rope], axis=-1)
 
 
 def _batch(m: MLAMetadata) -> ops.NativeBatch:

@@ -12,8 +12,15 @@ from pallas_kernels.cpu.native import build, kept
 
 log = logging.getLogger(__name__)
 
-ATTEND, WRITE, PRODUCT, FILL = "jattn_cpu_attend", "jattn_cpu_write", "jattn_cpu_product", "jattn_cpu_fill"
-_SYMBOLS = {ATTEND: "JattnAttend", WRITE: "JattnWrite", PRODUCT: "JattnProduct", FILL: "JattnFill"}
+ATTEND, WRITE, FILL = "jattn_cpu_attend", "jattn_cpu_write", "jattn_cpu_fill"
+PRODUCT, HEAD_PRODUCT = "jattn_cpu_product", "jattn_cpu_head_product"
+_SYMBOLS = {
+    ATTEND: "JattnAttend",
+    WRITE: "JattnWrite",
+    PRODUCT: "JattnProduct",
+    HEAD_PRODUCT: "JattnHeadProduct",
+    FILL: "JattnFill",
+}
 
 
 @dataclasses.dataclass(frozen=True)

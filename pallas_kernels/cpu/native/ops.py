@@ -146,6 +146,21 @@ def product(
     return _product(x, matrices, widths, out_dtype, transposed, False, isa, threads)
 
 
+def head_product(
+    x: jax.Array,  # [T H in]
+    w: jax.Array,  # [H in out]; the dtype of x
+    *,
+    out_dtype,
+    isa: str = "auto",
+    threads: int = 0,
+) -> jax.Array:
+    """[T H out] x[:, h] @ w[h] for each head, summed in float32. The bits of a row depend on that row only."""
+    library.check_isa(isa)
+    shape = jax.ShapeDtypeStruct((x.shape[1], x.shape[0], w.shape[2]), jnp.dtype(out_dtype))
+    call = jax.ffi.ffi_call(library.HEAD_PRODUCT, shape, vmap_method="sequential")
+    return jnp.swapaxes(call(jnp.swapaxes(x, 0, 1), w, isa=isa, threads=np.int32(threads)), 0, 1)
+
+
 def silu_product(
     x: jax.Array, gate: jax.Array, up: jax.Array, *, out_dtype, isa: str = "auto", threads: int = 0
 ) -> jax.Array:

@@ -47,6 +47,34 @@ def test_every_size_is_right(isa, dtype, transposed):
             check(call(x, stored, transposed=transposed, isa=isa)[0], x, w, inputs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_each_head_has_its_own_matrix(isa, dtype):
+    for heads, rows, inputs, columns in (
+        (1, 1, 64, 96),
+        (5, 3, 33, 70),
+        (3, 200, 20, 31),
+        (2, 1, 7, 1100),
+        (2, 0, 4, 4),
+    ):
+        x, w = draw(0, (rows, heads, inputs), dtype), draw(1, (heads, inputs, columns), dtype)
+        y = np.asarray(ops.head_product(x, w, out_dtype="float32", isa=isa))
+        assert y.shape == (rows, heads, columns)
+        for h in range(heads):
+            check(y[:, h], x[:, h], w[h], inputs)
+        for threads in (1, 3):
+            again = ops.head_product(x, w, out_dtype="float32", isa=isa, threads=threads)
+            np.testing.assert_array_equal(again, y)
+
+
+def test_head_products_of_wrong_shapes_are_refused():
+    x, w = draw(0, (3, 2, 5), "float32"), draw(1, (2, 6, 4), "float32")
+    for matrices, sentence in ((w, "w is"), (w.astype("float16"), "w has dtype"), (w[0], "w is .* rank 3")):
+        made = jax.ffi.ffi_call(library.HEAD_PRODUCT, jax.ShapeDtypeStruct((2, 3, 4), np.dtype("float32")))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=sentence):
+            jax.block_until_ready(made(jnp.swapaxes(x, 0, 1), matrices, isa="auto", threads=np.int32(1)))
+
+
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_result_is_rounded_once(dtype, out_dtype):

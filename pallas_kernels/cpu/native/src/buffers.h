@@ -232,6 +232,28 @@ struct WriteBuffers {
     }
 };
 
+// The arguments of the products of several heads. Returns the error of the first check that fails.
+inline std::string head_product_args(const AnyBuffer& x, const AnyBuffer& w, const AnyBuffer& y,
+                                     HeadProductArgs& args) {
+    ArrayChecks checks;
+    const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
+        return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
+    };
+    checks.dtype("x", x, is_float(x, args.dtype), "float32, float16 or bfloat16");
+    checks.dtype("w", w, w.element_type() == x.element_type(), "the dtype of x");
+    checks.dtype("y", y, is_float(y, args.out_dtype), "float32, float16 or bfloat16");
+    checks.rank("x", x, 3);
+    checks.rank("w", w, 3);
+    if (!checks.error.empty()) return checks.error;
+    args.heads = x.dimensions()[0], args.rows = x.dimensions()[1], args.inputs = x.dimensions()[2];
+    args.columns = w.dimensions()[2];
+    checks.shape("w", w, {args.heads, args.inputs, args.columns});
+    checks.shape("y", y, {args.heads, args.rows, args.columns});
+    args.x = static_cast<const char*>(x.untyped_data()), args.w = static_cast<const char*>(w.untyped_data());
+    args.y = static_cast<char*>(y.untyped_data());
+    return checks.error;
+}
+
 // The arguments of a product; those of matrix m are parts[m]. Returns the error of the first check that fails.
 inline std::string product_args(const AnyBuffer& x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
                                 bool transposed, bool silu, ProductArgs& args, ProductMatrix* parts) {

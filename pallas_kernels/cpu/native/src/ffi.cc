@@ -124,6 +124,20 @@ ffi::Error product_call(ffi::ThreadPool pool, AnyBuffer x, ffi::RemainingArgs ma
     });
 }
 
+// x[h] times w[h], for each head.
+ffi::Error head_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer w, ffi::Result<AnyBuffer> y,
+                             std::string_view isa, int32_t threads) {
+    return catch_exceptions("head_product", [&] {
+        HeadProductArgs args;
+        const std::string error = head_product_args(x, w, *y, args);
+        if (!error.empty()) return invalid_argument("head_product", error);
+        const ProductKernel* kernel = find_product(std::string(isa), args.dtype);
+        if (!kernel) return unknown_isa("head_product", isa);
+        run_head_products(pool, args, *kernel, threads);
+        return ffi::Error::Success();
+    });
+}
+
 // Fills an array with one value.
 ffi::Error fill_call(ffi::ThreadPool pool, AnyBuffer value, ffi::Result<AnyBuffer> out) {
     return catch_exceptions("fill", [&] {
@@ -179,6 +193,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().RemainingArgs().RemainingRets()
         .Attr<bool>("transposed").Attr<bool>("silu").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JattnHeadProduct, head_product_call,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>()
+        .Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnFill, fill_call, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Ret<AnyBuffer>());

@@ -25,6 +25,24 @@ struct ProductArgs {
     int64_t num_results() const { return silu ? 1 : num_matrices; }
 };
 
+// Products of several heads: y[h] = x[h] w[h]. The arrays are x [heads rows inputs], w [heads inputs columns] and
+// y [heads rows columns].
+struct HeadProductArgs {
+    const char *x, *w;
+    char* y;
+    int64_t heads, rows, inputs, columns;
+    Dtype dtype, out_dtype;  // of x and w; of y
+    // Rows row_begin .. row_end - 1 of a head, and its matrix.
+    ProductMatrix matrix(int64_t head, int64_t row_begin) const {
+        return {w + head * inputs * columns * bytes_of(dtype),
+                y + (head * rows + row_begin) * columns * bytes_of(out_dtype), columns};
+    }
+    ProductArgs of_rows(int64_t head, int64_t row_begin, int64_t row_end, const ProductMatrix* matrices) const {
+        return {x + (head * rows + row_begin) * inputs * bytes_of(dtype), matrices, row_end - row_begin, inputs, 1,
+                dtype, out_dtype, false, false};
+    }
+};
+
 // What a thread computes at a time: some rows times some columns of a matrix. row_begin is a multiple of block_rows.
 struct ProductItem {
     int64_t matrix, column_begin, column_end, row_begin, row_end;
