@@ -32,7 +32,7 @@ class VllmCpu:
     def __init__(self, case: Case, given: Inputs, window: int = -1):
         import torch
 
-        _load(torch)
+        load(torch)
         self.torch, self.case = torch, case
         dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}[case.dtype]
         self.isa = "vec" if case.page % 32 == 0 else "vec16"
@@ -83,7 +83,7 @@ class VllmCpu:
         return self.out.float().numpy()
 
 
-def _load(torch) -> None:
+def load(torch) -> None:
     """Load the library for this processor, once, and use as many threads as it has cores."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
