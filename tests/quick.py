@@ -24,6 +24,7 @@ SUBSET = {
     "tests/backends/test_base.py": "",
     "tests/backends/test_builder.py": "",
     "tests/backends/test_first_choice.py": "",
+    "tests/backends/test_mla_conformance.py": "features|auto",
     "tests/backends/test_positive_lists.py": "",
     "tests/backends/test_reasons.py": "",
     "tests/backends/test_refusals.py": "",

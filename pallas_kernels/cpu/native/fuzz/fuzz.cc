@@ -71,6 +71,25 @@ static void run_random_product(StdPool& pool, const IsaKernels& kernels, unsigne
     }
 }
 
+static void run_random_head_product(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
+    RandomHeadProduct product(seed);
+    const int choices[] = {1, 2, 3, 17, 33};
+    const ProductKernel* kernel = kernels.product[(int)product.args.dtype];
+    if (!kernel) return;
+    for (bool done = false; !done;) try {
+            run_head_products(pool, product.args, *kernel, choices[seed % 5]);
+            done = true;
+        } catch (const OutOfMemory&) {
+            num_out_of_memory++;
+        }
+    num_products++;
+    if (const double worst = product.worst(); !(worst <= 1.0)) {
+        std::fprintf(stderr, "%s: head product %u differs from the reference (%.2f times the tolerance)\n",
+                     kernels.name, seed, worst);
+        num_wrong++;
+    }
+}
+
 int main(int argc, char** argv) {
     const double seconds = argc > 1 ? std::atof(argv[1]) : 10;
     const int callers = argc > 2 ? std::atoi(argv[2]) : 2;
@@ -88,6 +107,7 @@ int main(int argc, char** argv) {
                     for (const IsaKernels* kernels : runnable_isas()) {
                         run_batch(pool, *kernels, seed);
                         run_random_product(pool, *kernels, seed);
+                        run_random_head_product(pool, *kernels, seed);
                     }
                 }
             });

@@ -77,4 +77,52 @@ class RandomProduct {
     }
 };
 
+// Random products of several heads, in the same way.
+class RandomHeadProduct {
+   public:
+    HeadProductArgs args{};
+
+    explicit RandomHeadProduct(unsigned seed) : rng_(seed) {
+        args.dtype = (Dtype)pick(0, kNumFloats - 1), args.out_dtype = pick(0, 1) ? Dtype::f32 : args.dtype;
+        args.heads = pick(0, 5), args.rows = pick(0, 7) ? pick(0, 20) : pick(190, 200);
+        args.inputs = pick(0, 70), args.columns = pick(0, 7) ? pick(0, 80) : pick(500, 700);
+        args.x = numbers(x_, args.heads * args.rows * args.inputs);
+        args.w = numbers(w_, args.heads * args.inputs * args.columns);
+        y_.make(args.heads * args.rows * args.columns * bytes_of(args.out_dtype), (char)0x7f, 0);
+        args.y = y_.get();
+    }
+
+    // The largest error over the tolerance.
+    double worst() const {
+        double largest = 0.0;
+        for (int64_t row = 0; row < args.heads * args.rows; row++)
+            for (int64_t column = 0; column < args.columns; column++) {
+                const int64_t head = row / args.rows;
+                double value = 0.0, size = 0.0;
+                for (int64_t k = 0; k < args.inputs; k++) {
+                    const int64_t at = (head * args.inputs + k) * args.columns + column;
+                    const double term = stored_value(args.dtype, args.x, row * args.inputs + k) *
+                                        stored_value(args.dtype, args.w, at);
+                    value += term, size += std::fabs(term);
+                }
+                const double rounding = args.out_dtype == Dtype::f32 ? 0.0 : relative_step(args.out_dtype);
+                const double limit = 1e-7 * (args.inputs + 2) * size + rounding * std::fabs(value) +
+                                     smallest_step(args.out_dtype) + 1e-30;
+                const double seen = stored_value(args.out_dtype, args.y, row * args.columns + column);
+                largest = std::max(largest, std::isfinite(seen) ? std::fabs(seen - value) / limit : INFINITY);
+            }
+        return largest;
+    }
+
+   private:
+    std::mt19937 rng_;
+    ExactBuffer<char> x_, w_, y_;
+    int pick(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng_); }
+    const char* numbers(ExactBuffer<char>& buffer, int64_t n) {
+        buffer.make(n * bytes_of(args.dtype), 0, bytes_of(args.dtype) * pick(0, 3));
+        for (int64_t i = 0; i < n; i++) random_number(args.dtype, rng_, buffer.get(), i);
+        return buffer.get();
+    }
+};
+
 }  // namespace jattn
