@@ -95,7 +95,7 @@ def _piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     return Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(cfg.q_buffers)))
 
 
-def _send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
+def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     """Memory warpgroup: fetches the numbers and the query rows of piece j into its buffer."""
     piece = _piece_from_list(cfg, refs, j)
     buffer = piece.buffer
@@ -114,7 +114,8 @@ def _send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
         rows.load_rows(refs.q, refs.q_tile.at[buffer, half], *where, **kind)
 
     load_half(0)
-    when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1))
+    if refs.q_tile.shape[1] == 2:
+        when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1))
     rows.await_rows()
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.q_full.at[buffer])
@@ -138,7 +139,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
         return pool.at[page_id, head, span] if cfg.layout == "HND" else pool.at[page_id, span, head]
 
     def load_piece(j, block_number):
-        piece = _send_piece(cfg, refs, j)
+        piece = send_piece(cfg, refs, j)
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
         blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]

@@ -3,6 +3,7 @@
 import inspect
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils
@@ -60,6 +61,23 @@ def asm(text: str, constraints: str, *args, result=None, pure: bool = False):
     """Emits inline PTX with one result of MLIR type `result`, or none. pure: the compiler may move or drop it."""
     result = result or ir.Type.parse("!llvm.void")
     return llvm.inline_asm(result, list(args), text, constraints, has_side_effects=not pure)
+
+
+def opaque(x):
+    """The i32 scalar `x` of a kernel, of which the compiler knows nothing.
+
+    In a loop, addresses that depend on it are computed where they are used: those of a loop's constants are all kept
+    in registers, 72 descriptors of two registers in a product over 576 columns.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR))
+    def hide(ctx, x):
+        from jax.experimental.mosaic.gpu import fragmented_array as fa
+
+        value = asm_value("mov.b32 $0, $1;", "=r,r", scalar_value(x))
+        return fa.FragmentedArray.splat(value, (), is_signed=True)
+
+    return hide(x)
 
 
 def asm_value(text: str, constraints: str, *args, pure: bool = False):

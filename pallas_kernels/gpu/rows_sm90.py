@@ -11,6 +11,7 @@ import math
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic.gpu import utils
@@ -20,6 +21,7 @@ from pallas_kernels.gpu.ptx_sm90 import (
     SCALAR,
     asm,
     bool_to_i32,
+    f32,
     flat_row,
     i32,
     i64,
@@ -32,6 +34,7 @@ from pallas_kernels.gpu.ptx_sm90 import (
 )
 
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+LOADS_UNROLLED = 8  # loads of a thread in a body of a loop, where they are too many for one body
 
 
 def tile_transforms(dim: int, dtype) -> tuple:
@@ -57,13 +60,16 @@ def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim,
     """
     swizzle = swizzle_bytes(dim, dtype)
     chunks = dim * 2 // 16  # chunks of 16 bytes in a row
+    steps = WARPGROUP_ROWS * chunks // 128
+    most = steps if steps <= 2 * LOADS_UNROLLED else LOADS_UNROLLED
+    parts = next(n for n in range(1, steps + 1) if steps % n == 0 and steps // n <= most)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(tile_transforms(dim, dtype)), *(SCALAR,) * 4))
-    def load(ctx, src, tile, tok0, head0, row0, nrows):
-        tok0, head0, row0, nrows = map(scalar_value, (tok0, head0, row0, nrows))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(tile_transforms(dim, dtype)), *(SCALAR,) * 5))
+    def load(ctx, src, tile, tok0, head0, row0, nrows, first_chunk):
+        tok0, head0, row0, nrows, first_chunk = map(scalar_value, (tok0, head0, row0, nrows, first_chunk))
         base, smem, me = pointer(src, 0), pointer(tile, 3), thread_index()
-        for step in range(WARPGROUP_ROWS * chunks // 128):
-            chunk = arith.addi(me, i32(step * 128))
+        for step in range(steps // parts):
+            chunk = arith.addi(arith.addi(me, first_chunk), i32(step * 128))
             row = arith.divui(chunk, i32(chunks))
             col = arith.muli(arith.subi(chunk, arith.muli(row, i32(chunks))), i32(16))  # byte in the row
             flat = flat_row(row, tok0, head0, row0, group, heads)
@@ -74,7 +80,14 @@ def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim,
             target = arith.addi(smem, swizzled(row, col, dim * 2, swizzle))
             asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r", target, source, size)
 
-    load(src_ref, tile_ref, tok0, head0, row0, nrows)
+    def load_part(part, carry):
+        load(src_ref, tile_ref, tok0, head0, row0, nrows, part * (128 * steps // parts))
+        return carry
+
+    if parts == 1:
+        load_part(jnp.int32(0), None)
+    else:
+        lax.fori_loop(0, parts, load_part, None)
 
 
 def await_rows():
@@ -207,20 +220,23 @@ def store_tile(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows, *, gro
     store(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows)
 
 
-def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows):
-    """f32 (64, V), f32 (64,) -> rows row0 .. row0 + nrows - 1 of slot `slot` of [slots, 128, V] and [slots, 128]."""
+def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows, column, *, stride):
+    """f32 (64, n), f32 (64,) -> rows row0 .. row0 + nrows - 1 of slot `slot` of [slots, 128, V] and [slots, 128].
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(SCALAR,) * 3))
-    def store(ctx, acc_ref, lse_ref, acc, lse, slot, row0, nrows):
-        slot, row0, nrows = map(scalar_value, (slot, row0, nrows))
+    The columns are column .. column + n - 1 of V = stride.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(SCALAR,) * 4))
+    def store(ctx, acc_ref, lse_ref, acc, lse, slot, row0, nrows, column):
+        slot, row0, nrows, column = map(scalar_value, (slot, row0, nrows, column))
 
         def address(row):
             return to_i64(arith.addi(arith.muli(slot, i32(128)), arith.addi(row0, row)))
 
-        _store_fragment(acc_ref, acc, address, nrows, i32(0), acc.shape[1])
+        _store_fragment(acc_ref, acc, address, nrows, column, stride)
         _store_row_values(lse_ref, lse, address, nrows)
 
-    store(acc_ref, lse_ref, acc, lse, slot, row0, nrows)
+    store(acc_ref, lse_ref, acc, lse, slot, row0, nrows, column)
 
 
 def _store_fragment(ref, fragment, address, nrows, column, stride):
@@ -293,6 +309,35 @@ def add_slope(x, factor, slope, shift):
         return out
 
     return add(x, factor, slope, shift)
+
+
+def keep_columns(x, counts):
+    """f32 (64, n) with -inf in row r from column counts[r] on, counts i32 (64,).
+
+    A thread's columns are its first column plus constants, so each is compared with a constant.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, _ROW_LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def keep(ctx, x, counts):
+        first = arith.muli(arith.remui(thread_index(), i32(4)), i32(2))
+        left = [arith.subi(register_value(r), first) for r in counts.registers.flat]
+        out, places = x.copy(), list(pair_places(x))
+        flat = out.registers.reshape(-1)
+        for i, pair in enumerate(x.registers.flat):
+            second, col = places[i]
+            new = pair
+            for k in range(2):
+                seen = less(i32(col + k), left[second])
+                value = arith.select(seen, pair_element(pair, k), f32(-math.inf))
+                new = vector.insert(value, new, [], ir.DenseI64ArrayAttr.get([k]))
+            flat[i] = new
+        out.registers[...] = flat.reshape(out.registers.shape)
+        return out
+
+    return keep(x, counts)
 
 
 def _store_row_values(ref, rows, address, nrows):

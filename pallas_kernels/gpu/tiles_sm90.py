@@ -175,7 +175,8 @@ def _finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, sta
         lse = jnp.where(total > 0.0, m + lax.log(safe) * LOG2E, -jnp.inf)
         slot = 2 * lax.axis_index("cta") + as_number(piece.lo == 0)
         out = acc * across_columns(v_scale / safe, shape)
-        rows.store_partial(refs.part, refs.part_lse, out, lse, slot, tile_row, nrows)
+        where = (slot, tile_row, nrows, jnp.int32(0))
+        rows.store_partial(refs.part, refs.part_lse, out, lse, *where, stride=shape[1])
 
     @when(jnp.logical_not(piece.is_part))
     def _():

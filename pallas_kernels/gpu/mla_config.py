@@ -1,0 +1,93 @@
+"""The static arguments of the latent attention kernel, the shared memory that they need, and what it cannot serve."""
+
+import dataclasses
+
+from pallas_kernels.algebra.checks import unlisted_fields
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+
+BLOCK_KV = 64  # cached rows of one block; each of the two stages belongs to one compute warpgroup
+STAGES = 2
+SMEM_BYTES = 232448  # what a CTA may use on Hopper
+STATS = 3 * WARPGROUP_ROWS  # f32: the running maxima, and the sums of both warpgroups
+SMEM_FIXED = 4 * STATS + 512  # bytes: statistics, the numbers of the piece, barriers, alignment
+MASKS = ("causal",)  # fields of a MaskRule that it honours
+LOGITS = ("scale",)  # fields of a LogitRule that it honours
+DTYPES = ("bfloat16", "float16")
+MAX_QUERY_LEN = 8  # new tokens of a request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlaKernelConfig:
+    """Everything that is static about one kernel; hashable. Not checked here: `supports_mla` says why not."""
+
+    num_heads: int
+    group: int  # query heads of one unit of work; group * max_query_len packed rows fit in one tile
+    latent_dim: int = 512  # L, values of a row that are keys and values
+    rope_dim: int = 64  # R, values of a row that are only keys
+    page_size: int
+    dtype: str = "bfloat16"  # of queries, cache and output
+    whole_rows: bool = False  # one pool of rows [latent | rope], not one pool of each
+    mask: MaskRule = MaskRule()
+    logits: LogitRule = LogitRule(scale=1.0)
+    has_sinks: bool = False
+    per_request_causal: bool = False
+    num_ctas: int = 132  # one on each SM of an H100 or H200
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a query or of a cached row, L + R."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def half(self) -> int:
+        """Columns of the output of one warpgroup."""
+        return self.latent_dim // 2
+
+    @property
+    def attention(self) -> GpuKernelConfig:
+        """The config for the work list and the merge: a kv head for each group of query heads."""
+        return GpuKernelConfig(
+            num_heads=self.num_heads, num_kv_heads=self.num_heads // self.group, head_dim=self.head_dim,
+            v_head_dim=self.latent_dim, page_size=self.page_size, dtype=self.dtype, kv_dtype=self.dtype,
+            mask=self.mask, logits=self.logits, has_sinks=self.has_sinks,
+            per_request_causal=self.per_request_causal, block_kv=BLOCK_KV, stages=STAGES, q_buffers=1,
+            num_ctas=self.num_ctas, long_tiles=False, flat_list=True,
+        )  # fmt: skip
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA: the queries, two stages of rows and one block of weights."""
+        queries = WARPGROUP_ROWS * self.head_dim
+        return 2 * (queries + STAGES * BLOCK_KV * self.head_dim + WARPGROUP_ROWS * BLOCK_KV) + SMEM_FIXED
+
+
+def heads_of_unit(num_heads: int, max_query_len: int) -> int:
+    """The most query heads, a divisor of num_heads, whose rows of max_query_len tokens fit in one tile; at least 1."""
+    return next((n for n in range(num_heads, 1, -1) if num_heads % n == 0 and n * max_query_len <= WARPGROUP_ROWS), 1)
+
+
+def supports_mla(config: MlaKernelConfig, *, chip: str = "sm_90") -> list[str]:
+    """Every reason why the kernel cannot serve this config; an empty list if it can."""
+    c, reasons = config, []
+
+    def refuse(when: bool, reason: str):
+        if when:
+            reasons.append(reason)
+
+    refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
+    refuse(c.dtype not in DTYPES, f"dtype {c.dtype}: wanted a cache and queries of one of {', '.join(DTYPES)}")
+    refuse(c.num_heads % c.group != 0, f"group {c.group}: wanted a divisor of {c.num_heads} heads")
+    refuse(not 1 <= c.group <= WARPGROUP_ROWS, f"group {c.group}: wanted 1 to {WARPGROUP_ROWS} heads")
+    latent, rope = c.latent_dim, c.rope_dim
+    refuse(latent % 128 != 0 or not 128 <= latent <= 512, f"kv_lora_rank {latent}: wanted 128, 256, 384 or 512")
+    refuse(rope % 64 != 0 or rope < 64, f"qk_rope_head_dim {rope}: wanted a multiple of 64")
+    for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
+        refuse(True, f"{seen}: not in this kernel")
+    refuse(c.has_sinks, "sinks: not in this kernel")
+    page = c.page_size
+    refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
+    wanted = c.smem_bytes
+    refuse(not reasons and wanted > SMEM_BYTES, f"{wanted} bytes of shared memory; there are {SMEM_BYTES}")
+    return reasons

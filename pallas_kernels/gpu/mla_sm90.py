@@ -1,0 +1,147 @@
+"""Absorbed latent attention for Hopper: decoding and multi-token prediction, one persistent launch.
+
+    latent_attention
+      _check                              arrays against the config; NotImplementedError where it is not supported
+      _launch                             one CTA on each SM, three warpgroups each
+        _kernel                             allocates shared memory and barriers
+          warpgroup 2: load_latents           mla_tile_sm90.py: queries and pages into shared memory
+          warpgroups 0, 1: latent_tile        mla_tile_sm90.py: for each piece of the CTA's part of the work list
+      merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs
+
+A tile has at most 64 rows, (token, head) pairs of one request, and each compute warpgroup holds all rows of one half of
+the output's columns: 64 x 256 f32 are 128 registers a thread. The cached rows are read once, and are keys (all columns)
+and values (the latent columns) from the same place in shared memory. With more than 64 rows, heads are divided among
+units (config.group), which read the same pages at nearly the same time, through L2.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.branch import when
+from pallas_kernels.gpu.config import WARPGROUP_ROWS
+from pallas_kernels.gpu.merge_sm90 import merge_parts
+from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, STATS, MlaKernelConfig, supports_mla
+from pallas_kernels.gpu.mla_tile_sm90 import MlaRefs, latent_tile, load_latents
+from pallas_kernels.gpu.pieces_sm90 import count_pieces, receive_piece
+
+REGISTERS = (224, 56)  # of a thread that computes and of one that loads
+
+
+def latent_attention(
+    q: jax.Array,
+    latent_pages: jax.Array,
+    rope_pages: jax.Array | None,
+    block_table: jax.Array,
+    work: wl.GpuWorkList,
+    config: MlaKernelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """softmax(scale q [latent | rope]^T) latent over pages: (out [T, H, L] in q's dtype, lse f32[T, H], natural log).
+
+    q [T, H, L+R]: absorbed queries, then the rotated part. latent_pages [N, S, L] and rope_pages [N, S, R], or with
+    config.whole_rows latent_pages [N, S, L+R] and None. block_table i32[R, B], whose unused columns may hold anything.
+    work: build_work_list for config.attention. A row that sees no key, padding tokens included, gives (0, -inf).
+    """
+    _check(q, latent_pages, rope_pages, block_table, config)
+    out, lse, part, part_lse = _launch(config, q, latent_pages, rope_pages, block_table, work)
+    per_head = jnp.zeros((config.num_heads, 2), jnp.float32)  # slopes and sinks, which merge_parts does not read
+    return merge_parts(config.attention, out, lse, part, part_lse, work, per_head)
+
+
+def _check(q, latent_pages, rope_pages, block_table, config: MlaKernelConfig):
+    if reasons := supports_mla(config):
+        raise NotImplementedError("; ".join(reasons))
+    c = config
+    rope_shape = None if c.whole_rows else (*latent_pages.shape[:2], c.rope_dim)
+    table = (
+        ("q", q.shape[1:], (c.num_heads, c.head_dim)),
+        ("latent_pages", latent_pages.shape[1:], (c.page_size, c.head_dim if c.whole_rows else c.latent_dim)),
+        ("rope_pages", None if rope_pages is None else rope_pages.shape, rope_shape),
+        ("q dtype", q.dtype.name, c.dtype),
+        ("latent_pages dtype", latent_pages.dtype.name, c.dtype),
+        ("rope_pages dtype", c.dtype if rope_pages is None else rope_pages.dtype.name, c.dtype),
+        ("block_table dtype", block_table.dtype.name, "int32"),
+    )
+    for name, seen, wanted in table:
+        if seen != wanted:
+            raise ValueError(f"{name} is {seen}; the config wants {wanted}")
+
+
+def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, work):
+    """(out [T, H, L], lse f32[T, H], partial outputs, partial lse in base 2)."""
+    num_tokens, num_heads, _ = q.shape
+    slots = 2 * config.num_ctas
+    out_type = [
+        jax.ShapeDtypeStruct((num_tokens, num_heads, config.latent_dim), q.dtype),
+        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, config.latent_dim), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),
+    ]
+
+    def latent_attention(*gmem):  # the kernel's name in a profile
+        _kernel(config, *gmem)
+
+    call = plgpu.kernel(
+        latent_attention,
+        out_type=out_type,
+        grid=(config.num_ctas,),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # only rows are reduced, within a warp
+        ),
+    )
+    pools = (latent_pages,) if config.whole_rows else (latent_pages, rope_pages)
+    return call(q, *pools, block_table, work.info, work.cta)
+
+
+def _kernel(cfg: MlaKernelConfig, *gmem):
+    """One CTA: allocates, then gives each warpgroup its role."""
+    gmem = (gmem[0], gmem[1], *gmem[1:]) if cfg.whole_rows else gmem
+
+    def roles(*smem):
+        refs = MlaRefs(*gmem, *smem)
+        wg = lax.axis_index("wg")
+
+        @when(wg < 2)
+        def _():
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            _compute(cfg, refs, wg)
+
+        @when(wg == 2)
+        def _():
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            load_latents(cfg, refs)
+
+    def tile(*shape):
+        return plgpu.SMEM(shape, cfg.dtype, transforms=rows.tile_transforms(shape[-1], cfg.dtype))
+
+    copies = max(BLOCK_KV // cfg.page_size, 1)
+    tiles = [tile(1, 1, WARPGROUP_ROWS, cfg.head_dim), tile(STAGES, 2, BLOCK_KV, cfg.half)]
+    tiles += [tile(STAGES, BLOCK_KV, cfg.rope_dim), tile(WARPGROUP_ROWS, BLOCK_KV)]
+    small = [plgpu.SMEM((STATS,), jnp.float32), plgpu.SMEM((1, wl.INFO_COLUMNS), jnp.int32)]
+    barriers = [plgpu.Barrier(num_arrivals=n * copies, num_barriers=STAGES) for n in (2, 1)]
+    barriers += [plgpu.Barrier(num_barriers=STAGES)] * 3
+    barriers += [plgpu.Barrier(num_barriers=1), plgpu.Barrier(num_arrivals=2, num_barriers=1)]
+    barriers += [plgpu.Barrier(num_arrivals=2)]
+    pl.run_scoped(roles, *tiles, *small, *barriers, collective_axes="wg")
+
+
+def _compute(cfg: MlaKernelConfig, refs: MlaRefs, wg):
+    """A compute warpgroup: the CTA's pieces in order. blocks_before: the number of blocks of all earlier pieces."""
+    attention = cfg.attention
+
+    def piece_body(j, blocks_before):
+        piece = receive_piece(attention, refs, j)
+        latent_tile(cfg, refs, piece, wg, blocks_before)
+        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
+        return blocks_before + piece.count
+
+    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))

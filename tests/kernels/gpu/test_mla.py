@@ -1,0 +1,129 @@
+"""The latent attention kernel: its config's reasons, its lowering, and its numbers in JAX's interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.gpu.mla_config import MlaKernelConfig, heads_of_unit, supports_mla
+from pallas_kernels.gpu.mla_sm90 import latent_attention
+from pallas_kernels.gpu.work_list import build_work_list
+from tests.oracle.attention import ragged
+
+INTERPRETS = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
+BASE = dict(num_heads=16, group=16, page_size=64, logits=LogitRule(scale=0.07))
+REFUSED = {
+    "f32": dict(dtype="float32"),
+    "latent 320": dict(latent_dim=320),
+    "latent 640": dict(latent_dim=640),
+    "rope 32": dict(rope_dim=32),
+    "rope 128 of 512": dict(rope_dim=128),
+    "page 48": dict(page_size=48),
+    "page 4": dict(page_size=4),
+    "group 3": dict(group=3),
+    "group 128": dict(num_heads=128, group=128),
+    "window": dict(mask=MaskRule(left=99)),
+    "soft cap": dict(logits=LogitRule(scale=0.07, soft_cap=30.0)),
+    "sinks": dict(has_sinks=True),
+}
+LOWERED = {
+    "decode": {},
+    "128 heads": dict(num_heads=128, group=64),
+    "whole rows, f16, page 16": dict(whole_rows=True, dtype="float16", page_size=16),
+    "latent 256, rope 128, page 128": dict(latent_dim=256, rope_dim=128, page_size=128),
+    "per request": dict(per_request_causal=True),
+}
+BATCHES = {  # name -> (query length, total length) of each request, fields of the config, padding tokens
+    "decode": (((1, 65), (1, 0), (1, 200), (1, 64), (1, 1), (1, 63)), dict(page_size=16), 0),
+    "two units of heads": (((1, 300), (1, 129)), dict(num_heads=128, num_ctas=2), 3),
+    "prediction of 4 tokens": (((4, 300), (2, 67), (3, 3), (0, 0), (4, 2)), dict(page_size=128), 70),
+    "8 tokens, 24 heads": (((8, 90), (5, 64), (8, 200)), dict(num_heads=24, num_ctas=4), 0),
+    "whole rows of 576, f16": (((1, 300), (2, 64)), dict(latent_dim=512, whole_rows=True, dtype="float16"), 0),
+    "not causal": (((3, 70), (2, 130)), dict(mask=MaskRule(causal=False)), 0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_with_a_reason(name):
+    reasons = supports_mla(MlaKernelConfig(**(BASE | REFUSED[name])))
+    assert reasons and all("wanted" in r or "not in" in r or "there are" in r for r in reasons)
+
+
+def test_a_unit_takes_the_most_heads_that_fit():
+    assert [heads_of_unit(h, n) for h, n in ((128, 1), (16, 4), (16, 5), (128, 8), (24, 4), (8, 8))] == [
+        64, 16, 8, 8, 12, 8,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowers_for_cuda(name):
+    config, shape = MlaKernelConfig(**(BASE | LOWERED[name])), jax.ShapeDtypeStruct
+    assert not supports_mla(config)
+
+    def step(q, latents, ropes, table, starts, seqs, causal):
+        work = build_work_list(starts, seqs, 8, config.attention, causal if config.per_request_causal else None)
+        return latent_attention(q, latents, None if config.whole_rows else ropes, table, work, config)
+
+    dtype, page = jnp.dtype(config.dtype), config.page_size
+    args = (
+        shape((8, config.num_heads, config.head_dim), dtype),
+        shape((32, page, config.head_dim if config.whole_rows else config.latent_dim), dtype),
+        shape((32, page, config.rope_dim), dtype),
+        shape((8, 16), jnp.int32),
+        shape((9,), jnp.int32),
+        shape((8,), jnp.int32),
+        shape((8,), jnp.bool_),
+    )
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=[check])(*args)
+    assert len(exported.mlir_module_serialized) > 10_000
+
+
+def make_batch(lengths, config, pads, seed=0):
+    """(kernel's arguments, starts and lengths, rows f64 of each request): pages permuted, NaN where no token lives."""
+    rng, page = np.random.default_rng(seed), config.page_size
+    counts = [-(-total // page) for _, total in lengths]
+    order, used = rng.permutation(sum(counts) + 5), 0
+    table = np.full((len(lengths), max(counts) + 2), 10**6, np.int32)
+    pool = np.full((len(order), page, config.head_dim), np.nan, np.float32)
+    dtype, requests = jnp.dtype(config.dtype), []
+    for r, (_, total) in enumerate(lengths):
+        rows = rng.standard_normal((total, config.head_dim)).astype(dtype).astype(np.float32)
+        table[r, : counts[r]] = order[used : used + counts[r]]
+        for i in range(counts[r]):
+            part = rows[i * page : (i + 1) * page]
+            pool[table[r, i], : len(part)] = part
+        used += counts[r]
+        requests.append(rows.astype(np.float64))
+    starts = np.cumsum([0, *(n for n, _ in lengths)]).astype(np.int32)
+    q = rng.standard_normal((starts[-1] + pads, config.num_heads, config.head_dim)).astype(dtype)
+    latents, ropes = (pool, None) if config.whole_rows else np.split(pool, [config.latent_dim], axis=-1)
+    ropes = None if ropes is None else jnp.asarray(ropes, dtype)
+    seqs = np.array([total for _, total in lengths], np.int32)
+    args = (jnp.asarray(q), jnp.asarray(latents, dtype), ropes, jnp.asarray(table))
+    return args, (starts, seqs), requests
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.parametrize("name", BATCHES)
+def test_is_attention_over_the_rows(name):
+    from tests.kernels.gpu.interpreter import interpreted
+
+    lengths, fields, pads = BATCHES[name]
+    fields = dict(latent_dim=128, num_ctas=3, logits=LogitRule(scale=0.07), page_size=64, num_heads=16) | fields
+    group = heads_of_unit(fields["num_heads"], max(n for n, _ in lengths))
+    config = MlaKernelConfig(group=group, **fields)
+    args, (starts, seqs), requests = make_batch(lengths, config, pads)
+    with interpreted():
+        work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config.attention)
+        out, lse = (np.asarray(x, np.float64) for x in latent_attention(*args, work, config))
+    q, end = np.asarray(args[0], np.float64)[: starts[-1]], starts[-1]
+    keys = [rows[:, None] for rows in requests]
+    values = [rows[:, None, : config.latent_dim] for rows in requests]
+    want, want_lse = ragged(q, keys, values, np.diff(starts), scale=0.07, causal=config.mask.causal)
+    np.testing.assert_allclose(out[:end], want, atol=2e-2 if config.dtype == "bfloat16" else 2e-3)
+    np.testing.assert_allclose(lse[:end], want_lse, atol=1e-5)
+    assert (out[end:] == 0).all() and np.isneginf(lse[end:]).all()
