@@ -33,6 +33,7 @@ _TABLE: dict[str, Entry] = {
     "pallas_cpu": "jattn.backends.pallas_cpu:PallasCpuBackend",
     "mla_cpu_native": "jattn.backends.mla_cpu:CpuMLABackend",
     "mla_sdpa": "jattn.backends.mla:MLABackend",
+    "mla_pallas_gpu": "jattn.backends.mla_pallas_gpu:MLAPallasGpuBackend",
 }
 
 

@@ -1,0 +1,195 @@
+"""`mla_pallas_gpu`: absorbed latent attention by a Mosaic GPU kernel, for decoding and multi-token prediction.
+
+Requests with more than MAX_QUERY_LEN new tokens are computed as by mla_sdpa, in the cheaper of its two forms. The
+gradient is that of mla_sdpa's absorbed form. No card has run the kernel yet, so 'auto' prefers mla_sdpa.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.backends.mla import MLABackend, MLAImpl, MLAMetadataBuilder
+from jattn.cache import KVCacheSpec, PagedKV
+from jattn.cache.latent import is_wide
+from jattn.metadata import CommonAttentionMetadata
+from jattn.metadata.subset import subset
+from jattn.mla_spec import MLAParams, MLASpec, absorb
+from jattn.ops.layer import einsum, output_dtype
+from jattn.ops.mla import MLAMetadata
+from jattn.ops.state import AttentionState, merge
+from jattn.types import AnyArray, Feature, MultipleOf, pytree, static
+from pallas_kernels.algebra import quant
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.gpu.mla_config import DTYPES, MAX_QUERY_LEN, MlaKernelConfig, heads_of_unit, supports_mla
+from pallas_kernels.gpu.mla_sm90 import latent_attention
+from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
+
+
+@pytree
+class MLAGpuMetadata(MLAMetadata):
+    """The plan of all requests, and the work list of those with few tokens."""
+
+    few: MLAMetadata  # the plan of those requests as a batch of their own
+    work: GpuWorkList
+    tokens: AnyArray | None  # i32[n] index of their tokens in the batch; T: padding. None: it is the whole batch
+    requests: AnyArray | None  # i32[R] index of those requests in the batch
+    config: MlaKernelConfig = static()
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAGpuMetadataBuilder(MLAMetadataBuilder):
+    """Collects the requests with few tokens in a batch of their own, and divides it among the CTAs."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLAGpuMetadata:
+        """common_prefix_len has no effect: the kernel reads a shared prefix once for each request."""
+        common: CommonAttentionMetadata = common_attn_metadata
+        spec: Any = self.spec  # an MLASpec
+        few, tokens, requests = common, None, None
+        if common.max_query_len > MAX_QUERY_LEN:
+            most = min(common.num_tokens, common.max_num_reqs * MAX_QUERY_LEN)
+            lens = common.query_lens()
+            few, tokens, requests = subset(common, (lens > 0) & (lens <= MAX_QUERY_LEN), most, MAX_QUERY_LEN)
+        causal = few.causal_per_request
+        config = dataclasses.replace(
+            kernel_config(spec, self.cache_spec, few.max_query_len),
+            mask=spec.absorbed.mask_rule(common.is_causal), logits=spec.absorbed.logit_rule(),
+            has_sinks=spec.has_sinks, per_request_causal=causal is not None,
+        )  # fmt: skip
+        work = build_work_list(
+            jnp.asarray(few.query_start_loc), jnp.asarray(few.seq_lens), few.num_tokens, config.attention,
+            None if causal is None else jnp.asarray(causal),
+        )  # fmt: skip
+        plan, few_plan = (super(MLAGpuMetadataBuilder, self).build(0, batch, fast_build) for batch in (common, few))
+        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+        return MLAGpuMetadata(**fields, few=few_plan, work=work, tokens=tokens, requests=requests, config=config)
+
+    def update_block_table(self, metadata: MLAMetadata, block_table, slot_mapping) -> MLAMetadata:
+        """The same plan with another block table."""
+        assert isinstance(metadata, MLAGpuMetadata)
+        requests, few = metadata.requests, metadata.few
+        table = block_table if requests is None else jnp.asarray(block_table)[requests]
+        metadata = dataclasses.replace(
+            metadata, few=super().update_block_table(few, table, jnp.asarray(few.slot_mapping))
+        )
+        return super().update_block_table(metadata, block_table, slot_mapping)
+
+
+def kernel_config(spec: MLASpec, cache_spec: KVCacheSpec, max_query_len: int) -> MlaKernelConfig:
+    """The kernel's static arguments for a causal batch, without options that the backend's features refuse."""
+    return MlaKernelConfig(
+        num_heads=spec.num_heads,
+        group=heads_of_unit(spec.num_heads, max_query_len),
+        latent_dim=spec.kv_lora_rank,
+        rope_dim=spec.qk_rope_head_dim,
+        page_size=cache_spec.block_size,
+        dtype=cache_spec.dtype,
+        whole_rows=is_wide(spec, cache_spec),
+        mask=MaskRule(),
+        logits=LogitRule(scale=spec.scale),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAGpuImpl(MLAImpl):
+    """Launches the kernel for requests with few tokens, and merges in the others."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  the plan of this backend's builder
+        self, q, cache, m: MLAGpuMetadata, params: MLAParams
+    ) -> AttentionState:
+        if m.tokens is None:
+            return self._few(q, cache, m, params)
+        few = self._few(q.at[m.tokens].get(mode="fill", fill_value=0), cache, m, params)
+        state = AttentionState.empty(q.shape[0], self.spec.num_heads, self.spec.v_head_dim, few.out.dtype)
+        state = AttentionState(
+            out=state.out.at[m.tokens].set(few.out, mode="drop"),
+            lse=state.lse.at[m.tokens].set(few.lse, mode="drop"),
+        )
+        return merge(state, self._latent.forward(q, cache, _without_few(m), params))
+
+    def forward_mqa(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q, cache, m: MLAGpuMetadata, params: MLAParams
+    ) -> AttentionState:
+        """The absorbed form for all requests; by the kernel if all have few tokens."""
+        return self._few(q, cache, m, params) if m.tokens is None else super().forward_mqa(q, cache, m, params)
+
+    def _few(self, q, cache, m: MLAGpuMetadata, params: MLAParams) -> AttentionState:
+        """q: the tokens of requests with few."""
+        state: Any = _absorbed(self, m.config, q, cache, m.few, m.work, params)
+        return state
+
+
+def _without_few(m: MLAGpuMetadata) -> MLAMetadata:
+    """The plan in which requests with few tokens have no queries."""
+    batch = m.level.batch
+    batch = dataclasses.replace(batch, query_lens=jnp.where(batch.query_lens > MAX_QUERY_LEN, batch.query_lens, 0))
+    level = dataclasses.replace(m.level, batch=batch)
+    return MLAMetadata(level=level, slot_mapping=m.slot_mapping, is_causal=m.is_causal)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _absorbed(
+    impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, m: MLAMetadata, work: GpuWorkList, params: MLAParams
+) -> AttentionState:
+    """W_UK multiplied into q, the kernel over the cached rows, its result multiplied by W_UV, and all scales."""
+    spec, params = impl.spec, absorb(impl.spec, params)
+    nope, rope = jnp.split(q.astype(jnp.float32), [spec.qk_nope_head_dim], axis=-1)
+    latent_scale = _scale(params.kv_c_scale)
+    rope_scale = latent_scale if config.whole_rows else _scale(params.k_pe_scale)
+    latent = einsum("thn,hnl->thl", nope, jnp.asarray(params.w_uk, jnp.float32))
+    rows = jnp.concatenate([latent * latent_scale, rope * rope_scale], axis=-1).astype(config.dtype)
+    if config.whole_rows:
+        latents, ropes = _pages(cache.k, cache.spec), None
+    else:
+        latents, ropes = _pages(cache.v, cache.spec), _pages(cache.k, cache.spec)
+    out, lse = latent_attention(rows, latents, ropes, jnp.asarray(m.block_table), work, config)
+    out = einsum("thl,hlv->thv", out.astype(jnp.float32) * latent_scale, jnp.asarray(params.w_uv, jnp.float32))
+    return AttentionState(out=out.astype(output_dtype(q.dtype)), lse=lse)
+
+
+def _pages(pool: jax.Array, cache_spec: KVCacheSpec) -> jax.Array:
+    """[N S .] of a pool with one kv head, in either order."""
+    return quant.native(pool, cache_spec.dtype).reshape(pool.shape[0], cache_spec.block_size, -1)
+
+
+def _scale(scale) -> jax.Array:
+    """f32 scalar; 1 for None."""
+    return jnp.asarray(1.0 if scale is None else scale, jnp.float32).reshape(())
+
+
+def _absorbed_backward(impl: MLAGpuImpl, config: MlaKernelConfig, saved, cotangent):
+    q, cache, m, _, params = saved
+    reference = lambda q, cache, params: impl._latent.forward_mqa(q, cache, m, params)  # noqa: E731
+    dq, dcache, dparams = jax.vjp(reference, q, cache, params)[1](cotangent)
+    return dq, dcache, None, None, dparams
+
+
+_absorbed.defvjp(lambda impl, config, *args: (_absorbed(impl, config, *args), args), _absorbed_backward)
+
+
+class MLAPallasGpuBackend(MLABackend):
+    """Latent caches of bfloat16 or float16, split or wide. pallas_kernels.gpu.mla_config gives the kernel's limits."""
+
+    name = "mla_pallas_gpu"
+    impl_cls = MLAGpuImpl
+    builder_cls = MLAGpuMetadataBuilder
+    metadata_cls = MLAGpuMetadata
+    supported_dtypes = DTYPES
+    supported_kv_cache_dtypes = DTYPES
+    supported_block_sizes = (MultipleOf(8),)
+    quant_modes = ("none",)
+    platforms = ("gpu",)
+    min_compute_capability = 90
+    features = frozenset({Feature.NON_CAUSAL, Feature.PER_REQUEST_CAUSAL, Feature.DIFF_KV, Feature.LSE})
+
+    @classmethod
+    def layer_reasons(cls, spec, cache_spec, chip) -> tuple[str, ...]:
+        own = super().layer_reasons(spec, cache_spec, chip)
+        if own or not isinstance(spec, MLASpec) or cache_spec is None or cache_spec.dtype not in DTYPES:
+            return own
+        return tuple(supports_mla(kernel_config(spec, cache_spec, 1), chip=chip.generation or "sm_90"))

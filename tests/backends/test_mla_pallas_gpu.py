@@ -1,0 +1,115 @@
+"""mla_pallas_gpu: what it refuses, that auto does not choose it yet, and a mixed batch in JAX's interpreter."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import MLAAttention, MLAParams, MLASpec, mla_cache_spec
+from jattn.backends import mla_pallas_gpu
+from jattn.device import Chip
+from tests.oracle.mla import latent_attention
+
+HOPPER = Chip("gpu", "sm_90")
+SIZES = dict(num_heads=16, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=48)
+DEEPSEEK = MLASpec(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+SERVED = {
+    "split": dict(block_size=64),
+    "page 16": dict(block_size=16),
+    "f16": dict(block_size=128, dtype="float16"),
+}
+REFUSED = {
+    "window": (dict(sliding_window=9), {}, HOPPER, "SLIDING_WINDOW"),
+    "soft cap": (dict(logits_soft_cap=9.0), {}, HOPPER, "SOFT_CAP"),
+    "sinks": (dict(has_sinks=True), {}, HOPPER, "SINK"),
+    "8 bits": ({}, dict(dtype="float8_e4m3fn", quant="per_tensor"), HOPPER, "kv_cache_dtype"),
+    "f32": ({}, dict(dtype="float32"), HOPPER, "kv_cache_dtype"),
+    "latent 96": (dict(kv_lora_rank=96), {}, HOPPER, "kv_lora_rank 96"),
+    "page 48": ({}, dict(block_size=48), HOPPER, "page size 48"),
+    "ampere": ({}, {}, Chip("gpu", "sm_80"), "sm_90"),
+    "blackwell": ({}, {}, Chip("gpu", "sm_100"), "sm_90"),
+    "cpu": ({}, {}, Chip("cpu"), "platform"),
+}
+
+
+def reasons(spec, cache_spec, chip, needs=()):
+    return next(r for r in jattn.explain(spec, cache_spec, chip, needs) if r.name == "mla_pallas_gpu").reasons
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_serves_latent_layers_on_hopper_when_named(name):
+    cache_spec = mla_cache_spec(DEEPSEEK, 8, **SERVED[name])
+    assert not reasons(DEEPSEEK, cache_spec, HOPPER)
+    assert MLAAttention(DEEPSEEK, cache_spec, platform=HOPPER).backend_name == "mla_sdpa"
+    assert MLAAttention(DEEPSEEK, cache_spec, "mla_pallas_gpu", HOPPER).backend_name == "mla_pallas_gpu"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_with_one_reason(name):
+    fields, cache, chip, why = REFUSED[name]
+    spec = dataclasses.replace(DEEPSEEK, **fields)
+    found = reasons(spec, mla_cache_spec(spec, 8, **(dict(block_size=64) | cache)), chip)
+    assert any(why.lower() in reason.lower() for reason in found), found
+
+
+def test_refuses_keys_on_several_ranks():
+    assert reasons(DEEPSEEK, mla_cache_spec(DEEPSEEK, 8, 64), HOPPER, (jattn.Feature.DCP,))
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 11), reason="the interpreter needs JAX 0.11"
+)
+@pytest.mark.parametrize("queries", [(1, 3, 0, 2), (1, 20, 5, 9)], ids=["few tokens", "mixed"])
+@pytest.mark.parametrize("wide", [False, True], ids=["split", "wide"])
+def test_a_ragged_batch_is_attention_by_its_definition(queries, wide):
+    from tests.kernels.gpu.interpreter import interpreted
+
+    spec, size, totals = MLASpec(**SIZES), 16, (70, 33, 5, 9)
+    fields = dict(num_blocks=32, block_size=size, num_kv_heads=1, dtype="bfloat16")
+    split = mla_cache_spec(spec, 32, size)
+    cache_spec = jattn.KVCacheSpec(head_dim=192, v_head_dim=128, **fields) if wide else split
+    few_ctas = functools.partial(_with_ctas, mla_pallas_gpu.kernel_config)
+    with mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas), interpreted():
+        mla = MLAAttention(spec, cache_spec, "mla_pallas_gpu", HOPPER)
+        written = MLAAttention(spec, cache_spec, "mla_sdpa")
+        cache, table = written.empty_cache(float("nan"), storage="native"), np.full((5, 8), 31)
+        used = np.random.default_rng(0).permutation(30)
+        for r, total in enumerate(totals):
+            need = -(-total // size)
+            table[r, :need], used = used[:need], used[need:]
+        scales = dict(kv_c_scale=0.5) if wide else dict(kv_c_scale=0.5, k_pe_scale=2.0)
+        params = mla.prepare_params(MLAParams(kv_b_proj=normal(1, 128, 16, 80) / 12, **scales))
+        kv_c, k_pe = (
+            np.asarray(jnp.asarray(normal(s, 117, d), "bfloat16"), np.float32) for s, d in ((2, 128), (3, 64))
+        )
+        plan = written.build(jattn.CommonAttentionMetadata.from_lengths(totals, totals, table[:4], size))
+        cache = written.write(kv_c, k_pe, cache, plan, MLAParams())
+        options = dict(num_tokens=sum(queries) + 5, num_reqs=5)
+        meta = jattn.CommonAttentionMetadata.from_lengths(queries, totals, table[:4], size, **options)
+        q = normal(4, sum(queries) + 5, 16, 96).astype(jnp.bfloat16)
+        m = mla.build(meta)
+        state = jax.jit(mla.attend)(q, cache, m, params)
+        out, lse = np.asarray(state.out, np.float64), np.asarray(state.lse)
+    ends = np.cumsum(totals)[:-1]
+    rows = np.split(kv_c * 0.5, ends), np.split(k_pe * (0.5 if wide else 2.0), ends)
+    count = sum(queries)
+    proj = normal(1, 128, 16, 80) / 12
+    want, want_lse = latent_attention(np.asarray(q, np.float64)[:count], *rows, proj, queries, nope=32)
+    np.testing.assert_allclose(out[:count], want, atol=2e-2)
+    np.testing.assert_allclose(lse[:count], want_lse, atol=2e-2)
+    assert (out[count:] == 0).all() and np.isneginf(lse[count:]).all()
+
+
+def _with_ctas(config, *args):
+    """The config with 3 CTAs instead of 132."""
+    return dataclasses.replace(config(*args), num_ctas=3)
