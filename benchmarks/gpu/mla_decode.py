@@ -1,0 +1,283 @@
+"""The latent attention kernel on a Hopper card: numbers against float64, then times beside mla_sdpa and FlashMLA.
+
+    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--parts check,time,variants,sdpa] [--only TEXT]
+                                        [--seconds 240] [--flashmla SCRIPT LIBRARY]
+
+A case that fails is reported and the others go on. A case that takes longer than --stuck seconds ends the process, as a
+kernel that waits for ever cannot be stopped otherwise: run it again with --only or other --parts. `us` is the launch
+and the merge, without the work list; the row of variant "layer" is a whole MLAAttention.attend, projections included.
+FlashMLA: a script that takes OUT.json LIBRARY and writes microseconds by case name.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import records
+from benchmarks.gpu import check, cupti
+from jattn import CommonAttentionMetadata, MLAAttention, MLAParams, MLASpec, PagedKV, mla_cache_spec
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.gpu.mla_config import WARPGROUP_ROWS, MlaKernelConfig, heads_of_unit
+from pallas_kernels.gpu.mla_sm90 import latent_attention
+from pallas_kernels.gpu.work_list import build_work_list
+
+SCALE = 192**-0.5
+BOUND, LSE_BOUND = 6e-3, 1e-4  # of a row's relative error; of the log-sum-exp
+LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 700, 2000, 4096, 31, 1000, 320, 8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentCase:
+    """A batch, (q_len, seq_len) of each request, over latent pages."""
+
+    name: str
+    lengths: tuple
+    heads: int
+    page: int = 64
+    pads: int = 0  # padding tokens
+    options: tuple = ()  # (name, value) pairs: fields of MlaKernelConfig
+
+    @property
+    def config(self) -> MlaKernelConfig:
+        longest = max(n for n, _ in self.lengths)
+        fields = dict(num_heads=self.heads, group=heads_of_unit(self.heads, longest), page_size=self.page)
+        return MlaKernelConfig(**(fields | dict(logits=LogitRule(scale=SCALE)) | dict(self.options)))
+
+    def read_bytes(self) -> int:
+        """Every visible row once, queries and output once."""
+        rows, tokens = sum(s for _, s in self.lengths), sum(n for n, _ in self.lengths)
+        return (rows * 576 + tokens * self.heads * (576 + 512)) * 2
+
+    def flops(self) -> int:
+        pairs = sum(n * (s - n) + n * (n + 1) // 2 for n, s in self.lengths)
+        return pairs * self.heads * 2 * (576 + 512)
+
+
+def ragged(heads: int, q_len: int, page: int, **options) -> LatentCase:
+    lengths = tuple((min(r % q_len + 1, max(s, 1)), s) for r, s in enumerate(LENGTHS))
+    more = "".join(f"_{value}" for value in options.values())
+    name = f"mla_ragged_h{heads}_q{q_len}_p{page}{more}"
+    return LatentCase(
+        name=name, lengths=lengths, heads=heads, page=page, pads=70 if q_len == 1 else 5, options=(*options.items(),)
+    )
+
+
+PAGES = (64, 16, 128)
+CHECKED = [ragged(16, 1, 64), ragged(128, 1, 64)]
+CHECKED += [ragged(h, q, PAGES[(i + q) % 3]) for q in (2, 4, 1, 3) for i, h in enumerate((8, 16, 32, 64, 128))]
+CHECKED += [ragged(16, 1, 64, whole_rows=True), ragged(64, 8, 16), ragged(16, 2, 64, dtype="float16")]
+TIMED = [
+    LatentCase(name="mla_dec_128x4k_h16", lengths=((1, 4096),) * 128, heads=16),
+    LatentCase(name="mla_dec_32x8k_h128", lengths=((1, 8192),) * 32, heads=128),
+    LatentCase(name="mla_dec_16x4k_h16", lengths=((1, 4096),) * 16, heads=16),
+]
+VARIANTS = (dict(page=128), dict(page=16), dict(whole_rows=True), dict(group=32), dict(group=8), dict(num_ctas=128))
+
+
+@dataclasses.dataclass
+class Batch:
+    """The kernel's arrays for a case."""
+
+    q: jax.Array
+    latents: jax.Array
+    ropes: jax.Array | None
+    table: np.ndarray
+    starts: np.ndarray
+    seqs: np.ndarray
+
+
+def make_batch(case: LatentCase, poison: bool) -> Batch:
+    """Random rows on permuted pages; with poison, NaN where no token lives and garbage in the table."""
+    config, rng = case.config, np.random.default_rng(0)
+    seqs = np.array([s for _, s in case.lengths], np.int32)
+    counts = -(-seqs // case.page)
+    order, total = rng.permutation(int(counts.sum()) + 3), int(counts.sum()) + 3
+    table = np.full((len(seqs), max(int(counts.max()), 1) + poison), 2**30 if poison else 0, np.int32)
+    lives, used = np.zeros((total, case.page, 1), bool), 0
+    for r, n in enumerate(counts):
+        table[r, :n], used = order[used : used + n], used + n
+        places = np.arange(n * case.page).reshape(n, case.page, 1)
+        lives[table[r, :n]] = places < seqs[r]
+    starts = np.cumsum([0, *(n for n, _ in case.lengths)]).astype(np.int32)
+    keys, dtype = jax.random.split(jax.random.key(0)), jnp.dtype(config.dtype)
+    q = jax.random.normal(keys[0], (int(starts[-1]) + case.pads, case.heads, 576), dtype)
+    rows = jax.jit(lambda key: jax.random.normal(key, (total, case.page, 576), dtype))(keys[1])
+    rows = jnp.where(lives, rows, jnp.asarray(jnp.nan, dtype)) if poison else rows
+    latents, ropes = (rows, None) if config.whole_rows else (rows[..., :512], rows[..., 512:])
+    return Batch(q, jax.block_until_ready(latents), ropes, table, starts, seqs)
+
+
+def programs(case: LatentCase, batch: Batch):
+    """(jitted kernel, its arguments, jitted planner, its arguments)."""
+    config, tokens = case.config, batch.q.shape[0]
+    plan = jax.jit(lambda starts, seqs: build_work_list(starts, seqs, tokens, config.attention))
+    lengths = jnp.asarray(batch.starts), jnp.asarray(batch.seqs)
+    attend = jax.jit(lambda q, latents, ropes, table, work: latent_attention(q, latents, ropes, table, work, config))
+    work = jax.block_until_ready(plan(*lengths))
+    return attend, (batch.q, batch.latents, batch.ropes, jnp.asarray(batch.table), work), plan, lengths
+
+
+def errors(case: LatentCase, batch: Batch, out, lse, requests) -> dict:
+    """The largest relative error of a row, and of its lse, over these requests; padding must be (0, -inf)."""
+    out, lse = np.asarray(out.astype(jnp.float32), np.float64), np.asarray(lse, np.float64)
+    q, page = np.asarray(batch.q.astype(jnp.float32), np.float64), case.page
+    relative = worst_lse = 0.0
+    for r in requests:
+        n, total = case.lengths[r]
+        own = jnp.asarray(batch.table[r, : -(-total // page)])
+        pools = [pool[own] for pool in (batch.latents, batch.ropes) if pool is not None]
+        rows = np.asarray(jnp.concatenate(pools, axis=-1).astype(jnp.float32), np.float64).reshape(-1, 576)[:total]
+        for i in range(n):
+            t, seen = int(batch.starts[r]) + i, rows[: max(total - n + i + 1, 0)]
+            if not len(seen):
+                assert (out[t] == 0).all() and np.isneginf(lse[t]).all(), f"request {r} sees no key"
+                continue
+            x = q[t] @ seen.T * SCALE
+            top = x.max(axis=1, keepdims=True)
+            p = np.exp(x - top)
+            want, want_lse = p / p.sum(axis=1, keepdims=True) @ seen[:, :512], (top[:, 0] + np.log(p.sum(axis=1)))
+            error = np.linalg.norm(out[t] - want, axis=1) / np.linalg.norm(want, axis=1)
+            relative = max(relative, float(np.nan_to_num(error, nan=np.inf).max()))
+            worst_lse = max(worst_lse, float(np.nan_to_num(np.abs(lse[t] - want_lse), nan=np.inf).max()))
+    pads = slice(int(batch.starts[-1]), None)
+    clean = bool((out[pads] == 0).all() and np.isneginf(lse[pads]).all())
+    return dict(rel_err=relative, lse_err=worst_lse, pads_ok=clean)
+
+
+def measure(case: LatentCase, timed: bool, iterations: int) -> dict:
+    """One row: errors, then microseconds of the kernel and its merge; `ok` says whether to believe it."""
+    batch = make_batch(case, poison=not timed)
+    attend, args, plan, lengths = programs(case, batch)
+    out, lse = jax.block_until_ready(attend(*args))
+    few = range(len(case.lengths)) if not timed else (0, len(case.lengths) // 2, len(case.lengths) - 1)
+    row = errors(case, batch, out, lse, few)
+    row["same_bits"] = bool((np.asarray(attend(*args)[0]) == np.asarray(out)).all())
+    row["ok"] = row["rel_err"] < BOUND and row["lse_err"] < LSE_BOUND and row["same_bits"] and row["pads_ok"]
+    if timed:
+        us, kernels = cupti.micros(attend, *args, iterations=iterations)
+        row |= dict(us=us, parts=kernels, list_us=cupti.micros(plan, *lengths, iterations=iterations)[0])
+        row |= dict(bytes=case.read_bytes(), flop=case.flops())
+        row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6)
+    return row
+
+
+def layer(case: LatentCase, backend: str, iterations: int) -> dict:
+    """Microseconds of MLAAttention.attend, projections of queries and output included."""
+    spec = MLASpec(
+        num_heads=case.heads, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, scale=SCALE
+    )
+    batch, tokens = make_batch(case, poison=False), len(case.lengths)
+    mla = MLAAttention(spec, mla_cache_spec(spec, batch.latents.shape[0], case.page), backend)
+    empty = jax.eval_shape(mla.empty_cache)
+    cache = PagedKV(
+        k=batch.ropes.reshape(empty.k.shape), v=batch.latents.reshape(empty.v.shape), k_token_scale=None,
+        v_token_scale=None, spec=mla.cache_spec,
+    )  # fmt: skip
+    keys = jax.random.split(jax.random.key(1), 3)
+    normal = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16) * 0.05  # noqa: E731
+    params = MLAParams(w_uk=normal(keys[0], case.heads, 128, 512), w_uv=normal(keys[1], case.heads, 512, 128))
+    queries, totals = zip(*case.lengths, strict=True)
+    m = mla.build(CommonAttentionMetadata.from_lengths(queries, totals, batch.table, case.page))
+    attend = jax.jit(mla.forward_mqa)
+    us, kernels = cupti.micros(
+        attend, normal(keys[2], tokens, case.heads, 192), cache, m, params, iterations=iterations
+    )
+    most = sorted(kernels.items(), key=lambda item: -item[1])[:6]
+    return dict(us=us, parts=dict(most), ok=True)
+
+
+def flashmla(script: str, library: str) -> dict[str, float]:
+    """Case name -> microseconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "times.json")
+        subprocess.run([sys.executable, script, path, library], check=True, timeout=120)
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+
+
+def jobs(names: list[str], iterations: int, peer: dict[str, float]):
+    """(case, backend, variant or None, what to run), most important first."""
+    ours = "mla_pallas_gpu"
+    if "check" in names:
+        for case in CHECKED[:2]:
+            yield case.name, ours, None, lambda c=case: measure(c, False, iterations)
+    if "time" in names:
+        for case in TIMED:
+            yield case.name, ours, None, lambda c=case: measure(c, True, iterations)
+        for case in TIMED:
+            if case.name in peer:
+                yield case.name, "flashmla", None, lambda c=case: dict(us=peer[c.name], ok=True)
+    if "check" in names:
+        for case in CHECKED[2:]:
+            yield case.name, ours, None, lambda c=case: measure(c, False, iterations)
+    if "variants" in names:
+        for fields in VARIANTS:
+            for case in TIMED:
+                changed = with_fields(case, fields)
+                if changed is not None:
+                    text = ",".join(f"{name}={value}" for name, value in fields.items())
+                    yield case.name, ours, text, lambda c=changed: measure(c, True, iterations)
+    if "sdpa" in names:
+        for case in TIMED:
+            for backend in (ours, "mla_sdpa"):
+                yield case.name, backend, "layer", lambda c=case, b=backend: layer(c, b, iterations)
+
+
+def with_fields(case: LatentCase, fields: dict) -> LatentCase | None:
+    """The case with these fields of its config (or its page); None: they change nothing, or do not fit it."""
+    if "group" in fields and not fields["group"] < case.config.group <= WARPGROUP_ROWS:
+        return None
+    page = fields.get("page", case.page)
+    options = tuple((name, value) for name, value in fields.items() if name != "page")
+    return dataclasses.replace(case, page=page, options=options)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the time allows; 1 if a result was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.mla_decode", description=__doc__.splitlines()[0])
+    records.add_options(parser)
+    parser.add_argument("--parts", default="check,time,variants,sdpa")
+    parser.add_argument("--only", default="", help="parts of labels, separated by commas")
+    parser.add_argument("--seconds", type=float, default=240, help="nothing begins in the last 15")
+    parser.add_argument("--stuck", type=float, default=60, help="seconds of one case after which the process ends")
+    parser.add_argument("--iterations", type=int, default=10)
+    parser.add_argument("--flashmla", nargs=2, metavar=("SCRIPT", "LIBRARY"))
+    args = parser.parse_args(argv)
+    begin, failed, skipped = time.time(), 0, []
+    peer = cupti.attempt(lambda: flashmla(*args.flashmla)) if args.flashmla else {}
+    names = args.parts.split(",")
+    base = records.provenance() | (check.ceilings() if "time" in names else {})
+    print(base, peer, flush=True)
+    for case, backend, variant, work in jobs(names, args.iterations, peer):
+        label = f"{case} {backend} {variant or ''}".strip()
+        if args.only and not any(part in label for part in args.only.split(",")):
+            continue
+        if time.time() - begin > args.seconds - 15:
+            skipped.append(label)
+            continue
+        guard = threading.Timer(args.stuck, lambda text=label: (print("STUCK", text, flush=True), os._exit(3)))
+        guard.daemon = True
+        guard.start()
+        row = dict(case=case, backend=backend) | cupti.attempt(work) | ({"variant": variant} if variant else {})
+        guard.cancel()
+        failed += not row["ok"]
+        figures = {k: row[k] for k in ("us", "list_us", "tb_s", "tflop_s", "rel_err", "lse_err", "error") if k in row}
+        cells = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items()]
+        print("ok   " if row["ok"] else "WRONG", f"{label:56s}", *cells, f"({row['wall_s']} s)", flush=True)
+        records.write([base | row], "mla", records.folder_of(args))
+    print(f"{failed} wrong; skipped for time: {skipped or 'none'}; {time.time() - begin:.0f} s", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
