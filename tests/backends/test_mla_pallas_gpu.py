@@ -113,3 +113,28 @@ def test_a_ragged_batch_is_attention_by_its_definition(queries, wide):
 def _with_ctas(config, *args):
     """The config with 3 CTAs instead of 132."""
     return dataclasses.replace(config(*args), num_ctas=3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 11), reason="the interpreter needs JAX 0.11"
+)
+def test_the_gradient_of_a_mixed_batch_is_that_of_mla_sdpa():
+    from tests.kernels.gpu.interpreter import interpreted
+
+    spec, size, found = MLASpec(**SIZES), 16, []
+    cache_spec, table = mla_cache_spec(spec, 8, size), np.array([[1, 2], [3, 4]])
+    written = MLAAttention(spec, cache_spec, "mla_sdpa")
+    plan = written.build(jattn.CommonAttentionMetadata.from_lengths([20, 9], [20, 9], table, size))
+    rows = normal(2, 29, 128), normal(3, 29, 64)
+    cache = written.write(*rows, written.empty_cache(storage="native"), plan, MLAParams())
+    params, q = MLAParams(kv_b_proj=jnp.asarray(normal(1, 128, 16, 80) / 12)), jnp.asarray(normal(4, 10, 16, 96))
+    few_ctas = functools.partial(_with_ctas, mla_pallas_gpu.kernel_config)
+    with mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas), interpreted():
+        for mla in (MLAAttention(spec, cache_spec, "mla_pallas_gpu", HOPPER), written):
+            m = mla.build(jattn.CommonAttentionMetadata.from_lengths([1, 9], [20, 9], table, size))
+            loss = lambda q, p, mla=mla, m=m: (mla.attend(q, cache, m, p).out.astype(jnp.float32) ** 2).sum()  # noqa: E731
+            found.append(jax.tree.map(np.asarray, jax.jit(jax.grad(loss, (0, 1)))(q.astype(jnp.bfloat16), params)))
+    for mine, theirs in zip(*map(jax.tree.leaves, found), strict=True):
+        mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
+        assert np.linalg.norm(mine - theirs) < 1e-2 * np.linalg.norm(theirs)
