@@ -192,7 +192,9 @@ def test_no_weight_and_no_logits_are_gathered(config):
 
 def test_a_product_that_xla_cannot_divide_would_gather_its_weights(monkeypatch):
     """The test above would see it."""
-    if len(product.IMPLEMENTATIONS) < 2 or not product._supports_native("cpu", np.ones((1, 1), np.float32), ()):
+    if len(product.IMPLEMENTATIONS) < 2 or not product._supports_native(
+        "cpu", np.ones((1, 1), np.float32), (), np.dtype("float32")
+    ):
         pytest.skip("the C++ product is not built here")
     monkeypatch.setattr(product, "_is_partitioned", lambda: False)
     served = engine(models.config_of(COMMON | dict(model_type="llama", num_key_value_heads=8)), mesh=mesh(4))
