@@ -6,12 +6,16 @@ import re
 from jattn import compile_cache, device, embedded
 from jattn.cli import screen
 from jattn.engine import Engine, SamplingParams, keep_freed_memory
+from jattn.models import QUANTIZATIONS
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """--model and the Engine's own options."""
     group = parser.add_argument_group("the model and the engine")
     group.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded adder)")
+    group.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="quantise the large weights as they are read (default: as stored)"
+    )
     group.add_argument("--num-blocks", type=int, metavar="N", help="cache blocks (default: from free memory)")
     group.add_argument(
         "--block-size", type=int, metavar="S", help="tokens of a block (default: 16 on a CPU, 64 on an accelerator)"
@@ -61,7 +65,7 @@ def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
     )
     folder = embedded.directory() if args.model is None else args.model
     with screen.progress("loading") as report:
-        return Engine.from_pretrained(folder, progress=report, **options)
+        return Engine.from_pretrained(folder, progress=report, quantization=args.quantization, **options)
 
 
 def keep_programs(max_mb: int | None) -> None:

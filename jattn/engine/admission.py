@@ -17,6 +17,7 @@ from jattn.engine.dispatch import Model
 from jattn.engine.params import SamplingParams, is_encodable
 from jattn.engine.request import Completion, FinishReason, RequestOutput
 from jattn.engine.scheduler import Limits
+from jattn.errors import UnsupportedError
 from jattn.errors.arguments import boolean, dtype_name, integer, kind, optional, text
 from jattn.text.tokenizer import Tokenizer
 
@@ -74,6 +75,12 @@ def mesh_of(mesh: Mesh | None, tensor_parallel: int, data_parallel: int) -> Mesh
             + ("; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count=N" * (devices[0].platform == "cpu"))
         )
     return jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2, devices=devices[:count])
+
+
+def check_distributable(quantization: str | None) -> None:
+    """UnsupportedError for quantised weights on a mesh."""
+    if quantization is not None:
+        raise UnsupportedError(f"{quantization=} on a mesh is not implemented: quantised weights stay on one device")
 
 
 def model_mesh_of(config: Any, mesh: Mesh) -> Any:

@@ -124,12 +124,14 @@ class Engine:
         tensor_parallel: int = 1,
         data_parallel: int = 1,
         mesh: Mesh | None = None,
+        quantization: str | None = None,
         **options,
     ) -> "Engine":
         """An engine for a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
 
         progress(done, total, name) is called before each weight is read. tensor_parallel: distribute the model over so
-        many of JAX's devices; `mesh` chooses them. data_parallel: only 1. options: those of Engine.
+        many of JAX's devices; `mesh` chooses them. data_parallel: only 1. quantization: "int8", "int4" or "fp8"
+        quantises the large weights as they are read; on one device only. options: those of Engine.
 
         With a mesh, each weight goes straight into its parts: no device has more than its part, the host one weight.
         """
@@ -138,9 +140,10 @@ class Engine:
         mesh = admission.mesh_of(mesh, tensor_parallel, data_parallel)
         sharding = None
         if mesh is not None:
+            admission.check_distributable(quantization)
             config = models.load_config(directory)
             sharding = admission.model_mesh_of(config, mesh).weight_sharding(config)
-        config, params = models.load(directory, sharding=sharding, progress=progress)
+        config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)
         if config.is_encoder or config.encoder is not None:
             raise ValueError(
                 f"{config.family} is not a decoder-only model, and the engine serves no other; see jattn.models"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jattn.cache.layout import QUANT_MODES
 from jattn.errors import CacheFullError
+from jattn.ops.quantised import is_quantised
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.algebra.quant import QUANTISED
 
@@ -62,8 +63,8 @@ def default_waiting_burst() -> int:
 
 
 def dtype_of(params) -> str:
-    """The default dtype of the cache: the smallest floating dtype of the weights."""
-    floats = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    """The default dtype of the cache: the smallest floating dtype of the weights, before they were quantised."""
+    floats = [x.dtype for x in jax.tree.leaves(params, is_leaf=is_quantised) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.dtype(min(floats, key=lambda dtype: dtype.itemsize, default="bfloat16")).name
 
 

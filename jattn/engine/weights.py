@@ -5,6 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jattn.errors import UnsupportedError
+from jattn.ops.quantised import is_quantised
+
 
 def adopt(params: Any) -> Any:
     """The same weights in new containers, on the device.
@@ -20,6 +23,8 @@ def distributed(params: Any, shardings: Any) -> Any:
 
     Arrays that are placed so already are shared: see `adopt`. Of all others only the parts are copied.
     """
+    if any(is_quantised(x) for x in jax.tree.leaves(params, is_leaf=is_quantised)):
+        raise UnsupportedError("quantised weights on a mesh are not implemented: they stay on one device")
     leaves, structure = jax.tree.flatten(shardings)
     if structure != jax.tree.structure(params):
         raise ValueError(f"the containers of the weights are {jax.tree.structure(params)}, not {structure}")

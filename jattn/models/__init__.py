@@ -7,12 +7,14 @@ from jattn.models.load import config_of, load, load_config
 from jattn.models.mlp import MLP
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.moe import MoE
+from jattn.models.quantising import QUANTIZATIONS, quantise
 from jattn.models.residual import ResidualNorms
 from jattn.models.weight_tree import init_params, logical_axes, weight_specs
 from jattn.models.without_cache import encode, uncached_logits
 
 __all__ = [
     "MLP",
+    "QUANTIZATIONS",
     "CacheGroup",
     "LayerConfig",
     "MoE",
@@ -28,6 +30,7 @@ __all__ = [
     "load_config",
     "logical_axes",
     "prompt_logits",
+    "quantise",
     "uncached_logits",
     "weight_specs",
 ]

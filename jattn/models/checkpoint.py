@@ -1,6 +1,8 @@
 """Checkpoint: the tensors of a folder of *.safetensors by name, memory-mapped and read one at a time."""
 
 import contextlib
+import functools
+import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +62,7 @@ class Checkpoint:
         """One tensor as stored; ValueError if it has NaN or infinity."""
         path, handle, stored = self.locations[name]
         try:
-            value = handle.get_tensor(stored)
+            value = _float8(path, stored) if _is_float8(handle, stored) else handle.get_tensor(stored)
         except Exception as error:  # SafetensorError, or any error for a dtype that numpy lacks
             raise ValueError(f"{path}: tensor {tensor_text(stored)} cannot be read: {error}") from error
         if not is_finite(value):
@@ -78,6 +80,26 @@ def _renamed(locations: dict[str, TensorLocation], renames: tuple[tuple[str, str
             raise ValueError(f"{location.path}: tensor {tensor_text(name)} is there twice, as {found[known].name}, too")
         found[known] = location
     return found
+
+
+def _is_float8(handle: Any, name: str) -> bool:
+    return handle.get_slice(name).get_dtype() == "F8_E4M3"
+
+
+def _float8(path: Path, name: str) -> np.ndarray:
+    """A tensor of float8_e4m3fn. The safetensors library (0.8) checked the header, but cannot read it into numpy."""
+    header, begin = _header(path, path.stat().st_mtime_ns)
+    found = header[name]
+    offset = begin + found["data_offsets"][0]
+    return np.memmap(path, jnp.float8_e4m3fn, "r", offset, tuple(found["shape"]))
+
+
+@functools.lru_cache(maxsize=1)
+def _header(path: Path, modified: int) -> tuple[dict[str, Any], int]:
+    """The table of a file's tensors, and where their data begins."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(length)), 8 + length
 
 
 def read_index(directory: Path) -> dict[str, str] | None:

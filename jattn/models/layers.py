@@ -12,6 +12,7 @@ from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import normed, residual
 from jattn.nn.attention_layer import linear
 from jattn.ops.product import product
+from jattn.ops.quantised import QuantisedArray, plain
 
 
 def embed(
@@ -35,14 +36,14 @@ def embed(
     return normed(config.embedding_norm, params, "embedding_norm", x)
 
 
-def table_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """table[ids], with ids clipped.
+def table_rows(table: "jax.Array | QuantisedArray", ids: jax.Array) -> jax.Array:
+    """table[ids], with ids clipped. Of a quantised table, whose axis is -1, the rows alone are dequantised.
 
     The barrier keeps a conversion out of the loop over steps: XLA:CPU (JAX 0.10) would convert the whole bfloat16 table
     to float32 before each loop.
     """
     table, ids = jax.lax.optimization_barrier((table, ids))
-    return table.at[ids].get(mode="clip")
+    return plain(jax.tree.map(lambda array: array.at[ids].get(mode="clip"), table))
 
 
 def self_attention_layer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array, attention: Callable) -> tuple:

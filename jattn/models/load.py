@@ -17,9 +17,12 @@ from jattn.models.config_reader import ConfigReader
 from jattn.models.families import FAMILIES, RECURRENT
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
+from jattn.models.hub_formats import scheme_of
+from jattn.models.quantising import check_quantization, placed, quantised
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
 from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
+from jattn.ops.quantised import is_quantised
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Dtypes of weights in params. Packed weights are stored as integers; their TensorSource unpacks them."""
@@ -33,22 +36,44 @@ def load(
     dtype: Any = None,
     sharding: Any = None,
     progress: Callable[[int, int, str], None] | None = None,
+    quantization: str | None = None,
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """(config, params) of a folder with config.json and *.safetensors.
 
     dtype: of all weights; None: as stored. sharding: a jax.sharding.Sharding for all weights, or a function
     (path, WeightSpec) -> Sharding or None; `WeightSpec.axes` has the logical axis names. progress(done, total, path)
-    is called before each weight is read.
+    is called before each weight is read. quantization: one of QUANTIZATIONS; each weight is quantised when it is read.
     """
+    if quantization is not None:
+        check_quantization(quantization)
     folder = Path(directory)
-    config, family = _config_and_family(folder)
+    config, family, values = _config_and_family(folder)
+    method = (values.get("quantization_config") or {}).get("quant_method")
+    scheme = None if method in family.quant_methods else scheme_of(values, str(folder / "config.json"))
+    if scheme is not None and quantization is not None:
+        raise UnsupportedError(f"{folder}: its weights are quantised ({method}); quantization must be None")
     with contextlib.ExitStack() as stack:
         checkpoint = Checkpoint(folder, stack, family.prefix, family.renames)
         _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
-        params = _read_params(
-            checkpoint, family.tensors(config), weight_specs(config), _unused(family, config), dtype, sharding, progress
-        )
+        table, unused = family.tensors(config), _unused(family, config)
+        if scheme is not None:
+            stored_dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
+            table = scheme.sources(table, checkpoint.locations, stored_dtype if dtype is None else dtype)
+            used = {name for source in table.values() for name in source.names}
+            unused = _or_named(unused, _zeros(checkpoint, used, scheme.zeros))
+        params = _read_params(checkpoint, table, weight_specs(config), unused, dtype, sharding, progress, quantization)
     return config, params
+
+
+def _zeros(checkpoint: Checkpoint, used: set[str], endings: tuple[str, ...]) -> frozenset[str]:
+    """The names of unused tensors with these endings that hold zeros: such tensors change nothing."""
+    names = [name for name in checkpoint.locations if name not in used and endings and name.endswith(endings)]
+    return frozenset(name for name in names if not checkpoint.read(name).any())
+
+
+def _or_named(unused: Callable[[str], bool], names: frozenset[str]) -> Callable[[str], bool]:
+    """Whether the model does not need a tensor of this name, or it is one of `names`."""
+    return lambda name: name in names or unused(name)
 
 
 def config_of(values: dict[str, Any]) -> ModelConfig:
@@ -77,11 +102,13 @@ def family_of(values: dict[str, Any]) -> Family:
     return FAMILIES[name]
 
 
-def _config_and_family(folder: Path) -> tuple[ModelConfig, Family]:
+def _config_and_family(folder: Path) -> tuple[ModelConfig, Family, dict[str, Any]]:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} is not a folder; pass one with config.json and *.safetensors (models are not downloaded)"
         )
+    if is_there(folder / "adapter_config.json"):
+        raise UnsupportedError(f"{folder} is a LoRA adapter (adapter_config.json), which is not served; merge it first")
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not is_there(path):
         raise FileNotFoundError(f"{path} is missing: a model folder has config.json and *.safetensors")
@@ -91,7 +118,7 @@ def _config_and_family(folder: Path) -> tuple[ModelConfig, Family]:
         ends = list(dict.fromkeys(_end_ids(path, values) + more))
         values |= {"eos_token_id": ends} if ends else {}  # if neither file has any: the family's default
     family = family_of(values)
-    return family.read(ConfigReader(values, str(path))), family
+    return family.read(ConfigReader(values, str(path))), family, values
 
 
 def _end_ids(path: Path, values: dict[str, Any]) -> list[int]:
@@ -122,6 +149,7 @@ def _read_params(
     dtype: Any,
     sharding: Any,
     progress: Callable[[int, int, str], None] | None,
+    quantization: str | None,
 ) -> Any:
     """The tree `specs` of WeightSpecs as arrays. Missing and unknown tensors are errors; other arguments as in `load`.
 
@@ -138,22 +166,27 @@ def _read_params(
             progress(done, len(by_path), path)
         value = _read_weight(checkpoint, table[path], path, spec, dtype)
         place = sharding(path, spec) if callable(sharding) else sharding
-        arrays.append(jnp.array(value) if place is None else jax.device_put(value, place))
+        array = jax.tree.map(jnp.array, value) if place is None else placed(value, place)
+        arrays.append(array if quantization is None else quantised(path, array, quantization))
     return jax.tree.unflatten(structure, arrays)
 
 
-def _read_weight(checkpoint: Checkpoint, source: TensorSource, path: str, spec: WeightSpec, dtype: Any) -> np.ndarray:
+def _read_weight(checkpoint: Checkpoint, source: TensorSource, path: str, spec: WeightSpec, dtype: Any) -> Any:
     """One weight made from its tensors; ValueError unless its shape is right and its values are finite floats."""
     stored = [checkpoint.read(name) for name in source.names]
     file, _, first = checkpoint.locations[source.names[0]]
     tensor = f"{file}: tensor {tensor_text(first)}"
     try:
         value = source.make(*stored)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{tensor}: {error}") from error
     except (ValueError, TypeError, IndexError) as error:  # ranks, shapes or dtypes that do not fit
         kinds = ", ".join(sorted({f"{x.dtype}{list(x.shape)}" for x in stored})[:4])
         raise ValueError(f"{tensor} ({kinds}) cannot be converted to {path}: {error}") from error
     if value.shape != spec.shape:
         raise ValueError(f"{tensor} gives {path} the shape {value.shape} but config.json says {spec.shape}")
+    if is_quantised(value):
+        return value
     if value.dtype.name not in FLOATS:
         raise ValueError(f"{tensor} gives {path} as {value.dtype}; weights must be one of {', '.join(FLOATS)}")
     with np.errstate(over="ignore"):

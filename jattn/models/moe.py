@@ -9,6 +9,7 @@ from jattn.models.mlp import MLP, activation
 from jattn.nn.attention_layer import linear
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
 from jattn.ops.product import product
+from jattn.ops.quantised import plain
 
 SCORES = ("softmax", "softmax_over_all", "sigmoid", "sigmoid_of_input", "sparsemixer")
 LEAST_SUM = 1e-20
@@ -152,7 +153,7 @@ class MoE:
         """The experts' MLPs of rows [T * k, hidden], sorted by expert i32[T * k]; expert e has sizes[e] of the rows."""
 
         def dot(name: str, x: jax.Array) -> jax.Array:
-            y = jax.lax.ragged_dot(x, weights[name]["kernel"], sizes)
+            y = jax.lax.ragged_dot(x, plain(weights[name]["kernel"], x.dtype), sizes)
             return y + weights[name]["bias"][expert] if self.bias else y
 
         gate, up = dot("gate", rows), dot("up", rows)

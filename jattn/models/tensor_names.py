@@ -16,7 +16,7 @@ class TensorSource:
     """One weight is make(*tensors) of the tensors with these names. packed: another form that a checkpoint may have."""
 
     names: tuple[str, ...]
-    make: Callable[..., np.ndarray]
+    make: Callable[..., Any]  # a numpy array, or a QuantisedArray
     packed: "TensorSource | None" = None
 
     def stored_form(self, stored: Container[str]) -> "TensorSource":

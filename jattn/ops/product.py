@@ -1,6 +1,7 @@
 """Rows times weight matrices, by the first implementation of this platform that supports the operands.
 
-A new one is an `Implementation` in IMPLEMENTATIONS; nothing else names them. The last one, XLA's dot, supports all.
+A new one is an `Implementation` in IMPLEMENTATIONS; nothing else names them. The last one, XLA's dot, supports all: it
+dequantises quantised matrices first.
 """
 
 import dataclasses
@@ -12,9 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jattn import device
+from jattn.ops.quantised import FORMATS, QuantisedArray, is_quantised, plain
 from pallas_kernels.cpu.native import library, ops
 
 Arrays = tuple[jax.Array, ...]
+Kernel = jax.Array | QuantisedArray
+Kernels = tuple[Kernel, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,25 +26,34 @@ class Implementation:
     """One way to compute x [T, in] @ kernel for several kernels, summed in float32, rounded once to a dtype."""
 
     name: str
-    supports: Callable[[str, jax.Array, Arrays, Any], bool]  # (platform of a jattn.device.Chip, x, kernels, dtype)
-    compute: Callable[[jax.Array, Arrays, bool, Any], Arrays]  # (x, kernels, transposed, dtype)
-    silu: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array] | None = None  # silu_product, if in one call
+    supports: Callable[[str, jax.Array, Kernels, Any], bool]  # (platform of a jattn.device.Chip, x, kernels, dtype)
+    compute: Callable[[jax.Array, Any, bool, Any], Arrays]  # (x, kernels, transposed, dtype)
+    silu: Callable[[jax.Array, Any, Any, Any], jax.Array] | None = None  # silu_product, if in one call
     is_partitionable: bool = False  # XLA's partitioner can divide it over the Auto axes of a mesh
 
 
-def products(
-    x: jax.Array, kernels: Sequence[jax.Array], *, transposed: bool = False, dtype: Any = jnp.float32
-) -> Arrays:
+def products(x: jax.Array, kernels: Sequence[Kernel], *, transposed: bool = False, dtype: Any = jnp.float32) -> Arrays:
     """x [T, in] @ kernel [in, out] for each kernel, summed in float32: dtype[T, out]. transposed: kernels [out, in].
 
     With weights that are sharded over several CPU devices, trace under jax.sharding.use_abstract_mesh or in shard_map:
     XLA cannot partition the C++ kernel, and would gather the weights in front of it.
     """
-    dtype = jnp.dtype(dtype)
-    return _choose(x, tuple(kernels), dtype).compute(x, tuple(kernels), transposed, dtype)
+    dtype, axis = jnp.dtype(dtype), -1 if transposed else -2
+    usable = lambda kernel: not isinstance(kernel, QuantisedArray) or kernel.axis == axis
+    kernels = tuple(kernel if usable(kernel) else plain(kernel, x.dtype) for kernel in kernels)
+    if len({_form(kernel) for kernel in kernels}) > 1:
+        return tuple(product(x, kernel, transposed=transposed, dtype=dtype) for kernel in kernels)
+    return _choose(x, kernels, dtype).compute(x, kernels, transposed, dtype)
 
 
-def _choose(x: jax.Array, kernels: Arrays, dtype: Any) -> Implementation:
+def _form(kernel: Kernel) -> tuple:
+    """Kernels of one form can be multiplied in one call."""
+    if not isinstance(kernel, QuantisedArray):
+        return ()
+    return kernel.format, kernel.axis, kernel.group_size, kernel.scales.dtype, kernel.zero_points is None
+
+
+def _choose(x: jax.Array, kernels: Kernels, dtype: Any) -> Implementation:
     platform, is_partitioned = device.detect().platform, _is_partitioned()
     able = (way for way in IMPLEMENTATIONS if way.is_partitionable or not is_partitioned)
     return next(way for way in able if way.supports(platform, x, kernels, dtype))
@@ -52,12 +65,12 @@ def _is_partitioned() -> bool:
     return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes + mesh.explicit_axes)
 
 
-def product(x: jax.Array, kernel: jax.Array, *, transposed: bool = False, dtype: Any = jnp.float32) -> jax.Array:
+def product(x: jax.Array, kernel: Kernel, *, transposed: bool = False, dtype: Any = jnp.float32) -> jax.Array:
     """`products` with one kernel."""
     return products(x, (kernel,), transposed=transposed, dtype=dtype)[0]
 
 
-def silu_product(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+def silu_product(x: jax.Array, gate: Kernel, up: Kernel) -> jax.Array:
     """silu(x @ gate) * (x @ up), both products rounded to the dtype of x."""
     compute = _choose(x, (gate, up), x.dtype).silu
     if compute is not None:
@@ -66,7 +79,7 @@ def silu_product(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(of_gate) * of_up
 
 
-def _dots(x: jax.Array, kernels: Arrays, transposed: bool, dtype: Any) -> Arrays:
+def _dots(x: jax.Array, kernels: Kernels, transposed: bool, dtype: Any) -> Arrays:
     """XLA's dot.
 
     On XLA:CPU (JAX 0.10), a bf16 product with a float32 result is up to five times faster than one with a bf16 result,
@@ -78,7 +91,8 @@ def _dots(x: jax.Array, kernels: Arrays, transposed: bool, dtype: Any) -> Arrays
     duplicate = x.shape[0] == 1 and x.dtype == jnp.bfloat16
     rows = jnp.concatenate([x, x]) if duplicate else x
     dot = functools.partial(jnp.dot, preferred_element_type=dtype if _is_partitioned() else jnp.float32)
-    sums = (dot(rows, kernel.T if transposed else kernel) for kernel in kernels)
+    matrices = (plain(kernel, x.dtype) for kernel in kernels)
+    sums = (dot(rows, matrix.T if transposed else matrix) for matrix in matrices)
     return tuple((y[:1] if duplicate else y).astype(dtype) for y in sums)
 
 
@@ -88,8 +102,8 @@ NATIVE_MAX_ROWS, NATIVE_MAX_ROWS_WITH_AMX = 1024, 32
 NATIVE_DTYPES = ("float32", "float16", "bfloat16")
 
 
-def _supports_native(platform: str, x: jax.Array, kernels: Arrays, dtype: Any) -> bool:
-    is_alike = all(kernel.ndim == 2 and kernel.dtype == x.dtype for kernel in kernels)
+def _supports_native(platform: str, x: jax.Array, kernels: Kernels, dtype: Any) -> bool:
+    is_alike = all(kernel.ndim == 2 and kernel.dtype == x.dtype and not is_quantised(kernel) for kernel in kernels)
     if platform != "cpu" or x.ndim != 2 or not {x.dtype.name, dtype.name}.issubset(NATIVE_DTYPES) or not is_alike:
         return False
     isas = library.status().isas
@@ -126,8 +140,42 @@ def _native_silu_jvp(dtype: Any, primals, tangents):
     return jax.jvp(in_steps, primals, tangents)
 
 
+def _supports_packed(platform: str, x: jax.Array, kernels: Kernels, dtype: Any) -> bool:
+    """True for quantised matrices of one form, whose groups the C++ kernel takes.
+
+    With many rows, the time is that of the arithmetic, not of reading the weights; the limit is the same as above.
+    """
+    if platform != "cpu" or x.ndim != 2 or x.shape[0] > NATIVE_MAX_ROWS:
+        return False
+    if not {x.dtype.name, dtype.name}.issubset(NATIVE_DTYPES):
+        return False
+    is_alike = all(isinstance(k, QuantisedArray) and k.ndim == 2 and _form(k) == _form(kernels[0]) for k in kernels)
+    return is_alike and _has_native_groups(kernels[0]) and bool(library.status().isas)
+
+
+def _has_native_groups(kernel: Any) -> bool:
+    inputs, size = kernel.shape[kernel.axis], kernel.group_size
+    if kernel.axis == -1:
+        return FORMATS[kernel.format].bits == 8 and size == inputs and kernel.zero_points is None
+    return size == inputs or ((size < 64 or size % 32 == 0) and (FORMATS[kernel.format].bits == 8 or size % 8 == 0))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _packed(x: jax.Array, kernels: tuple[QuantisedArray, ...], transposed: bool, dtype: Any) -> Arrays:
+    """The C++ kernel for quantised matrices. Its derivatives are those of the dot of the dequantised ones."""
+    matrices = [(kernel.values, kernel.scales, kernel.zero_points) for kernel in kernels]
+    return ops.packed_product(x, matrices, kernels[0].format, transposed=transposed, out_dtype=dtype)
+
+
+@_packed.defjvp
+def _packed_jvp(transposed: bool, dtype: Any, primals, tangents):
+    in_steps = lambda x, kernels: _dots(x, kernels, transposed, dtype)
+    return _packed(*primals, transposed, dtype), jax.jvp(in_steps, primals, tangents)[1]
+
+
 IMPLEMENTATIONS = (
     Implementation("cpu_native", _supports_native, _native, _native_silu),
+    Implementation("cpu_packed", _supports_packed, _packed),
     Implementation("dot", lambda platform, x, kernels, dtype: True, _dots, is_partitionable=True),
 )
 """In order of preference."""

@@ -286,3 +286,12 @@ def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path):
         Engine.from_pretrained(tmp_path, tensor_parallel=2, mesh=mesh(2))
     with pytest.raises(UnsupportedError, match="data-parallel attention is not implemented"):
         Engine.from_pretrained(tmp_path, data_parallel=2)
+
+
+def test_quantised_weights_are_refused_on_a_mesh():
+    config = models.config_of(COMMON | dict(model_type="llama"))
+    params = models.quantise(models.init_params(config, 0, "float32"), "int8")
+    with pytest.raises(UnsupportedError, match="quantised weights on a mesh"):
+        Engine(config, params, num_blocks=20, block_size=4, mesh=mesh(2))
+    with pytest.raises(UnsupportedError, match="quantization='int4' on a mesh"):
+        Engine.from_pretrained("nowhere", tensor_parallel=2, quantization="int4")

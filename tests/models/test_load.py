@@ -108,7 +108,7 @@ WRONG_CONFIGS = {
     "an unknown family": (dict(model_type="mamba"), "mamba.*supported are llama"),
     "an unknown rope": (dict(rope_scaling=dict(rope_type="spiral", factor=2.0)), "spiral.*supported are"),
     "an unknown rope key": (dict(rope_scaling=dict(rope_type="linear", factor=2.0, twist=1.0)), "twist"),
-    "quantised weights": (dict(quantization_config=dict(quant_method="gptq")), "quantization_config"),
+    "quantised weights": (dict(quantization_config=dict(quant_method="quanto")), "quantization_config"),
     "an unknown activation": (dict(hidden_act="cube"), "cube.*silu"),
     "a missing key": (dict(rms_norm_eps=None), "rms_norm_eps"),
     "another kind of layer": (dict(layer_types=["full_attention", "mamba"]), "mamba"),

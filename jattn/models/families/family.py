@@ -6,6 +6,7 @@ from typing import Any
 
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import MAX_COUNT, ConfigReader
+from jattn.models.hub_formats import scheme_of
 from jattn.models.tensor_names import TensorSource
 
 
@@ -23,7 +24,7 @@ class Family:
     texts: tuple[str, ...] = ()  # of a model with vision: the model_types of its text part
     renames: tuple[tuple[str, str], ...] = ()  # beginnings of tensor names in files -> as `tensors` has them
     prefix: str = "model."  # of tensor names; a checkpoint saved without the head lacks it
-    quant_methods: tuple[str, ...] = ()  # of quantization_config, whose weights are unpacked when read
+    quant_methods: tuple[str, ...] = ()  # besides those of hub_formats: its weights are unpacked when read
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # values of absent keys, as in transformers
     aliases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # other names of the usual keys
 
@@ -32,7 +33,7 @@ class Family:
         c = ConfigReader(reader.given, reader.where, self.defaults, self.aliases)
         method = c.section("quantization_config").given.get("quant_method")
         if not isinstance(method, str) or method not in self.quant_methods:
-            c.only("quantization_config")
+            scheme_of(c.values, c.where)  # raises for an unknown method
         try:
             config = self.config(c)
         except ValueError as error:  # of AttentionSpec and the like, which do not know the file

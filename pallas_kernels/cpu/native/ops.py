@@ -178,6 +178,40 @@ def _product(x, matrices, widths, out_dtype, transposed: bool, silu: bool, isa: 
     return tuple(call(x, *matrices, transposed=transposed, silu=silu, isa=isa, threads=np.int32(threads)))
 
 
+Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
+"""values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
+PACKED_FORMATS = ("int8", "fp8", "int4", "fp4")  # in the order of product_args.h
+
+
+def packed_product(
+    x: jax.Array,  # [T in]
+    matrices: Sequence[Packed],  # of one format and group size, all with zero points or none
+    format: str,
+    *,
+    out_dtype,
+    transposed: bool = False,  # only weights of 8 bits with one scale for each output
+    isa: str = "auto",
+    threads: int = 0,
+) -> tuple[jax.Array, ...]:
+    """x @ the dequantised matrix for each of them, in float32. The bits of a row depend on that row only."""
+    library.check_isa(isa)
+    arrays = []
+    for values, scales, zero_points in matrices:
+        arrays += [values, scales, jnp.zeros((0, 0), jnp.int8) if zero_points is None else zero_points]
+    widths = [values.shape[0 if transposed else 1] for values, _, _ in matrices]
+    call = jax.ffi.ffi_call(
+        library.PACKED_PRODUCT,
+        tuple(jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(out_dtype)) for width in widths),
+        vmap_method="sequential",
+    )
+    return tuple(
+        call(
+            *(x, *arrays), format=np.int32(PACKED_FORMATS.index(format)), transposed=transposed, isa=isa,
+            threads=np.int32(threads),
+        )
+    )  # fmt: skip
+
+
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:
     """jnp.full(shape, value), in 2 MiB OS pages where Linux grants them: fewer TLB misses."""
     return jax.ffi.ffi_call(library.FILL, jax.ShapeDtypeStruct(shape, value.dtype), vmap_method="sequential")(value)

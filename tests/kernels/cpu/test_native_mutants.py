@@ -58,6 +58,8 @@ CAUGHT_BY = {
     "product_columns_unordered": "product",
     "product_tail_dropped": "product",
     "latent_not_in_keys": "latent",
+    "packed_scales_of_first_group": "packed product",
+    "packed_zero_points_ignored": "packed product",
 }
 
 
@@ -79,6 +81,8 @@ def switch_on(faulty, faulty_library):
 
 def check(name: str) -> None:
     """AssertionError unless the problem's results are right."""
+    if name == "packed product":
+        return check_packed_product()
     if name in PROBLEMS:
         return conform(PROBLEMS[name], "cpu_native")
     if name == "latent":
@@ -92,6 +96,17 @@ def check(name: str) -> None:
         (y,) = ops.product(x, [w.T if transposed else w], out_dtype="float32", transposed=transposed)
         np.testing.assert_allclose(y, wanted, atol=1e-4)
     return None
+
+
+def check_packed_product() -> None:
+    """AssertionError unless a product with int8 weights, their scales and zero points is right."""
+    rng = np.random.default_rng(0)
+    x, values = rng.standard_normal((14, 192)), rng.integers(-128, 128, (192, 45)).astype(np.int8)
+    scales, zeros = rng.uniform(0.5, 1.0, (3, 45)) / 128, rng.integers(-128, 128, (3, 45)).astype(np.int8)
+    wanted = x @ ((values - np.repeat(zeros.astype(float), 64, 0)) * np.repeat(scales, 64, 0))
+    given = (jnp.asarray(values), jnp.asarray(scales, jnp.float32), jnp.asarray(zeros))
+    (y,) = ops.packed_product(jnp.asarray(x, jnp.float32), [given], "int8", out_dtype="float32")
+    np.testing.assert_allclose(y, wanted, atol=1e-3)
 
 
 @functools.cache

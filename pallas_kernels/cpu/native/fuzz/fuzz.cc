@@ -12,6 +12,7 @@ static thread_local bool in_reference = false;  // the reference's own allocatio
 #define JATTN_ALLOCATION_FAILS(bytes) (!in_reference && ++allocations % 16 == 0)
 
 #include "random_batch.h"
+#include "random_packed.h"
 #include "random_product.h"
 #include "dispatch.h"
 #include "reference.h"
@@ -52,10 +53,10 @@ static void run_batch(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
     }
 }
 
-static void run_random_product(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
-    RandomProduct product(seed);
+template <class Product>
+static void run_random_product(StdPool& pool, const IsaKernels& kernels, const ProductKernel* kernel, unsigned seed,
+                               const Product& product, const char* what) {
     const int choices[] = {1, 2, 3, 17, 33};
-    const ProductKernel* kernel = kernels.product[(int)product.args.dtype];
     if (!kernel) return;
     for (bool done = false; !done;) try {
             run_product(pool, product.args, *kernel, choices[seed % 5]);
@@ -65,8 +66,8 @@ static void run_random_product(StdPool& pool, const IsaKernels& kernels, unsigne
         }
     num_products++;
     if (const double worst = product.worst(); !(worst <= 1.0)) {
-        std::fprintf(stderr, "%s: product %u differs from the reference (%.2f times the tolerance)\n", kernels.name,
-                     seed, worst);
+        std::fprintf(stderr, "%s: %s %u differs from the reference (%.2f times the tolerance)\n", kernels.name,
+                     what, seed, worst);
         num_wrong++;
     }
 }
@@ -106,8 +107,16 @@ int main(int argc, char** argv) {
                     const unsigned seed = next_seed++;
                     for (const IsaKernels* kernels : runnable_isas()) {
                         run_batch(pool, *kernels, seed);
-                        run_random_product(pool, *kernels, seed);
+                        const RandomProduct product(seed);
+                        run_random_product(pool, *kernels, kernels->product[(int)product.args.dtype], seed, product,
+                                           "product");
                         run_random_head_product(pool, *kernels, seed);
+                        const RandomPackedProduct packed(seed);
+                        const int format = (int)packed.format;
+                        run_random_product(pool, *kernels,
+                                           packed.transposed ? kernels->packed_transposed[format]
+                                                             : kernels->packed[format][(int)packed.args.dtype],
+                                           seed, packed, "packed product");
                     }
                 }
             });

@@ -295,4 +295,75 @@ inline std::string product_args(const AnyBuffer& x, ffi::RemainingArgs matrices,
     return checks.error;
 }
 
+// The same for weights in 4 or 8 bits: each matrix is three arrays, its values, scales and zero points.
+inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
+                                       int32_t format, bool transposed, ProductArgs& args, ProductMatrix* parts) {
+    ArrayChecks checks;
+    const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
+        return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
+    };
+    checks.dtype("x", x, is_float(x, args.dtype), "float32, float16 or bfloat16");
+    checks.rank("x", x, 2);
+    checks.count("format", format, 0, (transposed ? kNumTransposedFormats : kNumFormats) - 1);
+    checks.require(matrices.size() == 3 * results.size(), "there must be three arrays for each result");
+    if (!checks.error.empty()) return checks.error;
+    const bool is_4_bits = format >= (int)Format::int4;
+    const auto stored = is_4_bits ? ffi::U32 : format == (int)Format::int8 ? ffi::S8 : ffi::U8;
+    args.x = static_cast<const char*>(x.untyped_data());
+    args.rows = x.dimensions()[0], args.inputs = x.dimensions()[1];
+    args.num_matrices = (int64_t)results.size(), args.transposed = args.silu = false;
+    args.out_dtype = args.scale_dtype = Dtype::f32, args.has_zero_points = false, args.group_size = args.inputs;
+    checks.count("the number of rows", args.rows, 0);
+    checks.count("the number of inputs", args.inputs, 0);
+    if (is_4_bits) checks.multiple("the number of inputs", args.inputs, "the inputs of a word", 8);
+    for (int64_t m = 0; m < args.num_matrices && checks.error.empty(); m++) {
+        const auto w = matrices.get<AnyBuffer>(3 * m), scales = matrices.get<AnyBuffer>(3 * m + 1);
+        const auto zero_points = matrices.get<AnyBuffer>(3 * m + 2);
+        auto y = results.get<AnyBuffer>(m);
+        if (!w.has_value() || !scales.has_value() || !zero_points.has_value() || !y.has_value())
+            return "matrices and results must be arrays";
+        Dtype scale_dtype, out_dtype;
+        checks.dtype("w", *w, w->element_type() == stored, "that of its format");
+        checks.dtype("scales", *scales,
+                     is_float(*scales, scale_dtype) && (!m || scale_dtype == args.scale_dtype),
+                     "float32, float16 or bfloat16, the same for all");
+        checks.dtype("zero_points", *zero_points, zero_points->element_type() == ffi::S8, "int8");
+        checks.dtype("y", **y, is_float(**y, out_dtype) && (!m || out_dtype == args.out_dtype),
+                     "float32, float16 or bfloat16, the same for all");
+        checks.rank("w", *w, 2);
+        checks.rank("scales", *scales, 2);
+        if (!checks.error.empty()) break;
+        args.scale_dtype = scale_dtype, args.out_dtype = out_dtype;
+        const int64_t columns = w->dimensions()[transposed ? 0 : 1], loads = args.inputs / (is_4_bits ? 8 : 1);
+        const int64_t groups = scales->dimensions()[transposed ? 1 : 0];
+        const bool has_zero_points = zero_points->element_count() > 0;
+        checks.count("the number of columns", columns, 0);
+        checks.count("the number of groups", groups, 1, transposed ? 1 : std::max<int64_t>(1, args.inputs));
+        checks.shape("w", *w, {transposed ? columns : loads, transposed ? loads : columns});
+        checks.shape("scales", *scales, {transposed ? columns : groups, transposed ? groups : columns});
+        checks.shape("y", **y, {args.rows, columns});
+        if (!checks.error.empty()) break;
+        checks.multiple("the number of inputs", args.inputs, "the number of groups", groups);
+        const int64_t group_size = args.inputs / groups;
+        if (groups > 1) {
+            checks.require(group_size % kPackedChunk == 0 || group_size % (kPackedChunk / 2) == 0 ||
+                               group_size < kPackedChunk,
+                           "groups have less than 64 inputs, or a multiple of 32");
+            if (is_4_bits) checks.multiple("the inputs of a group", group_size, "the inputs of a word", 8);
+        }
+        if (has_zero_points) {
+            checks.require(!transposed, "transposed matrices have no zero points");
+            checks.rank("zero_points", *zero_points, 2);
+            if (checks.error.empty()) checks.shape("zero_points", *zero_points, {groups, columns});
+        }
+        checks.require(!m || (group_size == args.group_size && has_zero_points == args.has_zero_points),
+                       "all matrices must have groups of one size, and all zero points or none");
+        args.group_size = std::max<int64_t>(1, group_size), args.has_zero_points = has_zero_points;
+        parts[m] = {static_cast<const char*>(w->untyped_data()), static_cast<char*>((*y)->untyped_data()), columns,
+                    static_cast<const char*>(scales->untyped_data()),
+                    static_cast<const char*>(zero_points->untyped_data())};
+    }
+    return checks.error;
+}
+
 }  // namespace jattn

@@ -128,4 +128,18 @@ inline const ProductKernel* find_product(const std::string& isa, Dtype dtype) {
     return nullptr;
 }
 
+// The product of `isa` for weights of this format and rows of this dtype, as `find_product`.
+inline const ProductKernel* find_packed_product(const std::string& isa, Format format, Dtype dtype, bool transposed) {
+    bool found = isa == "auto";
+    for (const IsaKernels* kernels : runnable_isas()) {
+        found = found || isa == kernels->name;
+        const int f = (int)format;
+        const ProductKernel* kernel = !transposed                  ? kernels->packed[f][(int)dtype]
+                                      : f < kNumTransposedFormats ? kernels->packed_transposed[f]
+                                                                  : nullptr;
+        if (found && kernel) return kernel;
+    }
+    return nullptr;
+}
+
 }  // namespace jattn

@@ -112,7 +112,7 @@ ffi::Error write_call(ffi::ThreadPool pool, AnyBuffer k, AnyBuffer v, Int32Buffe
 ffi::Error product_call(ffi::ThreadPool pool, AnyBuffer x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
                         bool transposed, bool silu, std::string_view isa, int32_t threads) {
     return catch_exceptions("product", [&] {
-        ProductArgs args;
+        ProductArgs args{};
         std::vector<ProductMatrix, Allocator<ProductMatrix>> parts(matrices.size());
         const std::string error = product_args(x, matrices, results, transposed, silu, args, parts.data());
         if (!error.empty()) return invalid_argument("product", error);
@@ -134,6 +134,23 @@ ffi::Error head_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer w, ffi
         const ProductKernel* kernel = find_product(std::string(isa), args.dtype);
         if (!kernel) return unknown_isa("head_product", isa);
         run_head_products(pool, args, *kernel, threads);
+        return ffi::Error::Success();
+    });
+}
+
+// The same with weights in 4 or 8 bits.
+ffi::Error packed_product_call(ffi::ThreadPool pool, AnyBuffer x, ffi::RemainingArgs matrices,
+                               ffi::RemainingRets results, int32_t format, bool transposed, std::string_view isa,
+                               int32_t threads) {
+    return catch_exceptions("packed_product", [&] {
+        ProductArgs args{};
+        std::vector<ProductMatrix, Allocator<ProductMatrix>> parts(results.size());
+        const std::string error = packed_product_args(x, matrices, results, format, transposed, args, parts.data());
+        if (!error.empty()) return invalid_argument("packed_product", error);
+        args.matrices = parts.data();
+        const ProductKernel* kernel = find_packed_product(std::string(isa), (Format)format, args.dtype, transposed);
+        if (!kernel) return unknown_isa("packed_product", isa);
+        run_product(pool, args, *kernel, threads);
         return ffi::Error::Success();
     });
 }
@@ -199,6 +216,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>()
         .Attr<std::string_view>("isa").Attr<int32_t>("threads"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JattnPackedProduct, packed_product_call,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().RemainingArgs().RemainingRets()
+        .Attr<int32_t>("format").Attr<bool>("transposed").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnFill, fill_call, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Ret<AnyBuffer>());

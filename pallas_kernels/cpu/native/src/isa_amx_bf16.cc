@@ -22,5 +22,7 @@ const IsaKernels kAmxBf16 = {
     16,
     amx_bf16::write_tokens,
     {nullptr, nullptr, &amx_bf16::product_kernel<amx_bf16::ProductBf16>},
+    {},
+    {},
 };
 }  // namespace jattn

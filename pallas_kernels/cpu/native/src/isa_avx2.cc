@@ -5,7 +5,7 @@
 #include "compute_f32.h"
 #include "matmul.h"
 #include "kernels.h"
-#include "product.h"
+#include "product_packed.h"
 
 namespace jattn {
 extern const IsaKernels kAvx2;
@@ -18,5 +18,10 @@ const IsaKernels kAvx2 = {
     avx2::write_tokens,
     {&avx2::product_kernel<avx2::ProductF32<Dtype::f32>>, &avx2::product_kernel<avx2::ProductF32<Dtype::f16>>,
      &avx2::product_kernel<avx2::ProductF32<Dtype::bf16>>},
+    {{avx2::packed_int8, avx2::packed_int8, avx2::packed_int8},
+     {avx2::packed_fp8, avx2::packed_fp8, avx2::packed_fp8},
+     {avx2::packed_int4, avx2::packed_int4, avx2::packed_int4},
+     {avx2::packed_fp4, avx2::packed_fp4, avx2::packed_fp4}},
+    {&avx2::packed_transposed_kernel<Dtype::i8>, &avx2::packed_transposed_kernel<Dtype::e4m3>},
 };
 }  // namespace jattn

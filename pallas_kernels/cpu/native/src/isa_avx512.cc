@@ -5,7 +5,7 @@
 #include "compute_f32.h"
 #include "matmul.h"
 #include "kernels.h"
-#include "product.h"
+#include "product_packed.h"
 
 namespace jattn {
 extern const IsaKernels kAvx512;
@@ -18,5 +18,10 @@ const IsaKernels kAvx512 = {
     avx512::write_tokens,
     {&avx512::product_kernel<avx512::ProductF32<Dtype::f32>>, &avx512::product_kernel<avx512::ProductF32<Dtype::f16>>,
      &avx512::product_kernel<avx512::ProductF32<Dtype::bf16>>},
+    {{avx512::packed_int8, avx512::packed_int8, avx512::packed_int8},
+     {avx512::packed_fp8, avx512::packed_fp8, avx512::packed_fp8},
+     {avx512::packed_int4, avx512::packed_int4, avx512::packed_int4},
+     {avx512::packed_fp4, avx512::packed_fp4, avx512::packed_fp4}},
+    {&avx512::packed_transposed_kernel<Dtype::i8>, &avx512::packed_transposed_kernel<Dtype::e4m3>},
 };
 }  // namespace jattn

@@ -6,7 +6,7 @@
 #include "compute_bf16.h"
 #include "matmul.h"
 #include "kernels.h"
-#include "product_bf16.h"
+#include "product_packed_bf16.h"
 
 namespace jattn {
 extern const IsaKernels kAvx512Bf16;
@@ -19,5 +19,7 @@ const IsaKernels kAvx512Bf16 = {
     64,
     avx512_bf16::write_tokens,
     {nullptr, nullptr, &avx512_bf16::product_kernel<avx512_bf16::ProductBf16>},
+    {{}, {}, {nullptr, nullptr, avx512_bf16::packed_int4_pairs}, {nullptr, nullptr, avx512_bf16::packed_fp4_pairs}},
+    {},
 };
 }  // namespace jattn

@@ -5,7 +5,7 @@
 #include "compute_f32.h"
 #include "matmul.h"
 #include "kernels.h"
-#include "product.h"
+#include "product_packed.h"
 
 namespace jattn {
 extern const IsaKernels kNeon;
@@ -18,5 +18,10 @@ const IsaKernels kNeon = {
     neon::write_tokens,
     {&neon::product_kernel<neon::ProductF32<Dtype::f32>>, &neon::product_kernel<neon::ProductF32<Dtype::f16>>,
      &neon::product_kernel<neon::ProductF32<Dtype::bf16>>},
+    {{neon::packed_int8, neon::packed_int8, neon::packed_int8},
+     {neon::packed_fp8, neon::packed_fp8, neon::packed_fp8},
+     {neon::packed_int4, neon::packed_int4, neon::packed_int4},
+     {neon::packed_fp4, neon::packed_fp4, neon::packed_fp4}},
+    {&neon::packed_transposed_kernel<Dtype::i8>, &neon::packed_transposed_kernel<Dtype::e4m3>},
 };
 }  // namespace jattn

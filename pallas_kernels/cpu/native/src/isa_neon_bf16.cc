@@ -18,5 +18,7 @@ const IsaKernels kNeonBf16 = {
     64,
     neon_bf16::write_tokens,
     {nullptr, nullptr, &neon_bf16::product_kernel<neon_bf16::ProductBf16>},
+    {},
+    {},
 };
 }  // namespace jattn

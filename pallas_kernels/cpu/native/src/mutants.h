@@ -31,6 +31,8 @@ enum class Mutant : int {
     product_columns_unordered,
     product_tail_dropped,
     latent_not_in_keys,
+    packed_scales_of_first_group,
+    packed_zero_points_ignored,
 };
 inline Mutant mutant = Mutant::none;
 }  // namespace jattn

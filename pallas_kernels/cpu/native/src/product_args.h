@@ -12,7 +12,14 @@ struct ProductMatrix {
     const char* w;  // [inputs columns], or [columns inputs] if transposed
     char* y;        // [rows columns]
     int64_t columns;
+    const char* scales = nullptr;       // of weights in 4 or 8 bits: [groups columns], or [columns 1] if transposed
+    const char* zero_points = nullptr;  // int8, as the scales; nullptr: none
 };
+
+enum class Format : int32_t { int8 = 0, fp8 = 1, int4 = 2, fp4 = 3 };  // of packed weights, as in ops.py
+constexpr int kNumFormats = 4, kNumTransposedFormats = 2;              // of 8 bits
+
+constexpr int64_t kPackedChunk = 64;  // inputs of packed weights that are summed before the sum is scaled
 
 // The same x times each matrix. silu: the matrices are gate and up, equally wide and not transposed; the only result,
 // y of gate, is silu(x gate) * (x up), both products rounded to out_dtype before. Arrays are aligned as their elements.
@@ -22,6 +29,16 @@ struct ProductArgs {
     int64_t rows, inputs, num_matrices;
     Dtype dtype, out_dtype;  // of x and w; of y
     bool transposed, silu;
+    Dtype scale_dtype;     // of packed weights: f32, f16 or bf16
+    bool has_zero_points;
+    int64_t group_size;    // inputs that share scales
+    // Inputs of a chunk: they are in one group.
+    int64_t chunk() const {
+        if (group_size >= inputs || group_size % kPackedChunk == 0) return kPackedChunk;
+        return group_size < kPackedChunk ? group_size : kPackedChunk / 2;
+    }
+    // Words of a packed row beside the inputs: the sum of the inputs of each chunk.
+    int64_t num_sums() const { return has_zero_points ? (inputs + chunk() - 1) / chunk() : 0; }
     int64_t num_results() const { return silu ? 1 : num_matrices; }
 };
 
@@ -58,8 +75,9 @@ struct ProductKernel {
     // next: an item whose first weights are prefetched.
     void (*run)(const ProductArgs&, const ProductItem&, const ProductItem& next, const uint32_t* packed, Arena scratch);
     void (*run_transposed)(const ProductArgs&, const ProductItem&, const ProductItem& next, const uint32_t*, Arena);
+    int64_t row_words(const ProductArgs& args) const { return (args.inputs + step - 1) / step + args.num_sums(); }
     int64_t packed_words(const ProductArgs& args) const {
-        return round_up(args.rows, block_rows(args.rows)) * ((args.inputs + step - 1) / step);
+        return round_up(args.rows, block_rows(args.rows)) * row_words(args);
     }
 };
 

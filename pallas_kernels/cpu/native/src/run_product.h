@@ -45,7 +45,7 @@ void run_product(Pool& pool, const ProductArgs& args, const ProductKernel& kerne
         parallel_for(pool, (args.rows + block_rows - 1) / block_rows,
                      words < kProductParallelPack ? 1 : threads, [&](int64_t block, auto&) {
                          const int64_t row = block * block_rows;
-                         kernel.pack(args, row, packed + row * ((args.inputs + kernel.step - 1) / kernel.step));
+                         kernel.pack(args, row, packed + row * kernel.row_words(args));
                      });
     const int64_t scratch = args.transposed ? 0 : product_scratch_bytes(kernel);
     const auto run = args.transposed ? kernel.run_transposed : kernel.run;

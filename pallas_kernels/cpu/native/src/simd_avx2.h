@@ -222,6 +222,21 @@ INL void transpose(vw (&r)[N], uint32_t* d, int64_t stride) {
     }
 }
 
+struct Table16 {
+    vf low, high;
+};
+INL Table16 load_table(const int8_t* numbers) {
+    const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(all, 8)))};
+}
+template <int kShift>
+INL vf look_up(const Table16& table, vw words) {
+    const vw code = _mm256_srli_epi32(words, kShift), is_high = _mm256_slli_epi32(words, 28 - kShift);
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, code), _mm256_permutevar8x32_ps(table.high, code),
+                            _mm256_castsi256_ps(is_high));
+}
+
 INL void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 INL void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 

@@ -251,6 +251,19 @@ INL void transpose(vw (&r)[N], uint32_t* d, int64_t stride) {
     }
 }
 
+// The numbers of the sixteen codes of 4 bits.
+struct Table16 {
+    vf numbers;
+};
+INL Table16 load_table(const int8_t* numbers) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers))))};
+}
+// The number of the code in the bits kShift to kShift + 3 of each word.
+template <int kShift>
+INL vf look_up(const Table16& table, vw words) {
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(words, kShift), table.numbers);
+}
+
 // Into all cache levels; into the second and third.
 INL void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 INL void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }

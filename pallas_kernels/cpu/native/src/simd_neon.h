@@ -207,6 +207,19 @@ INL void transpose(vw (&r)[N], uint32_t* d, int64_t stride) {
     store_words(d + 3 * stride, words(vtrn2q_u64(b, f)));
 }
 
+struct Table16 {
+    int8x16_t numbers;
+};
+INL Table16 load_table(const int8_t* numbers) { return {vld1q_s8(numbers)}; }
+template <int kShift>
+INL vf look_up(const Table16& table, vw words) {
+    vw code = words;
+    if constexpr (kShift > 0) code = vshrq_n_u32(words, kShift);
+    const uint8x16_t index = vreinterpretq_u8_u32(vandq_u32(code, vdupq_n_u32(15)));
+    const int32x4_t found = vreinterpretq_s32_s8(vqtbl1q_s8(table.numbers, index));
+    return vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(found, 24), 24));
+}
+
 INL void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
 INL void prefetch_far(const char* p) { __builtin_prefetch(p, 0, 2); }
 

@@ -47,6 +47,8 @@ struct IsaKernels {
     int latent_decode_rows;  // latent rows of 2 or 4 bytes a number: requests with more rows run the prefill kernel
     void (*write)(const WriteArgs&, int64_t token_begin, int64_t token_end);
     const ProductKernel* product[kNumFloats];  // of this dtype of x and w; nullptr where another ISA serves it
+    const ProductKernel* packed[kNumFormats][kNumFloats];            // of this format of w and dtype of x
+    const ProductKernel* packed_transposed[kNumTransposedFormats];  // of any dtype of x
 };
 
 // Floats of the partial result of one split: accumulators of every row, then its maximum and its sum.

@@ -1,0 +1,234 @@
+"""Quantised weights as folders of the hub store them: quantization_config, and the tensors of one Linear module.
+
+A method reads its quantization_config into a Scheme. The scheme names the tensors that take the place of `weight`, and
+decodes them. Activations are not quantised: products use the dequantised weights. Folders with scales of activations,
+and those of compressed-tensors that ask for rounded activations, are refused. (`activation_scheme: dynamic` of fp8 is
+taken: unrounded activations are closer to the model that was quantised.)
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Container
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.errors import UnsupportedError
+from jattn.errors.arguments import short
+from jattn.models.config_reader import ConfigReader
+from jattn.models.tensor_names import TensorSource, unchanged
+from jattn.ops.quantised import PACKED, QuantisedArray, packed
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """A weight [out, in] as torch orders it: its codes, scales [out, groups] and zero points int8 [out, groups]."""
+
+    codes: np.ndarray  # int8; uint8 of fp8; uint8 0 to 15 of 4 bits
+    scales: np.ndarray
+    zero_points: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How a folder stores each quantised Linear module."""
+
+    format: str  # of QuantisedArray
+    needed: tuple[str, ...]  # endings of the tensors of a module
+    decode: Callable[..., Decoded]  # of the needed tensors and then the optional ones, None if absent
+    optional: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()  # endings of tensors that are ignored if they are zeros
+
+    def sources(self, table: dict[str, TensorSource], stored: Container[str], dtype: Any) -> dict[str, TensorSource]:
+        """The table, with the sources of weights that the folder has in this form replaced."""
+        return {path: self._source(source, stored, dtype) for path, source in table.items()}
+
+    def _source(self, source: TensorSource, stored: Container[str], dtype: Any) -> TensorSource:
+        modules = [name.removesuffix(".weight") for name in source.names if name.endswith(".weight")]
+        if len(modules) < len(source.names):
+            return source
+        names = [[f"{module}.{end}" for end in self.needed + self.optional] for module in modules]
+        if not all(name in stored for each in names for name in each[: len(self.needed)]):
+            return source
+        present = tuple(tuple(name in stored for name in each) for each in names)
+        found = tuple(name for each in names for name in each if name in stored)
+        return TensorSource(found, functools.partial(self._weight, source.make, present, dtype))
+
+    def _weight(self, make: Callable, present: tuple[tuple[bool, ...], ...], dtype: Any, *tensors) -> QuantisedArray:
+        """What `make` makes of the modules' weights, made of their codes, their scales and their zero points."""
+        left = iter(tensors)
+        modules = [self.decode(*(next(left) if is_there else None for is_there in each)) for each in present]
+        axis = -1 if make is unchanged else -2  # a table of embeddings stays [rows, inputs]
+        made = lambda name: np.ascontiguousarray(make(*(getattr(module, name) for module in modules)))
+        if any(module.codes.shape[1] % module.scales.shape[1] for module in modules):
+            raise ValueError("the number of its groups does not divide the number of its inputs")
+        has_zeros = {module.zero_points is not None for module in modules}
+        if len(has_zeros) > 1:
+            raise ValueError("some of its modules have zero points, and some have none")
+        codes, zeros = jnp.asarray(made("codes")), jnp.asarray(made("zero_points")) if has_zeros.pop() else None
+        values = packed(codes, axis) if self.format in ("int4", "fp4") else codes
+        return QuantisedArray(
+            values=values, scales=jnp.asarray(made("scales")), zero_points=zeros, format=self.format, axis=axis,
+            dtype=np.dtype(dtype),
+        )  # fmt: skip
+
+
+def scheme_of(values: dict[str, Any], where: str) -> Scheme | None:
+    """The Scheme of a config.json's quantization_config; None if it has none. UnsupportedError for unknown methods."""
+    given = values.get("quantization_config") or {}
+    c = ConfigReader(given if isinstance(given, dict) else {}, f"{where}, quantization_config")
+    if not given:
+        return None
+    method = c.get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
+        raise UnsupportedError(f"{c.where}: quant_method={short(method)} is not supported; known: {', '.join(METHODS)}")
+    scheme = METHODS[method](c)
+    c.refuse_unread()
+    return scheme
+
+
+def fp8(c: ConfigReader) -> Scheme:
+    """e4m3 with a scale for each block of weight_block_size (outputs, inputs): DeepSeek, Qwen."""
+    blocks = c.counts("weight_block_size", 2**16)
+    if blocks is None or len(blocks) != 2 or 0 in blocks:
+        raise UnsupportedError(f"{c.where}: weight_block_size={blocks} must be [outputs, inputs] of a block")
+    c.only("fmt", "e4m3", "float8_e4m3fn")
+    c.only("activation_scheme", "dynamic")  # "static" comes with scales of activations
+    c.ignore("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize")
+    return Scheme("fp8", ("weight", "weight_scale_inv"), functools.partial(_fp8_blocks, blocks[0], blocks[1]))
+
+
+def _fp8_blocks(out_block: int, in_block: int, weight: np.ndarray, scales: np.ndarray) -> Decoded:
+    outputs, inputs = weight.shape
+    if scales.shape != (math.ceil(outputs / out_block), math.ceil(inputs / in_block)):
+        raise ValueError(f"scales {scales.shape} do not fit blocks of {out_block} x {in_block}")
+    group = math.gcd(inputs, in_block)  # a block may be cut at the end; groups are not
+    columns = np.arange(0, inputs, group) // in_block
+    return Decoded(weight.view(np.uint8), scales[np.arange(outputs) // out_block][:, columns])
+
+
+def awq(c: ConfigReader) -> Scheme:
+    """AutoAWQ's `gemm`: words of eight outputs in the order 0 2 4 6 1 3 5 7, zero points."""
+    c.only("bits", 4)
+    c.only("zero_point", True)
+    c.only("version", "gemm", "GEMM")
+    c.count("group_size")
+    c.ignore("modules_to_not_convert", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
+    return Scheme("int4", ("qweight", "qzeros", "scales"), _awq)
+
+
+AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place of each output in its word
+
+
+def _awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> Decoded:
+    codes, zeros = (_nibbles(x, AWQ_ORDER).reshape(len(x), -1) for x in (qweight, qzeros))
+    return Decoded(codes.T, scales.T, (zeros.astype(np.int8) - 8).T)
+
+
+def gptq(c: ConfigReader) -> Scheme:
+    """AutoGPTQ, GPTQModel: words of consecutive inputs; `gptq` stores zero points less one, `gptq_v2` as they are."""
+    bits, v2 = c.count("bits"), c.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2"
+    if bits not in (4, 8):
+        raise UnsupportedError(f"{c.where}: bits={bits} is not supported; it must be 4 or 8")
+    c.ignore(
+        "group_size", "desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "model_name_or_path",
+        "model_file_base_name", "lm_head", "meta", "pack_dtype", "dataset", "tokenizer", "backend", "use_cuda_fp16",
+        "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
+        "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "modules_in_block_to_quantize",
+        "is_marlin_format", "hessian",
+    )  # fmt: skip
+    decode = functools.partial(_gptq, bits, 0 if v2 else 1)
+    return Scheme("int4" if bits == 4 else "int8", ("qweight", "qzeros", "scales"), decode, ("g_idx",), (".bias",))
+
+
+def _gptq(bits: int, more: int, qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx) -> Decoded:
+    groups, outputs = scales.shape
+    of_words = lambda x: _nibbles(x) if bits == 4 else np.ascontiguousarray(x)[..., None].view(np.uint8)
+    codes = of_words(qweight).swapaxes(1, 2).reshape(-1, outputs)  # [in, out]
+    zeros = of_words(qzeros).reshape(groups, outputs).astype(np.int16) + more - 2 ** (bits - 1)
+    if g_idx is not None and not np.array_equal(g_idx, np.arange(len(codes)) // (len(codes) // groups)):
+        raise UnsupportedError(
+            "its g_idx (desc_act) gives inputs of one group different places, which is not supported"
+        )
+    if zeros.max(initial=0) > 127:
+        raise UnsupportedError("a zero point of 256 is not supported")
+    codes = codes if bits == 4 else (codes ^ 128).view(np.int8)
+    return Decoded(codes.T, scales.T, zeros.astype(np.int8).T if zeros.any() else None)
+
+
+def compressed_tensors(c: ConfigReader) -> Scheme:
+    """llm-compressor: one group of settings for all Linear modules; weights alone are quantised."""
+    groups = c.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise UnsupportedError(f"{c.where}: config_groups={short(groups)} must have one group; more are not supported")
+    name, group = next(iter(groups.items()))
+    g = ConfigReader(group if isinstance(group, dict) else {}, f"{c.where}, {name}")
+    for key in ("input_activations", "output_activations"):
+        if g.get(key) is not None:
+            raise UnsupportedError(
+                f"{g.where}: {key}={short(g.get(key))} is not supported: activations are not quantised (w8a8); use a "
+                "folder in which weights alone are (w8a16, w4a16), or one that is not quantised, with quantization="
+            )
+    g.ignore("targets", "format")
+    w = g.section("weights")
+    kind, bits, layout = w.choice("type", ("int", "float")), w.count("num_bits"), c.get("format")
+    w.only("dynamic", False)
+    w.only("actorder", "static", "weight")  # "group" stores g_idx
+    strategy = w.choice("strategy", ("tensor", "channel", "group", "block"), "tensor")
+    w.ignore("symmetric", "group_size", "block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    g.refuse_unread()
+    w.refuse_unread()
+    c.only("kv_cache_scheme")
+    c.only("quantization_status", "compressed", "frozen")
+    for key in ("sparsity_config", "transform_config"):
+        if c.get(key):
+            raise UnsupportedError(f"{c.where}: {key}={short(c.get(key))} is not supported")
+    c.ignore("ignore", "version", "global_compression_ratio")
+    if (kind, bits, layout) == ("int", 4, "pack-quantized"):
+        zero, shape = "weight_zero_point", "weight_shape"
+        return Scheme("int4", ("weight_packed", "weight_scale", shape), _ct_packed, (zero,))
+    if strategy != "block" and (kind, bits) in (("int", 8), ("float", 8)) and layout in CT_LAYOUTS:
+        decode = functools.partial(_ct_plain, kind == "int")
+        return Scheme("int8" if kind == "int" else "fp8", ("weight", "weight_scale"), decode, ("weight_zero_point",))
+    seen = f"format={short(layout)} with {kind} weights of {bits} bits by {strategy}"
+    raise UnsupportedError(f"{c.where}: {seen} is not supported; 4-bit pack-quantized and 8-bit weights are")
+
+
+CT_LAYOUTS = ("int-quantized", "float-quantized", "naive-quantized")
+
+
+def _ct_packed(words: np.ndarray, scales: np.ndarray, shape: np.ndarray, zeros: np.ndarray | None) -> Decoded:
+    """Codes of consecutive inputs in a word, and zero points of consecutive outputs."""
+    outputs, inputs = (int(n) for n in shape)
+    codes = _nibbles(words).reshape(len(words), -1)[:outputs, :inputs]
+    if zeros is not None:
+        zeros = _nibbles(zeros).swapaxes(1, 2).reshape(-1, zeros.shape[1])[:outputs].astype(np.int8) - 8
+    return Decoded(codes, scales, zeros)
+
+
+def _ct_plain(is_int: bool, weight: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> Decoded:
+    """One scale for the tensor [1], or scales [out, groups]; zero points of symmetric weights are zeros."""
+
+    def spread(x: np.ndarray) -> np.ndarray:
+        x = x.reshape(1, 1) if x.size == 1 else x
+        return np.broadcast_to(x, (len(weight), x.shape[1]))
+
+    has_zeros = zeros is not None and zeros.astype(np.float32).any()
+    zero_points = spread(zeros).astype(np.int8) if has_zeros and zeros is not None else None
+    return Decoded(weight if is_int else weight.view(np.uint8), spread(scales), zero_points)
+
+
+def _nibbles(words: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
+    """int32 [...] -> the eight codes of each word, uint8[..., 8], from the lowest bits on or in another order."""
+    shifts = 4 * (np.arange(PACKED) if order is None else order).astype(np.uint32)
+    return (np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts & 15).astype(np.uint8)
+
+
+METHODS: dict[str, Callable[[ConfigReader], Scheme]] = {
+    "fp8": fp8,
+    "compressed-tensors": compressed_tensors,
+    "awq": awq,
+    "gptq": gptq,
+}

@@ -1,0 +1,142 @@
+"""QuantisedArray: a weight matrix kept in 4 or 8 bits with scales, the numbers it stands for, and how it is made.
+
+A group is some consecutive inputs of one output: number = (number of the code - zero point of the group) * its scale.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.types import pytree, static
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How one number is stored: its bits, and the numbers of the sixteen codes of 4 bits."""
+
+    bits: int
+    largest: float  # the largest number of a code
+    numbers: tuple[float, ...] = ()
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FORMATS = {
+    "int8": Format(8, 127.0),
+    "fp8": Format(8, 448.0),  # float8_e4m3fn, stored as its bits: XLA:CPU would convert the whole array to float32
+    "int4": Format(4, 7.0, tuple(range(-8, 8))),
+    "fp4": Format(4, 6.0, (*FP4, *(-x for x in FP4))),  # float4_e2m1fn
+}
+PACKED = 8
+"""Codes of 4 bits in a word. They are consecutive inputs of one output, and the word is where those would be."""
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place of each of these codes, from the lowest four bits. The halves of a word hold even and odd inputs."""
+
+
+@pytree
+class QuantisedArray:
+    """A weight [..., in, out], or [..., out, in] with axis -1, in the dtype that it stands for.
+
+    A kernel reads `values` as they are; `dequantise` is the reference.
+    """
+
+    values: jax.Array  # int8 or, for fp8, uint8 [..., in, out]; of 4 bits uint32 [..., in / 8, out]
+    scales: jax.Array  # float [..., groups, out]
+    zero_points: jax.Array | None = None  # int8 [..., groups, out]
+    format: str = static()
+    axis: int = static(default=-2)  # of the inputs, from the end
+    dtype: Any = static()  # np.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        shape = list(self.values.shape)
+        shape[self.axis] *= PACKED if FORMATS[self.format].bits == 4 else 1
+        return tuple(shape)
+
+    @property
+    def ndim(self) -> int:
+        """Its number of axes, which all its arrays have."""
+        return self.values.ndim
+
+    @property
+    def group_size(self) -> int:
+        """Inputs of a group."""
+        return self.shape[self.axis] // self.scales.shape[self.axis]
+
+    def dequantise(self, dtype: Any = None) -> jax.Array:
+        """The numbers, computed in float32 and rounded to a dtype; None: that of the weight."""
+        axis = self.ndim + self.axis
+        numbers, of_group = _numbers(self.values, self.format, axis), lambda x: jnp.expand_dims(x, axis + 1)
+        groups = (*numbers.shape[:axis], self.scales.shape[axis], -1, *numbers.shape[axis + 1 :])
+        numbers = numbers.reshape(groups)
+        if self.zero_points is not None:
+            numbers = numbers - of_group(self.zero_points.astype(jnp.float32))
+        numbers = numbers * of_group(self.scales.astype(jnp.float32))
+        return numbers.reshape(self.shape).astype(self.dtype if dtype is None else dtype)
+
+
+def is_quantised(x: Any) -> bool:
+    """The `is_leaf` of tree.map over params whose quantised weights count as one leaf."""
+    return isinstance(x, QuantisedArray)
+
+
+def plain(weight: "jax.Array | QuantisedArray", dtype: Any = None) -> jax.Array:
+    """The weight as an array; a quantised one dequantised to a dtype."""
+    return weight.dequantise(dtype) if isinstance(weight, QuantisedArray) else weight
+
+
+def _numbers(values: jax.Array, format: str, axis: int) -> jax.Array:
+    """The number of each code, float32."""
+    if format == "int8":
+        return values.astype(jnp.float32)
+    if format == "fp8":
+        return jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32)
+    return jnp.asarray(FORMATS[format].numbers, jnp.float32)[unpacked(values, axis)]
+
+
+def unpacked(words: jax.Array, axis: int) -> jax.Array:
+    """uint32 words -> the codes of 4 bits, eight times as many along the axis."""
+    shape = [1] * (words.ndim + 1)
+    shape[axis + 1] = PACKED
+    shifts = 4 * np.reshape(np.array(PLACES, np.uint32), shape)
+    codes = (jnp.expand_dims(words, axis + 1) >> shifts) & 15
+    return codes.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])
+
+
+def packed(codes: jax.Array, axis: int) -> jax.Array:
+    """Codes 0 to 15 -> uint32 words, an eighth as many along the axis, which must be a multiple of 8 long."""
+    axis %= codes.ndim
+    parts = codes.astype(jnp.uint32).reshape(*codes.shape[:axis], -1, PACKED, *codes.shape[axis + 1 :])
+    part = functools.partial(jax.lax.index_in_dim, parts, axis=axis + 1, keepdims=False)
+    return functools.reduce(jnp.bitwise_or, (part(i) << np.uint32(4 * place) for i, place in enumerate(PLACES)))
+
+
+@functools.partial(jax.jit, static_argnames=("format", "group_size", "axis"))
+def quantise(x: jax.Array, format: str, group_size: int, axis: int = -2) -> QuantisedArray:
+    """The nearest codes. group_size divides the inputs.
+
+    int8, fp8: the largest magnitude of a group becomes the largest code; scales are float32. int4: it becomes -8, so
+    that all sixteen codes are used (a scale may be negative); scales are bfloat16, a quarter bit for groups of 64.
+    """
+    if format not in ("int8", "fp8", "int4"):
+        raise ValueError(f"{format=} must be int8, fp8 or int4: weights are not converted to other formats")
+    at = x.ndim + axis
+    groups = x.astype(jnp.float32).reshape(*x.shape[:at], -1, group_size, *x.shape[at + 1 :])
+    low, high = groups.min(axis=at + 1, keepdims=True), groups.max(axis=at + 1, keepdims=True)
+    if format == "int4":
+        scales = (jnp.where(high > -low, high, low) / -8).astype(jnp.bfloat16)
+    else:
+        scales = jnp.maximum(high, -low) / FORMATS[format].largest
+    wide = scales.astype(jnp.float32)
+    numbers = jnp.where(wide == 0, 0, groups / jnp.where(wide == 0, 1, wide)).reshape(x.shape)
+    if format == "fp8":
+        values = jax.lax.bitcast_convert_type(jnp.clip(numbers, -448, 448).astype(jnp.float8_e4m3fn), jnp.uint8)
+    elif format == "int8":
+        values = jnp.clip(jnp.round(numbers), -127, 127).astype(jnp.int8)
+    else:
+        values = packed(jnp.clip(jnp.round(numbers), -8, 7) + 8, at)
+    return QuantisedArray(values=values, scales=scales.squeeze(at + 1), format=format, axis=axis, dtype=x.dtype)

@@ -1,0 +1,263 @@
+"""Folders with quantised weights: packed here by hand from each format's specification, and by compressed-tensors."""
+
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jattn import models
+from jattn.errors import UnsupportedError
+from jattn.ops.quantised import QuantisedArray
+from tests.models import tiny
+
+CONFIG = tiny.CONFIG | dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=40, torch_dtype="float32")
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+RNG = np.random.default_rng(0)
+DTYPES = {"int32": "I32", "int64": "I64", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
+DTYPES |= {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def save(path, tensors):
+    """A *.safetensors file; the library does not write float8 from numpy."""
+    table, data = {}, b""
+    for name, x in tensors.items():
+        bits = np.ascontiguousarray(x).tobytes()
+        offsets = [len(data), len(data) + len(bits)]
+        table[name] = dict(dtype=DTYPES[x.dtype.name], shape=list(x.shape), data_offsets=offsets)
+        data += bits
+    header = json.dumps(table).encode()
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def folder(path, quantization, pack, config=CONFIG):
+    """A folder whose layers' Linear modules are stored by pack(weight) -> (tensors, the numbers that they stand for),
+    and the params with these numbers."""
+    made, exact = {}, {}
+    for name, x in tiny.tensors(config).items():
+        module = name.removesuffix(".weight")
+        if x.ndim == 2 and ".layers." in name:
+            tensors, exact[name] = pack(x)
+            made |= {f"{module}.{end}": value for end, value in tensors.items()}
+        else:
+            made[name] = exact[name] = x
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config | dict(quantization_config=quantization)))
+    save(path / "model.safetensors", made)
+    plain = path.parent / f"{path.name}_plain"
+    plain.mkdir()
+    tiny.write(plain, config, {name: x.astype(np.float32) for name, x in exact.items()})
+    return models.load(plain)
+
+
+def check(path, quantization, pack, format, config=CONFIG):
+    plain_config, plain = folder(path, quantization, pack, config)
+    seen_config, params = models.load(path)
+    kernel = params["layers"][1]["mlp"]["down"]["kernel"]
+    assert isinstance(kernel, QuantisedArray) and kernel.format == format and kernel.dtype == "float32"
+    np.testing.assert_allclose(kernel.dequantise(), plain["layers"][1]["mlp"]["down"]["kernel"], rtol=1e-6, atol=1e-7)
+    wanted = models.prompt_logits(plain_config, plain, IDS)
+    seen = models.prompt_logits(seen_config, params, IDS, chunk=3)
+    assert np.abs(seen - wanted).max() < 1e-3 * np.std(wanted)
+    return params
+
+
+def words(codes: np.ndarray, order=range(8), bits=4) -> np.ndarray:
+    """Codes along the last axis -> int32, the code order[i] of each word at bit `bits` * i."""
+    per = 32 // bits
+    parts = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, per)
+    word = sum(parts[..., place] << np.uint32(bits * i) for i, place in zip(range(per), order, strict=True))
+    return np.asarray(word, np.uint32).view(np.int32)
+
+
+def grouped(x: np.ndarray, group: int) -> np.ndarray:
+    return np.repeat(x.astype(np.float64), group, axis=1)
+
+
+def drawn(shape, group, bits=4, scales="float16"):
+    """(codes [out, in], zero points [out, groups], scales [out, groups], their numbers)."""
+    out, inputs = shape
+    codes = RNG.integers(0, 2**bits, shape).astype(np.uint8)
+    zeros = RNG.integers(1, 2**bits, (out, inputs // group)).astype(np.uint8)
+    scale = (RNG.uniform(0.5, 1.5, zeros.shape) * 0.3 / 2 ** (bits - 1)).astype(scales)
+    return codes, zeros, scale, (codes - grouped(zeros, group)) * grouped(scale, group)
+
+
+def awq_pack(x):
+    codes, zeros, scales, exact = drawn(x.shape, 32)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return dict(qweight=words(codes.T, order), qzeros=words(zeros.T, order), scales=scales.T), exact
+
+
+AWQ = dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm", modules_to_not_convert=None)
+
+
+def test_awq(tmp_path):
+    check(tmp_path / "awq", AWQ, awq_pack, "int4")
+
+
+def test_the_order_of_awq_by_hand():
+    """Output 1 is at bits 16 to 19 of its word, output 2 at bits 4 to 7."""
+    from jattn.models.hub_formats import METHODS, ConfigReader
+
+    decoded = METHODS["awq"](ConfigReader(AWQ)).decode(
+        np.array([[0x75316420]], np.uint32).view(np.int32), np.array([[0x88888888]], np.uint32).view(np.int32),
+        np.ones((1, 8), np.float16),
+    )  # fmt: skip
+    np.testing.assert_array_equal(decoded.codes[:, 0], np.arange(8))
+    np.testing.assert_array_equal(decoded.zero_points, np.zeros((8, 1)))
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq(tmp_path, bits, version):
+    def pack(x):
+        codes, zeros, scales, exact = drawn(x.shape, 32, bits)
+        qweight, less = words(codes, range(32 // bits), bits).T, 1 if version == "gptq" else 0
+        qzeros = words((zeros - less).T, range(32 // bits), bits)
+        g_idx, bias = np.arange(x.shape[1], dtype=np.int32) // 32, np.zeros(len(x), np.float16)
+        return dict(qweight=qweight, qzeros=qzeros, scales=scales.T, g_idx=g_idx, bias=bias), exact
+
+    settings = dict(quant_method="gptq", bits=bits, group_size=32, desc_act=True, sym=False, checkpoint_format=version)
+    check(tmp_path / "gptq", settings, pack, "int4" if bits == 4 else "int8")
+
+
+def test_symmetric_gptq_without_zero_points_and_act_order_is_refused(tmp_path):
+    def pack(x, shuffled=False):
+        codes, zeros, scales, _ = drawn(x.shape, 32)
+        g_idx = np.arange(x.shape[1], dtype=np.int32) // 32
+        g_idx = RNG.permutation(g_idx) if shuffled else g_idx
+        exact = (codes - 8.0) * grouped(scales, 32)
+        qzeros = words(np.full_like(zeros, 7).T)
+        return dict(qweight=words(codes).T, qzeros=qzeros, scales=scales.T, g_idx=g_idx), exact
+
+    settings = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False, sym=True)
+    params = check(tmp_path / "gptq", settings, pack, "int4")
+    assert params["layers"][0]["attn"]["q"]["kernel"].zero_points is None
+    folder(tmp_path / "act_order", settings, lambda x: pack(x, True))
+    with pytest.raises(UnsupportedError, match=r"g_idx \(desc_act\)"):
+        models.load(tmp_path / "act_order")
+
+
+@pytest.mark.parametrize("blocks", [(32, 32), (48, 40)])
+def test_fp8_blocks(tmp_path, blocks):
+    """Blocks that the sizes 64 and 96 are multiples of, and blocks that are cut at the end."""
+
+    def pack(x):
+        scales = RNG.uniform(0.001, 0.003, tuple(-(-n // b) for n, b in zip(x.shape, blocks, strict=True)))
+        weight = (x * 200).astype(ml_dtypes.float8_e4m3fn)
+        scales = scales.astype(np.float32)
+        wide = np.repeat(np.repeat(scales, blocks[0], 0), blocks[1], 1)[: x.shape[0], : x.shape[1]]
+        return dict(weight=weight, weight_scale_inv=scales), weight.astype(np.float64) * wide
+
+    settings = dict(quant_method="fp8", weight_block_size=list(blocks), activation_scheme="dynamic", fmt="e4m3")
+    check(tmp_path / "fp8", settings, pack, "fp8")
+
+
+def compressed(layout, bits, kind, strategy, **more):
+    weights = dict(num_bits=bits, type=kind, strategy=strategy, symmetric=True, dynamic=False, actorder=None)
+    group = dict(targets=["Linear"], weights=weights | more, input_activations=None, output_activations=None)
+    return dict(
+        quant_method="compressed-tensors", format=layout, config_groups={"group_0": group}, ignore=["lm_head"],
+        quantization_status="compressed", kv_cache_scheme=None, version="0.12",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_compressed_tensors_of_4_bits(tmp_path, zeros):
+    def pack(x):
+        codes, zero, scales, exact = drawn(x.shape, 32, scales="bfloat16")
+        shape = np.array(x.shape, np.int64)
+        tensors = dict(weight_packed=words(codes), weight_scale=scales, weight_shape=shape)
+        if not zeros:
+            return tensors, (codes - 8.0) * grouped(scales, 32)
+        return tensors | dict(weight_zero_point=np.ascontiguousarray(words(zero.T).T)), exact
+
+    settings = compressed("pack-quantized", 4, "int", "group", group_size=32, symmetric=not zeros)
+    check(tmp_path / "packed", settings, pack, "int4")
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_compressed_tensors_of_8_bits(tmp_path, kind, strategy):
+    def pack(x):
+        weight = np.round(x * 90).astype(np.int8) if kind == "int" else (x * 90).astype(ml_dtypes.float8_e4m3fn)
+        scales = RNG.uniform(0.005, 0.01, (1,) if strategy == "tensor" else (len(x), 1)).astype(np.float32)
+        return dict(weight=weight, weight_scale=scales), weight.astype(np.float64) * scales
+
+    settings = compressed(f"{kind}-quantized", 8, kind, strategy)
+    check(tmp_path / "plain", settings, pack, "int8" if kind == "int" else "fp8")
+
+
+def test_compressed_tensors_as_its_library_packs_them():
+    """The functions that write such folders, if the library is here."""
+    pytest.importorskip("compressed_tensors")
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32  # pyright: ignore
+
+    from jattn.models.hub_formats import METHODS, ConfigReader
+
+    codes = RNG.integers(-8, 8, (16, 64)).astype(np.int8)
+    zeros = RNG.integers(-8, 8, (16, 2)).astype(np.int8)
+    packed = pack_to_int32(torch.from_numpy(codes), 4).numpy()
+    packed_zeros = pack_to_int32(torch.from_numpy(zeros), 4, packed_dim=0).contiguous().numpy()
+    scheme = METHODS["compressed-tensors"](ConfigReader(compressed("pack-quantized", 4, "int", "group", group_size=32)))
+    decoded = scheme.decode(packed, np.ones((16, 2), np.float32), np.array(codes.shape), packed_zeros)
+    np.testing.assert_array_equal(decoded.codes.astype(int) - 8, codes)
+    np.testing.assert_array_equal(decoded.zero_points, zeros)
+
+
+REFUSED = {
+    "bitsandbytes": (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method='bitsandbytes' is not supp"),
+    "nvfp4": (dict(quant_method="modelopt", quant_algo="NVFP4"), "quant_method='modelopt' is not supported; known:"),
+    "no method": (dict(bits=4), "quant_method=None is not supported"),
+    "fp8 without blocks": (dict(quant_method="fp8"), "weight_block_size=None"),
+    "fp8 static": (dict(quant_method="fp8", weight_block_size=[8, 8], activation_scheme="static"), "activation_scheme"),
+    "awq gemv": (AWQ | dict(version="gemv"), "version='gemv'"),
+    "gptq of 3 bits": (dict(quant_method="gptq", bits=3), "bits=3 is not supported; it must be 4 or 8"),
+    "an unknown key": (AWQ | dict(rotate=True), "rotate=True"),
+    "fp4": (compressed("nvfp4-pack-quantized", 4, "float", "group", group_size=16), "format='nvfp4-pack-quan"),
+    "sparse": (
+        compressed("pack-quantized", 4, "int", "channel") | dict(sparsity_config=dict(format="dense")),
+        "sparsity_config",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_methods_are_refused_by_name(tmp_path, case):
+    settings, message = REFUSED[case]
+    tiny.write(tmp_path, CONFIG | dict(quantization_config=settings))
+    with pytest.raises(UnsupportedError, match=message):
+        models.load(tmp_path)
+    with pytest.raises(UnsupportedError, match=message):
+        models.load_config(tmp_path)
+
+
+def test_quantised_activations_are_refused(tmp_path):
+    settings = compressed("int-quantized", 8, "int", "channel")
+    settings["config_groups"]["group_0"]["input_activations"] = dict(num_bits=8, type="int", dynamic=True)
+    tiny.write(tmp_path, CONFIG | dict(quantization_config=settings))
+    with pytest.raises(UnsupportedError, match=r"input_activations=.* activations are not quantised \(w8a8\)"):
+        models.load(tmp_path)
+
+
+def test_a_quantised_folder_is_not_quantised_again_and_an_adapter_is_refused(tmp_path):
+    folder(tmp_path / "awq", AWQ, awq_pack)
+    with pytest.raises(UnsupportedError, match=r"its weights are quantised \(awq\); quantization must be None"):
+        models.load(tmp_path / "awq", quantization="int8")
+    (tmp_path / "awq" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="is a LoRA adapter"):
+        models.load(tmp_path / "awq")
+
+
+def test_groups_that_do_not_divide_the_inputs_are_an_error(tmp_path):
+    def pack(x):
+        tensors, exact = awq_pack(x)
+        return tensors | dict(scales=np.ones((5, len(x)), np.float16)), exact
+
+    folder(tmp_path / "awq", AWQ, pack)
+    with pytest.raises(ValueError, match="the number of its groups does not divide the number of its inputs"):
+        models.load(tmp_path / "awq")

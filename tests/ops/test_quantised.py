@@ -1,0 +1,163 @@
+"""QuantisedArray: what its codes stand for, how it is made, and products with it, against numpy in float64."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jattn.ops import product as product_ops
+from jattn.ops.product import product, products, silu_product
+from jattn.ops.quantised import QuantisedArray, packed, quantise
+from pallas_kernels.cpu.native import library
+
+FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+FORMATS = ("int8", "fp8", "int4", "fp4")
+
+
+def wide(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def drawn(
+    format: str,
+    inputs: int,
+    outputs: int,
+    group: int,
+    *,
+    zeros=False,
+    axis=-2,
+    seed=0,
+    scales="float32",
+) -> tuple[QuantisedArray, np.ndarray]:
+    """A random weight, and its numbers [in, out] computed by numpy from their definition."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 16 if format in ("int4", "fp4") else 256, (inputs, outputs)).astype(np.uint8)
+    if format == "fp8":
+        codes[codes & 0x7F == 0x7F] = 0  # the only NaN
+    numbers = {
+        "int8": lambda: codes.view(np.int8), "fp8": lambda: codes.view(ml_dtypes.float8_e4m3fn),
+        "int4": lambda: codes.astype(int) - 8, "fp4": lambda: np.array(FP4)[codes],
+    }[format]().astype(np.float64)  # fmt: skip
+    scale = (rng.uniform(0.5, 1.5, (inputs // group, outputs)) / np.abs(numbers).max()).astype(scales)
+    zero = rng.integers(-8, 9, scale.shape).astype(np.int8) if zeros else None
+    exact = numbers - (0 if zero is None else np.repeat(zero.astype(float), group, axis=0))
+    exact = exact * np.repeat(scale.astype(np.float64), group, axis=0)
+    turned = lambda x: x if axis == -2 else np.ascontiguousarray(x.T)
+    values = codes.view(np.int8) if format == "int8" else codes
+    values = jnp.asarray(turned(values))
+    weight = QuantisedArray(
+        values=packed(values, axis) if format in ("int4", "fp4") else values, scales=jnp.asarray(turned(scale)),
+        zero_points=None if zero is None else jnp.asarray(turned(zero)), format=format, axis=axis,
+        dtype=np.dtype("float32"),
+    )  # fmt: skip
+    return weight, exact
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_numbers_of_the_codes(format, zeros, axis):
+    weight, exact = drawn(format, 64, 5, 32, zeros=zeros, axis=axis)
+    wanted = exact if axis == -2 else exact.T
+    assert (weight.shape, weight.ndim, weight.group_size) == (wanted.shape, 2, 32)
+    assert weight.dequantise().dtype == "float32" and weight.dequantise("bfloat16").dtype == jnp.bfloat16
+    np.testing.assert_allclose(weight.dequantise(), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_eight_codes_are_one_word_with_even_inputs_in_its_lower_half():
+    word = packed(jnp.arange(1, 9, dtype=jnp.uint8)[:, None], -2)
+    assert word.shape == (1, 1) and hex(int(word[0, 0])) == "0x86427531"
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("format, group, step", [("int8", 96, 1 / 254), ("int4", 32, 1 / 8), ("fp8", 32, 1 / 28)])
+def test_quantising_takes_the_nearest_code(format, group, step, axis):
+    """The error is at most half a step of the group's largest number; of int4, a whole one on its positive end."""
+    x = np.random.default_rng(0).standard_normal((2, 96, 7)).astype(np.float32)
+    x[0, :, 3] = 0
+    given = x if axis == -2 else np.ascontiguousarray(x.swapaxes(1, 2))
+    made = quantise(jnp.asarray(given), format, group, axis)
+    seen = wide(made.dequantise())
+    seen = seen if axis == -2 else seen.swapaxes(1, 2)
+    largest = np.repeat(np.abs(x).reshape(2, -1, group, 7).max(axis=2), group, axis=1)
+    assert made.dtype == "float32" and made.shape == given.shape and made.group_size == group
+    assert (np.abs(seen - x) <= largest * step * 1.01).all()
+    assert np.abs(seen - x).mean() < 0.52 * (largest * step).mean()
+    np.testing.assert_array_equal(seen[0, :, 3], 0)
+
+
+def test_int4_uses_its_sixteen_codes():
+    x = jnp.linspace(-1, 0.875, 32)[:, None]
+    np.testing.assert_array_equal(np.unique(quantise(x, "int4", 32).dequantise()), np.arange(-8, 8) / 8)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_products_are_those_of_the_dequantised_weight(format, dtype, transposed):
+    axis = -1 if transposed else -2
+    (a, of_a), (b, of_b) = (drawn(format, 64, n, 32, zeros=n == 7, axis=axis, seed=n) for n in (33, 7))
+    for rows in (1, 2, 9):
+        x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 64)), dtype)
+        for y, exact in zip(products(x, (a, b), transposed=transposed), (of_a, of_b), strict=True):
+            limit = (2.0**-8 if dtype == "bfloat16" else 1e-6) * (np.abs(wide(x)) @ np.abs(exact))
+            assert y.dtype == jnp.float32 and (np.abs(wide(y) - wide(x) @ exact) <= limit).all()
+
+
+def test_a_plain_matrix_beside_quantised_ones_and_groups_along_the_outputs():
+    x, plain = jnp.ones((2, 32)), jnp.eye(32)
+    other, exact = drawn("int8", 8, 32, 8, axis=-1)  # [32, 8] as it is stored
+    turned, numbers = drawn("int4", 32, 5, 32)
+    y = products(x, (plain, other, turned))
+    np.testing.assert_allclose(y[0], np.ones((2, 32)))
+    np.testing.assert_allclose(y[1], np.ones((2, 32)) @ exact.T, rtol=1e-5)
+    np.testing.assert_allclose(y[2], np.ones((2, 32)) @ numbers, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gated_unit():
+    (gate, of_gate), (up, of_up) = (drawn("int4", 32, 6, 32, seed=seed) for seed in (1, 2))
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((3, 32)), jnp.float32)
+    g = wide(x) @ of_gate
+    np.testing.assert_allclose(silu_product(x, gate, up), g / (1 + np.exp(-g)) * (wide(x) @ of_up), atol=1e-5)
+
+
+@pytest.mark.skipif(not library.status().available, reason="no native library")
+def test_matrices_that_the_cpp_kernel_takes():
+    """Others go to the dot: groups of 80 inputs, transposed 4 bits or groups, and arrays with leading axes."""
+    chosen = lambda rows, *kernels: next(
+        way.name
+        for way in product_ops.IMPLEMENTATIONS
+        if way.supports("cpu", jnp.ones((rows, 160)), kernels, jnp.dtype("float32"))
+    )
+    made = lambda format, group, axis=-2: drawn(format, 160, 8, group, axis=axis)[0]
+    taken = made("int8", 160), made("int8", 32), made("fp8", 10), made("int4", 40), made("int8", 160, -1)
+    for kernel in taken:
+        assert chosen(3, kernel) == "cpu_packed"
+    assert chosen(product_ops.NATIVE_MAX_ROWS + 1, taken[0]) == "dot"
+    assert chosen(3, jax.tree.map(lambda x: x[None], taken[0])) == "dot"
+    for kernel in (made("int8", 80), made("fp4", 160, -1), made("int8", 32, -1)):
+        assert chosen(3, kernel) == "dot"
+        x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 160)), jnp.float32)
+        y = product(x, kernel, transposed=kernel.axis == -1)
+        exact = wide(kernel.dequantise())
+        np.testing.assert_allclose(y, wide(x) @ (exact if kernel.axis == -2 else exact.T), atol=2e-5)
+
+
+def test_the_gradient_of_the_rows():
+    weight, exact = drawn("int8", 32, 5, 32)
+    of_x = jax.grad(lambda x: (product(x, weight) ** 2).sum())(jnp.ones((2, 32)))
+    np.testing.assert_allclose(of_x, 2 * (np.ones((2, 32)) @ exact) @ exact.T, rtol=1e-4)
+
+
+def test_it_is_a_pytree_whose_form_is_static():
+    weight = drawn("int4", 64, 5, 32)[0]
+    again = jax.jit(lambda w: jax.tree.map(lambda x: x, w))(weight)
+    assert jax.tree.structure(again) == jax.tree.structure(weight)
+    assert jax.eval_shape(lambda w: w.dequantise(), weight).shape == (64, 5)
+    assert jax.tree.map(lambda _: "name", weight).values == "name"
+
+
+def test_unknown_formats_are_refused():
+    with pytest.raises(ValueError, match="format='fp4' must be int8, fp8 or int4"):
+        quantise(jnp.ones((32, 2)), "fp4", 32)
