@@ -56,7 +56,7 @@ def test_the_engines_greedy_tokens_are_theirs(folder, monkeypatch):
         assert len(told) == GREEDY.max_tokens and (rows.max(axis=1) - told).max() <= 1e-4 * rows.std()
 
 
-def likeliest(logits, rows, penalties, said, needs_history_or_logprobs):
+def likeliest(logits, rows, penalties, said, needs_history_or_logprobs, distribute=None):
     """The most likely token. The full sampler is tested in tests/engine; it compiles longer than a model."""
     told = jax.nn.log_softmax(logits, axis=-1)
     top, tokens = jax.lax.top_k(told, 20)

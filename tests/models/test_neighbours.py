@@ -32,7 +32,7 @@ TOLD = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=1)
 def likeliest(monkeypatch):
     """Choose the most likely token. The full sampler is tested in tests/engine; it compiles longer than a model."""
 
-    def choose(logits, rows, penalties, said, needs_history_or_logprobs):
+    def choose(logits, rows, penalties, said, needs_history_or_logprobs, distribute=None):
         told = jax.nn.log_softmax(logits, axis=-1)
         top, tokens = jax.lax.top_k(told, 20)
         return Sampled(tokens=tokens[:, 0], logprobs=top[:, 0], top_tokens=tokens, top_logprobs=top)
