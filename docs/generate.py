@@ -268,8 +268,9 @@ def families_page() -> str:
     head = [
         "# Families of models and their options", "",
         "Written by `docs/generate.py` from what each family reads; `jattn models` prints the same. Sizes and token",
-        "ids are not listed. Any other key of config.json is refused by name, unless it is known to be harmless: see",
-        "[models](models.md).", "", "| model_type | options |", "|---|---|",
+        "ids are not listed. A listed key may be limited to the value that fits the others: `num_key_value_heads` of",
+        "`gpt2` must equal the number of heads. Any other key is refused by name, unless it is known to be harmless:",
+        "see [models](models.md).", "", "| model_type | options |", "|---|---|",
     ]  # fmt: skip
     body = [f"| `{name}` | {', '.join(f'`{key}`' for key in honoured_options(name))} |" for name in FAMILIES]
     return "\n".join([*head, *body, ""])

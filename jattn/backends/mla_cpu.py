@@ -94,7 +94,7 @@ def _absorbed_forward(latent: NativeLatentAttention, *args):
 
 
 def _absorbed_backward(latent: NativeLatentAttention, saved, cotangent):
-    """By the plain computation, which runs again."""
+    """The gradient of the plain computation, which runs again."""
     q, cache, m, params = saved
     plain = LatentAttention(latent.spec, latent.path)
     _, pullback = jax.vjp(lambda q, cache, params: plain.forward_mqa(q, cache, m, params), q, cache, params)
@@ -106,7 +106,7 @@ _absorbed.defvjp(_absorbed_forward, _absorbed_backward)
 
 
 def _batch(m: MLAMetadata) -> ops.NativeBatch:
-    """The kernel's batch. A request without queries in this level has tokens, for which the kernel sees no keys."""
+    """The kernel's batch. A request with query_lens 0 in this level keeps its tokens; kv_lens 0 gives them no keys."""
     level: Level = m.level
     batch = level.batch
     start, seq_lens = jnp.asarray(batch.start), jnp.asarray(batch.seq_lens)
@@ -124,7 +124,7 @@ def _batch(m: MLAMetadata) -> ops.NativeBatch:
 
 @dataclasses.dataclass(frozen=True)
 class CpuMLAImpl(MLAImpl):
-    """Native where the absorbed form is computed."""
+    """MLAImpl with the native kernel for the absorbed form."""
 
     isa: str = "auto"  # see NativeLatentAttention
 
@@ -135,7 +135,7 @@ class CpuMLAImpl(MLAImpl):
 
 
 class CpuMLABackend(MLABackend):
-    """Latent caches, split or wide, with latents and rotated keys of up to 512 values each."""
+    """Latent caches, split or wide (`cache.latent.is_wide`), with latents and rotated keys of up to 512 values."""
 
     name = "mla_cpu_native"
     impl_cls = CpuMLAImpl

@@ -1,7 +1,8 @@
 """`mla_pallas_gpu`: absorbed latent attention by a Mosaic GPU kernel, for decoding and multi-token prediction.
 
-Requests with more than MAX_QUERY_LEN new tokens are computed as by mla_sdpa, in the cheaper of its two forms. The
-gradient is that of mla_sdpa's absorbed form. No card has run the kernel yet, so 'auto' prefers mla_sdpa.
+The kernel computes the short requests, those with at most MAX_QUERY_LEN new tokens. The others are computed as by
+mla_sdpa, in the cheaper of its two forms. The gradient is that of mla_sdpa's absorbed form. No card has run the kernel
+yet, so 'auto' prefers mla_sdpa.
 """
 
 import dataclasses
@@ -31,18 +32,18 @@ from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 
 @pytree
 class MLAGpuMetadata(MLAMetadata):
-    """The plan of all requests, and the work list of those with few tokens."""
+    """The plan of all requests, and the work list of the short ones."""
 
-    few: MLAMetadata  # the plan of those requests as a batch of their own
+    short: MLAMetadata  # the plan of the short requests as a batch of their own
     work: GpuWorkList
-    tokens: AnyArray | None  # i32[n] index of their tokens in the batch; T: padding. None: it is the whole batch
-    requests: AnyArray | None  # i32[R] index of those requests in the batch
+    tokens: AnyArray | None  # i32[n] index of their tokens in the batch; T: padding. None: all requests are short
+    requests: AnyArray | None  # i32[R] index of the short requests in the batch; None as above
     config: MlaKernelConfig = static()
 
 
 @dataclasses.dataclass(frozen=True)
 class MLAGpuMetadataBuilder(MLAMetadataBuilder):
-    """Collects the requests with few tokens in a batch of their own, and divides it among the CTAs."""
+    """Collects the short requests in a batch of their own, and divides it among the CTAs."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -50,32 +51,32 @@ class MLAGpuMetadataBuilder(MLAMetadataBuilder):
         """common_prefix_len has no effect: the kernel reads a shared prefix once for each request."""
         common: CommonAttentionMetadata = common_attn_metadata
         spec: Any = self.spec  # an MLASpec
-        few, tokens, requests = common, None, None
+        short, tokens, requests = common, None, None
         if common.max_query_len > MAX_QUERY_LEN:
             most = min(common.num_tokens, common.max_num_reqs * MAX_QUERY_LEN)
             lens = common.query_lens()
-            few, tokens, requests = subset(common, (lens > 0) & (lens <= MAX_QUERY_LEN), most, MAX_QUERY_LEN)
-        causal = few.causal_per_request
+            short, tokens, requests = subset(common, (lens > 0) & (lens <= MAX_QUERY_LEN), most, MAX_QUERY_LEN)
+        causal = short.causal_per_request
         config = dataclasses.replace(
-            kernel_config(spec, self.cache_spec, few.max_query_len),
+            kernel_config(spec, self.cache_spec, short.max_query_len),
             mask=spec.absorbed.mask_rule(common.is_causal), logits=spec.absorbed.logit_rule(),
             has_sinks=spec.has_sinks, per_request_causal=causal is not None,
         )  # fmt: skip
         work = build_work_list(
-            jnp.asarray(few.query_start_loc), jnp.asarray(few.seq_lens), few.num_tokens, config.attention,
+            jnp.asarray(short.query_start_loc), jnp.asarray(short.seq_lens), short.num_tokens, config.attention,
             None if causal is None else jnp.asarray(causal),
         )  # fmt: skip
-        plan, few_plan = (super(MLAGpuMetadataBuilder, self).build(0, batch, fast_build) for batch in (common, few))
+        plan, short_plan = (super(MLAGpuMetadataBuilder, self).build(0, batch, fast_build) for batch in (common, short))
         fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-        return MLAGpuMetadata(**fields, few=few_plan, work=work, tokens=tokens, requests=requests, config=config)
+        return MLAGpuMetadata(**fields, short=short_plan, work=work, tokens=tokens, requests=requests, config=config)
 
     def update_block_table(self, metadata: MLAMetadata, block_table, slot_mapping) -> MLAMetadata:
         """The same plan with another block table."""
         assert isinstance(metadata, MLAGpuMetadata)
-        requests, few = metadata.requests, metadata.few
+        requests, short = metadata.requests, metadata.short
         table = block_table if requests is None else jnp.asarray(block_table)[requests]
         metadata = dataclasses.replace(
-            metadata, few=super().update_block_table(few, table, jnp.asarray(few.slot_mapping))
+            metadata, short=super().update_block_table(short, table, jnp.asarray(short.slot_mapping))
         )
         return super().update_block_table(metadata, block_table, slot_mapping)
 
@@ -97,35 +98,35 @@ def kernel_config(spec: MLASpec, cache_spec: KVCacheSpec, max_query_len: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class MLAGpuImpl(MLAImpl):
-    """Launches the kernel for requests with few tokens, and merges in the others."""
+    """Launches the kernel for the short requests, and merges in the others."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  the plan of this backend's builder
         self, q, cache, m: MLAGpuMetadata, params: MLAParams
     ) -> AttentionState:
         if m.tokens is None:
-            return self._few(q, cache, m, params)
-        few = self._few(q.at[m.tokens].get(mode="fill", fill_value=0), cache, m, params)
-        state = AttentionState.empty(q.shape[0], self.spec.num_heads, self.spec.v_head_dim, few.out.dtype)
+            return self._short(q, cache, m, params)
+        short = self._short(q.at[m.tokens].get(mode="fill", fill_value=0), cache, m, params)
+        state = AttentionState.empty(q.shape[0], self.spec.num_heads, self.spec.v_head_dim, short.out.dtype)
         state = AttentionState(
-            out=state.out.at[m.tokens].set(few.out, mode="drop"),
-            lse=state.lse.at[m.tokens].set(few.lse, mode="drop"),
+            out=state.out.at[m.tokens].set(short.out, mode="drop"),
+            lse=state.lse.at[m.tokens].set(short.lse, mode="drop"),
         )
-        return merge(state, self._latent.forward(q, cache, _without_few(m), params))
+        return merge(state, self._latent.forward(q, cache, _without_short(m), params))
 
     def forward_mqa(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, q, cache, m: MLAGpuMetadata, params: MLAParams
     ) -> AttentionState:
-        """The absorbed form for all requests; by the kernel if all have few tokens."""
-        return self._few(q, cache, m, params) if m.tokens is None else super().forward_mqa(q, cache, m, params)
+        """The absorbed form for all requests; by the kernel if all are short."""
+        return self._short(q, cache, m, params) if m.tokens is None else super().forward_mqa(q, cache, m, params)
 
-    def _few(self, q, cache, m: MLAGpuMetadata, params: MLAParams) -> AttentionState:
-        """q: the tokens of requests with few."""
-        state: Any = _absorbed(self, m.config, q, cache, m.few, m.work, params)
+    def _short(self, q, cache, m: MLAGpuMetadata, params: MLAParams) -> AttentionState:
+        """The kernel's result. q: the tokens of the short requests."""
+        state: Any = _absorbed(self, m.config, q, cache, m.short, m.work, params)
         return state
 
 
-def _without_few(m: MLAGpuMetadata) -> MLAMetadata:
-    """The plan in which requests with few tokens have no queries."""
+def _without_short(m: MLAGpuMetadata) -> MLAMetadata:
+    """The plan in which the short requests have no queries."""
     batch = m.level.batch
     batch = dataclasses.replace(batch, query_lens=jnp.where(batch.query_lens > MAX_QUERY_LEN, batch.query_lens, 0))
     level = dataclasses.replace(m.level, batch=batch)

@@ -21,7 +21,7 @@ HOST_KNOWS = -1
 
 
 def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
-    """The rows of the batch on the device: the plan's, or, if shapes.deterministic, a row for each token.
+    """The rows of the batch on the device: those of the plan; if shapes.deterministic, one row for each token.
 
     Attention may add in another order for a token in a long row than for a single token. With a row of its own, a token
     of a prompt gets the same bits as a generated one.
@@ -54,16 +54,16 @@ def batch_of(
             seq.rules = rules_of(seq.params, seq.seed, stop_ids_of(seq, eos), len(seq.prompt))
     token_ids, source = np.zeros(num_tokens, np.int32), np.full(num_rows, HOST_KNOWS, np.int32)
     token_ids[: len(tokens)] = tokens
-    source[:count] = [sources[id] if yes else HOST_KNOWS for id, yes in zip(ids, continues, strict=True)]
+    source[:count] = [sources[id] if on_device else HOST_KNOWS for id, on_device in zip(ids, continues, strict=True)]
     start, num_new, samples = (np.array(column, np.int32) for column in (starts, counts, max_samples))
     rules = rules_of_batch([seq.rules for seq in seqs], num_rows)
     penalised = is_penalised(rules)[:count]
-    most = np.array([seq.max_len for seq in seqs], np.int32)
+    max_lens = np.array([seq.max_len for seq in seqs], np.int32)
     seq_lens = start + num_new
-    metas = [meta_of(num_new, seq_lens, most, table, shapes, shape) for table in tables_of(seqs, shapes)]
+    metas = [meta_of(num_new, seq_lens, max_lens, table, shapes, shape) for table in tables_of(seqs, shapes)]
     position, remaining = np.zeros((2, num_rows), np.int32)
     position[:count] = np.maximum(seq_lens - rules["prompt_len"][:count], 0)
-    remaining[:count] = np.where(samples > 0, most - seq_lens, 0)
+    remaining[:count] = np.where(samples > 0, max_lens - seq_lens, 0)
     has_logprobs = any([seq.params.logprobs is not None for seq in seqs])
     return Batch(
         token_ids=token_ids,
@@ -80,8 +80,10 @@ def batch_of(
 def _histories(
     seqs: Many[Sequence], wanted: np.ndarray, num_rows: int, width: int, place: Sharding | None
 ) -> jax.Array:
-    """i32[num_rows width] the known tokens of the sequences that are `wanted`, bool[len(seqs)]; -1: unused. On the
-    device."""
+    """i32[num_rows width], on the device: the known tokens of each sequence that is `wanted`; -1: unused.
+
+    wanted: bool[len(seqs)].
+    """
     if not wanted.any():
         return _no_history(num_rows, width, place)
     history = np.full((num_rows, width), -1, np.int32)

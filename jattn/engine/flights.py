@@ -1,4 +1,4 @@
-"""Flights: the dispatches that were sent to the device and not read yet."""
+"""Flights: the queue of dispatches in flight, which were sent to the device and whose results were not read yet."""
 
 import time
 from collections import deque
@@ -9,12 +9,12 @@ from jattn.engine.live_requests import LiveRequests
 from jattn.engine.runner import DispatchResult, InFlight, Runner
 from jattn.engine.scheduler import StepPlan
 
-MOST = 2
-"""Dispatches in flight: one that runs, and one that the device finds ready when that has ended."""
+MAX_IN_FLIGHT = 2
+"""One dispatch runs; a second one is queued, so that the device does not wait for the host between the two."""
 
 
 class Flights:
-    """At most MOST dispatches, oldest first."""
+    """At most MAX_IN_FLIGHT dispatches, oldest first."""
 
     def __init__(self, runner: Runner, eos: tuple[int, ...]):
         self._runner, self._eos = runner, eos
@@ -28,7 +28,7 @@ class Flights:
     @property
     def has_room(self) -> bool:
         """May another be sent before one is read?"""
-        return len(self._unread) < MOST
+        return len(self._unread) < MAX_IN_FLIGHT
 
     @property
     def is_next_short(self) -> bool:
@@ -36,7 +36,7 @@ class Flights:
         return bool(self._unread) and self._unread[0].plan.burst == 1
 
     def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> None:
-        """Send the dispatch of a plan. number: of the dispatch, for profiles."""
+        """Send the dispatch of a plan. number: the dispatch's number, for profiles."""
         device_rows = device_rows_of(plan, self._runner.shapes)
         sources = self._newest.last_row if self._newest else {}
         seqs = requests.sequences(device_rows)
@@ -49,7 +49,7 @@ class Flights:
         return self._unread.popleft()
 
     def wait(self, flight: InFlight) -> tuple[DispatchResult, dict[str, float]]:
-        """Wait until a dispatch has finished: (its result, what it adds to the stats)."""
+        """Wait until a dispatch has finished. Returns (its result, what it adds to the stats)."""
         begin = time.perf_counter()
         result = flight.result.result()
         waited = time.perf_counter() - begin
@@ -59,7 +59,7 @@ class Flights:
         return result, dict(steps=steps, device_seconds=busy, waiting_seconds=waited)
 
     def drop(self) -> None:
-        """Forget all dispatches, once the device no longer computes them."""
+        """Wait until the device has finished all dispatches, and forget them and their errors."""
         for flight in self._unread:
             flight.result.exception()
         self._unread.clear()

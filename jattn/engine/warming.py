@@ -19,14 +19,14 @@ def compile_all(
     model: Model, params, caches, row_state: RowState, shapes: StepShapes,
     progress: Callable[[int, int, str], None] | None = None,
 ):  # fmt: skip
-    """Compile the program of every bucket, several at a time, and run each once: (caches, row_state, their number)."""
+    """Compile the programs of all buckets in parallel, then run each once: (caches, row_state, number of programs)."""
     to_compile = shapes.all()
     _import_backends()
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
         # Lowering holds the GIL and compiling does not: one program is lowered while others compile.
         # A later call of `dispatch` with arguments of these shapes finds the compiled program.
         lower = lambda shape: dispatch.lower(model, params, caches, row_state, _padding(model, shapes, shape))
-        with _without_collection():
+        with _garbage_collector_off():
             jobs = {pool.submit(lower(shape).compile): shape for shape in to_compile}
         for done, job in enumerate(as_completed(jobs)):
             job.result()
@@ -40,18 +40,20 @@ def compile_all(
 def _import_backends() -> None:
     """Import the modules of all backends, as the first trace of a model would.
 
-    They import modules of JAX that register settings, and JAX finds a program by its settings too: a program that is
-    traced before that import is not found again. Should a model's own function import such modules in its first trace,
-    the first program is compiled a second time when it is run below.
+    They import modules of JAX that register settings, and settings are part of the key by which JAX finds a compiled
+    program. A program traced before such an import is not found afterwards. If a model's own `forward` imports such
+    modules while it is traced, the first program is compiled twice.
     """
     for name in registry.list_backends():
         registry.load(name)
 
 
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Without Python's garbage collector, which takes 12 % of the time to trace and lower: it looks at all traces again
-    and again, and almost nothing of them is garbage."""
+def _garbage_collector_off() -> Iterator[None]:
+    """Turn Python's garbage collector off.
+
+    It took 12 % of the time to trace and lower: it visits all objects of the traces again and again, and frees few.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 BEGIN_SECONDS = 0.002
-"""The longest wait of `Worker.let_begin`: an earlier call may take as long as a dispatch."""
+"""Seconds. The longest wait of `Worker.let_begin`, because an earlier call may still run, for as long as a dispatch."""
 
 _calls_of: "weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]" = weakref.WeakKeyDictionary()
 """The queue of each thread that has not ended."""
@@ -27,7 +27,7 @@ class Worker:
         thread = threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True)
         _calls_of[thread] = self._calls
         thread.start()
-        weakref.finalize(self, self._calls.put, None).atexit = False  # then it is _end_all that ends the thread
+        weakref.finalize(self, self._calls.put, None).atexit = False  # at exit _end_all ends the thread
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future:
         """Call the function when all earlier calls have ended; the future has its result or its exception."""
@@ -39,8 +39,8 @@ class Worker:
     def let_begin(self) -> None:
         """Wait, but not long, until the newest call has begun.
 
-        A thread that only computes in Python keeps the GIL for 5 ms (sys.getswitchinterval) while others wait for it. A
-        call that begins with the GIL keeps it until it waits or calls into XLA.
+        A thread that computes in Python keeps the GIL for 5 ms (sys.getswitchinterval) while others wait for it. If the
+        caller went on computing, the call would begin that much later.
         """
         self._newest_began.wait(BEGIN_SECONDS)
 
@@ -50,6 +50,7 @@ class Worker:
 
 
 def _run(calls: "queue.SimpleQueue[tuple | None]") -> None:
+    """The thread: run the calls in order, until None."""
     while (call := calls.get()) is not None:
         future, began, function, args = call
         began.set()
@@ -57,12 +58,12 @@ def _run(calls: "queue.SimpleQueue[tuple | None]") -> None:
             future.set_result(function(*args))
         except BaseException as error:  # the caller of result() gets it
             future.set_exception(error)
-        del call, future, began, function, args  # the next call may come much later
+        del call, future, began, function, args  # frees them while the thread waits for the next call
 
 
 @atexit.register  # before JAX's own handler, which was registered earlier and drops the devices
 def _end_all() -> None:
-    """Let every thread finish its calls and end. Python would stop it anywhere, and the process could abort."""
+    """Let every thread finish its calls and end. Python would stop a daemon thread at any point, inside XLA too."""
     threads = dict(_calls_of)
     for calls in threads.values():
         calls.put(None)

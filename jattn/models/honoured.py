@@ -1,4 +1,4 @@
-"""What the config.json of each family may say: the options that a family reads, found by reading a config."""
+"""The options of config.json that each family reads, found by recording the keys while an example is read."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,17 +15,17 @@ SIZES: dict[str, Any] = dict(
     num_layers=2, num_heads=32, ffn_dim=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=32,
     decoder_attention_heads=32, encoder_ffn_dim=32, decoder_ffn_dim=32, type_vocab_size=2,
 )  # fmt: skip
-"""Keys that a config must have in some family, with values that fit one another. They are not options."""
+"""Keys that some family requires, with values that are consistent. They are not listed as options."""
 SAMPLES: dict[str, Any] = dict(
     head_dim=8, rotary_dim=8, attention_types=[[["global", "local"], 1]], rope_theta=10000.0, use_sliding_window=True
 )  # fmt: skip
-"""Values of options with which every family can read SIZES, and reads all of its options."""
+"""Values of options with which each family reads SIZES without an error, and takes the branches that read options."""
 EVERYWHERE = frozenset({"model_type", "bos_token_id", "eos_token_id", "pad_token_id"})
 """Keys that every family reads."""
 
 
 class _Recorder(ConfigReader):
-    """A ConfigReader that keeps the names of the keys it was asked for, apart from those that may have one value."""
+    """A ConfigReader that records the keys that are read, except where one value alone is accepted (`only`)."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""What forward passes with and without a cache share: embeddings, the layers apart from attention, and the head."""
+"""Parts of forward passes with and without a cache: embeddings, residual connections, MLPs and the head."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +59,7 @@ def mlp_sublayer(
     attended: jax.Array,
     model_mesh: ModelMesh | None = None,
 ) -> jax.Array:
-    """`attended` after the layer's MLP or mixture of experts. x: the input of the layer, which a parallel MLP reads."""
+    """The layer's output. attended: x after attention. x: the layer's input, which a parallel MLP reads."""
     compute = layer.mlp if model_mesh is None else model_mesh.mlp(layer.mlp)
     mlp = lambda y: (None, compute(weights["mlp"], y))
     if not layer.parallel:

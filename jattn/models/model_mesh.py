@@ -18,13 +18,11 @@ from jattn.errors import UnsupportedError
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
-from jattn.models.sharded_attention import ShardedAttention
+from jattn.models.sharded_attention import REPLICATED, ShardedAttention
 from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 from jattn.parallel import head_partition, rank_spec
 from jattn.spec import AttentionSpec
-
-REPLICATED = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +33,15 @@ class ModelMesh:
     layers have fewer kv heads than ranks, the mesh has several axes: the kv heads are distributed over the first of
     them and replicated over the others. 8 ranks and 2 kv heads: axes of 2 and 4, ranks 0..3 have kv head 0.
 
-    A vocabulary that the ranks do not divide is replicated; anything else that they do not divide is refused.
+    If the vocabulary's size is no multiple of the number of ranks, the vocabulary is replicated; for heads, MLP widths
+    and experts that is an error.
     """
 
     mesh: Mesh  # the ranks in order; all its axes are Auto
 
     @classmethod
     def of(cls, config: ModelConfig, mesh: Mesh) -> "ModelMesh":
-        """For a mesh with the axis "tensor", and perhaps axes "data" and "context" of size 1."""
+        """For a model and a mesh with the axis "tensor", and perhaps axes "data" and "context" of size 1."""
         devices = _ranks(mesh)
         if not isinstance(config, ModelConfig):
             raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
@@ -70,7 +69,7 @@ class ModelMesh:
         return self.mesh.axis_names
 
     def kv_axes(self, num_kv_heads: int) -> tuple[str, ...]:
-        """The axes over which so many kv heads are distributed: the first ones."""
+        """The axes over which `num_kv_heads` heads are distributed: the first ones."""
         axes, ranks = [], 1
         for name, size in self.mesh.shape.items():
             if ranks < min(num_kv_heads, self.size):
@@ -83,8 +82,8 @@ class ModelMesh:
     def weight_shardings(self, config: ModelConfig) -> Any:
         """The NamedSharding of each weight, in the tree of jattn.models.weight_specs."""
         specs, is_leaf = weight_specs(config), is_weight_spec
-        whole = functools.partial(self._of_weight, kv_axes=())
-        tree = {name: jax.tree.map(whole, part, is_leaf=is_leaf) for name, part in specs.items() if name != "layers"}
+        outside = functools.partial(self._of_weight, kv_axes=())  # weights outside the layers have no kv heads
+        tree = {name: jax.tree.map(outside, part, is_leaf=is_leaf) for name, part in specs.items() if name != "layers"}
         layers = []
         for layer, weights in zip(config.layers, specs["layers"], strict=True):
             of_layer = functools.partial(self._of_weight, kv_axes=self.kv_axes(layer.attention.num_kv_heads))
@@ -92,13 +91,13 @@ class ModelMesh:
         return tree | {"layers": tuple(layers)}
 
     def weight_sharding(self, config: ModelConfig) -> Callable[[str, WeightSpec], NamedSharding]:
-        """The argument `sharding` of jattn.models.load."""
+        """The same as a function (path, weight) -> NamedSharding: the argument `sharding` of jattn.models.load."""
         shardings = jax.tree.leaves(self.weight_shardings(config))
         by_path = dict(zip(weight_paths(weight_specs(config)), shardings, strict=True))
         return lambda path, weight: by_path[path]
 
     def _of_weight(self, weight: WeightSpec, kv_axes: tuple[str, ...]) -> NamedSharding:
-        """One axis of the weight is distributed at most: the first that may be."""
+        """At most one axis of a weight is distributed: the first whose name is in axes_of."""
         axes_of = dict(heads=self.axes, kv_heads=kv_axes, mlp=self.axes, expert=self.axes, vocab=self.axes)
         entries: list[Any] = [None] * len(weight.axes)
         for i, (name, size) in enumerate(zip(weight.axes, weight.shape, strict=True)):
@@ -110,7 +109,7 @@ class ModelMesh:
 
     # ------------------------------------------------------------------ one rank
     def rank_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """A layer with one rank's heads."""
+        """The AttentionSpec of a layer with one rank's heads."""
         # If ranks share a kv head, each counts it as its own.
         shared = dataclasses.replace(spec, num_kv_heads=max(spec.num_kv_heads, self.size))
         return rank_spec(shared, self.axes, self.size)
@@ -122,7 +121,7 @@ class ModelMesh:
 
     # ------------------------------------------------------------------ caches
     def cache_partition(self, cache_spec: KVCacheSpec) -> PartitionSpec:
-        """Of all arrays of a cache."""
+        """The PartitionSpec of all arrays of a cache."""
         entry = _entry(self.kv_axes(cache_spec.num_kv_heads))
         return REPLICATED if entry is None else head_partition(cache_spec, entry)
 
@@ -137,33 +136,36 @@ class ModelMesh:
 
     # ------------------------------------------------------------------ in a forward pass
     def context(self) -> contextlib.AbstractContextManager:
-        """Around the trace of a forward pass: products are then such that XLA's partitioner can divide them."""
+        """Active while a forward pass is traced: `jattn.ops.product` then uses only products that XLA can divide."""
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     def attention(
         self, spec: AttentionSpec, cache_spec: KVCacheSpec, backend: str = "auto", dtype: Any = None
     ) -> ShardedAttention:
-        """In place of a PagedAttention, with its methods build and __call__."""
+        """The ShardedAttention of a layer. It has the methods build and __call__ of a PagedAttention."""
         attn = PagedAttention(self.rank_spec(spec), self.rank_cache_spec(cache_spec), backend, dtype=dtype)
         pools, kv_axes = self.cache_partition(cache_spec), self.kv_axes(spec.num_kv_heads)
         return ShardedAttention(attn, cache_spec, self.mesh, pools, kv_axes)
 
     def mlp(self, mlp: MLP | MoE) -> Callable[[dict, jax.Array], jax.Array]:
-        """In place of a layer's mlp. Each rank computes its experts for all tokens; the sum is an all-reduce."""
+        """The function (weights, x) -> y of a layer's MLP or experts.
+
+        Each rank computes its own experts for all tokens; an all-reduce adds the results of the ranks.
+        """
         if isinstance(mlp, MLP):
             return mlp
-        each = mlp.num_experts // self.size
+        count = mlp.num_experts // self.size  # of one rank
 
         def body(weights: dict, x: jax.Array) -> jax.Array:
-            first = jax.lax.axis_index(self.axes) * each
-            return jax.lax.psum(mlp.routed(weights, x, first, each), self.axes)
+            first = jax.lax.axis_index(self.axes) * count
+            return jax.lax.psum(mlp.routed(weights, x, first, count), self.axes)
 
         def distributed(weights: dict, x: jax.Array) -> jax.Array:
-            own = {name: part for name, part in weights.items() if name not in ("shared", "shared_gate")}
-            places = {name: REPLICATED if name == "router" else PartitionSpec(self.axes) for name in own}
+            routed = {name: part for name, part in weights.items() if name not in ("shared", "shared_gate")}
+            places = {name: REPLICATED if name == "router" else PartitionSpec(self.axes) for name in routed}
             y = jax.shard_map(
                 body, mesh=self.mesh, in_specs=(places, REPLICATED), out_specs=REPLICATED, check_vma=False
-            )(own, x)
+            )(routed, x)
             return y if mlp.shared is None else y + mlp.of_shared(weights, x)
 
         return distributed
@@ -173,7 +175,7 @@ class ModelMesh:
         return jax.lax.with_sharding_constraint(tree, self.everywhere)
 
     def over_vocabulary(self, logits: jax.Array) -> jax.Array:
-        """Inside jit: logits [L vocab], of which each rank has a part of the vocabulary, if that divides it."""
+        """Inside jit: logits [L vocab], distributed over the vocabulary; replicated if the ranks do not divide it."""
         if logits.shape[-1] % self.size:
             return self.replicated(logits)
         return jax.lax.with_sharding_constraint(logits, NamedSharding(self.mesh, PartitionSpec(None, self.axes)))
@@ -220,7 +222,7 @@ def _ranks(mesh: Mesh) -> np.ndarray:
 
 
 def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
-    """ValueError if the ranks cannot share a layer evenly."""
+    """ValueError if the ranks cannot share a layer evenly; UnsupportedError for a fused projection."""
     spec, mlp = layer.attention, layer.mlp
     if layer.self_attn.fused_qkv:
         raise UnsupportedError(f"{name} has one fused projection of q, k and v, which cannot be shared between ranks")
@@ -242,7 +244,10 @@ def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
 
 
 def _axis_sizes(ranks: int, kv_heads: Iterable[int]) -> tuple[int, ...]:
-    """The sizes of the mesh's axes, such that the kv heads of each layer fill the first of them."""
+    """The sizes of the mesh's axes. For each layer, the product of the first few is its number of kv heads, or `ranks`.
+
+    `kv_heads`: of each layer. 8 ranks, layers with 2 and with 4 kv heads: sizes 2, 2 and 2.
+    """
     sizes: list[int] = []
     for count in sorted({min(n, ranks) for n in kv_heads} | {ranks}):
         size, rest = divmod(count, math.prod(sizes))

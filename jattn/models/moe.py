@@ -94,21 +94,22 @@ class MoE:
         return y if self.shared is None else y + self.of_shared(weights, x)
 
     def routed(self, weights: dict, x: jax.Array, first: "jax.Array | int" = 0, count: int | None = None) -> jax.Array:
-        """What `count` experts from number `first` on add to each token: those that `weights` has. None: all experts.
+        """The weighted sum of the chosen experts among first .. first + count - 1; count None: among all experts.
 
-        The router has all experts. The sum over all parts is the result of the mixture.
+        `weights` has these experts alone, and the router of all. The results of all ranges of experts add up to the
+        mixture without its shared expert.
         """
         chosen, score = self._route(weights["router"], x)
         flat, count = chosen.reshape(-1), self.num_experts if count is None else count
-        is_part = count < self.num_experts
-        if is_part:
-            flat = jnp.where((flat >= first) & (flat < first + count), flat - first, count)  # `count`: of another part
+        is_range = count < self.num_experts
+        if is_range:
+            flat = jnp.where((flat >= first) & (flat < first + count), flat - first, count)  # count: not in this range
         order = jnp.argsort(flat, stable=True)  # rows of one expert are contiguous
         rows, score = x[order // self.top_k], score.reshape(-1)[order, None].astype(x.dtype)
         on_input = self.scores == "sigmoid_of_input"
         sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
         y = self._experts(weights, rows * score if on_input else rows, sizes, flat[order])
-        if is_part:  # a row that no group has is undefined
+        if is_range:  # ragged_dot leaves the rows after the last group undefined
             y = jnp.where(flat[order, None] < count, y, 0)
         y = y if on_input else y * score
         return y[jnp.argsort(order)].reshape(x.shape[0], self.top_k, -1).sum(axis=1)
@@ -144,7 +145,7 @@ class MoE:
         return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(ranks.shape)
 
     def of_shared(self, weights: dict, x: jax.Array) -> jax.Array:
-        """The output of the shared expert."""
+        """The output of the shared expert, times its gate if it has one."""
         assert self.shared is not None
         y = self.shared(weights["shared"], x)
         return y * jax.nn.sigmoid(linear(weights["shared_gate"], x)) if self.shared_gate else y

@@ -45,7 +45,7 @@ def residual(
 ) -> tuple:
     """(cache, x after sublayer `name` and its residual connection); sublayer(x) -> (cache, y).
 
-    base: what y is added to; None: x.
+    base: y is added to it; None: to x.
     """
     cache, y = sublayer(normed(norms.before, weights, f"{name}_norm", x))
     y = normed(norms.after, weights, f"{name}_norm_after", y)

@@ -15,6 +15,7 @@ from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams
 
 REPLICATED = PartitionSpec()
+"""Of an array that is whole on every rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +34,13 @@ class ShardedAttention:
 
     def build(self, meta: CommonAttentionMetadata) -> Any:
         """The plan of a batch, replicated."""
-        return self._map(self.attn.build, REPLICATED, REPLICATED)(meta)
+        return self._shard_map(self.attn.build, REPLICATED, REPLICATED)(meta)
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: PagedKV, m: Any, params: AttentionParams,
         angles: Angles | None,
     ) -> tuple[PagedKV, AttentionState]:  # fmt: skip
-        """As that of PagedAttention."""
+        """The arguments and the result of PagedAttention.__call__."""
         heads, kv_heads = PartitionSpec(None, self.mesh.axis_names), PartitionSpec(None, self.kv_axes)
 
         def on_rank(q, k, v, cache, m, params, angles):
@@ -48,13 +49,13 @@ class ShardedAttention:
             return dataclasses.replace(cache, spec=self.cache_spec), state
 
         places = (heads, kv_heads, kv_heads, self.pools, REPLICATED, self._params_partition(params), REPLICATED)
-        return self._map(on_rank, places, (self.pools, heads))(q, k, v, cache, m, params, angles)
+        return self._shard_map(on_rank, places, (self.pools, heads))(q, k, v, cache, m, params, angles)
 
-    def _map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    def _shard_map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _params_partition(self, params: AttentionParams) -> AttentionParams:
-        """Scalars are replicated; what has a number for each head is distributed like the heads."""
+        """The partition of each param. Scalars are replicated; arrays over heads are distributed like the heads."""
         axes = dict.fromkeys(("alibi_slopes", "sinks", "q_scale"), self.mesh.axis_names)
         axes |= dict.fromkeys(("k_scale", "v_scale"), self.kv_axes)
         given = {name: x for name, x in vars(params).items() if x is not None}

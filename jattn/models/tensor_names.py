@@ -13,7 +13,7 @@ from jattn.models.weight_tree import layer_weight_specs, weight_paths, weight_sp
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """One weight is make(*tensors) of the tensors with these names. packed: another form that a checkpoint may have."""
+    """One weight: make(*tensors), of the tensors with these names. packed: the same weight in another stored form."""
 
     names: tuple[str, ...]
     make: Callable[..., Any]  # a numpy array, or a QuantisedArray
@@ -36,7 +36,7 @@ def transposed(x: np.ndarray) -> np.ndarray:
 
 
 def output_slice(start: int, stop: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Outputs start .. stop of a fused projection, transposed like a kernel; or of its bias."""
+    """Outputs start .. stop - 1 of a fused projection, transposed like a kernel; or those of its bias."""
     return lambda x: x[start:stop].T if x.ndim == 2 else x[start:stop]
 
 
@@ -83,20 +83,23 @@ def named_tensors(
     prefix: str = "model.layers.{}.",
     fused: Callable[[LayerConfig], Mapping[str, Any]] = lambda layer: {},
 ) -> Callable[[ModelConfig], dict[str, TensorSource]]:
-    """config -> the table of a family, from the tree of the model's weights and the names of their modules.
+    """A function config -> the table of a family. The weights are those of `weight_specs`; `names` gives their tensors.
 
-    names: a module of the weights, "attn.q" -> the module of its tensors; or a weight, "mlp.router.correction" -> its
-    tensor, or (its tensor, conversion). Experts are under "experts.gate" and so on. A name with {e} stands for one
-    tensor for each index of the weight's first axis; they are stacked. prefix: of the names in layers, with {} for the
-    layer's index. fused(layer): more names for that layer.
+    names has two kinds of entries:
+        a module     "attn.q" -> "self_attn.q_proj": attn.q.kernel is the tensor self_attn.q_proj.weight
+        one weight   "mlp.router.correction" -> the name of its tensor, or (the name, a conversion)
+    The modules of experts are "experts.gate", "experts.up" and "experts.down". If the name of a tensor contains {e},
+    there is one tensor for each index of the weight's first axis, and these are stacked.
+    prefix: in front of the names in layers; {} is the layer's index. fused(layer): more entries for that layer.
     """
 
     def tensors(config: ModelConfig) -> dict[str, TensorSource]:
         outside = _named_rows(names, weight_specs(dataclasses.replace(config, layers=())))
 
         def layer(index: int) -> dict[str, tuple[Any, Callable]]:
-            own = config.layers[index]
-            return _named_rows({**names, **fused(own)}, layer_weight_specs(own, config.hidden_size))
+            config_of_layer = config.layers[index]
+            rows = {**names, **fused(config_of_layer)}
+            return _named_rows(rows, layer_weight_specs(config_of_layer, config.hidden_size))
 
         return tensor_table(config, outside, prefix, layer)
 
@@ -121,7 +124,7 @@ def _named_rows(names: Mapping[str, Any], specs: dict[str, Any]) -> dict[str, tu
 
 
 def _stacked(name: str, count: int, make: Callable) -> tuple[tuple[str, ...], Callable]:
-    """The row of a weight that is stored as `count` tensors."""
+    """The row of a weight that is stored as `count` tensors: name with {e} = 0 .. count - 1."""
     return tuple(name.replace("{e}", str(e)) for e in range(count)), lambda *parts: np.stack([make(x) for x in parts])
 
 

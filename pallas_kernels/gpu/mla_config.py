@@ -7,23 +7,23 @@ from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 
-BLOCK_KV = 64  # cached rows of one block; each of the two stages belongs to one compute warpgroup
-STAGES = 2
+BLOCK_KV = 64  # cached rows of one block
+STAGES = 2  # blocks in shared memory, one for each compute warpgroup
 SMEM_BYTES = 232448  # what a CTA may use on Hopper
-STATS = 3 * WARPGROUP_ROWS  # f32: the running maxima, and the sums of both warpgroups
+STATS = 3 * WARPGROUP_ROWS  # f32: the maxima, and the sums of both warpgroups, see MlaRefs.stats
 SMEM_FIXED = 4 * STATS + 512  # bytes: statistics, the numbers of the piece, barriers, alignment
 MASKS = ("causal",)  # fields of a MaskRule that it honours
 LOGITS = ("scale",)  # fields of a LogitRule that it honours
 DTYPES = ("bfloat16", "float16")
-MAX_QUERY_LEN = 8  # new tokens of a request
+MAX_QUERY_LEN = 8  # most new tokens of a request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlaKernelConfig:
-    """Everything that is static about one kernel; hashable. Not checked here: `supports_mla` says why not."""
+    """Everything that is static about one kernel; hashable. Checked by `supports_mla`, not here."""
 
     num_heads: int
-    group: int  # query heads of one unit of work; group * max_query_len packed rows fit in one tile
+    group: int  # query heads of one unit of work, see heads_of_unit
     latent_dim: int = 512  # L, values of a row that are keys and values
     rope_dim: int = 64  # R, values of a row that are only keys
     page_size: int

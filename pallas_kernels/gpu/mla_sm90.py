@@ -48,7 +48,7 @@ def latent_attention(
     """
     _check(q, latent_pages, rope_pages, block_table, config)
     out, lse, part, part_lse = _launch(config, q, latent_pages, rope_pages, block_table, work)
-    per_head = jnp.zeros((config.num_heads, 2), jnp.float32)  # slopes and sinks, which merge_parts does not read
+    per_head = jnp.zeros((config.num_heads, 2), jnp.float32)  # slopes and sinks: none in this kernel
     return merge_parts(config.attention, out, lse, part, part_lse, work, per_head)
 
 
@@ -104,7 +104,7 @@ def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, w
 
 def _kernel(cfg: MlaKernelConfig, *gmem):
     """One CTA: allocates, then gives each warpgroup its role."""
-    gmem = (gmem[0], gmem[1], *gmem[1:]) if cfg.whole_rows else gmem
+    gmem = (gmem[0], gmem[1], *gmem[1:]) if cfg.whole_rows else gmem  # the pool of latents is that of ropes, too
 
     def roles(*smem):
         refs = MlaRefs(*gmem, *smem)
@@ -123,7 +123,8 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
     def tile(*shape):
         return plgpu.SMEM(shape, cfg.dtype, transforms=rows.tile_transforms(shape[-1], cfg.dtype))
 
-    copies = max(BLOCK_KV // cfg.page_size, 1)
+    copies = max(BLOCK_KV // cfg.page_size, 1)  # pages of a block
+    # In the order of the fields of MlaRefs.
     tiles = [tile(1, 1, WARPGROUP_ROWS, cfg.head_dim), tile(STAGES, 2, BLOCK_KV, cfg.half)]
     tiles += [tile(STAGES, BLOCK_KV, cfg.rope_dim), tile(WARPGROUP_ROWS, BLOCK_KV)]
     small = [plgpu.SMEM((STATS,), jnp.float32), plgpu.SMEM((1, wl.INFO_COLUMNS), jnp.int32)]

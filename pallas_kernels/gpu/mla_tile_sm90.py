@@ -1,14 +1,18 @@
 """The warpgroups' work on one piece of latent attention.
 
-Block b of a CTA, counted over all its pieces, lies in stage b % 2 and belongs to compute warpgroup b % 2, its owner: it
-multiplies queries and rows, and computes the weights. Both warpgroups then add weights times rows, each to its own half
-of the output's columns, in the order of the blocks. Warpgroup w, at its block b:
+Block b of a CTA, counted over all its pieces, lies in stage b % 2. Compute warpgroup b % 2 is its owner: it multiplies
+queries and rows, and computes the weights. Both warpgroups then add weights times rows, each to its own half of the
+output's columns, in the order of the blocks. Warpgroup w, at its block b:
 
     scores of b  ->  add block b - 1 (when its owner has published it)  ->  weights of b, published  ->  add block b
 
-so that the tensor cores work for one warpgroup while the other computes its softmax. Published weights and maxima have
-one buffer: who writes those of block b has just read those of block b - 1, whose owner has its own in registers. A half
-of a stage is free when its one reader has added the block.
+The tensor cores thus work for one warpgroup while the other computes its softmax.
+
+Published weights and maxima have one buffer, and no barrier frees it. Block b - 1 in it is read by the owner of block b
+alone, which has added it before it writes block b; the owner of block b - 1 adds from its registers.
+
+Half h of a stage is free when warpgroup h has added the block. The owner reads both halves for its scores, but before
+it publishes the weights, so before any warpgroup adds the block.
 """
 
 import dataclasses
@@ -46,7 +50,7 @@ class MlaRefs:
     part: object  # GMEM f32[2 C, 128, L]: normalised partial outputs
     part_lse: object  # GMEM f32[2 C, 128], base 2
     q_tile: object  # SMEM [1, 1, 64, L+R]
-    latent: object  # SMEM [2, 2, 64, L/2]: stage, half of the columns
+    latent: object  # SMEM [2, 2, 64, L/2]: stage, half of the latent columns, row, column
     rope: object  # SMEM [2, 64, R]
     weights: object  # SMEM [64, 64]: of the block last published
     stats: object  # SMEM f32[192]: the maxima after that block; the sums of warpgroups 0 and 1
@@ -62,7 +66,7 @@ class MlaRefs:
 
 
 def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
-    """The memory warpgroup: fetches the rows of each block; the CTA's block b goes to stage b % 2."""
+    """The memory warpgroup: fetches the queries of each piece and the rows of each block."""
     page, attention = cfg.page_size, cfg.attention
     copies, width = max(BLOCK_KV // page, 1), min(page, BLOCK_KV)
 
@@ -79,7 +83,7 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
         def load_block(i, carry):
             number, pages = carry
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
-            slot = lax.rem(number, jnp.int32(STAGES))
+            stage = lax.rem(number, jnp.int32(STAGES))
             key = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
             offset = pl.multiple_of(lax.rem(key, jnp.int32(page)), 8) if width < page else 0
 
@@ -88,18 +92,18 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
 
                 @when(number >= STAGES)
                 def _():
-                    plgpu.barrier_wait(free.at[slot])
+                    plgpu.barrier_wait(free.at[stage])
 
                 for p in range(copies):
                     for pool, column, columns, tile in parts:
                         source = pool.at[pages[p], pl.ds(offset, width), pl.ds(column, columns)]
-                        plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full.at[slot])
+                        plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full.at[stage])
 
             half, rope_column = cfg.half, cfg.latent_dim if cfg.whole_rows else 0
-            left = (refs.latents, 0, half, refs.latent.at[slot, 0])
-            rope = (refs.ropes, rope_column, cfg.rope_dim, refs.rope.at[slot])
+            left = (refs.latents, 0, half, refs.latent.at[stage, 0])
+            rope = (refs.ropes, rope_column, cfg.rope_dim, refs.rope.at[stage])
             fill(refs.left_free, refs.left_full, left, rope)
-            fill(refs.right_free, refs.right_full, (refs.latents, half, half, refs.latent.at[slot, 1]))
+            fill(refs.right_free, refs.right_full, (refs.latents, half, half, refs.latent.at[stage, 1]))
             return number + 1, next_pages
 
         return lax.fori_loop(0, count, load_block, (block_number, page_ids(0)))[0]
@@ -110,7 +114,7 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
 def latent_tile(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, blocks_before):
     """At most 64 rows over the blocks of the piece; warpgroup `wg` computes its half of the output's columns."""
     n = piece.count
-    own0 = lax.rem(blocks_before + wg, jnp.int32(STAGES))  # the first own block of the piece: 0 or 1
+    own0 = lax.rem(blocks_before + wg, jnp.int32(STAGES))  # the piece's first block that wg owns: 0 or 1
     owned = lax.div(n - own0 + 1, jnp.int32(2))
     add = functools.partial(_add_block, cfg, refs, wg)
     add_other = functools.partial(_add_published, refs, wg, add)
@@ -175,22 +179,22 @@ def _zero_past_end(cfg: MlaKernelConfig, refs: MlaRefs, wg, count):
             rows.zero_rows(tile, jnp.int32(0), count, rows=BLOCK_KV, dim=cfg.half, dtype=cfg.dtype)
 
 
-def _add_block(cfg: MlaKernelConfig, refs: MlaRefs, wg, slot, weights, new_m, state):
-    """The state after the block in stage `slot`, without its sum of weights. weights: registers or SMEM [64, 64]."""
+def _add_block(cfg: MlaKernelConfig, refs: MlaRefs, wg, stage, weights, new_m, state):
+    """The state after adding the block in `stage`, without its row sums. weights: registers or SMEM [64, 64]."""
     acc, m, total = state
     alpha = jnp.exp2(m - new_m)
 
     def body(ref):
-        plgpu.wgmma(ref, weights, refs.latent.at[ptx.opaque(slot), wg])
+        plgpu.wgmma(ref, weights, refs.latent.at[ptx.opaque(stage), wg])
 
     acc = pl.run_state(body)(plgpu.ACC.init(acc * tiles.across_columns(alpha, acc.shape)))
-    when(wg == 0)(lambda: plgpu.barrier_arrive(refs.left_free.at[slot]))
-    when(wg == 1)(lambda: plgpu.barrier_arrive(refs.right_free.at[slot]))
+    when(wg == 0)(lambda: plgpu.barrier_arrive(refs.left_free.at[stage]))
+    when(wg == 1)(lambda: plgpu.barrier_arrive(refs.right_free.at[stage]))
     return acc, new_m, total * alpha
 
 
 def _add_published(refs: MlaRefs, wg, add, _, state):
-    """The state after the other warpgroup's block. A body of a loop that runs once or not at all."""
+    """The state after adding the other warpgroup's block. The body of a loop that runs at most once (an `if`)."""
     other = 1 - wg
     plgpu.barrier_wait(refs.published.at[other])
     new_m = _load_stats(refs, 0)
@@ -232,7 +236,7 @@ def _finish(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, state):
 def _load_stats(refs: MlaRefs, number):
     """f32 (64,): the maxima (0), or the sums of warpgroup 0 (1) or 1 (2)."""
     place = refs.stats.at[pl.ds(WARPGROUP_ROWS * number, WARPGROUP_ROWS)]
-    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # until JAX 0.11
+    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # plgpu.load has idx until JAX 0.11
     return plgpu.load(place, *index, layout=tiles.ROW_LAYOUT)
 
 

@@ -64,10 +64,10 @@ def asm(text: str, constraints: str, *args, result=None, pure: bool = False):
 
 
 def opaque(x):
-    """The i32 scalar `x` of a kernel, of which the compiler knows nothing.
+    """The i32 scalar `x`, hidden from the compiler's constant propagation.
 
-    In a loop, addresses that depend on it are computed where they are used: those of a loop's constants are all kept
-    in registers, 72 descriptors of two registers in a product over 576 columns.
+    Addresses that depend on it are computed where they are used. Constant ones would be moved out of the loop and stay
+    in registers: 72 descriptors of two registers each for a product over 576 columns.
     """
 
     @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR))

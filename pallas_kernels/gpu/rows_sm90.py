@@ -34,7 +34,7 @@ from pallas_kernels.gpu.ptx_sm90 import (
 )
 
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
-LOADS_UNROLLED = 8  # loads of a thread in a body of a loop, where they are too many for one body
+LOADS_UNROLLED = 8  # loads per thread in a loop's body; up to twice as many are unrolled without a loop
 
 
 def tile_transforms(dim: int, dtype) -> tuple:

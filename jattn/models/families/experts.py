@@ -34,7 +34,7 @@ from jattn.nn import RopeScaling
 
 
 def qwen_experts(c: ConfigReader, **shared: Any) -> list[MLP | MoE]:
-    """Softmax over all experts, divided by the sum of the chosen ones if norm_topk_prob is true."""
+    """Softmax over all experts; the chosen scores are divided by their sum if norm_topk_prob is true."""
     width, act = c.count("moe_intermediate_size"), c.choice("hidden_act", ACTIVATIONS, "silu")
     moe = MoE(**experts_of(c), scores=softmax_scores(c), width=width, activation=act, **shared)
     step, dense = c.count("decoder_sparse_step", 1), set(c.counts("mlp_only_layers", MAX_COUNT) or ())
@@ -43,11 +43,12 @@ def qwen_experts(c: ConfigReader, **shared: Any) -> list[MLP | MoE]:
 
 
 def layers_of(c: ConfigReader) -> int:
+    """The number of layers."""
     return c.count("num_hidden_layers", high=MAX_LAYERS)
 
 
 def softmax_scores(c: ConfigReader) -> str:
-    """Softmax over all logits divided by the sum of the chosen ones is softmax over the chosen logits."""
+    """MoE.scores. Softmax over all logits, divided by the sum of the chosen, is softmax over the chosen logits."""
     return "softmax" if c.flag("norm_topk_prob", False) else "softmax_over_all"
 
 
@@ -95,7 +96,7 @@ def olmoe(c: ConfigReader) -> ModelConfig:
 
 
 def grouped_moe(c: ConfigReader, normalised: bool = False) -> MoE:
-    """Sigmoid scores, a correction of the choice, groups of experts, and shared experts (DeepSeek-V3)."""
+    """As in DeepSeek-V3: sigmoid scores, a correction added for the choice only, groups of experts, shared experts."""
     c.only("scoring_func", "sigmoid", "noaux_tc")
     c.only("topk_method", "noaux_tc")
     c.only("moe_layer_freq", 1)
@@ -140,7 +141,7 @@ def dots1(c: ConfigReader) -> ModelConfig:
 
 def glm4_moe(c: ConfigReader) -> ModelConfig:
     """Half of a head is rotated; norms on q and k are optional."""
-    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers after the last one, which are skipped
+    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers for multi-token prediction are skipped
     norm = rms_norm(c) if c.flag("use_qk_norm", False) else None
     return rope_decoder(
         c,
@@ -154,7 +155,7 @@ def glm4_moe(c: ConfigReader) -> ModelConfig:
 
 
 def ernie4_5_moe(c: ConfigReader) -> ModelConfig:
-    """Softmax scores with a correction of the choice; the head has the bias of the other projections, too."""
+    """Softmax scores, with a correction for the choice only; use_bias applies to all projections and the head."""
     c.only("moe_gate", "topk")
     c.only("moe_use_aux_free", True)
     c.ignore("moe_capacity")
@@ -193,7 +194,7 @@ def minimax_m2(c: ConfigReader) -> ModelConfig:
         c.only(f"layernorm_{part}_beta", 1.0, 1)
     for name in ("use_routing_bias", "use_qk_norm"):
         c.only(name, True)
-    c.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")  # layers that are skipped
+    c.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")  # see extra_layer_prefixes
     kinds = c.counts("attn_type_list", 1)
     if kinds is not None and set(kinds) - {1}:
         c.refuse("attn_type_list", "has layers of linear attention, which are not supported")
@@ -215,7 +216,7 @@ def minimax_m2(c: ConfigReader) -> ModelConfig:
 
 
 def phimoe(c: ConfigReader) -> ModelConfig:
-    """Two experts by sparsemixer; layer norms; biases also of the head."""
+    """Two experts, chosen by sparsemixer; layer norms; the head may have a bias."""
     moe = MoE(
         **experts_of(c),
         width=c.count("intermediate_size"),
@@ -240,20 +241,25 @@ def phimoe(c: ConfigReader) -> ModelConfig:
 
 
 NAMES = LLAMA_NAMES | EXPERT_NAMES
-SHARED = {f"mlp.shared.{n}": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}
-MIXTRAL = {"mlp.router": "block_sparse_moe.gate", "mlp.router.correction": "block_sparse_moe.e_score_correction_bias"}
-MIXTRAL |= {
+SHARED_EXPERT_NAMES = {f"mlp.shared.{n}": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}
+MIXTRAL_NAMES = {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.router.correction": "block_sparse_moe.e_score_correction_bias",
+}
+MIXTRAL_NAMES |= {
     f"experts.{ours}": f"block_sparse_moe.experts.{{e}}.{theirs}"
     for ours, theirs in dict(gate="w1", up="w3", down="w2").items()
 }
 CORRECTION = ("mlp.moe_statics.e_score_correction_bias", lambda x: x.reshape(-1))
-NUM_EXPERTS = dict(num_local_experts=("num_experts", "num_local_experts"))
-ROUTED = dict(num_local_experts=("n_routed_experts", "num_local_experts"))
-ERNIE = dict(num_local_experts=("moe_num_experts", "num_experts"), num_experts_per_tok=("moe_k", "num_experts_per_tok"))
+NUM_EXPERTS_KEYS = dict(num_local_experts=("num_experts", "num_local_experts"))
+ROUTED_EXPERTS_KEYS = dict(num_local_experts=("n_routed_experts", "num_local_experts"))
+ERNIE_KEYS = dict(
+    num_local_experts=("moe_num_experts", "num_experts"), num_experts_per_tok=("moe_k", "num_experts_per_tok")
+)
 
 
-def beyond_the_last(config: ModelConfig) -> tuple[str, ...]:
-    """Beginnings of the names of tensors of layers that predict further tokens."""
+def extra_layer_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Beginnings of the tensor names of layers for multi-token prediction, which follow the last layer."""
     return tuple(f"model.layers.{len(config.layers) + more}." for more in range(4)) + ("model.mtp",)
 
 
@@ -261,36 +267,36 @@ QWEN3_MOE = Family(
     qwen3_moe,
     named_tensors(NAMES),
     UNUSED,
-    aliases=NUM_EXPERTS,
+    aliases=NUM_EXPERTS_KEYS,
     defaults=dict(num_key_value_heads=4, use_sliding_window=False, sliding_window=4096, rope_theta=10000.0),
 )
 QWEN2_MOE = Family(
     qwen2_moe,
-    named_tensors(NAMES | SHARED | {"mlp.shared_gate": "mlp.shared_expert_gate"}),
+    named_tensors(NAMES | SHARED_EXPERT_NAMES | {"mlp.shared_gate": "mlp.shared_expert_gate"}),
     UNUSED,
-    aliases=NUM_EXPERTS,
+    aliases=NUM_EXPERTS_KEYS,
     defaults=dict(num_key_value_heads=16, sliding_window=4096, max_window_layers=28, rope_theta=10000.0),
 )
 OLMOE = Family(
     olmoe,
     named_tensors(NAMES),
     UNUSED,
-    aliases=NUM_EXPERTS,
+    aliases=NUM_EXPERTS_KEYS,
     defaults=dict(rope_theta=10000.0, eos_token_id=50279, pad_token_id=1),
 )
 DOTS1 = Family(
     dots1,
     named_tensors(NAMES),
     UNUSED,
-    aliases=ROUTED,
+    aliases=ROUTED_EXPERTS_KEYS,
     defaults=dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=62, rope_theta=10000.0),
 )
 GLM4_MOE = Family(
     glm4_moe,
     named_tensors(NAMES),
     UNUSED,
-    aliases=ROUTED,
-    skipped=beyond_the_last,
+    aliases=ROUTED_EXPERTS_KEYS,
+    skipped=extra_layer_prefixes,
     defaults=dict(num_key_value_heads=8, n_shared_experts=1, partial_rotary_factor=0.5, rope_theta=10000.0)
     | dict(first_k_dense_replace=1),
 )
@@ -298,23 +304,23 @@ ERNIE4_5_MOE = Family(
     ernie4_5_moe,
     named_tensors(NAMES | {"mlp.router.correction": CORRECTION}),
     UNUSED,
-    aliases=ERNIE,
-    skipped=beyond_the_last,
+    aliases=ERNIE_KEYS,
+    skipped=extra_layer_prefixes,
     defaults={key: value for key, value in ERNIE_DEFAULTS.items() if key != "head_dim"}
     | dict(num_key_value_heads=4, moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1)
     | dict(moe_layer_interval=1, moe_norm_min=1e-12),
 )
 MINIMAX_M2 = Family(
     minimax_m2,
-    named_tensors(LLAMA_NAMES | MIXTRAL),
+    named_tensors(LLAMA_NAMES | MIXTRAL_NAMES),
     UNUSED,
     aliases=dict(num_local_experts=("num_local_experts", "num_experts")),
-    skipped=beyond_the_last,
+    skipped=extra_layer_prefixes,
     defaults=dict(num_key_value_heads=8, head_dim=128, rope_theta=5000000.0, bos_token_id=200034, eos_token_id=200020),
 )
 PHIMOE = Family(
     phimoe,
-    named_tensors(LLAMA_NAMES | MIXTRAL),
+    named_tensors(LLAMA_NAMES | MIXTRAL_NAMES),
     UNUSED,
     defaults=ENDS | dict(num_key_value_heads=8, rope_theta=1e6),
 )

@@ -36,7 +36,7 @@ NORM_MODULES = {
 
 
 def gemma(c: ConfigReader) -> ModelConfig:
-    """The usual decoder with such norms. Its activation "gelu" means the approximation by tanh."""
+    """`rope_decoder` with norm scales stored minus 1. Its activation "gelu" means the approximation by tanh."""
     c.only("use_bidirectional_attention", False)
     name = c.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
     act = "gelu_pytorch_tanh" if name == "gelu" else name

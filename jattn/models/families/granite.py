@@ -1,5 +1,6 @@
 """Granite and GraniteMoE: factors of the embeddings, of each sublayer's output, of attention logits, and of logits."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,15 +52,15 @@ def granitemoe(c: ConfigReader) -> ModelConfig:
     return with_factors(c, MoE(**experts_of(c), width=c.count("intermediate_size"), activation=act))
 
 
-def half(index: int, axis: int = 1) -> Any:
-    """Gate (0) or up (1) of experts stored together, as [experts, in, out]."""
-    return lambda x: np.split(x, 2, axis=axis)[index].swapaxes(1, 2)
+def expert_half(index: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Gate (0) or up (1) as [experts, in, out], from one tensor [experts, 2 * out, in]."""
+    return lambda x: np.split(x, 2, axis=1)[index].swapaxes(1, 2)
 
 
 EXPERTS: dict[str, Any] = {
     "mlp.router": "block_sparse_moe.router.layer",
-    "mlp.gate.kernel": ("block_sparse_moe.input_linear.weight", half(0)),
-    "mlp.up.kernel": ("block_sparse_moe.input_linear.weight", half(1)),
+    "mlp.gate.kernel": ("block_sparse_moe.input_linear.weight", expert_half(0)),
+    "mlp.up.kernel": ("block_sparse_moe.input_linear.weight", expert_half(1)),
     "mlp.down.kernel": ("block_sparse_moe.output_linear.weight", lambda x: x.swapaxes(1, 2)),
 }
 DEFAULTS = ENDS | dict(

@@ -29,7 +29,7 @@ from jattn.nn.rope_scaling import FACTORS
 
 
 def hunyuan(c: ConfigReader, mlp: Any = None) -> ModelConfig:
-    """The usual decoder with such norms. mlp: of `rope_decoder`."""
+    """`rope_decoder` with norms of q and k after the rotation. mlp: see `rope_decoder`."""
     c.ignore("eod_token_id")
     for name, wanted in dict(use_qk_norm=True, use_rotary_pos_emb=True, use_cla=False, use_mla=False).items():
         c.only(name, wanted)
@@ -77,7 +77,7 @@ def moe(c: ConfigReader, act: str) -> MoE:
 
 
 def with_top_k(c: ConfigReader, top_k: Any) -> ConfigReader:
-    """The config of one layer."""
+    """The config, in which `top_k` stands for the list."""
     c.ignore("intermediate_size", "num_experts", "num_local_experts", "moe_topk")
     return ConfigReader({**c.values, "moe_topk": top_k}, c.where, aliases=c.aliases)
 

@@ -54,20 +54,20 @@ def qwen_windows(c: ConfigReader, count: int) -> list[int | None]:
 
 
 def ministral(c: ConfigReader) -> ModelConfig:
-    """Windows by layer_types; without it in all layers."""
+    """Windows by layer_types; in all layers if that is absent."""
     return rope_decoder(c, windows=lambda c, count: windows_by_type(c, count, [True] * count))
 
 
 def ministral3(c: ConfigReader) -> ModelConfig:
-    """q grows with the logarithm of its position, by two parameters of the rotary embedding."""
+    """q is multiplied by a factor that grows with the logarithm of its position: llama_4_scaling_beta."""
     c.only("original_max_position_embeddings")  # it is a parameter of the rotary embedding
     name, stored = parameters_of(c)
-    r = ConfigReader(stored or YARN, f"{c.where}, {name}")
+    r = ConfigReader(stored or MINISTRAL3_ROPE, f"{c.where}, {name}")
     has_default = r.get("rope_type", r.get("type")) in ("yarn", "llama3", "longrope")
     floor = r.count("original_max_position_embeddings", *([c.count("max_position_embeddings")] if has_default else []))
     return rope_decoder(
         c,
-        rope_options=dict(default=YARN, unused=("llama_4_scaling_beta", "max_position_embeddings")),
+        rope_options=dict(default=MINISTRAL3_ROPE, unused=("llama_4_scaling_beta", "max_position_embeddings")),
         temperature_tuning=(float(floor), r.number("llama_4_scaling_beta")),
         temperature_tuning_offset=0,
     )
@@ -107,11 +107,11 @@ def smollm3(c: ConfigReader) -> ModelConfig:
     )
 
 
-YARN = dict(
+MINISTRAL3_ROPE = dict(
     rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
     beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
 )  # fmt: skip
-QWEN = dict(
+QWEN_DEFAULTS = dict(
     num_key_value_heads=32, use_sliding_window=False, sliding_window=4096, max_window_layers=28, rope_theta=10000.0
 )
 MISTRAL_DEFAULTS = ENDS | dict(sliding_window=4096, num_key_value_heads=8, rope_theta=10000.0)
@@ -134,8 +134,8 @@ def _family(config: Callable[[ConfigReader], ModelConfig], defaults: dict[str, A
 
 LLAMA = _family(llama, ENDS | dict(rope_theta=10000.0))
 MISTRAL = _family(rope_decoder, MISTRAL_DEFAULTS)
-QWEN2 = _family(qwen2, QWEN)
-QWEN3 = _family(qwen3, QWEN | dict(head_dim=128))
+QWEN2 = _family(qwen2, QWEN_DEFAULTS)
+QWEN3 = _family(qwen3, QWEN_DEFAULTS | dict(head_dim=128))
 MINISTRAL = _family(ministral, MISTRAL_DEFAULTS)
 MINISTRAL3 = _family(ministral3, MINISTRAL3_DEFAULTS)
 SEED_OSS = _family(seed_oss, SEED_OSS_DEFAULTS)

@@ -29,17 +29,17 @@ def olmo2(c: ConfigReader) -> ModelConfig:
 def olmo3(c: ConfigReader) -> ModelConfig:
     """OLMo 2 with windows in three of four layers, which have a rotary embedding of their own."""
     norm, size, longest = rms_norm(c), heads_of(c)["head_dim"], c.count("max_position_embeddings")
-    own = ConfigReader(c.given, c.where).section("rope_parameters").given  # both kinds may be there
+    own = ConfigReader(c.given, c.where).section("rope_parameters").given  # per layer type
     theta = theta_of(c, "rope_theta", THETA)
-    far = rope_of_layer_type(c, "full_attention", theta, size, longest, c.section("rope_scaling").given)
+    global_rope = rope_of_layer_type(c, "full_attention", theta, size, longest, c.section("rope_scaling").given)
     # transformers gives rope_theta to the global layers alone, unless these have their own.
     has_own = (own.get("full_attention") or {}).get("rope_theta") is not None
-    near = rope_of_layer_type(c, "sliding_attention", theta if has_own else THETA, size, longest)
+    local_rope = rope_of_layer_type(c, "sliding_attention", theta if has_own else THETA, size, longest)
     return rope_decoder(
         c,
         windows=lambda c, count: windows_by_type(c, count, [(index + 1) % 4 != 0 for index in range(count)]),
         norms=ResidualNorms(after=norm),
-        ropes=lambda index, window: far if window is None else near,
+        ropes=lambda index, window: global_rope if window is None else local_rope,
         qk_norm=norm,
         qk_norm_all_heads=True,
         **attention_biases(c),
@@ -68,9 +68,9 @@ def exaone4(c: ConfigReader) -> ModelConfig:
 
 THETA = 500000.0
 NAMES = LLAMA_NAMES | {"attn_norm_after": "post_attention_layernorm", "mlp_norm_after": "post_feedforward_layernorm"}
-ENDS = dict(eos_token_id=50279, pad_token_id=1)
-OLMO2 = Family(olmo2, named_tensors(NAMES), UNUSED, defaults=ENDS | dict(rope_theta=10000.0))
-OLMO3 = Family(olmo3, named_tensors(NAMES), UNUSED, defaults=ENDS | dict(sliding_window=4096))
+OLMO_DEFAULTS = dict(eos_token_id=50279, pad_token_id=1)
+OLMO2 = Family(olmo2, named_tensors(NAMES), UNUSED, defaults=OLMO_DEFAULTS | dict(rope_theta=10000.0))
+OLMO3 = Family(olmo3, named_tensors(NAMES), UNUSED, defaults=OLMO_DEFAULTS | dict(sliding_window=4096))
 EXAONE4 = Family(
     exaone4,
     named_tensors(NAMES),

@@ -33,11 +33,11 @@ from jattn.models.tensor_names import named_tensors
 from jattn.nn import Norm, Rope
 
 NO_NORM = ResidualNorms()
-"""Of an MLP that reads the normalised input of attention."""
+"""The norms of an MLP that reads the normalised input of attention."""
 
 
 def gpt_neox(c: ConfigReader) -> ModelConfig:
-    """use_parallel_residual, with a norm for each sublayer."""
+    """use_parallel_residual may be false; each sublayer has a norm of its own."""
     bias = c.flag("attention_bias", True)
     return rope_decoder(
         c,
@@ -56,7 +56,7 @@ def gptj(c: ConfigReader) -> ModelConfig:
     """One norm for both sublayers; neighbouring pairs of rotary_dim dimensions are rotated."""
     c.only("rotary", True)
     c.only("scale_attn_weights", True)
-    c.ignore(*SUMMARY)
+    c.ignore(*CLASSIFIER_KEYS)
     heads, hidden = equal_heads(c), c.count("hidden_size")
     dim = c.count("rotary_dim", None, high=MAX_HEADS)
     if dim is None or dim % 2 or dim > heads["head_dim"]:
@@ -81,8 +81,8 @@ def inner_mlp(c: ConfigReader, hidden: int) -> MLP:
     return MLP(width=c.count("n_inner", 4 * hidden), activation=act, gated=False, bias=True)
 
 
-SUMMARY = tuple(f"summary_{x}" for x in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
-"""Keys of heads that classify."""
+CLASSIFIER_KEYS = tuple(f"summary_{x}" for x in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
+"""Keys of classification heads, which have no effect here."""
 
 
 def phi(c: ConfigReader) -> ModelConfig:
@@ -193,7 +193,7 @@ def nemotron(c: ConfigReader) -> ModelConfig:
 
 
 def falcon(c: ConfigReader) -> ModelConfig:
-    """Several residuals, biases and numbers of kv heads; rotary positions, or ALiBi."""
+    """A parallel or sequential residual, with one norm or two, and any number of kv heads; ALiBi is refused."""
     heads, hidden = c.count("num_attention_heads", high=MAX_HEADS), c.count("hidden_size")
     new = c.flag("new_decoder_architecture", False)
     c.only("apply_residual_connection_post_layernorm", False)
@@ -214,7 +214,7 @@ def falcon(c: ConfigReader) -> ModelConfig:
         gated=False,
         bias=bias,
     )
-    c.only("alibi", False)  # its slopes are rounded to bfloat16
+    c.only("alibi", False)  # transformers rounds its slopes to bfloat16
     return rope_decoder(
         c,
         mlp=mlp,
@@ -229,7 +229,7 @@ def falcon(c: ConfigReader) -> ModelConfig:
     )
 
 
-def qkv(tensor: str) -> Callable[[LayerConfig], dict[str, Any]]:
+def fused_qkv_rows(tensor: str) -> Callable[[LayerConfig], dict[str, Any]]:
     """q, k and v of one projection, whose outputs are [kv head, its q heads, then its k and its v, D]."""
 
     def rows(layer: LayerConfig) -> dict[str, Any]:
@@ -251,16 +251,17 @@ def qkv(tensor: str) -> Callable[[LayerConfig], dict[str, Any]]:
 
 
 def falcon_rows(layer: LayerConfig) -> dict[str, Any]:
-    """Two norms of a parallel layer have other names."""
+    """The rows of q, k and v, and of the norms of a parallel layer with two norms, which have other names."""
     own = {"attn_norm": "ln_attn", "mlp_norm": "ln_mlp"}
-    return qkv("self_attention.query_key_value")(layer) | (own if layer.parallel and not layer.shares_norm else {})
+    has_two_norms = layer.parallel and not layer.shares_norm
+    return fused_qkv_rows("self_attention.query_key_value")(layer) | (own if has_two_norms else {})
 
 
-BLOCKS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-WIDE = {"mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
+NORM_NAMES = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+MLP_NAMES = {"mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
 GPT_NEOX_NAMES = {
     "embed": "gpt_neox.embed_in.weight", "final_norm": "gpt_neox.final_layer_norm", "head": "embed_out",
-    "attn.o": "attention.dense", **BLOCKS, **WIDE,
+    "attn.o": "attention.dense", **NORM_NAMES, **MLP_NAMES,
 }  # fmt: skip
 GPTJ_NAMES = {
     "embed": "transformer.wte.weight", "final_norm": "transformer.ln_f", "head": "lm_head", "attn_norm": "ln_1",
@@ -275,22 +276,22 @@ STABLELM_NAMES = LLAMA_NAMES | {f"attn.{n}_norm": f"self_attn.{n}_layernorm.norm
 STARCODER2_NAMES = LLAMA_NAMES | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 FALCON_NAMES = {
     "embed": "transformer.word_embeddings.weight", "final_norm": "transformer.ln_f", "head": "lm_head",
-    "attn.o": "self_attention.dense", **BLOCKS, **WIDE,
+    "attn.o": "self_attention.dense", **NORM_NAMES, **MLP_NAMES,
 }  # fmt: skip
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "embed_positions")
+OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", "embed_positions")
 """Masks and tables of angles in old checkpoints."""
 GPT2_KEYS = dict(
     hidden_size=("n_embd",), num_attention_heads=("n_head",), num_hidden_layers=("n_layer",),
     max_position_embeddings=("n_positions",),
 )  # fmt: skip
 GPT_NEOX = Family(
-    gpt_neox, named_tensors(GPT_NEOX_NAMES, "gpt_neox.layers.{}.", qkv("attention.query_key_value")),
-    (*UNUSED, *BUFFERS, "embed_out.weight"), prefix="gpt_neox.",
+    gpt_neox, named_tensors(GPT_NEOX_NAMES, "gpt_neox.layers.{}.", fused_qkv_rows("attention.query_key_value")),
+    (*UNUSED, *OLD_BUFFERS, "embed_out.weight"), prefix="gpt_neox.",
     aliases=dict(rope_theta=("rotary_emb_base",), partial_rotary_factor=("rotary_pct",)),
     defaults=dict(rotary_emb_base=10000.0, rotary_pct=0.25, bos_token_id=0, eos_token_id=2),
 )  # fmt: skip
 GPTJ = Family(
-    gptj, named_tensors(GPTJ_NAMES, "transformer.h.{}."), (*UNUSED, *BUFFERS), prefix="transformer.",
+    gptj, named_tensors(GPTJ_NAMES, "transformer.h.{}."), (*UNUSED, *OLD_BUFFERS), prefix="transformer.",
     aliases=GPT2_KEYS, defaults=dict(rotary_dim=64, bos_token_id=50256, eos_token_id=50256),
 )  # fmt: skip
 PHI = Family(
@@ -316,7 +317,7 @@ NEMOTRON = Family(
     defaults=dict(partial_rotary_factor=0.5, rope_theta=10000.0, bos_token_id=2, eos_token_id=3),
 )  # fmt: skip
 FALCON = Family(
-    falcon, named_tensors(FALCON_NAMES, "transformer.h.{}.", falcon_rows), (*UNUSED, *BUFFERS), prefix="transformer.",
-    aliases=dict(num_key_value_heads=("num_kv_heads",)),
+    falcon, named_tensors(FALCON_NAMES, "transformer.h.{}.", falcon_rows), (*UNUSED, *OLD_BUFFERS),
+    prefix="transformer.", aliases=dict(num_key_value_heads=("num_kv_heads",)),
     defaults=dict(rope_theta=10000.0, max_position_embeddings=2048, bos_token_id=11, eos_token_id=11),
 )  # fmt: skip

@@ -43,7 +43,7 @@ def heads_of(c: ConfigReader) -> dict[str, Any]:
 
 
 def equal_heads(c: ConfigReader) -> dict[str, Any]:
-    """`heads_of` families that have as many kv heads as heads."""
+    """`heads_of` for families with as many kv heads as query heads."""
     c.only("num_key_value_heads", c.count("num_attention_heads", high=MAX_HEADS))
     return heads_of(c)
 
@@ -99,7 +99,7 @@ def no_windows(c: ConfigReader, count: int) -> list[int | None]:
 
 
 def without_windows(c: ConfigReader, count: int) -> list[int | None]:
-    """No layer may be one of sliding attention."""
+    """No window in any layer; layer_types, if given, must say the same."""
     c.choices("layer_types", LAYER_TYPES[:1], count)
     return [None] * count
 
@@ -131,10 +131,13 @@ def rope_decoder(
 ) -> ModelConfig:
     """The usual decoder: norms and rotary positions.
 
-    mlp: of all layers, or one per layer; None: a gated MLP. norm: the last one; None: the RMS norm. norms: of both
-    sublayers; None: `norm` before each. mlp_norms: of the MLP, if they differ. heads: as of `heads_of`, if they differ.
-    scale: of the attention logits, or a function of the layer's index. ropes: None: the same in all layers, with
-    rope_options for `rope_of`. model: more arguments of `model_config`. attention: more options of AttentionConfig.
+    mlp: of all layers, or one per layer; None: a gated MLP.
+    norm: after the last layer; None: the RMS norm.
+    norms: of both sublayers; None: `norm` before each. mlp_norms: of the MLP; None: `norms`.
+    heads: None: those of `heads_of`.
+    scale: of the attention logits, or a function of the layer's index.
+    ropes: None: one rotary embedding for all layers, made by `rope_of` with rope_options.
+    model: more arguments of `model_config`. attention: more options of AttentionConfig.
     """
     heads, count = heads or heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
     norm = rms_norm(c) if norm is None else norm
@@ -146,11 +149,11 @@ def rope_decoder(
     norms = ResidualNorms(before=norm) if norms is None else norms
     if "out_bias" not in attention:
         c.only("attention_bias", False)
-    c.only("mlp_bias", False, *([True] if getattr(mlps[0], "bias", False) else []))
+    c.only("mlp_bias", False, *([True] if mlps[0].bias else []))
 
     def layer(index: int, window: int | None) -> LayerConfig:
-        own = scale(index) if callable(scale) else scale
-        spec = AttentionSpec(**heads, sliding_window=window, has_sinks=sinks, scale=own)
+        layer_scale = scale(index) if callable(scale) else scale
+        spec = AttentionSpec(**heads, sliding_window=window, has_sinks=sinks, scale=layer_scale)
         rope = ropes(index, window)
         return LayerConfig(
             self_attn=AttentionConfig(spec=spec, hidden_size=c.count("hidden_size"), rope=rope, **attention),
@@ -178,7 +181,7 @@ def layer_norm(c: ConfigReader, name: str = "layer_norm_eps", has_bias: bool = T
 
 
 def plain_mlp(c: ConfigReader, bias: bool = True, default: str = "gelu_new") -> MLP:
-    """The MLP without a gate of the usual keys."""
+    """The MLP without a gate, from the usual keys."""
     return MLP(
         width=c.count("intermediate_size"),
         activation=c.choice("hidden_act", ACTIVATIONS, default),
@@ -193,7 +196,7 @@ def rms_norm(c: ConfigReader, **options: Any) -> Norm:
 
 
 def gated_mlp(c: ConfigReader, bias: bool = False, width: int | None = None) -> MLP:
-    """The gated MLP of the usual keys; width None: intermediate_size."""
+    """The gated MLP, from the usual keys; width None: intermediate_size."""
     wide = c.count("intermediate_size") if width is None else width
     return MLP(width=wide, activation=c.choice("hidden_act", ACTIVATIONS, "silu"), bias=bias)
 
@@ -207,8 +210,8 @@ def experts_of(c: ConfigReader) -> dict[str, Any]:
 
 
 def dense_or_experts(c: ConfigReader, moe: MoE, sparse: Sequence[bool], bias: bool = False) -> list[MLP | MoE]:
-    """Per layer the experts, or a gated MLP, whose width is needed only if there is one."""
-    c.count("intermediate_size", None)
+    """For each layer: the experts if `sparse`, else a gated MLP of width intermediate_size."""
+    c.count("intermediate_size", None)  # so that it may be given without a gated MLP; a wrong value is refused
     return [moe if is_sparse else gated_mlp(c, bias) for is_sparse in sparse]
 
 
@@ -238,8 +241,8 @@ EXPERT_NAMES: dict[str, Any] = {
 """The usual names of experts."""
 
 
-def halves(tensor: str) -> dict[str, Any]:
-    """Gate and up, stored in one tensor [2 * width, hidden]."""
+def gate_up_rows(tensor: str) -> dict[str, Any]:
+    """Rows of gate and up, which are stored in one tensor [2 * width, hidden]."""
     part = lambda index: lambda x: np.split(x, 2)[index].T
     return {"mlp.gate.kernel": (tensor, part(0)), "mlp.up.kernel": (tensor, part(1))}
 
@@ -278,4 +281,4 @@ def attention_rows(config: ModelConfig, index: int) -> dict[str, Any]:
 def mlp_rows(config: ModelConfig, index: int, where: str = "mlp") -> dict[str, Any]:
     """The gated MLP of one layer, module `where`."""
     table = {f"mlp.{n}": f"{where}.{n}_proj" for n in ("gate", "up", "down")}
-    return linear_rows(table, getattr(config.layers[index].mlp, "bias", False))
+    return linear_rows(table, config.layers[index].mlp.bias)

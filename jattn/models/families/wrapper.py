@@ -30,11 +30,11 @@ IGNORED = (
 )  # fmt: skip
 """Keys that only images need."""
 OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys that have effect outside of text_config, too, and there take precedence."""
+"""Keys that may also stand outside text_config; the value there takes precedence."""
 
 
 def wrapper(texts: Mapping[str, Family], **defaults: Any) -> Family:
-    """The family of a wrapper. texts: its text families by model_type, the usual one first.
+    """The family of a model with vision. texts: its text families by model_type, the usual one first.
 
     defaults: values of keys that are absent from text_config, besides those of the text family.
     """

@@ -15,7 +15,7 @@ from pallas_kernels.cpu.native import library
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")  # in the order of args.h
 MAX_HEAD_DIM = 512
-"""Largest head_dim and v_head_dim; of latent rows, the largest latent_dim and the most numbers behind it."""
+"""Largest head_dim and v_head_dim. For latent rows: the largest latent_dim, and the most numbers after the latent."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class NativeConfig:
     window_left: int = -1  # keys before and after the query's own; -1: unlimited
     window_right: int = -1
     chunk_size: int = 0  # 0: off
-    latent_dim: int = 0  # V of latent rows: a key is its value, the latent, and then D - V numbers of k; 0: no latents
+    latent_dim: int = 0  # V of latent rows: a key is its value (the latent), then D - V numbers of k; 0: no latents
     heads_first: bool = True  # pages are [N K S D]; False: [N S K D]
     isa: str = "auto"
     threads: int = 0  # 0: as many as XLA's pool has
@@ -64,8 +64,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T H V], lse f32[T H]). The order of operations on a logit is that of pallas_kernels.algebra.logits.
 
-    With latent_dim, k and v are pages: the two parts of the rows, or twice the same array of whole rows. A row's latent
-    is read from v, and its scales are those of k and of v; only whole rows may have token scales.
+    With latent_dim, k and v are pages: k the rest of each row and v its latent, or both the same array of whole rows.
+    The latent is read from v, also as the first part of a key. Only whole rows may have token scales.
     """
     library.check_isa(config.isa)
     (num_tokens, num_heads, _), v_head_dim = q.shape, config.latent_dim or v.shape[-1]

@@ -1,8 +1,8 @@
-"""JAX's interpreter of Mosaic GPU kernels, with what our kernels need besides: run_state, operands in registers, PTX.
+"""JAX's interpreter of Mosaic GPU kernels, with three additions: run_state, wgmma operands in registers, inline PTX.
 
 `interpreted()` is a context in which plgpu.kernel runs on the CPU: threads, shared memory, barriers and TMA by JAX's
-own model, which also finds races. A function of inline PTX is replaced by its meaning, see PTX; one that is not
-listed there raises.
+own model, which also finds races. A function of inline PTX is replaced by a numpy function, see PTX; one that is not
+listed there raises KeyError.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _original = jaxpr_interpret.JaxprInterpreter.interpret
 
 
 def _interpret(self, jaxpr, token, *args):
-    """JaxprInterpreter.interpret, one equation at a time, with ours among them."""
+    """JaxprInterpreter.interpret, one equation at a time: by _OURS, or else by JAX as a jaxpr of its own."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     read = lambda v: v.val if isinstance(v, core.Literal) else env[v]
     for eqn in jaxpr.eqns:
@@ -55,7 +55,7 @@ def _interpret(self, jaxpr, token, *args):
 
 
 def _allocate(self, token, value):
-    """A buffer of this thread with that value."""
+    """The key of a new buffer of this thread with that value."""
     registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
     token, request = gpu_callbacks.call_make_allocation_request_array(
         token=token, compute_unit=self.thread, memory_space_id=registers, initial_ref_count=1
@@ -110,7 +110,7 @@ def _wgmma(self, eqn, token, values):
 
 
 def _inline(self, eqn, token, values):
-    """A function of inline PTX, by its meaning in PTX."""
+    """Runs the numpy function that PTX has for a function of inline PTX."""
     function, count = eqn.params["mgpu_fn"], eqn.params["pytree_args"].num_leaves
     is_ref = [isinstance(v.aval, AbstractRef) for v in eqn.invars[:count]]
     transforms = eqn.params["pytree_ref_transforms"].unflatten(values[count:])
@@ -208,5 +208,5 @@ PTX = {
     "store_partial": _store_partial,
     "load_partial": _load_partial,
 }
-"""Function of ptx_sm90 or rows_sm90 -> its meaning: (variables of its closure, arguments as arrays; those of Refs are
-written back) -> results, or None."""
+"""Name of a function of ptx_sm90 or rows_sm90 -> a numpy function of the same effect, called with the variables of its
+closure and its arguments as arrays. It returns the results, or None; arrays of Refs that it changed are stored."""

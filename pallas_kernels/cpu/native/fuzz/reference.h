@@ -27,7 +27,7 @@ struct AttendCheck {
             const int64_t at = pool_row(args, request, kv_head, j);
             double x = 0.0, terms = 0.0;
             for (int d = 0; d < args.head_dim; d++) {
-                const int behind = d - args.latent_dim;  // the latent
+                const int behind = d - args.latent_dim;  // the column of k; below 0: a column of the latent
                 const double term =
                     stored_value(args.q_dtype, args.q, (token * args.num_heads + head) * args.head_dim + d) *
                     (behind < 0 ? stored_value(args.kv_dtype, args.v, at * args.v_row + d)

@@ -10,7 +10,7 @@ enum class Dtype : int32_t { f32 = 0, f16 = 1, bf16 = 2, e4m3 = 3, e5m2 = 4, i8 
 constexpr int kNumDtypes = 6;
 constexpr const char* kDtypeNames[kNumDtypes] = {"float32",       "float16",     "bfloat16",
                                                  "float8_e4m3fn", "float8_e5m2", "int8"};
-constexpr int kMaxHeadDim = 512;  // of keys and of values; of both parts of a latent key
+constexpr int kMaxHeadDim = 512;  // of keys and of values; of each part of a latent key
 
 constexpr int64_t bytes_of(Dtype t) { return t == Dtype::f32 ? 4 : t == Dtype::f16 || t == Dtype::bf16 ? 2 : 1; }
 constexpr bool is_float8(Dtype t) { return t == Dtype::e4m3 || t == Dtype::e5m2; }
@@ -34,8 +34,9 @@ struct AttentionArgs {
     int64_t num_tokens, num_reqs, table_width, num_blocks, num_packed_keys;
     int32_t block_size, num_heads, num_kv_heads, group_size, head_dim, v_head_dim;  // group_size: H / K
     int64_t block_stride, head_stride, slot_stride;                                 // in pool rows
-    int64_t k_row, v_row;  // elements from one pool row to the next; D and V, but for latent rows in one pool
-    int32_t latent_dim;    // 0, or V: a key is its value (the latent), followed by D - V numbers of k
+    // Elements from one pool row to the next: D and V; for latent rows in two pools D - V and V, in one pool D and D.
+    int64_t k_row, v_row;
+    int32_t latent_dim;  // 0, or V: a key is its value (the latent), followed by D - V numbers of k
     Dtype q_dtype, kv_dtype, out_dtype;
     float scale, soft_cap;                          // soft_cap 0: off
     int32_t window_left, window_right, chunk_size;  // off: -1, -1, 0

@@ -5,8 +5,8 @@
 // each, and so on. Several pages are then read at the same time, which keeps several of the hardware's prefetch streams
 // busy.
 //
-// A latent row (kLatent) is key and value: a tile is small enough to stay in the second cache level, where all rows of
-// q read it twice, and the next tile is prefetched meanwhile.
+// A latent row (kLatent) is key and value. Its tiles have kLatentTileKeys keys, so that a tile stays in the L2 cache
+// while each group of four rows of q reads it twice, as keys and as values. The next tile is prefetched meanwhile.
 #pragma once
 #include "epilogue.h"
 #include "prefetch.h"
@@ -84,7 +84,7 @@ INL vf shape_logits(const AttentionArgs& args, const RowParams& params, int r, i
 }
 
 // Dot products of kKeysPerVector keys with 4 rows of q: one vector [key][row]. next_rows: rows to prefetch, or nullptr.
-// `latent`: where the first parts of latent keys are.
+// latent: pointers to the first parts of latent keys; k: to the rest.
 template <class Compute, bool kLatent>
 INL vf dot_keys(const AttentionArgs& args, const uint32_t* q, int64_t stride, const char* const* latent,
                 const char* const* k, const char* const* next_rows) {

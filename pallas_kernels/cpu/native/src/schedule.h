@@ -45,7 +45,8 @@ inline void add_rows(const AttentionArgs& args, Schedule& schedule, WorkUnit wor
 
 inline Schedule make_schedule(const AttentionArgs& args, int latent_decode_rows) {
     Schedule schedule;
-    // The decode kernel converts numbers of 8 bits again for every four rows, the prefill kernel once.
+    // Latent caches of 2 or 4 bytes a number have a limit of their own. Those of 1 byte do not: the decode kernel
+    // converts their numbers again for every four rows of q, the prefill kernel only once.
     const bool is_wide_latent = args.latent_dim && bytes_of(args.kv_dtype) > 1;
     const int decode_rows = is_wide_latent ? latent_decode_rows : kDecodeMaxRows;
     for (int32_t r = 0; r < args.num_reqs; r++) {

@@ -44,7 +44,7 @@ struct IsaKernels {
     const char* name;
     void (*attend[kNumDtypes])(const AttentionArgs&, const WorkQueue&, int64_t item, float* partials, int32_t* counters,
                                Arena scratch);
-    int latent_decode_rows;  // latent rows of 2 or 4 bytes a number: requests with more rows run the prefill kernel
+    int latent_decode_rows;  // latent caches of 2 or 4 bytes a number: with more rows of q, the prefill kernel runs
     void (*write)(const WriteArgs&, int64_t token_begin, int64_t token_end);
     const ProductKernel* product[kNumFloats];  // of this dtype of x and w; nullptr where another ISA serves it
     const ProductKernel* packed[kNumFormats][kNumFloats];            // of this format of w and dtype of x
