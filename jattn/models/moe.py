@@ -12,6 +12,7 @@ from jattn.ops.product import product
 from jattn.ops.quantised import plain
 
 SCORES = ("softmax", "softmax_over_all", "sigmoid", "sigmoid_of_input", "sparsemixer")
+JITTER = 0.01
 LEAST_SUM = 1e-20
 """Lower limit of the sum by which normalised scores are divided."""
 
@@ -44,7 +45,7 @@ class MoE:
     normalised: bool = False
     least_sum: float = LEAST_SUM
     factor: float = 1.0
-    jitter: float = 0.01  # of 'sparsemixer'
+    jitter: float = JITTER  # of 'sparsemixer'
     float32_router: bool = False  # the router's logits are not rounded to the dtype of x
     router_bias: bool = False
     bias: bool = False
@@ -67,8 +68,14 @@ class MoE:
             )
         if self.groups > 1 and not 1 <= self.group_best <= size:
             raise ValueError(f"MoE group_best={self.group_best!r} must be from 1 to {size}, the experts of a group")
-        if self.scores == "sparsemixer" and (self.top_k != 2 or self.correction or self.groups > 1):
-            raise ValueError("MoE scores='sparsemixer' is for top_k=2 without correction and groups")
+        weighted = self.normalised or self.factor != 1.0
+        if self.scores == "sparsemixer" and (self.top_k != 2 or self.correction or self.groups > 1 or weighted):
+            raise ValueError(
+                "MoE scores='sparsemixer' is for top_k=2 and has its own weights: without correction, groups, "
+                "normalised and factor"
+            )
+        if self.scores != "sparsemixer" and self.jitter != JITTER:
+            raise ValueError(f"MoE jitter={self.jitter!r} has an effect with scores='sparsemixer' only")
         if self.shared_gate and self.shared is None:
             raise ValueError("MoE shared_gate has no effect without a shared expert; pass shared=, or leave it out")
 
