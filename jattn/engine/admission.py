@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from jattn import device
 from jattn.backends import Feature, explain, resolve
+from jattn.engine import weights
 from jattn.engine.blocks import request_root
 from jattn.engine.dispatch import Model
 from jattn.engine.params import SamplingParams, is_encodable
@@ -75,6 +76,15 @@ def mesh_of(mesh: Mesh | None, tensor_parallel: int, data_parallel: int) -> Mesh
             + ("; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count=N" * (devices[0].platform == "cpu"))
         )
     return jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2, devices=devices[:count])
+
+
+def check_weights(config: Any, params: Any) -> None:
+    """ValueError unless params have the containers and the shapes of the model's weights."""
+    from jattn.models.config import ModelConfig
+    from jattn.models.weight_tree import weight_paths, weight_specs
+
+    if isinstance(config, ModelConfig):
+        weights.check(params, {path: spec.shape for path, spec in weight_paths(weight_specs(config)).items()})
 
 
 def check_distributable(quantization: str | None) -> None:

@@ -79,6 +79,8 @@ class Engine:
         mesh: Mesh | None = None,  # distributes the model over its axis "tensor"; "data" and "context" must have size 1
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
+        if forward is None:
+            admission.check_weights(config, params)
         model_mesh = None if mesh is None else admission.model_mesh_of(config, mesh)
         if model_mesh is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
@@ -383,6 +385,9 @@ class Engine:
                 self._unreturned += self._read_oldest()
             except Exception as error:
                 self._unreturned += self._contain(error)
+            except BaseException:  # as in _take_step
+                self._unreturned += self._restart_unfinished(new_caches=True)
+                raise
 
     # ------------------------------------------------------------------ after a failure
     def _contain(self, error: Exception) -> list[RequestOutput]:
@@ -392,6 +397,7 @@ class Engine:
         blamed = [row.id for row in plan.rows] if plan and plan.rows else None
         if blamed is None:  # schedule() itself raised, and would again: fail all sequences that it reads
             blamed = [seq.id for seq in (*scheduler.running, *list(scheduler.waiting)[:1])]
+        blamed = blamed or self._requests.sequence_ids()  # requests that nobody schedules would wait forever
         log.error("a step failed, and with it the sequences %s", ", ".join(blamed), exc_info=error)
         self._stats = self._stats.plus(failed=self._requests.fail(blamed, internal_error_message(error)))
         return self._restart_unfinished(blamed, new_caches=True)

@@ -38,6 +38,10 @@ class LiveRequests:
         """The sequence of each row."""
         return [self._completions[row.id].seq for row in rows]
 
+    def sequence_ids(self) -> list[str]:
+        """The ids of all sequences."""
+        return list(self._completions)
+
     def add(self, request: Request) -> None:
         self._requests[request.id] = request
         self._completions |= {completion.seq.id: completion for completion in request.completions}

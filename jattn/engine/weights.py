@@ -3,10 +3,29 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors import UnsupportedError
 from jattn.ops.quantised import is_quantised
+
+
+def check(params: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """ValueError unless the arrays of params have these paths, as 'layers.0.attn.q.kernel', and these shapes."""
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_quantised)
+    seen = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    wrong = [f"{path} is missing" for path in shapes if path not in seen]
+    wrong += [f"{path or 'params'} is unknown" for path in seen if path not in shapes]
+    for path, leaf in seen.items():
+        if path in shapes and not (_is_float(leaf) and tuple(leaf.shape) == tuple(shapes[path])):
+            wrong.append(f"{path} is {_form(leaf)}, not a float {list(shapes[path])}")
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}")
+
+
+def _is_float(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def adopt(params: Any) -> Any:

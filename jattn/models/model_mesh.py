@@ -215,6 +215,8 @@ def _ranks(mesh: Mesh) -> np.ndarray:
             )
     if mesh.is_multi_process:
         raise UnsupportedError("the mesh has devices of several processes; the engine runs in one process")
+    if len({d.id for d in mesh.devices.flat}) < mesh.devices.size:
+        raise ValueError(f"the mesh has a device more than once: {[d.id for d in mesh.devices.flat]}")
     found = {d.platform for d in mesh.devices.flat}
     if found != {device.detect().platform}:
         raise ValueError(f"the mesh's devices are {sorted(found)}, but JAX's default device is {device.detect()}")

@@ -350,3 +350,31 @@ def test_an_exit_while_text_is_read_loses_no_text(at, stop):
     assert [(found[id].token_ids, found[id].text) for id in ids] == [
         (answer(prompt, 10), bytes(answer(prompt, 10)).decode()) for prompt in prompts
     ]
+
+
+@pytest.mark.parametrize("method", ["sleep", "update_weights"])
+@pytest.mark.parametrize("at", range(1, 13))
+def test_an_exit_while_dispatches_are_finished_loses_no_request(method, at):
+    tokenizer = Exiting(10**6)
+    served = Engine(HYBRID, fake.PARAMS, tokenizer, forward=fake.forward, **SIZES | dict(max_num_seqs=3))
+    params = SamplingParams(max_tokens=3, **GREEDY)
+    prompts = [[5, 6, 7], [9, 8], [20, 21]]
+    ids = [served.add_request(prompt, params) for prompt in prompts]
+    served._send_ahead()
+    tokenizer.left = at
+    with contextlib.suppress(SystemExit):
+        getattr(served, method)(*([fake.PARAMS] if method == "update_weights" else []))
+    served.wake()
+    found = {}
+    for _ in range(20):
+        found |= {output.id: output for output in served.step() if output.finished}
+    assert not served.has_work and [found[id].token_ids for id in ids] == [answer(prompt, 3) for prompt in prompts]
+
+
+def test_requests_that_nobody_schedules_end_with_an_error():
+    """It cannot happen; if it does, the engine must not fail the same way for ever."""
+    served = engine()
+    id = served.add_request([5, 6], SamplingParams(max_tokens=3, **GREEDY))
+    served.scheduler.waiting.clear()
+    (output,) = served.step()
+    assert output.id == id and output.outputs[0].finish_reason == "error" and not served.has_work

@@ -295,3 +295,9 @@ def test_quantised_weights_are_refused_on_a_mesh():
         Engine(config, params, num_blocks=20, block_size=4, mesh=mesh(2))
     with pytest.raises(UnsupportedError, match="quantization='int4' on a mesh"):
         Engine.from_pretrained("nowhere", tensor_parallel=2, quantization="int4")
+
+
+def test_a_mesh_with_a_device_twice_is_refused():
+    config, device = models.config_of(COMMON | dict(model_type="llama")), jax.devices()[0]
+    with pytest.raises(ValueError, match=r"a device more than once: \[0, 0\]"):
+        Engine(config, models.init_params(config, 0, "float32"), mesh=Mesh(np.array([device, device]), ("tensor",)))

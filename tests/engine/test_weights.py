@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn import models
 from jattn.engine import BlockTables, Engine, SamplingParams, Sequence
 from jattn.engine.weights import adopt, copied_like
 from tests.engine import fake
@@ -183,3 +184,25 @@ def test_weights_stay_bound_to_their_device_or_unbound(bound):
     served.sleep()
     served.wake()
     assert told() == {bound}
+
+
+def test_weights_of_another_form_are_refused_when_the_engine_is_made():
+    config = models.config_of(
+        dict(
+            model_type="llama", vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, rms_norm_eps=1e-6,
+        )
+    )  # fmt: skip
+    params = models.init_params(config, 0, "float32")
+    short, whole = params | {"embed": params["embed"][:63]}, params | {"embed": np.zeros((64, 16), np.int32)}
+    for wrong, seen in (
+        (short, r"embed is float32\[63, 16\], not a float \[64, 16\]"),
+        (whole, r"embed is int32\[64, 16\], not a float"),
+        (params | {"embed": "x"}, "embed is str, not a float"),
+        (params | {"more": params["embed"]}, "more is unknown"),
+        ({name: part for name, part in params.items() if name != "layers"}, "layers.0.attn.* is missing; and 6 more"),
+        ([1], "embed is missing"),
+    ):
+        with pytest.raises(ValueError, match=f"the weights do not fit this model: .*{seen}"):
+            Engine(config, wrong, **SIZES)
+    assert Engine(config, models.quantise(params, "int8"), **SIZES)

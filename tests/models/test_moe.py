@@ -92,7 +92,8 @@ def test_each_token_is_routed_by_the_definition(name):
     "bad",
     [
         dict(groups=4), dict(groups=3, top_groups=4), dict(groups=3, group_best=3), dict(shared_gate=True),
-        dict(groups=3, top_k=3), dict(scores="sparsemixer", top_k=3), dict(scores="sparsemixer", factor=2.0), dict(jitter=0.1),
+        dict(groups=3, top_k=3), dict(scores="sparsemixer", top_k=3), dict(scores="sparsemixer", factor=2.0),
+        dict(jitter=0.1),
     ],
 )  # fmt: skip
 def test_routes_that_cannot_be_are_refused(bad):
