@@ -16,15 +16,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import records
-from benchmarks.gpu import check, cupti
+from benchmarks.gpu import check, cupti, jobs
 from jattn import CommonAttentionMetadata, MLAAttention, MLAParams, MLASpec, PagedKV, mla_cache_spec
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.gpu.mla_config import WARPGROUP_ROWS, MlaKernelConfig, heads_of_unit
@@ -205,32 +204,34 @@ def flashmla(script: str, library: str) -> dict[str, float]:
             return json.load(file)
 
 
-def jobs(names: list[str], iterations: int, peer: dict[str, float]):
-    """(case, backend, variant or None, what to run), most important first."""
+def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterator[jobs.Job]:
+    """The jobs of these parts, most important first."""
     ours = "mla_pallas_gpu"
     if "check" in names:
         for case in CHECKED[:2]:
-            yield case.name, ours, None, lambda c=case: measure(c, False, iterations)
+            yield dict(case=case.name, backend=ours), lambda c=case: measure(c, False, iterations)
     if "time" in names:
         for case in TIMED:
-            yield case.name, ours, None, lambda c=case: measure(c, True, iterations)
+            yield dict(case=case.name, backend=ours), lambda c=case: measure(c, True, iterations)
         for case in TIMED:
             if case.name in peer:
-                yield case.name, "flashmla", None, lambda c=case: dict(us=peer[c.name], ok=True)
+                yield dict(case=case.name, backend="flashmla"), lambda c=case: dict(us=peer[c.name], ok=True)
     if "check" in names:
         for case in CHECKED[2:]:
-            yield case.name, ours, None, lambda c=case: measure(c, False, iterations)
+            yield dict(case=case.name, backend=ours), lambda c=case: measure(c, False, iterations)
     if "variants" in names:
         for fields in VARIANTS:
             for case in TIMED:
                 changed = with_fields(case, fields)
                 if changed is not None:
                     text = ",".join(f"{name}={value}" for name, value in fields.items())
-                    yield case.name, ours, text, lambda c=changed: measure(c, True, iterations)
+                    names_of_row = dict(case=case.name, backend=ours, variant=text)
+                    yield names_of_row, lambda c=changed: measure(c, True, iterations)
     if "sdpa" in names:
         for case in TIMED:
             for backend in (ours, "mla_sdpa"):
-                yield case.name, backend, "layer", lambda c=case, b=backend: layer(c, b, iterations)
+                names_of_row = dict(case=case.name, backend=backend, variant="layer")
+                yield names_of_row, lambda c=case, b=backend: layer(c, b, iterations)
 
 
 def with_fields(case: LatentCase, fields: dict) -> LatentCase | None:
@@ -245,38 +246,16 @@ def with_fields(case: LatentCase, fields: dict) -> LatentCase | None:
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.mla_decode", description=__doc__.splitlines()[0])
-    records.add_options(parser)
+    jobs.add_options(parser, seconds=240)
     parser.add_argument("--parts", default="check,time,variants,sdpa")
-    parser.add_argument("--only", default="", help="parts of labels, separated by commas")
-    parser.add_argument("--seconds", type=float, default=240, help="nothing begins in the last 15")
-    parser.add_argument("--stuck", type=float, default=60, help="seconds of one case after which the process ends")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--flashmla", nargs=2, metavar=("SCRIPT", "LIBRARY"))
     args = parser.parse_args(argv)
-    begin, failed, skipped = time.time(), 0, []
     peer = cupti.attempt(lambda: flashmla(*args.flashmla)) if args.flashmla else {}
     names = args.parts.split(",")
-    base = records.provenance() | (check.ceilings() if "time" in names else {})
-    print(base, peer, flush=True)
-    for case, backend, variant, work in jobs(names, args.iterations, peer):
-        label = f"{case} {backend} {variant or ''}".strip()
-        if args.only and not any(part in label for part in args.only.split(",")):
-            continue
-        if time.time() - begin > args.seconds - 15:
-            skipped.append(label)
-            continue
-        guard = threading.Timer(args.stuck, lambda text=label: (print("STUCK", text, flush=True), os._exit(3)))
-        guard.daemon = True
-        guard.start()
-        row = dict(case=case, backend=backend) | cupti.attempt(work) | ({"variant": variant} if variant else {})
-        guard.cancel()
-        failed += not row["ok"]
-        figures = {k: row[k] for k in ("us", "list_us", "tb_s", "tflop_s", "rel_err", "lse_err", "error") if k in row}
-        cells = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items()]
-        print("ok   " if row["ok"] else "WRONG", f"{label:56s}", *cells, f"({row['wall_s']} s)", flush=True)
-        records.write([base | row], "mla", records.folder_of(args))
-    print(f"{failed} wrong; skipped for time: {skipped or 'none'}; {time.time() - begin:.0f} s", flush=True)
-    return int(failed > 0)
+    origin = records.provenance() | (check.ceilings() if "time" in names else {})
+    print(origin, peer, flush=True)
+    return int(jobs.run(jobs_of(names, args.iterations, peer), args, origin, "mla") > 0)
 
 
 if __name__ == "__main__":

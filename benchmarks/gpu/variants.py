@@ -1,16 +1,16 @@
 """Compares variants of the Hopper kernel in one run: each is checked, then timed beside the default.
 
-    python -m benchmarks.gpu.variants [--write | --out DIR] [--budget 240] [--only PARTS]
+    python -m benchmarks.gpu.variants [--write | --out DIR] [--seconds 240] [--only PARTS]
 
 A variant is a case and the fields of GpuKernelConfig that differ from the default; docs/notebook/nvidia_h200.md has the
 decisions that follow from these figures. A variant that fails is reported and the others go on; no variant is started
-in the last 15 seconds of the budget.
+in the last 15 seconds.
 """
 
 import argparse
 import dataclasses
 import sys
-import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks import records
-from benchmarks.gpu import cases, check, cupti, packed
+from benchmarks.gpu import cases, check, jobs, packed
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.work_list import build_work_list
 
@@ -113,44 +113,27 @@ def batch_sizes(length: int = 1024) -> dict:
     return row | dict(largest_step_over_line=float(steps.max()), ok=bool(steps.max() < 1.3))
 
 
-def parts(iterations: int):
-    """(case, variant or None, what to run), most important first."""
+def jobs_of(iterations: int) -> Iterator[jobs.Job]:
+    """The jobs, most important first."""
     name = lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default"
-    for case, options in SMALL:
-        yield case.name, name(options), lambda c=case, o=options: measure(c, o, False, iterations)
-    for case, options in TIMED:
-        yield case.name, name(options), lambda c=case, o=options: measure(c, o, True, iterations)
-    for name in packed.CASES:
-        yield f"packed_{name}", None, lambda n=name: packed.run(n, iterations)
-    yield "batch_sizes", None, batch_sizes
+    for timed, several in ((False, SMALL), (True, TIMED)):
+        for case, options in several:
+            names = dict(case=case.name, variant=name(options))
+            yield names, lambda c=case, o=options, t=timed: measure(c, o, t, iterations)
+    for name_of_case in packed.CASES:
+        yield dict(case=f"packed_{name_of_case}"), lambda n=name_of_case: packed.run(n, iterations)
+    yield dict(case="batch_sizes"), batch_sizes
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the budget allows; 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.variants", description=__doc__.splitlines()[0])
-    records.add_options(parser)
-    parser.add_argument("--budget", type=float, default=240, help="seconds; nothing begins in its last 15")
+    jobs.add_options(parser, seconds=240)
     parser.add_argument("--iterations", type=int, default=8)
-    parser.add_argument("--only", default="", help="parts of labels, separated by commas")
     args = parser.parse_args(argv)
-    begin, failed, skipped = time.time(), 0, []
-    base = records.provenance()
-    print(base, flush=True)
-    for case, variant, work in parts(args.iterations):
-        label = f"{case} {variant or ''}".strip()
-        if args.only and not any(part in label for part in args.only.split(",")):
-            continue
-        if time.time() - begin > args.budget - 15:
-            skipped.append(label)
-            continue
-        row = dict(case=case) | cupti.attempt(work) | ({"variant": variant} if variant else {})
-        failed += not row["ok"]
-        figures = {k: row[k] for k in ("us", "list_us", "tb_s", "tflop_s", "rel_err", "lse_err", "error") if k in row}
-        cells = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in figures.items()]
-        print("ok   " if row["ok"] else "WRONG", f"{label:60s}", *cells, f"({row['wall_s']} s)", flush=True)
-        records.write([base | row], "variants", records.folder_of(args))
-    print(f"{failed} wrong; skipped for time: {skipped or 'none'}; {time.time() - begin:.0f} s", flush=True)
-    return int(failed > 0)
+    origin = records.provenance()
+    print(origin, flush=True)
+    return int(jobs.run(jobs_of(args.iterations), args, origin, "variants") > 0)
 
 
 if __name__ == "__main__":

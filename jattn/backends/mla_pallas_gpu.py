@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn.backends.mla import MLABackend, MLAImpl, MLAMetadataBuilder
 from jattn.cache import KVCacheSpec, PagedKV
@@ -18,8 +19,7 @@ from jattn.cache.latent import is_wide
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.subset import subset
 from jattn.mla_spec import MLAParams, MLASpec, absorb
-from jattn.ops.layer import einsum, output_dtype
-from jattn.ops.mla import MLAMetadata
+from jattn.ops.mla import MLAMetadata, absorbed_queries, projected_values
 from jattn.ops.state import AttentionState, merge
 from jattn.types import AnyArray, Feature, MultipleOf, pytree, static
 from pallas_kernels.algebra import quant
@@ -139,18 +139,16 @@ def _absorbed(
 ) -> AttentionState:
     """W_UK multiplied into q, the kernel over the cached rows, its result multiplied by W_UV, and all scales."""
     spec, params = impl.spec, absorb(impl.spec, params)
-    nope, rope = jnp.split(q.astype(jnp.float32), [spec.qk_nope_head_dim], axis=-1)
     latent_scale = _scale(params.kv_c_scale)
     rope_scale = latent_scale if config.whole_rows else _scale(params.k_pe_scale)
-    latent = einsum("thn,hnl->thl", nope, jnp.asarray(params.w_uk, jnp.float32))
-    rows = jnp.concatenate([latent * latent_scale, rope * rope_scale], axis=-1).astype(config.dtype)
+    scales = jnp.repeat(jnp.stack([latent_scale, rope_scale]), np.array([spec.kv_lora_rank, spec.qk_rope_head_dim]))
+    rows = (absorbed_queries(spec, q, params) * scales).astype(config.dtype)
     if config.whole_rows:
         latents, ropes = _pages(cache.k, cache.spec), None
     else:
         latents, ropes = _pages(cache.v, cache.spec), _pages(cache.k, cache.spec)
     out, lse = latent_attention(rows, latents, ropes, jnp.asarray(m.block_table), work, config)
-    out = einsum("thl,hlv->thv", out.astype(jnp.float32) * latent_scale, jnp.asarray(params.w_uv, jnp.float32))
-    return AttentionState(out=out.astype(output_dtype(q.dtype)), lse=lse)
+    return projected_values(AttentionState(out=out.astype(jnp.float32) * latent_scale, lse=lse), q.dtype, params)
 
 
 def _pages(pool: jax.Array, cache_spec: KVCacheSpec) -> jax.Array:

@@ -246,13 +246,7 @@ class Engine:
     def _take_step(self) -> None:
         """Take a step, and keep its outputs until step() returns them, even if an interrupt comes before."""
         self.runner.must_be_awake("step()")
-        try:
-            self._unreturned += self._advance()
-        except Exception as error:  # any error: the other requests continue
-            self._unreturned += self._contain(error)
-        except BaseException:  # e.g. SystemExit of a callback: this step's rows are computed again later
-            self._unreturned += self._restart_unfinished(new_caches=True)
-            raise
+        self._contained(self._advance)
 
     def _advance(self) -> list[RequestOutput]:
         """Read a dispatch and return its outputs, while the next one runs."""
@@ -381,15 +375,19 @@ class Engine:
     def _finish_in_flight(self) -> None:
         """Read all dispatches that were sent."""
         while self._flights:
-            try:
-                self._unreturned += self._read_oldest()
-            except Exception as error:
-                self._unreturned += self._contain(error)
-            except BaseException:  # as in _take_step
-                self._unreturned += self._restart_unfinished(new_caches=True)
-                raise
+            self._contained(self._read_oldest)
 
     # ------------------------------------------------------------------ after a failure
+    def _contained(self, change: Callable[[], list[RequestOutput]]) -> None:
+        """Make a change of the state and keep its outputs. If it raises, only the requests of its step fail."""
+        try:
+            self._unreturned += change()
+        except Exception as error:  # any error: the other requests continue
+            self._unreturned += self._contain(error)
+        except BaseException:  # e.g. SystemExit of a callback: the rows of this step are computed again later
+            self._unreturned += self._restart_unfinished(new_caches=True)
+            raise
+
     def _contain(self, error: Exception) -> list[RequestOutput]:
         """Fail the rows of the step that raised. All other sequences are computed again, in new caches."""
         self._requests.take_back_unread()

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors import UnsupportedError
+from jattn.nn.weight_spec import weight_path
 from jattn.ops.quantised import is_quantised
 
 
 def check(params: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     """ValueError unless the arrays of params have these paths, as 'layers.0.attn.q.kernel', and these shapes."""
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_quantised)
-    seen = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    seen = {weight_path(path): leaf for path, leaf in leaves}
     wrong = [f"{path} is missing" for path in shapes if path not in seen]
     wrong += [f"{path or 'params'} is unknown" for path in seen if path not in shapes]
     for path, leaf in seen.items():

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jattn.errors import UnsupportedError
+from jattn.nn.weight_spec import weight_path
 from jattn.ops.quantised import QuantisedArray, is_quantised
 from jattn.ops.quantised import quantise as quantise_array
 
@@ -25,8 +26,7 @@ def quantise(params: dict[str, Any], quantization: str) -> dict[str, Any]:
     """The params of a model with its large weights quantised, e.g. for Engine.update_weights."""
     check_quantization(quantization)
     leaves, structure = jax.tree.flatten_with_path(params, is_leaf=is_quantised)
-    name = lambda path: ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
-    return jax.tree.unflatten(structure, [quantised(name(path), leaf, quantization) for path, leaf in leaves])
+    return jax.tree.unflatten(structure, [quantised(weight_path(path), leaf, quantization) for path, leaf in leaves])
 
 
 def check_quantization(quantization: str) -> None:

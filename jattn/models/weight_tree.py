@@ -6,7 +6,7 @@ import jax
 
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.residual import norm_weight_specs
-from jattn.nn.weight_spec import WeightSpec, is_weight_spec, linear_weight_specs
+from jattn.nn.weight_spec import WeightSpec, is_weight_spec, linear_weight_specs, weight_path
 
 
 def weight_specs(config: ModelConfig) -> dict[str, Any]:
@@ -32,8 +32,7 @@ def weight_specs(config: ModelConfig) -> dict[str, Any]:
 
 def weight_paths(specs: dict[str, Any]) -> dict[str, WeightSpec]:
     """The WeightSpecs of a tree by their paths, as "layers.0.attn.q.kernel"."""
-    leaves = jax.tree.flatten_with_path(specs, is_leaf=is_weight_spec)[0]
-    return {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): spec for path, spec in leaves}
+    return {weight_path(path): spec for path, spec in jax.tree.leaves_with_path(specs, is_leaf=is_weight_spec)}
 
 
 def init_params(config: ModelConfig, key: "jax.Array | int" = 0, dtype: Any = "float32") -> dict[str, Any]:

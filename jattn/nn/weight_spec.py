@@ -29,6 +29,11 @@ def is_weight_spec(x: Any) -> bool:
     return isinstance(x, WeightSpec)
 
 
+def weight_path(path: tuple[Any, ...]) -> str:
+    """The name of a leaf of params, as "layers.0.attn.q.kernel"; path: as jax.tree.leaves_with_path gives it."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def linear_weight_specs(
     inputs: int, outputs: int, axes: tuple[str | None, str | None], bias: bool
 ) -> dict[str, WeightSpec]:

@@ -12,6 +12,7 @@ from jattn.models.families.shared import (
     LLAMA_NAMES,
     MAX_EXPERTS,
     MAX_LAYERS,
+    MIXTRAL_NAMES,
     UNUSED,
     attention_biases,
     dense_or_experts,
@@ -242,14 +243,6 @@ def phimoe(c: ConfigReader) -> ModelConfig:
 
 NAMES = LLAMA_NAMES | EXPERT_NAMES
 SHARED_EXPERT_NAMES = {f"mlp.shared.{n}": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}
-MIXTRAL_NAMES = {
-    "mlp.router": "block_sparse_moe.gate",
-    "mlp.router.correction": "block_sparse_moe.e_score_correction_bias",
-}
-MIXTRAL_NAMES |= {
-    f"experts.{ours}": f"block_sparse_moe.experts.{{e}}.{theirs}"
-    for ours, theirs in dict(gate="w1", up="w3", down="w2").items()
-}
 CORRECTION = ("mlp.moe_statics.e_score_correction_bias", lambda x: x.reshape(-1))
 NUM_EXPERTS_KEYS = dict(num_local_experts=("num_experts", "num_local_experts"))
 ROUTED_EXPERTS_KEYS = dict(num_local_experts=("n_routed_experts", "num_local_experts"))

@@ -239,6 +239,14 @@ EXPERT_NAMES: dict[str, Any] = {
     **{f"mlp.shared.{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")},
 }
 """The usual names of experts."""
+MIXTRAL_NAMES: dict[str, Any] = {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.router.correction": "block_sparse_moe.e_score_correction_bias",
+    "experts.gate": "block_sparse_moe.experts.{e}.w1",
+    "experts.up": "block_sparse_moe.experts.{e}.w3",
+    "experts.down": "block_sparse_moe.experts.{e}.w2",
+}
+"""The names of experts in Mixtral."""
 
 
 def gate_up_rows(tensor: str) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""Runs measurements within a time: each prints a line and writes a row, and one that fails does not stop the others."""
+
+import argparse
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from benchmarks import records
+from benchmarks.gpu import cupti
+
+FIGURES = ("us", "list_us", "tb_s", "tflop_s", "rel_err", "lse_err", "error")
+LAST_SECONDS = 15  # nothing begins in them
+Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
+
+
+def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """--seconds, --stuck, --only, and where rows are written."""
+    records.add_options(parser)
+    parser.add_argument("--seconds", type=float, default=seconds, help=f"nothing begins in the last {LAST_SECONDS}")
+    parser.add_argument("--stuck", type=float, default=60, help="seconds of one case after which the process ends")
+    parser.add_argument("--only", default="", help="parts of labels, separated by commas")
+
+
+def run(jobs: Iterable[Job], args: argparse.Namespace, origin: dict[str, Any], file: str) -> int:
+    """The number of wrong results. A job: the columns that name it, and the work, which returns the others.
+
+    A kernel that waits for ever cannot be stopped, so a case that is stuck ends the process.
+    """
+    begin, failed, skipped = time.time(), 0, []
+    for names, work in jobs:
+        label = " ".join(str(name) for name in names.values())
+        if args.only and not any(part in label for part in args.only.split(",")):
+            continue
+        if time.time() - begin > args.seconds - LAST_SECONDS:
+            skipped.append(label)
+            continue
+        guard = threading.Timer(args.stuck, _end_process, [label])
+        guard.daemon = True
+        guard.start()
+        row = names | cupti.attempt(work)
+        guard.cancel()
+        failed += not row["ok"]
+        cells = [f"{k}={row[k]:.4g}" if isinstance(row[k], float) else f"{k}={row[k]}" for k in FIGURES if k in row]
+        print("ok   " if row["ok"] else "WRONG", f"{label:60s}", *cells, f"({row['wall_s']} s)", flush=True)
+        records.write([origin | row], file, records.folder_of(args))
+    print(f"{failed} wrong; skipped for time: {skipped or 'none'}; {time.time() - begin:.0f} s", flush=True)
+    return failed
+
+
+def _end_process(label: str) -> None:
+    print("STUCK", label, flush=True)
+    os._exit(3)
