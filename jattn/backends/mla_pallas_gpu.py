@@ -142,7 +142,7 @@ def _absorbed(
     latent_scale = _scale(params.kv_c_scale)
     rope_scale = latent_scale if config.whole_rows else _scale(params.k_pe_scale)
     scales = jnp.repeat(jnp.stack([latent_scale, rope_scale]), np.array([spec.kv_lora_rank, spec.qk_rope_head_dim]))
-    rows = (absorbed_queries(spec, q, params) * scales).astype(config.dtype)
+    rows = (absorbed_queries(spec, q, params) * scales[None, None]).astype(config.dtype)
     if config.whole_rows:
         latents, ropes = _pages(cache.k, cache.spec), None
     else:
