@@ -1,13 +1,12 @@
 """Checkpoint: the tensors of a folder of *.safetensors by name, memory-mapped and read one at a time."""
 
-import contextlib
-import functools
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jattn.errors.arguments import short
@@ -16,16 +15,26 @@ from jattn.models.files import MAX_LISTED_BYTES, is_there, read_json, regular_fi
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
+DTYPES = dict(
+    F64=np.float64, F32=np.float32, F16=np.float16, BF16=ml_dtypes.bfloat16, F8_E4M3=ml_dtypes.float8_e4m3fn,
+    I64=np.int64, I32=np.int32, I16=np.int16, I8=np.int8, U64=np.uint64, U32=np.uint32, U16=np.uint16, U8=np.uint8,
+    BOOL=np.bool_, C64=np.complex64,
+)  # fmt: skip
+"""The dtypes of tensors, by their names in the files."""
+
+
 class TensorLocation(NamedTuple):
-    """Where a tensor is stored: the file, its open handle, and the tensor's name in the file."""
+    """Where a tensor is stored: the file, the tensor's name in the file, its bytes, and what they are."""
 
     path: Path
-    handle: Any
     name: str
+    data: np.ndarray  # uint8, memory-mapped
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Checkpoint:
-    """The tensors of a folder by name, each read from a memory-mapped file when it is asked for.
+    """The tensors of a folder by name. The files are memory-mapped, and the tensors are views of them.
 
     Nothing in the folder is executed: *.safetensors files have a header and numbers; pickle files are never opened.
 
@@ -36,7 +45,6 @@ class Checkpoint:
     def __init__(
         self,
         directory: Path,
-        stack: contextlib.ExitStack,
         prefix: str = "",
         renames: tuple[tuple[str, str], ...] = (),
     ):
@@ -44,14 +52,13 @@ class Checkpoint:
         self.locations: dict[str, TensorLocation] = {}
         index = read_index(directory)
         for path in files_of(directory, index):
-            handle = _opened(path, stack)
-            for name in handle.keys():
-                if name in self.locations:
+            for location in _tensors(path):
+                if (name := location.name) in self.locations:
                     raise ValueError(
                         f"tensor {tensor_text(name)} is in {self.locations[name].path} and in {path.name} too: keep "
                         "only the files of one checkpoint in the folder"
                     )
-                self.locations[name] = TensorLocation(path, handle, name)
+                self.locations[name] = location
         if index is not None:
             _check_index(directory / INDEX, index, self.locations)
         self.locations = _renamed(self.locations, renames)
@@ -59,12 +66,11 @@ class Checkpoint:
             self.locations = {prefix + name: location for name, location in self.locations.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as stored; ValueError if it has NaN or infinity."""
-        path, handle, stored = self.locations[name]
-        try:
-            value = _float8(path, stored) if _is_float8(handle, stored) else handle.get_tensor(stored)
-        except Exception as error:  # SafetensorError, or any error for a dtype that numpy lacks
-            raise ValueError(f"{path}: tensor {tensor_text(stored)} cannot be read: {error}") from error
+        """One tensor as stored, a view of the file that cannot be written to; ValueError if it has NaN or infinity."""
+        path, stored, data, dtype, shape = self.locations[name]
+        if dtype not in DTYPES:
+            raise ValueError(f"{path}: tensor {tensor_text(stored)} cannot be read: {dtype=} is not supported")
+        value = data.view(DTYPES[dtype]).reshape(shape)
         if not is_finite(value):
             raise ValueError(f"{path}: tensor {tensor_text(stored)} has NaN or infinity: the file is damaged")
         return value
@@ -80,26 +86,6 @@ def _renamed(locations: dict[str, TensorLocation], renames: tuple[tuple[str, str
             raise ValueError(f"{location.path}: tensor {tensor_text(name)} is there twice, as {found[known].name}, too")
         found[known] = location
     return found
-
-
-def _is_float8(handle: Any, name: str) -> bool:
-    return handle.get_slice(name).get_dtype() == "F8_E4M3"
-
-
-def _float8(path: Path, name: str) -> np.ndarray:
-    """A tensor of float8_e4m3fn. The safetensors library (0.8) checked the header, but cannot read it into numpy."""
-    header, begin = _header(path, path.stat().st_mtime_ns)
-    found = header[name]
-    offset = begin + found["data_offsets"][0]
-    return np.memmap(path, jnp.float8_e4m3fn, "r", offset, tuple(found["shape"]))
-
-
-@functools.lru_cache(maxsize=1)
-def _header(path: Path, modified: int) -> tuple[dict[str, Any], int]:
-    """The table of a file's tensors, and where their data begins."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(length)), 8 + length
 
 
 def read_index(directory: Path) -> dict[str, str] | None:
@@ -145,8 +131,8 @@ def files_of(directory: Path, index: dict[str, str] | None) -> list[Path]:
     return found
 
 
-def _opened(path: Path, stack: contextlib.ExitStack) -> Any:
-    """The file, memory-mapped. The safetensors library checks its header."""
+def _tensors(path: Path) -> list[TensorLocation]:
+    """The tensors of a file, which is memory-mapped. The safetensors library checks its header."""
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:
@@ -154,11 +140,21 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> Any:
             "reading *.safetensors needs the safetensors package: pip install 'jattn[models]'"
         ) from None
     try:
-        return stack.enter_context(safe_open(regular_file(path), framework="numpy"))
+        with safe_open(regular_file(path), framework="numpy") as file:
+            names = file.keys()
+        data = np.asarray(np.memmap(path, np.uint8, "r"))
     except (SafetensorError, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise
         raise ValueError(f"{path} is not a complete *.safetensors file ({error}): download it again") from error
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    table, data = json.loads(data[8:begin].tobytes()), data[begin:]
+
+    def location(name: str) -> TensorLocation:
+        row = table[name]
+        return TensorLocation(path, name, data[slice(*row["data_offsets"])], row["dtype"], tuple(row["shape"]))
+
+    return [location(name) for name in names]
 
 
 def _check_index(path: Path, index: dict[str, str], locations: dict[str, TensorLocation]) -> None:
@@ -187,8 +183,6 @@ def is_finite(x: np.ndarray) -> bool:
     if not x.size or not jnp.issubdtype(x.dtype, jnp.floating):
         return True
     width = x.dtype.itemsize
-    if width == 1:
-        return bool(np.isfinite(x.astype(np.float32)).all())
     bits = lambda value: np.array(value, x.dtype).view(f"u{width}")
     unsigned, signed = x.view(f"u{width}"), x.view(f"i{width}")
     return bool(unsigned.max() < bits(-math.inf) and signed.max() < bits(math.inf).view(f"i{width}"))

@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable, Container
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
 from jattn.models.config_reader import ConfigReader
+from jattn.models.placing import placed
 from jattn.models.tensor_names import TensorSource, unchanged
 from jattn.ops.quantised import PACKED, QuantisedArray, packed
 
@@ -61,16 +61,16 @@ class Scheme:
         left = iter(tensors)
         modules = [self.decode(*(next(left) if is_there else None for is_there in each)) for each in present]
         axis = -1 if make is unchanged else -2  # a table of embeddings stays [rows, inputs]
-        made = lambda name: np.ascontiguousarray(make(*(getattr(module, name) for module in modules)))
+        made = lambda name: placed(make(*(getattr(module, name) for module in modules)), None)
         if any(module.codes.shape[1] % module.scales.shape[1] for module in modules):
             raise ValueError("the number of its groups does not divide the number of its inputs")
         has_zeros = {module.zero_points is not None for module in modules}
         if len(has_zeros) > 1:
             raise ValueError("some of its modules have zero points, and some have none")
-        codes, zeros = jnp.asarray(made("codes")), jnp.asarray(made("zero_points")) if has_zeros.pop() else None
+        codes, zeros = made("codes"), made("zero_points") if has_zeros.pop() else None
         values = packed(codes, axis) if self.format in ("int4", "fp4") else codes
         return QuantisedArray(
-            values=values, scales=jnp.asarray(made("scales")), zero_points=zeros, format=self.format, axis=axis,
+            values=values, scales=made("scales"), zero_points=zeros, format=self.format, axis=axis,
             dtype=np.dtype(dtype),
         )  # fmt: skip
 

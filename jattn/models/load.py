@@ -1,6 +1,9 @@
 """Loading a Hugging Face folder: config.json to a ModelConfig, tensors to params."""
 
+import concurrent.futures
 import contextlib
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,8 @@ from jattn.models.families import FAMILIES, RECURRENT
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
 from jattn.models.hub_formats import scheme_of
-from jattn.models.quantising import check_quantization, placed, quantised
+from jattn.models.placing import placed
+from jattn.models.quantising import check_quantization, quantised
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
 from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
@@ -26,6 +30,8 @@ from jattn.ops.quantised import is_quantised
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Dtypes of weights in params. Packed weights are stored as integers; their TensorSource unpacks them."""
+MAX_THREADS = 8
+"""Threads that read weights, at most. Reading is limited by memory, which a few cores fill."""
 MAX_MISSING_LISTED = 10_000
 """If a checkpoint lacks more tensors than this, the error does not list them."""
 
@@ -52,16 +58,15 @@ def load(
     scheme = None if method in family.quant_methods else scheme_of(values, str(folder / "config.json"))
     if scheme is not None and quantization is not None:
         raise UnsupportedError(f"{folder}: its weights are quantised ({method}); quantization must be None")
-    with contextlib.ExitStack() as stack:
-        checkpoint = Checkpoint(folder, stack, family.prefix, family.renames)
-        _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
-        table, unused = family.tensors(config), _unused(family, config)
-        if scheme is not None:
-            stored_dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
-            table = scheme.sources(table, checkpoint.locations, stored_dtype if dtype is None else dtype)
-            used = {name for source in table.values() for name in source.names}
-            unused = _or_named(unused, _zeros(checkpoint, used, scheme.zeros))
-        params = _read_params(checkpoint, table, weight_specs(config), unused, dtype, sharding, progress, quantization)
+    checkpoint = Checkpoint(folder, family.prefix, family.renames)
+    _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
+    table, unused = family.tensors(config), _unused(family, config)
+    if scheme is not None:
+        stored_dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
+        table = scheme.sources(table, checkpoint.locations, stored_dtype if dtype is None else dtype)
+        used = {name for source in table.values() for name in source.names}
+        unused = _or_named(unused, _zeros(checkpoint, used, scheme.zeros))
+    params = _read_params(checkpoint, table, weight_specs(config), unused, dtype, sharding, progress, quantization)
     return config, params
 
 
@@ -160,22 +165,56 @@ def _read_params(
     structure, by_path = jax.tree.structure(specs, is_leaf=is_weight_spec), weight_paths(specs)
     table = {path: source.stored_form(checkpoint.locations) for path, source in table.items()}
     _check_names(checkpoint, table, by_path, unused)
+    place_of = sharding if callable(sharding) else lambda path, spec: sharding
+    begun, copying = _jax_context(), threading.Lock()
+
+    def read(path: str, spec: WeightSpec) -> Any:
+        with begun():
+            return _read_weight(checkpoint, table[path], path, spec, dtype, place_of(path, spec), copying)
+
     arrays = []
-    for done, (path, spec) in enumerate(by_path.items()):
-        if progress is not None:
-            progress(done, len(by_path), path)
-        value = _read_weight(checkpoint, table[path], path, spec, dtype)
-        place = sharding(path, spec) if callable(sharding) else sharding
-        array = jax.tree.map(jnp.array, value) if place is None else placed(value, place)
-        arrays.append(array if quantization is None else quantised(path, array, quantization))
+    with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jattn-load") as pool:
+        many = map if quantization is not None else pool.map  # weights wait to be quantised one by one
+        weights = many(read, by_path, by_path.values())
+        for done, path in enumerate(by_path):
+            if progress is not None:
+                progress(done, len(by_path), path)
+            array = next(weights)
+            arrays.append(array if quantization is None else quantised(path, array, quantization))
     return jax.tree.unflatten(structure, arrays)
 
 
-def _read_weight(checkpoint: Checkpoint, source: TensorSource, path: str, spec: WeightSpec, dtype: Any) -> Any:
-    """One weight made from its tensors; ValueError unless its shape is right and its values are finite floats."""
+def _jax_context() -> Callable[[], contextlib.AbstractContextManager]:
+    """Makes a context in which another thread has this thread's default device and width of floats."""
+    device, is_wide = getattr(jax.config, "jax_default_device", None), jax.dtypes.canonicalize_dtype(float) == float
+
+    @contextlib.contextmanager
+    def begun():
+        with jax.default_device(device), jax.enable_x64(is_wide):
+            yield
+
+    return begun
+
+
+def _read_weight(
+    checkpoint: Checkpoint, source: TensorSource, path: str, spec: WeightSpec, dtype: Any, place: Any, copying: Any
+) -> Any:
+    """One weight on its devices.
+
+    copying: a lock. It is held while the weight is made and, unless it is a view of the files, until it is on the
+    devices: so the host has at most one weight besides those that the files and the devices have.
+    """
     stored = [checkpoint.read(name) for name in source.names]
-    file, _, first = checkpoint.locations[source.names[0]]
-    tensor = f"{file}: tensor {tensor_text(first)}"
+    file, first, *_ = checkpoint.locations[source.names[0]]
+    with copying:
+        value = _made(source, stored, path, spec, dtype, f"{file}: tensor {tensor_text(first)}")
+        if is_quantised(value) or not any(np.may_share_memory(value, x) for x in stored):
+            return placed(value, place)
+    return placed(value, place)
+
+
+def _made(source: TensorSource, stored: list[np.ndarray], path: str, spec: WeightSpec, dtype: Any, tensor: str) -> Any:
+    """A weight made of its tensors; ValueError unless its shape is right and its values are finite floats."""
     try:
         value = source.make(*stored)
     except UnsupportedError as error:
@@ -190,7 +229,8 @@ def _read_weight(checkpoint: Checkpoint, source: TensorSource, path: str, spec: 
     if value.dtype.name not in FLOATS:
         raise ValueError(f"{tensor} gives {path} as {value.dtype}; weights must be one of {', '.join(FLOATS)}")
     with np.errstate(over="ignore"):
-        made = np.ascontiguousarray(value, value.dtype if dtype is None else jnp.dtype(dtype))
+        wanted = jax.dtypes.canonicalize_dtype(value.dtype if dtype is None else dtype)
+        made = value.astype(wanted, order="K", copy=False)  # K: a transposed view stays one
     was_converted = made.dtype != value.dtype or any(x.dtype.name not in FLOATS for x in stored)
     if was_converted and not is_finite(made):
         raise ValueError(f"{tensor} does not fit in {made.dtype}: some values are too large")

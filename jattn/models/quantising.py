@@ -1,6 +1,5 @@
 """Quantising the weights of a model: which ones, in which format."""
 
-import math
 from typing import Any
 
 import jax
@@ -51,23 +50,3 @@ def quantised(path: str, weight: Any, quantization: str) -> Any:
     if group is None:  # one scale for each output
         wanted, group = "fp8" if wanted == "fp8" else "int8", inputs
     return jax.block_until_ready(quantise_array(weight, wanted, group, axis))
-
-
-def placed(weight: Any, sharding: Any) -> Any:
-    """device_put of a weight. Axes of a quantised one's arrays that the mesh does not divide are not sharded."""
-
-    def put(x: Any) -> jax.Array:
-        if not isinstance(sharding, jax.sharding.NamedSharding):
-            return jax.device_put(x, sharding)
-        return jax.device_put(x, _fitting(sharding, x.shape))
-
-    return jax.tree.map(put, weight) if isinstance(weight, QuantisedArray) else jax.device_put(weight, sharding)
-
-
-def _fitting(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
-    sizes = sharding.mesh.shape
-    shards = lambda axis: math.prod(sizes[name] for name in (axis if isinstance(axis, tuple) else (axis,)))
-    axes = (
-        None if axis is None or size % shards(axis) else axis for axis, size in zip(sharding.spec, shape, strict=False)
-    )
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*axes))

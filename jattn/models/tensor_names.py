@@ -31,8 +31,8 @@ def unchanged(x: np.ndarray) -> np.ndarray:
 
 
 def transposed(x: np.ndarray) -> np.ndarray:
-    """torch stores [out, in]; kernels here are [in, out]."""
-    return x.T
+    """torch stores [out, in]; kernels here are [in, out]. A view: `placed` transposes when it copies."""
+    return x.swapaxes(-1, -2) if x.ndim > 1 else x
 
 
 def output_slice(start: int, stop: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -125,7 +125,7 @@ def _named_rows(names: Mapping[str, Any], specs: dict[str, Any]) -> dict[str, tu
 
 def _stacked(name: str, count: int, make: Callable) -> tuple[tuple[str, ...], Callable]:
     """The row of a weight that is stored as `count` tensors: name with {e} = 0 .. count - 1."""
-    return tuple(name.replace("{e}", str(e)) for e in range(count)), lambda *parts: np.stack([make(x) for x in parts])
+    return tuple(name.replace("{e}", str(e)) for e in range(count)), lambda *parts: make(np.stack(parts))
 
 
 def count_layer_tensors(config: ModelConfig, tensors: Callable[[ModelConfig], dict[str, TensorSource]]) -> int:
