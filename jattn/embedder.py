@@ -85,7 +85,8 @@ class Embedder:
         """
         if isinstance(inputs, str):
             raise ValueError(f"inputs={short(inputs)} must be a list of texts or of token ids; put the text in a list")
-        return self.embed_tokens([self.tokens_of(each, prompt) for each in inputs], dim=dim)
+        check_dim(dim, self.config.hidden_size)
+        return self.finished(self.pooled([self.tokens_of(each, prompt) for each in inputs]), dim)
 
     def tokens_of(self, text: Input, prompt: str | None = None) -> list[int]:
         """The tokens of one input; ValueError if it has none, or too many, or ids outside the vocabulary."""
@@ -107,17 +108,21 @@ class Embedder:
             raise ValueError(f"an input has {len(tokens)} tokens, and this model reads up to {self.max_length}")
         return tokens
 
-    def embed_tokens(self, rows: Sequence[Sequence[int]], *, dim: int | None = None) -> np.ndarray:
-        """`embed` of inputs that `tokens_of` has returned."""
-        check_dim(dim, self.config.hidden_size)
-        made = np.zeros((len(rows), self.config.hidden_size if dim is None else dim), np.float32)
+    def pooled(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """f32[N, hidden] of inputs that `tokens_of` has returned, before `finished`."""
+        made = np.zeros((len(rows), self.config.hidden_size), np.float32)
         for at in _batches([len(row) for row in rows], self.max_batched_tokens):
             ids = np.concatenate([np.asarray(rows[index], np.int32) for index in at])
-            made[at] = models.embed(
-                self.config, self.params, ids, [len(rows[index]) for index in at], self.pooling,
-                normalize=self.normalize, dim=dim, backend=self.backend,
-            )  # fmt: skip
+            lengths = [len(rows[index]) for index in at]
+            made[at] = models.embed(self.config, self.params, ids, lengths, self.pooling, backend=self.backend)
         return made
+
+    def finished(self, rows: np.ndarray, dim: int | None = None) -> np.ndarray:
+        """The rows of `pooled`, cut to `dim` and normalised: on the host, where no `dim` needs a program of its own."""
+        rows = rows[:, :dim]
+        if not self.normalize:
+            return rows
+        return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
 
 
 def _token_ids(ids: Sequence[int], vocab_size: int) -> list[int]:

@@ -34,10 +34,15 @@ class SentenceFolder:
     default_prompt: str | None = None  # a name in `prompts`
 
 
+def is_sentence_folder(directory: str | Path) -> bool:
+    """True if the folder is of the sentence-transformers library."""
+    return is_there(Path(directory) / MODULES)
+
+
 def read_sentence_folder(directory: str | Path) -> SentenceFolder:
     """The settings in modules.json and the files that it names; UnsupportedError for a module that is not known."""
     folder = Path(directory)
-    if not is_there(folder / MODULES):
+    if not is_sentence_folder(folder):
         return SentenceFolder(model=folder)
     modules = _modules(folder / MODULES)
     kinds = [kind for kind, _ in modules]
