@@ -31,6 +31,7 @@ from jattn.parallel import decode_context_parallel, tensor_parallel
 from jattn import models, nn
 
 # Serving
+from jattn.embedder import Embedder
 from jattn.engine import Engine, RequestOutput, SamplingParams
 
 # Batch utilities for programs ported from vLLM: see jattn.compat.vllm
@@ -90,6 +91,7 @@ __all__ = [
     "models",
     "nn",
     # serving
+    "Embedder",
     "Engine",
     "RequestOutput",
     "SamplingParams",

@@ -16,6 +16,7 @@ SENTENCES = {
     "demo": "every backend on a small batch, checked against numpy",
     "embedded": "a small model that ships with the package",
     "engine": "requests in, tokens out: scheduling, block tables, sampling, compiled steps",
+    "embedder": "texts in, embeddings out: pooling, batches of few sizes",
     "text": "tokenizers, growing text, chat templates",
     "models": "Hugging Face folders to one decoder that is built from data",
     "nn": "Flax layers: projections, rotary positions, norms, attention",

@@ -5,8 +5,10 @@ import re
 
 from jattn import compile_cache, device, embedded
 from jattn.cli import screen
+from jattn.embedder import Embedder
 from jattn.engine import Engine, SamplingParams, keep_freed_memory
 from jattn.models import QUANTIZATIONS
+from jattn.models.sentence_folder import is_sentence_folder
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +68,35 @@ def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
     folder = embedded.directory() if args.model is None else args.model
     with screen.progress("loading") as report:
         return Engine.from_pretrained(folder, progress=report, quantization=args.quantization, **options)
+
+
+def serves_embeddings(args: argparse.Namespace) -> bool:
+    """True if --pooling is given, or the folder has the settings of an embedding model."""
+    return args.pooling is not None or (args.model is not None and is_sentence_folder(args.model))
+
+
+def make_embedder(args: argparse.Namespace) -> Embedder:
+    """The Embedder that the options describe; ValueError for an option of the engine, which it does not have."""
+    if not args.model:
+        raise ValueError("--pooling needs --model: the embedded model makes no embeddings")
+    unused = [f"--{name.replace('_', '-')}" for name, default in ENGINE_ONLY.items() if getattr(args, name) != default]
+    if unused:
+        raise ValueError(f"{args.model} is served for embeddings, which do not have {', '.join(unused)}")
+    keep_freed_memory()
+    device.detect()  # raises UnsupportedError if JAX cannot start
+    keep_programs(args.compile_cache_mb)
+    with screen.progress("loading") as report:
+        return Embedder.from_pretrained(
+            args.model, pooling=args.pooling, quantization=args.quantization, progress=report, backend=args.backend,
+            max_batched_tokens=args.max_num_batched_tokens,
+        )  # fmt: skip
+
+
+ENGINE_ONLY: dict[str, object] = dict(
+    num_blocks=None, block_size=None, max_num_seqs=16, max_model_len=None, tensor_parallel=1, data_parallel=1,
+    deterministic=False, no_prefix_caching=False,
+)  # fmt: skip
+"""Options of `add_engine` that an Embedder does not have -> their defaults."""
 
 
 def keep_programs(max_mb: int | None) -> None:

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jattn.cli import options
+from jattn.embedder import Embedder
+from jattn.engine import Engine
+from jattn.models import POOLINGS
 
 EXAMPLE = """example:
   jattn serve --model ~/models/llama --port 8000
@@ -53,7 +56,7 @@ def add(commands) -> None:
         "--max-queue",
         type=int,
         default=256,
-        help="maximum number of sequences that run or wait, n for each prompt (default: 256)",
+        help="maximum number of sequences that run or wait, n for each prompt; of embeddings: requests (default: 256)",
     )
     group.add_argument(
         "--max-connections", type=int, default=512, help="maximum number of open connections (default: 512)"
@@ -63,7 +66,14 @@ def add(commands) -> None:
             f"--{name}", type=float, default=seconds, metavar="SECONDS", help=f"{what} (default: {seconds:g})"
         )
     group.add_argument(
-        "--no-warmup", action="store_true", help="compile each program when it is first needed, not before serving"
+        "--no-warmup",
+        action="store_true",
+        help="compile each program when it is first needed, not before serving; always so for embeddings",
+    )
+    group.add_argument(
+        "--pooling",
+        choices=POOLINGS,
+        help="serve /v1/embeddings, made by this pooling (default: as the folder's modules.json says, if it has one)",
     )
     options.add_engine(parser)
     parser.set_defaults(run=run)
@@ -94,15 +104,18 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     with _exit_0_on_sigterm():
         sockets = bind(args.host, args.port)  # before the model loads, so that a port in use is reported at once
-        engine = options.make_engine(args)
-        if not args.no_warmup:
-            options.warm(engine)
+        if options.serves_embeddings(args):
+            served: Embedder | Engine = options.make_embedder(args)
+        else:
+            served = options.make_engine(args)
+            if not args.no_warmup:
+                options.warm(served)
         # A million objects of JAX, the model and its programs live as long as the process. Without this, the collector
         # walks them every few thousand tokens: a tenth of the host's time.
         gc.freeze()
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"serving {name} on http://{host}:{sockets[0].getsockname()[1]}/v1", file=sys.stderr, flush=True)
-        serve(engine, server, args.host, args.port, sockets)
+        serve(served, server, args.host, args.port, sockets)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from jattn.models.config import CacheGroup, LayerConfig, ModelConfig
 from jattn.models.decoder import forward, prompt_logits
+from jattn.models.embedding import POOLINGS, embed
 from jattn.models.layers import head
 from jattn.models.load import config_of, load, load_config
 from jattn.models.mlp import MLP
@@ -14,6 +15,7 @@ from jattn.models.without_cache import encode, uncached_logits
 
 __all__ = [
     "MLP",
+    "POOLINGS",
     "QUANTIZATIONS",
     "CacheGroup",
     "LayerConfig",
@@ -22,6 +24,7 @@ __all__ = [
     "ModelMesh",
     "ResidualNorms",
     "config_of",
+    "embed",
     "encode",
     "forward",
     "head",

@@ -61,6 +61,15 @@ class LayerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadTransform:
+    """What the head of a masked language model does before its product: norm(activation(linear(x)))."""
+
+    activation: str
+    norm: Norm
+    bias: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A whole model. It is hashable: a static argument under jit. encoder: for encoder-decoder models."""
 
@@ -73,7 +82,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     learned_positions: int = 0  # rows of the table of position embeddings; 0: none
     token_types: int = 0  # rows of the table of token type embeddings; 0: none
-    head_transform: str | None = None  # an activation: the head starts with final_norm(act(linear(x)))
+    has_head: bool = True  # False: the model gives hidden states alone, as for embeddings
+    head_transform: HeadTransform | None = None
     tied_embeddings: bool = False
     head_bias: bool = False
     logits_scale: float = 1.0
@@ -83,6 +93,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     encoder: "ModelConfig | None" = None
+
+    def without_head(self) -> "ModelConfig":
+        """The same model without the weights that only logits need."""
+        return dataclasses.replace(self, has_head=False, head_transform=None, head_bias=False)
 
     @property
     def is_encoder(self) -> bool:

@@ -12,7 +12,7 @@ from jattn.attention import PagedAttention
 from jattn.cache import PagedKV
 from jattn.metadata import CommonAttentionMetadata
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.layers import embed, head, mlp_sublayer
+from jattn.models.layers import embed_tokens, head, last_hidden, mlp_sublayer
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import residual
 from jattn.models.sharded_attention import ShardedAttention
@@ -61,7 +61,7 @@ def _forward(
 ) -> tuple[tuple[PagedKV, ...], jax.Array]:  # fmt: skip
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
-    x = embed(config, params, jnp.asarray(token_ids), positions)
+    x = embed_tokens(config, params, jnp.asarray(token_ids), positions)
     step, count = _StepPlans(config, caches, batches, backend, x.dtype, model_mesh), len(config.layers)
     self_caches, cross_caches = [], []
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
@@ -76,7 +76,7 @@ def _forward(
         x = _mlp(layer, model_mesh, weights, start, x)
     if logits_at is not None:
         x = x[jnp.asarray(logits_at)]
-    return (*self_caches, *cross_caches), head(config, params, x)
+    return (*self_caches, *cross_caches), head(config, params, last_hidden(config, params, x))
 
 
 # jit with a static LayerConfig: layers with equal configs share one trace.

@@ -12,8 +12,8 @@ SIZES: dict[str, Any] = dict(
     norm_epsilon=1e-6, num_local_experts=4, num_experts=4, n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2,
     moe_k=2, moe_topk=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, n_shared_experts=1,
     intermediate_size_mlp=32, n_embd=256, n_layer=2, n_head=32, n_positions=64, d_model=256, n_layers=2, n_heads=32,
-    num_layers=2, num_heads=32, ffn_dim=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=32,
-    decoder_attention_heads=32, encoder_ffn_dim=32, decoder_ffn_dim=32, type_vocab_size=2,
+    num_layers=2, num_heads=32, ffn_dim=32, dim=256, hidden_dim=32, encoder_layers=2, decoder_layers=2,
+    encoder_attention_heads=32, decoder_attention_heads=32, encoder_ffn_dim=32, decoder_ffn_dim=32, type_vocab_size=2,
 )  # fmt: skip
 """Keys that some family requires, with values that are consistent. They are not listed as options."""
 SAMPLES: dict[str, Any] = dict(

@@ -15,7 +15,7 @@ from jattn.ops.product import product
 from jattn.ops.quantised import QuantisedArray, plain
 
 
-def embed(
+def embed_tokens(
     config: ModelConfig,
     params: dict[str, Any],
     token_ids: jax.Array,
@@ -69,12 +69,20 @@ def mlp_sublayer(
     return residual(layer.mlp_norms, "mlp", weights, x, mlp, base=attended)[1]
 
 
+def last_hidden(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """The last layer's output [L, hidden], normalised if the model has a final norm."""
+    return normed(config.final_norm, params, "final_norm", x)
+
+
 def head(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> jax.Array:
-    """Hidden states [L, hidden] -> logits f32[L, vocab]."""
+    """Hidden states [L, hidden] of `last_hidden` or `encode` -> logits f32[L, vocab]."""
+    if not config.has_head:
+        raise ValueError(f"this {config.family} was loaded without its head; use models.load(directory, head=True)")
     weights = params.get("head", {})
-    if config.head_transform is not None:
-        x = activation(config.head_transform)(linear(weights["transform"], x))
-    x = normed(config.final_norm, params, "final_norm", x)
+    transform = config.head_transform
+    if transform is not None:
+        x = activation(transform.activation)(linear(weights["transform"], x))
+        x = normed(transform.norm, weights, "transform_norm", x)
     tied = config.tied_embeddings
     logits = product(x, params["embed"] if tied else weights["kernel"], transposed=tied) * config.logits_scale
     if config.head_bias:

@@ -17,7 +17,7 @@ from jattn.errors.arguments import short
 from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families import FAMILIES, RECURRENT
+from jattn.models.families import FAMILIES, RECURRENT, RELATIVE_BIAS
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
 from jattn.models.hub_formats import scheme_of
@@ -43,12 +43,14 @@ def load(
     sharding: Any = None,
     progress: Callable[[int, int, str], None] | None = None,
     quantization: str | None = None,
+    head: bool = True,
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """(config, params) of a folder with config.json and *.safetensors.
 
     dtype: of all weights; None: as stored. sharding: a jax.sharding.Sharding for all weights, or a function
     (path, WeightSpec) -> Sharding or None; `WeightSpec.axes` has the logical axis names. progress(done, total, path)
     is called before each weight is read. quantization: one of QUANTIZATIONS; each weight is quantised when it is read.
+    head: read the weights that only logits need; False for embeddings, where folders often lack them.
     """
     if quantization is not None:
         check_quantization(quantization)
@@ -66,6 +68,9 @@ def load(
         table = scheme.sources(table, checkpoint.locations, stored_dtype if dtype is None else dtype)
         used = {name for source in table.values() for name in source.names}
         unused = _or_named(unused, _zeros(checkpoint, used, scheme.zeros))
+    if not head:
+        own = {name for source in table.values() for name in source.names}
+        config, unused = config.without_head(), _or_named(unused, frozenset(own))
     params = _read_params(checkpoint, table, weight_specs(config), unused, dtype, sharding, progress, quantization)
     return config, params
 
@@ -99,6 +104,8 @@ def family_of(values: dict[str, Any]) -> Family:
         why = (
             ", because some of its layers have a state (state-space or linear attention) instead of keys"
             if name in RECURRENT
+            else ", because its attention adds a learned bias for each distance, which no kernel here has"
+            if name in RELATIVE_BIAS
             else ""
         )
         raise UnsupportedError(
@@ -253,6 +260,9 @@ def _check_names(
     problems = [f"the model needs {path}, for which its family's table has no row" for path in specs.keys() - table]
     names = {name for path in specs if path in table for name in table[path].names}
     problems += [f"tensor {tensor_text(name)} is missing" for name in sorted(names - checkpoint.locations.keys())]
+    absent = [path for path in specs if path in table and not all(n in checkpoint.locations for n in table[path].names)]
+    if absent and all(path.startswith("head.") for path in absent):
+        problems.append("these are the head's, which embeddings do not need: pass head=False to load without it")
     left = sorted(n for n in checkpoint.locations.keys() - names if not unused(n))
     problems += [f"tensor {tensor_text(name)} is not used by this model" for name in left]
     if problems:

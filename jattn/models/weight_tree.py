@@ -21,9 +21,12 @@ def weight_specs(config: ModelConfig) -> dict[str, Any]:
     if config.learned_positions:
         tree["positions"] = WeightSpec((config.learned_positions, hidden), (None, "embed"))
     tree |= norm_weight_specs(hidden, {"embedding_norm": config.embedding_norm, "final_norm": config.final_norm})
-    head = {} if config.tied_embeddings else {"kernel": WeightSpec((hidden, vocab), ("embed", "vocab"))}
+    kernel = config.has_head and not config.tied_embeddings
+    head: dict[str, Any] = {} if not kernel else {"kernel": WeightSpec((hidden, vocab), ("embed", "vocab"))}
     if config.head_transform is not None:
-        head |= {"transform": linear_weight_specs(hidden, hidden, ("embed", None), bias=True)}
+        transform = config.head_transform
+        head |= {"transform": linear_weight_specs(hidden, hidden, ("embed", None), transform.bias)}
+        head |= norm_weight_specs(hidden, {"transform_norm": transform.norm})
     head |= {"bias": WeightSpec((vocab,), ("vocab",), 0.0)} if config.head_bias else {}
     if config.encoder is not None:  # encoder and decoder share the token embeddings
         tree["encoder"] = {name: part for name, part in weight_specs(config.encoder).items() if name != "embed"}

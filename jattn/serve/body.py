@@ -20,7 +20,7 @@ MAX_DIGITS = 20
 """Characters of an integer. A seed has up to 19 digits."""
 
 MAX_VALUES = 20_000
-"""Keys and list items in all objects and lists of a body, besides the items of `prompt`."""
+"""Keys and list items in all objects and lists of a body, besides the items of `prompt` or `input`."""
 
 MAX_SMALL_BYTES = 1 << 14
 """Up to this size a body is parsed in the threads for small bodies, so that it never waits for a large one."""
@@ -55,10 +55,10 @@ async def read(request: Request, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def parse(raw: bytes, max_prompts: int, max_model_len: int) -> dict[str, Any]:
+def parse(raw: bytes, max_prompts: int, max_model_len: int, field: str = "prompt") -> dict[str, Any]:
     """The JSON object in a body: UTF-8 without a byte order mark, strict JSON, within the limits above.
 
-    Too many values, or too many items of `prompt`, are refused before they are visited.
+    Too many values, or too many items of `field`, which is "prompt" or "input", are refused before they are visited.
     """
     _count_marks(raw, MAX_VALUES + max_prompts, MAX_VALUES + max_prompts * max_model_len)
     try:
@@ -67,7 +67,7 @@ def parse(raw: bytes, max_prompts: int, max_model_len: int) -> dict[str, Any]:
         raise BadRequestError(f"the body cannot be read as JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
-    num_prompt_items = _count_prompt_items(body.get("prompt"), max_prompts, max_model_len)
+    num_prompt_items = _count_prompt_items(body.get(field), max_prompts, max_model_len, field)
     try:
         strict_json.check(body, MAX_DEPTH, MAX_VALUES + num_prompt_items)
     except strict_json.TooManyValuesError:
@@ -90,7 +90,7 @@ def _count_marks(raw: bytes, max_nested: int, max_commas: int) -> None:
             raise BadRequestError(_TOO_MANY)
 
 
-def _count_prompt_items(prompt: Any, max_prompts: int, max_model_len: int) -> int:
+def _count_prompt_items(prompt: Any, max_prompts: int, max_model_len: int, field: str) -> int:
     """The number of items of a list of prompts or of tokens, those of inner lists included."""
     if not isinstance(prompt, list) or not prompt:
         return 0
@@ -98,13 +98,12 @@ def _count_prompt_items(prompt: Any, max_prompts: int, max_model_len: int) -> in
         longest = count = len(prompt)
     else:
         if len(prompt) > max_prompts:
-            raise BadRequestError(f"the body has {len(prompt)} prompts, at most {max_prompts}", "prompt")
+            raise BadRequestError(f"the body has {len(prompt)} {field}s, at most {max_prompts}", field)
         lengths = [len(each) for each in prompt if isinstance(each, list)]
         longest, count = max(lengths, default=0), len(prompt) + sum(lengths)
-    if longest >= max_model_len:
-        raise BadRequestError(
-            f"the prompt has {longest} tokens, and prompt and output together may have {max_model_len}", "prompt"
-        )
+    if longest + (field == "prompt") > max_model_len:  # a prompt has at least one token of output
+        limit = "prompt and output together may have" if field == "prompt" else "this model reads up to"
+        raise BadRequestError(f"the {field} has {longest} tokens, and {limit} {max_model_len}", field)
     return count
 
 

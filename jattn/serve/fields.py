@@ -2,7 +2,7 @@
 
 A null means that the field is absent. Beyond the OpenAI interface: top_k, min_p, repetition_penalty, stop_token_ids,
 ignore_eos, include_stop_str_in_output and cache_salt. A chat also has what its template reads: documents,
-chat_template_kwargs, add_generation_prompt and continue_final_message.
+chat_template_kwargs, add_generation_prompt and continue_final_message. Embeddings also have prompt_name.
 """
 
 import dataclasses
@@ -56,6 +56,33 @@ class ParsedBody:
     user: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class ParsedEmbeddings:
+    """The checked fields of a body of POST /v1/embeddings."""
+
+    inputs: Prompts
+    model: str | None = None
+    is_base64: bool = False
+    dimensions: int | None = None
+    prompt_name: str | None = None  # of the text that the model's folder puts before each text
+    user: str | None = None
+
+
+def parse_embeddings(body: dict[str, Any]) -> ParsedEmbeddings:
+    """The body of POST /v1/embeddings."""
+    values = _read(body, EMBEDDING_FIELDS)
+    if "input" not in values:
+        raise BadRequestError("input=None must be text, token ids, or a list of either", "input")
+    return ParsedEmbeddings(
+        values["input"],
+        model=values.get("model"),
+        is_base64=values.get("encoding_format") == "base64",
+        dimensions=values.get("dimensions"),
+        prompt_name=values.get("prompt_name"),
+        user=_user(values),
+    )
+
+
 def parse_completion(body: dict[str, Any], default_max_tokens: int) -> ParsedBody:
     """The body of POST /v1/completions."""
     values = _read(body, COMPLETION_FIELDS)
@@ -107,8 +134,9 @@ def parse_chat(
 def check_length(text: str, max_model_len: int, param: str) -> None:
     """Refuse a text that has too many characters for max_model_len tokens of any tokenizer."""
     if len(text) > (max_characters := max_model_len * MAX_CHARACTERS_PER_TOKEN):
-        limit = f"{max_characters} for the {max_model_len} tokens that prompt and output together may have"
-        raise BadRequestError(f"the prompt has {len(text)} characters, more than {limit}", param)
+        name, words = ("input", "it") if param == "input" else ("prompt", "prompt and output together")
+        limit = f"{max_characters} for the {max_model_len} tokens that {words} may have"
+        raise BadRequestError(f"the {name} has {len(text)} characters, more than {limit}", param)
 
 
 def _parsed(values: dict[str, Any], prompts: Prompts, sampling: dict[str, Any], is_chat: bool) -> ParsedBody:
@@ -128,8 +156,12 @@ def _parsed(values: dict[str, Any], prompts: Prompts, sampling: dict[str, Any], 
         stream=values.get("stream", False),
         include_usage=(options or {}).get("include_usage", False),
         salt=values.get("cache_salt", ""),
-        user=values.get("safety_identifier", values.get("user")),
+        user=_user(values),
     )
+
+
+def _user(values: dict[str, Any]) -> str | None:
+    return values.get("safety_identifier", values.get("user"))
 
 
 def _read(body: dict[str, Any], readers: dict[str, Reader]) -> dict[str, Any]:
@@ -193,6 +225,12 @@ def _top_p(value: Any) -> float:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise _InvalidValueError("text")
+    return value
+
+
+def _encoding_format(value: Any) -> str:
+    if value not in ("float", "base64"):
+        raise _InvalidValueError("float or base64")
     return value
 
 
@@ -347,6 +385,15 @@ CHAT_FIELDS = COMMON_FIELDS | dict(
     continue_final_message=_boolean,
     reasoning_effort=_text,
     chat_template_kwargs=_variables,
+)
+EMBEDDING_FIELDS = dict(
+    input=_prompts,
+    model=_text,
+    encoding_format=_encoding_format,
+    dimensions=_integer(1, MAX_INT32),
+    prompt_name=_text,
+    user=_text,
+    safety_identifier=_text,
 )
 TEMPLATE_ARGUMENTS = ("tools", "documents", "add_generation_prompt", "continue_final_message")
 """Fields of a chat that are arguments of ChatTemplate.render under the same name."""

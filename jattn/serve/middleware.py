@@ -13,7 +13,7 @@ from jattn.serve import errors
 
 log = logging.getLogger("jattn.serve")
 
-ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
+ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl", "/v1/embeddings": "embd"}
 PROBES = ("/health", "/metrics")
 """Paths that are requested every few seconds; they are logged at DEBUG."""
 

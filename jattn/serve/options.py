@@ -13,8 +13,9 @@ class ServerOptions:
     model_name: str = "jattn"
     api_key: str | None = None
     max_body_bytes: int = 1 << 20
-    max_queue: int = 256  # sequences running or waiting: prompts x n of every accepted body
+    max_queue: int = 256  # sequences running or waiting: prompts x n of every accepted body; of embeddings: bodies
     max_prompts: int = 64  # in one body
+    max_inputs: int = 2048  # in one body of /v1/embeddings
     default_max_tokens: int = 16  # of /v1/completions; a chat's default is max_model_len
     max_connections: int = 512
     header_timeout: float = 10.0  # for the request line and headers, from the connection or their first byte
@@ -30,7 +31,14 @@ class ServerOptions:
 
     def __post_init__(self):
         reasons = []
-        for name in ("max_body_bytes", "max_queue", "max_prompts", "default_max_tokens", "max_connections"):
+        for name in (
+            "max_body_bytes",
+            "max_queue",
+            "max_prompts",
+            "max_inputs",
+            "default_max_tokens",
+            "max_connections",
+        ):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 reasons.append(f"{name}={value!r} must be an integer of at least 1")

@@ -8,10 +8,12 @@ import time
 
 import uvicorn
 
+from jattn.embedder import Embedder
 from jattn.engine import Engine
 from jattn.serve.app import make_app
 from jattn.serve.connection import Connection
-from jattn.serve.engine_loop import EngineLoop
+from jattn.serve.embeddings import make_embeddings_app
+from jattn.serve.handlers import ServingLoop
 from jattn.serve.options import ServerOptions
 
 FLUSH_SECONDS = 5
@@ -25,7 +27,7 @@ class Server(uvicorn.Server):
     second signal, their streams end with an error. A broken engine ends the server at once.
     """
 
-    def __init__(self, config: uvicorn.Config, loop: EngineLoop, grace: float):
+    def __init__(self, config: uvicorn.Config, loop: ServingLoop, grace: float):
         super().__init__(config)
         self.engine_loop, self.grace = loop, grace
         self._num_signals = 0
@@ -63,9 +65,9 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def make_server(engine: Engine, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> Server:
+def make_server(served: Engine | Embedder, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> Server:
     """A server that is not running yet."""
-    app = make_app(engine, options)
+    app = make_embeddings_app(served, options) if isinstance(served, Embedder) else make_app(served, options)
     config = uvicorn.Config(
         app,
         host=host,
@@ -127,7 +129,7 @@ def _bound(family: int, kind: int, protocol: int, address: tuple) -> socket.sock
 
 
 def serve(
-    engine: Engine,
+    served: Engine | Embedder,
     options: ServerOptions,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -139,7 +141,7 @@ def serve(
     code other than 0 then, so that a supervisor restarts the process.
     """
     sockets = bind(host, port) if sockets is None else sockets
-    server = make_server(engine, options, host, port)
+    server = make_server(served, options, host, port)
     server.run(sockets)
     if (failure := server.engine_loop.failure) is not None:
         raise RuntimeError("the engine is broken, so the server has ended") from failure

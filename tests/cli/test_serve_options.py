@@ -12,4 +12,4 @@ def test_the_commands_defaults_are_those_of_the_library():
     args, options = vars(parser.parse_args(["serve"])), vars(ServerOptions())
     shared = set(args) & set(options) - {"model_name"}
     assert {name: args[name] for name in shared} == {name: options[name] for name in shared}
-    assert set(options) - shared == {"model_name", "api_key", "max_prompts", "default_max_tokens"}
+    assert set(options) - shared == {"model_name", "api_key", "max_prompts", "max_inputs", "default_max_tokens"}

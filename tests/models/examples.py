@@ -57,10 +57,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
-    "bert": dict(
-        model_type="bert", vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=24, max_position_embeddings=64,
-    ),
+    **{row.family: row.config() for row in options.ENCODERS},
     "bart": dict(
         model_type="bart", vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=24,
         decoder_ffn_dim=24, encoder_attention_heads=2, decoder_attention_heads=4, max_position_embeddings=64,

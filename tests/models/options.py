@@ -211,3 +211,45 @@ TABLE = [
     ),
 ]  # fmt: skip
 FAMILIES = {row.family: row for row in TABLE}
+
+BERT = dict(
+    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+    max_position_embeddings=64, layer_norm_eps=1e-5,
+)  # fmt: skip
+DISTILBERT = dict(vocab_size=61, dim=32, n_layers=2, n_heads=4, hidden_dim=24, max_position_embeddings=64)
+MODERNBERT = dict(
+    vocab_size=61, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=24,
+    max_position_embeddings=64, norm_eps=1e-5, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+BY_TYPE = dict(
+    full_attention=dict(rope_type="linear", factor=2.0, rope_theta=500.0),
+    sliding_attention=dict(rope_type="default", rope_theta=50.0),
+)
+ROBERTA = dict(
+    hidden_act=["gelu", "relu", "gelu_new"], layer_norm_eps=[1e-12, 1e-3], type_vocab_size=[1, 2],
+    pad_token_id=[1, 0, 2],
+)  # fmt: skip
+ENCODERS = [
+    varied("bert", BERT, False, hidden_act=["gelu", "gelu_new", "relu"], layer_norm_eps=[1e-5, 1e-2],
+           type_vocab_size=[2, 3]),
+    varied("distilbert", DISTILBERT, False, activation=["gelu", "relu"]),
+    varied("roberta", BERT, False, **ROBERTA),
+    varied("xlm-roberta", BERT, False, **ROBERTA),
+    varied("camembert", BERT, False, **ROBERTA),
+    varied(
+        "modernbert", MODERNBERT, False, local_attention=[6, 9, 128], hidden_activation=["gelu", "silu"],
+        norm_bias=BOTH, norm_eps=[1e-5, 1e-2], attention_bias=[True, False], mlp_bias=BOTH, decoder_bias=BOTH,
+        classifier_bias=BOTH, classifier_activation=["gelu", "relu"], global_attn_every_n_layers=[2, 3],
+        layer_types=[None, KINDS * 2], rope_parameters=[None, BY_TYPE], tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "nomic_bert", BERT, False, hidden_act=["silu", "gelu"], head_dim=[8, 10], type_vocab_size=[2, 3],
+        layer_norm_eps=[1e-12, 1e-3], rope_parameters=[None, LINEAR | dict(rope_theta=90.0)],
+    ),
+    varied(
+        "eurobert", {}, num_key_value_heads=[2, 4], head_dim=[8, 10], attention_bias=BOTH, mlp_bias=BOTH,
+        hidden_act=["silu", "gelu"], tie_word_embeddings=BOTH, rope_scaling=[None, LINEAR], rms_norm_eps=[1e-5, 1e-2],
+    ),
+]  # fmt: skip
+"""Encoders, which tests/models/test_encoders.py compares."""
+BY_NAME = FAMILIES | {row.family: row for row in ENCODERS}

@@ -1,7 +1,9 @@
-"""BERT and BART give the results of transformers, in ragged batches; BART's decoder token by token."""
+"""Encoders and BART give the results of transformers, in ragged batches; BART's decoder token by token."""
 
+import copy
 import dataclasses
 import functools
+import json
 
 import jax
 import numpy as np
@@ -9,14 +11,16 @@ import pytest
 
 import jattn
 from jattn import models
+from tests.models import examples, options
 from tests.models.serving import BLOCK_SIZE
 from tests.models.test_parity import agree
-from tests.models.witness import COMMON, Example, shake
+from tests.models.witness import Example, shake
 
 transformers = pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
 torch = pytest.importorskip("torch", reason="the witness needs the extra 'parity'")
 
-SMALL_BERT = Example("bert", {k: v for k, v in COMMON.items() if k != "num_key_value_heads"}, common=False)
+DRAWS = [(row, draw) for row in options.ENCODERS for draw in range(row.draws)]
+ROWS = functools.partial(pytest.mark.parametrize, ids=lambda row: row.family if hasattr(row, "family") else str(row))
 SMALL_BART = Example(
     "bart",
     dict(vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=40, decoder_ffn_dim=48,
@@ -40,18 +44,68 @@ def ids(*lengths: int, seed: int = 0) -> list[np.ndarray]:
     return [rng.integers(3, 61, n) for n in lengths]
 
 
-def test_bert_sees_both_ways(tmp_path):
-    theirs, config, params = saved(SMALL_BERT, transformers.BertForMaskedLM, tmp_path)
-    xs, types = ids(*SOURCES), [np.arange(n) % 2 for n in SOURCES]
-    meta = jattn.CommonAttentionMetadata.from_lengths(SOURCES, SOURCES, None, BLOCK_SIZE, num_tokens=16)
-    pad = lambda rows: np.pad(np.concatenate(rows), (0, 2))
+def written(row: options.Varied, draw: int, kind, folder):
+    """transformers' random model of a row of options.ENCODERS, written to a folder with exactly this config."""
+    values = row.config(draw)
+    given = {key: value for key, value in copy.deepcopy(values).items() if key != "model_type"}
+    given.setdefault("pad_token_id", 0)
+    torch.manual_seed(draw)
+    config = transformers.CONFIG_MAPPING[row.family](**given, initializer_range=0.3, attn_implementation="eager")
+    model = kind.from_config(config).eval().float()
+    shake(model)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(values))
+    return model
+
+
+def packed(rows, config, params, types=None, backend="sdpa"):
+    """The hidden states of each row, encoded in one ragged batch with padding tokens and a padding request."""
+    lengths = [len(row) for row in rows]
+    meta = jattn.CommonAttentionMetadata.from_lengths(
+        lengths, lengths, None, BLOCK_SIZE, num_tokens=40, num_reqs=len(rows) + 1
+    )
+    pad = lambda some, fill: np.pad(np.concatenate(some), (0, 40 - sum(lengths)), constant_values=fill)
     run = jax.jit(models.encode, static_argnums=0, static_argnames="backend")
-    hidden = run(config, params, pad(xs), meta, token_types=pad(types), backend="sdpa")
-    mine = np.split(np.asarray(models.head(config, params, hidden))[: sum(SOURCES)], [SOURCES[0]])
-    for x, kind, logits in zip(xs, types, mine, strict=True):
-        with torch.no_grad():
-            wanted = theirs(torch.tensor(x)[None], token_type_ids=torch.tensor(kind)[None]).logits[0].numpy()
-        agree(logits, wanted)
+    kinds = None if types is None else pad(types, 0)
+    hidden = run(config, params, pad(rows, 10**6), meta, token_types=kinds, backend=backend)
+    return np.split(np.asarray(hidden)[: sum(lengths)], np.cumsum(lengths)[:-1])
+
+
+def of_theirs(model, rows, types=None):
+    """transformers' output of a padded batch of rows."""
+    longest = max(map(len, rows))
+    padded = lambda some, fill: [np.pad(x, (0, longest - len(x)), constant_values=fill) for x in some]
+    pad = lambda some, fill: torch.tensor(np.stack(padded(some, fill)))
+    mask = pad([np.ones(len(row), int) for row in rows], 0)
+    more = {} if types is None else dict(token_type_ids=pad(types, 0))
+    with torch.no_grad():
+        return model(pad(rows, model.config.pad_token_id), attention_mask=mask, **more)
+
+
+@ROWS(("row", "draw"), DRAWS)
+def test_every_option_of_a_masked_language_model_is_theirs(row, draw, tmp_path):
+    theirs = written(row, draw, transformers.AutoModelForMaskedLM, tmp_path)
+    config, params = models.load(tmp_path)
+    rows = ids(17, 9, 5)
+    types = [np.arange(len(x)) % config.token_types for x in rows] if config.token_types else None
+    wanted = of_theirs(theirs, rows, types).logits.numpy()
+    for x, hidden, logits in zip(rows, packed(rows, config, params, types), wanted, strict=True):
+        agree(np.asarray(models.head(config, params, hidden)), logits[: len(x)])
+
+
+@ROWS("row", options.ENCODERS)
+def test_a_folder_without_a_head_gives_their_last_hidden_states(row, tmp_path):
+    theirs = written(row, 0, transformers.AutoModel, tmp_path)
+    config, params = models.load(tmp_path, head=False)
+    assert "head" not in params
+    rows = ids(17, 9, 5)
+    wanted = of_theirs(theirs, rows).last_hidden_state.numpy()
+    for x, hidden, exact in zip(rows, packed(rows, config, params, backend="auto"), wanted, strict=True):
+        agree(hidden, exact[: len(x)])
+    with pytest.raises(ValueError, match="loaded without its head"):
+        models.head(config, params, hidden)
+    with pytest.raises(ValueError, match="pass head=False"):
+        models.load(tmp_path)
 
 
 def test_bart_reads_its_source_once_and_writes_token_by_token(tmp_path):
@@ -86,7 +140,7 @@ def test_bart_reads_its_source_once_and_writes_token_by_token(tmp_path):
 
 
 def test_encoders_and_decoders_are_not_mistaken_for_each_other():
-    config = models.config_of(SMALL_BERT.config().to_dict())
+    config = models.config_of(examples.ENCODERS["bert"])
     with pytest.raises(ValueError, match="has no cache"):
         config.make_caches(2, 4, "float32")
     with pytest.raises(ValueError, match=r"models\.encode"):

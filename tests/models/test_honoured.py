@@ -7,12 +7,16 @@ from jattn.models.families import FAMILIES
 from jattn.models.honoured import honoured_options
 from tests.models import options
 
+SIZES = {
+    "moe_topk", "intermediate_size", "type_vocab_size", "pad_token_id", "rms_norm_eps", "layer_norm_eps", "norm_eps"
+}  # fmt: skip
 
-@pytest.mark.parametrize("name", options.FAMILIES)
+
+@pytest.mark.parametrize("name", options.BY_NAME)
 def test_every_option_that_is_compared_is_listed(name):
-    row, listed = options.FAMILIES[name], set(honoured_options(name))
+    row, listed = options.BY_NAME[name], set(honoured_options(name))
     varied = {key for key, values in row.options.items() if key != "together" and len(values) > 1}
-    assert varied - listed <= {"moe_topk", "intermediate_size", "rms_norm_eps"}, "sizes are not options"
+    assert varied - listed <= SIZES, "sizes are not options"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import pytest
 
 from jattn import models
-from jattn.nn import Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
+from jattn.errors import UnsupportedError
+from jattn.nn import DynamicNTKRopeScaling, Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
 from tests.models import published
 
 LLAMA_31_8B = dict(
@@ -165,3 +166,36 @@ def test_alibi_models_have_no_positions_and_no_limit():
     for name in ("bloom", "mpt"):
         config, layer = of(name)
         assert layer.rope is None and layer.attention.has_alibi and config.max_positions is None
+
+
+def test_a_robertas_positions_begin_after_its_padding():
+    for name, longest in (("roberta", 512), ("xlm-roberta", 8192)):
+        config, _ = of(name)
+        assert config.max_positions == config.learned_positions == longest and config.token_types == 1
+
+
+def test_modernberts_layers_see_64_tokens_on_each_side_except_every_third():
+    config, first = of("modernbert")
+    wide = [i for i, layer in enumerate(config.layers) if layer.attention.sliding_window is None]
+    assert wide == list(range(0, 22, 3)) and config.layers[1].attention.sliding_window == (64, 64)
+    assert (first.rope.theta, config.layers[1].rope.theta) == (160000.0, 10000.0)
+    assert first.attn_norms.before is None and config.layers[1].attn_norms.before is not None
+
+
+def test_nomics_own_keys_mean_what_the_usual_ones_mean():
+    old = PUBLISHED["nomic_bert"]
+    usual = dict(
+        model_type="nomic_bert", hidden_size=768, num_attention_heads=12, num_hidden_layers=12, intermediate_size=3072,
+        max_position_embeddings=8192, layer_norm_eps=1e-12, hidden_act="silu", vocab_size=30528, type_vocab_size=2,
+        rope_parameters=dict(rope_type="default", rope_theta=1000.0), bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    assert models.config_of(old) == models.config_of(usual)
+    stretched = models.config_of(old | dict(rotary_scaling_factor=2.0))
+    assert stretched.layers[0].rope.scaling == DynamicNTKRopeScaling(factor=2.0, trained_length=2048)
+    assert stretched.max_positions == 8192
+
+
+@pytest.mark.parametrize("name", ["t5", "mpnet"])
+def test_a_learned_bias_of_distances_is_refused_with_its_reason(name):
+    with pytest.raises(UnsupportedError, match=f"{name}' is not supported, because its attention adds a learned bias"):
+        models.config_of(dict(model_type=name))

@@ -30,6 +30,7 @@ CONTRACT = {
     "choice": ["list_backends", "explain", "BackendReport", "UnsupportedError"],
 }
 ADDITIONS = {  # name: why it earns a place on the contents page
+    "Embedder": "embeddings of texts, as Engine generates tokens: a folder's pooling, prompts and tokenizer",
     "Buckets": "the sizes a server pads to, which bound its number of compilations",
     "cascade_levels": "the shared-prefix levels of a batch, which cascade_attention takes",
     "MLAParams": "the traced weights and scales of MLA, as AttentionParams are of attention",

@@ -2,7 +2,8 @@
 
 from jattn.models.families.alibi import BLOOM, MPT
 from jattn.models.families.bart import BART
-from jattn.models.families.bert import BERT
+from jattn.models.families.bert import BERT, DISTILBERT, ROBERTA
+from jattn.models.families.eurobert import EUROBERT
 from jattn.models.families.experts import (
     DOTS1,
     ERNIE4_5_MOE,
@@ -33,6 +34,8 @@ from jattn.models.families.llama import (
 )
 from jattn.models.families.llama4 import LLAMA4_TEXT
 from jattn.models.families.mixtral import MIXTRAL
+from jattn.models.families.modernbert import MODERNBERT
+from jattn.models.families.nomic_bert import NOMIC_BERT
 from jattn.models.families.olmo import EXAONE4, OLMO2, OLMO3
 from jattn.models.families.parallel import (
     COHERE,
@@ -102,6 +105,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl_text": QWEN3_VL_TEXT,
     "bert": BERT,
+    "distilbert": DISTILBERT,
+    "roberta": ROBERTA,
+    "xlm-roberta": ROBERTA,
+    "camembert": ROBERTA,
+    "modernbert": MODERNBERT,
+    "nomic_bert": NOMIC_BERT,
+    "eurobert": EUROBERT,
     "bart": BART,
 }
 RECURRENT = (
@@ -110,3 +120,5 @@ RECURRENT = (
     "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
 )  # fmt: skip
 """model_types with layers of state-space, convolution or linear attention, which have a state instead of keys."""
+RELATIVE_BIAS = ("longt5", "mpnet", "mt5", "pop2piano", "switch_transformers", "t5", "udop", "umt5")
+"""model_types that add a learned bias of the distance between query and key to the logits of attention."""

@@ -1,47 +1,64 @@
-"""BERT, an encoder: norms after each residual sum, learned positions, token types, a head for masked tokens."""
+"""BERT and its relatives, encoders: norms after each residual sum, learned positions, a head for masked tokens."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from jattn.models.config import LayerConfig, ModelConfig
+import numpy as np
+
+from jattn.models.config import HeadTransform, LayerConfig, ModelConfig
 from jattn.models.config_reader import ConfigReader
 from jattn.models.families.family import Family, token_ids
-from jattn.models.families.shared import MAX_HEADS, MAX_LAYERS, default_head_dim
+from jattn.models.families.shared import MAX_HEADS, MAX_LAYERS, default_head_dim, layer_norm
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.residual import ResidualNorms
-from jattn.models.tensor_names import TensorSource, linear_rows, norm_rows, tensor_table, unchanged
+from jattn.models.tensor_names import TensorSource, named_tensors
 from jattn.nn import AttentionConfig, Norm
 from jattn.spec import AttentionSpec
-
-LAYER_ROWS: dict[str, Any] = {
-    **linear_rows({f"attn.{n[0]}": f"attention.self.{n}" for n in ("query", "key", "value")}, bias=True),
-    **linear_rows(
-        {"attn.o": "attention.output.dense", "mlp.up": "intermediate.dense", "mlp.down": "output.dense"}, bias=True
-    ),
-    **norm_rows({"attn_norm_sum": "attention.output.LayerNorm", "mlp_norm_sum": "output.LayerNorm"}, bias=True),
-}
-OUTSIDE_ROWS: dict[str, Any] = {
-    "embed": ("bert.embeddings.word_embeddings.weight", unchanged),
-    "positions": ("bert.embeddings.position_embeddings.weight", unchanged),
-    "token_types": ("bert.embeddings.token_type_embeddings.weight", unchanged),
-    **norm_rows(
-        {"embedding_norm": "bert.embeddings.LayerNorm", "final_norm": "cls.predictions.transform.LayerNorm"}, bias=True
-    ),
-    **linear_rows({"head.transform": "cls.predictions.transform.dense"}, bias=True),
-    "head.bias": ("cls.predictions.bias", unchanged),
-}
 
 
 def bert(c: ConfigReader) -> ModelConfig:
     """A masked language model: every token attends to every other."""
     c.only("position_embedding_type", "absolute")
     c.only("is_decoder", False)
-    c.only("tie_word_embeddings", True)
     c.ignore("num_key_value_heads")  # not a key of this family
+    norm, positions = layer_norm(c), c.count("max_position_embeddings")
+    return masked_lm(c, norm, positions, token_types=c.count("type_vocab_size", 2))
+
+
+def roberta(c: ConfigReader) -> ModelConfig:
+    """BERT whose positions count from pad_token_id + 1. Its head always has the exact GELU.
+
+    A padding token inside a text has a position like any other token here; in transformers it has the first one.
+    """
+    c.ignore("output_past")
+    config, rows = bert(c), c.count("max_position_embeddings")
+    positions = rows - first_position(c.count("pad_token_id", low=0))
+    if positions < 1:
+        c.refuse("max_position_embeddings", f"must be more than pad_token_id={c.get('pad_token_id')} + 1")
+    head = HeadTransform(activation="gelu", norm=layer_norm(c))
+    return dataclasses.replace(config, learned_positions=positions, max_positions=positions, head_transform=head)
+
+
+def first_position(pad_token_id: int) -> int:
+    """The row of the position table that belongs to the first token."""
+    return pad_token_id + 1
+
+
+def distilbert(c: ConfigReader) -> ModelConfig:
+    """BERT without token types."""
+    c.ignore("sinusoidal_pos_embds", "tie_weights_", "qa_dropout", "seq_classif_dropout", "output_past")
+    return masked_lm(c, Norm(kind="layer", eps=1e-12, has_bias=True), c.count("max_position_embeddings"))
+
+
+def masked_lm(c: ConfigReader, norm: Norm, positions: int, **more: Any) -> ModelConfig:
+    """The ModelConfig of the usual keys. more: other fields."""
+    c.only("tie_word_embeddings", True)
     hidden, heads = c.count("hidden_size"), c.count("num_attention_heads", high=MAX_HEADS)
-    positions, head_dim = c.count("max_position_embeddings"), default_head_dim(c, "hidden_size", hidden, heads)
-    norm = Norm(kind="layer", eps=c.number("layer_norm_eps", 1e-12, above=0), has_bias=True)
     act = c.choice("hidden_act", ACTIVATIONS, "gelu")
-    spec = AttentionSpec(num_heads=heads, head_dim=head_dim, attn_type="encoder_only")
+    spec = AttentionSpec(
+        num_heads=heads, head_dim=default_head_dim(c, "hidden_size", hidden, heads), attn_type="encoder_only"
+    )
     layer = LayerConfig(
         self_attn=AttentionConfig(spec=spec, hidden_size=hidden, qkv_bias=True, out_bias=True),
         mlp=MLP(width=c.count("intermediate_size"), activation=act, gated=False, bias=True),
@@ -49,18 +66,94 @@ def bert(c: ConfigReader) -> ModelConfig:
         mlp_norms=ResidualNorms(of_sum=norm),
     )
     return ModelConfig(
-        family="bert", vocab_size=c.count("vocab_size"), hidden_size=hidden,
-        layers=(layer,) * c.count("num_hidden_layers", high=MAX_LAYERS), final_norm=norm, embedding_norm=norm,
-        learned_positions=positions, max_positions=positions, token_types=c.count("type_vocab_size", 2),
-        head_transform=act, tied_embeddings=True, head_bias=True, **token_ids(c),
+        family=c.get("model_type"), vocab_size=c.count("vocab_size"), hidden_size=hidden,
+        layers=(layer,) * c.count("num_hidden_layers", high=MAX_LAYERS), final_norm=None, embedding_norm=norm,
+        learned_positions=positions, max_positions=positions, head_transform=HeadTransform(activation=act, norm=norm),
+        tied_embeddings=True, head_bias=True, **more, **token_ids(c),
     )  # fmt: skip
 
 
-def bert_tensors(config: ModelConfig) -> dict[str, TensorSource]:
-    """bert.encoder.layer.0.attention.self.query and so on."""
-    return tensor_table(config, OUTSIDE_ROWS, "bert.encoder.layer.{}.", lambda index: LAYER_ROWS)
+LAYER_NAMES = {
+    **{f"attn.{n[0]}": f"attention.self.{n}" for n in ("query", "key", "value")},
+    "attn.o": "attention.output.dense",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+    "attn_norm_sum": "attention.output.LayerNorm",
+    "mlp_norm_sum": "output.LayerNorm",
+}
+BERT_HEAD = {
+    "head.transform": "cls.predictions.transform.dense",
+    "head.transform_norm": "cls.predictions.transform.LayerNorm",
+    "head.bias": "cls.predictions.bias",
+}
+ROBERTA_HEAD = {
+    "head.transform": "lm_head.dense",
+    "head.transform_norm": "lm_head.layer_norm",
+    "head.bias": "lm_head.bias",
+}
+DISTILBERT_NAMES = {
+    **{f"attn.{n}": f"attention.{n}_lin" for n in "qkv"},
+    "attn.o": "attention.out_lin",
+    "mlp.up": "ffn.lin1",
+    "mlp.down": "ffn.lin2",
+    "attn_norm_sum": "sa_layer_norm",
+    "mlp_norm_sum": "output_layer_norm",
+    "head.transform": "vocab_transform",
+    "head.transform_norm": "vocab_layer_norm",
+    "head.bias": "vocab_projector.bias",
+}
 
 
-UNUSED = ("position_ids", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "pooler.dense.weight",
-          "pooler.dense.bias", "cls.seq_relationship.weight", "cls.seq_relationship.bias")  # fmt: skip
-BERT = Family(bert, bert_tensors, UNUSED, prefix="", defaults=dict(pad_token_id=0))
+def embedding_names(model: str) -> dict[str, Any]:
+    """The names of the embeddings of the module `model`."""
+    tables = {"embed": "word", "positions": "position", "token_types": "token_type"}
+    names = {ours: f"{model}.embeddings.{theirs}_embeddings.weight" for ours, theirs in tables.items()}
+    return names | {"embedding_norm": f"{model}.embeddings.LayerNorm"}
+
+
+def roberta_tensors(config: ModelConfig) -> dict[str, TensorSource]:
+    """roberta.encoder.layer.0.attention.self.query and so on."""
+    assert config.pad_token_id is not None
+    names = embedding_names("roberta") | LAYER_NAMES | ROBERTA_HEAD
+    names["positions"] = (names["positions"], without_first(first_position(config.pad_token_id)))
+    return named_tensors(names, "roberta.encoder.layer.{}.")(config)
+
+
+def without_first(count: int) -> Callable[[np.ndarray], np.ndarray]:
+    """A conversion: the rows of a table after the first `count`."""
+    return lambda x: x[count:]
+
+
+UNUSED = ("position_ids", "pooler.dense.weight", "pooler.dense.bias")
+BERT_UNUSED = (*UNUSED, "cls.predictions.decoder.weight", "cls.predictions.decoder.bias",
+               "cls.seq_relationship.weight", "cls.seq_relationship.bias")  # fmt: skip
+ROBERTA_UNUSED = (*UNUSED, "lm_head.decoder.weight", "lm_head.decoder.bias")
+DISTILBERT_KEYS = dict(
+    hidden_size=("dim", "hidden_size"), num_attention_heads=("n_heads", "num_attention_heads"),
+    num_hidden_layers=("n_layers", "num_hidden_layers"),
+    intermediate_size=("hidden_dim",), hidden_act=("activation",),
+)  # fmt: skip
+EPS = dict(layer_norm_eps=1e-12)
+
+BERT = Family(
+    bert,
+    named_tensors(embedding_names("bert") | LAYER_NAMES | BERT_HEAD, "bert.encoder.layer.{}."),
+    BERT_UNUSED,
+    prefix="bert.",
+    defaults=EPS | dict(pad_token_id=0),
+)
+ROBERTA = Family(
+    roberta,
+    roberta_tensors,
+    ROBERTA_UNUSED,
+    prefix="roberta.",
+    defaults=EPS | dict(bos_token_id=0, eos_token_id=2, pad_token_id=1),
+)
+DISTILBERT = Family(
+    distilbert,
+    named_tensors(embedding_names("distilbert") | DISTILBERT_NAMES, "distilbert.transformer.layer.{}."),
+    (*UNUSED, "vocab_projector.weight"),
+    prefix="distilbert.",
+    defaults=dict(pad_token_id=0, max_position_embeddings=512),
+    aliases=DISTILBERT_KEYS,
+)

@@ -55,7 +55,7 @@ def default_head_dim(c: ConfigReader, name: str, hidden: int, heads: int) -> int
     return hidden // heads
 
 
-def model_config(c: ConfigReader, layers: Any, norm: Norm, tied: bool = False, **more: Any) -> ModelConfig:
+def model_config(c: ConfigReader, layers: Any, norm: Norm | None, tied: bool = False, **more: Any) -> ModelConfig:
     """The ModelConfig of these layers and the usual keys. tied: default of tie_word_embeddings. more: other fields."""
     layers = tuple(layers)
     fields: dict[str, Any] = dict(

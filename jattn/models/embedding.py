@@ -1,0 +1,112 @@
+"""Embeddings: one vector for each request, pooled from the last hidden states of an encoder or a decoder."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.metadata import CommonAttentionMetadata
+from jattn.metadata.buckets import power_of_two
+from jattn.models.config import ModelConfig
+from jattn.models.without_cache import hidden_states
+
+POOLINGS = ("mean", "cls", "last")
+"""mean: of all tokens. cls: the first token. last: the last token, as decoders need."""
+MIN_TOKENS = 16
+"""Packed tokens of the smallest program."""
+
+
+def embed(
+    config: ModelConfig,
+    params: dict[str, Any],
+    ids: Any,
+    lengths: Sequence[int],
+    pooling: str = "mean",
+    *,
+    normalize: bool = False,
+    dim: int | None = None,
+    token_types: Any = None,
+    backend: str = "auto",
+) -> jax.Array:
+    """f32[R, dim]: the embedding of each request, in one ragged batch.
+
+    ids: the tokens of all requests one after another, i32[sum(lengths)], or rows i32[R, L] of which request r has the
+    first lengths[r]. normalize: to length 1. dim: keep the first so many dimensions (Matryoshka), before that.
+    token_types: packed or in rows, like ids. The batch is padded, so that few sizes are compiled: see `batch_of`.
+    """
+    if config.encoder is not None:
+        raise ValueError(f"{config.family} is an encoder-decoder; embeddings need an encoder or a decoder")
+    if pooling not in POOLINGS:
+        raise ValueError(f"{pooling=} must be one of {', '.join(POOLINGS)}")
+    check_dim(dim, config.hidden_size)
+    lengths = np.asarray(lengths).tolist()
+    meta = batch_of(config, lengths)
+    tokens = _packed("ids", ids, lengths, meta.num_tokens)
+    kinds = None if token_types is None else _packed("token_types", token_types, lengths, meta.num_tokens)
+    rows = _embeddings(config, params, tokens, meta, kinds, pooling, normalize, dim, backend)
+    return rows[: len(lengths)]
+
+
+def check_dim(dim: int | None, size: int) -> None:
+    """ValueError unless an embedding of `size` dimensions can be cut to `dim`."""
+    if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int | np.integer) or not 1 <= dim <= size):
+        raise ValueError(f"{dim=} must be an integer from 1 to {size}, the model's number of dimensions")
+
+
+def batch_of(config: ModelConfig, lengths: Sequence[int]) -> CommonAttentionMetadata:
+    """The batch of whole requests. Tokens are padded to a power of 2, requests and their bound to a power of 4."""
+    sizes = np.asarray(lengths)
+    if sizes.ndim != 1 or not len(sizes) or not np.issubdtype(sizes.dtype, np.integer) or (sizes < 1).any():
+        raise ValueError(f"{lengths=} must be the lengths of at least one request, each at least 1")
+    most, longest = config.max_positions, int(sizes.max())
+    if most is not None and longest > most:
+        raise ValueError(f"a request of {longest} tokens is longer than the model's {config.max_positions=}")
+    tokens = max(power_of_two(int(sizes.sum())), MIN_TOKENS)
+    meta = CommonAttentionMetadata.from_lengths(
+        sizes, sizes, None, 1, num_tokens=tokens, num_reqs=_power_of_four(len(sizes))
+    )
+    return meta.replace(max_query_len=tokens, max_seq_len=min(max(_power_of_four(longest), MIN_TOKENS), tokens))
+
+
+def _power_of_four(n: int) -> int:
+    found = power_of_two(n)
+    return found if found.bit_length() % 2 else 2 * found
+
+
+def _packed(name: str, values: Any, lengths: Sequence[int], num_tokens: int) -> np.ndarray:
+    """i32[num_tokens]: the tokens of all requests, padded with 0."""
+    rows, total = np.asarray(values), sum(lengths)
+    if rows.ndim == 2 and len(rows) == len(lengths) and max(lengths) <= rows.shape[1]:
+        rows = np.concatenate([row[:length] for row, length in zip(rows, lengths, strict=True)])
+    if rows.shape != (total,) or not np.issubdtype(rows.dtype, np.integer):
+        wanted = f"integers [{total}], the sum of lengths, or rows [{len(lengths)}, {max(lengths)} or more]"
+        raise ValueError(f"{name} is {rows.dtype}{list(rows.shape)}; it must be {wanted}")
+    return np.pad(rows.astype(np.int32), (0, num_tokens - total))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7, 8))
+def _embeddings(
+    config: ModelConfig, params, tokens, meta: CommonAttentionMetadata, token_types, pooling: str, normalize: bool,
+    dim: int | None, backend: str,
+) -> jax.Array:  # fmt: skip
+    hidden = hidden_states(config, params, tokens, meta, token_types, backend)
+    rows = pooled(hidden, meta, pooling)[:, :dim]
+    return normalized(rows) if normalize else rows
+
+
+def pooled(hidden: jax.Array, meta: CommonAttentionMetadata, pooling: str) -> jax.Array:
+    """Hidden states [T, hidden] -> f32[R, hidden]. Rows of padding requests have no meaning."""
+    if pooling != "mean":
+        at = meta.logits_at_last_token() if pooling == "last" else jnp.asarray(meta.query_start_loc)[:-1]
+        return hidden.at[at].get(mode="clip").astype(jnp.float32)
+    live = jnp.where(meta.token_is_live()[:, None], hidden.astype(jnp.float32), 0.0)
+    sums = jax.ops.segment_sum(live, meta.token_to_req(), meta.max_num_reqs)
+    return sums / jnp.maximum(meta.query_lens(), 1)[:, None]
+
+
+def normalized(rows: jax.Array) -> jax.Array:
+    """Each row divided by its length; a row of zeros stays as it is."""
+    return rows / jnp.maximum(jnp.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)

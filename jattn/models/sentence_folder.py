@@ -1,0 +1,112 @@
+"""What a folder of the sentence-transformers library says about embeddings: pooling, normalisation, and prompts."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jattn import strict_json
+from jattn.errors import UnsupportedError
+from jattn.errors.arguments import short
+from jattn.models.config_reader import ConfigReader
+from jattn.models.files import MAX_DEPTH, is_there, read_json, read_text
+
+MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
+LENGTHS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json",
+           "sentence_camembert_config.json", "sentence_xlm-roberta_config.json")  # fmt: skip
+"""The library's names of the file with the settings of the first module."""
+FLAGS = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
+"""The flag pooling_mode_NAME -> our pooling."""
+OTHER_FLAGS = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
+MODES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+"""The newer key pooling_mode -> our pooling."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentenceFolder:
+    """How texts become embeddings. Everything but `model` has the value of a folder that says nothing about it."""
+
+    model: Path  # the folder with config.json and *.safetensors
+    pooling: str | None = None
+    normalize: bool = False
+    max_tokens: int | None = None  # of a text; None: the model's own limit
+    lower_case: bool = False  # texts are converted to lower case first
+    prompts: tuple[tuple[str, str], ...] = ()  # (name, the text before an input)
+    default_prompt: str | None = None  # a name in `prompts`
+
+
+def is_sentence_folder(directory: str | Path) -> bool:
+    """True if the folder is of the sentence-transformers library."""
+    return is_there(Path(directory) / MODULES)
+
+
+def read_sentence_folder(directory: str | Path) -> SentenceFolder:
+    """The settings in modules.json and the files that it names; UnsupportedError for a module that is not known."""
+    folder = Path(directory)
+    if not is_sentence_folder(folder):
+        return SentenceFolder(model=folder)
+    modules = _modules(folder / MODULES)
+    kinds = [kind for kind, _ in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise UnsupportedError(
+            f"{folder / MODULES} has the modules {', '.join(kinds)}; supported are Transformer, Pooling and, after "
+            "them, Normalize"
+        )
+    model, pooling = (folder / path for _, path in modules[:2])
+    return SentenceFolder(
+        model=model, pooling=_pooling(pooling / "config.json"), normalize=len(modules) > 2, **_lengths(model),
+        **_prompts(folder / SETTINGS),
+    )  # fmt: skip
+
+
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """(kind, folder) of each module, in order. The kind is the last part of the name of its class."""
+    try:
+        modules = strict_json.parse(read_text(path), MAX_DEPTH)
+        strict_json.check(modules, MAX_DEPTH)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON that can be read: {error}") from None
+    found = []
+    for module in modules if isinstance(modules, list) else [None]:
+        kind, where = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(where, str) or Path(where).name != where:
+            raise ValueError(
+                f"{path} must be a list of objects with the class of a module, 'type', and the name of its folder, "
+                f"'path', not {short(module if isinstance(modules, list) else modules)}"
+            )
+        found.append((kind.rpartition(".")[2], where))
+    return found
+
+
+def _pooling(path: Path) -> str:
+    c = ConfigReader(read_json(path), str(path))
+    c.ignore("word_embedding_dimension", "embedding_dimension")
+    c.only("include_prompt", True)
+    for name in OTHER_FLAGS:
+        c.only(f"pooling_mode_{name}", False)
+    found = [ours for name, ours in FLAGS.items() if c.flag(f"pooling_mode_{name}", False)]
+    mode = c.choice("pooling_mode", MODES, None)
+    c.refuse_unread()
+    found += [] if mode is None else [MODES[mode]]
+    if len(found) != 1:
+        raise UnsupportedError(f"{path} asks for {len(found)} poolings ({', '.join(found)}); one is supported")
+    return found[0]
+
+
+def _lengths(model: Path) -> dict[str, Any]:
+    path = next((model / name for name in LENGTHS if is_there(model / name)), None)
+    if path is None:
+        return {}
+    c = ConfigReader(read_json(path), str(path))
+    return dict(max_tokens=c.count("max_seq_length", None), lower_case=c.flag("do_lower_case", False))
+
+
+def _prompts(path: Path) -> dict[str, Any]:
+    if not is_there(path):
+        return {}
+    c = ConfigReader(read_json(path), str(path))
+    prompts, default = c.section("prompts").given, c.get("default_prompt_name")
+    if not all(isinstance(text, str) for text in prompts.values()):
+        c.refuse("prompts", "must be an object of texts")
+    if default is not None and (not isinstance(default, str) or default not in prompts):
+        c.refuse("default_prompt_name", f"must be one of {', '.join(prompts)}")
+    return dict(prompts=tuple(prompts.items()), default_prompt=default)

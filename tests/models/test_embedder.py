@@ -1,0 +1,150 @@
+"""Embedder reads a folder of the sentence-transformers library, and refuses what it would otherwise ignore."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from jattn import Embedder, UnsupportedError, models
+from jattn.models.sentence_folder import read_sentence_folder
+from tests.models import tiny
+
+WORDS = ["[UNK]", "one", "two", "three", "query:", "[END]"]
+POOLING = dict(
+    word_embedding_dimension=16, pooling_mode_cls_token=False, pooling_mode_mean_tokens=False,
+    pooling_mode_max_tokens=False, pooling_mode_mean_sqrt_len_tokens=False, pooling_mode_weightedmean_tokens=False,
+    pooling_mode_lasttoken=True, include_prompt=True,
+)  # fmt: skip
+MODULES = [
+    dict(idx=0, name="0", path="", type="sentence_transformers.models.Transformer"),
+    dict(idx=1, name="1", path="1_Pooling", type="sentence_transformers.models.Pooling"),
+    dict(idx=2, name="2", path="2_Normalize", type="sentence_transformers.models.Normalize"),
+]
+
+
+def put(folder, name, values) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(values))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A decoder without a head, which embeds with its last token; its tokenizer ends every text with [END]."""
+    made = {name.removeprefix("model."): x for name, x in tiny.tensors().items() if not name.startswith("lm_head")}
+    tiny.write(tmp_path, made=made)
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="$A [END]", special_tokens=[("[END]", 5)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    put(tmp_path, "modules.json", MODULES)
+    put(tmp_path, "1_Pooling/config.json", POOLING)
+    return tmp_path
+
+
+def by_hand(folder, ids, size=None):
+    config, params = models.load(folder, head=False)
+    row = np.asarray(models.embed(config, params, ids, [len(ids)], "last"))[0, :size]
+    return row / np.linalg.norm(row)
+
+
+def test_a_folders_pooling_and_normalisation_are_applied(folder):
+    served = Embedder.from_pretrained(folder)
+    assert (served.pooling, served.normalize) == ("last", True)
+    made = served.embed(["one two", [3, 2, 1], "three"])
+    wanted = [by_hand(folder, ids) for ids in ([1, 2, 5], [3, 2, 1], [3, 5])]
+    np.testing.assert_allclose(made, wanted, atol=2e-6)
+    np.testing.assert_allclose(served.embed(["one two"], dim=6)[0], by_hand(folder, [1, 2, 5], 6), atol=2e-6)
+    assert served.embed([]).shape == (0, 16)
+
+
+@pytest.mark.parametrize("max_batched_tokens", [1, 7, 8192])
+def test_inputs_come_back_in_their_order_however_they_are_batched(folder, max_batched_tokens):
+    rows = [[1 + n % 3] * n for n in (1, 9, 2, 5, 3)]
+    served = Embedder.from_pretrained(folder, max_batched_tokens=max_batched_tokens)
+    np.testing.assert_allclose(served.embed(rows), [by_hand(folder, row) for row in rows], atol=2e-6)
+
+
+def test_prompts_lower_case_and_limits_of_the_folder_are_honoured(folder):
+    put(
+        folder,
+        "config_sentence_transformers.json",
+        dict(prompts=dict(query="query: ", other=""), similarity_fn_name="cosine"),
+    )
+    put(folder, "sentence_bert_config.json", dict(max_seq_length=4, do_lower_case=True))
+    served = Embedder.from_pretrained(folder)
+    assert served.tokens_of("ONE") == [1, 5] and served.tokens_of("One", "query") == [4, 1, 5]
+    with pytest.raises(ValueError, match="5 tokens, and this model reads up to 4"):
+        served.embed(["one one one one"])
+    with pytest.raises(ValueError, match="prompt='passage' must be one of query, other"):
+        served.embed(["one"], prompt="passage")
+    put(folder, "config_sentence_transformers.json", dict(prompts=dict(query="query: "), default_prompt_name="query"))
+    assert Embedder.from_pretrained(folder).tokens_of("one") == [4, 1, 5]
+
+
+def test_a_model_in_a_folder_of_its_own_is_found(folder):
+    inside = folder / "0_Transformer"
+    inside.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).rename(inside / name)
+    put(folder, "modules.json", [MODULES[0] | dict(path="0_Transformer"), *MODULES[1:2]])
+    served = Embedder.from_pretrained(folder)
+    assert not served.normalize and len(served.embed(["one"])[0]) == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(pooling_mode_max_tokens=True), "pooling_mode_max_tokens=True is not supported"),
+        (dict(include_prompt=False), "include_prompt=False is not supported"),
+        (dict(pooling_mode_cls_token=True), r"asks for 2 poolings \(cls, last\)"),
+        (dict(pooling_mode_lasttoken=False), "asks for 0 poolings"),
+        (dict(pooling_mode_new=True), "pooling_mode_new=True"),
+    ],
+)
+def test_another_pooling_is_refused_by_name(folder, changes, words):
+    put(folder, "1_Pooling/config.json", POOLING | changes)
+    with pytest.raises(UnsupportedError, match=words):
+        Embedder.from_pretrained(folder)
+
+
+def test_the_newer_key_of_a_pooling_is_read(folder):
+    put(folder, "1_Pooling/config.json", dict(embedding_dimension=16, pooling_mode="cls", include_prompt=True))
+    assert read_sentence_folder(folder).pooling == "cls"
+
+
+@pytest.mark.parametrize(
+    ("modules", "error", "words"),
+    [
+        ([*MODULES, dict(path="3_Dense", type="sentence_transformers.models.Dense")], UnsupportedError, "Dense"),
+        ([MODULES[0] | dict(path="../other"), MODULES[1]], ValueError, "name of its folder"),
+        ({"a": 1}, ValueError, "must be a list of objects"),
+        ([3], ValueError, "must be a list of objects"),
+    ],
+)
+def test_other_modules_are_refused_by_name(folder, modules, error, words):
+    put(folder, "modules.json", modules)
+    with pytest.raises(error, match=rf"modules\.json.*{words}"):
+        Embedder.from_pretrained(folder)
+
+
+def test_a_folder_that_does_not_say_its_pooling_needs_one(folder):
+    (folder / "modules.json").unlink()
+    with pytest.raises(ValueError, match="pass pooling="):
+        Embedder.from_pretrained(folder)
+    assert len(Embedder.from_pretrained(folder, pooling="mean").embed(["one"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ("one", "must be a list"),
+        ([[]], "an input has no tokens"),
+        ([[31]], "token id 31 must be an integer from 0 to 30"),
+        ([[True]], "token id True"),
+        ([[1] * 65], "65 tokens, and this model reads up to 64"),
+    ],
+)
+def test_inputs_that_cannot_be_embedded_are_refused(folder, inputs, words):
+    with pytest.raises(ValueError, match=words):
+        Embedder.from_pretrained(folder).embed(inputs)

@@ -1,0 +1,114 @@
+"""Embeddings are transformers' hidden states, pooled by hand; a request's does not depend on its neighbours."""
+
+import numpy as np
+import pytest
+
+from jattn import models
+from tests.models import examples
+
+LENGTHS = (9, 1, 17, 4)
+HAND = {
+    "mean": lambda hidden: hidden.mean(axis=0),
+    "cls": lambda hidden: hidden[0],
+    "last": lambda hidden: hidden[-1],
+}
+
+
+def rows_of(*lengths: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(3, 61, n) for n in lengths]
+
+
+def close(mine, wanted) -> None:
+    assert np.abs(np.asarray(mine) - wanted).max() <= 1e-4 * wanted.std()
+
+
+@pytest.mark.parametrize("pooling", models.POOLINGS)
+@pytest.mark.parametrize("family", ["roberta", "modernbert", "qwen3"])
+def test_embeddings_are_the_pooled_hidden_states_of_transformers(family, pooling, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
+    torch = pytest.importorskip("torch", reason="the witness needs the extra 'parity'")
+    values = {key: value for key, value in examples.ALL[family].items() if key != "model_type"}
+    torch.manual_seed(0)
+    config = transformers.CONFIG_MAPPING[family](**{"pad_token_id": 0} | values, initializer_range=0.3)
+    theirs = transformers.AutoModel.from_config(config).eval().float()
+    theirs.save_pretrained(tmp_path)
+    config, params = models.load(tmp_path, head=False)
+    rows = rows_of(*LENGTHS)
+    with torch.no_grad():
+        hidden = [theirs(torch.tensor(row)[None]).last_hidden_state[0].numpy() for row in rows]
+    close(
+        models.embed(config, params, np.concatenate(rows), LENGTHS, pooling), np.stack(list(map(HAND[pooling], hidden)))
+    )
+
+
+@pytest.fixture(scope="module")
+def bert():
+    config = models.config_of(examples.ENCODERS["bert"]).without_head()
+    return config, examples.params_of(config)
+
+
+def test_an_embedding_does_not_depend_on_the_batch_around_it(bert):
+    rows = rows_of(*LENGTHS)
+    together = np.asarray(models.embed(*bert, np.concatenate(rows), LENGTHS))
+    for row, mine in zip(rows, together, strict=True):
+        np.testing.assert_allclose(models.embed(*bert, row, [len(row)])[0], mine, atol=2e-6)
+
+
+def test_rows_may_be_padded_with_anything(bert):
+    rows = rows_of(*LENGTHS)
+    padded = np.stack([np.pad(row, (0, 20 - len(row)), constant_values=10**6) for row in rows])
+    np.testing.assert_array_equal(
+        models.embed(*bert, padded, LENGTHS), models.embed(*bert, np.concatenate(rows), LENGTHS)
+    )
+
+
+@pytest.mark.parametrize("dim", [None, 8])
+def test_an_embedding_is_cut_before_it_is_normalised(bert, dim):
+    rows = rows_of(*LENGTHS)
+    whole = np.asarray(models.embed(*bert, np.concatenate(rows), LENGTHS))[:, :dim]
+    wanted = whole / np.linalg.norm(whole, axis=1, keepdims=True)
+    made = models.embed(*bert, np.concatenate(rows), LENGTHS, normalize=True, dim=dim)
+    np.testing.assert_allclose(made, wanted, atol=1e-6)
+
+
+def test_token_types_are_added(bert):
+    ids, types = np.concatenate(rows_of(7)), np.array([0, 0, 0, 1, 1, 1, 1])
+    plain = models.embed(*bert, ids, [7])
+    np.testing.assert_array_equal(models.embed(*bert, ids, [7], token_types=np.zeros(7, int)), plain)
+    assert np.abs(np.asarray(models.embed(*bert, ids, [7], token_types=types)) - plain).max() > 1e-2
+
+
+def test_batches_of_many_sizes_share_a_few_programs(bert, compiles):
+    config, params = bert
+    with compiles() as seen:
+        for count in range(1, 17):
+            lengths = [count] * count
+            models.embed(config, params, np.full(sum(lengths), 5), lengths, backend="sdpa")
+    sizes = {models.embedding.batch_of(config, [n] * n).num_tokens for n in range(1, 17)}
+    assert len(sizes) == 5 and seen.names.count("_embeddings") <= 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(pooling="max"), "pooling='max' must be one of mean, cls, last"),
+        (dict(dim=33), "dim=33 must be an integer from 1 to 32"),
+        (dict(dim=0), "dim=0 must be"),
+        (dict(lengths=[3, 0]), "each at least 1"),
+        (dict(lengths=[]), "at least one request"),
+        (dict(lengths=[4]), r"ids is int64\[3\]; it must be integers \[4\]"),
+        (dict(ids=np.zeros(65, int), lengths=[65]), "longer than the model's config.max_positions=64"),
+        (dict(ids=np.zeros(3), lengths=[3]), "ids is float64"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused(bert, changes, words):
+    arguments = dict(ids=np.array([3, 4, 5]), lengths=[3]) | changes
+    with pytest.raises(ValueError, match=words):
+        models.embed(*bert, arguments.pop("ids"), arguments.pop("lengths"), **arguments)
+
+
+def test_an_encoder_decoder_is_refused():
+    config = models.config_of(examples.ENCODERS["bart"])
+    with pytest.raises(ValueError, match="bart is an encoder-decoder"):
+        models.embed(config, {}, [1], [1])
