@@ -12,7 +12,9 @@ from tests.models import options
 def test_every_option_that_is_compared_is_listed(name):
     row, listed = options.FAMILIES[name], set(honoured_options(name))
     varied = {key for key, values in row.options.items() if key != "together" and len(values) > 1}
-    assert varied - listed <= {"moe_topk", "intermediate_size", "rms_norm_eps"}, "sizes are not options"
+    assert varied - listed <= {"moe_topk", "intermediate_size", "rms_norm_eps", "n_shared_experts"}, (
+        "sizes are not options"
+    )
 
 
 @pytest.mark.parametrize(
