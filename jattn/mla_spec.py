@@ -124,6 +124,11 @@ class MLASpec:
         return self.sliding_window or (-1, -1)
 
     @property
+    def retention(self) -> tuple[int | None, int | None]:
+        """(sliding window in tokens, chunk size) of the rows that later queries can see: see AttentionSpec."""
+        return self.absorbed.retention
+
+    @property
     def attn_type(self) -> AttentionType:
         """Always a decoder's."""
         return AttentionType.DECODER

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jattn.models import ModelConfig
 from jattn.models.layers import embed_tokens, head, last_hidden, self_attention_layer
-from jattn.nn.attention_layer import project_and_attend
+from jattn.nn.attention_layer import AttentionConfig, project_and_attend
 from jattn.nn.rope import rotate
 from jattn.ops.state import AttentionState
 
@@ -25,6 +25,7 @@ def dense_logits(config: ModelConfig, params, token_ids):
     x = embed_tokens(config, params, flat, positions)
     attend = functools.partial(_causal, batch)
     for layer, weights in zip(config.layers, params["layers"], strict=True):
+        assert isinstance(layer.self_attn, AttentionConfig)
         angles = None if layer.rope is None else layer.rope.angles(positions)
         attention = functools.partial(
             project_and_attend, layer.self_attn, weights["attn"], attend=attend, positions=positions, angles=angles

@@ -5,10 +5,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
+from jattn.cache.latent import mla_cache_spec
+from jattn.mla_spec import MLASpec
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
 from jattn.models.residual import ResidualNorms
-from jattn.nn import AttentionConfig, Norm, Rope, RopeScaling
+from jattn.nn import AttentionConfig, LatentConfig, Norm, Rope, RopeScaling
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType
 
@@ -32,7 +34,7 @@ class LayerConfig:
     mlp_norms.before(x), or attn_norms.before(x) if it has no norm of its own.
     """
 
-    self_attn: AttentionConfig
+    self_attn: AttentionConfig | LatentConfig
     mlp: MLP | MoE
     cross_attn: AttentionConfig | None = None
     attn_norms: ResidualNorms = ResidualNorms()
@@ -50,8 +52,8 @@ class LayerConfig:
         return self.parallel and self.mlp_norms.before is None
 
     @property
-    def attention(self) -> AttentionSpec:
-        """The AttentionSpec of its self-attention."""
+    def attention(self) -> AttentionSpec | MLASpec:
+        """The spec of its self-attention."""
         return self.self_attn.spec
 
     @property
@@ -151,7 +153,9 @@ class ModelConfig:
         return tuple(empty_cache(spec) for spec in self.cache_specs(num_blocks, block_size, dtype, quant))
 
 
-def _cache_spec(spec: AttentionSpec, num_blocks: int, block_size: int, dtype: Any, quant: str) -> KVCacheSpec:
+def _cache_spec(spec: AttentionSpec | MLASpec, num_blocks: int, block_size: int, dtype: Any, quant: str) -> KVCacheSpec:
+    if isinstance(spec, MLASpec):
+        return mla_cache_spec(spec, num_blocks, block_size, dtype=dtype, quant=quant)
     return KVCacheSpec(
         num_blocks=num_blocks, block_size=block_size, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
         v_head_dim=spec.v_head_dim, dtype=dtype, quant=quant,

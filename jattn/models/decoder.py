@@ -9,17 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.attention import PagedAttention
-from jattn.cache import PagedKV
+from jattn.cache import KVCacheSpec, PagedKV
 from jattn.metadata import CommonAttentionMetadata
+from jattn.mla import MLAAttention
+from jattn.mla_spec import MLASpec
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.layers import embed_tokens, head, last_hidden, mlp_sublayer
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import residual
-from jattn.models.sharded_attention import ShardedAttention
 from jattn.models.without_cache import encode
-from jattn.nn import Angles, Rope
+from jattn.nn import Angles, LatentConfig, Rope
 from jattn.nn.apply import angles_of
 from jattn.nn.attention_layer import project_and_attend
+from jattn.nn.latent_layer import project_and_attend_latent
+from jattn.spec import AttentionSpec
 from pallas_kernels.algebra.paging import cdiv
 
 BatchOrPerGroup = CommonAttentionMetadata | Sequence[CommonAttentionMetadata]
@@ -83,13 +86,18 @@ def _forward(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _self_attention(
-    layer: LayerConfig, attn: PagedAttention | ShardedAttention, weights, x, cache, plan, positions, angles
-):
-    attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
-    attention = lambda y: project_and_attend(
-        layer.self_attn, weights["attn"], y, attend, positions=positions, angles=angles
-    )
+def _self_attention(layer: LayerConfig, attn: Any, weights, x, cache, plan, positions, angles):
+    """attn: a PagedAttention or, of a latent layer, an MLAAttention; or the same distributed over a mesh."""
+    config = layer.self_attn
+
+    def attention(y: jax.Array) -> tuple:
+        at = dict(positions=positions, angles=angles)
+        if isinstance(config, LatentConfig):
+            latent = lambda q, kv_c, k_pe, params: attn(q, kv_c, k_pe, cache, plan, params)
+            return project_and_attend_latent(config, weights["attn"], y, latent, **at)
+        attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
+        return project_and_attend(config, weights["attn"], y, attend, **at)
+
     return residual(layer.attn_norms, "attn", weights, x, attention)
 
 
@@ -115,12 +123,12 @@ class _StepPlans:
         model_mesh: ModelMesh | None,
     ):  # fmt: skip
         group = {index: batch for g, batch in zip(config.cache_groups, batches, strict=True) for index in g.layers}
-        specs = [layer.attention for layer in config.layers]
+        specs: list[AttentionSpec | MLASpec] = [layer.attention for layer in config.layers]
         specs += [layer.cross_attn.spec for layer in config.layers if layer.cross_attn is not None]
         cache_specs = [cache.spec for cache in caches]
         pairs = zip(specs, cache_specs, strict=True)
-        attention = PagedAttention if model_mesh is None else model_mesh.attention
-        self.attns = [attention(spec, cache_spec, backend, dtype=dtype) for spec, cache_spec in pairs]
+        attention = _attention_of if model_mesh is None else model_mesh.attention
+        self.attns = [attention(spec, cache_spec, backend, dtype) for spec, cache_spec in pairs]
         # Every batch has the block table of cross attention.
         self.batches = [group.get(index, batches[0]) for index in range(len(specs))]
         self.plans: dict[tuple, Any] = {}
@@ -141,6 +149,15 @@ class _StepPlans:
         if rope not in self.angles_by_rope:
             self.angles_by_rope[rope] = angles_of(rope, self.batches[0])
         return self.angles_by_rope[rope]
+
+
+def _attention_of(
+    spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec, backend: str, dtype: Any
+) -> PagedAttention | MLAAttention:
+    """The attention of a layer on one device."""
+    if isinstance(spec, MLASpec):
+        return MLAAttention(spec, cache_spec, backend)
+    return PagedAttention(spec, cache_spec, backend, dtype=dtype)
 
 
 def _encoded(config: ModelConfig, params, encoder_ids, batch: CommonAttentionMetadata, backend: str):

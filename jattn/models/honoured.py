@@ -17,7 +17,8 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 """Keys that some family requires, with values that are consistent. They are not listed as options."""
 SAMPLES: dict[str, Any] = dict(
-    head_dim=8, rotary_dim=8, attention_types=[[["global", "local"], 1]], rope_theta=10000.0, use_sliding_window=True
+    head_dim=8, rotary_dim=8, attention_types=[[["global", "local"], 1]], rope_theta=10000.0, use_sliding_window=True,
+    n_group=1, topk_group=1, qk_rope_head_dim=8,
 )  # fmt: skip
 """Values of options with which each family reads SIZES without an error, and takes the branches that read options."""
 EVERYWHERE = frozenset({"model_type", "bos_token_id", "eos_token_id", "pad_token_id"})
@@ -46,6 +47,10 @@ class _Recorder(ConfigReader):
 
     def only(self, name: str, *allowed: Any) -> None:
         self.stored_name(name)
+
+    def ignore(self, *names: str) -> None:
+        super().ignore(*names)
+        self.asked -= set(names)  # of values that are only checked
 
 
 def honoured_options(model_type: str) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
 from jattn.models.config_reader import ConfigReader
 from jattn.models.placing import placed
-from jattn.models.tensor_names import TensorSource, unchanged
-from jattn.ops.quantised import PACKED, QuantisedArray, packed
+from jattn.models.tensor_names import OfNumbers, TensorSource, unchanged
+from jattn.ops.quantised import PACKED, QuantisedArray, packed, plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,12 @@ class Scheme:
             return source
         present = tuple(tuple(name in stored for name in each) for each in names)
         found = tuple(name for each in names for name in each if name in stored)
-        return TensorSource(found, functools.partial(self._weight, source.make, present, dtype))
+        make = self._plain_weight if isinstance(source.make, OfNumbers) else self._weight
+        return TensorSource(found, functools.partial(make, source.make, present, dtype))
+
+    def _plain_weight(self, make: Callable, present: tuple[tuple[bool, ...], ...], dtype: Any, *tensors) -> np.ndarray:
+        """The same dequantised, of one module."""
+        return make(np.asarray(plain(self._weight(unchanged, present, dtype, *tensors))))
 
     def _weight(self, make: Callable, present: tuple[tuple[bool, ...], ...], dtype: Any, *tensors) -> QuantisedArray:
         """What `make` makes of the modules' weights, made of their codes, their scales and their zero points."""

@@ -15,11 +15,14 @@ from jattn import device
 from jattn.attention import PagedAttention
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.errors import UnsupportedError
+from jattn.mla import MLAAttention
+from jattn.mla_spec import MLASpec
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
-from jattn.models.sharded_attention import REPLICATED, ShardedAttention
+from jattn.models.sharded_attention import REPLICATED, ShardedAttention, ShardedLatentAttention
 from jattn.models.weight_tree import weight_paths, weight_specs
+from jattn.nn import AttentionConfig
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 from jattn.parallel import head_partition, rank_spec
 from jattn.spec import AttentionSpec
@@ -31,7 +34,8 @@ class ModelMesh:
 
     XLA's partitioner divides the products and adds the all-reduces; attention and experts run in shard_map. Where
     layers have fewer kv heads than ranks, the mesh has several axes: the kv heads are distributed over the first of
-    them and replicated over the others. 8 ranks and 2 kv heads: axes of 2 and 4, ranks 0..3 have kv head 0.
+    them and replicated over the others. 8 ranks and 2 kv heads: axes of 2 and 4, ranks 0..3 have kv head 0. Of a latent
+    layer the query heads are distributed, and every rank has the whole cache.
 
     If the vocabulary's size is no multiple of the number of ranks, the vocabulary is replicated; for heads, MLP widths
     and experts that is an error.
@@ -108,8 +112,10 @@ class ModelMesh:
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
     # ------------------------------------------------------------------ one rank
-    def rank_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """The AttentionSpec of a layer with one rank's heads."""
+    def rank_spec(self, spec: AttentionSpec | MLASpec) -> AttentionSpec | MLASpec:
+        """The spec of a layer with one rank's heads."""
+        if isinstance(spec, MLASpec):
+            return dataclasses.replace(spec, num_heads=spec.num_heads // self.size)
         # If ranks share a kv head, each counts it as its own.
         shared = dataclasses.replace(spec, num_kv_heads=max(spec.num_kv_heads, self.size))
         return rank_spec(shared, self.axes, self.size)
@@ -140,10 +146,13 @@ class ModelMesh:
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     def attention(
-        self, spec: AttentionSpec, cache_spec: KVCacheSpec, backend: str = "auto", dtype: Any = None
-    ) -> ShardedAttention:
-        """The ShardedAttention of a layer. It has the methods build and __call__ of a PagedAttention."""
-        attn = PagedAttention(self.rank_spec(spec), self.rank_cache_spec(cache_spec), backend, dtype=dtype)
+        self, spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec, backend: str = "auto", dtype: Any = None
+    ) -> ShardedAttention | ShardedLatentAttention:
+        """The attention of a layer. It has the methods build and __call__ of a PagedAttention, or an MLAAttention."""
+        of_rank = self.rank_spec(spec)
+        if isinstance(of_rank, MLASpec):
+            return ShardedLatentAttention(MLAAttention(of_rank, cache_spec, backend), self.mesh)
+        attn = PagedAttention(of_rank, self.rank_cache_spec(cache_spec), backend, dtype=dtype)
         pools, kv_axes = self.cache_partition(cache_spec), self.kv_axes(spec.num_kv_heads)
         return ShardedAttention(attn, cache_spec, self.mesh, pools, kv_axes)
 
@@ -226,14 +235,14 @@ def _ranks(mesh: Mesh) -> np.ndarray:
 def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
     """ValueError if the ranks cannot share a layer evenly; UnsupportedError for a fused projection."""
     spec, mlp = layer.attention, layer.mlp
-    if layer.self_attn.fused_qkv:
+    if isinstance(layer.self_attn, AttentionConfig) and layer.self_attn.fused_qkv:
         raise UnsupportedError(f"{name} has one fused projection of q, k and v, which cannot be shared between ranks")
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     if heads % ranks:
         raise ValueError(
             f"{name} has {heads} query heads, which {ranks} ranks cannot share evenly; use a divisor of {heads}"
         )
-    if kv_heads % ranks and ranks % kv_heads:
+    if kv_heads % ranks and ranks % kv_heads:  # a latent layer has 1
         raise ValueError(
             f"{name} has {kv_heads} kv heads: {ranks} ranks can neither share them evenly nor have one each; use a "
             f"divisor or a multiple of {kv_heads}"

@@ -1,4 +1,7 @@
-"""ShardedAttention: the attention of one layer in a program that XLA partitions; each rank has some of the heads."""
+"""The attention of one layer in a program that XLA partitions; each rank has some of the heads.
+
+ShardedAttention is for a cache of keys and values, ShardedLatentAttention for a latent one.
+"""
 
 import dataclasses
 from typing import Any
@@ -10,6 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jattn.attention import PagedAttention
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.metadata import CommonAttentionMetadata
+from jattn.mla import MLAAttention
+from jattn.mla_spec import MLAParams
 from jattn.ops.rotation import Angles
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams
@@ -34,7 +39,7 @@ class ShardedAttention:
 
     def build(self, meta: CommonAttentionMetadata) -> Any:
         """The plan of a batch, replicated."""
-        return self._shard_map(self.attn.build, REPLICATED, REPLICATED)(meta)
+        return _shard_map(self.mesh, self.attn.build, REPLICATED, REPLICATED)(meta)
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: PagedKV, m: Any, params: AttentionParams,
@@ -49,10 +54,7 @@ class ShardedAttention:
             return dataclasses.replace(cache, spec=self.cache_spec), state
 
         places = (heads, kv_heads, kv_heads, self.pools, REPLICATED, self._params_partition(params), REPLICATED)
-        return self._shard_map(on_rank, places, (self.pools, heads))(q, k, v, cache, m, params, angles)
-
-    def _shard_map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return _shard_map(self.mesh, on_rank, places, (self.pools, heads))(q, k, v, cache, m, params, angles)
 
     def _params_partition(self, params: AttentionParams) -> AttentionParams:
         """The partition of each param. Scalars are replicated; arrays over heads are distributed like the heads."""
@@ -61,3 +63,31 @@ class ShardedAttention:
         given = {name: x for name, x in vars(params).items() if x is not None}
         places = {n: PartitionSpec(axes[n]) if n in axes and jnp.ndim(x) else REPLICATED for n, x in given.items()}
         return dataclasses.replace(params, **places)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedLatentAttention:
+    """The same for a latent cache: every rank writes all rows into its own whole copy of the cache. Hashable."""
+
+    attn: MLAAttention  # of one rank's heads
+    mesh: Mesh
+
+    def build(self, meta: CommonAttentionMetadata) -> Any:
+        """The plan of a batch, replicated."""
+        return _shard_map(self.mesh, self.attn.build, REPLICATED, REPLICATED)(meta)
+
+    def __call__(
+        self, q: jax.Array, kv_c: jax.Array, k_pe: jax.Array, cache: PagedKV, m: Any, params: MLAParams
+    ) -> tuple[PagedKV, AttentionState]:
+        """The arguments and the result of MLAAttention.__call__."""
+        heads = PartitionSpec(None, self.mesh.axis_names)
+        given = {name: x for name, x in vars(params).items() if x is not None}
+        of_head = {
+            name: PartitionSpec(self.mesh.axis_names) if jnp.ndim(x) else REPLICATED for name, x in given.items()
+        }
+        places = (heads, REPLICATED, REPLICATED, REPLICATED, REPLICATED, dataclasses.replace(params, **of_head))
+        return _shard_map(self.mesh, self.attn, places, (REPLICATED, heads))(q, kv_c, k_pe, cache, m, params)
+
+
+def _shard_map(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

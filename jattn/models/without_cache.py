@@ -6,10 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn.attention import attention
 from jattn.metadata import CommonAttentionMetadata
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.layers import embed_tokens, head, last_hidden, self_attention_layer
-from jattn.nn import apply_attention
+from jattn.nn import LatentConfig, apply_attention
+from jattn.nn.apply import angles_of
+from jattn.nn.latent_layer import project_and_attend_latent
+from jattn.ops.mla import materialised
 
 
 def encode(
@@ -60,5 +64,21 @@ def hidden_states(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer(layer: LayerConfig, backend: str, weights, x, meta):
-    attention = lambda y: apply_attention(layer.self_attn, weights["attn"], y, meta, backend=backend)
-    return self_attention_layer(layer, weights, x, attention)[1]
+    config = layer.self_attn
+    if isinstance(config, LatentConfig):
+        attend = lambda y: _latent_attention(config, backend, weights["attn"], y, meta)
+    else:
+        attend = lambda y: apply_attention(config, weights["attn"], y, meta, backend=backend)
+    return self_attention_layer(layer, weights, x, attend)[1]
+
+
+def _latent_attention(config: LatentConfig, backend: str, weights, x, meta) -> tuple:
+    """(None, [T, hidden]) in the materialised form."""
+
+    def attend(q, kv_c, k_pe, params):
+        k, v = (rows.astype(q.dtype) for rows in materialised(kv_c, k_pe, params))
+        return None, attention(q, k, v, meta, config.spec.materialised, backend=backend)
+
+    return project_and_attend_latent(
+        config, weights, x, attend, positions=meta.positions(), angles=angles_of(config.rope, meta)
+    )

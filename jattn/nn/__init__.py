@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jattn.nn.apply import apply_attention
 from jattn.nn.attention_layer import AttentionConfig
+from jattn.nn.latent_layer import LatentConfig
 from jattn.nn.norm import Norm
 from jattn.nn.rope import Angles, Rope, rotate
 from jattn.nn.rope_scaling import (
@@ -28,6 +29,7 @@ __all__ = [
     "Angles",
     "AttentionConfig",
     "DynamicNTKRopeScaling",
+    "LatentConfig",
     "LinearRopeScaling",
     "Llama3RopeScaling",
     "LongRopeScaling",

@@ -25,7 +25,8 @@ from jattn.types import AttentionType
 Attend = Callable[[jax.Array, "jax.Array | None", "jax.Array | None", AttentionParams, "Angles | None"], tuple]
 
 
-def _temperature_tuning(name: str, value) -> tuple[float, float]:
+def check_temperature_tuning(name: str, value) -> tuple[float, float]:
+    """The rule of AttentionConfig.temperature_tuning."""
     pair = sequence_of(number())(name, value)
     if len(pair) != 2 or pair[0] <= 0:
         raise ValueError(f"{name}={pair} must be (floor_scale, attn_scale) with floor_scale > 0")
@@ -58,7 +59,7 @@ class AttentionConfig:
         check_fields(
             self, spec=kind(AttentionSpec), hidden_size=integer(1), rope=optional(kind(Rope)),
             qk_norm=optional(kind(Norm)), clip_qkv=optional(number(above=0)), **flags,
-            alibi_slopes=optional(sequence_of(number())), temperature_tuning=optional(_temperature_tuning),
+            alibi_slopes=optional(sequence_of(number())), temperature_tuning=optional(check_temperature_tuning),
             temperature_tuning_offset=integer(0),
         )  # fmt: skip
         if (self.alibi_slopes is not None) != self.spec.has_alibi:
@@ -165,12 +166,17 @@ def project_and_attend(
     k = None if k is None else _norm_and_rotate(config, weights.get("k_norm", {}), k, early)
     if config.temperature_tuning is not None:
         assert positions is not None
-        floor_scale, attn_scale = config.temperature_tuning
-        counted = positions.astype(jnp.float32) + config.temperature_tuning_offset
-        factor = 1 + attn_scale * jnp.log1p(jnp.floor(counted / floor_scale))
-        q = (q * factor[:, None, None]).astype(x.dtype)
+        q = temperature_tuned(q, positions, config.temperature_tuning, config.temperature_tuning_offset)
     cache, state = attend(q, k, v, params_of(config, weights), late)
     return cache, linear(weights["o"], _heads_joined(state, x.dtype))
+
+
+def temperature_tuned(q: jax.Array, positions: jax.Array, tuning: tuple[float, float], offset: int) -> jax.Array:
+    """q [T H D] times its factor: see AttentionConfig.temperature_tuning."""
+    floor_scale, attn_scale = tuning
+    counted = positions.astype(jnp.float32) + offset
+    factor = 1 + attn_scale * jnp.log1p(jnp.floor(counted / floor_scale))
+    return (q * factor[:, None, None]).astype(q.dtype)
 
 
 def project(config: AttentionConfig, weights: dict, x: jax.Array, keys_from: jax.Array | None = None) -> tuple:

@@ -172,7 +172,7 @@ class LatentAttention:
         if kv_c is not None:
             assert k_pe is not None
             own = dataclasses.replace(batch, seq_lens=batch.query_lens, kv_offset=batch.seq_lens - batch.query_lens)
-            k, v = self._materialise(kv_c.astype(jnp.float32), k_pe.astype(jnp.float32), params)
+            k, v = materialised(kv_c, k_pe, params)
             state = merge(state, attend_packed(self._call(m), q, k, v, own, _attention_params(params)))
         if spec.has_sinks:
             assert params.sinks is not None
@@ -208,7 +208,7 @@ class LatentAttention:
             rows = gather_latent(spec, cache, jnp.where(token < total, slots, -1), params)
             first, last = jnp.clip(starts, low, low + size), jnp.clip(ends, low, low + size)
             here = dataclasses.replace(batch, seq_lens=last - first, kv_offset=batch.kv_offset + first - starts)
-            k, v = self._materialise(*rows, params)
+            k, v = materialised(*rows, params)
             return merge(state, attend_packed(call, q, k, v, here, _attention_params(params)))
 
         def step(state, window):
@@ -220,12 +220,6 @@ class LatentAttention:
         windows = jnp.arange(cdiv(table.size * cache.spec.block_size, size), dtype=jnp.int32)
         return jax.lax.scan(jax.checkpoint(step), nothing, windows)[0]
 
-    def _materialise(self, kv_c: jax.Array, k_pe: jax.Array, params: MLAParams) -> tuple[jax.Array, jax.Array]:
-        """k f32[n H nope+rope], v f32[n H V] of rows kv_c [n L], k_pe [n R]."""
-        nope = einsum("tl,hnl->thn", kv_c, _float(params.w_uk))
-        rope = jnp.broadcast_to(k_pe[:, None], (*nope.shape[:2], k_pe.shape[1]))
-        return jnp.concatenate([nope, rope], axis=-1), einsum("tl,hlv->thv", kv_c, _float(params.w_uv))
-
     def _call(self, m: MLAMetadata) -> AttentionCall:
         """The call for one part of a merge: float32, and sinks are added after the merge."""
         return AttentionCall(
@@ -235,6 +229,14 @@ class LatentAttention:
             path=self.path,
             out_dtype="float32",
         )
+
+
+def materialised(kv_c: jax.Array, k_pe: jax.Array, params: MLAParams) -> tuple[jax.Array, jax.Array]:
+    """k f32[n H nope+rope], v f32[n H V] of rows kv_c [n L], k_pe [n R], by w_uk and w_uv."""
+    kv_c, k_pe = _float(kv_c), _float(k_pe)
+    nope = einsum("tl,hnl->thn", kv_c, _float(params.w_uk))
+    rope = jnp.broadcast_to(k_pe[:, None], (*nope.shape[:2], k_pe.shape[1]))
+    return jnp.concatenate([nope, rope], axis=-1), einsum("tl,hlv->thv", kv_c, _float(params.w_uv))
 
 
 def absorbed_queries(spec: MLASpec, q: jax.Array, params: MLAParams) -> jax.Array:

@@ -31,6 +31,13 @@ WINDOWS = models.config_of(
 EXPERTS = models.config_of(
     COMMON | dict(model_type="mixtral", num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2)
 )
+LATENT = models.config_of(
+    COMMON | dict(
+        model_type="deepseek_v3", head_dim=4, kv_lora_rank=24, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4,
+        v_head_dim=8, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+        n_group=2, topk_group=1,
+    )
+)  # fmt: skip
 # Too few blocks for all sequences, so some are preempted.
 OPTIONS = dict(block_size=4, num_blocks=22, max_num_seqs=3, max_num_batched_tokens=16, max_model_len=56, max_burst=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -83,8 +90,9 @@ def of_one_device(config, is_deterministic: bool):
 
 @pytest.mark.parametrize(
     ("config", "ranks", "is_deterministic"),
-    [(LLAMA, 2, False), (WINDOWS, 4, True), (EXPERTS, 2, True)],
-    ids=["kv heads shared out", "two ranks for each kv head, windows", "experts shared out"],
+    [(LLAMA, 2, False), (WINDOWS, 4, True), (EXPERTS, 2, True), (LATENT, 2, False), (LATENT, 4, False)],
+    ids=["kv heads shared out", "two ranks for each kv head, windows", "experts shared out"]
+    + [f"a latent cache on {ranks} ranks" for ranks in (2, 4)],
 )
 def test_the_tokens_are_those_of_one_device_and_nothing_compiles(config, ranks, is_deterministic, compiles):
     """A deterministic engine has one program, which is soon compiled."""
@@ -179,7 +187,7 @@ def collectives(served: Engine) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("config", [LLAMA, EXPERTS, LATENT], ids=["dense", "experts", "latent cache"])
 def test_no_weight_and_no_logits_are_gathered(config):
     served = engine(config, mesh=mesh(4))
     rows, layers = OPTIONS["max_num_seqs"], len(config.layers)
@@ -210,6 +218,16 @@ def test_each_rank_has_its_part_of_weights_and_cache():
     assert part(attn["q"]["kernel"]) == {(32, 16)} and part(attn["o"]["kernel"]) == {(16, 32)}
     assert part(attn["k"]["kernel"]) == {(32, 8)} and part(cache.k) == {(22, 1, 4, 8)}, "the one head that it needs"
     assert part(mlp["up"]["kernel"]) == {(32, 16)} and part(mlp["down"]["kernel"]) == {(16, 32)}
+
+
+def test_each_rank_has_some_heads_of_latent_attention_and_the_whole_cache():
+    served = engine(LATENT, mesh=mesh(4))
+    part = lambda x: {shard.data.shape for shard in x.addressable_shards}
+    attn, cache = served.params["layers"][1]["attn"], served.caches[0]
+    assert part(attn["q_b"]["kernel"]) == {(10, 2 * 10)} and part(attn["o"]["kernel"]) == {(2 * 8, 32)}
+    assert part(attn["w_uk"]) == {(2, 6, 24)} and part(attn["w_uv"]) == {(2, 24, 8)}
+    assert part(attn["q_a"]["kernel"]) == {(32, 10)} and part(attn["kv_a"]["kernel"]) == {(32, 24 + 4)}
+    assert part(cache.k) == {(22, 1, 4, 4)} and part(cache.v) == {(22, 1, 4, 24)}
 
 
 def test_the_pool_is_sized_for_each_rank(monkeypatch):

@@ -35,6 +35,12 @@ NESTED = dict(
 )
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3)
 ROUTED = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, n_shared_experts=1)
+LATENT = ROUTED | dict(
+    num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=20, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10,
+    num_hidden_layers=3,
+)  # fmt: skip
+MSCALE = YARN | dict(mscale=0.7, mscale_all_dim=1.2)
+GREEDY, LIMITED = (dict(topk_method="greedy"), dict(topk_method="group_limited_greedy", n_group=4, topk_group=2))
 QWEN = EXPERTS | dict(moe_intermediate_size=12, num_hidden_layers=3)
 
 
@@ -155,6 +161,22 @@ TABLE = [
     varied(
         "phimoe", dict(num_local_experts=6, num_experts_per_tok=2), router_jitter_noise=[0.01, 0.6],
         attention_bias=BOTH, lm_head_bias=BOTH, sliding_window=[None, 6],
+    ),
+    varied(
+        "deepseek_v2", LATENT, together=[GREEDY, LIMITED], first_k_dense_replace=[1, 0], q_lora_rank=[None, 20],
+        rope_scaling=[None, MSCALE, LINEAR], attention_bias=BOTH, mlp_bias=BOTH, routed_scaling_factor=[1.5, 0.7],
+        tie_word_embeddings=BOTH, kv_lora_rank=[16, 6], rms_norm_eps=[1e-2, 1e-5],
+    ),
+    varied(
+        "deepseek_v3", LATENT, n_group=[4, 1], topk_group=[2, 1], norm_topk_prob=BOTH, rope_interleave=[True, False],
+        rope_scaling=[MSCALE, YARN, None], q_lora_rank=[20, None], first_k_dense_replace=[1, 0], attention_bias=BOTH,
+        routed_scaling_factor=[1.5, 0.7], n_shared_experts=[1, 2], tie_word_embeddings=BOTH, rms_norm_eps=[1e-2, 1e-5],
+    ),
+    varied(
+        "kimi_k2", LATENT | dict(n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1),
+        rope_scaling=[dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=1.0,
+                           beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0), None],
+        routed_scaling_factor=[2.827, 0.7], norm_topk_prob=[True, False],
     ),
     varied(
         "gpt_neox", LAYER_NORM | dict(rope_theta=None, rotary_emb_base=100.0, num_key_value_heads=None),

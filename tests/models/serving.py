@@ -15,15 +15,21 @@ BLOCK_SIZE, WIDTH, REQUESTS, PREFILL, DECODE = 4, 8, 3, 24, 4
 step = functools.partial(jax.jit, static_argnames=("config", "backend"))(models.forward)
 
 
+def reference(config: models.ModelConfig) -> str:
+    """The name of the backend in plain jnp for this model's layers."""
+    return "mla_sdpa" if isinstance(config.layers[0].attention, jattn.MLASpec) else "sdpa"
+
+
 @dataclasses.dataclass
 class Server:
     """Two requests and a padding request; each cache group has its own pages."""
 
     config: models.ModelConfig
     params: Any
-    backend: str = "sdpa"
+    backend: str = ""  # "": the reference
 
     def __post_init__(self):
+        self.backend = self.backend or reference(self.config)
         groups, blocks = len(self.config.cache_groups), REQUESTS * WIDTH
         rng = np.random.default_rng(7)
         self.tables = [rng.permutation(blocks).reshape(REQUESTS, WIDTH).astype(np.int32) for _ in range(groups)]

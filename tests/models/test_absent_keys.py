@@ -7,6 +7,7 @@ import pytest
 from jattn import models
 from jattn.errors import UnsupportedError
 from tests.models import examples
+from tests.models.witness import known
 
 transformers = pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
 
@@ -16,6 +17,7 @@ ASKED_FOR = {
     "n_layer", "layer_norm_epsilon", "d_model", "n_heads", "n_layers", "encoder_layers", "decoder_layers",
     "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "moe_intermediate_size",
     "num_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts", "moe_topk", "moe_k", "n_group",
+    "topk_group",
     "shared_expert_intermediate_size", "rotary_dim", "n_embd", "n_positions", "num_layers", "num_heads", "ffn_dim",
     "norm_epsilon", "norm_eps", "layer_norm_eps", "attention_types", "dim", "hidden_dim",
 }  # fmt: skip
@@ -56,9 +58,8 @@ EXAMPLES = {
 def by_transformers(values: dict) -> dict:
     """The config with every key, as transformers writes it. (A copy, because transformers changes its input.)"""
     values = copy.deepcopy(values)
-    return transformers.CONFIG_MAPPING[values["model_type"]](
-        **{key: value for key, value in values.items() if key != "model_type"}
-    ).to_dict()
+    name = values.pop("model_type")
+    return transformers.CONFIG_MAPPING[known(name)](**values).to_dict() | dict(model_type=name)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -20,7 +20,7 @@ NUMBERS = {
     "low_freq_factor", "high_freq_factor", "attn_scale", "llama_4_scaling_beta",
     "logits_scaling", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "routed_scaling_factor",
     "moe_norm_min", "router_jitter_noise", "alpha", "layer_norm_eps", "norm_epsilon", "norm_eps", "logit_scale",
-    "rotary_emb_base",
+    "rotary_emb_base", "mscale", "mscale_all_dim", "beta_fast", "beta_slow",
 }  # fmt: skip
 FLAGS = {"attention_bias", "mlp_bias", "use_sliding_window", "truncate", "alibi", "tie_word_embeddings"}
 IDS = {"eos_token_id", "bos_token_id", "pad_token_id", "max_window_layers", "first_k_dense_replace"}
@@ -34,7 +34,7 @@ def allowed(key: str, kind: str, good: object = None) -> bool:
         (key in NUMBERS and kind == "fraction")
         or (signed and kind in ("negative", "zero"))
         or ((key in FLAGS or isinstance(good, bool)) and kind == "a bool")
-        or (key in IDS and kind == "zero")
+        or ((key in IDS or key.startswith("mscale")) and kind == "zero")
     )
 
 

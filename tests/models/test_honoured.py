@@ -8,7 +8,8 @@ from jattn.models.honoured import honoured_options
 from tests.models import options
 
 SIZES = {
-    "moe_topk", "intermediate_size", "type_vocab_size", "pad_token_id", "rms_norm_eps", "layer_norm_eps", "norm_eps"
+    "moe_topk", "intermediate_size", "type_vocab_size", "pad_token_id", "rms_norm_eps", "layer_norm_eps", "norm_eps",
+    "n_shared_experts",
 }  # fmt: skip
 
 

@@ -16,6 +16,9 @@ BLOCK_SIZE, BLOCKS = 4, 12
 FAMILIES = {name: config for name, config in examples.DECODERS.items() if not name.startswith("llama, ")}
 
 
+LATENT = examples.FURTHER["deepseek_v3"] | dict(vocab_size=64)
+
+
 def model_mesh(config, ranks: int) -> models.ModelMesh:
     return models.ModelMesh.of(config, Mesh(np.array(jax.devices()[:ranks]), ("tensor",)))
 
@@ -61,6 +64,14 @@ def test_every_backend_with_two_ranks_for_each_kv_head(backend):
     config = models.config_of(FAMILIES["gemma2"] | {"head_dim": 16})
     params = examples.params_of(config)
     same(logits_of(config, params, backend, model_mesh(config, 4)), logits_of(config, params))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("backend", ["mla_sdpa", "mla_cpu_native"])
+def test_the_heads_of_latent_attention_over_a_whole_cache_on_each_rank(backend, ranks):
+    config = models.config_of(LATENT)
+    params = examples.params_of(config)
+    same(logits_of(config, params, backend, model_mesh(config, ranks)), logits_of(config, params, "mla_sdpa"))
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

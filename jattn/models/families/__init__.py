@@ -3,6 +3,7 @@
 from jattn.models.families.alibi import BLOOM, MPT
 from jattn.models.families.bart import BART
 from jattn.models.families.bert import BERT, DISTILBERT, ROBERTA
+from jattn.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jattn.models.families.eurobert import EUROBERT
 from jattn.models.families.experts import (
     DOTS1,
@@ -95,6 +96,9 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_moe": HUNYUAN_MOE,
     "minimax_m2": MINIMAX_M2,
     "phimoe": PHIMOE,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS,
     "llama4_text": LLAMA4_TEXT,
     "bloom": BLOOM,

@@ -96,25 +96,29 @@ def olmoe(c: ConfigReader) -> ModelConfig:
     )
 
 
+def groups_of(c: ConfigReader, num_experts: int, top_k: int, group_best: int) -> dict[str, Any]:
+    """The options groups, top_groups and group_best of MoE."""
+    groups, top_groups = c.count("n_group", 1, high=MAX_EXPERTS), c.count("topk_group", 1)
+    if num_experts % groups or (groups > 1 and num_experts < group_best * groups):
+        c.refuse("n_group", f"must divide the {num_experts} experts into groups of at least {group_best}")
+    if top_groups > groups or top_k > top_groups * (num_experts // groups):
+        c.refuse("topk_group", f"must be at most n_group={groups}, and these groups must have enough experts")
+    return dict(groups=groups, top_groups=top_groups, group_best=group_best)
+
+
 def grouped_moe(c: ConfigReader, normalised: bool = False) -> MoE:
     """As in DeepSeek-V3: sigmoid scores, a correction added for the choice only, groups of experts, shared experts."""
     c.only("scoring_func", "sigmoid", "noaux_tc")
     c.only("topk_method", "noaux_tc")
     c.only("moe_layer_freq", 1)
     experts, width = experts_of(c), c.count("moe_intermediate_size")
-    groups, top_groups = c.count("n_group", 1, high=MAX_EXPERTS), c.count("topk_group", 1)
-    if experts["num_experts"] % groups or (groups > 1 and experts["num_experts"] < 2 * groups):
-        c.refuse("n_group", f"must divide the {experts['num_experts']} experts into groups of at least 2")
-    if top_groups > groups or experts["top_k"] > top_groups * (experts["num_experts"] // groups):
-        c.refuse("topk_group", f"must be at most n_group={groups}, and these groups must have enough experts")
     return MoE(
         **experts,
+        **groups_of(c, **experts, group_best=2),
         width=width,
         activation=c.choice("hidden_act", ACTIVATIONS, "silu"),
         scores="sigmoid",
         correction=True,
-        groups=groups,
-        top_groups=top_groups,
         normalised=c.flag("norm_topk_prob", normalised),
         factor=c.number("routed_scaling_factor", 1.0, above=0),
         float32_router=True,
@@ -122,10 +126,10 @@ def grouped_moe(c: ConfigReader, normalised: bool = False) -> MoE:
     )
 
 
-def experts_after_dense(c: ConfigReader, moe: MoE) -> list[MLP | MoE]:
-    """A gated MLP in the first first_k_dense_replace layers, then the experts (DeepSeek)."""
+def experts_after_dense(c: ConfigReader, moe: MoE, bias: bool = False) -> list[MLP | MoE]:
+    """A gated MLP in the first first_k_dense_replace layers, then the experts (DeepSeek). bias: of the gated MLP."""
     first = c.count("first_k_dense_replace", 0, low=0)
-    return dense_or_experts(c, moe, [index >= first for index in range(layers_of(c))])
+    return dense_or_experts(c, moe, [index >= first for index in range(layers_of(c))], bias)
 
 
 def dots1(c: ConfigReader) -> ModelConfig:

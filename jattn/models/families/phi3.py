@@ -7,6 +7,7 @@ from jattn.models.config_reader import ConfigReader
 from jattn.models.families.family import Family
 from jattn.models.families.shared import PRE_NORM_ROWS, UNUSED, decoder_tensors, rope_decoder
 from jattn.models.tensor_names import TensorSource, linear_rows, output_slice
+from jattn.nn import AttentionConfig
 
 
 def phi3_tensors(config: ModelConfig) -> dict[str, TensorSource]:
@@ -18,6 +19,7 @@ def layer_rows(config: ModelConfig, index: int) -> dict[str, Any]:
     """One layer."""
     layer = config.layers[index]
     table = linear_rows({"attn.o": "self_attn.o_proj", "mlp.down": "mlp.down_proj"}) | PRE_NORM_ROWS
+    assert isinstance(layer.self_attn, AttentionConfig)
     first, widths = 0, layer.self_attn.widths
     for name, width in widths.items():
         table[f"attn.{name}.kernel"] = ("self_attn.qkv_proj.weight", output_slice(first, first + width))

@@ -279,6 +279,7 @@ PRE_NORM_ROWS = norm_rows({"attn_norm": "input_layernorm", "mlp_norm": "post_att
 def attention_rows(config: ModelConfig, index: int) -> dict[str, Any]:
     """The attention of one layer."""
     attn = config.layers[index].self_attn
+    assert isinstance(attn, AttentionConfig)
     table = linear_rows({f"attn.{n}": f"self_attn.{n}_proj" for n in "qkv"}, attn.qkv_bias)
     table |= linear_rows({"attn.o": "self_attn.o_proj"}, attn.out_bias)
     if attn.qk_norm is not None and attn.qk_norm.has_scale:
