@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jattn.attention import PagedAttention
 from jattn.cache import KVCacheSpec, PagedKV
@@ -28,9 +28,9 @@ class ShardedAttention:
 
     attn: PagedAttention  # of one rank's heads, over its part of the cache
     cache_spec: KVCacheSpec  # of the whole cache
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # ranks are on its Auto axes
     pools: PartitionSpec  # of the cache's arrays
-    kv_axes: tuple[str, ...]  # over which kv heads are distributed; query heads: over all axes
+    kv_axes: tuple[str, ...]  # over which kv heads are distributed; query heads: over all ranks
 
     def build(self, meta: CommonAttentionMetadata) -> Any:
         """The plan of a batch, replicated."""
@@ -41,7 +41,7 @@ class ShardedAttention:
         angles: Angles | None,
     ) -> tuple[PagedKV, AttentionState]:  # fmt: skip
         """The arguments and the result of PagedAttention.__call__."""
-        heads, kv_heads = PartitionSpec(None, self.mesh.axis_names), PartitionSpec(None, self.kv_axes)
+        heads, kv_heads = PartitionSpec(None, self.mesh.auto_axes), PartitionSpec(None, self.kv_axes)
 
         def on_rank(q, k, v, cache, m, params, angles):
             cache = dataclasses.replace(cache, spec=self.attn.cache_spec)
@@ -52,11 +52,14 @@ class ShardedAttention:
         return self._shard_map(on_rank, places, (self.pools, heads))(q, k, v, cache, m, params, angles)
 
     def _shard_map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.mesh.auto_axes),
+            check_vma=False,
+        )  # fmt: skip
 
     def _params_partition(self, params: AttentionParams) -> AttentionParams:
         """The partition of each param. Scalars are replicated; arrays over heads are distributed like the heads."""
-        axes = dict.fromkeys(("alibi_slopes", "sinks", "q_scale"), self.mesh.axis_names)
+        axes = dict.fromkeys(("alibi_slopes", "sinks", "q_scale"), self.mesh.auto_axes)
         axes |= dict.fromkeys(("k_scale", "v_scale"), self.kv_axes)
         given = {name: x for name, x in vars(params).items() if x is not None}
         places = {n: PartitionSpec(axes[n]) if n in axes and jnp.ndim(x) else REPLICATED for n, x in given.items()}
