@@ -25,9 +25,9 @@ import numpy as np
 
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from jattn import models
-from jattn.engine.batch import empty_batch, meta_of
+from jattn.engine.batch import empty_batch, meta_of, packed_batch
 from jattn.engine.dispatch import Model, RowState, dispatch, empty_row_state
-from jattn.engine.packing import Packed, pack
+from jattn.engine.packing import Packed
 from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import StepShapes
 from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS, FEW_TOKENS
@@ -203,7 +203,8 @@ def main() -> None:
         sized = dataclasses.replace(shapes, block_size=size)
         batch = batch_of(sized, tokens, rows, blocks_of(size), **sampling)
         chosen = OPTIONS[options][tokens > FEW_TOKENS] if gpu else {}
-        return Program(name, model, params, caches_of(size), before, pack(batch), chosen, BURST if rows else 1)
+        packed = packed_batch([batch], sized)
+        return Program(name, model, params, caches_of(size), before, packed, chosen, BURST if rows else 1)
 
     def decode(rows, options, size=64, **sampling):
         more = "".join(f" {k}={v}" for k, v in sampling.items()) + (f" blocks of {size}" if size != 64 else "")
@@ -219,7 +220,8 @@ def main() -> None:
         batch, caches = batch_of(shapes, 4, 4, blocks_of(16)), lambda: narrow.make_caches(blocks_of(16), 16, dtype)
         chosen = OPTIONS["engine"][0] if gpu else {}
         model = Model(models.forward, narrow)
-        return Program(f"{layers} layers", model, weights, caches, before, pack(batch), chosen, BURST)
+        packed = packed_batch([batch], shapes)
+        return Program(f"{layers} layers", model, weights, caches, before, packed, chosen, BURST)
 
     half = max_rows // 2
     print(f"start {time.perf_counter() - begin:.1f} s", flush=True)

@@ -31,7 +31,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel", type=int, default=1, metavar="N", help="distribute the model over N devices (default: 1)"
     )
     group.add_argument(
-        "--data-parallel", type=int, default=1, metavar="M", help="only 1: this engine has no data parallelism yet"
+        "--data-parallel",
+        type=int,
+        default=1,
+        metavar="M",
+        help="that so many times, each with its own requests and cache (default: 1)",
     )
     group.add_argument("--backend", default="auto", help="attention backend (default: auto; see `jattn explain`)")
     group.add_argument("--deterministic", action="store_true", help="the same bits in every batch; slower")

@@ -93,8 +93,10 @@ def check_distributable(quantization: str | None) -> None:
         raise UnsupportedError(f"{quantization=} on a mesh is not implemented: quantised weights stay on one device")
 
 
-def model_mesh_of(config: Any, mesh: Mesh) -> Any:
-    """The jattn.models.ModelMesh of a model on a mesh; an error if it cannot be distributed so."""
+def model_mesh_of(config: Any, mesh: Mesh | None) -> Any:
+    """The jattn.models.ModelMesh of a model on a mesh, None without one; an error if it cannot be distributed so."""
+    if mesh is None:
+        return None
     from jattn import models
 
     return models.ModelMesh.of(config, mesh)

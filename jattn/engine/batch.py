@@ -1,5 +1,6 @@
 """The arrays of a dispatch, made from a plan: numpy arrays."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jattn.engine.dispatch import Batch
+from jattn.engine.packing import Packed, pack_ranks
 from jattn.engine.request import Sequence
 from jattn.engine.rules import is_penalised, penalties, rules_of, rules_of_batch, sampling_rows
 from jattn.engine.scheduler import Row, StepPlan
@@ -21,7 +23,7 @@ HOST_KNOWS = -1
 
 
 def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
-    """The rows of the batch on the device: those of the plan; if shapes.deterministic, one row for each token.
+    """The rows of a rank's batch on the device: those of the plan; if shapes.deterministic, one row for each token.
 
     Attention may add in another order for a token in a long row than for a single token. With a row of its own, a token
     of a prompt gets the same bits as a generated one.
@@ -37,13 +39,14 @@ def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
 
 def batch_of(
     plan: StepPlan, device_rows: tuple[Row, ...], seqs: Many[Sequence], sources: Mapping[str, int],
-    shapes: StepShapes, eos: tuple[int, ...],
+    shapes: StepShapes, shape: tuple[int, int, bool], eos: tuple[int, ...],
 ) -> Batch:  # fmt: skip
     """The input of a dispatch: the plan's tokens, metadata of each cache group, and each row's sampling rules.
 
-    seqs: of the rows. sources: sequence id -> its row in the dispatch before this one, for rows that continue it.
+    The plan is that of one data rank. seqs: of the rows. sources: sequence id -> its row in the dispatch before this
+    one, for rows that continue it. shape: of the dispatch, see StepShapes.of.
     """
-    num_tokens, num_rows, _ = shape = shapes.of(plan)
+    num_tokens, num_rows, _ = shape
     count, limit = len(device_rows), shapes.limits.max_model_len
     ids, starts, counts, max_samples, continues = zip(*device_rows, strict=True)
     tokens = []
@@ -70,27 +73,38 @@ def batch_of(
         source=source,
         metas=tuple(metas),
         rows=sampling_rows(rules, position, remaining),
-        penalties=penalties(rules, _histories(seqs, penalised & (samples > 0), num_rows, limit, shapes.place)),
+        penalties=penalties(rules, _histories(seqs, penalised & (samples > 0), num_rows, limit)),
         needs_history_or_logprobs=np.bool_(has_logprobs or penalised.any()),
         steps=np.int32(plan.burst),
         block_size=shapes.block_size,
     )
 
 
-def _histories(
-    seqs: Many[Sequence], wanted: np.ndarray, num_rows: int, width: int, place: Sharding | None
-) -> jax.Array:
-    """i32[num_rows width], on the device: the known tokens of each sequence that is `wanted`; -1: unused.
+def packed_batch(batches: Many[Batch], shapes: StepShapes) -> Packed:
+    """The batches of all data ranks as one argument of `dispatch`. Their histories go to the devices by themselves."""
+    histories, num_rows = [batch.penalties.history for batch in batches], len(batches[0].source)
+    width = shapes.limits.max_model_len
+    if any(map(len, histories)):
+        filled = [x if len(x) else np.full((num_rows, width), -1, np.int32) for x in histories]
+        history = jax.device_put(filled[0] if len(filled) == 1 else np.concatenate(filled), shapes.place)
+    else:
+        history = _no_history(len(batches) * num_rows, width, shapes.place)
+    of_all = lambda batch: dataclasses.replace(batch, penalties=dataclasses.replace(batch.penalties, history=history))
+    return pack_ranks([of_all(batch) for batch in batches])
+
+
+def _histories(seqs: Many[Sequence], wanted: np.ndarray, num_rows: int, width: int) -> np.ndarray:
+    """i32[num_rows width]: the known tokens of each sequence that is `wanted`; -1: unused. No row if none is wanted.
 
     wanted: bool[len(seqs)].
     """
     if not wanted.any():
-        return _no_history(num_rows, width, place)
+        return np.zeros((0, width), np.int32)
     history = np.full((num_rows, width), -1, np.int32)
     for row in np.flatnonzero(wanted).tolist():
         known = seqs[row].tokens
         history[row, : len(known)] = known
-    return jax.device_put(history, place)
+    return history
 
 
 @functools.cache
@@ -111,7 +125,8 @@ def tables_of(seqs: Many[Sequence], shapes: StepShapes) -> list[np.ndarray]:
 
 
 def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShapes) -> Batch:
-    """A batch of padding only, with the shape of a bucket, to compile a dispatch with. It writes to no slot."""
+    """A batch of padding only, with the shape of a bucket: to compile a dispatch with, or for a data rank without rows.
+    It writes to no slot."""
     num_tokens, num_rows, _ = shape
     rules, none = rules_of_batch([], num_rows), np.zeros(num_rows, np.int32)
     return Batch(
@@ -119,7 +134,7 @@ def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShape
         source=np.full(num_rows, HOST_KNOWS, np.int32),
         metas=(meta_of([], [], [], np.zeros((0, 1), np.int32), shapes, shape),) * num_groups,
         rows=sampling_rows(rules, none, none),
-        penalties=penalties(rules, _no_history(num_rows, shapes.limits.max_model_len, shapes.place)),
+        penalties=penalties(rules, np.zeros((0, shapes.limits.max_model_len), np.int32)),
         needs_history_or_logprobs=np.bool_(False),
         steps=np.int32(1),
         block_size=shapes.block_size,

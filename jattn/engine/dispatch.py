@@ -51,6 +51,11 @@ class Model:
         return caches, logits.astype(jnp.float32)
 
     @property
+    def data_ranks(self) -> int:
+        """The groups of devices that compute batches of their own."""
+        return 1 if self.model_mesh is None else self.model_mesh.data_ranks
+
+    @property
     def distribute(self) -> Distribute | None:
         """Places what has a number for each token of the vocabulary; None without a mesh."""
         return None if self.model_mesh is None else self.model_mesh.over_vocabulary
@@ -97,6 +102,10 @@ class RowState:
     recent: jax.Array  # i32[MAX_STEPS R] all tokens of the dispatch
 
 
+ROW_AXES = RowState(last=0, remaining=0, recent=1)  # pyright: ignore[reportArgumentType]
+"""The axis of rows of each array."""
+
+
 def empty_row_state(num_rows: int) -> RowState:
     """The state before the first dispatch. num_rows: of the largest batch."""
     none = jnp.zeros(num_rows, jnp.int32)
@@ -122,7 +131,21 @@ def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
 
     before: the RowState of the previous dispatch. packed: a Batch. tokens[i, r] is the token of row r in step i:
     BAD_TOKEN if its logits were NaN or infinite, NOT_SAMPLED if the row had ended before.
+
+    With several data ranks, packed has a batch of each, and the results have the rows of all. Each rank computes its
+    own, and ends its steps without waiting for the others.
     """
+    of_rank = functools.partial(_of_rank, model)
+    if model.data_ranks == 1:
+        return of_rank(params, caches, before, packed)
+    mesh = model.model_mesh
+    each_rank = mesh.each_data_rank(of_rank, in_axes=(None, 0, ROW_AXES, 0), out_axes=(0, 1, ROW_AXES))
+    caches, sampled, row_state = each_rank(params, caches, before, packed)
+    return caches, jax.lax.with_sharding_constraint(sampled, mesh.everywhere), row_state
+
+
+def _of_rank(model: Model, params, caches, before: RowState, packed: Packed):
+    """`dispatch` of one data rank."""
     batch: Batch = model.replicated(packed).unpacked()
     num_rows = batch.metas[0].max_num_reqs
     remaining, token_ids, metas, recent = _continued(before, batch)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jattn.cache import PagedKV
-from jattn.engine import admission, interrupts, sizing, weights
+from jattn.engine import admission, data_ranks, interrupts, sizing, weights
 from jattn.engine.batch import stop_ids_of
 from jattn.engine.flights import Flights
 from jattn.engine.live_requests import LiveRequests
@@ -29,10 +29,10 @@ from jattn.engine.request import (
     seed_of,
 )
 from jattn.engine.runner import Runner
-from jattn.engine.scheduler import Limits, Scheduler, StepPlan
+from jattn.engine.scheduler import Limits, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
-from jattn.engine.tables import BlockTables, max_blocks_of_group
+from jattn.engine.tables import max_blocks_of_group
 from jattn.errors.arguments import takes
 from jattn.text.chat import ChatTemplate, load_chat_template
 from jattn.text.tokenizer import Tokenizer, load_tokenizer
@@ -76,13 +76,12 @@ class Engine:
         deterministic: bool = False,  # the same bits alone and in any batch; slower
         chat_template: ChatTemplate | None = None,  # for chats; from_pretrained reads the folder's
         forward: Callable | None = None,  # called in place of jattn.models.forward, with its arguments
-        mesh: Mesh | None = None,  # distributes the model over its axis "tensor"; "data" and "context" must have size 1
+        mesh: Mesh | None = None,  # axis "tensor": parts of the model; "data": copies of it, each with these limits
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         if forward is None:
             admission.check_weights(config, params)
-        model_mesh = None if mesh is None else admission.model_mesh_of(config, mesh)
-        if model_mesh is not None:  # before the free memory is measured
+        if (model_mesh := admission.model_mesh_of(config, mesh)) is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
         dtype = cache_dtype or sizing.dtype_of(params)
         block_size = sizing.default_block_size() if block_size is None else block_size
@@ -96,7 +95,7 @@ class Engine:
         )
         waiting_burst = min(max_burst, sizing.default_waiting_burst())
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst, waiting_burst)
-        place = None if model_mesh is None else model_mesh.everywhere
+        place = None if model_mesh is None else model_mesh.over_data(0)
         self.shapes = StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config), place)
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.config = config
@@ -106,9 +105,10 @@ class Engine:
         caches = make_caches()
         model = admission.model_of(config, caches, forward, backend, deterministic, model_mesh)
         self.runner = Runner(model, params, caches, make_caches, self.shapes)
-        self._make_tables = functools.partial(BlockTables, pools, block_size, groups, prefix_caching)
+        of_tables = model.data_ranks, pools, block_size, groups, prefix_caching
+        self._make_tables = functools.partial(data_ranks.tables_of, *of_tables)
         self.tables = self._make_tables()
-        self.scheduler = Scheduler(self.limits, self.tables)
+        self.scheduler = data_ranks.scheduler_of(self.limits, self.tables)
         self._requests = LiveRequests()
         self._unreturned: list[RequestOutput] = []  # the next step returns them with its own outputs
         self._stats = Stats()
@@ -132,8 +132,8 @@ class Engine:
         """An engine for a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
 
         progress(done, total, name) is called before each weight is read. tensor_parallel: distribute the model over so
-        many of JAX's devices; `mesh` chooses them. data_parallel: only 1. quantization: "int8", "int4" or "fp8"
-        quantises the large weights as they are read; on one device only. options: those of Engine.
+        many of JAX's devices; `mesh` chooses them. data_parallel: that so many times, each for requests of its own.
+        quantization: "int8", "int4" or "fp8" quantises the weights as they are read; on one device. options: of Engine.
 
         With a mesh, each weight goes straight into its parts: no device has more than its part, the host one weight.
         """
@@ -415,7 +415,7 @@ class Engine:
         version = self.tables.weights_version if weights_version is None else weights_version
         self._flights.drop()
         self._plan, self.tables = None, self._make_tables(weights_version=version)
-        self.scheduler = Scheduler(self.limits, self.tables)
+        self.scheduler = data_ranks.scheduler_of(self.limits, self.tables)
         for seq in self._requests.unfinished():
             seq.restart()
             self.scheduler.add(seq)

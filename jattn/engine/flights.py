@@ -3,7 +3,7 @@
 import time
 from collections import deque
 
-from jattn.engine.batch import batch_of, device_rows_of
+from jattn.engine.batch import batch_of, device_rows_of, empty_batch
 from jattn.engine.dispatch import NOT_SAMPLED
 from jattn.engine.live_requests import LiveRequests
 from jattn.engine.runner import DispatchResult, InFlight, Runner
@@ -37,11 +37,17 @@ class Flights:
 
     def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> None:
         """Send the dispatch of a plan. number: the dispatch's number, for profiles."""
-        device_rows = device_rows_of(plan, self._runner.shapes)
+        shapes, num_groups = self._runner.shapes, len(self._runner.model.config.cache_groups)
+        shape = shapes.of(plan)
         sources = self._newest.last_row if self._newest else {}
-        seqs = requests.sequences(device_rows)
-        batch = batch_of(plan, device_rows, seqs, sources, self._runner.shapes, self._eos)
-        self._newest = self._runner.send(plan, device_rows, batch, number)
+        device_rows = tuple(device_rows_of(part, shapes) for part in plan.parts)
+        batches = [
+            batch_of(part, rows, requests.sequences(rows), sources, shapes, shape, self._eos)
+            if rows
+            else empty_batch(shape, num_groups, shapes)
+            for part, rows in zip(plan.parts, device_rows, strict=True)
+        ]
+        self._newest = self._runner.send(plan, device_rows, batches, number)
         self._unread.append(self._newest)
 
     def take_oldest(self) -> InFlight:

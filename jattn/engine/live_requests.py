@@ -4,11 +4,12 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterable
 
+from jattn.engine.data_ranks import AnyScheduler
 from jattn.engine.dispatch import NOT_SAMPLED
 from jattn.engine.request import CompletionState, FinishReason, Request, RequestOutput, Sequence
 from jattn.engine.runner import DispatchResult, InFlight, logprob_of
 from jattn.engine.sampling import Sampled
-from jattn.engine.scheduler import Row, Scheduler, StepPlan
+from jattn.engine.scheduler import Row, StepPlan
 
 log = logging.getLogger("jattn.engine")
 
@@ -88,7 +89,7 @@ class LiveRequests:
             completion.fail(error)
         return len(unfinished)
 
-    def accept(self, flight: InFlight, result: DispatchResult, scheduler: Scheduler) -> None:
+    def accept(self, flight: InFlight, result: DispatchResult, scheduler: AnyScheduler) -> None:
         """Give each row's tokens to its sequence, and end those that have ended. `read_text` reads their text."""
         accepted = self._accepted = Accepted()
         tokens = result.tokens[: flight.plan.burst]
@@ -97,7 +98,7 @@ class LiveRequests:
             completion = self._completions.get(row.id)
             if completion is None or completion.finish_reason is not None:  # ended while the dispatch was in flight
                 continue
-            r = flight.last_row[row.id]
+            r = flight.column[row.id]
             new = _accept_row(completion, row, columns[r][: counts[r]], result.sampled, r)
             scheduler.commit(completion.seq, row, new)
             if new or completion.finish_reason is not None:
@@ -105,7 +106,7 @@ class LiveRequests:
             if completion.finish_reason is not None:
                 accepted.end(completion, scheduler)
 
-    def read_text(self, scheduler: Scheduler) -> tuple[list[str], Counter[str]]:
+    def read_text(self, scheduler: AnyScheduler) -> tuple[list[str], Counter[str]]:
         """Decode the text of the tokens that were accepted last, which may end at a stop string.
 
         Returns the ids of the changed requests and what the dispatch adds to the stats. An exception here, e.g. in a
@@ -142,7 +143,7 @@ class Accepted:
         self.unread: deque[tuple[CompletionState, list[int]]] = deque()
         self.counts = Counter[str]()
 
-    def end(self, completion: CompletionState, scheduler: Scheduler) -> None:
+    def end(self, completion: CompletionState, scheduler: AnyScheduler) -> None:
         """Free the blocks of a completion that has ended, and count it."""
         failed = completion.finish_reason is FinishReason.ERROR
         scheduler.remove(completion.seq, trusted=not failed)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,6 +57,19 @@ def pack(tree: Any) -> Packed:
     joined = np.concatenate(words) if words else np.zeros(0, np.int32)
     joined.setflags(write=False)
     return Packed(words=joined, apart=tuple(apart), layout=Layout(structure, tuple(kinds)))
+
+
+def pack_ranks(trees: Sequence[Any]) -> Packed:
+    """The trees of all data ranks, one rank's words after the other's: to be distributed over the ranks.
+
+    They have the same structure and shapes. A JAX array in them is that of all ranks, and the same in each tree.
+    """
+    packed = [pack(tree) for tree in trees]
+    if len(packed) == 1:
+        return packed[0]
+    words = np.concatenate([each.words for each in packed])
+    words.setflags(write=False)
+    return Packed(words=words, apart=packed[0].apart, layout=packed[0].layout)
 
 
 def _words(leaf: np.ndarray | np.generic) -> np.ndarray:

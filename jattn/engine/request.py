@@ -36,6 +36,7 @@ class Sequence:
     num_published: int = 0  # blocks at the beginning that other sequences may share
     num_preemptions: int = 0  # how often it lost its blocks
     max_len: int = 0  # tokens of prompt and output at most; set when it is queued
+    data_rank: int = 0  # of the devices that have its blocks, see data_ranks.py
     rules: bytes = b""  # its sampling rules for the device, see rules.py; empty until it is computed first
 
     def __post_init__(self):

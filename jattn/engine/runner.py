@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jattn.engine import warming, weights
-from jattn.engine.dispatch import Batch, Model, RowState, dispatch, empty_row_state
-from jattn.engine.packing import Packed, pack
+from jattn.engine.batch import packed_batch
+from jattn.engine.dispatch import ROW_AXES, Batch, Model, RowState, dispatch, empty_row_state
+from jattn.engine.packing import Packed
 from jattn.engine.request import TokenLogprob
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
@@ -36,13 +37,22 @@ class InFlight:
     """A dispatch that was sent. A thread reads its result as soon as it is computed."""
 
     plan: StepPlan
-    device_rows: tuple[Row, ...]  # see batch.device_rows_of
+    device_rows: tuple[tuple[Row, ...], ...]  # of each data rank; see batch.device_rows_of
+    max_rows: int  # R of each rank's batch
     result: Future[DispatchResult]
 
     @functools.cached_property
     def last_row(self) -> dict[str, int]:
-        """Sequence id -> the last of its rows in the batch."""
-        return {row.id: r for r, row in enumerate(self.device_rows)}
+        """Sequence id -> the last of its rows in its rank's batch."""
+        return {row.id: r for rows in self.device_rows for r, row in enumerate(rows)}
+
+    @functools.cached_property
+    def column(self) -> dict[str, int]:
+        """Sequence id -> the column of that row in the result, which has the rows of all ranks."""
+        if len(self.device_rows) == 1:
+            return self.last_row
+        firsts = range(0, len(self.device_rows) * self.max_rows, self.max_rows)
+        return {row.id: i + r for i, rows in zip(firsts, self.device_rows, strict=True) for r, row in enumerate(rows)}
 
 
 def logprob_of(sampled: Sampled, step: int, row: int, count: int) -> TokenLogprob:
@@ -71,10 +81,11 @@ class Runner:
 
     def _bound(self, caches: Any) -> tuple[Any, RowState]:
         """(caches, an empty RowState), placed as a dispatch returns them."""
-        row_state = empty_row_state(self.shapes.max_rows)
-        if self.model.model_mesh is not None:  # the weights and caches are placed
-            return caches, jax.device_put(row_state, self.shapes.place)
-        return weights.bound_like(self.params, (caches, row_state))
+        mesh = self.model.model_mesh
+        if mesh is None:
+            return weights.bound_like(self.params, (caches, empty_row_state(self.shapes.max_rows)))
+        row_state = empty_row_state(self.shapes.max_rows * mesh.data_ranks)  # the weights and caches are placed
+        return caches, jax.device_put(row_state, jax.tree.map(mesh.over_data, ROW_AXES))
 
     @property
     def caches(self) -> Any:
@@ -82,12 +93,14 @@ class Runner:
         self.wait_until_sent()
         return self._caches
 
-    def send(self, plan: StepPlan, device_rows: tuple[Row, ...], batch: Batch, number: int) -> InFlight:
-        """Send a batch to the device. number: of the dispatch, for profiles."""
-        sent = self._sender.submit(self._dispatch, pack(batch), number)
-        result = self._reader.submit(_read, sent, bool(batch.needs_history_or_logprobs))
+    def send(
+        self, plan: StepPlan, device_rows: tuple[tuple[Row, ...], ...], batches: list[Batch], number: int
+    ) -> InFlight:
+        """Send the batches of all data ranks to the device. number: of the dispatch, for profiles."""
+        sent = self._sender.submit(self._dispatch, packed_batch(batches, self.shapes), number)
+        result = self._reader.submit(_read, sent, any([batch.needs_history_or_logprobs for batch in batches]))
         self._sender.let_begin()  # the device may be idle already
-        return InFlight(plan, device_rows, result)
+        return InFlight(plan, device_rows, len(batches[0].source), result)
 
     def _dispatch(self, batch: Packed, number: int) -> tuple[Sampled, float]:
         """In the sending thread: (what is sampled, when sending began)."""

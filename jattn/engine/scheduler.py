@@ -64,6 +64,12 @@ class StepPlan:
     burst: int = 1  # the most tokens that it samples for each row
     preempted: tuple[str, ...] = ()  # ids of sequences that lost their blocks
     admitted: tuple[tuple[str, int], ...] = ()  # (sequence id, tokens found in the prefix cache)
+    of_ranks: "tuple[StepPlan, ...]" = ()  # of each data rank, if there are several
+
+    @property
+    def parts(self) -> "tuple[StepPlan, ...]":
+        """The plan of each data rank: at least one."""
+        return self.of_ranks or (self,)
 
     @property
     def num_tokens(self) -> int:
@@ -76,17 +82,33 @@ class StepPlan:
         return all(row.num_new == 1 and row.max_samples for row in self.rows)
 
 
-_Chosen = tuple[Sequence, int, int, int]
+Chosen = tuple[Sequence, int, int, int]
 """A sequence of the next dispatch, its tokens to compute, its num_missing and its num_left before them."""
+
+
+@dataclasses.dataclass(eq=False)
+class Draft:
+    """A dispatch that is being planned."""
+
+    budget: int  # tokens that it may still get
+    chosen: list[Chosen] = dataclasses.field(default_factory=list)
+    preempted: list[str] = dataclasses.field(default_factory=list)  # see StepPlan
+    admitted: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # see StepPlan
+
+    def add(self, seq: Sequence, count: int, missing: int, left: int) -> None:
+        """Add a row. See Chosen."""
+        self.chosen.append((seq, count, missing, left))
+        self.budget -= count
 
 
 class Scheduler:
     """The queues of waiting and running sequences. schedule() plans a dispatch; commit() updates a sequence."""
 
-    def __init__(self, limits: Limits, tables: BlockTables):
+    def __init__(self, limits: Limits, tables: BlockTables, waiting: deque[Sequence] | None = None):
+        """waiting: a queue that several schedulers share."""
         self.limits = limits
         self.tables = tables
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = deque[Sequence]() if waiting is None else waiting
         self.running: list[Sequence] = []  # oldest first
 
     def add(self, seq: Sequence) -> None:
@@ -111,43 +133,78 @@ class Scheduler:
         in_flight: the dispatch before it is not read yet. If blocks are short, the plan is then empty, because reading
         that dispatch may free some.
         """
-        budget, chosen, preempted = self.limits.max_num_batched_tokens, list[_Chosen](), list[str]()
+        draft = self.draft(in_flight)
+        if draft is None:
+            return StepPlan()
+        while self.waiting and self.may_admit(draft) and self.admit(draft):
+            pass
+        return self.planned(draft, self.reserve(draft, self.wanted_burst(draft.chosen)))
+
+    # ------------------------------------------------------------------ the parts of schedule(), for data_ranks.py
+    def draft(self, in_flight: bool) -> Draft | None:
+        """The rows of the running sequences; None if blocks are short and the dispatch before it may free some."""
+        draft = Draft(self.limits.max_num_batched_tokens)
         extend, i = self.tables.extend, 0
-        while i < len(self.running) and budget:
+        while i < len(self.running) and draft.budget:
             seq = self.running[i]
             i += 1
             if (left := seq.num_left) < 1:
                 continue
             missing = seq.num_missing
-            count = min(missing, budget)
+            count = min(missing, draft.budget)
             while not extend(seq, seq.num_computed + count):
                 if in_flight:
-                    return StepPlan()
-                preempted.append(self._preempt_youngest())
+                    return None
+                draft.preempted.append(self._preempt_youngest())
                 if i > len(self.running):  # it was the youngest itself
                     break
             else:
-                chosen.append((seq, count, missing, left))
-                budget -= count
-        for seq, count, _, _ in chosen:
+                draft.add(seq, count, missing, left)
+        for seq, count, _, _ in draft.chosen:
             self._publish(seq, count)
-        admitted = []
-        while self._may_admit(len(chosen)) and budget and not preempted:
-            seq = self.waiting[0]
-            hit = self.tables.admit(seq)
-            missing = seq.num_missing
-            count = min(missing, budget)
-            if not self.tables.extend(seq, seq.num_computed + count):
-                self.tables.release(seq)
-                break
-            self._publish(seq, count)
-            self.running.append(self.waiting.popleft())
-            admitted.append((seq.id, hit))
-            chosen.append((seq, count, missing, seq.num_left))
-            budget -= count
-        burst = self._burst(chosen)
-        rows = tuple([_row(*each, burst) for each in chosen])
-        return StepPlan(rows, burst=burst, preempted=tuple(preempted), admitted=tuple(admitted))
+        return draft
+
+    def may_admit(self, draft: Draft) -> bool:
+        """Is there room for the next waiting sequence? One that was preempted waits until its tokens were read."""
+        has_place = len(draft.chosen) < self.limits.max_num_seqs and draft.budget > 0
+        return has_place and not draft.preempted and not self.waiting[0].num_ahead
+
+    def admit(self, draft: Draft) -> bool:
+        """Add the next waiting sequence; False, and nothing is changed, if blocks are short."""
+        seq = self.waiting[0]
+        hit = self.tables.admit(seq)
+        missing = seq.num_missing
+        count = min(missing, draft.budget)
+        if not self.tables.extend(seq, seq.num_computed + count):
+            self.tables.release(seq)
+            return False
+        self._publish(seq, count)
+        self.running.append(self.waiting.popleft())
+        draft.admitted.append((seq.id, hit))
+        draft.add(seq, count, missing, seq.num_left)
+        return True
+
+    def wanted_burst(self, chosen: Many[Chosen]) -> int:
+        """The decode steps of a dispatch of these rows, if there are blocks for all of them."""
+        if not chosen or any([missing != 1 for _, _, missing, _ in chosen]):
+            return 1
+        left = [each[3] for each in chosen]
+        burst = min(self.limits.max_burst, max(left))
+        return min(burst, max(min(left), self.limits.waiting_burst)) if self.waiting else burst
+
+    def reserve(self, draft: Draft, burst: int) -> int:
+        """Allocate blocks for a burst; returns how long it may be: half as long, and so on, if blocks are short."""
+        while burst > 1:
+            wanted = [(seq, seq.num_computed + min(burst, n)) for seq, _, _, n in draft.chosen]
+            if self.tables.extend_all(wanted):
+                return burst
+            burst //= 2
+        return 1
+
+    def planned(self, draft: Draft, burst: int) -> StepPlan:
+        """The plan of a draft. Its sequences count the tokens as computed and sampled."""
+        rows = tuple([_row(*each, burst) for each in draft.chosen])
+        return StepPlan(rows, burst=burst, preempted=tuple(draft.preempted), admitted=tuple(draft.admitted))
 
     def commit(self, seq: Sequence, row: Row, new_tokens: Many[int]) -> None:
         """Update a sequence whose row gave these tokens. The key of the last one is not in the cache yet."""
@@ -155,25 +212,6 @@ class Scheduler:
         seq.tokens += new_tokens
         if seq.tables:  # it was not preempted since
             self.tables.settle(seq, row.start + row.num_new + max(len(new_tokens) - 1, 0))
-
-    def _may_admit(self, num_rows: int) -> bool:
-        """Is there a sequence to admit and a row for it? One that was preempted waits until its tokens were read."""
-        return bool(self.waiting) and num_rows < self.limits.max_num_seqs and not self.waiting[0].num_ahead
-
-    def _burst(self, chosen: Many["_Chosen"]) -> int:
-        """The decode steps of a dispatch. Allocates blocks for all of them."""
-        if not chosen or any([missing != 1 for _, _, missing, _ in chosen]):
-            return 1
-        left = [each[3] for each in chosen]
-        burst = min(self.limits.max_burst, max(left))
-        if self.waiting:
-            burst = min(burst, max(min(left), self.limits.waiting_burst))
-        while burst > 1:
-            wanted = [(seq, seq.num_computed + min(burst, n)) for seq, _, _, n in chosen]
-            if self.tables.extend_all(wanted):
-                return burst
-            burst //= 2
-        return 1
 
     def _publish(self, seq: Sequence, count: int) -> None:
         """Let others share the blocks that are full after `count` more tokens, as far as these are known.
@@ -191,7 +229,7 @@ class Scheduler:
 
 
 def _row(seq: Sequence, count: int, missing: int, left: int, burst: int) -> Row:
-    """A row of the plan; counts its tokens as computed and sampled. See _Chosen."""
+    """A row of the plan; counts its tokens as computed and sampled. See Chosen."""
     if count < 1:
         raise AssertionError(f"sequence {seq.id} has {len(seq.tokens)} tokens, and all are computed")
     samples = min(burst, left) if count == missing else 0

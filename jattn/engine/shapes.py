@@ -27,6 +27,8 @@ a program, which takes 5 s to compile."""
 class StepShapes:
     """The static sizes of dispatches. Decodes have T = R, padded; other batches a padded T and R = max_num_seqs.
 
+    With several data ranks these are the sizes of each rank's batch: large enough for the fullest one.
+
     deterministic: all batches have one shape, and a row for each token. A matrix product may add in another order if
     its number of rows changes, so only equal shapes give a token the same bits in every batch.
     """
@@ -35,7 +37,7 @@ class StepShapes:
     block_size: int  # tokens of a block
     deterministic: bool = False
     with_final_lens: bool = False  # batches have final_seq_lens, because the model's rotary angles depend on them
-    place: jax.sharding.Sharding | None = None  # of a batch's arrays on the device; None: JAX's default device
+    place: jax.sharding.Sharding | None = None  # of arrays of rows on the device; None: JAX's default device
     # Fewer shapes: see LEAST_ROWS and MIN_MIXED_TOKENS_COARSE.
     is_coarse: bool = dataclasses.field(default_factory=lambda: jax.default_backend() != "cpu")
 
@@ -70,9 +72,10 @@ class StepShapes:
         if self.deterministic:
             return self.all()[0]
         if plan.is_decode:
-            rows = self.buckets.sizes(1, len(plan.rows), 1)["num_reqs"]
+            rows = self.buckets.sizes(1, max([len(part.rows) for part in plan.parts]), 1)["num_reqs"]
             return rows, rows, True
-        return self.buckets.sizes(plan.num_tokens, 1, 1)["num_tokens"], self.limits.max_num_seqs, False
+        num_tokens = max([part.num_tokens for part in plan.parts])
+        return self.buckets.sizes(num_tokens, 1, 1)["num_tokens"], self.limits.max_num_seqs, False
 
     def all(self) -> tuple[tuple[int, int, bool], ...]:
         """Every shape that `of` can return."""

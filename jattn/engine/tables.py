@@ -91,7 +91,7 @@ class BlockTables:
         """Give a new sequence the cached blocks of its beginning; returns the number of their tokens."""
         seq.tables = [array("i") for _ in self.groups]
         seq.kept_from = [0] * len(self.groups)
-        hits = self._longest_hit(seq) if self.prefix_caching else 0
+        hits = self._longest_hit(seq)
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             kept = first_visible(group, hits * self.block_size) // self.block_size
             seq.kept_from[g] = kept
@@ -165,8 +165,14 @@ class BlockTables:
         seq.tables, seq.kept_from = [], []
         seq.num_computed = seq.num_shared = seq.num_published = 0
 
+    def num_cached(self, seq: Sequence) -> int:
+        """How many tokens at the beginning of a waiting sequence are cached."""
+        return self._longest_hit(seq) * self.block_size
+
     def _longest_hit(self, seq: Sequence) -> int:
         """How many blocks at the beginning are cached in all groups. The last token is always computed."""
+        if not self.prefix_caching:
+            return 0
         limit = (len(seq.tokens) - 1) // self.block_size
         self._hash_blocks(seq, limit)
         cached = [[pool.find(digest) is not None for digest in seq.block_hashes[:limit]] for pool in self.pools]

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import jax
 
 from jattn.backends import registry
-from jattn.engine.batch import empty_batch
+from jattn.engine.batch import empty_batch, packed_batch
 from jattn.engine.dispatch import Model, RowState, dispatch
-from jattn.engine.packing import Packed, pack
+from jattn.engine.packing import Packed
 from jattn.engine.shapes import StepShapes
 
 
@@ -77,4 +77,5 @@ def _run(model: Model, params, caches, row_state: RowState, shapes: StepShapes, 
 
 def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]) -> Packed:
     """A batch that writes to no slot."""
-    return pack(empty_batch(shape, len(model.config.cache_groups), shapes))
+    batch = empty_batch(shape, len(model.config.cache_groups), shapes)
+    return packed_batch([batch] * model.data_ranks, shapes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jattn import device
 from jattn.attention import PagedAttention
@@ -39,46 +39,65 @@ class ModelMesh:
 
     If the vocabulary's size is no multiple of the number of ranks, the vocabulary is replicated; for heads, MLP widths
     and experts that is an error.
+
+    With data parallelism the mesh also has an axis "data", the first. Each data rank has all ranks of the above, whole
+    weights, and tokens and blocks of its own: `each_data_rank` calls a function for each of them, and a forward pass is
+    correct only inside that function. Data ranks do not communicate.
     """
 
-    mesh: Mesh  # the ranks in order; all its axes are Auto
+    mesh: Mesh  # the data ranks, then the ranks, in order; all its axes are Auto
 
     @classmethod
     def of(cls, config: ModelConfig, mesh: Mesh) -> "ModelMesh":
-        """For a model and a mesh with the axis "tensor", and perhaps axes "data" and "context" of size 1."""
-        devices = _ranks(mesh)
+        """For a model and a mesh with the axis "tensor", and perhaps an axis "data", and "context" of size 1."""
+        devices = _ranks(mesh)  # [data ranks, ranks]
+        data_ranks, ranks = devices.shape
         if not isinstance(config, ModelConfig):
             raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
         if config.is_encoder or config.encoder is not None:
             raise UnsupportedError(f"{config.family} is not a decoder-only model: no other is distributed over a mesh")
         for index, layer in enumerate(config.layers):
-            _check_layer(f"layer {index}", layer, len(devices))
-        sizes = _axis_sizes(len(devices), (layer.attention.num_kv_heads for layer in config.layers))
+            _check_layer(f"layer {index}", layer, ranks)
+        sizes = _axis_sizes(ranks, (layer.attention.num_kv_heads for layer in config.layers))
         names = ("tensor",) if len(sizes) == 1 else tuple(f"tensor_{i}" for i in range(len(sizes)))
+        if data_ranks > 1:
+            names, sizes = ("data", *names), (data_ranks, *sizes)
         return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)))
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
-        return self.mesh.size
+        """The number of ranks, of each data rank."""
+        return self.mesh.size // self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of data ranks; 1: there is no axis for them."""
+        return self.mesh.shape.get("data", 1)
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The devices, by rank."""
+        """The devices, by data rank and rank."""
         return tuple(self.mesh.devices.flat)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of the axes, outermost first."""
-        return self.mesh.axis_names
+        """The names of the ranks' axes, outermost first."""
+        return self.inner_mesh.auto_axes
+
+    @property
+    def inner_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh in a forward pass, which is of one data rank."""
+        if self.data_ranks == 1:
+            return self.mesh
+        return self.mesh.abstract_mesh.update_axis_types({"data": AxisType.Manual})
 
     def kv_axes(self, num_kv_heads: int) -> tuple[str, ...]:
         """The axes over which `num_kv_heads` heads are distributed: the first ones."""
         axes, ranks = [], 1
-        for name, size in self.mesh.shape.items():
+        for name in self.axes:
             if ranks < min(num_kv_heads, self.size):
                 axes.append(name)
-                ranks *= size
+                ranks *= self.mesh.shape[name]
         assert ranks == min(num_kv_heads, self.size), "see _axis_sizes"
         return tuple(axes)
 
@@ -127,23 +146,53 @@ class ModelMesh:
 
     # ------------------------------------------------------------------ caches
     def cache_partition(self, cache_spec: KVCacheSpec) -> PartitionSpec:
-        """The PartitionSpec of all arrays of a cache."""
+        """The PartitionSpec of all arrays of a data rank's cache."""
         entry = _entry(self.kv_axes(cache_spec.num_kv_heads))
         return REPLICATED if entry is None else head_partition(cache_spec, entry)
 
     @property
     def everywhere(self) -> NamedSharding:
-        """The sharding of an array that is whole on every rank."""
+        """The sharding of an array that is whole on every device."""
         return NamedSharding(self.mesh, REPLICATED)
 
     def empty_caches(self, cache_specs: Iterable[KVCacheSpec]) -> tuple[PagedKV, ...]:
-        """An empty cache of each spec. Each rank makes its part."""
+        """An empty cache of each spec. Each rank makes its part.
+
+        The specs are those of one data rank. The caches have the blocks of all data ranks, one rank after the other.
+        """
         return tuple(_empty_cache(self, spec) for spec in cache_specs)
+
+    # ------------------------------------------------------------------ data ranks
+    def over_data(self, axis: int) -> NamedSharding:
+        """The sharding of an array whose axis `axis` is distributed over the data ranks."""
+        return NamedSharding(self.mesh, self._over_data(axis))
+
+    def _over_data(self, axis: int | None) -> PartitionSpec:
+        return REPLICATED if axis is None or self.data_ranks == 1 else PartitionSpec(*[None] * axis, "data")
+
+    def each_data_rank(self, function: Callable, in_axes: tuple, out_axes: tuple) -> Callable:
+        """Inside jit: `function` as each data rank calls it, with its parts of the arguments.
+
+        in_axes, out_axes: as those of jax.vmap; the axes are distributed, not removed. None: whole on each data rank.
+        A PagedKV is a cache of all data ranks outside, and of one inside.
+        """
+        if self.data_ranks == 1:
+            return function
+
+        def on_rank(*args):
+            return _of_blocks(function(*_of_blocks(args, 1, self.data_ranks)), self.data_ranks, 1)
+
+        specs = [jax.tree.map(self._over_data, axes, is_leaf=lambda axis: axis is None) for axes in (in_axes, out_axes)]
+        return jax.shard_map(
+            on_rank, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], axis_names={"data"}, check_vma=False
+        )
 
     # ------------------------------------------------------------------ in a forward pass
     def context(self) -> contextlib.AbstractContextManager:
         """Active while a forward pass is traced: `jattn.ops.product` then uses only products that XLA can divide."""
-        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+        if self.data_ranks > 1 and "data" not in jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(f"this model has {self.data_ranks} data ranks: call forward inside each_data_rank")
+        return jax.sharding.use_abstract_mesh(self.inner_mesh.abstract_mesh)
 
     def attention(
         self, spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec, backend: str = "auto", dtype: Any = None
@@ -151,10 +200,10 @@ class ModelMesh:
         """The attention of a layer. It has the methods build and __call__ of a PagedAttention, or an MLAAttention."""
         of_rank = self.rank_spec(spec)
         if isinstance(of_rank, MLASpec):
-            return ShardedLatentAttention(MLAAttention(of_rank, cache_spec, backend), self.mesh)
+            return ShardedLatentAttention(MLAAttention(of_rank, cache_spec, backend), self.inner_mesh)
         attn = PagedAttention(of_rank, self.rank_cache_spec(cache_spec), backend, dtype=dtype)
         pools, kv_axes = self.cache_partition(cache_spec), self.kv_axes(spec.num_kv_heads)
-        return ShardedAttention(attn, cache_spec, self.mesh, pools, kv_axes)
+        return ShardedAttention(attn, cache_spec, self.inner_mesh, pools, kv_axes)
 
     def mlp(self, mlp: MLP | MoE) -> Callable[[dict, jax.Array], jax.Array]:
         """The function (weights, x) -> y of a layer's MLP or experts.
@@ -173,25 +222,26 @@ class ModelMesh:
             routed = {name: part for name, part in weights.items() if name not in ("shared", "shared_gate")}
             places = {name: REPLICATED if name == "router" else PartitionSpec(self.axes) for name in routed}
             y = jax.shard_map(
-                body, mesh=self.mesh, in_specs=(places, REPLICATED), out_specs=REPLICATED, check_vma=False
-            )(routed, x)
+                body, mesh=self.inner_mesh, in_specs=(places, REPLICATED), out_specs=REPLICATED,
+                axis_names=set(self.axes), check_vma=False,
+            )(routed, x)  # fmt: skip
             return y if mlp.shared is None else y + mlp.of_shared(weights, x)
 
         return distributed
 
     def replicated(self, tree: Any) -> Any:
         """Inside jit: the same arrays, whole on every rank."""
-        return jax.lax.with_sharding_constraint(tree, self.everywhere)
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.inner_mesh, REPLICATED))
 
     def over_vocabulary(self, logits: jax.Array) -> jax.Array:
         """Inside jit: logits [L vocab], distributed over the vocabulary; replicated if the ranks do not divide it."""
         if logits.shape[-1] % self.size:
             return self.replicated(logits)
-        return jax.lax.with_sharding_constraint(logits, NamedSharding(self.mesh, PartitionSpec(None, self.axes)))
+        return jax.lax.with_sharding_constraint(logits, NamedSharding(self.inner_mesh, PartitionSpec(None, self.axes)))
 
     def kept_caches(self, caches: Iterable[PagedKV]) -> tuple[PagedKV, ...]:
         """Inside jit: the same caches, placed as `empty_caches` places them."""
-        place = lambda cache: NamedSharding(self.mesh, self.cache_partition(cache.spec))
+        place = lambda cache: NamedSharding(self.inner_mesh, self.cache_partition(cache.spec))
         return tuple(jax.lax.with_sharding_constraint(cache, place(cache)) for cache in caches)
 
 
@@ -202,26 +252,38 @@ def _entry(axes: tuple[str, ...]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _empty_cache(model_mesh: ModelMesh, spec: KVCacheSpec) -> PagedKV:
-    part = model_mesh.rank_cache_spec(spec)
-    make = lambda: dataclasses.replace(empty_cache(part), spec=spec)
-    return jax.shard_map(
-        make, mesh=model_mesh.mesh, in_specs=(), out_specs=model_mesh.cache_partition(spec), check_vma=False
-    )()
+    part, count = model_mesh.rank_cache_spec(spec), model_mesh.data_ranks
+    whole = dataclasses.replace(spec, num_blocks=spec.num_blocks * count)
+    make = lambda: dataclasses.replace(empty_cache(part), spec=whole)
+    partition = model_mesh.cache_partition(spec)
+    if count > 1:
+        partition = PartitionSpec("data", *partition[1:])
+    return jax.shard_map(make, mesh=model_mesh.mesh, in_specs=(), out_specs=partition, check_vma=False)()
+
+
+def _of_blocks(tree: Any, times: int, over: int) -> Any:
+    """The tree, with num_blocks * times // over in the spec of each cache in it."""
+
+    def resized(x: Any) -> Any:
+        if not isinstance(x, PagedKV):
+            return x
+        return dataclasses.replace(x, spec=dataclasses.replace(x.spec, num_blocks=x.spec.num_blocks * times // over))
+
+    return jax.tree.map(resized, tree, is_leaf=lambda x: isinstance(x, PagedKV))
 
 
 def _ranks(mesh: Mesh) -> np.ndarray:
-    """The devices of the tensor axis, in order; an error unless it is the mesh's only axis larger than 1."""
+    """The devices [data ranks, tensor ranks], in order; an error if the mesh has other axes larger than 1."""
     sizes = dict(mesh.shape)
     if "tensor" not in sizes or not set(sizes) <= {"data", "tensor", "context"}:
         raise ValueError(
             f'the mesh has the axes {tuple(sizes)}; they must be "tensor" and, if wanted, "data", "context"'
         )
-    for axis, what in dict(data="data-parallel attention", context="decode context parallelism").items():
-        if sizes.get(axis, 1) > 1:
-            raise UnsupportedError(
-                f"{what} is not implemented in the engine: the mesh's axis {axis!r} has {sizes[axis]} ranks, and must "
-                "have 1; use the devices on the axis 'tensor', or in several engines"
-            )
+    if sizes.get("context", 1) > 1:
+        raise UnsupportedError(
+            f"decode context parallelism is not implemented in the engine: the mesh's axis 'context' has "
+            f"{sizes['context']} ranks, and must have 1; use the devices on the axes 'tensor' and 'data'"
+        )
     if mesh.is_multi_process:
         raise UnsupportedError("the mesh has devices of several processes; the engine runs in one process")
     if len({d.id for d in mesh.devices.flat}) < mesh.devices.size:
@@ -229,7 +291,8 @@ def _ranks(mesh: Mesh) -> np.ndarray:
     found = {d.platform for d in mesh.devices.flat}
     if found != {device.detect().platform}:
         raise ValueError(f"the mesh's devices are {sorted(found)}, but JAX's default device is {device.detect()}")
-    return mesh.devices.reshape(-1)
+    order = [mesh.axis_names.index(name) for name in ("data", "tensor", "context") if name in sizes]
+    return mesh.devices.transpose(order).reshape(sizes.get("data", 1), sizes["tensor"])
 
 
 def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jattn.attention import PagedAttention
 from jattn.cache import KVCacheSpec, PagedKV
@@ -33,9 +33,9 @@ class ShardedAttention:
 
     attn: PagedAttention  # of one rank's heads, over its part of the cache
     cache_spec: KVCacheSpec  # of the whole cache
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # ranks are on its Auto axes
     pools: PartitionSpec  # of the cache's arrays
-    kv_axes: tuple[str, ...]  # over which kv heads are distributed; query heads: over all axes
+    kv_axes: tuple[str, ...]  # over which kv heads are distributed; query heads: over all ranks
 
     def build(self, meta: CommonAttentionMetadata) -> Any:
         """The plan of a batch, replicated."""
@@ -46,7 +46,7 @@ class ShardedAttention:
         angles: Angles | None,
     ) -> tuple[PagedKV, AttentionState]:  # fmt: skip
         """The arguments and the result of PagedAttention.__call__."""
-        heads, kv_heads = PartitionSpec(None, self.mesh.axis_names), PartitionSpec(None, self.kv_axes)
+        heads, kv_heads = PartitionSpec(None, self.mesh.auto_axes), PartitionSpec(None, self.kv_axes)
 
         def on_rank(q, k, v, cache, m, params, angles):
             cache = dataclasses.replace(cache, spec=self.attn.cache_spec)
@@ -58,7 +58,7 @@ class ShardedAttention:
 
     def _params_partition(self, params: AttentionParams) -> AttentionParams:
         """The partition of each param. Scalars are replicated; arrays over heads are distributed like the heads."""
-        axes = dict.fromkeys(("alibi_slopes", "sinks", "q_scale"), self.mesh.axis_names)
+        axes = dict.fromkeys(("alibi_slopes", "sinks", "q_scale"), self.mesh.auto_axes)
         axes |= dict.fromkeys(("k_scale", "v_scale"), self.kv_axes)
         given = {name: x for name, x in vars(params).items() if x is not None}
         places = {n: PartitionSpec(axes[n]) if n in axes and jnp.ndim(x) else REPLICATED for n, x in given.items()}
@@ -70,7 +70,7 @@ class ShardedLatentAttention:
     """The same for a latent cache: every rank writes all rows into its own whole copy of the cache. Hashable."""
 
     attn: MLAAttention  # of one rank's heads
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # ranks are on its Auto axes
 
     def build(self, meta: CommonAttentionMetadata) -> Any:
         """The plan of a batch, replicated."""
@@ -80,14 +80,15 @@ class ShardedLatentAttention:
         self, q: jax.Array, kv_c: jax.Array, k_pe: jax.Array, cache: PagedKV, m: Any, params: MLAParams
     ) -> tuple[PagedKV, AttentionState]:
         """The arguments and the result of MLAAttention.__call__."""
-        heads = PartitionSpec(None, self.mesh.axis_names)
+        heads = PartitionSpec(None, self.mesh.auto_axes)
         given = {name: x for name, x in vars(params).items() if x is not None}
-        of_head = {
-            name: PartitionSpec(self.mesh.axis_names) if jnp.ndim(x) else REPLICATED for name, x in given.items()
-        }
+        of_head = {name: PartitionSpec(self.mesh.auto_axes) if jnp.ndim(x) else REPLICATED for name, x in given.items()}
         places = (heads, REPLICATED, REPLICATED, REPLICATED, REPLICATED, dataclasses.replace(params, **of_head))
         return _shard_map(self.mesh, self.attn, places, (REPLICATED, heads))(q, kv_c, k_pe, cache, m, params)
 
 
-def _shard_map(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+def _shard_map(mesh: Mesh | AbstractMesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """A data axis is manual already where this is called."""
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(mesh.auto_axes), check_vma=False
+    )

@@ -52,7 +52,7 @@ def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
         (["generate", "x", *SMALL, "--max-num-seqs", "99"], "max_num_batched_tokens=32 must be at least"),
         (["generate", "x", *SMALL, "--backend", "sdpb"], "sdpb"),
         (["generate", "x", *SMALL, "--tensor-parallel", "999"], "tensor_parallel=999 .*need 999 devices"),
-        (["generate", "x", *SMALL, "--data-parallel", "2"], "data-parallel attention is not implemented"),
+        (["generate", "x", *SMALL, "--data-parallel", "64"], "data_parallel=64 need 64 devices"),
         (["serve", "--api-key-env", "JATTN_TEST_UNSET"], "JATTN_TEST_UNSET"),
     ],
 )

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from jattn.engine import BlockTables, Limits, SamplingParams, Scheduler, Sequence
+from jattn.engine import Limits, SamplingParams, Sequence, StepPlan
+from jattn.engine.data_ranks import scheduler_of, tables_of
 from jattn.engine.tables import first_visible, max_blocks_of_group
 from tests.engine.fake import Group
 
@@ -18,16 +19,17 @@ class World:
     """A scheduler, and the contents of each slot: its token and all tokens before it."""
 
     def __init__(
-        self, groups, *, num_blocks=14, max_num_seqs=4, budget=12, burst=3, prefix_caching=True, seed=0, sized=False
-    ):
+        self, groups, *, num_blocks=14, max_num_seqs=4, budget=12, burst=3, prefix_caching=True, seed=0, sized=False,
+        data_ranks=1,
+    ):  # fmt: skip
         most = [max_blocks_of_group(group, S, max_num_seqs, budget, burst) for group in groups] if sized else []
         pools = [min(num_blocks, n + 1) if n else num_blocks for n in most] or [num_blocks] * len(groups)
-        self.tables = BlockTables(pools, S, groups, prefix_caching)
+        self.tables, self.groups = tables_of(data_ranks, pools, S, groups, prefix_caching), groups
         self.longest = (num_blocks - 1) * S
-        self.scheduler = Scheduler(Limits(max_num_seqs, budget, self.longest, burst), self.tables)
-        self.held = [{} for _ in groups]
+        self.scheduler = scheduler_of(Limits(max_num_seqs, budget, self.longest, burst), self.tables)
+        self.held = [{} for _ in range(data_ranks * len(groups))]  # of each group of each rank
         self.seqs, self.finished, self.rng, self.made = {}, {}, random.Random(seed), 0
-        self.plans, self.flights, self.ahead = [], [], {}
+        self.plans, self.flights, self.ahead, self.newest = [], [], {}, StepPlan()
 
     def add(self, prompt=None, max_tokens=None, salt=b""):
         shared = [1, 2, 3, 4, 5, 6, 7, 8, 9][: self.rng.randint(0, 9)]
@@ -67,8 +69,12 @@ class World:
     def send(self):
         plan = self.scheduler.schedule(in_flight=bool(self.flights))
         self.plans.append(plan)
-        assert plan.num_tokens <= self.scheduler.limits.max_num_batched_tokens
-        assert len(plan.rows) == len({row.id for row in plan.rows}) <= self.scheduler.limits.max_num_seqs
+        for rank, part in enumerate(plan.parts):
+            assert part.num_tokens <= self.scheduler.limits.max_num_batched_tokens
+            assert len(part.rows) == len({row.id for row in part.rows}) <= self.scheduler.limits.max_num_seqs
+            assert all(self.seqs[row.id].data_rank == rank for row in part.rows) and part.burst == plan.burst
+        newest = {row.id for row in self.newest.rows}
+        assert all(row.id in newest for row in plan.rows if row.continues)
         sampled = {}
         for row in plan.rows:
             seq = self.seqs[row.id]
@@ -90,7 +96,9 @@ class World:
                 ended = new[-1] == END
             sampled[row.id] = new
             self.ahead[row.id] = (new, ended or len(seq.output) + len(before + new) >= self.most(seq))
-        self.flights += [(plan, sampled)] if plan.rows else []
+        if plan.rows:
+            self.newest = plan
+            self.flights.append((plan, sampled))
         return plan
 
     def most(self, seq):
@@ -111,15 +119,17 @@ class World:
         """Write the key of a token to its slot, and read all keys that it sees."""
         prefix = (seq.root_hash, *tokens[: position + 1])
         for g, table in enumerate(seq.tables):
-            group = self.tables.groups[g]
             assert table[position // S] != 0
-            self.held[g][table[position // S], position % S] = prefix
-            for p in range(first_visible(group, position), position + 1):
-                assert self.held[g][table[p // S], p % S] == prefix[: p + 2], "another token, or one lost"
+            held = self.held[seq.data_rank * len(self.groups) + g]
+            held[table[position // S], position % S] = prefix
+            for p in range(first_visible(self.groups[g], position), position + 1):
+                assert held[table[p // S], p % S] == prefix[: p + 2], "another token, or one lost"
 
     def check_blocks(self):
-        for g, pool in enumerate(self.tables.pools):
-            pool.check(Counter(b for seq in self.seqs.values() for b in (seq.tables[g] if seq.tables else ()) if b))
+        for i, pool in enumerate(self.tables.pools):
+            rank, g = divmod(i, len(self.groups))
+            held = [seq.tables[g] for seq in self.seqs.values() if seq.tables and seq.data_rank == rank]
+            pool.check(Counter(block for table in held for block in table if block))
 
     def drain(self):
         for _ in range(1000):
