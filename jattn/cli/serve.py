@@ -11,7 +11,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from jattn.cli import options
+from jattn.cli import options, processes
+from jattn.engine import Processes
 
 EXAMPLE = """example:
   jattn serve --model ~/models/llama --port 8000
@@ -66,11 +67,12 @@ def add(commands) -> None:
         "--no-warmup", action="store_true", help="compile each program when it is first needed, not before serving"
     )
     options.add_engine(parser)
-    parser.set_defaults(run=run)
+    processes.add(parser)
+    parser.set_defaults(run=lambda args: processes.run(args, run))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until a signal."""
+def run(args: argparse.Namespace, group: Processes | None = None) -> int:
+    """Serve until a signal. group: of the processes that share the engine, if there are several."""
     key = None
     if args.api_key_env is not None:
         key = os.environ.get(args.api_key_env)
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     with _exit_0_on_sigterm():
         sockets = bind(args.host, args.port)  # before the model loads, so that a port in use is reported at once
-        engine = options.make_engine(args)
+        engine = options.make_engine(args, processes=group)
         if not args.no_warmup:
             options.warm(engine)
         # A million objects of JAX, the model and its programs live as long as the process. Without this, the collector

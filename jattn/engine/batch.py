@@ -14,6 +14,7 @@ from jattn.engine.rules import is_penalised, penalties, rules_of, rules_of_batch
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.metadata import CommonAttentionMetadata
+from jattn.parallel import put_local
 from jattn.types import NULL_BLOCK_ID
 
 HOST_KNOWS = -1
@@ -90,13 +91,13 @@ def _histories(
     for row in np.flatnonzero(wanted).tolist():
         known = seqs[row].tokens
         history[row, : len(known)] = known
-    return jax.device_put(history, place)
+    return put_local(history, place)
 
 
 @functools.cache
 def _no_history(num_rows: int, width: int, place: Sharding | None) -> jax.Array:
     """An unused history, made once: most batches have no penalties, and it is as wide as the longest sequence."""
-    return jax.device_put(np.full((num_rows, width), -1, np.int32), place)
+    return put_local(np.full((num_rows, width), -1, np.int32), place)
 
 
 def tables_of(seqs: Many[Sequence], shapes: StepShapes) -> list[np.ndarray]:

@@ -19,6 +19,7 @@ from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.engine.worker import Worker
 from jattn.errors import EngineDeadError
+from jattn.parallel import put_local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Runner:
         """(caches, an empty RowState), placed as a dispatch returns them."""
         row_state = empty_row_state(self.shapes.max_rows)
         if self.model.model_mesh is not None:  # the weights and caches are placed
-            return caches, jax.device_put(row_state, self.shapes.place)
+            return caches, put_local(row_state, self.shapes.place)
         return weights.bound_like(self.params, (caches, row_state))
 
     @property

@@ -213,8 +213,6 @@ def _ranks(mesh: Mesh) -> np.ndarray:
                 f"{what} is not implemented in the engine: the mesh's axis {axis!r} has {sizes[axis]} ranks, and must "
                 "have 1; use the devices on the axis 'tensor', or in several engines"
             )
-    if mesh.is_multi_process:
-        raise UnsupportedError("the mesh has devices of several processes; the engine runs in one process")
     if len({d.id for d in mesh.devices.flat}) < mesh.devices.size:
         raise ValueError(f"the mesh has a device more than once: {[d.id for d in mesh.devices.flat]}")
     found = {d.platform for d in mesh.devices.flat}

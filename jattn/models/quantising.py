@@ -8,6 +8,7 @@ import jax
 from jattn.errors import UnsupportedError
 from jattn.ops.quantised import QuantisedArray, is_quantised
 from jattn.ops.quantised import quantise as quantise_array
+from jattn.parallel import put_local
 
 QUANTIZATIONS = ("int8", "int4", "fp8")
 """int8: one scale for each output. fp8 (e4m3): one for 128 inputs of an output. int4: one for 64 inputs of an output.
@@ -58,10 +59,10 @@ def placed(weight: Any, sharding: Any) -> Any:
 
     def put(x: Any) -> jax.Array:
         if not isinstance(sharding, jax.sharding.NamedSharding):
-            return jax.device_put(x, sharding)
-        return jax.device_put(x, _fitting(sharding, x.shape))
+            return put_local(x, sharding)
+        return put_local(x, _fitting(sharding, x.shape))
 
-    return jax.tree.map(put, weight) if isinstance(weight, QuantisedArray) else jax.device_put(weight, sharding)
+    return jax.tree.map(put, weight) if isinstance(weight, QuantisedArray) else put_local(weight, sharding)
 
 
 def _fitting(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:

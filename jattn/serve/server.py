@@ -8,7 +8,8 @@ import time
 
 import uvicorn
 
-from jattn.engine import Engine
+from jattn.engine import Engine, LockStepEngine
+from jattn.errors import EngineDeadError
 from jattn.serve.app import make_app
 from jattn.serve.connection import Connection
 from jattn.serve.engine_loop import EngineLoop
@@ -140,6 +141,8 @@ def serve(
     """
     sockets = bind(host, port) if sockets is None else sockets
     server = make_server(engine, options, host, port)
+    if isinstance(engine, LockStepEngine):
+        engine.processes.on_end = lambda processes, why: server.engine_loop.fail(EngineDeadError(why))
     server.run(sockets)
     if (failure := server.engine_loop.failure) is not None:
         raise RuntimeError("the engine is broken, so the server has ended") from failure
