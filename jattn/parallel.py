@@ -30,6 +30,17 @@ from jattn.spec import AttentionParams, AttentionSpec
 Step = Callable[..., tuple[PagedKV, AttentionState]]
 
 
+def put_local(tree: Any, sharding: jax.sharding.Sharding | None) -> Any:
+    """jax.device_put of arrays that every process has whole, without communication between the processes.
+
+    For a sharding over several processes, jax.device_put would first compare the arrays of all of them.
+    """
+    is_placed = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
+    if sharding is None or sharding.is_fully_addressable or any(map(is_placed, jax.tree.leaves(tree))):
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), tree)
+
+
 def _world(mesh: Mesh, axis: str) -> int:
     """The number of ranks (devices) of the axis."""
     names = check_kind("mesh", mesh, Mesh, "make one with jax.sharding.Mesh or jax.make_mesh").axis_names

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from jattn import device
-from jattn.cli import options, screen
+from jattn.cli import options, processes, screen
 from jattn.cli.trace import Arrival, make_trace
-from jattn.engine import Engine, SamplingParams
+from jattn.engine import Engine, Processes, SamplingParams
 from jattn.engine.stats import Stats
 
 
@@ -39,15 +39,16 @@ def add(commands) -> None:
     )
     load.add_argument("--out", type=Path, metavar="FILE", help="append the results to this file as one line of JSON")
     options.add_engine(serving)
-    serving.set_defaults(run=run_serving)
+    processes.add(serving)
+    serving.set_defaults(run=lambda args: processes.run(args, run_serving))
     kernels = kinds.add_parser("kernels", help="the attention kernels; needs a checkout")
     kernels.add_argument("rest", nargs=argparse.REMAINDER, help="options of benchmarks/run.py")
     kernels.set_defaults(run=run_kernels)
 
 
-def run_serving(args: argparse.Namespace) -> int:
-    """0 if no request failed."""
-    engine = options.make_engine(args)
+def run_serving(args: argparse.Namespace, group: Processes | None = None) -> int:
+    """0 if no request failed. group: of the processes that share the engine, if there are several."""
+    engine = options.make_engine(args, processes=group)
     trace = make_trace(
         args.requests, vocab_size=engine.config.vocab_size, max_len=engine.limits.max_model_len, rate=args.rate,
         mean_input=args.mean_input, mean_output=args.mean_output, shared=args.shared, seed=args.load_seed,

@@ -5,8 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-from jattn.cli import options
-from jattn.engine import Engine, RequestOutput, SamplingParams
+from jattn.cli import options, processes
+from jattn.engine import Engine, Processes, RequestOutput, SamplingParams
 from jattn.text import chat_prompt
 
 Prompt = str | list[int]
@@ -31,14 +31,15 @@ def add(commands) -> None:
     )
     options.add_engine(parser)
     options.add_sampling(parser)
-    parser.set_defaults(run=run)
+    processes.add(parser)
+    parser.set_defaults(run=lambda args: processes.run(args, run))
 
 
-def run(args: argparse.Namespace) -> int:
-    """0 if no prompt failed."""
+def run(args: argparse.Namespace, group: Processes | None = None) -> int:
+    """0 if no prompt failed. group: of the processes that share the engine, if there are several."""
     params = options.sampling_params(args)
     texts = _prompts(args)
-    engine = options.make_engine(args)
+    engine = options.make_engine(args, processes=group)
     prompts: list[Prompt] = [_chat(engine, text) for text in texts] if args.chat else list(texts)
     if len(prompts) == 1 and not args.json:
         failures = _stream(engine, prompts[0], params)

@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jattn
-from jattn.cli import bench, demo, doctor, explain, generate, models, serve
-from jattn.errors import CacheFullError, UnsupportedError
-
-EXPECTED = (ValueError, OSError, ImportError, UnsupportedError, CacheFullError)
-"""Errors that a user can cause. They are printed in one line, without a traceback."""
-
+from jattn.cli import bench, demo, doctor, explain, generate, models, screen, serve
 
 CLOSED_PIPE = 128 + 13
 """The exit code of a program that SIGPIPE ends."""
@@ -72,7 +67,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return args.run(args)
     except BrokenPipeError:
         raise
-    except EXPECTED as error:
+    except screen.EXPECTED as error:
         print(f"jattn: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

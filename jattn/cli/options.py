@@ -6,7 +6,7 @@ import re
 from jattn import compile_cache, device, embedded
 from jattn.cli import screen
 from jattn.embedder import Embedder
-from jattn.engine import Engine, SamplingParams, keep_freed_memory
+from jattn.engine import Engine, LockStepEngine, Processes, SamplingParams, keep_freed_memory
 from jattn.models import QUANTIZATIONS
 from jattn.models.sentence_folder import is_sentence_folder
 
@@ -49,7 +49,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
+def make_engine(args: argparse.Namespace, seed: int | None = None, processes: Processes | None = None) -> Engine:
     """The engine that the options describe, in a process that keeps the memory it frees."""
     if args.model == "":
         raise ValueError("--model is empty: give a folder, or omit --model for the embedded model")
@@ -71,7 +71,10 @@ def make_engine(args: argparse.Namespace, seed: int | None = None) -> Engine:
     )
     folder = embedded.directory() if args.model is None else args.model
     with screen.progress("loading") as report:
-        return Engine.from_pretrained(folder, progress=report, quantization=args.quantization, **options)
+        options |= dict(progress=report, quantization=args.quantization)
+        if processes is not None:
+            return LockStepEngine.from_pretrained(folder, processes=processes, **options)
+        return Engine.from_pretrained(folder, **options)
 
 
 def serves_embeddings(args: argparse.Namespace) -> bool:

@@ -1,10 +1,15 @@
-"""Tables and progress bars: by rich on a terminal, if it is installed; else plain text."""
+"""What a command prints: tables and progress bars, by rich on a terminal, if it is installed; and expected errors."""
 
 import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
+
+from jattn.errors import CacheFullError, UnsupportedError
+
+EXPECTED = (ValueError, OSError, ImportError, UnsupportedError, CacheFullError)
+"""Errors that a user can cause. They are printed in one line, without a traceback."""
 
 Report = Callable[[int, int, str], None]
 """report(done, total, what): called before each part of a long task."""

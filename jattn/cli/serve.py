@@ -11,9 +11,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from jattn.cli import options
+from jattn.cli import options, processes
 from jattn.embedder import Embedder
-from jattn.engine import Engine
+from jattn.engine import Engine, Processes
 from jattn.models import POOLINGS
 
 EXAMPLE = """example:
@@ -76,11 +76,12 @@ def add(commands) -> None:
         help="serve /v1/embeddings, made by this pooling (default: as the folder's modules.json says, if it has one)",
     )
     options.add_engine(parser)
-    parser.set_defaults(run=run)
+    processes.add(parser)
+    parser.set_defaults(run=lambda args: processes.run(args, run))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until a signal."""
+def run(args: argparse.Namespace, group: Processes | None = None) -> int:
+    """Serve until a signal. group: of the processes that share the engine, if there are several."""
     key = None
     if args.api_key_env is not None:
         key = os.environ.get(args.api_key_env)
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         if options.serves_embeddings(args):
             served: Embedder | Engine = options.make_embedder(args)
         else:
-            served = options.make_engine(args)
+            served = options.make_engine(args, processes=group)
             if not args.no_warmup:
                 options.warm(served)
         # A million objects of JAX, the model and its programs live as long as the process. Without this, the collector

@@ -2,8 +2,10 @@
 
 from jattn.engine.blocks import BlockPool
 from jattn.engine.engine import Engine
+from jattn.engine.lock_step import LockStepEngine
 from jattn.engine.memory import keep_freed_memory
 from jattn.engine.params import SamplingParams
+from jattn.engine.processes import Processes
 from jattn.engine.request import Completion, FinishReason, RequestOutput, Sequence, TokenLogprob
 from jattn.engine.scheduler import Limits, Scheduler, StepPlan
 from jattn.engine.stats import Stats
@@ -16,6 +18,8 @@ __all__ = [
     "Engine",
     "FinishReason",
     "Limits",
+    "LockStepEngine",
+    "Processes",
     "RequestOutput",
     "SamplingParams",
     "Scheduler",

@@ -93,12 +93,26 @@ def check_distributable(quantization: str | None) -> None:
         raise UnsupportedError(f"{quantization=} on a mesh is not implemented: quantised weights stay on one device")
 
 
-def model_mesh_of(config: Any, mesh: Mesh | None) -> Any:
-    """The jattn.models.ModelMesh of a model on a mesh, None without one; an error if it cannot be distributed so."""
+def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False) -> Any:
+    """The jattn.models.ModelMesh of a model on a mesh, None without one; an error if it cannot be distributed so.
+
+    spans_processes: the mesh must have devices of every process; else of this one only.
+    """
     if mesh is None:
         return None
     from jattn import models
 
+    found = sorted({device.process_index for device in mesh.devices.flat})
+    if not spans_processes and found != [jax.process_index()]:
+        raise UnsupportedError(
+            f"the mesh has devices of the processes {found}, and an Engine runs in process {jax.process_index()} only; "
+            "use jattn serve --coordinator, or jattn.engine.LockStepEngine"
+        )
+    if spans_processes and found != list(range(jax.process_count())):
+        raise ValueError(
+            f"the mesh has devices of the processes {found}, and must have some of each of the {jax.process_count()}: "
+            f"tensor_parallel={jax.device_count()} uses all devices"
+        )
     return models.ModelMesh.of(config, mesh)
 
 

@@ -16,6 +16,7 @@ from jattn.engine.rules import is_penalised, penalties, rules_of, rules_of_batch
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.metadata import CommonAttentionMetadata
+from jattn.parallel import put_local
 from jattn.types import NULL_BLOCK_ID
 
 HOST_KNOWS = -1
@@ -86,7 +87,7 @@ def packed_batch(batches: Many[Batch], shapes: StepShapes) -> Packed:
     width = shapes.limits.max_model_len
     if any(map(len, histories)):
         filled = [x if len(x) else np.full((num_rows, width), -1, np.int32) for x in histories]
-        history = jax.device_put(filled[0] if len(filled) == 1 else np.concatenate(filled), shapes.place)
+        history = put_local(filled[0] if len(filled) == 1 else np.concatenate(filled), shapes.place)
     else:
         history = _no_history(len(batches) * num_rows, width, shapes.place)
     of_all = lambda batch: dataclasses.replace(batch, penalties=dataclasses.replace(batch.penalties, history=history))
@@ -110,7 +111,7 @@ def _histories(seqs: Many[Sequence], wanted: np.ndarray, num_rows: int, width: i
 @functools.cache
 def _no_history(num_rows: int, width: int, place: Sharding | None) -> jax.Array:
     """An unused history, made once: most batches have no penalties, and it is as wide as the longest sequence."""
-    return jax.device_put(np.full((num_rows, width), -1, np.int32), place)
+    return put_local(np.full((num_rows, width), -1, np.int32), place)
 
 
 def tables_of(seqs: Many[Sequence], shapes: StepShapes) -> list[np.ndarray]:

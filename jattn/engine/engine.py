@@ -55,6 +55,8 @@ class Engine:
     EngineDeadError: start a new process. Ctrl-C takes effect between two changes of state, so no request is lost.
     """
 
+    spans_processes = False  # True: the mesh has devices of several processes, see LockStepEngine
+
     @takes(**admission.OPTIONS)
     def __init__(
         self,
@@ -81,7 +83,9 @@ class Engine:
     ):
         if forward is None:
             admission.check_weights(config, params)
-        if (model_mesh := admission.model_mesh_of(config, mesh)) is not None:  # before the free memory is measured
+        if (
+            model_mesh := admission.model_mesh_of(config, mesh, self.spans_processes)
+        ) is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
         dtype = cache_dtype or sizing.dtype_of(params)
         block_size = sizing.default_block_size() if block_size is None else block_size
@@ -97,8 +101,7 @@ class Engine:
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst, waiting_burst)
         place = None if model_mesh is None else model_mesh.over_data(0)
         self.shapes = StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config), place)
-        self.tokenizer, self.chat_template = tokenizer, chat_template
-        self.config = config
+        self.config, self.tokenizer, self.chat_template = config, tokenizer, chat_template
         make_caches = functools.partial(config.make_caches, pools, block_size, **storage)
         if model_mesh is not None:
             make_caches = functools.partial(model_mesh.empty_caches, config.cache_specs(pools, block_size, **storage))
@@ -144,7 +147,7 @@ class Engine:
         if mesh is not None:
             admission.check_distributable(quantization)
             config = models.load_config(directory)
-            sharding = admission.model_mesh_of(config, mesh).weight_sharding(config)
+            sharding = admission.model_mesh_of(config, mesh, cls.spans_processes).weight_sharding(config)
         config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)
         if config.is_encoder or config.encoder is not None:
             raise ValueError(

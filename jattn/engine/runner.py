@@ -19,6 +19,7 @@ from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.engine.worker import Worker
+from jattn.parallel import put_local
 from jattn.errors import EngineDeadError
 
 
@@ -85,7 +86,7 @@ class Runner:
         if mesh is None:
             return weights.bound_like(self.params, (caches, empty_row_state(self.shapes.max_rows)))
         row_state = empty_row_state(self.shapes.max_rows * mesh.data_ranks)  # the weights and caches are placed
-        return caches, jax.device_put(row_state, jax.tree.map(mesh.over_data, ROW_AXES))
+        return caches, jax.tree.map(put_local, row_state, jax.tree.map(mesh.over_data, ROW_AXES))
 
     @property
     def caches(self) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jattn.cache.layout import QUANT_MODES
 from jattn.errors import CacheFullError
@@ -26,12 +28,18 @@ DEFAULT_MODEL_LEN = 4096
 
 def free_bytes(devices: Many[Any] | None = None) -> int:
     """Bytes for the cache on each of the devices (None: JAX's default device): a share of the free memory of the one
-    with the least; on a CPU, of the host's, which they share."""
-    devices = jax.devices()[:1] if devices is None else devices
-    stats = [device.memory_stats() or {} for device in devices]
+    with the least, in any process; on a CPU, of the host's, which they share."""
+    devices = jax.local_devices()[:1] if devices is None else devices
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    stats = [device.memory_stats() or {} for device in local]
     if all("bytes_limit" in each for each in stats):
-        return int(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats) * DEVICE_SHARE)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * CPU_SHARE / len(devices))
+        free = int(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats) * DEVICE_SHARE)
+    else:
+        free = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * CPU_SHARE / len(devices))
+    if len(local) == len(devices):
+        return free
+    # The processes must agree: with other numbers of blocks their schedulers would plan other batches.
+    return int(multihost_utils.process_allgather(np.int32(free >> 20)).min()) << 20
 
 
 def default_block_size() -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from jattn.errors import UnsupportedError
 from jattn.nn.weight_spec import weight_path
 from jattn.ops.quantised import is_quantised
+from jattn.parallel import put_local
 
 
 def check(params: Any, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -54,7 +55,7 @@ def distributed(params: Any, shardings: Any) -> Any:
 
 def _distributed(x: Any, place: jax.sharding.Sharding) -> jax.Array:
     if isinstance(x, jax.Array):
-        return jax.device_put(x, place)
+        return put_local(x, place)
     return jax.make_array_from_callback(np.shape(x), place, lambda index: np.array(x[index]))  # see `adopt`
 
 

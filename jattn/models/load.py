@@ -193,7 +193,10 @@ def _read_params(
 
 def _jax_context() -> Callable[[], contextlib.AbstractContextManager]:
     """Makes a context in which another thread has this thread's default device and width of floats."""
-    device, is_wide = getattr(jax.config, "jax_default_device", None), jax.dtypes.canonicalize_dtype(float) == float
+    device, is_wide = (
+        getattr(jax.config, "jax_default_device", None),
+        jax.dtypes.canonicalize_dtype(float) == np.float64,
+    )
 
     @contextlib.contextmanager
     def begun():

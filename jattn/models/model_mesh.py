@@ -284,8 +284,6 @@ def _ranks(mesh: Mesh) -> np.ndarray:
             f"decode context parallelism is not implemented in the engine: the mesh's axis 'context' has "
             f"{sizes['context']} ranks, and must have 1; use the devices on the axes 'tensor' and 'data'"
         )
-    if mesh.is_multi_process:
-        raise UnsupportedError("the mesh has devices of several processes; the engine runs in one process")
     if len({d.id for d in mesh.devices.flat}) < mesh.devices.size:
         raise ValueError(f"the mesh has a device more than once: {[d.id for d in mesh.devices.flat]}")
     found = {d.platform for d in mesh.devices.flat}

@@ -120,8 +120,15 @@ class EngineLoop:
         self._commands.put(lambda: self._stop_all(why))
         self._commands.put(None)
 
+    def fail(self, error: BaseException) -> None:
+        """The engine is broken: end every stream with an error. From any thread; the engine's may wait for ever."""
+        self.failure = self.failure or error
+        self._stop_all(f"the engine failed: {self.failure}")
+
     def join(self) -> None:
-        self._thread.join()
+        """Wait for the thread to end; not if the engine is broken, because it may wait for a device for ever."""
+        if self.failure is None:
+            self._thread.join()
 
     @property
     def healthy(self) -> bool:
@@ -180,8 +187,7 @@ class EngineLoop:
                     self._deliver(output)
         except BaseException as error:  # of any kind: every waiting client must get an error
             log.exception("the engine is broken")
-            self.failure = error
-            self._stop_all(f"the engine failed: {error}")
+            self.fail(error)
 
     def _run_commands(self) -> bool:
         """Run the queued commands; wait for one while the engine has no work. False: end the thread."""

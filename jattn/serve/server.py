@@ -9,10 +9,12 @@ import time
 import uvicorn
 
 from jattn.embedder import Embedder
-from jattn.engine import Engine
+from jattn.engine import Engine, LockStepEngine
+from jattn.errors import EngineDeadError
 from jattn.serve.app import make_app
 from jattn.serve.connection import Connection
 from jattn.serve.embeddings import make_embeddings_app
+from jattn.serve.engine_loop import EngineLoop
 from jattn.serve.handlers import ServingLoop
 from jattn.serve.options import ServerOptions
 
@@ -142,6 +144,9 @@ def serve(
     """
     sockets = bind(host, port) if sockets is None else sockets
     server = make_server(served, options, host, port)
+    loop = server.engine_loop
+    if isinstance(served, LockStepEngine) and isinstance(loop, EngineLoop):
+        served.processes.on_end = lambda processes, why: loop.fail(EngineDeadError(why))
     server.run(sockets)
     if (failure := server.engine_loop.failure) is not None:
         raise RuntimeError("the engine is broken, so the server has ended") from failure

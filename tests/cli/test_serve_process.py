@@ -17,7 +17,7 @@ from jattn.serve.server import bind
 
 @pytest.fixture
 def loads_nothing(monkeypatch):
-    monkeypatch.setattr(options, "make_engine", lambda args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(options, "make_engine", lambda args, **_: pytest.fail("the model was loaded"))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def warm(engine):
     print("compiling", flush=True)
     time.sleep(60)
 
-options.make_engine, options.warm = lambda args: None, warm
+options.make_engine, options.warm = lambda args, **_: None, warm
 sys.exit(cli.main(["serve", "--port", "0"]))
 """
 

@@ -1,0 +1,80 @@
+"""--coordinator, --num-processes, --process-id: a command that several processes run together."""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from jattn.cli import options, screen
+from jattn.engine import LockStepEngine, Processes, keep_freed_memory
+from jattn.errors import EngineDeadError
+
+Command = Callable[[argparse.Namespace, Processes | None], int]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """The options. All processes get the same ones but for --process-id."""
+    group = parser.add_argument_group("several processes, each with its own devices; --tensor-parallel counts them all")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="an address of process 0; any free port")
+    group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--process-id", type=int, metavar="I", help="0 to N - 1; process 0 alone has results")
+    group.add_argument(
+        "--process-timeout", type=float, default=30.0, metavar="SECONDS",
+        help="all processes end if one gives no sign of life for so long (default: 30)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace, command: Command) -> int:
+    """Run the command alone, or as one of several processes: process 0 runs it, the others help until it ends."""
+    given = [args.coordinator is not None, args.num_processes is not None, args.process_id is not None]
+    if not any(given):
+        return command(args, None)
+    if not all(given):
+        raise ValueError("--coordinator, --num-processes and --process-id belong together: give all three")
+    keep_freed_memory()  # before JAX starts its threads
+    processes = Processes.join(
+        args.coordinator, args.num_processes, args.process_id, seconds=args.process_timeout, on_end=_end
+    )
+    try:
+        code = (command if processes.leads else _follow)(args, processes)
+        processes.leave()
+    except BaseException as error:
+        _fail(processes, error)
+    return code
+
+
+def _follow(args: argparse.Namespace, processes: Processes) -> int:
+    """What the other processes do. SIGTERM reaches process 0, which lets requests finish and ends all of them."""
+    signal.signal(signal.SIGTERM, lambda *_: setattr(processes, "is_asked_to_stop", True))
+    engine = options.make_engine(args, processes=processes)
+    assert isinstance(engine, LockStepEngine)
+    engine.follow()
+    return 0
+
+
+def _fail(processes: Processes, error: BaseException) -> NoReturn:
+    """Print the error, tell the others, and end at once: threads may wait for other processes for ever."""
+    dead = next((each for each in (error, error.__cause__) if isinstance(each, EngineDeadError)), None)
+    if dead is not None:
+        _end(processes, str(dead))
+    code = 1
+    if isinstance(error, SystemExit):  # SIGTERM, which has printed its sentence
+        code = int(error.code or 0)
+    elif isinstance(error, screen.EXPECTED):
+        print(f"jattn: {error}", file=sys.stderr, flush=True)
+        code = 2
+    else:
+        traceback.print_exception(error)
+    processes.fail(f"process {processes.id} has ended ({' '.join(str(error).split()) or type(error).__name__})")
+    os._exit(code)
+
+
+def _end(processes: Processes, why: str) -> NoReturn:
+    """End this process, because it or another one failed."""
+    ends = f"process {processes.id} of {processes.count} ends: start all of them again"
+    print(f"jattn: {why}; {ends}", file=sys.stderr, flush=True)
+    processes.fail(why)
+    os._exit(1)

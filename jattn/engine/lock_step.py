@@ -1,0 +1,187 @@
+"""LockStepEngine: one engine on the devices of several processes.
+
+Every process has the whole engine: scheduler, block tables, tokenizer, and its part of weights and caches. Process 0
+leads: it publishes each change as a command before it makes it, and the others follow. What an engine does next
+depends on nothing else: not on clocks, not on which results have arrived, not on an order of sets. So all of them send
+the same programs in the same order, and the devices can communicate.
+"""
+
+import dataclasses
+import secrets
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jattn.engine import admission, interrupts
+from jattn.engine.engine import Engine, Prompt
+from jattn.engine.flights import Flights
+from jattn.engine.live_requests import LiveRequests
+from jattn.engine.params import SamplingParams
+from jattn.engine.processes import STOP, Processes
+from jattn.engine.request import RequestOutput
+from jattn.engine.runner import DispatchResult, InFlight
+from jattn.engine.scheduler import StepPlan
+from jattn.errors import EngineDeadError, UnsupportedError
+
+CHECKED = 16
+"""The plan and the block tables of every so many dispatches are in the digest. Sampled tokens always are."""
+
+
+class LockStepEngine(Engine):
+    """An Engine whose mesh has devices of several processes. Each process makes one, with the same arguments.
+
+    In process 0 it has the methods of an Engine; a request is added or aborted with the next step. The other processes
+    call `follow`. An exception in a step is not contained: the engine ends, and with it all processes.
+    """
+
+    spans_processes = True
+
+    def __init__(
+        self, config: Any, params: Any, *args: Any, processes: Processes, mesh: Mesh | None = None,
+        seed: int | None = None, **options: Any,
+    ):  # fmt: skip
+        if mesh is None:
+            raise ValueError(f"{processes.count} processes need a mesh: tensor_parallel={jax.device_count()}")
+        self.processes = processes
+        start = dict(
+            model=zlib.crc32(repr(config).encode()), mesh=[device.id for device in mesh.devices.flat],
+            seed=secrets.randbits(63) if seed is None else seed, jax=jax.__version__,
+            **{name: repr(value) for name, value in options.items() if name != "chat_template"},
+        )  # fmt: skip
+        agreed = processes.agree(start)
+        own_seed = {"seed": agreed["seed"]} if seed is None else {}
+        if wrong := [name for name, value in (start | own_seed).items() if agreed.get(name) != value]:
+            told = ", ".join(f"{name}={start[name]} and there {agreed.get(name)}" for name in wrong)
+            raise ValueError(f"process {processes.id} and process 0 were started differently: here {told}")
+        super().__init__(config, params, *args, mesh=mesh, seed=agreed["seed"], **options)
+        self._flights: _DigestedFlights = _DigestedFlights(self.runner, self.config.eos_token_ids)
+        self._pending: list[list] = []  # commands that are not published yet
+
+    # ------------------------------------------------------------------ in process 0
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, salt: str = ""
+    ) -> str:
+        """As Engine.add_request; the request is queued in the next step."""
+        self._must_lead("add_request()")
+        params = SamplingParams() if params is None else params
+        id = self._new_id() if request_id is None else request_id
+        tokens, wrong = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
+        if wrong or not isinstance(id, str) or not id or self._is_taken(id):  # the other processes need not know of it
+            return super().add_request(prompt, params, request_id=id, salt=salt)
+        self._pending.append(["add", id, tokens, dataclasses.asdict(params), salt])
+        return id
+
+    def abort(self, request_id: str) -> bool:
+        """As Engine.abort; the blocks are free after the next step."""
+        self._must_lead("abort()")
+        known = request_id in self._requests or self._is_pending(request_id)
+        if known:
+            self._pending.append(["abort", request_id])
+        return known
+
+    def step(self) -> list[RequestOutput]:
+        """As Engine.step, in all processes."""
+        self._must_lead("step()")
+        return self._publish(["step", self._flights.digest])
+
+    def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
+        """As Engine.warmup, in all processes."""
+        self._must_lead("warmup()")
+        with interrupts.held():
+            self.processes.publish([["warmup"]])
+            return super().warmup(progress)
+
+    @property
+    def has_work(self) -> bool:
+        """Is there a request to compute, or an output to return?"""
+        return super().has_work or bool(self._pending)
+
+    @interrupts.held()
+    def _publish(self, command: list) -> list[RequestOutput]:
+        """Publish what is pending and this command, and run them."""
+        commands, self._pending = [*self._pending, command], []
+        self.processes.publish(commands)
+        return [output for each in commands for output in self._run(*each)]
+
+    def _is_taken(self, id: str) -> bool:
+        return super()._is_taken(id) or self._is_pending(id)
+
+    def _is_pending(self, id: str) -> bool:
+        return any(command[:2] == ["add", id] for command in self._pending)
+
+    def _must_lead(self, method: str) -> None:
+        if not self.processes.leads:
+            raise RuntimeError(f"{method} in process {self.processes.id}: process 0 leads, the others follow()")
+
+    # ------------------------------------------------------------------ in the other processes
+    def follow(self) -> None:
+        """Run what process 0 publishes, until it leaves."""
+        if self.processes.leads:
+            raise RuntimeError("follow() in process 0, which leads")
+        while STOP not in (commands := self.processes.receive()):
+            for command in commands:
+                self._run(*command)
+
+    # ------------------------------------------------------------------ in all processes
+    def _run(self, name: str, *arguments: Any) -> list[RequestOutput]:
+        """Run one command; returns the outputs of a step."""
+        if name == "add":
+            id, tokens, params, salt = arguments
+            super().add_request(tokens, SamplingParams(**params), request_id=id, salt=salt)
+        elif name == "abort":
+            super().abort(*arguments)
+        elif name == "warmup":
+            super().warmup()
+        elif name == "step":
+            self._compare(*arguments)
+            return super().step()
+        else:
+            raise AssertionError(f"unknown command {name!r}")
+        return []
+
+    def _compare(self, digest: int) -> None:
+        """Stop if this process has computed anything else than process 0."""
+        if digest != self._flights.digest:
+            raise EngineDeadError(
+                f"process {self.processes.id} has planned or sampled other tokens than process 0: the same request "
+                "would have two answers"
+            )
+
+    def _contain(self, error: Exception) -> list[RequestOutput]:
+        """The other processes may not have failed, and would go on."""
+        raise EngineDeadError(
+            f"a step failed in process {self.processes.id}, perhaps because another process has ended "
+            f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        ) from error
+
+    def _restart_unfinished(self, *args: Any, **options: Any) -> list[RequestOutput]:
+        raise EngineDeadError(f"a step was interrupted in process {self.processes.id}")
+
+    def update_weights(self, params: Any) -> None:
+        raise UnsupportedError("update_weights() on several processes is not implemented: start them with new weights")
+
+    def sleep(self) -> None:
+        raise UnsupportedError("sleep() on several processes is not implemented: end them, and start them again")
+
+    def wake(self) -> None:
+        raise UnsupportedError("wake() on several processes is not implemented: they never sleep")
+
+
+class _DigestedFlights(Flights):
+    """Flights with a checksum of what was planned and sampled so far. Equal engines have equal checksums."""
+
+    digest = 0
+
+    def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> None:
+        if number % CHECKED == 0:
+            tables = b"".join(table.tobytes() for seq in requests.sequences(plan.rows) for table in seq.tables)
+            self.digest = zlib.crc32(tables, zlib.crc32(repr(plan).encode(), self.digest))
+        super().send(plan, requests, number)
+
+    def wait(self, flight: InFlight) -> tuple[DispatchResult, dict[str, float]]:
+        result, seen = super().wait(flight)
+        self.digest = zlib.crc32(result.tokens[: flight.plan.burst].tobytes(), self.digest)
+        return result, seen

@@ -1,0 +1,206 @@
+"""Processes: the processes that share one engine, and what they tell each other.
+
+JAX's multi-controller runtime connects them (jax.distributed). Its coordinator runs in process 0 and has a store of
+keys and values, in which these keys are used, all below "jattn/":
+
+    start           what process 0 was started with, and the engine's seed
+    commands/G/N    the Nth list of commands: process 0 writes it, the others run it. G is N // GROUP
+    read/I          how many lists process I has read. Process 0 deletes the groups that all have read
+    alive/I         a counter that process I increases while it lives, and whether it was asked to stop
+    end             why all of them end: a sentence, or empty after an orderly stop
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.errors import JaxRuntimeError
+
+from jattn.errors import EngineDeadError
+
+GROUP = 64
+"""Lists of commands that are deleted together."""
+
+POLL_SECONDS = 1.0
+"""The longest wait for a key, and the time between two signs of life. Python handles signals between two waits."""
+
+CONNECT_SECONDS = 300
+"""How long a process waits for the others at the start."""
+
+FAREWELL_SECONDS = 1.0
+"""How long process 0 waits after it wrote why it ends: the store ends with it."""
+
+STOP = ["stop"]
+"""The last command."""
+
+OnEnd = Callable[["Processes", str], None]
+"""Called with a sentence that says why this process must end."""
+
+
+class Processes:
+    """This process among `count`; process `id` 0 leads. Make it with `join`.
+
+    A thread watches the others. If one gives no sign of life for `seconds`, or tells that it fails, the thread calls
+    `on_end`; this process must then end too, because its next collective operation would wait for ever.
+    """
+
+    def __init__(self, client: Any, count: int, id: int, seconds: float, on_end: OnEnd):
+        self.count, self.id, self.seconds, self.on_end = count, id, seconds, on_end
+        self.is_asked_to_stop = False  # set it in another process than 0, and process 0 gets SIGTERM
+        self._client = client
+        self._number = 0  # of the next list of commands
+        self._first_group = 0  # of commands that are not deleted
+        self._left = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="jattn-processes", daemon=True)
+        self._watcher.start()
+
+    @classmethod
+    def join(cls, coordinator: str, count: int, id: int, *, seconds: float = 30.0, on_end: OnEnd) -> "Processes":
+        """Connect this process, before JAX starts its devices. coordinator: HOST:PORT, an address of process 0.
+
+        ValueError if an argument is wrong; OSError if the others do not come.
+        """
+        host, _, port = coordinator.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"{coordinator=} must be HOST:PORT, an address of process 0")
+        if count < 2 or not 0 <= id < count:
+            raise ValueError(f"process {id} of {count}: there must be at least 2, with ids from 0 to {count - 1}")
+        if not seconds > 0:
+            raise ValueError(f"the time-out of a process, {seconds}, must be above 0 seconds")
+        from jax._src import distributed  # the store has no public name
+
+        # JAX would listen on every address of this machine.
+        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
+        try:
+            jax.distributed.initialize(
+                coordinator, count, id, coordinator_bind_address=bind, initialization_timeout=CONNECT_SECONDS,
+                # JAX's own watch aborts the process. It is for the case that this one cannot run.
+                heartbeat_timeout_seconds=int(2 * seconds) + 10, shutdown_timeout_seconds=int(seconds) + 1,
+            )  # fmt: skip
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise OSError(f"process {id} of {count} cannot be connected through {coordinator}: {reason}") from error
+        return cls(distributed.global_state.client, count, id, seconds, on_end)
+
+    @property
+    def leads(self) -> bool:
+        return self.id == 0
+
+    # ------------------------------------------------------------------ commands
+    def agree(self, start: dict[str, Any]) -> dict[str, Any]:
+        """What process 0 was started with; every process calls it once, with its own."""
+        if self.leads:
+            self._set("start", start)
+            return start
+        return self._wait("start")
+
+    def publish(self, commands: list) -> None:
+        """In process 0: the next list of commands, as JSON."""
+        if self._number % GROUP == 0:
+            self._delete_read_groups()
+        self._set(self._next_key(), commands)
+
+    def receive(self) -> list:
+        """In the others: wait for the next list of commands."""
+        commands = self._wait(self._next_key())
+        if self._number % GROUP == 0:
+            self._set(f"read/{self.id}", self._number)
+        return commands
+
+    def _next_key(self) -> str:
+        key = f"commands/{self._number // GROUP}/{self._number}"
+        self._number += 1
+        return key
+
+    def _delete_read_groups(self) -> None:
+        """Delete the groups that all others have read. Those before them are deleted."""
+        with self._store():
+            read = [int(value) for _, value in self._client.key_value_dir_get("jattn/read/")]
+            if len(read) == self.count - 1:
+                for group in range(self._first_group, min(read) // GROUP):
+                    self._client.key_value_delete(f"jattn/commands/{group}/")
+                    self._first_group = group + 1
+
+    # ------------------------------------------------------------------ the end
+    def fail(self, why: str) -> None:
+        """Tell the others that this process ends, and why."""
+        self._left.set()
+        with contextlib.suppress(JaxRuntimeError):  # somebody else told first, or the store is gone
+            self._client.key_value_set("jattn/end", why)
+            if self.leads:
+                time.sleep(FAREWELL_SECONDS)
+
+    def leave(self) -> None:
+        """Leave in order. Every process calls it: process 0 when it has nothing more to do, the others after STOP."""
+        if self.leads:
+            self.publish([STOP])
+            self._set("end", "")
+        self._left.set()
+        self._watcher.join()
+        jax.distributed.shutdown()
+
+    def _watch(self) -> None:
+        """The thread: give signs of life, and look for those of the others."""
+        begin, seen, is_signalled = time.monotonic(), dict[str, tuple[str, float]](), False
+        for beat in itertools.count():
+            why = None
+            try:
+                state = f"{beat} stop" if self.is_asked_to_stop else f"{beat}"
+                self._client.key_value_set(f"jattn/alive/{self.id}", state, allow_overwrite=True)
+                states = {
+                    key.rpartition("/")[2]: value for key, value in self._client.key_value_dir_get("jattn/alive/")
+                }
+                now = time.monotonic()
+                seen |= {id: (value, now) for id, value in states.items() if seen.get(id, ("", 0))[0] != value}
+                if self.leads and not is_signalled and any(value.endswith("stop") for value in states.values()):
+                    is_signalled = True
+                    os.kill(os.getpid(), signal.SIGTERM)
+                late = [i for i in range(self.count) if now - seen.get(str(i), ("", begin))[1] > self.seconds]
+                if late:
+                    why = f"process {late[0]} has given no sign of life for {self.seconds:g} s"
+                    self._client.key_value_set("jattn/end", why)
+                else:
+                    why = self._get("end", min(POLL_SECONDS, self.seconds / 4))
+            except JaxRuntimeError as error:
+                why = why or f"process 0 cannot be reached ({str(error).splitlines()[0]})"
+            if self._left.is_set() or why == "":
+                return
+            if why is not None:
+                self.on_end(self, why)
+                return
+
+    # ------------------------------------------------------------------ the store
+    def _set(self, key: str, value: Any) -> None:
+        with self._store():
+            text = value if isinstance(value, str) else json.dumps(value)
+            self._client.key_value_set(f"jattn/{key}", text, allow_overwrite=True)
+
+    def _wait(self, key: str) -> Any:
+        """The value of a key, as soon as it has one."""
+        with self._store():
+            while (text := self._get(key, POLL_SECONDS)) is None:
+                pass
+        return json.loads(text)
+
+    def _get(self, key: str, seconds: float) -> str | None:
+        """The value of a key; None if it has none within so many seconds."""
+        try:
+            return self._client.blocking_key_value_get(f"jattn/{key}", int(seconds * 1000))
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+
+    @contextlib.contextmanager
+    def _store(self):
+        try:
+            yield
+        except JaxRuntimeError as error:
+            raise EngineDeadError(f"process 0 cannot be reached ({str(error).splitlines()[0]})") from error

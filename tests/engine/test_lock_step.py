@@ -1,0 +1,209 @@
+"""LockStepEngine and Processes without other processes: a store in memory, two engines in this one."""
+
+import threading
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+
+from jattn import UnsupportedError
+from jattn.engine import LockStepEngine, SamplingParams, admission
+from jattn.engine import processes as rules
+from jattn.engine.processes import Processes
+from jattn.errors import EngineDeadError
+from tests.engine.test_mesh import LLAMA, OPTIONS, PROMPT, VOCAB, mesh, of_one_device, params_of, tokens_of_a_trace
+
+
+class Store:
+    """The methods of the runtime's client that Processes calls, on one dict for all processes."""
+
+    def __init__(self):
+        self.values: dict[str, str] = {}
+        self.most = 0  # keys at once
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self._changed:
+            if key in self.values and not allow_overwrite:
+                raise JaxRuntimeError(f"ALREADY_EXISTS: {key}")
+            self.values[key] = value
+            self.most = max(self.most, len(self.values))
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key, milliseconds):
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.values, milliseconds / 1000):
+                raise JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+    def key_value_dir_get(self, prefix):
+        with self._changed:
+            return [(key, value) for key, value in self.values.items() if key.startswith(prefix)]
+
+    def key_value_delete(self, prefix):
+        with self._changed:
+            assert prefix.endswith("/"), "a key that ends so is a folder"
+            self.values = {key: value for key, value in self.values.items() if not key.startswith(prefix)}
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Makes Processes on one store; a list of what their on_end was told."""
+    monkeypatch.setattr(rules, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(rules, "FAREWELL_SECONDS", 0.0)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    store, told, made = Store(), [], []
+
+    def make(id, seconds=60.0, store=store):
+        made.append(Processes(store, 2, id, seconds, lambda group, why: told.append((group.id, why))))
+        return made[-1]
+
+    yield make, store, told
+    for each in made:
+        each.fail("the test is over")
+        each._watcher.join()
+
+
+def engine(group, **options):
+    return LockStepEngine(LLAMA, params_of(LLAMA), **dict(processes=group, mesh=mesh(2)) | OPTIONS | options)
+
+
+def test_a_follower_repeats_every_plan_and_token_of_the_leader(processes):
+    make, _, told = processes
+    both = leader, follower = engine(make(0), deterministic=True), engine(make(1), deterministic=True)
+    plans = [[], []]
+    for seen, each in zip(plans, both, strict=True):
+        send = each._flights.send
+        each._flights.send = lambda plan, *more, send=send, seen=seen: seen.append(plan) or send(plan, *more)
+    assert leader.warmup() == 1
+    assert tokens_of_a_trace(leader) == of_one_device(LLAMA, True)
+    leader.processes.leave()
+    follower.follow()
+    follower.processes.leave()
+    assert plans[0] == plans[1] and len(plans[0]) > 50
+    assert leader._flights.digest == follower._flights.digest != 0
+    assert not told and not follower.has_work
+
+
+def test_read_commands_are_deleted(processes, monkeypatch):
+    monkeypatch.setattr(rules, "GROUP", 4)
+    make, store, _ = processes
+    leader, follower = make(0), make(1)
+    for number in range(100):
+        leader.publish([["step", number]])
+        if number % 3 == 2:  # the follower may be a few lists behind
+            assert [follower.receive() for _ in range(3)] == [[["step", number - 2 + i]] for i in range(3)]
+    assert store.most < 20
+
+
+def test_another_seed_in_a_follower_stops_it_with_a_sentence(processes):
+    make, _, _ = processes
+    leader, follower = engine(make(0), deterministic=True), engine(make(1), deterministic=True)
+    follower._seeds = np.random.default_rng(7)
+    leader.add_request(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))
+    list(leader.drain())
+    with pytest.raises(EngineDeadError, match="process 1 has planned or sampled other tokens than process 0"):
+        follower.follow()
+
+
+def test_processes_that_were_started_differently_do_not_start(processes):
+    make, _, _ = processes
+    engine(make(0), deterministic=True)
+    with pytest.raises(ValueError, match="here max_num_seqs=2 and there 3"):
+        engine(make(1), deterministic=True, max_num_seqs=2)
+
+
+def test_a_failed_step_ends_the_engine_and_fails_no_request_by_itself(processes, monkeypatch):
+    make, _, _ = processes
+    leader = engine(make(0), deterministic=True)
+    leader.add_request(PROMPT)
+    monkeypatch.setattr(leader.runner, "send", lambda *_: 1 / 0)
+    with pytest.raises(EngineDeadError, match="a step failed in process 0.*ZeroDivisionError"):
+        leader.step()
+
+
+def test_what_several_processes_cannot_do_is_refused(processes):
+    make, _, _ = processes
+    leader, follower = engine(make(0), deterministic=True), engine(make(1), deterministic=True)
+    for call in (leader.sleep, leader.wake, lambda: leader.update_weights(leader.params)):
+        with pytest.raises(UnsupportedError, match="several processes"):
+            call()
+    for call in (follower.step, follower.warmup, lambda: follower.add_request(PROMPT), lambda: follower.abort("0")):
+        with pytest.raises(RuntimeError, match="process 0 leads"):
+            call()
+    with pytest.raises(RuntimeError, match="which leads"):
+        leader.follow()
+    with pytest.raises(ValueError, match="need a mesh"):
+        engine(make(0), mesh=None)
+
+
+def test_requests_are_checked_before_they_are_published(processes):
+    make, store, _ = processes
+    leader = engine(make(0), deterministic=True)
+    leader.add_request(PROMPT, request_id="a")
+    with pytest.raises(ValueError, match="'a' is still running"):
+        leader.add_request(PROMPT, request_id="a")
+    assert leader.abort("a") and not leader.abort("b") and leader.has_work
+    leader.add_request([VOCAB], request_id="wrong")
+    outputs = {output.id: output for output in leader.step()}
+    assert outputs["wrong"].error and outputs["a"].outputs[0].finish_reason == "abort"
+    published = [value for key, value in store.values.items() if key.startswith("jattn/commands/")]
+    assert len(published) == 1 and '"a"' in published[0] and "wrong" not in published[0]
+
+
+# ------------------------------------------------------------------ the end
+def wait_for(true):
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_silent_process_ends_the_others(processes):
+    make, store, told = processes
+    make(0, seconds=0.5)
+    wait_for(lambda: told)
+    assert told == [(0, "process 1 has given no sign of life for 0.5 s")]
+    assert store.values["jattn/end"] == told[0][1]
+
+
+def test_a_process_that_fails_tells_the_others_why(processes):
+    make, _, told = processes
+    make(0), make(1).fail("process 1 has ended (no space)")
+    wait_for(lambda: told)
+    assert told == [(0, "process 1 has ended (no space)")]
+
+
+def test_the_store_is_gone_with_process_0(processes):
+    make, _, told = processes
+    gone = Store()
+    gone.key_value_dir_get = lambda prefix: (_ for _ in ()).throw(JaxRuntimeError("UNAVAILABLE: Socket closed"))
+    make(1, store=gone)
+    wait_for(lambda: told)
+    assert told == [(1, "process 0 cannot be reached (UNAVAILABLE: Socket closed)")]
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "count", "id", "seconds", "words"),
+    [
+        ("host", 2, 0, 1, "HOST:PORT"),
+        ("host:port", 2, 0, 1, "HOST:PORT"),
+        ("host:1", 1, 0, 1, "at least 2"),
+        ("host:1", 2, 2, 1, "ids from 0 to 1"),
+        ("host:1", 2, 0, 0, "above 0 seconds"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_connected(coordinator, count, id, seconds, words):
+    with pytest.raises(ValueError, match=words):
+        Processes.join(coordinator, count, id, seconds=seconds, on_end=lambda group, why: None)
+
+
+def test_a_mesh_over_several_processes_needs_the_lock_step():
+    devices = np.array([types.SimpleNamespace(process_index=i) for i in range(2)])
+    with pytest.raises(UnsupportedError, match="the processes \\[0, 1\\], and an Engine runs in process 0 only"):
+        admission.model_mesh_of(LLAMA, types.SimpleNamespace(devices=devices))
+    with pytest.raises(ValueError, match="must have some of each of the 1"):
+        admission.model_mesh_of(LLAMA, types.SimpleNamespace(devices=devices), spans_processes=True)
