@@ -13,6 +13,7 @@ import re
 
 KERNEL = 'custom_call_target="tpu_custom_call"'
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COPIES = ("copy", "transpose", "sparse-core-data-format-call")
 ITEM_BYTES = {
     "pred": 1,
     "s8": 1,
@@ -29,7 +30,7 @@ ITEM_BYTES = {
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _ALIAS = re.compile(r"input_output_alias=\{(.*?)\}, entry_computation_layout")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(:T\((\d+),(\d+)\))?)?")
-_OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z\-]*)\(")
+_OPERATION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\(")
 _BRANCHES = re.compile(r"(?:branch_computations=\{|true_computation=)%?([\w.\-]+)")
 
 
@@ -42,14 +43,18 @@ def options(folder: str) -> dict:
 class Operation:
     """One line of a listing."""
 
-    name: str  # e.g. all-reduce
+    label: str  # its own name, e.g. all-reduce.62.cloned.1.call-done
+    name: str  # of the operation, e.g. async-done
     result: str  # its type, layout included
     text: str
 
     @property
     def kind(self) -> str:
-        """The name without the suffix of an asynchronous start."""
-        return self.name.removesuffix("-start")
+        """What is done; of an asynchronous operation the last part says it: all-reduce-done, or async-done by label.
+
+        On tpu7x the SparseCores exchange and copy, as async operations whose labels alone say what they are.
+        """
+        return self.label.partition(".")[0] if self.name == "async-done" else self.name.removesuffix("-done")
 
     @property
     def bytes(self) -> int:
@@ -82,7 +87,7 @@ class Listing:
             if match := _COMPUTATION.match(line):
                 lines = found.setdefault(match[2], [])
             elif match := _OPERATION.match(line):
-                lines.append(Operation(match[2], match[1], line))
+                lines.append(Operation(match[1], match[3], match[2], line))
         return found
 
     @property
@@ -126,7 +131,7 @@ def collectives(operations: list[Operation]) -> list[Operation]:
 def copies(operations: list[Operation], shape: tuple[int, ...]) -> list[Operation]:
     """Copies of whole arrays of this shape, e.g. to another layout."""
     wanted = f"[{','.join(map(str, shape))}]"
-    return [op for op in operations if op.kind in ("copy", "transpose") and wanted in op.result]
+    return [op for op in operations if op.kind in COPIES and wanted in op.result]
 
 
 def read(folder: str, name: str) -> Listing:

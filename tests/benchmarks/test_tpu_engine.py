@@ -55,6 +55,21 @@ def test_copies_of_a_pool_are_counted_with_the_bytes_of_their_tiles():
     assert not hlo.copies(listing.step, (9, 2, 16, 128))
 
 
+def test_what_the_sparse_cores_do_counts_once():
+    """Lines of a program for tpu7x."""
+    lines = """
+    %body (p: (bf16[4])) -> (bf16[4]) {
+      %all-reduce.6.cloned.1.call-start = ((), (), (s32[40]{0:T(1024)})) async-start(), calls=%async
+      %all-reduce.6.cloned.1.call-update = ((bf16[8,128]{1,0}), bf16[8,128]{1,0}) async-update(%all-reduce.6)
+      %all-reduce.6.cloned.1.call-done = bf16[8,128]{1,0:T(8,128)(2,1)} async-done(%all-reduce.6.cloned.1.call-update)
+      %sparse-core-data-format-call.3.cloned.1.call-done = bf16[9,1,64,64]{3,2,1,0:T(8,128)(2,1)} async-done(%x)
+      %kernel.1 = bf16[2,16]{1,0} custom-call(%p), custom_call_target="tpu_custom_call"
+    }"""
+    step = hlo.Listing(lines.replace("\n    ", "\n")).step
+    assert [op.bytes for op in hlo.collectives(step)] == [8 * 128 * 2]
+    assert len(hlo.copies(step, (9, 1, 64, 64))) == 1
+
+
 def test_a_listing_without_a_kernel_is_refused():
     with pytest.raises(ValueError, match="0 computations call a kernel"):
         hlo.Listing(LISTING.replace("tpu_custom_call", "other")).step  # noqa: B018
