@@ -12,6 +12,9 @@ import re
 FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_.*"
 """LIBTPU_INIT_ARGS that write the dump to a folder; read once, when libtpu is loaded."""
 
+DELAY_SLOTS = 4
+"""Bundles behind a branch that are executed before it is taken."""
+
 _LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s*(LH|LB|LE|PB|PF|CT)?\s*:\s*(>*)\s*\{(.*)$")
 _BRANCH = re.compile(r"sbr\.rel \((!?%p\w+)\) target = \$region(\d+)")
 _REGION = re.compile(r"(?:Start/End empty|Start) region (\d+)\b")
@@ -47,13 +50,27 @@ class Program:
         found = []
         for i, (mark, depth) in enumerate(zip(self.marks, self.depths, strict=True)):
             if mark == "LB":
-                stop = i + 1
-                while stop < len(self.depths) and self.depths[stop] >= depth:
-                    if self.marks[stop] == "LB" and self.depths[stop] == depth:
-                        break
-                    stop += 1
-                found.append(Span(i, stop))
+                found.append(Span(i, self._back_branch(i) or self._while_as_deep(i, depth)))
         return found
+
+    def _back_branch(self, first: int) -> int | None:
+        """The end of a loop by its branch back, which is printed less deep, and the delay slots behind it."""
+        labels = set(_REGION.findall(self.texts[first]))
+        back = [i for i, name in self._branches if i > first and name in labels]
+        return min(back[-1] + 1 + DELAY_SLOTS, len(self.texts)) if back else None
+
+    def _while_as_deep(self, first: int, depth: int) -> int:
+        stop = first + 1
+        while stop < len(self.depths) and self.depths[stop] >= depth:
+            if self.marks[stop] == "LB" and self.depths[stop] == depth:
+                break
+            stop += 1
+        return stop
+
+    @functools.cached_property
+    def _branches(self) -> list[tuple[int, str]]:
+        """(bundle, name of the region that it jumps to) of each branch, in order."""
+        return [(i, name) for i, text in enumerate(self.texts) for _, name in _BRANCH.findall(text)]
 
     @functools.cached_property
     def skipped(self) -> list[Span]:
@@ -63,10 +80,9 @@ class Program:
             for name in _REGION.findall(text):
                 labels.setdefault(name, i)
         found = []
-        for i, text in enumerate(self.texts):
-            for _, name in _BRANCH.findall(text):
-                if labels.get(name, -1) > i + 1:
-                    found.append(Span(i + 1, labels[name]))
+        for i, name in self._branches:
+            if labels.get(name, -1) > i + 1:
+                found.append(Span(i + 1, labels[name]))
         return found
 
     def inside(self, span: Span, spans: list[Span]) -> list[Span]:
@@ -80,10 +96,17 @@ class Program:
 
     def path(self, span: Span, trips, without: tuple[Span, ...] = ()) -> int:
         """Bundles of one pass through a span, except the spans in `without`; a nested loop counts trips(loop) times."""
+        return self._along(span, trips, without, lambda s: s.size)
+
+    def count_along(self, span: Span, word: str, trips, without: tuple[Span, ...] = ()) -> int:
+        """Occurrences of `word` in such a pass, each as often as it is executed."""
+        return self._along(span, trips, without, lambda s: self.count(s, word))
+
+    def _along(self, span: Span, trips, without: tuple[Span, ...], measure) -> int:
         gone = [w for w in without if span.holds(w)]
         nested = [s for s in self.inside(span, self.loops) if not any(w == s or w.holds(s) for w in gone)]
-        own = span.size - sum(x.size for x in (*gone, *nested))
-        return own + sum(trips(s) * self.path(s, trips, without) for s in nested)
+        own = measure(span) - sum(measure(x) for x in (*gone, *nested))
+        return own + sum(trips(s) * self._along(s, trips, without, measure) for s in nested)
 
 
 def read(folder: str | pathlib.Path, name: str) -> Program:

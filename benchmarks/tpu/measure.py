@@ -21,9 +21,11 @@ def decode(program: Program, config: TpuKernelConfig) -> dict:
     long = program.path(block, _pages(program, config.block_pages), (masked,))
     short = program.path(block, _pages(program, PAGES_OF_200), (plain,))
     around = program.path(tile, lambda loop: 0 if loop == block else 1)
+    along = lambda word: program.count_along(block, word, _pages(program, config.block_pages), (masked,))
     return dict(
         keys=config.block_keys, bundles_per_key=round(long / config.block_keys, 3), bundles_at_200=around + short,
         body=plain.size, spills=program.count(plain, "spill"),
+        descriptors=along("dma.hbm_to_vmem"), waits=along("dma.done.wait"),
     )  # fmt: skip
 
 

@@ -1,10 +1,11 @@
-"""Bundles of the TPU kernel on four generations, and of JAX's own kernel compiled in the same run.
+"""Bundles of the TPU kernel on four generations; of JAX's own kernel and of RPA v3, compiled in the same run.
 
     python -m benchmarks.tpu.static [--write | --out DIR] [--chips v5e,v6e] [--jobs decode,prefill]
 
 32 query and 8 kv heads of 128, bf16, pages of 128. A bundle is one VLIW instruction that
-libtpu's compiler scheduled, so their number is a lower bound of cycles; it says nothing of memory or time. Needs the
-libtpu wheel. --write keeps the rows in benchmarks/results/tpu.
+libtpu's compiler scheduled, so their number is a lower bound of cycles. `ns` is the least time by data sheets, see
+benchmarks.tpu.model; a table of it ends the run. Needs the libtpu wheel; benchmarks.tpu.peers installs RPA v3. --write
+keeps the rows in benchmarks/results/tpu.
 """
 
 import argparse
@@ -16,9 +17,9 @@ import sys
 import tempfile
 
 from benchmarks import records
-from benchmarks.tpu import aot, llo
+from benchmarks.tpu import aot, llo, model, peers
 
-JOBS = ("decode", "prefill", "jax_decode", "jax_prefill")
+JOBS = ("decode", "prefill", "jax_decode", "jax_prefill", "rpa3_decode", "rpa3_prefill")
 JAX_PAGES = 8  # in a block of JAX's kernel
 JAX_QUERIES = {"jax_decode": 8, "jax_prefill": 32}  # in its block: few, and its default on v5e
 
@@ -60,10 +61,29 @@ def theirs(chip: str, job: str):
     return lambda program: measure.jax_kernel(program, JAX_PAGES * page, queries) | dict(queries=queries)
 
 
+def rpa3(chip: str, job: str):
+    """The same for RPA v3, whose two kernels are one call."""
+    from benchmarks.tpu import measure
+
+    decode = job == "rpa3_decode"
+    requests, tokens = (256, 256) if decode else (2, 4096)
+    function, arguments = peers.call(chip, requests, tokens)
+    aot.compile_for(chip, function, *arguments)
+    sizes = peers.sizes(chip, tokens, requests, decode=decode)
+    more = dict(queries=sizes["bq_csz"], tile_queries=sizes["bq_sz"], peer=peers.WHEEL)
+    return lambda program: measure.jax_kernel(program, sizes["bkv_csz"], sizes["bq_csz"]) | more
+
+
+KERNELS = {"rpa3_decode": "RPAd", "rpa3_prefill": "RPAm"}
+"""Names of the kernels in the dump; of all other jobs: ragged_paged_attention."""
+
+
 def one(chip: str, job: str, folder: str) -> dict:
     """The row of one job, in a process that was started with the flags of the dump."""
-    measured = (theirs if job.startswith("jax_") else ours)(chip, job)
-    return dict(chip=chip, case=job) | measured(llo.read(folder, "ragged_paged_attention"))
+    compiled = rpa3 if job.startswith("rpa3_") else theirs if job.startswith("jax_") else ours
+    measured = compiled(chip, job)
+    row = dict(chip=chip, case=job) | measured(llo.read(folder, KERNELS.get(job, "ragged_paged_attention")))
+    return row | model.least(row)
 
 
 def apart(chip: str, job: str) -> dict:
@@ -90,13 +110,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     origin = records.provenance() | dict(libtpu=importlib.metadata.version("libtpu"))
     folder = records.RESULTS / "tpu" if args.write else args.out
-    failed = 0
+    failed, rows = 0, []
     for chip in args.chips.split(","):
         for job in args.jobs.split(","):
             row = origin | apart(chip, job)  # whose chip is the one compiled for, not this machine's
-            failed += "error" in row
+            failed += "error" in row and not job.startswith("rpa3_")  # its defaults do not fit every chip
             print(json.dumps(row), flush=True)
             records.write([row], "static", folder)
+            rows.append(row)
+    print(model.table(rows))
     return int(failed > 0)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.kernel import PagedKernelBackend
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.write import packed_as_pages
+from jattn.cache.write import packed_as_pages, write_by_head
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
@@ -100,6 +100,12 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
     """Gathers the queries, launches the kernel, and gathers the outputs."""
 
     can_return_lse_for_decode = True
+
+    def do_kv_cache_update(
+        self, cache: PagedKV, k: jax.Array, v: jax.Array, m: PallasTpuMetadata, params: AttentionParams
+    ) -> PagedKV:
+        """The same values as jattn.write_kv; XLA keeps the pool's layout, so nothing is copied before the kernel."""
+        return write_by_head(cache, k, v, jnp.asarray(m.slot_mapping), params)
 
     def forward(self, q, cache: PagedKV, m: PallasTpuMetadata, params: AttentionParams) -> AttentionState:
         return _paged(self, q, cache, m, params)

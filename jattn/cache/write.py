@@ -1,5 +1,7 @@
 """Writes keys and values to blocks: new tokens to a cache, and packed keys to a temporary cache."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -21,23 +23,51 @@ def write_kv(
 
     A slot < 0 or >= N*S is not written, nor are rows of k and v past the end of slot_mapping.
     """
-    k, v, slot_mapping = check_static(cache, k, v, slot_mapping, params)
+    return _written(_put, cache, k, v, slot_mapping, params)
+
+
+def write_by_head(
+    cache: PagedKV, k: jax.Array, v: jax.Array, slot_mapping: AnyArray, params: AttentionParams | None = None
+) -> PagedKV:
+    """The same for a cache of the layout HND, which XLA then keeps as it is on a TPU.
+
+    XLA lays an operand out for its scatter, with the scattered axes first. If a token's heads are written together that
+    is not HND, and XLA copied every pool to HND for the kernel, in each layer and step.
+    """
+    return _written(_put_by_head, cache, k, v, slot_mapping, params)
+
+
+def _written(put: Callable, cache: PagedKV, k, v, slot_mapping, params) -> PagedKV:
+    """put(pool, rows, slots, spec) is the pool with the rows [T K ..] at slots i32[T]."""
+    k, v, slots = check_static(cache, k, v, slot_mapping, params)
     params = params and with_arrays(params)
     spec = cache.spec
-    rows = slot_mapping.shape[0]
-    block, offset = split_slot(slot_mapping, spec.num_blocks, spec.block_size)
-    at = (block, slice(None), offset) if spec.physical_layout == "HND" else (block, offset)
     new = {}
     for name, x, scale in (
         ("k", k, params and params.k_scale),
         ("v", v, params and params.v_scale),
     ):
         pool = getattr(cache, name)
-        stored, token_scale = encode_rows(x[:rows], spec, pool.dtype, scale)
-        new[name] = pool.at[at].set(stored, mode="drop")
+        stored, token_scale = encode_rows(x[: slots.shape[0]], spec, pool.dtype, scale)
+        new[name] = put(pool, stored, slots, spec)
         old_scale = getattr(cache, f"{name}_token_scale")
-        new[f"{name}_token_scale"] = None if old_scale is None else old_scale.at[at].set(token_scale, mode="drop")
+        new[f"{name}_token_scale"] = None if old_scale is None else put(old_scale, token_scale, slots, spec)
     return PagedKV(**new, spec=spec)
+
+
+def _put(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) -> jax.Array:
+    block, offset = split_slot(slots, spec.num_blocks, spec.block_size)
+    at = (block, slice(None), offset) if spec.physical_layout == "HND" else (block, offset)
+    return pool.at[at].set(rows, mode="drop")
+
+
+def _put_by_head(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) -> jax.Array:
+    """As `_put` into an HND pool, which is taken for one list of rows [N * K * S ..]."""
+    block, offset = split_slot(slots, spec.num_blocks, spec.block_size)  # block N is past the end of the list, too
+    heads = jnp.arange(spec.num_kv_heads)[None]
+    at = (block[:, None] * spec.num_kv_heads + heads) * spec.block_size + offset[:, None]
+    as_list = pool.reshape(-1, *pool.shape[3:])
+    return as_list.at[at.reshape(-1)].set(rows.reshape(-1, *rows.shape[2:]), mode="drop").reshape(pool.shape)
 
 
 def write_backward(saved, cotangent):

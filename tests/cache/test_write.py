@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn.cache.write import write_by_head
 from tests.oracle import cache as witness_cache
 from tests.oracle import quant as witness_quant
 
@@ -34,15 +35,18 @@ def bits(cache):
     return [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(cache)]
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+WRITES = [(jattn.write_kv, "NHD"), (jattn.write_kv, "HND"), (write_by_head, "HND")]
+
+
+@pytest.mark.parametrize(("write", "layout"), WRITES)
 @pytest.mark.parametrize(("dtype", "quant"), MODES)
-def test_a_write_is_the_witness_write(dtype, quant, layout):
+def test_a_write_is_the_witness_write(dtype, quant, write, layout):
     spec = spec_of(dtype, quant, layout)
     k, v = rows_of(spec, len(SLOTS))
     scale = {"per_tensor": 0.03, "per_head": np.array([0.03, 0.07])}.get(quant)
     params = jattn.AttentionParams(k_scale=scale, v_scale=scale)
     before = jattn.PagedKV.from_logical(spec, *(np.stack([x[:4]] * 6) for x in (k, v)), params)
-    after = jax.jit(jattn.write_kv, donate_argnums=0)(jax.tree.map(jnp.copy, before), k, v, SLOTS, params)
+    after = jax.jit(write, donate_argnums=0)(jax.tree.map(jnp.copy, before), k, v, SLOTS, params)
     for old, new, x in zip(before.logical(), after.logical(), (k, v), strict=True):
         if quant == "none":
             stored = np.asarray(x.astype(dtype).astype(jnp.float32))

@@ -33,3 +33,25 @@ def test_a_path_leaves_code_out_and_repeats_nested_loops():
     assert program.path(outer, lambda loop: 1) == outer.size
     assert program.path(outer, lambda loop: 4) == 5 + 4 * inner.size
     assert program.path(outer, lambda loop: 4, without=(llo.Span(4, 9),)) == outer.size - 5
+
+
+FETCH = """
+   0x0   :  { %1 = smov }
+   0x1 LB: > { %2 = sld } /* Start region 7 :: Start region 8 */
+   0x2   :  { %3 = sbr.rel (!%p1) target = $region7 }
+   0x3   : > { %4 = sshll }
+   0x4   :  {}
+   0x5   : > { %5 = dma.hbm_to_vmem }
+   0x6   : > { %6 = dma.hbm_to_vmem }
+   0x7 PF:  { %7 = smul }
+"""
+
+
+def test_a_loop_ends_behind_the_delay_slots_of_its_branch_back():
+    """The branch is printed less deep. Pages that are fetched in its delay slots count once each, not once in all."""
+    program = llo.parse(FETCH)
+    (loop,) = program.loops
+    assert loop == llo.Span(1, 7)
+    whole = llo.Span(0, 8)
+    assert program.path(whole, lambda loop: 12) == 2 + 12 * 6
+    assert program.count_along(whole, "dma.hbm_to_vmem", lambda loop: 12) == 24
