@@ -19,8 +19,8 @@ from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.engine.worker import Worker
-from jattn.parallel import put_local
 from jattn.errors import EngineDeadError
+from jattn.parallel import put_local
 
 
 @dataclasses.dataclass(frozen=True)
