@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jattn
-from jattn.cli import bench, demo, doctor, explain, generate, models, serve
+from jattn.cli import bench, demo, doctor, explain, generate, models, plan, serve
 from jattn.errors import CacheFullError, UnsupportedError
 
 EXPECTED = (ValueError, OSError, ImportError, UnsupportedError, CacheFullError)
@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jattn {jattn.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for command in (demo, generate, serve, bench, explain, models, doctor):
+    for command in (demo, generate, serve, bench, plan, explain, models, doctor):
         command.add(commands)
     return parser
 

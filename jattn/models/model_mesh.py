@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jattn import device
 from jattn.attention import PagedAttention
@@ -37,21 +37,22 @@ class ModelMesh:
     and experts that is an error.
     """
 
-    mesh: Mesh  # the ranks in order; all its axes are Auto
+    mesh: Mesh  # the ranks in order; all its axes are Auto. `without_devices` makes it of an AbstractMesh
 
     @classmethod
     def of(cls, config: ModelConfig, mesh: Mesh) -> "ModelMesh":
         """For a model and a mesh with the axis "tensor", and perhaps axes "data" and "context" of size 1."""
         devices = _ranks(mesh)
-        if not isinstance(config, ModelConfig):
-            raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
-        if config.is_encoder or config.encoder is not None:
-            raise UnsupportedError(f"{config.family} is not a decoder-only model: no other is distributed over a mesh")
-        for index, layer in enumerate(config.layers):
-            _check_layer(f"layer {index}", layer, len(devices))
-        sizes = _axis_sizes(len(devices), (layer.attention.num_kv_heads for layer in config.layers))
-        names = ("tensor",) if len(sizes) == 1 else tuple(f"tensor_{i}" for i in range(len(sizes)))
+        sizes, names = _layout(config, len(devices))
         return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)))
+
+    @classmethod
+    def without_devices(cls, config: ModelConfig, sizes: Mapping[str, int]) -> "ModelMesh":
+        """The same for a mesh of these sizes, with the same errors, to plan for devices that are not here."""
+        _check_axes(sizes)
+        sizes_of_axes, names = _layout(config, sizes["tensor"])
+        mesh = AbstractMesh(sizes_of_axes, names, axis_types=(AxisType.Auto,) * len(names))
+        return cls(cast(Mesh, mesh))  # shardings and the parts of ranks need only its axes
 
     @property
     def size(self) -> int:
@@ -200,9 +201,20 @@ def _empty_cache(model_mesh: ModelMesh, spec: KVCacheSpec) -> PagedKV:
     )()
 
 
-def _ranks(mesh: Mesh) -> np.ndarray:
-    """The devices of the tensor axis, in order; an error unless it is the mesh's only axis larger than 1."""
-    sizes = dict(mesh.shape)
+def _layout(config: ModelConfig, ranks: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The sizes and the names of the axes; an error if the ranks cannot share the model."""
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
+    if config.is_encoder or config.encoder is not None:
+        raise UnsupportedError(f"{config.family} is not a decoder-only model: no other is distributed over a mesh")
+    for index, layer in enumerate(config.layers):
+        _check_layer(f"layer {index}", layer, ranks)
+    sizes = _axis_sizes(ranks, (layer.attention.num_kv_heads for layer in config.layers))
+    return sizes, ("tensor",) if len(sizes) == 1 else tuple(f"tensor_{i}" for i in range(len(sizes)))
+
+
+def _check_axes(sizes: Mapping[str, int]) -> None:
+    """An error unless "tensor" is the only axis larger than 1."""
     if "tensor" not in sizes or not set(sizes) <= {"data", "tensor", "context"}:
         raise ValueError(
             f'the mesh has the axes {tuple(sizes)}; they must be "tensor" and, if wanted, "data", "context"'
@@ -213,6 +225,11 @@ def _ranks(mesh: Mesh) -> np.ndarray:
                 f"{what} is not implemented in the engine: the mesh's axis {axis!r} has {sizes[axis]} ranks, and must "
                 "have 1; use the devices on the axis 'tensor', or in several engines"
             )
+
+
+def _ranks(mesh: Mesh) -> np.ndarray:
+    """The devices of the tensor axis, in order; an error unless it is the mesh's only axis larger than 1."""
+    _check_axes(mesh.shape)
     if mesh.is_multi_process:
         raise UnsupportedError("the mesh has devices of several processes; the engine runs in one process")
     if len({d.id for d in mesh.devices.flat}) < mesh.devices.size:
