@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jattn
-from jattn.cli import bench, demo, doctor, explain, generate, models, screen, serve
+from jattn.cli import bench, demo, doctor, explain, generate, models, plan, screen, serve
 
 CLOSED_PIPE = 128 + 13
 """The exit code of a program that SIGPIPE ends."""
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jattn {jattn.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for command in (demo, generate, serve, bench, explain, models, doctor):
+    for command in (demo, generate, serve, bench, plan, explain, models, doctor):
         command.add(commands)
     return parser
 

@@ -33,7 +33,7 @@ def free_bytes(devices: Many[Any] | None = None) -> int:
     local = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() or {} for device in local]
     if all("bytes_limit" in each for each in stats):
-        free = int(min(each["bytes_limit"] - each["bytes_in_use"] for each in stats) * DEVICE_SHARE)
+        free = min(share_for_cache(each["bytes_limit"] - each["bytes_in_use"]) for each in stats)
     else:
         free = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * CPU_SHARE / len(devices))
     if len(local) == len(devices):
@@ -42,22 +42,27 @@ def free_bytes(devices: Many[Any] | None = None) -> int:
     return int(multihost_utils.process_allgather(np.int32(free >> 20)).min()) << 20
 
 
-def default_block_size() -> int:
-    """Tokens of a block.
+def share_for_cache(free: int) -> int:
+    """Bytes for the cache of an accelerator's free memory."""
+    return int(free * DEVICE_SHARE)
+
+
+def default_block_size(platform: str | None = None) -> int:
+    """Tokens of a block. platform: None: that of JAX's default device.
 
     A GPU's kernel copies each block of a head on its own, so large blocks are faster: a decode step of a model of 1e9
     parameters takes 1.29 ms with 64, 1.32 with 16. Small blocks waste less of the pool, and more beginnings are equal.
     """
-    return 16 if jax.default_backend() == "cpu" else 64
+    return 16 if (platform or jax.default_backend()) == "cpu" else 64
 
 
-def default_burst() -> int:
-    """The most decode steps of a dispatch.
+def default_burst(platform: str | None = None) -> int:
+    """The most decode steps of a dispatch. platform: None: that of JAX's default device.
 
     An accelerator's steps are short: 16 take 25 ms for a model of 1e9 parameters on an H200, which hides the host's
     work between dispatches. On a CPU a single step takes as long.
     """
-    return 8 if jax.default_backend() == "cpu" else 16
+    return 8 if (platform or jax.default_backend()) == "cpu" else 16
 
 
 def default_waiting_burst() -> int:
@@ -89,11 +94,12 @@ def storage_of(dtype: str, quant: str | None) -> dict[str, str]:
 
 def pools_of(
     config, storage: dict[str, str], num_blocks: int | None, block_size: int, block_limits: Many[int | None],
-    max_num_seqs: int, max_model_len: int | None, model_mesh: Any = None,
+    max_num_seqs: int, max_model_len: int | None, model_mesh: Any = None, memory: int | None = None,
 ) -> tuple[tuple[int, ...], int]:  # fmt: skip
     """(blocks of each cache group's pool, max_model_len). num_blocks and max_model_len, if None, are computed from the
     model and the free memory.
 
+    memory: bytes for the cache on each device; None: measured, see `free_bytes`.
     block_limits: the most blocks that each group can use, without the null block; None: no limit. A group without a
     limit has `num_blocks` blocks, the others at most as many. A sequence of max_model_len tokens fits the empty pools,
     so the oldest sequence can always finish.
@@ -103,11 +109,9 @@ def pools_of(
     if limit is not None and longest > limit:
         raise ValueError(f"{max_model_len=} is more than the model's {limit} positions")
     if num_blocks is None:
-        specs, memory = config.cache_specs(2, block_size, **storage), None
-        if model_mesh is not None:  # of each device
-            specs = [model_mesh.rank_cache_spec(spec) for spec in specs]
-            memory = free_bytes(model_mesh.devices)
-        block_bytes = [sum(specs[layer].bytes_per_block for layer in group.layers) for group in config.cache_groups]
+        block_bytes = bytes_of_blocks(config, storage, block_size, model_mesh)
+        if memory is None:
+            memory = free_bytes() if model_mesh is None else free_bytes(model_mesh.devices)
         useful = max_num_seqs * cdiv(longest, block_size) + 1
         needed = 2 if max_model_len is None else cdiv(longest, block_size) + 1
         num_blocks = blocks_that_fit(block_bytes, block_limits, needed, useful, memory)
@@ -122,16 +126,24 @@ def pools_of(
     return pools, max_model_len
 
 
+def bytes_of_blocks(config, storage: dict[str, str], block_size: int, model_mesh: Any = None) -> list[int]:
+    """Bytes of a block of each cache group, in all of its layers; on each device."""
+    specs = config.cache_specs(2, block_size, **storage)
+    if model_mesh is not None:
+        specs = [model_mesh.rank_cache_spec(spec) for spec in specs]
+    return [sum(specs[layer].bytes_per_block for layer in group.layers) for group in config.cache_groups]
+
+
+def bytes_of_pools(num_blocks: int, block_bytes: Many[int], block_limits: Many[int | None]) -> int:
+    """Bytes of the pools of all groups; a group with a limit has no more blocks than that, and the null block."""
+    return sum(n * blocks for n, blocks in zip(block_bytes, _pools(num_blocks, block_limits), strict=True))
+
+
 def blocks_that_fit(
-    block_bytes: Many[int], block_limits: Many[int | None], needed: int, useful: int, memory: int | None = None
+    block_bytes: Many[int], block_limits: Many[int | None], needed: int, useful: int, memory: int
 ) -> int:
-    """The largest num_blocks that fits the memory (None: the free memory of JAX's default device), at most `useful`;
-    CacheFullError if less than `needed`."""
-
-    def size(num_blocks: int) -> int:
-        return sum(n * blocks for n, blocks in zip(block_bytes, _pools(num_blocks, block_limits), strict=True))
-
-    memory = free_bytes() if memory is None else memory
+    """The largest num_blocks that fits the memory, at most `useful`; CacheFullError if less than `needed`."""
+    size = lambda num_blocks: bytes_of_pools(num_blocks, block_bytes, block_limits)
     count = bisect.bisect_right(range(useful + 1), memory, key=size) - 1
     if count < needed:
         raise CacheFullError(

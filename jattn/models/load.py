@@ -96,6 +96,24 @@ def load_config(directory: str | Path) -> ModelConfig:
     return _config_and_family(Path(directory))[0]
 
 
+def stored_dtype(directory: str | Path) -> str:
+    """The dtype of a folder's weights that its config.json names; bfloat16 if it names none. No weights are needed."""
+    folder = Path(directory)
+    _, family, values = _config_and_family(folder)
+    method = (values.get("quantization_config") or {}).get("quant_method")
+    if method is not None and method not in family.quant_methods:
+        raise UnsupportedError(
+            f"{folder}: a plan of weights that are stored quantised ({method}) is not implemented; give the folder of "
+            "the model that was quantised, and --quantization"
+        )
+    text = values.get("text_config")
+    sections = [values, text if isinstance(text, dict) else {}]
+    found = next((each[key] for each in sections for key in ("dtype", "torch_dtype") if each.get(key)), "bfloat16")
+    if found not in FLOATS:
+        raise ValueError(f"{folder / 'config.json'}: dtype={short(found)} must be one of {', '.join(FLOATS)}")
+    return found
+
+
 def family_of(values: dict[str, Any]) -> Family:
     """The family of a config's model_type."""
     name = values.get("model_type")
@@ -193,10 +211,8 @@ def _read_params(
 
 def _jax_context() -> Callable[[], contextlib.AbstractContextManager]:
     """Makes a context in which another thread has this thread's default device and width of floats."""
-    device, is_wide = (
-        getattr(jax.config, "jax_default_device", None),
-        jax.dtypes.canonicalize_dtype(float) == np.float64,
-    )
+    device = getattr(jax.config, "jax_default_device", None)
+    is_wide = jax.dtypes.canonicalize_dtype(float).itemsize == 8
 
     @contextlib.contextmanager
     def begun():

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -45,24 +45,22 @@ class ModelMesh:
     correct only inside that function. Data ranks do not communicate.
     """
 
-    mesh: Mesh  # the data ranks, then the ranks, in order; all its axes are Auto
+    mesh: Mesh  # the data ranks, then the ranks, in order; all its axes are Auto. `without_devices`: an AbstractMesh
 
     @classmethod
     def of(cls, config: ModelConfig, mesh: Mesh) -> "ModelMesh":
         """For a model and a mesh with the axis "tensor", and perhaps an axis "data", and "context" of size 1."""
         devices = _ranks(mesh)  # [data ranks, ranks]
-        data_ranks, ranks = devices.shape
-        if not isinstance(config, ModelConfig):
-            raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
-        if config.is_encoder or config.encoder is not None:
-            raise UnsupportedError(f"{config.family} is not a decoder-only model: no other is distributed over a mesh")
-        for index, layer in enumerate(config.layers):
-            _check_layer(f"layer {index}", layer, ranks)
-        sizes = _axis_sizes(ranks, (layer.attention.num_kv_heads for layer in config.layers))
-        names = ("tensor",) if len(sizes) == 1 else tuple(f"tensor_{i}" for i in range(len(sizes)))
-        if data_ranks > 1:
-            names, sizes = ("data", *names), (data_ranks, *sizes)
+        sizes, names = _layout(config, *devices.shape)
         return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)))
+
+    @classmethod
+    def without_devices(cls, config: ModelConfig, sizes: Mapping[str, int]) -> "ModelMesh":
+        """The same for a mesh of these sizes, with the same errors, to plan for devices that are not here."""
+        _check_axes(sizes)
+        sizes_of_axes, names = _layout(config, sizes.get("data", 1), sizes["tensor"])
+        mesh = AbstractMesh(sizes_of_axes, names, axis_types=(AxisType.Auto,) * len(names))
+        return cls(cast(Mesh, mesh))  # shardings and the parts of ranks need only its axes
 
     @property
     def size(self) -> int:
@@ -272,9 +270,21 @@ def _of_blocks(tree: Any, times: int, over: int) -> Any:
     return jax.tree.map(resized, tree, is_leaf=lambda x: isinstance(x, PagedKV))
 
 
-def _ranks(mesh: Mesh) -> np.ndarray:
-    """The devices [data ranks, tensor ranks], in order; an error if the mesh has other axes larger than 1."""
-    sizes = dict(mesh.shape)
+def _layout(config: ModelConfig, data_ranks: int, ranks: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The sizes and the names of the axes; an error if the ranks cannot share the model."""
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
+    if config.is_encoder or config.encoder is not None:
+        raise UnsupportedError(f"{config.family} is not a decoder-only model: no other is distributed over a mesh")
+    for index, layer in enumerate(config.layers):
+        _check_layer(f"layer {index}", layer, ranks)
+    sizes = _axis_sizes(ranks, (layer.attention.num_kv_heads for layer in config.layers))
+    names = ("tensor",) if len(sizes) == 1 else tuple(f"tensor_{i}" for i in range(len(sizes)))
+    return (sizes, names) if data_ranks == 1 else ((data_ranks, *sizes), ("data", *names))
+
+
+def _check_axes(sizes: Mapping[str, int]) -> None:
+    """An error unless "tensor" and "data" are the only axes larger than 1."""
     if "tensor" not in sizes or not set(sizes) <= {"data", "tensor", "context"}:
         raise ValueError(
             f'the mesh has the axes {tuple(sizes)}; they must be "tensor" and, if wanted, "data", "context"'
@@ -284,6 +294,12 @@ def _ranks(mesh: Mesh) -> np.ndarray:
             f"decode context parallelism is not implemented in the engine: the mesh's axis 'context' has "
             f"{sizes['context']} ranks, and must have 1; use the devices on the axes 'tensor' and 'data'"
         )
+
+
+def _ranks(mesh: Mesh) -> np.ndarray:
+    """The devices [data ranks, tensor ranks], in order; an error if the mesh has other axes larger than 1."""
+    sizes = dict(mesh.shape)
+    _check_axes(sizes)
     if len({d.id for d in mesh.devices.flat}) < mesh.devices.size:
         raise ValueError(f"the mesh has a device more than once: {[d.id for d in mesh.devices.flat]}")
     found = {d.platform for d in mesh.devices.flat}

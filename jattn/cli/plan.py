@@ -1,0 +1,102 @@
+"""`jattn plan`: memory, the largest batch and context, and the shortest time of a step, for devices that need not be
+here."""
+
+import argparse
+import dataclasses
+import json
+
+from jattn.cli import screen
+from jattn.engine import plan as planning
+from jattn.engine.device_kinds import DeviceKind, device_kind, kind_and_count
+from jattn.errors.arguments import dtype_name
+from jattn.models import QUANTIZATIONS, load_config
+from jattn.models.load import stored_dtype
+
+HEAD = (
+    "layout", "weights", "activations", "cache", "tokens", "batch", "context", "decode, ms (rows)", "prefill, ms",
+)  # fmt: skip
+NOTE = """\
+Bytes are of each device. Cache: what the engine takes for --max-num-seqs sequences of `tokens` tokens. Batch: the most
+sequences of that length; context: the longest sequence alone. Activations are an estimate. Times are lower bounds:
+bytes / bandwidth or FLOP / peak, and the bytes of all-reduces over the links; decode with sequences of full length,
+prefill of the first --max-num-batched-tokens tokens."""
+
+
+def add(commands) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("plan", help="what a model takes on given devices, in each layout")
+    parser.add_argument("--model", metavar="DIR", required=True, help="a Hugging Face folder; config.json is enough")
+    parser.add_argument(
+        "--devices", nargs="+", required=True, metavar="KIND[xN]", help="as h200x8; cpu: this machine, measured"
+    )
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the large weights (default: as stored)")
+    parser.add_argument("--cache-dtype", metavar="DTYPE", help="of keys and values (default: that of the weights)")
+    parser.add_argument("--max-model-len", type=int, metavar="L", help="prompt and output (default: the model's)")
+    parser.add_argument("--max-num-seqs", type=int, default=16, metavar="R", help="sequences at once (default: 16)")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=256, metavar="T", help="tokens of a step (default: 256)"
+    )
+    parser.add_argument(
+        "--memory-fraction", type=float, metavar="F",
+        help="share of the memory that JAX may use (default: 0.75 on a GPU, as XLA_PYTHON_CLIENT_MEM_FRACTION)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if the engine can run the model on each of the devices, in some layout."""
+    if args.memory_fraction is not None and not 0 < args.memory_fraction <= 1:
+        raise ValueError(f"--memory-fraction {args.memory_fraction} must be above 0 and at most 1")
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more")
+    if args.cache_dtype is not None:
+        args.cache_dtype = dtype_name("--cache-dtype", args.cache_dtype)
+    config, dtype = load_config(args.model), stored_dtype(args.model)
+    if config.is_encoder or config.encoder is not None:
+        raise ValueError(f"{config.family} is not a decoder-only model, and the engine serves no other")
+    fields = [field.name for field in dataclasses.fields(planning.Options)]
+    options = planning.Options(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
+    asked = [kind_and_count(text) for text in args.devices]
+    found = []
+    for name, count in asked:
+        kind = device_kind(name, count)
+        found.append((kind, count, planning.plan(config, dtype, kind, count, options)))
+    if args.json:
+        print(json.dumps([_as_json(kind, count, plans, dtype) for kind, count, plans in found]))
+    else:
+        for kind, count, plans in found:
+            _show(kind, count, plans)
+        print(NOTE)
+    return 0 if all(any(plan.refused is None for plan in plans) for *_, plans in found) else 1
+
+
+def _as_json(kind: DeviceKind, count: int, plans: list[planning.LayoutPlan], dtype: str) -> dict:
+    layouts = [planning.as_dict(plan) for plan in plans]
+    return dict(devices=dataclasses.asdict(kind) | dict(count=count), dtype=dtype, layouts=layouts)
+
+
+def _show(kind: DeviceKind, count: int, plans: list[planning.LayoutPlan]) -> None:
+    """A table of the layouts that run, then those that do not, with the reasons."""
+    print(
+        f"{count} x {kind.name}: {planning.gib(kind.memory)}, {kind.bandwidth / 1e9:.0f} GB/s, "
+        f"{kind.peak / 1e12:.4g} TFLOP/s, link {kind.link / 1e9:.0f} GB/s"
+    )
+    rows = [_row(plan) for plan in plans if plan.refused is None]
+    if rows:
+        widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+        line = lambda row: "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        screen.table(HEAD, rows, plain="\n".join(map(line, (HEAD, *rows))))
+    for plan in plans:
+        if plan.refused is not None:
+            print(f"{plan.layout}: refused: {plan.refused}")
+    print()
+
+
+def _row(plan: planning.LayoutPlan) -> tuple[str, ...]:
+    sizes = (plan.weight_bytes, plan.activation_bytes, plan.cache_bytes)
+    counts = (plan.max_model_len, plan.largest_batch, plan.largest_context)
+    decode = ", ".join(f"{1e3 * seconds:.3g} ({rows})" for rows, seconds in (plan.decode_seconds or {}).items())
+    prefill = f"{1e3 * (plan.prefill_seconds or 0):.3g}"
+    return str(plan.layout), *(planning.gib(size or 0) for size in sizes), *map(str, counts), decode, prefill

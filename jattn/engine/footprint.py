@@ -1,0 +1,158 @@
+"""The bytes of a model on each device of a layout, and the shortest time of a step: what a plan is made of."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.engine.device_kinds import DeviceKind
+from jattn.models import ModelConfig, weight_specs
+from jattn.models.config import LayerConfig
+from jattn.models.model_mesh import ModelMesh
+from jattn.models.moe import MoE
+from jattn.models.quantising import quantised
+from jattn.models.weight_tree import weight_paths
+from jattn.nn.weight_spec import WeightSpec
+from jattn.ops.product import NATIVE_MAX_ROWS
+
+SAMPLING_ARRAYS = 9
+"""Arrays f32[R vocab] that sampling needs, counted in dispatches compiled by XLA:CPU; so are the next two."""
+MLP_ARRAYS = 2
+"""Arrays f32[T width of the MLP]."""
+HIDDEN_ARRAYS = 2
+"""Arrays f32[T hidden]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight, and its part on one device."""
+
+    spec: WeightSpec
+    path: str
+    device_bytes: int
+    share: float  # of the weight's numbers, on one device
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """A model in a layout. model_mesh: None: one device."""
+
+    config: ModelConfig
+    dtype: str  # of the weights, before they are quantised
+    quantization: str | None = None
+    model_mesh: ModelMesh | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The number of devices."""
+        return 1 if self.model_mesh is None else self.model_mesh.size
+
+    def params(self) -> dict[str, Any]:
+        """The leaves of params by path, as shapes: of each device's parts."""
+        found = {}
+        place = None if self.model_mesh is None else self.model_mesh.weight_sharding(self.config)
+        for path, spec in weight_paths(weight_specs(self.config)).items():
+            shape = spec.shape if place is None else place(path, spec).shard_shape(spec.shape)
+            leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+            if self.quantization is not None:
+                leaf = jax.eval_shape(lambda x, path=path: quantised(path, x, self.quantization or ""), leaf)
+            found[path] = leaf
+        return found
+
+    def weights(self) -> list[Weight]:
+        """All weights."""
+        specs = weight_paths(weight_specs(self.config))
+        of_leaf = lambda leaf: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(leaf))
+        return [
+            Weight(specs[path], path, of_leaf(leaf), math.prod(leaf.shape) / math.prod(specs[path].shape))
+            for path, leaf in self.params().items()
+        ]
+
+    def weight_bytes(self) -> int:
+        """On each device."""
+        return sum(weight.device_bytes for weight in self.weights())
+
+    def activation_bytes(self, max_num_seqs: int, max_num_batched_tokens: int, platform: str) -> int:
+        """An estimate of the temporary memory of the largest dispatch on each device.
+
+        Sampling and the widest layer do not run at the same time. XLA:CPU copies some weights to float32 before the
+        loop over steps: those of experts, and those of 16 bits on several devices or for many rows.
+        """
+        vocab = self.config.vocab_size
+        vocab = vocab if vocab % self.ranks else vocab // self.ranks
+        sampling = SAMPLING_ARRAYS * 4 * max_num_seqs * vocab
+        row_bytes = max((self._row_bytes(layer, platform) for layer in self.config.layers), default=0)
+        copied = self._copied_bytes(max_num_batched_tokens) if platform == "cpu" else 0
+        return max(sampling, row_bytes * max_num_batched_tokens) + copied
+
+    def _row_bytes(self, layer: LayerConfig, platform: str) -> int:
+        """Of one token in a layer. Except on a TPU, XLA multiplies each row by all experts of a device."""
+        spec, mlp = layer.attention, layer.mlp
+        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim / self.ranks
+        dense = mlp.shared if isinstance(mlp, MoE) else mlp
+        width = 0.0 if dense is None else MLP_ARRAYS * dense.width / self.ranks
+        if isinstance(mlp, MoE):
+            arrays = MLP_ARRAYS if platform == "tpu" else 1 + mlp.num_experts / self.ranks
+            width = max(width, mlp.top_k * mlp.width * arrays)
+        return int(4 * (HIDDEN_ARRAYS * self.config.hidden_size + max(width, heads)))
+
+    def _copied_bytes(self, tokens: int) -> int:
+        is_narrow = self.quantization is None and jnp.dtype(self.dtype).itemsize == 2
+        every = is_narrow and (self.ranks > 1 or tokens > NATIVE_MAX_ROWS)
+        copied = [w for w in self.weights() if "expert" in w.spec.axes or (every and len(w.spec.shape) > 1)]
+        return sum(int(4 * math.prod(w.spec.shape) * w.share) for w in copied if w.path != "embed")
+
+    # ------------------------------------------------------------------ the time of a step
+    def step_seconds(self, kind: DeviceKind, cache_storage: dict[str, str], rows: int, query_len: int, context: int):
+        """The shortest time of a step in which each of `rows` sequences computes its last `query_len` of `context`
+        tokens.
+
+        max(bytes / bandwidth, FLOP / peak) of one device, and the bytes of its all-reduces over its link. Bytes: of the
+        weights that the tokens need, once, and of the keys and values.
+        """
+        tokens = rows * query_len
+        read, flop = 0.0, 0.0
+        for weight in self.weights():
+            one_read, one_flop = self._of_weight(weight, tokens, rows)
+            read, flop = read + one_read, flop + one_flop
+        cache_specs = self.config.cache_specs(2, 1, **cache_storage)
+        for layer, cache_spec in zip(self.config.layers, cache_specs, strict=True):
+            spec = layer.attention
+            of_rank = cache_spec if self.model_mesh is None else self.model_mesh.rank_cache_spec(cache_spec)
+            seen, pairs = _visible(layer, query_len, context)
+            read += rows * seen * of_rank.bytes_per_block
+            flop += 2 * rows * pairs * spec.num_heads * (spec.head_dim + spec.v_head_dim) / self.ranks
+        return max(read / kind.bandwidth, flop / kind.peak) + self._collective_bytes(tokens) / kind.link
+
+    def _of_weight(self, weight: Weight, tokens: int, rows: int) -> tuple[float, float]:
+        """(bytes read, FLOP) of a weight on one device."""
+        spec, numbers = weight.spec, math.prod(weight.spec.shape) * weight.share
+        if weight.path == "embed" and not self.config.tied_embeddings or weight.path in ("positions", "token_types"):
+            return tokens * weight.device_bytes / spec.shape[0], 0.0
+        if "expert" in spec.axes:
+            moe = self._moe(weight.path)
+            chosen = 1 - (1 - moe.top_k / moe.num_experts) ** tokens  # the expected share, if all are equally likely
+            return weight.device_bytes * chosen, 2.0 * tokens * numbers * moe.top_k / moe.num_experts
+        times = rows if weight.path == "embed" or weight.path.startswith("head") else tokens
+        return weight.device_bytes, 2.0 * times * numbers if len(spec.shape) > 1 else 0.0
+
+    def _moe(self, path: str) -> MoE:
+        mlp = self.config.layers[int(path.split(".")[1])].mlp
+        assert isinstance(mlp, MoE)
+        return mlp
+
+    def _collective_bytes(self, tokens: int) -> float:
+        """Bytes that a device sends in a ring: all-reduces of the embeddings and, in each layer, of the attention's and
+        the MLP's outputs."""
+        size = tokens * self.config.hidden_size * jnp.dtype(self.dtype).itemsize
+        return (1 + 2 * len(self.config.layers)) * size * 2 * (self.ranks - 1) / self.ranks
+
+
+def _visible(layer: LayerConfig, query_len: int, context: int) -> tuple[int, int]:
+    """(keys that are read, pairs of a query and a key that it sees) of a sequence's last `query_len` tokens."""
+    reach = min((n for n in layer.attention.retention if n is not None), default=context)
+    seen: Iterator[int] = (min(length, reach) for length in range(context - query_len + 1, context + 1))
+    return min(context, reach + query_len - 1), sum(seen)

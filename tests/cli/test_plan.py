@@ -1,0 +1,69 @@
+"""`jattn plan` needs a config.json, prints a table or JSON, and names what it cannot plan."""
+
+import json
+
+import pytest
+
+from jattn import cli
+from tests.models import tiny
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config = tiny.CONFIG | dict(vocab_size=32, dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_a_table_for_each_kind_of_device(folder, capsys):
+    assert cli.main(["plan", "--model", str(folder), "--devices", "h200x2", "l4"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 x h200: 131.3 GiB, 4800 GB/s" in printed and "1 x l4: 22.4 GiB" in printed
+    assert "tensor 2, data 1, context 1" in printed and "context 2: refused: decode context" in printed
+
+
+def test_json_moves_with_every_option(folder, capsys):
+    def planned(*options):
+        assert cli.main(["plan", "--model", str(folder), "--devices", "h100", "--json", *options]) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        assert found["devices"]["count"] == 1 and found["dtype"] == "bfloat16"
+        return found["layouts"][0]
+
+    plain = planned()
+    assert plain["layout"] == dict(tensor=1, data=1, context=1) and set(plain["decode_seconds"]) == {"1", "4", "16"}
+    options = dict(
+        quantization="int8", cache_dtype="float32", max_model_len="32", max_num_seqs="2", max_num_batched_tokens="512",
+        memory_fraction="0.0001",
+    )  # fmt: skip
+    for name, value in options.items():
+        assert planned(f"--{name.replace('_', '-')}", value) != plain, name
+    assert planned("--cache-dtype", "float32")["cache_bytes"] == 2 * plain["cache_bytes"]
+
+
+WRONG = {
+    "h200z": (["--devices", "h200z"], "h200x8; the kinds are a100"),
+    "dtype": (["--devices", "l4", "--cache-dtype", "bf17"], "--cache-dtype"),
+    "fraction": (["--devices", "l4", "--memory-fraction", "2"], "--memory-fraction 2.0 must be"),
+    "seqs": (["--devices", "l4", "--max-num-seqs", "0"], "--max-num-seqs 0 must be 1 or more"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_in_one_line(folder, name, capsys):
+    options, message = WRONG[name]
+    assert cli.main(["plan", "--model", str(folder), *options]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_model_that_fits_in_no_layout_is_an_exit_code(folder, capsys):
+    asked = ["plan", "--model", str(folder), "--devices", "l4", "--max-model-len", "65"]
+    assert cli.main(asked) == 1
+    assert "refused: max_model_len=65 is more than the model's 64 positions" in capsys.readouterr().out
+
+
+def test_weights_that_are_stored_quantised_are_refused_by_name(folder, capsys):
+    config = tiny.CONFIG | dict(quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]))
+    (folder / "config.json").write_text(json.dumps(config))
+    assert cli.main(["plan", "--model", str(folder), "--devices", "l4"]) == 2
+    assert "stored quantised (fp8) is not implemented" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""A plan has the bytes that an engine takes, on one device and on several, and refuses what the engine refuses."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jattn import UnsupportedError, models
+from jattn.engine import Engine, plan, sizing, warming
+from jattn.engine.device_kinds import KINDS, DeviceKind, kind_and_count
+from jattn.engine.dispatch import dispatch
+from jattn.engine.footprint import Footprint
+from jattn.models.model_mesh import ModelMesh
+
+COMMON = dict(
+    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, head_dim=32,
+    max_position_embeddings=128, rms_norm_eps=1e-5, rope_theta=1e4, eos_token_id=0,
+)  # fmt: skip
+CONFIGS = dict(
+    llama=dict(model_type="llama", num_key_value_heads=2),
+    tied=dict(model_type="llama", num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True),
+    windows=dict(model_type="gemma2", num_key_value_heads=2, sliding_window=9, query_pre_attn_scalar=8),
+    experts=dict(model_type="mixtral", num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2),
+)
+OPTIONS = plan.Options(max_num_seqs=3, max_num_batched_tokens=16)
+ENGINE = dict(max_num_seqs=3, max_num_batched_tokens=16)
+DEVICE = DeviceKind("device", "cpu", 4e6, 1e9, 1e12, 1e9)
+
+
+@functools.cache
+def config_of(name: str, **more) -> models.ModelConfig:
+    return models.config_of(COMMON | CONFIGS[name] | more)
+
+
+def mesh_of(ranks: int) -> Mesh | None:
+    if len(jax.devices()) < ranks:
+        pytest.skip(f"needs {ranks} devices")
+    devices = np.array(jax.devices()[:ranks]).reshape(1, ranks)
+    return None if ranks == 1 else Mesh(devices, ("data", "tensor"))
+
+
+def most_bytes(tree) -> int:
+    """Of the arrays of a tree, on the device that has most of them."""
+    found: dict = {}
+    for x in jax.tree.leaves(tree):
+        for shard in x.addressable_shards:
+            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
+    return max(found.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_and_cache_have_the_bytes_that_the_engine_takes(name, ranks, monkeypatch):
+    config, mesh = config_of(name), mesh_of(ranks)
+    planned = next(p for p in plan.plan(config, "bfloat16", DEVICE, ranks, OPTIONS) if p.layout.tensor == ranks)
+    share = int((4_000_000 - planned.weight_bytes) * sizing.CPU_SHARE)
+    monkeypatch.setattr(sizing, "free_bytes", lambda devices=None: share)
+    engine = Engine(config, models.init_params(config, 0, "bfloat16"), mesh=mesh, **ENGINE)
+    assert most_bytes(engine.runner.params) == planned.weight_bytes
+    assert most_bytes(engine.runner.caches) == planned.cache_bytes
+    assert engine.limits.max_model_len == planned.max_model_len
+
+
+@pytest.mark.parametrize("quantization", models.QUANTIZATIONS)
+def test_quantised_weights_have_the_bytes_that_quantise_makes(quantization):
+    config = config_of("llama", hidden_size=256)
+    made = models.quantise(models.init_params(config, 0, "bfloat16"), quantization)
+    assert Footprint(config, "bfloat16", quantization).weight_bytes() == most_bytes(made)
+
+
+def test_the_largest_batch_and_context_are_the_last_that_fit(monkeypatch):
+    """An engine with that many sequences, or tokens, starts in the planned memory; with one more it does not."""
+    config = config_of("windows", max_position_embeddings=4096)
+    options = dataclasses.replace(OPTIONS, max_model_len=64)
+    (planned,) = plan.plan(config, "float32", DEVICE, 1, options)
+    planner = plan._Planner(config, "float32", DEVICE, planned.layout, options)
+    memory = int((4_000_000 - planned.weight_bytes) * sizing.CPU_SHARE)
+    size = lambda num_seqs, length: sum(
+        most_bytes(Engine(
+            config, params, num_blocks=num_seqs * math.ceil(length / 16) + 1, max_num_seqs=num_seqs,
+            max_num_batched_tokens=16, max_model_len=length,
+        ).runner.caches) for params in [models.init_params(config, 0, "float32")]
+    )  # fmt: skip
+    assert planned.largest_batch < 16, "or the engine below cannot be made"
+    assert size(planned.largest_batch, 64) <= memory < planner.size(planned.largest_batch + 1, 64)
+    assert size(1, planned.largest_context) <= memory < planner.size(1, planned.largest_context + 16)
+
+
+ACTIVATIONS = {
+    "vocabulary": dict(name="llama", vocab_size=32768),
+    "mlp": dict(name="llama", intermediate_size=2048),
+    "experts": dict(name="experts", num_hidden_layers=1, intermediate_size=512),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", ACTIVATIONS)
+def test_activations_are_near_those_of_the_compiled_dispatch(case, ranks):
+    """Between 0.6 and 1.6 times the estimate, as docs/serving.md says."""
+    config, mesh = config_of(**ACTIVATIONS[case]), mesh_of(ranks)
+    tokens = 512 if case == "experts" else 2048
+    engine = Engine(
+        config, models.init_params(config, 0, "float32"), num_blocks=20, max_num_seqs=8, max_num_batched_tokens=tokens,
+        max_model_len=128, mesh=mesh,
+    )  # fmt: skip
+    runner, shapes = engine.runner, engine.shapes.all()
+    model_mesh = runner.model.model_mesh
+    largest = max(shapes, key=lambda shape: shape[0])
+    args = runner.params, runner._caches, runner._row_state
+    compiled = dispatch.lower(runner.model, *args, warming._padding(runner.model, engine.shapes, largest)).compile()
+    estimate = Footprint(config, "float32", None, model_mesh).activation_bytes(8, tokens, "cpu")
+    assert 0.6 < compiled.memory_analysis().temp_size_in_bytes / estimate < 1.6
+
+
+@pytest.mark.parametrize("axes", [dict(data=2, tensor=2), dict(context=2, tensor=1), dict(tensor=3), dict(tensor=16)])
+def test_layouts_are_refused_with_the_engines_words(axes):
+    config = config_of("llama")
+    with pytest.raises((UnsupportedError, ValueError)) as planned:
+        ModelMesh.without_devices(config, dict(data=1, context=1) | axes)
+    devices = np.array(jax.devices() * 16)[: math.prod(axes.values())].reshape(tuple(axes.values()))
+    if len(set(devices.flat)) == devices.size:
+        with pytest.raises(type(planned.value)) as made:
+            ModelMesh.of(config, Mesh(devices, tuple(axes)))
+        assert str(made.value) == str(planned.value)
+
+
+def test_every_layout_is_shown_and_quantised_ones_only_on_one_device():
+    config = config_of("llama")
+    plans = plan.plan(config, "bfloat16", KINDS["h200"], 4, dataclasses.replace(OPTIONS, quantization="int8"))
+    assert len({p.layout for p in plans}) == 6 and all(
+        p.layout.tensor * p.layout.data * p.layout.context == 4 for p in plans
+    )
+    assert all(p.refused is not None for p in plans) and "quantization='int8' on a mesh" in plans[0].refused
+    (small,) = plan.plan(config, "bfloat16", dataclasses.replace(DEVICE, memory=1e5), 1, OPTIONS)
+    assert "of weights" in small.refused and "do not fit" in small.refused
+
+
+def test_the_time_of_a_step_by_hand():
+    """One layer whose reads, products and all-reduces are counted here."""
+    config = config_of("llama", num_hidden_layers=1)
+    h, width, heads, kv, d, vocab = 64, 128, 8, 2, 32, 512
+    layer = h * heads * d * 2 + 2 * h * kv * d + 3 * h * width + 2 * h
+    kind = DeviceKind("device", "gpu", 1e9, bandwidth=1e6, peak=1e30, link=1e30)
+    storage = dict(dtype="bfloat16")
+    one, two = (
+        Footprint(config, "bfloat16"),
+        Footprint(config, "bfloat16", None, ModelMesh.without_devices(config, dict(tensor=2))),
+    )
+    read = 2 * (layer + h + h * vocab + 3 * h) + 3 * 100 * 2 * kv * d * 2  # weights, 3 rows of embeddings; cache
+    assert one.step_seconds(kind, storage, 3, 1, 100) == pytest.approx(read / 1e6)
+    fast = dataclasses.replace(kind, bandwidth=1e30, peak=1e6)
+    flop = 2 * 3 * (layer - 2 * h + h * vocab) + 3 * 100 * 4 * heads * d
+    assert one.step_seconds(fast, storage, 3, 1, 100) == pytest.approx(flop / 1e6)
+    assert two.step_seconds(fast, storage, 3, 1, 100) == pytest.approx(flop / 2e6)
+    prompt = 2 * (20 * (layer - 2 * h) + h * vocab) + 20 * 21 / 2 * 4 * heads * d
+    assert one.step_seconds(fast, storage, 1, 20, 20) == pytest.approx(prompt / 1e6)
+    linked = dataclasses.replace(kind, bandwidth=1e30, link=1e6)
+    assert two.step_seconds(linked, storage, 3, 1, 100) == pytest.approx(3 * 3 * h * 2 / 1e6)
+
+
+def test_kinds_are_read_and_unknown_ones_refused():
+    assert kind_and_count("h200x8") == ("h200", 8) and kind_and_count("L4") == ("l4", 1)
+    assert kind_and_count("rtx4090") == ("rtx4090", 1) and kind_and_count("v7xx4") == ("v7x", 4)
+    assert kind_and_count("v7x") == ("v7x", 1) and kind_and_count("cpux2") == ("cpu", 2)
+    for text in ("h20", "h200x0", "h200x", "x8", "", "h200x99999999"):
+        with pytest.raises(ValueError, match="--devices"):
+            kind_and_count(text)
