@@ -71,6 +71,7 @@ class Feature(enum.StrEnum):
     PACKED = "attention without a cache"
     CASCADE = "levels of keys shared between requests"
     FUSED_OUTPUT_QUANT = "fused output quantization"
+    DECODE_BATCH_INVARIANCE = "batch invariance of requests with one new token"
 
 
 class AttentionCGSupport(enum.IntEnum):

@@ -210,12 +210,14 @@ def _features(backend, q: Question, among: tuple[Feature, ...]) -> Iterator[str]
 
 def supports_feature(backend, feature: Feature) -> bool:
     """Does the backend support the feature? Calls vLLM's method if there is one, which a backend may override."""
+    invariant = backend.supports_batch_invariance
     named = {
         Feature.SINK: backend.supports_sink,
         Feature.MM_PREFIX: backend.supports_mm_prefix,
         Feature.NON_CAUSAL: backend.supports_non_causal,
         Feature.PER_HEAD_QUANT_SCALES: backend.supports_per_head_quant_scales,
-        Feature.BATCH_INVARIANCE: backend.supports_batch_invariance,
+        Feature.BATCH_INVARIANCE: invariant,
+        Feature.DECODE_BATCH_INVARIANCE: lambda: backend.supports(Feature.DECODE_BATCH_INVARIANCE) or invariant(),
     }
     return named[feature]() if feature in named else backend.supports(feature)
 

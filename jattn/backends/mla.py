@@ -116,6 +116,7 @@ class MLABackend(AttentionBackend):
             Feature.PER_REQUEST_CAUSAL,
             Feature.DIFF_KV,
             Feature.LSE,
+            Feature.DECODE_BATCH_INVARIANCE,  # in the absorbed form
         }
     )
 

@@ -156,6 +156,7 @@ class CpuMLABackend(MLABackend):
             Feature.PER_REQUEST_CAUSAL,
             Feature.DIFF_KV,
             Feature.LSE,
+            Feature.DECODE_BATCH_INVARIANCE,  # in the absorbed form
         }
     )
 

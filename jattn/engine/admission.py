@@ -50,7 +50,7 @@ def model_of(
         return Model(forward, config, backend, model_mesh)
     able = None
     for spec, cache_spec in specs:
-        reports = explain(spec, cache_spec, needs=(Feature.BATCH_INVARIANCE,))
+        reports = explain(spec, cache_spec, needs=(Feature.DECODE_BATCH_INVARIANCE,))  # each row has one token
         names = [report.name for report in reports if report.supported]
         able = names if able is None else [name for name in able if name in names]
     if not able or backend not in ("auto", *able):

@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 """Keys that some family requires, with values that are consistent. They are not listed as options."""
 SAMPLES: dict[str, Any] = dict(
-    head_dim=8, rotary_dim=8, attention_types=[[["global", "local"], 1]], rope_theta=10000.0, use_sliding_window=True,
+    rotary_dim=8, attention_types=[[["global", "local"], 1]], rope_theta=10000.0, use_sliding_window=True,
     n_group=1, topk_group=1, qk_rope_head_dim=8,
 )  # fmt: skip
 """Values of options with which each family reads SIZES without an error, and takes the branches that read options."""

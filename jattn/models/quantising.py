@@ -16,7 +16,7 @@ With int4, embeddings and head are int8, because every token passes through them
 for each row. A projection whose inputs are no multiple of the group has smaller groups, down to 32 inputs; then one
 scale for each output, and int8 in place of int4."""
 GROUPS = {"int4": (64, 32), "fp8": (128, 64, 32)}
-PROJECTIONS = ("q", "k", "v", "qkv", "o", "gate", "up", "down", "head")
+PROJECTIONS = ("q", "k", "v", "qkv", "q_a", "q_b", "kv_a", "o", "gate", "up", "down", "head")
 """The last part but one of the paths of kernels that are quantised. Norms, biases, routers and other small weights stay
 as they are."""
 

@@ -1,5 +1,6 @@
 """The engine with a latent cache (MLA): prefixes, chunks, preemption, bursts, no compilation, and the pool's size."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import jattn
 from jattn import models
 from jattn.engine import Engine, SamplingParams, sizing
+from tests.kernels.cpu.native_setup import needs_library
 
 VOCAB = 67
 CONFIG = models.config_of(
@@ -69,6 +71,18 @@ def test_alone_without_prefixes_the_tokens_are_the_same():
     assert not served.stats.preemptions and not served.stats.cached_tokens
 
 
+@pytest.mark.parametrize("backend", [pytest.param("mla_cpu_native", marks=needs_library), "mla_sdpa"])
+def test_a_deterministic_engine_gives_the_same_bits_alone_and_in_a_crowd(backend):
+    """Each of its rows has one token, and is computed in the absorbed form."""
+    options, ask = OPTIONS | dict(backend=backend, deterministic=True), dataclasses.replace(GREEDY, logprobs=2)
+    served, alone = Engine(CONFIG, PARAMS, **options), Engine(CONFIG, PARAMS, **options, prefix_caching=False)
+    crowd = served.generate(requests(), ask)
+    assert served.stats.preemptions and served.stats.cached_tokens
+    for prompt, output in zip(requests(), crowd, strict=True):
+        (again,) = alone.generate([prompt], ask)
+        assert again.token_ids == output.token_ids and again.logprobs == output.logprobs
+
+
 def test_a_cache_of_8_bits_is_nearly_greedy():
     assert_greedy(Engine(CONFIG, PARAMS, cache_dtype="int8", **OPTIONS).generate(requests(3), GREEDY), tolerance=0.05)
 
@@ -81,8 +95,6 @@ def test_the_pool_is_sized_by_the_bytes_of_latent_rows(monkeypatch):
     assert sum(cache.k.nbytes + cache.v.nbytes for cache in served.caches) == 10 * per_block
 
 
-def test_what_latent_attention_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="does not give the same bits in every batch"):
-        Engine(CONFIG, PARAMS, deterministic=True, **OPTIONS)
+def test_a_backend_for_keys_and_values_is_refused():
     with pytest.raises(jattn.UnsupportedError, match="'sdpa' does not support this layer .supported by .*mla_sdpa"):
         Engine(CONFIG, PARAMS, backend="sdpa", **OPTIONS)

@@ -90,7 +90,7 @@ def of_one_device(config, is_deterministic: bool):
 
 @pytest.mark.parametrize(
     ("config", "ranks", "is_deterministic"),
-    [(LLAMA, 2, False), (WINDOWS, 4, True), (EXPERTS, 2, True), (LATENT, 2, False), (LATENT, 4, False)],
+    [(LLAMA, 2, False), (WINDOWS, 4, True), (EXPERTS, 2, True), (LATENT, 2, False), (LATENT, 4, True)],
     ids=["kv heads shared out", "two ranks for each kv head, windows", "experts shared out"]
     + [f"a latent cache on {ranks} ranks" for ranks in (2, 4)],
 )

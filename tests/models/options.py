@@ -179,6 +179,21 @@ TABLE = [
         routed_scaling_factor=[2.827, 0.7], norm_topk_prob=[True, False],
     ),
     varied(
+        "glm4_moe_lite", LATENT, n_group=[4, 1], topk_group=[2, 1], rope_interleave=[True, False],
+        rope_scaling=[MSCALE, None], mlp_layer_types=[["dense", "sparse", "dense"], None], q_lora_rank=[20, None],
+        attention_bias=BOTH, norm_topk_prob=BOTH, routed_scaling_factor=[1.5, 0.7],
+    ),
+    varied(
+        "youtu", {key: value for key, value in LATENT.items() if key not in ROUTED}, rope_interleave=[True, False],
+        rope_scaling=[MSCALE, None], q_lora_rank=[20, None], attention_bias=BOTH, tie_word_embeddings=BOTH,
+    ),
+    varied(
+        "mistral4", LATENT | dict(rope_parameters=TUNED),
+        n_group=[4, 1], topk_group=[2, 1], norm_topk_prob=BOTH, rope_interleave=[True, False],
+        rope_parameters=[TUNED | dict(mscale=0.7, mscale_all_dim=1.2), TUNED],
+        first_k_dense_replace=[1, 0], q_lora_rank=[20, None], routed_scaling_factor=[1.5, 0.7], attention_bias=BOTH,
+    ),
+    varied(
         "gpt_neox", LAYER_NORM | dict(rope_theta=None, rotary_emb_base=100.0, num_key_value_heads=None),
         use_parallel_residual=BOTH, rotary_pct=[0.5, 1.0],
         attention_bias=BOTH, hidden_act=["gelu_fast", "gelu"], tie_word_embeddings=BOTH,

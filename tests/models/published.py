@@ -247,4 +247,50 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         type_vocab_size=2, use_cache=True, use_flash_attn=True, use_rms_norm=False, use_xentropy=True,
         vocab_size=30528,
     ),
+    "deepseek_v2": dict(
+        attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, bos_token_id=100000, eos_token_id=100001,
+        first_k_dense_replace=1, hidden_act="silu", hidden_size=2048, intermediate_size=10944, kv_lora_rank=512,
+        max_position_embeddings=163840, model_type="deepseek_v2", moe_intermediate_size=1408, moe_layer_freq=1,
+        n_group=1, n_routed_experts=64, n_shared_experts=2, norm_topk_prob=False, num_attention_heads=16,
+        num_experts_per_tok=6, num_hidden_layers=27, num_key_value_heads=16, q_lora_rank=None, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, rms_norm_eps=1e-06, rope_scaling=dict(
+            beta_fast=32, beta_slow=1, factor=40, mscale=0.707, mscale_all_dim=0.707,
+            original_max_position_embeddings=4096, type="yarn",
+        ),
+        rope_theta=10000, routed_scaling_factor=1.0, scoring_func="softmax", seq_aux=True, tie_word_embeddings=False,
+        topk_group=1, topk_method="greedy", v_head_dim=128, vocab_size=102400,
+    ),
+    "deepseek_v3": dict(
+        attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, bos_token_id=0, eos_token_id=1, ep_size=1,
+        first_k_dense_replace=3, hidden_act="silu", hidden_size=7168, intermediate_size=18432, kv_lora_rank=512,
+        max_position_embeddings=163840, model_type="deepseek_v3", moe_intermediate_size=2048, moe_layer_freq=1,
+        n_group=8, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_attention_heads=128,
+        num_experts_per_tok=8, num_hidden_layers=61, num_key_value_heads=128, num_nextn_predict_layers=1,
+        q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, quantization_config=dict(
+            activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128],
+        ),
+        rms_norm_eps=1e-06, rope_scaling=dict(
+            beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0,
+            original_max_position_embeddings=4096, type="yarn",
+        ),
+        rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", seq_aux=True, tie_word_embeddings=False,
+        topk_group=4, topk_method="noaux_tc", v_head_dim=128, vocab_size=129280,
+    ),
+    "kimi_k2": dict(
+        attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001, bos_token_id=163584, eos_token_id=163585,
+        ep_size=1, first_k_dense_replace=1, hidden_act="silu", hidden_size=7168, intermediate_size=18432,
+        kv_lora_rank=512, max_position_embeddings=131072, model_type="kimi_k2", moe_intermediate_size=2048,
+        moe_layer_freq=1, n_group=1, n_routed_experts=384, n_shared_experts=1, norm_topk_prob=True,
+        num_attention_heads=64, num_experts_per_tok=8, num_hidden_layers=61, num_key_value_heads=64,
+        num_nextn_predict_layers=0, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        quantization_config=dict(
+            activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128],
+        ),
+        rms_norm_eps=1e-06, rope_scaling=dict(
+            beta_fast=1.0, beta_slow=1.0, factor=32.0, mscale=1.0, mscale_all_dim=1.0,
+            original_max_position_embeddings=4096, type="yarn",
+        ),
+        rope_theta=50000.0, routed_scaling_factor=2.827, scoring_func="sigmoid", seq_aux=True,
+        tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc", v_head_dim=128, vocab_size=163840,
+    ),
 }  # fmt: skip

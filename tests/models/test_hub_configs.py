@@ -1,5 +1,7 @@
 """Configs of published models, with their old keys: every key is read, and the ModelConfig describes the model."""
 
+import math
+
 import pytest
 
 from jattn import models
@@ -199,3 +201,16 @@ def test_nomics_own_keys_mean_what_the_usual_ones_mean():
 def test_a_learned_bias_of_distances_is_refused_with_its_reason(name):
     with pytest.raises(UnsupportedError, match=f"{name}' is not supported, because its attention adds a learned bias"):
         models.config_of(dict(model_type=name))
+
+
+def test_deepseeks_attention_is_latent_and_its_logits_scaled_by_yarn():
+    config, layer = of("deepseek_v3")
+    spec, magnitude = layer.attention, 0.1 * math.log(40) + 1
+    assert (spec.num_heads, spec.q_lora_rank, spec.head_dim, spec.qk_head_dim) == (128, 1536, 576, 192)
+    assert spec.scale == pytest.approx(192**-0.5 * magnitude**2) and layer.rope.interleaved
+    assert layer.rope.scaling.attention_factor == 1
+    experts = [isinstance(each.mlp, models.MoE) for each in config.layers]
+    assert experts == [False] * 3 + [True] * 58
+    (group,), (one, *_) = config.cache_groups, config.cache_specs(1, 64, "bfloat16")
+    assert len(group.layers) == 61 and one.bytes_per_block == 64 * 576 * 2
+    assert of("deepseek_v2")[1].attention.q_lora_rank is None and of("kimi_k2")[1].mlp.width == 18432

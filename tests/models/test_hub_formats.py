@@ -1,5 +1,6 @@
 """Folders with quantised weights: packed here by hand from each format's specification, and by compressed-tensors."""
 
+import functools
 import json
 import struct
 
@@ -32,15 +33,15 @@ def save(path, tensors):
     path.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
-def folder(path, quantization, pack, config=CONFIG):
+def folder(path, quantization, pack, config=CONFIG, tensors=tiny.tensors):
     """A folder whose layers' Linear modules are stored by pack(weight) -> (tensors, the numbers that they stand for),
     and the params with these numbers."""
     made, exact = {}, {}
-    for name, x in tiny.tensors(config).items():
+    for name, x in tensors(config).items():
         module = name.removesuffix(".weight")
-        if x.ndim == 2 and ".layers." in name:
-            tensors, exact[name] = pack(x)
-            made |= {f"{module}.{end}": value for end, value in tensors.items()}
+        if x.ndim == 2 and ".layers." in name and not name.endswith("mlp.gate.weight"):  # a router is not quantised
+            parts, exact[name] = pack(x)
+            made |= {f"{module}.{end}": value for end, value in parts.items()}
         else:
             made[name] = exact[name] = x
     path.mkdir()
@@ -52,8 +53,8 @@ def folder(path, quantization, pack, config=CONFIG):
     return models.load(plain)
 
 
-def check(path, quantization, pack, format, config=CONFIG):
-    plain_config, plain = folder(path, quantization, pack, config)
+def check(path, quantization, pack, format, config=CONFIG, tensors=tiny.tensors):
+    plain_config, plain = folder(path, quantization, pack, config, tensors)
     seen_config, params = models.load(path)
     kernel = params["layers"][1]["mlp"]["down"]["kernel"]
     assert isinstance(kernel, QuantisedArray) and kernel.format == format and kernel.dtype == "float32"
@@ -141,19 +142,55 @@ def test_symmetric_gptq_without_zero_points_and_act_order_is_refused(tmp_path):
         models.load(tmp_path / "act_order")
 
 
+def fp8_settings(blocks):
+    return dict(quant_method="fp8", weight_block_size=list(blocks), activation_scheme="dynamic", fmt="e4m3")
+
+
+def fp8_pack(blocks, x):
+    scales = RNG.uniform(0.001, 0.003, tuple(-(-n // b) for n, b in zip(x.shape, blocks, strict=True)))
+    weight = (x * 200).astype(ml_dtypes.float8_e4m3fn)
+    scales = scales.astype(np.float32)
+    wide = np.repeat(np.repeat(scales, blocks[0], 0), blocks[1], 1)[: x.shape[0], : x.shape[1]]
+    return dict(weight=weight, weight_scale_inv=scales), weight.astype(np.float64) * wide
+
+
 @pytest.mark.parametrize("blocks", [(32, 32), (48, 40)])
 def test_fp8_blocks(tmp_path, blocks):
     """Blocks that the sizes 64 and 96 are multiples of, and blocks that are cut at the end."""
+    check(tmp_path / "fp8", fp8_settings(blocks), functools.partial(fp8_pack, blocks), "fp8")
 
-    def pack(x):
-        scales = RNG.uniform(0.001, 0.003, tuple(-(-n // b) for n, b in zip(x.shape, blocks, strict=True)))
-        weight = (x * 200).astype(ml_dtypes.float8_e4m3fn)
-        scales = scales.astype(np.float32)
-        wide = np.repeat(np.repeat(scales, blocks[0], 0), blocks[1], 1)[: x.shape[0], : x.shape[1]]
-        return dict(weight=weight, weight_scale_inv=scales), weight.astype(np.float64) * wide
 
-    settings = dict(quant_method="fp8", weight_block_size=list(blocks), activation_scheme="dynamic", fmt="e4m3")
-    check(tmp_path / "fp8", settings, pack, "fp8")
+LATENT = dict(
+    model_type="deepseek_v3", vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=64, rms_norm_eps=1e-5, eos_token_id=2, kv_lora_rank=32,
+    q_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1, torch_dtype="float32",
+)  # fmt: skip
+
+
+def latent_tensors(config):
+    """Every tensor of a DeepSeek V3 of LATENT's sizes, and one of its further layer, which is skipped."""
+    shapes = {"self_attn.q_a_proj": (32, 32), "self_attn.q_a_layernorm": (32,), "self_attn.q_b_proj": (4 * 24, 32)}
+    shapes |= {"self_attn.kv_a_proj_with_mqa": (40, 32), "self_attn.kv_a_layernorm": (32,)}
+    shapes |= {"self_attn.kv_b_proj": (4 * 24, 32), "self_attn.o_proj": (32, 32)}
+    shapes |= {"input_layernorm": (32,), "post_attention_layernorm": (32,)}
+    experts = ["mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(4))]
+    names = {"model.embed_tokens": (40, 32), "lm_head": (40, 32), "model.norm": (32,)}
+    names |= {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
+    for module in ("model.layers.0.mlp", *(f"model.layers.1.{name}" for name in experts)):
+        names |= {f"{module}.{n}_proj": (32, 32) for n in ("gate", "up", "down")}
+    names |= {"model.layers.1.mlp.gate": (4, 32), "model.layers.2.eh_proj": (32, 64)}
+    made = {f"{name}.weight": RNG.normal(size=shape).astype(np.float32) * 0.3 for name, shape in names.items()}
+    return made | {"model.layers.1.mlp.gate.e_score_correction_bias": np.arange(4, dtype=np.float32) / 8}
+
+
+def test_fp8_of_latent_attention_and_experts(tmp_path):
+    """kv_b_proj is split by head and dequantised; the blocks are cut at the ends of some tensors."""
+    pack = functools.partial(fp8_pack, (24, 16))
+    params = check(tmp_path / "fp8", fp8_settings((24, 16)), pack, "fp8", LATENT, latent_tensors)
+    attn = params["layers"][0]["attn"]
+    assert isinstance(attn["kv_a"]["kernel"], QuantisedArray) and isinstance(attn["q_b"]["kernel"], QuantisedArray)
+    assert attn["w_uk"].shape == (4, 16, 32) and attn["w_uv"].shape == (4, 32, 8)
 
 
 def compressed(layout, bits, kind, strategy, **more):

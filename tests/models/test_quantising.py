@@ -8,7 +8,7 @@ from jattn import Engine, SamplingParams, models
 from jattn.errors import UnsupportedError
 from jattn.nn.weight_spec import is_weight_spec
 from jattn.ops.quantised import QuantisedArray, is_quantised, plain
-from tests.models import tiny
+from tests.models import examples, tiny
 
 CONFIG = tiny.CONFIG | dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=24, vocab_size=40)
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -60,6 +60,16 @@ def test_large_weights_are_quantised_and_the_others_are_as_stored(folder):
         assert all(x.dtype == np.float32 for x in forms.values())
         norms = jax.tree.map(np.array_equal, params["final_norm"], exact["final_norm"])
         assert jax.tree.all(norms)
+
+
+def test_projections_of_latent_attention_are_quantised_and_both_halves_of_kv_b_are_not():
+    config = models.config_of(examples.FURTHER["deepseek_v3"])
+    params = models.quantise(examples.params_of(config), "int8")
+    attn = params["layers"][0]["attn"]
+    assert {name for name, x in attn.items() if isinstance(x, dict) and is_quantised(x.get("kernel"))} == {
+        "q_a", "q_b", "kv_a", "o"
+    }  # fmt: skip
+    close(models.prompt_logits(config, params, IDS, chunk=3), models.prompt_logits(config, dequantised(params), IDS))
 
 
 def test_inputs_that_no_group_divides_are_int8():

@@ -45,13 +45,15 @@ def saved(values: dict[str, Any], directory: pathlib.Path, seed: int = 0):
     import json
 
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Mistral4ForCausalLM
 
     given = {key: value for key, value in copy.deepcopy(values).items() if key != "model_type"}
     given.setdefault("pad_token_id", 0)  # their own default may lie outside the small vocabulary
     config = CONFIG_MAPPING[known(values["model_type"])](**given, initializer_range=0.3, attn_implementation="eager")
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval().float()
+    # AutoModel has Mistral 4 only as a part of a model with vision.
+    make = Mistral4ForCausalLM if values["model_type"] == "mistral4" else AutoModelForCausalLM.from_config
+    model = make(config).eval().float()
     shake(model)
     model.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(values))

@@ -3,7 +3,7 @@
 from jattn.models.families.alibi import BLOOM, MPT
 from jattn.models.families.bart import BART
 from jattn.models.families.bert import BERT, DISTILBERT, ROBERTA
-from jattn.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jattn.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, YOUTU
 from jattn.models.families.eurobert import EUROBERT
 from jattn.models.families.experts import (
     DOTS1,
@@ -99,6 +99,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "youtu": YOUTU,
+    "mistral4": MISTRAL4,
     "gpt_oss": GPT_OSS,
     "llama4_text": LLAMA4_TEXT,
     "bloom": BLOOM,

@@ -60,17 +60,18 @@ def ministral(c: ConfigReader) -> ModelConfig:
 
 def ministral3(c: ConfigReader) -> ModelConfig:
     """q is multiplied by a factor that grows with the logarithm of its position: llama_4_scaling_beta."""
+    options = dict(default=MINISTRAL3_ROPE, unused=TUNING_KEYS)
+    return rope_decoder(c, rope_options=options, **tuning_of(c, MINISTRAL3_ROPE))
+
+
+def tuning_of(c: ConfigReader, default: dict[str, Any]) -> dict[str, Any]:
+    """The options temperature_tuning of an attention config. default: parameters if the config has none."""
     c.only("original_max_position_embeddings")  # it is a parameter of the rotary embedding
     name, stored = parameters_of(c)
-    r = ConfigReader(stored or MINISTRAL3_ROPE, f"{c.where}, {name}")
+    r = ConfigReader(stored or default, f"{c.where}, {name}")
     has_default = r.get("rope_type", r.get("type")) in ("yarn", "llama3", "longrope")
     floor = r.count("original_max_position_embeddings", *([c.count("max_position_embeddings")] if has_default else []))
-    return rope_decoder(
-        c,
-        rope_options=dict(default=MINISTRAL3_ROPE, unused=("llama_4_scaling_beta", "max_position_embeddings")),
-        temperature_tuning=(float(floor), r.number("llama_4_scaling_beta")),
-        temperature_tuning_offset=0,
-    )
+    return dict(temperature_tuning=(float(floor), r.number("llama_4_scaling_beta")), temperature_tuning_offset=0)
 
 
 def seed_oss(c: ConfigReader) -> ModelConfig:
@@ -111,6 +112,8 @@ MINISTRAL3_ROPE = dict(
     rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
     beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
 )  # fmt: skip
+TUNING_KEYS = ("llama_4_scaling_beta", "max_position_embeddings")
+"""Keys of rope_parameters that are not parameters of the rotation."""
 QWEN_DEFAULTS = dict(
     num_key_value_heads=32, use_sliding_window=False, sliding_window=4096, max_window_layers=28, rope_theta=10000.0
 )

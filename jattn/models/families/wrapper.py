@@ -8,6 +8,7 @@ from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
+from jattn.models.families.deepseek import MISTRAL4
 from jattn.models.families.family import Family
 from jattn.models.families.gemma import GEMMA3_TEXT
 from jattn.models.families.llama import MINISTRAL3, MISTRAL, QWEN3, qwen3_vl_text
@@ -67,6 +68,6 @@ GEMMA3 = wrapper(
     {"gemma3_text": GEMMA3_TEXT}, vocab_size=262208, num_attention_heads=8, max_position_embeddings=131072,
     rms_norm_eps=1e-6, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
 )  # fmt: skip
-MISTRAL3 = wrapper({"mistral": MISTRAL, "ministral3": MINISTRAL3})
+MISTRAL3 = wrapper({"mistral": MISTRAL, "ministral3": MINISTRAL3, "mistral4": MISTRAL4})
 LLAMA4 = wrapper({"llama4_text": LLAMA4_TEXT})
 QWEN3_VL = wrapper({"qwen3_vl_text": QWEN3_VL_TEXT})
