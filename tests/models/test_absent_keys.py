@@ -17,7 +17,7 @@ ASKED_FOR = {
     "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "moe_intermediate_size",
     "num_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts", "moe_topk", "moe_k", "n_group",
     "shared_expert_intermediate_size", "rotary_dim", "n_embd", "n_positions", "num_layers", "num_heads", "ffn_dim",
-    "norm_epsilon", "norm_eps", "layer_norm_eps", "attention_types", "dim", "hidden_dim",
+    "norm_epsilon", "norm_eps", "layer_norm_eps", "attention_types", "dim", "hidden_dim", "d_ff",
 }  # fmt: skip
 MORE = {
     "gemma3_text, new keys": examples.of(
