@@ -123,6 +123,8 @@ def tensor_parallel(
         per_head = jax.tree.map(lambda x: PartitionSpec(*[axis] * jnp.ndim(x)), params)
         if params.qq_bias is not None:  # a bias between tokens: the same for every head
             per_head = dataclasses.replace(per_head, qq_bias=PartitionSpec())
+        if params.distance_bias is not None:
+            per_head = dataclasses.replace(per_head, distance_bias=PartitionSpec(axis))
         specs = (heads, heads, heads, pools, PartitionSpec(), per_head)
         mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, heads), check_vma=False)
         return mapped(q, k, v, cache, meta, params)

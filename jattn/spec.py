@@ -27,7 +27,7 @@ from pallas_kernels.algebra.mask import MaskRule
 Window = tuple[int, int]
 _FLAGS = dict.fromkeys(
     ("has_alibi", "use_alibi_sqrt", "has_sinks", "use_rswa", "use_mm_prefix", "mm_prefix_clamp_sliding_window",
-     "use_qq_bias"), boolean,
+     "use_qq_bias", "use_distance_bias"), boolean,
 )  # fmt: skip
 
 
@@ -37,8 +37,8 @@ class AttentionSpec:
 
     Defaults are replaced by their values at construction, so two spellings of one layer are equal.
 
-    Order of operations on a logit: q.k * scale -> soft cap -> alibi slope * (kv_pos - q_pos) -> qq_bias -> score_fn ->
-    mask -> softmax, with the sink as one more column that is dropped.
+    Order of operations on a logit: q.k * scale -> soft cap -> alibi slope * (kv_pos - q_pos) -> qq_bias and
+    distance_bias -> score_fn -> mask -> softmax, with the sink as one more column that is dropped.
     """
 
     num_heads: int  # H, query heads
@@ -58,6 +58,7 @@ class AttentionSpec:
     use_mm_prefix: bool = False  # tokens of one span of meta.mm_prefix_ranges see each other in both directions
     mm_prefix_clamp_sliding_window: bool = False  # ... but not past the left edge of the window (Gemma 4)
     use_qq_bias: bool = False  # params.qq_bias is added between a request's new tokens (token trees), after ALiBi
+    use_distance_bias: bool = False  # params.distance_bias is added by kv_pos - q_pos (T5), after ALiBi
     mask_fn: Callable | None = None  # mask_fn(head, q_pos, kv_pos) -> bool, True: visible; traceable by JAX
     score_fn: Callable | None = None  # score_fn(score, head, q_pos, kv_pos) -> score; traceable by JAX
     output_dtype: str | None = None  # 8-bit dtype of the result, scaled by params.output_scale. None: the query's dtype
@@ -84,6 +85,7 @@ class AttentionSpec:
             use_mm_prefix: bool = False,
             mm_prefix_clamp_sliding_window: bool = False,
             use_qq_bias: bool = False,
+            use_distance_bias: bool = False,
             mask_fn: Callable | None = None,
             score_fn: Callable | None = None,
             output_dtype: str | None = None,
@@ -165,6 +167,7 @@ class AttentionParams:
     v_scale: jax.Array | float | None = None  # f32[] or f32[K], of cached values
     output_scale: jax.Array | float | None = None  # f32[] of the result, with spec.output_dtype
     qq_bias: jax.Array | None = None  # f32[Q Q] added for new tokens i, j < Q of one request, with spec.use_qq_bias
+    distance_bias: jax.Array | None = None  # f32[H 2L+1] by clip(kv_pos - q_pos, -L, L) + L, with use_distance_bias
 
     def check_host(self) -> "AttentionParams":
         """Raise ValueError unless every scale is finite and positive. Traced scales are not checked."""

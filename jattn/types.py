@@ -65,6 +65,7 @@ class Feature(enum.StrEnum):
     MASK_FN = "user mask_fn"
     SCORE_FN = "user score_fn"
     QQ_BIAS = "bias among the new tokens"
+    DISTANCE_BIAS = "learned bias of the distance"
     PER_REQUEST_CAUSAL = "causal per request"
     DIFF_KV = "value head dim other than the key's"
     LSE = "log-sum-exp output"

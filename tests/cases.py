@@ -124,6 +124,7 @@ SINGLE = _features(
     Feature("alibi", _ALIBI, ("alibi_slopes",)),
     Feature("sinks", _SINKS, ("sinks",)),
     Feature("qq_bias", dict(use_qq_bias=True), ("qq_bias",)),
+    Feature("distance_bias", dict(use_distance_bias=True), ("distance_bias",)),
     Feature("mask_fn", _MASK),
     Feature("score_fn", _SCORE),
     Feature("scales", params=("q_scale", "k_scale", "v_scale")),

@@ -26,6 +26,7 @@ ASKED = {  # field of a spec -> how the document names what it asks for
     "use_rswa": "R-SWA",
     "use_mm_prefix": "partial multimodal token full attention",
     "use_qq_bias": "bias among the new tokens",
+    "use_distance_bias": "learned bias of the distance",
     "mask_fn": "user mask_fn",
     "score_fn": "user score_fn",
     "output_dtype": "fused output quantization",

@@ -187,6 +187,8 @@ class Problem:
             elif name == "qq_bias":  # some tokens are hidden from others, none from itself
                 bias = found[name] = self.rng(name).normal(size=(6, 6))
                 bias[(np.abs(bias) > 1.2) & ~np.eye(6, dtype=bool)] = -np.inf
+            elif name == "distance_bias":  # some keys are farther away than its ends
+                found[name] = self.rng(name).normal(size=(self.heads, 7))
             elif not name.endswith("_scale"):
                 found[name] = self.rng(name).normal(size=heads)
             else:
@@ -278,6 +280,7 @@ class Problem:
             slopes=self.numbers.get("alibi_slopes"), sinks=self.numbers.get("sinks"),
             mask_fn=self.feature.spec.get("mask_fn"), score_fn=self.feature.spec.get("score_fn"),
             each=self.feature.reach(self.lengths), qq_bias=self.numbers.get("qq_bias"),
+            distance_bias=self.numbers.get("distance_bias"),
         )  # fmt: skip
         batch = dict(num_tokens=self.num_tokens, causal=self.causal, q_starts=q_starts, **options)
         q = attention.scaled(self.q[: self.case.num_tokens], self.numbers.get("q_scale"))

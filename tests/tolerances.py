@@ -12,7 +12,7 @@ from (scale * max(sum of |q| * |k|)), cover rows on which the naive computation 
 import ml_dtypes
 import numpy as np
 
-from tests.oracle.attention import among_new, visible_keys
+from tests.oracle.attention import among_new, by_distance, visible_keys
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -32,7 +32,7 @@ def rounded(x, dtype: str) -> np.ndarray:
 
 
 def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, soft_cap=None, slopes=None, alibi_sqrt=False, qq_bias=None,
-              sinks=None, score_fn=None, **mask):  # fmt: skip
+              distance_bias=None, sinks=None, score_fn=None, **mask):  # fmt: skip
     """`oracle.attend_one` in float32 with operands, probabilities and result rounded to `dtype`."""
     q, k, v = (rounded(x, dtype) for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -51,6 +51,8 @@ def naive_one(q, k, v, dtype, *, q_pos, scale, causal=True, soft_cap=None, slope
             x = x + np.float32(slopes[h]) * distance.astype(np.float32)
         if qq_bias is not None:
             x = x + among_new(qq_bias, q_pos, j[0]).astype(np.float32)
+        if distance_bias is not None:
+            x = x + by_distance(distance_bias[h], q_pos, j[0]).astype(np.float32)
         if score_fn is not None:
             x = np.asarray(score_fn(x, h, i, j), np.float32)
         see = visible_keys(q_pos, j[0], head=h, causal=causal, **mask)

@@ -136,6 +136,7 @@ def _needed_features(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | No
         (Feature.ALIBI_SQRT, layer.use_alibi_sqrt, "use_alibi_sqrt=True"),
         (Feature.MM_PREFIX, layer.use_mm_prefix, "use_mm_prefix=True"),
         (Feature.QQ_BIAS, layer.use_qq_bias, "use_qq_bias=True"),
+        (Feature.DISTANCE_BIAS, layer.use_distance_bias, "use_distance_bias=True"),
         (Feature.RSWA, layer.use_rswa, "use_rswa=True"),
         (Feature.SOFT_CAP, spec.logits_soft_cap is not None, f"logits_soft_cap={spec.logits_soft_cap}"),
         (Feature.MASK_FN, spec.mask_fn is not None, "mask_fn given"),

@@ -198,12 +198,19 @@ def check_params(
     check_kind("params", params, AttentionParams)
     if (params.qq_bias is not None) != spec.use_qq_bias:
         raise ValueError(f"params.qq_bias must be given exactly when {spec.use_qq_bias=}")
-    for name in ("alibi_slopes", "sinks", "qq_bias", "q_scale", "output_scale"):
+    if (params.distance_bias is not None) != spec.use_distance_bias:
+        raise ValueError(f"params.distance_bias must be given exactly when {spec.use_distance_bias=}")
+    for name in ("alibi_slopes", "sinks", "qq_bias", "distance_bias", "q_scale", "output_scale"):
         if getattr(params, name) is not None:
             as_array(f"params.{name}", getattr(params, name))
     bias = (1, 1) if params.qq_bias is None else jnp.shape(params.qq_bias)
     if len(bias) != 2 or bias[0] != bias[1] or not bias[0]:
         raise ValueError(f"params.qq_bias.shape={bias} must be [Q Q]: new tokens by new tokens")
+    bias = (spec.num_heads, 1) if params.distance_bias is None else jnp.shape(params.distance_bias)
+    if len(bias) != 2 or bias[0] != spec.num_heads or bias[1] % 2 == 0:
+        raise ValueError(
+            f"params.distance_bias.shape={bias} must be [{spec.num_heads}, 2L + 1]: heads by distances from -L to L"
+        )
     if (params.output_scale is None) != (spec.output_dtype is None):
         raise ValueError(
             f"params.output_scale={params.output_scale!r} but spec.output_dtype={spec.output_dtype!r}: a quantised "

@@ -161,6 +161,7 @@ class SdpaBackend(AttentionBackend):
             Feature.MASK_FN,
             Feature.SCORE_FN,
             Feature.QQ_BIAS,
+            Feature.DISTANCE_BIAS,
             Feature.PER_REQUEST_CAUSAL,
             Feature.DIFF_KV,
             Feature.LSE,

@@ -127,6 +127,7 @@ class DividedBackend(AttentionBackend):
             Feature.MASK_FN,
             Feature.SCORE_FN,
             Feature.QQ_BIAS,
+            Feature.DISTANCE_BIAS,
             Feature.PER_REQUEST_CAUSAL,
             Feature.DIFF_KV,
             Feature.LSE,

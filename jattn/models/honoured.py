@@ -14,6 +14,7 @@ SIZES: dict[str, Any] = dict(
     intermediate_size_mlp=32, n_embd=256, n_layer=2, n_head=32, n_positions=64, d_model=256, n_layers=2, n_heads=32,
     num_layers=2, num_heads=32, ffn_dim=32, dim=256, hidden_dim=32, encoder_layers=2, decoder_layers=2,
     encoder_attention_heads=32, decoder_attention_heads=32, encoder_ffn_dim=32, decoder_ffn_dim=32, type_vocab_size=2,
+    d_ff=32,
 )  # fmt: skip
 """Keys that some family requires, with values that are consistent. They are not listed as options."""
 SAMPLES: dict[str, Any] = dict(

@@ -17,7 +17,7 @@ from jattn.errors.arguments import short
 from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families import FAMILIES, RECURRENT, RELATIVE_BIAS
+from jattn.models.families import FAMILIES, RECURRENT
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
 from jattn.models.hub_formats import scheme_of
@@ -122,8 +122,6 @@ def family_of(values: dict[str, Any]) -> Family:
         why = (
             ", because some of its layers have a state (state-space or linear attention) instead of keys"
             if name in RECURRENT
-            else ", because its attention adds a learned bias for each distance, which no kernel here has"
-            if name in RELATIVE_BIAS
             else ""
         )
         raise UnsupportedError(

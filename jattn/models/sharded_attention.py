@@ -58,7 +58,7 @@ class ShardedAttention:
 
     def _params_partition(self, params: AttentionParams) -> AttentionParams:
         """The partition of each param. Scalars are replicated; arrays over heads are distributed like the heads."""
-        axes = dict.fromkeys(("alibi_slopes", "sinks", "q_scale"), self.mesh.auto_axes)
+        axes = dict.fromkeys(("alibi_slopes", "sinks", "q_scale", "distance_bias"), self.mesh.auto_axes)
         axes |= dict.fromkeys(("k_scale", "v_scale"), self.kv_axes)
         given = {name: x for name, x in vars(params).items() if x is not None}
         places = {n: PartitionSpec(axes[n]) if n in axes and jnp.ndim(x) else REPLICATED for n, x in given.items()}

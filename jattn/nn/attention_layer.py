@@ -3,7 +3,8 @@
 It owns neither weights nor cache. The Flax modules and `jattn.models` call it.
 
     weights  q, k, v [in, heads * dim] and o [heads * dim, out], or qkv fused; each {'kernel': .., 'bias': ..}
-             q_norm, k_norm {'scale': [D], [heads * D] or [heads, D]};  sinks f32[H];  k_scale, v_scale of a cache
+             q_norm, k_norm {'scale': [D], [heads * D] or [heads, D]};  sinks f32[H];  k_scale, v_scale of a
+             cache;  distance_bias f32[H 2L+1]
 """
 
 import dataclasses
@@ -49,6 +50,7 @@ class AttentionConfig:
     fused_qkv: bool = False
     clip_qkv: float | None = None  # q, k and v are clipped to [-clip_qkv, clip_qkv], after qk_norm, before the rotation
     alibi_slopes: tuple[float, ...] | None = None
+    max_distance: int | None = None  # L of the weight distance_bias f32[H 2L+1], with spec.use_distance_bias
     temperature_tuning: tuple[float, float] | None = None
     """(floor_scale, attn_scale): q *= 1 + attn_scale * log(1 + floor((position + offset) / floor_scale))."""
     temperature_tuning_offset: int = 1  # 1: Llama 4; 0: Ministral 3
@@ -60,7 +62,7 @@ class AttentionConfig:
             self, spec=kind(AttentionSpec), hidden_size=integer(1), rope=optional(kind(Rope)),
             qk_norm=optional(kind(Norm)), clip_qkv=optional(number(above=0)), **flags,
             alibi_slopes=optional(sequence_of(number())), temperature_tuning=optional(check_temperature_tuning),
-            temperature_tuning_offset=integer(0),
+            temperature_tuning_offset=integer(0), max_distance=optional(integer(0)),
         )  # fmt: skip
         if (self.alibi_slopes is not None) != self.spec.has_alibi:
             raise ValueError(
@@ -68,6 +70,10 @@ class AttentionConfig:
             )
         if self.alibi_slopes is not None and len(self.alibi_slopes) != self.spec.num_heads:
             raise ValueError(f"alibi_slopes={self.alibi_slopes!r} must have one slope per head, {self.spec.num_heads}")
+        if (self.max_distance is not None) != self.spec.use_distance_bias:
+            raise ValueError(
+                f"max_distance={self.max_distance!r} must be given if and only if {self.spec.use_distance_bias=}"
+            )
         if self.rope is not None and self.rope.dim > self.spec.head_dim:
             raise ValueError(f"{self.rope.dim=} must not exceed head_dim={self.spec.head_dim!r}")
         if self.spec.output_dtype is not None:
@@ -122,6 +128,8 @@ class AttentionConfig:
             tree |= {f"{name}_norm": specs} if specs else {}
         if self.spec.has_sinks:
             tree["sinks"] = WeightSpec((self.spec.num_heads,), ("heads",), 0.0)
+        if self.max_distance is not None:
+            tree["distance_bias"] = WeightSpec((self.spec.num_heads, 2 * self.max_distance + 1), ("heads", None), 0.0)
         return tree
 
 
@@ -199,9 +207,11 @@ def params_of(config: AttentionConfig, weights: dict) -> AttentionParams:
     """The traced parameters of the attention operation: slopes, sinks and cache scales."""
     slopes = None if config.alibi_slopes is None else jnp.asarray(config.alibi_slopes, jnp.float32)
     sinks = weights["sinks"].astype(jnp.float32) if config.spec.has_sinks else None
+    bias = weights["distance_bias"].astype(jnp.float32) if config.spec.use_distance_bias else None
     return AttentionParams(
-        alibi_slopes=slopes, sinks=sinks, k_scale=weights.get("k_scale"), v_scale=weights.get("v_scale")
-    )
+        alibi_slopes=slopes, sinks=sinks, distance_bias=bias, k_scale=weights.get("k_scale"),
+        v_scale=weights.get("v_scale"),
+    )  # fmt: skip
 
 
 def _heads_joined(state: AttentionState, dtype) -> jax.Array:

@@ -29,13 +29,14 @@ class LayerTerms:
     k_scale: jax.Array | None  # f32[K 1 1 1]
     v_scale: jax.Array | None  # f32[K 1 1 1]
     qq_bias: jax.Array | None  # f32[Q Q]
+    distance_bias: jax.Array | None  # f32[K G 2L+1]
     output_scale: jax.Array | None  # f32[]
     mask_rule: MaskRule = static()
     logit_rule: LogitRule = static()
 
     def of_kv_heads(self, part: slice) -> "LayerTerms":
         """The terms of some of the kv heads."""
-        names = ("head", "alibi_slopes", "sinks", "k_scale", "v_scale")
+        names = ("head", "alibi_slopes", "sinks", "k_scale", "v_scale", "distance_bias")
         cut = {name: None if getattr(self, name) is None else getattr(self, name)[part] for name in names}
         return dataclasses.replace(self, **cut)
 
@@ -57,6 +58,9 @@ def layer_terms(spec: AttentionSpec, is_causal: bool, params: AttentionParams) -
         k_scale=per_kv_head(params.k_scale),
         v_scale=per_kv_head(params.v_scale),
         qq_bias=jnp.asarray(params.qq_bias, jnp.float32) if spec.use_qq_bias else None,
+        distance_bias=jnp.asarray(params.distance_bias, jnp.float32).reshape(kv, group, -1)
+        if spec.use_distance_bias
+        else None,
         output_scale=jnp.asarray(params.output_scale, jnp.float32) if spec.output_dtype else None,
         mask_rule=spec.mask_rule(is_causal),
         logit_rule=spec.logit_rule(),
@@ -80,7 +84,8 @@ def logits(terms: LayerTerms, dots: jax.Array, rows: QueryRows, kv_pos: jax.Arra
     """f32[K M G C] logits from the products q . k: all steps before the mask."""
     if terms.k_scale is not None:
         dots = dots * terms.k_scale
-    bias = _new_token_bias(terms.qq_bias, rows, kv_pos)
+    bias, more = _new_token_bias(terms.qq_bias, rows, kv_pos), _distance_bias(terms.distance_bias, rows, kv_pos)
+    bias = more if bias is None else bias if more is None else bias + more
     position = _per_row(rows.position)
     return shape_logits(terms.logit_rule, dots, terms.head, position, _per_key(kv_pos), terms.alibi_slopes, bias)
 
@@ -121,3 +126,12 @@ def _new_token_bias(qq_bias: jax.Array | None, rows: QueryRows, kv_pos: jax.Arra
     both = (i < size) & (j >= 0) & (j < size)
     found = qq_bias[jnp.clip(i, 0, size - 1), jnp.clip(j, 0, size - 1)]
     return jnp.where(both, found, 0.0)[None, :, None]
+
+
+def _distance_bias(table: jax.Array | None, rows: QueryRows, kv_pos: jax.Array) -> jax.Array | None:
+    """f32[K M G C] the bias of each distance; distances beyond the table have the bias of its first or last entry."""
+    if table is None:
+        return None
+    most = table.shape[-1] // 2
+    at = jnp.clip(kv_pos[None] - rows.position[:, None], -most, most) + most
+    return table[:, :, at].transpose(0, 2, 1, 3)

@@ -134,6 +134,7 @@ NEEDS = [
     (dict(score_fn=lambda s, h, q, k: s), {}, Feature.SCORE_FN),
     (dict(v_head_dim=16), dict(v_head_dim=16), Feature.DIFF_KV),
     (dict(use_qq_bias=True), {}, Feature.QQ_BIAS),
+    (dict(use_distance_bias=True), {}, Feature.DISTANCE_BIAS),
     (dict(output_dtype="int8"), {}, Feature.FUSED_OUTPUT_QUANT),
     ({}, dict(dtype="int8", quant="per_head"), Feature.PER_HEAD_QUANT_SCALES),
 ]

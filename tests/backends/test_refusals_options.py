@@ -118,6 +118,16 @@ REFUSED = {
         ValueError,
         r"params.qq_bias.shape=\(2, 3\) must be \[Q Q\]",
     ),
+    "distance bias without a flag": (
+        lambda: attend(params=AttentionParams(distance_bias=jnp.zeros((2, 3)))),
+        ValueError,
+        "params.distance_bias must be given exactly when spec.use_distance_bias=False",
+    ),
+    "distance bias of an even number of distances": (
+        lambda: attend(spec=layer_of(use_distance_bias=True), params=AttentionParams(distance_bias=jnp.zeros((2, 4)))),
+        ValueError,
+        r"params.distance_bias.shape=\(2, 4\) must be \[\d+, 2L \+ 1\]",
+    ),
     "bias of an encoder": (
         lambda: layer_of(use_qq_bias=True, attn_type="encoder"),
         ValueError,

@@ -114,6 +114,12 @@ def transposed(name: str):
     return lambda original: lambda *asked: change(original(*asked))
 
 
+def reversed_ends(name: str):
+    """The last axis of a traced array is read from its end."""
+    change = lambda terms: dataclasses.replace(terms, **{name: getattr(terms, name)[..., ::-1]})
+    return lambda original: lambda *asked: change(original(*asked))
+
+
 def wrapping(original):
     """Stored numbers above the dtype's maximum wrap to its minimum."""
     return lambda x, dtype, scale=None: (
@@ -189,6 +195,10 @@ MUTANTS = {
     "keys and values swapped": Mutant(WRITE, swapped, on("plain")),
     "query heads read the wrong kv head": Mutant(TILE, transposed_heads, on("plain"), JNP_ONLY),
     "bias among new tokens ignored": Mutant(TERMS, without("qq_bias"), on("qq_bias"), JNP_ONLY),
+    "bias of the distance ignored": Mutant(TERMS, without("distance_bias"), on("distance_bias"), JNP_ONLY),
+    "bias of the distance of the other direction": Mutant(
+        TERMS, reversed_ends("distance_bias"), on("distance_bias"), JNP_ONLY
+    ),
     "bias among new tokens transposed": Mutant(TERMS, transposed("qq_bias"), on("qq_bias"), JNP_ONLY),
     "k_scale ignored": Mutant(TERMS, without("k_scale"), on("scales"), JNP_ONLY),
     "v_scale ignored": Mutant(TERMS, without("v_scale"), on("scales"), JNP_ONLY),

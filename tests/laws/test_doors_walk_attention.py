@@ -22,7 +22,9 @@ CACHE = jattn.empty_cache(CACHE_SPEC)
 ATTN = jattn.PagedAttention(SPEC, CACHE_SPEC, "sdpa")
 PLAN = ATTN.build(META)
 Q, ROWS, PARAMS = jnp.ones((3, 4, 8)), jnp.ones((3, 2, 8)), jattn.AttentionParams()
-RICH = dataclasses.replace(SPEC, has_alibi=True, has_sinks=True, use_qq_bias=True, output_dtype="int8")
+RICH = dataclasses.replace(
+    SPEC, has_alibi=True, has_sinks=True, use_qq_bias=True, use_distance_bias=True, output_dtype="int8"
+)
 RICH_ATTN = jattn.PagedAttention(RICH, CACHE_SPEC, "sdpa")
 STATE = jattn.AttentionState.empty(3, 4, 8)
 MLA_SPEC = jattn.MLASpec(num_heads=2, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
@@ -65,7 +67,7 @@ DOORS = {
     "attend": Door(ATTN.attend, dict(q=Q, cache=CACHE, m=PLAN, params=PARAMS)),
     "params": Door(attend, dict(
         alibi_slopes=jnp.ones(4), sinks=np.ones(4, np.float32), q_scale=1.0, k_scale=2.0, v_scale=[1.0, 2.0],
-        output_scale=0.1, qq_bias=np.zeros((2, 2)))),
+        output_scale=0.1, qq_bias=np.zeros((2, 2)), distance_bias=np.zeros((4, 3)))),
     "update_block_table": Door(ATTN.update_block_table, dict(
         m=PLAN, block_table=META.block_table, slot_mapping=META.slot_mapping)),
     "for_layer": Door(ATTN.for_layer, dict(m=PLAN, layer=0, blocks_per_layer=2)),

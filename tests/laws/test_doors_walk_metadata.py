@@ -132,8 +132,8 @@ DOORS = {
     "AttentionSpec": Door(jattn.AttentionSpec, dict(
         num_heads=2, head_dim=8, num_kv_heads=1, v_head_dim=8, scale=0.5, attn_type="decoder", sliding_window=4,
         chunk_size=None, chunk_lookback=0, logits_soft_cap=1.0, has_alibi=True, use_alibi_sqrt=True, has_sinks=False,
-        use_rswa=True, use_mm_prefix=True, mm_prefix_clamp_sliding_window=False, use_qq_bias=False, mask_fn=None,
-        score_fn=None, output_dtype="int8"), staged=False),
+        use_rswa=True, use_mm_prefix=True, mm_prefix_clamp_sliding_window=False, use_qq_bias=False,
+        use_distance_bias=False, mask_fn=None, score_fn=None, output_dtype="int8"), staged=False),
     "AttentionParams.check_host": Door(lambda **p: jattn.AttentionParams(**p).check_host(), dict(
         q_scale=1.0, k_scale=[1.0], v_scale=2.0, output_scale=1), staged=False),
     "MLASpec": Door(jattn.MLASpec, MLA | dict(

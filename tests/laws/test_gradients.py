@@ -20,6 +20,9 @@ GRADED = {
     "qq_bias_alibi": Feature(
         "qq_bias_alibi", dict(use_qq_bias=True, has_alibi=True, sliding_window=5), ("alibi_slopes", "qq_bias")
     ),
+    "distance_bias_sinks": Feature(
+        "distance_bias_sinks", dict(use_distance_bias=True, has_sinks=True), ("sinks", "distance_bias")
+    ),
     "everything": Feature(
         "everything",
         {k: v for k, v in FEATURES["everything"].spec.items() if k != "score_fn"},
@@ -46,7 +49,7 @@ def witness(problem: Problem) -> dict[str, np.ndarray | list[np.ndarray]]:
     dout, dlse = cotangents(problem)
     spec, found, start = (
         problem.feature.spec,
-        {"dq": [], "dk": [], "dv": [], "dslopes": 0, "dsinks": 0, "dqq_bias": 0},
+        {"dq": [], "dk": [], "dv": [], "dslopes": 0, "dsinks": 0, "dqq_bias": 0, "ddistance_bias": 0},
         0,
     )
     window = spec.get("sliding_window")
@@ -56,14 +59,14 @@ def witness(problem: Problem) -> dict[str, np.ndarray | list[np.ndarray]]:
             problem.q[rows], problem.keys[r], problem.values[r], dout[rows], dlse[rows],
             q_pos=np.arange(length - n, length), scale=spec.get("scale") or problem.head_dim**-0.5,
             causal=problem.causal, window=(window - 1, 0) if window else None, chunk_size=spec.get("chunk_size"),
-            qq_bias=problem.numbers.get("qq_bias"),
+            qq_bias=problem.numbers.get("qq_bias"), distance_bias=problem.numbers.get("distance_bias"),
             alibi_sqrt=problem.spec.use_alibi_sqrt, **problem.feature.reach(problem.lengths)[r],
             soft_cap=spec.get("logits_soft_cap"), mask_fn=spec.get("mask_fn"),
             slopes=problem.numbers.get("alibi_slopes"), sinks=problem.numbers.get("sinks"),
         )  # fmt: skip
         for name in ("dq", "dk", "dv"):
             found[name].append(one[name])
-        for name in ("dslopes", "dsinks", "dqq_bias"):
+        for name in ("dslopes", "dsinks", "dqq_bias", "ddistance_bias"):
             found[name] = found[name] + one[name]
     return found | {"dq": np.concatenate(found["dq"])}
 
@@ -82,7 +85,12 @@ def check(problem: Problem, dq, dk: list, dv: list, dparams: jattn.AttentionPara
     for r in range(len(CASE.query_lens)):
         close(dk[r], wanted["dk"][r], f"dk of request {r}")
         close(dv[r], wanted["dv"][r], f"dv of request {r}")
-    for name, mine in (("alibi_slopes", "dslopes"), ("sinks", "dsinks"), ("qq_bias", "dqq_bias")):
+    for name, mine in (
+        ("alibi_slopes", "dslopes"),
+        ("sinks", "dsinks"),
+        ("qq_bias", "dqq_bias"),
+        ("distance_bias", "ddistance_bias"),
+    ):
         if name in problem.numbers:
             close(getattr(dparams, name), wanted[mine], name)
 

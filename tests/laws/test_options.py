@@ -20,6 +20,7 @@ OPTIONS = {
     "mask_fn": FEATURES["mask_fn"],
     "score_fn": FEATURES["score_fn"],
     "qq_bias": FEATURES["qq_bias"],
+    "distance_bias": FEATURES["distance_bias"],
     "output_dtype": FEATURES["output_int8"],
     "q_scale": Feature("q_scale", params=("q_scale",)),
     "k_scale": Feature("k_scale", params=("k_scale",)),

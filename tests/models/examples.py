@@ -62,6 +62,10 @@ ENCODERS: dict[str, dict[str, Any]] = {
         model_type="bart", vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=24,
         decoder_ffn_dim=24, encoder_attention_heads=2, decoder_attention_heads=4, max_position_embeddings=64,
     ),
+    "t5": dict(
+        model_type="t5", vocab_size=61, d_model=32, d_kv=10, d_ff=24, num_layers=2, num_decoder_layers=3, num_heads=4,
+        relative_attention_num_buckets=8, relative_attention_max_distance=40, feed_forward_proj="gated-gelu",
+    ),
 }  # fmt: skip
 FURTHER = {name: row.config(0) for name, row in options.FAMILIES.items()}
 """Families whose runs tests/models/test_families.py compares; here for tests of reading configs."""

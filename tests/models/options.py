@@ -273,6 +273,7 @@ ENCODERS = [
     varied("roberta", BERT, False, **ROBERTA),
     varied("xlm-roberta", BERT, False, **ROBERTA),
     varied("camembert", BERT, False, **ROBERTA),
+    varied("mpnet", BERT, False, hidden_act=["gelu", "relu"], layer_norm_eps=[1e-12, 1e-3]),
     varied(
         "modernbert", MODERNBERT, False, local_attention=[6, 9, 128], hidden_activation=["gelu", "silu"],
         norm_bias=BOTH, norm_eps=[1e-5, 1e-2], attention_bias=[True, False], mlp_bias=BOTH, decoder_bias=BOTH,

@@ -293,4 +293,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=50000.0, routed_scaling_factor=2.827, scoring_func="sigmoid", seq_aux=True,
         tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc", v_head_dim=128, vocab_size=163840,
     ),
+    "mpnet": dict(
+        architectures=["MPNetForMaskedLM"], attention_probs_dropout_prob=0.1, bos_token_id=0, eos_token_id=2,
+        hidden_act="gelu", hidden_dropout_prob=0.1, hidden_size=768, intermediate_size=3072, layer_norm_eps=1e-05,
+        max_position_embeddings=514, model_type="mpnet", num_attention_heads=12, num_hidden_layers=12, pad_token_id=1,
+        relative_attention_num_buckets=32, vocab_size=30527,
+    ),
+    "t5": dict(
+        architectures=["T5ForConditionalGeneration"], d_ff=2048, d_kv=64, d_model=768, decoder_start_token_id=0,
+        dropout_rate=0.1, eos_token_id=1, feed_forward_proj="gated-gelu", initializer_factor=1.0,
+        is_encoder_decoder=True, layer_norm_epsilon=1e-06, model_type="t5", n_positions=512, num_decoder_layers=12,
+        num_heads=12, num_layers=12, output_past=True, pad_token_id=0, relative_attention_max_distance=128,
+        relative_attention_num_buckets=32, tie_word_embeddings=False, use_cache=True, vocab_size=32128,
+    ),
 }  # fmt: skip

@@ -19,7 +19,7 @@ ASKED_FOR = {
     "num_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts", "moe_topk", "moe_k", "n_group",
     "topk_group",
     "shared_expert_intermediate_size", "rotary_dim", "n_embd", "n_positions", "num_layers", "num_heads", "ffn_dim",
-    "norm_epsilon", "norm_eps", "layer_norm_eps", "attention_types", "dim", "hidden_dim",
+    "norm_epsilon", "norm_eps", "layer_norm_eps", "attention_types", "dim", "hidden_dim", "d_ff",
 }  # fmt: skip
 MORE = {
     "gemma3_text, new keys": examples.of(

@@ -8,9 +8,11 @@ import json
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jattn
 from jattn import models
+from jattn.models.families.distance_bias import buckets_of
 from tests.models import examples, options
 from tests.models.serving import BLOCK_SIZE
 from tests.models.test_parity import agree
@@ -28,6 +30,17 @@ SMALL_BART = Example(
          scale_embedding=True),
     common=False,
 )  # fmt: skip
+SMALL_T5 = {
+    "t5": dict(vocab_size=61, d_model=32, d_kv=10, d_ff=24, num_layers=2, num_heads=4, feed_forward_proj="relu"),
+    "t5, version 1.1": dict(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=3, num_heads=3,
+        relative_attention_num_buckets=8, relative_attention_max_distance=5, feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False, layer_norm_epsilon=1e-3,
+    ),
+}  # fmt: skip
+SEQ2SEQ = {"bart": SMALL_BART} | {name: Example("t5", values, common=False) for name, values in SMALL_T5.items()}
+KINDS = {"bart": transformers.BartForConditionalGeneration, "t5": transformers.T5ForConditionalGeneration}
+START = dict(bart=2, t5=0)
 SOURCES, TARGETS = (9, 5), (6, 4)
 
 
@@ -108,8 +121,9 @@ def test_a_folder_without_a_head_gives_their_last_hidden_states(row, tmp_path):
         models.load(tmp_path)
 
 
-def test_bart_reads_its_source_once_and_writes_token_by_token(tmp_path):
-    theirs, config, params = saved(SMALL_BART, transformers.BartForConditionalGeneration, tmp_path)
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_a_decoder_reads_its_source_once_and_writes_token_by_token(name, tmp_path):
+    theirs, config, params = saved(SEQ2SEQ[name], KINDS[SEQ2SEQ[name].family], tmp_path)
     sources, targets = ids(*SOURCES), ids(*TARGETS, seed=1)
     tables = np.random.default_rng(2).permutation(16).reshape(2, 2, 4).astype(np.int32)
     meta = functools.partial(
@@ -148,3 +162,56 @@ def test_encoders_and_decoders_are_not_mistaken_for_each_other():
     decoder = dataclasses.replace(models.config_of(Example("llama").config().to_dict()), family="llama")
     with pytest.raises(ValueError, match="is a decoder"):
         models.encode(decoder, {}, None, None)
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_greedy_tokens_are_those_of_generate(name, tmp_path):
+    theirs, config, params = saved(SEQ2SEQ[name], KINDS[SEQ2SEQ[name].family], tmp_path)
+    (source,), start, most = ids(9), START[config.family], 7
+    options = dict(
+        max_new_tokens=most,
+        min_new_tokens=most,
+        do_sample=False,
+        num_beams=1,
+        use_cache=False,
+        decoder_start_token_id=start,
+    )
+    wanted = theirs.generate(torch.tensor(source)[None], forced_eos_token_id=None, **options)[0].tolist()
+    step = jax.jit(models.forward, static_argnums=0, static_argnames="backend")
+    tables = np.random.default_rng(2).permutation(8).reshape(2, 1, 4).astype(np.int32)
+    caches, tokens = config.make_caches(8, BLOCK_SIZE, "float32"), [start]
+    for at in range(most):
+        meta = jattn.CommonAttentionMetadata.from_lengths(
+            [1], [at + 1], tables[0], BLOCK_SIZE, encoder_seq_lens=[len(source)], cross_block_table=tables[1]
+        )
+        once = dict(encoder_ids=source) if at == 0 else {}
+        caches, logits = step(config, params, np.array(tokens[-1:]), caches, meta, backend="sdpa", **once)
+        told = np.array(logits[-1])
+        told[list(config.eos_token_ids)] = -np.inf  # min_new_tokens
+        tokens.append(int(told.argmax()))
+    assert tokens == wanted
+
+
+def test_a_t5_with_a_head_of_its_own_does_not_scale_its_logits(tmp_path):
+    theirs, config, params = saved(SEQ2SEQ["t5"], KINDS["t5"], tmp_path)
+    assert config.tied_embeddings and config.logits_scale == 32**-0.5
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": 2 * tensors["shared.weight"]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head\.weight' is not used"):
+        models.load(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values.pop("scale_decoder_outputs")
+    (tmp_path / "config.json").write_text(json.dumps(values | dict(tie_word_embeddings=False)))
+    config, params = models.load(tmp_path)
+    assert not config.tied_embeddings and config.logits_scale == 1.0
+    np.testing.assert_array_equal(params["head"]["kernel"], 2 * tensors["shared.weight"].T)
+
+
+@pytest.mark.parametrize("both_sides", [True, False])
+@pytest.mark.parametrize(("count", "most"), [(32, 128), (8, 5), (32, 200), (64, 1000)])
+def test_every_distance_has_the_bucket_that_transformers_gives_it(count, most, both_sides):
+    distances = np.arange(-3 * most, 3 * most + 1)
+    rule = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
+    wanted = rule(torch.tensor(distances), bidirectional=both_sides, num_buckets=count, max_distance=most).numpy()
+    clipped = np.clip(distances, -most, most)
+    np.testing.assert_array_equal(buckets_of(clipped, count, most, both_sides), wanted)

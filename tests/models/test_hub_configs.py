@@ -5,7 +5,6 @@ import math
 import pytest
 
 from jattn import models
-from jattn.errors import UnsupportedError
 from jattn.nn import DynamicNTKRopeScaling, Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
 from tests.models import published
 
@@ -195,12 +194,6 @@ def test_nomics_own_keys_mean_what_the_usual_ones_mean():
     stretched = models.config_of(old | dict(rotary_scaling_factor=2.0))
     assert stretched.layers[0].rope.scaling == DynamicNTKRopeScaling(factor=2.0, trained_length=2048)
     assert stretched.max_positions == 8192
-
-
-@pytest.mark.parametrize("name", ["t5", "mpnet"])
-def test_a_learned_bias_of_distances_is_refused_with_its_reason(name):
-    with pytest.raises(UnsupportedError, match=f"{name}' is not supported, because its attention adds a learned bias"):
-        models.config_of(dict(model_type=name))
 
 
 def test_deepseeks_attention_is_latent_and_its_logits_scaled_by_yarn():

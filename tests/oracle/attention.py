@@ -4,6 +4,7 @@
     x      = cap * tanh(x / cap)                     soft cap
     x      = x + slope * (kv_pos - q_pos)            ALiBi; or -sqrt(q_pos - kv_pos), keys ahead 0
     x      = x + bias(i, j)                          of new token i on new token j
+    x      = x + bias(clip(kv_pos - q_pos, -L, L))   of the distance, per head
     x      = score_fn(x, head, q_pos, kv_pos)
     p      = exp(x) / (exp(sink) + sum of exp(x) over the visible keys)
     out    = sum of p * v                            lse = log of the denominator
@@ -53,6 +54,7 @@ def attend_one(
     slopes=None,
     alibi_sqrt=False,
     qq_bias=None,
+    distance_bias=None,
     sinks=None,
     score_fn=None,
     **mask,
@@ -76,6 +78,8 @@ def attend_one(
             x = x + float(slopes[h]) * (np.where(j < i, -np.sqrt(np.abs(j - i)), 0) if alibi_sqrt else j - i)
         if qq_bias is not None:
             x = x + among_new(qq_bias, q_pos, kv_pos)
+        if distance_bias is not None:
+            x = x + by_distance(distance_bias[h], q_pos, kv_pos)
         if score_fn is not None:
             x = np.asarray(score_fn(x, h, i, j), np.float64)
         see = visible_keys(q_pos, kv_pos, head=h, causal=causal, **mask)
@@ -102,6 +106,12 @@ def among_new(bias, q_pos, kv_pos):
             if q_pos[0] <= j < q_pos[0] + size and i < q_pos[0] + size:
                 out[a, b] = bias[i - q_pos[0], j - q_pos[0]]
     return out
+
+
+def by_distance(bias, q_pos, kv_pos):
+    """[Lq, L] of one head's bias of the distances -L .. L; farther keys have that of the nearer end."""
+    most = (len(bias) - 1) // 2
+    return np.array([[bias[most + max(-most, min(most, j - i))] for j in kv_pos] for i in q_pos], float)
 
 
 def ragged(

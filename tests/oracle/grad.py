@@ -10,7 +10,7 @@ A row that sees no key has no derivative at all: zeros everywhere.
 
 import numpy as np
 
-from tests.oracle.attention import among_new, visible_keys
+from tests.oracle.attention import among_new, by_distance, visible_keys
 
 
 def attend_one_grad(
@@ -27,6 +27,7 @@ def attend_one_grad(
     slopes=None,
     alibi_sqrt=False,
     qq_bias=None,
+    distance_bias=None,
     sinks=None,
     **mask,
 ):
@@ -40,6 +41,7 @@ def attend_one_grad(
         dv=np.zeros_like(v),
         dslopes=np.zeros(heads),
         dsinks=np.zeros(heads),
+        ddistance_bias=np.zeros_like(np.asarray(0.0 if distance_bias is None else distance_bias, np.float64)),
         dqq_bias=np.zeros_like(np.asarray(0.0 if qq_bias is None else qq_bias, np.float64)),
     )
     kv_pos = np.arange(k.shape[0])
@@ -54,6 +56,8 @@ def attend_one_grad(
             x = x + float(slopes[h]) * distance
         if qq_bias is not None:
             x = x + among_new(qq_bias, q_pos, kv_pos)
+        if distance_bias is not None:
+            x = x + by_distance(distance_bias[h], q_pos, kv_pos)
         see = visible_keys(q_pos, kv_pos, head=h, causal=causal, **mask)
         alive = see.any(axis=1)
         x = np.where(see, x, -np.inf)
@@ -67,6 +71,11 @@ def attend_one_grad(
         row = np.where(alive, dlse[:, h], 0.0) - delta
         dx = p * (dp + row[:, None])
         g["dsinks"][h] = (p_sink * row).sum()
+        if distance_bias is not None:
+            most = len(distance_bias[h]) // 2
+            for i, row_of_dx in zip(q_pos, dx, strict=True):
+                for j, one in zip(kv_pos, row_of_dx, strict=True):
+                    g["ddistance_bias"][h, most + max(-most, min(most, j - i))] += one
         if qq_bias is not None:
             own = np.arange(len(qq_bias)) + np.asarray(q_pos)[0]
             size = min(len(own), len(q_pos))

@@ -2,7 +2,7 @@
 
 from jattn.models.families.alibi import BLOOM, MPT
 from jattn.models.families.bart import BART
-from jattn.models.families.bert import BERT, DISTILBERT, ROBERTA
+from jattn.models.families.bert import BERT, DISTILBERT, MPNET, ROBERTA
 from jattn.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, YOUTU
 from jattn.models.families.eurobert import EUROBERT
 from jattn.models.families.experts import (
@@ -50,6 +50,7 @@ from jattn.models.families.parallel import (
     STARCODER2,
 )
 from jattn.models.families.phi3 import PHI3
+from jattn.models.families.t5 import T5
 from jattn.models.families.wrapper import GEMMA3, LLAMA4, MISTRAL3, QWEN3_VL, QWEN3_VL_TEXT
 
 FAMILIES: dict[str, Family] = {
@@ -116,10 +117,12 @@ FAMILIES: dict[str, Family] = {
     "roberta": ROBERTA,
     "xlm-roberta": ROBERTA,
     "camembert": ROBERTA,
+    "mpnet": MPNET,
     "modernbert": MODERNBERT,
     "nomic_bert": NOMIC_BERT,
     "eurobert": EUROBERT,
     "bart": BART,
+    "t5": T5,
 }
 RECURRENT = (
     "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
@@ -127,5 +130,3 @@ RECURRENT = (
     "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
 )  # fmt: skip
 """model_types with layers of state-space, convolution or linear attention, which have a state instead of keys."""
-RELATIVE_BIAS = ("longt5", "mpnet", "mt5", "pop2piano", "switch_transformers", "t5", "udop", "umt5")
-"""model_types that add a learned bias of the distance between query and key to the logits of attention."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from jattn.models.config import HeadTransform, LayerConfig, ModelConfig
 from jattn.models.config_reader import ConfigReader
+from jattn.models.families.distance_bias import distance_bias_rows
 from jattn.models.families.family import Family, token_ids
 from jattn.models.families.shared import MAX_HEADS, MAX_LAYERS, default_head_dim, layer_norm
 from jattn.models.mlp import ACTIVATIONS, MLP
@@ -73,6 +74,20 @@ def masked_lm(c: ConfigReader, norm: Norm, positions: int, **more: Any) -> Model
     )  # fmt: skip
 
 
+def mpnet(c: ConfigReader) -> ModelConfig:
+    """RoBERTa without token types, with a learned bias of the distance. Its positions count from 2 in any case."""
+    c.only("relative_attention_num_buckets", 32)
+    rows = c.count("max_position_embeddings", low=MPNET_FIRST + 1)
+    config = masked_lm(c, layer_norm(c), rows - MPNET_FIRST)
+    first = config.layers[0]
+    spec = dataclasses.replace(first.attention, use_distance_bias=True)
+    layer = dataclasses.replace(first, self_attn=dataclasses.replace(first.self_attn, spec=spec, max_distance=128))
+    head = HeadTransform(activation="gelu", norm=layer_norm(c))
+    return dataclasses.replace(config, layers=(layer,) * len(config.layers), head_transform=head)
+
+
+MPNET_FIRST = 2
+
 LAYER_NAMES = {
     **{f"attn.{n[0]}": f"attention.self.{n}" for n in ("query", "key", "value")},
     "attn.o": "attention.output.dense",
@@ -104,6 +119,13 @@ DISTILBERT_NAMES = {
 }
 
 
+MPNET_NAMES = {
+    **{f"attn.{n}": f"attention.attn.{n}" for n in "qkvo"},
+    "attn.distance_bias": "",  # see mpnet_tensors
+    "attn_norm_sum": "attention.LayerNorm",
+}
+
+
 def embedding_names(model: str) -> dict[str, Any]:
     """The names of the embeddings of the module `model`."""
     tables = {"embed": "word", "positions": "position", "token_types": "token_type"}
@@ -117,6 +139,14 @@ def roberta_tensors(config: ModelConfig) -> dict[str, TensorSource]:
     names = embedding_names("roberta") | LAYER_NAMES | ROBERTA_HEAD
     names["positions"] = (names["positions"], without_first(first_position(config.pad_token_id)))
     return named_tensors(names, "roberta.encoder.layer.{}.")(config)
+
+
+def mpnet_tensors(config: ModelConfig) -> dict[str, TensorSource]:
+    """mpnet.encoder.layer.0.attention.attn.q and so on."""
+    names = embedding_names("mpnet") | LAYER_NAMES | MPNET_NAMES | ROBERTA_HEAD
+    names["positions"] = (names["positions"], without_first(MPNET_FIRST))
+    table = named_tensors(names, "mpnet.encoder.layer.{}.")(config)
+    return table | distance_bias_rows(config, "mpnet.encoder.relative_attention_bias.weight")
 
 
 def without_first(count: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -156,4 +186,11 @@ DISTILBERT = Family(
     prefix="distilbert.",
     defaults=dict(pad_token_id=0, max_position_embeddings=512),
     aliases=DISTILBERT_KEYS,
+)
+MPNET = Family(
+    mpnet,
+    mpnet_tensors,
+    ROBERTA_UNUSED,
+    prefix="mpnet.",
+    defaults=EPS | dict(bos_token_id=0, eos_token_id=2, pad_token_id=1),
 )

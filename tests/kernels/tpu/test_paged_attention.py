@@ -53,7 +53,7 @@ def test_every_case_in_both_modes(case, mode):
 
 
 REFUSED = {"mask_fn", "score_fn", "use_mm_prefix", "use_rswa", "chunk_lookback", "use_alibi_sqrt", "use_qq_bias",
-           "output_dtype"}  # fmt: skip
+           "use_distance_bias", "output_dtype"}  # fmt: skip
 SERVED = [name for name, f in FEATURES.items() if not REFUSED & set(f.spec)]
 
 
