@@ -177,6 +177,7 @@ class ModelMesh:
         if self.data_ranks == 1:
             return function
 
+        @jax.jit  # so that it has no constants: XLA of JAX 0.11.2 crashes if shard_map closes over one without elements
         def on_rank(*args):
             return _of_blocks(function(*_of_blocks(args, 1, self.data_ranks)), self.data_ranks, 1)
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jattn import models
-from jattn.engine import Engine, SamplingParams, flights
+from jattn.engine import Engine, SamplingParams, flights, warming
+from jattn.engine.dispatch import dispatch
 from tests.engine import test_mesh as on_mesh
 from tests.engine.test_mesh import COMMON, EXPERTS, GREEDY, LLAMA, PROMPT, engine, mesh, of_one_device
 from tests.engine.test_scheduler import FULL, WINDOW, World
@@ -190,6 +191,17 @@ def test_ranks_send_each_other_only_what_they_sampled():
     """The all-gathers after the last step: tokens, log-probabilities, and the most likely tokens with theirs."""
     found = on_mesh.collectives(engine(mesh=mesh(1, 2)))
     assert {name for name, _ in found} == {"all-gather"} and len(found) <= 4
+
+
+def test_nothing_without_elements_enters_a_data_rank():
+    """XLA crashes there with JAX 0.11.2, see ModelMesh.each_data_rank."""
+    served = engine(mesh=mesh(1, 2))
+    runner, shape = served.runner, served.shapes.all()[0]
+    batch = warming._padding(runner.model, served.shapes, shape)
+    args = runner.model, runner.params, runner.caches, runner._row_state, batch
+    program = jax.make_jaxpr(dispatch.function, static_argnums=0)(*args)
+    (mapped,) = [each for each in program.jaxpr.eqns if each.primitive.name == "shard_map"]
+    assert all(np.prod(x.aval.shape) for x in mapped.invars)
 
 
 def test_a_folder_is_served_on_two_ranks(tmp_path):
