@@ -112,9 +112,8 @@ class Engine:
         self._make_tables = functools.partial(data_ranks.tables_of, *of_tables)
         self.tables = self._make_tables()
         self.scheduler = data_ranks.scheduler_of(self.limits, self.tables)
-        self._requests = LiveRequests()
+        self._requests, self._stats = LiveRequests(), Stats()
         self._unreturned: list[RequestOutput] = []  # the next step returns them with its own outputs
-        self._stats = Stats()
         self._flights = Flights(self.runner, config.eos_token_ids)
         self._plan: StepPlan | None = None  # of the dispatch that is being sent or read
         self._seeds = np.random.default_rng(seed)

@@ -1,0 +1,214 @@
+"""A Ray Serve application: several engines with the same model behind one address; needs `pip install 'jattn[ray]'`.
+
+    serve run jattn.serve.replicas:build model=DIR num_replicas=2
+
+Ray places and restarts the replicas, and its ConsistentHashRouter chooses one by the beginning of the prompt: the
+replica that has computed the same beginning before finds it in its prefix cache. If that one has
+`max_ongoing_requests` already, the request goes to the next.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pydantic
+from ray import serve  # type: ignore[import-not-found]
+from ray.exceptions import RayError  # type: ignore[import-not-found]
+from ray.serve.config import RequestRouterConfig  # type: ignore[import-not-found]
+from ray.serve.exceptions import BackPressureError  # type: ignore[import-not-found]
+from ray.serve.handle import DeploymentHandle  # type: ignore[import-not-found]
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from jattn import compile_cache
+from jattn.engine import Engine, keep_freed_memory
+from jattn.serve import body, errors
+from jattn.serve.app import make_app
+from jattn.serve.options import ServerOptions
+
+log = logging.getLogger("jattn.serve")
+
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+OF_CONNECTIONS = ("max_connections", "header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout")
+"""The ServerOptions that are refused."""
+
+MAX_WAITING_PARTS = 8
+"""Parts of a response that wait for the ingress. Then the replica's coroutine waits, and the engine goes on."""
+
+
+class Options(pydantic.BaseModel, extra="forbid"):
+    """The arguments of `build`: of `serve run` as name=value, or of a configuration file of Ray Serve."""
+
+    model: str  # a Hugging Face folder, which every replica can read
+    num_replicas: int = 2
+    num_gpus: float = 0  # of each replica
+    max_ongoing_requests: int = 64  # of each replica; with more, a request goes to another one, and waits if all have
+    max_queued_requests: int = 256  # waiting for a replica; more get a 429
+    prefix_characters: int = 256  # the beginning of a prompt that decides to which replica it goes
+    health_seconds: float = 10.0  # between two checks of a replica; one that fails is restarted
+    engine: dict[str, Any] = {}  # arguments of Engine.from_pretrained
+    server: dict[str, Any] = {}  # arguments of ServerOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An HTTP request, for a replica."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+def build(options: Options) -> serve.Application:
+    """The application. Its ingress reads each request and passes it to one of the replicas."""
+    if ignored := sorted({*options.server} & set(OF_CONNECTIONS)):
+        raise ValueError(f"{', '.join(ignored)} in server: Ray's proxy has the connections; set its own limits")
+    server = ServerOptions(**options.server)
+    engines = serve.deployment(
+        num_replicas=options.num_replicas,
+        ray_actor_options={"num_gpus": options.num_gpus},
+        max_ongoing_requests=options.max_ongoing_requests,
+        max_queued_requests=options.max_queued_requests,
+        health_check_period_s=options.health_seconds,
+        graceful_shutdown_timeout_s=server.grace,
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER, request_router_kwargs={"num_fallback_replicas": options.num_replicas - 1}
+        ),
+    )(Replica).bind(options.model, options.engine, options.server)
+    most = options.num_replicas * options.max_ongoing_requests + options.max_queued_requests
+    ingress = serve.deployment(max_ongoing_requests=most)(Ingress)
+    return ingress.bind(engines, server.max_body_bytes, options.prefix_characters)
+
+
+class Replica:
+    """An engine with the application of `jattn serve`."""
+
+    def __init__(self, model: str, engine: dict[str, Any], server: dict[str, Any]):
+        keep_freed_memory()
+        compile_cache.enable()
+        loaded = Engine.from_pretrained(model, **engine)
+        loaded.warmup()
+        self._app = make_app(loaded, ServerOptions(**server))
+        self._loop = self._app.state.loop
+        self._loop.start()
+        self._id = serve.get_replica_context().replica_id.unique_id
+
+    def check_health(self) -> None:
+        """Ray restarts the replica if this raises."""
+        if not self._loop.healthy:
+            raise RuntimeError(f"the engine is broken: {self._loop.failure}")
+
+    async def respond(self, call: Call) -> AsyncIterator[Any]:
+        """(status, headers), then the parts of the response's body. If the caller cancels, the request is aborted."""
+        parts: asyncio.Queue[Any] = asyncio.Queue(MAX_WAITING_PARTS)
+
+        async def run() -> None:
+            try:
+                await self._app(_scope(call), _receiver(call.body), parts.put)
+                end = RuntimeError("the application sent no end of its response")
+            except Exception as error:
+                end = error
+            await parts.put(end)
+
+        answer = asyncio.ensure_future(run())
+        try:
+            while True:
+                message = await parts.get()
+                if isinstance(message, Exception):
+                    raise message
+                if message["type"] == "http.response.start":
+                    yield message["status"], [*message["headers"], (b"x-replica", self._id.encode())]
+                    continue
+                if message.get("body"):
+                    yield message["body"]
+                if not message.get("more_body", False):
+                    return
+        finally:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
+
+
+class Ingress:
+    """Passes HTTP requests to the replicas, and their responses back as they grow."""
+
+    def __init__(self, engines: DeploymentHandle, max_body_bytes: int, prefix_characters: int):
+        self._engines, self._max_body_bytes, self._prefix_characters = engines, max_body_bytes, prefix_characters
+
+    async def __call__(self, request: Request) -> Response:
+        try:
+            raw = await body.read(request, self._max_body_bytes)
+        except errors.ServeError as error:
+            return errors.response_of(error)
+        prefix = await asyncio.to_thread(prefix_of, raw, self._prefix_characters) if raw else None
+        chosen = {} if prefix is None else {"session_id": prefix}
+        call = Call(request.method, request.url.path, request.url.query.encode(), request.headers.raw, raw)
+        parts = self._engines.options(stream=True, **chosen).respond.remote(call)
+        try:
+            status, headers = await anext(parts)
+        except BackPressureError:
+            return errors.response_of(errors.QueueFullError("all replicas are full; try again later"))
+        except RayError as error:
+            log.warning("a replica failed before it answered: %s", error)
+            return errors.response_of(errors.StoppedError("the replica of this request has ended; try again"))
+        is_event_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
+        response = StreamingResponse(_body(parts, is_event_stream), status)
+        response.raw_headers = headers
+        return response
+
+
+async def _body(parts: AsyncIterator[bytes], is_event_stream: bool) -> AsyncIterator[bytes]:
+    """The parts of a response; if its replica ends, an event stream ends with an error, another one incomplete."""
+    try:
+        async for part in parts:
+            yield part
+    except RayError:
+        if not is_event_stream:
+            raise
+        failed = errors.StoppedError("the replica of this request has ended; try again")
+        yield b"data: " + errors.encode(errors.body_of(failed)) + b"\n\n"
+
+
+def prefix_of(raw: bytes, characters: int) -> str | None:
+    """A name of the beginning of a body's prompt; None if it has none. It is the same in all turns of a chat: of that,
+    the beginning ends with the user's first message.
+    """
+    try:
+        values = json.loads(raw)
+        if isinstance(messages := values.get("messages"), list):
+            first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), 0)
+            prompt = "".join(json.dumps(message.get("content")) for message in messages[: first + 1])
+        else:
+            prompt = values["prompt"]
+            if isinstance(prompt, list) and not isinstance(prompt[0], int):
+                prompt = prompt[0]  # of several prompts
+        beginning = json.dumps([values.get("cache_salt"), prompt[:characters]])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # the replica will say what is wrong
+        return None
+    return hashlib.sha256(beginning.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------- a call of an ASGI application
+def _scope(call: Call) -> dict[str, Any]:
+    return dict(
+        type="http", asgi={"version": "3.0", "spec_version": "2.4"}, http_version="1.1", scheme="http",
+        method=call.method, path=call.path, raw_path=call.path.encode(), root_path="", query_string=call.query,
+        headers=call.headers,
+    )  # fmt: skip
+
+
+def _receiver(raw: bytes):
+    """The `receive` of an ASGI application: the body, then nothing. Its task is cancelled if the client disconnects."""
+    messages = iter([{"type": "http.request", "body": raw, "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        for message in messages:
+            return message
+        return await asyncio.Future()
+
+    return receive
