@@ -65,6 +65,7 @@ def environment() -> dict[str, str]:
     return dict(
         JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost",
+        XLA_FLAGS="",  # those of a CPU's tests are not for a TPU
     )  # fmt: skip
 
 

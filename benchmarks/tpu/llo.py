@@ -8,12 +8,13 @@ import dataclasses
 import functools
 import pathlib
 import re
+import statistics
 
 FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_.*"
 """LIBTPU_INIT_ARGS that write the dump to a folder; read once, when libtpu is loaded."""
 
-DELAY_SLOTS = 4
-"""Bundles behind a branch that are executed before it is taken."""
+MOST_SLOTS = 8
+"""Bundles behind a branch that are executed before it is taken, at most: there are 4 on v6e and 6 on tpu7x."""
 
 _LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s*(LH|LB|LE|PB|PF|CT)?\s*:\s*(>*)\s*\{(.*)$")
 _BRANCH = re.compile(r"sbr\.rel \((!?%p\w+)\) target = \$region(\d+)")
@@ -57,7 +58,14 @@ class Program:
         """The end of a loop by its branch back, which is printed less deep, and the delay slots behind it."""
         labels = set(_REGION.findall(self.texts[first]))
         back = [i for i, name in self._branches if i > first and name in labels]
-        return min(back[-1] + 1 + DELAY_SLOTS, len(self.texts)) if back else None
+        return min(back[-1] + 1 + self._delay_slots, len(self.texts)) if back else None
+
+    @functools.cached_property
+    def _delay_slots(self) -> int:
+        """Between most branches and the mark PF of what follows if they are not taken; not all have the mark."""
+        marked = [i for i, mark in enumerate(self.marks) if mark == "PF"]
+        seen = [m - i - 1 for i, _ in self._branches for m in marked if 0 < m - i <= MOST_SLOTS + 1]
+        return statistics.mode(seen) if seen else 4
 
     def _while_as_deep(self, first: int, depth: int) -> int:
         stop = first + 1

@@ -1,0 +1,48 @@
+"""The TPU kernel's timing and its sweep of sizes, as far as they go without a TPU."""
+
+import pytest
+
+from benchmarks.tpu import measure, sweep, timed
+
+LEAST = dict(ns=2.0, limit="memory")
+
+
+def test_without_a_tpu_nothing_is_measured(capsys):
+    assert timed.main([]) == 2 and "not a TPU" in capsys.readouterr().out
+    assert measure.__doc__ is not None and "benchmarks.tpu.timed" in measure.__doc__
+
+
+def test_a_time_refutes_what_it_contradicts():
+    assert timed.refuted(2.2, LEAST, 0.001) == []
+    (low,) = timed.refuted(1.8, LEAST, 0.001)
+    assert "lower limit: measured 0.90" in low
+    (high,) = timed.refuted(3.0, LEAST, 0.001)
+    assert "measured 1.50 times the least time" in high
+    wrong, unknown = timed.refuted(2.0, None, 0.5)
+    assert "differ by 0.5" in wrong and "none for this one" in unknown
+
+
+def test_a_case_is_computed_and_compared_with_sdpa(monkeypatch):
+    """On this machine with sdpa in place of the kernel."""
+    monkeypatch.setattr(timed, "CASES", {"decode": ((1,) * 6, 200), "prefill": ((130,) * 2, 130)})
+    monkeypatch.setattr(timed, "CALLS", 1)
+    for case, pairs in (("decode", 6 * 200), ("prefill", 2 * 130 * 131 // 2)):
+        row = timed.measure(case, "v6e", backend="sdpa")
+        assert timed.pairs(*timed.CASES[case]) == pairs
+        assert row["ms"] * 1e6 == pytest.approx(row["ns"] * pairs, rel=0.01) and row["difference"] < timed.TOLERANCE
+
+
+def test_one_size_is_changed_at_a_time():
+    assert sweep.candidates("decode")[0] == {} and all(len(sizes) < 2 for sizes in sweep.candidates("prefill"))
+    assert sweep.name_of({}) == "default" and sweep.name_of(dict(block_kv=512)) == "block_kv=512"
+
+
+def test_the_best_sizes_are_those_that_short_contexts_like_among_equals():
+    rows = [
+        dict(variant="default", ns=2.0, bundles_at_200=900),
+        dict(variant="a", ns=2.01, bundles_at_200=700),
+        dict(variant="b", ns=3.0, bundles_at_200=100),
+        dict(variant="c", error="out of VMEM"),
+    ]
+    assert sweep.best(rows)["variant"] == "a"
+    assert sweep.best([dict(variant="x", ns=0.09), dict(variant="y", ns=0.0899)])["variant"] == "y"
