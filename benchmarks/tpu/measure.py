@@ -20,8 +20,11 @@ def decode(program: Program, config: TpuKernelConfig) -> dict:
     bodies = [s for s in _products(program, program.skipped) if block.holds(s)]
     masked = max((s for s in bodies if any(s.holds(p) for p in parts)), key=lambda s: s.size)
     plain = min((s for s in bodies if not any(s.holds(p) or p == s for p in parts)), key=lambda s: s.size)
-    long = program.path(block, _pages(program, config.block_pages), (masked,))
-    short = program.path(block, _pages(program, PAGES_OF_200), (plain,))
+    # two loops clear the values of pages before the range and past its end; in 200 keys the second runs once
+    clear = [s for s in program.inside(block, program.loops) if s not in parts and program.count(s, "vsel")]
+    assert len(clear) == 2, "the loops that clear values were not found"
+    long = program.path(block, _pages(program, config.block_pages), (masked, *clear))
+    short = program.path(block, _pages(program, PAGES_OF_200), (plain, clear[0]))
     around = program.path(tile, lambda loop: 0 if loop == block else 1)
     along = lambda word: program.count_along(block, word, _pages(program, config.block_pages), (masked,))
     return dict(
@@ -32,16 +35,39 @@ def decode(program: Program, config: TpuKernelConfig) -> dict:
 
 
 def prefill(program: Program, config: TpuKernelConfig) -> dict:
-    """1e-3 bundles for each pair of query and key, all heads: blocks that every row sees, and masked ones."""
+    """1e-3 bundles for each pair of query and key, all heads, of the three bodies of many rows and of two prompts."""
     heads = next(n for n in range(config.long_heads, 0, -1) if config.num_kv_heads % n == 0)
-    queries = config.chunk_rows / config.group * heads / config.num_kv_heads
-    loops = sorted(innermost(program), key=lambda loop: loop.size)[-2:]  # the smaller ones are bodies of few rows
-    masked, seen = (
-        round(1e3 * loop.size / queries / keys, 1)
-        for loop, keys in zip(loops, (config.part_keys, config.block_keys), strict=True)
-    )
-    spills = program.count(loops[1], "spill")
-    return dict(keys=config.block_keys, milli_bundles=seen, milli_bundles_masked=masked, spills=spills)
+    products = lambda loop: program.count(loop, "vmatmul")
+    loops = sorted(innermost(program), key=products)[-3:]  # the ones before are bodies of few rows
+    step = loops.pop()
+    part, masked = sorted(loops, key=lambda loop: program.count(loop, "vcmp"))
+    assert products(step) == config.step_parts * products(part) == config.step_parts * products(masked)
+    sizes = [loop.size * config.num_kv_heads // heads for loop in (step, part, masked)]
+    pairs = config.chunk_rows / config.group * config.part_keys
+    milli = lambda size, parts=1: round(1e3 * size / pairs / parts, 1)
+    short, long = (prompt(tokens, config, sizes) for tokens in (512, 8192))
+    return dict(
+        step=milli(sizes[0], config.step_parts), part=milli(sizes[1]), masked=milli(sizes[2]),
+        prompt_512=short["computed"], prompt_512_visible=short["visible"],
+        prompt_8k=long["computed"], prompt_8k_visible=long["visible"], spills=program.count(step, "spill"),
+    )  # fmt: skip
+
+
+def prompt(tokens: int, config: TpuKernelConfig, sizes) -> dict:
+    """1e-3 bundles in the bodies for each pair that is computed, and for each that is visible, of a causal prompt."""
+    c, queries = config, config.chunk_rows // config.group
+    bundles = parts = 0
+    for first in range(0, tokens, queries):
+        for start in range(0, first + queries, c.block_keys):
+            full = min(first + 1 - start, c.block_keys) // c.part_keys if first + 1 > start else 0
+            edge = -(-min(first + queries - start, c.block_keys) // c.part_keys) - full
+            steps, rest = divmod(full, c.step_parts)
+            bundles += sum(n * size for n, size in zip((steps, rest, edge), sizes, strict=True))
+            parts += full + edge
+    computed = parts * c.part_keys * queries
+    return dict(
+        computed=round(1e3 * bundles / computed, 1), visible=round(2e3 * bundles / (tokens * (tokens + 1)), 1)
+    )  # fmt: skip
 
 
 def jax_kernel(program: Program, keys: int, queries: int) -> dict:

@@ -31,11 +31,12 @@ class TpuKernelConfig:
     per_head_q_scale: bool = False
     per_request_causal: bool = False
     block_kv: int = 1536  # keys of one block, fetched at once; rounded to whole parts
-    part_kv: int = 256  # keys of one part: a block with masked keys is computed by parts; rounded to whole pages
+    part_kv: int = 256  # keys of one part: where keys are masked, a block is computed by parts; rounded to whole pages
+    step_kv: int = 768  # keys that a chunk of rows takes at once where it sees them all; rounded to whole parts
     tile_rows: int = 512  # query rows (token x head of the group) that share one pass over the keys
     chunk_rows: int = 128  # query rows of one matrix product
     short_heads: int = 8  # kv heads that are unrolled in the body of few rows
-    long_heads: int = 4  # the same in the body of many rows; with 8, compiling for tpu7x takes minutes
+    long_heads: int = 8  # the same in the body of many rows
 
     @property
     def group(self) -> int:
@@ -51,6 +52,11 @@ class TpuKernelConfig:
     def part_keys(self) -> int:
         """Keys of a part."""
         return self.part_pages * self.page_size
+
+    @property
+    def step_parts(self) -> int:
+        """Parts of a step, at most a block."""
+        return min(max(1, self.step_kv // self.part_keys), self.block_pages // self.part_pages)
 
     @property
     def block_pages(self) -> int:

@@ -42,8 +42,8 @@ class Buffers(NamedTuple):
     v: Any  # [2 pages K S V]
     out: Any  # [2 K rows/16 16 V]
     lse: Any  # f32[2 rows/16 16 128]
-    m: Any  # f32[K rows 1]
-    l: Any  # f32[K rows 1]
+    m: Any  # f32[K rows 128], all lanes equal
+    l: Any  # f32[K rows 128], partial sums: their sum over lanes counts
     acc: Any  # f32[K rows V]
     sems: Any  # DMA[5 2]: of q, k, v, out, lse; one for each half
 

@@ -11,8 +11,9 @@
             out, lse -> HBM                          written back while the next tile runs
       unpack_rows                              work_list.py: outputs and lse back to [T, H, ...]
 
-Where every row sees every key of a block, there is no mask. In other blocks, keys that are not the request's are kept
-out of every product: the tail of a page may hold NaN. A tile of one token has a body of few rows instead of a chunk.
+Parts of a block that every row of a chunk sees are computed without a mask, parts that none sees are skipped. Keys that
+are not the request's are kept out of every product: the tail of a page may hold NaN. A tile of one token has a body of
+few rows instead of a chunk.
 """
 
 import functools
@@ -139,8 +140,8 @@ def _scratch(c: TpuKernelConfig, dtype, kv_dtype):
         pltpu.VMEM((2, c.block_pages, c.num_kv_heads, c.page_size, c.v_head_dim), kv_dtype),
         pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.v_head_dim), dtype),
         pltpu.VMEM((2, packs, PACK, LANES), f32),
-        pltpu.VMEM((c.num_kv_heads, c.rows, 1), f32),
-        pltpu.VMEM((c.num_kv_heads, c.rows, 1), f32),
+        pltpu.VMEM((c.num_kv_heads, c.rows, LANES), f32),
+        pltpu.VMEM((c.num_kv_heads, c.rows, LANES), f32),
         pltpu.VMEM((c.num_kv_heads, c.rows, c.v_head_dim), f32),
         pltpu.SemaphoreType.DMA((5, 2)),
     ]

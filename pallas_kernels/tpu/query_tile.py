@@ -4,7 +4,7 @@ Logits are in base 2 (times log2(e)), since the chip's exponential unit computes
 """
 
 import dataclasses
-import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
 from pallas_kernels.tpu.copies import Buffers, TileItem
 
 LOG2E = math.log2(math.e)
+LOWEST = float(jnp.finfo(jnp.float32).min)  # subtracted where a row has seen no key: -inf - LOWEST is -inf
+HEADS_TOGETHER = 2  # kv heads whose dots are computed before their softmax, in the body of many rows
 
 
 class KeyPart(NamedTuple):
@@ -48,32 +50,82 @@ class QueryTile:
         def fresh(heads, first, rows):
             for head in heads:
                 at = (head, pl.ds(first, rows))
-                self.buf.m[at], self.buf.l[at], self.buf.acc[at] = softmax.start((rows,), self.c.v_head_dim)
+                m, l, self.buf.acc[at] = softmax.start((rows,), self.c.v_head_dim)
+                self.buf.m[at], self.buf.l[at] = _lanes(m, LANES), _lanes(l, LANES)
 
         self._each(fresh)
 
     def add_block(self, side, first_key):
-        """Adds the keys of one half of the buffer, the first of which has position first_key.
+        """Adds the keys of one half of the buffer, the first of which has position first_key."""
+        self._clear_values(side, first_key)
+        self._few_or_chunks(
+            lambda: self._add_to_few(side, first_key), lambda first: self._add_to_chunk(side, first_key, first)
+        )
 
-        Where every row sees every key, all at once without a mask; elsewhere only the parts that some row sees.
-        """
+    def _clear_values(self, side, first_key):
+        """Sets the values outside the tile's range to 0 in the parts that it touches: what lies there may be NaN."""
+        c, item = self.c, self.item
+        start, stop = (lax.clamp(0, key - first_key, c.block_keys) for key in (item.kv_start, item.kv_end))
+
+        def page(j, _):
+            at = first_key + j * c.page_size + lax.broadcasted_iota(jnp.int32, (1, c.page_size, 1), 1)
+            v = self.buf.v[side, j]
+            self.buf.v[side, j] = jnp.where((at >= item.kv_start) & (at < item.kv_end), v, jnp.zeros_like(v))
+            return ()
+
+        lax.fori_loop(_down(start, c.part_keys) * c.part_pages, _up(start, c.page_size), page, ())
+        lax.fori_loop(_down(stop, c.page_size), _up(stop, c.part_keys) * c.part_pages, page, ())
+
+    def _add_to_few(self, side, first_key):
+        """Where every row sees every key, all at once without a mask; elsewhere only the parts that some row sees."""
         c, item = self.c, self.item
         whole = (first_key >= item.full_start) & (first_key + c.block_keys <= item.full_end)
 
-        def at_once():
-            self._each(functools.partial(self._step, KeyPart(side, 0, c.block_pages, first_key, False)), c.long_heads)
-
-        def part(j, _):
-            keys = KeyPart(side, j * c.part_pages, c.part_pages, first_key + j * c.part_keys, True)
-            self._each(functools.partial(self._step, keys), c.long_heads)
-            return ()
+        def add(keys: KeyPart):
+            _heads(c, c.short_heads, lambda heads: self._step(keys, heads, 0, c.few_rows, len(heads)))
 
         def parts():
-            first = lax.div(jnp.maximum(item.kv_start - first_key, 0), c.part_keys)
-            last = lax.div(jnp.maximum(item.kv_end - first_key, 0) + c.part_keys - 1, c.part_keys)
-            lax.fori_loop(first, jnp.minimum(last, c.block_pages // c.part_pages), part, ())
+            def part(j, _):
+                add(KeyPart(side, j * c.part_pages, c.part_pages, first_key + j * c.part_keys, True))
+                return ()
 
-        lax.cond(whole, at_once, parts)
+            start, stop = (lax.clamp(0, key - first_key, c.block_keys) for key in (item.kv_start, item.kv_end))
+            lax.fori_loop(_down(start, c.part_keys), _up(stop, c.part_keys), part, ())
+
+        lax.cond(whole, lambda: add(KeyPart(side, 0, c.block_pages, first_key, False)), parts)
+
+    def _add_to_chunk(self, side, first_key, first):
+        """Only the parts that some row of the chunk sees. Those that every row sees need no mask: several at once."""
+        c = self.c
+        seen, by_all = self._ranges(first)
+        clamped = lambda key: lax.clamp(0, key - first_key, c.block_keys)
+        begin, end = _down(clamped(seen[0]), c.part_keys), _up(clamped(seen[1]), c.part_keys)
+        full = lax.clamp(begin, _up(clamped(by_all[0]), c.part_keys), end)
+        full_end = lax.clamp(full, _down(clamped(by_all[1]), c.part_keys), end)
+        steps = lax.div(full_end - full, c.step_parts)
+
+        def add(part, parts: int, masked: bool):
+            keys = KeyPart(side, part * c.part_pages, parts * c.part_pages, first_key + part * c.part_keys, masked)
+            _heads(c, c.long_heads, lambda heads: self._step(keys, heads, first, c.chunk_rows, HEADS_TOGETHER))
+            return ()
+
+        def edge(j, _):
+            return add(jnp.where(j < full - begin, begin + j, full_end + j - (full - begin)), 1, True)
+
+        lax.fori_loop(0, steps, lambda j, _: add(full + j * c.step_parts, c.step_parts, False), ())
+        if c.step_parts > 1:
+            lax.fori_loop(full + steps * c.step_parts, full_end, lambda j, _: add(j, 1, False), ())
+        lax.fori_loop(0, full - begin + end - full_end, edge, ())
+
+    def _ranges(self, first):
+        """Positions, half open: the keys that some row of the chunk sees, and those that every row sees."""
+        c, item = self.c, self.item
+        if c.mask.chunk:  # the tile's, which are known: those of a row take a division
+            return (item.kv_start, item.kv_end), (item.full_start, item.full_end)
+        causal = (item.causal != 0) if c.per_request_causal else None
+        q_first, q_last = (item.q_first + _token_of(c, row) for row in (first, first + c.chunk_rows - 1))
+        by_all = (mask.key_range(c.mask, q, q, item.kv_end, causal)[i] for i, q in enumerate((q_last, q_first)))
+        return mask.key_range(c.mask, q_first, q_last, item.kv_end, causal), tuple(by_all)
 
     def finish(self):
         """Writes the output and the lse of the state; lane k of the lse is kv head k."""
@@ -84,7 +136,8 @@ class QueryTile:
             for head in heads:
                 at = (head, pl.ds(first, rows))
                 sink = self._column("sink", head, first, rows)
-                out, lse = softmax.finish(self.buf.m[at] * (1 / LOG2E), self.buf.l[at], self.buf.acc[at], sink)
+                m, l = self.buf.m[at][:, :1] * (1 / LOG2E), jnp.sum(self.buf.l[at], -1, keepdims=True)
+                out, lse = softmax.finish(m, l, self.buf.acc[at], sink)
                 out = (out * self.scales[self.c.num_kv_heads + head]).astype(self.buf.out.dtype)
                 lses = jnp.where(lane == head, lse[:, None], lses)
                 if rows < PACK:
@@ -106,35 +159,47 @@ class QueryTile:
         kept = self.buf.lse[at].reshape(rows, LANES)
         self.buf.lse[at] = jnp.where(mine, lses, kept).reshape(shape)
 
-    def _each(self, do, long_heads: int = 1):
-        """do(heads, first row, rows) over all heads and live rows: few rows at once, many rows in chunks."""
+    def _each(self, do):
+        """do(heads, first row, rows) over all heads and live rows."""
         c = self.c
-        short = lambda: _heads(c, c.short_heads, lambda heads: do(heads, 0, c.few_rows))
-        if not c.long_tiles:
-            return short()
+        self._few_or_chunks(
+            lambda: _heads(c, c.short_heads, lambda heads: do(heads, 0, c.few_rows)),
+            lambda first: _heads(c, 1, lambda heads: do(heads, first, c.chunk_rows)),
+        )
 
-        def long():
-            def chunk(i, _):
-                first = pl.multiple_of(i * c.chunk_rows, c.chunk_rows)
-                _heads(c, long_heads, lambda heads: do(heads, first, c.chunk_rows))
+    def _few_or_chunks(self, few, chunk):
+        """few() if the tile has few rows, else chunk(first row) for each of its live chunks."""
+        c = self.c
+        if not c.long_tiles:
+            return few()
+
+        def chunks():
+            def one(i, _):
+                chunk(pl.multiple_of(i * c.chunk_rows, c.chunk_rows))
                 return ()
 
-            lax.fori_loop(0, lax.div(self.item.rows + c.chunk_rows - 1, c.chunk_rows), chunk, ())
+            lax.fori_loop(0, lax.div(self.item.rows + c.chunk_rows - 1, c.chunk_rows), one, ())
 
-        return lax.cond(self.item.rows <= c.few_rows, short, long)
+        return lax.cond(self.item.rows <= c.few_rows, few, chunks)
 
-    def _step(self, keys: KeyPart, heads, first, rows: int):
+    def _step(self, keys: KeyPart, heads, first, rows: int, together: int):
         """One step of the recurrence for some heads and rows.
 
-        States are read first and written last, and the dots of the next head are computed before the softmax of this
-        one, so that the compiler can overlap one head's products with another's exponentials.
+        The states are read first and written last, and the dots of the next `together` heads are computed before the
+        softmax of these, so that the compiler can overlap one head's products with another's exponentials.
         """
         at = [(head, pl.ds(first, rows)) for head in heads]
         states = [(self.buf.m[x], self.buf.l[x], self.buf.acc[x]) for x in at]
-        dots = self._dots(keys, heads[0], first, rows)
-        for i, head in enumerate(heads):
-            ahead = self._dots(keys, heads[i + 1], first, rows) if i + 1 < len(heads) else None
-            states[i] = self._next(states[i], keys, head, first, rows, dots)
+        groups = [range(i, min(i + together, len(heads))) for i in range(0, len(heads), together)]
+        dots_of = lambda group: [self._dots(keys, heads[i], first, rows) for i in group]
+        dots = dots_of(groups[0])
+        for group, after in itertools.zip_longest(groups, groups[1:], fillvalue=()):
+            ahead = dots_of(after)
+            weights = [
+                self._weights(states[i], keys, heads[i], first, rows, x) for i, x in zip(group, dots, strict=True)
+            ]
+            for i, weighed in zip(group, weights, strict=True):
+                states[i] = self._sum_values(weighed, keys, heads[i])
             dots = ahead
         for x, state in zip(at, states, strict=True):
             self.buf.m[x], self.buf.l[x], self.buf.acc[x] = state
@@ -145,26 +210,32 @@ class QueryTile:
         k = self.buf.k[keys.side, pl.ds(keys.page, keys.pages), head].reshape(-1, self.c.head_dim)
         return _dot(self._queries(head, first, rows).astype(compute), _cast(k, compute), 1)
 
-    def _next(self, state, keys: KeyPart, head, first, rows: int, dots):
-        """The state of a head after these keys."""
-        c, item, compute = self.c, self.item, jnp.dtype(self.c.compute_dtype)
-        v = self.buf.v[keys.side, pl.ds(keys.page, keys.pages), head].reshape(-1, c.v_head_dim)
+    def _weights(self, state, keys: KeyPart, head, first, rows: int, dots):
+        """(m, l, acc, alpha, p) of a head after these keys, where acc still has to be updated with alpha and p."""
+        c, item = self.c, self.item
         kv_pos = q_pos = None
         if keys.masked or c.logits.has_alibi:
             kv_pos = keys.first + lax.broadcasted_iota(jnp.int32, (1, dots.shape[1]), 1)
-            q_pos = item.q_first + _token_of(c, first, rows)
+            q_pos = item.q_first + _token_of(c, first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0))
         logits = self._logits(dots, head, first, rows, q_pos, kv_pos)
         if keys.masked:
             assert kv_pos is not None
-            live = (kv_pos >= item.kv_start) & (kv_pos < item.kv_end)
             causal = (item.causal != 0) if c.per_request_causal else None
-            logits = jnp.where(live & mask.visible(c.mask, None, q_pos, kv_pos, causal), logits, softmax.NEG_INF)
-            v_pos = keys.first + lax.broadcasted_iota(jnp.int32, (dots.shape[1], 1), 0)
-            v = jnp.where((v_pos >= item.kv_start) & (v_pos < item.kv_end), v, jnp.zeros_like(v))
+            seen = mask.visible(c.mask, None, q_pos, kv_pos, causal)
+            if causal is not None or not c.mask.causal:  # otherwise `visible` hides every key past the range
+                seen = seen & (kv_pos < item.kv_end)
+            logits = jnp.where(seen, logits, softmax.NEG_INF)
         m, l, acc = state  # noqa: E741
-        m, alpha, p = softmax.weights(m, logits, jnp.exp2)
-        l = l * alpha + jnp.sum(p, -1, keepdims=True)  # noqa: E741
-        return m, l, acc * alpha + _dot(p.astype(compute), _cast(v, compute), 0)
+        m, before = jnp.maximum(m, jnp.max(logits, axis=-1, keepdims=True)), m
+        shift = jnp.maximum(m, LOWEST) if keys.masked else m
+        alpha, p = jnp.exp2(before - shift), jnp.exp2(logits - _lanes(shift, logits.shape[1]))
+        return m, l * alpha + _sum_by_lane(p), acc, alpha, p.astype(c.compute_dtype)
+
+    def _sum_values(self, weighed, keys: KeyPart, head):
+        """The state of a head from its _weights."""
+        m, l, acc, alpha, p = weighed  # noqa: E741
+        v = self.buf.v[keys.side, pl.ds(keys.page, keys.pages), head].reshape(-1, self.c.v_head_dim)
+        return m, l, acc * _lanes(alpha, self.c.v_head_dim) + _dot(p, _cast(v, p.dtype), 0)
 
     def _logits(self, dots, head, first, rows: int, q_pos, kv_pos):
         """Base-2 logits: log2(e) is part of the scale where no other step follows, else it is applied last."""
@@ -209,12 +280,36 @@ def _packs(first, rows: int):
     return pl.ds(lax.div(jnp.int32(first), PACK), rows // PACK)
 
 
-def _token_of(c: TpuKernelConfig, first, rows: int):
-    """i32[rows 1]: each row's token in the tile, row // G, by a multiplication that is exact for these sizes."""
-    row = first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+def _token_of(c: TpuKernelConfig, row):
+    """A row's token in the tile, row // G, by a multiplication that is exact for these sizes."""
     if c.group & (c.group - 1) == 0:
         return row >> (c.group.bit_length() - 1)
     return (row * cdiv(1 << 16, c.group)) >> 16
+
+
+def _down(keys, unit: int):
+    """keys // unit; a whole number of units for keys of a block."""
+    return lax.div(keys, jnp.int32(unit))
+
+
+def _up(keys, unit: int):
+    """ceil(keys / unit)."""
+    return lax.div(keys + (unit - 1), jnp.int32(unit))
+
+
+def _lanes(x, lanes: int):
+    """f32[rows 1] or f32[rows 128] of equal lanes -> f32[rows lanes] of equal lanes."""
+    if x.shape[1] == 1 or lanes % LANES:
+        return jnp.broadcast_to(x[:, :1], (x.shape[0], lanes))
+    return jnp.concatenate([x] * (lanes // LANES), axis=1) if lanes > LANES else x
+
+
+def _sum_by_lane(p):
+    """f32[rows 128] whose lanes add up to the sum over p's keys: a partial sum each, or 1 / 128 of the sum."""
+    rows, keys = p.shape
+    if keys % LANES:
+        return jnp.broadcast_to(jnp.sum(p, -1, keepdims=True) * (1 / LANES), (rows, LANES))
+    return sum(p[:, i : i + LANES] for i in range(0, keys, LANES))
 
 
 def _cast(x, dtype):
