@@ -3,6 +3,8 @@
 out = sum_i out_i * 2 ** (lse_i - lse),   lse = log2 sum_i 2 ** lse_i   (+ the sink, once)
 """
 
+import math
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -16,7 +18,7 @@ from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 
 PARTS_IN_FLIGHT = 8  # parts that are loaded at the same time
-COLUMNS = 32  # columns of the output that one CTA merges
+COLUMNS = 32  # at most so many columns of the output are merged by one CTA
 
 
 def _kernel(cfg, width, info, cta, per_head, part, part_lse, out_ref, lse_ref):
@@ -64,7 +66,7 @@ def _kernel(cfg, width, info, cta, per_head, part, part_lse, out_ref, lse_ref):
 
 def merge_parts(cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head):
     """(out, lse) with the rows of split units filled in, in place."""
-    width = COLUMNS if cfg.v_head_dim % COLUMNS == 0 else cfg.v_head_dim
+    width = math.gcd(cfg.v_head_dim, COLUMNS)
 
     def merge_partial_attention(*refs):
         _kernel(cfg, width, *refs)

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
-from pallas_kernels.gpu import warp_mma_sm90 as warps
+from pallas_kernels.gpu import warp_mma_sm80 as warps
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number
 from pallas_kernels.gpu.config import GpuKernelConfig
@@ -21,7 +21,7 @@ from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_bl
 
 
 @dataclasses.dataclass(frozen=True)
-class _QueryBounds:
+class QueryBounds:
     """The keys that each query row sees, and its head, as columns of S^T: [64 keys, rows] in registers."""
 
     q_pos: object
@@ -35,7 +35,7 @@ def _iota(cfg: GpuKernelConfig, axis: int):
     return plgpu.broadcasted_iota(jnp.int32, (warps.KEYS, cfg.narrow_rows), axis, layout=plgpu.Layout.WGMMA)
 
 
-def _query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece) -> _QueryBounds:
+def query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece) -> QueryBounds:
     packed = _iota(cfg, 1) + piece[wl.ROW0]
     token = lax.div(packed, jnp.int32(cfg.group))
     member, q_pos = packed - token * cfg.group, token + piece[wl.QPOS0]
@@ -47,10 +47,10 @@ def _query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece) -> _QueryBound
         slope = every(jnp.float32(0.0))
         for g in range(cfg.group):
             slope = jnp.where(member == g, refs.per_head[head0 + g, 0] * LOG2E, slope)
-    return _QueryBounds(q_pos, every(start), every(stop), slope, head0 + member)
+    return QueryBounds(q_pos, every(start), every(stop), slope, head0 + member)
 
 
-def _logits(cfg: GpuKernelConfig, column: _QueryBounds, dots, kv0, scale, masked):
+def logits(cfg: GpuKernelConfig, column: QueryBounds, dots, kv0, scale, masked):
     """S^T -> (x, c): base-2 logits are x * c, -inf where masked; as in algebra/logits.py, with rows as columns."""
     rule, factor = cfg.logits, scale * LOG2E
     key = lambda: _iota(cfg, 0) + kv0
@@ -79,7 +79,7 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
     values = dict(rows8=rows8, dim=cfg.v_head_dim, source=cfg.kv_dtype, target=cfg.value_dtype)
     values["parts"] = cfg.weight_parts
     queries = warps.read_queries(refs.q_tile.at[piece.buffer, 0], rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype)
-    column, scale = _query_bounds(cfg, refs, piece), refs.scales[piece[HEAD], 0]
+    column, scale = query_bounds(cfg, refs, piece), refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     mine = wg * warps.KEYS
 
@@ -92,7 +92,7 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
         dots = warps.keys_times_queries(refs.k_tile.at[slot], queries, mine, **keys)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         dots = token_scales.multiply_per_key(dots, of_keys, 0)
-        x, factor = _logits(cfg, column, dots, kv0 + mine, scale, masked)
+        x, factor = logits(cfg, column, dots, kv0 + mine, scale, masked)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
             zero_unseen_values(cfg, refs, piece, slot, kv0)

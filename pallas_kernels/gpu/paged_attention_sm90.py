@@ -2,7 +2,7 @@
 
     ragged_paged_attention
       _check                              arrays against the config; NotImplementedError where it is not supported
-      _launch                             one CTA on each SM, three warpgroups each
+      _launch                             one CTA on each SM, three warpgroups each (paged_attention_sm80.py: warps)
         _kernel                             allocates shared memory and barriers
           warpgroup 2: load_pages             pieces_sm90.py: queries, pages and scales into shared memory
           warpgroups 0, 1: _compute           for each piece of the CTA's part of the work list (work_list.py):
@@ -28,10 +28,13 @@ from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.merge_sm90 import merge_parts
 from pallas_kernels.gpu.narrow_sm90 import narrow_tile
+from pallas_kernels.gpu.paged_attention_sm80 import launch as launch_warps
 from pallas_kernels.gpu.pieces_sm90 import Refs, count_pieces, load_pages, receive_piece
 from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tiles_sm90 import blank_tile, long_tile, short_tile
 
 REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for the three warpgroups
@@ -71,7 +74,8 @@ def ragged_paged_attention(
         q = (q.astype(jnp.float32) * q_scale[None, :, None]).astype(q.dtype)
     scales = jnp.stack(scales, axis=1)
     token_scales = (k_token_scale, v_token_scale) if config.token_scales else ()
-    out, lse, part, part_lse = _launch(config, q, k_pages, v_pages, block_table, work, scales, per_head, token_scales)
+    launch = launch_warps if isinstance(config, WarpKernelConfig) else _launch
+    out, lse, part, part_lse = launch(config, q, k_pages, v_pages, block_table, work, scales, per_head, token_scales)
     return merge_parts(config, out, lse, part, part_lse, work, per_head)
 
 
@@ -82,7 +86,7 @@ def _one_each(value, size: int, default: float) -> jax.Array:
 
 
 def _check(q, k_pages, v_pages, block_table, config: GpuKernelConfig, alibi_slopes, sinks, token_scales):
-    if reasons := supports(config):
+    if reasons := (warps_support if isinstance(config, WarpKernelConfig) else supports)(config):
         raise NotImplementedError("; ".join(reasons))
     c = config
     page_shape = (c.num_kv_heads, c.page_size) if c.layout == "HND" else (c.page_size, c.num_kv_heads)

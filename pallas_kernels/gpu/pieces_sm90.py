@@ -80,7 +80,7 @@ def count_pieces(cta, me):
     return waves + (u1 - u0) + as_number(b1 > 0)
 
 
-def _piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
+def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     """This CTA's j-th piece: units of whole waves in snake order, then its part of the line."""
     me = lax.axis_index("cta")
     waves, u0, b0, u1, b1 = (refs.cta[me, i] for i in range(5))
@@ -97,7 +97,7 @@ def _piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
 
 def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     """Memory warpgroup: fetches the numbers and the query rows of piece j into its buffer."""
-    piece = _piece_from_list(cfg, refs, j)
+    piece = piece_from_list(cfg, refs, j)
     buffer = piece.buffer
 
     @when(j >= cfg.q_buffers)

@@ -51,10 +51,16 @@ def thread_index():
     return arith.remui(utils.thread_idx(), i32(128))
 
 
-def lane_position():
-    """(g = lane / 4, t = lane % 4, lane, number of the warp in the warpgroup)."""
-    lane = arith.remui(thread_index(), i32(32))
-    return arith.divui(lane, i32(4)), arith.remui(lane, i32(4)), lane, arith.divui(thread_index(), i32(32))
+def lane_position(*, hidden: bool = False):
+    """(g = lane / 4, t = lane % 4, lane, number of the warp in the warpgroup).
+
+    hidden: addresses that depend on it are computed where they are used, and not once for a loop: see `opaque`.
+    """
+    thread = thread_index()
+    if hidden:
+        thread = arith.remui(asm_value("mov.b32 $0, $1;", "=r,r", thread), i32(128))  # the compiler knows its range
+    lane = arith.remui(thread, i32(32))
+    return arith.divui(lane, i32(4)), arith.remui(lane, i32(4)), lane, arith.divui(thread, i32(32))
 
 
 def asm(text: str, constraints: str, *args, result=None, pure: bool = False):

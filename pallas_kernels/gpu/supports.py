@@ -18,21 +18,7 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
             reasons.append(reason)
 
     refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
-    refuse(c.dtype not in QUERY_DTYPES, f"q dtype {c.dtype}: tensor cores take bfloat16 or float16")
-    kv_dtypes = (c.dtype, *KV_DTYPES_8BIT)
-    refuse(c.kv_dtype not in kv_dtypes, f"kv dtype {c.kv_dtype} with q {c.dtype}: wanted one of {', '.join(kv_dtypes)}")
-    refuse(c.num_heads % c.num_kv_heads != 0, f"{c.num_heads} heads are not a multiple of {c.num_kv_heads} kv heads")
-    refuse(c.num_heads // c.num_kv_heads > 128, "more than 128 query heads on one kv head")
-    for name, dim in (("head_dim", c.head_dim), ("v_head_dim", c.v_head_dim)):
-        refuse(dim % 16 != 0 or not 16 <= dim <= 256, f"{name} {dim}: wanted a multiple of 16 up to 256")
-        thin = c.quantised and c.kv_dtype in KV_DTYPES_8BIT and swizzle_bytes(dim, c.kv_dtype) < 32
-        refuse(thin, f"{name} {dim} with an 8-bit cache: wanted a multiple of 32")
-    refuse(c.v_head_dim > c.head_dim, f"v_head_dim {c.v_head_dim} is larger than head_dim {c.head_dim}")
-    for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
-        refuse(True, f"{seen}: not in this kernel")
-    page = c.page_size
-    refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
-    refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")
+    reasons += shape_reasons(c)
     narrow = c.narrow_rows
     refuse(narrow not in (0, 8, 16), f"narrow_rows {narrow}: wanted 0, 8 or 16")
     refuse(bool(narrow) and not c.quantised, f"narrow_rows {narrow} with a {c.kv_dtype} cache: wanted 8 bits")
@@ -52,4 +38,30 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     )
     wanted = c.smem_bytes
     refuse(not reasons and wanted > SMEM_LIMIT, f"{wanted} bytes of shared memory; there are {SMEM_LIMIT}")
+    return reasons
+
+
+def shape_reasons(config: GpuKernelConfig) -> list[str]:
+    """The reasons against dtypes, shapes, masks and logits that every GPU attention kernel has."""
+    c, reasons = config, []
+
+    def refuse(when: bool, reason: str):
+        if when:
+            reasons.append(reason)
+
+    refuse(c.dtype not in QUERY_DTYPES, f"q dtype {c.dtype}: tensor cores take bfloat16 or float16")
+    kv_dtypes = (c.dtype, *KV_DTYPES_8BIT)
+    refuse(c.kv_dtype not in kv_dtypes, f"kv dtype {c.kv_dtype} with q {c.dtype}: wanted one of {', '.join(kv_dtypes)}")
+    refuse(c.num_heads % c.num_kv_heads != 0, f"{c.num_heads} heads are not a multiple of {c.num_kv_heads} kv heads")
+    refuse(c.num_heads // c.num_kv_heads > 128, "more than 128 query heads on one kv head")
+    for name, dim in (("head_dim", c.head_dim), ("v_head_dim", c.v_head_dim)):
+        refuse(dim % 16 != 0 or not 16 <= dim <= 256, f"{name} {dim}: wanted a multiple of 16 up to 256")
+        thin = c.quantised and c.kv_dtype in KV_DTYPES_8BIT and swizzle_bytes(dim, c.kv_dtype) < 32
+        refuse(thin, f"{name} {dim} with an 8-bit cache: wanted a multiple of 32")
+    refuse(c.v_head_dim > c.head_dim, f"v_head_dim {c.v_head_dim} is larger than head_dim {c.head_dim}")
+    for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
+        refuse(True, f"{seen}: not in this kernel")
+    page = c.page_size
+    refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
+    refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")
     return reasons

@@ -49,7 +49,7 @@ def value_per_row(cfg: GpuKernelConfig, heads, head0, member, column):
     return value * LOG2E
 
 
-def _row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset) -> _RowBounds:
+def row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset) -> _RowBounds:
     _, token, member = _packed_rows(cfg, piece, row_offset)
     q_pos = token + piece[wl.QPOS0]
     causal = piece[wl.CAUSAL] != 0 if cfg.per_request_causal else None
@@ -79,7 +79,7 @@ def across_columns(vector, shape):
     return lax.broadcast_in_dim(vector, shape, [0])
 
 
-def _logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
+def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     """Raw dots (64, block_kv) -> (x, c): base-2 logits are x * c, -inf where masked. The steps of algebra/logits.py.
 
     scale: f32 scalar, the softmax scale times k_scale.
@@ -159,7 +159,7 @@ def _weights(cfg: GpuKernelConfig, p, of_values) -> tuple:
     return tuple(parts)
 
 
-def _finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stage=None):
+def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stage=None):
     """Stores the state of a tile's 64 rows: to out and lse, or to this CTA's slot of partial results.
 
     stage: SMEM [64, D] in which rows may be staged (the warpgroup's queries, no longer used), or None.
@@ -208,7 +208,7 @@ def finish_rows(m, total, sink):
     return jnp.where(seen, factor, 0.0), jnp.where(seen, lse, -jnp.inf)
 
 
-def _softmax_step(cfg: GpuKernelConfig, x, c, m, total, acc):
+def softmax_step(cfg: GpuKernelConfig, x, c, m, total, acc):
     """(p f32, new m, rescaled total without p's sum, rescaled acc).
 
     With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled.
@@ -256,7 +256,7 @@ def full_block_bounds(piece: Piece):
 
 def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
     """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax."""
-    row = _row_bounds(cfg, refs, piece, 64 * wg)
+    row = row_bounds(cfg, refs, piece, 64 * wg)
     q_tile = refs.q_tile.at[piece.buffer, wg]
     scale = refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
@@ -280,8 +280,8 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         keys, release = _key_operand(cfg, refs, wg, slot)
         dots = token_scales.multiply_per_key(_dots(cfg, q_tile, keys, swap), of_keys, 1)
         release()
-        x, c = _logits(cfg, row, dots, kv0, scale, masked)
-        p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
+        x, c = logits(cfg, row, dots, kv0, scale, masked)
+        p, m, total, acc = softmax_step(cfg, x, c, m, total, acc)
         weights = _weights(cfg, p, of_values)
         total += p.sum(axis=1)
         acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
@@ -303,7 +303,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
 
     state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
     when(wg == 0)(swap)
-    _finish(cfg, refs, piece, state, 64 * wg, q_tile)
+    finish(cfg, refs, piece, state, 64 * wg, q_tile)
 
 
 def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
@@ -314,7 +314,7 @@ def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         return carry
 
     lax.fori_loop(0, piece.count, body, jnp.int32(0))
-    _finish(cfg, refs, piece, start_state(cfg.v_head_dim), 64 * wg)
+    finish(cfg, refs, piece, start_state(cfg.v_head_dim), 64 * wg)
 
 
 def skip_block(cfg: GpuKernelConfig, refs: Refs, block_number):
@@ -327,7 +327,7 @@ def skip_block(cfg: GpuKernelConfig, refs: Refs, block_number):
 
 def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
     """At most 64 rows: each warpgroup computes all of them, over every other key block."""
-    row = _row_bounds(cfg, refs, piece, jnp.int32(0))
+    row = row_bounds(cfg, refs, piece, jnp.int32(0))
     q_tile = refs.q_tile.at[piece.buffer, 0]
     scale = refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
@@ -342,8 +342,8 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         keys, release = _key_operand(cfg, refs, wg, slot)
         dots = token_scales.multiply_per_key(_dots(cfg, q_tile, keys), of_keys, 1)
         release()
-        x, c = _logits(cfg, row, dots, kv0, scale, masked)
-        p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
+        x, c = logits(cfg, row, dots, kv0, scale, masked)
+        p, m, total, acc = softmax_step(cfg, x, c, m, total, acc)
         total += p.sum(axis=1)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
@@ -384,4 +384,4 @@ def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg)
         top = jnp.maximum(m, m1)
         a, a1 = jnp.exp2(m - top), jnp.exp2(m1 - top)
         acc = acc * across_columns(a, acc.shape) + acc1 * across_columns(a1, acc.shape)
-        _finish(cfg, refs, piece, (acc, top, total * a + total1 * a1), jnp.int32(0))
+        finish(cfg, refs, piece, (acc, top, total * a + total1 * a1), jnp.int32(0))

@@ -20,12 +20,14 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, forc
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 
+_COPIES = {}  # of each CTA: groups of copies (where to, array) that are not waited for; the last group is open
 _LOCK = threading.Lock()  # a function of inline PTX reads and writes its Refs as one step
 
 
 @contextlib.contextmanager
 def interpreted(**params):
     """Kernels traced in this context run in JAX's interpreter."""
+    _COPIES.clear()
     with mock.patch.object(jaxpr_interpret.JaxprInterpreter, "interpret", _interpret):
         with force_gpu_interpret_mode(InterpretGPUParams(**params)):
             yield
@@ -115,7 +117,7 @@ def _inline(self, eqn, token, values):
     is_ref = [isinstance(v.aval, AbstractRef) for v in eqn.invars[:count]]
     transforms = eqn.params["pytree_ref_transforms"].unflatten(values[count:])
     kinds = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in eqn.params["flat_ret_ty"]]
-    meaning = PTX[function.__qualname__.split(".")[0]]
+    name = function.__qualname__.split(".")[0]
     closure = inspect.getclosurevars(function).nonlocals
 
     @gpu_callbacks.fail_on_exception
@@ -133,10 +135,24 @@ def _inline(self, eqn, token, values):
                 for place, arg in zip(places, args, strict=True)
             ]
             before = [array.copy() for array in arrays]
-            results = meaning(closure, *arrays) or ()
+            store = lambda place, array: memory.store_buffer_content(*place, array, thread, **log)
+            groups = _COPIES.setdefault(tuple(np.ravel(location)), [[]])
+            results = ()
+            if name in COPIES:  # until it is waited for, nothing is known of what a copy has written
+                groups[-1].append((places[1], COPIES[name](closure, *arrays)))
+                arrays[1][...] = _unknown(arrays[1].dtype)
+            elif name == "commit":
+                groups.append([])
+            elif name == "wait_for_copies":
+                for group in groups[: len(groups) - 1 - closure["pending"]]:
+                    for place, array in group:
+                        store(place, array)
+                    group.clear()
+            else:
+                results = PTX[name](closure, *arrays) or ()
             for place, array, old in zip(places, arrays, before, strict=True):
                 if place and array.tobytes() != old.tobytes():
-                    memory.store_buffer_content(*place, array, thread, **log)
+                    store(place, array)
         return token, *results
 
     out = callback.io_callback(
@@ -173,6 +189,10 @@ def _keep_columns(closure, x, counts):
     return (np.where(np.arange(x.shape[1]) < counts[:, None], x, -np.inf).astype(np.float32),)
 
 
+def _add_slope(closure, x, factor, slope, shift):
+    return ((x * factor + slope[:, None] * np.arange(x.shape[1]) + shift[:, None]).astype(np.float32),)
+
+
 def _store_rows(closure, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column):
     n = int(np.clip(nrows, 0, 64))
     at = tuple(x[:n] for x in _flat_rows(closure, tok0, head0, row0))
@@ -198,12 +218,155 @@ def _load_partial(closure, acc_ref, lse_ref, slot, row0, nrows, column):
     return acc, lse
 
 
+def _unknown(dtype):
+    """What a tile holds while a copy to it is under way: NaN, or the smallest integer."""
+    return np.iinfo(dtype).min if np.issubdtype(dtype, np.integer) else np.nan
+
+
+def _key_of_thread(closure):
+    """(number of the key in the block, whether the thread is the first that holds its page)."""
+    keys, thread = closure["keys"], np.arange(128)
+    return thread // 32 * keys + thread % 32 % keys, thread % 32 < keys
+
+
+def _page_ids(closure, block_table, req, kv0, start, stop):
+    key = _key_of_thread(closure)[0] + int(kv0)
+    ids = np.zeros(128, np.int32)
+    for i in np.flatnonzero((key >= start) & (key < stop)):
+        ids[i] = block_table[int(req), key[i] // closure["page"]]
+    return (ids,)
+
+
+def _copy_block(closure, pool, tile, ids, head, kv0, start, stop):
+    """What the tile will hold."""
+    own, first = _key_of_thread(closure)
+    out, heads_first = np.zeros_like(tile), closure["head_bytes"] > closure["row_bytes"]
+    for i in np.flatnonzero(first):
+        key = own[i] + int(kv0)
+        if start <= key < stop:
+            page, offset = pool[ids[i]], key % closure["page"]
+            out[own[i]] = page[int(head), offset] if heads_first else page[offset, int(head)]
+    return out
+
+
+COPIES = {"copy_block": _copy_block}
+"""The same for copies that are under way until `wait_for_copies`: from the first argument to the second."""
+
+
+def _warp_rows(array, rows8, width):
+    """The registers of a fragment that warp_mma_sm80.py passes on, as [warps, rows, width]: the order is ours."""
+    return array.reshape(4, 8 * rows8, -1)[..., :width]
+
+
+def _load_queries(closure, source, tok0, head0, row0, nrows):
+    count, dim = 8 * closure["rows8"], closure["dim"]
+    tokens, heads = _flat_rows(closure, tok0, head0, row0, count)
+    out = np.zeros((4, count, dim), source.dtype)
+    for i in range(min(count, int(nrows))):
+        out[:, i] = source[tokens[i], heads[i]]
+    return (out.reshape(closure["shape"]),)
+
+
+def _start_state(closure):
+    acc, stats = (np.zeros(shape, np.float32) for shape in closure["shapes"])
+    _warp_rows(stats, stats.shape[1] // 8, 1)[...] = -1e38
+    return acc, stats
+
+
+def _keys_times_queries(closure, tile, queries, first):
+    q = _warp_rows(queries, closure["rows8"], closure["dim"])[0].astype(np.float32)
+    return ((tile[int(first) : int(first) + 64].astype(np.float32) @ q.T).astype(np.float32),)
+
+
+def _softmax_times_values(closure, tile, x, factor, acc, stats, first, scales=None):
+    acc, stats, rows8 = acc.copy(), stats.copy(), closure["rows8"]
+    states, sums = acc.reshape(4, 8 * rows8, -1), stats.reshape(4, 8 * rows8, -1)
+    for w in range(4):
+        y = x[16 * w : 16 * w + 16].T * factor
+        top = np.maximum(sums[w, :, 0], y.max(axis=1))
+        alpha, p = np.exp2(sums[w, :, 0] - top), np.exp2(y - top[:, None])
+        sums[w, :, 1] = sums[w, :, 1] * alpha + p.sum(axis=1)
+        sums[w, :, 0] = top
+        p = p if scales is None else p * scales[16 * w : 16 * w + 16]
+        kind = np.float32 if closure["parts"] == 2 else jax.numpy.dtype(closure["target"])
+        values = tile[int(first) + 16 * w :][:16].astype(np.float32)
+        states[w] = states[w] * alpha[:, None] + p.astype(kind).astype(np.float32) @ values
+    return acc, stats
+
+
+def _queries_times_keys(closure, q_tile, k_tile):
+    return tuple(
+        (q_tile[half].astype(np.float32) @ k_tile.astype(np.float32).T).astype(np.float32)
+        for half in range(closure["halves"])
+    )
+
+
+def _add_weighted_values(closure, v_tile, *fragments):
+    halves, values = closure["halves"], v_tile.astype(np.float32)
+    parts = zip(fragments[:halves], fragments[halves:], strict=True)
+    return tuple((acc + p.astype(np.float32) @ values).astype(np.float32) for acc, p in parts)
+
+
+def _put_numbers(closure, box, *numbers):
+    box[: len(numbers)] = numbers
+
+
+def _put_state(closure, scratch, stats_out, acc, stats, wg):
+    n, dim = closure["n"], closure["dim"]
+    place, rows8 = slice(8 * n, 8 * n + 8), stats.shape[1] // 8
+    states = _warp_rows(acc, rows8, dim)[:, place]
+    raw = scratch.reshape(-1).view(np.uint8)
+    raw[: states.size * 4] = np.ascontiguousarray(states, np.float32).reshape(-1).view(np.uint8)
+    stats_out[:64] = _warp_rows(stats, rows8, 2)[:, place].reshape(-1)
+
+
+def _merge_and_store(
+    closure, scratch, stats, out, lse, part, part_lse, per_head, is_part, slot, scale, tok0, head0, row0, nrows, wg
+):
+    warps, dim, line = closure["warps"], closure["dim"], closure["line"]
+    states = np.ascontiguousarray(scratch).reshape(-1).view(np.float32)[: warps * 8 * dim].reshape(warps, 8, dim)
+    top, total = stats[: warps * 16].reshape(warps, 8, 2).transpose(2, 0, 1)
+    for mine in range(line * warps, (line + 1) * warps):
+        row = 8 * closure["n"] + mine
+        if row >= nrows:
+            continue
+        (token,), (head,) = _flat_rows(closure, tok0, head0, int(row0) + row, 1)
+        m = top[:, mine].max()
+        weight = np.exp2(top[:, mine] - m)
+        denominator, seen = (weight * total[:, mine]).sum(), (weight * total[:, mine]).sum() > 0
+        value = (weight[:, None] * states[:, mine]).sum(0) * scale
+        assert not np.isnan(value).any()
+        if is_part:
+            part[int(slot), row] = value / denominator if seen else 0
+            part_lse[int(slot), row] = m + np.log2(denominator) if seen else -np.inf
+            continue
+        if closure["has_sinks"]:
+            sink = per_head[head, closure["sink_column"]] * np.log2(np.e)
+            shift = max(m, sink)
+            value, denominator = value * np.exp2(m - shift), denominator * np.exp2(m - shift) + np.exp2(sink - shift)
+            m = shift
+        out[token, head] = (value / denominator).astype(out.dtype) if seen else 0
+        lse[token, head] = (m + np.log2(denominator)) / np.log2(np.e) if seen else -np.inf
+
+
 PTX = {
+    "page_ids": _page_ids,
+    "sync_warps": lambda closure: None,
+    "load_queries": _load_queries,
+    "start_state": _start_state,
+    "keys_times_queries": _keys_times_queries,
+    "softmax_times_values": _softmax_times_values,
+    "queries_times_keys": _queries_times_keys,
+    "add_weighted_values": _add_weighted_values,
+    "put_numbers": _put_numbers,
+    "put_state": _put_state,
+    "merge_and_store": _merge_and_store,
     "load_rows": _load_rows,
     "await_rows": lambda closure: None,
     "opaque": lambda closure, x: (x,),
     "zero_rows": _zero_rows,
     "keep_columns": _keep_columns,
+    "add_slope": _add_slope,
     "store_rows": _store_rows,
     "store_partial": _store_partial,
     "load_partial": _load_partial,

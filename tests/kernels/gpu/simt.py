@@ -119,7 +119,7 @@ class Machine:
             mask = np.broadcast_to(flags[name], mask.shape)
         name, rest = line.split(maxsplit=1)
         numbers = [int(n) for n in re.findall(r"\$(\d+)", rest)]
-        writes = not name.startswith(("st", "setp"))
+        writes = not name.startswith(("st", "setp", "cp.async"))
         count = len(re.findall(r"\$", rest.split("[")[0].split("}")[0])) if rest.startswith("{") else 1
         count = count if writes else 0
         get = lambda n: args[n - len(args_outputs)]
@@ -132,6 +132,11 @@ class Machine:
             flags[target] = compare(operands[0], int(constant))
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
+        elif name.startswith("cp.async.cg"):  # 16 bytes, of which the last operand says how many are read
+            for i in np.flatnonzero(mask):
+                to, source, size = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
+                assert to % 16 == 0 and source % 16 == 0 and size in (0, 16)
+                self.memory[to : to + 16] = self.memory[source : source + 16] if size else 0
         elif name.startswith("st."):
             self.store(operands[0] + offset, operands[1:], mask)
         else:
@@ -146,7 +151,7 @@ class Machine:
         if kind[0] == "shl":
             return [(x[0].view(np.uint32) << np.uint32(int(rest.split(",")[2]))).view(np.float32)]
         if kind[0] == "mov":
-            return [np.full(self.lane.shape, int(rest.split(",")[1]), np.uint32)]
+            return x if x else [np.full(self.lane.shape, int(rest.split(",")[1]), np.uint32)]
         if kind[0] == "ld":
             width = int(kind[-2][1:]) if kind[-2].startswith("v") else 1
             element = {"f32": np.float32, "b32": np.uint32}[kind[-1]]
@@ -160,6 +165,8 @@ class Machine:
             tile = x[0].view(np.uint16).reshape(-1, 8, 8)
             return [np.ascontiguousarray(tile.transpose(0, 2, 1)).reshape(-1).view(np.uint32)]
         if kind[0] == "shfl":
+            if "idx" in kind:
+                return [x[0][self.lane // 32 * 32 + x[1]]]
             distance = int(rest.split(",")[2])
             return [x[0][self.lane ^ distance]]
         if kind[0] == "prmt":

@@ -30,8 +30,8 @@ def test_transposed_logits_are_those_of_the_algebra(options, monkeypatch):
     slopes = jnp.linspace(0.1, 0.5, 32)
     piece = {narrow.wl.ROW0: 0, narrow.wl.QPOS0: 100, narrow.wl.SEQ: 102, narrow.wl.CAUSAL: 1, narrow.HEAD: 1}
     refs = types.SimpleNamespace(per_head=jnp.stack([slopes, slopes], 1))
-    column = narrow._query_bounds(cfg, refs, {key: jnp.int32(x) for key, x in piece.items()})
-    x, factor = narrow._logits(cfg, column, dots, 64, jnp.float32(cfg.logits.scale), masked=True)
+    column = narrow.query_bounds(cfg, refs, {key: jnp.int32(x) for key, x in piece.items()})
+    x, factor = narrow.logits(cfg, column, dots, 64, jnp.float32(cfg.logits.scale), masked=True)
     key, row = 64 + np.arange(64)[:, None], np.arange(8)[None]
     q_pos, head = 100 + row // 4, 4 + row % 4
     want = shape_logits(cfg.logits, dots, head, q_pos, key, slopes[head])

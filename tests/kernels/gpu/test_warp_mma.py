@@ -6,12 +6,11 @@ import types
 import numpy as np
 import pytest
 
-from pallas_kernels.gpu import warp_mma_sm90 as warps
+from pallas_kernels.gpu import warp_mma_sm80 as warps
 from tests.kernels.gpu.simt import EIGHT, HALF, Machine, emulated
 
 LOG2E = math.log2(math.e)
-WG = np.arange(256) // 128  # both compute warpgroups run
-BLOCK, BLOCKS, GROUP, HEADS, TOKENS = 128, 2, 3, 6, 9
+BLOCKS, GROUP, HEADS, TOKENS = 2, 3, 6, 9
 
 
 def place_tile(memory, base, tile):
@@ -29,48 +28,69 @@ def place_tile(memory, base, tile):
 
 
 CASES = [
-    # D, V, source, query type, rows8, is a part, sinks, operands of a weight times its value's scale (0: no scale)
-    (128, 128, "float8_e4m3fn", "bf16", 1, False, False, 0),
-    (64, 32, "float8_e5m2", "f16", 2, False, True, 0),
-    (96, 96, "int8", "bf16", 1, True, True, 0),
-    (64, 64, "float8_e4m3fn", "bf16", 2, False, True, 1),
-    (64, 64, "int8", "f16", 1, True, True, 2),
+    # warpgroups, D, V, source, query type, rows8, is a part, sinks,
+    # operands of a weight times its value's scale (0: no scale)
+    (2, 128, 128, "float8_e4m3fn", "bf16", 1, False, False, 0),
+    (2, 64, 32, "float8_e5m2", "f16", 2, False, True, 0),
+    (2, 96, 96, "int8", "bf16", 1, True, True, 0),
+    (2, 64, 64, "float8_e4m3fn", "bf16", 2, False, True, 1),
+    (2, 64, 64, "int8", "f16", 1, True, True, 2),
+    (1, 128, 128, "bfloat16", "bf16", 1, False, True, 0),
+    (1, 80, 48, "float16", "f16", 2, True, True, 0),
+    (1, 16, 16, "bfloat16", "bf16", 2, False, False, 0),
+    (1, 64, 64, "int8", "bf16", 1, False, True, 1),
 ]
 
 
-@pytest.mark.parametrize(("dim", "v_dim", "source", "half", "rows8", "is_part", "has_sinks", "scaled"), CASES)
-def test_products_softmax_and_join_are_attention(dim, v_dim, source, half, rows8, is_part, has_sinks, scaled):
+@pytest.mark.parametrize(("wgs", "dim", "v_dim", "source", "half", "rows8", "is_part", "has_sinks", "scaled"), CASES)
+def test_products_softmax_and_join_are_attention(
+    wgs, dim, v_dim, source, half, rows8, is_part, has_sinks, scaled
+):  # fmt: skip
+    warpgroup, threads, BLOCK = np.arange(128 * wgs) // 128, 128 * wgs, 64 * wgs
     rng = np.random.default_rng(dim)
     rows, seen = 8 * rows8 - 2, BLOCK * BLOCKS - 50
     q = np.zeros((64, dim), HALF[half])
     q[:rows] = rng.normal(size=(rows, dim))
-    draw = lambda d: (rng.normal(size=(BLOCK * BLOCKS, d)) * (30 if source == "int8" else 1)).astype(EIGHT[source])
+    whole, decoded = {"int8": 30}.get(source, 1), source in EIGHT
+    kv_type = EIGHT[source] if decoded else HALF[half]
+    draw = lambda d: (rng.normal(size=(BLOCK * BLOCKS, d)) * whole).astype(kv_type)
     k, v = draw(dim), draw(v_dim)
     tiny = 10.0 ** -rng.uniform(6, 8, BLOCK * BLOCKS).astype(np.float32)  # of values: below what float16 can hold
-    scale, v_scale, sinks = dim**-0.5 / (30 if source == "int8" else 1), 1e7 if scaled else 0.5, 1.5 * np.arange(HEADS)
+    scale, v_scale, sinks = dim**-0.5 / whole, 1e7 if scaled else 0.5, 1.5 * np.arange(HEADS)
     # memory: queries (later the scratch), keys, values, stats, then the global arrays
     at, size = {}, 0
     slot, tok0, head0, row0 = 1, 2, 3, 4
     for name, nbytes in dict(
-        q=256 * dim, k=BLOCK * dim, v=BLOCK * v_dim, stats=2048, heads=8 * HEADS, out=TOKENS * HEADS * v_dim * 2,
+        q=256 * dim, packed=TOKENS * HEADS * dim * 2, k=BLOCK * dim * k.itemsize, v=BLOCK * v_dim * v.itemsize,
+        stats=2048, heads=8 * HEADS, out=TOKENS * HEADS * v_dim * 2,
         lse=TOKENS * HEADS * 4, part=2 * 128 * v_dim * 4, part_lse=2 * 128 * 4,
     ).items():  # fmt: skip
         at[name], size = size, size + -(-nbytes // 1024) * 1024
-    machine = Machine(256, size)
+    machine = Machine(threads, size)
     memory = machine.memory
     memory[at["out"] :] = 0xEE  # must stay where nothing is written
     memory[at["heads"] : at["heads"] + 8 * HEADS] = (
         np.stack([sinks * 0, sinks], 1).astype(np.float32).view(np.uint8).ravel()
     )
     place_tile(memory, at["q"], q)
+    row = np.arange(rows) + row0
+    token, head = tok0 + row // GROUP, head0 + row % GROUP
+    packed = np.full((TOKENS, HEADS, dim), np.nan, q.dtype)
+    packed[token, head] = q[:rows]
+    memory[at["packed"] : at["packed"] + packed.nbytes] = packed.reshape(-1).view(np.uint8)
     name = {"bf16": "bfloat16", "f16": "float16"}[half]
     with emulated(warps, machine):
-        queries = warps.read_queries(at["q"], rows8=rows8, dim=dim, dtype=name)
+        kind = dict(rows8=rows8, dim=dim, dtype=name)
+        if wgs == 2:
+            queries = warps.read_queries(at["q"], **kind)
+        else:
+            kind |= dict(group=GROUP, heads=HEADS, decoded=decoded)
+            queries = warps.load_queries(at["packed"], *(np.int32(n) for n in (tok0, head0, row0, rows)), **kind)
         state = warps.start_state(rows8=rows8, dim=v_dim)
         for b in range(BLOCKS):
             place_tile(memory, at["k"], k[b * BLOCK :][:BLOCK])
             place_tile(memory, at["v"], v[b * BLOCK :][:BLOCK])
-            mine = 64 * WG.astype(np.int32)
+            mine = 64 * warpgroup.astype(np.int32)
             x = warps.keys_times_queries(at["k"], queries, mine, rows8=rows8, dim=dim, source=source, target=name)
             key = b * BLOCK + mine + machine.lane % 128 // 32 * 16 + machine.lane % 32 // 4
             values = warps._scores_of(x, rows8)
@@ -78,31 +98,33 @@ def test_products_softmax_and_join_are_attention(dim, v_dim, source, half, rows8
                 np.where(key + 8 * (i % 4 // 2) < seen, y, -np.inf).astype(np.float32) for i, y in enumerate(values)
             ]
             x = warps._scores(rows8, values)
-            factor = np.full(256, scale * LOG2E, np.float32)
-            kind = dict(rows8=rows8, dim=v_dim, source=source, target="bfloat16" if scaled else "float16")
+            factor = np.full(threads, scale * LOG2E, np.float32)
+            kind = dict(
+                rows8=rows8, dim=v_dim, source=source, target="bfloat16" if scaled else "float16" if decoded else name
+            )
             kind["parts"] = max(scaled, 1)
             own = types.SimpleNamespace(registers=np.empty(2, object))
             own.registers[:] = [(tiny[key + 8 * i],) for i in range(2)]
             state = warps.softmax_times_values(at["v"], x, factor, *state, mine, own if scaled else None, **kind)
-        kind = dict(dim=v_dim, q_dim=dim, q_dtype=name)
+        kind = dict(dim=v_dim, q_dim=dim, q_dtype=name, warps=4 * wgs)
+        scratch = at["q"] if wgs == 2 else at["k"]
         refs = types.SimpleNamespace(
-            **{n: np.full(256, at[n], np.int64) for n in ("out", "lse", "part", "part_lse")},
-            per_head=np.full(256, at["heads"], np.int64),
+            **{n: np.full(threads, at[n], np.int64) for n in ("out", "lse", "part", "part_lse")},
+            per_head=np.full(threads, at["heads"], np.int64),
         )
-        number = lambda n: np.full(256, n, np.int32)
+        number = lambda n: np.full(threads, n, np.int32)
         for n in range(rows8):
-            warps.put_state(at["q"], at["stats"], *state, WG, n, rows8=rows8, **kind)
+            warps.put_state(scratch, at["stats"], *state, warpgroup, n, rows8=rows8, decoded=decoded, **kind)
             part, where = (
                 (number(is_part), number(slot)),
-                (*map(number, (tok0, head0, row0, rows)), WG.astype(np.int32)),
+                (*map(number, (tok0, head0, row0, rows)), warpgroup.astype(np.int32)),
             )
-            warps.merge_and_store(
-                at["q"], at["stats"], refs, part, np.full(256, v_scale, np.float32), 1, where,
-                n=n, group=GROUP, heads=HEADS, has_sinks=has_sinks, **kind,
-            )  # fmt: skip
+            for line in range(2 // wgs):
+                warps.merge_and_store(
+                    scratch, at["stats"], refs, part, np.full(threads, v_scale, np.float32), 1, where,
+                    n=n, line=line, group=GROUP, heads=HEADS, has_sinks=has_sinks, **kind,
+                )  # fmt: skip
     logits = (q[:rows].astype(float) @ k[:seen].astype(float).T) * scale
-    row = np.arange(rows) + row0
-    token, head = tok0 + row // GROUP, head0 + row % GROUP
     weights = np.exp(logits)
     total = weights.sum(1) + (np.exp(sinks[head]) if has_sinks and not is_part else 0)
     values = v[:seen] * (tiny[:seen, None].astype(float) if scaled else 1.0)

@@ -1,15 +1,18 @@
-"""Warp-level products of 8-bit keys and values for few query rows, in PTX. Keys and values are decoded in registers.
+"""Warp-level products of keys and values with few query rows, in PTX; 8-bit ones are decoded in registers.
 
 Each warp computes 16 keys of a block with mma.m16n8k16: the 16 rows are keys (then value columns), the 8 columns are
 query rows:
 
-    S^T [16 keys, 8]      = K [16 keys, D] . Q^T [D, 8]               K: ldmatrix, decoded in registers
-    O^T [16 columns, 8]  += V^T [16 columns, 16 keys] . P^T [16, 8]   V: ldmatrix.trans, decoded in registers
+    S^T [16 keys, 8]      = K [16 keys, D] . Q^T [D, 8]               K: ldmatrix
+    O^T [16 columns, 8]  += V^T [16 columns, 16 keys] . P^T [16, 8]   V: ldmatrix.trans
 
-A thread (g = lane / 4, t = lane % 4) gets the four bytes 4t .. 4t+3 of row g from ldmatrix. A product does not depend
-on the order of its inner dimension: bytes (4t, 4t+1) are used as columns (2t, 2t+1) and bytes (4t+2, 4t+3) as columns
-(2t+8, 2t+9), and the queries are read in the same order. Transposed, the four bytes are columns (2g, 2g+1) of keys
-(2t, 2t+1): row g of the product is column 2g, row g + 8 is column 2g + 1. S^T is an ordinary WGMMA fragment
+16-bit keys and values (source == target) are the factors as they are loaded. Of 8-bit ones a thread (g = lane / 4,
+t = lane % 4) gets the four bytes 4t .. 4t+3 of row g from ldmatrix. A product does not depend on the order of its inner
+dimension: bytes (4t, 4t+1) are used as columns (2t, 2t+1) and bytes (4t+2, 4t+3) as columns (2t+8, 2t+9), and the
+queries are read in the same order. Transposed, the four bytes are columns (2g, 2g+1) of keys (2t, 2t+1): row g of the
+product is column 2g, row g + 8 is column 2g + 1.
+
+S^T is an ordinary WGMMA fragment
 [64 keys, 8 n]. The other arrays are fragments only to carry registers; their shapes give the number of registers:
 
     queries  16-bit [64, n D / 2]    acc  f32 [64, n V / 2]    stats  f32 [64, 8 n]: max, max, sum, sum of rows 2t, 2t+1
@@ -52,6 +55,36 @@ def read_queries(q_ref, *, rows8: int, dim: int, dtype: str):
     return read(q_ref)
 
 
+def load_queries(q_ref, tok0, head0, row0, nrows, *, rows8: int, dim: int, dtype: str, group, heads, decoded: bool):
+    """The same of packed rows row0 .. row0 + 8 * rows8 - 1 in GMEM [T, H, D]; rows past `nrows` are 0.
+
+    decoded: the keys are of 8 bits, whose columns are used in another order (see the top).
+    """
+    shape = (64, rows8 * dim // 2)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(_SCALAR,) * 4),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), _WGMMA),
+    )
+    def load(ctx, q_ref, tok0, head0, row0, nrows):
+        tok0, head0, row0, nrows = map(ptx.scalar_value, (tok0, head0, row0, nrows))
+        base, (g, t, _, _) = ptx.pointer(q_ref, 0), ptx.lane_position()
+        words = []
+        for n in range(rows8):
+            row = _add(g, ptx.i32(8 * n))
+            ok = ptx.less(row, nrows)
+            flat = ptx.flat_row(arith.select(ok, row, ptx.i32(0)), tok0, head0, row0, group, heads)
+            place = arith.addi(base, arith.muli(flat, ptx.i64(dim * 2)))
+            place = arith.addi(place, ptx.to_i64(_mul(t, 8 if decoded else 4)))
+            for byte in range(0, 2 * dim, 16):  # words 2i and 2i + 1 are 32 i + 8 t, + 4 if decoded, else 4 t, + 16
+                at = byte // 32 * 32 + byte % 32 // (4 if decoded else 1)
+                text = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1+{}]; }}"
+                words.append(ptx.asm_value(text.format(at), "=&r,l,r", place, ptx.bool_to_i32(ok), pure=True))
+        return _fragment_of_words(shape, utils.dtype_to_ir_type(jnp.dtype(dtype)), words)
+
+    return load(q_ref, tok0, head0, row0, nrows)
+
+
 def start_state(*, rows8: int, dim: int):
     """(acc, stats) before any key."""
     shapes = ((64, rows8 * dim // 2), (64, 8 * rows8))
@@ -67,7 +100,7 @@ def start_state(*, rows8: int, dim: int):
 
 
 def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: str, target: str):
-    """S^T f32 [64, 8 rows8]: keys first .. first + 63 of an 8-bit SMEM tile [block, D] times the queries."""
+    """S^T f32 [64, 8 rows8]: keys first .. first + 63 of an SMEM tile [block, D] times the queries."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(rows.tile_transforms(dim, source)), _WGMMA, _SCALAR),
@@ -76,19 +109,16 @@ def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: s
     def multiply(ctx, tile, queries, first):
         base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position()
         words = [utils.bitcast(r, ptx.int_type()) for r in queries.registers.flat]
-        key = _add(ptx.scalar_value(first), _mul(warp, 16), arith.remui(lane, ptx.i32(8)), _mul(_bit(lane, 3), 8))
+        key = _key_of_lane(first, lane, warp)
         steps = dim // 16
         sums = [[[ptx.f32(0.0)] * 4 for _ in range(2)] for _ in range(rows8)]  # two chains of mma hide their latency
-        for pair in range(steps // 2):
-            byte = _add(ptx.i32(32 * pair), _mul(_bit(lane, 4), 16))
-            place = arith.addi(base, ptx.swizzled(key, byte, dim, rows.swizzle_bytes(dim, source)))
-            loaded = ptx.ldmatrix(place)
-            for k in range(2):
-                low, high = (_decode(word, source, target) for word in loaded[2 * k : 2 * k + 2])
-                a = (low[0], high[0], low[1], high[1])
+        step = 0
+        for loaded in _load_tile(base, key, lane, dim, source):
+            for a in _key_factors(loaded, source, target):
                 for n in range(rows8):
-                    at = 2 * (n * steps + 2 * pair + k)
-                    sums[n][k] = ptx.mma(a, words[at : at + 2], sums[n][k], target)
+                    at = 2 * (n * steps + step)
+                    sums[n][step % 2] = ptx.mma(a, words[at : at + 2], sums[n][step % 2], target)
+                step += 1
         total = [_fadd(a, b) for even, odd in sums for a, b in zip(even, odd, strict=True)]
         return _scores(rows8, total)
 
@@ -126,20 +156,47 @@ def softmax_times_values(
             acc[n * size : (n + 1) * size] = [
                 _fmul(a, alpha[i % 2]) for i, a in enumerate(acc[n * size : (n + 1) * size])
             ]
-        key = _add(ptx.scalar_value(first), _mul(warp, 16), arith.remui(lane, ptx.i32(8)), _mul(_bit(lane, 3), 8))
-        for pair in range(dim // 32):
-            byte = _add(ptx.i32(32 * pair), _mul(_bit(lane, 4), 16))
-            place = arith.addi(base, ptx.swizzled(key, byte, dim, rows.swizzle_bytes(dim, source)))
-            loaded = [ptx.byte_permute(word, 0x3120) for word in ptx.ldmatrix(place, transpose=True)]
-            for k in range(2):
-                low, high = (_decode(word, source, target) for word in loaded[2 * k : 2 * k + 2])
+        key, step = _key_of_lane(first, lane, warp), 0
+        for loaded in _load_tile(base, key, lane, dim, source, transpose=True):
+            for a in _value_factors(loaded, source, target):
                 for n in range(rows8):
-                    at = n * size + 4 * (2 * pair + k)
+                    at = n * size + 4 * step
                     for part in weights[n]:
-                        acc[at : at + 4] = ptx.mma((*low, *high), part, acc[at : at + 4], target)
+                        acc[at : at + 4] = ptx.mma(a, part, acc[at : at + 4], target)
+                step += 1
         return _fragment_of_floats(shapes[0], acc), _fragment_of_floats(shapes[1], new)
 
     return add(v_ref, x, factor, acc, stats, first, *own)
+
+
+def _key_of_lane(first, lane, warp):
+    """The row of the tile whose address this lane gives to ldmatrix: matrices 1 and 3 are keys 8 .. 15 of the warp."""
+    return _add(ptx.scalar_value(first), _mul(warp, 16), arith.remui(lane, ptx.i32(8)), _mul(_bit(lane, 3), 8))
+
+
+def _load_tile(base, key, lane, dim: int, source: str, transpose: bool = False):
+    """Four words of each 32 bytes of the warp's 16 rows; matrices 2 and 3 are the second 16 bytes."""
+    row_bytes = dim * jnp.dtype(source).itemsize
+    for pair in range(row_bytes // 32):
+        byte = _add(ptx.i32(32 * pair), _mul(_bit(lane, 4), 16))
+        place = arith.addi(base, ptx.swizzled(key, byte, row_bytes, rows.swizzle_bytes(dim, source)))
+        yield ptx.ldmatrix(place, transpose)
+
+
+def _key_factors(loaded, source: str, target: str):
+    """The first factors [16 keys, 16 columns] in 32 bytes of the keys: one, or two decoded ones."""
+    if source == target:
+        return [loaded]
+    decoded = [_decode(word, source, target) for word in loaded]
+    return [(low[0], high[0], low[1], high[1]) for low, high in (decoded[:2], decoded[2:])]
+
+
+def _value_factors(loaded, source: str, target: str):
+    """The first factors [16 columns, 16 keys] in 32 bytes of the values: one, or two decoded ones."""
+    if source == target:
+        return [(loaded[0], loaded[2], loaded[1], loaded[3])]
+    decoded = [_decode(ptx.byte_permute(word, 0x3120), source, target) for word in loaded]
+    return [(*low, *high) for low, high in (decoded[:2], decoded[2:])]
 
 
 def _split(p, parts: int):
@@ -172,8 +229,11 @@ def _softmax(x, factor, stat):
     return new + sums, p, alphas
 
 
-def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_dim, q_dtype):
-    """Rows 8n .. 8n+7 of each warp -> SMEM: acc to f32 [8 warps, 8, V] in scratch, (max, sum) to stats [8, 8, 2]."""
+def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_dim, q_dtype, decoded=True, warps=8):
+    """Rows 8n .. 8n+7 of each warp -> SMEM: acc to f32 [warps, 8, V] in scratch, (max, sum) to stats [warps, 8, 2].
+
+    scratch SMEM [.., q_dim] of q_dtype is used as raw memory. decoded: the values are of 8 bits, see the top.
+    """
     tile = plgpu.RefType(rows.tile_transforms(q_dim, q_dtype))
 
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), _WGMMA, _WGMMA, _SCALAR))
@@ -183,11 +243,15 @@ def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_d
         size = 4 * (dim // 16)
         acc, stat = _floats_of(acc)[n * size : (n + 1) * size], _floats_of(stats)[4 * n : 4 * n + 4]
         row = _add(_mul(warp, 8), _mul(t, 2))
-        base = _add(ptx.pointer(scratch, 3), _mul(row, dim * 4), _mul(g, 8))
+        base = _add(ptx.pointer(scratch, 3), _mul(row, dim * 4), _mul(g, 8 if decoded else 4))
         for j in range(dim // 16):
-            c0, c1, c2, c3 = acc[4 * j : 4 * j + 4]
-            ptx.asm(f"st.shared.v2.f32 [$0+{64 * j}], {{$1, $2}};", "r,f,f", base, c0, c2)
-            ptx.asm(f"st.shared.v2.f32 [$0+{64 * j + 4 * dim}], {{$1, $2}};", "r,f,f", base, c1, c3)
+            for e, line in enumerate((acc[4 * j : 4 * j + 4 : 2], acc[4 * j + 1 : 4 * j + 4 : 2])):
+                at = 64 * j + 4 * dim * e
+                if decoded:
+                    ptx.asm(f"st.shared.v2.f32 [$0+{at}], {{$1, $2}};", "r,f,f", base, *line)
+                else:
+                    ptx.asm(f"st.shared.f32 [$0+{at}], $1;", "r,f", base, line[0])
+                    ptx.asm(f"st.shared.f32 [$0+{at + 32}], $1;", "r,f", base, line[1])
         place, sums = _add(ptx.pointer(stats_out, 3), _mul(row, 8)), list(stat[2:])
         for e in range(2):
             for distance in (4, 8, 16):
@@ -199,27 +263,29 @@ def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_d
 
 
 def merge_and_store(
-    scratch_ref, stats_ref, refs, part, scale, sink_column, where, *, n, dim, q_dim, q_dtype, group, heads, has_sinks
-):
-    """Merges rows 8n .. 8n+7 of the 8 warps, after put_state: warp w of the CTA merges and writes row 8n + w.
+    scratch_ref, stats_ref, refs, part, scale, sink_column, where,
+    *, n, dim, q_dim, q_dtype, group, heads, has_sinks, out_dtype=None, warps=8, line=0,
+):  # fmt: skip
+    """After put_state: warp w of the CTA merges row `line` * warps + w of rows 8n .. 8n+7 and writes it.
 
     part: (is it a part of a unit, its slot); where: (tok0, head0, row0, nrows, wg); scale: of values. A part is written
     as f32 with a base-2 lse and without the sink; a whole unit in its final dtype with a natural lse and the sink.
     """
-    tile = plgpu.RefType(rows.tile_transforms(q_dim, q_dtype))
+    tile, out_dtype = plgpu.RefType(rows.tile_transforms(q_dim, q_dtype)), out_dtype or q_dtype
     gmem = (plgpu.RefType(),) * 5
 
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), *gmem, *(_SCALAR,) * 8))
     def join(ctx, scratch, stats, out_ref, lse_ref, part_ref, part_lse_ref, heads_ref, *numbers):
         is_part, slot, scale, tok0, head0, row0, nrows, wg = map(ptx.scalar_value, numbers)
         _, _, lane, warp = ptx.lane_position()
-        mine = _add(_mul(wg, 4), warp)
+        mine = _add(_mul(wg, 4), warp, ptx.i32(line * warps))
         row = _add(mine, ptx.i32(8 * n))
         ok = ptx.less(row, nrows)
         whole = ptx.bool_to_i32(arith.andi(ok, ptx.equal(is_part, ptx.i32(0))))
         cut = ptx.bool_to_i32(arith.andi(ok, ptx.equal(is_part, ptx.i32(1))))
         place = _add(ptx.pointer(stats, 3), _mul(mine, 8))
-        pairs = [ptx.asm_values(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{64 * w}];", "=f,=f,r", 2, place) for w in range(8)]
+        load = "ld.shared.v2.f32 {{$0, $1}}, [$2+{}];"
+        pairs = [ptx.asm_values(load.format(64 * w), "=f,=f,r", 2, place) for w in range(warps)]
         top = pairs[0][0]
         for m, _ in pairs[1:]:
             top = ptx.fmax(top, m)
@@ -272,7 +338,7 @@ def merge_and_store(
                 arith.muli(arith.addi(arith.muli(flat, ptx.i64(dim)), ptx.to_i64(col)), ptx.i64(2)),
             )
             final = [_fmul(s, factor) for s in sums]
-            words = [ptx.pack_16bit(final[2 * i], final[2 * i + 1], q_dtype) for i in range(2)]
+            words = [ptx.pack_16bit(final[2 * i], final[2 * i + 1], out_dtype) for i in range(2)]
             text = both.format("st.global.v2.b32 [$0], {$3, $4}")
             ptx.asm(text, "l,r,r,r,r", target, inside, whole, *words)
 

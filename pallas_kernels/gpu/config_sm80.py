@@ -1,0 +1,52 @@
+"""The static arguments of the warp-level kernel, and what a chip has for it."""
+
+import dataclasses
+
+from pallas_kernels.gpu.config import KV_DTYPES_8BIT, TOKEN_SCALE_BYTES, WARPGROUP_ROWS, GpuKernelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpChip:
+    """What the kernel needs to know of a GPU."""
+
+    processors: int  # multiprocessors of the largest product; the kernel is right with any other number
+    smem: int  # bytes of shared memory of a multiprocessor
+    smem_cta: int  # bytes that one CTA may use
+
+
+CHIPS = {
+    "sm_80": WarpChip(108, 164 << 10, 163 << 10),  # A100
+    "sm_86": WarpChip(84, 100 << 10, 99 << 10),  # RTX 3090, A10, A40
+    "sm_89": WarpChip(128, 100 << 10, 99 << 10),  # RTX 4090, L4, L40S
+    "sm_90": WarpChip(132, 228 << 10, 227 << 10),  # H100, to check and time the kernel on a Hopper card
+    "sm_100": WarpChip(148, 228 << 10, 227 << 10),  # B200
+    "sm_120": WarpChip(170, 100 << 10, 99 << 10),  # RTX 5090
+}
+SMEM_FIXED = 512  # bytes: row statistics, the numbers of the piece
+SMEM_RESERVED = 1024  # bytes of shared memory that CUDA keeps for each CTA
+FP8_CONVERSIONS = 89  # the first compute capability that converts float8 in one instruction
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarpKernelConfig(GpuKernelConfig):
+    """The same fields, chosen by tile_policy_sm80.py. A CTA is four warps, and block_kv is at most 64."""
+
+    chip: str = "sm_80"
+    block_kv: int = 64
+    narrow_rows: int = 8  # tiles of at most so many rows, 8 or 16, are narrow (narrow_sm80.py)
+    wide_tiles: bool = False  # False: no request has more than narrow_rows packed rows
+    tile_halves: int = 1  # halves of a wide tile, of 64 rows, that share each load of a key; 2: at most 128 columns
+
+    @property
+    def converts_fp8(self) -> bool:
+        return int(self.chip[3:]) >= FP8_CONVERSIONS
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA."""
+        dims = self.head_dim + self.v_head_dim
+        key = dims * (1 if self.kv_dtype in KV_DTYPES_8BIT else 2)
+        key += TOKEN_SCALE_BYTES if self.token_scales else 0
+        queries = 0 if not self.wide_tiles else self.tile_halves * WARPGROUP_ROWS * self.head_dim * 2
+        decoded = self.block_kv * dims * 2 if self.quantised and self.wide_tiles else 0
+        return queries + self.stages * self.block_kv * key + decoded + SMEM_FIXED

@@ -1,0 +1,64 @@
+"""Narrow tiles, of at most 16 query rows: every warp computes 16 of each 64 keys for all rows, and waits for no other.
+
+The products are warp_mma_sm80.py's. Each warp keeps its own maximum, sum and output; the four states are merged at the
+end of the piece.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import warp_mma_sm80 as warp_mma
+from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.branch import as_number
+from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
+from pallas_kernels.gpu.copies_sm80 import WARPS, sync_warps
+from pallas_kernels.gpu.narrow_sm90 import logits, query_bounds
+from pallas_kernels.gpu.pieces_sm80 import BlockReader
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
+from pallas_kernels.gpu.tiles_sm90 import full_block_bounds, loop_over_blocks
+
+
+def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
+    """At most cfg.narrow_rows rows over the piece's blocks of 64 keys."""
+    rows8, reader = cfg.narrow_rows // 8, BlockReader(cfg, refs, piece, 1)
+    keys = dict(rows8=rows8, dim=cfg.head_dim, source=cfg.kv_dtype, target=cfg.dtype)
+    values = dict(rows8=rows8, dim=cfg.v_head_dim, source=cfg.kv_dtype, target=cfg.value_dtype, parts=cfg.weight_parts)
+    ids = reader.start()
+    where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
+    kind = dict(rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype, group=cfg.group, heads=cfg.num_heads)
+    queries = warp_mma.load_queries(refs.q, *where, **kind, decoded=cfg.quantised)
+    column, scale = query_bounds(cfg, refs, piece), refs.scales[piece[HEAD], 0]
+    first = jnp.int32(0)
+
+    def step(j, carry, masked):
+        acc, stats, *ids = carry
+        slot = reader.slot(j)
+        reader.keys(j, ids)
+        dots = warp_mma.keys_times_queries(refs.k_tile.at[slot], queries, first, **keys)
+        x, factor = logits(cfg, column, dots, reader.first_key + j * cfg.block_kv, scale, masked)
+        ids = reader.values(j, ids)
+        acc, stats = warp_mma.softmax_times_values(refs.v_tile.at[slot], x, factor, acc, stats, first, None, **values)
+        return acc, stats, *ids
+
+    start = warp_mma.start_state(rows8=rows8, dim=cfg.v_head_dim)
+    acc, stats, *_ = loop_over_blocks(cfg, step, full_block_bounds(piece), (*start, *ids))
+    _merge_warps(cfg, refs, piece, acc, stats)
+
+
+def _merge_warps(cfg: WarpKernelConfig, refs: Refs, piece: Piece, acc, stats):
+    """Merges the states of the four warps, eight rows at a time, in the buffers of the keys, no longer used."""
+    scratch, wg = (refs.k_tile.at[0], refs.stats), jnp.int32(0)
+    kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.kv_dtype, warps=WARPS)
+    slot = 2 * lax.axis_index("cta") + as_number(piece.lo == 0)
+    part = (as_number(piece.is_part), slot)
+    where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS], wg)
+    for n in range(cfg.narrow_rows // 8):
+        sync_warps()
+        decoded, rows8 = cfg.quantised, cfg.narrow_rows // 8
+        warp_mma.put_state(*scratch, acc, stats, wg, n, rows8=rows8, decoded=decoded, **kind)
+        sync_warps()
+        for line in range(8 // WARPS):
+            warp_mma.merge_and_store(
+                *scratch, refs, part, refs.scales[piece[HEAD], 1], 1, where, n=n, line=line, group=cfg.group,
+                heads=cfg.num_heads, has_sinks=cfg.has_sinks, out_dtype=cfg.dtype, **kind,
+            )  # fmt: skip

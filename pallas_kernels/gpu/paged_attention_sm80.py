@@ -1,0 +1,92 @@
+"""Ragged paged attention by mma.sync, ldmatrix and cp.async: every NVIDIA GPU since Ampere.
+
+    ragged_paged_attention                paged_attention_sm90.py: checks, given a WarpKernelConfig
+      launch                              persistent CTAs of four warps
+        _kernel                             allocates shared memory
+          _piece                              for each piece of the CTA's part of the work list (work_list.py):
+            narrow_tile                         narrow_sm80.py: few rows; each warp computes other keys
+            wide_tile                           wide_sm80.py: more rows; each warp computes other rows
+            blank_tile                          padding tokens, in a kernel without wide tiles
+      merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs
+
+The arguments, the work list, the algebra and the merge are those of paged_attention_sm90.py.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import tiles_sm90 as tiles
+from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.branch import when
+from pallas_kernels.gpu.config import WARPGROUP_ROWS
+from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
+from pallas_kernels.gpu.copies_sm80 import put_numbers, sync_warps
+from pallas_kernels.gpu.narrow_sm80 import narrow_tile
+from pallas_kernels.gpu.pieces_sm90 import HI, Piece, Refs, count_pieces, piece_from_list
+from pallas_kernels.gpu.wide_sm80 import wide_tile
+
+
+def launch(config: WarpKernelConfig, q, k_pages, v_pages, block_table, work, scales, per_head, token_scales):
+    """(out [T, H, V], lse f32[T, H], partial outputs, partial lse in base 2); as _launch of paged_attention_sm90.py."""
+    num_tokens, num_heads, _ = q.shape
+    v_dim, slots = config.v_head_dim, 2 * config.num_ctas
+    out_type = [
+        jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), q.dtype),
+        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, v_dim), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),
+    ]
+
+    def ragged_paged_attention(*gmem):  # the kernel's name in a profile
+        _kernel(config, *gmem)
+
+    call = plgpu.kernel(
+        ragged_paged_attention,
+        out_type=out_type,
+        grid=(config.num_ctas,),
+        grid_names=("cta",),
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return call(q, k_pages, v_pages, block_table, work.info, work.cta, scales, per_head, *token_scales)
+
+
+def _kernel(cfg: WarpKernelConfig, *gmem):
+    """One CTA: allocates, then computes its pieces."""
+
+    def tile(dtype, *shape):
+        return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
+
+    def pieces(k_tile, v_tile, stats, piece_box, q_tile=None):
+        pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
+        refs = Refs(*pools, k_tile=k_tile, v_tile=v_tile, stats=stats, piece_box=piece_box, q_tile=q_tile)
+        lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), lambda j, _: _piece(cfg, refs, j), None)
+
+    block, stages = cfg.block_kv, cfg.stages
+    kv = [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
+    queries = [tile(cfg.dtype, cfg.tile_halves, WARPGROUP_ROWS, cfg.head_dim)] if cfg.wide_tiles else []
+    small = (plgpu.SMEM((64,), jnp.float32), plgpu.SMEM((wl.INFO_COLUMNS,), jnp.int32))
+    pl.run_scoped(pieces, *kv, *small, *queries, collective_axes="wg")
+
+
+def _piece(cfg: WarpKernelConfig, refs: Refs, j):
+    box, wanted = refs.piece_box, piece_from_list(cfg, refs, j)
+    sync_warps()  # no warp reads the last piece's numbers and tiles any longer
+    put_numbers(box, [jnp.asarray(wanted[column], jnp.int32) for column in range(HI + 1)])
+    sync_warps()
+    piece = Piece(lambda column: box[column], 0)
+    few = piece[wl.NROWS] <= cfg.narrow_rows
+    many_rows = wide_tile if cfg.wide_tiles else blank_tile  # without wide tiles only padding has many rows
+    when(few)(lambda: narrow_tile(cfg, refs, piece))
+    when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece))
+
+
+def blank_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
+    """Padding tokens, up to 128 rows: stores (0, -inf)."""
+    for half in range(2):
+        tiles.finish(cfg, refs, piece, tiles.start_state(cfg.v_head_dim), jnp.int32(WARPGROUP_ROWS * half))

@@ -1,0 +1,120 @@
+"""Warp-level products of 64 query rows, or of twice 64, with a block of keys and values, in PTX.
+
+Warp w computes rows 16 w .. 16 w + 15 of each 64 with mma.m16n8k16:
+
+    S [16 rows, 8 keys]      = Q [16, D] . K^T [D, 8]          Q, K: ldmatrix
+    O [16 rows, 8 columns]  += P [16, 16 keys] . V [16, 8]     P: registers of S; V: ldmatrix.trans
+
+S, P and O are ordinary WGMMA fragments, so that the algebra of tiles_sm90.py works on them. Two halves of a tile share
+each load of keys and values.
+"""
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.mosaic.gpu import utils
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu.config import WARPGROUP_ROWS
+
+_WGMMA = plgpu.Layout.WGMMA
+
+
+def _lane_row(lane, place: int):
+    """Row of 16 whose address a lane gives to ldmatrix. place: the bit of the lane that chooses the second 8 rows."""
+    second = arith.andi(arith.shrui(lane, ptx.i32(place)), ptx.i32(1))
+    return arith.addi(arith.remui(lane, ptx.i32(8)), arith.muli(second, ptx.i32(8)))
+
+
+def _lane_byte(lane, place: int, step: int):
+    """Byte of the row for 16 columns `step`; place: the bit of the lane that chooses the second 8 columns."""
+    second = arith.andi(arith.shrui(lane, ptx.i32(place)), ptx.i32(1))
+    return arith.addi(ptx.i32(32 * step), arith.muli(second, ptx.i32(16)))
+
+
+def queries_times_keys(q_ref, k_ref, *, halves: int, block: int, dim: int, dtype: str):
+    """S f32 [64, block] of each half: SMEM tiles [halves, 64, D] and [block, D], both of 16 bits."""
+    tile = plgpu.RefType(rows.tile_transforms(dim, dtype))
+    shape = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, block), jnp.float32, _WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(tile, tile), return_type=(shape,) * halves)
+    def multiply(ctx, q_tile, k_tile):
+        q_base, k_base, (_, _, lane, warp) = (
+            ptx.pointer(q_tile, 3),
+            ptx.pointer(k_tile, 3),
+            ptx.lane_position(hidden=True),
+        )
+        at = lambda base, row, byte: arith.addi(base, ptx.swizzled(row, byte, 2 * dim, rows.swizzle_bytes(dim, dtype)))
+        own = arith.addi(arith.muli(warp, ptx.i32(16)), _lane_row(lane, 3))
+        sums = [[[ptx.f32(0.0)] * 4 for _ in range(block // 8)] for _ in range(halves)]
+        for step in range(dim // 16):
+            left = [
+                ptx.ldmatrix(at(q_base, arith.addi(own, ptx.i32(64 * half)), _lane_byte(lane, 4, step)))
+                for half in range(halves)
+            ]
+            for pair in range(block // 16):
+                key = arith.addi(_lane_row(lane, 4), ptx.i32(16 * pair))
+                right = ptx.ldmatrix(at(k_base, key, _lane_byte(lane, 3, step)))
+                for n in range(2):
+                    for half in range(halves):
+                        old = sums[half][2 * pair + n]
+                        sums[half][2 * pair + n] = ptx.mma(left[half], right[2 * n : 2 * n + 2], old, dtype)
+        return tuple(_fragment(tiles) for tiles in sums)
+
+    return multiply(q_ref, k_ref)
+
+
+def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: str):
+    """O + P V of each half: O f32 [64, V], P [64, block] and V SMEM [block, V] of 16 bits."""
+    halves = len(accs)
+    shape = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, dim), jnp.float32, _WGMMA)
+    kinds = (plgpu.RefType(rows.tile_transforms(dim, dtype)), *(_WGMMA,) * (2 * halves))
+
+    @plgpu.inline_mgpu(arg_types=kinds, return_type=(shape,) * halves)
+    def add(ctx, v_tile, *fragments):
+        base, (_, _, lane, _) = ptx.pointer(v_tile, 3), ptx.lane_position(hidden=True)
+        sums, p = [_floats(f) for f in fragments[:halves]], [_words(f) for f in fragments[halves:]]
+        for group in range(block // 16):
+            left = [(*words[2 * group], *words[2 * group + 1]) for words in p]
+            key = arith.addi(_lane_row(lane, 3), ptx.i32(16 * group))
+            for pair in range(dim // 16):
+                place = ptx.swizzled(key, _lane_byte(lane, 4, pair), 2 * dim, rows.swizzle_bytes(dim, dtype))
+                right = ptx.ldmatrix(arith.addi(base, place), transpose=True)
+                for n in range(2):
+                    for half in range(halves):
+                        old = sums[half][2 * pair + n]
+                        sums[half][2 * pair + n] = ptx.mma(left[half], right[2 * n : 2 * n + 2], old, dtype)
+        return tuple(_fragment(tiles) for tiles in sums)
+
+    out = add(v_ref, *accs, *weights)
+    return out if halves > 1 else tuple(out)
+
+
+def _fragment(tiles):
+    """A f32 fragment from 4 floats for each 8 columns: row g, columns 2t, 2t+1, then row g + 8."""
+    fragment = rows.empty_fragment((WARPGROUP_ROWS, 8 * len(tiles)), _WGMMA)
+    places = list(rows.pair_places(fragment))
+
+    def read(i):
+        second, column = places[i]
+        return tiles[column // 8][2 * second :][:2]
+
+    rows.fill(fragment, read)
+    return fragment
+
+
+def _words(fragment):
+    """Of a 16-bit fragment, two words for each 8 columns: row g, then row g + 8."""
+    tiles = [[None] * 2 for _ in range(fragment.shape[1] // 8)]
+    for (second, column), pair in zip(rows.pair_places(fragment), list(fragment.registers.flat), strict=True):
+        tiles[column // 8][second] = utils.bitcast(pair, ptx.int_type())
+    return tiles
+
+
+def _floats(fragment):
+    """The inverse of _fragment."""
+    tiles = [[None] * 4 for _ in range(fragment.shape[1] // 8)]
+    for (second, column), pair in zip(rows.pair_places(fragment), list(fragment.registers.flat), strict=True):
+        tiles[column // 8][2 * second : 2 * second + 2] = [rows.pair_element(pair, k) for k in range(2)]
+    return tiles

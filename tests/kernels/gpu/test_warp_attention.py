@@ -1,0 +1,168 @@
+"""The warp-level attention kernel: its reasons, its lowering, and its numbers in JAX's interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.gpu.config_sm80 import CHIPS
+from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
+from pallas_kernels.gpu.supports_sm80 import supports
+from pallas_kernels.gpu.tile_policy_sm80 import warp_config
+from pallas_kernels.gpu.work_list import build_work_list
+from tests.kernels.gpu.test_lowering import lower
+from tests.oracle.attention import ragged
+
+INTERPRETS = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
+SHAPE = dict(chip="sm_80", num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=8, num_ctas=3)
+DECODES = ((1, 65), (1, 0), (1, 200), (1, 64), (1, 1), (1, 63))
+TWO_TOKENS = ((2, 70), (1, 129), (0, 0), (2, 2), (2, 64))
+BATCHES = {  # name -> (query length, total length) of each request, fields of the config, the oracle's options
+    "decode": (DECODES, {}, {}),
+    "one long request in parts": (((1, 700),), dict(stages=3), {}),
+    "group 7, page 16, NHD, D 128": (
+        DECODES, dict(num_heads=14, head_dim=128, v_head_dim=128, page_size=16, layout="NHD"), {}
+    ),
+    "16 rows, f16, one stage": (
+        TWO_TOKENS, dict(num_heads=16, dtype="float16", kv_dtype="float16", stages=1, page_size=128), {}
+    ),
+    "window": (((1, 300), (1, 20), (2, 150)), dict(mask=MaskRule(left=70)), dict(window=(70, -1))),
+    "soft cap and sinks": (
+        DECODES, dict(logits=LogitRule(scale=0.1, soft_cap=5.0), has_sinks=True), dict(soft_cap=5.0, sinks=None)
+    ),
+    "alibi, D 80 V 48": (
+        DECODES, dict(logits=LogitRule(scale=0.1, has_alibi=True), head_dim=80, v_head_dim=48), dict(slopes=None)
+    ),
+    "not causal, mask_fn": (
+        TWO_TOKENS, dict(mask=MaskRule(causal=False, mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
+        dict(causal=False, mask_fn=lambda h, q, k: (q + k + h) % 3 != 0),
+    ),
+}  # fmt: skip
+
+QUICK = ("decode", "mixed")
+MIXED = ((1, 65), (40, 100), (90, 90), (0, 0), (1, 1), (33, 200))
+BATCHES |= {  # with wide tiles
+    "mixed": (MIXED, {}, {}),
+    "mixed, halves of a tile in turn": (MIXED, dict(tile_halves=1, stages=2), {}),
+    "spec decode, 64 rows": (((20, 100), (3, 200), (0, 0), (9, 9)), dict(page_size=16), {}),
+    "prefill in parts, D 192 V 128": (((70, 300),), dict(head_dim=192, v_head_dim=128, num_ctas=4, page_size=64), {}),
+    "mixed with every option, NHD": (
+        MIXED,
+        dict(logits=LogitRule(scale=0.1, soft_cap=5.0, has_alibi=True), has_sinks=True, layout="NHD",
+             mask=MaskRule(left=50), head_dim=32, v_head_dim=16),
+        dict(soft_cap=5.0, slopes=None, sinks=None, window=(50, -1)),
+    ),
+    "mixed, f16, not causal, score_fn": (
+        MIXED,
+        dict(dtype="float16", kv_dtype="float16", mask=MaskRule(causal=False),
+             logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q))),
+        dict(causal=False, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q)),
+    ),
+}  # fmt: skip
+
+
+def make_batch(lengths, config, pads, seed=0):
+    """(q, pools, table), (starts, lengths), keys, values: pages permuted, NaN where no token lives, garbage ids."""
+    rng, c = np.random.default_rng(seed), config
+    counts = [-(-total // c.page_size) for _, total in lengths]
+    order, used = rng.permutation(sum(counts) + 5), 0
+    table = np.full((len(lengths) + 2, max(counts) + 2), 10**6, np.int32)
+    table[:, ::2] = -1
+    pools = [
+        np.full((len(order), c.num_kv_heads, c.page_size, d), np.nan, np.float32) for d in (c.head_dim, c.v_head_dim)
+    ]
+    rows = [[], []]
+    for r, (_, total) in enumerate(lengths):
+        table[r, : counts[r]] = order[used : used + counts[r]]
+        used += counts[r]
+        for pool, tokens in zip(pools, rows, strict=True):
+            new = rng.standard_normal((total, *pool.shape[1:2], pool.shape[3])).astype(c.kv_dtype).astype(np.float32)
+            for t in range(total):
+                pool[table[r, t // c.page_size], :, t % c.page_size] = new[t]
+            tokens.append(new.astype(np.float64))
+    pools = [jnp.asarray(p if c.layout == "HND" else p.swapaxes(1, 2), jnp.dtype(c.kv_dtype)) for p in pools]
+    starts = np.cumsum([0, *(n for n, _ in lengths), 0, 0]).astype(np.int32)
+    q = rng.standard_normal((starts[-1] + pads, c.num_heads, c.head_dim)).astype(c.dtype)
+    q[starts[-1] :] = np.nan
+    seqs = np.array([*(total for _, total in lengths), 0, 0], np.int32)
+    return (jnp.asarray(q), *pools, jnp.asarray(table)), (starts, seqs), rows
+
+
+def compare(lengths, fields, options, pads=5, rows=None):
+    """Runs the kernel in the interpreter and compares it with the oracle."""
+    from tests.kernels.gpu.interpreter import interpreted
+
+    fields = SHAPE | dict(logits=LogitRule(scale=0.1)) | fields
+    group = fields["num_heads"] // fields["num_kv_heads"]
+    config = warp_config(**fields, rows=rows or group * max(n for n, _ in lengths))
+    assert not supports(config)
+    args, (starts, seqs), (keys, values) = make_batch(lengths, config, pads)
+    options, extra = dict(options), {}
+    for name, argument in (("sinks", "sinks"), ("slopes", "alibi_slopes")):
+        if name in options:
+            options[name] = np.linspace(-1, 1, config.num_heads) / (1 if name == "sinks" else 50)
+            extra[argument] = jnp.asarray(options[name], jnp.float32)
+    with interpreted():
+        work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config)
+        out, lse = (np.asarray(x, np.float64) for x in ragged_paged_attention(*args, work, config, **extra))
+    end = starts[-1]
+    queries, options = np.asarray(args[0], np.float64)[:end], {"scale": config.logits.scale} | options
+    want, want_lse = ragged(queries, keys, values, [n for n, _ in lengths], **options)
+    np.testing.assert_allclose(out[:end], want, atol=2e-2 if config.dtype == "bfloat16" else 2e-3)
+    np.testing.assert_allclose(lse[:end], want_lse, atol=1e-4)
+    assert (out[end:] == 0).all() and np.isneginf(lse[end:]).all()
+    assert (out[:end][np.isneginf(want_lse)] == 0).all()
+
+
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BATCHES])
+def test_is_attention(name):
+    compare(*BATCHES[name])
+
+
+REFUSED = {
+    "sm_75": (dict(chip="sm_75"), "chip sm_75: wanted one of sm_80"),
+    "8 bits": (dict(kv_dtype="int8"), "the warp-level kernel takes the dtype of the queries"),
+    "blocks of 128": (dict(block_kv=128), "block_kv 128: wanted 64"),
+    "two halves of 256 columns": (dict(head_dim=256, v_head_dim=256, tile_halves=2), "tile_halves 2: wanted"),
+    "too many stages": (dict(chip="sm_86", stages=9), "bytes of shared memory; there are 101376 on sm_86"),
+    "fixed max": (dict(fixed_max=True), "the Hopper kernel's"),
+    "page 4": (dict(page_size=4), "page size 4: wanted"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_with_a_reason(name):
+    fields, reason = REFUSED[name]
+    assert any(reason in why for why in supports(warp_config(**SHAPE | fields)))
+
+
+@pytest.mark.parametrize("rows", [None, 1, 8, 9, 16, 17, 64, 65])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_kernel_fits_every_chip_and_head(chip, rows):
+    """A refused config would take the shape from pallas_gpu, and 'auto' would choose another backend in silence."""
+    for dims in ((16, 16), (64, 64), (80, 48), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)):
+        fields = SHAPE | dict(chip=chip, head_dim=dims[0], v_head_dim=dims[1])
+        del fields["num_ctas"]
+        config = warp_config(**fields, rows=rows)
+        assert not supports(config)
+        assert config.num_ctas % CHIPS[chip].processors == 0
+        ctas = config.num_ctas // CHIPS[chip].processors
+        assert ctas * (config.smem_bytes + 1024) <= CHIPS[chip].smem
+
+
+LOWERED = {
+    "decode": dict(rows=2),
+    "mixed": {},
+    "every option": dict(
+        logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, mask=MaskRule(left=99), layout="NHD"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowers_for_cuda(name):
+    """For the chip that JAX assumes where there is none, sm_90; `benchmarks.gpu.registers` compiles for the others."""
+    assert len(lower(warp_config(**SHAPE | LOWERED[name])).mlir_module_serialized) > 10_000
