@@ -83,9 +83,8 @@ class Engine:
     ):
         if forward is None:
             admission.check_weights(config, params)
-        if (
-            model_mesh := admission.model_mesh_of(config, mesh, self.spans_processes)
-        ) is not None:  # before the free memory is measured
+        model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes)
+        if model_mesh is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
         dtype = cache_dtype or sizing.dtype_of(params)
         block_size = sizing.default_block_size() if block_size is None else block_size

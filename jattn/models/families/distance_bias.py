@@ -7,6 +7,7 @@ import numpy as np
 
 from jattn.models.config import ModelConfig
 from jattn.models.tensor_names import TensorSource
+from jattn.nn import AttentionConfig
 
 
 def buckets_of(distances: np.ndarray, count: int, max_distance: int, both_sides: bool) -> np.ndarray:
@@ -28,8 +29,8 @@ def distance_bias_rows(config: ModelConfig, tensor: str) -> dict[str, TensorSour
     """One tensor [buckets, heads], which all layers of the checkpoint share, as the bias of each layer."""
     rows = {}
     for index, layer in enumerate(config.layers):
+        assert isinstance(layer.self_attn, AttentionConfig) and layer.self_attn.max_distance is not None
         most = layer.self_attn.max_distance
-        assert most is not None
         make = functools.partial(by_distance, max_distance=most, both_sides=config.is_encoder)
         rows[f"layers.{index}.attn.distance_bias"] = TensorSource((tensor,), make)
     return rows
