@@ -17,6 +17,7 @@ TEXTS = {
     "llama4": examples.DECODERS["llama4_text"],
     "mistral3": examples.DECODERS["mistral"],
     "mistral3 of ministral3": options.FAMILIES["ministral3"].config(0),
+    "mistral3 of mistral4": options.FAMILIES["mistral4"].config(1),
     "qwen3_vl": examples.of(
         "qwen3_vl_text", head_dim=16, rope_theta=None,
         rope_parameters=dict(rope_type="default", rope_theta=90.0, mrope_section=[4, 2, 2], mrope_interleaved=True),
