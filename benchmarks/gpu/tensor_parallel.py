@@ -1,9 +1,10 @@
 """A model on one device and on several: milliseconds of a decode step, and of a long prompt.
 
-    python -m benchmarks.gpu.tensor_parallel [--ranks 1 2] [--model 8b | 70b] [--write | --out DIR] [--small]
+    python -m benchmarks.gpu.tensor_parallel [--ranks 1 2] [--data 1] [--model 8b | 70b] [--write | --out DIR] [--small]
 
 tp_8b_decode_r64   a decode step of 64 requests, as served, after prompts of 512 tokens
 tp_8b_prefill_8k   one prompt of 8192 tokens and its first token, in an idle engine; the median
+dp2_8b_decode_r64  with --data 2: the same decode step, with 32 requests on each of two data ranks
 
 Random weights in bf16 in the shapes of Llama 3, each made in its parts. The 70b model has 141 GB of weights: leave one
 rank out. `to_one_device` is the time over that of one device, if both were measured. --small is a model for a CPU.
@@ -62,9 +63,10 @@ def engine_of(config, params, mesh: Mesh, rows: int, budget: int, longest: int) 
 
 
 def decode_ms(config, params, mesh: Mesh, rows: int, prompt: int, dispatches: int) -> float:
-    """Milliseconds of a decode step of `rows` requests."""
+    """Milliseconds of a decode step of `rows` requests, of all data ranks together."""
     longest = prompt + BURST * (UNTIMED + dispatches + 2) + 1
-    engine = engine_of(config, params, mesh, rows, rows * prompt, longest)
+    of_rank = rows // mesh.shape["data"]
+    engine = engine_of(config, params, mesh, of_rank, of_rank * prompt, longest)
     prompts = np.random.default_rng(0).integers(2, config.vocab_size, (rows, prompt))
     seconds, _ = serve(engine, prompts, dispatches)
     return sum(seconds) / dispatches / BURST * 1e3
@@ -89,18 +91,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
     parser.add_argument("--model", choices=("8b", "70b"), default="8b", help="default: 8b")
     parser.add_argument("--ranks", type=int, nargs="+", default=(1, 2), help="devices (default: 1 2)")
+    parser.add_argument("--data", type=int, default=1, help="data ranks that the devices are divided into (default: 1)")
     parser.add_argument("--dispatches", type=int, default=20, help=f"timed, of {BURST} steps each (default: 20)")
     records.add_options(parser)
     args = parser.parse_args(argv)
     kind, rows, prompt = ("small", 2, 64) if args.small else (args.model, 64, 8192)
     config, alone = config_of(kind), {}
     for ranks in args.ranks:
-        mesh = jax.make_mesh((1, ranks), ("data", "tensor"), devices=jax.devices()[:ranks])
+        mesh = jax.make_mesh((args.data, ranks // args.data), ("data", "tensor"), devices=jax.devices()[:ranks])
         params = weights_of(config, mesh, "float32" if args.small else "bfloat16")
-        measured = {
-            f"tp_{kind}_decode_r{rows}": decode_ms(config, params, mesh, rows, prompt // 16, args.dispatches),
-            f"tp_{kind}_prefill_{'64' if args.small else '8k'}": prefill_ms(config, params, mesh, prompt, 5),
-        }
+        prefix = "tp" if args.data == 1 else f"dp{args.data}"
+        decode = decode_ms(config, params, mesh, rows, prompt // 16, args.dispatches)
+        measured = {f"{prefix}_{kind}_decode_r{rows}": decode}
+        if args.data == 1:  # a prompt is computed by one data rank
+            case = f"tp_{kind}_prefill_{'64' if args.small else '8k'}"
+            measured |= {case: prefill_ms(config, params, mesh, prompt, 5)}
         for case, ms in measured.items():
             alone |= {case: ms} if ranks == 1 else {}
             row = dict(case=case, variant=f"{ranks} devices", ranks=ranks, ms=ms)
