@@ -34,7 +34,7 @@ class Shape:
 LAYER = dict(num_heads=32, num_kv_heads=8, head_dim=128)
 POOL = dict(num_blocks=4096, block_size=128)
 MIXED = (
-    *(Shape(f"head_dim_{d}", dict(head_dim=d)) for d in (64, 80, 96, 112, 128, 192, 256)),
+    *(Shape(f"head_dim_{d}", dict(head_dim=d)) for d in (16, 32, 64, 80, 96, 112, 128, 192, 256)),
     Shape("v_head_dim", dict(head_dim=192, v_head_dim=128)),
     *(Shape(f"page_{s}", cache=dict(block_size=s)) for s in (16, 32, 48, 64, 256)),
     Shape("float32", cache=dict(dtype="float32"), dtype="float32"),
@@ -53,6 +53,8 @@ MIXED = (
     Shape("window_cap_sinks", dict(sliding_window=1000, has_sinks=True, **CAP)),
     Shape("two_sided", dict(sliding_window=(100, 30)), causal="each"),
     Shape("chunk_alibi", dict(chunk_size=1000, has_alibi=True)),
+    Shape("lookback_output", dict(chunk_size=1000, chunk_lookback=1, output_dtype="float8_e4m3fn")),
+    Shape("alibi_sqrt", dict(has_alibi=True, use_alibi_sqrt=True)),
     Shape("encoder", dict(attn_type="encoder_only", sliding_window=(9, 3))),
 )
 DECODE = Shape("decode", query_lens=(1,) * 256)
@@ -117,6 +119,7 @@ def call(shape: Shape, chip: str = "v6e"):
         sinks=f32(spec.num_heads) if spec.has_sinks else None,
         k_scale=f32(spec.num_kv_heads) if cache_spec.quant == "per_head" else None,
         v_scale=f32(spec.num_kv_heads) if cache_spec.quant == "per_head" else None,
+        output_scale=jax.ShapeDtypeStruct((), jnp.float32) if spec.output_dtype is not None else None,
     )
     q = jax.ShapeDtypeStruct((sum(shape.query_lens), spec.num_heads, spec.head_dim), shape.dtype)
     cache = jax.eval_shape(lambda: jattn.empty_cache(cache_spec, storage="native"))

@@ -50,6 +50,7 @@ def kernel_config(
         page_size=cache_spec.block_size,
         dtype=dtype,
         kv_dtype=cache_spec.dtype,
+        out_dtype=dtype if spec.output_dtype is None else "float32",
         mask=spec.mask_rule(common is None or common.is_causal),
         logits=spec.logit_rule(),
         has_sinks=spec.has_sinks,
@@ -140,6 +141,8 @@ def _paged(impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params:
         sinks=params.sinks if spec.has_sinks else None,
         q_scale=params.q_scale, k_scale=params.k_scale, v_scale=params.v_scale, chip=impl.chip.generation,
     )  # fmt: skip
+    if spec.output_dtype is not None:
+        out = quant.to_dtype(out, spec.output_dtype, params.output_scale)
     return AttentionState(out=out, lse=lse)
 
 
@@ -179,12 +182,15 @@ class PallasTpuBackend(PagedKernelBackend):
             Feature.NON_CAUSAL,
             Feature.TWO_SIDED_WINDOW,
             Feature.CHUNK,
+            Feature.CHUNK_LOOKBACK,
             Feature.ALIBI,
+            Feature.ALIBI_SQRT,
             Feature.SOFT_CAP,
             Feature.PER_REQUEST_CAUSAL,
             Feature.DIFF_KV,
             Feature.LSE,
             Feature.PACKED,
+            Feature.FUSED_OUTPUT_QUANT,
         }
     )
 

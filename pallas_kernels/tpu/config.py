@@ -23,8 +23,9 @@ class TpuKernelConfig:
     head_dim: int
     v_head_dim: int
     page_size: int
-    dtype: str  # of queries and output
+    dtype: str  # of queries
     kv_dtype: str
+    out_dtype: str  # of the output: the queries', or float32 for a caller that quantises it
     mask: MaskRule
     logits: LogitRule
     has_sinks: bool = False
@@ -106,7 +107,9 @@ class TpuKernelConfig:
         item, kv_item = jnp.dtype(self.dtype).itemsize, jnp.dtype(self.kv_dtype).itemsize
         dims = wide(self.head_dim) + wide(self.v_head_dim)
         pages = 2 * self.block_keys * self.num_kv_heads * dims * kv_item
-        packed = 2 * self.rows * self.num_kv_heads * dims * item + 2 * self.rows * LANES * 4
+        out_item = jnp.dtype(self.out_dtype).itemsize
+        packed = 2 * self.rows * self.num_kv_heads * (wide(self.head_dim) * item + wide(self.v_head_dim) * out_item)
+        packed += 2 * self.rows * LANES * 4
         state = self.num_kv_heads * self.rows * (2 * LANES + wide(self.v_head_dim)) * 4
         table = self.num_kv_heads * self.rows * LANES * 4 if self.columns else 0
         return pages + packed + state + table

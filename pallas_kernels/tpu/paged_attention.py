@@ -51,7 +51,7 @@ def ragged_paged_attention(
     chip: str = "",
     interpret=False,
 ) -> tuple[jax.Array, jax.Array]:
-    """softmax(q k^T) v over pages: (out [T, H, V] in q's dtype, lse f32[T, H], natural log).
+    """softmax(q k^T) v over pages: (out [T, H, V] in config.out_dtype, lse f32[T, H], natural log).
 
     q [T, H, D]; pools [N, K, S, D] and [N, K, S, V] in their own dtype; block_table i32[R, B], whose unused columns
     may hold anything. alibi_slopes, sinks f32[H]; q_scale f32 or f32[H]; k_scale, v_scale f32 or f32[K]. All scales are
@@ -121,7 +121,7 @@ def _launch(config: TpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
             scratch_shapes=_scratch(config, q.dtype, k_pages.dtype),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((kv_heads, num_packs, PACK, value_dim), q.dtype),
+            jax.ShapeDtypeStruct((kv_heads, num_packs, PACK, value_dim), config.out_dtype),
             jax.ShapeDtypeStruct((num_packs, PACK, LANES), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
@@ -138,7 +138,7 @@ def _scratch(c: TpuKernelConfig, dtype, kv_dtype):
         pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.head_dim), dtype),
         pltpu.VMEM((2, c.block_pages, c.num_kv_heads, c.page_size, c.head_dim), kv_dtype),
         pltpu.VMEM((2, c.block_pages, c.num_kv_heads, c.page_size, c.v_head_dim), kv_dtype),
-        pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.v_head_dim), dtype),
+        pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.v_head_dim), jnp.dtype(c.out_dtype)),
         pltpu.VMEM((2, packs, PACK, LANES), f32),
         pltpu.VMEM((c.num_kv_heads, c.rows, LANES), f32),
         pltpu.VMEM((c.num_kv_heads, c.rows, LANES), f32),

@@ -8,8 +8,8 @@ from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.tpu.config import LANES, TpuKernelConfig
 from pallas_kernels.tpu.work_list import FIELDS
 
-MASKS = ("causal", "left", "right", "chunk")  # fields of a MaskRule that it honours
-LOGITS = ("scale", "soft_cap", "has_alibi")  # fields of a LogitRule that it honours
+MASKS = ("causal", "left", "right", "chunk", "lookback")  # fields of a MaskRule that it honours
+LOGITS = ("scale", "soft_cap", "has_alibi", "alibi_sqrt")  # fields of a LogitRule that it honours
 QUERY_DTYPES = ("bfloat16", "float32")
 KV_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 MIB = 1 << 20
@@ -38,11 +38,12 @@ def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
     refuse(bool(name) and name not in VMEM, f"chip {chip}: compiled for {', '.join(VMEM)} only")
     refuse(c.dtype not in QUERY_DTYPES, f"q dtype {c.dtype}: wanted bfloat16 or float32")
     refuse(c.kv_dtype not in KV_DTYPES, f"kv dtype {c.kv_dtype}: wanted one of {', '.join(KV_DTYPES)}")
+    refuse(c.out_dtype not in (c.dtype, "float32"), f"out dtype {c.out_dtype}: wanted {c.dtype} or float32")
     refuse(c.num_heads % c.num_kv_heads != 0, f"{c.num_heads} heads are not a multiple of {c.num_kv_heads} kv heads")
     refuse(c.num_kv_heads > LANES, f"{c.num_kv_heads} kv heads: the lse has a lane for each of at most {LANES}")
     refuse(c.group > 128, f"{c.group} query heads on one kv head: at most 128")
     for what, dim in (("head_dim", c.head_dim), ("v_head_dim", c.v_head_dim)):
-        refuse(dim % 16 != 0 or not 64 <= dim <= 256, f"{what} {dim}: wanted a multiple of 16 from 64 to 256")
+        refuse(dim % 16 != 0 or not 16 <= dim <= 256, f"{what} {dim}: wanted a multiple of 16 from 16 to 256")
     page = c.page_size
     refuse(page % 16 != 0 or not 16 <= page <= 256, f"page size {page}: wanted a multiple of 16 from 16 to 256")
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):

@@ -16,6 +16,11 @@ ALL = Feature(
     ("alibi_slopes", "sinks", "q_scale[]", "k_scale", "v_scale"),
     causal="alternate",
 )
+QUANTISED = Feature(
+    "quantised",
+    dict(output_dtype="float8_e4m3fn", has_alibi=True, use_alibi_sqrt=True),
+    ("alibi_slopes", "output_scale"),
+)
 ROWS = {
     "decode": ("on_wait", dict(case=CASES["decode"], head_dim=128)),
     "decode, eager": ("eager", dict(case=CASES["page_edges"], heads=8, kv_heads=1)),
@@ -27,6 +32,8 @@ ROWS = {
         "on_wait",
         dict(case=CASES["speculative"], heads=6, head_dim=80, cache_dtype="float8_e4m3fn", quant="per_tensor"),
     ),
+    "lookback, D 32": ("on_wait", dict(case=CASES["mixed"], feature=FEATURES["chunk_lookback"], head_dim=32)),
+    "quantised output, square-root distances": ("eager", dict(case=CASES["mixed_unsorted"], feature=QUANTISED)),
     "non-causal, D 192, V 128": (
         "eager",
         dict(case=CASES["chunked_prefill"], feature=FEATURES["non_causal"], head_dim=192, v_head_dim=128),
@@ -52,8 +59,7 @@ def test_every_case_in_both_modes(case, mode):
     judge(SMALL.replace(case=CASES[case], feature=FEATURES["cap_sinks_window"]), mode)
 
 
-REFUSED = {"mask_fn", "score_fn", "use_mm_prefix", "use_rswa", "chunk_lookback", "use_alibi_sqrt", "use_qq_bias",
-           "use_distance_bias", "output_dtype"}  # fmt: skip
+REFUSED = {"mask_fn", "score_fn", "use_mm_prefix", "use_rswa", "use_qq_bias", "use_distance_bias"}
 SERVED = [name for name, f in FEATURES.items() if not REFUSED & set(f.spec)]
 
 
@@ -64,7 +70,7 @@ def test_every_feature_that_is_not_refused(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("page", [16, 32, 48, 256])
 def test_every_head_dim_and_page(dim, page):
     judge(SMALL.replace(case=CASES["mixed"], head_dim=dim, block_size=page))

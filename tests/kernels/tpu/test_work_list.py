@@ -16,7 +16,7 @@ from pallas_kernels.tpu.work_list import FIELDS
 from tests.cases import CASES
 
 SHAPE = dict(num_heads=6, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=16, dtype="float32")
-RULES = dict(kv_dtype="float32", mask=MaskRule(), logits=LogitRule(1.0))
+RULES = dict(kv_dtype="float32", out_dtype="float32", mask=MaskRule(), logits=LogitRule(1.0))
 
 
 def work_of(case, config: TpuKernelConfig, pad: int = 3):

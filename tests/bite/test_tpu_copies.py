@@ -1,0 +1,60 @@
+"""Faults planted in the TPU kernel's copies: the interpreter suite reports each without a look at the output.
+
+Each runs on a pool of its own size, so that no trace of the healthy kernel is reused.
+"""
+
+import functools
+
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import jattn
+from pallas_kernels.tpu.copies import Copies
+from tests.cases import CASES
+from tests.kernels.tpu.interpreted import SMALL, V6E, judge, only_run
+
+START, PAGE = Copies.start_keys, Copies._page
+PROBLEM = SMALL.replace(case=CASES["decode"])
+
+
+def starts_twice(self, i, b, side):
+    START(self, i, b, side)
+    START(self, i, b, side)
+
+
+def never_waits(self, i):
+    pass
+
+
+def copies_to_the_first_half(self, page, j, side):
+    for at, pool, ref in ((1, self.hbm.k, self.buf.k), (2, self.hbm.v, self.buf.v)):
+        yield pltpu.make_async_copy(pool.at[page], ref.at[0, j], self.buf.sems.at[at, side])
+
+
+def reads_past_the_pool(self, page, j, side):
+    return PAGE(self, page + 10**6, j, side)
+
+
+@functools.cache
+def healthy(mode: str) -> bool:
+    """The same problem without a fault passes."""
+    judge(PROBLEM, mode, only_run)
+    return True
+
+
+FAULTS = {
+    "wrong semaphore count": ("start_keys", starts_twice, "eager", "semaphore"),
+    "missing wait": ("wait_q", never_waits, "eager", "semaphore"),
+    "race": ("_page", copies_to_the_first_half, "eager", "race"),
+    "page out of range": ("_page", reads_past_the_pool, "on_wait", "(?i)out.of.bounds"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_copies_is_reported(name, monkeypatch):
+    method, mutant, mode, report = FAULTS[name]
+    monkeypatch.setattr(jattn.device, "detect", lambda: V6E)
+    assert healthy(mode)
+    monkeypatch.setattr(Copies, method, mutant)
+    with pytest.raises(Exception, match=report):
+        judge(PROBLEM.replace(spare_blocks=20 + list(FAULTS).index(name)), mode, only_run)
