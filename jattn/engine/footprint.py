@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.engine.device_kinds import DeviceKind
+from jattn.mla_spec import MLASpec
 from jattn.models import ModelConfig, weight_specs
 from jattn.models.config import LayerConfig
 from jattn.models.model_mesh import ModelMesh
@@ -17,6 +18,7 @@ from jattn.models.quantising import quantised
 from jattn.models.weight_tree import weight_paths
 from jattn.nn.weight_spec import WeightSpec
 from jattn.ops.product import NATIVE_MAX_ROWS
+from jattn.spec import AttentionSpec
 
 SAMPLING_ARRAYS = 9
 """Arrays f32[R vocab] that sampling needs, counted in dispatches compiled by XLA:CPU; so are the next two."""
@@ -47,7 +49,7 @@ class Footprint:
 
     @property
     def ranks(self) -> int:
-        """The number of devices."""
+        """The number of devices that share the weights: those of one data rank."""
         return 1 if self.model_mesh is None else self.model_mesh.size
 
     def params(self) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class Footprint:
 
     def _row_bytes(self, layer: LayerConfig, platform: str) -> int:
         """Of one token in a layer. Except on a TPU, XLA multiplies each row by all experts of a device."""
-        spec, mlp = layer.attention, layer.mlp
+        spec, mlp = attention_of(layer), layer.mlp
         heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim / self.ranks
         dense = mlp.shared if isinstance(mlp, MoE) else mlp
         width = 0.0 if dense is None else MLP_ARRAYS * dense.width / self.ranks
@@ -120,7 +122,7 @@ class Footprint:
             read, flop = read + one_read, flop + one_flop
         cache_specs = self.config.cache_specs(2, 1, **cache_storage)
         for layer, cache_spec in zip(self.config.layers, cache_specs, strict=True):
-            spec = layer.attention
+            spec = attention_of(layer)
             of_rank = cache_spec if self.model_mesh is None else self.model_mesh.rank_cache_spec(cache_spec)
             seen, pairs = _visible(layer, query_len, context)
             read += rows * seen * of_rank.bytes_per_block
@@ -149,6 +151,11 @@ class Footprint:
         the MLP's outputs."""
         size = tokens * self.config.hidden_size * jnp.dtype(self.dtype).itemsize
         return (1 + 2 * len(self.config.layers)) * size * 2 * (self.ranks - 1) / self.ranks
+
+
+def attention_of(layer: LayerConfig) -> AttentionSpec:
+    """The attention of a layer over what is cached: of a latent layer, the absorbed form."""
+    return layer.attention.absorbed if isinstance(layer.attention, MLASpec) else layer.attention
 
 
 def _visible(layer: LayerConfig, query_len: int, context: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ MAX_BATCH = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of the Engine that decide its memory."""
+    """The options of the Engine that decide its memory; those of a data rank."""
 
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 256
@@ -57,9 +57,11 @@ class LayoutPlan:
     activation_bytes: int | None = None
     cache_bytes: int | None = None  # that the engine takes with these options
     max_model_len: int | None = None  # tokens of the longest sequence with these options
-    largest_batch: int | None = None  # sequences of max_model_len that fit together
+    largest_batch: int | None = None  # sequences of max_model_len that fit together, on all data ranks
     largest_context: int | None = None  # tokens of one sequence, alone
-    decode_seconds: dict[int, float] | None = None  # by the number of sequences, each of max_model_len
+    decode_seconds: dict[int, float] | None = (
+        None  # by the number of sequences on all data ranks, each of max_model_len
+    )
     prefill_seconds: float | None = None  # of the first max_num_batched_tokens of a prompt
 
 
@@ -122,6 +124,7 @@ class _Planner:
         memory = min(share, self.free - activations)
         fits = lambda batch, length: self.size(batch, length) <= memory
         seconds = functools.partial(self.footprint.step_seconds, kind, self.storage)
+        data, most = self.layout.data, seqs * self.layout.data
         chunk = min(tokens, longest)
         return LayoutPlan(
             self.layout,
@@ -129,9 +132,11 @@ class _Planner:
             activation_bytes=activations,
             cache_bytes=cache,
             max_model_len=longest,
-            largest_batch=_largest(lambda batch: fits(batch, longest), MAX_BATCH),
+            largest_batch=data * _largest(lambda batch: fits(batch, longest), MAX_BATCH),
             largest_context=_largest(lambda length: fits(1, length), self.config.max_positions or MAX_CONTEXT),
-            decode_seconds={rows: seconds(rows, 1, longest) for rows in sorted({1, min(4, seqs), min(16, seqs), seqs})},
+            decode_seconds={
+                rows: seconds(cdiv(rows, data), 1, longest) for rows in sorted({1, min(4, most), min(16, most), most})
+            },
             prefill_seconds=seconds(1, chunk, chunk),
         )
 

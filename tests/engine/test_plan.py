@@ -25,6 +25,21 @@ CONFIGS = dict(
     tied=dict(model_type="llama", num_key_value_heads=4, tie_word_embeddings=True, attention_bias=True),
     windows=dict(model_type="gemma2", num_key_value_heads=2, sliding_window=9, query_pre_attn_scalar=8),
     experts=dict(model_type="mixtral", num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2),
+    latent=dict(
+        model_type="deepseek_v3",
+        kv_lora_rank=48,
+        q_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        head_dim=8,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_group=2,
+        topk_group=1,
+    ),
 )
 OPTIONS = plan.Options(max_num_seqs=3, max_num_batched_tokens=16)
 ENGINE = dict(max_num_seqs=3, max_num_batched_tokens=16)
@@ -36,11 +51,11 @@ def config_of(name: str, **more) -> models.ModelConfig:
     return models.config_of(COMMON | CONFIGS[name] | more)
 
 
-def mesh_of(ranks: int) -> Mesh | None:
-    if len(jax.devices()) < ranks:
-        pytest.skip(f"needs {ranks} devices")
-    devices = np.array(jax.devices()[:ranks]).reshape(1, ranks)
-    return None if ranks == 1 else Mesh(devices, ("data", "tensor"))
+def mesh_of(data: int, tensor: int) -> Mesh | None:
+    if len(jax.devices()) < data * tensor:
+        pytest.skip(f"needs {data * tensor} devices")
+    devices = np.array(jax.devices()[: data * tensor]).reshape(data, tensor)
+    return None if data * tensor == 1 else Mesh(devices, ("data", "tensor"))
 
 
 def most_bytes(tree) -> int:
@@ -52,11 +67,11 @@ def most_bytes(tree) -> int:
     return max(found.values())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_weights_and_cache_have_the_bytes_that_the_engine_takes(name, ranks, monkeypatch):
-    config, mesh = config_of(name), mesh_of(ranks)
-    planned = next(p for p in plan.plan(config, "bfloat16", DEVICE, ranks, OPTIONS) if p.layout.tensor == ranks)
+def test_weights_and_cache_have_the_bytes_that_the_engine_takes(name, data, tensor, monkeypatch):
+    config, mesh, layout = config_of(name), mesh_of(data, tensor), plan.Layout(tensor, data, 1)
+    planned = next(p for p in plan.plan(config, "bfloat16", DEVICE, data * tensor, OPTIONS) if p.layout == layout)
     share = int((4_000_000 - planned.weight_bytes) * sizing.CPU_SHARE)
     monkeypatch.setattr(sizing, "free_bytes", lambda devices=None: share)
     engine = Engine(config, models.init_params(config, 0, "bfloat16"), mesh=mesh, **ENGINE)
@@ -102,7 +117,7 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("case", ACTIVATIONS)
 def test_activations_are_near_those_of_the_compiled_dispatch(case, ranks):
     """Between 0.6 and 1.6 times the estimate, as docs/serving.md says."""
-    config, mesh = config_of(**ACTIVATIONS[case]), mesh_of(ranks)
+    config, mesh = config_of(**ACTIVATIONS[case]), mesh_of(1, ranks)
     tokens = 512 if case == "experts" else 2048
     engine = Engine(
         config, models.init_params(config, 0, "float32"), num_blocks=20, max_num_seqs=8, max_num_batched_tokens=tokens,
@@ -117,7 +132,7 @@ def test_activations_are_near_those_of_the_compiled_dispatch(case, ranks):
     assert 0.6 < compiled.memory_analysis().temp_size_in_bytes / estimate < 1.6
 
 
-@pytest.mark.parametrize("axes", [dict(data=2, tensor=2), dict(context=2, tensor=1), dict(tensor=3), dict(tensor=16)])
+@pytest.mark.parametrize("axes", [dict(context=2, tensor=1), dict(data=2, tensor=3), dict(tensor=16)])
 def test_layouts_are_refused_with_the_engines_words(axes):
     config = config_of("llama")
     with pytest.raises((UnsupportedError, ValueError)) as planned:
@@ -161,6 +176,27 @@ def test_the_time_of_a_step_by_hand():
     assert one.step_seconds(fast, storage, 1, 20, 20) == pytest.approx(prompt / 1e6)
     linked = dataclasses.replace(kind, bandwidth=1e30, link=1e6)
     assert two.step_seconds(linked, storage, 3, 1, 100) == pytest.approx(3 * 3 * h * 2 / 1e6)
+
+
+def test_data_ranks_share_the_sequences_and_have_whole_weights():
+    config = config_of("llama")
+    plans = {p.layout: p for p in plan.plan(config, "bfloat16", KINDS["h200"], 2, OPTIONS)}
+    (one,) = plan.plan(config, "bfloat16", KINDS["h200"], 1, OPTIONS)
+    two = plans[plan.Layout(1, 2, 1)]
+    assert two.weight_bytes == one.weight_bytes and two.cache_bytes == one.cache_bytes
+    assert two.largest_batch == 2 * one.largest_batch and two.largest_context == one.largest_context
+    assert two.decode_seconds[6] == one.decode_seconds[3] and two.decode_seconds[1] == one.decode_seconds[1]
+
+
+def test_a_latent_step_reads_rows_once_and_multiplies_them_by_all_heads():
+    config = config_of("latent")
+    kind = dataclasses.replace(DEVICE, bandwidth=1e30, link=1e30)
+    seconds = lambda context: Footprint(config, "bfloat16").step_seconds(kind, dict(dtype="bfloat16"), 3, 1, context)
+    pairs, heads, layers = 3 * 50, 8, 2
+    assert (seconds(70) - seconds(20)) * kind.peak == pytest.approx(2 * pairs * heads * (56 + 48) * layers)
+    slow = dataclasses.replace(DEVICE, peak=1e30, link=1e30)
+    read = lambda context: Footprint(config, "bfloat16").step_seconds(slow, dict(dtype="bfloat16"), 3, 1, context)
+    assert (read(70) - read(20)) * slow.bandwidth == pytest.approx(pairs * 56 * 2 * layers)
 
 
 def test_kinds_are_read_and_unknown_ones_refused():
