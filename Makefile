@@ -21,6 +21,8 @@ TOOLS := $(VENV)/.ready-tools
 WITNESS := $(VENV)/.ready-parity
 SPHINX := $(VENV)/.ready-docs
 WHEELS := $(VENV)/.ready-wheels
+RAY := $(VENV)/.ready-ray
+LIBTPU := $(VENV)/.ready-libtpu
 
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_28_aarch64
 
@@ -29,7 +31,8 @@ $(error VENV="$(VENV)" has a space or is empty; make needs a path without one)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity lint format types imports notebooks docs bench wheel sanitize fuzz-server arm64 check clean
+.PHONY: help demo test parity lint format types imports notebooks docs bench wheel sanitize fuzz-server arm64 \
+  replicas tpu-aot check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
@@ -97,6 +100,12 @@ fuzz-server: $(READY)  ## fuzz a real server with hostile clients; SECONDS=600 f
 arm64: $(READY)  ## cross-compile the NEON kernels, run them under qemu and compare with a reference
 	@"$(PY)" $(FUZZ) --cross aarch64 --seconds $(SECONDS)
 
+replicas: $(RAY)  ## test two replicas under Ray Serve, which it installs; better in an environment of its own
+	@"$(PY)" -m pytest -n 0 tests/serve/test_replicas.py $(ARGS)
+
+tpu-aot: $(LIBTPU)  ## compile the engine and the kernels for TPUs with libtpu, which it installs; no TPU is needed
+	@"$(PY)" -m pytest -n 0 $(or $(ARGS),tests/benchmarks/test_tpu_engine.py tests/kernels/tpu/test_lowering.py)
+
 check: test lint types imports notebooks  ## test, lint, types, imports and notebooks; .ci/run does more
 
 clean:  ## remove the environments and caches
@@ -139,6 +148,19 @@ $(WITNESS): pyproject.toml
 $(SPHINX): EXTRAS := test,docs
 $(SPHINX): PACKAGES := JAX, test tools and Sphinx (40 s)
 $(SPHINX): pyproject.toml
+	$(install)
+	@touch "$(READY)"
+
+$(RAY): EXTRAS := test,ray
+$(RAY): PACKAGES := JAX, test tools and Ray Serve (1 minute)
+$(RAY): pyproject.toml
+	$(install)
+	@touch "$(READY)"
+
+$(LIBTPU): EXTRAS := test
+$(LIBTPU): PACKAGES := JAX, test tools and libtpu (40 s)
+$(LIBTPU): PIN := "jax==0.10.2" "jaxlib==0.10.2" "libtpu==0.0.51"
+$(LIBTPU): pyproject.toml
 	$(install)
 	@touch "$(READY)"
 
