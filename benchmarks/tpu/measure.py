@@ -47,7 +47,7 @@ def prefill(program: Program, config: TpuKernelConfig) -> dict:
     milli = lambda size, parts=1: round(1e3 * size / pairs / parts, 1)
     short, long = (prompt(tokens, config, sizes) for tokens in (512, 8192))
     return dict(
-        step=milli(sizes[0], config.step_parts), part=milli(sizes[1]), masked=milli(sizes[2]),
+        milli_bundles=milli(sizes[0], config.step_parts), part=milli(sizes[1]), masked=milli(sizes[2]),
         prompt_512=short["computed"], prompt_512_visible=short["visible"],
         prompt_8k=long["computed"], prompt_8k_visible=long["visible"], spills=program.count(step, "spill"),
     )  # fmt: skip
