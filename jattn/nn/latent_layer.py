@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.errors.arguments import boolean, check_fields, integer, kind, number, optional
+from jattn.errors.arguments import boolean, check_fields, integer, kind, optional
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.nn.attention_layer import (
     check_temperature_tuning,
@@ -42,14 +42,11 @@ class LatentConfig:
     bias: bool = False  # of q_a, kv_a and o
     temperature_tuning: tuple[float, float] | None = None  # see AttentionConfig
     temperature_tuning_offset: int = 1
-    q_factor: float = 1.0  # times the queries
-    kv_factor: float = 1.0  # times the normalised latents of keys
 
     def __post_init__(self):
         check_fields(
             self, spec=kind(MLASpec), hidden_size=integer(1), rope=kind(Rope), norm=kind(Norm), bias=boolean,
             temperature_tuning=optional(check_temperature_tuning), temperature_tuning_offset=integer(0),
-            q_factor=number(above=0), kv_factor=number(above=0),
         )  # fmt: skip
         if self.rope.dim != self.spec.qk_rope_head_dim:
             raise ValueError(f"{self.rope.dim=} must equal qk_rope_head_dim={self.spec.qk_rope_head_dim}")
@@ -102,10 +99,9 @@ def project_latent(
     else:
         q, row = linears((weights["q_a"], weights["kv_a"]), x)
         q = linear(weights["q_b"], config.norm(weights["q_a_norm"], q))
-    q = _times(q.reshape(x.shape[0], spec.num_heads, -1), config.q_factor)
-    nope, rope = jnp.split(q, [spec.qk_nope_head_dim], axis=-1)
+    nope, rope = jnp.split(q.reshape(x.shape[0], spec.num_heads, -1), [spec.qk_nope_head_dim], axis=-1)
     kv_c, k_pe = jnp.split(row, [spec.kv_lora_rank], axis=-1)
-    kv_c = _times(config.norm(weights["kv_a_norm"], kv_c), config.kv_factor)
+    kv_c = config.norm(weights["kv_a_norm"], kv_c)
     return jnp.concatenate([nope, rotate(rope, angles)], axis=-1), kv_c, rotate(k_pe[:, None], angles)[:, 0]
 
 
@@ -117,7 +113,3 @@ def latent_params_of(weights: dict) -> MLAParams:
         kv_c_scale=weights.get("kv_c_scale"),
         k_pe_scale=weights.get("k_pe_scale"),
     )
-
-
-def _times(x: jax.Array, factor: float) -> jax.Array:
-    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
