@@ -88,9 +88,8 @@ def program(case: Case, layers: int, devices: list) -> Program:
     from benchmarks.gpu.engine_step import LLAMA
     from jattn import models
     from jattn.engine import admission
-    from jattn.engine.batch import empty_batch
+    from jattn.engine.batch import empty_batch, packed_batch
     from jattn.engine.dispatch import empty_row_state
-    from jattn.engine.packing import pack
     from jattn.engine.scheduler import Limits
     from jattn.engine.shapes import StepShapes
 
@@ -106,7 +105,8 @@ def program(case: Case, layers: int, devices: list) -> Program:
         caches.append(jax.tree.map(lambda x, where=pools: placed(x, where), cache))
     params = jax.eval_shape(lambda: models.init_params(config, 0, "bfloat16"))
     shapes = StepShapes(Limits(case.rows, 2048, LONGEST, BURST, BURST), BLOCK, is_coarse=True)
-    batch = pack(empty_batch((case.tokens, case.rows, case.is_decode), len(config.cache_groups), shapes))
+    rows = empty_batch((case.tokens, case.rows, case.is_decode), len(config.cache_groups), shapes)
+    batch = packed_batch([rows], shapes)
     return Program(
         model=admission.model_of(config, caches, None, "auto", False, mesh),
         params=jax.tree.map(placed, params, mesh.weight_shardings(config)),
