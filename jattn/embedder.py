@@ -83,8 +83,11 @@ class Embedder:
         dim: keep the first so many dimensions, before normalisation (Matryoshka). prompt: the name of a prompt of the
         folder; its text is put before each text. None: the folder's default one, if it has one.
         """
-        if isinstance(inputs, str):
-            raise ValueError(f"inputs={short(inputs)} must be a list of texts or of token ids; put the text in a list")
+        if isinstance(inputs, str) or any(isinstance(each, int | np.integer) for each in inputs):
+            raise ValueError(
+                f"inputs={short(inputs)} must have one text, or one list of token ids, for each embedding; put a "
+                "single input in a list"
+            )
         check_dim(dim, self.config.hidden_size)
         return self.finished(self.pooled([self.tokens_of(each, prompt) for each in inputs]), dim)
 
@@ -103,9 +106,12 @@ class Embedder:
         else:
             tokens = _token_ids(text, self.config.vocab_size)
         if not tokens:
-            raise ValueError("an input has no tokens; it must have at least one")
+            raise ValueError(f"the input {short(text)} has no tokens; it must have at least one")
         if self.max_length is not None and len(tokens) > self.max_length:
-            raise ValueError(f"an input has {len(tokens)} tokens, and this model reads up to {self.max_length}")
+            raise ValueError(
+                f"the input {short(text)} has {len(tokens)} tokens, and this model reads up to {self.max_length}; "
+                "shorten it, because nothing is cut off"
+            )
         return tokens
 
     def pooled(self, rows: Sequence[Sequence[int]]) -> np.ndarray:

@@ -12,6 +12,9 @@ from jattn.cli import options, screen
 from jattn.engine import LockStepEngine, Processes, keep_freed_memory
 from jattn.errors import EngineDeadError
 
+TIMEOUT = 30.0
+"""The default of --process-timeout."""
+
 Command = Callable[[argparse.Namespace, Processes | None], int]
 
 
@@ -22,21 +25,30 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
     group.add_argument("--process-id", type=int, metavar="I", help="0 to N - 1; process 0 alone has results")
     group.add_argument(
-        "--process-timeout", type=float, default=30.0, metavar="SECONDS",
-        help="all processes end if one gives no sign of life for so long (default: 30)",
+        "--process-timeout", type=float, metavar="SECONDS",
+        help=f"all processes end if one gives no sign of life for so long (default: {TIMEOUT:g})",
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace, command: Command) -> int:
     """Run the command alone, or as one of several processes: process 0 runs it, the others help until it ends."""
     given = [args.coordinator is not None, args.num_processes is not None, args.process_id is not None]
-    if not any(given):
+    if not any(given) and args.process_timeout is None:
         return command(args, None)
     if not all(given):
-        raise ValueError("--coordinator, --num-processes and --process-id belong together: give all three")
+        raise ValueError(
+            "--coordinator, --num-processes and --process-id belong together, and --process-timeout to them: give all "
+            "three"
+        )
+    if "pooling" in args and options.serves_embeddings(args):
+        raise ValueError(f"{args.model} is an embedding model, which one process serves; leave out --coordinator")
     keep_freed_memory()  # before JAX starts its threads
     processes = Processes.join(
-        args.coordinator, args.num_processes, args.process_id, seconds=args.process_timeout, on_end=_end
+        args.coordinator,
+        args.num_processes,
+        args.process_id,
+        seconds=TIMEOUT if args.process_timeout is None else args.process_timeout,
+        on_end=_end,
     )
     try:
         code = (command if processes.leads else _follow)(args, processes)

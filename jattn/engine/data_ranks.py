@@ -34,9 +34,9 @@ class DataRankTables:
 
     @property
     def group_usage(self) -> tuple[tuple[str, float], ...]:
-        """(name, share of all ranks' blocks in use) of each group; the ranks' pools have the same size."""
+        """(name, share of blocks in use) of each group, in the data rank where it is the largest."""
         groups = zip(*[tables.group_usage for tables in self.ranks], strict=True)
-        return tuple((group[0][0], sum(share for _, share in group) / len(group)) for group in groups)
+        return tuple((group[0][0], max(share for _, share in group)) for group in groups)
 
     @property
     def evictions(self) -> int:

@@ -92,7 +92,7 @@ class Footprint:
 
     def _row_bytes(self, layer: LayerConfig, platform: str) -> int:
         """Of one token in a layer. Except on a TPU, XLA multiplies each row by all experts of a device."""
-        spec, mlp = attention_of(layer), layer.mlp
+        spec, mlp = attention_of(layer, 1), layer.mlp
         heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim / self.ranks
         dense = mlp.shared if isinstance(mlp, MoE) else mlp
         width = 0.0 if dense is None else MLP_ARRAYS * dense.width / self.ranks
@@ -122,11 +122,12 @@ class Footprint:
             read, flop = read + one_read, flop + one_flop
         cache_specs = self.config.cache_specs(2, 1, **cache_storage)
         for layer, cache_spec in zip(self.config.layers, cache_specs, strict=True):
-            spec = attention_of(layer)
+            spec = attention_of(layer, query_len)
             of_rank = cache_spec if self.model_mesh is None else self.model_mesh.rank_cache_spec(cache_spec)
             seen, pairs = _visible(layer, query_len, context)
             read += rows * seen * of_rank.bytes_per_block
             flop += 2 * rows * pairs * spec.num_heads * (spec.head_dim + spec.v_head_dim) / self.ranks
+            flop += 2 * rows * context * _numbers_to_materialise(layer, query_len) / self.ranks
         return max(read / kind.bandwidth, flop / kind.peak) + self._collective_bytes(tokens) / kind.link
 
     def _of_weight(self, weight: Weight, tokens: int, rows: int) -> tuple[float, float]:
@@ -153,9 +154,20 @@ class Footprint:
         return (1 + 2 * len(self.config.layers)) * size * 2 * (self.ranks - 1) / self.ranks
 
 
-def attention_of(layer: LayerConfig) -> AttentionSpec:
-    """The attention of a layer over what is cached: of a latent layer, the absorbed form."""
-    return layer.attention.absorbed if isinstance(layer.attention, MLASpec) else layer.attention
+def attention_of(layer: LayerConfig, query_len: int) -> AttentionSpec:
+    """The attention of a layer; of a latent layer, in the form that so many new tokens of a request take."""
+    spec = layer.attention
+    if not isinstance(spec, MLASpec):
+        return spec
+    return spec.absorbed if query_len <= spec.mha_threshold else spec.materialised
+
+
+def _numbers_to_materialise(layer: LayerConfig, query_len: int) -> int:
+    """The weights by which each cached row is multiplied, if its key and value are made for all heads."""
+    spec = layer.attention
+    if not isinstance(spec, MLASpec) or query_len <= spec.mha_threshold:
+        return 0
+    return spec.num_heads * spec.kv_lora_rank * (spec.qk_nope_head_dim + spec.v_head_dim)
 
 
 def _visible(layer: LayerConfig, query_len: int, context: int) -> tuple[int, int]:

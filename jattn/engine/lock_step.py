@@ -47,7 +47,8 @@ class LockStepEngine(Engine):
             raise ValueError(f"{processes.count} processes need a mesh: tensor_parallel={jax.device_count()}")
         self.processes = processes
         start = dict(
-            model=zlib.crc32(repr(config).encode()), mesh=[device.id for device in mesh.devices.flat],
+            model=zlib.crc32(repr(config).encode()), mesh=dict(mesh.shape),
+            devices=[device.id for device in mesh.devices.flat],
             seed=secrets.randbits(63) if seed is None else seed, jax=jax.__version__,
             **{name: repr(value) for name, value in options.items() if name != "chat_template"},
         )  # fmt: skip

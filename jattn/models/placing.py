@@ -25,11 +25,12 @@ def placed(weight: Any, sharding: Sharding | None) -> Any:
         return jax.block_until_ready(jax.tree.map(put, weight))
     swapped = weight.swapaxes(-1, -2) if weight.ndim > 1 else weight
     is_transposed = swapped.flags.c_contiguous and not weight.flags.c_contiguous
-    if is_transposed and _is_transposed_by_device(sharding):
+    if is_transposed and _is_accelerator(sharding):  # it transposes; a CPU would write the weight twice
         return jax.block_until_ready(_transposed_on_device(swapped, sharding))
+    own = (lambda x: x) if _is_accelerator(sharding) else _unshared
     if sharding is None:
-        return jax.block_until_ready(jax.device_put(_unshared(weight)))
-    made = jax.make_array_from_callback(weight.shape, sharding, lambda index: _unshared(weight[index]))
+        return jax.block_until_ready(jax.device_put(own(weight)))
+    made = jax.make_array_from_callback(weight.shape, sharding, lambda index: own(weight[index]))
     return jax.block_until_ready(made)
 
 
@@ -48,8 +49,8 @@ def _unshared(x: np.ndarray) -> np.ndarray:
     return made
 
 
-def _is_transposed_by_device(sharding: Sharding | None) -> bool:
-    """Accelerators transpose; a CPU would write the weight twice."""
+def _is_accelerator(sharding: Sharding | None) -> bool:
+    """Does the sharding name devices other than CPUs?"""
     if sharding is None:
         return jax.device_put(np.int8(0)).device.platform != "cpu"
     is_known = isinstance(sharding, (NamedSharding, SingleDeviceSharding))

@@ -68,7 +68,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     found = []
     for module in modules if isinstance(modules, list) else [None]:
         kind, where = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(where, str) or Path(where).name != where:
+        if not isinstance(kind, str) or not isinstance(where, str) or Path(where).name != where or where == "..":
             raise ValueError(
                 f"{path} must be a list of objects with the class of a module, 'type', and the name of its folder, "
                 f"'path', not {short(module if isinstance(modules, list) else modules)}"

@@ -80,9 +80,13 @@ class EmbeddingLoop:
                     "again later"
                 )
             self._unfinished.add(body)
-        body.result.add_done_callback(lambda _: self._unfinished.discard(body))
+        body.result.add_done_callback(lambda _: self._forget(body))
         self._queue.put(body)
         return body.result
+
+    def _forget(self, body: _Body) -> None:
+        with self._lock:
+            self._unfinished.discard(body)
 
     # ------------------------------------------------------------------ in the embedder's thread
     def _run(self) -> None:
@@ -93,7 +97,9 @@ class EmbeddingLoop:
             log.exception("the embedder is broken")
             self.failure = error
             self._stop_all(f"the embedder failed: {error}")
-            for body in [body for body in self._unfinished if body.result.running()]:
+            with self._lock:
+                running = [body for body in self._unfinished if body.result.running()]
+            for body in running:
                 body.result.set_exception(StoppedError(f"the embedder failed: {error}"))
 
     def _next(self) -> list[_Body] | None:

@@ -26,6 +26,8 @@ from starlette.responses import Response, StreamingResponse
 
 from jattn import compile_cache
 from jattn.engine import Engine, keep_freed_memory
+from jattn.errors import UnsupportedError
+from jattn.models.sentence_folder import is_sentence_folder
 from jattn.serve import body, errors
 from jattn.serve.app import make_app
 from jattn.serve.options import ServerOptions
@@ -69,6 +71,8 @@ def build(options: Options) -> serve.Application:
     """The application. Its ingress reads each request and passes it to one of the replicas."""
     if ignored := sorted({*options.server} & set(OF_CONNECTIONS)):
         raise ValueError(f"{', '.join(ignored)} in server: Ray's proxy has the connections; set its own limits")
+    if is_sentence_folder(options.model):
+        raise UnsupportedError(f"{options.model} is an embedding model, and replicas have engines: use jattn serve")
     server = ServerOptions(**options.server)
     engines = serve.deployment(
         num_replicas=options.num_replicas,

@@ -35,6 +35,13 @@ def test_options_of_the_engine_are_refused_by_name(folder, option):  # noqa: F81
         options.make_embedder(parsed("--model", str(folder), *option))
 
 
+def test_several_processes_serve_no_embeddings(folder):  # noqa: F811
+    several = ["--coordinator", "127.0.0.1:1", "--num-processes", "2", "--process-id", "0"]
+    args = parsed("--model", str(folder), *several)
+    with pytest.raises(ValueError, match="embedding model, which one process serves"):
+        args.run(args)
+
+
 def test_the_list_of_engine_options_has_their_defaults():
     args = vars(parsed())
     assert {name: args[name] for name in options.ENGINE_ONLY} == options.ENGINE_ONLY

@@ -54,6 +54,8 @@ def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
         (["generate", "x", *SMALL, "--tensor-parallel", "999"], "tensor_parallel=999 .*need 999 devices"),
         (["generate", "x", *SMALL, "--data-parallel", "64"], "data_parallel=64 need 64 devices"),
         (["serve", "--api-key-env", "JATTN_TEST_UNSET"], "JATTN_TEST_UNSET"),
+        (["generate", "x", *SMALL, "--process-timeout", "5"], "belong together"),
+        (["generate", "x", *SMALL, "--coordinator", "127.0.0.1:1"], "belong together"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_no_traceback(arguments, words, capsys):

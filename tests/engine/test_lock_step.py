@@ -116,6 +116,13 @@ def test_processes_that_were_started_differently_do_not_start(processes):
         engine(make(1), deterministic=True, max_num_seqs=2)
 
 
+def test_the_same_devices_in_another_layout_are_a_different_start(processes):
+    make, _, _ = processes
+    engine(make(0), deterministic=True, mesh=mesh(1, data=2))
+    with pytest.raises(ValueError, match="started differently: here mesh={'data': 1, 'tensor': 2}"):
+        engine(make(1), deterministic=True, mesh=mesh(2))
+
+
 def test_a_failed_step_ends_the_engine_and_fails_no_request_by_itself(processes, monkeypatch):
     make, _, _ = processes
     leader = engine(make(0), deterministic=True)

@@ -197,6 +197,9 @@ def test_a_latent_step_reads_rows_once_and_multiplies_them_by_all_heads():
     slow = dataclasses.replace(DEVICE, peak=1e30, link=1e30)
     read = lambda context: Footprint(config, "bfloat16").step_seconds(slow, dict(dtype="bfloat16"), 3, 1, context)
     assert (read(70) - read(20)) * slow.bandwidth == pytest.approx(pairs * 56 * 2 * layers)
+    chunk = lambda context: Footprint(config, "bfloat16").step_seconds(kind, dict(dtype="bfloat16"), 3, 40, context)
+    made = 3 * 50 * heads * 48 * (16 + 16)
+    assert (chunk(90) - chunk(40)) * kind.peak == pytest.approx(2 * layers * (40 * pairs * heads * (24 + 16) + made))
 
 
 def test_kinds_are_read_and_unknown_ones_refused():

@@ -118,6 +118,7 @@ def test_the_newer_key_of_a_pooling_is_read(folder):
     [
         ([*MODULES, dict(path="3_Dense", type="sentence_transformers.models.Dense")], UnsupportedError, "Dense"),
         ([MODULES[0] | dict(path="../other"), MODULES[1]], ValueError, "name of its folder"),
+        ([MODULES[0] | dict(path=".."), MODULES[1]], ValueError, "name of its folder"),
         ({"a": 1}, ValueError, "must be a list of objects"),
         ([3], ValueError, "must be a list of objects"),
     ],
@@ -138,8 +139,9 @@ def test_a_folder_that_does_not_say_its_pooling_needs_one(folder):
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ("one", "must be a list"),
-        ([[]], "an input has no tokens"),
+        ("one", "put a single input in a list"),
+        ([5, 6, 7], "put a single input in a list"),
+        ([[]], "has no tokens"),
         ([[31]], "token id 31 must be an integer from 0 to 30"),
         ([[True]], "token id True"),
         ([[1] * 65], "65 tokens, and this model reads up to 64"),

@@ -99,7 +99,7 @@ def test_the_openai_package_reads_the_response(served):
         (dict(), "input", "input=None must be text"),
         (dict(input=[]), "input", "must be text, token ids, or a list of either"),
         (dict(input=[1.5]), "input", "must be text"),
-        (dict(input=""), "input", "an input has no tokens"),
+        (dict(input=""), "input", "has no tokens"),
         (dict(input=[258]), "input", "token id 258"),
         (dict(input="x" * 65), "input", "65 tokens, and this model reads up to 64"),
         (dict(input=[5] * 65), "input", "the input has 65 tokens, and this model reads up to 64"),

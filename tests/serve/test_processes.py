@@ -40,12 +40,12 @@ def alone(folder):
 
 
 @contextlib.contextmanager
-def pair(port, *command):
+def pair(port, *command, layout=("--tensor-parallel", "2")):
     """Two processes that run a command together, with one device each; killed if they run at the end."""
     flags = re.sub(r"(device_count)=\d+", r"\1=1", os.environ["XLA_FLAGS"])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(tree.ROOT)}
     common = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-timeout", str(SECONDS)]
-    common += ["--tensor-parallel", "2", "--deterministic"]  # deterministic: one program to compile
+    common += [*layout, "--deterministic"]  # deterministic: one program to compile
     common += [str(word) for name, size in SIZES.items() for word in (f"--{name}", size)]
     with contextlib.ExitStack() as stack:
         both = []
@@ -113,7 +113,8 @@ def test_two_processes_serve_what_one_does_until_one_is_killed(folder, alone):
 
 def test_they_start_again_at_the_same_address_and_process_0_is_killed(folder, alone):
     port = free_port()
-    with pair(port, "generate", "--model", str(folder), "--max-tokens", "4", "!!") as (first, other):
+    command = ("generate", "--model", str(folder), "--max-tokens", "4", "!!")
+    with pair(port, *command, layout=("--data-parallel", "2")) as (first, other):
         text, said = first.communicate()
         assert end_of(other)[0] == first.returncode == 0, said
         (wanted,) = alone.generate("!!", SamplingParams(temperature=0, max_tokens=4))
