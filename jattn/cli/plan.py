@@ -16,10 +16,11 @@ HEAD = (
     "layout", "weights", "activations", "cache", "tokens", "batch", "context", "decode, ms (rows)", "prefill, ms",
 )  # fmt: skip
 NOTE = """\
-Bytes are of each device. Cache: what the engine takes for --max-num-seqs sequences of `tokens` tokens. Batch: the most
-sequences of that length; context: the longest sequence alone. Activations are an estimate. Times are lower bounds:
-bytes / bandwidth or FLOP / peak, and the bytes of all-reduces over the links; decode with sequences of full length,
-prefill of the first --max-num-batched-tokens tokens."""
+Bytes are of each device; --max-num-seqs and --max-num-batched-tokens are those of each data rank; batch and rows are
+of all. Cache: what the engine takes for --max-num-seqs sequences of `tokens` tokens. Batch: the most sequences of that
+length; context: the longest sequence alone. Activations are an estimate. Times are lower bounds: bytes / bandwidth or
+FLOP / peak, and the bytes of all-reduces over the links; decode with sequences of full length, prefill of the first
+--max-num-batched-tokens tokens."""
 
 
 def add(commands) -> None:
@@ -88,9 +89,12 @@ def _show(kind: DeviceKind, count: int, plans: list[planning.LayoutPlan]) -> Non
         widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
         line = lambda row: "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         screen.table(HEAD, rows, plain="\n".join(map(line, (HEAD, *rows))))
+    refused: dict[str, list[str]] = {}
     for plan in plans:
         if plan.refused is not None:
-            print(f"{plan.layout}: refused: {plan.refused}")
+            refused.setdefault(plan.refused, []).append(str(plan.layout))
+    for why, layouts in refused.items():
+        print(f"refused: {'; '.join(layouts)}: {why}")
     print()
 
 

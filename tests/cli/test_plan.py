@@ -19,7 +19,7 @@ def test_a_table_for_each_kind_of_device(folder, capsys):
     assert cli.main(["plan", "--model", str(folder), "--devices", "h200x2", "l4"]) == 0
     printed = capsys.readouterr().out
     assert "2 x h200: 131.3 GiB, 4800 GB/s" in printed and "1 x l4: 22.4 GiB" in printed
-    assert "tensor 2, data 1, context 1" in printed and "context 2: refused: decode context" in printed
+    assert "tensor 2, data 1, context 1" in printed and "refused: tensor 1, data 1, context 2: decode context" in printed
 
 
 def test_json_moves_with_every_option(folder, capsys):
@@ -59,7 +59,7 @@ def test_what_is_wrong_is_said_in_one_line(folder, name, capsys):
 def test_a_model_that_fits_in_no_layout_is_an_exit_code(folder, capsys):
     asked = ["plan", "--model", str(folder), "--devices", "l4", "--max-model-len", "65"]
     assert cli.main(asked) == 1
-    assert "refused: max_model_len=65 is more than the model's 64 positions" in capsys.readouterr().out
+    assert ": max_model_len=65 is more than the model's 64 positions" in capsys.readouterr().out
 
 
 def test_weights_that_are_stored_quantised_are_refused_by_name(folder, capsys):
