@@ -1,1 +1,1 @@
-"""TPU kernels without a TPU: compiled by libtpu and counted. Static figures, never times."""
+"""The TPU kernel compiled by libtpu and counted, without a TPU; `timed` runs it on one."""

@@ -1,6 +1,6 @@
 """Compiles the TPU kernel ahead of time for four generations, on a machine without TPUs; needs the libtpu wheel.
 
-    python -m benchmarks.tpu.aot [--only PARTS] [--chips v5e,v6e]     exits with 1 if a shape does not compile
+    python -m benchmarks.tpu.aot [--only NAMES] [--chips v5e,v6e]     exits with 1 if a shape does not compile
 
 Prints one line of JSON for each shape and chip. `environment()` must be set before libtpu is loaded, so run it in a
 process of its own.

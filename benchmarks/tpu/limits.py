@@ -8,7 +8,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of one device as JAX counts them: a chip, but half a chip of tpu7x. A v5p device has two cores."""
+    """The limits of one device as JAX counts them: of a chip; on tpu7x, of half a chip. A v5p device has two cores."""
 
     hbm: float  # bytes/s
     products: float  # bf16 FLOP/s

@@ -2,10 +2,8 @@
 
 In this package's kernel the loop over tiles is the largest loop and the loop over blocks the largest in it; a block of
 few rows is either straight code or a loop over masked parts. Of JAX's kernel the innermost loop with a matrix product
-is counted. As a program it times the kernel on a TPU: see benchmarks.tpu.timed.
+is counted. benchmarks.tpu.timed times the kernel on a TPU.
 """
-
-import sys
 
 from benchmarks.tpu.llo import Program, Span
 from pallas_kernels.tpu.config import TpuKernelConfig
@@ -95,9 +93,3 @@ def _pages(program: Program, pages: int):
     """Trips of a nested loop: pages that are fetched or waited for, else one."""
     moves = lambda loop: program.count(loop, "dma.hbm_to_vmem") or program.count(loop, "dma.done.wait")
     return lambda loop: pages if moves(loop) else 1
-
-
-if __name__ == "__main__":
-    from benchmarks.tpu import timed
-
-    sys.exit(timed.main())

@@ -1,4 +1,4 @@
-"""The TPU kernel on a real TPU, beside what benchmarks.tpu.model says of it: `python -m benchmarks.tpu.measure`.
+"""The TPU kernel on a real TPU, beside what benchmarks.tpu.model says of it: `python -m benchmarks.tpu.timed`.
 
 256 decodes of 4096 keys and two prompts of 2048, 32 query and 8 kv heads of 128, bf16, pages of 128. Some rows of the
 output are compared with `sdpa` on the same device. A row says which statements its figures refute.
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     from jattn import device
     from pallas_kernels.tpu.supports import generation_of
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.measure", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.timed", description=__doc__.splitlines()[0])
     records.add_options(parser)
     args = parser.parse_args(argv)
     chip = device.detect()

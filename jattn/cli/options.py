@@ -14,7 +14,7 @@ from jattn.models.sentence_folder import is_sentence_folder
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """--model and the Engine's own options."""
     group = parser.add_argument_group("the model and the engine")
-    group.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the embedded adder)")
+    group.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the bundled adder)")
     group.add_argument(
         "--quantization", choices=QUANTIZATIONS, help="quantise the large weights as they are read (default: as stored)"
     )
@@ -35,7 +35,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="M",
-        help="that so many times, each with its own requests and cache (default: 1)",
+        help="hold M copies of the model, each with its own requests and cache; uses N x M devices (default: 1)",
     )
     group.add_argument("--backend", default="auto", help="attention backend (default: auto; see `jattn explain`)")
     group.add_argument("--deterministic", action="store_true", help="the same bits in every batch; slower")
@@ -52,7 +52,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def make_engine(args: argparse.Namespace, seed: int | None = None, processes: Processes | None = None) -> Engine:
     """The engine that the options describe, in a process that keeps the memory it frees."""
     if args.model == "":
-        raise ValueError("--model is empty: give a folder, or omit --model for the embedded model")
+        raise ValueError("--model is empty: give a folder, or omit --model for the bundled model")
     keep_freed_memory()
     device.detect()  # raises UnsupportedError if JAX cannot start
     keep_programs(args.compile_cache_mb)
@@ -85,7 +85,7 @@ def serves_embeddings(args: argparse.Namespace) -> bool:
 def make_embedder(args: argparse.Namespace) -> Embedder:
     """The Embedder that the options describe; ValueError for an option of the engine, which it does not have."""
     if not args.model:
-        raise ValueError("--pooling needs --model: the embedded model makes no embeddings")
+        raise ValueError("--pooling needs --model: the bundled model makes no embeddings")
     unused = [f"--{name.replace('_', '-')}" for name, default in ENGINE_ONLY.items() if getattr(args, name) != default]
     if unused:
         raise ValueError(f"{args.model} is served for embeddings, which do not have {', '.join(unused)}")

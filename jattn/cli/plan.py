@@ -8,9 +8,10 @@ import json
 from jattn.cli import screen
 from jattn.engine import plan as planning
 from jattn.engine.device_kinds import DeviceKind, device_kind, kind_and_count
+from jattn.errors import UnsupportedError
 from jattn.errors.arguments import dtype_name
 from jattn.models import QUANTIZATIONS, load_config
-from jattn.models.load import stored_dtype
+from jattn.models.load import stored_dtype_and_method
 
 HEAD = (
     "layout", "weights", "activations", "cache", "tokens", "batch", "context", "decode, ms (rows)", "prefill, ms",
@@ -54,7 +55,12 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more")
     if args.cache_dtype is not None:
         args.cache_dtype = dtype_name("--cache-dtype", args.cache_dtype)
-    config, dtype = load_config(args.model), stored_dtype(args.model)
+    config, (dtype, method) = load_config(args.model), stored_dtype_and_method(args.model)
+    if method is not None:
+        raise UnsupportedError(
+            f"{args.model}: a plan of weights that are stored quantised ({method}) is not implemented; give the folder "
+            "of the model that was quantised, and --quantization"
+        )
     if config.is_encoder or config.encoder is not None:
         raise ValueError(f"{config.family} is not a decoder-only model, and the engine serves no other")
     fields = [field.name for field in dataclasses.fields(planning.Options)]

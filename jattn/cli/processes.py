@@ -20,7 +20,9 @@ Command = Callable[[argparse.Namespace, Processes | None], int]
 
 def add(parser: argparse.ArgumentParser) -> None:
     """The options. All processes get the same ones but for --process-id."""
-    group = parser.add_argument_group("several processes, each with its own devices; --tensor-parallel counts them all")
+    group = parser.add_argument_group(
+        "several processes, each with its own devices; --tensor-parallel times --data-parallel counts them all"
+    )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="an address of process 0; any free port")
     group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
     group.add_argument("--process-id", type=int, metavar="I", help="0 to N - 1; process 0 alone has results")
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace, command: Command) -> int:
 
 def _follow(args: argparse.Namespace, processes: Processes) -> int:
     """What the other processes do. SIGTERM reaches process 0, which lets requests finish and ends all of them."""
-    signal.signal(signal.SIGTERM, lambda *_: setattr(processes, "is_asked_to_stop", True))
+    signal.signal(signal.SIGTERM, lambda *_: processes.ask_leader_to_stop())
     engine = options.make_engine(args, processes=processes)
     assert isinstance(engine, LockStepEngine)
     engine.follow()

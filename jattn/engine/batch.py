@@ -82,7 +82,7 @@ def batch_of(
 
 
 def packed_batch(batches: Many[Batch], shapes: StepShapes) -> Packed:
-    """The batches of all data ranks as one argument of `dispatch`. Their histories go to the devices by themselves."""
+    """The batches of all data ranks as one argument of `dispatch`. Their histories are one separate array."""
     histories, num_rows = [batch.penalties.history for batch in batches], len(batches[0].source)
     width = shapes.limits.max_model_len
     if any(map(len, histories)):

@@ -1,7 +1,7 @@
 """Data ranks: block tables and a scheduler for several groups of devices, each with whole weights and its own pools.
 
-Each rank plans the rows of its running sequences. All ranks admit from one queue, and compute in one dispatch, with the
-same number of steps and with batches padded to one size.
+Each rank plans the rows of its running sequences. All ranks admit from one queue, and compute in one dispatch, with
+one upper bound of the steps and with batches padded to one size.
 """
 
 from collections import deque
@@ -12,8 +12,8 @@ from jattn.engine.scheduler import Draft, Limits, Row, Scheduler, StepPlan
 from jattn.engine.tables import BlockTables
 
 UNEVENNESS = 4
-"""A sequence goes to the rank with the most of its tokens cached, unless that rank would have many more rows than
-another, more than max_num_seqs // UNEVENNESS: a step takes as long as that of the fullest rank."""
+"""A sequence goes to the rank with the most of its tokens cached, unless it has at least max(max_num_seqs //
+UNEVENNESS, 1) rows more than the open rank with the fewest: a step takes as long as that of the fullest rank."""
 
 
 class DataRankTables:
@@ -64,7 +64,7 @@ class DataRankScheduler:
         return [seq for rank in self.ranks for seq in rank.running]
 
     def add(self, seq: Sequence) -> None:
-        """As Scheduler.add. It is placed when it is admitted."""
+        """As Scheduler.add. Its data rank is chosen at admission."""
         self.ranks[0].add(seq)
 
     def remove(self, seq: Sequence, *, trusted: bool = True) -> None:
@@ -117,7 +117,7 @@ Tables = BlockTables | DataRankTables
 AnyScheduler = Scheduler | DataRankScheduler
 
 
-def tables_of(num_ranks: int, *args, **options) -> Tables:
+def make_tables(num_ranks: int, *args, **options) -> Tables:
     """The block tables of so many data ranks, each with the arguments of BlockTables."""
     ranks = [BlockTables(*args, **options) for _ in range(num_ranks)]
     return ranks[0] if num_ranks == 1 else DataRankTables(ranks)

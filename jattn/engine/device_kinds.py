@@ -20,7 +20,7 @@ class DeviceKind:
     memory: float  # bytes
     bandwidth: float  # bytes/s of reading that memory
     peak: float  # FLOP/s of products of bfloat16, without sparsity
-    link: float  # bytes/s that it can send to others, while it receives as many
+    link: float  # bytes/s in one direction, over all links
 
     @property
     def memory_fraction(self) -> float:
@@ -47,7 +47,7 @@ KINDS: dict[str, DeviceKind] = dict(
         _of("v5e", "tpu", 16, 819, 197, 200),
         _of("v5p", "tpu", 95, 2765, 459, 600),
         _of("v6e", "tpu", 32, 1638, 918, 400),
-        _of("v7x", "tpu", 96, 3690, 1153, 300),  # a chip is two devices, each with half of its figures
+        _of("tpu7x", "tpu", 96, 3690, 1153, 300),  # a chip is two devices, each with half of its figures
     )
 )
 """Memory in 1e9 bytes; drivers show a few percent more."""
@@ -60,7 +60,7 @@ def kind_and_count(text: str) -> tuple[str, int]:
         name, number = text.lower(), "1"
     if name not in (*KINDS, "cpu") or not 1 <= int(number) <= 2**16:
         raise ValueError(
-            f"--devices {short(text)} must be KIND or KINDxN, as h200x8; the kinds are {', '.join(KINDS)} and cpu"
+            f"devices={short(text)} must be KIND or KINDxN, as h200x8; the kinds are {', '.join(KINDS)} and cpu"
         )
     return name, int(number)
 

@@ -78,7 +78,7 @@ class Engine:
         deterministic: bool = False,  # the same bits alone and in any batch; slower
         chat_template: ChatTemplate | None = None,  # for chats; from_pretrained reads the folder's
         forward: Callable | None = None,  # called in place of jattn.models.forward, with its arguments
-        mesh: Mesh | None = None,  # axis "tensor": parts of the model; "data": copies of it, each with these limits
+        mesh: Mesh | None = None,  # axis "tensor": parts of the model; "data": copies of it; each has the limits above
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         if forward is None:
@@ -108,7 +108,7 @@ class Engine:
         model = admission.model_of(config, caches, forward, backend, deterministic, model_mesh)
         self.runner = Runner(model, params, caches, make_caches, self.shapes)
         of_tables = model.data_ranks, pools, block_size, groups, prefix_caching
-        self._make_tables = functools.partial(data_ranks.tables_of, *of_tables)
+        self._make_tables = functools.partial(data_ranks.make_tables, *of_tables)
         self.tables = self._make_tables()
         self.scheduler = data_ranks.scheduler_of(self.limits, self.tables)
         self._requests, self._stats = LiveRequests(), Stats()
@@ -133,10 +133,11 @@ class Engine:
         """An engine for a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
 
         progress(done, total, name) is called before each weight is read. tensor_parallel: distribute the model over so
-        many of JAX's devices; `mesh` chooses them. data_parallel: that so many times, each for requests of its own.
+        many of JAX's devices; `mesh` chooses them. data_parallel: so many copies of it, each for requests of its own.
         quantization: "int8", "int4" or "fp8" quantises the weights as they are read; on one device. options: of Engine.
 
-        With a mesh, each weight goes straight into its parts: no device has more than its part, the host one weight.
+        With a mesh, threads read the mapped files and each weight goes straight into its parts: no device holds more
+        than its part, and the host holds at most one weight of each thread besides.
         """
         from jattn import models
 

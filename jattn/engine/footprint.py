@@ -84,7 +84,7 @@ class Footprint:
         loop over steps: those of experts, and those of 16 bits on several devices or for many rows.
         """
         vocab = self.config.vocab_size
-        vocab = vocab if vocab % self.ranks else vocab // self.ranks
+        vocab = vocab if vocab % self.ranks else vocab // self.ranks  # replicated if not divisible: see ModelMesh
         sampling = SAMPLING_ARRAYS * 4 * max_num_seqs * vocab
         row_bytes = max((self._row_bytes(layer, platform) for layer in self.config.layers), default=0)
         copied = self._copied_bytes(max_num_batched_tokens) if platform == "cpu" else 0

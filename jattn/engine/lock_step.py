@@ -27,7 +27,7 @@ from jattn.engine.scheduler import StepPlan
 from jattn.errors import EngineDeadError, UnsupportedError
 
 CHECKED = 16
-"""The plan and the block tables of every so many dispatches are in the digest. Sampled tokens always are."""
+"""Every 16th dispatch adds its plan and block tables to the checksum; every dispatch adds its tokens."""
 
 
 class LockStepEngine(Engine):
@@ -44,7 +44,10 @@ class LockStepEngine(Engine):
         seed: int | None = None, **options: Any,
     ):  # fmt: skip
         if mesh is None:
-            raise ValueError(f"{processes.count} processes need a mesh: tensor_parallel={jax.device_count()}")
+            raise ValueError(
+                f"{processes.count} processes need a mesh: give tensor_parallel and data_parallel whose product is "
+                f"{jax.device_count()}"
+            )
         self.processes = processes
         start = dict(
             model=zlib.crc32(repr(config).encode()), mesh=dict(mesh.shape),
@@ -70,7 +73,8 @@ class LockStepEngine(Engine):
         params = SamplingParams() if params is None else params
         id = self._new_id() if request_id is None else request_id
         tokens, wrong = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
-        if wrong or not isinstance(id, str) or not id or self._is_taken(id):  # the other processes need not know of it
+        if wrong or not isinstance(id, str) or not id or self._is_taken(id):
+            # a wrong request gets its error here and is not published
             return super().add_request(prompt, params, request_id=id, salt=salt)
         self._pending.append(["add", id, tokens, dataclasses.asdict(params), salt])
         return id
@@ -148,7 +152,7 @@ class LockStepEngine(Engine):
         if digest != self._flights.digest:
             raise EngineDeadError(
                 f"process {self.processes.id} has planned or sampled other tokens than process 0: the same request "
-                "would have two answers"
+                "would have two answers. Report this: it is a defect of jattn"
             )
 
     def _contain(self, error: Exception) -> list[RequestOutput]:
@@ -168,7 +172,7 @@ class LockStepEngine(Engine):
         raise UnsupportedError("sleep() on several processes is not implemented: end them, and start them again")
 
     def wake(self) -> None:
-        raise UnsupportedError("wake() on several processes is not implemented: they never sleep")
+        raise UnsupportedError("wake() on several processes is not implemented: sleep() is not either")
 
 
 class _DigestedFlights(Flights):

@@ -1,4 +1,4 @@
-"""Plan: what a model takes on devices of a kind, in each layout that uses all of them, or why the engine refuses it."""
+"""The memory and the shortest step times of a model in each layout of some devices, or why the engine refuses it."""
 
 import dataclasses
 import functools

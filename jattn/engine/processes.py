@@ -6,7 +6,7 @@ keys and values, in which these keys are used, all below "jattn/":
     start           what process 0 was started with, and the engine's seed
     commands/G/N    the Nth list of commands: process 0 writes it, the others run it. G is N // GROUP
     read/I          how many lists process I has read. Process 0 deletes the groups that all have read
-    alive/I         a counter that process I increases while it lives, and whether it was asked to stop
+    alive/I         a counter that process I increases while it lives, and whether it asks process 0 to stop
     end             why all of them end: a sentence, or empty after an orderly stop
 """
 
@@ -34,8 +34,8 @@ POLL_SECONDS = 1.0
 CONNECT_SECONDS = 300
 """How long a process waits for the others at the start."""
 
-FAREWELL_SECONDS = 1.0
-"""How long process 0 waits after it wrote why it ends: the store ends with it."""
+END_NOTICE_SECONDS = 1.0
+"""Process 0 waits so long after writing `end`, so that the others can read it: the store ends with process 0."""
 
 STOP = ["stop"]
 """The last command."""
@@ -53,7 +53,7 @@ class Processes:
 
     def __init__(self, client: Any, count: int, id: int, seconds: float, on_end: OnEnd):
         self.count, self.id, self.seconds, self.on_end = count, id, seconds, on_end
-        self.is_asked_to_stop = False  # set it in another process than 0, and process 0 gets SIGTERM
+        self._asks_leader_to_stop = False
         self._client = client
         self._number = 0  # of the next list of commands
         self._first_group = 0  # of commands that are not deleted
@@ -81,7 +81,7 @@ class Processes:
         try:
             jax.distributed.initialize(
                 coordinator, count, id, coordinator_bind_address=bind, initialization_timeout=CONNECT_SECONDS,
-                # JAX's own watch aborts the process. It is for the case that this one cannot run.
+                # JAX's own watch aborts the process. It acts only if our watcher thread cannot run.
                 heartbeat_timeout_seconds=int(2 * seconds) + 10, shutdown_timeout_seconds=int(seconds) + 1,
             )  # fmt: skip
         except RuntimeError as error:
@@ -129,16 +129,23 @@ class Processes:
                     self._first_group = group + 1
 
     # ------------------------------------------------------------------ the end
+    def ask_leader_to_stop(self) -> None:
+        """In another process than 0: process 0 gets SIGTERM."""
+        self._asks_leader_to_stop = True  # nothing more: a signal handler calls this
+
     def fail(self, why: str) -> None:
         """Tell the others that this process ends, and why."""
         self._left.set()
         with contextlib.suppress(JaxRuntimeError):  # somebody else told first, or the store is gone
             self._client.key_value_set("jattn/end", why)
             if self.leads:
-                time.sleep(FAREWELL_SECONDS)
+                time.sleep(END_NOTICE_SECONDS)
 
     def leave(self) -> None:
-        """Leave in order. Every process calls it: process 0 when it has nothing more to do, the others after STOP."""
+        """Disconnect after an orderly stop.
+
+        Every process calls it: process 0 when it has nothing more to do, the others after STOP.
+        """
         if self.leads:
             self.publish([STOP])
             self._set("end", "")
@@ -152,7 +159,7 @@ class Processes:
         for beat in itertools.count():
             why = None
             try:
-                state = f"{beat} stop" if self.is_asked_to_stop else f"{beat}"
+                state = f"{beat} stop" if self._asks_leader_to_stop else f"{beat}"
                 self._client.key_value_set(f"jattn/alive/{self.id}", state, allow_overwrite=True)
                 states = {
                     key.rpartition("/")[2]: value for key, value in self._client.key_value_dir_get("jattn/alive/")
@@ -203,4 +210,7 @@ class Processes:
         try:
             yield
         except JaxRuntimeError as error:
-            raise EngineDeadError(f"process 0 cannot be reached ({str(error).splitlines()[0]})") from error
+            reason = str(error).splitlines()[0]
+            raise EngineDeadError(
+                f"process 0 cannot be reached ({reason}): it has ended, or the network failed"
+            ) from error

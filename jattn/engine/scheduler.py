@@ -82,8 +82,13 @@ class StepPlan:
         return all(row.num_new == 1 and row.max_samples for row in self.rows)
 
 
-Chosen = tuple[Sequence, int, int, int]
-"""A sequence of the next dispatch, its tokens to compute, its num_missing and its num_left before them."""
+class Chosen(NamedTuple):
+    """A sequence of the next dispatch."""
+
+    seq: Sequence
+    num_new: int  # tokens to compute
+    num_missing: int  # of the sequence, before they are computed
+    num_left: int  # likewise
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,10 +100,10 @@ class Draft:
     preempted: list[str] = dataclasses.field(default_factory=list)  # see StepPlan
     admitted: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # see StepPlan
 
-    def add(self, seq: Sequence, count: int, missing: int, left: int) -> None:
-        """Add a row. See Chosen."""
-        self.chosen.append((seq, count, missing, left))
-        self.budget -= count
+    def add(self, row: Chosen) -> None:
+        """Add a row."""
+        self.chosen.append(row)
+        self.budget -= row.num_new
 
 
 class Scheduler:
@@ -159,9 +164,9 @@ class Scheduler:
                 if i > len(self.running):  # it was the youngest itself
                     break
             else:
-                draft.add(seq, count, missing, left)
-        for seq, count, _, _ in draft.chosen:
-            self._publish(seq, count)
+                draft.add(Chosen(seq, count, missing, left))
+        for row in draft.chosen:
+            self._publish(row.seq, row.num_new)
         return draft
 
     def may_admit(self, draft: Draft) -> bool:
@@ -181,21 +186,21 @@ class Scheduler:
         self._publish(seq, count)
         self.running.append(self.waiting.popleft())
         draft.admitted.append((seq.id, hit))
-        draft.add(seq, count, missing, seq.num_left)
+        draft.add(Chosen(seq, count, missing, seq.num_left))
         return True
 
     def wanted_burst(self, chosen: Many[Chosen]) -> int:
         """The decode steps of a dispatch of these rows, if there are blocks for all of them."""
-        if not chosen or any([missing != 1 for _, _, missing, _ in chosen]):
+        if not chosen or any([row.num_missing != 1 for row in chosen]):
             return 1
-        left = [each[3] for each in chosen]
+        left = [row.num_left for row in chosen]
         burst = min(self.limits.max_burst, max(left))
         return min(burst, max(min(left), self.limits.waiting_burst)) if self.waiting else burst
 
     def reserve(self, draft: Draft, burst: int) -> int:
         """Allocate blocks for a burst; returns how long it may be: half as long, and so on, if blocks are short."""
         while burst > 1:
-            wanted = [(seq, seq.num_computed + min(burst, n)) for seq, _, _, n in draft.chosen]
+            wanted = [(row.seq, row.seq.num_computed + min(burst, row.num_left)) for row in draft.chosen]
             if self.tables.extend_all(wanted):
                 return burst
             burst //= 2
@@ -203,7 +208,7 @@ class Scheduler:
 
     def planned(self, draft: Draft, burst: int) -> StepPlan:
         """The plan of a draft. Its sequences count the tokens as computed and sampled."""
-        rows = tuple([_row(*each, burst) for each in draft.chosen])
+        rows = tuple([_row(chosen, burst) for chosen in draft.chosen])
         return StepPlan(rows, burst=burst, preempted=tuple(draft.preempted), admitted=tuple(draft.admitted))
 
     def commit(self, seq: Sequence, row: Row, new_tokens: Many[int]) -> None:
@@ -228,8 +233,9 @@ class Scheduler:
         return seq.id
 
 
-def _row(seq: Sequence, count: int, missing: int, left: int, burst: int) -> Row:
-    """A row of the plan; counts its tokens as computed and sampled. See Chosen."""
+def _row(chosen: Chosen, burst: int) -> Row:
+    """A row of the plan; counts its tokens as computed and sampled."""
+    seq, count, missing, left = chosen
     if count < 1:
         raise AssertionError(f"sequence {seq.id} has {len(seq.tokens)} tokens, and all are computed")
     samples = min(burst, left) if count == missing else 0

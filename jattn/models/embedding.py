@@ -45,8 +45,8 @@ def embed(
     lengths = np.asarray(lengths).tolist()
     meta = batch_of(config, lengths)
     tokens = _packed("ids", ids, lengths, meta.num_tokens)
-    kinds = None if token_types is None else _packed("token_types", token_types, lengths, meta.num_tokens)
-    rows = _embeddings(config, params, tokens, meta, kinds, pooling, normalize, dim, backend)
+    types = None if token_types is None else _packed("token_types", token_types, lengths, meta.num_tokens)
+    rows = _embeddings(config, params, tokens, meta, types, pooling, normalize, dim, backend)
     return rows[: len(lengths)]
 
 
@@ -57,7 +57,10 @@ def check_dim(dim: int | None, size: int) -> None:
 
 
 def batch_of(config: ModelConfig, lengths: Sequence[int]) -> CommonAttentionMetadata:
-    """The batch of whole requests. Tokens are padded to a power of 2, requests and their bound to a power of 4."""
+    """The batch of whole requests.
+
+    Tokens are padded to a power of 2, the number of requests and max_seq_len to a power of 4.
+    """
     sizes = np.asarray(lengths)
     if sizes.ndim != 1 or not len(sizes) or not np.issubdtype(sizes.dtype, np.integer) or (sizes < 1).any():
         raise ValueError(f"{lengths=} must be the lengths of at least one request, each at least 1")

@@ -67,10 +67,10 @@ def load(
         stored_dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
         table = scheme.sources(table, checkpoint.locations, stored_dtype if dtype is None else dtype)
         used = {name for source in table.values() for name in source.names}
-        unused = _or_named(unused, _zeros(checkpoint, used, scheme.zeros))
+        unused = _unused_or_in(unused, _zeros(checkpoint, used, scheme.zeros))
     if not head:
         own = {name for source in table.values() for name in source.names}
-        config, unused = config.without_head(), _or_named(unused, frozenset(own))
+        config, unused = config.without_head(), _unused_or_in(unused, frozenset(own))
     params = _read_params(checkpoint, table, weight_specs(config), unused, dtype, sharding, progress, quantization)
     return config, params
 
@@ -81,7 +81,7 @@ def _zeros(checkpoint: Checkpoint, used: set[str], endings: tuple[str, ...]) -> 
     return frozenset(name for name in names if not checkpoint.read(name).any())
 
 
-def _or_named(unused: Callable[[str], bool], names: frozenset[str]) -> Callable[[str], bool]:
+def _unused_or_in(unused: Callable[[str], bool], names: frozenset[str]) -> Callable[[str], bool]:
     """Whether the model does not need a tensor of this name, or it is one of `names`."""
     return lambda name: name in names or unused(name)
 
@@ -96,22 +96,20 @@ def load_config(directory: str | Path) -> ModelConfig:
     return _config_and_family(Path(directory))[0]
 
 
-def stored_dtype(directory: str | Path) -> str:
-    """The dtype of a folder's weights that its config.json names; bfloat16 if it names none. No weights are needed."""
+def stored_dtype_and_method(directory: str | Path) -> tuple[str, str | None]:
+    """The dtype that a folder's config.json names, else bfloat16; and the quant_method of weights that stay quantised.
+
+    The method is None for other weights. No weights are needed.
+    """
     folder = Path(directory)
     _, family, values = _config_and_family(folder)
     method = (values.get("quantization_config") or {}).get("quant_method")
-    if method is not None and method not in family.quant_methods:
-        raise UnsupportedError(
-            f"{folder}: a plan of weights that are stored quantised ({method}) is not implemented; give the folder of "
-            "the model that was quantised, and --quantization"
-        )
     text = values.get("text_config")
     sections = [values, text if isinstance(text, dict) else {}]
     found = next((each[key] for each in sections for key in ("dtype", "torch_dtype") if each.get(key)), "bfloat16")
     if found not in FLOATS:
         raise ValueError(f"{folder / 'config.json'}: dtype={short(found)} must be one of {', '.join(FLOATS)}")
-    return found
+    return found, None if method in family.quant_methods else method
 
 
 def family_of(values: dict[str, Any]) -> Family:
@@ -197,7 +195,8 @@ def _read_params(
 
     arrays = []
     with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jattn-load") as pool:
-        many = map if quantization is not None else pool.map  # weights wait to be quantised one by one
+        # one thread: `quantised` needs memory for one weight, and read-ahead weights would wait in memory
+        many = map if quantization is not None else pool.map
         weights = many(read, by_path, by_path.values())
         for done, path in enumerate(by_path):
             if progress is not None:

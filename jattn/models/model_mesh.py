@@ -42,10 +42,10 @@ class ModelMesh:
 
     With data parallelism the mesh also has an axis "data", the first. Each data rank has all ranks of the above, whole
     weights, and tokens and blocks of its own: `each_data_rank` calls a function for each of them, and a forward pass is
-    correct only inside that function. Data ranks do not communicate.
+    correct only inside that function. There data ranks do not communicate; `dispatch` gathers their tokens after it.
     """
 
-    mesh: Mesh  # the data ranks, then the ranks, in order; all its axes are Auto. `without_devices`: an AbstractMesh
+    mesh: Mesh  # axes: data, then tensor; all Auto. Made by `without_devices` it is an AbstractMesh
 
     @classmethod
     def of(cls, config: ModelConfig, mesh: Mesh) -> "ModelMesh":
@@ -326,10 +326,16 @@ def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
             f"divisor or a multiple of {kv_heads}"
         )
     if isinstance(mlp, MoE) and mlp.num_experts % ranks:
-        raise ValueError(f"{name} has {mlp.num_experts} experts, which {ranks} ranks cannot share evenly")
+        raise ValueError(
+            f"{name} has {mlp.num_experts} experts, which {ranks} ranks cannot share evenly; use a divisor of "
+            f"{mlp.num_experts}"
+        )
     dense = mlp.shared if isinstance(mlp, MoE) else mlp
     if dense is not None and dense.width % ranks:
-        raise ValueError(f"{name} has an MLP of width {dense.width}, which {ranks} ranks cannot share evenly")
+        raise ValueError(
+            f"{name} has an MLP of width {dense.width}, which {ranks} ranks cannot share evenly; use a divisor of "
+            f"{dense.width}"
+        )
 
 
 def _axis_sizes(ranks: int, kv_heads: Iterable[int]) -> tuple[int, ...]:

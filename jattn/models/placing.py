@@ -17,8 +17,8 @@ ALIGNMENT = 64
 def placed(weight: Any, sharding: Sharding | None) -> Any:
     """A weight on devices: a QuantisedArray, or a copy of a numpy array that shares no memory with it.
 
-    sharding: None: uncommitted, on JAX's default device. Axes of a quantised one's arrays that the mesh does not divide
-    are not sharded. Waits until the weight is there.
+    sharding: None: uncommitted, on JAX's default device. For a QuantisedArray, an axis whose size is no multiple of its
+    mesh axes is replicated. Waits until the weight is there.
     """
     if isinstance(weight, QuantisedArray):
         put = lambda x: x if sharding is None else jax.device_put(x, _fitting(sharding, x.shape))

@@ -11,19 +11,19 @@ from jattn.models.config_reader import ConfigReader
 from jattn.models.files import MAX_DEPTH, is_there, read_json, read_text
 
 MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
-LENGTHS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json",
-           "sentence_camembert_config.json", "sentence_xlm-roberta_config.json")  # fmt: skip
+TEXT_SETTINGS_FILES = (
+    "sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json",
+    "sentence_camembert_config.json", "sentence_xlm-roberta_config.json",
+)  # fmt: skip
 """The library's names of the file with the settings of the first module."""
-FLAGS = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
-"""The flag pooling_mode_NAME -> our pooling."""
+POOLING_NAMES = {"cls": ("cls_token", "cls"), "mean": ("mean_tokens", "mean"), "last": ("lasttoken", "lasttoken")}
+"""Our pooling -> NAME of its flag pooling_mode_NAME, and its value of the newer key pooling_mode."""
 OTHER_FLAGS = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
-MODES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-"""The newer key pooling_mode -> our pooling."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentenceFolder:
-    """How texts become embeddings. Everything but `model` has the value of a folder that says nothing about it."""
+    """How texts become embeddings. The defaults are those of a folder without modules.json."""
 
     model: Path  # the folder with config.json and *.safetensors
     pooling: str | None = None
@@ -53,7 +53,7 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
         )
     model, pooling = (folder / path for _, path in modules[:2])
     return SentenceFolder(
-        model=model, pooling=_pooling(pooling / "config.json"), normalize=len(modules) > 2, **_lengths(model),
+        model=model, pooling=_pooling(pooling / "config.json"), normalize=len(modules) > 2, **_text_settings(model),
         **_prompts(folder / SETTINGS),
     )  # fmt: skip
 
@@ -83,17 +83,17 @@ def _pooling(path: Path) -> str:
     c.only("include_prompt", True)
     for name in OTHER_FLAGS:
         c.only(f"pooling_mode_{name}", False)
-    found = [ours for name, ours in FLAGS.items() if c.flag(f"pooling_mode_{name}", False)]
-    mode = c.choice("pooling_mode", MODES, None)
+    found = [ours for ours, (flag, _) in POOLING_NAMES.items() if c.flag(f"pooling_mode_{flag}", False)]
+    mode = c.choice("pooling_mode", [name for _, name in POOLING_NAMES.values()], None)
     c.refuse_unread()
-    found += [] if mode is None else [MODES[mode]]
+    found += [ours for ours, (_, name) in POOLING_NAMES.items() if name == mode]
     if len(found) != 1:
         raise UnsupportedError(f"{path} asks for {len(found)} poolings ({', '.join(found)}); one is supported")
     return found[0]
 
 
-def _lengths(model: Path) -> dict[str, Any]:
-    path = next((model / name for name in LENGTHS if is_there(model / name)), None)
+def _text_settings(model: Path) -> dict[str, Any]:
+    path = next((model / name for name in TEXT_SETTINGS_FILES if is_there(model / name)), None)
     if path is None:
         return {}
     c = ConfigReader(read_json(path), str(path))

@@ -1,6 +1,6 @@
 """A multi-head latent attention layer (MLA, as in DeepSeek) as data and a pure function, like attention_layer.
 
-weights  q_a, q_b, or q alone: the queries;  kv_a [hidden, L + R]: latent and rotated key;  o [H * V, hidden]
+weights  q_a, q_b, or q alone: the queries;  kv_a [hidden, L + rope]: latent and rotated key;  o [H * V, hidden]
          q_a_norm, kv_a_norm {'scale': ..};  w_uk [H nope L], w_uv [H L V]: the two halves of kv_b_proj
          kv_c_scale, k_pe_scale of a cache
 """
@@ -80,7 +80,7 @@ def project_and_attend_latent(
 ) -> tuple:
     """x [T, hidden] -> (cache, [T, hidden]): queries and rows of x, `attend`, and the output projection.
 
-    attend(q [T H nope+rope], kv_c [T L], k_pe [T R], params) -> (cache, AttentionState).
+    attend(q [T H nope+rope], kv_c [T L], k_pe [T rope], params) -> (cache, AttentionState).
     """
     q, kv_c, k_pe = project_latent(config, weights, x, angles)
     if config.temperature_tuning is not None:
@@ -92,7 +92,7 @@ def project_and_attend_latent(
 def project_latent(
     config: LatentConfig, weights: dict, x: jax.Array, angles: Angles
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(q [T H nope+rope], kv_c [T L], k_pe [T R]) of x: normalised and rotated."""
+    """(q [T H nope+rope], kv_c [T L], k_pe [T rope]) of x: normalised and rotated."""
     spec = config.spec
     if spec.q_lora_rank is None:
         q, row = linears((weights["q"], weights["kv_a"]), x)

@@ -113,7 +113,7 @@ class Handlers:
         return errors.json_response(error_body, error.status_code, dict(error.headers or {}))
 
     def log_user(self, request: Request, user: str | None) -> None:
-        """Log which user, by the body of the request, has sent it."""
+        """Log the body's `user` beside the request's id."""
         if user is not None:
             log.info("%s is of user %.200r", request.scope["state"]["id"], user)
 

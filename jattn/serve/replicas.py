@@ -35,8 +35,8 @@ from jattn.serve.options import ServerOptions
 log = logging.getLogger("jattn.serve")
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-OF_CONNECTIONS = ("max_connections", "header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout")
-"""The ServerOptions that are refused."""
+CONNECTION_OPTIONS = ("max_connections", "header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout")
+"""ServerOptions about connections, which Ray's proxy has; they are refused."""
 
 MAX_WAITING_PARTS = 8
 """Parts of a response that wait for the ingress. Then the replica's coroutine waits, and the engine goes on."""
@@ -69,7 +69,7 @@ class Call:
 
 def build(options: Options) -> serve.Application:
     """The application. Its ingress reads each request and passes it to one of the replicas."""
-    if ignored := sorted({*options.server} & set(OF_CONNECTIONS)):
+    if ignored := sorted({*options.server} & set(CONNECTION_OPTIONS)):
         raise ValueError(f"{', '.join(ignored)} in server: Ray's proxy has the connections; set its own limits")
     if is_sentence_folder(options.model):
         raise UnsupportedError(f"{options.model} is an embedding model, and replicas have engines: use jattn serve")
@@ -179,8 +179,8 @@ async def _body(parts: AsyncIterator[bytes], is_event_stream: bool) -> AsyncIter
 
 
 def prefix_of(raw: bytes, characters: int) -> str | None:
-    """A name of the beginning of a body's prompt; None if it has none. It is the same in all turns of a chat: of that,
-    the beginning ends with the user's first message.
+    """A name of the beginning of a body's prompt; None if it has none. For a chat only the messages up to the first of
+    the user count, so all its turns have one name.
     """
     try:
         values = json.loads(raw)

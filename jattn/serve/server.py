@@ -31,7 +31,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, loop: ServingLoop, grace: float):
         super().__init__(config)
-        self.engine_loop, self.grace = loop, grace
+        self.loop, self.grace = loop, grace
         self._num_signals = 0
         self._deadline: float | None = None
 
@@ -42,13 +42,13 @@ class Server(uvicorn.Server):
         """Called by uvicorn ten times per second; True ends the server."""
         if self._num_signals and self._deadline is None:
             self._deadline = time.monotonic() + self.grace
-            self.engine_loop.drain()
+            self.loop.drain()
         if self._deadline is not None:
             is_expired = self._num_signals > 1 or time.monotonic() >= self._deadline
             if is_expired:
-                self.engine_loop.stop()
-            self.should_exit |= is_expired or not self.engine_loop.num_requests
-        self.should_exit |= self.engine_loop.failure is not None
+                self.loop.stop()
+            self.should_exit |= is_expired or not self.loop.num_requests
+        self.should_exit |= self.loop.failure is not None
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets=None) -> None:
@@ -144,9 +144,9 @@ def serve(
     """
     sockets = bind(host, port) if sockets is None else sockets
     server = make_server(served, options, host, port)
-    loop = server.engine_loop
+    loop = server.loop
     if isinstance(served, LockStepEngine) and isinstance(loop, EngineLoop):
         served.processes.on_end = lambda processes, why: loop.fail(EngineDeadError(why))
     server.run(sockets)
-    if (failure := server.engine_loop.failure) is not None:
+    if (failure := server.loop.failure) is not None:
         raise RuntimeError("the engine is broken, so the server has ended") from failure

@@ -29,7 +29,7 @@ FP8_CONVERSIONS = 89  # the first compute capability that converts float8 in one
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarpKernelConfig(GpuKernelConfig):
-    """The same fields, chosen by tile_policy_sm80.py. A CTA is four warps, and block_kv is at most 64."""
+    """A GpuKernelConfig with a few more fields, chosen by tile_policy_sm80.py. A CTA is four warps; block_kv is 64."""
 
     chip: str = "sm_80"
     block_kv: int = 64

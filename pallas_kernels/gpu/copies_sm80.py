@@ -17,9 +17,9 @@ PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
 def page_ids(block_table, req, kv0, start, stop, *, block: int, page: int, columns: int):
-    """i32 (128,): lane i of warp w holds the page of key kv0 + (w * block + 4 i) / 4; 0 unless start <= key < stop.
+    """i32 (128,): lane i of warp w holds the page of key kv0 + w * block / 4 + i; 0 unless start <= key < stop.
 
-    block_table GMEM i32[R, columns]. i is taken modulo block / 4.
+    i is taken modulo block / 4, the keys of a warp. block_table GMEM i32[R, columns].
     """
     out, keys = plgpu.ShapeDtypeStruct((128,), jnp.int32, PER_THREAD), block // WARPS
 
@@ -97,7 +97,7 @@ def commit():
 
 
 def wait_for_copies(pending: int, warps: int):
-    """Waits until at most `pending` groups of the latest copies are on their way, for this warp's (1) or all (4)."""
+    """Waits for all groups of copies but the latest `pending`: for those of this warp (1), or of all warps (4)."""
     fence = "bar.warp.sync -1;" if warps == 1 else "bar.sync 0;"
 
     @plgpu.inline_mgpu()
@@ -119,7 +119,7 @@ def sync_warps():
 
 
 def put_numbers(box, numbers):
-    """Writes i32 scalars to SMEM i32[16]. Every thread writes all of them; a plain store has two barriers each."""
+    """Writes 4 n i32 scalars to SMEM i32[16], by every thread, without the two barriers of each plain store."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(ptx.SCALAR,) * len(numbers)))
     def put(ctx, box, *numbers):

@@ -1,4 +1,4 @@
-"""Tile sizes of the warp-level kernel for a shape and a chip: `warp_config`. None is measured yet."""
+"""Tile sizes of the warp-level kernel for a shape and a chip: `warp_config`. No choice has been timed yet."""
 
 import dataclasses
 import functools
@@ -9,10 +9,11 @@ from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_RESERVED, WarpKernelConfi
 
 MOST_STAGES = 4
 LAYOUTS = ((2, 2), (1, 2), (1, 1))
-"""(halves of a tile at the same time, CTAs of a multiprocessor), the best first. While one CTA waits at the start or
-the end of a piece, the other computes."""
+"""(halves of a tile at the same time, CTAs of a multiprocessor), the preferred first. While one CTA waits at the
+start or the end of a piece, the other computes."""
 MOST_COLUMNS_OF_TWO_HALVES = 96
-"""Of the output. With 128 columns, two halves spill 108 bytes of registers, which is to be timed against one half."""
+"""The widest output for which a tile has two halves. With 128 columns they spill 108 bytes of registers; whether one
+half is then faster has not been timed."""
 
 
 def warp_config(*, chip: str, rows: int | None = None, processors: int | None = None, **fields) -> WarpKernelConfig:

@@ -12,8 +12,8 @@ dimension: bytes (4t, 4t+1) are used as columns (2t, 2t+1) and bytes (4t+2, 4t+3
 queries are read in the same order. Transposed, the four bytes are columns (2g, 2g+1) of keys (2t, 2t+1): row g of the
 product is column 2g, row g + 8 is column 2g + 1.
 
-S^T is an ordinary WGMMA fragment
-[64 keys, 8 n]. The other arrays are fragments only to carry registers; their shapes give the number of registers:
+For 8 n query rows, S^T of four warps is an ordinary WGMMA fragment f32[64 keys, 8 n]. The other arrays are fragments
+only to carry registers; their shapes give the number of registers:
 
     queries  16-bit [64, n D / 2]    acc  f32 [64, n V / 2]    stats  f32 [64, 8 n]: max, max, sum, sum of rows 2t, 2t+1
 """

@@ -288,7 +288,7 @@ def _token_of(c: TpuKernelConfig, row):
 
 
 def _down(keys, unit: int):
-    """keys // unit; a whole number of units for keys of a block."""
+    """keys // unit, for keys >= 0."""
     return lax.div(keys, jnp.int32(unit))
 
 

@@ -53,7 +53,7 @@ class Store:
 def processes(monkeypatch):
     """Makes Processes on one store; a list of what their on_end was told."""
     monkeypatch.setattr(rules, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(rules, "FAREWELL_SECONDS", 0.0)
+    monkeypatch.setattr(rules, "END_NOTICE_SECONDS", 0.0)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
     store, told, made = Store(), [], []
 

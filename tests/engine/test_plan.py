@@ -204,8 +204,8 @@ def test_a_latent_step_reads_rows_once_and_multiplies_them_by_all_heads():
 
 def test_kinds_are_read_and_unknown_ones_refused():
     assert kind_and_count("h200x8") == ("h200", 8) and kind_and_count("L4") == ("l4", 1)
-    assert kind_and_count("rtx4090") == ("rtx4090", 1) and kind_and_count("v7xx4") == ("v7x", 4)
-    assert kind_and_count("v7x") == ("v7x", 1) and kind_and_count("cpux2") == ("cpu", 2)
+    assert kind_and_count("rtx4090") == ("rtx4090", 1) and kind_and_count("tpu7xx4") == ("tpu7x", 4)
+    assert kind_and_count("tpu7x") == ("tpu7x", 1) and kind_and_count("cpux2") == ("cpu", 2)
     for text in ("h20", "h200x0", "h200x", "x8", "", "h200x99999999"):
-        with pytest.raises(ValueError, match="--devices"):
+        with pytest.raises(ValueError, match="devices="):
             kind_and_count(text)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jattn.engine import Limits, SamplingParams, Sequence, StepPlan
-from jattn.engine.data_ranks import scheduler_of, tables_of
+from jattn.engine.data_ranks import make_tables, scheduler_of
 from jattn.engine.tables import first_visible, max_blocks_of_group
 from tests.engine.fake import Group
 
@@ -24,7 +24,7 @@ class World:
     ):  # fmt: skip
         most = [max_blocks_of_group(group, S, max_num_seqs, budget, burst) for group in groups] if sized else []
         pools = [min(num_blocks, n + 1) if n else num_blocks for n in most] or [num_blocks] * len(groups)
-        self.tables, self.groups = tables_of(data_ranks, pools, S, groups, prefix_caching), groups
+        self.tables, self.groups = make_tables(data_ranks, pools, S, groups, prefix_caching), groups
         self.longest = (num_blocks - 1) * S
         self.scheduler = scheduler_of(Limits(max_num_seqs, budget, self.longest, burst), self.tables)
         self.held = [{} for _ in range(data_ranks * len(groups))]  # of each group of each rank

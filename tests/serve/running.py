@@ -59,7 +59,7 @@ def serving(engine=None, **options):
         yield engine, server, f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        server.engine_loop.stop()
+        server.loop.stop()
         thread.join(30)
         assert not thread.is_alive()
 
@@ -79,7 +79,7 @@ def wait_until(true, seconds=30):
 
 def is_idle(engine, server):
     """True if no request, sequence or block is left."""
-    return not (server.engine_loop.num_requests or engine.has_work or engine.stats.cache_usage)
+    return not (server.loop.num_requests or engine.has_work or engine.stats.cache_usage)
 
 
 @contextlib.contextmanager

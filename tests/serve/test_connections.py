@@ -130,7 +130,7 @@ def test_a_client_that_takes_nothing_holds_back_itself_alone_and_is_closed(monke
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect((host, int(port)))
             deaf.sendall(post("/v1/completions", ask))
-            wait_until(lambda: server.engine_loop.num_requests == 1)
+            wait_until(lambda: server.loop.num_requests == 1)
             assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=60).status_code == 200
             wait_until(lambda: not server.server_state.connections, 60)
             assert b"[DONE]" not in until_closed(deaf)

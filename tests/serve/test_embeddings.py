@@ -133,14 +133,14 @@ def test_a_failing_batch_fails_its_own_requests_and_the_server_continues():
     with serving(Broken(**vars(make_embedder()))) as (_, server, url):
         for _ in range(2):
             assert "no memory" in refused(send(url, input="x"), 500)["message"]
-        assert server.engine_loop.healthy and server.engine_loop.num_requests == 0
+        assert server.loop.healthy and server.loop.num_requests == 0
 
 
 def test_requests_that_wait_are_bounded_embedded_together_and_ended_by_a_stop():
     Slow.gate.clear()
     embedder, answers = Slow(**vars(make_embedder())), []
     with serving(embedder, max_queue=3) as (_, server, url):
-        loop = server.engine_loop
+        loop = server.loop
         threads = [threading.Thread(target=lambda: answers.append(send(url, input="x"))) for _ in range(3)]
         for number, thread in enumerate(threads):
             thread.start()
@@ -159,10 +159,10 @@ def test_a_client_that_leaves_frees_its_place():
     with serving(Slow(**vars(make_embedder()))) as (_, server, url):
         first = threading.Thread(target=lambda: send(url, input="x"))
         first.start()
-        wait_until(lambda: server.engine_loop.num_requests == 1)
+        wait_until(lambda: server.loop.num_requests == 1)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url}/v1/embeddings", json=dict(input="y"), timeout=0.5)
-        wait_until(lambda: server.engine_loop.num_requests == 1)
+        wait_until(lambda: server.loop.num_requests == 1)
         Slow.gate.set()
         first.join(30)
-        wait_until(lambda: server.engine_loop.num_requests == 0)
+        wait_until(lambda: server.loop.num_requests == 0)

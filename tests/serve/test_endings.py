@@ -35,9 +35,9 @@ def test_after_a_signal_what_runs_is_finished_and_what_comes_is_refused():
     with serving(slow_engine(), grace=30) as (_, server, url):
         with asking(url, LONG) as whole, asking(url, LONG | {"stream": True}) as streamed, httpx.Client() as client:
             client.get(f"{url}/health")  # a connection from before the signal
-            wait_until(lambda: server.engine_loop.num_requests == 2)
+            wait_until(lambda: server.loop.num_requests == 2)
             server.handle_exit(signal.SIGTERM, None)
-            wait_until(lambda: not server.engine_loop.healthy)
+            wait_until(lambda: not server.loop.healthy)
             for asked in (client, httpx):  # on the old connection, and on a new one
                 refused = asked.post(f"{url}/v1/completions", json=ASK)
                 assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
@@ -55,7 +55,7 @@ def test_what_is_not_finished_in_time_ends_with_an_error(how):
     grace = 0.3 if how == "the grace period" else 60
     with serving(slow_engine(0.1), grace=grace) as (_, server, url):
         with asking(url, LONG) as whole, asking(url, LONG | {"stream": True}) as streamed:
-            wait_until(lambda: server.engine_loop.num_requests == 2)
+            wait_until(lambda: server.loop.num_requests == 2)
             server.handle_exit(signal.SIGTERM, None)
             if how == "a second signal":
                 server.handle_exit(signal.SIGTERM, None)
@@ -68,9 +68,9 @@ def test_a_request_whose_body_is_still_coming_when_the_signal_does_is_refused():
     with serving(slow_engine(), grace=30) as (_, server, url):
         raw = post("/v1/completions", ASK)
         with asking(url, LONG), connection(url, raw[:-5]) as peer:
-            wait_until(lambda: server.engine_loop.num_requests == 1)
+            wait_until(lambda: server.loop.num_requests == 1)
             server.handle_exit(signal.SIGTERM, None)
-            wait_until(lambda: not server.engine_loop.healthy)
+            wait_until(lambda: not server.loop.healthy)
             peer.sendall(raw[-5:])
             assert until_closed(peer).startswith(b"HTTP/1.1 503")
 

@@ -132,7 +132,7 @@ def test_a_client_that_leaves_before_its_first_token_frees_its_place(stream):
         before = engine.stats.aborted
         with held(engine):
             with connection(url, post("/v1/completions", LONG | {"stream": stream})):
-                wait_until(lambda: server.engine_loop.num_requests == 1)
+                wait_until(lambda: server.loop.num_requests == 1)
                 assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 429
         wait_until(lambda: is_idle(engine, server))
         assert engine.stats.aborted <= before + 1
@@ -143,11 +143,11 @@ def test_a_body_that_is_refused_leaves_nothing_running():
     with serving(max_queue=3) as (engine, server, url):
         with held(engine):
             with connection(url, post("/v1/completions", LONG | {"stream": True})):
-                wait_until(lambda: server.engine_loop.num_requests == 1)
+                wait_until(lambda: server.loop.num_requests == 1)
                 many = ASK | {"prompt": ["a", "b", "c"]}
                 answer = httpx.post(f"{url}/v1/completions", json=many)
                 assert answer.status_code == 429 and answer.json()["error"]["code"] == "rate_limit_exceeded"
-                assert answer.headers["retry-after"] and server.engine_loop.num_requests == 1
+                assert answer.headers["retry-after"] and server.loop.num_requests == 1
         wait_until(lambda: is_idle(engine, server))
         assert engine.stats.requests <= 1
 
@@ -231,7 +231,7 @@ def test_a_neighbour_is_served_while_many_sequences_wait():
         httpx.post(f"{url}/v1/completions", json=ASK)
         huge = ASK | {"n": 127, "temperature": 1, "max_tokens": 200, "stream": True}
         with connection(url, post("/v1/completions", huge)):
-            wait_until(lambda: server.engine_loop.num_requests == 1)
+            wait_until(lambda: server.loop.num_requests == 1)
             begin = time.monotonic()
             assert httpx.get(f"{url}/health").status_code == 200 and time.monotonic() - begin < 2
             assert httpx.post(f"{url}/v1/completions", json=ASK | {"n": 2, "temperature": 1}).status_code == 429

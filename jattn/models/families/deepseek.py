@@ -53,10 +53,11 @@ def latent_decoder(c: ConfigReader, mlps: Sequence[MLP | MoE], attention: Latent
     return model_config(c, layers, norm, **model)
 
 
-def latent_config(c: ConfigReader, interleaved: bool | None = None, **options: Any) -> LatentConfig:
+def latent_config(c: ConfigReader, interleaved: bool | None = None) -> LatentConfig:
     """The attention of every layer. num_key_value_heads has no effect: all heads share one latent.
 
-    interleaved: None: as rope_interleave says. options: those of LatentConfig.
+    interleaved: None: as rope_interleave says. It chooses which elements are a rotated pair: neighbours, or those half
+    of the rotated part apart.
     """
     rotated = c.count("qk_rope_head_dim", high=MAX_HEADS)
     _only_sizes(c, head_dim=rotated)
@@ -66,7 +67,7 @@ def latent_config(c: ConfigReader, interleaved: bool | None = None, **options: A
         c.count("max_position_embeddings"),
         interleaved=_is_interleaved(c) if interleaved is None else interleaved,
     )
-    return _latent_config(c, rope, parameters_of(c)[1], **options)
+    return _latent_config(c, rope, parameters_of(c)[1])
 
 
 def _latent_config(c: ConfigReader, rope: Rope, parameters: dict[str, Any], **options: Any) -> LatentConfig:
@@ -96,7 +97,7 @@ def _latent_config(c: ConfigReader, rope: Rope, parameters: dict[str, Any], **op
 
 
 def _is_interleaved(c: ConfigReader) -> bool:
-    return c.flag("rope_interleave", False)  # of null; absent: the family's default
+    return c.flag("rope_interleave", False)  # False if null; an absent key has the family's default
 
 
 def _only_sizes(c: ConfigReader, **sizes: int) -> None:
@@ -136,7 +137,7 @@ def deepseek_v2(c: ConfigReader) -> ModelConfig:
 
 
 def deepseek_v3(c: ConfigReader) -> ModelConfig:
-    """Sigmoid scores with a correction, in groups; the rotated pairs may be halves of the head."""
+    """Sigmoid scores with a correction, in groups; for rope_interleave see latent_config."""
     training_keys(c)
     return latent_decoder(c, experts_after_dense(c, grouped_moe(c)), latent_config(c))
 

@@ -39,5 +39,5 @@ def distance_bias_rows(config: ModelConfig, tensor: str) -> dict[str, TensorSour
 def by_distance(x: np.ndarray, max_distance: int, both_sides: bool) -> np.ndarray:
     """[buckets, heads] -> [heads, 2 * max_distance + 1]."""
     if len(x) < 4 or max_distance <= len(x) // 2:
-        raise ValueError(f"a bias has {len(x)} buckets; it must have at least 4, and fewer than two for each distance")
+        raise ValueError(f"the bias has {len(x)} buckets; it must have at least 4 and fewer than {2 * max_distance}")
     return x[buckets_of(np.arange(-max_distance, max_distance + 1), len(x), max_distance, both_sides)].T

@@ -35,7 +35,7 @@ def find(engine, server, before: dict[str, int]) -> list[str]:
     def found() -> list[str]:
         now = resources(server)
         counts = dict(
-            requests=server.engine_loop.num_requests,
+            requests=server.loop.num_requests,
             sequences=len(engine.scheduler.running) + len(engine.scheduler.waiting),
             completions=len(engine._requests) + len(engine._requests.unfinished()),
             blocks=engine.stats.cache_usage,
