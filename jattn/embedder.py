@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jattn import models
-from jattn.errors.arguments import short
+from jattn.errors.arguments import boolean, check_fields, check_kind, integer, optional, short, text
 from jattn.models.embedding import check_dim
 from jattn.models.sentence_folder import read_sentence_folder
 from jattn.text import Tokenizer, load_tokenizer
@@ -36,8 +36,13 @@ class Embedder:
     def __post_init__(self):
         if self.pooling not in models.POOLINGS:
             raise ValueError(f"pooling={self.pooling!r} must be one of {', '.join(models.POOLINGS)}")
-        if self.max_batched_tokens < 1:
-            raise ValueError(f"max_batched_tokens={self.max_batched_tokens} must be at least 1")
+        check_fields(
+            self, normalize=boolean, lower_case=boolean, max_tokens=optional(integer(1)), max_batched_tokens=integer(1),
+            backend=text,
+        )  # fmt: skip
+        for name, words in check_kind("prompts", self.prompts, dict).items():
+            if not isinstance(name, str) or not isinstance(words, str):
+                raise ValueError(f"prompts[{short(name)}]={short(words)}: names and prompts must be strings")
         if self.default_prompt is not None and self.default_prompt not in self.prompts:
             raise ValueError(f"default_prompt={self.default_prompt!r} must be one of {', '.join(self.prompts)}")
 
@@ -83,7 +88,7 @@ class Embedder:
         dim: keep the first so many dimensions, before normalisation (Matryoshka). prompt: the name of a prompt of the
         folder; its text is put before each text. None: the folder's default one, if it has one.
         """
-        if isinstance(inputs, str) or any(isinstance(each, int | np.integer) for each in inputs):
+        if not _is_list(inputs) or not all(isinstance(each, str) or _is_list(each) for each in inputs):
             raise ValueError(
                 f"inputs={short(inputs)} must have one text, or one list of token ids, for each embedding; put a "
                 "single input in a list"
@@ -94,7 +99,7 @@ class Embedder:
     def tokens_of(self, text: Input, prompt: str | None = None) -> list[int]:
         """The tokens of one input; ValueError if it has none, or too many, or ids outside the vocabulary."""
         name = self.default_prompt if prompt is None else prompt
-        if name is not None and name not in self.prompts:
+        if name is not None and (not isinstance(name, str) or name not in self.prompts):
             raise ValueError(
                 f"prompt={short(name)} must be one of {', '.join(self.prompts) or 'none: it has no prompts'}"
             )
@@ -129,6 +134,10 @@ class Embedder:
         if not self.normalize:
             return rows
         return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
+
+
+def _is_list(value: Any) -> bool:
+    return (isinstance(value, Sequence) and not isinstance(value, str | bytes)) or np.ndim(value) > 0
 
 
 def _token_ids(ids: Sequence[int], vocab_size: int) -> list[int]:

@@ -63,6 +63,7 @@ def _put(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) 
 
 def _put_by_head(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) -> jax.Array:
     """As `_put` into an HND pool, which is taken for one list of rows [N * K * S ..]."""
+    assert spec.physical_layout == "HND"
     block, offset = split_slot(slots, spec.num_blocks, spec.block_size)  # block N is past the end of the list, too
     heads = jnp.arange(spec.num_kv_heads)[None]
     at = (block[:, None] * spec.num_kv_heads + heads) * spec.block_size + offset[:, None]

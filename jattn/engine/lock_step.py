@@ -10,6 +10,7 @@ import dataclasses
 import secrets
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,8 +42,9 @@ class LockStepEngine(Engine):
 
     def __init__(
         self, config: Any, params: Any, *args: Any, processes: Processes, mesh: Mesh | None = None,
-        seed: int | None = None, **options: Any,
+        seed: int | None = None, fingerprint: int | None = None, **options: Any,
     ):  # fmt: skip
+        """fingerprint: of the weights, equal where they are; from_pretrained makes one of the folder."""
         if mesh is None:
             raise ValueError(
                 f"{processes.count} processes need a mesh: give tensor_parallel and data_parallel whose product is "
@@ -51,7 +53,7 @@ class LockStepEngine(Engine):
         self.processes = processes
         start = dict(
             model=zlib.crc32(repr(config).encode()), mesh=dict(mesh.shape),
-            devices=[device.id for device in mesh.devices.flat],
+            devices=[device.id for device in mesh.devices.flat], weights=fingerprint,
             seed=secrets.randbits(63) if seed is None else seed, jax=jax.__version__,
             **{name: repr(value) for name, value in options.items() if name != "chat_template"},
         )  # fmt: skip
@@ -63,6 +65,15 @@ class LockStepEngine(Engine):
         super().__init__(config, params, *args, mesh=mesh, seed=agreed["seed"], **options)
         self._flights: _DigestedFlights = _DigestedFlights(self.runner, self.config.eos_token_ids)
         self._pending: list[list] = []  # commands that are not published yet
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, **options: Any) -> "LockStepEngine":
+        """As Engine.from_pretrained. Processes whose folders have other weights do not start."""
+        from jattn.models import checkpoint
+
+        made = super().from_pretrained(directory, fingerprint=checkpoint.fingerprint(directory), **options)
+        assert isinstance(made, LockStepEngine)
+        return made
 
     # ------------------------------------------------------------------ in process 0
     def add_request(

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +37,9 @@ CONNECT_SECONDS = 300
 
 END_NOTICE_SECONDS = 1.0
 """Process 0 waits so long after writing `end`, so that the others can read it: the store ends with process 0."""
+
+MAX_SECONDS = 86400.0
+"""The longest time-out of a process."""
 
 STOP = ["stop"]
 """The last command."""
@@ -67,17 +71,19 @@ class Processes:
 
         ValueError if an argument is wrong; OSError if the others do not come.
         """
-        host, _, port = coordinator.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"{coordinator=} must be HOST:PORT, an address of process 0")
+        _host_and_port("coordinator", coordinator)
         if count < 2 or not 0 <= id < count:
             raise ValueError(f"process {id} of {count}: there must be at least 2, with ids from 0 to {count - 1}")
-        if not seconds > 0:
-            raise ValueError(f"the time-out of a process, {seconds}, must be above 0 seconds")
+        if not 0 < seconds <= MAX_SECONDS:
+            raise ValueError(
+                f"the time-out of a process, {seconds} seconds, must be above 0 and at most {MAX_SECONDS:g}"
+            )
         from jax._src import distributed  # the store has no public name
 
         # JAX would listen on every address of this machine.
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
+        if id == 0:
+            _check_address(bind)
         try:
             jax.distributed.initialize(
                 coordinator, count, id, coordinator_bind_address=bind, initialization_timeout=CONNECT_SECONDS,
@@ -214,3 +220,21 @@ class Processes:
             raise EngineDeadError(
                 f"process 0 cannot be reached ({reason}): it has ended, or the network failed"
             ) from error
+
+
+def _host_and_port(name: str, address: str) -> tuple[str, int]:
+    """HOST:PORT in two parts; ValueError if it is not that."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{name}={address!r} must be HOST:PORT, an address of process 0, with a port from 1 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def _check_address(address: str) -> None:
+    """OSError if process 0 cannot listen there: JAX would end the process without a word."""
+    host, port = _host_and_port("the coordinator's address", address)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise OSError(f"process 0 cannot listen on {address}: {error.strerror or error}") from error

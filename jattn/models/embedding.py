@@ -44,8 +44,10 @@ def embed(
     check_dim(dim, config.hidden_size)
     lengths = np.asarray(lengths).tolist()
     meta = batch_of(config, lengths)
-    tokens = _packed("ids", ids, lengths, meta.num_tokens)
-    types = None if token_types is None else _packed("token_types", token_types, lengths, meta.num_tokens)
+    tokens = _packed("ids", ids, lengths, meta.num_tokens, config.vocab_size)
+    types = None
+    if token_types is not None:
+        types = _packed("token_types", token_types, lengths, meta.num_tokens, config.token_types)
     rows = _embeddings(config, params, tokens, meta, types, pooling, normalize, dim, backend)
     return rows[: len(lengths)]
 
@@ -79,14 +81,16 @@ def _power_of_four(n: int) -> int:
     return found if found.bit_length() % 2 else 2 * found
 
 
-def _packed(name: str, values: Any, lengths: Sequence[int], num_tokens: int) -> np.ndarray:
-    """i32[num_tokens]: the tokens of all requests, padded with 0."""
+def _packed(name: str, values: Any, lengths: Sequence[int], num_tokens: int, count: int) -> np.ndarray:
+    """i32[num_tokens]: the tokens of all requests, padded with 0; ValueError unless they are 0 to count - 1."""
     rows, total = np.asarray(values), sum(lengths)
     if rows.ndim == 2 and len(rows) == len(lengths) and max(lengths) <= rows.shape[1]:
         rows = np.concatenate([row[:length] for row, length in zip(rows, lengths, strict=True)])
     if rows.shape != (total,) or not np.issubdtype(rows.dtype, np.integer):
         wanted = f"integers [{total}], the sum of lengths, or rows [{len(lengths)}, {max(lengths)} or more]"
         raise ValueError(f"{name} is {rows.dtype}{list(rows.shape)}; it must be {wanted}")
+    if total and not 0 <= rows.min() <= rows.max() < count:
+        raise ValueError(f"{name} from {rows.min()} to {rows.max()} must be from 0 to {count - 1}")
     return np.pad(rows.astype(np.int32), (0, num_tokens - total))
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import short
+from jattn.errors.arguments import dtype_name, short
 from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
@@ -181,8 +180,8 @@ def _read_params(
 
     unused: whether the model does not need a tensor of this name.
     """
-    if dtype is not None and jnp.dtype(dtype).name not in FLOATS:
-        raise ValueError(f"dtype={jnp.dtype(dtype).name} of weights must be None or one of {', '.join(FLOATS)}")
+    if dtype is not None and dtype_name("dtype", dtype) not in FLOATS:
+        raise ValueError(f"dtype={dtype_name('dtype', dtype)} of weights must be None or one of {', '.join(FLOATS)}")
     structure, by_path = jax.tree.structure(specs, is_leaf=is_weight_spec), weight_paths(specs)
     table = {path: source.stored_form(checkpoint.locations) for path, source in table.items()}
     _check_names(checkpoint, table, by_path, unused)

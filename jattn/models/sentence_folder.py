@@ -58,6 +58,11 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
     )  # fmt: skip
 
 
+def _is_name(where: str) -> bool:
+    """A folder in this folder; "": this folder."""
+    return Path(where).name == where and where != ".." and len(where) < 256 and "\0" not in where
+
+
 def _modules(path: Path) -> list[tuple[str, str]]:
     """(kind, folder) of each module, in order. The kind is the last part of the name of its class."""
     try:
@@ -68,7 +73,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     found = []
     for module in modules if isinstance(modules, list) else [None]:
         kind, where = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(where, str) or Path(where).name != where or where == "..":
+        if not isinstance(kind, str) or not isinstance(where, str) or not _is_name(where):
             raise ValueError(
                 f"{path} must be a list of objects with the class of a module, 'type', and the name of its folder, "
                 f"'path', not {short(module if isinstance(modules, list) else modules)}"
@@ -109,4 +114,6 @@ def _prompts(path: Path) -> dict[str, Any]:
         c.refuse("prompts", "must be an object of texts")
     if default is not None and (not isinstance(default, str) or default not in prompts):
         c.refuse("default_prompt_name", f"must be one of {', '.join(prompts)}")
+    c.ignore("__version__", "model_type", "similarity_fn_name")
+    c.refuse_unread()
     return dict(prompts=tuple(prompts.items()), default_prompt=default)

@@ -19,7 +19,9 @@ def test_a_table_for_each_kind_of_device(folder, capsys):
     assert cli.main(["plan", "--model", str(folder), "--devices", "h200x2", "l4"]) == 0
     printed = capsys.readouterr().out
     assert "2 x h200: 131.3 GiB, 4800 GB/s" in printed and "1 x l4: 22.4 GiB" in printed
-    assert "tensor 2, data 1, context 1" in printed and "refused: tensor 1, data 1, context 2: decode context" in printed
+    assert (
+        "tensor 2, data 1, context 1" in printed and "refused: tensor 1, data 1, context 2: decode context" in printed
+    )
 
 
 def test_json_moves_with_every_option(folder, capsys):

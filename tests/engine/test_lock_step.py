@@ -1,5 +1,6 @@
 """LockStepEngine and Processes without other processes: a store in memory, two engines in this one."""
 
+import socket
 import threading
 import time
 import types
@@ -116,6 +117,13 @@ def test_processes_that_were_started_differently_do_not_start(processes):
         engine(make(1), deterministic=True, max_num_seqs=2)
 
 
+def test_folders_with_other_weights_do_not_start(processes):
+    make, _, _ = processes
+    engine(make(0), deterministic=True, fingerprint=7)
+    with pytest.raises(ValueError, match="started differently: here weights=8 and there 7"):
+        engine(make(1), deterministic=True, fingerprint=8)
+
+
 def test_the_same_devices_in_another_layout_are_a_different_start(processes):
     make, _, _ = processes
     engine(make(0), deterministic=True, mesh=mesh(1, data=2))
@@ -200,12 +208,25 @@ def test_the_store_is_gone_with_process_0(processes):
         ("host:port", 2, 0, 1, "HOST:PORT"),
         ("host:1", 1, 0, 1, "at least 2"),
         ("host:1", 2, 2, 1, "ids from 0 to 1"),
-        ("host:1", 2, 0, 0, "above 0 seconds"),
+        ("host:1", 2, 0, 0, "0 seconds, must be above 0"),
+        ("host:1", 2, 0, float("inf"), "at most 86400"),
+        ("host:1", 2, 0, float("nan"), "at most 86400"),
+        ("host:0", 2, 0, 1, "a port from 1 to 65535"),
+        ("host:99999", 2, 0, 1, "a port from 1 to 65535"),
+        ("host:٣", 2, 0, 1, "a port from 1 to 65535"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_is_connected(coordinator, count, id, seconds, words):
     with pytest.raises(ValueError, match=words):
         Processes.join(coordinator, count, id, seconds=seconds, on_end=lambda group, why: None)
+
+
+def test_an_address_where_process_0_cannot_listen_is_an_error_before_jax_is_asked():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        used = f"127.0.0.1:{taken.getsockname()[1]}"
+        for address in (used, "192.0.2.1:9000", "no-such-host.invalid:9000"):
+            with pytest.raises(OSError, match=f"process 0 cannot listen on {address}"):
+                Processes.join(address, 2, 0, seconds=1, on_end=lambda group, why: None)
 
 
 def test_a_mesh_over_several_processes_needs_the_lock_step():

@@ -119,6 +119,8 @@ def test_the_newer_key_of_a_pooling_is_read(folder):
         ([*MODULES, dict(path="3_Dense", type="sentence_transformers.models.Dense")], UnsupportedError, "Dense"),
         ([MODULES[0] | dict(path="../other"), MODULES[1]], ValueError, "name of its folder"),
         ([MODULES[0] | dict(path=".."), MODULES[1]], ValueError, "name of its folder"),
+        ([MODULES[0] | dict(path="a" * 5000), MODULES[1]], ValueError, "name of its folder"),
+        ([MODULES[0] | dict(path="a\0b"), MODULES[1]], ValueError, "name of its folder"),
         ({"a": 1}, ValueError, "must be a list of objects"),
         ([3], ValueError, "must be a list of objects"),
     ],
@@ -126,6 +128,25 @@ def test_the_newer_key_of_a_pooling_is_read(folder):
 def test_other_modules_are_refused_by_name(folder, modules, error, words):
     put(folder, "modules.json", modules)
     with pytest.raises(error, match=rf"modules\.json.*{words}"):
+        Embedder.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        dict(normalize="no"), dict(max_batched_tokens=1.5), dict(max_tokens=0), dict(prompts=None),
+        dict(prompts={"a": 5}), dict(lower_case=1), dict(default_prompt="b"), dict(dtype="bogus"), dict(dtype="int8"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_wrong_field_is_refused_by_name(folder, field):
+    with pytest.raises((ValueError, TypeError), match=next(iter(field)).split("_")[0].removesuffix("s")):
+        Embedder.from_pretrained(folder, **field)
+
+
+def test_unknown_settings_are_refused(folder):
+    put(folder, "config_sentence_transformers.json", {"__version__": {}, "prompts": {}, "truncate_dim": 4})
+    with pytest.raises(UnsupportedError, match="truncate_dim"):
         Embedder.from_pretrained(folder)
 
 
@@ -141,6 +162,8 @@ def test_a_folder_that_does_not_say_its_pooling_needs_one(folder):
     [
         ("one", "put a single input in a list"),
         ([5, 6, 7], "put a single input in a list"),
+        (None, "put a single input in a list"),
+        ([np.array(5)], "put a single input in a list"),
         ([[]], "has no tokens"),
         ([[31]], "token id 31 must be an integer from 0 to 30"),
         ([[True]], "token id True"),

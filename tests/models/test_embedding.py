@@ -100,6 +100,9 @@ def test_batches_of_many_sizes_share_a_few_programs(bert, compiles):
         (dict(lengths=[4]), r"ids is int64\[3\]; it must be integers \[4\]"),
         (dict(ids=np.zeros(65, int), lengths=[65]), "longer than the model's config.max_positions=64"),
         (dict(ids=np.zeros(3), lengths=[3]), "ids is float64"),
+        (dict(ids=np.array([3, 2**40, 5])), "ids from 3 to 1099511627776 must be from 0 to"),
+        (dict(ids=np.array([3, -1, 5])), "ids from -1 to 5 must be from 0 to"),
+        (dict(token_types=np.array([0, 2, 0])), "token_types from 0 to 2 must be from 0 to 1"),
     ],
 )
 def test_what_cannot_be_embedded_is_refused(bert, changes, words):

@@ -1,6 +1,7 @@
 """A folder is loaded as (config, params), or refused with an error that says what to do; nothing is ignored."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 
 import jattn
 from jattn import models
+from jattn.models import checkpoint
 from tests.models import textbook, tiny
 from tests.rooms import tree
 
@@ -68,6 +70,18 @@ def test_weights_come_in_the_dtype_and_place_that_was_asked_for(folder):
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(stored), strict=True):
         assert x.dtype == jnp.bfloat16 and x.devices() == {device}
         np.testing.assert_array_equal(x, y.astype(jnp.bfloat16))
+
+
+def test_a_fingerprint_is_of_the_weights(folder, tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"
+    for path in (first, second):
+        shutil.copytree(folder, path)
+    assert checkpoint.fingerprint(first) == checkpoint.fingerprint(second) == checkpoint.fingerprint(folder)
+    file = second / checkpoint.SINGLE
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert checkpoint.fingerprint(first) != checkpoint.fingerprint(second)
 
 
 def test_a_sharding_may_be_chosen_by_logical_axes(folder):
