@@ -140,11 +140,13 @@ class Engine:
         than its part, and the host holds at most one weight of each thread besides.
         """
         from jattn import models
+        from jattn.models.load import stored_dtype_and_method
 
         mesh = admission.mesh_of(mesh, tensor_parallel, data_parallel)
         sharding = None
         if mesh is not None:
-            admission.check_distributable(quantization)
+            stored = None if quantization is not None else stored_dtype_and_method(directory)[1]
+            admission.check_distributable(quantization, stored)
             config = models.load_config(directory)
             sharding = admission.model_mesh_of(config, mesh, cls.spans_processes).weight_sharding(config)
         config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)

@@ -1,6 +1,7 @@
 """An engine on a mesh, compared with one on a single device."""
 
 import functools
+import json
 import os
 import random
 import re
@@ -302,13 +303,17 @@ def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path):
         Engine.from_pretrained(tmp_path, tensor_parallel=2, mesh=mesh(2))
 
 
-def test_quantised_weights_are_refused_on_a_mesh():
+def test_quantised_weights_are_refused_on_a_mesh(tmp_path):
     config = models.config_of(COMMON | dict(model_type="llama"))
     params = models.quantise(models.init_params(config, 0, "float32"), "int8")
     with pytest.raises(UnsupportedError, match="quantised weights on a mesh"):
         Engine(config, params, num_blocks=20, block_size=4, mesh=mesh(2))
     with pytest.raises(UnsupportedError, match="quantization='int4' on a mesh"):
         Engine.from_pretrained("nowhere", tensor_parallel=2, quantization="int4")
+    stored = dict(quant_method="fp8", weight_block_size=[128, 128])
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG | dict(quantization_config=stored)))
+    with pytest.raises(UnsupportedError, match="the folder's weights are quantised .fp8., and a mesh takes plain ones"):
+        Engine.from_pretrained(tmp_path, tensor_parallel=2)
 
 
 def test_a_mesh_with_a_device_twice_is_refused():
