@@ -41,7 +41,6 @@ from benchmarks.gpu import cupti, timeline
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from jattn import models
 from jattn.engine import runner as engine_runner
-from jattn.engine.dispatch import Batch
 from jattn.text import ByteTokenizer
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -120,10 +119,10 @@ def watched() -> Iterator[Seen]:
         if event == COMPILED:
             seen.compiled[str(tags.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")] += 1
 
-    def counting_send(self, *args, **kwargs):
-        batch = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Batch))
+    def counting_send(self, plan, device_rows, batches, number):
+        batch = batches[0]  # those of all data ranks have one shape
         seen.sent.append(f"{batch.token_ids.shape[0]}x{batch.metas[0].max_num_reqs}")
-        return send(self, *args, **kwargs)
+        return send(self, plan, device_rows, batches, number)
 
     jax.monitoring.register_event_duration_secs_listener(count)
     engine_runner.Runner.send = counting_send
