@@ -41,11 +41,11 @@ demo: $(or $(wildcard $(READY)),$(DEMO))  ## compare every backend with numpy, t
 	@"$(PY)" -m jattn demo $(ARGS)
 
 # Figures of two cores without a cache of compiled programs. tests/quick.py chooses the quick subset.
-WHOLE := the whole suite, about 5300 tests, about 12 minutes on two cores
-QUICK := the quick subset, about 1700 tests, about 3 minutes on two cores
+WHOLE := the whole suite, about 7300 tests, about 30 minutes on two cores
+QUICK := the quick subset, about 1900 tests, about 3 minutes on two cores
 SUITE  = $(if $(ARGS),$(if $(filter-out quick,$(ARGS)),pytest $(ARGS),$(QUICK)),$(WHOLE); for a subset in 3 minutes: make test ARGS=quick)
 
-test: $(READY)  ## the whole suite (12 minutes on two cores); ARGS=quick: a subset (3 minutes); ARGS='-k window'
+test: $(READY)  ## the whole suite (30 minutes on two cores); ARGS=quick: a subset (3 minutes); ARGS='-k window'
 	$(info On $(WORKERS) workers: $(SUITE).)
 	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist worksteal $(if $(filter-out quick,$(ARGS)),$(ARGS),$(ARGS:quick=-m quick))
 
