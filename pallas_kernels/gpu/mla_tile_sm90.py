@@ -236,7 +236,8 @@ def _finish(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, state):
 def _load_stats(refs: MlaRefs, number):
     """f32 (64,): the maxima (0), or the sums of warpgroup 0 (1) or 1 (2)."""
     place = refs.stats.at[pl.ds(WARPGROUP_ROWS * number, WARPGROUP_ROWS)]
-    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # plgpu.load has idx until JAX 0.11
+    idx = inspect.signature(plgpu.load).parameters.get("idx")
+    index = ((),) if idx is not None and idx.default is inspect.Parameter.empty else ()  # JAX before 0.11 needs one
     return plgpu.load(place, *index, layout=tiles.ROW_LAYOUT)
 
 
