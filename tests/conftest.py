@@ -24,6 +24,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JATTN_COMPILE_CACHE"] = "0"  # programs of tests are not for the user's own cache
 _given = os.environ.get("XLA_FLAGS", "")
 _wanted = {"xla_force_host_platform_device_count": str(HOST_DEVICES)}
+if os.environ["JAX_PLATFORMS"] == "cpu":  # devices have 40 s to meet, or the process is ended: too few if it is busy
+    _wanted |= {"xla_cpu_collective_call_terminate_timeout_seconds": "600"}
 if os.environ["JAX_PLATFORMS"] == "cpu" and "optimization_level" not in _given:
     _wanted |= QUICK
 _added = [f"--{name}={value}" for name, value in _wanted.items() if name not in _given]

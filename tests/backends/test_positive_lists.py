@@ -100,7 +100,7 @@ def answers(tmp_path_factory):
         (copy / name).write_text(text)
     env = os.environ | {"JATTN_NATIVE": "0", "PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", QUESTIONS], cwd=copy, env=env, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", QUESTIONS], cwd=copy, env=env, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

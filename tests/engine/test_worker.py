@@ -53,7 +53,7 @@ def test_the_thread_ends_with_the_worker():
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "test-that-ends"]
     del worker
     gc.collect()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -85,5 +85,5 @@ print(40)
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_process_ends_well_with(ending):
     run = [sys.executable, "-c", SCRIPT + ENDINGS[ending]]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stdout) == (0, "40\n"), done.stderr

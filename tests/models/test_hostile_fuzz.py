@@ -4,7 +4,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -48,10 +47,10 @@ def mutated(content, rng):
 
 
 def test_whatever_a_folder_holds_only_our_errors_come_out_and_name_a_file(folder):
-    """Random changes to the files of a good folder, for some seconds, with a fixed seed to reproduce failures."""
+    """500 random changes to the files of a good folder, the same ones on every run."""
     good = {name: (folder / name).read_bytes() for name in MUTABLE}
-    rng, end, refused, read = random.Random(16), time.monotonic() + 4, 0, 0
-    while time.monotonic() < end:
+    rng, refused, read = random.Random(16), 0, 0
+    for _ in range(500):
         name = rng.choice(MUTABLE)
         content = good[name]
         for _ in range(rng.choice((1, 1, 1, 2, 5))):
@@ -65,7 +64,7 @@ def test_whatever_a_folder_holds_only_our_errors_come_out_and_name_a_file(folder
             assert type(error) in (ValueError, FileNotFoundError, jattn.UnsupportedError), (name, content, error)
             refused += 1
         (folder / name).write_bytes(good[name])
-    assert refused > 20 and read > 2, "most changes are seen, and some bytes do not matter"
+    assert refused > 400 and read > 20, "most changes are seen, and some bytes do not matter"
 
 
 def test_loading_runs_nothing_of_the_folder(folder):

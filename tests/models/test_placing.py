@@ -77,4 +77,4 @@ def test_loading_leaves_no_thread_behind(tmp_path):
     tiny.write(tmp_path, made=tiny.tensors() | {"model.norm.weight": np.full(16, np.nan, np.float32)})
     with pytest.raises(ValueError, match=r"model\.norm\.weight' has NaN"):
         models.load(tmp_path)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before, "those of others may end meanwhile"

@@ -43,9 +43,9 @@ def test_behind():
 def test_a_test_that_hangs_fails_by_name_and_the_others_run(tmp_path):
     """With the suite's own options but for the seconds: a blocked thread, and code that never gives the lock back."""
     (tmp_path / "test_hangs.py").write_text(HANGS)
-    clocks = "-o timeout=1 -o faulthandler_timeout=3 -n 1 -p no:cacheprovider".split()
+    clocks = "-o timeout=2 -o faulthandler_timeout=5 -n 1 -p no:cacheprovider".split()
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), *clocks]
-    done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=250)
     for name in ("test_that_waits_for_a_thread", "test_that_holds_the_interpreter"):
         assert f"crashed while running 'test_hangs.py::{name}'" in done.stdout, done.stdout
     assert done.returncode == 1 and "2 failed, 2 passed" in done.stdout, done.stdout
@@ -57,7 +57,7 @@ def test_a_parametrisation_over_nothing_fails(tmp_path):
     )
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [*command, "-p", "no:cacheprovider", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 2 and "Empty parameter set in 'test_each'" in done.stdout, done.stdout
 

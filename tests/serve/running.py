@@ -3,16 +3,18 @@
 import contextlib
 import http.client
 import json
+import random
 import socket
 import threading
 import time
 
+import httpx._config
 import numpy as np
 
 from jattn import embedded
 from jattn.engine import Engine
 from jattn.serve import ServerOptions
-from jattn.serve.server import make_server
+from jattn.serve.server import bind, make_server
 from jattn.text import ByteTokenizer, ChatTemplate
 from tests.engine import fake
 
@@ -21,6 +23,11 @@ PARAMS = {"bias": np.where(np.arange(258) < 2, -1000, 0).astype(np.float32)}  # 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
+
+PATIENCE = 120
+"""Seconds until what does not happen is an error: no measure of the server, so that a busy machine passes, too."""
+for _part in ("connect", "read", "write", "pool"):  # of requests by httpx, which would wait for 5 s
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, PATIENCE)
 
 
 def make_engine(**options):
@@ -38,6 +45,18 @@ def slow_engine(seconds=0.02):
     return engine
 
 
+@contextlib.contextmanager
+def held(engine):
+    """The engine's steps wait until the block ends; its thread may be inside one."""
+    step, gate = engine.step, threading.Event()
+    engine.step = lambda: gate.wait(PATIENCE) and step()
+    try:
+        yield
+    finally:
+        engine.step = step
+        gate.set()
+
+
 def embedded_engine(**options):
     """The embedded model, which adds, with a chat template."""
     sizes = dict(num_blocks=129, block_size=16, max_num_seqs=8, max_num_batched_tokens=64, backend="sdpa")
@@ -50,9 +69,10 @@ def embedded_engine(**options):
 def serving(engine=None, **options):
     """(engine, server, base address) of a server in a thread."""
     engine = make_engine() if engine is None else engine
-    port = free_port()
-    server = make_server(engine, ServerOptions(**dict(model_name="fake") | options), port=port)
-    thread = threading.Thread(target=server.run)
+    sockets = bind("127.0.0.1", 0)
+    port = sockets[0].getsockname()[1]
+    server = make_server(engine, ServerOptions(**dict(model_name="fake") | options))
+    thread = threading.Thread(target=server.run, args=(sockets,))
     thread.start()
     try:
         wait_until(lambda: server.started)
@@ -60,17 +80,20 @@ def serving(engine=None, **options):
     finally:
         server.should_exit = True
         server.loop.stop()
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port for a process that starts later: of those that Linux gives to nobody who asks for any port."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-def wait_until(true, seconds=30):
+def wait_until(true, seconds=PATIENCE):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it never happened"
@@ -83,7 +106,7 @@ def is_idle(engine, server):
 
 
 @contextlib.contextmanager
-def connection(url, sent=b"", timeout=30):
+def connection(url, sent=b"", timeout=PATIENCE):
     """A socket to the server; the bytes `sent` have been sent."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout) as raw:

@@ -17,7 +17,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(header_timeout=0.4, body_timeout=0.8, keep_alive_timeout=0.6, write_timeout=1.0) as running:
+    with serving(header_timeout=1.0, body_timeout=1.0, keep_alive_timeout=1.5, write_timeout=1.0) as running:
         yield running
 
 
@@ -41,13 +41,13 @@ def closed_after(url, sent, dripped=b""):
 
 def test_a_connection_that_says_nothing_is_closed(server):
     said, seconds = closed_after(server[2], b"")
-    assert said == b"" and 0.3 < seconds < 5
+    assert said == b"" and 0.9 < seconds < 9  # not the default, 10 s
 
 
 def test_headers_that_take_too_long_are_told_so_and_closed(server):
     """Slowloris: a byte now and then does not extend the time-out."""
-    said, seconds = closed_after(server[2], HEAD, b"X-Slow: " + b"x" * 50)
-    assert seconds < 3 and (not said or b"HTTP/1.1 408" in said)
+    said, seconds = closed_after(server[2], HEAD, b"X-Slow: " + b"x" * 600)  # for a minute
+    assert seconds < 9 and (not said or b"HTTP/1.1 408" in said)
     said, _ = closed_after(server[2], HEAD)
     head, _, body = said.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
@@ -59,19 +59,19 @@ def test_a_body_that_takes_too_long_is_told_so_and_closed(server, how):
     engine, loop, url = server
     size = b"Content-Length: 1000\r\n\r\n" if how == "length" else b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
     said, seconds = closed_after(url, HEAD + size)
-    assert 0.7 < seconds < 5 and said.startswith(b"HTTP/1.1 408")
+    assert 0.9 < seconds < 30 and said.startswith(b"HTTP/1.1 408")
     assert "body" in json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
-    _, seconds = closed_after(url, HEAD + b"Content-Length: 1000\r\n\r\n", b"x" * 50)
-    assert seconds < 4
+    _, seconds = closed_after(url, HEAD + b"Content-Length: 1000\r\n\r\n", b"x" * 600)
+    assert seconds < 30
 
 
 def test_a_body_that_nobody_wants_cannot_be_sent_for_ever(server):
     """After a refusal at the headers, a client may send only until the time-out."""
     begin = time.monotonic()
     with connection(server[2], b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n") as raw:
-        drip(raw, b"1\r\nx\r\n" * 20, 0.05)
+        drip(raw, b"1\r\nx\r\n" * 200, 0.05)  # for a minute
         assert b"404" in until_closed(raw)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
 
 
 def test_an_idle_connection_is_closed_and_a_used_one_kept(server):
@@ -80,10 +80,10 @@ def test_an_idle_connection_is_closed_and_a_used_one_kept(server):
         for _ in range(4):
             raw.sendall(post("/v1/completions", ASK))
             assert answered(raw)[0] == 200
-            time.sleep(0.25)
+            time.sleep(0.5)
         begin = time.monotonic()
         until_closed(raw)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 4.5  # not the default, 5 s
 
 
 def test_a_second_request_has_the_header_time_out_too(server):
@@ -101,16 +101,13 @@ def test_requests_in_a_row_on_one_connection_are_all_answered(server):
 
 
 def test_a_long_answer_outlives_every_time_out_while_it_is_read():
-    with serving(slow_engine(), header_timeout=0.3, body_timeout=0.3, keep_alive_timeout=0.3, write_timeout=0.3) as (
-        _,
-        _,
-        url,
-    ):
+    limits = dict.fromkeys(("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout"), 0.8)
+    with serving(slow_engine(0.05), **limits) as (_, _, url):
         for stream in (False, True):
             begin = time.monotonic()
             ask = ASK | {"max_tokens": 200, "stream": stream}
-            answer = httpx.post(f"{url}/v1/completions", json=ask, timeout=30)
-            assert answer.status_code == 200 and time.monotonic() - begin > 0.4
+            answer = httpx.post(f"{url}/v1/completions", json=ask)
+            assert answer.status_code == 200 and time.monotonic() - begin > 1
             assert answer.text.rstrip().endswith("[DONE]" if stream else "}")
 
 
@@ -123,7 +120,7 @@ def test_a_client_that_takes_nothing_holds_back_itself_alone_and_is_closed(monke
         made(self, transport)
 
     monkeypatch.setattr(Connection, "connection_made", with_small_buffer)
-    with serving(write_timeout=1.0) as (engine, server, url):
+    with serving(write_timeout=2.0) as (engine, server, url):
         ask = ASK | dict(max_tokens=250, n=8, temperature=1, logprobs=20, stream=True)
         host, port = url.removeprefix("http://").split(":")
         with socket.socket() as deaf:
@@ -131,8 +128,8 @@ def test_a_client_that_takes_nothing_holds_back_itself_alone_and_is_closed(monke
             deaf.connect((host, int(port)))
             deaf.sendall(post("/v1/completions", ask))
             wait_until(lambda: server.loop.num_requests == 1)
-            assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=60).status_code == 200
-            wait_until(lambda: not server.server_state.connections, 60)
+            assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
+            wait_until(lambda: not server.server_state.connections)
             assert b"[DONE]" not in until_closed(deaf)
         wait_until(lambda: is_idle(engine, server))
         assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200

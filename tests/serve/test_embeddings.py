@@ -11,10 +11,10 @@ import pytest
 from jattn import Embedder, models
 from jattn.text import ByteTokenizer
 from tests.models import examples
-from tests.serve.running import serving, wait_until
+from tests.serve.running import PATIENCE, serving, wait_until
 from tests.serve.test_refusals import refused
 
-CLIENT = httpx.Client(timeout=60)
+CLIENT = httpx.Client(timeout=PATIENCE)
 
 
 def make_embedder(**options) -> Embedder:
@@ -32,7 +32,7 @@ class Slow(Embedder):
     gate = threading.Event()
 
     def pooled(self, rows):
-        self.gate.wait(30)
+        self.gate.wait(PATIENCE)
         return super().pooled(rows)
 
 
@@ -150,7 +150,7 @@ def test_requests_that_wait_are_bounded_embedded_together_and_ended_by_a_stop():
         wait_until(lambda: len(answers) == 2)  # the third is being embedded
         Slow.gate.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
         assert sorted(answer.status_code for answer in answers) == [200, 503, 503]
 
 
@@ -164,5 +164,5 @@ def test_a_client_that_leaves_frees_its_place():
             httpx.post(f"{url}/v1/embeddings", json=dict(input="y"), timeout=0.5)
         wait_until(lambda: server.loop.num_requests == 1)
         Slow.gate.set()
-        first.join(30)
+        first.join(PATIENCE)
         wait_until(lambda: server.loop.num_requests == 0)

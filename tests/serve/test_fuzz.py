@@ -29,9 +29,8 @@ def engine():
 
 @pytest.fixture
 def run(engine, monkeypatch):
-    """The fuzzer with that model and shorter time limits."""
-    monkeypatch.setattr(clients, "PATIENCE", 5)
-    monkeypatch.setattr(leaks, "PATIENCE", 2)
+    """The fuzzer with that model."""
+    monkeypatch.setattr(leaks, "PATIENCE", clients.PATIENCE)  # a busy machine takes its time
     asked = {name: value for name, value in GOOD.items() if name != "prompt"}
     want = engine.generate(GOOD["prompt"], SamplingParams(**asked))[0].text
     yield lambda bodies, seed: fuzz(60, bodies, seed, engine, want)
@@ -61,6 +60,8 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_fuzzer_finds_a_server_that_is_wrong(mutant, run, monkeypatch, capsys):
     MUTANTS[mutant](monkeypatch)
+    monkeypatch.setattr(clients, "PATIENCE", 5)
+    monkeypatch.setattr(leaks, "PATIENCE", 2)
     assert run(3000, 2) == 1
     assert "WRONG" in capsys.readouterr().err
 

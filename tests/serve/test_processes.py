@@ -16,7 +16,7 @@ from tests.rooms import tree
 from tests.serve.running import answered, connection, free_port, post, until_closed, wait_until
 
 SIZES = {"num-blocks": 24, "block-size": 4, "max-num-seqs": 4, "max-num-batched-tokens": 16, "max-model-len": 64}
-SECONDS = 10
+SECONDS = 60
 """The time-out of a process."""
 
 PROMPTS = [list(range(3, 3 + n)) for n in (5, 12, 19, 12)]
@@ -40,11 +40,11 @@ def alone(folder):
 
 
 @contextlib.contextmanager
-def pair(port, *command, layout=("--tensor-parallel", "2")):
+def pair(port, *command, layout=("--tensor-parallel", "2"), seconds=SECONDS):
     """Two processes that run a command together, with one device each; killed if they run at the end."""
     flags = re.sub(r"(device_count)=\d+", r"\1=1", os.environ["XLA_FLAGS"])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(tree.ROOT)}
-    common = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-timeout", str(SECONDS)]
+    common = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-timeout", str(seconds)]
     common += [*layout, "--deterministic"]  # deterministic: one program to compile
     common += [str(word) for name, size in SIZES.items() for word in (f"--{name}", size)]
     with contextlib.ExitStack() as stack:
@@ -85,7 +85,7 @@ def completion(prompt, **options):
 
 
 def text_of(url, prompt):
-    with connection(url, completion(prompt), timeout=120) as raw:
+    with connection(url, completion(prompt)) as raw:
         status, answer = answered(raw)
     assert status == 200, answer
     return answer["choices"][0]["text"]
@@ -94,7 +94,7 @@ def text_of(url, prompt):
 def test_two_processes_serve_what_one_does_until_one_is_killed(folder, alone):
     with pair(free_port(), "serve", "--model", str(folder), "--port", "0") as (server, other):
         url = url_of(server)
-        with connection(url, completion(PROMPTS[0], stream=True, max_tokens=50), timeout=120) as raw:
+        with connection(url, completion(PROMPTS[0], stream=True, max_tokens=50)) as raw:
             assert raw.recv(10)  # then the client disconnects
         with concurrent.futures.ThreadPoolExecutor() as pool:
             told = list(pool.map(lambda prompt: text_of(url, prompt), PROMPTS * 3))
@@ -102,7 +102,7 @@ def test_two_processes_serve_what_one_does_until_one_is_killed(folder, alone):
         assert told == [output.text for output in wanted] * 3
         with contextlib.ExitStack() as stack:
             long = completion(PROMPTS[1], stream=True, max_tokens=50)
-            streams = [stack.enter_context(connection(url, long, timeout=120)) for _ in range(12)]
+            streams = [stack.enter_context(connection(url, long)) for _ in range(40)]  # for seconds
             assert streams[0].recv(10)
             other.kill()
             ends = [until_closed(raw) for raw in streams]
@@ -131,7 +131,7 @@ def test_they_start_again_at_the_same_address_and_process_0_is_killed(folder, al
 def test_sigterm_in_either_lets_requests_finish_and_ends_both(folder, which):
     with pair(free_port(), "serve", "--model", str(folder), "--port", "0") as both:
         url = url_of(both[0])
-        with connection(url, completion(PROMPTS[0], max_tokens=50), timeout=120) as raw:
+        with connection(url, completion(PROMPTS[0], max_tokens=50)) as raw:
             text_of(url, PROMPTS[1])  # the first one is accepted
             both[which].send_signal(signal.SIGTERM)
             assert answered(raw)[0] == 200
@@ -140,8 +140,11 @@ def test_sigterm_in_either_lets_requests_finish_and_ends_both(folder, which):
 
 @pytest.mark.slow
 def test_a_process_that_hangs_ends_the_other(folder):
-    with pair(free_port(), "serve", "--model", str(folder), "--port", "0", "--no-warmup") as (server, other):
+    with pair(free_port(), "serve", "--model", str(folder), "--port", "0", "--no-warmup", seconds=10) as (
+        server,
+        other,
+    ):
         url_of(server)
         other.send_signal(signal.SIGSTOP)
         code, said = end_of(server)
-    assert code == 1 and f"process 1 has given no sign of life for {SECONDS} s" in said
+    assert code == 1 and "process 1 has given no sign of life for 10 s" in said

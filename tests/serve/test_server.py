@@ -9,17 +9,24 @@ import pytest
 
 from jattn.engine import SamplingParams
 from tests.engine import fake
-from tests.serve.running import make_engine, serving, slow_engine, wait_until
+from tests.serve.running import connection, is_idle, make_engine, post, serving, slow_engine, wait_until
 
 KEY = "a-key"
 
 
 @pytest.fixture(scope="module")
-def server():
+def running():
     with serving(api_key=KEY, max_body_bytes=5000, max_queue=3) as running:
-        engine, _, url = running
-        with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
-            yield engine, url, client
+        yield running
+
+
+@pytest.fixture
+def server(running):
+    """(engine, base address, client); afterwards every place in the queue is free again."""
+    engine, server, url = running
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        yield engine, url, client
+    wait_until(lambda: is_idle(engine, server))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +73,14 @@ def test_a_chat_goes_through_the_folders_template(server, said):
     assert text == done.choices[0].message.content
 
 
-def test_leaving_a_stream_frees_its_blocks_at_once(server):
+@pytest.fixture
+def slow(server, monkeypatch):
+    """No request ends by itself before the test has seen it run."""
+    engine, step = server[0], server[0].step
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.2) or step())
+
+
+def test_leaving_a_stream_frees_its_blocks_at_once(server, slow):
     engine, _, client = server
     before = engine.stats.aborted
     stream = client.completions.create(model="fake", prompt="long", max_tokens=240, temperature=0, stream=True)
@@ -75,14 +89,12 @@ def test_leaving_a_stream_frees_its_blocks_at_once(server):
     wait_until(lambda: engine.stats.aborted > before and engine.stats.cache_usage == 0)
 
 
-def test_leaving_a_request_that_is_not_streamed_frees_them_too(server, monkeypatch):
+def test_leaving_a_request_that_is_not_streamed_frees_them_too(server, slow):
     engine, url, _ = server
-    step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.05) or step())  # longer than the client waits
     before = engine.stats.aborted
     body = {"prompt": "long", "max_tokens": 240, "temperature": 0}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=0.3)
+    with connection(url, post("/v1/completions", body, f"Authorization: Bearer {KEY}\r\n")):
+        wait_until(lambda: engine.stats.cache_usage > 0)
     wait_until(lambda: engine.stats.aborted > before and engine.stats.cache_usage == 0)
 
 
@@ -118,7 +130,7 @@ def test_keys_sizes_and_paths_are_checked(server):
     assert "jattn_output_tokens_total" in metrics
 
 
-def test_a_full_queue_is_said_so(server):
+def test_a_full_queue_is_said_so(server, slow):
     engine, _, client = server
     ask = lambda: client.completions.create(model="fake", prompt="q", max_tokens=250, temperature=0, stream=True)
     open_streams = [ask() for _ in range(3)]
@@ -142,7 +154,7 @@ def test_a_poisoned_request_fails_alone(server, said):
 def test_a_server_that_stops_or_fails_ends_its_streams_with_an_error(said):
     for how, words in (("stop", "shutting down"), ("fail", "boom")):
         with (
-            serving(slow_engine()) as (engine, server, url),
+            serving(slow_engine(0.2)) as (engine, server, url),
             openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
         ):
             stream = iter(

@@ -180,13 +180,14 @@ STOPPED = "more than 0.3 seconds of processor time|Memory|Overflow|Recursion|a p
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_a_template_that_asks_for_too_much_is_stopped(name, monkeypatch):
-    monkeypatch.setattr("jattn.text.renderer.MAX_CPU_SECONDS", 0.3)
+    monkeypatch.setattr(renderer, "MAX_CPU_SECONDS", 0.3)
+    monkeypatch.setattr(renderer, "MAX_ELAPSED_SECONDS", 120)  # a busy machine is no reason
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.thread_time()
     with pytest.raises(ValueError, match=f"the chat template (refuses these|cannot be compiled).*: .*({STOPPED})"):
         ChatTemplate(TOO_MUCH[name]).render(HELLO)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert time.thread_time() - begin < 0.5, "this process computes nothing of it"
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3, "of all processes ended meanwhile"
+    assert time.thread_time() - begin < 2, "this process computes nothing of it"
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10, "of all processes ended meanwhile"
     assert ChatTemplate("{{ messages[0].content }}").render(HELLO) == "a<b", "the next chat is served"
 
 
@@ -216,6 +217,7 @@ def test_the_clock_ends_a_process_that_takes_no_processor_time(monkeypatch):
 
 def test_chats_of_many_threads_get_their_own_texts_from_few_processes(monkeypatch):
     monkeypatch.setattr(renderer, "MAX_CPU_SECONDS", 0.3)
+    monkeypatch.setattr(renderer, "MAX_ELAPSED_SECONDS", 120)
     good, bad = ChatTemplate("{{ messages[0].content }}"), ChatTemplate(TOO_MUCH["loops in loops"])
 
     def chat(i):
@@ -240,7 +242,7 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_chat(monkeypatch, tmp_
 def test_the_process_ends_when_its_input_does():
     process = renderer.Process()
     process._popen.stdin.close()
-    assert process._popen.wait(10) == 0
+    assert process._popen.wait(60) == 0
     process.close()
 
 
