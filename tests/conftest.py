@@ -5,6 +5,7 @@ errors (pyproject.toml), hypothesis draws the same examples on every run. `JAX_P
 the suite on a chip.
 """
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -94,8 +95,21 @@ def compiles():
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     quick.mark(items)
-    if not any("::" in argument for argument in config.args):  # files are collected whole
+    if not any("::" in argument for argument in config.args) and not config.getoption("lf", False):  # files are whole
         quick.check(items, config.rootpath)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With --durations, the seconds of the slowest files, too."""
+    if not config.option.durations:
+        return
+    seconds = collections.Counter[str]()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section(f"slowest {config.option.durations} files")
+    for path, count in seconds.most_common(config.option.durations):
+        terminalreporter.line(f"{count:7.1f}s {path}")
 
 
 # Every compiled program holds a few memory maps until it is dropped, and Linux kills a process that asks for more

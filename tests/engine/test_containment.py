@@ -203,7 +203,8 @@ def test_no_thread_is_left_when_an_engine_is_dropped():
         served = engine()
         served.generate([[5, 6]], SamplingParams(max_tokens=9, **GREEDY))
         del served
-    assert threading.active_count() <= before + 2, "the threads of the last engine may still be ending"
+    ended = (time.sleep(0.01) or threading.active_count() <= before for _ in range(6000))  # they may still be ending
+    assert any(ended)
 
 
 def test_weights_that_somebody_deletes_are_named_as_the_cause(failing):

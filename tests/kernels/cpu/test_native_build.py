@@ -209,7 +209,7 @@ def test_every_way_to_have_no_library_is_a_reason(pretended, monkeypatch, why):
 def test_without_a_library_attention_falls_to_sdpa_and_one_line_says_why(pretended, monkeypatch, why):
     """The log has one line; `explain` repeats the reason."""
     sentence = without(monkeypatch, why)
-    out, err = start(TWO_LAYERS).communicate(timeout=120)
+    out, err = start(TWO_LAYERS).communicate(timeout=250)
     assert out.splitlines()[:2] == ["sdpa", "sdpa"], err
     told = [line for line in err.splitlines() if "plain XLA" in line]
     assert len(told) == 1 and sentence in told[0], err

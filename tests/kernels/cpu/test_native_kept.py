@@ -157,7 +157,7 @@ def test_a_build_that_is_killed_leaves_nothing_that_is_loaded(pretended):
         "build.library()"
     )
     root = pathlib.Path(__file__).parents[3]
-    killed = subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60, check=False)
+    killed = subprocess.run([sys.executable, "-c", code], cwd=root, timeout=250, check=False)
     place = pretended / ".cache" / "jattn"
     assert killed.returncode == -9 and [n for n in os.listdir(place) if n.startswith(".unfinished-")]
     assert found_in(place) is None
