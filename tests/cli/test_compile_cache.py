@@ -39,16 +39,21 @@ sys.exit(code)
 """
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """JATTN_CACHE_DIR for one test, with the native library if there is one; the cache is on."""
+def make_home(parent: pathlib.Path, patch: pytest.MonkeyPatch) -> pathlib.Path:
     for name in ("JATTN_COMPILE_CACHE", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
-        monkeypatch.delenv(name, raising=False)
-    folder = tmp_path / "cache"
+        patch.delenv(name, raising=False)
+    folder = parent / "cache"
     folder.mkdir(mode=0o700)
     if library.status().available:
         pathlib.Path(shutil.copy(library.status().path, folder)).chmod(0o700)
-    monkeypatch.setenv("JATTN_CACHE_DIR", str(folder))
+    patch.setenv("JATTN_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """JATTN_CACHE_DIR for one test, with the native library if there is one; the cache is on."""
+    folder = make_home(tmp_path, monkeypatch)
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     yield folder
@@ -70,6 +75,25 @@ def entries(folder: pathlib.Path, name: str = "") -> list[pathlib.Path]:
     return sorted(path for path in folder.rglob(f"{name}*{compile_cache.ENTRY}"))
 
 
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """(what a first process asked for and stored, its JATTN_CACHE_DIR, a copy of its programs)."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = make_home(tmp_path_factory.mktemp("first"), patch)
+        seen, _ = run()
+        return seen, folder, shutil.copytree(folder / "programs", folder.parent / "kept")
+
+
+@pytest.fixture
+def filled(home, first_run, monkeypatch):
+    """(what a process before asked for and stored, its JATTN_CACHE_DIR): keys depend on the path."""
+    seen, folder, kept = first_run
+    shutil.rmtree(folder / "programs")
+    shutil.copytree(kept, folder / "programs")
+    monkeypatch.setenv("JATTN_CACHE_DIR", str(folder))
+    return seen, folder
+
+
 @needs_library
 def test_the_second_process_compiles_nothing(home):
     """Also with custom calls of the native library in the programs."""
@@ -86,8 +110,8 @@ def test_the_second_process_compiles_nothing(home):
     assert second == dict(asked=first["asked"], loaded=first["asked"], stored=0) and said == ""
 
 
-def test_other_flags_of_xla_are_other_programs(home):
-    first, _ = run()
+def test_other_flags_of_xla_are_other_programs(filled):
+    first, _ = filled
     other, _ = run(XLA_FLAGS="--xla_cpu_max_isa=SSE4_2")
     assert other["loaded"] == 0 and other["stored"] == first["stored"] > 0
 
@@ -150,8 +174,8 @@ def test_a_disk_that_is_nearly_full_is_left_alone(home, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("damage", ["cut off", "emptied", "changed"])
-def test_a_damaged_program_is_compiled_and_stored_again(home, damage):
-    first, _ = run()
+def test_a_damaged_program_is_compiled_and_stored_again(filled, damage):
+    first, home = filled
     damaged = entries(home, "jit_dispatch")
     assert damaged
     for path in damaged:
