@@ -103,13 +103,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """With --durations, the seconds of the slowest files, too."""
     if not config.option.durations:
         return
-    seconds = collections.Counter[str]()
+    seconds = collections.defaultdict[str, float](float)
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             seconds[report.nodeid.partition("::")[0]] += report.duration
     terminalreporter.section(f"slowest {config.option.durations} files")
-    for path, count in seconds.most_common(config.option.durations):
-        terminalreporter.line(f"{count:7.1f}s {path}")
+    for path in sorted(seconds, key=seconds.__getitem__, reverse=True)[: config.option.durations]:
+        terminalreporter.line(f"{seconds[path]:7.1f}s {path}")
 
 
 # Every compiled program holds a few memory maps until it is dropped, and Linux kills a process that asks for more
