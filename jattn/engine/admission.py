@@ -87,17 +87,6 @@ def check_weights(config: Any, params: Any) -> None:
         weights.check(params, {path: spec.shape for path, spec in weight_paths(weight_specs(config)).items()})
 
 
-def check_distributable(quantization: str | None, stored: str | None = None) -> None:
-    """UnsupportedError for quantised weights on a mesh. stored: the quant_method of a folder's weights."""
-    if quantization is not None:
-        raise UnsupportedError(f"{quantization=} on a mesh is not implemented: quantised weights stay on one device")
-    if stored is not None:
-        raise UnsupportedError(
-            f"the folder's weights are quantised ({stored}), and a mesh takes plain ones only; use one device, or the "
-            "folder of the model that was quantised"
-        )
-
-
 def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False) -> Any:
     """The jattn.models.ModelMesh of a model on a mesh, None without one; an error if it cannot be distributed so.
 

@@ -134,19 +134,16 @@ class Engine:
 
         progress(done, total, name) is called before each weight is read. tensor_parallel: distribute the model over so
         many of JAX's devices; `mesh` chooses them. data_parallel: so many copies of it, each for requests of its own.
-        quantization: "int8", "int4" or "fp8" quantises the weights as they are read; on one device. options: of Engine.
+        quantization: "int8", "int4" or "fp8" quantises the weights as they are read. options: of Engine.
 
         With a mesh, threads read the mapped files and each weight goes straight into its parts: no device holds more
         than its part, and the host holds at most one weight of each thread besides.
         """
         from jattn import models
-        from jattn.models.load import stored_dtype_and_method
 
         mesh = admission.mesh_of(mesh, tensor_parallel, data_parallel)
         sharding = None
         if mesh is not None:
-            stored = None if quantization is not None else stored_dtype_and_method(directory)[1]
-            admission.check_distributable(quantization, stored)
             config = models.load_config(directory)
             sharding = admission.model_mesh_of(config, mesh, cls.spans_processes).weight_sharding(config)
         config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)

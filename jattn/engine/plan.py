@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jattn.engine import admission, sizing
+from jattn.engine import sizing
 from jattn.engine.device_kinds import DeviceKind
 from jattn.engine.footprint import Footprint
 from jattn.engine.scheduler import Limits
@@ -92,8 +92,6 @@ class _Planner:
         self.model_mesh = None
         if layout != Layout(1, 1, 1):
             self.model_mesh = ModelMesh.without_devices(config, dataclasses.asdict(layout))
-            if options.quantization is not None:
-                admission.check_distributable(options.quantization)
         self.footprint = Footprint(config, dtype, options.quantization, self.model_mesh)
         self.weight_bytes = self.footprint.weight_bytes()
         fraction = kind.memory_fraction if options.memory_fraction is None else options.memory_fraction
