@@ -87,6 +87,17 @@ def check_weights(config: Any, params: Any) -> None:
         weights.check(params, {path: spec.shape for path, spec in weight_paths(weight_specs(config)).items()})
 
 
+def with_heads_apart(config: Any, params: Any, mesh: Any) -> tuple[Any, Any]:
+    """(config, params) with separate projections of q, k and v, which a mesh needs; unchanged without a mesh."""
+    from jattn.models.config import ModelConfig
+    from jattn.models.fused_qkv import split_qkv, without_fused_qkv
+
+    if mesh is None or not isinstance(config, ModelConfig):
+        return config, params
+    config = without_fused_qkv(config)
+    return config, split_qkv(config, params)
+
+
 def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False) -> Any:
     """The jattn.models.ModelMesh of a model on a mesh, None without one; an error if it cannot be distributed so.
 

@@ -83,6 +83,7 @@ class Engine:
     ):
         if forward is None:
             admission.check_weights(config, params)
+        config, params = admission.with_heads_apart(config, params, mesh)
         model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes)
         if model_mesh is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
@@ -350,7 +351,8 @@ class Engine:
         weights are copied first, so the device needs memory for both.
         """
         self.runner.must_be_awake("update_weights()")
-        exchange = self.runner.update(params)
+        mesh = self.runner.model.model_mesh
+        exchange = self.runner.update(admission.with_heads_apart(self.config, params, mesh)[1])
         self._finish_in_flight()
         exchange()
         self._unreturned += self._restart_unfinished(weights_version=self.tables.weights_version + 1)

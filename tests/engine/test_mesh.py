@@ -1,5 +1,6 @@
 """An engine on a mesh, compared with one on a single device."""
 
+import dataclasses
 import functools
 import os
 import random
@@ -324,6 +325,25 @@ def test_a_folder_gets_the_same_quantised_weights_in_parts(tmp_path, quantizatio
     assert {2 * shard.data.nbytes for shard in down.values.addressable_shards} == {down.values.nbytes}
     if quantization is None:
         assert one.generate([PROMPT], GREEDY)[0].token_ids == two.generate([PROMPT], GREEDY)[0].token_ids
+
+
+def test_one_projection_of_q_k_and_v_is_split_for_the_ranks():
+    """Also a quantised one, and in new weights."""
+    layers = (dataclasses.replace(x, self_attn=dataclasses.replace(x.self_attn, fused_qkv=True)) for x in LLAMA.layers)
+    fused = dataclasses.replace(LLAMA, layers=tuple(layers))
+    served = engine(fused, "int8", mesh=mesh(4), deterministic=True, backend="sdpa")
+    (wanted,) = engine(fused, "int8", deterministic=True, backend="sdpa").generate([PROMPT], GREEDY)
+    assert served.generate([PROMPT], GREEDY)[0].token_ids == wanted.token_ids
+    q = served.params["layers"][0]["attn"]["q"]["kernel"]
+    assert {shard.data.shape for shard in q.values.addressable_shards} == {(32, 16)}
+    served.update_weights(jax.tree.map(jnp.zeros_like, params_of(fused, "int8")))
+    assert served.generate([PROMPT], GREEDY)[0].token_ids != wanted.token_ids
+    served.update_weights(params_of(fused, "int8"))
+    assert served.generate([PROMPT], GREEDY)[0].token_ids == wanted.token_ids
+    with pytest.raises(ValueError, match="do not fit this model"):
+        served.update_weights(params_of(fused, "int8") | {"more": np.zeros(3, np.float32)})
+    with pytest.raises(UnsupportedError, match="layer 0 has one projection of q, k and v"):
+        models.ModelMesh.of(fused, mesh(2))
 
 
 # ------------------------------------------------------------------ what cannot be
