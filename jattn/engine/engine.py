@@ -32,7 +32,6 @@ from jattn.engine.runner import Runner
 from jattn.engine.scheduler import Limits, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
-from jattn.engine.tables import max_blocks_of_group
 from jattn.errors.arguments import takes
 from jattn.text.chat import ChatTemplate, load_chat_template
 from jattn.text.tokenizer import Tokenizer, load_tokenizer
@@ -87,16 +86,12 @@ class Engine:
         model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes)
         if model_mesh is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
-        dtype = cache_dtype or sizing.dtype_of(params)
         block_size = sizing.default_block_size() if block_size is None else block_size
         max_burst = sizing.default_burst() if max_burst is None else max_burst
-        reserved = 2 * max_burst  # a sequence may hold blocks for two dispatches
-        groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, reserved)
-        block_limits = [max_blocks_of_group(group, *step, prefix_caching) for group in groups]
-        storage = sizing.storage_of(dtype, cache_quant)
-        pools, max_model_len = sizing.pools_of(
-            config, storage, num_blocks, block_size, block_limits, max_num_seqs, max_model_len, model_mesh
-        )
+        storage = sizing.storage_of(cache_dtype or sizing.dtype_of(params), cache_quant)
+        pools, max_model_len = sizing.CacheSizing(
+            config, storage, block_size, max_num_batched_tokens, max_burst, prefix_caching, model_mesh
+        ).pools(max_num_seqs, max_model_len, num_blocks)
         waiting_burst = min(max_burst, sizing.default_waiting_burst())
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst, waiting_burst)
         place = None if model_mesh is None else model_mesh.over_data(0)
@@ -108,7 +103,7 @@ class Engine:
         caches = make_caches()
         model = admission.model_of(config, caches, forward, backend, deterministic, model_mesh)
         self.runner = Runner(model, params, caches, make_caches, self.shapes)
-        of_tables = model.data_ranks, pools, block_size, groups, prefix_caching
+        of_tables = model.data_ranks, pools, block_size, config.cache_groups, prefix_caching
         self._make_tables = functools.partial(data_ranks.make_tables, *of_tables)
         self.tables = self._make_tables()
         self.scheduler = data_ranks.scheduler_of(self.limits, self.tables)

@@ -96,7 +96,7 @@ def test_the_largest_batch_and_context_are_the_last_that_fit(monkeypatch):
     config = config_of("windows", max_position_embeddings=4096)
     options = dataclasses.replace(OPTIONS, max_model_len=64)
     (planned,) = plan.plan(config, "float32", DEVICE, 1, options)
-    planner = plan._Planner(config, "float32", DEVICE, planned.layout, options)
+    cache = plan._Planner(config, "float32", DEVICE, planned.layout, options).cache
     memory = int((4_000_000 - planned.weight_bytes) * sizing.CPU_SHARE)
     size = lambda num_seqs, length: sum(
         most_bytes(Engine(
@@ -105,8 +105,8 @@ def test_the_largest_batch_and_context_are_the_last_that_fit(monkeypatch):
         ).runner.caches) for params in [models.init_params(config, 0, "float32")]
     )  # fmt: skip
     assert planned.largest_batch < 16, "or the engine below cannot be made"
-    assert size(planned.largest_batch, 64) <= memory < planner.size(planned.largest_batch + 1, 64)
-    assert size(1, planned.largest_context) <= memory < planner.size(1, planned.largest_context + 16)
+    assert size(planned.largest_batch, 64) <= memory < cache.bytes_for(planned.largest_batch + 1, 64)
+    assert size(1, planned.largest_context) <= memory < cache.bytes_for(1, planned.largest_context + 16)
 
 
 ACTIVATIONS = {
