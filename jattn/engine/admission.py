@@ -87,15 +87,15 @@ def check_weights(config: Any, params: Any) -> None:
         weights.check(params, {path: spec.shape for path, spec in weight_paths(weight_specs(config)).items()})
 
 
-def check_distributable(quantization: str | None, stored: str | None = None) -> None:
-    """UnsupportedError for quantised weights on a mesh. stored: the quant_method of a folder's weights."""
-    if quantization is not None:
-        raise UnsupportedError(f"{quantization=} on a mesh is not implemented: quantised weights stay on one device")
-    if stored is not None:
-        raise UnsupportedError(
-            f"the folder's weights are quantised ({stored}), and a mesh takes plain ones only; use one device, or the "
-            "folder of the model that was quantised"
-        )
+def with_heads_apart(config: Any, params: Any, mesh: Any) -> tuple[Any, Any]:
+    """(config, params) with separate projections of q, k and v, which a mesh needs; unchanged without a mesh."""
+    from jattn.models.config import ModelConfig
+    from jattn.models.fused_qkv import split_qkv, without_fused_qkv
+
+    if mesh is None or not isinstance(config, ModelConfig):
+        return config, params
+    config = without_fused_qkv(config)
+    return config, split_qkv(config, params)
 
 
 def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False) -> Any:

@@ -32,7 +32,6 @@ from jattn.engine.runner import Runner
 from jattn.engine.scheduler import Limits, StepPlan
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
-from jattn.engine.tables import max_blocks_of_group
 from jattn.errors.arguments import takes
 from jattn.text.chat import ChatTemplate, load_chat_template
 from jattn.text.tokenizer import Tokenizer, load_tokenizer
@@ -83,19 +82,16 @@ class Engine:
     ):
         if forward is None:
             admission.check_weights(config, params)
+        config, params = admission.with_heads_apart(config, params, mesh)
         model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes)
         if model_mesh is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
-        dtype = cache_dtype or sizing.dtype_of(params)
         block_size = sizing.default_block_size() if block_size is None else block_size
         max_burst = sizing.default_burst() if max_burst is None else max_burst
-        reserved = 2 * max_burst  # a sequence may hold blocks for two dispatches
-        groups, step = config.cache_groups, (block_size, max_num_seqs, max_num_batched_tokens, reserved)
-        block_limits = [max_blocks_of_group(group, *step, prefix_caching) for group in groups]
-        storage = sizing.storage_of(dtype, cache_quant)
-        pools, max_model_len = sizing.pools_of(
-            config, storage, num_blocks, block_size, block_limits, max_num_seqs, max_model_len, model_mesh
-        )
+        storage = sizing.storage_of(cache_dtype or sizing.dtype_of(params), cache_quant)
+        pools, max_model_len = sizing.CacheSizing(
+            config, storage, block_size, max_num_batched_tokens, max_burst, prefix_caching, model_mesh
+        ).pools(max_num_seqs, max_model_len, num_blocks)
         waiting_burst = min(max_burst, sizing.default_waiting_burst())
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst, waiting_burst)
         place = None if model_mesh is None else model_mesh.over_data(0)
@@ -107,7 +103,7 @@ class Engine:
         caches = make_caches()
         model = admission.model_of(config, caches, forward, backend, deterministic, model_mesh)
         self.runner = Runner(model, params, caches, make_caches, self.shapes)
-        of_tables = model.data_ranks, pools, block_size, groups, prefix_caching
+        of_tables = model.data_ranks, pools, block_size, config.cache_groups, prefix_caching
         self._make_tables = functools.partial(data_ranks.make_tables, *of_tables)
         self.tables = self._make_tables()
         self.scheduler = data_ranks.scheduler_of(self.limits, self.tables)
@@ -134,19 +130,16 @@ class Engine:
 
         progress(done, total, name) is called before each weight is read. tensor_parallel: distribute the model over so
         many of JAX's devices; `mesh` chooses them. data_parallel: so many copies of it, each for requests of its own.
-        quantization: "int8", "int4" or "fp8" quantises the weights as they are read; on one device. options: of Engine.
+        quantization: "int8", "int4" or "fp8" quantises the weights as they are read. options: of Engine.
 
         With a mesh, threads read the mapped files and each weight goes straight into its parts: no device holds more
         than its part, and the host holds at most one weight of each thread besides.
         """
         from jattn import models
-        from jattn.models.load import stored_dtype_and_method
 
         mesh = admission.mesh_of(mesh, tensor_parallel, data_parallel)
         sharding = None
         if mesh is not None:
-            stored = None if quantization is not None else stored_dtype_and_method(directory)[1]
-            admission.check_distributable(quantization, stored)
             config = models.load_config(directory)
             sharding = admission.model_mesh_of(config, mesh, cls.spans_processes).weight_sharding(config)
         config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)
@@ -353,7 +346,8 @@ class Engine:
         weights are copied first, so the device needs memory for both.
         """
         self.runner.must_be_awake("update_weights()")
-        exchange = self.runner.update(params)
+        mesh = self.runner.model.model_mesh
+        exchange = self.runner.update(admission.with_heads_apart(self.config, params, mesh)[1])
         self._finish_in_flight()
         exchange()
         self._unreturned += self._restart_unfinished(weights_version=self.tables.weights_version + 1)

@@ -14,10 +14,12 @@ from jattn.models import ModelConfig, weight_specs
 from jattn.models.config import LayerConfig
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.moe import MoE
+from jattn.models.placing import quantised_shardings, regrouped
 from jattn.models.quantising import quantised
 from jattn.models.weight_tree import weight_paths
 from jattn.nn.weight_spec import WeightSpec
 from jattn.ops.product import NATIVE_MAX_ROWS
+from jattn.ops.quantised import is_quantised
 from jattn.spec import AttentionSpec
 
 SAMPLING_ARRAYS = 9
@@ -57,11 +59,10 @@ class Footprint:
         found = {}
         place = None if self.model_mesh is None else self.model_mesh.weight_sharding(self.config)
         for path, spec in weight_paths(weight_specs(self.config)).items():
-            shape = spec.shape if place is None else place(path, spec).shard_shape(spec.shape)
-            leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+            leaf = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.dtype))
             if self.quantization is not None:
                 leaf = jax.eval_shape(lambda x, path=path: quantised(path, x, self.quantization or ""), leaf)
-            found[path] = leaf
+            found[path] = leaf if place is None else _part(leaf, place(path, spec))
         return found
 
     def weights(self) -> list[Weight]:
@@ -81,7 +82,7 @@ class Footprint:
         """An estimate of the temporary memory of the largest dispatch on each device.
 
         Sampling and the widest layer do not run at the same time. XLA:CPU copies some weights to float32 before the
-        loop over steps: those of experts, and those of 16 bits on several devices or for many rows.
+        loop over steps: those of experts, and those of 16 bits and quantised ones on several devices or for many rows.
         """
         vocab = self.config.vocab_size
         vocab = vocab if vocab % self.ranks else vocab // self.ranks  # replicated if not divisible: see ModelMesh
@@ -102,7 +103,7 @@ class Footprint:
         return int(4 * (HIDDEN_ARRAYS * self.config.hidden_size + max(width, heads)))
 
     def _copied_bytes(self, tokens: int) -> int:
-        is_narrow = self.quantization is None and jnp.dtype(self.dtype).itemsize == 2
+        is_narrow = self.quantization is not None or jnp.dtype(self.dtype).itemsize == 2
         every = is_narrow and (self.ranks > 1 or tokens > NATIVE_MAX_ROWS)
         copied = [w for w in self.weights() if "expert" in w.spec.axes or (every and len(w.spec.shape) > 1)]
         return sum(int(4 * math.prod(w.spec.shape) * w.share) for w in copied if w.path != "embed")
@@ -152,6 +153,15 @@ class Footprint:
         the MLP's outputs."""
         size = tokens * self.config.hidden_size * jnp.dtype(self.dtype).itemsize
         return (1 + 2 * len(self.config.layers)) * size * 2 * (self.ranks - 1) / self.ranks
+
+
+def _part(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
+    """One device's part of a weight, which is a shape or a QuantisedArray of shapes."""
+    part = lambda x, place: jax.ShapeDtypeStruct(place.shard_shape(x.shape), x.dtype)
+    if not is_quantised(leaf):
+        return part(leaf, sharding)
+    leaf = jax.eval_shape(lambda x: regrouped(x, sharding), leaf)
+    return jax.tree.map(part, leaf, quantised_shardings(leaf, sharding))
 
 
 def attention_of(layer: LayerConfig, query_len: int) -> AttentionSpec:

@@ -5,11 +5,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jattn.engine import admission, sizing
+from jattn.engine import sizing
 from jattn.engine.device_kinds import DeviceKind
 from jattn.engine.footprint import Footprint
 from jattn.engine.scheduler import Limits
-from jattn.engine.tables import max_blocks_of_group
 from jattn.errors import CacheFullError, UnsupportedError
 from jattn.models import ModelConfig
 from jattn.models.model_mesh import ModelMesh
@@ -85,23 +84,22 @@ def _plan_of(config: ModelConfig, dtype: str, kind: DeviceKind, layout: Layout, 
 
 
 class _Planner:
-    """One layout. Its methods call what the engine calls, in the same order; errors are those of the engine."""
+    """One layout. It calls what the engine calls, in the same order; errors are those of the engine."""
 
     def __init__(self, config: ModelConfig, dtype: str, kind: DeviceKind, layout: Layout, options: Options):
         self.config, self.kind, self.layout, self.options = config, kind, layout, options
         self.model_mesh = None
         if layout != Layout(1, 1, 1):
             self.model_mesh = ModelMesh.without_devices(config, dataclasses.asdict(layout))
-            if options.quantization is not None:
-                admission.check_distributable(options.quantization)
         self.footprint = Footprint(config, dtype, options.quantization, self.model_mesh)
         self.weight_bytes = self.footprint.weight_bytes()
         fraction = kind.memory_fraction if options.memory_fraction is None else options.memory_fraction
         self.free = int(kind.memory * fraction) - self.weight_bytes  # bytes on each device, once it has the weights
         cache_dtype = options.cache_dtype or sizing.dtype_of(self.footprint.params())
-        self.storage = sizing.storage_of(cache_dtype, options.cache_quant)
-        self.block_size = sizing.default_block_size(kind.platform)
-        self.block_bytes = sizing.bytes_of_blocks(config, self.storage, self.block_size, self.model_mesh)
+        storage = sizing.storage_of(cache_dtype, options.cache_quant)
+        block_size = sizing.default_block_size(kind.platform)
+        step = options.max_num_batched_tokens, sizing.default_burst(kind.platform)
+        self.cache = sizing.CacheSizing(config, storage, block_size, *step, options.prefix_caching, self.model_mesh)
 
     def plan(self) -> LayoutPlan:
         options, kind = self.options, self.kind
@@ -110,20 +108,17 @@ class _Planner:
         if self.free < activations:
             raise CacheFullError(f"{self.needs(activations)} do not fit the {self.usable_text} of each device")
         share = int(self.free * sizing.CPU_SHARE) if kind.platform == "cpu" else sizing.share_for_cache(self.free)
-        pools, longest = sizing.pools_of(
-            self.config, self.storage, None, self.block_size, self.block_limits(seqs), seqs, options.max_model_len,
-            self.model_mesh, share,
-        )  # fmt: skip
+        pools, longest = self.cache.pools(seqs, options.max_model_len, memory=share)
         Limits(seqs, tokens, longest)  # its errors
-        cache = sum(n * size for n, size in zip(pools, self.block_bytes, strict=True))
+        cache = sum(n * size for n, size in zip(pools, self.cache.block_bytes, strict=True))
         if cache + activations > self.free:
             raise CacheFullError(
                 f"{self.needs(activations)} and the {gib(cache)} of cache that the engine takes do not fit the "
                 f"{self.usable_text} of each device; lower max_num_seqs or max_num_batched_tokens"
             )
         memory = min(share, self.free - activations)
-        fits = lambda batch, length: self.size(batch, length) <= memory
-        seconds = functools.partial(self.footprint.step_seconds, kind, self.storage)
+        fits = lambda batch, length: self.cache.bytes_for(batch, length) <= memory
+        seconds = functools.partial(self.footprint.step_seconds, kind, self.cache.storage)
         data, most = self.layout.data, seqs * self.layout.data
         chunk = min(tokens, longest)
         return LayoutPlan(
@@ -148,17 +143,6 @@ class _Planner:
     def usable_text(self) -> str:
         """The memory that JAX may use, in an error."""
         return f"{gib(self.free + self.weight_bytes)} that JAX may use"
-
-    def block_limits(self, seqs: int) -> list[int | None]:
-        """The most blocks that each cache group uses for so many sequences."""
-        reserved = 2 * sizing.default_burst(self.kind.platform)
-        step = self.block_size, seqs, self.options.max_num_batched_tokens, reserved
-        return [max_blocks_of_group(group, *step, self.options.prefix_caching) for group in self.config.cache_groups]
-
-    def size(self, batch: int, length: int) -> int:
-        """Bytes of the pools for a batch of sequences of this length."""
-        blocks = batch * cdiv(length, self.block_size) + 1
-        return sizing.bytes_of_pools(blocks, self.block_bytes, self.block_limits(batch))
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:

@@ -1,6 +1,8 @@
 """The sizes that an engine chooses: blocks that fit the free memory, tokens of a block, steps of a dispatch."""
 
 import bisect
+import dataclasses
+import functools
 import os
 from collections.abc import Sequence as Many
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jattn.cache.layout import QUANT_MODES
+from jattn.engine.tables import max_blocks_of_group
 from jattn.errors import CacheFullError
 from jattn.ops.quantised import is_quantised
 from pallas_kernels.algebra.paging import cdiv
@@ -92,46 +95,66 @@ def storage_of(dtype: str, quant: str | None) -> dict[str, str]:
     return dict(dtype=dtype, quant=quant or "per_token_head")
 
 
-def pools_of(
-    config, storage: dict[str, str], num_blocks: int | None, block_size: int, block_limits: Many[int | None],
-    max_num_seqs: int, max_model_len: int | None, model_mesh: Any = None, memory: int | None = None,
-) -> tuple[tuple[int, ...], int]:  # fmt: skip
-    """(blocks of each cache group's pool, max_model_len). num_blocks and max_model_len, if None, are computed from the
-    model and the free memory.
+@dataclasses.dataclass(frozen=True)
+class CacheSizing:
+    """What decides the size of an engine's cache; an engine and its plan ask the same one."""
 
-    memory: bytes for the cache on each device; None: measured, see `free_bytes`.
-    block_limits: the most blocks that each group can use, without the null block; None: no limit. A group without a
-    limit has `num_blocks` blocks, the others at most as many. A sequence of max_model_len tokens fits the empty pools,
-    so the oldest sequence can always finish.
-    """
-    limit = config.max_positions  # None: positions are unlimited, as with ALiBi
-    longest = max_model_len or limit or DEFAULT_MODEL_LEN
-    if limit is not None and longest > limit:
-        raise ValueError(f"{max_model_len=} is more than the model's {limit} positions")
-    if num_blocks is None:
-        block_bytes = bytes_of_blocks(config, storage, block_size, model_mesh)
-        if memory is None:
-            memory = free_bytes() if model_mesh is None else free_bytes(model_mesh.devices)
-        useful = max_num_seqs * cdiv(longest, block_size) + 1
-        needed = 2 if max_model_len is None else cdiv(longest, block_size) + 1
-        num_blocks = blocks_that_fit(block_bytes, block_limits, needed, useful, memory)
-    pools = _pools(num_blocks, block_limits)
-    # If each group has all blocks that its window or chunk can use, the pools limit no sequence's length.
-    is_bound = any(limit is None or limit >= num_blocks for limit in block_limits)
-    capacity = (num_blocks - 1) * block_size if is_bound else longest
-    if max_model_len is None:
-        return pools, max(min(longest, capacity), 1)
-    if capacity < max_model_len:
-        raise ValueError(f"{num_blocks=} of {block_size} tokens hold {capacity}, less than {max_model_len=}")
-    return pools, max_model_len
+    config: Any
+    storage: dict[str, str]  # see `storage_of`
+    block_size: int
+    max_num_batched_tokens: int
+    max_burst: int
+    prefix_caching: bool
+    model_mesh: Any = None
 
+    def pools(
+        self, max_num_seqs: int, max_model_len: int | None, num_blocks: int | None = None, memory: int | None = None
+    ) -> tuple[tuple[int, ...], int]:
+        """(blocks of each cache group's pool, max_model_len). num_blocks and max_model_len, if None, are computed from
+        the model and the free memory.
 
-def bytes_of_blocks(config, storage: dict[str, str], block_size: int, model_mesh: Any = None) -> list[int]:
-    """Bytes of a block of each cache group, in all of its layers; on each device."""
-    specs = config.cache_specs(2, block_size, **storage)
-    if model_mesh is not None:
-        specs = [model_mesh.rank_cache_spec(spec) for spec in specs]
-    return [sum(specs[layer].bytes_per_block for layer in group.layers) for group in config.cache_groups]
+        memory: bytes for the cache on each device; None: measured, see `free_bytes`. A group without a limit of blocks
+        has `num_blocks` blocks, the others at most as many. A sequence of max_model_len tokens fits the empty pools, so
+        the oldest sequence can always finish.
+        """
+        limit, block_limits = self.config.max_positions, self.block_limits(max_num_seqs)
+        longest = max_model_len or limit or DEFAULT_MODEL_LEN  # no limit: positions are unlimited, as with ALiBi
+        if limit is not None and longest > limit:
+            raise ValueError(f"{max_model_len=} is more than the model's {limit} positions")
+        if num_blocks is None:
+            if memory is None:
+                memory = free_bytes() if self.model_mesh is None else free_bytes(self.model_mesh.devices)
+            useful = max_num_seqs * cdiv(longest, self.block_size) + 1
+            needed = 2 if max_model_len is None else cdiv(longest, self.block_size) + 1
+            num_blocks = blocks_that_fit(self.block_bytes, block_limits, needed, useful, memory)
+        pools = _pools(num_blocks, block_limits)
+        # If each group has all blocks that its window or chunk can use, the pools limit no sequence's length.
+        is_bound = any(limit is None or limit >= num_blocks for limit in block_limits)
+        capacity = (num_blocks - 1) * self.block_size if is_bound else longest
+        if max_model_len is None:
+            return pools, max(min(longest, capacity), 1)
+        if capacity < max_model_len:
+            raise ValueError(f"{num_blocks=} of {self.block_size} tokens hold {capacity}, less than {max_model_len=}")
+        return pools, max_model_len
+
+    def block_limits(self, num_seqs: int) -> list[int | None]:
+        """The most blocks that each group uses for so many sequences, without the null block; None: no limit."""
+        reserved = 2 * self.max_burst  # a sequence may hold blocks for two dispatches
+        step = self.block_size, num_seqs, self.max_num_batched_tokens, reserved
+        return [max_blocks_of_group(group, *step, self.prefix_caching) for group in self.config.cache_groups]
+
+    @functools.cached_property
+    def block_bytes(self) -> list[int]:
+        """Bytes of a block of each group, in all of its layers; on each device."""
+        specs = self.config.cache_specs(2, self.block_size, **self.storage)
+        if self.model_mesh is not None:
+            specs = [self.model_mesh.rank_cache_spec(spec) for spec in specs]
+        return [sum(specs[layer].bytes_per_block for layer in group.layers) for group in self.config.cache_groups]
+
+    def bytes_for(self, num_seqs: int, length: int) -> int:
+        """Bytes of pools that hold so many sequences of this length; on each device."""
+        blocks = num_seqs * cdiv(length, self.block_size) + 1
+        return bytes_of_pools(blocks, self.block_bytes, self.block_limits(num_seqs))
 
 
 def bytes_of_pools(num_blocks: int, block_bytes: Many[int], block_limits: Many[int | None]) -> int:

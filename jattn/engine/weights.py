@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.errors import UnsupportedError
 from jattn.nn.weight_spec import weight_path
 from jattn.ops.quantised import is_quantised
 from jattn.parallel import put_local
@@ -44,16 +43,19 @@ def distributed(params: Any, shardings: Any) -> Any:
 
     Arrays that are placed so already are shared: see `adopt`. Of all others only the parts are copied.
     """
-    if any(is_quantised(x) for x in jax.tree.leaves(params, is_leaf=is_quantised)):
-        raise UnsupportedError("quantised weights on a mesh are not implemented: they stay on one device")
-    leaves, structure = jax.tree.flatten(shardings)
-    if structure != jax.tree.structure(params):
-        raise ValueError(f"the containers of the weights are {jax.tree.structure(params)}, not {structure}")
-    placed = [_distributed(x, place) for x, place in zip(jax.tree.leaves(params), leaves, strict=True)]
-    return jax.tree.unflatten(structure, placed)
+    places, structure = jax.tree.flatten(shardings)
+    leaves, seen = jax.tree.flatten(params, is_leaf=is_quantised)
+    if structure != seen:
+        raise ValueError(f"the containers of the weights are {seen}, not {structure}")
+    return jax.tree.unflatten(structure, [_distributed(x, place) for x, place in zip(leaves, places, strict=True)])
 
 
-def _distributed(x: Any, place: jax.sharding.Sharding) -> jax.Array:
+def _distributed(x: Any, place: jax.sharding.Sharding) -> Any:
+    if is_quantised(x):
+        from jattn.models.placing import quantised_shardings, regrouped
+
+        x = regrouped(x, place)
+        return jax.tree.map(_distributed, x, quantised_shardings(x, place))
     if isinstance(x, jax.Array):
         return put_local(x, place)
     return jax.make_array_from_callback(np.shape(x), place, lambda index: np.array(x[index]))  # see `adopt`
@@ -61,10 +63,22 @@ def _distributed(x: Any, place: jax.sharding.Sharding) -> jax.Array:
 
 def copied_like(old: Any, new: Any) -> Any:
     """A copy of `new` with the placement of `old`; ValueError unless structure, shapes and dtypes are equal."""
+    new = _grouped_like(old, new)
     if wrong := _differences(old, new):
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}; nothing was changed")
     return jax.tree.map(lambda a, b: _placed(b, _place(a)), old, new)
+
+
+def _grouped_like(old: Any, new: Any) -> Any:
+    """`new`, whose quantised weights have the groups of `old` where those are smaller: see `distributed`."""
+    leaves, structure = jax.tree.flatten(new, is_leaf=is_quantised)
+    olds, wanted = jax.tree.flatten(old, is_leaf=is_quantised)
+    if structure != wanted:
+        return new
+    fits = lambda a, b: is_quantised(a) and is_quantised(b) and a.shape == b.shape and b.group_size % a.group_size == 0
+    pairs = zip(olds, leaves, strict=True)
+    return jax.tree.unflatten(structure, [b.with_groups_of(a.group_size) if fits(a, b) else b for a, b in pairs])
 
 
 def bound_like(params: Any, caches: Any) -> Any:

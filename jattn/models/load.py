@@ -185,7 +185,7 @@ def _read_params(
     structure, by_path = jax.tree.structure(specs, is_leaf=is_weight_spec), weight_paths(specs)
     table = {path: source.stored_form(checkpoint.locations) for path, source in table.items()}
     _check_names(checkpoint, table, by_path, unused)
-    place_of = sharding if callable(sharding) else lambda path, spec: sharding
+    place_of: Callable[..., Any] = sharding if callable(sharding) else lambda path, spec: sharding
     begun, copying = _jax_context(), threading.Lock()
 
     def read(path: str, spec: WeightSpec) -> Any:
@@ -201,7 +201,10 @@ def _read_params(
             if progress is not None:
                 progress(done, len(by_path), path)
             array = next(weights)
-            arrays.append(array if quantization is None else quantised(path, array, quantization))
+            if quantization is not None:
+                array = quantised(path, array, quantization)
+                array = placed(array, place_of(path, by_path[path])) if is_quantised(array) else array
+            arrays.append(array)
     return jax.tree.unflatten(structure, arrays)
 
 

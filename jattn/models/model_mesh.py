@@ -314,7 +314,10 @@ def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
     """ValueError if the ranks cannot share a layer evenly; UnsupportedError for a fused projection."""
     spec, mlp = layer.attention, layer.mlp
     if isinstance(layer.self_attn, AttentionConfig) and layer.self_attn.fused_qkv:
-        raise UnsupportedError(f"{name} has one fused projection of q, k and v, which cannot be shared between ranks")
+        raise UnsupportedError(
+            f"{name} has one projection of q, k and v, in which a rank's heads do not lie together; an Engine splits "
+            "it, and so does jattn.models.fused_qkv"
+        )
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     if heads % ranks:
         raise ValueError(

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jattn.ops.quantised import QuantisedArray
+from jattn.parallel import put_local
 
 ALIGNMENT = 64
 """Bytes. XLA:CPU takes host memory that is aligned so without copying it."""
@@ -17,12 +18,14 @@ ALIGNMENT = 64
 def placed(weight: Any, sharding: Sharding | None) -> Any:
     """A weight on devices: a QuantisedArray, or a copy of a numpy array that shares no memory with it.
 
-    sharding: None: uncommitted, on JAX's default device. For a QuantisedArray, an axis whose size is no multiple of its
-    mesh axes is replicated. Waits until the weight is there.
+    sharding: None: uncommitted, on JAX's default device. For a QuantisedArray see `quantised_shardings`. Waits until
+    the weight is there.
     """
     if isinstance(weight, QuantisedArray):
-        put = lambda x: x if sharding is None else jax.device_put(x, _fitting(sharding, x.shape))
-        return jax.block_until_ready(jax.tree.map(put, weight))
+        if sharding is not None:
+            weight = regrouped(weight, sharding)
+            weight = jax.tree.map(put_local, weight, quantised_shardings(weight, sharding))
+        return jax.block_until_ready(weight)
     swapped = weight.swapaxes(-1, -2) if weight.ndim > 1 else weight
     is_transposed = swapped.flags.c_contiguous and not weight.flags.c_contiguous
     if is_transposed and _is_accelerator(sharding):  # it transposes; a CPU would write the weight twice
@@ -32,6 +35,21 @@ def placed(weight: Any, sharding: Sharding | None) -> Any:
         return jax.block_until_ready(jax.device_put(own(weight)))
     made = jax.make_array_from_callback(weight.shape, sharding, lambda index: own(weight[index]))
     return jax.block_until_ready(made)
+
+
+def regrouped(weight: QuantisedArray, sharding: Sharding) -> QuantisedArray:
+    """The same numbers in groups that no device shares with another, if the sharding divides its inputs evenly."""
+    axis = weight.ndim + weight.axis
+    if weight.scales.shape[axis] == 1 or not isinstance(sharding, NamedSharding) or axis >= len(sharding.spec):
+        return weight  # the only group is whole on each device
+    inputs, rest = divmod(weight.shape[axis], _parts(sharding, sharding.spec[axis]))
+    return weight if rest else weight.with_groups_of(math.gcd(weight.group_size, inputs))
+
+
+def quantised_shardings(weight: QuantisedArray, sharding: Sharding) -> QuantisedArray:
+    """The sharding of each array of a quantised weight: that of the weight, but an axis whose size is no multiple of
+    its mesh axes is replicated, as that of the only group."""
+    return jax.tree.map(lambda x: _fitting(sharding, x.shape), weight)
 
 
 def _unshared(x: np.ndarray) -> np.ndarray:
@@ -77,9 +95,12 @@ def _swapped(sharding: Sharding | None) -> Any:
 def _fitting(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
     if not isinstance(sharding, NamedSharding):
         return sharding
-    sizes = sharding.mesh.shape
-    shards = lambda axis: math.prod(sizes[name] for name in (axis if isinstance(axis, tuple) else (axis,)))
-    axes = (
-        None if axis is None or size % shards(axis) else axis for axis, size in zip(sharding.spec, shape, strict=False)
-    )
-    return NamedSharding(sharding.mesh, PartitionSpec(*axes))
+    axes = zip(sharding.spec, shape, strict=False)
+    spec = PartitionSpec(*(None if size % _parts(sharding, entry) else entry for entry, size in axes))
+    return NamedSharding(sharding.mesh, spec)
+
+
+def _parts(sharding: NamedSharding, entry: Any) -> int:
+    """The number of parts of an axis with this entry in the sharding's PartitionSpec."""
+    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    return math.prod(sharding.mesh.shape[name] for name in names)

@@ -78,6 +78,12 @@ class QuantisedArray:
         numbers = numbers * of_group(self.scales.astype(jnp.float32))
         return numbers.reshape(self.shape).astype(self.dtype if dtype is None else dtype)
 
+    def with_groups_of(self, size: int) -> "QuantisedArray":
+        """The same numbers in smaller groups. size divides the group size."""
+        times = self.group_size // size
+        repeated = lambda x: x if x is None or times == 1 else jnp.repeat(x, times, axis=self.axis)
+        return dataclasses.replace(self, scales=repeated(self.scales), zero_points=repeated(self.zero_points))
+
 
 def is_quantised(x: Any) -> bool:
     """The `is_leaf` of tree.map over params whose quantised weights count as one leaf."""

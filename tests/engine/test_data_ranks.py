@@ -15,7 +15,7 @@ from jattn import models
 from jattn.engine import Engine, SamplingParams, flights, warming
 from jattn.engine.dispatch import dispatch
 from tests.engine import test_mesh as on_mesh
-from tests.engine.test_mesh import COMMON, EXPERTS, GREEDY, LLAMA, PROMPT, engine, mesh, of_one_device
+from tests.engine.test_mesh import COMMON, GREEDY, LATENT, LLAMA, PROMPT, engine, mesh, of_one_device
 from tests.engine.test_scheduler import FULL, WINDOW, World
 from tests.rooms import tree
 
@@ -83,12 +83,18 @@ def test_a_prompt_on_one_rank_ends_the_bursts_of_all_and_a_short_row_does_not():
 SHARED_HEAD = models.config_of(
     COMMON | dict(model_type="gemma2", num_key_value_heads=1, sliding_window=9, query_pre_attn_scalar=8)
 )
+QWEN_EXPERTS = models.config_of(
+    COMMON | dict(
+        model_type="qwen3_moe", num_key_value_heads=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+        norm_topk_prob=True, decoder_sparse_step=2,
+    )
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("config", "data", "ranks", "is_deterministic"),
-    [(LLAMA, 2, 1, False), (SHARED_HEAD, 2, 2, True), (EXPERTS, 2, 2, True)],
-    ids=["data", "two ranks for the kv head, windows", "experts"],
+    [(LLAMA, 2, 1, False), (SHARED_HEAD, 2, 2, True), (QWEN_EXPERTS, 2, 2, True), (LATENT, 2, 2, True)],
+    ids=["data", "two ranks for the kv head, windows", "experts", "a latent cache"],
 )
 def test_the_tokens_are_those_of_one_device_and_nothing_compiles(config, data, ranks, is_deterministic, compiles):
     """A deterministic engine has one program, which is soon compiled."""

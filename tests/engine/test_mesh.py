@@ -1,8 +1,8 @@
 """An engine on a mesh, compared with one on a single device."""
 
+import dataclasses
 import functools
 import gc
-import json
 import os
 import random
 import re
@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -18,7 +19,8 @@ from jattn import UnsupportedError, models
 from jattn.engine import Engine, SamplingParams, sizing, warming
 from jattn.engine.dispatch import dispatch
 from jattn.ops import product
-from tests.models import tiny
+from jattn.ops.quantised import is_quantised, plain
+from tests.models import test_hub_formats, tiny
 from tests.rooms import tree
 
 VOCAB = 64
@@ -55,12 +57,13 @@ def mesh(ranks: int, data: int = 1) -> Mesh:
 
 
 @functools.cache
-def params_of(config):
-    return models.init_params(config, 3, "float32")
+def params_of(config, quantization: str | None = None):
+    params = models.init_params(config, 3, "float32")
+    return params if quantization is None else models.quantise(params, quantization)
 
 
-def engine(config=LLAMA, **options) -> Engine:
-    return Engine(config, params_of(config), **OPTIONS | options)
+def engine(config=LLAMA, quantization: str | None = None, **options) -> Engine:
+    return Engine(config, params_of(config, quantization), **OPTIONS | options)
 
 
 def tokens_of_a_trace(served: Engine, requests: int = 24) -> dict[str, tuple[int, ...]]:
@@ -92,9 +95,8 @@ def of_one_device(config, is_deterministic: bool):
 
 @pytest.mark.parametrize(
     ("config", "ranks", "is_deterministic"),
-    [(LLAMA, 2, False), (WINDOWS, 4, True), (EXPERTS, 2, True), (LATENT, 2, False), (LATENT, 4, True)],
-    ids=["kv heads shared out", "two ranks for each kv head, windows", "experts shared out"]
-    + [f"a latent cache on {ranks} ranks" for ranks in (2, 4)],
+    [(LLAMA, 2, False), (WINDOWS, 4, True), (EXPERTS, 2, True), (LATENT, 2, True)],
+    ids=["kv heads shared out", "two ranks for each kv head, windows", "experts shared out", "a latent cache"],
 )
 def test_the_tokens_are_those_of_one_device_and_nothing_compiles(config, ranks, is_deterministic, compiles):
     """A deterministic engine has one program, which is soon compiled."""
@@ -188,9 +190,13 @@ def collectives(served: Engine) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("config", [LLAMA, EXPERTS, LATENT], ids=["dense", "experts", "latent cache"])
-def test_no_weight_and_no_logits_are_gathered(config):
-    served = engine(config, mesh=mesh(4))
+@pytest.mark.parametrize(
+    ("config", "quantization"),
+    [(LLAMA, None), (EXPERTS, None), (LATENT, None), (LLAMA, "int4")],
+    ids=["dense", "experts", "latent cache", "quantised"],
+)
+def test_no_weight_and_no_logits_are_gathered(config, quantization):
+    served = engine(config, quantization, mesh=mesh(4))
     rows, layers = OPTIONS["max_num_seqs"], len(config.layers)
     found = collectives(served)
     assert {name for name, _ in found} == {"all-reduce", "all-gather"}
@@ -267,6 +273,80 @@ def test_a_folder_is_loaded_straight_into_its_parts(tmp_path):
     assert served.generate([PROMPT], GREEDY)[0].token_ids == wanted.token_ids
 
 
+# ------------------------------------------------------------------ quantised weights
+def numbers(params) -> list[np.ndarray]:
+    """The weights that a tree of params stands for."""
+    return [np.asarray(plain(x)) for x in jax.tree.leaves(params, is_leaf=is_quantised)]
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "data", "ranks"),
+    [(LLAMA, "int4", 1, 4), (EXPERTS, "fp8", 2, 2), (LATENT, "int8", 1, 2)],
+    ids=["4 bits, groups cut by ranks", "experts of two data ranks", "a latent cache"],
+)
+def test_quantised_weights_give_the_tokens_of_one_device(config, quantization, data, ranks, compiles):
+    options = dict(deterministic=True, backend="auto" if config is LATENT else "sdpa")
+    prompts = [PROMPT[:i] for i in (3, 9, 17, 12, 5)]
+    tokens = lambda served: [output.token_ids for output in served.generate(prompts, GREEDY)]
+    wanted = tokens(engine(config, quantization, **options))
+    served = engine(config, quantization, mesh=mesh(ranks, data), **options)
+    served.warmup()
+    with compiles() as seen:
+        assert tokens(served) == wanted
+    assert seen.names == []
+    attn, mlp = served.params["layers"][1]["attn"], served.params["layers"][1]["mlp"]
+    for kernel, axis in ((attn["o"]["kernel"], 0), (mlp["down"]["kernel"], 0)):
+        parts = {shard.data.shape[axis] for shard in kernel.values.addressable_shards}
+        assert parts == {kernel.values.shape[axis] // ranks}
+    served.update_weights(jax.tree.map(jnp.zeros_like, params_of(config, quantization)))
+    assert tokens(served) != wanted
+    served.update_weights(params_of(config, quantization))
+    served.sleep()
+    served.wake()
+    assert tokens(served) == wanted
+    jax.tree.map(np.testing.assert_array_equal, numbers(served.params), numbers(params_of(config, quantization)))
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"], ids=["stored packed", "quantised at load"])
+def test_a_folder_gets_the_same_quantised_weights_in_parts(tmp_path, quantization):
+    """In groups of 32. A rank has 48 inputs of `down`."""
+    path, config = tmp_path / "model", test_hub_formats.CONFIG | dict(num_hidden_layers=1)
+    if quantization is None:
+        test_hub_formats.folder(path, test_hub_formats.AWQ, test_hub_formats.awq_pack, config)
+    else:
+        path.mkdir()
+        tiny.write(path, config, tiny.tensors(config))
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    options = OPTIONS | dict(deterministic=True, quantization=quantization)
+    one, two = (Engine.from_pretrained(path, tensor_parallel=n, **options) for n in (1, 2))
+    jax.tree.map(np.testing.assert_array_equal, numbers(one.params), numbers(two.params))
+    down = two.params["layers"][0]["mlp"]["down"]["kernel"]
+    assert (down.format, down.group_size) == ("int4" if quantization is None else "fp8", 16)
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(two.params)} == {2}
+    assert {2 * shard.data.nbytes for shard in down.values.addressable_shards} == {down.values.nbytes}
+    if quantization is None:
+        assert one.generate([PROMPT], GREEDY)[0].token_ids == two.generate([PROMPT], GREEDY)[0].token_ids
+
+
+def test_one_projection_of_q_k_and_v_is_split_for_the_ranks():
+    """Also a quantised one, and in new weights."""
+    layers = (dataclasses.replace(x, self_attn=dataclasses.replace(x.self_attn, fused_qkv=True)) for x in LLAMA.layers)
+    fused = dataclasses.replace(LLAMA, layers=tuple(layers))
+    served = engine(fused, "int8", mesh=mesh(4), deterministic=True, backend="sdpa")
+    (wanted,) = engine(fused, "int8", deterministic=True, backend="sdpa").generate([PROMPT], GREEDY)
+    assert served.generate([PROMPT], GREEDY)[0].token_ids == wanted.token_ids
+    q = served.params["layers"][0]["attn"]["q"]["kernel"]
+    assert {shard.data.shape for shard in q.values.addressable_shards} == {(32, 16)}
+    served.update_weights(jax.tree.map(jnp.zeros_like, params_of(fused, "int8")))
+    assert served.generate([PROMPT], GREEDY)[0].token_ids != wanted.token_ids
+    served.update_weights(params_of(fused, "int8"))
+    assert served.generate([PROMPT], GREEDY)[0].token_ids == wanted.token_ids
+    with pytest.raises(ValueError, match="do not fit this model"):
+        served.update_weights(params_of(fused, "int8") | {"more": np.zeros(3, np.float32)})
+    with pytest.raises(UnsupportedError, match="layer 0 has one projection of q, k and v"):
+        models.ModelMesh.of(fused, mesh(2))
+
+
 # ------------------------------------------------------------------ what cannot be
 def config_with(**changes):
     return models.config_of(COMMON | dict(model_type="llama", num_key_value_heads=8) | changes)
@@ -302,19 +382,6 @@ def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path):
         Engine.from_pretrained(tmp_path, tensor_parallel=64, data_parallel=2)
     with pytest.raises(ValueError, match="not both"):
         Engine.from_pretrained(tmp_path, tensor_parallel=2, mesh=mesh(2))
-
-
-def test_quantised_weights_are_refused_on_a_mesh(tmp_path):
-    config = models.config_of(COMMON | dict(model_type="llama"))
-    params = models.quantise(models.init_params(config, 0, "float32"), "int8")
-    with pytest.raises(UnsupportedError, match="quantised weights on a mesh"):
-        Engine(config, params, num_blocks=20, block_size=4, mesh=mesh(2))
-    with pytest.raises(UnsupportedError, match="quantization='int4' on a mesh"):
-        Engine.from_pretrained("nowhere", tensor_parallel=2, quantization="int4")
-    stored = dict(quant_method="fp8", weight_block_size=[128, 128])
-    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIG | dict(quantization_config=stored)))
-    with pytest.raises(UnsupportedError, match="the folder's weights are quantised .fp8., and a mesh takes plain ones"):
-        Engine.from_pretrained(tmp_path, tensor_parallel=2)
 
 
 def test_a_mesh_with_a_device_twice_is_refused():

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jattn import UnsupportedError, models
-from jattn.engine import Engine, plan, sizing, warming
+from jattn.engine import Engine, plan, sizing, warming, weights
 from jattn.engine.device_kinds import KINDS, DeviceKind, kind_and_count
 from jattn.engine.dispatch import dispatch
 from jattn.engine.footprint import Footprint
@@ -80,11 +80,15 @@ def test_weights_and_cache_have_the_bytes_that_the_engine_takes(name, data, tens
     assert engine.limits.max_model_len == planned.max_model_len
 
 
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (1, 4), (2, 2)])
 @pytest.mark.parametrize("quantization", models.QUANTIZATIONS)
-def test_quantised_weights_have_the_bytes_that_quantise_makes(quantization):
-    config = config_of("llama", hidden_size=256)
-    made = models.quantise(models.init_params(config, 0, "bfloat16"), quantization)
-    assert Footprint(config, "bfloat16", quantization).weight_bytes() == most_bytes(made)
+@pytest.mark.parametrize("name", ["tied", "experts", "latent"])
+def test_quantised_weights_have_the_bytes_that_the_engine_takes(name, quantization, data, tensor):
+    config, mesh = config_of(name), mesh_of(data, tensor)
+    params, model_mesh = models.init_params(config, 0, "bfloat16"), mesh and ModelMesh.of(config, mesh)
+    params = models.quantise(params, quantization)
+    made = params if model_mesh is None else weights.distributed(params, model_mesh.weight_shardings(config))
+    assert Footprint(config, "bfloat16", quantization, model_mesh).weight_bytes() == most_bytes(made)
 
 
 def test_the_largest_batch_and_context_are_the_last_that_fit(monkeypatch):
@@ -92,7 +96,7 @@ def test_the_largest_batch_and_context_are_the_last_that_fit(monkeypatch):
     config = config_of("windows", max_position_embeddings=4096)
     options = dataclasses.replace(OPTIONS, max_model_len=64)
     (planned,) = plan.plan(config, "float32", DEVICE, 1, options)
-    planner = plan._Planner(config, "float32", DEVICE, planned.layout, options)
+    cache = plan._Planner(config, "float32", DEVICE, planned.layout, options).cache
     memory = int((4_000_000 - planned.weight_bytes) * sizing.CPU_SHARE)
     size = lambda num_seqs, length: sum(
         most_bytes(Engine(
@@ -101,8 +105,8 @@ def test_the_largest_batch_and_context_are_the_last_that_fit(monkeypatch):
         ).runner.caches) for params in [models.init_params(config, 0, "float32")]
     )  # fmt: skip
     assert planned.largest_batch < 16, "or the engine below cannot be made"
-    assert size(planned.largest_batch, 64) <= memory < planner.size(planned.largest_batch + 1, 64)
-    assert size(1, planned.largest_context) <= memory < planner.size(1, planned.largest_context + 16)
+    assert size(planned.largest_batch, 64) <= memory < cache.bytes_for(planned.largest_batch + 1, 64)
+    assert size(1, planned.largest_context) <= memory < cache.bytes_for(1, planned.largest_context + 16)
 
 
 ACTIVATIONS = {
@@ -144,13 +148,13 @@ def test_layouts_are_refused_with_the_engines_words(axes):
         assert str(made.value) == str(planned.value)
 
 
-def test_every_layout_is_shown_and_quantised_ones_only_on_one_device():
+def test_every_layout_is_shown_and_those_that_the_engine_refuses_say_why():
     config = config_of("llama")
     plans = plan.plan(config, "bfloat16", KINDS["h200"], 4, dataclasses.replace(OPTIONS, quantization="int8"))
     assert len({p.layout for p in plans}) == 6 and all(
         p.layout.tensor * p.layout.data * p.layout.context == 4 for p in plans
     )
-    assert all(p.refused is not None for p in plans) and "quantization='int8' on a mesh" in plans[0].refused
+    assert {p.layout.context: p.refused is None for p in plans} == {1: True, 2: False, 4: False}
     (small,) = plan.plan(config, "bfloat16", dataclasses.replace(DEVICE, memory=1e5), 1, OPTIONS)
     assert "of weights" in small.refused and "do not fit" in small.refused
 

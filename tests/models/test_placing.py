@@ -1,5 +1,6 @@
 """A weight that is placed has the bits of its view, shares no memory with it, and lies where it was asked for."""
 
+import dataclasses
 import threading
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn import models
 from jattn.models import placing
+from jattn.ops.quantised import quantise
 from tests.models import tiny
 
 VIEWS = {
@@ -78,3 +80,27 @@ def test_loading_leaves_no_thread_behind(tmp_path):
     with pytest.raises(ValueError, match=r"model\.norm\.weight' has NaN"):
         models.load(tmp_path)
     assert threading.active_count() <= before, "those of others may end meanwhile"
+
+
+@pytest.mark.parametrize(
+    ("format", "inputs", "group", "spec"),
+    [
+        ("int8", 96, 96, PartitionSpec("t")), ("int4", 96, 32, PartitionSpec("t")), ("fp8", 64, 32, PartitionSpec("t")),
+        ("int4", 40, 8, PartitionSpec("t")), ("int4", 96, 32, PartitionSpec(None, "t")),
+    ],
+    ids=["one group", "a group cut", "groups whole", "words cut", "outputs"],
+)  # fmt: skip
+def test_a_quantised_weight_keeps_its_numbers_and_no_device_needs_anothers_groups(format, inputs, group, spec):
+    """Each part alone dequantises to its part of the numbers, unless the inputs are replicated."""
+    place = NamedSharding(Mesh(jax.devices()[:2], "t"), spec)
+    weight = quantise(jax.random.normal(jax.random.key(0), (inputs, 16)), format, group)
+    weight = dataclasses.replace(weight, zero_points=jax.random.randint(jax.random.key(1), weight.scales.shape, -9, 9))
+    made = placing.placed(weight, place)
+    wanted = np.asarray(weight.dequantise())
+    np.testing.assert_array_equal(bits(made.dequantise()), bits(wanted))
+    are_words_cut = format == "int4" and inputs == 40
+    assert made.values.sharding.is_fully_replicated == are_words_cut
+    for rank, device in enumerate([] if are_words_cut else jax.devices()[:2]):
+        part = jax.tree.map(lambda x, rank=rank: jnp.asarray(x.addressable_shards[rank].data), made)
+        index = place.devices_indices_map(wanted.shape)[device]
+        np.testing.assert_array_equal(bits(part.dequantise()), bits(wanted[index]))
