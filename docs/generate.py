@@ -198,6 +198,18 @@ def _table(title: str, names, table) -> list[str]:
     return [*lines, "", f"Nobody yet: {'; '.join(refused)}."] if refused else lines
 
 
+def _gradients() -> str:
+    """Which features leave the gradient of packed keys on a GPU to cuDNN."""
+    backend = registry.load("pallas_gpu")
+    asked = {f: fields for f, fields in FIELDS.items() if "cache" not in fields and takes("pallas_gpu", fields)}
+    of = {f: backend.gradient_by(jattn.AttentionSpec(**LAYER | fields), None) for f, fields in asked.items()}
+    sdpa = [SPELLED[feature] for feature, who in of.items() if who != "cuDNN"]
+    return (
+        "The gradient of `jattn.attention` by `pallas_gpu` is cuDNN's. That of `sdpa`, which is slower, is taken with "
+        f"{', '.join(sdpa)}, `causal=[...]` and where a causal batch has computed tokens."
+    )
+
+
 def support_matrix() -> str:
     names = jattn.list_backends()
     lines = [
@@ -212,6 +224,7 @@ def support_matrix() -> str:
     latent = tuple(name for name in names if registry.load(name).is_mla())
     for section, table in rows(tuple(name for name in names if name not in latent), False):
         lines += _table(section, [name for name in names if name not in latent], table)
+    lines += ["", _gradients()]
     together = [row for _, table in rows(latent, True) for row in table]
     lines += _table("Multi-head latent attention: `jattn.MLAAttention`", latent, together)
     return "\n".join(lines) + "\n"

@@ -237,7 +237,8 @@ def attention(
     checks.check_packing(spec, meta, k.shape[0])
     checks.check_params(chosen, spec, None, params)
     checks.check_dtype(chosen, q, params)
-    return _forward_packed(chosen.get_impl_cls()(spec, None, chip), q, k, v, meta, params)
+    impl = chosen.get_impl_cls()(spec, None, chip).for_batch(meta)
+    return _forward_packed(impl, q, k, v, meta, params)
 
 
 # Each of these functions is traced once for equal layers. Without jit, a call in a notebook would be compiled operation

@@ -110,6 +110,10 @@ class AttentionImpl(ImplMethods, abc.ABC, Generic[M]):
         """Attention of q [T H D] over packed k [Tk K D], v [Tk K V]. Those of request r begin at sum(seq_lens[:r])."""
         raise UnsupportedError(f"{type(self).__name__} attends over pages only; use backend='sdpa' for packed k, v")
 
+    def for_batch(self, meta: CommonAttentionMetadata) -> "AttentionImpl":
+        """The impl of a packed batch, given it before a trace hides its lengths: a backend may use what they show."""
+        return self
+
     def do_kv_cache_update(self, cache: PagedKV, k: jax.Array, v: jax.Array, m: M, params: AttentionParams) -> PagedKV:
         """Write k and v to the slots of m. A backend with a cache layout of its own overrides this."""
         return write_kv(cache, k, v, jnp.asarray(m.slot_mapping), params)
@@ -248,6 +252,11 @@ class AttentionBackend(BackendMethods):
             known = ", ".join(cls.supported_kv_cache_dtypes)
             reasons.append(f"dtype of packed keys not supported: {keys} seen, {known} supported")
         return tuple(reasons)
+
+    @classmethod
+    def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:
+        """What computes the gradient of a layer that is supported, and why: for jattn.explain. "": there is one way."""
+        return ""
 
     @classmethod
     def validate_configuration(cls, head_size: int, **flags) -> list[str]:

@@ -1,17 +1,22 @@
 """`pallas_gpu`: one persistent Mosaic GPU kernel for decode, prefill and mixed batches. The first choice on Hopper.
 
-The gradient is that of `sdpa`: the backward pass computes the forward pass again. The division of work depends on the
-whole batch, so the last bits of a request's result may too. With needs=(Feature.BATCH_INVARIANCE,) another backend is
-chosen, in which they do not.
+The gradient over pages is that of `sdpa`: the backward pass computes the forward pass again. That of packed keys is
+cuDNN's where it supports the layer and the batch (see cudnn.py), else that of `sdpa`.
+
+The division of work depends on the whole batch, so the last bits of a request's result may too. With
+needs=(Feature.BATCH_INVARIANCE,) another backend is chosen, in which they do not.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
+from jattn.backends import cudnn
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.kernel import PagedKernelBackend
 from jattn.cache import KVCacheSpec, PagedKV
@@ -20,7 +25,7 @@ from jattn.cache.write import packed_as_pages, write_backward, write_kv
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
-from jattn.ops.gradient import paged_gradient
+from jattn.ops.gradient import packed_gradient, paged_gradient
 from jattn.ops.rotation import Angles, rotate
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
@@ -104,6 +109,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     """Launches the kernel, and merges the states of requests whose keys were split."""
 
     can_return_lse_for_decode = True
+    lengths: cudnn.Lengths = cudnn.Lengths.UNKNOWN  # of the batch; see for_batch
 
     def forward(self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
         return _paged(self, q, cache, m, params)
@@ -122,8 +128,22 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         q, cache = written
         return cache, self.forward(q, cache, m, params)
 
+    def for_batch(self, meta: CommonAttentionMetadata) -> "PallasGpuImpl":
+        return dataclasses.replace(self, lengths=cudnn.lengths_known(self.spec, meta))
+
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
-        """Copies packed keys to a temporary cache; the gradient passes through the copy."""
+        """Copies packed keys to a temporary cache. If a gradient is taken, cuDNN computes both instead where it can."""
+        if self._has_gradient_by_cudnn(q, k, v, meta, params):
+            state: Any = _packed(self, q, k, v, meta, params)
+            return state
+        return self._forward_copied(q, k, v, meta, params)
+
+    def _has_gradient_by_cudnn(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> bool:
+        plain = q.dtype == k.dtype == v.dtype and not jax.tree.leaves(params)
+        reasons = cudnn.layer_reasons(self.spec, q.dtype.name)
+        return plain and not reasons and not cudnn.batch_reasons(self.spec, meta, q.shape[0], k.shape[0])
+
+    def _forward_copied(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         keys = keys_of(meta, self.spec.attn_type)
         cache, block_table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
@@ -157,6 +177,70 @@ def _paged_backward(impl: PallasGpuImpl, saved, cotangent):
 
 
 _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _packed(impl: PallasGpuImpl, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
+    return impl._forward_copied(q, k, v, meta, params)
+
+
+def _packed_forward(impl: PallasGpuImpl, q, k, v, meta, params):
+    """By cuDNN, so that its backward pass has what it needs and nothing is computed twice."""
+    q, k, v, meta, params = _primals((q, k, v, meta, params))
+
+    def by_cudnn():
+        return cudnn.forward(impl.spec, q, k, v, meta, impl.lengths)
+
+    def by_kernel():
+        _, statistics = jax.eval_shape(by_cudnn)
+        return impl._forward_copied(q, k, v, meta, params), jnp.zeros(statistics.shape, statistics.dtype)
+
+    state, statistics = _where_cudnn_is_right(impl, meta, by_cudnn, by_kernel)
+    return state, (q, k, v, meta, params, state.out, statistics)
+
+
+def _packed_backward(impl: PallasGpuImpl, saved, cotangent: AttentionState):
+    """A gradient of lse is that of the reference: cuDNN has none."""
+    q, k, v, meta, params, out, statistics = saved
+
+    def of_reference():
+        filled = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
+        dq, (dk, dv), _ = packed_gradient(impl.spec, meta, (q, (k, v), params), filled)
+        return dq, dk, dv
+
+    def of_cudnn():
+        return cudnn.backward(impl.spec, q, k, v, meta, impl.lengths, out, statistics, _instantiated(cotangent.out))
+
+    if _is_symbolic_zero(cotangent.lse):
+        grads = _where_cudnn_is_right(impl, meta, of_cudnn, of_reference)
+    else:
+        grads = of_reference()
+    return *grads, None, None
+
+
+def _where_cudnn_is_right(impl: PallasGpuImpl, meta: CommonAttentionMetadata, yes: Callable, no: Callable):
+    """yes() if the lengths of the batch are as cuDNN needs them, else no()."""
+    if impl.lengths is not cudnn.Lengths.UNKNOWN or not cudnn.needs_all_new(impl.spec, meta):
+        return yes()
+    batch = queries_of(meta, impl.spec.attn_type)
+    return jax.lax.cond(jnp.all(batch.query_lens() == jnp.asarray(batch.seq_lens)), yes, no)
+
+
+def _primals(args: tuple) -> tuple:
+    """The arguments of a forward rule with symbolic_zeros: JAX wraps each array."""
+    is_wrapped = lambda x: hasattr(x, "perturbed")  # noqa: E731
+    return jax.tree.map(lambda x: x.value, args, is_leaf=is_wrapped)
+
+
+def _is_symbolic_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _instantiated(x: Any) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype) if _is_symbolic_zero(x) else x
+
+
+_packed.defvjp(_packed_forward, _packed_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -258,3 +342,10 @@ class PallasGpuBackend(PagedKernelBackend):
                 "query with the last key",
             )
         return own
+
+    @classmethod
+    def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:
+        if cache_spec is not None:
+            return "sdpa, as cuDNN takes packed keys only"
+        reasons = cudnn.layer_reasons(spec, dtypes[0] if dtypes else "bfloat16")
+        return f"sdpa, as cuDNN takes no {', '.join(reasons)}" if reasons else "cuDNN"

@@ -51,6 +51,7 @@ class CommonAttentionMetadata:
     max_query_len: int = static()  # upper bound of the new tokens of a request; rounded up, so that few values occur
     max_seq_len: int = static()  # upper bound of seq_lens; rounded up
     is_causal: bool = static(default=True)  # no query sees a key at a later position
+    is_all_new: bool = static(default=False)  # packed keys, and query_lens == seq_lens. False: unknown
     block_size: int | None = static(default=None)  # tokens of a block of block_table; None: unknown and not checked
 
     @classmethod
@@ -132,6 +133,7 @@ class CommonAttentionMetadata:
             max_query_len=query_len_bound(int(q.max(initial=0)), padded_tokens),
             max_seq_len=max_seq_len,
             is_causal=is_causal,
+            is_all_new=table is None and np.array_equal(q, s),
             block_size=None if table is None else block_size,
         )
 
@@ -273,6 +275,8 @@ class CommonAttentionMetadata:
             one = isinstance(causal, (bool, np.bool_))
             causal = causal if one else _CAUSAL("causal", causal)
             changes |= dict(is_causal=bool(causal) if one else True, causal_per_request=None if one else causal)
+        if changes.keys() & {"query_start_loc", "seq_lens", "block_table"}:
+            changes = dict(is_all_new=False) | changes
         if unknown := changes.keys() - self.__dataclass_fields__.keys():
             raise ValueError(f"{', '.join(sorted(unknown))}: not a field of a batch; use {', '.join(FIELDS)}, causal")
         return dataclasses.replace(self, **changes)
@@ -288,6 +292,7 @@ class CommonAttentionMetadata:
         last = self.query_start_loc[-1]
         return self.replace(
             query_start_loc=_extend(self.query_start_loc, more, last),
+            is_all_new=self.is_all_new,
             slot_mapping=_extend(self.slot_mapping, num_tokens - self.num_tokens, PAD_SLOT_ID),
             cross=None if self.cross is None else self.cross.padded(self.cross.num_tokens, num_reqs),
             **{name: _extend(getattr(self, name), more, fill) for name, fill in PER_REQUEST.items()},
@@ -303,6 +308,7 @@ class CommonAttentionMetadata:
         cut = {name: getattr(self, name) for name in PER_REQUEST}
         return self.replace(
             query_start_loc=self.query_start_loc[: num_reqs + 1],
+            is_all_new=self.is_all_new,
             slot_mapping=self.slot_mapping[:num_tokens],
             num_reqs=_minimum(self.num_reqs, num_reqs),
             num_actual_tokens=_minimum(self.num_actual_tokens, num_tokens),

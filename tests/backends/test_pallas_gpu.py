@@ -81,7 +81,7 @@ def test_a_cache_with_a_scale_for_each_token_and_head_lowers(query_lens):
 
 
 PACKED = {
-    "causal": (dict(), [5, 33, 1]),
+    "causal": (dict(logits_soft_cap=30.0), [5, 33, 1]),
     "encoder": (dict(attn_type="encoder_only", sliding_window=(9, 3)), [40, 17]),
     "D 64, per request": (dict(head_dim=64, has_sinks=True), [8, 9]),
 }
@@ -89,7 +89,10 @@ PACKED = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_keys_are_the_kernels_too_and_their_gradient_is_that_of_sdpa(name, monkeypatch):
-    """One launch and a merge. The gradient of a linear loss needs no launch, so it can be computed here."""
+    """One launch and a merge. The gradient of a linear loss needs no launch, so it can be computed here.
+
+    Layers whose gradient is cuDNN's are in test_cudnn_gradient.py.
+    """
     options, lens = PACKED[name]
     monkeypatch.setattr(jattn.device, "detect", lambda: HOPPER)
     spec = jattn.AttentionSpec(**LAYER | options)
