@@ -65,12 +65,13 @@ class QueryTile:
     def _clear_values(self, side, first_key):
         """Sets the values outside the tile's range to 0 in the parts that it touches: what lies there may be NaN."""
         c, item = self.c, self.item
+        values = self.buf.k if self.buf.v is None else self.buf.v
         start, stop = (lax.clamp(0, key - first_key, c.block_keys) for key in (item.kv_start, item.kv_end))
 
         def page(j, _):
             at = first_key + j * c.page_size + lax.broadcasted_iota(jnp.int32, (1, c.page_size, 1), 1)
-            v = self.buf.v[side, j]
-            self.buf.v[side, j] = jnp.where((at >= item.kv_start) & (at < item.kv_end), v, jnp.zeros_like(v))
+            v = values[side, j]
+            values[side, j] = jnp.where((at >= item.kv_start) & (at < item.kv_end), v, jnp.zeros_like(v))
             return ()
 
         lax.fori_loop(_down(start, c.part_keys) * c.part_pages, _up(start, c.page_size), page, ())
@@ -206,9 +207,17 @@ class QueryTile:
 
     def _dots(self, keys: KeyPart, head, first, rows: int):
         """f32[rows keys] of a head."""
-        compute = jnp.dtype(self.c.compute_dtype)
-        k = self.buf.k[keys.side, pl.ds(keys.page, keys.pages), head].reshape(-1, self.c.head_dim)
-        return _dot(self._queries(head, first, rows).astype(compute), _cast(k, compute), 1)
+        q = self._queries(head, first, rows).astype(self.c.compute_dtype)
+        k = self._stored(self.buf.k, keys, head)
+        if self.c.latent != "split":
+            return _dot(q, k, 1)
+        latent = self.c.v_head_dim
+        return _dot(q[:, :latent], self._stored(self.buf.v, keys, head), 1) + _dot(q[:, latent:], k, 1)
+
+    def _stored(self, buffer, keys: KeyPart, head):
+        """[keys dim] of a head, in the dtype of the products."""
+        rows = buffer[keys.side, pl.ds(keys.page, keys.pages), head]
+        return _cast(rows.reshape(-1, rows.shape[-1]), jnp.dtype(self.c.compute_dtype))
 
     def _weights(self, state, keys: KeyPart, head, first, rows: int, dots):
         """(m, l, acc, alpha, p) of a head after these keys, where acc still has to be updated with alpha and p."""
@@ -234,8 +243,9 @@ class QueryTile:
     def _sum_values(self, weighed, keys: KeyPart, head):
         """The state of a head from its _weights."""
         m, l, acc, alpha, p = weighed  # noqa: E741
-        v = self.buf.v[keys.side, pl.ds(keys.page, keys.pages), head].reshape(-1, self.c.v_head_dim)
-        return m, l, acc * _lanes(alpha, self.c.v_head_dim) + _dot(p, _cast(v, p.dtype), 0)
+        values = self.buf.k if self.buf.v is None else self.buf.v
+        v = self._stored(values, keys, head)[:, : self.c.v_head_dim]
+        return m, l, acc * _lanes(alpha, self.c.v_head_dim) + _dot(p, v, 0)
 
     def _logits(self, dots, head, first, rows: int, q_pos, kv_pos):
         """Base-2 logits: log2(e) is part of the scale where no other step follows, else it is applied last."""
