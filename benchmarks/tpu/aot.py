@@ -33,6 +33,14 @@ class Shape:
     wide: bool = False
 
 
+def _thirds(head, q_pos, kv_pos):
+    return (q_pos - kv_pos) % 3 != head
+
+
+def _faded(score, head, q_pos, kv_pos):
+    return score + 0.1 * head - 0.01 * (q_pos - kv_pos)
+
+
 LAYER = dict(num_heads=32, num_kv_heads=8, head_dim=128)
 DEEPSEEK = dict(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 POOL = dict(num_blocks=4096, block_size=128)
@@ -58,6 +66,7 @@ MIXED = (
     Shape("chunk_alibi", dict(chunk_size=1000, has_alibi=True)),
     Shape("lookback_output", dict(chunk_size=1000, chunk_lookback=1, output_dtype="float8_e4m3fn")),
     Shape("alibi_sqrt", dict(has_alibi=True, use_alibi_sqrt=True)),
+    Shape("functions", dict(mask_fn=_thirds, score_fn=_faded)),
     Shape("encoder", dict(attn_type="encoder_only", sliding_window=(9, 3))),
 )
 DECODE = Shape("decode", query_lens=(1,) * 256)
@@ -72,6 +81,7 @@ LATENT = (
     Shape("mla_float32", cache=dict(dtype="float32"), dtype="float32", latent=True),
     Shape("mla_16_heads", dict(num_heads=16), query_lens=(4,) * 32, latent=True),
     Shape("mla_latent_256", dict(num_heads=40, kv_lora_rank=256, qk_rope_head_dim=32), latent=True),
+    Shape("mla_functions", dict(mask_fn=_thirds, score_fn=_faded), latent=True),
     Shape("mla_options", dict(has_sinks=True, has_alibi=True, sliding_window=1000, **CAP), latent=True),
 )
 SHAPES = (*MIXED, DECODE, PREFILL, Shape("speculative", query_lens=(4,) * 32), *LATENT)

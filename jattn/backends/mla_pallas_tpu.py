@@ -167,6 +167,8 @@ class MLAPallasTpuBackend(MLABackend):
             Feature.CHUNK,
             Feature.ALIBI,
             Feature.SOFT_CAP,
+            Feature.MASK_FN,
+            Feature.SCORE_FN,
             Feature.PER_REQUEST_CAUSAL,
             Feature.DIFF_KV,
             Feature.LSE,
@@ -180,5 +182,4 @@ class MLAPallasTpuBackend(MLABackend):
             return own
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:  # the list has refused it
             return ()
-        plain = dataclasses.replace(spec, mask_fn=None, score_fn=None)  # the list of features has refused these
-        return tuple(supports(kernel_config(plain, cache_spec), chip=chip.generation if chip.platform == "tpu" else ""))
+        return tuple(supports(kernel_config(spec, cache_spec), chip=chip.generation if chip.platform == "tpu" else ""))

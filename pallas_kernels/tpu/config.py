@@ -111,6 +111,11 @@ class TpuKernelConfig:
         return "float32" if "float32" in (self.dtype, self.kv_dtype) else "bfloat16"
 
     @property
+    def has_functions(self) -> bool:
+        """Is there a mask_fn or a score_fn?"""
+        return self.mask.mask_fn is not None or self.logits.score_fn is not None
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Names of the numbers that differ from row to row, in the order of their lanes."""
         wanted = (("q_scale", self.per_head_q_scale), ("slope", self.logits.has_alibi), ("sink", self.has_sinks))

@@ -6,10 +6,11 @@ never ran on one.
 
 from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.tpu.config import LANES, LATENT_FORMS, TpuKernelConfig
+from pallas_kernels.tpu.functions import function_reasons
 from pallas_kernels.tpu.work_list import FIELDS
 
-MASKS = ("causal", "left", "right", "chunk", "lookback")  # fields of a MaskRule that it honours
-LOGITS = ("scale", "soft_cap", "has_alibi", "alibi_sqrt")  # fields of a LogitRule that it honours
+MASKS = ("causal", "left", "right", "chunk", "lookback", "mask_fn")  # fields of a MaskRule that it honours
+LOGITS = ("scale", "soft_cap", "has_alibi", "alibi_sqrt", "score_fn")  # fields of a LogitRule that it honours
 QUERY_DTYPES = ("bfloat16", "float32")
 KV_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 MIB = 1 << 20
@@ -47,6 +48,8 @@ def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
     refuse(page % 16 != 0 or not 16 <= page <= 256, f"page size {page}: wanted a multiple of 16 from 16 to 256")
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
+    reasons += function_reasons("mask_fn", c.mask.mask_fn, scored=False)
+    reasons += function_reasons("score_fn", c.logits.score_fn, scored=True)
     room = VMEM.get(name, min(VMEM.values()))
     wanted = c.vmem_bytes() + SPILL
     refuse(wanted > room, f"{wanted} bytes of VMEM ({c.num_kv_heads} kv heads); {name or 'the smallest chip'}: {room}")

@@ -15,6 +15,7 @@ from tests.oracle.mla import latent_attention
 
 SIZES = dict(num_heads=12, kv_lora_rank=128, qk_nope_head_dim=16, qk_rope_head_dim=32, v_head_dim=24)
 DEEPSEEK = MLASpec(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+TABLE = jnp.array([True, False, True, True])
 SERVED = {
     "split": {},
     "page 16": dict(block_size=16),
@@ -22,8 +23,8 @@ SERVED = {
     "NHD": dict(layout="NHD"),
 }
 REFUSED = {
-    "mask_fn": (dict(mask_fn=lambda h, i, j: i == j), {}, V6E, "MASK_FN"),
-    "score_fn": (dict(score_fn=lambda s, h, i, j: s), {}, V6E, "SCORE_FN"),
+    "mask_fn with a table": (dict(mask_fn=lambda h, i, j: TABLE[i % 4]), {}, V6E, "reads an array of its own"),
+    "score_fn that sums": (dict(score_fn=lambda s, h, i, j: s - s.sum()), {}, V6E, "score_fn uses reduce_sum"),
     "a scale a token": ({}, dict(dtype="int8", quant="per_token_head"), V6E, "quant"),
     "f16": ({}, dict(dtype="float16"), V6E, "kv_cache_dtype"),
     "latent 96": (dict(kv_lora_rank=96), {}, V6E, "kv_lora_rank 96"),
@@ -78,6 +79,9 @@ class Row:
 ALL = MLASpec(
     **SIZES, has_sinks=True, has_alibi=True, sliding_window=(70, 3), chunk_size=90, logits_soft_cap=2.0, scale=0.2
 )
+USER = MLASpec(
+    **SIZES, mask_fn=lambda h, i, j: (i - j) % 3 != h, score_fn=lambda s, h, i, j: s + 0.1 * h - 0.01 * (i - j)
+)
 LONG = dict(queries=(1, 40, 0, 90, 2), totals=(1700, 300, 5, 90, 20))
 INT8 = (("dtype", "int8"), ("quant", "per_tensor"))
 ROWS = {
@@ -90,6 +94,7 @@ ROWS = {
         causal=(True, False, True, False),
     ),
     "every option, wide": Row((1, 40, 5, 9), (300, 90, 5, 20), ALL, wide=128, atol=4e-2),
+    "functions of the user": Row((1, 40, 5, 9), (300, 90, 5, 20), USER, atol=4e-2),
     "int8": Row(cache=INT8),
     "int8, wide, not causal": Row(cache=INT8, wide=128, causal=False),
 }  # fmt: skip
@@ -109,6 +114,7 @@ def test_a_ragged_batch_is_attention_by_its_definition(name, monkeypatch):
     want, want_lse = latent_attention(
         q[:count], *rows, proj, row.queries, nope=spec.qk_nope_head_dim, scale=spec.scale, chunk_size=spec.chunk_size,
         window=spec.sliding_window, soft_cap=spec.logits_soft_cap, causal=row.causal,
+        mask_fn=spec.mask_fn, score_fn=spec.score_fn,
         slopes=SLOPES if spec.has_alibi else None, sinks=SINKS if spec.has_sinks else None,
     )  # fmt: skip
     np.testing.assert_allclose(out[:count], want, atol=row.atol)
