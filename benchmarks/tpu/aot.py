@@ -29,9 +29,20 @@ class Shape:
     query_lens: tuple[int, ...] = (1, 1, 600, 70)
     columns: int = 64
     causal: bool | str = True
+    latent: bool = False  # spec: the arguments of MLASpec; cache: of mla_cache_spec; wide: whole rows
+    wide: bool = False
+
+
+def _thirds(head, q_pos, kv_pos):
+    return (q_pos - kv_pos) % 3 != head
+
+
+def _faded(score, head, q_pos, kv_pos):
+    return score + 0.1 * head - 0.01 * (q_pos - kv_pos)
 
 
 LAYER = dict(num_heads=32, num_kv_heads=8, head_dim=128)
+DEEPSEEK = dict(num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 POOL = dict(num_blocks=4096, block_size=128)
 MIXED = (
     *(Shape(f"head_dim_{d}", dict(head_dim=d)) for d in (16, 32, 64, 80, 96, 112, 128, 192, 256)),
@@ -55,11 +66,25 @@ MIXED = (
     Shape("chunk_alibi", dict(chunk_size=1000, has_alibi=True)),
     Shape("lookback_output", dict(chunk_size=1000, chunk_lookback=1, output_dtype="float8_e4m3fn")),
     Shape("alibi_sqrt", dict(has_alibi=True, use_alibi_sqrt=True)),
+    Shape("functions", dict(mask_fn=_thirds, score_fn=_faded)),
     Shape("encoder", dict(attn_type="encoder_only", sliding_window=(9, 3))),
 )
 DECODE = Shape("decode", query_lens=(1,) * 256)
 PREFILL = Shape("prefill", query_lens=(2048,) * 2)
-SHAPES = (*MIXED, DECODE, PREFILL, Shape("speculative", query_lens=(4,) * 32))
+MLA_DECODE = Shape("mla_decode", query_lens=(1,) * 256, latent=True)
+MLA_PREFILL = Shape("mla_prefill", query_lens=(2048,) * 2, latent=True)
+LATENT = (
+    MLA_DECODE,
+    MLA_PREFILL,
+    Shape("mla_wide", latent=True, wide=True),
+    Shape("mla_fp8_page_32", cache=dict(dtype="float8_e4m3fn", quant="per_tensor", block_size=32), latent=True),
+    Shape("mla_float32", cache=dict(dtype="float32"), dtype="float32", latent=True),
+    Shape("mla_16_heads", dict(num_heads=16), query_lens=(4,) * 32, latent=True),
+    Shape("mla_latent_256", dict(num_heads=40, kv_lora_rank=256, qk_rope_head_dim=32), latent=True),
+    Shape("mla_functions", dict(mask_fn=_thirds, score_fn=_faded), latent=True),
+    Shape("mla_options", dict(has_sinks=True, has_alibi=True, sliding_window=1000, **CAP), latent=True),
+)
+SHAPES = (*MIXED, DECODE, PREFILL, Shape("speculative", query_lens=(4,) * 32), *LATENT)
 
 
 def environment() -> dict[str, str]:
@@ -96,8 +121,62 @@ def layer_of(shape: Shape):
     return jattn.AttentionSpec(**LAYER | shape.spec)
 
 
+def latent_layer_of(shape: Shape):
+    """(MLASpec, KVCacheSpec)."""
+    import jattn
+
+    spec = jattn.MLASpec(**DEEPSEEK | shape.spec)
+    cache_spec = jattn.mla_cache_spec(spec, **POOL | shape.cache)
+    if shape.wide:
+        cache_spec = dataclasses.replace(cache_spec, head_dim=spec.head_dim, v_head_dim=spec.kv_lora_rank)
+    return spec, cache_spec
+
+
 def call(shape: Shape, chip: str = "v6e"):
     """(function, its arguments as shapes) of one attention call on the backend, work list included."""
+    import jax
+
+    import jattn
+
+    attn, params, q_dim = _latent_call(shape, chip) if shape.latent else _attention_call(shape, chip)
+    reqs, width = len(shape.query_lens), shape.columns
+    meta = jattn.CommonAttentionMetadata.from_lengths(
+        shape.query_lens, [max(n, 700) for n in shape.query_lens], [[0] * width] * reqs, attn.cache_spec.block_size,
+        causal=[r % 2 == 0 for r in range(reqs)] if shape.causal == "each" else shape.causal,
+    )  # fmt: skip
+    q = jax.ShapeDtypeStruct((sum(shape.query_lens), attn.spec.num_heads, q_dim), shape.dtype)
+    cache = jax.eval_shape(lambda: jattn.empty_cache(attn.cache_spec, storage="native"))
+
+    def attend(q, cache, meta, params):
+        return attn.attend(q, cache, attn.build(meta), params)
+
+    return attend, (q, cache, meta, params)
+
+
+def _latent_call(shape: Shape, chip: str):
+    """(MLAAttention, its parameters as shapes, elements of a query)."""
+    import jax
+    import jax.numpy as jnp
+
+    import jattn
+    from jattn.device import Chip
+
+    spec, cache_spec = latent_layer_of(shape)
+    attn = jattn.MLAAttention(spec, cache_spec, backend="mla_pallas_tpu", platform=Chip("tpu", chip))
+    f32 = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    heads, latent = spec.num_heads, spec.kv_lora_rank
+    params = jattn.MLAParams(
+        w_uk=jax.ShapeDtypeStruct((heads, spec.qk_nope_head_dim, latent), jnp.bfloat16),
+        w_uv=jax.ShapeDtypeStruct((heads, latent, spec.v_head_dim), jnp.bfloat16),
+        alibi_slopes=f32(heads) if spec.has_alibi else None,
+        sinks=f32(heads) if spec.has_sinks else None,
+        kv_c_scale=f32() if cache_spec.quant == "per_tensor" else None,
+    )
+    return attn, params, spec.qk_head_dim
+
+
+def _attention_call(shape: Shape, chip: str):
+    """(PagedAttention, its parameters as shapes, elements of a query)."""
     import jax
     import jax.numpy as jnp
 
@@ -108,11 +187,6 @@ def call(shape: Shape, chip: str = "v6e"):
     dims = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim)
     cache_spec = jattn.KVCacheSpec(**POOL | dims | shape.cache)
     attn = jattn.PagedAttention(spec, cache_spec, backend="pallas_tpu", platform=Chip("tpu", chip))
-    reqs, width = len(shape.query_lens), shape.columns
-    meta = jattn.CommonAttentionMetadata.from_lengths(
-        shape.query_lens, [max(n, 700) for n in shape.query_lens], [[0] * width] * reqs, cache_spec.block_size,
-        causal=[r % 2 == 0 for r in range(reqs)] if shape.causal == "each" else shape.causal,
-    )  # fmt: skip
     f32 = lambda n: jax.ShapeDtypeStruct((n,), jnp.float32)
     params = jattn.AttentionParams(
         alibi_slopes=f32(spec.num_heads) if spec.has_alibi else None,
@@ -121,13 +195,7 @@ def call(shape: Shape, chip: str = "v6e"):
         v_scale=f32(spec.num_kv_heads) if cache_spec.quant == "per_head" else None,
         output_scale=jax.ShapeDtypeStruct((), jnp.float32) if spec.output_dtype is not None else None,
     )
-    q = jax.ShapeDtypeStruct((sum(shape.query_lens), spec.num_heads, spec.head_dim), shape.dtype)
-    cache = jax.eval_shape(lambda: jattn.empty_cache(cache_spec, storage="native"))
-
-    def attend(q, cache, meta, params):
-        return attn.attend(q, cache, attn.build(meta), params)
-
-    return attend, (q, cache, meta, params)
+    return attn, params, spec.head_dim
 
 
 def compile_one(shape: Shape, chip: str) -> dict:

@@ -9,18 +9,23 @@ grid axes runs on one core of a v5p, which gets half of the memory's rate here.
 from benchmarks.tpu.limits import CHIPS
 
 KEY_BYTES = 2 * 8 * 128 * 2  # of all kv heads
+LATENT_BYTES = (512 + 128) * 2  # of a row of 512 + 64, whose ropes are padded to 128 lanes
+LATENT_TILE_QUERIES = 4  # of 128 heads each
 TILE_QUERIES = 128  # queries that share one pass over the keys, in our kernel
-KERNELS = {"": "jattn", "jax_": "JAX's kernel", "rpa3_": "RPA v3"}
+KERNELS = {"": "jattn", "mla_": "jattn, latent", "jax_": "JAX's kernel", "rpa3_": "RPA v3"}
 
 
 def least(row: dict) -> dict:
     """Nanoseconds for a key of a decode, or for a pair of query and key that every row sees; and the limit."""
     chip = CHIPS[row["chip"]]
+    latent = row["case"].startswith("mla_")
+    moved = LATENT_BYTES if latent else KEY_BYTES
     if row["case"].endswith("decode"):
-        bundles, moved = row["bundles_per_key"], KEY_BYTES
+        bundles = row["bundles_per_key"]
     else:
         bundles = row["milli_bundles"] / 1e3
-        moved = KEY_BYTES / row.get("tile_queries", row.get("queries", TILE_QUERIES))
+        own = LATENT_TILE_QUERIES if latent else TILE_QUERIES
+        moved /= row.get("tile_queries", row.get("queries", own))
     compute, memory = bundles / chip.clock * 1e9, moved / (chip.hbm / chip.cores) * 1e9
     return dict(
         ns_bundles=round(compute, 5), ns_memory=round(memory, 5), ns=round(max(compute, memory), 5),

@@ -2,10 +2,10 @@
 
     python -m benchmarks.tpu.static [--write | --out DIR] [--chips v5e,v6e] [--jobs decode,prefill]
 
-32 query and 8 kv heads of 128, bf16, pages of 128. A bundle is one VLIW instruction that
-libtpu's compiler scheduled, so their number is a lower bound of cycles. `ns` is the least time by data sheets, see
-benchmarks.tpu.model; a table of it ends the run. Needs the libtpu wheel; benchmarks.tpu.peers installs RPA v3. --write
-keeps the rows in benchmarks/results/tpu.
+32 query and 8 kv heads of 128, bf16, pages of 128. mla_: absorbed latent attention, 128 heads, rows of 512 + 64. A
+bundle is one VLIW instruction that libtpu's compiler scheduled, so their number is a lower bound of cycles. `ns` is the
+least time by data sheets, see benchmarks.tpu.model; a table of it ends the run. Needs the libtpu wheel;
+benchmarks.tpu.peers installs RPA v3. --write keeps the rows in benchmarks/results/tpu.
 """
 
 import argparse
@@ -19,21 +19,28 @@ import tempfile
 from benchmarks import records
 from benchmarks.tpu import aot, llo, model, peers
 
-JOBS = ("decode", "prefill", "jax_decode", "jax_prefill", "rpa3_decode", "rpa3_prefill")
+JOBS = ("decode", "prefill", "mla_decode", "mla_prefill", "jax_decode", "jax_prefill", "rpa3_decode", "rpa3_prefill")
 JAX_PAGES = 8  # in a block of JAX's kernel
 JAX_QUERIES = {"jax_decode": 8, "jax_prefill": 32}  # in its block: few, and its default on v5e
+
+
+OURS = {"decode": aot.DECODE, "prefill": aot.PREFILL, "mla_decode": aot.MLA_DECODE, "mla_prefill": aot.MLA_PREFILL}
 
 
 def ours(chip: str, job: str):
     """Compile this package's kernel for `chip`; returns the function that measures its listing."""
     from benchmarks.tpu import measure
-    from jattn.backends.pallas_tpu import kernel_config
+    from jattn.backends import mla_pallas_tpu, pallas_tpu
 
-    function, arguments = aot.call(aot.DECODE if job == "decode" else aot.PREFILL, chip)
+    shape = OURS[job]
+    function, arguments = aot.call(shape, chip)
     aot.compile_for(chip, function, *arguments)
     _, cache, meta, _ = arguments
-    config = kernel_config(aot.layer_of(aot.DECODE), cache.spec, common=meta)
-    return lambda program: getattr(measure, job)(program, config)
+    if shape.latent:
+        config = mla_pallas_tpu.kernel_config(*aot.latent_layer_of(shape), common=meta)
+    else:
+        config = pallas_tpu.kernel_config(aot.layer_of(shape), cache.spec, common=meta)
+    return lambda program: getattr(measure, job.removeprefix("mla_"))(program, config)
 
 
 def theirs(chip: str, job: str):
@@ -74,7 +81,9 @@ def rpa3(chip: str, job: str):
     return lambda program: measure.jax_kernel(program, sizes["bkv_csz"], sizes["bq_csz"]) | more
 
 
-KERNELS = {"rpa3_decode": "RPAd", "rpa3_prefill": "RPAm"}
+KERNELS = {"rpa3_decode": "RPAd", "rpa3_prefill": "RPAm"} | dict.fromkeys(
+    ("mla_decode", "mla_prefill"), "ragged_latent_attention"
+)
 """Names of the kernels in the dump; of all other jobs: ragged_paged_attention."""
 
 

@@ -186,6 +186,8 @@ class PallasTpuBackend(PagedKernelBackend):
             Feature.ALIBI,
             Feature.ALIBI_SQRT,
             Feature.SOFT_CAP,
+            Feature.MASK_FN,
+            Feature.SCORE_FN,
             Feature.PER_REQUEST_CAUSAL,
             Feature.DIFF_KV,
             Feature.LSE,
@@ -202,8 +204,10 @@ class PallasTpuBackend(PagedKernelBackend):
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
         own = super().layer_reasons(spec, cache_spec, chip)
-        if spec.attn_type is AttentionType.ENCODER_DECODER and spec.has_alibi:
+        positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
+        if spec.attn_type is AttentionType.ENCODER_DECODER and positional:
             own += (
-                "ALiBi not supported across encoder and decoder: the kernel aligns the last query with the last key",
+                "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel aligns the last "
+                "query with the last key",
             )
         return own

@@ -33,7 +33,7 @@ def check_arrays(
     takes.
     """
     c = config
-    table = (
+    check_seen(
         ("q", q.shape[1:], (c.num_heads, c.head_dim)),
         ("k_pages", k_pages.shape[1:], (*page_shape, c.head_dim)),
         ("v_pages", v_pages.shape, (k_pages.shape[0], *page_shape, c.v_head_dim)),
@@ -43,6 +43,10 @@ def check_arrays(
         ("block_table dtype", block_table.dtype.name, "int32"),
         *extra,
     )
+
+
+def check_seen(*table: tuple[str, object, object]) -> None:
+    """ValueError at the first of (name, seen, wanted) that differ."""
     for name, seen, wanted in table:
         if seen != wanted:
             raise ValueError(f"{name} is {seen}; the config wants {wanted}")

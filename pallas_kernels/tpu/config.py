@@ -13,6 +13,10 @@ PACK = 16
 
 LANES = 128
 
+LATENT_FORMS = ("split", "whole")
+"""How rows [latent | rope] are stored, whose latents are the values. split: ropes in the key pool and latents in the
+value pool. whole: rows in the key pool, and the value pool is not read."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuKernelConfig:
@@ -31,6 +35,7 @@ class TpuKernelConfig:
     has_sinks: bool = False
     per_head_q_scale: bool = False
     per_request_causal: bool = False
+    latent: str = ""  # latent attention: see LATENT_FORMS; "": keys and values of their own
     block_kv: int = 1536  # keys of one block, fetched at once; rounded to whole parts
     part_kv: int = 256  # keys of one part: where keys are masked, a block is computed by parts; rounded to whole pages
     step_kv: int = 768  # keys that a chunk of rows takes at once where it sees them all; rounded to whole parts
@@ -43,6 +48,16 @@ class TpuKernelConfig:
     def group(self) -> int:
         """Query heads of one kv head, G."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def key_dim(self) -> int:
+        """Elements of a row of the key pool."""
+        return self.head_dim - self.v_head_dim if self.latent == "split" else self.head_dim
+
+    @property
+    def pool_dims(self) -> tuple[int, ...]:
+        """Elements of a row of each pool that is read."""
+        return (self.key_dim,) if self.latent == "whole" else (self.key_dim, self.v_head_dim)
 
     @property
     def part_pages(self) -> int:
@@ -96,6 +111,11 @@ class TpuKernelConfig:
         return "float32" if "float32" in (self.dtype, self.kv_dtype) else "bfloat16"
 
     @property
+    def has_functions(self) -> bool:
+        """Is there a mask_fn or a score_fn?"""
+        return self.mask.mask_fn is not None or self.logits.score_fn is not None
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Names of the numbers that differ from row to row, in the order of their lanes."""
         wanted = (("q_scale", self.per_head_q_scale), ("slope", self.logits.has_alibi), ("sink", self.has_sinks))
@@ -104,9 +124,9 @@ class TpuKernelConfig:
     def vmem_bytes(self) -> int:
         """Bytes of VMEM scratch of one launch, lanes padded to 128. Spilled registers need more: supports.SPILL."""
         wide = lambda dim: cdiv(dim, LANES) * LANES
+        stored = sum(wide(dim) for dim in self.pool_dims)
         item, kv_item = jnp.dtype(self.dtype).itemsize, jnp.dtype(self.kv_dtype).itemsize
-        dims = wide(self.head_dim) + wide(self.v_head_dim)
-        pages = 2 * self.block_keys * self.num_kv_heads * dims * kv_item
+        pages = 2 * self.block_keys * self.num_kv_heads * stored * kv_item
         out_item = jnp.dtype(self.out_dtype).itemsize
         packed = 2 * self.rows * self.num_kv_heads * (wide(self.head_dim) * item + wide(self.v_head_dim) * out_item)
         packed += 2 * self.rows * LANES * 4

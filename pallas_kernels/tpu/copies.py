@@ -28,8 +28,8 @@ class HbmRefs(NamedTuple):
     """Refs in HBM."""
 
     q: Any  # [K packs 16 D]
-    k: Any  # [N K S D]
-    v: Any  # [N K S V]
+    k: Any  # [N K S key_dim]
+    v: Any  # [N K S V]; None where the values are part of the keys
     out: Any  # [K packs 16 V]
     lse: Any  # f32[packs 16 128]; lane k is kv head k
 
@@ -38,8 +38,8 @@ class Buffers(NamedTuple):
     """Scratch in VMEM. A leading 2 is the two halves of a double buffer."""
 
     q: Any  # [2 K rows/16 16 D]
-    k: Any  # [2 pages K S D]
-    v: Any  # [2 pages K S V]
+    k: Any  # [2 pages K S key_dim]
+    v: Any  # [2 pages K S V], or None as above
     out: Any  # [2 K rows/16 16 V]
     lse: Any  # f32[2 rows/16 16 128]
     m: Any  # f32[K rows 128], all lanes equal
@@ -105,7 +105,7 @@ class Copies:
             lax.fori_loop(0, live, page, ())
 
         def whole():
-            for at, ref in ((1, self.buf.k), (2, self.buf.v)):
+            for at, _, ref in self._pools:
                 pltpu.make_async_copy(ref.at[side], ref.at[side], self.buf.sems.at[at, side]).wait()
 
         lax.cond(live == self.config.block_pages, whole, some)
@@ -116,8 +116,14 @@ class Copies:
         return lax.clamp(0, left, self.config.block_pages)
 
     def _page(self, page, j, side):
-        yield pltpu.make_async_copy(self.hbm.k.at[page], self.buf.k.at[side, j], self.buf.sems.at[1, side])
-        yield pltpu.make_async_copy(self.hbm.v.at[page], self.buf.v.at[side, j], self.buf.sems.at[2, side])
+        for at, pool, ref in self._pools:
+            yield pltpu.make_async_copy(pool.at[page], ref.at[side, j], self.buf.sems.at[at, side])
+
+    @property
+    def _pools(self):
+        """(row of the semaphores, pool in HBM, buffer) of the keys, and of the values where they are separate."""
+        pools = ((1, self.hbm.k, self.buf.k), (2, self.hbm.v, self.buf.v))
+        return pools[: len(self.config.pool_dims)]
 
     def start_q(self, i):
         """Starts to fetch the queries of tile i."""

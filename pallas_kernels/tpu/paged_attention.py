@@ -17,6 +17,7 @@ few rows instead of a chunk.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -61,10 +62,13 @@ def ragged_paged_attention(
     by_name = dict(q_scale=q_scale, slope=alibi_slopes, sink=sinks)
     _check(q, k_pages, v_pages, block_table, work, config, by_name, chip)
     packed = pack_queries(q, work, config)
-    out, lse = _launch(
-        config, packed, k_pages, v_pages, block_table, work, _scales(config, q_scale, k_scale, v_scale),
-        _columns(config, by_name), interpret=interpret,
-    )  # fmt: skip
+    scales, columns = logit_and_output_scales(config, q_scale, k_scale, v_scale), row_columns(config, by_name)
+    return launch(config, packed, (k_pages, v_pages), block_table, work, scales, columns, interpret=interpret)
+
+
+def launch(config: TpuKernelConfig, packed, pools, block_table, work: TpuWorkList, scales, columns, *, interpret):
+    """(out [T, H, V], lse f32[T, H]) of packed queries over the pools, each [N, K, S, dim]."""
+    out, lse = _launch(config, packed, pools, block_table, work, scales, columns, interpret=interpret)
     by_head = jnp.moveaxis(lse[..., : config.num_kv_heads], -1, 0)[..., None]  # [K packs 16 1]
     return (
         unpack_rows(out, work, config, 0.0),
@@ -72,7 +76,7 @@ def ragged_paged_attention(
     )
 
 
-def _scales(c: TpuKernelConfig, q_scale, k_scale, v_scale) -> jax.Array:
+def logit_and_output_scales(c: TpuKernelConfig, q_scale, k_scale, v_scale) -> jax.Array:
     """f32[2 K]: the factors of the kv heads' logits, then of their outputs."""
     spread = lambda x: jnp.broadcast_to(jnp.asarray(1.0 if x is None else x, jnp.float32), (c.num_kv_heads,))
     logit = spread(k_scale) * c.logits.scale
@@ -81,7 +85,7 @@ def _scales(c: TpuKernelConfig, q_scale, k_scale, v_scale) -> jax.Array:
     return jnp.concatenate([logit, spread(v_scale)])
 
 
-def _columns(c: TpuKernelConfig, by_name) -> jax.Array | None:
+def row_columns(c: TpuKernelConfig, by_name) -> jax.Array | None:
     """f32[K rows C]: the numbers of each row's query head, in the order of config.columns."""
     if not c.columns:
         return None
@@ -105,10 +109,9 @@ def _check(q, k_pages, v_pages, block_table, work: TpuWorkList, config: TpuKerne
     check_arrays(c, q, k_pages, v_pages, block_table, (c.num_kv_heads, c.page_size), extra)
 
 
-def _launch(config: TpuKernelConfig, q, k_pages, v_pages, block_table, work, scales, columns, *, interpret):
+def _launch(config: TpuKernelConfig, q, pools, block_table, work, scales, columns, *, interpret):
     """(out [K packs 16 V], lse f32[packs 16 128]) of packed q. Rows of no tile are not written."""
-    kv_heads, num_packs, _, dim = q.shape
-    value_dim = v_pages.shape[-1]
+    kv_heads, num_packs = q.shape[:2]
     whole = pl.BlockSpec(memory_space=pl.ANY)
     tables = () if columns is None else (columns,)
     return pl.pallas_call(
@@ -116,28 +119,30 @@ def _launch(config: TpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(ScalarRefs._fields),
             grid=(1,),
-            in_specs=[whole] * 3 + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(tables),
+            in_specs=[whole] * (1 + len(pools)) + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(tables),
             out_specs=[whole] * 2,
-            scratch_shapes=_scratch(config, q.dtype, k_pages.dtype),
+            scratch_shapes=_scratch(config),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((kv_heads, num_packs, PACK, value_dim), config.out_dtype),
+            jax.ShapeDtypeStruct((kv_heads, num_packs, PACK, config.v_head_dim), config.out_dtype),
             jax.ShapeDtypeStruct((num_packs, PACK, LANES), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=config.vmem_bytes() + SPILL, disable_bounds_checks=True
         ),
         interpret=interpret,
-        name="ragged_paged_attention",
-    )(work.count, work.items, block_table.reshape(-1), scales, q, k_pages, v_pages, *tables)
+        name="ragged_latent_attention" if config.latent else "ragged_paged_attention",
+    )(work.count, work.items, block_table.reshape(-1), scales, q, *pools, *tables)
 
 
-def _scratch(c: TpuKernelConfig, dtype, kv_dtype):
+def _scratch(c: TpuKernelConfig):
     packs, f32 = c.rows // PACK, jnp.float32
     return [
-        pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.head_dim), dtype),
-        pltpu.VMEM((2, c.block_pages, c.num_kv_heads, c.page_size, c.head_dim), kv_dtype),
-        pltpu.VMEM((2, c.block_pages, c.num_kv_heads, c.page_size, c.v_head_dim), kv_dtype),
+        pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.head_dim), jnp.dtype(c.dtype)),
+        *(
+            pltpu.VMEM((2, c.block_pages, c.num_kv_heads, c.page_size, dim), jnp.dtype(c.kv_dtype))
+            for dim in c.pool_dims
+        ),
         pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.v_head_dim), jnp.dtype(c.out_dtype)),
         pltpu.VMEM((2, packs, PACK, LANES), f32),
         pltpu.VMEM((c.num_kv_heads, c.rows, LANES), f32),
@@ -149,12 +154,15 @@ def _scratch(c: TpuKernelConfig, dtype, kv_dtype):
 
 def _kernel(*refs, config: TpuKernelConfig, num_columns: int):
     """Walks over the tiles. copies.py says what the Refs hold."""
-    # in this order: prefetched scalars; inputs q, k, v and, if there are any, columns f32[K rows C]; outputs; scratch
-    s, refs = ScalarRefs(*refs[:4]), refs[4:]
-    (q, k, v), refs = refs[:3], refs[3:]
-    columns, refs = (refs[0], refs[1:]) if config.columns else (None, refs)
-    buf = Buffers(*refs[2:])
-    copies = Copies(config, num_columns, s, HbmRefs(q, k, v, *refs[:2]), buf)
+    # in this order: prefetched scalars; inputs q, pools and, if there are any, columns f32[K rows C]; outputs; scratch
+    left = iter(refs)
+    read_pools = lambda: (next(left), next(left) if len(config.pool_dims) > 1 else None)
+    s = ScalarRefs(*itertools.islice(left, len(ScalarRefs._fields)))
+    q, (k, v) = next(left), read_pools()
+    columns = next(left) if config.columns else None
+    hbm = HbmRefs(q, k, v, next(left), next(left))
+    buf = Buffers(next(left), *read_pools(), *left)
+    copies = Copies(config, num_columns, s, hbm, buf)
     count = s.count[0]
 
     @pl.when(count > 0)

@@ -65,12 +65,13 @@ class QueryTile:
     def _clear_values(self, side, first_key):
         """Sets the values outside the tile's range to 0 in the parts that it touches: what lies there may be NaN."""
         c, item = self.c, self.item
+        values = self.buf.k if self.buf.v is None else self.buf.v
         start, stop = (lax.clamp(0, key - first_key, c.block_keys) for key in (item.kv_start, item.kv_end))
 
         def page(j, _):
             at = first_key + j * c.page_size + lax.broadcasted_iota(jnp.int32, (1, c.page_size, 1), 1)
-            v = self.buf.v[side, j]
-            self.buf.v[side, j] = jnp.where((at >= item.kv_start) & (at < item.kv_end), v, jnp.zeros_like(v))
+            v = values[side, j]
+            values[side, j] = jnp.where((at >= item.kv_start) & (at < item.kv_end), v, jnp.zeros_like(v))
             return ()
 
         lax.fori_loop(_down(start, c.part_keys) * c.part_pages, _up(start, c.page_size), page, ())
@@ -124,6 +125,8 @@ class QueryTile:
             return (item.kv_start, item.kv_end), (item.full_start, item.full_end)
         causal = (item.causal != 0) if c.per_request_causal else None
         q_first, q_last = (item.q_first + _token_of(c, row) for row in (first, first + c.chunk_rows - 1))
+        if c.mask.mask_fn is not None:
+            return mask.key_range(c.mask, q_first, q_last, item.kv_end, causal), (item.full_start, item.full_end)
         by_all = (mask.key_range(c.mask, q, q, item.kv_end, causal)[i] for i, q in enumerate((q_last, q_first)))
         return mask.key_range(c.mask, q_first, q_last, item.kv_end, causal), tuple(by_all)
 
@@ -206,22 +209,27 @@ class QueryTile:
 
     def _dots(self, keys: KeyPart, head, first, rows: int):
         """f32[rows keys] of a head."""
-        compute = jnp.dtype(self.c.compute_dtype)
-        k = self.buf.k[keys.side, pl.ds(keys.page, keys.pages), head].reshape(-1, self.c.head_dim)
-        return _dot(self._queries(head, first, rows).astype(compute), _cast(k, compute), 1)
+        q = self._queries(head, first, rows).astype(self.c.compute_dtype)
+        k = self._stored(self.buf.k, keys, head)
+        if self.c.latent != "split":
+            return _dot(q, k, 1)
+        latent = self.c.v_head_dim
+        return _dot(q[:, :latent], self._stored(self.buf.v, keys, head), 1) + _dot(q[:, latent:], k, 1)
+
+    def _stored(self, buffer, keys: KeyPart, head):
+        """[keys dim] of a head, in the dtype of the products."""
+        rows = buffer[keys.side, pl.ds(keys.page, keys.pages), head]
+        return _cast(rows.reshape(-1, rows.shape[-1]), jnp.dtype(self.c.compute_dtype))
 
     def _weights(self, state, keys: KeyPart, head, first, rows: int, dots):
         """(m, l, acc, alpha, p) of a head after these keys, where acc still has to be updated with alpha and p."""
         c, item = self.c, self.item
-        kv_pos = q_pos = None
-        if keys.masked or c.logits.has_alibi:
-            kv_pos = keys.first + lax.broadcasted_iota(jnp.int32, (1, dots.shape[1]), 1)
-            q_pos = item.q_first + _token_of(c, first + lax.broadcasted_iota(jnp.int32, (rows, 1), 0))
-        logits = self._logits(dots, head, first, rows, q_pos, kv_pos)
+        where = query_head, q_pos, kv_pos = self._where(keys, head, first, dots.shape)
+        logits = self._logits(dots, head, first, rows, where)
         if keys.masked:
             assert kv_pos is not None
             causal = (item.causal != 0) if c.per_request_causal else None
-            seen = mask.visible(c.mask, None, q_pos, kv_pos, causal)
+            seen = mask.visible(c.mask, query_head, q_pos, kv_pos, causal)
             if causal is not None or not c.mask.causal:  # otherwise `visible` hides every key past the range
                 seen = seen & (kv_pos < item.kv_end)
             logits = jnp.where(seen, logits, softmax.NEG_INF)
@@ -231,21 +239,42 @@ class QueryTile:
         alpha, p = jnp.exp2(before - shift), jnp.exp2(logits - _lanes(shift, logits.shape[1]))
         return m, l * alpha + _sum_by_lane(p), acc, alpha, p.astype(c.compute_dtype)
 
+    def _where(self, keys: KeyPart, head, first, shape: tuple[int, int]):
+        """(query head, q_pos, kv_pos) of some rows and keys: None if no rule needs them, whole for a user's function.
+
+        Such a function may return the shape of any of its arguments, and Mosaic does not broadcast bools.
+        """
+        c = self.c
+        if not (keys.masked or c.logits.has_alibi or c.has_functions):
+            return None, None, None
+        row = first + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
+        kv_pos = keys.first + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+        q_pos = self.item.q_first + _token_of(c, row)
+        if not c.has_functions:
+            return None, q_pos, kv_pos
+        return tuple(jnp.broadcast_to(x, shape) for x in (head * c.group + _member_of(c, row), q_pos, kv_pos))
+
     def _sum_values(self, weighed, keys: KeyPart, head):
         """The state of a head from its _weights."""
         m, l, acc, alpha, p = weighed  # noqa: E741
-        v = self.buf.v[keys.side, pl.ds(keys.page, keys.pages), head].reshape(-1, self.c.v_head_dim)
-        return m, l, acc * _lanes(alpha, self.c.v_head_dim) + _dot(p, _cast(v, p.dtype), 0)
+        values = self.buf.k if self.buf.v is None else self.buf.v
+        v = self._stored(values, keys, head)[:, : self.c.v_head_dim]
+        return m, l, acc * _lanes(alpha, self.c.v_head_dim) + _dot(p, v, 0)
 
-    def _logits(self, dots, head, first, rows: int, q_pos, kv_pos):
-        """Base-2 logits: log2(e) is part of the scale where no other step follows, else it is applied last."""
+    def _logits(self, dots, head, first, rows: int, where):
+        """Base-2 logits. log2(e) is part of the scale where no other step follows, else it is applied last.
+
+        where: query head, q_pos and kv_pos, as far as the rules need them.
+        """
         c, factor = self.c, self.scales[head]
         if c.per_head_q_scale:
             factor = factor * self._column("q_scale", head, first, rows)
-        if not (c.logits.soft_cap or c.logits.has_alibi):
+        if not (c.logits.soft_cap or c.logits.has_alibi or c.logits.score_fn):
             return dots * (factor * LOG2E)
         rule = dataclasses.replace(c.logits, scale=factor)
-        return shape_logits(rule, dots, None, q_pos, kv_pos, self._column("slope", head, first, rows)) * LOG2E
+        query_head, q_pos, kv_pos = where
+        logits = shape_logits(rule, dots, query_head, q_pos, kv_pos, self._column("slope", head, first, rows))
+        return logits.astype(jnp.float32) * LOG2E  # a score_fn may return another dtype
 
     def _queries(self, head, first, rows: int):
         """[rows D] of a head."""
@@ -285,6 +314,11 @@ def _token_of(c: TpuKernelConfig, row):
     if c.group & (c.group - 1) == 0:
         return row >> (c.group.bit_length() - 1)
     return (row * cdiv(1 << 16, c.group)) >> 16
+
+
+def _member_of(c: TpuKernelConfig, row):
+    """A row's head within the group of its kv head, row % G."""
+    return row - _token_of(c, row) * c.group
 
 
 def _down(keys, unit: int):

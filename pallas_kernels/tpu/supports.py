@@ -5,11 +5,12 @@ never ran on one.
 """
 
 from pallas_kernels.algebra.checks import unlisted_fields
-from pallas_kernels.tpu.config import LANES, TpuKernelConfig
+from pallas_kernels.tpu.config import LANES, LATENT_FORMS, TpuKernelConfig
+from pallas_kernels.tpu.functions import function_reasons
 from pallas_kernels.tpu.work_list import FIELDS
 
-MASKS = ("causal", "left", "right", "chunk", "lookback")  # fields of a MaskRule that it honours
-LOGITS = ("scale", "soft_cap", "has_alibi", "alibi_sqrt")  # fields of a LogitRule that it honours
+MASKS = ("causal", "left", "right", "chunk", "lookback", "mask_fn")  # fields of a MaskRule that it honours
+LOGITS = ("scale", "soft_cap", "has_alibi", "alibi_sqrt", "score_fn")  # fields of a LogitRule that it honours
 QUERY_DTYPES = ("bfloat16", "float32")
 KV_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 MIB = 1 << 20
@@ -42,16 +43,29 @@ def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
     refuse(c.num_heads % c.num_kv_heads != 0, f"{c.num_heads} heads are not a multiple of {c.num_kv_heads} kv heads")
     refuse(c.num_kv_heads > LANES, f"{c.num_kv_heads} kv heads: the lse has a lane for each of at most {LANES}")
     refuse(c.group > 128, f"{c.group} query heads on one kv head: at most 128")
-    for what, dim in (("head_dim", c.head_dim), ("v_head_dim", c.v_head_dim)):
-        refuse(dim % 16 != 0 or not 16 <= dim <= 256, f"{what} {dim}: wanted a multiple of 16 from 16 to 256")
+    _refuse_dims(c, refuse)
     page = c.page_size
     refuse(page % 16 != 0 or not 16 <= page <= 256, f"page size {page}: wanted a multiple of 16 from 16 to 256")
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
+    reasons += function_reasons("mask_fn", c.mask.mask_fn, scored=False)
+    reasons += function_reasons("score_fn", c.logits.score_fn, scored=True)
     room = VMEM.get(name, min(VMEM.values()))
     wanted = c.vmem_bytes() + SPILL
     refuse(wanted > room, f"{wanted} bytes of VMEM ({c.num_kv_heads} kv heads); {name or 'the smallest chip'}: {room}")
     return reasons
+
+
+def _refuse_dims(c: TpuKernelConfig, refuse):
+    if not c.latent:
+        for what, dim in (("head_dim", c.head_dim), ("v_head_dim", c.v_head_dim)):
+            refuse(dim % 16 != 0 or not 16 <= dim <= 256, f"{what} {dim}: wanted a multiple of 16 from 16 to 256")
+        return
+    refuse(c.latent not in LATENT_FORMS, f"latent {c.latent}: wanted one of {', '.join(LATENT_FORMS)}")
+    refuse(c.num_kv_heads != 1, f"{c.num_kv_heads} kv heads: rows of latents are shared by all heads")
+    latent, rope = c.v_head_dim, c.head_dim - c.v_head_dim
+    refuse(latent % LANES != 0 or not LANES <= latent <= 512, f"kv_lora_rank {latent}: wanted 128, 256, 384 or 512")
+    refuse(rope % 16 != 0 or not 16 <= rope <= 128, f"qk_rope_head_dim {rope}: wanted a multiple of 16 from 16 to 128")
 
 
 def smem_bytes(num_tokens: int, num_reqs: int, num_columns: int, config: TpuKernelConfig) -> int:

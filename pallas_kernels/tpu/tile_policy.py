@@ -18,8 +18,9 @@ def default_config(*, longest: int | None = None, **fields) -> TpuKernelConfig:
     """
     config = TpuKernelConfig(**fields)
     dims = sum(cdiv(dim, LANES) * LANES for dim in (config.head_dim, config.v_head_dim))
+    stored = sum(cdiv(dim, LANES) * LANES for dim in config.pool_dims)
     heads, item = config.num_kv_heads, jnp.dtype(config.kv_dtype).itemsize
-    page_bytes = lambda keys: 2 * keys * heads * dims * item
+    page_bytes = lambda keys: 2 * keys * heads * stored * item
     row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
     blocks, tiles = (1536, 1024, 512, 256, 128), (512, 256, 128)
     found: dict[str, Any] = dict(

@@ -74,7 +74,12 @@ def build_work_list(query_start_loc, seq_lens, num_tokens: int, config: TpuKerne
 
 
 def _seen_by_all(items, q_first, config: TpuKernelConfig, causal):
-    """Keys that every query of a tile sees: from the start of the last query's range to the end of the first's."""
+    """Keys that every query of a tile sees: from the start of the last query's range to the end of the first's.
+
+    None where there is a mask_fn, which may hide any key.
+    """
+    if config.mask.mask_fn is not None:
+        return jnp.zeros_like(q_first), jnp.zeros_like(q_first)
     end, last = items.seq_len, q_first + items.q_num - 1
     start = key_range(config.mask, last, last, end, causal)[0]
     return start, key_range(config.mask, q_first, q_first, end, causal)[1]

@@ -37,6 +37,7 @@ def test_it_is_the_first_choice_on_tpu_and_sdpa_where_it_refuses():
     assert jattn.empty_cache(cache_spec, platform=V6E).k.dtype == jnp.bfloat16, "native: no relayout, no bits"
 
 
+TABLE = jnp.array([True, False, True, True])
 REFUSED = [
     (dict(chip=Chip("cpu")), "platform not supported: cpu"),
     (dict(chip=Chip("tpu", "TPU v4")), "chip TPU v4: compiled for v5e, v6e, v5p, tpu7x only"),
@@ -46,9 +47,13 @@ REFUSED = [
     (dict(cache=dict(block_size=512)), "page size 512: wanted a multiple of 16 from 16 to 256"),
     (dict(cache=dict(dtype="int8", quant="per_token_head")), "quant not supported: 'per_token_head'"),
     (dict(spec=dict(head_dim=40), cache=dict(head_dim=40)), "head_dim 40: wanted a multiple of 16"),
-    (dict(spec=dict(mask_fn=lambda *a: True)), "user mask_fn not supported"),
-    (dict(spec=dict(score_fn=lambda x, *a: x)), "user score_fn not supported"),
-    (dict(spec=dict(attn_type="encoder_decoder", has_alibi=True)), "ALiBi not supported across encoder and decoder"),
+    (dict(spec=dict(mask_fn=lambda h, i, j: TABLE[i % 4])), "mask_fn reads an array of its own: not in this kernel"),
+    (dict(spec=dict(score_fn=lambda s, *a: s - s.sum())), "score_fn uses reduce_sum: not in this kernel"),
+    (
+        dict(spec=dict(attn_type="encoder_decoder", mask_fn=lambda h, i, j: i == j)),
+        "mask_fn and score_fn not supported",
+    ),
+    (dict(spec=dict(attn_type="encoder_decoder", has_alibi=True)), "not supported across encoder and decoder"),
     (dict(needs=(Feature.BATCH_INVARIANCE,)), "batch invariance not supported"),
     (dict(needs=(Feature.DCP,)), "DCP not supported"),
 ]

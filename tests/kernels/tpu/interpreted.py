@@ -19,7 +19,14 @@ SMALL = Problem(heads=4, kv_heads=2, head_dim=64, block_size=16, layout="HND", d
 
 
 def judge(problem: Problem, mode: str = "on_wait", check=conform) -> None:
-    """Checks the output against the witness, the semaphores, and that no race is found.
+    """Checks the output against the witness, the semaphores, and that no race is found."""
+    with judged(mode):
+        check(problem, "pallas_tpu")
+
+
+@contextlib.contextmanager
+def judged(mode: str = "on_wait"):
+    """Interprets what runs inside; AssertionError on a race or a semaphore that is not zero at the end.
 
     mode: DMAs run when waited for, or at once.
     """
@@ -27,7 +34,7 @@ def judge(problem: Problem, mode: str = "on_wait", check=conform) -> None:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(params):
-            check(problem, "pallas_tpu")
+            yield
         assert "has non-zero count" not in printed.getvalue(), f"semaphore: {printed.getvalue()}"
         assert not races().races_found, "race"
     finally:

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.tpu import aot
 from tests.rooms import tree
 
-LOWERED = ("head_dim_80", "int8_page_16", "mqa_71", "chunk_alibi")
+LOWERED = ("head_dim_80", "int8_page_16", "mqa_71", "chunk_alibi", "mla_decode", "mla_wide")
 
 
 @pytest.mark.parametrize("name", [*LOWERED, "decode"])

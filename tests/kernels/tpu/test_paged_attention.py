@@ -34,6 +34,11 @@ ROWS = {
     ),
     "lookback, D 32": ("on_wait", dict(case=CASES["mixed"], feature=FEATURES["chunk_lookback"], head_dim=32)),
     "quantised output, square-root distances": ("eager", dict(case=CASES["mixed_unsorted"], feature=QUANTISED)),
+    "functions of the user": ("on_wait", dict(case=LONG, feature=FEATURES["everything"])),
+    "functions, alternating, ratio 3": (
+        "eager",
+        dict(case=CASES["mixed_unsorted"], heads=6, feature=FEATURES["everything_two_ways"]),
+    ),
     "non-causal, D 192, V 128": (
         "eager",
         dict(case=CASES["chunked_prefill"], feature=FEATURES["non_causal"], head_dim=192, v_head_dim=128),
@@ -59,7 +64,7 @@ def test_every_case_in_both_modes(case, mode):
     judge(SMALL.replace(case=CASES[case], feature=FEATURES["cap_sinks_window"]), mode)
 
 
-REFUSED = {"mask_fn", "score_fn", "use_mm_prefix", "use_rswa", "use_qq_bias", "use_distance_bias"}
+REFUSED = {"use_mm_prefix", "use_rswa", "use_qq_bias", "use_distance_bias"}
 SERVED = [name for name, f in FEATURES.items() if not REFUSED & set(f.spec)]
 
 
