@@ -23,8 +23,8 @@ def reference(a, x, w, g, precise=False):
 def rel(got, want):
     got, want = (np.asarray(y.astype(jnp.float32), np.float64) for y in (got, want))
     return float(np.nan_to_num((np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)), nan=9e9).max())
-def case(rows, hidden, heads, mlp, nxt, change=()):
-    c = C.choose(rows, hidden, heads, mlp, nxt, 132)
+def case(rows, hidden, heads, mlp, nxt, **change):
+    c = C.choose(rows, hidden, heads, mlp, nxt, 132, **change)
     if c is None: print("none", rows, hidden); return
     layers = [make(rows, hidden, heads, mlp, nxt, i) for i in range(LAYERS)]
     a = jax.random.normal(jax.random.key(8), (rows, heads), jnp.bfloat16); x = jax.random.normal(jax.random.key(9), (rows, hidden), jnp.bfloat16)
@@ -56,12 +56,25 @@ def case(rows, hidden, heads, mlp, nxt, change=()):
         for _ in range(20): r = f(a, x, layers)
         jax.block_until_ready(r); return (time.perf_counter() - t) / 20 / LAYERS * 1e6
     guard.cancel()
+    import dataclasses
+    ct = dataclasses.replace(c, trace=True)
+    def traced(a, x, layers):
+        counters, outs = zeros(), []
+        for w, g in layers:
+            x, r, (c0, c1, t) = K.layer_tail(a, x, w, g, counters, ct); counters = c0, c1
+            outs.append(t); a = jnp.concatenate([r] * (-(-heads // r.shape[1])), 1)[:, :heads] if heads != r.shape[1] else r
+        return outs[-1]
+    ft = jax.jit(traced).lower(a, x, layers).compile(compiler_options=options)
+    ft(a, x, layers); t = np.asarray(ft(a, x, layers)).reshape(-1, 32)
+    for cta in (0, 1, 40, 90):
+        d = (t[cta] - t[cta][0]).astype(np.int32) / 1.9
+        print("    cta", cta, " | ".join(f"P{i} x {d[1+6*i]:.0f} sums {d[2+6*i]:.0f} stored {d[3+6*i]:.0f} arrived {d[4+6*i]:.0f}" + (f" R {d[5+6*i]:.0f} done {d[6+6*i]:.0f}" if i != 1 and cta < rows else "") for i in range(len(c.products))))
     total = sum(p.inner * p.width for p in c.products) * 2
-    print(f"T={rows} hidden={hidden} mlp={mlp} tiles={[(p.pieces, p.splits) for p in c.products]} slots={c.slots} same={same} errs={errs[0]}..{errs[-1]}\n"
+    print(f"T={rows} {change} hidden={hidden} mlp={mlp} tiles={[(p.pieces, p.splits) for p in c.products]} slots={c.slots} same={same} errs={errs[0]}..{errs[-1]}\n"
           f"   ours {us/LAYERS:.1f} us (tail {parts.get('layer_tail_mosaic_gpu_kernel', 0)/LAYERS:.1f}, {total/us*LAYERS/1e6:.2f} TB/s) wall {wall(f):.1f};  XLA {xus/LAYERS:.1f} us wall {wall(g):.1f}; floor {total/4.68e6:.1f}", flush=True)
 B1, B8, Q = (2048, 2048, 8192, (2048, 512, 512)), (4096, 4096, 14336, (4096, 1024, 1024)), (1024, 2048, 3072, (2048, 1024, 1024))
 begin = time.time()
 for args in eval(sys.argv[1]):
     if time.time() - begin > float(sys.argv[2]): print("skip", args); continue
-    try: case(*args)
+    try: case(*[x for x in args if not isinstance(x, dict)], **{k: v for x in args if isinstance(x, dict) for k, v in x.items()})
     except Exception as e: print("ERROR", args, type(e).__name__, str(e)[:500], flush=True)

@@ -57,6 +57,8 @@ class LayerTailConfig:
     ctas: int = 132
     token_stages: int = 4
     slots: int = 8  # blocks of a piece in shared memory
+    trace: bool = False
+    ahead: int = 0  # blocks that a CTA brings into the L2 cache before it loads them
 
     @property
     def rows8(self) -> int:

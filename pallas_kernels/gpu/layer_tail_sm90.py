@@ -70,6 +70,7 @@ class _Refs:
     h: object  # GMEM [T8, mlp width]
     parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
     out: object  # GMEM [T8, width of the next projections], or None
+    trace: object = None
     w_tile: object = None  # SMEM [slots, 128, 64]
     x_tile: object = None  # SMEM [token stages, T8, 128]
     scratch: object = None  # SMEM f32[8]
@@ -94,6 +95,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     out_type = [shape(c.hidden) for _ in range(4)] + [shape(c.products[1].widths[0])]
     out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
     out_type += [shape(c.products[3].width)] if has_next else []
+    out_type += [jax.ShapeDtypeStruct((c.ctas * 32,), jnp.int32)] if c.trace else []
     used, cleared = (jax.new_ref(y) for y in counters)
     flat = [w for group in weights for w in group]
 
@@ -103,14 +105,17 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
         given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights), norms=some(norms))
         given |= dict(counters=next(take), cleared=next(take))
         given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take), parts=some(summed))
-        _kernel(c, _Refs(**given, out=next(take) if has_next else None), tuple(take))
+        given |= dict(out=next(take) if has_next else None, trace=next(take) if c.trace else None)
+        _kernel(c, _Refs(**given), tuple(take))
 
     mesh = plgpu.Mesh(grid=(c.ctas,), grid_names=("cta",), num_threads=3, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
     results = call(a, x, *flat, *norms, used, cleared)
+    trace = results[-1] if c.trace else None
+    results = results[:-1] if c.trace else results
     rows_out = results[-1] if has_next else results[3]
-    return results[1][: c.rows], rows_out[: c.rows], (jax.freeze(cleared), jax.freeze(used))
+    return results[1][: c.rows], rows_out[: c.rows], (jax.freeze(cleared), jax.freeze(used), *([trace] if c.trace else []))
 
 
 def _rings(cfg: LayerTailConfig) -> tuple[_Ring, _Ring]:
@@ -226,8 +231,6 @@ def _arrive(refs: _Refs, counter: int):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def arrive(ctx, counters):
-        ptx.asm("fence.acq_rel.gpu;", "")
-        ptx.asm("fence.proxy.async.global;", "")  # the tokens are read by TMA
         ptx.asm(f"bar.sync 8, {THREADS};", "")
         place = arith.addi(ptx.pointer(counters, 0), ptx.i64(128 * counter))
         text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p red.release.gpu.global.add.u32 [$0], 1; }"
@@ -236,25 +239,43 @@ def _arrive(refs: _Refs, counter: int):
     arrive(refs.counters)
 
 
-def _await(refs: _Refs, counter: int, count: int, name: int):
-    """This warpgroup waits until `count` CTAs have arrived. name: of a barrier of this warpgroup alone."""
+def _await(refs: _Refs, counter: int, count: int, name: int | None):
+    """Waits until `count` CTAs have arrived. name: of a barrier of this warpgroup; None: only its first warp waits.
+
+    After the wait, TMA reads what the CTAs stored before.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def wait(ctx, counters):
         place = arith.addi(ptx.pointer(counters, 0), ptx.i64(128 * counter))
+        last = 31 if name is None else 0
         text = (
-            "{ .reg .pred p; .reg .b32 seen; setp.ne.u32 p, $1, 0; @p bra DONE;"
+            f"{{ .reg .pred p; .reg .b32 seen; setp.gt.u32 p, $1, {last}; @p bra DONE;"
             " AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; setp.lt.u32 p, seen, $2; @p bra AGAIN; DONE: }"
         )
         ptx.asm(text, "l,r,r", place, ptx.thread_index(), ptx.i32(count))
-        ptx.asm(f"bar.sync {name}, {THREADS};", "")
-        ptx.asm("fence.acq_rel.gpu;", "")
-        ptx.asm("fence.proxy.async.global;", "")
+        if name is None:
+            ptx.asm("fence.proxy.async.global;", "")
+        else:
+            ptx.asm(f"bar.sync {name}, {THREADS};", "")
 
     wait(refs.counters)
 
 
 # The order of arrivals: counter 2 p of the CTAs that compute product p, counter 2 p + 1 of the CTAs that add its sums.
+
+
+def _mark(cfg, refs, slot: int):
+    if not cfg.trace:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
+    def mark(ctx, trace, cta):
+        place = arith.addi(ptx.pointer(trace, 0), ptx.to_i64(_mul(_add(_mul(ptx.scalar_value(cta), 32), ptx.i32(slot)), 4)))
+        text = "{ .reg .pred p; .reg .b32 t; mov.u32 t, %clock; setp.eq.u32 p, $1, 0; @p st.global.u32 [$0], t; }"
+        ptx.asm(text, "l,r", place, ptx.thread_index())
+
+    mark(refs.trace, lax.axis_index("cta"))
 
 
 def _is_active(product, cta):
@@ -282,35 +303,22 @@ def _load_weights(cfg: LayerTailConfig, refs: _Refs):
 
     def run(i, p, before, _):
         strip, share = _place(p, cta)
-        weights = refs.weights[i]
 
         def block(b, carry):
             k = (share * p.blocks + b) * BLOCK
             for piece in range(p.pieces):
                 number = before + b * p.pieces + piece
-                when_full = number >= ring.stages
 
-                @when(when_full)
+                @when(number >= ring.stages)
                 def _(number=number):
                     _wait(ring, refs.barriers, number, 1)
 
                 def copy(weight, column, number=number):
                     _copy(ring, weight, refs.w_tile, refs.barriers, number, (k, column * PIECE), _WEIGHT_BLOCK)
 
-                if p.gated:
-                    half = p.pieces // 2
-                    copy(weights[piece // half], strip * half + piece % half)
-                elif len(weights) == 1:
-                    copy(weights[0], strip * p.pieces + piece)
-                else:
-                    column, firsts = strip * p.pieces + piece, [0]
-                    for width in p.widths:
-                        firsts.append(firsts[-1] + width // PIECE)
-                    index = sum(jnp.where(column >= first, jnp.int32(1), jnp.int32(0)) for first in firsts[1:-1])
-                    lax.switch(
-                        index,
-                        [functools.partial(copy, w, column - first) for w, first in zip(weights, firsts, strict=False)],
-                    )
+                _of_piece(p, refs.weights[i], strip, piece, copy)
+                if cfg.ahead:
+                    _ask_ahead(cfg, refs, i, strip, share, b, piece)
             return carry
 
         @when(cta < p.units)
@@ -318,6 +326,68 @@ def _load_weights(cfg: LayerTailConfig, refs: _Refs):
             lax.fori_loop(0, p.blocks, block, jnp.int32(0))
 
     _each(cfg, run)
+
+
+def _of_piece(p, weights, strip, piece, use):
+    """use(weight, its column in pieces) of the strip's piece."""
+    if p.gated:
+        half = p.pieces // 2
+        use(weights[piece // half], strip * half + piece % half)
+    elif len(weights) == 1:
+        use(weights[0], strip * p.pieces + piece)
+    else:
+        column, firsts = strip * p.pieces + piece, [0]
+        for width in p.widths:
+            firsts.append(firsts[-1] + width // PIECE)
+        index = sum(jnp.where(column >= first, jnp.int32(1), jnp.int32(0)) for first in firsts[1:-1])
+        lax.switch(index, [functools.partial(use, w, column - first) for w, first in zip(weights, firsts, strict=False)])
+
+
+def _ask_ahead(cfg: LayerTailConfig, refs: _Refs, i: int, strip, share, b, piece: int):
+    """Brings a block that is loaded later into the L2 cache: `ahead` steps later, or so far into the next product."""
+    p = cfg.products[i]
+    cta = lax.axis_index("cta")
+
+    def ask(weight, column, k):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR, ptx.SCALAR))
+        def prefetch(ctx, weight, column, k):
+            row = arith.addi(ptx.scalar_value(k), ptx.thread_index())
+            width = ir.MemRefType(weight.type).shape[1]
+            place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(width)), ptx.to_i64(_mul(ptx.scalar_value(column), PIECE)))
+            address = arith.addi(ptx.pointer(weight, 0), arith.muli(place, ptx.i64(2)))
+            ptx.asm("prefetch.global.L2 [$0];", "l", address)
+
+        prefetch(weight, column, k)
+
+    steps = max(cfg.ahead // p.pieces, 1)
+    later = b + steps
+
+    @when(later < p.blocks)
+    def _():
+        _of_piece(p, refs.weights[i], strip, piece, lambda w, column: ask(w, column, (share * p.blocks + later) * BLOCK))
+
+    if i + 1 == len(cfg.products):
+        return
+    q = cfg.products[i + 1]
+    # The last steps of this product ask for the first blocks of the next one.
+    next_strip, next_share = _place(q, cta)
+    each = -(-min(cfg.ahead, q.blocks * q.pieces) // (min(steps, p.blocks) * p.pieces))  # blocks of q for each of p
+    base = (later - max(p.blocks, steps)) * p.pieces + piece
+    for j in range(each):
+        target = base * each + j
+        inside = (later >= p.blocks) & (target < q.blocks * q.pieces) & (cta < q.units) & (base >= 0)
+
+        @when(inside)
+        def _(target=target):
+            step, its_piece = lax.div(target, jnp.int32(q.pieces)), lax.rem(target, jnp.int32(q.pieces))
+            k = (next_share * q.blocks + step) * BLOCK
+            lax.switch(
+                its_piece,
+                [
+                    functools.partial(_of_piece, q, refs.weights[i + 1], next_strip, n, lambda w, c: ask(w, c, k))
+                    for n in range(q.pieces)
+                ],
+            )
 
 
 def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
@@ -342,9 +412,9 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
         @when(cta < p.units)
         def _():
             if i in (1, 3):
-                _await(refs, 2 * (i - 1) + 1, cfg.rows, 10)
+                _await(refs, 2 * (i - 1) + 1, cfg.rows, None)
             elif i == 2:
-                _await(refs, 2, cfg.products[1].units, 10)
+                _await(refs, 2, cfg.products[1].units, None)
             lax.fori_loop(0, p.blocks, block, jnp.int32(0))
 
     _each(cfg, run)
@@ -352,6 +422,7 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
 
 def _compute(cfg: LayerTailConfig, refs: _Refs):
     cta = lax.axis_index("cta")
+    _mark(cfg, refs, 0)
     parts = iter(refs.parts)
     summed = {i: next(parts) for i, p in enumerate(cfg.products) if not p.gated}
 
@@ -360,7 +431,8 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
 
         @when(cta < p.units)
         def _():
-            accs = _sums(cfg, refs, p, w_before, x_before)
+            accs = _sums(cfg, refs, p, w_before, x_before, 1 + 6 * i)
+            _mark(cfg, refs, 2 + 6 * i)
             if p.gated:
                 half = p.pieces // 2
                 for j in range(half):
@@ -370,7 +442,9 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
             else:
                 for j, acc in enumerate(accs):
                     _store_columns(cfg, summed[i], acc, share * cfg.rows8, (strip * p.pieces + j) * PIECE)
+            _mark(cfg, refs, 3 + 6 * i)
             _arrive(refs, 2 * i)
+            _mark(cfg, refs, 4 + 6 * i)
 
         if p.gated:
             return
@@ -381,8 +455,10 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
             @when(cta < cfg.rows * spread)
             def _():
                 _await(refs, 2 * i, p.units, 9)
+                _mark(cfg, refs, 5 + 6 * i)
                 row, share_of_row = lax.rem(cta, jnp.int32(cfg.rows)), lax.div(cta, jnp.int32(cfg.rows))
                 _add_up(cfg, p, refs, summed[i], row, None, None, (refs.out,), (share_of_row, spread))
+                _mark(cfg, refs, 6 + 6 * i)
 
             return
         number = 0 if i == 0 else 1
@@ -391,13 +467,15 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
         @when(cta < cfg.rows)
         def _():
             _await(refs, 2 * i, p.units, 9)
+            _mark(cfg, refs, 5 + 6 * i)
             _add_up(cfg, p, refs, summed[i], cta, old, number, (new, normed), (jnp.int32(0), 1))
             _arrive(refs, 2 * i + 1)
+            _mark(cfg, refs, 6 + 6 * i)
 
     _each(cfg, run)
 
 
-def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
+def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before, slot):
     """f32 (64, T8) of each piece of this CTA's strip, over its share of the inner dimension."""
     w_ring, x_ring = _rings(cfg)
 
@@ -405,6 +483,8 @@ def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
         x_number = x_before + b
         x_stage = lax.rem(x_number, jnp.int32(x_ring.stages))
         _wait(x_ring, refs.barriers, x_number, 0)
+        if cfg.trace:
+            when(b == 0)(lambda: _mark(cfg, refs, slot))
 
         def multiply(accs):
             for j, acc in enumerate(accs):
