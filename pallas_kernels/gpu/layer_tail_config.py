@@ -58,7 +58,7 @@ class LayerTailConfig:
     token_stages: int = 4
     slots: int = 8  # blocks of a piece in shared memory
     trace: bool = False
-    ahead: int = 0  # blocks that a CTA brings into the L2 cache before it loads them
+    in_flight: int = 4  # weight blocks that a CTA has asked for and not received
 
     @property
     def rows8(self) -> int:

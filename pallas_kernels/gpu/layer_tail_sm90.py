@@ -313,12 +313,14 @@ def _load_weights(cfg: LayerTailConfig, refs: _Refs):
                 def _(number=number):
                     _wait(ring, refs.barriers, number, 1)
 
+                @when(number >= cfg.in_flight)
+                def _(number=number):
+                    _wait(ring, refs.barriers, number - cfg.in_flight, 0)
+
                 def copy(weight, column, number=number):
                     _copy(ring, weight, refs.w_tile, refs.barriers, number, (k, column * PIECE), _WEIGHT_BLOCK)
 
                 _of_piece(p, refs.weights[i], strip, piece, copy)
-                if cfg.ahead:
-                    _ask_ahead(cfg, refs, i, strip, share, b, piece)
             return carry
 
         @when(cta < p.units)
@@ -341,53 +343,6 @@ def _of_piece(p, weights, strip, piece, use):
             firsts.append(firsts[-1] + width // PIECE)
         index = sum(jnp.where(column >= first, jnp.int32(1), jnp.int32(0)) for first in firsts[1:-1])
         lax.switch(index, [functools.partial(use, w, column - first) for w, first in zip(weights, firsts, strict=False)])
-
-
-def _ask_ahead(cfg: LayerTailConfig, refs: _Refs, i: int, strip, share, b, piece: int):
-    """Brings a block that is loaded later into the L2 cache: `ahead` steps later, or so far into the next product."""
-    p = cfg.products[i]
-    cta = lax.axis_index("cta")
-
-    def ask(weight, column, k):
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR, ptx.SCALAR))
-        def prefetch(ctx, weight, column, k):
-            row = arith.addi(ptx.scalar_value(k), ptx.thread_index())
-            width = ir.MemRefType(weight.type).shape[1]
-            place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(width)), ptx.to_i64(_mul(ptx.scalar_value(column), PIECE)))
-            address = arith.addi(ptx.pointer(weight, 0), arith.muli(place, ptx.i64(2)))
-            ptx.asm("prefetch.global.L2 [$0];", "l", address)
-
-        prefetch(weight, column, k)
-
-    steps = max(cfg.ahead // p.pieces, 1)
-    later = b + steps
-
-    @when(later < p.blocks)
-    def _():
-        _of_piece(p, refs.weights[i], strip, piece, lambda w, column: ask(w, column, (share * p.blocks + later) * BLOCK))
-
-    if i + 1 == len(cfg.products):
-        return
-    q = cfg.products[i + 1]
-    # The last steps of this product ask for the first blocks of the next one.
-    next_strip, next_share = _place(q, cta)
-    each = -(-min(cfg.ahead, q.blocks * q.pieces) // (min(steps, p.blocks) * p.pieces))  # blocks of q for each of p
-    base = (later - max(p.blocks, steps)) * p.pieces + piece
-    for j in range(each):
-        target = base * each + j
-        inside = (later >= p.blocks) & (target < q.blocks * q.pieces) & (cta < q.units) & (base >= 0)
-
-        @when(inside)
-        def _(target=target):
-            step, its_piece = lax.div(target, jnp.int32(q.pieces)), lax.rem(target, jnp.int32(q.pieces))
-            k = (next_share * q.blocks + step) * BLOCK
-            lax.switch(
-                its_piece,
-                [
-                    functools.partial(_of_piece, q, refs.weights[i + 1], next_strip, n, lambda w, c: ask(w, c, k))
-                    for n in range(q.pieces)
-                ],
-            )
 
 
 def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
