@@ -58,7 +58,7 @@ class LayerTailConfig:
     token_stages: int = 4
     slots: int = 8  # blocks of a piece in shared memory
     trace: bool = False
-    in_flight: int = 4  # weight blocks that a CTA has asked for and not received
+    in_flight: int = 3  # weight blocks that a CTA has asked for and not received
 
     @property
     def rows8(self) -> int:
@@ -68,6 +68,11 @@ class LayerTailConfig:
     @property
     def hidden(self) -> int:
         return self.products[0].width
+
+    @property
+    def shares(self) -> int:
+        """CTAs that add up a token's columns."""
+        return max(s for s in (1, 2, 4) if s * self.rows <= self.ctas)
 
     @property
     def token_bytes(self) -> int:
@@ -124,7 +129,9 @@ def _ways(product: ChainProduct, rows8: int, ctas: int):
     for pieces in (1, 2, 3, 4, 5, 6, 8):
         if (product.gated and pieces % 2) or pieces * rows8 // 2 > SUMS or product.width % (pieces * PIECE):
             continue
-        for splits in (1,) if product.gated else (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16):
+        for splits in (1,) if product.gated else (1, 2, 3, 4, 5, 6, 7, 8):
+            if not product.gated and pieces * rows8 > 128:
+                continue
             if product.inner % (splits * BLOCK) == 0:
                 tiled = dataclasses.replace(product, pieces=pieces, splits=splits)
                 if tiled.units <= ctas and (not product.gated or all(w % (pieces // 2 * PIECE) == 0 for w in tiled.widths)):

@@ -33,6 +33,7 @@ from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, THREADS, LayerTailConfig, supports
 
 _WGMMA = plgpu.Layout.WGMMA
+SHARES = 4  # of a token's columns, each added up by a CTA
 COUNTERS = 8 * 32  # one in each line of 128 bytes
 _WEIGHT_BLOCK = (BLOCK, PIECE)
 _DTYPE = jnp.dtype(jnp.bfloat16)
@@ -68,6 +69,7 @@ class _Refs:
     n1: object  # GMEM [T8, W]
     n2: object  # GMEM [T8, W]
     h: object  # GMEM [T8, mlp width]
+    squares: tuple  # for each norm, GMEM f32[T8, SHARES]: sums of squares of each share of a token's columns
     parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
     out: object  # GMEM [T8, width of the next projections], or None
     trace: object = None
@@ -93,6 +95,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     shape = lambda width, dtype=_DTYPE, height=c.rows8: jax.ShapeDtypeStruct((height, width), dtype)
     summed = [p for p in c.products if not p.gated]
     out_type = [shape(c.hidden) for _ in range(4)] + [shape(c.products[1].widths[0])]
+    out_type += [shape(SHARES, jnp.float32)] * 2
     out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
     out_type += [shape(c.products[3].width)] if has_next else []
     out_type += [jax.ShapeDtypeStruct((c.ctas * 32,), jnp.int32)] if c.trace else []
@@ -104,7 +107,8 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
         some = lambda arrays: tuple(next(take) for _ in arrays)
         given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights), norms=some(norms))
         given |= dict(counters=next(take), cleared=next(take))
-        given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take), parts=some(summed))
+        given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
+        given |= dict(squares=some(norms), parts=some(summed))
         given |= dict(out=next(take) if has_next else None, trace=next(take) if c.trace else None)
         _kernel(c, _Refs(**given), tuple(take))
 
@@ -114,8 +118,8 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     results = call(a, x, *flat, *norms, used, cleared)
     trace = results[-1] if c.trace else None
     results = results[:-1] if c.trace else results
-    rows_out = results[-1] if has_next else results[3]
-    return results[1][: c.rows], rows_out[: c.rows], (jax.freeze(cleared), jax.freeze(used), *([trace] if c.trace else []))
+    rows_out = results[-1][: c.rows] if has_next else None
+    return results[1][: c.rows], rows_out, (jax.freeze(cleared), jax.freeze(used), *([trace] if c.trace else []))
 
 
 def _rings(cfg: LayerTailConfig) -> tuple[_Ring, _Ring]:
@@ -239,30 +243,25 @@ def _arrive(refs: _Refs, counter: int):
     arrive(refs.counters)
 
 
-def _await(refs: _Refs, counter: int, count: int, name: int | None):
-    """Waits until `count` CTAs have arrived. name: of a barrier of this warpgroup; None: only its first warp waits.
-
-    After the wait, TMA reads what the CTAs stored before.
-    """
+def _await(refs: _Refs, counter: int, count: int):
+    """The loading thread waits until `count` CTAs have arrived; then TMA may read what they stored."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def wait(ctx, counters):
-        place = arith.addi(ptx.pointer(counters, 0), ptx.i64(128 * counter))
-        last = 31 if name is None else 0
-        text = (
-            f"{{ .reg .pred p; .reg .b32 seen; setp.gt.u32 p, $1, {last}; @p bra DONE;"
-            " AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; setp.lt.u32 p, seen, $2; @p bra AGAIN; DONE: }"
-        )
-        ptx.asm(text, "l,r,r", place, ptx.thread_index(), ptx.i32(count))
-        if name is None:
-            ptx.asm("fence.proxy.async.global;", "")
-        else:
-            ptx.asm(f"bar.sync {name}, {THREADS};", "")
+        _spin(counters, counter, count, 31)
+        ptx.asm("fence.proxy.async.global;", "")
 
     wait(refs.counters)
 
 
-# The order of arrivals: counter 2 p of the CTAs that compute product p, counter 2 p + 1 of the CTAs that add its sums.
+def _spin(counters, counter: int, count: int, last: int):
+    """The threads 0 .. last of the warpgroup wait until `count` CTAs have arrived."""
+    place = arith.addi(ptx.pointer(counters, 0), ptx.i64(128 * counter))
+    text = (
+        "{ .reg .pred p; .reg .b32 seen; setp.gt.u32 p, $1, $3; @p bra DONE;"
+        " AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; setp.lt.u32 p, seen, $2; @p bra AGAIN; DONE: }"
+    )
+    ptx.asm(text, "l,r,r,r", place, ptx.thread_index(), ptx.i32(count), ptx.i32(last))
 
 
 def _mark(cfg, refs, slot: int):
@@ -367,9 +366,9 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
         @when(cta < p.units)
         def _():
             if i in (1, 3):
-                _await(refs, 2 * (i - 1) + 1, cfg.rows, None)
+                _await(refs, 2 * (i - 1) + 1, cfg.rows * cfg.shares)
             elif i == 2:
-                _await(refs, 2, cfg.products[1].units, None)
+                _await(refs, 2, cfg.products[1].units)
             lax.fori_loop(0, p.blocks, block, jnp.int32(0))
 
     _each(cfg, run)
@@ -390,8 +389,9 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
             _mark(cfg, refs, 2 + 6 * i)
             if p.gated:
                 half = p.pieces // 2
+                factors = _token_factors(cfg, refs.squares[0], 0)
                 for j in range(half):
-                    gate, up = accs[j], accs[half + j]
+                    gate, up = accs[j] * factors, accs[half + j] * factors
                     y = gate / (1.0 + jnp.exp(-gate)) * up
                     _store_columns(cfg, refs.h, y, jnp.int32(0), (strip * half + j) * PIECE)
             else:
@@ -403,28 +403,15 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
 
         if p.gated:
             return
-        if i == 3:
-            spread = max(cfg.ctas // cfg.rows, 1)
-            spread = max(s for s in (1, 2, 4) if s <= spread)
 
-            @when(cta < cfg.rows * spread)
-            def _():
-                _await(refs, 2 * i, p.units, 9)
-                _mark(cfg, refs, 5 + 6 * i)
-                row, share_of_row = lax.rem(cta, jnp.int32(cfg.rows)), lax.div(cta, jnp.int32(cfg.rows))
-                _add_up(cfg, p, refs, summed[i], row, None, None, (refs.out,), (share_of_row, spread))
-                _mark(cfg, refs, 6 + 6 * i)
-
-            return
-        number = 0 if i == 0 else 1
-        old, new, normed = ((refs.x, refs.x1, refs.n1), (refs.x1, refs.x2, refs.n2))[number]
-
-        @when(cta < cfg.rows)
+        @when(cta < cfg.rows * cfg.shares)
         def _():
-            _await(refs, 2 * i, p.units, 9)
-            _mark(cfg, refs, 5 + 6 * i)
-            _add_up(cfg, p, refs, summed[i], cta, old, number, (new, normed), (jnp.int32(0), 1))
-            _arrive(refs, 2 * i + 1)
+            row, share_of_row = lax.rem(cta, jnp.int32(cfg.rows)), lax.div(cta, jnp.int32(cfg.rows))
+            if i == 3:
+                _add_rows(cfg, p, refs, summed[i], row, share_of_row)
+            else:
+                _add_residual(cfg, i, refs, summed[i], row, share_of_row)
+                _arrive(refs, 2 * i + 1)
             _mark(cfg, refs, 6 + 6 * i)
 
     _each(cfg, run)
@@ -483,90 +470,167 @@ def _store_columns(cfg: LayerTailConfig, target, acc, first_row, first_column):
     store(target, acc, first_row, first_column)
 
 
-def _add_up(cfg: LayerTailConfig, p, refs: _Refs, parts, row, old, norm: int | None, outs: tuple, share: tuple):
-    """A token's sums of all CTAs, in their order, to outs[0]; with `old` the residual stream, and its norm to outs[1].
+def _token_factors(cfg: LayerTailConfig, squares, norm: int):
+    """f32 (64, T8), the same in each row: 1 / sqrt(mean of the token's squares + eps)."""
+    shape = (PIECE, cfg.rows8)
 
-    share: (number, count) of the part of the columns that this CTA adds up.
-    """
-    width, (share, shares) = p.width, share
-    quads = -(-(width // 4) // (THREADS * shares))  # of a thread
-    given = [refs.scratch, parts, *([] if old is None else [old, refs.norms[norm]]), *outs]
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA)
+    )
+    def factors(ctx, squares):
+        _, t, _, _ = ptx.lane_position()
+        base = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(t), ptx.i64(2 * SHARES * 4)))
+        fragment, known, values = rows.empty_fragment(shape, _WGMMA), {}, []
+        for _, token in rows.pair_places(fragment):
+            for k in range(2):
+                if token + k not in known:
+                    place = arith.addi(base, ptx.i64((token + k) * SHARES * 4))
+                    known[token + k] = _factor(cfg, place, norm)
+                values.append(known[token + k])
+        rows.fill(fragment, lambda i: values[2 * i : 2 * i + 2])
+        return fragment
+
+    return factors(squares)
+
+
+def _factor(cfg: LayerTailConfig, place, norm: int):
+    """1 / sqrt(mean + eps) of the sums of squares at this address."""
+    names = ", ".join(f"${i}" for i in range(cfg.shares))
+    kind = {1: "f32 $0", 2: f"v2.f32 {{{names}}}", 4: f"v4.f32 {{{names}}}"}[cfg.shares]
+    text = f"ld.global.cg.{kind}, [${cfg.shares}];"
+    outs = ",".join(["=f"] * cfg.shares)
+    if cfg.shares == 1:
+        total = ptx.asm_value(text, f"{outs},l", place)
+    else:
+        total, *more = ptx.asm_values(text, f"{outs},l", cfg.shares, place)
+        for value in more:
+            total = arith.addf(total, value)
+    mean = arith.addf(arith.mulf(total, ptx.f32(1.0 / cfg.hidden)), ptx.f32(cfg.eps[norm]))
+    return ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
+
+
+_LOAD4 = (
+    "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+    " @p ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4]; }"
+)
+_LOAD2 = (
+    "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.cg.v2.b32 {$0, $1}, [$2]; }"
+)
+_STORE2 = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.b32 [$0], {$2, $3}; }"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """This thread's fours of columns of a token: thread i has the fours i, i + 128, .. of the CTA's share."""
+
+    row: object  # i32
+    number: object  # i32, of the share
+    width: int
+    shares: int
+
+    @property
+    def quads(self):
+        """(number, is it there) of each."""
+        each = -(-(self.width // 4) // self.shares)
+        first = _add(_mul(self.number, each), ptx.thread_index())
+        end = _add(_mul(self.number, each), ptx.i32(each))
+        for i in range(-(-each // THREADS)):
+            quad = _add(first, ptx.i32(i * THREADS))
+            inside = arith.andi(ptx.less(quad, end), ptx.less(quad, ptx.i32(self.width // 4)))
+            yield quad, ptx.bool_to_i32(inside)
+
+    def at(self, ref, quad, size: int, row=None):
+        row = self.row if row is None else row
+        place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(self.width)), arith.muli(ptx.to_i64(quad), ptx.i64(4)))
+        return arith.addi(ptx.pointer(ref, 0), arith.muli(place, ptx.i64(size)))
+
+    def words(self, ref, row=None):
+        """Two words of bf16 of each four."""
+        return [ptx.asm_values(_LOAD2, "=&r,=&r,l,r", 2, self.at(ref, q, 2, row), ok) for q, ok in self.quads]
+
+    def sums(self, parts, splits: int, rows8: int):
+        """Four f32 of each four: the sums of the CTAs, in their order."""
+        loaded, totals = [], []
+        for quad, ok in self.quads:
+            rows_of = [_add(self.row, ptx.i32(split * rows8)) for split in range(splits)]
+            loaded.append(
+                [ptx.asm_values(_LOAD4, "=&f,=&f,=&f,=&f,l,r", 4, self.at(parts, quad, 4, r), ok) for r in rows_of]
+            )
+        for first, *more in loaded:
+            for other in more:
+                first = [arith.addf(a, b) for a, b in zip(first, other, strict=True)]
+            totals.append(first)
+        return totals
+
+    def store(self, ref, fours):
+        """Rounds each four to bf16; the rounded values as f32."""
+        rounded = []
+        for (quad, ok), four in zip(self.quads, fours, strict=True):
+            words = _packed(four)
+            ptx.asm(_STORE2, "l,r,r,r", self.at(ref, quad, 2), ok, *words)
+            rounded.append(_floats(words))
+        return rounded
+
+
+def _packed(four):
+    return [ptx.pack_16bit(*four[i : i + 2], "bfloat16") for i in (0, 2)]
+
+
+def _floats(words):
+    return [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
+
+
+def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number):
+    """A share of a token's columns: x += sums of product i; x times the norm's scale; the sum of squares of x."""
+    p, norm = cfg.products[i], i // 2
+    old, new, scaled = ((refs.x, refs.x1, refs.n1), (refs.x1, refs.x2, refs.n2))[norm]
+    given = refs.counters, refs.scratch, parts, old, refs.norms[norm], new, scaled, refs.squares[norm]
 
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * len(given), ptx.SCALAR, ptx.SCALAR))
-    def add(ctx, scratch, parts, *rest):
-        *refs_, row, share = rest
-        row, share, me = ptx.scalar_value(row), ptx.scalar_value(share), ptx.thread_index()
-        first = _add(_mul(share, quads * THREADS), me)
-        f32s, addresses = lambda ref: ptx.pointer(ref, 0), []
-        for i in range(quads):
-            quad = _add(first, ptx.i32(i * THREADS))
-            addresses.append((quad, ptx.bool_to_i32(ptx.less(quad, ptx.i32(width // 4)))))
-
-        def at(ref, row, quad, size):
-            place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(width)), arith.muli(ptx.to_i64(quad), ptx.i64(4)))
-            return arith.addi(f32s(ref), arith.muli(place, ptx.i64(size)))
-
-        load4 = (
-            "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-            " @p ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4]; }"
-        )
-        load2 = (
-            "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
-            " @p ld.global.cg.v2.b32 {$0, $1}, [$2]; }"
-        )
-        store2 = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.b32 [$0], {$2, $3}; }"
-        loaded = []
-        for quad, ok in addresses:
-            of_splits = []
-            for split in range(p.splits):
-                place = at(parts, _add(row, ptx.i32(split * cfg.rows8)), quad, 4)
-                of_splits.append(ptx.asm_values(load4, "=&f,=&f,=&f,=&f,l,r", 4, place, ok))
-            loaded.append(of_splits)
-        if old is None:
-            (out,) = refs_
-            olds = [None] * quads
-        else:
-            before, scale, out, normed = refs_
-            olds = [ptx.asm_values(load2, "=&r,=&r,l,r", 2, at(before, row, quad, 2), ok) for quad, ok in addresses]
-        values, total = [], ptx.f32(0.0)
-        for (quad, ok), of_splits, words in zip(addresses, loaded, olds, strict=True):
-            four = of_splits[0]
-            for more in of_splits[1:]:
-                four = [arith.addf(x, y) for x, y in zip(four, more, strict=True)]
-            packed = [ptx.pack_16bit(*four[j : j + 2], "bfloat16") for j in (0, 2)]
-            if words is not None:
-                four = [ptx.float_of_bf16(word, half) for word in packed for half in range(2)]  # rounded as a product is
-                four = [
-                    arith.addf(ptx.float_of_bf16(words[j // 2], j % 2), y) for j, y in enumerate(four)
-                ]
-                packed = [ptx.pack_16bit(*four[j : j + 2], "bfloat16") for j in (0, 2)]
-                four = [ptx.float_of_bf16(word, half) for word in packed for half in range(2)]
-                for y in four:
-                    total = ptx.fma(y, y, total)
-            ptx.asm(store2, "l,r,r,r", at(out, row, quad, 2), ok, *packed)
-            values.append(four)
-        if old is None:
-            return
+    def add(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number):
+        share = _Share(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
+        before, scales = share.words(old), share.words(scale, ptx.i32(0))  # on the way while this thread waits
+        _spin(counters, 2 * i, p.units, 0)
+        ptx.asm(f"bar.sync 9, {THREADS};", "")
+        fours = [_floats(_packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
+        fours = [[arith.addf(a, b) for a, b in zip(_floats(w), y, strict=True)] for w, y in zip(before, fours, strict=True)]
+        fours, total = share.store(new, fours), ptx.f32(0.0)
+        for value in (value for four in fours for value in four):
+            total = ptx.fma(value, value, total)
         for distance in (16, 8, 4, 2, 1):
             total = arith.addf(total, ptx.shuffle_xor(total, distance))
         _, _, lane, warp = ptx.lane_position()
         spot = _add(ptx.pointer(scratch, 3), _mul(warp, 4))
         ptx.asm("{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "r,f,r", spot, total, lane)
+        scaled_fours = []
+        for four, words in zip(fours, scales, strict=True):
+            factors = [arith.addf(s, ptx.f32(1.0)) if cfg.one_plus[norm] else s for s in _floats(words)]
+            scaled_fours.append([arith.mulf(a, b) for a, b in zip(four, factors, strict=True)])
+        share.store(scaled, scaled_fours)
         ptx.asm(f"bar.sync 8, {THREADS};", "")
         warps = ptx.asm_values("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", 4, ptx.pointer(scratch, 3))
         total = arith.addf(arith.addf(warps[0], warps[1]), arith.addf(warps[2], warps[3]))
-        mean = arith.addf(arith.mulf(total, ptx.f32(1.0 / width)), ptx.f32(cfg.eps[norm]))
-        factor = ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
-        for (quad, ok), four in zip(addresses, values, strict=True):
-            words = ptx.asm_values(load2, "=&r,=&r,l,r", 2, at(scale, ptx.i32(0), quad, 2), ok)
-            scales = [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
-            if cfg.one_plus[norm]:
-                scales = [arith.addf(s, ptx.f32(1.0)) for s in scales]
-            four = [arith.mulf(arith.mulf(y, factor), s) for y, s in zip(four, scales, strict=True)]
-            packed = [ptx.pack_16bit(*four[j : j + 2], "bfloat16") for j in (0, 2)]
-            ptx.asm(store2, "l,r,r,r", at(normed, row, quad, 2), ok, *packed)
+        place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(_add(_mul(share.row, SHARES), share.number)), ptx.i64(4)))
+        text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1; }"
+        ptx.asm(text, "l,f,r", place, total, ptx.thread_index())
 
-    add(*given, row, share)
+    add(*given, row, number)
+
+
+def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
+    """A share of a token's columns of the next projections: the sums, times the factor of the token's norm."""
+
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 4, ptx.SCALAR, ptx.SCALAR))
+    def add(ctx, counters, parts, squares, out, row, number):
+        share = _Share(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
+        _spin(counters, 6, p.units, 0)
+        ptx.asm(f"bar.sync 9, {THREADS};", "")
+        place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(share.row), ptx.i64(4 * SHARES)))
+        factor = _factor(cfg, place, 1)
+        fours = share.sums(parts, p.splits, cfg.rows8)
+        share.store(out, [[arith.mulf(y, factor) for y in four] for four in fours])
+
+    add(refs.counters, parts, refs.squares[1], refs.out, row, number)
 
 
 def _add(*terms):
