@@ -134,7 +134,9 @@ def _ways(product: ChainProduct, rows8: int, ctas: int):
                 continue
             if product.inner % (splits * BLOCK) == 0:
                 tiled = dataclasses.replace(product, pieces=pieces, splits=splits)
-                if tiled.units <= ctas and (not product.gated or all(w % (pieces // 2 * PIECE) == 0 for w in tiled.widths)):
+                if tiled.units <= ctas and (
+                    not product.gated or all(w % (pieces // 2 * PIECE) == 0 for w in tiled.widths)
+                ):
                     yield tiled
 
 

@@ -139,9 +139,7 @@ def _kernel(cfg: LayerTailConfig, given: _Refs, rest: tuple):
         lax.switch(wg, [lambda: _compute(cfg, refs), lambda: _load_weights(cfg, refs), lambda: _load_tokens(cfg, refs)])
 
     w_tile = plgpu.SMEM((cfg.slots, *_WEIGHT_BLOCK), _DTYPE, transforms=_transforms(_WEIGHT_BLOCK))
-    x_tile = plgpu.SMEM(
-        (cfg.token_stages, cfg.rows8, BLOCK), _DTYPE, transforms=_transforms((cfg.rows8, BLOCK))
-    )
+    x_tile = plgpu.SMEM((cfg.token_stages, cfg.rows8, BLOCK), _DTYPE, transforms=_transforms((cfg.rows8, BLOCK)))
     barriers = plgpu.SMEM((4 * (cfg.slots + cfg.token_stages),), jnp.int32)
     pl.run_scoped(roles, w_tile, x_tile, plgpu.SMEM((8,), jnp.float32), barriers, collective_axes="wg")
 
@@ -270,7 +268,9 @@ def _mark(cfg, refs, slot: int):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
     def mark(ctx, trace, cta):
-        place = arith.addi(ptx.pointer(trace, 0), ptx.to_i64(_mul(_add(_mul(ptx.scalar_value(cta), 32), ptx.i32(slot)), 4)))
+        place = arith.addi(
+            ptx.pointer(trace, 0), ptx.to_i64(_mul(_add(_mul(ptx.scalar_value(cta), 32), ptx.i32(slot)), 4))
+        )
         text = "{ .reg .pred p; .reg .b32 t; mov.u32 t, %clock; setp.eq.u32 p, $1, 0; @p st.global.u32 [$0], t; }"
         ptx.asm(text, "l,r", place, ptx.thread_index())
 
@@ -341,7 +341,9 @@ def _of_piece(p, weights, strip, piece, use):
         for width in p.widths:
             firsts.append(firsts[-1] + width // PIECE)
         index = sum(jnp.where(column >= first, jnp.int32(1), jnp.int32(0)) for first in firsts[1:-1])
-        lax.switch(index, [functools.partial(use, w, column - first) for w, first in zip(weights, firsts, strict=False)])
+        lax.switch(
+            index, [functools.partial(use, w, column - first) for w, first in zip(weights, firsts, strict=False)]
+        )
 
 
 def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
@@ -474,9 +476,7 @@ def _token_factors(cfg: LayerTailConfig, squares, norm: int):
     """f32 (64, T8), the same in each row: 1 / sqrt(mean of the token's squares + eps)."""
     shape = (PIECE, cfg.rows8)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA))
     def factors(ctx, squares):
         _, t, _, _ = ptx.lane_position()
         base = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(t), ptx.i64(2 * SHARES * 4)))
@@ -513,9 +513,7 @@ _LOAD4 = (
     "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
     " @p ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4]; }"
 )
-_LOAD2 = (
-    "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.cg.v2.b32 {$0, $1}, [$2]; }"
-)
+_LOAD2 = "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.cg.v2.b32 {$0, $1}, [$2]; }"
 _STORE2 = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.b32 [$0], {$2, $3}; }"
 
 
@@ -593,7 +591,9 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         _spin(counters, 2 * i, p.units, 0)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         fours = [_floats(_packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
-        fours = [[arith.addf(a, b) for a, b in zip(_floats(w), y, strict=True)] for w, y in zip(before, fours, strict=True)]
+        fours = [
+            [arith.addf(a, b) for a, b in zip(_floats(w), y, strict=True)] for w, y in zip(before, fours, strict=True)
+        ]
         fours, total = share.store(new, fours), ptx.f32(0.0)
         for value in (value for four in fours for value in four):
             total = ptx.fma(value, value, total)
@@ -610,7 +610,9 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         ptx.asm(f"bar.sync 8, {THREADS};", "")
         warps = ptx.asm_values("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", 4, ptx.pointer(scratch, 3))
         total = arith.addf(arith.addf(warps[0], warps[1]), arith.addf(warps[2], warps[3]))
-        place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(_add(_mul(share.row, SHARES), share.number)), ptx.i64(4)))
+        place = arith.addi(
+            ptx.pointer(squares, 0), arith.muli(ptx.to_i64(_add(_mul(share.row, SHARES), share.number)), ptx.i64(4))
+        )
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1; }"
         ptx.asm(text, "l,f,r", place, total, ptx.thread_index())
 
