@@ -106,7 +106,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     can_return_lse_for_decode = True
 
     def forward(self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
-        return _paged(self, q, cache, m, params)
+        return _paged(self, q, cache, m, params, None)
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
@@ -119,8 +119,10 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         if m.slot_mapping.shape[0] != q.shape[0] or not rotates_and_writes(*dims, dtypes):
             return super().rotate_update_and_forward(q, k, v, angles, cache, m, params)
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
-        q, cache = written
-        return cache, self.forward(q, cache, m, params)
+        q, cache, counters = written
+        config = kernel_config(self.spec, self.cache_spec, q.dtype.name, m.common)
+        merges_inside = type(config) is GpuKernelConfig and config.flat_list and not config.narrow_rows
+        return cache, _paged(self, q, cache, m, params, counters if merges_inside else None)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary cache; the gradient passes through the copy."""
@@ -132,9 +134,13 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _paged(impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
+def _paged(
+    impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters
+) -> AttentionState:
     spec = impl.spec
     config = kernel_config(spec, cache.spec, q.dtype.name, m.common)
+    if counters is not None:
+        config = dataclasses.replace(config, merges_inside=True)
     if reasons := supports(config):
         raise UnsupportedError(
             "the GPU kernel does not support these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
@@ -145,15 +151,15 @@ def _paged(impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params:
         alibi_slopes=params.alibi_slopes if spec.has_alibi else None,
         sinks=params.sinks if spec.has_sinks else None,
         q_scale=params.q_scale, k_scale=params.k_scale, v_scale=params.v_scale,
-        k_token_scale=cache.k_token_scale, v_token_scale=cache.v_token_scale,
+        k_token_scale=cache.k_token_scale, v_token_scale=cache.v_token_scale, counters=counters,
     )  # fmt: skip
     return AttentionState(out=out, lse=lse)
 
 
 def _paged_backward(impl: PallasGpuImpl, saved, cotangent):
-    q, cache, m, params = saved
+    q, cache, m, params, _ = saved
     dq, dcache, dparams = paged_gradient(impl.spec, m.common, m.block_table, (q, cache, params), cotangent)
-    return dq, dcache, None, dparams
+    return dq, dcache, None, dparams, None
 
 
 _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
@@ -183,12 +189,13 @@ def _rotate_and_write(impl: PallasGpuImpl, q, k, v, angles: Angles, cache: Paged
     sizes = RotateWrite(
         tokens=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], v_head_dim=v.shape[2],
         dim=angles.dim, blocks=spec.num_blocks, page=spec.block_size, heads_first=spec.physical_layout == "HND",
+        counters=GpuKernelConfig.num_ctas,
     )  # fmt: skip
     # XLA makes one kernel of the three projections' last step and this concatenation.
     rows = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (q, k, v)], axis=1)
     pools, slots = (cache.k, cache.v), jnp.asarray(slots, jnp.int32)
-    q, (k, v) = rotate_and_write(rows, angles.cos, angles.sin, slots, pools, sizes)
-    return q, dataclasses.replace(cache, k=k, v=v)
+    q, (k, v), counters = rotate_and_write(rows, angles.cos, angles.sin, slots, pools, sizes)
+    return q, dataclasses.replace(cache, k=k, v=v), counters
 
 
 def _rotate_and_write_backward(impl: PallasGpuImpl, saved, cotangent):

@@ -72,7 +72,7 @@ class LayerTailConfig:
     @property
     def shares(self) -> int:
         """CTAs that add up a token's columns."""
-        return max(s for s in (1, 2, 4) if s * self.rows <= self.ctas)
+        return max(s for s in (1, 2, 4) if s * self.rows <= self.ctas and self.hidden % (s * BLOCK) == 0)
 
     @property
     def token_bytes(self) -> int:

@@ -34,7 +34,7 @@ from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, THREADS, LayerTai
 
 _WGMMA = plgpu.Layout.WGMMA
 SHARES = 4  # of a token's columns, each added up by a CTA
-COUNTERS = 8 * 32  # one in each line of 128 bytes
+COUNTERS = 64 * 32  # one in each line of 128 bytes
 _WEIGHT_BLOCK = (BLOCK, PIECE)
 _DTYPE = jnp.dtype(jnp.bfloat16)
 
@@ -89,8 +89,8 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
-    pad = ((0, c.rows8 - c.rows), (0, 0))
-    a, x = (jnp.pad(y, pad) if c.rows8 > c.rows else y for y in (a, x))
+    if c.rows > 8 and c.rows % 8:
+        a = jnp.pad(a, ((0, c.rows8 - c.rows), (0, 0)))  # TMA takes whole groups of 8 rows; past the end it gives 0
     has_next = len(c.products) == 4
     shape = lambda width, dtype=_DTYPE, height=c.rows8: jax.ShapeDtypeStruct((height, width), dtype)
     summed = [p for p in c.products if not p.gated]
@@ -160,9 +160,9 @@ def _start(cfg: LayerTailConfig, refs: _Refs):
                 text += f"@p mbarrier.init.shared.b64 [$0+{full}], 1; "
                 text += f"@p mbarrier.init.shared.b64 [$0+{free}], {ring.arrivals}; "
         ptx.asm(text + "}", "r,r", base, utils.thread_idx())
-        me = utils.thread_idx()
-        mine = arith.andi(ptx.less(me, ptx.i32(COUNTERS)), ptx.equal(ptx.scalar_value(cta), ptx.i32(0)))
-        place = arith.addi(ptx.pointer(cleared, 0), arith.muli(ptx.to_i64(me), ptx.i64(4)))
+        counter = utils.thread_idx()
+        mine = arith.andi(ptx.less(counter, ptx.i32(COUNTERS // 32)), ptx.equal(ptx.scalar_value(cta), ptx.i32(0)))
+        place = _counter(cleared, counter)
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
         ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
         ptx.asm("fence.mbarrier_init.release.cluster;", "")
@@ -228,38 +228,60 @@ def _copy(ring: _Ring, source, tile, barriers, number, start: tuple, block: tupl
     copy(source, tile, barriers, *scalars)
 
 
-def _arrive(refs: _Refs, counter: int):
+def _arrive(refs: _Refs, counter):
     """The computing warpgroup's stores so far become visible to those that wait for this counter."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def arrive(ctx, counters):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
+    def arrive(ctx, counters, counter):
         ptx.asm(f"bar.sync 8, {THREADS};", "")
-        place = arith.addi(ptx.pointer(counters, 0), ptx.i64(128 * counter))
         text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p red.release.gpu.global.add.u32 [$0], 1; }"
-        ptx.asm(text, "l,r", place, ptx.thread_index())
+        ptx.asm(text, "l,r", _counter(counters, ptx.scalar_value(counter)), ptx.thread_index())
 
-    arrive(refs.counters)
+    arrive(refs.counters, counter)
 
 
-def _await(refs: _Refs, counter: int, count: int):
+def _counter(counters, number):
+    """Address of a counter."""
+    return arith.addi(ptx.pointer(counters, 0), arith.muli(ptx.to_i64(number), ptx.i64(128)))
+
+
+def _await(refs: _Refs, counter, count: int):
     """The loading thread waits until `count` CTAs have arrived; then TMA may read what they stored."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def wait(ctx, counters):
-        _spin(counters, counter, count, 31)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
+    def wait(ctx, counters, counter):
+        _spin(_counter(counters, ptx.scalar_value(counter)), count, 31)
         ptx.asm("fence.proxy.async.global;", "")
 
-    wait(refs.counters)
+    wait(refs.counters, counter)
 
 
-def _spin(counters, counter: int, count: int, last: int):
+def _spin(place, count: int, last: int):
     """The threads 0 .. last of the warpgroup wait until `count` CTAs have arrived."""
-    place = arith.addi(ptx.pointer(counters, 0), ptx.i64(128 * counter))
     text = (
         "{ .reg .pred p; .reg .b32 seen; setp.gt.u32 p, $1, $3; @p bra DONE;"
         " AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; setp.lt.u32 p, seen, $2; @p bra AGAIN; DONE: }"
     )
     ptx.asm(text, "l,r,r,r", place, ptx.thread_index(), ptx.i32(count), ptx.i32(last))
+
+
+# Counter 16 i + g: arrivals of the CTAs that compute group g of product i's columns, the columns that one CTA reads next.
+# Counter 16 i + 8 + s: arrivals of the CTAs that add up share s of a token's columns.
+
+
+def _groups(cfg: LayerTailConfig, i: int) -> int:
+    """Groups of product i's columns: those that different CTAs read next, if they are whole strips."""
+    readers = cfg.products[i + 1].splits if cfg.products[i].gated else cfg.shares
+    return readers if cfg.products[i].strips % readers == 0 and readers <= 8 else 1
+
+
+def _group(cfg: LayerTailConfig, i: int, reader):
+    """The group that a reader (number of a share of the columns) waits for."""
+    return 16 * i + (reader if _groups(cfg, i) > 1 else jnp.int32(0))
+
+
+def _group_size(cfg: LayerTailConfig, i: int) -> int:
+    return cfg.products[i].units // _groups(cfg, i)
 
 
 def _mark(cfg, refs, slot: int):
@@ -353,6 +375,7 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
 
     def run(i, p, _, before):
         share = _place(p, cta)[1]
+        of_share = cfg.hidden // cfg.shares // BLOCK  # blocks of a share of the columns that are added up
 
         def block(b, carry):
             number = before + b
@@ -361,16 +384,21 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
             def _():
                 _wait(ring, refs.barriers, number, 1)
 
-            k = (share * p.blocks + b) * BLOCK
-            _copy(ring, sources[i], refs.x_tile, refs.barriers, number, (jnp.int32(0), k), (cfg.rows8, BLOCK))
+            place = share * p.blocks + b
+            if i in (1, 3):
+
+                @when((b == 0) | (lax.rem(place, jnp.int32(of_share)) == 0))
+                def _():
+                    _await(refs, 16 * (i - 1) + 8 + lax.div(place, jnp.int32(of_share)), cfg.rows)
+
+            start = jnp.int32(0), place * BLOCK
+            _copy(ring, sources[i], refs.x_tile, refs.barriers, number, start, (cfg.rows8, BLOCK))
             return carry
 
         @when(cta < p.units)
         def _():
-            if i in (1, 3):
-                _await(refs, 2 * (i - 1) + 1, cfg.rows * cfg.shares)
-            elif i == 2:
-                _await(refs, 2, cfg.products[1].units)
+            if i == 2:
+                _await(refs, _group(cfg, 1, share), _group_size(cfg, 1))
             lax.fori_loop(0, p.blocks, block, jnp.int32(0))
 
     _each(cfg, run)
@@ -387,11 +415,10 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
 
         @when(cta < p.units)
         def _():
-            accs = _sums(cfg, refs, p, w_before, x_before, 1 + 6 * i)
+            accs, factors = _sums(cfg, refs, p, w_before, x_before, 1 + 6 * i)
             _mark(cfg, refs, 2 + 6 * i)
             if p.gated:
                 half = p.pieces // 2
-                factors = _token_factors(cfg, refs.squares[0], 0)
                 for j in range(half):
                     gate, up = accs[j] * factors, accs[half + j] * factors
                     y = gate / (1.0 + jnp.exp(-gate)) * up
@@ -400,7 +427,8 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
                 for j, acc in enumerate(accs):
                     _store_columns(cfg, summed[i], acc, share * cfg.rows8, (strip * p.pieces + j) * PIECE)
             _mark(cfg, refs, 3 + 6 * i)
-            _arrive(refs, 2 * i)
+            strip_group = lax.div(strip, jnp.int32(p.strips // _groups(cfg, i)))
+            _arrive(refs, _group(cfg, i, strip_group))
             _mark(cfg, refs, 4 + 6 * i)
 
         if p.gated:
@@ -413,14 +441,14 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
                 _add_rows(cfg, p, refs, summed[i], row, share_of_row)
             else:
                 _add_residual(cfg, i, refs, summed[i], row, share_of_row)
-                _arrive(refs, 2 * i + 1)
+                _arrive(refs, 16 * i + 8 + share_of_row)
             _mark(cfg, refs, 6 + 6 * i)
 
     _each(cfg, run)
 
 
 def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before, slot):
-    """f32 (64, T8) of each piece of this CTA's strip, over its share of the inner dimension."""
+    """f32 (64, T8) of each piece of this CTA's strip, over its share of the inner dimension; the factors of `gated`."""
     w_ring, x_ring = _rings(cfg)
 
     def block(b, accs):
@@ -444,7 +472,13 @@ def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before, slot):
         return accs
 
     zeros = lambda: plgpu.layout_cast(jnp.zeros((PIECE, cfg.rows8), jnp.float32), _WGMMA)
-    return lax.fori_loop(0, p.blocks, block, tuple(zeros() for _ in range(p.pieces)))
+    accs = tuple(zeros() for _ in range(p.pieces))
+    if not p.gated:
+        return lax.fori_loop(0, p.blocks, block, accs), None
+    accs = lax.fori_loop(0, p.blocks - 1, block, accs)
+    _wait(x_ring, refs.barriers, x_before + p.blocks - 1, 0)  # all sums of squares have been stored
+    factors = _token_factors(cfg, refs.squares[0], 0)
+    return block(jnp.int32(p.blocks - 1), accs), factors
 
 
 def _store_columns(cfg: LayerTailConfig, target, acc, first_row, first_column):
@@ -588,7 +622,8 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
     def add(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number):
         share = _Share(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         before, scales = share.words(old), share.words(scale, ptx.i32(0))  # on the way while this thread waits
-        _spin(counters, 2 * i, p.units, 0)
+        group = share.number if _groups(cfg, i) > 1 else ptx.i32(0)
+        _spin(_counter(counters, _add(group, ptx.i32(16 * i))), _group_size(cfg, i), 0)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         fours = [_floats(_packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
         fours = [
@@ -625,7 +660,8 @@ def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 4, ptx.SCALAR, ptx.SCALAR))
     def add(ctx, counters, parts, squares, out, row, number):
         share = _Share(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
-        _spin(counters, 6, p.units, 0)
+        group = share.number if _groups(cfg, 3) > 1 else ptx.i32(0)
+        _spin(_counter(counters, _add(group, ptx.i32(48))), _group_size(cfg, 3), 0)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(share.row), ptx.i64(4 * SHARES)))
         factor = _factor(cfg, place, 1)
