@@ -121,8 +121,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
         q, cache, counters = written
         config = kernel_config(self.spec, self.cache_spec, q.dtype.name, m.common)
-        merges_inside = type(config) is GpuKernelConfig and config.flat_list and not config.narrow_rows
-        return cache, _paged(self, q, cache, m, params, counters if merges_inside else None)
+        return cache, _paged(self, q, cache, m, params, counters if _merges_inside(config, m.common) else None)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary cache; the gradient passes through the copy."""
@@ -131,6 +130,13 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
         impl = dataclasses.replace(self, cache_spec=cache.spec)
         return impl.forward(q, cache, dataclasses.replace(m, block_table=block_table), params)
+
+
+def _merges_inside(config: GpuKernelConfig, common: CommonAttentionMetadata) -> bool:
+    """Does the last CTA of a split unit merge its parts? With few requests each is split over many CTAs, and a launch
+    that merges them in parallel is faster: at 600 keys 12.4 us for one request, and 10.0 with that launch."""
+    serves = type(config) is GpuKernelConfig and config.flat_list and not config.narrow_rows
+    return serves and config.num_kv_heads * common.num_reqs >= config.num_ctas
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -57,7 +57,6 @@ class LayerTailConfig:
     ctas: int = 132
     token_stages: int = 4
     slots: int = 8  # blocks of a piece in shared memory
-    trace: bool = False
     in_flight: int = 3  # weight blocks that a CTA has asked for and not received
 
     @property

@@ -72,7 +72,6 @@ class _Refs:
     squares: tuple  # for each norm, GMEM f32[T8, SHARES]: sums of squares of each share of a token's columns
     parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
     out: object  # GMEM [T8, width of the next projections], or None
-    trace: object = None
     w_tile: object = None  # SMEM [slots, 128, 64]
     x_tile: object = None  # SMEM [token stages, T8, 128]
     scratch: object = None  # SMEM f32[8]
@@ -98,7 +97,6 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     out_type += [shape(SHARES, jnp.float32)] * 2
     out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
     out_type += [shape(c.products[3].width)] if has_next else []
-    out_type += [jax.ShapeDtypeStruct((c.ctas * 32,), jnp.int32)] if c.trace else []
     used, cleared = (jax.new_ref(y) for y in counters)
     flat = [w for group in weights for w in group]
 
@@ -116,8 +114,6 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
     results = call(a, x, *flat, *norms, used, cleared)
-    trace = results[-1] if c.trace else None
-    results = results[:-1] if c.trace else results
     rows_out = results[-1][: c.rows] if has_next else None
     return results[1][: c.rows], rows_out, (jax.freeze(cleared), jax.freeze(used), *([trace] if c.trace else []))
 
@@ -284,21 +280,6 @@ def _group_size(cfg: LayerTailConfig, i: int) -> int:
     return cfg.products[i].units // _groups(cfg, i)
 
 
-def _mark(cfg, refs, slot: int):
-    if not cfg.trace:
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
-    def mark(ctx, trace, cta):
-        place = arith.addi(
-            ptx.pointer(trace, 0), ptx.to_i64(_mul(_add(_mul(ptx.scalar_value(cta), 32), ptx.i32(slot)), 4))
-        )
-        text = "{ .reg .pred p; .reg .b32 t; mov.u32 t, %clock; setp.eq.u32 p, $1, 0; @p st.global.u32 [$0], t; }"
-        ptx.asm(text, "l,r", place, ptx.thread_index())
-
-    mark(refs.trace, lax.axis_index("cta"))
-
-
 def _is_active(product, cta):
     return jnp.where(cta < product.units, jnp.int32(1), jnp.int32(0))
 
@@ -406,7 +387,6 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
 
 def _compute(cfg: LayerTailConfig, refs: _Refs):
     cta = lax.axis_index("cta")
-    _mark(cfg, refs, 0)
     parts = iter(refs.parts)
     summed = {i: next(parts) for i, p in enumerate(cfg.products) if not p.gated}
 
@@ -415,8 +395,7 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
 
         @when(cta < p.units)
         def _():
-            accs, factors = _sums(cfg, refs, p, w_before, x_before, 1 + 6 * i)
-            _mark(cfg, refs, 2 + 6 * i)
+            accs, factors = _sums(cfg, refs, p, w_before, x_before)
             if p.gated:
                 half = p.pieces // 2
                 for j in range(half):
@@ -426,10 +405,8 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
             else:
                 for j, acc in enumerate(accs):
                     _store_columns(cfg, summed[i], acc, share * cfg.rows8, (strip * p.pieces + j) * PIECE)
-            _mark(cfg, refs, 3 + 6 * i)
             strip_group = lax.div(strip, jnp.int32(p.strips // _groups(cfg, i)))
             _arrive(refs, _group(cfg, i, strip_group))
-            _mark(cfg, refs, 4 + 6 * i)
 
         if p.gated:
             return
@@ -442,43 +419,44 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
             else:
                 _add_residual(cfg, i, refs, summed[i], row, share_of_row)
                 _arrive(refs, 16 * i + 8 + share_of_row)
-            _mark(cfg, refs, 6 + 6 * i)
 
     _each(cfg, run)
 
 
-def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before, slot):
+def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
     """f32 (64, T8) of each piece of this CTA's strip, over its share of the inner dimension; the factors of `gated`."""
     w_ring, x_ring = _rings(cfg)
+    together = 2 if p.blocks % 2 == 0 and not p.gated else 1  # blocks multiplied before the first wait for a product
 
-    def block(b, accs):
-        x_number = x_before + b
-        x_stage = lax.rem(x_number, jnp.int32(x_ring.stages))
-        _wait(x_ring, refs.barriers, x_number, 0)
-        if cfg.trace:
-            when(b == 0)(lambda: _mark(cfg, refs, slot))
+    def several(turn, accs):
+        b = turn * together
 
         def multiply(accs):
-            for j, acc in enumerate(accs):
-                number = w_before + b * p.pieces + j
-                _wait(w_ring, refs.barriers, number, 0)
-                slot = lax.rem(number, jnp.int32(w_ring.stages))
-                plgpu.wgmma(acc, refs.w_tile.at[slot].transpose((1, 0)), refs.x_tile.at[x_stage].transpose((1, 0)))
+            for n in range(together):
+                x_number = x_before + b + n
+                _wait(x_ring, refs.barriers, x_number, 0)
+                tokens = refs.x_tile.at[lax.rem(x_number, jnp.int32(x_ring.stages))]
+                for j, acc in enumerate(accs):
+                    number = w_before + (b + n) * p.pieces + j
+                    _wait(w_ring, refs.barriers, number, 0)
+                    weights = refs.w_tile.at[lax.rem(number, jnp.int32(w_ring.stages))]
+                    plgpu.wgmma(acc, weights.transpose((1, 0)), tokens.transpose((1, 0)))
 
         accs = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc in accs))
-        for j in range(p.pieces):
-            _free(w_ring, refs.barriers, w_before + b * p.pieces + j)
-        _free(x_ring, refs.barriers, x_number)
+        for n in range(together):
+            for j in range(p.pieces):
+                _free(w_ring, refs.barriers, w_before + (b + n) * p.pieces + j)
+            _free(x_ring, refs.barriers, x_before + b + n)
         return accs
 
     zeros = lambda: plgpu.layout_cast(jnp.zeros((PIECE, cfg.rows8), jnp.float32), _WGMMA)
     accs = tuple(zeros() for _ in range(p.pieces))
     if not p.gated:
-        return lax.fori_loop(0, p.blocks, block, accs), None
-    accs = lax.fori_loop(0, p.blocks - 1, block, accs)
+        return lax.fori_loop(0, p.blocks // together, several, accs), None
+    accs = lax.fori_loop(0, p.blocks - 1, several, accs)
     _wait(x_ring, refs.barriers, x_before + p.blocks - 1, 0)  # all sums of squares have been stored
     factors = _token_factors(cfg, refs.squares[0], 0)
-    return block(jnp.int32(p.blocks - 1), accs), factors
+    return several(jnp.int32(p.blocks - 1), accs), factors
 
 
 def _store_columns(cfg: LayerTailConfig, target, acc, first_row, first_column):
