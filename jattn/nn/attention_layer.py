@@ -174,7 +174,7 @@ def project_and_attend(
 def attend_projected(
     config: AttentionConfig, weights: dict, rows: tuple, dtype: Any, attend: Attend, *, positions: Any, angles: Any
 ) -> tuple:
-    """(cache, [T, H * V] of `dtype`): `attend` to q, k and v as `project` gives them. The rest as project_and_attend."""
+    """(cache, [T, H * V] of `dtype`) of `attend` to q, k and v as `project` gives them; see project_and_attend."""
     q, k, v = rows
     assert config.rope is None or angles is not None
     v = None if v is None else _clipped(config, v)

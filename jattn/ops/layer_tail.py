@@ -42,9 +42,9 @@ def config_of(a: jax.Array, weights: tuple[tuple[jax.Array, ...], ...], norms: T
     if any(w.dtype != jnp.bfloat16 or w.ndim != 2 for group in weights for w in group) or a.dtype != jnp.bfloat16:
         return None
     (o,), (gate, _), _, *rest = weights
-    pair = norms.mlp, norms.next
+    pair, next_widths = (norms.mlp, norms.next), tuple(w.shape[1] for w in rest[0]) if rest else ()
     return choose(
-        a.shape[0], o.shape[1], o.shape[0], gate.shape[1], tuple(w.shape[1] for w in rest[0]) if rest else (), processors,
+        a.shape[0], o.shape[1], o.shape[0], gate.shape[1], next_widths, processors,
         eps=tuple(norm.eps for norm in pair), one_plus=tuple(norm.one_plus for norm in pair),
     )  # fmt: skip
 

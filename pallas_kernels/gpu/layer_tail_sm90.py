@@ -2,17 +2,21 @@
 
     x1 = x + a o;   h = silu(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = n2 [q k v], n2 = norm(x2)
 
-Every product takes its time from the memory that holds its weights. The launches in between cost more than their work,
-because the memory is idle until a product's first weights arrive. Here a warpgroup loads the weights of all products one
-after the other, as far ahead as there is shared memory, while the others still wait for a product's tokens:
+Every product takes as long as the memory takes to read its weights. Between two launches the memory is idle until the
+first weights arrive. Here one warpgroup loads the weights of all products, one after the other and as far ahead as there
+is shared memory, while the others still wait for a product's tokens:
 
     warpgroup 0: _compute        products; sums of the CTAs' shares; norms
     warpgroup 1: _load_weights   blocks of [128, 64] weights, never waits for another CTA
-    warpgroup 2: _load_tokens    blocks of [T, 128] tokens, once the CTAs that compute them have arrived at a counter
+    warpgroup 2: _load_tokens    blocks of [T, 128] tokens, when the CTAs that compute them have arrived at a counter
 
-Weight columns are the rows of wgmma and the tokens its columns, so that 8 tokens cost no more than 8. The CTAs that share
-a strip's inner dimension write float32 sums to global memory, and the CTA of a token adds them in their order, so that
-equal inputs give equal bits. All CTAs wait for one another: the launch has at most as many as there are SMs.
+Weight columns are the rows of wgmma and the tokens its columns, so that 8 tokens cost no more than 8. CTAs that share a
+strip's inner dimension write float32 sums to global memory. Other CTAs add them up, each a share of a token's columns and
+always in the same order, so that equal inputs give equal bits. Norms need the squares of all shares; so a token's factor
+1 / sqrt(mean + eps) is applied to the products of x * scale.
+
+All CTAs wait for one another, so that all must run at the same time: there are at most as many as SMs, one on each.
+Few blocks of weights are in flight (config.in_flight), because whatever the CTAs tell one another waits behind them.
 """
 
 import dataclasses
@@ -58,8 +62,8 @@ class _Ring:
 class _Refs:
     """Every Ref of the kernel, with its shape. W: hidden size."""
 
-    a: object  # GMEM [T8, inner of o]
-    x: object  # GMEM [T8, W]
+    a: object  # GMEM [T, inner of o], or [T8, ..]
+    x: object  # GMEM [T, W]
     weights: tuple  # for each product, GMEM [inner, width] of each weight
     norms: tuple  # GMEM [W] each
     counters: object  # GMEM i32[COUNTERS], zero: arrivals
@@ -80,10 +84,10 @@ class _Refs:
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
 def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
-    """(x2 [T, W], rows [T, width of the next projections] or norm(x2), counters of the next launch).
+    """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch).
 
-    a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the MLP's norm
-    and the next layer's; counters: two i32[COUNTERS], of which the first is zero.
+    a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
+    before the MLP and before the next projections; counters: two i32[COUNTERS], of which the first is zero.
     """
     c = config
     if reasons := supports(c):
@@ -107,15 +111,14 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
         given |= dict(counters=next(take), cleared=next(take))
         given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
         given |= dict(squares=some(norms), parts=some(summed))
-        given |= dict(out=next(take) if has_next else None, trace=next(take) if c.trace else None)
-        _kernel(c, _Refs(**given), tuple(take))
+        _kernel(c, _Refs(**given, out=next(take) if has_next else None))
 
     mesh = plgpu.Mesh(grid=(c.ctas,), grid_names=("cta",), num_threads=3, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
     results = call(a, x, *flat, *norms, used, cleared)
     rows_out = results[-1][: c.rows] if has_next else None
-    return results[1][: c.rows], rows_out, (jax.freeze(cleared), jax.freeze(used), *([trace] if c.trace else []))
+    return results[1][: c.rows], rows_out, (jax.freeze(cleared), jax.freeze(used))
 
 
 def _rings(cfg: LayerTailConfig) -> tuple[_Ring, _Ring]:
@@ -124,9 +127,8 @@ def _rings(cfg: LayerTailConfig) -> tuple[_Ring, _Ring]:
     return weights, _Ring(cfg.token_stages, cfg.token_bytes, 4, 2 * cfg.slots)
 
 
-def _kernel(cfg: LayerTailConfig, given: _Refs, rest: tuple):
+def _kernel(cfg: LayerTailConfig, given: _Refs):
     """One CTA: allocates, then gives each warpgroup its role."""
-    assert not rest
 
     def roles(w_tile, x_tile, scratch, barriers):
         refs = dataclasses.replace(given, w_tile=w_tile, x_tile=x_tile, scratch=scratch, barriers=barriers)
@@ -261,7 +263,7 @@ def _spin(place, count: int, last: int):
     ptx.asm(text, "l,r,r,r", place, ptx.thread_index(), ptx.i32(count), ptx.i32(last))
 
 
-# Counter 16 i + g: arrivals of the CTAs that compute group g of product i's columns, the columns that one CTA reads next.
+# Counter 16 i + g: arrivals of the CTAs that compute group g of product i's columns, those that one CTA reads next.
 # Counter 16 i + 8 + s: arrivals of the CTAs that add up share s of a token's columns.
 
 
