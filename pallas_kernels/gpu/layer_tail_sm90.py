@@ -3,17 +3,17 @@
     x1 = x + a o;   h = silu(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = n2 [q k v], n2 = norm(x2)
 
 Every product takes as long as the memory takes to read its weights. Between two launches the memory is idle until the
-first weights arrive. Here one warpgroup loads the weights of all products, one after the other and as far ahead as there
-is shared memory, while the others still wait for a product's tokens:
+first weights arrive. Here one warpgroup loads the weights of all products, one after the other and as far ahead as
+there is shared memory, while the others still wait for a product's tokens:
 
     warpgroup 0: _compute        products; sums of the CTAs' shares; norms
     warpgroup 1: _load_weights   blocks of [128, 64] weights, never waits for another CTA
     warpgroup 2: _load_tokens    blocks of [T, 128] tokens, when the CTAs that compute them have arrived at a counter
 
 Weight columns are the rows of wgmma and the tokens its columns, so that 8 tokens cost no more than 8. CTAs that share a
-strip's inner dimension write float32 sums to global memory. Other CTAs add them up, each a share of a token's columns and
-always in the same order, so that equal inputs give equal bits. Norms need the squares of all shares; so a token's factor
-1 / sqrt(mean + eps) is applied to the products of x * scale.
+strip's inner dimension write float32 sums to global memory. Other CTAs add them up, each a share of a token's columns
+and always in the same order, so that equal inputs give equal bits. Norms need the squares of all shares; so a token's
+factor 1 / sqrt(mean + eps) is applied to the products of x * scale.
 
 All CTAs wait for one another, so that all must run at the same time: there are at most as many as SMs, one on each.
 Few blocks of weights are in flight (config.in_flight), because whatever the CTAs tell one another waits behind them.
