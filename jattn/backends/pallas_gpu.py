@@ -106,7 +106,8 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     can_return_lse_for_decode = True
 
     def forward(self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
-        return _paged(self, q, cache, m, params, None)
+        state: Any = _paged(self, q, cache, m, params, None)
+        return state
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
@@ -120,8 +121,9 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
             return super().rotate_update_and_forward(q, k, v, angles, cache, m, params)
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
         q, cache, counters = written
-        config = kernel_config(self.spec, self.cache_spec, q.dtype.name, m.common)
-        return cache, _paged(self, q, cache, m, params, counters if _merges_inside(config, m.common) else None)
+        config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common)
+        state: Any = _paged(self, q, cache, m, params, counters if _merges_inside(config, m.common) else None)
+        return cache, state
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary cache; the gradient passes through the copy."""

@@ -34,17 +34,19 @@ def new_counters() -> Counters:
     return jnp.zeros(COUNTERS, jnp.int32), jnp.zeros(COUNTERS, jnp.int32)
 
 
-def config_of(a: jax.Array, weights: tuple[tuple[jax.Array, ...], ...], norms: TailNorms) -> LayerTailConfig | None:
-    """The launch for a [T, heads * dim] and the weights of each product; None if the kernel cannot serve them."""
+def config_of(
+    tokens: int, dtype: Any, weights: tuple[tuple[jax.Array, ...], ...], norms: TailNorms
+) -> LayerTailConfig | None:
+    """The launch for so many tokens and the weights of each product; None if the kernel cannot serve them."""
     processors = device.processors()
-    if device.detect().generation != "sm_90" or processors is None or a.ndim != 2:
+    if device.detect().generation != "sm_90" or processors is None:
         return None
-    if any(w.dtype != jnp.bfloat16 or w.ndim != 2 for group in weights for w in group) or a.dtype != jnp.bfloat16:
+    if {dtype, *(w.dtype for group in weights for w in group)} != {jnp.dtype(jnp.bfloat16)}:
         return None
     (o,), (gate, _), _, *rest = weights
     pair, next_widths = (norms.mlp, norms.next), tuple(w.shape[1] for w in rest[0]) if rest else ()
     return choose(
-        a.shape[0], o.shape[1], o.shape[0], gate.shape[1], next_widths, processors,
+        tokens, o.shape[1], o.shape[0], gate.shape[1], next_widths, processors,
         eps=tuple(norm.eps for norm in pair), one_plus=tuple(norm.one_plus for norm in pair),
     )  # fmt: skip
 
@@ -64,7 +66,11 @@ def _backward(norms: TailNorms, config: LayerTailConfig, inputs, cotangent):
     return *pull(cotangent[:2]), None
 
 
-layer_tail.defvjp(lambda norms, config, *args: (layer_tail(norms, config, *args), args[:4]), _backward)
+def _forward(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales, counters: Counters):
+    return layer_tail(norms, config, a, x, weights, scales, counters), (a, x, weights, scales)
+
+
+layer_tail.defvjp(_forward, _backward)
 
 
 def in_steps(a, x, weights, scales, norms: TailNorms) -> tuple:
