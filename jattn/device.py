@@ -51,6 +51,12 @@ def detect() -> Chip:
     return Chip(device.platform, device.device_kind if device.platform == "tpu" else "")
 
 
+@functools.cache
+def processors() -> int | None:
+    """Multiprocessors of JAX's default device; None if it is not a GPU, or does not tell."""
+    return getattr(devices()[0], "core_count", None) if detect().platform == "gpu" else None
+
+
 def chip_of(platform: "str | Chip | None") -> Chip:
     """The Chip that a `platform` argument means: a Chip, a platform's name, or None for JAX's default device."""
     if platform is None:

@@ -13,6 +13,7 @@ from jattn.cache import KVCacheSpec, PagedKV
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLASpec
+from jattn.models import layer_tail
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.layers import embed_tokens, head, last_hidden, mlp_sublayer
 from jattn.models.model_mesh import ModelMesh
@@ -65,11 +66,27 @@ def _forward(
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
     x = embed_tokens(config, params, jnp.asarray(token_ids), positions)
-    step, count = _StepPlans(config, caches, batches, backend, x.dtype, model_mesh), len(config.layers)
-    self_caches, cross_caches = [], []
+    step = _StepPlans(config, caches, batches, backend, x.dtype, model_mesh)
+    tails = None if model_mesh is not None else layer_tail.configs_of(config, params, x)
+    if tails is None:
+        caches, x = _each_layer(config, params, x, caches, step, model_mesh, positions, encoded)
+    else:
+        attend = lambda i: (
+            step.attns[i], caches[i], step.plan(i), positions, step.angles(config.layers[i].rope)
+        )  # fmt: skip
+        caches, x = layer_tail.forward(config, params, x, tails, attend)
+    if logits_at is not None:
+        x = x[jnp.asarray(logits_at)]
+    return tuple(caches), head(config, params, last_hidden(config, params, x))
+
+
+def _each_layer(
+    config: ModelConfig, params, x, caches, step: "_StepPlans", model_mesh: ModelMesh | None, positions, encoded
+) -> tuple[list[PagedKV], jax.Array]:
+    """(caches, x after the last layer)"""
+    self_caches, cross_caches, count = [], [], len(config.layers)
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
-        angles = step.angles(layer.rope)
-        start = x
+        start, angles = x, step.angles(layer.rope)
         cache, x = _self_attention(layer, step.attns[i], weights, x, caches[i], step.plan(i), positions, angles)
         self_caches.append(cache)
         if layer.cross_attn is not None:
@@ -77,9 +94,7 @@ def _forward(
             cache, x = _cross_attention(layer, step.attns[j], weights, x, caches[j], step.plan(j), encoded)
             cross_caches.append(cache)
         x = _mlp(layer, model_mesh, weights, start, x)
-    if logits_at is not None:
-        x = x[jnp.asarray(logits_at)]
-    return (*self_caches, *cross_caches), head(config, params, last_hidden(config, params, x))
+    return [*self_caches, *cross_caches], x
 
 
 # jit with a static LayerConfig: layers with equal configs share one trace.

@@ -166,7 +166,16 @@ def project_and_attend(
     attend(q, k, v, params, angles) -> (cache, AttentionState) rotates q and k unless angles is None, and decides where
     keys and values are kept. keys_from: the encoder's tokens of a cross layer, None once they are cached.
     """
-    q, k, v = project(config, weights, x, keys_from)
+    rows = project(config, weights, x, keys_from)
+    cache, out = attend_projected(config, weights, rows, x.dtype, attend, positions=positions, angles=angles)
+    return cache, linear(weights["o"], out)
+
+
+def attend_projected(
+    config: AttentionConfig, weights: dict, rows: tuple, dtype: Any, attend: Attend, *, positions: Any, angles: Any
+) -> tuple:
+    """(cache, [T, H * V] of `dtype`) of `attend` to q, k and v as `project` gives them; see project_and_attend."""
+    q, k, v = rows
     assert config.rope is None or angles is not None
     v = None if v is None else _clipped(config, v)
     early, late = (None, angles) if config.rotates_last else (angles, None)
@@ -176,7 +185,7 @@ def project_and_attend(
         assert positions is not None
         q = temperature_tuned(q, positions, config.temperature_tuning, config.temperature_tuning_offset)
     cache, state = attend(q, k, v, params_of(config, weights), late)
-    return cache, linear(weights["o"], _heads_joined(state, x.dtype))
+    return cache, _heads_joined(state, dtype)
 
 
 def temperature_tuned(q: jax.Array, positions: jax.Array, tuning: tuple[float, float], offset: int) -> jax.Array:
@@ -190,15 +199,27 @@ def temperature_tuned(q: jax.Array, positions: jax.Array, tuning: tuple[float, f
 def project(config: AttentionConfig, weights: dict, x: jax.Array, keys_from: jax.Array | None = None) -> tuple:
     """(q [T H D], k [Tk K D], v [Tk K V]); k and v are None in a cross layer without new encoder tokens."""
     if config.fused_qkv:
-        edges = (config.widths["q"], config.widths["q"] + config.widths["k"])
-        parts = jnp.split(linear(weights["qkv"], x), edges, axis=-1)
-        rows: dict = dict(zip("qkv", parts, strict=True))
-    else:
-        own = "q" if config.is_cross else "qkv"  # projections of x itself
-        rows = dict(zip(own, linears([weights[name] for name in own], x), strict=True))
-        if config.is_cross:
-            keys = (None, None) if keys_from is None else linears([weights[name] for name in "kv"], keys_from)
-            rows |= zip("kv", keys, strict=True)
+        return heads_of_rows(config, linear(weights["qkv"], x))
+    own = "q" if config.is_cross else "qkv"  # projections of x itself
+    rows: dict = dict(zip(own, linears([weights[name] for name in own], x), strict=True))
+    if config.is_cross:
+        keys = (None, None) if keys_from is None else linears([weights[name] for name in "kv"], keys_from)
+        rows |= zip("kv", keys, strict=True)
+    return _by_heads(config, rows)
+
+
+def projections(config: AttentionConfig) -> tuple[str, ...]:
+    """The names of the weights whose outputs, side by side, are the rows of `heads_of_rows`."""
+    return ("qkv",) if config.fused_qkv else ("q", "k", "v")
+
+
+def heads_of_rows(config: AttentionConfig, rows: jax.Array) -> tuple:
+    """Rows [T, width of q, k and v] -> (q [T H D], k [T K D], v [T K V])."""
+    edges = (config.widths["q"], config.widths["q"] + config.widths["k"])
+    return _by_heads(config, dict(zip("qkv", jnp.split(rows, edges, axis=-1), strict=True)))
+
+
+def _by_heads(config: AttentionConfig, rows: dict) -> tuple:
     heads = dict(q=config.spec.num_heads, k=config.spec.num_kv_heads, v=config.spec.num_kv_heads)
     return tuple(None if y is None else y.reshape(y.shape[0], heads[n], -1) for n, y in rows.items())
 

@@ -48,6 +48,7 @@ class GpuKernelConfig:
     flat_list: bool = False  # with long_tiles=False: the flat work list of work_list.py
     fixed_max: bool = False  # soft-capped logits without a running maximum; needs can_fix_max
     cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
+    merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters
     narrow_rows: int = 0  # 8 or 16: no request has more rows, and narrow_sm90.py computes them; 0: unknown
 
     @property

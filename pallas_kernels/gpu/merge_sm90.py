@@ -11,8 +11,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu import row_states_sm90 as row_states
 from pallas_kernels.gpu import rows_sm90 as rows
-from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
@@ -30,38 +30,53 @@ def _kernel(cfg, width, info, cta, per_head, part, part_lse, out_ref, lse_ref):
     unit, first, last = (cta[me, wl.JOIN + i] for i in range(3))
     set_units, set_heads = cta[me, wl.SET_UNITS], cta[me, wl.SET_HEADS]
     tile, head = wl.place_of(jnp.maximum(unit, 0), set_units, cfg.num_kv_heads, set_heads)
-    nrows = info[tile, wl.NROWS] - 64 * half
-    shape = (WARPGROUP_ROWS, width)
+    piece = lambda number: info[tile, number]
+    refs = (per_head, part, part_lse, out_ref, lse_ref)
+
+    @when((unit >= 0) & (piece(wl.NROWS) - 64 * half > 0))
+    def _():
+        merge_rows(cfg, width, refs, piece, head, (first, last), 64 * half, column)
+
+
+def merge_rows(cfg, width, refs, piece, head, ctas, skipped, column, in_flight=PARTS_IN_FLIGHT):
+    """64 rows of a tile from row `skipped` on, and `width` columns from `column` on, of a unit split over `ctas`.
+
+    refs: per_head, part, part_lse, out, lse in GMEM. piece: function, column of info -> its value for the tile.
+    """
+    per_head, part, part_lse, out_ref, lse_ref = refs
+    (first, last), nrows, shape = ctas, piece(wl.NROWS) - skipped, (WARPGROUP_ROWS, width)
 
     def load(i):
         slot = jnp.where(i == first, 2 * first + 1, 2 * i)
         usable = jnp.where(i <= last, nrows, 0)
         kind = dict(stride=cfg.v_head_dim, width=width)
-        return rows.load_partial(part, part_lse, slot, 64 * half, usable, column, **kind)
+        return rows.load_partial(part, part_lse, slot, skipped, usable, column, **kind)
 
     def step(t, state):
-        i0 = first + t * PARTS_IN_FLIGHT
-        parts = [load(i0 + k) for k in range(PARTS_IN_FLIGHT)]
+        i0 = first + t * in_flight
+        parts = [load(i0 + k) for k in range(in_flight)]
         for out, lse in parts:
             acc, m, total = state
             new_m = jnp.maximum(m, lse)
             a, b = jnp.exp2(m - new_m), jnp.exp2(lse - new_m)
-            state = (acc * tiles.across_columns(a, shape) + out * tiles.across_columns(b, shape), new_m, total * a + b)
+            state = (
+                acc * row_states.across_columns(a, shape) + out * row_states.across_columns(b, shape),
+                new_m,
+                total * a + b,
+            )
         return state
 
-    @when((unit >= 0) & (nrows > 0))
-    def _():
-        steps = lax.div(last - first + PARTS_IN_FLIGHT, jnp.int32(PARTS_IN_FLIGHT))
-        acc, m, total = lax.fori_loop(0, steps, step, tiles.start_state(width))
-        row0, head0 = info[tile, wl.ROW0] + 64 * half, head * cfg.group
-        sink = None
-        if cfg.has_sinks:
-            packed = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=tiles.ROW_LAYOUT) + row0
-            sink = tiles.value_per_row(cfg, per_head, head0, lax.rem(packed, jnp.int32(cfg.group)), 1)
-        factor, lse = tiles.finish_rows(m, total, sink)
-        where = (info[tile, wl.TOK0], head0, row0, nrows, column)
-        kind = dict(group=cfg.group, heads=cfg.num_heads, stride=cfg.v_head_dim)
-        rows.store_rows(out_ref, lse_ref, acc * tiles.across_columns(factor, shape), lse, *where, **kind)
+    steps = lax.div(last - first + in_flight, jnp.int32(in_flight))
+    acc, m, total = lax.fori_loop(0, steps, step, row_states.start_state(width))
+    row0, head0 = piece(wl.ROW0) + skipped, head * cfg.group
+    sink = None
+    if cfg.has_sinks:
+        packed = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=row_states.ROW_LAYOUT) + row0
+        sink = row_states.value_per_row(cfg, per_head, head0, lax.rem(packed, jnp.int32(cfg.group)), 1)
+    factor, lse = row_states.finish_rows(m, total, sink)
+    where = (piece(wl.TOK0), head0, row0, nrows, column)
+    kind = dict(group=cfg.group, heads=cfg.num_heads, stride=cfg.v_head_dim)
+    rows.store_rows(out_ref, lse_ref, acc * row_states.across_columns(factor, shape), lse, *where, **kind)
 
 
 def merge_parts(cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head):

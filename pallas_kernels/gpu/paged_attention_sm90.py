@@ -56,6 +56,7 @@ def ragged_paged_attention(
     v_scale=None,
     k_token_scale=None,
     v_token_scale=None,
+    counters=None,
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(q k^T) v over pages: (out [T, H, V] in q's dtype, lse f32[T, H], natural log).
 
@@ -74,8 +75,13 @@ def ragged_paged_attention(
         q = (q.astype(jnp.float32) * q_scale[None, :, None]).astype(q.dtype)
     scales = jnp.stack(scales, axis=1)
     token_scales = (k_token_scale, v_token_scale) if config.token_scales else ()
-    launch = launch_warps if isinstance(config, WarpKernelConfig) else _launch
-    out, lse, part, part_lse = launch(config, q, k_pages, v_pages, block_table, work, scales, per_head, token_scales)
+    arrays = q, k_pages, v_pages, block_table, work, scales, per_head, token_scales
+    if isinstance(config, WarpKernelConfig):
+        out, lse, part, part_lse = launch_warps(config, *arrays)
+    else:
+        out, lse, part, part_lse = _launch(config, *arrays, counters if config.merges_inside else None)
+    if config.merges_inside:
+        return out, lse
     return merge_parts(config, out, lse, part, part_lse, work, per_head)
 
 
@@ -101,10 +107,11 @@ def _check(q, k_pages, v_pages, block_table, config: GpuKernelConfig, alibi_slop
     check_arrays(c, q, k_pages, v_pages, block_table, page_shape, extra)
 
 
-def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, scales, per_head, token_scales):
+def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, scales, per_head, token_scales, counters):
     """(out [T, H, V], lse f32[T, H], partial outputs, partial lse in base 2).
 
-    scales f32[K, 2], per_head f32[H, 2]: see Refs. token_scales: the two pools of scales, or ().
+    scales f32[K, 2], per_head f32[H, 2]: see Refs. token_scales: the two pools of scales, or (). counters: i32[CTAs] of
+    zeros, or None; with them the launch merges the partial outputs itself.
     """
     num_tokens, num_heads, _ = q.shape
     v_dim, slots = config.v_head_dim, 2 * config.num_ctas
@@ -118,25 +125,25 @@ def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
     def ragged_paged_attention(*gmem):  # the kernel's name in a profile
         _kernel(config, *gmem)
 
-    call = plgpu.kernel(
-        ragged_paged_attention,
-        out_type=out_type,
-        grid=(config.num_ctas,),
-        grid_names=("cta",),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    mesh = plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",), num_threads=3, thread_name="wg")
+    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    call = pl.kernel(
+        ragged_paged_attention, out_type=out_type, mesh=mesh, compiler_params=params, name="ragged_paged_attention"
     )
-    return call(q, k_pages, v_pages, block_table, work.info, work.cta, scales, per_head, *token_scales)
+    counted = [] if counters is None else [jax.new_ref(counters)]
+    return call(q, k_pages, v_pages, block_table, work.info, work.cta, scales, per_head, *token_scales, *counted)
 
 
 def _kernel(cfg: GpuKernelConfig, *gmem):
     """One CTA: allocates, then gives each warpgroup its role."""
+    counters = gmem[-5] if cfg.merges_inside else None
+    gmem = (*gmem[:-5], *gmem[-4:]) if cfg.merges_inside else gmem
 
     def roles(tiles, small, full, free, queries, compute_barrier):
-        tiles, small = (*tiles, None, None)[:5], (*small, None)[:3]
+        tiles, (*small, arrived) = (*tiles, None, None)[:5], small
+        small = (*small, None)[:3]
         pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
-        refs = Refs(*pools, *tiles, *small, *full, *free, *queries, compute_barrier)
+        refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *queries, compute_barrier)
         wg = lax.axis_index("wg")
         compute, load = REGISTERS_TOKEN_SCALES if cfg.token_scales else REGISTERS
 
@@ -160,6 +167,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         tiles += [tile(cfg.dtype, 2, block, cfg.head_dim), tile(cfg.value_dtype, 2, block, cfg.v_head_dim)]
     small = [plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((cfg.q_buffers, wl.INFO_COLUMNS), jnp.int32)]
     small += [plgpu.SMEM((stages, 2 * block), jnp.float32)] if cfg.token_scales else []
+    small += [plgpu.SMEM((4,), jnp.int32)]
     pages = max(block // cfg.page_size, 1)
     full = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (pages + cfg.token_scales, pages))
     free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2

@@ -32,6 +32,8 @@ class Refs:
     lse: object  # GMEM f32[T, H]
     part: object  # GMEM f32[2 C, 128, V]: normalised partial outputs
     part_lse: object  # GMEM f32[2 C, 128], base 2
+    counters: object = None  # GMEM i32[C], zeros at first: parts stored of the unit that CTA c cut; None: merged later
+    arrived: object = None  # SMEM i32[1]: 1 if this CTA stored the last part of a unit
     q_tile: object = None  # SMEM [q_buffers, 2, 64, D]
     k_tile: object = None  # SMEM [stages, block_kv, D]
     v_tile: object = None  # SMEM [stages, block_kv, V]

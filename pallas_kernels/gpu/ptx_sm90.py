@@ -37,13 +37,16 @@ def scalar_value(fragment):
     return fragment.registers.item()
 
 
+def raw_pointer(ref, space: int):
+    """LLVM pointer (GMEM, 0, or SMEM, 3) to a memref's first element."""
+    if "memory_space" in inspect.signature(utils.memref_ptr).parameters:
+        return utils.memref_ptr(ref, memory_space=space or None)
+    return utils.memref_ptr(ref)
+
+
 def pointer(ref, space: int):
     """i64 (GMEM, 0) or i32 (SMEM, 3) address of a memref's first element."""
-    if "memory_space" in inspect.signature(utils.memref_ptr).parameters:
-        ptr = utils.memref_ptr(ref, memory_space=space or None)
-    else:
-        ptr = utils.memref_ptr(ref)
-    return llvm.ptrtoint(int_type(32 if space else 64), ptr)
+    return llvm.ptrtoint(int_type(32 if space else 64), raw_pointer(ref, space))
 
 
 def thread_index():

@@ -35,6 +35,7 @@ class RotateWrite:
     blocks: int
     page: int  # slots of a block
     heads_first: bool
+    counters: int  # zeros that are written beside, for the attention's launch
 
     @property
     def width(self) -> int:
@@ -53,7 +54,7 @@ def supports(head_dim: int, v_head_dim: int, dim: int, interleaved: bool, dtypes
 
 
 def rotate_and_write(rows, cos, sin, slots, pools, sizes: RotateWrite):
-    """(rotated queries [T, H, D], the two pools with the rotated keys and the values in their slots).
+    """(rotated queries [T, H, D], the two pools with the rotated keys and the values in their slots, i32 zeros).
 
     rows [T, width]: queries, keys and values of each token, head by head; cos, sin f32[T, dim / 2]; slots i32[T]. A
     slot < 0 or past the end is not written. The pools are written in place where the caller donates them.
@@ -61,16 +62,20 @@ def rotate_and_write(rows, cos, sin, slots, pools, sizes: RotateWrite):
     grid = (pl.cdiv(sizes.jobs, THREADS),)
     mesh = plgpu.Mesh(grid=grid, grid_names=("part",), num_threads=1, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-    out = jax.ShapeDtypeStruct((sizes.tokens, sizes.heads, sizes.head_dim), rows.dtype)
+    queries = jax.ShapeDtypeStruct((sizes.tokens, sizes.heads, sizes.head_dim), rows.dtype)
+    out = queries, jax.ShapeDtypeStruct((sizes.counters,), jnp.int32)
     refs = [jax.new_ref(pool) for pool in pools]
 
     def rotate_and_write(*refs):  # the kernel's name in a profile
-        _job(sizes, lax.axis_index("part") * THREADS, *refs)
+        part = lax.axis_index("part")
+        *own, counters = refs
+        _zero(counters, sizes.counters, part)
+        _job(sizes, part * THREADS, *own)
 
     call = pl.kernel(rotate_and_write, out_type=out, mesh=mesh, compiler_params=params, name="rotate_and_write")
-    q = call(rows, cos, sin, slots, *refs)
+    q, counters = call(rows, cos, sin, slots, *refs)
     k, v = (jax.freeze(ref) for ref in refs)
-    return q, (k, v)
+    return q, (k, v), counters
 
 
 def _job(sizes: RotateWrite, first, rows, cos, sin, slots, k_pool, v_pool, out):
@@ -122,6 +127,22 @@ def _job(sizes: RotateWrite, first, rows, cos, sin, slots, k_pool, v_pool, out):
             ptx.asm(text, "l,r,r,r,r,r", _at(target, c), writes, *words)
 
     job(rows, cos, sin, slots, k_pool, v_pool, out, jnp.int32(first))
+
+
+def _zero(array, size: int, cta):
+    """CTA 0: zeros in an i32 array."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
+    def zero(ctx, array, cta):
+        base, is_first = ptx.pointer(array, 0), ptx.equal(ptx.scalar_value(cta), ptx.i32(0))
+        for start in range(0, size, THREADS):
+            number = arith.addi(ptx.thread_index(), ptx.i32(start))
+            mine = arith.andi(is_first, ptx.less(number, ptx.i32(size)))
+            place = arith.addi(base, arith.muli(ptx.to_i64(number), ptx.i64(4)))
+            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
+            ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
+
+    zero(array, jnp.int32(cta))
 
 
 def _divmod(x, y: int):

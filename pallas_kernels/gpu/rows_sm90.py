@@ -239,6 +239,30 @@ def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows, column, *, stri
     store(acc_ref, lse_ref, acc, lse, slot, row0, nrows, column)
 
 
+def arrive(counters_ref, arrived_ref, index, count):
+    """Counts this warpgroup's arrival, after its stores, at counter `index`: arrived_ref[0] = 1 if it is the count-th.
+
+    The stores of the warpgroups that arrived before are then visible to this one.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
+    def count_arrival(ctx, counters, arrived, index, count):
+        index, count = map(scalar_value, (index, count))
+        place = arith.addi(pointer(counters, 0), arith.muli(to_i64(index), i64(4)))
+        asm("fence.acq_rel.gpu;", "")
+        utils.warpgroup_barrier()
+        text = (
+            "{ .reg .pred p, q; .reg .b32 old; setp.ne.u32 p, $2, 0; @p bra DONE;"
+            " atom.acq_rel.gpu.global.add.u32 old, [$0], 1; add.u32 old, old, 1; setp.eq.u32 q, old, $3;"
+            " selp.u32 old, 1, 0, q; st.shared.u32 [$1], old; DONE: }"
+        )
+        asm(text, "l,r,r,r", place, pointer(arrived, 3), thread_index(), count)
+        utils.warpgroup_barrier()
+        asm("fence.acq_rel.gpu;", "")
+
+    count_arrival(counters_ref, arrived_ref, index, count)
+
+
 def _store_fragment(ref, fragment, address, nrows, column, stride):
     """Pairs of a WGMMA fragment -> rows of a row-major GMEM array, as f32 or rounded to 16 bits.
 

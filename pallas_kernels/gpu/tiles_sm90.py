@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,12 +14,18 @@ from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.merge_sm90 import COLUMNS, merge_rows
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
+from pallas_kernels.gpu.row_states_sm90 import (
+    LOG2E,
+    ROW_LAYOUT,
+    across_columns,
+    finish_rows,
+    full_rows,
+    start_state,
+    value_per_row,
+)
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
-
-LOG2E = math.log2(math.e)
-M_START = -1e38  # maximum before any key; finite, so that m - m is 0 and exp2(-inf - m) is 0
-ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +46,6 @@ def _packed_rows(cfg: GpuKernelConfig, piece: Piece, row_offset):
     return packed, token, packed - token * cfg.group
 
 
-def value_per_row(cfg: GpuKernelConfig, heads, head0, member, column):
-    """f32 (64,): a column of f32[H, 2] for each row's head, times log2(e)."""
-    value = _full_rows(0.0)
-    for g in range(cfg.group):
-        value = jnp.where(member == g, heads[head0 + g, column], value)
-    return value * LOG2E
-
-
 def row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset) -> _RowBounds:
     _, token, member = _packed_rows(cfg, piece, row_offset)
     q_pos = token + piece[wl.QPOS0]
@@ -60,23 +57,9 @@ def row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset) -> _R
     return _RowBounds(q_pos, start, stop, slope, head0 + member)
 
 
-def _full_rows(value):
-    return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.float32), ROW_LAYOUT)
-
-
-def start_state(width: int):
-    acc = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS, width), 0, jnp.float32), plgpu.Layout.WGMMA)
-    return acc, _full_rows(M_START), _full_rows(0.0)
-
-
 def _start(cfg: GpuKernelConfig):
     acc, m, total = start_state(cfg.v_head_dim)
-    return acc, _full_rows(0.0) if cfg.fixed_max else m, total
-
-
-def across_columns(vector, shape):
-    """f32 or i32 (64,) -> (64, n): the same value in every column."""
-    return lax.broadcast_in_dim(vector, shape, [0])
+    return acc, full_rows(0.0) if cfg.fixed_max else m, total
 
 
 def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
@@ -177,6 +160,8 @@ def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stag
         out = acc * across_columns(v_scale / safe, shape)
         where = (slot, tile_row, nrows, jnp.int32(0))
         rows.store_partial(refs.part, refs.part_lse, out, lse, *where, stride=shape[1])
+        if cfg.merges_inside:
+            _merge_if_last(cfg, refs, piece)
 
     @when(jnp.logical_not(piece.is_part))
     def _():
@@ -195,17 +180,23 @@ def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stag
             rows.store_tile(stage, refs.out, refs.lse, lse, *where, dim=shape[1], dtype=cfg.dtype, **kind)
 
 
-def finish_rows(m, total, sink):
-    """Base-2 state and sink -> (factor of acc, natural-log lse). A row that saw no key: (0, -inf)."""
-    seen = total > 0.0
-    shift = m
-    if sink is not None:
-        shift = jnp.maximum(m, sink)
-        total = total * jnp.exp2(m - shift) + jnp.exp2(sink - shift)
-    safe = jnp.where(seen, total, 1.0)
-    factor = jnp.exp2(m - shift) / safe if sink is not None else 1.0 / safe
-    lse = (shift + lax.log(safe) * LOG2E) * (1 / LOG2E)
-    return jnp.where(seen, factor, 0.0), jnp.where(seen, lse, -jnp.inf)
+def _merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
+    """After storing a part of a unit: merge all its parts, if those of the other CTAs are stored, too."""
+    me = lax.axis_index("cta")
+    begins = piece.lo == 0
+    first = jnp.where(begins, me, refs.cta[me, wl.FROM])
+    last = jnp.where(begins, refs.cta[me, wl.JOIN + 2], refs.cta[me, wl.UNTIL])
+    rows.arrive(refs.counters, refs.arrived, first, last - first + 1)
+
+    @when(refs.arrived[0] == 1)
+    def _():
+        width = COLUMNS if cfg.v_head_dim % COLUMNS == 0 else cfg.v_head_dim
+        gmem = (refs.per_head, refs.part, refs.part_lse, refs.out, refs.lse)
+
+        def columns(i, _):
+            merge_rows(cfg, width, gmem, piece.column, piece[HEAD], (first, last), jnp.int32(0), i * width, in_flight=4)
+
+        lax.fori_loop(0, cfg.v_head_dim // width, columns, None)
 
 
 def softmax_step(cfg: GpuKernelConfig, x, c, m, total, acc):

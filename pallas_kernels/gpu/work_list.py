@@ -25,7 +25,8 @@ Tokens past query_start_loc[R] (padding) belong to a ghost request without keys,
     info  i32[tiles, 16]   one row a tile; the columns TOK0 .. CAUSAL below
     cta   i32[C, 12]       one row a CTA: W, the first unit of its part of the line and the first block of that unit,
                            the end unit and end block, BACKWARD, SET_UNITS, SET_HEADS; from JOIN on: a unit to merge
-                           (or -1), the first and the last CTA that hold a part of it
+                           (or -1), the first and the last CTA that hold a part of it; FROM, UNTIL: the same two CTAs of
+                           the unit in which this CTA's part begins (flat lists only)
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ some row sees (half open); REQ, QPOS0, SEQ: the request, the position of its fir
 
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
-JOIN, CTA_COLUMNS = 8, 12
+JOIN, FROM, UNTIL, CTA_COLUMNS = 8, 11, 12, 16
 TILE_ROWS = 2 * WARPGROUP_ROWS
 SHORT_ROWS = WARPGROUP_ROWS  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
@@ -177,6 +178,9 @@ def _cut_line(nblk, config):
     begin = cut(me + 1) - b1  # of the unit that this CTA's end cuts
     last = cdiv((begin + each[me + 1]) * ctas, jnp.maximum(total, 1)) - 1  # the CTA that computes its last block
     joins = [jnp.where((b1 > 0) & (begin >= cut(me)), u1, -1), me, last]
+    own = cut(me) - b0  # where the unit begins in which this CTA begins
+    some = jnp.maximum(total, 1)
+    joins += [((own + 1) * ctas - 1) // some, cdiv((own + each[me]) * ctas, some) - 1]
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
     return _columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], joins)
 
@@ -266,8 +270,9 @@ def _snap(unit, inside, info, config):
 
 def _columns(pieces, joins):
     """The array `cta` from columns i32[C]."""
-    spare = [jnp.zeros_like(pieces[-1])] * (JOIN - len(pieces))
-    return jnp.stack([*pieces, *spare, *joins, jnp.zeros_like(pieces[-1])], axis=1).astype(jnp.int32)
+    columns = [*pieces, *[jnp.zeros_like(pieces[-1])] * (JOIN - len(pieces)), *joins]
+    columns += [jnp.zeros_like(pieces[-1])] * (CTA_COLUMNS - len(columns))
+    return jnp.stack(columns, axis=1).astype(jnp.int32)
 
 
 def _joins(unit, block):

@@ -226,3 +226,23 @@ def test_capacity_bounds_the_tiles():
         q_lens = rng.integers(0, 70, size=9)
         need = sum(-(-q * 6 // wl.TILE_ROWS) for q in q_lens)
         assert need <= wl.capacity(int(q_lens.sum()), 9, 6)
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_every_part_knows_the_ctas_of_its_unit(name):
+    """So that the CTA that stores the last part can merge them: as many parts are stored as CTAs from first to last."""
+    batch, pad, ctas = FLAT[name]
+    config, *_, info, cta, join = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True)
+    parts = {}
+    for me in range(ctas):
+        for unit, lo, hi in pieces_of(cta[me], me, info, config):
+            if lo > 0 or hi < info[unit[0], wl.NBLK]:
+                known = (me, join[me, 2]) if lo == 0 else (cta[me, wl.FROM], cta[me, wl.UNTIL])
+                parts.setdefault(unit, []).append((me, tuple(map(int, known))))
+    assert parts or name == "empty"
+    for stored in parts.values():
+        first, last = stored[0][0], stored[-1][0]
+        assert [me for me, _ in stored] == list(range(first, last + 1))
+        assert {known for _, known in stored} == {(first, last)}
+    starts = [stored[0][0] for stored in parts.values()]
+    assert len(set(starts)) == len(starts), "a counter of its own for each unit"

@@ -1,0 +1,107 @@
+"""Which layers of a model `jattn.ops.layer_tail` serves, and a step of few tokens through them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.models.config import LayerConfig, ModelConfig
+from jattn.models.mlp import MLP, activation
+from jattn.models.residual import ResidualNorms
+from jattn.nn import AttentionConfig
+from jattn.nn.attention_layer import attend_projected, heads_of_rows, projections
+from jattn.ops import layer_tail as op
+from jattn.ops.product import products
+from jattn.ops.quantised import is_quantised
+from pallas_kernels.gpu.layer_tail_config import MAX_ROWS, LayerTailConfig
+
+
+def configs_of(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> list[LayerTailConfig] | None:
+    """The launch of each layer's tail for hidden states x [T, hidden]; None if one of them cannot be served."""
+    if x.shape[0] > MAX_ROWS or not all(_is_plain(layer) for layer in config.layers):
+        return None
+    if any(is_quantised(leaf) for leaf in jax.tree.leaves(params["layers"], is_leaf=is_quantised)):
+        return None
+    configs = []
+    for i in range(len(config.layers)):
+        weights, _ = _weights_of(params["layers"], config.layers, i)
+        configs.append(op.config_of(x.shape[0], x.dtype, weights, _norms(config.layers, i)))
+    return None if None in configs else configs
+
+
+def _is_plain(layer: LayerConfig) -> bool:
+    """x + attention(norm(x)), then x + MLP(norm(x)), with RMS norms, a gated SiLU MLP and no biases."""
+    attn, mlp = layer.self_attn, layer.mlp
+    if not isinstance(attn, AttentionConfig) or not isinstance(mlp, MLP) or layer.cross_attn is not None:
+        return False
+    has_bias = attn.qkv_bias or attn.out_bias or mlp.bias
+    is_silu = mlp.gated and activation(mlp.activation) is jax.nn.silu
+    return (
+        is_silu and not has_bias and not layer.parallel and all(map(_is_pre_norm, (layer.attn_norms, layer.mlp_norms)))
+    )
+
+
+def _is_pre_norm(norms: ResidualNorms) -> bool:
+    norm = norms.before
+    if norm is None or norms != ResidualNorms(before=norm):
+        return False
+    return norm.kind == "rms" and norm.has_scale and not norm.has_bias
+
+
+def _norms(layers: Sequence[LayerConfig], i: int) -> op.TailNorms:
+    own, following = layers[i].mlp_norms.before, layers[min(i + 1, len(layers) - 1)].attn_norms.before
+    assert own is not None and following is not None  # _is_plain
+    return op.TailNorms(own, following)
+
+
+def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -> tuple[tuple, tuple]:
+    """(weights of each product of layer i's tail, scales of its norms)"""
+    own, following = params[i], params[i + 1] if i + 1 < len(layers) else None
+    kernels = lambda *projections: tuple(weights["kernel"] for weights in projections)
+    mlp, scale = own["mlp"], own["mlp_norm"]["scale"]
+    groups = kernels(own["attn"]["o"]), kernels(mlp["gate"], mlp["up"]), kernels(mlp["down"])
+    if following is None:
+        return groups, (scale, scale)
+    names = projections(_attention_config(layers[i + 1]))
+    return (*groups, kernels(*(following["attn"][name] for name in names))), (scale, following["attn_norm"]["scale"])
+
+
+def forward(
+    config: ModelConfig, params: dict[str, Any], x: jax.Array, configs: list[LayerTailConfig], attend: Callable
+):
+    """(caches, x after the last layer). attend(i) -> (attention of layer i, the arguments of `_attention`)."""
+    layers, weights, caches = config.layers, params["layers"], []
+    first = layers[0]
+    rows = _first_rows(first, weights[0], x)
+    counters = op.new_counters()
+    for i, layer in enumerate(layers):
+        attn, *args = attend(i)
+        cache, a = _attention(layer, attn, weights[i]["attn"], rows, *args)
+        caches.append(cache)
+        kernels, scales = _weights_of(weights, layers, i)
+        after: Any = op.layer_tail(_norms(layers, i), configs[i], a, x, kernels, scales, counters)
+        x, rows, counters = after
+    return caches, x
+
+
+def _first_rows(layer: LayerConfig, weights: dict, x: jax.Array) -> jax.Array:
+    """The projections of the first layer, [T, width]."""
+    assert layer.attn_norms.before is not None
+    y = layer.attn_norms.before(weights["attn_norm"], x)
+    kernels = [weights["attn"][name]["kernel"] for name in projections(_attention_config(layer))]
+    return jnp.concatenate(products(y, kernels, dtype=y.dtype), axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # layers with equal configs share one trace
+def _attention(layer: LayerConfig, attn: Any, weights, rows, cache, plan, positions, angles) -> tuple:
+    config = _attention_config(layer)
+    attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
+    at = dict(positions=positions, angles=angles)
+    return attend_projected(config, weights, heads_of_rows(config, rows), rows.dtype, attend, **at)
+
+
+def _attention_config(layer: LayerConfig) -> AttentionConfig:
+    assert isinstance(layer.self_attn, AttentionConfig)  # _is_plain
+    return layer.self_attn

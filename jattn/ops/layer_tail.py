@@ -1,0 +1,88 @@
+"""A decoder layer after attention, and the next layer's projections, for few tokens: one launch on a Hopper GPU.
+
+x1 = x + a o;   h = silu(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = norm(x2) [q k v]
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn import device
+from jattn.nn.norm import Norm
+from jattn.ops.product import products
+from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, choose
+from pallas_kernels.gpu.layer_tail_sm90 import COUNTERS
+from pallas_kernels.gpu.layer_tail_sm90 import layer_tail as launch
+
+Counters = tuple[jax.Array, jax.Array]
+"""What CTAs count their arrivals in: the first is zero at a launch, which clears the second for the next one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TailNorms:
+    """The RMS norms before the MLP and before the next projections; without those, the second is not used."""
+
+    mlp: Norm
+    next: Norm
+
+
+def new_counters() -> Counters:
+    """For the first launch of a step."""
+    return jnp.zeros(COUNTERS, jnp.int32), jnp.zeros(COUNTERS, jnp.int32)
+
+
+def config_of(
+    tokens: int, dtype: Any, weights: tuple[tuple[jax.Array, ...], ...], norms: TailNorms
+) -> LayerTailConfig | None:
+    """The launch for so many tokens and the weights of each product; None if the kernel cannot serve them."""
+    processors = device.processors()
+    if device.detect().generation != "sm_90" or processors is None:
+        return None
+    if {dtype, *(w.dtype for group in weights for w in group)} != {jnp.dtype(jnp.bfloat16)}:
+        return None
+    (o,), (gate, _), _, *rest = weights
+    pair, next_widths = (norms.mlp, norms.next), tuple(w.shape[1] for w in rest[0]) if rest else ()
+    return choose(
+        tokens, o.shape[1], o.shape[0], gate.shape[1], next_widths, processors,
+        eps=tuple(norm.eps for norm in pair), one_plus=tuple(norm.one_plus for norm in pair),
+    )  # fmt: skip
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def layer_tail(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales, counters: Counters) -> Any:
+    """(x2 [T, hidden], rows [T, width of the next projections] or None, counters of the next launch).
+
+    a [T, heads * dim]: the joined heads of attention; x [T, hidden]; weights: ((o,), (gate, up), (down,), (q, k, v)) or
+    without the last; scales: of the two norms. Its gradient is that of `in_steps`.
+    """
+    return launch(a, x, weights, scales, counters, config)
+
+
+def _backward(norms: TailNorms, config: LayerTailConfig, inputs, cotangent):
+    _, pull = jax.vjp(lambda *inputs: in_steps(*inputs, norms), *inputs)
+    return *pull(cotangent[:2]), None
+
+
+def _forward(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales, counters: Counters):
+    return layer_tail(norms, config, a, x, weights, scales, counters), (a, x, weights, scales)
+
+
+layer_tail.defvjp(_forward, _backward)
+
+
+def in_steps(a, x, weights, scales, norms: TailNorms) -> tuple:
+    """(x2, rows or None) by one product after the other."""
+    (o,), (gate, up), (down,), *rest = weights
+    x = x + _product(a, o)
+    of_gate, of_up = products(norms.mlp({"scale": scales[0]}, x), (gate, up), dtype=x.dtype)
+    x = x + _product(jax.nn.silu(of_gate) * of_up, down)
+    if not rest:
+        return x, None
+    return x, jnp.concatenate(products(norms.next({"scale": scales[1]}, x), rest[0], dtype=x.dtype), axis=1)
+
+
+def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return products(x, (kernel,), dtype=x.dtype)[0]

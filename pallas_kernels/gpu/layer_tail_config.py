@@ -1,0 +1,148 @@
+"""What is static about one launch of layer_tail_sm90.py."""
+
+import dataclasses
+import functools
+
+PIECE = 64  # weight columns of one product: the rows of wgmma
+BLOCK = 128  # of the inner dimension: one step of a CTA's loop
+MAX_ROWS = 64
+THREADS = 128  # of a warpgroup
+SMEM_LIMIT = 232448 - 2048  # bytes a CTA may use on Hopper, less barriers and alignment
+SUMS = 160  # floats of a thread's accumulators, at most
+READ_RATE, L2_RATE, SM_RATE = 4.4e6, 5.5e6, 50e3  # bytes a microsecond: of the memory, the L2 cache, one SM
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChainProduct:
+    """y = x w of the chain. A strip is `pieces` * 64 columns of w; `splits` CTAs share the inner dimension of each."""
+
+    inner: int
+    widths: tuple[int, ...]  # columns of each weight
+    gated: bool = False  # two weights of one width; a strip has the same columns of both
+    pieces: int = 2
+    splits: int = 1
+
+    @property
+    def columns(self) -> int:
+        return PIECE * self.pieces
+
+    @property
+    def width(self) -> int:
+        """Columns of all weights."""
+        return sum(self.widths)
+
+    @property
+    def strips(self) -> int:
+        return self.width // self.columns
+
+    @property
+    def units(self) -> int:
+        """CTAs that have work."""
+        return self.strips * self.splits
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the inner dimension for each CTA."""
+        return self.inner // (BLOCK * self.splits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerTailConfig:
+    """One launch; hashable. Not checked here: `supports` says what cannot be served."""
+
+    rows: int  # T, tokens
+    products: tuple[ChainProduct, ...]  # o, gate and up, down, and the next layer's q, k and v if there is one
+    eps: tuple[float, float] = (1e-5, 1e-5)  # of the MLP's norm and the next layer's
+    one_plus: tuple[bool, bool] = (False, False)
+    ctas: int = 132
+    token_stages: int = 4
+    slots: int = 8  # blocks of a piece in shared memory
+    in_flight: int = 3  # weight blocks that a CTA has asked for and not received
+
+    @property
+    def rows8(self) -> int:
+        """Tokens, in eights."""
+        return -(-self.rows // 8) * 8
+
+    @property
+    def hidden(self) -> int:
+        return self.products[0].width
+
+    @property
+    def shares(self) -> int:
+        """CTAs that add up a token's columns."""
+        return max(s for s in (1, 2, 4) if s * self.rows <= self.ctas and self.hidden % (s * BLOCK) == 0)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.rows8 * BLOCK * 2
+
+
+def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
+    """Every reason why the kernel cannot serve this config; an empty list if it can."""
+    c, reasons = config, []
+
+    def refuse(when: bool, reason: str):
+        if when:
+            reasons.append(reason)
+
+    refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
+    refuse(not 1 <= c.rows <= MAX_ROWS, f"{c.rows} rows: wanted 1 to {MAX_ROWS}")
+    for p in c.products:
+        refuse(any(w % PIECE or not w for w in p.widths), f"widths {p.widths}: wanted multiples of {PIECE}")
+        refuse(p.inner % (BLOCK * p.splits) != 0, f"inner {p.inner}: wanted a multiple of {BLOCK * p.splits}")
+        refuse(p.width % p.columns != 0, f"widths {p.widths}: wanted a sum that is a multiple of {p.columns}")
+        refuse(p.units > c.ctas, f"{p.units} units of {p.widths}: there are {c.ctas} CTAs")
+        refuse(p.gated and p.splits > 1, "a gated product is not split")
+    refuse(c.slots < 2, f"{c.rows} rows: no room for the weights in shared memory")
+    return reasons
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(
+    rows: int, hidden: int, heads_width: int, mlp_width: int, next_widths: tuple[int, ...], ctas: int, **fields
+) -> LayerTailConfig | None:
+    """The config of these sizes with the fastest tiles by `micros`; None where the kernel does not serve them."""
+    wanted = [
+        ChainProduct(inner=heads_width, widths=(hidden,)),
+        ChainProduct(inner=hidden, widths=(mlp_width, mlp_width), gated=True),
+        ChainProduct(inner=mlp_width, widths=(hidden,)),
+    ]
+    if next_widths:
+        wanted.append(ChainProduct(inner=hidden, widths=next_widths))
+    rows8 = -(-rows // 8) * 8
+    chosen = []
+    for product in wanted:
+        best = min(_ways(product, rows8, ctas), key=lambda p: micros(p, rows8), default=None)
+        if best is None:
+            return None
+        chosen.append(best)
+    config = LayerTailConfig(rows=rows, products=tuple(chosen), ctas=ctas, **fields)
+    stages = {8: 6, 16: 6, 24: 4, 32: 4}.get(rows8, 3)
+    slots = (SMEM_LIMIT - stages * config.token_bytes) // (PIECE * BLOCK * 2)
+    config = dataclasses.replace(config, token_stages=stages, slots=slots)
+    return None if supports(config) else config
+
+
+def _ways(product: ChainProduct, rows8: int, ctas: int):
+    for pieces in (1, 2, 3, 4, 5, 6, 8):
+        if (product.gated and pieces % 2) or pieces * rows8 // 2 > SUMS or product.width % (pieces * PIECE):
+            continue
+        for splits in (1,) if product.gated else (1, 2, 3, 4, 5, 6, 7, 8):
+            if not product.gated and pieces * rows8 > 128:
+                continue
+            if product.inner % (splits * BLOCK) == 0:
+                tiled = dataclasses.replace(product, pieces=pieces, splits=splits)
+                if tiled.units <= ctas and (
+                    not product.gated or all(w % (pieces // 2 * PIECE) == 0 for w in tiled.widths)
+                ):
+                    yield tiled
+
+
+def micros(product: ChainProduct, rows8: int) -> float:
+    """About the microseconds of a product: what the memory, the L2 cache and the busiest SM take."""
+    p = product
+    weights = p.inner * p.width * 2
+    each = p.blocks * BLOCK * (p.columns + rows8) * 2
+    sums = 0 if p.gated else 2 * p.splits * rows8 * p.width * 4
+    return max(weights / READ_RATE, each * p.units / L2_RATE, each / SM_RATE) + sums / L2_RATE

@@ -1,0 +1,662 @@
+"""The part of a decoder layer after attention, and the next layer's projections, for few tokens: one launch.
+
+    x1 = x + a o;   h = silu(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = n2 [q k v], n2 = norm(x2)
+
+Every product takes as long as the memory takes to read its weights. Between two launches the memory is idle until the
+first weights arrive. Here one warpgroup loads the weights of all products, one after the other and as far ahead as
+there is shared memory, while the others still wait for a product's tokens:
+
+    warpgroup 0: _compute        products; sums of the CTAs' shares; norms
+    warpgroup 1: _load_weights   blocks of [128, 64] weights, never waits for another CTA
+    warpgroup 2: _load_tokens    blocks of [T, 128] tokens, when the CTAs that compute them have arrived at a counter
+
+Weight columns are the rows of wgmma and the tokens its columns, so that 8 tokens cost no more than 8. CTAs that share a
+strip's inner dimension write float32 sums to global memory. Other CTAs add them up, each a share of a token's columns
+and always in the same order, so that equal inputs give equal bits. Norms need the squares of all shares; so a token's
+factor 1 / sqrt(mean + eps) is applied to the products of x * scale.
+
+All CTAs wait for one another, so that all must run at the same time: there are at most as many as SMs, one on each.
+Few blocks of weights are in flight (config.in_flight), because whatever the CTAs tell one another waits behind them.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.mosaic.gpu import launch_context, utils
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu.branch import when
+from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, THREADS, LayerTailConfig, supports
+
+_WGMMA = plgpu.Layout.WGMMA
+SHARES = 4  # of a token's columns, each added up by a CTA
+COUNTERS = 64 * 32  # one in each line of 128 bytes
+_WEIGHT_BLOCK = (BLOCK, PIECE)
+_DTYPE = jnp.dtype(jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """Stages of shared memory that one warpgroup fills and another empties."""
+
+    stages: int
+    bytes: int  # of a stage
+    arrivals: int  # at `free`
+    first: int  # place of its mbarriers: first .. first + 2 stages
+
+    def place(self, barriers, number, kind: int):
+        """Address of the mbarrier "full" (kind 0) or "free" (kind 1) of block `number`'s stage."""
+        stage = arith.remui(number, ptx.i32(self.stages))
+        return _add(ptx.pointer(barriers, 3), _mul(stage, 8), ptx.i32(8 * (self.first + self.stages * kind)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refs:
+    """Every Ref of the kernel, with its shape. W: hidden size."""
+
+    a: object  # GMEM [T, inner of o], or [T8, ..]
+    x: object  # GMEM [T, W]
+    weights: tuple  # for each product, GMEM [inner, width] of each weight
+    norms: tuple  # GMEM [W] each
+    counters: object  # GMEM i32[COUNTERS], zero: arrivals
+    cleared: object  # GMEM i32[COUNTERS]: set to zero, for the next launch
+    x1: object  # GMEM [T8, W]
+    x2: object  # GMEM [T8, W]
+    n1: object  # GMEM [T8, W]
+    n2: object  # GMEM [T8, W]
+    h: object  # GMEM [T8, mlp width]
+    squares: tuple  # for each norm, GMEM f32[T8, SHARES]: sums of squares of each share of a token's columns
+    parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
+    out: object  # GMEM [T8, width of the next projections], or None
+    w_tile: object = None  # SMEM [slots, 128, 64]
+    x_tile: object = None  # SMEM [token stages, T8, 128]
+    scratch: object = None  # SMEM f32[8]
+    barriers: object = None  # SMEM i32[4 (slots + token stages)], of mbarriers
+
+
+@functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
+def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
+    """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch).
+
+    a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
+    before the MLP and before the next projections; counters: two i32[COUNTERS], of which the first is zero.
+    """
+    c = config
+    if reasons := supports(c):
+        raise NotImplementedError("; ".join(reasons))
+    if c.rows > 8 and c.rows % 8:
+        a = jnp.pad(a, ((0, c.rows8 - c.rows), (0, 0)))  # TMA takes whole groups of 8 rows; past the end it gives 0
+    has_next = len(c.products) == 4
+    shape = lambda width, dtype=_DTYPE, height=c.rows8: jax.ShapeDtypeStruct((height, width), dtype)
+    summed = [p for p in c.products if not p.gated]
+    out_type = [shape(c.hidden) for _ in range(4)] + [shape(c.products[1].widths[0])]
+    out_type += [shape(SHARES, jnp.float32)] * 2
+    out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
+    out_type += [shape(c.products[3].width)] if has_next else []
+    used, cleared = (jax.new_ref(y) for y in counters)
+    flat = [w for group in weights for w in group]
+
+    def layer_tail(*refs):  # the kernel's name in a profile
+        take = iter(refs)
+        some = lambda arrays: tuple(next(take) for _ in arrays)
+        given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights), norms=some(norms))
+        given |= dict(counters=next(take), cleared=next(take))
+        given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
+        given |= dict(squares=some(norms), parts=some(summed))
+        _kernel(c, _Refs(**given, out=next(take) if has_next else None))
+
+    mesh = plgpu.Mesh(grid=(c.ctas,), grid_names=("cta",), num_threads=3, thread_name="wg")
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
+    results = call(a, x, *flat, *norms, used, cleared)
+    rows_out = results[-1][: c.rows] if has_next else None
+    return results[1][: c.rows], rows_out, (jax.freeze(cleared), jax.freeze(used))
+
+
+def _rings(cfg: LayerTailConfig) -> tuple[_Ring, _Ring]:
+    """(of weights, of tokens)"""
+    weights = _Ring(cfg.slots, PIECE * BLOCK * 2, 4, 0)
+    return weights, _Ring(cfg.token_stages, cfg.token_bytes, 4, 2 * cfg.slots)
+
+
+def _kernel(cfg: LayerTailConfig, given: _Refs):
+    """One CTA: allocates, then gives each warpgroup its role."""
+
+    def roles(w_tile, x_tile, scratch, barriers):
+        refs = dataclasses.replace(given, w_tile=w_tile, x_tile=x_tile, scratch=scratch, barriers=barriers)
+        wg = lax.axis_index("wg")
+        _start(cfg, refs)
+        lax.switch(wg, [lambda: _compute(cfg, refs), lambda: _load_weights(cfg, refs), lambda: _load_tokens(cfg, refs)])
+
+    w_tile = plgpu.SMEM((cfg.slots, *_WEIGHT_BLOCK), _DTYPE, transforms=_transforms(_WEIGHT_BLOCK))
+    x_tile = plgpu.SMEM((cfg.token_stages, cfg.rows8, BLOCK), _DTYPE, transforms=_transforms((cfg.rows8, BLOCK)))
+    barriers = plgpu.SMEM((4 * (cfg.slots + cfg.token_stages),), jnp.int32)
+    pl.run_scoped(roles, w_tile, x_tile, plgpu.SMEM((8,), jnp.float32), barriers, collective_axes="wg")
+
+
+def _transforms(block: tuple[int, int]):
+    return rows.tile_transforms(block[1], _DTYPE)
+
+
+def _start(cfg: LayerTailConfig, refs: _Refs):
+    """Initialises the mbarriers; CTA 0 clears the other launch's counters."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ptx.SCALAR))
+    def start(ctx, barriers, cleared, cta):
+        base, text = ptx.pointer(barriers, 3), "{ .reg .pred p; setp.eq.u32 p, $1, 0; "
+        for ring in _rings(cfg):
+            for stage in range(ring.stages):
+                full, free = (8 * (ring.first + stage + k * ring.stages) for k in range(2))
+                text += f"@p mbarrier.init.shared.b64 [$0+{full}], 1; "
+                text += f"@p mbarrier.init.shared.b64 [$0+{free}], {ring.arrivals}; "
+        ptx.asm(text + "}", "r,r", base, utils.thread_idx())
+        counter = utils.thread_idx()
+        mine = arith.andi(ptx.less(counter, ptx.i32(COUNTERS // 32)), ptx.equal(ptx.scalar_value(cta), ptx.i32(0)))
+        place = _counter(cleared, counter)
+        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
+        ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
+        ptx.asm("fence.mbarrier_init.release.cluster;", "")
+        ptx.asm("bar.sync 0;", "")
+
+    start(refs.barriers, refs.cleared, lax.axis_index("cta"))
+
+
+def _wait(ring: _Ring, barriers, number, kind: int):
+    """Waits until the stage of block `number` is full (kind 0), or free (kind 1) of the block that it held before."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
+    def wait(ctx, barriers, number):
+        number = ptx.scalar_value(number)
+        turn = arith.divui(number, ptx.i32(ring.stages))
+        parity = arith.andi(_add(turn, ptx.i32(kind)), ptx.i32(1))
+        text = "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra AGAIN; }"
+        ptx.asm(text, "r,r", ring.place(barriers, number, kind), parity)
+
+    wait(barriers, number)
+
+
+def _free(ring: _Ring, barriers, number):
+    """Says that this warp has used the stage of block `number`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
+    def free(ctx, barriers, number):
+        _, _, lane, _ = ptx.lane_position()
+        text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.arrive.shared.b64 _, [$0]; }"
+        ptx.asm(text, "r,r", ring.place(barriers, ptx.scalar_value(number), 1), lane)
+
+    free(barriers, number)
+
+
+def _copy(ring: _Ring, source, tile, barriers, number, start: tuple, block: tuple[int, int]):
+    """One TMA copy of a block of a GMEM array [rows, columns] from `start` on to the stage of block `number`.
+
+    Plain copy_gmem_to_smem lets all 128 threads arrive at the barrier, once for each copy.
+    """
+    scalars = (number, *start)
+    kinds = (plgpu.RefType(), plgpu.RefType(_transforms(block)), plgpu.RefType())
+
+    @plgpu.inline_mgpu(arg_types=(*kinds, *(ptx.SCALAR,) * len(scalars)))
+    def copy(ctx, source, tile, barriers, *scalars):
+        number, *corner = map(ptx.scalar_value, scalars)
+        place = ring.place(barriers, number, 0)
+        text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.arrive.expect_tx.shared.b64 _, [$0], $2; }"
+        ptx.asm(text, "r,r,r", place, ptx.thread_index(), ptx.i32(ring.bytes))
+        stage = arith.remui(number, ptx.i32(ring.stages))
+        as_index = lambda value: arith.index_cast(ir.IndexType.get(), value)
+        target = utils.memref_slice(tile, (as_index(stage),))
+        ctx.async_copy(
+            src_ref=source,
+            dst_ref=target,
+            gmem_slice=tuple(utils.DynamicSlice(as_index(at), size) for at, size in zip(corner, block, strict=True)),
+            gmem_transform=(launch_context.TileTransform((8, rows.swizzle_columns(block[1], _DTYPE))),),
+            barrier=utils.BarrierRef(ptx.raw_pointer(barriers, 3), _add(stage, ptx.i32(ring.first)), None, 1),
+            swizzle=rows.swizzle_bytes(block[1], _DTYPE),
+            arrive=False,
+            predicate=utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
+        )
+
+    copy(source, tile, barriers, *scalars)
+
+
+def _arrive(refs: _Refs, counter):
+    """The computing warpgroup's stores so far become visible to those that wait for this counter."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
+    def arrive(ctx, counters, counter):
+        ptx.asm(f"bar.sync 8, {THREADS};", "")
+        text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p red.release.gpu.global.add.u32 [$0], 1; }"
+        ptx.asm(text, "l,r", _counter(counters, ptx.scalar_value(counter)), ptx.thread_index())
+
+    arrive(refs.counters, counter)
+
+
+def _counter(counters, number):
+    """Address of a counter."""
+    return arith.addi(ptx.pointer(counters, 0), arith.muli(ptx.to_i64(number), ptx.i64(128)))
+
+
+def _await(refs: _Refs, counter, count: int):
+    """The loading thread waits until `count` CTAs have arrived; then TMA may read what they stored."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
+    def wait(ctx, counters, counter):
+        _spin(_counter(counters, ptx.scalar_value(counter)), count, 31)
+        ptx.asm("fence.proxy.async.global;", "")
+
+    wait(refs.counters, counter)
+
+
+def _spin(place, count: int, last: int):
+    """The threads 0 .. last of the warpgroup wait until `count` CTAs have arrived."""
+    text = (
+        "{ .reg .pred p; .reg .b32 seen; setp.gt.u32 p, $1, $3; @p bra DONE;"
+        " AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; setp.lt.u32 p, seen, $2; @p bra AGAIN; DONE: }"
+    )
+    ptx.asm(text, "l,r,r,r", place, ptx.thread_index(), ptx.i32(count), ptx.i32(last))
+
+
+# Counter 16 i + g: arrivals of the CTAs that compute group g of product i's columns, those that one CTA reads next.
+# Counter 16 i + 8 + s: arrivals of the CTAs that add up share s of a token's columns.
+
+
+def _groups(cfg: LayerTailConfig, i: int) -> int:
+    """Groups of product i's columns: those that different CTAs read next, if they are whole strips."""
+    readers = cfg.products[i + 1].splits if cfg.products[i].gated else cfg.shares
+    return readers if cfg.products[i].strips % readers == 0 and readers <= 8 else 1
+
+
+def _group(cfg: LayerTailConfig, i: int, reader):
+    """The group that a reader (number of a share of the columns) waits for."""
+    return 16 * i + (reader if _groups(cfg, i) > 1 else jnp.int32(0))
+
+
+def _group_size(cfg: LayerTailConfig, i: int) -> int:
+    return cfg.products[i].units // _groups(cfg, i)
+
+
+def _is_active(product, cta):
+    return jnp.where(cta < product.units, jnp.int32(1), jnp.int32(0))
+
+
+def _place(product, cta):
+    """(strip, share of the inner dimension) of a CTA."""
+    return lax.rem(cta, jnp.int32(product.strips)), lax.div(cta, jnp.int32(product.strips))
+
+
+def _each(cfg: LayerTailConfig, run):
+    """run(number of the product, product, weight blocks before it, token blocks before it), where this CTA has work."""
+    cta, weights, tokens = lax.axis_index("cta"), jnp.int32(0), jnp.int32(0)
+    for i, product in enumerate(cfg.products):
+        before = weights, tokens
+        run(i, product, *before)
+        blocks = _is_active(product, cta) * product.blocks
+        weights, tokens = weights + blocks * product.pieces, tokens + blocks
+
+
+def _load_weights(cfg: LayerTailConfig, refs: _Refs):
+    ring, _ = _rings(cfg)
+    cta = lax.axis_index("cta")
+
+    def run(i, p, before, _):
+        strip, share = _place(p, cta)
+
+        def block(b, carry):
+            k = (share * p.blocks + b) * BLOCK
+            for piece in range(p.pieces):
+                number = before + b * p.pieces + piece
+
+                @when(number >= ring.stages)
+                def _(number=number):
+                    _wait(ring, refs.barriers, number, 1)
+
+                @when(number >= cfg.in_flight)
+                def _(number=number):
+                    _wait(ring, refs.barriers, number - cfg.in_flight, 0)
+
+                def copy(weight, column, number=number):
+                    _copy(ring, weight, refs.w_tile, refs.barriers, number, (k, column * PIECE), _WEIGHT_BLOCK)
+
+                _of_piece(p, refs.weights[i], strip, piece, copy)
+            return carry
+
+        @when(cta < p.units)
+        def _():
+            lax.fori_loop(0, p.blocks, block, jnp.int32(0))
+
+    _each(cfg, run)
+
+
+def _of_piece(p, weights, strip, piece, use):
+    """use(weight, its column in pieces) of the strip's piece."""
+    if p.gated:
+        half = p.pieces // 2
+        use(weights[piece // half], strip * half + piece % half)
+    elif len(weights) == 1:
+        use(weights[0], strip * p.pieces + piece)
+    else:
+        column, firsts = strip * p.pieces + piece, [0]
+        for width in p.widths:
+            firsts.append(firsts[-1] + width // PIECE)
+        index = sum(jnp.where(column >= first, jnp.int32(1), jnp.int32(0)) for first in firsts[1:-1])
+        lax.switch(
+            index, [functools.partial(use, w, column - first) for w, first in zip(weights, firsts, strict=False)]
+        )
+
+
+def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
+    _, ring = _rings(cfg)
+    cta = lax.axis_index("cta")
+    sources = refs.a, refs.n1, refs.h, refs.n2
+
+    def run(i, p, _, before):
+        share = _place(p, cta)[1]
+        of_share = cfg.hidden // cfg.shares // BLOCK  # blocks of a share of the columns that are added up
+
+        def block(b, carry):
+            number = before + b
+
+            @when(number >= ring.stages)
+            def _():
+                _wait(ring, refs.barriers, number, 1)
+
+            place = share * p.blocks + b
+            if i in (1, 3):
+
+                @when((b == 0) | (lax.rem(place, jnp.int32(of_share)) == 0))
+                def _():
+                    _await(refs, 16 * (i - 1) + 8 + lax.div(place, jnp.int32(of_share)), cfg.rows)
+
+            start = jnp.int32(0), place * BLOCK
+            _copy(ring, sources[i], refs.x_tile, refs.barriers, number, start, (cfg.rows8, BLOCK))
+            return carry
+
+        @when(cta < p.units)
+        def _():
+            if i == 2:
+                _await(refs, _group(cfg, 1, share), _group_size(cfg, 1))
+            lax.fori_loop(0, p.blocks, block, jnp.int32(0))
+
+    _each(cfg, run)
+
+
+def _compute(cfg: LayerTailConfig, refs: _Refs):
+    cta = lax.axis_index("cta")
+    parts = iter(refs.parts)
+    summed = {i: next(parts) for i, p in enumerate(cfg.products) if not p.gated}
+
+    def run(i, p, w_before, x_before):
+        strip, share = _place(p, cta)
+
+        @when(cta < p.units)
+        def _():
+            accs, factors = _sums(cfg, refs, p, w_before, x_before)
+            if p.gated:
+                half = p.pieces // 2
+                for j in range(half):
+                    gate, up = accs[j] * factors, accs[half + j] * factors
+                    y = gate / (1.0 + jnp.exp(-gate)) * up
+                    _store_columns(cfg, refs.h, y, jnp.int32(0), (strip * half + j) * PIECE)
+            else:
+                for j, acc in enumerate(accs):
+                    _store_columns(cfg, summed[i], acc, share * cfg.rows8, (strip * p.pieces + j) * PIECE)
+            strip_group = lax.div(strip, jnp.int32(p.strips // _groups(cfg, i)))
+            _arrive(refs, _group(cfg, i, strip_group))
+
+        if p.gated:
+            return
+
+        @when(cta < cfg.rows * cfg.shares)
+        def _():
+            row, share_of_row = lax.rem(cta, jnp.int32(cfg.rows)), lax.div(cta, jnp.int32(cfg.rows))
+            if i == 3:
+                _add_rows(cfg, p, refs, summed[i], row, share_of_row)
+            else:
+                _add_residual(cfg, i, refs, summed[i], row, share_of_row)
+                _arrive(refs, 16 * i + 8 + share_of_row)
+
+    _each(cfg, run)
+
+
+def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
+    """f32 (64, T8) of each piece of this CTA's strip, over its share of the inner dimension; the factors of `gated`."""
+    w_ring, x_ring = _rings(cfg)
+    together = 2 if p.blocks % 2 == 0 and not p.gated else 1  # blocks multiplied before the first wait for a product
+
+    def several(turn, accs):
+        b = turn * together
+
+        def multiply(accs):
+            for n in range(together):
+                x_number = x_before + b + n
+                _wait(x_ring, refs.barriers, x_number, 0)
+                tokens = refs.x_tile.at[lax.rem(x_number, jnp.int32(x_ring.stages))]
+                for j, acc in enumerate(accs):
+                    number = w_before + (b + n) * p.pieces + j
+                    _wait(w_ring, refs.barriers, number, 0)
+                    weights = refs.w_tile.at[lax.rem(number, jnp.int32(w_ring.stages))]
+                    plgpu.wgmma(acc, weights.transpose((1, 0)), tokens.transpose((1, 0)))
+
+        accs = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc in accs))
+        for n in range(together):
+            for j in range(p.pieces):
+                _free(w_ring, refs.barriers, w_before + (b + n) * p.pieces + j)
+            _free(x_ring, refs.barriers, x_before + b + n)
+        return accs
+
+    zeros = lambda: plgpu.layout_cast(jnp.zeros((PIECE, cfg.rows8), jnp.float32), _WGMMA)
+    accs = tuple(zeros() for _ in range(p.pieces))
+    if not p.gated:
+        return lax.fori_loop(0, p.blocks // together, several, accs), None
+    accs = lax.fori_loop(0, p.blocks - 1, several, accs)
+    _wait(x_ring, refs.barriers, x_before + p.blocks - 1, 0)  # all sums of squares have been stored
+    factors = _token_factors(cfg, refs.squares[0], 0)
+    return several(jnp.int32(p.blocks - 1), accs), factors
+
+
+def _store_columns(cfg: LayerTailConfig, target, acc, first_row, first_column):
+    """acc f32 (64 columns, T8 tokens) -> target[first_row + token, first_column + column], f32 or bf16."""
+    width = target.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA, ptx.SCALAR, ptx.SCALAR))
+    def store(ctx, target, acc, first_row, first_column):
+        g, t, _, warp = ptx.lane_position()
+        size = utils.bitwidth(ir.MemRefType(target.type).element_type) // 8
+        column = _add(ptx.scalar_value(first_column), _mul(warp, 16), g)
+        row = _add(ptx.scalar_value(first_row), _mul(t, 2))
+        place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(width)), ptx.to_i64(column))
+        base = arith.addi(ptx.pointer(target, 0), arith.muli(place, ptx.i64(size)))
+        for (second, token), pair in zip(rows.pair_places(acc), list(acc.registers.flat), strict=True):
+            for k in range(2):
+                offset = size * ((token + k) * width + 8 * second)
+                value = rows.pair_element(pair, k)
+                if size == 4:
+                    ptx.asm(f"st.global.f32 [$0+{offset}], $1;", "l,f", base, value)
+                else:
+                    text = f"{{ .reg .b16 v; cvt.rn.bf16.f32 v, $1; st.global.b16 [$0+{offset}], v; }}"
+                    ptx.asm(text, "l,f", base, value)
+
+    store(target, acc, first_row, first_column)
+
+
+def _token_factors(cfg: LayerTailConfig, squares, norm: int):
+    """f32 (64, T8), the same in each row: 1 / sqrt(mean of the token's squares + eps)."""
+    shape = (PIECE, cfg.rows8)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA))
+    def factors(ctx, squares):
+        _, t, _, _ = ptx.lane_position()
+        base = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(t), ptx.i64(2 * SHARES * 4)))
+        fragment, known, values = rows.empty_fragment(shape, _WGMMA), {}, []
+        for _, token in rows.pair_places(fragment):
+            for k in range(2):
+                if token + k not in known:
+                    place = arith.addi(base, ptx.i64((token + k) * SHARES * 4))
+                    known[token + k] = _factor(cfg, place, norm)
+                values.append(known[token + k])
+        rows.fill(fragment, lambda i: values[2 * i : 2 * i + 2])
+        return fragment
+
+    return factors(squares)
+
+
+def _factor(cfg: LayerTailConfig, place, norm: int):
+    """1 / sqrt(mean + eps) of the sums of squares at this address."""
+    names = ", ".join(f"${i}" for i in range(cfg.shares))
+    kind = {1: "f32 $0", 2: f"v2.f32 {{{names}}}", 4: f"v4.f32 {{{names}}}"}[cfg.shares]
+    text = f"ld.global.cg.{kind}, [${cfg.shares}];"
+    outs = ",".join(["=f"] * cfg.shares)
+    if cfg.shares == 1:
+        total = ptx.asm_value(text, f"{outs},l", place)
+    else:
+        total, *more = ptx.asm_values(text, f"{outs},l", cfg.shares, place)
+        for value in more:
+            total = arith.addf(total, value)
+    mean = arith.addf(arith.mulf(total, ptx.f32(1.0 / cfg.hidden)), ptx.f32(cfg.eps[norm]))
+    return ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
+
+
+_LOAD4 = (
+    "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+    " @p ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4]; }"
+)
+_LOAD2 = "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.cg.v2.b32 {$0, $1}, [$2]; }"
+_STORE2 = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.b32 [$0], {$2, $3}; }"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """This thread's fours of columns of a token: thread i has the fours i, i + 128, .. of the CTA's share."""
+
+    row: object  # i32
+    number: object  # i32, of the share
+    width: int
+    shares: int
+
+    @property
+    def quads(self):
+        """(number, is it there) of each."""
+        each = -(-(self.width // 4) // self.shares)
+        first = _add(_mul(self.number, each), ptx.thread_index())
+        end = _add(_mul(self.number, each), ptx.i32(each))
+        for i in range(-(-each // THREADS)):
+            quad = _add(first, ptx.i32(i * THREADS))
+            inside = arith.andi(ptx.less(quad, end), ptx.less(quad, ptx.i32(self.width // 4)))
+            yield quad, ptx.bool_to_i32(inside)
+
+    def at(self, ref, quad, size: int, row=None):
+        row = self.row if row is None else row
+        place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(self.width)), arith.muli(ptx.to_i64(quad), ptx.i64(4)))
+        return arith.addi(ptx.pointer(ref, 0), arith.muli(place, ptx.i64(size)))
+
+    def words(self, ref, row=None):
+        """Two words of bf16 of each four."""
+        return [ptx.asm_values(_LOAD2, "=&r,=&r,l,r", 2, self.at(ref, q, 2, row), ok) for q, ok in self.quads]
+
+    def sums(self, parts, splits: int, rows8: int):
+        """Four f32 of each four: the sums of the CTAs, in their order."""
+        loaded, totals = [], []
+        for quad, ok in self.quads:
+            rows_of = [_add(self.row, ptx.i32(split * rows8)) for split in range(splits)]
+            loaded.append(
+                [ptx.asm_values(_LOAD4, "=&f,=&f,=&f,=&f,l,r", 4, self.at(parts, quad, 4, r), ok) for r in rows_of]
+            )
+        for first, *more in loaded:
+            for other in more:
+                first = [arith.addf(a, b) for a, b in zip(first, other, strict=True)]
+            totals.append(first)
+        return totals
+
+    def store(self, ref, fours):
+        """Rounds each four to bf16; the rounded values as f32."""
+        rounded = []
+        for (quad, ok), four in zip(self.quads, fours, strict=True):
+            words = _packed(four)
+            ptx.asm(_STORE2, "l,r,r,r", self.at(ref, quad, 2), ok, *words)
+            rounded.append(_floats(words))
+        return rounded
+
+
+def _packed(four):
+    return [ptx.pack_16bit(*four[i : i + 2], "bfloat16") for i in (0, 2)]
+
+
+def _floats(words):
+    return [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
+
+
+def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number):
+    """A share of a token's columns: x += sums of product i; x times the norm's scale; the sum of squares of x."""
+    p, norm = cfg.products[i], i // 2
+    old, new, scaled = ((refs.x, refs.x1, refs.n1), (refs.x1, refs.x2, refs.n2))[norm]
+    given = refs.counters, refs.scratch, parts, old, refs.norms[norm], new, scaled, refs.squares[norm]
+
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * len(given), ptx.SCALAR, ptx.SCALAR))
+    def add(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number):
+        share = _Share(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
+        before, scales = share.words(old), share.words(scale, ptx.i32(0))  # on the way while this thread waits
+        group = share.number if _groups(cfg, i) > 1 else ptx.i32(0)
+        _spin(_counter(counters, _add(group, ptx.i32(16 * i))), _group_size(cfg, i), 0)
+        ptx.asm(f"bar.sync 9, {THREADS};", "")
+        fours = [_floats(_packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
+        fours = [
+            [arith.addf(a, b) for a, b in zip(_floats(w), y, strict=True)] for w, y in zip(before, fours, strict=True)
+        ]
+        fours, total = share.store(new, fours), ptx.f32(0.0)
+        for value in (value for four in fours for value in four):
+            total = ptx.fma(value, value, total)
+        for distance in (16, 8, 4, 2, 1):
+            total = arith.addf(total, ptx.shuffle_xor(total, distance))
+        _, _, lane, warp = ptx.lane_position()
+        spot = _add(ptx.pointer(scratch, 3), _mul(warp, 4))
+        ptx.asm("{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "r,f,r", spot, total, lane)
+        scaled_fours = []
+        for four, words in zip(fours, scales, strict=True):
+            factors = [arith.addf(s, ptx.f32(1.0)) if cfg.one_plus[norm] else s for s in _floats(words)]
+            scaled_fours.append([arith.mulf(a, b) for a, b in zip(four, factors, strict=True)])
+        share.store(scaled, scaled_fours)
+        ptx.asm(f"bar.sync 8, {THREADS};", "")
+        warps = ptx.asm_values("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", 4, ptx.pointer(scratch, 3))
+        total = arith.addf(arith.addf(warps[0], warps[1]), arith.addf(warps[2], warps[3]))
+        place = arith.addi(
+            ptx.pointer(squares, 0), arith.muli(ptx.to_i64(_add(_mul(share.row, SHARES), share.number)), ptx.i64(4))
+        )
+        text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1; }"
+        ptx.asm(text, "l,f,r", place, total, ptx.thread_index())
+
+    add(*given, row, number)
+
+
+def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
+    """A share of a token's columns of the next projections: the sums, times the factor of the token's norm."""
+
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 4, ptx.SCALAR, ptx.SCALAR))
+    def add(ctx, counters, parts, squares, out, row, number):
+        share = _Share(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
+        group = share.number if _groups(cfg, 3) > 1 else ptx.i32(0)
+        _spin(_counter(counters, _add(group, ptx.i32(48))), _group_size(cfg, 3), 0)
+        ptx.asm(f"bar.sync 9, {THREADS};", "")
+        place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(share.row), ptx.i64(4 * SHARES)))
+        factor = _factor(cfg, place, 1)
+        fours = share.sums(parts, p.splits, cfg.rows8)
+        share.store(out, [[arith.mulf(y, factor) for y in four] for four in fours])
+
+    add(refs.counters, parts, refs.squares[1], refs.out, row, number)
+
+
+def _add(*terms):
+    total = terms[0]
+    for term in terms[1:]:
+        total = arith.addi(total, term)
+    return total
+
+
+def _mul(value, constant: int):
+    return arith.muli(value, ptx.i32(constant))
