@@ -140,6 +140,12 @@ class BackendReport:
     name: str  # of the backend
     supported: bool
     reasons: tuple[str, ...] = ()  # every reason against; empty if it is supported
+    kernel: str = ""  # which of the backend's kernels computes a supported layer; empty if it has only one
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The last column of the table: the reasons, or the kernel."""
+        return self.reasons or ((f"by {self.kernel}",) if self.kernel else ())
 
 
 class Explanation(tuple[BackendReport, ...]):
@@ -151,7 +157,7 @@ class Explanation(tuple[BackendReport, ...]):
         width = max([len("backend"), *(len(report.name) for report in self)])
         rows = [f"{'backend':{width}}  runs  why not"]
         for report in self:
-            lines = [line for why in report.reasons for line in textwrap.wrap(why, 88, subsequent_indent="  ")] or [""]
+            lines = [line for note in report.notes for line in textwrap.wrap(note, 88, subsequent_indent="  ")] or [""]
             rows.append(f"{report.name:{width}}  {'yes' if report.supported else 'no':4}  {lines[0]}".rstrip())
             rows += [f"{'':{width}}        {line}" for line in lines[1:]]
         return "\n".join(rows)
@@ -163,7 +169,7 @@ class Explanation(tuple[BackendReport, ...]):
         rows = (
             cell(html.escape(report.name))
             + cell("yes" if report.supported else "no")
-            + cell("<br>".join(map(html.escape, report.reasons)))
+            + cell("<br>".join(map(html.escape, report.notes)))
             for report in self
         )
         head = "<tr><th>backend</th><th>runs</th><th>why not</th></tr>"
@@ -246,8 +252,9 @@ def _cached_reports(spec, cache_spec, chip: Chip, needs, dtypes, table) -> Expla
     """`table` is part of the key, so a newly registered backend is found."""
 
     def report(name: str) -> BackendReport:
-        reasons = load(name).reasons(spec, cache_spec, chip, needs, dtypes)
-        return BackendReport(name, not reasons, reasons)
+        backend = load(name)
+        reasons = backend.reasons(spec, cache_spec, chip, needs, dtypes)
+        return BackendReport(name, not reasons, reasons, "" if reasons else backend.kernel_name(chip))
 
     return Explanation(report(name) for name, _ in table)
 

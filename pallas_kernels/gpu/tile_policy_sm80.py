@@ -1,4 +1,4 @@
-"""Tile sizes of the warp-level kernel for a shape and a chip: `warp_config`. No choice has been timed yet."""
+"""Tile sizes of the warp-level kernel for a shape and a chip: `warp_config`. The choices were timed on an H200 only."""
 
 import dataclasses
 import functools
