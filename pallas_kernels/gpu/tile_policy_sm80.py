@@ -31,7 +31,8 @@ def _chosen(chip: str, rows: int | None, processors: int | None, given: tuple[tu
     fields = dict(given)
     config = WarpKernelConfig(chip=chip, **_variants(rows, fields) | fields)
     wide = config.long_tiles and config.v_head_dim <= MOST_COLUMNS_OF_TWO_HALVES
-    for halves, ctas in LAYOUTS if wide else LAYOUTS[1:]:
+    most = fields.get("tile_halves", 2 if wide else 1)
+    for halves, ctas in [layout for layout in LAYOUTS if layout[0] <= most]:
         limit = min(known.smem_cta, known.smem // ctas - SMEM_RESERVED)
         config = dataclasses.replace(config, tile_halves=halves)
         if stages := _stages_that_fit(config, limit):
