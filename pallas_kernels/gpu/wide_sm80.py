@@ -29,7 +29,7 @@ def wide_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
 def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
     """Rows first .. first + 64 * tile_halves - 1 of the tile."""
     offsets = [first + WARPGROUP_ROWS * half for half in range(cfg.tile_halves)]
-    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
+    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype, hidden=True)
     for half, offset in enumerate(offsets):
         where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0] + offset, piece[wl.NROWS] - offset)
         rows.load_rows(refs.q, refs.q_tile.at[half], *where, **kind)
