@@ -17,7 +17,10 @@ ITERATIONS = 10
 def measure(names: list[str], seconds: float = 60) -> list[dict]:
     """The rows of these cases, from a process of its own: torch and JAX each keep the memory of the card."""
     command = [sys.executable, "-m", "benchmarks.gpu.flash2", *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return [dict(case="all", error=f"not done after {seconds} s")]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return rows or [dict(case="all", error=done.stderr[-200:])]
 
