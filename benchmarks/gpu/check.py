@@ -6,6 +6,7 @@ The reference is numpy float64 over sampled rows; unreferenced pages and page ta
 """
 
 import argparse
+import functools
 import time
 import traceback
 
@@ -20,11 +21,15 @@ from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.tile_policy import default_config
+from pallas_kernels.gpu.tile_policy_sm80 import warp_config
 from pallas_kernels.gpu.work_list import build_work_list
 
 
-def config_of(case, **extra) -> GpuKernelConfig:
-    """The config that the backend would choose for this batch, changed by the options of the case and the call."""
+def config_of(case, chip=None, processors=None, **extra) -> GpuKernelConfig:
+    """The config that the backend would choose for this batch, changed by the options of the case and the call.
+
+    chip: of a config of the warp-level kernel, for a GPU of so many processors.
+    """
     options = dict(case.options) | extra
     window = options.pop("window", None)
     mask = options.pop("mask", MaskRule(causal=True, left=-1 if window is None else window - 1))
@@ -34,7 +39,8 @@ def config_of(case, **extra) -> GpuKernelConfig:
         has_alibi=options.pop("alibi", False),
         score_fn=options.pop("score_fn", None),
     )
-    return default_config(
+    config = default_config if chip is None else functools.partial(warp_config, chip=chip, processors=processors)
+    return config(
         rows=int(case.q_lens.max()) * (case.num_heads // case.num_kv_heads),
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,

@@ -259,6 +259,11 @@ class AttentionBackend(BackendMethods):
         return ""
 
     @classmethod
+    def kernel_name(cls, chip: Chip) -> str:
+        """Which kernel computes on this chip; empty: the backend has only one."""
+        return ""
+
+    @classmethod
     def validate_configuration(cls, head_size: int, **flags) -> list[str]:
         """Every reason against a configuration given in vLLM's keywords (see Question.from_flags), in a fixed order."""
         return reasons_against(cls, Question.from_flags(head_size, **flags))

@@ -1,4 +1,8 @@
-"""`pallas_gpu`: one persistent Mosaic GPU kernel for decode, prefill and mixed batches. The first choice on Hopper.
+"""`pallas_gpu`: one persistent Mosaic GPU kernel for decode, prefill and mixed batches; first on NVIDIA GPUs.
+
+There are two kernels for one interface: Hopper's (TMA and wgmma) on sm_90, and a warp-level one (cp.async and mma.sync)
+on the other chips since Ampere. A `platform` of Chip("gpu", "sm_80") takes the warp-level kernel on a Hopper card too,
+to check it there.
 
 The gradient over pages is that of `sdpa`: the backward pass computes the forward pass again. That of packed keys is
 cuDNN's where it supports the layer and the batch (see cudnn.py), else that of `sdpa`.
@@ -16,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from jattn import device
 from jattn.backends import cudnn
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.kernel import PagedKernelBackend
@@ -32,24 +37,31 @@ from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.rotate_write_sm90 import RotateWrite, rotate_and_write
 from pallas_kernels.gpu.rotate_write_sm90 import supports as rotates_and_writes
 from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tile_policy import default_config
+from pallas_kernels.gpu.tile_policy_sm80 import warp_config
 from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 from pallas_kernels.gpu.write_sm90 import write_rows
 
 QUERY_DTYPES = ("bfloat16", "float16")
+HOPPER = Chip("gpu", "sm_90")
+WARPS_SINCE = (0, 12)  # JAX's version
 
 
 def kernel_config(
-    spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, common: CommonAttentionMetadata | None = None
-) -> GpuKernelConfig:
-    """The kernel's static arguments for queries of `dtype` and a batch (None: any batch); see supports.py."""
+    spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, common: CommonAttentionMetadata | None = None,
+    chip: Chip = HOPPER,
+) -> GpuKernelConfig:  # fmt: skip
+    """The static arguments of the chip's kernel for queries of `dtype` and a batch (None: any batch)."""
     longest = None if common is None else queries_of(common, spec.attn_type).max_query_len
     decoder = spec.attn_type is AttentionType.DECODER
-    return default_config(
+    config_of = default_config if _is_hopper(chip) else functools.partial(warp_config, chip=chip.generation)
+    return config_of(
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -65,6 +77,23 @@ def kernel_config(
         has_sinks=spec.has_sinks,
         per_request_causal=decoder and common is not None and common.causal_per_request is not None,
     )
+
+
+def _is_hopper(chip: Chip) -> bool:
+    """Is it sm_90, or unknown?"""
+    return chip.generation in ("", HOPPER.generation)
+
+
+def config_reasons(config: GpuKernelConfig) -> list[str]:
+    """Every reason why the config's kernel cannot serve it."""
+    return warps_support(config) if isinstance(config, WarpKernelConfig) else supports(config)
+
+
+def _version_reasons(chip: Chip) -> list[str]:
+    """JAX before 0.12 lowers Mosaic GPU kernels for sm_90 only, whatever `platform` says."""
+    if _is_hopper(chip) or jax.__version_info__ >= WARPS_SINCE or device.detect().generation == HOPPER.generation:
+        return []
+    return [f"chip {chip.generation} with JAX {jax.__version__}: its Mosaic GPU needs sm_90; wanted JAX 0.12 or newer"]
 
 
 @pytree
@@ -96,7 +125,7 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         causal = common.causal_per_request if kind is AttentionType.DECODER else None
         dtype = PallasGpuBackend.usual_query_dtype(self.cache_spec)
-        config = kernel_config(self.spec, self.cache_spec, dtype, common)
+        config = kernel_config(self.spec, self.cache_spec, dtype, common, self.chip)
         work = build_work_list(
             jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
             None if causal is None else jnp.asarray(causal),
@@ -127,7 +156,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
             return super().rotate_update_and_forward(q, k, v, angles, cache, m, params)
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
         q, cache, counters = written
-        config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common)
+        config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common, self.chip)
         state: Any = _paged(self, q, cache, m, params, counters if _merges_inside(config, m.common) else None)
         return cache, state
 
@@ -166,10 +195,10 @@ def _paged(
     impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters
 ) -> AttentionState:
     spec = impl.spec
-    config = kernel_config(spec, cache.spec, q.dtype.name, m.common)
+    config = kernel_config(spec, cache.spec, q.dtype.name, m.common, impl.chip)
     if counters is not None:
         config = dataclasses.replace(config, merges_inside=True)
-    if reasons := supports(config):
+    if reasons := config_reasons(config):
         raise UnsupportedError(
             "the GPU kernel does not support these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
         )
@@ -301,7 +330,7 @@ _rotate_and_write.defvjp(lambda impl, *args: (_rotate_and_write(impl, *args), ar
 
 
 class PallasGpuBackend(PagedKernelBackend):
-    """bf16 and f16 queries on Hopper. pallas_kernels.gpu.supports gives the limits of the kernel."""
+    """bf16 and f16 queries on NVIDIA GPUs. pallas_kernels.gpu.supports and .supports_sm80 give the kernels' limits."""
 
     name = "pallas_gpu"
     impl_cls = PallasGpuImpl
@@ -318,7 +347,7 @@ class PallasGpuBackend(PagedKernelBackend):
     )
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
     platforms = ("gpu",)
-    min_compute_capability = 90
+    min_compute_capability = 80
     features = frozenset(
         {
             Feature.SINK,
@@ -344,8 +373,14 @@ class PallasGpuBackend(PagedKernelBackend):
         return cache_spec.dtype if cache_spec.dtype in QUERY_DTYPES else "bfloat16"
 
     @classmethod
+    def kernel_name(cls, chip: Chip) -> str:
+        if _is_hopper(chip):
+            return "Hopper's kernel (TMA and wgmma)"
+        return f"the warp-level kernel (cp.async and mma.sync), lowered for {chip.generation}"
+
+    @classmethod
     def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
-        return supports(kernel_config(spec, cache_spec, dtype), chip=chip.generation or "sm_90")
+        return _version_reasons(chip) + config_reasons(kernel_config(spec, cache_spec, dtype, chip=chip))
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:

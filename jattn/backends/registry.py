@@ -141,11 +141,14 @@ class BackendReport:
     name: str  # of the backend
     supported: bool
     reasons: tuple[str, ...] = ()  # every reason against; empty if it is supported
+    kernel: str = ""  # which of the backend's kernels computes a supported layer; empty if it has only one
     gradient: str = ""  # what computes the gradient, and why; empty if the backend has one way only
 
-    def lines(self) -> tuple[str, ...]:
-        """What is to be said: the reasons against it, or how it takes the gradient."""
-        return (f"gradient: {self.gradient}",) if self.supported and self.gradient else self.reasons
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The last column of the table: the reasons, or the kernel and how the gradient is taken."""
+        known = (("by", self.kernel), ("gradient:", self.gradient))
+        return self.reasons or tuple(f"{what} {value}" for what, value in known if value)
 
 
 class Explanation(tuple[BackendReport, ...]):
@@ -157,7 +160,7 @@ class Explanation(tuple[BackendReport, ...]):
         width = max([len("backend"), *(len(report.name) for report in self)])
         rows = [f"{'backend':{width}}  runs  why not"]
         for report in self:
-            lines = [line for why in report.lines() for line in textwrap.wrap(why, 88, subsequent_indent="  ")] or [""]
+            lines = [line for note in report.notes for line in textwrap.wrap(note, 88, subsequent_indent="  ")] or [""]
             rows.append(f"{report.name:{width}}  {'yes' if report.supported else 'no':4}  {lines[0]}".rstrip())
             rows += [f"{'':{width}}        {line}" for line in lines[1:]]
         return "\n".join(rows)
@@ -169,7 +172,7 @@ class Explanation(tuple[BackendReport, ...]):
         rows = (
             cell(html.escape(report.name))
             + cell("yes" if report.supported else "no")
-            + cell("<br>".join(map(html.escape, report.lines())))
+            + cell("<br>".join(map(html.escape, report.notes)))
             for report in self
         )
         head = "<tr><th>backend</th><th>runs</th><th>why not</th></tr>"
@@ -255,7 +258,8 @@ def _cached_reports(spec, cache_spec, chip: Chip, needs, dtypes, table) -> Expla
         backend = load(name)
         reasons = backend.reasons(spec, cache_spec, chip, needs, dtypes)
         gradient = "" if reasons else backend.gradient_by(spec, cache_spec, dtypes)
-        return BackendReport(name, not reasons, reasons, gradient)
+        kernel = "" if reasons else backend.kernel_name(chip)
+        return BackendReport(name, not reasons, reasons, kernel, gradient)
 
     return Explanation(report(name) for name, _ in table)
 

@@ -54,7 +54,7 @@ def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         reports = jattn.explain(spec, cache_spec, platform=args.platform)
     except ValueError as error:
         parser.error(str(error))
-    rows = [(report.name, "yes" if report.supported else "no", "\n".join(report.reasons)) for report in reports]
+    rows = [(report.name, "yes" if report.supported else "no", "\n".join(report.notes)) for report in reports]
     screen.table(("backend", "runs", "why not"), rows, plain=str(reports))
     return 0 if any(report.supported for report in reports) else 1
 

@@ -1,7 +1,7 @@
 """Copies of pages to shared memory by cp.async, and the waits for them: no TMA, no mbarrier.
 
 Of every block of keys, warp w of the CTA's four copies keys w * block / 4 .. (w + 1) * block / 4 - 1. The lanes of the
-warp hold the page numbers of its keys, one each, and pass them on by shuffles. A key outside the range that is wanted
+warp hold the pool's rows of its keys, one each, and pass them on by shuffles. A key outside the range that is wanted
 is filled with zeros and not read, so that no NaN of an unused slot takes part in a product.
 """
 
@@ -16,29 +16,36 @@ WARPS = 4
 PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
-def page_ids(block_table, req, kv0, start, stop, *, block: int, page: int, columns: int):
-    """i32 (128,): lane i of warp w holds the page of key kv0 + w * block / 4 + i; 0 unless start <= key < stop.
+def pool_rows(block_table, req, head, kv0, start, stop, *, block, page, columns, heads, heads_first):
+    """i32 (128,): lane i of warp w holds the pool's row of key kv0 + w * block / 4 + i; -1 unless start <= key < stop.
 
-    i is taken modulo block / 4, the keys of a warp. block_table GMEM i32[R, columns].
+    i is taken modulo block / 4, the keys of a warp. block_table GMEM i32[R, columns]. The pool's rows are counted as
+    [N, K, S] (heads_first) or [N, S, K], without a sign: a pool has less than 2^32 - 1.
     """
     out, keys = plgpu.ShapeDtypeStruct((128,), jnp.int32, PER_THREAD), block // WARPS
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(ptx.SCALAR,) * 4), return_type=out)
-    def load(ctx, block_table, req, kv0, start, stop):
-        req, kv0, start, stop = map(ptx.scalar_value, (req, kv0, start, stop))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(ptx.SCALAR,) * 5), return_type=out)
+    def load(ctx, block_table, req, head, kv0, start, stop):
+        req, head, kv0, start, stop = map(ptx.scalar_value, (req, head, kv0, start, stop))
         _, _, lane, warp = ptx.lane_position()
         own = arith.addi(arith.muli(warp, ptx.i32(keys)), arith.remui(lane, ptx.i32(keys)))
         key = arith.addi(kv0, own)
         row = arith.muli(ptx.to_i64(req), ptx.i64(columns))
         place = arith.addi(row, ptx.to_i64(arith.divui(key, ptx.i32(page))))
         place = arith.addi(ptx.pointer(block_table, 0), arith.muli(place, ptx.i64(4)))
+        offset = arith.remui(key, ptx.i32(page))
+        outer, size, inner = (head, page, offset) if heads_first else (offset, heads, head)
+        inside = arith.addi(arith.muli(outer, ptx.i32(size)), inner)
         text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
-        value = ptx.asm_value(text, "=&r,l,r", place, _is_inside(key, start, stop), pure=True)
+        wanted = _is_inside(key, start, stop)
+        page_id = ptx.asm_value(text, "=&r,l,r", place, wanted, pure=True)
+        value = arith.addi(arith.muli(page_id, ptx.i32(heads * page)), inside)
+        value = arith.ori(value, arith.subi(wanted, ptx.i32(1)))
         fragment = rows.empty_fragment((128,), PER_THREAD, ptx.int_type())
         rows.fill(fragment, lambda i: [value])
         return fragment
 
-    return load(block_table, req, kv0, start, stop)
+    return load(block_table, req, head, kv0, start, stop)
 
 
 def _is_inside(key, start, stop):
@@ -46,44 +53,56 @@ def _is_inside(key, start, stop):
     return ptx.bool_to_i32(arith.andi(ptx.less(arith.subi(start, ptx.i32(1)), key), ptx.less(key, stop)))
 
 
-def copy_block(pool, tile, ids, head, kv0, start, stop, *, block, page, dim, dtype, heads, heads_first):
-    """Begins to copy keys kv0 .. kv0 + block - 1 of one head to an SMEM tile [block, dim]; see page_ids.
-
-    pool GMEM [N, K, S, dim] (heads_first) or [N, S, K, dim].
-    """
-    row_bytes = dim * jnp.dtype(dtype).itemsize
+def copy_block(pool, tile, own_rows, *, block, dim, dtype):
+    """Begins to copy the keys of `own_rows` (see pool_rows) from a GMEM pool to an SMEM tile [block, dim]."""
+    row_bytes, swizzle = dim * jnp.dtype(dtype).itemsize, rows.swizzle_bytes(dim, dtype)
     chunks, keys = row_bytes // 16, block // WARPS  # of 16 bytes in a row; of a warp
-    page_bytes = heads * page * row_bytes
-    head_bytes, slot_bytes = (page * row_bytes, row_bytes) if heads_first else (row_bytes, heads * row_bytes)
-    kinds = (plgpu.RefType(), plgpu.RefType(rows.tile_transforms(dim, dtype)), PER_THREAD, *(ptx.SCALAR,) * 4)
+    kinds = (plgpu.RefType(), plgpu.RefType(rows.tile_transforms(dim, dtype)), PER_THREAD)
 
     @plgpu.inline_mgpu(arg_types=kinds)
-    def copy(ctx, pool, tile, ids, head, kv0, start, stop):
-        head, kv0, start, stop = map(ptx.scalar_value, (head, kv0, start, stop))
+    def copy(ctx, pool, tile, own_rows):
         base, smem, (_, _, lane, warp) = ptx.pointer(pool, 0), ptx.pointer(tile, 3), ptx.lane_position(hidden=True)
         # hidden: the start of each step's chunks would otherwise stay in two registers during the loop
-        head_start = arith.muli(ptx.asm_value("mov.b32 $0, $1;", "=r,r", head), ptx.i32(head_bytes))
-        own_id, first = rows.register_value(ids.registers.flat[0]), arith.muli(warp, ptx.i32(keys))
+        mine, first = rows.register_value(own_rows.registers.flat[0]), arith.muli(warp, ptx.i32(keys))
+        smem = arith.addi(smem, arith.muli(first, ptx.i32(row_bytes)))
         for step in range(-(-keys * chunks // 32)):
-            chunk = arith.addi(lane, ptx.i32(32 * step))
-            row = arith.divui(chunk, ptx.i32(chunks))
-            byte = arith.muli(arith.remui(chunk, ptx.i32(chunks)), ptx.i32(16))
-            page_id = ptx.asm_value("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", own_id, row)
-            key = arith.addi(kv0, arith.addi(first, row))
-            offset = arith.remui(key, ptx.i32(page))
-            inside = arith.addi(head_start, arith.addi(arith.muli(offset, ptx.i32(slot_bytes)), byte))
-            source = arith.muli(ptx.to_i64(page_id), ptx.i64(page_bytes))
-            source = arith.addi(arith.addi(source, base), ptx.to_i64(inside))
-            size = arith.muli(_is_inside(key, start, stop), ptx.i32(16))
-            target = ptx.swizzled(arith.addi(first, row), byte, row_bytes, rows.swizzle_bytes(dim, dtype))
-            text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
-            operands = (arith.addi(smem, target), source, size)
+            row, byte, target = _chunk(lane, step, chunks, swizzle)
+            pool_row = ptx.asm_value("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", mine, row)
+            source = arith.muli(ptx.to_u64(pool_row), ptx.i64(row_bytes))
+            source = arith.addi(source, arith.addi(base, ptx.to_i64(byte)))
+            target, offset = target(smem)
+            text = f"setp.eq.u32 p, $2, -1; cp.async.cg.shared.global [$0+{offset}], [$1], 16, p;"
+            operands = (target, source, pool_row)
             if 32 * (step + 1) > keys * chunks:  # not every lane has a chunk left
-                text = f"{{ .reg .pred p; setp.ne.u32 p, $3, 0; @p {text} }}"
+                text = text.replace("cp", "@q cp").replace("setp.eq", "setp.ne.u32 q, $3, 0; setp.eq")
                 operands += (ptx.bool_to_i32(ptx.less(row, ptx.i32(keys))),)
-            ptx.asm(text, ",".join(["r", "l", "r", "r"][: len(operands)]), *operands)
+            registers = "{ .reg .pred p, q; " + text + " }"
+            ptx.asm(registers, ",".join(["r", "l", "r", "r"][: len(operands)]), *operands)
 
-    copy(pool, tile, ids, head, kv0, start, stop)
+    copy(pool, tile, own_rows)
+
+
+def _chunk(lane, step: int, chunks: int, swizzle: int):
+    """A lane's chunk of 16 bytes in step `step`: (row of the warp's, byte, tile -> (its address, offset to add)).
+
+    If a step copies 1, 2, 4 .. whole rows, steps differ in the bits of the address that the swizzle mixes, and else by
+    a constant: one instruction instead of ten.
+    """
+    if 32 % chunks:
+        chunk = arith.addi(lane, ptx.i32(32 * step))
+        row = arith.divui(chunk, ptx.i32(chunks))
+        byte = arith.muli(arith.remui(chunk, ptx.i32(chunks)), ptx.i32(16))
+        return row, byte, lambda tile: (arith.addi(tile, ptx.swizzled(row, byte, 16 * chunks, swizzle)), 0)
+    first, byte = arith.divui(lane, ptx.i32(chunks)), arith.muli(arith.remui(lane, ptx.i32(chunks)), ptx.i32(16))
+    pieces, inside = divmod(32 // chunks * step, 8)  # of 8 rows
+    mixed = inside * swizzle >> 3 & swizzle - 16
+
+    def target(tile):
+        place = arith.addi(tile, ptx.swizzled(first, byte, 16 * chunks, swizzle))
+        place = arith.xori(place, ptx.i32(mixed)) if mixed else place
+        return place, 128 * chunks * pieces + inside * swizzle
+
+    return arith.addi(first, ptx.i32(32 // chunks * step)), byte, target
 
 
 def commit():

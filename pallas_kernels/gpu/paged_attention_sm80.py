@@ -1,6 +1,6 @@
 """Ragged paged attention by mma.sync, ldmatrix and cp.async, for six chips: sm_80, 86, 89, 90, 100 and 120.
 
-config_sm80.CHIPS describes the chips. The kernel has not run on a card: no backend chooses it yet.
+config_sm80.CHIPS describes the chips. The kernel has run on sm_90 (an H200); for the others it has been compiled only.
 
     ragged_paged_attention                paged_attention_sm90.py: checks, given a WarpKernelConfig
       launch                              persistent CTAs of four warps

@@ -40,49 +40,48 @@ class BlockReader:
     def _where(self, i):
         return self.first_key + i * self.cfg.block_kv, self.piece[wl.KSTART], self.piece[wl.KSTOP]
 
-    def ids(self, i):
-        """The page numbers of block i."""
-        columns = self.refs.block_table.shape[1]
-        kind = dict(block=self.cfg.block_kv, page=self.cfg.page_size, columns=columns)
-        return copies.page_ids(self.refs.block_table, self.piece[wl.REQ], *self._where(i), **kind)
-
-    def _copy(self, pool, tile, dim, i, ids):
-        cfg = self.cfg
-        kind = dict(block=cfg.block_kv, page=cfg.page_size, dim=dim, dtype=cfg.kv_dtype)
+    def rows(self, i):
+        """The rows of block i's keys in the pools."""
+        cfg, table = self.cfg, self.refs.block_table
+        kind = dict(block=cfg.block_kv, page=cfg.page_size, columns=table.shape[1])
         kind |= dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
+        return copies.pool_rows(table, self.piece[wl.REQ], self.piece[HEAD], *self._where(i), **kind)
+
+    def _copy(self, pool, tile, dim, i, rows):
+        kind = dict(block=self.cfg.block_kv, dim=dim, dtype=self.cfg.kv_dtype)
 
         @when(i < self.piece.count)
         def _():
-            copies.copy_block(pool, tile.at[self.slot(i)], ids, self.piece[HEAD], *self._where(i), **kind)
+            copies.copy_block(pool, tile.at[self.slot(i)], rows, **kind)
 
         copies.commit()
 
-    def copy_keys(self, i, ids):
-        self._copy(self.refs.k, self.refs.k_tile, self.cfg.head_dim, i, ids)
+    def copy_keys(self, i, rows):
+        self._copy(self.refs.k, self.refs.k_tile, self.cfg.head_dim, i, rows)
 
-    def copy_values(self, i, ids):
-        self._copy(self.refs.v, self.refs.v_tile, self.cfg.v_head_dim, i, ids)
+    def copy_values(self, i, rows):
+        self._copy(self.refs.v, self.refs.v_tile, self.cfg.v_head_dim, i, rows)
 
     def wait(self):
         copies.wait_for_copies(2 * (self.cfg.stages - 1), self.warps)
 
     def start(self):
-        """Copies the first blocks; returns what `step` carries: the page numbers of the next values and keys."""
+        """Copies the first blocks; returns what `step` carries: the rows of the next values and keys."""
         stages = self.cfg.stages
-        ids = [self.ids(jnp.int32(i)) for i in range(stages + 1)]
+        rows = [self.rows(jnp.int32(i)) for i in range(stages + 1)]
         for i in range(stages):
-            self.copy_keys(jnp.int32(i), ids[i])
+            self.copy_keys(jnp.int32(i), rows[i])
             if i < stages - 1:
-                self.copy_values(jnp.int32(i), ids[i])
-        return ids[-2], ids[-1]
+                self.copy_values(jnp.int32(i), rows[i])
+        return rows[-2], rows[-1]
 
-    def keys(self, j, ids):
+    def keys(self, j, rows):
         """Waits for block j's keys; copies further values."""
         self.wait()
-        self.copy_values(j + self.cfg.stages - 1, ids[0])
+        self.copy_values(j + self.cfg.stages - 1, rows[0])
 
-    def values(self, j, ids):
-        """Waits for block j's values; copies further keys. Returns the next `ids`."""
+    def values(self, j, rows):
+        """Waits for block j's values; copies further keys. Returns the next `rows`."""
         self.wait()
-        self.copy_keys(j + self.cfg.stages, ids[1])
-        return ids[1], self.ids(j + self.cfg.stages + 1)
+        self.copy_keys(j + self.cfg.stages, rows[1])
+        return rows[1], self.rows(j + self.cfg.stages + 1)

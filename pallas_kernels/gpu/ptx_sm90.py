@@ -32,6 +32,11 @@ def to_i64(x):
     return arith.extsi(int_type(64), x)
 
 
+def to_u64(x):
+    """i32 without a sign -> i64."""
+    return arith.extui(int_type(64), x)
+
+
 def scalar_value(fragment):
     """The value of a scalar argument of inline_mgpu."""
     return fragment.registers.item()
@@ -49,9 +54,12 @@ def pointer(ref, space: int):
     return llvm.ptrtoint(int_type(32 if space else 64), raw_pointer(ref, space))
 
 
-def thread_index():
-    """Thread index within the warpgroup."""
-    return arith.remui(utils.thread_idx(), i32(128))
+def thread_index(*, hidden: bool = False):
+    """Thread index within the warpgroup. hidden: see lane_position."""
+    thread = arith.remui(utils.thread_idx(), i32(128))
+    if hidden:
+        thread = arith.remui(asm_value("mov.b32 $0, $1;", "=r,r", thread), i32(128))  # the compiler knows its range
+    return thread
 
 
 def lane_position(*, hidden: bool = False):
@@ -59,9 +67,7 @@ def lane_position(*, hidden: bool = False):
 
     hidden: addresses that depend on it are computed where they are used, and not once for a loop: see `opaque`.
     """
-    thread = thread_index()
-    if hidden:
-        thread = arith.remui(asm_value("mov.b32 $0, $1;", "=r,r", thread), i32(128))  # the compiler knows its range
+    thread = thread_index(hidden=hidden)
     lane = arith.remui(thread, i32(32))
     return arith.divui(lane, i32(4)), arith.remui(lane, i32(4)), lane, arith.divui(thread, i32(32))
 
@@ -168,10 +174,13 @@ def transpose_8x8(word):
     return asm_value("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", word)
 
 
-def ldmatrix(place, transpose: bool = False):
-    """Loads four 8 x 8 matrices of 16-bit units from SMEM; lane 8 i + j gives the address of row j of matrix i."""
+def ldmatrix(place, transpose: bool = False, offset: int = 0):
+    """Loads four 8 x 8 matrices of 16-bit units from SMEM; lane 8 i + j gives the address of row j of matrix i.
+
+    offset: bytes to add to every address.
+    """
     trans = ".trans" if transpose else ""
-    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
     return asm_values(text, "=r,=r,=r,=r,r", 4, place)
 
 

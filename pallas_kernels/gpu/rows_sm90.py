@@ -52,11 +52,11 @@ def swizzle_columns(dim: int, dtype) -> int:
     return swizzle_bytes(dim, dtype) // jnp.dtype(dtype).itemsize
 
 
-def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim, dtype):
+def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim, dtype, hidden: bool = False):
     """Rows row0 .. row0 + 63 of a request's packed rows -> a swizzled SMEM tile; rows past `nrows` become 0.
 
     src_ref GMEM [T, H, D], tile_ref SMEM [64, D]. Asynchronous: the caller must call
-    await_rows and commit_smem.
+    await_rows and commit_smem. hidden: see ptx.lane_position.
     """
     swizzle = swizzle_bytes(dim, dtype)
     chunks = dim * 2 // 16  # chunks of 16 bytes in a row
@@ -67,7 +67,7 @@ def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim,
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(tile_transforms(dim, dtype)), *(SCALAR,) * 5))
     def load(ctx, src, tile, tok0, head0, row0, nrows, first_chunk):
         tok0, head0, row0, nrows, first_chunk = map(scalar_value, (tok0, head0, row0, nrows, first_chunk))
-        base, smem, me = pointer(src, 0), pointer(tile, 3), thread_index()
+        base, smem, me = pointer(src, 0), pointer(tile, 3), thread_index(hidden=hidden)
         for step in range(steps // parts):
             chunk = arith.addi(arith.addi(me, first_chunk), i32(step * 128))
             row = arith.divui(chunk, i32(chunks))

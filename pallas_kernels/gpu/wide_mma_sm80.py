@@ -27,10 +27,32 @@ def _lane_row(lane, place: int):
     return arith.addi(arith.remui(lane, ptx.i32(8)), arith.muli(second, ptx.i32(8)))
 
 
-def _lane_byte(lane, place: int, step: int):
-    """Byte of the row for 16 columns `step`; place: the bit of the lane that chooses the second 8 columns."""
-    second = arith.andi(arith.shrui(lane, ptx.i32(place)), ptx.i32(1))
-    return arith.addi(ptx.i32(32 * step), arith.muli(second, ptx.i32(16)))
+def _lane_byte(lane, place: int):
+    """Byte of the row's first 16 columns; place: the bit of the lane that chooses the second 8 columns."""
+    return arith.muli(arith.andi(arith.shrui(lane, ptx.i32(place)), ptx.i32(1)), ptx.i32(16))
+
+
+class _Tile:
+    """ldmatrix of 16 x 16 parts of a swizzled SMEM tile [n, dim] of 16 bits, with few instructions for addresses.
+
+    A part's columns change bits of the address that the row's swizzle has mixed, so they are xored; its rows, in steps
+    of 8, and its swizzled pieces add a constant, which is part of the instruction.
+    """
+
+    def __init__(self, base, row, byte, dim: int, dtype: str):
+        """row, byte: what this lane addresses of the part at row 0, column 0."""
+        self.row_bytes, self.swizzle = 2 * dim, rows.swizzle_bytes(dim, dtype)
+        self.first = arith.addi(base, ptx.swizzled(row, byte, self.row_bytes, self.swizzle))
+
+    def columns(self, part: int):
+        """(address, offset) of columns 16 part .. 16 part + 15."""
+        piece, byte = divmod(32 * part, self.swizzle)
+        return arith.xori(self.first, ptx.i32(byte)) if byte else self.first, 8 * self.swizzle * piece
+
+    def load(self, columns, row: int, transpose: bool = False):
+        """Columns from `columns`, rows row .. row + 15; row is a multiple of 8."""
+        place, offset = columns
+        return ptx.ldmatrix(place, transpose, offset + row * self.row_bytes)
 
 
 def queries_times_keys(q_ref, k_ref, *, halves: int, block: int, dim: int, dtype: str):
@@ -45,17 +67,15 @@ def queries_times_keys(q_ref, k_ref, *, halves: int, block: int, dim: int, dtype
             ptx.pointer(k_tile, 3),
             ptx.lane_position(hidden=True),
         )
-        at = lambda base, row, byte: arith.addi(base, ptx.swizzled(row, byte, 2 * dim, rows.swizzle_bytes(dim, dtype)))
         own = arith.addi(arith.muli(warp, ptx.i32(16)), _lane_row(lane, 3))
+        queries = _Tile(q_base, own, _lane_byte(lane, 4), dim, dtype)
+        keys = _Tile(k_base, _lane_row(lane, 4), _lane_byte(lane, 3), dim, dtype)
         sums = [[[ptx.f32(0.0)] * 4 for _ in range(block // 8)] for _ in range(halves)]
         for step in range(dim // 16):
-            left = [
-                ptx.ldmatrix(at(q_base, arith.addi(own, ptx.i32(64 * half)), _lane_byte(lane, 4, step)))
-                for half in range(halves)
-            ]
+            own_columns, columns = queries.columns(step), keys.columns(step)
+            left = [queries.load(own_columns, WARPGROUP_ROWS * half) for half in range(halves)]
             for pair in range(block // 16):
-                key = arith.addi(_lane_row(lane, 4), ptx.i32(16 * pair))
-                right = ptx.ldmatrix(at(k_base, key, _lane_byte(lane, 3, step)))
+                right = keys.load(columns, 16 * pair)
                 for n in range(2):
                     for half in range(halves):
                         old = sums[half][2 * pair + n]
@@ -74,13 +94,13 @@ def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: st
     @plgpu.inline_mgpu(arg_types=kinds, return_type=(shape,) * halves)
     def add(ctx, v_tile, *fragments):
         base, (_, _, lane, _) = ptx.pointer(v_tile, 3), ptx.lane_position(hidden=True)
+        values = _Tile(base, _lane_row(lane, 3), _lane_byte(lane, 4), dim, dtype)
+        columns = [values.columns(pair) for pair in range(dim // 16)]
         sums, p = [_floats(f) for f in fragments[:halves]], [_words(f) for f in fragments[halves:]]
         for group in range(block // 16):
             left = [(*words[2 * group], *words[2 * group + 1]) for words in p]
-            key = arith.addi(_lane_row(lane, 3), ptx.i32(16 * group))
             for pair in range(dim // 16):
-                place = ptx.swizzled(key, _lane_byte(lane, 4, pair), 2 * dim, rows.swizzle_bytes(dim, dtype))
-                right = ptx.ldmatrix(arith.addi(base, place), transpose=True)
+                right = values.load(columns[pair], 16 * group, transpose=True)
                 for n in range(2):
                     for half in range(halves):
                         old = sums[half][2 * pair + n]

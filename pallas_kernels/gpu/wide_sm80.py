@@ -29,13 +29,15 @@ def wide_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
 def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
     """Rows first .. first + 64 * tile_halves - 1 of the tile."""
     offsets = [first + WARPGROUP_ROWS * half for half in range(cfg.tile_halves)]
-    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
+    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype, hidden=True)
     for half, offset in enumerate(offsets):
         where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0] + offset, piece[wl.NROWS] - offset)
         rows.load_rows(refs.q, refs.q_tile.at[half], *where, **kind)
     reader = BlockReader(cfg, refs, piece, WARPS)
     ids = reader.start()  # its first group of copies has the queries too
-    bounds = [tiles.row_bounds(cfg, refs, piece, jnp.int32(offset)) for offset in offsets]
+    by_row = cfg.logits.has_alibi or cfg.logits.score_fn is not None
+    bounds = lambda: [tiles.row_bounds(cfg, refs, piece, jnp.int32(offset)) for offset in offsets]
+    rows_of_all = bounds() if by_row else None  # else not in registers while blocks without a mask are computed
     scale = refs.scales[piece[HEAD], 0]
 
     def step(j, carry, masked):
@@ -45,7 +47,8 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
         kind = dict(halves=cfg.tile_halves, block=cfg.block_kv, dim=cfg.head_dim, dtype=cfg.dtype)
         dots = wide_mma.queries_times_keys(refs.q_tile, refs.k_tile.at[slot], **kind)
         new, weights = [], []
-        for row, x, (acc, m, total) in zip(bounds, dots, states, strict=True):
+        own = rows_of_all or (bounds() if masked else [None] * cfg.tile_halves)
+        for row, x, (acc, m, total) in zip(own, dots, states, strict=True):
             x, c = tiles.logits(cfg, row, x, kv0, scale, masked)
             p, m, total, acc = tiles.softmax_step(cfg, x, c, m, total, acc)
             new.append((acc, m, total + p.sum(axis=1)))

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.backends import Feature, resolve
+from jattn.backends import Feature, pallas_gpu, resolve
 from jattn.backends.split import Halves
 from jattn.device import Chip
+from pallas_kernels.gpu import paged_attention_sm90
+from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 
 HOPPER = Chip("gpu", "sm_90")
 LAYER = dict(num_heads=8, num_kv_heads=2, head_dim=128)
@@ -23,9 +25,9 @@ def reasons(spec=(), cache=(), chip=HOPPER):
     return next(report for report in reports if report.name == "pallas_gpu").reasons
 
 
-def lower(spec, cache_spec, query_lens, causal=True, **params):
+def lower(spec, cache_spec, query_lens, causal=True, chip=HOPPER, **params):
     """The custom calls in a step of write and attention, lowered for CUDA."""
-    attn = jattn.PagedAttention(spec, cache_spec, backend="pallas_gpu", platform=HOPPER)
+    attn = jattn.PagedAttention(spec, cache_spec, backend="pallas_gpu", platform=chip)
     table = [[3 * r, 3 * r + 1, 3 * r + 2] for r in range(len(query_lens))]
     meta = jattn.CommonAttentionMetadata.from_lengths(
         query_lens, [40] * len(query_lens), table, cache_spec.block_size, causal=causal
@@ -61,6 +63,42 @@ def launches(f, *args) -> int:
 def test_it_is_the_first_choice_on_hopper():
     attn = jattn.PagedAttention(jattn.AttentionSpec(**LAYER), jattn.KVCacheSpec(**POOL), platform=HOPPER)
     assert attn.backend_name == "pallas_gpu"
+
+
+def test_explain_names_the_kernel_of_the_chip():
+    reports = jattn.explain(jattn.AttentionSpec(**LAYER), jattn.KVCacheSpec(**POOL), platform=HOPPER)
+    assert reports[0].name == "pallas_gpu" and reports[0].kernel == "Hopper's kernel (TMA and wgmma)"
+    assert reports[0].kernel in str(reports)
+    assert all(report.kernel == "" for report in reports if not report.supported)
+
+
+WARP_CHIPS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
+
+
+@pytest.mark.parametrize("generation", WARP_CHIPS)
+def test_other_chips_take_the_warp_level_kernel_where_jax_lowers_for_them(generation):
+    chip, cache_spec = Chip("gpu", generation), jattn.KVCacheSpec(**POOL)
+    if jax.__version_info__ < (0, 12):
+        assert any("wanted JAX 0.12" in reason for reason in reasons(chip=chip))
+        return
+    attn = jattn.PagedAttention(jattn.AttentionSpec(**LAYER), cache_spec, platform=chip)
+    assert attn.backend_name == "pallas_gpu"
+    report = jattn.explain(attn.spec, cache_spec, platform=chip)[0]
+    assert report.kernel.startswith("the warp-level kernel") and generation in report.kernel
+    config = pallas_gpu.kernel_config(attn.spec, cache_spec, "bfloat16", chip=chip)
+    assert isinstance(config, WarpKernelConfig) and config.chip == generation
+
+
+def test_a_chips_name_takes_the_warp_level_kernel_on_a_hopper_card(monkeypatch):
+    """JAX of any version lowers it for sm_90: a write, one launch, a merge."""
+    monkeypatch.setattr(jattn.device, "detect", lambda: HOPPER)
+    layer = jattn.AttentionSpec(**LAYER, sliding_window=100, has_sinks=True, logits_soft_cap=30.0)
+    seen = []
+    launch = paged_attention_sm90.launch_warps
+    monkeypatch.setattr(paged_attention_sm90, "launch_warps", lambda *args: seen.append(args[0].chip) or launch(*args))
+    cache_spec = jattn.KVCacheSpec(**POOL)
+    assert lower(layer, cache_spec, [1, 1, 33, 5], chip=Chip("gpu", "sm_80"), sinks=(8,)) == 3
+    assert seen == ["sm_80"]
 
 
 def test_a_mixed_batch_is_a_write_one_launch_and_a_merge():
@@ -134,8 +172,9 @@ REFUSED = [
     (dict(cache=dict(dtype="float32")), "kv_cache_dtype not supported: float32"),
     (dict(cache=dict(block_size=24)), "page size 24: wanted a power of two"),
     (dict(cache=dict(block_size=4)), "block_size not supported: 4"),
-    (dict(chip=Chip("gpu", "sm_80")), "compute capability not supported"),
-    (dict(chip=Chip("gpu", "sm_100")), "only sm_90"),
+    (dict(chip=Chip("gpu", "sm_75")), "compute capability not supported"),
+    (dict(chip=Chip("gpu", "sm_110")), "chip sm_110: wanted one of sm_80"),
+    (dict(chip=Chip("gpu", "sm_86"), cache=dict(dtype="int8", quant="per_head")), "warp-level kernel takes the dtype"),
     (dict(chip=Chip("cpu")), "platform not supported: cpu"),
     (dict(spec=dict(attn_type="encoder_decoder", has_alibi=True)), "aligns the last query with the last key"),
 ]

@@ -224,28 +224,27 @@ def _unknown(dtype):
 
 
 def _key_of_thread(closure):
-    """(number of the key in the block, whether the thread is the first that holds its page)."""
+    """(number of the key in the block, whether the thread is the first that holds its row)."""
     keys, thread = closure["keys"], np.arange(128)
     return thread // 32 * keys + thread % 32 % keys, thread % 32 < keys
 
 
-def _page_ids(closure, block_table, req, kv0, start, stop):
-    key = _key_of_thread(closure)[0] + int(kv0)
-    ids = np.zeros(128, np.int32)
+def _pool_rows(closure, block_table, req, head, kv0, start, stop):
+    key, (heads, page) = _key_of_thread(closure)[0] + int(kv0), (closure["heads"], closure["page"])
+    out = np.full(128, -1, np.int32)
     for i in np.flatnonzero((key >= start) & (key < stop)):
-        ids[i] = block_table[int(req), key[i] // closure["page"]]
-    return (ids,)
+        first = block_table[int(req), key[i] // page] * heads * page
+        offset = key[i] % page
+        out[i] = first + (int(head) * page + offset if closure["heads_first"] else offset * heads + int(head))
+    return (out,)
 
 
-def _copy_block(closure, pool, tile, ids, head, kv0, start, stop):
+def _copy_block(closure, pool, tile, own_rows):
     """What the tile will hold."""
     own, first = _key_of_thread(closure)
-    out, heads_first = np.zeros_like(tile), closure["head_bytes"] > closure["row_bytes"]
-    for i in np.flatnonzero(first):
-        key = own[i] + int(kv0)
-        if start <= key < stop:
-            page, offset = pool[ids[i]], key % closure["page"]
-            out[own[i]] = page[int(head), offset] if heads_first else page[offset, int(head)]
+    out, lines = np.zeros_like(tile), pool.reshape(-1, pool.shape[-1])
+    for i in np.flatnonzero(first & (own_rows >= 0)):
+        out[own[i]] = lines[own_rows[i]]
     return out
 
 
@@ -350,7 +349,7 @@ def _merge_and_store(
 
 
 PTX = {
-    "page_ids": _page_ids,
+    "pool_rows": _pool_rows,
     "sync_warps": lambda closure: None,
     "load_queries": _load_queries,
     "start_state": _start_state,

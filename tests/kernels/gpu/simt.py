@@ -37,6 +37,7 @@ class Arith:
     divui = staticmethod(lambda a, b: a // b)
     remui = staticmethod(lambda a, b: a % b)
     andi = staticmethod(lambda a, b: a & b)
+    ori = staticmethod(lambda a, b: a | b)
     xori = staticmethod(lambda a, b: a ^ b)
     shrui = staticmethod(lambda a, b: a >> b)
     negf = staticmethod(lambda a: -a)
@@ -128,15 +129,16 @@ class Machine:
         offset = int((re.findall(r"\[\$\d+\+(\d+)\]", rest) or [0])[0])
         if name.startswith("setp"):
             target, _, constant = (x.strip() for x in rest.split(",")[:3])
-            compare = {"ne": np.not_equal, "lt": np.less}[name.split(".")[1]]
+            compare = {"ne": np.not_equal, "eq": np.equal, "lt": np.less}[name.split(".")[1]]
             flags[target] = compare(operands[0], int(constant))
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
-        elif name.startswith("cp.async.cg"):  # 16 bytes, of which the last operand says how many are read
+        elif name.startswith("cp.async.cg"):  # 16 bytes; zeros where the predicate holds
+            ignored = flags[rest.split(",")[3].strip()]
             for i in np.flatnonzero(mask):
-                to, source, size = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
-                assert to % 16 == 0 and source % 16 == 0 and size in (0, 16)
-                self.memory[to : to + 16] = self.memory[source : source + 16] if size else 0
+                to, source = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
+                assert (to + offset) % 16 == 0 and source % 16 == 0
+                self.memory[to + offset : to + offset + 16] = 0 if ignored[i] else self.memory[source : source + 16]
         elif name.startswith("st."):
             self.store(operands[0] + offset, operands[1:], mask)
         else:
@@ -158,7 +160,7 @@ class Machine:
             assert np.where(mask, np.asarray(x[0]) + offset, 0).min() >= 0
             return [self.load(x[0] + offset + 4 * k, element, mask) for k in range(width)]
         if kind[0] == "ldmatrix":
-            return self._ldmatrix(x[0], "trans" in kind)
+            return self._ldmatrix(x[0] + offset, "trans" in kind)
         if kind[0] == "mma":
             return self._mma(x[:4], x[4:6], x[6:], HALF[kind[-2]])
         if kind[0] == "movmatrix":
@@ -238,6 +240,7 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx, "i32", every(np.int32)), mock.patch.object(ptx, "i64", every(np.int64)),
         mock.patch.object(ptx, "f32", every(np.float32)),
         mock.patch.object(ptx, "to_i64", lambda x: x.astype(np.int64)),
+        mock.patch.object(ptx, "to_u64", lambda x: x.astype(np.int64) & 0xFFFFFFFF),
         mock.patch.object(ptx, "scalar_value", lambda x: np.broadcast_to(x, machine.lane.shape)),
         mock.patch.object(ptx, "pointer", lambda ref, space: ref), mock.patch.object(ptx, "less", np.less),
         mock.patch.object(ptx, "equal", np.equal), mock.patch.object(ptx, "bool_to_i32", lambda x: x.astype(np.int32)),

@@ -41,12 +41,10 @@ def test_a_tile_holds_the_wanted_keys_and_zeros(dim, dtype, page, block, kv0, wa
     number = np.int32
     with emulated(copies, machine):
         where = [number(n) for n in (kv0, start, stop)]
-        kind = dict(block=block, page=page)
-        at = np.full(128, at_table, np.int64)
-        ids = copies.page_ids(at, number(req), *where, **kind, columns=COLUMNS)
+        at, kind = np.full(128, at_table, np.int64), dict(page=page, heads=HEADS, heads_first=heads_first)
+        own_rows = copies.pool_rows(at, number(req), number(head), *where, block=block, columns=COLUMNS, **kind)
         pool, tile = np.full(128, at_pool, np.int64), np.full(128, at_tile, np.int32)
-        kind |= dict(dim=dim, dtype=TYPES[dtype], heads=HEADS, heads_first=heads_first)
-        copies.copy_block(pool, tile, ids, number(head), *where, **kind)
+        copies.copy_block(pool, tile, own_rows, block=block, dim=dim, dtype=TYPES[dtype])
     want = np.zeros((block, row_bytes), np.uint8)
     for key in range(max(start, kv0), min(stop, kv0 + block)):
         line = raw[table[req, key // page]]

@@ -1,0 +1,99 @@
+"""Checks and times the warp-level kernel, beside the Hopper kernel and FlashAttention-2 on the same card.
+
+    python -m benchmarks.gpu.warp [--chip sm_86] [--write | --out DIR] [--seconds 100] [--only PARTS]
+
+Numbers are checked against numpy float64 first. --chip chooses whose tiles; None: the card's. A Hopper card
+takes those of any chip. Nothing is started in the last 15 seconds.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import records
+from benchmarks.gpu import cases, check, cupti, flash2, jobs
+from benchmarks.gpu.variants import BOUND, LSE_BOUND, few
+from jattn import device
+from pallas_kernels.algebra.mask import MaskRule
+
+PEER_CASES = ("pre_1x8k", "pre_1x8k_d64", "pre_1x8k_d256", "dec_64x4k")
+OPTIONS = (("mask", MaskRule(left=200, chunk=512)), ("soft_cap", 15.0), ("alibi", True), ("has_sinks", True))
+MIXED = dict(lengths=cases.MIX, pad_tokens=37, pad_reqs=3)
+CHECKED = [
+    few("few"),
+    few("few_d256", head_dim=256, v_head_dim=256, page=64),
+    cases.KernelCase(name="mix", **MIXED),
+    cases.KernelCase(name="mix_all", **MIXED, num_heads=24, options=(*OPTIONS, ("layout", "NHD"))),
+    cases.KernelCase(name="mix_gqa7", **MIXED, num_heads=14, num_kv_heads=2, page=64),
+    cases.KernelCase(name="mix_d192_v128", **MIXED, head_dim=192),
+    cases.KernelCase(name="mix_d64", **MIXED, head_dim=64, v_head_dim=64),
+]
+TIMED = (
+    "pre_1x8k", "dec_64x4k", "dec_ragged64", "pre_1x8k_d64", "pre_1x8k_d256", "mixed_32d_2p", "pre_1x8k+window1024",
+    "dec_64x32k+window1024", "pre_4x4k", "dec_16x4k",
+)  # fmt: skip
+VARIANTS = [  # of pre_1x8k and other cases that a choice of tiles concerns
+    ("pre_1x8k", dict(tile_halves=2, stages=1)),
+    ("pre_1x8k", dict(tile_halves=2, stages=2)),
+    ("pre_1x8k", dict(tile_halves=1)),
+    ("pre_1x8k_d64", dict(stages=2)),
+    ("dec_64x4k", dict(stages=2)),
+]
+
+
+def measure(case, options: dict, timed: bool, iterations: int) -> dict:
+    """One row: errors against numpy float64 first, then microseconds; `ok` says whether to believe it."""
+    args = argparse.Namespace(no_check=False, samples=12, time=timed, iterations=iterations)
+    row = check.run_case(case, args, **options)
+    row["ok"] = bool(row["rel_err"] < BOUND and row["lse_err"] < LSE_BOUND and row["same_bits"])
+    return row
+
+
+def read_rate() -> dict:
+    """TB/s of a kernel that only reads."""
+    x = jax.random.normal(jax.random.key(0), (1 << 30,), jnp.float32)
+    us, _ = cupti.micros(jax.jit(jnp.sum), x, iterations=5, pick=min)
+    return dict(us=us, tb_s=x.nbytes / us / 1e6, ok=True)
+
+
+def jobs_of(chip: str, peers: list[dict], iterations: int) -> Iterator[jobs.Job]:
+    """The jobs, most important first."""
+    own = dict(chip=chip, processors=getattr(jax.devices()[0], "core_count", None))
+    on_hopper = device.detect().generation == "sm_90"
+    yield dict(case="read_4g"), read_rate
+    for row in peers:
+        case = next((flash2.case_of(name) for name in PEER_CASES if name == row["case"]), None)
+        rate = dict(tflop_s=case.flops() / row["us"] / 1e6) if case and "us" in row else {}
+        yield dict(case=row["case"], variant="flash2"), lambda r=row | rate: dict(ok="us" in r) | r
+    for case in CHECKED[:3]:
+        yield dict(case=case.name, variant="default"), lambda c=case: measure(c, own, False, iterations)
+    plain = [(name, {}) for name in TIMED]
+    for name, options in plain[:2] + VARIANTS[:2] + plain[2:6] + VARIANTS[2:] + plain[6:]:
+        label = ",".join(f"{k}={v}" for k, v in options.items()) or "default"
+        case = flash2.case_of(name)
+        yield dict(case=name, variant=label), lambda c=case, o=options: measure(c, own | o, True, iterations)
+        if on_hopper and not options:
+            yield dict(case=name, variant="hopper"), lambda c=case: measure(c, {}, True, iterations)
+    for case in CHECKED[3:]:
+        yield dict(case=case.name, variant="default"), lambda c=case: measure(c, own, False, iterations)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the budget allows; 1 if a result was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.warp", description=__doc__.splitlines()[0])
+    jobs.add_options(parser, seconds=100)
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--chip", help="whose tiles: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120")
+    args = parser.parse_args(argv)
+    peers = flash2.measure(list(PEER_CASES))
+    origin = records.provenance()
+    chip = args.chip or device.detect().generation
+    print(origin, chip, flush=True)
+    return int(jobs.run(jobs_of(chip, peers, args.iterations), args, origin | dict(tiles=chip), "warp") > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
