@@ -1,8 +1,8 @@
 """`mla_pallas_gpu`: absorbed latent attention by a Mosaic GPU kernel, for decoding and multi-token prediction.
 
 The kernel computes the short requests, those with at most MAX_QUERY_LEN new tokens. The others are computed as by
-mla_sdpa, in the cheaper of its two forms. The gradient is that of mla_sdpa's absorbed form. No card has run the kernel
-yet, so 'auto' prefers mla_sdpa.
+mla_sdpa, in the cheaper of its two forms; so are all requests if queries are float32. The gradient is that of
+mla_sdpa's absorbed form.
 """
 
 import dataclasses
@@ -103,6 +103,8 @@ class MLAGpuImpl(MLAImpl):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  the plan of this backend's builder
         self, q, cache, m: MLAGpuMetadata, params: MLAParams
     ) -> AttentionState:
+        if q.dtype.name not in DTYPES:
+            return super().forward(q, cache, m, params)
         if m.tokens is None:
             return self._short(q, cache, m, params)
         short = self._short(q.at[m.tokens].get(mode="fill", fill_value=0), cache, m, params)
@@ -116,8 +118,9 @@ class MLAGpuImpl(MLAImpl):
     def forward_mqa(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, q, cache, m: MLAGpuMetadata, params: MLAParams
     ) -> AttentionState:
-        """The absorbed form for all requests; by the kernel if all are short."""
-        return self._short(q, cache, m, params) if m.tokens is None else super().forward_mqa(q, cache, m, params)
+        """The absorbed form for all requests; by the kernel if all are short and q is of 16 bits."""
+        by_kernel = m.tokens is None and q.dtype.name in DTYPES
+        return self._short(q, cache, m, params) if by_kernel else super().forward_mqa(q, cache, m, params)
 
     def _short(self, q, cache, m: MLAGpuMetadata, params: MLAParams) -> AttentionState:
         """The kernel's result. q: the tokens of the short requests."""
@@ -178,7 +181,7 @@ class MLAPallasGpuBackend(MLABackend):
     impl_cls = MLAGpuImpl
     builder_cls = MLAGpuMetadataBuilder
     metadata_cls = MLAGpuMetadata
-    supported_dtypes = DTYPES
+    supported_dtypes = ("float32", *DTYPES)  # float32 without the kernel
     supported_kv_cache_dtypes = DTYPES
     supported_block_sizes = (MultipleOf(8),)
     quant_modes = ("none",)

@@ -32,9 +32,9 @@ _TABLE: dict[str, Entry] = {
     "split": "jattn.backends.split:SplitBackend",
     "pallas_cpu": "jattn.backends.pallas_cpu:PallasCpuBackend",
     "mla_cpu_native": "jattn.backends.mla_cpu:CpuMLABackend",
+    "mla_pallas_gpu": "jattn.backends.mla_pallas_gpu:MLAPallasGpuBackend",
     "mla_pallas_tpu": "jattn.backends.mla_pallas_tpu:MLAPallasTpuBackend",
     "mla_sdpa": "jattn.backends.mla:MLABackend",
-    "mla_pallas_gpu": "jattn.backends.mla_pallas_gpu:MLAPallasGpuBackend",
 }
 
 

@@ -1,4 +1,4 @@
-"""mla_pallas_gpu: what it refuses, that auto does not choose it yet, and a mixed batch in JAX's interpreter."""
+"""mla_pallas_gpu: what it refuses, that a model's step lowers for CUDA, and a mixed batch in JAX's interpreter."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import MLAAttention, MLAParams, MLASpec, mla_cache_spec
+from jattn import MLAAttention, MLAParams, MLASpec, device, mla_cache_spec, models
 from jattn.backends import mla_pallas_gpu
 from jattn.device import Chip
 from tests.oracle.mla import latent_attention
@@ -42,23 +42,48 @@ def reasons(spec, cache_spec, chip, needs=()):
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_serves_latent_layers_on_hopper_when_named(name):
+def test_is_the_first_choice_for_latent_layers_on_hopper(name):
     cache_spec = mla_cache_spec(DEEPSEEK, 8, **SERVED[name])
     assert not reasons(DEEPSEEK, cache_spec, HOPPER)
-    assert MLAAttention(DEEPSEEK, cache_spec, platform=HOPPER).backend_name == "mla_sdpa"
-    assert MLAAttention(DEEPSEEK, cache_spec, "mla_pallas_gpu", HOPPER).backend_name == "mla_pallas_gpu"
+    assert MLAAttention(DEEPSEEK, cache_spec, platform=HOPPER).backend_name == "mla_pallas_gpu"
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_with_one_reason(name):
     fields, cache, chip, why = REFUSED[name]
     spec = dataclasses.replace(DEEPSEEK, **fields)
-    found = reasons(spec, mla_cache_spec(spec, 8, **(dict(block_size=64) | cache)), chip)
+    cache_spec = mla_cache_spec(spec, 8, **(dict(block_size=64) | cache))
+    found = reasons(spec, cache_spec, chip)
+    assert MLAAttention(spec, cache_spec, platform=chip).backend_name != "mla_pallas_gpu"
     assert any(why.lower() in reason.lower() for reason in found), found
 
 
 def test_refuses_keys_on_several_ranks():
     assert reasons(DEEPSEEK, mla_cache_spec(DEEPSEEK, 8, 64), HOPPER, (jattn.Feature.DCP,))
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "dtype", "launches"), [([1, 3], "bfloat16", 2), ([1, 20], "bfloat16", 2), ([1, 3], "float32", 0)]
+)
+def test_a_step_of_a_model_lowers_for_cuda(query_lens, dtype, launches):
+    """A launch and a merge, in the function that both layers call; none for float32 queries."""
+    config = models.config_of(
+        dict(
+            model_type="deepseek_v3", vocab_size=67, hidden_size=64, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=16, max_position_embeddings=128, rms_norm_eps=1e-5, eos_token_id=0, kv_lora_rank=128,
+            q_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=16, first_k_dense_replace=2,
+            n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, n_group=2, topk_group=1,
+        )
+    )  # fmt: skip
+    params = jax.eval_shape(lambda: models.init_params(config, 0, dtype))
+    caches = jax.eval_shape(lambda: config.make_caches(8, 16, "bfloat16"))
+    meta = jattn.CommonAttentionMetadata.from_lengths(query_lens, [30, 40], [[1, 2, 0], [3, 4, 5]], 16)
+    step = jax.jit(lambda params, ids, caches, meta: models.forward(config, params, ids, caches, meta))
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    with mock.patch.object(device, "detect", lambda: HOPPER):
+        export = jax.export.export(step, platforms=["cuda"], disabled_checks=[check])
+        text = export(params, jnp.zeros(sum(query_lens), jnp.int32), caches, meta).mlir_module()
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == launches
 
 
 def normal(seed, *shape):
