@@ -1,4 +1,4 @@
-"""Which layers of a model `jattn.ops.layer_tail` serves, and a step of few tokens through them."""
+"""Which layers of a model `jattn.nn.layer_tail` serves, and a step of few tokens through them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import MLP, activation
 from jattn.models.residual import ResidualNorms
 from jattn.nn import AttentionConfig
+from jattn.nn import layer_tail as op
 from jattn.nn.attention_layer import attend_projected, heads_of_rows, projections
-from jattn.ops import layer_tail as op
 from jattn.ops.product import products
 from jattn.ops.quantised import is_quantised
 from pallas_kernels.gpu.layer_tail_config import MAX_ROWS, LayerTailConfig

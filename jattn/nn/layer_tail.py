@@ -62,7 +62,7 @@ def layer_tail(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales,
 
 
 def _backward(norms: TailNorms, config: LayerTailConfig, inputs, cotangent):
-    _, pull = jax.vjp(lambda *inputs: in_steps(*inputs, norms), *inputs)
+    _, pull = jax.vjp(lambda a, x, weights, scales: in_steps(a, x, weights, scales, norms), *inputs)
     return *pull(cotangent[:2]), None
 
 
