@@ -34,6 +34,8 @@ class MlaKernelConfig:
     has_sinks: bool = False
     per_request_causal: bool = False
     num_ctas: int = 132  # one on each SM of an H100 or H200
+    roles: bool = False  # a warpgroup of its own for the scores: see mla_roles_sm90.py
+    add_first: bool = False  # without roles: add the other warpgroup's block before the scores, not after
 
     @property
     def head_dim(self) -> int:

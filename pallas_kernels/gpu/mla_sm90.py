@@ -26,10 +26,12 @@ from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.merge_sm90 import merge_parts
 from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, STATS, MlaKernelConfig, supports_mla
+from pallas_kernels.gpu.mla_roles_sm90 import add_pieces, score_pieces
 from pallas_kernels.gpu.mla_tile_sm90 import MlaRefs, latent_tile, load_latents
 from pallas_kernels.gpu.pieces_sm90 import count_pieces, receive_piece
 
 REGISTERS = (224, 56)  # of a thread that computes and of one that loads
+ROLE_REGISTERS = (176, 176, 120, 40)  # of a thread of each warpgroup with config.roles
 
 
 def latent_attention(
@@ -90,7 +92,7 @@ def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, w
         out_type=out_type,
         grid=(config.num_ctas,),
         grid_names=("cta",),
-        num_threads=3,
+        num_threads=4 if config.roles else 3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -109,6 +111,9 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
     def roles(*smem):
         refs = MlaRefs(*gmem, *smem)
         wg = lax.axis_index("wg")
+        if cfg.roles:
+            _play_roles(cfg, refs, wg)
+            return
 
         @when(wg < 2)
         def _():
@@ -130,9 +135,28 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
     small = [plgpu.SMEM((STATS,), jnp.float32), plgpu.SMEM((1, wl.INFO_COLUMNS), jnp.int32)]
     barriers = [plgpu.Barrier(num_arrivals=n * copies, num_barriers=STAGES) for n in (2, 1)]
     barriers += [plgpu.Barrier(num_barriers=STAGES)] * 3
-    barriers += [plgpu.Barrier(num_barriers=1), plgpu.Barrier(num_arrivals=2, num_barriers=1)]
-    barriers += [plgpu.Barrier(num_arrivals=2)]
+    barriers += [plgpu.Barrier(num_barriers=1), plgpu.Barrier(num_arrivals=1 if cfg.roles else 2, num_barriers=1)]
+    barriers += [plgpu.Barrier(num_arrivals=2)] * 2
     pl.run_scoped(roles, *tiles, *small, *barriers, collective_axes="wg")
+
+
+def _play_roles(cfg: MlaKernelConfig, refs: MlaRefs, wg):
+    """Warpgroups 0 and 1: values; 2: scores; 3: loads."""
+
+    @when(wg < 2)
+    def _():
+        plgpu.set_max_registers(ROLE_REGISTERS[0], action="increase")
+        add_pieces(cfg, refs, wg)
+
+    @when(wg == 2)
+    def _():
+        plgpu.set_max_registers(ROLE_REGISTERS[2], action="decrease")
+        score_pieces(cfg, refs)
+
+    @when(wg == 3)
+    def _():
+        plgpu.set_max_registers(ROLE_REGISTERS[3], action="decrease")
+        load_latents(cfg, refs)
 
 
 def _compute(cfg: MlaKernelConfig, refs: MlaRefs, wg):

@@ -63,6 +63,7 @@ class MlaRefs:
     q_full: object  # barrier [1]
     q_free: object  # barrier [1]; one arrival a compute warpgroup
     compute_barrier: object  # of the two compute warpgroups: exchange of sums
+    used: object  # barrier; warpgroups 0 and 1 have used the last publication: see mla_roles_sm90.py
 
 
 def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
@@ -121,11 +122,14 @@ def latent_tile(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, blocks_be
 
     def step(t, state):
         j = 2 * t + own0
-        dots = _scores(cfg, refs, wg)
-        state = lax.fori_loop(0, as_number(j > 0), add_other, state)
+        if cfg.add_first:
+            state = lax.fori_loop(0, as_number(j > 0), add_other, state)
+        dots = scores(cfg, refs, wg)
+        if not cfg.add_first:
+            state = lax.fori_loop(0, as_number(j > 0), add_other, state)
         kv0 = (piece[wl.BLK0] + piece.lo + j) * BLOCK_KV
-        dots = rows.keep_columns(dots, _row_stops(cfg, piece) - kv0)
-        _zero_past_end(cfg, refs, wg, piece[wl.SEQ] - kv0)
+        dots = rows.keep_columns(dots, row_stops(cfg, piece) - kv0)
+        zero_past_end(cfg, refs, wg, piece[wl.SEQ] - kv0)
         acc, m, total = state
         factor = cfg.logits.scale * tiles.LOG2E
         new_m = jnp.maximum(m, dots.max(axis=1) * factor)
@@ -144,7 +148,7 @@ def latent_tile(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, blocks_be
     _finish(cfg, refs, piece, wg, state)
 
 
-def _row_stops(cfg: MlaKernelConfig, piece: Piece):
+def row_stops(cfg: MlaKernelConfig, piece: Piece):
     """i32 (64,): row r sees keys 0 .. stop - 1."""
     packed = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=tiles.ROW_LAYOUT) + piece[wl.ROW0]
     q_pos = lax.div(packed, jnp.int32(cfg.group)) + piece[wl.QPOS0]
@@ -153,29 +157,29 @@ def _row_stops(cfg: MlaKernelConfig, piece: Piece):
     return plgpu.layout_cast(jnp.broadcast_to(stop, (WARPGROUP_ROWS,)), tiles.ROW_LAYOUT)
 
 
-def _scores(cfg: MlaKernelConfig, refs: MlaRefs, wg):
-    """Dots f32 (64, 64) of the queries and the rows of this warpgroup's stage."""
-    stage, zero = ptx.opaque(wg), ptx.opaque(jnp.int32(0))
+def scores(cfg: MlaKernelConfig, refs: MlaRefs, number):
+    """Dots f32 (64, 64) of the queries and the rows of stage `number`."""
+    stage, zero = ptx.opaque(number), ptx.opaque(jnp.int32(0))
     q, half, latent = refs.q_tile.at[zero, 0], cfg.half, cfg.latent_dim
 
     def body(acc):
-        plgpu.barrier_wait(refs.left_full.at[wg])
+        plgpu.barrier_wait(refs.left_full.at[number])
         plgpu.wgmma(acc, q.at[:, pl.ds(0, half)], refs.latent.at[stage, 0].transpose((1, 0)))
         plgpu.wgmma(acc, q.at[:, pl.ds(latent, cfg.rope_dim)], refs.rope.at[stage].transpose((1, 0)))
-        plgpu.barrier_wait(refs.right_full.at[wg])
+        plgpu.barrier_wait(refs.right_full.at[number])
         plgpu.wgmma(acc, q.at[:, pl.ds(half, half)], refs.latent.at[stage, 1].transpose((1, 0)))
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((WARPGROUP_ROWS, BLOCK_KV), jnp.float32))
 
 
-def _zero_past_end(cfg: MlaKernelConfig, refs: MlaRefs, wg, count):
-    """Zeroes the latents of this warpgroup's stage from row `count`: they may be NaN, and 0 * NaN is NaN."""
+def zero_past_end(cfg: MlaKernelConfig, refs: MlaRefs, stage, count):
+    """Zeroes the latents of this stage from row `count`: they may be NaN, and 0 * NaN is NaN."""
 
     @when(count < BLOCK_KV)
     def _():
         for half in range(2):
-            tile = refs.latent.at[wg, half]
+            tile = refs.latent.at[stage, half]
             rows.zero_rows(tile, jnp.int32(0), count, rows=BLOCK_KV, dim=cfg.half, dtype=cfg.dtype)
 
 
@@ -197,18 +201,23 @@ def _add_published(refs: MlaRefs, wg, add, _, state):
     """The state after adding the other warpgroup's block. The body of a loop that runs at most once (an `if`)."""
     other = 1 - wg
     plgpu.barrier_wait(refs.published.at[other])
-    new_m = _load_stats(refs, 0)
+    new_m = load_stats(refs, 0)
     return add(other, refs.weights, new_m, state)
 
 
 def _finish(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, state):
-    """Adds both warpgroups' sums and stores this one's columns, to out or to the CTA's slot of partial results."""
+    """Adds both warpgroups' sums and stores this one's columns."""
     acc, m, own = state
     refs.stats[pl.ds(WARPGROUP_ROWS * (1 + wg), WARPGROUP_ROWS)] = own
     _meet(refs)
-    total = own + _load_stats(refs, 2 - wg)
+    total = own + load_stats(refs, 2 - wg)
     _meet(refs)  # the sums have been read; the next piece may replace them
-    nrows, column = piece[wl.NROWS], wg * cfg.half
+    store_piece(cfg, refs, piece, wg * cfg.half, acc, m, total)
+
+
+def store_piece(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, column, acc, m, total):
+    """Stores the output's columns from `column` on, to out or to the CTA's slot of partial results."""
+    nrows = piece[wl.NROWS]
 
     @when(piece.is_part)
     def _():
@@ -233,7 +242,7 @@ def _finish(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, state):
             rows.store_rows(refs.out, refs.lse, out, lse, *where, nrows - WARPGROUP_ROWS, column, **kind)
 
 
-def _load_stats(refs: MlaRefs, number):
+def load_stats(refs: MlaRefs, number):
     """f32 (64,): the maxima (0), or the sums of warpgroup 0 (1) or 1 (2)."""
     place = refs.stats.at[pl.ds(WARPGROUP_ROWS * number, WARPGROUP_ROWS)]
     idx = inspect.signature(plgpu.load).parameters.get("idx")

@@ -34,6 +34,8 @@ LOWERED = {
     "whole rows, f16, page 16": dict(whole_rows=True, dtype="float16", page_size=16),
     "latent 256, rope 128, page 128": dict(latent_dim=256, rope_dim=128, page_size=128),
     "per request": dict(per_request_causal=True),
+    "roles": dict(roles=True),
+    "roles, latent 384": dict(roles=True, latent_dim=384),
 }
 BATCHES = {  # name -> (query length, total length) of each request, fields of the config, padding tokens
     "decode": (((1, 65), (1, 0), (1, 200), (1, 64), (1, 1), (1, 63)), dict(page_size=16), 0),
@@ -108,14 +110,15 @@ def make_batch(lengths, config, pads, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.parametrize("order", [{}, dict(roles=True), dict(add_first=True)], ids=["plain", "roles", "add first"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_is_attention_over_the_rows(name):
+def test_is_attention_over_the_rows(name, order):
     from tests.kernels.gpu.interpreter import interpreted
 
     lengths, fields, pads = BATCHES[name]
     fields = dict(latent_dim=128, num_ctas=3, logits=LogitRule(scale=0.07), page_size=64, num_heads=16) | fields
     group = heads_of_unit(fields["num_heads"], max(n for n, _ in lengths))
-    config = MlaKernelConfig(group=group, **fields)
+    config = MlaKernelConfig(group=group, **fields, **order)
     args, (starts, seqs), requests = make_batch(lengths, config, pads)
     with interpreted():
         work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config.attention)
