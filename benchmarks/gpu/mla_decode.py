@@ -80,9 +80,11 @@ TIMED = [
     LatentCase(name="mla_dec_32x8k_h128", lengths=((1, 8192),) * 32, heads=128),
     LatentCase(name="mla_dec_16x4k_h16", lengths=((1, 4096),) * 16, heads=16),
 ]
+FINE = dict(roles=True, fine=True)
 VARIANTS = (
-    dict(roles=True), dict(add_first=True), dict(page=128), dict(page=16), dict(whole_rows=True), dict(group=32),
-    dict(group=8), dict(num_ctas=128),
+    FINE, FINE | dict(num_ctas=128), FINE | dict(num_ctas=128, merge=(4, 4)), dict(add_first=True, num_ctas=128),
+    FINE | dict(num_ctas=128, merge=(4, 2)), FINE | dict(num_ctas=128, merge=(2, 4)), dict(roles=True, num_ctas=128),
+    FINE | dict(merge=(4, 4)), dict(page=16) | FINE,
 )  # fmt: skip
 
 

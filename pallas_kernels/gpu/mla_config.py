@@ -1,6 +1,7 @@
 """The static arguments of the latent attention kernel, the shared memory that they need, and what it cannot serve."""
 
 import dataclasses
+import math
 
 from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.algebra.logits import LogitRule
@@ -35,6 +36,8 @@ class MlaKernelConfig:
     per_request_causal: bool = False
     num_ctas: int = 132  # one on each SM of an H100 or H200
     roles: bool = False  # a warpgroup of its own for the scores: see mla_roles_sm90.py
+    fine: bool = False  # with roles: stages are filled and freed in parts of at most 128 columns, not in halves
+    merge: tuple[int, int] = (8, 1)  # in_flight and chunks of merge_parts
     add_first: bool = False  # without roles: add the other warpgroup's block before the scores, not after
 
     @property
@@ -46,6 +49,11 @@ class MlaKernelConfig:
     def half(self) -> int:
         """Columns of the output of one warpgroup."""
         return self.latent_dim // 2
+
+    @property
+    def part(self) -> int:
+        """Columns of a part of a stage: it is filled and freed at a time, and has barriers of its own."""
+        return math.gcd(self.half, 128) if self.fine else self.half
 
     @property
     def attention(self) -> GpuKernelConfig:

@@ -20,7 +20,15 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, MlaKernelConfig
-from pallas_kernels.gpu.mla_tile_sm90 import MlaRefs, load_stats, row_stops, scores, store_piece, zero_past_end
+from pallas_kernels.gpu.mla_tile_sm90 import (
+    MlaRefs,
+    free_barrier,
+    load_stats,
+    row_stops,
+    scores,
+    store_piece,
+    zero_past_end,
+)
 from pallas_kernels.gpu.pieces_sm90 import count_pieces, piece_from_list, receive_piece
 
 COLUMNS = 128  # of one product: ptxas wants the operands of each instruction to fit in 128 registers
@@ -73,28 +81,36 @@ def _publish(refs: MlaRefs, number, vector, *, weights=None, total=None):
 
 def add_pieces(cfg: MlaKernelConfig, refs: MlaRefs, wg):
     """Warpgroup 0 or 1: adds the blocks of the CTA's pieces to its half of the columns, and stores them."""
-    columns = range(0, cfg.half, COLUMNS)
+    width = cfg.part if cfg.fine else COLUMNS
+    columns = range(0, cfg.half, width)
 
     def piece_body(j, blocks_before):
         def step(i, accs):
             stage = lax.rem(blocks_before + i, jnp.int32(STAGES))
             plgpu.barrier_wait(refs.published.at[0])
             factor = load_stats(refs, 0)
+            free = lambda part: plgpu.barrier_arrive(free_barrier(cfg, refs, stage, wg * (cfg.half // cfg.part) + part))
             accs = [acc * tiles.across_columns(factor, acc.shape) for acc in accs]
 
             def body(refs_of_acc):
-                values = refs.latent.at[ptx.opaque(stage), wg]
+                where = ptx.opaque(stage)
                 for column, ref in zip(columns, refs_of_acc, strict=True):
-                    plgpu.wgmma(ref, refs.weights, values.at[:, pl.ds(column, ref.shape[1])])
+                    part, inside = wg * (cfg.half // cfg.part) + column // cfg.part, column % cfg.part
+                    values = refs.latent.at[where, part]
+                    plgpu.wgmma(ref, refs.weights, values.at[:, pl.ds(inside, ref.shape[1])])
+                if cfg.fine:  # the first product's part is free while the second one goes on
+                    for left in reversed(range(len(columns))):
+                        plgpu.wgmma_wait(left)
+                        free(len(columns) - 1 - left)
 
             accs = pl.run_state(body)([plgpu.ACC.init(acc) for acc in accs])
-            when(wg == 0)(lambda: plgpu.barrier_arrive(refs.left_free.at[stage]))
-            when(wg == 1)(lambda: plgpu.barrier_arrive(refs.right_free.at[stage]))
+            if not cfg.fine:
+                free(0)
             plgpu.barrier_arrive(refs.used)
             return accs
 
         count = piece_from_list(cfg.attention, refs, j).count
-        start = [tiles.start_state(min(COLUMNS, cfg.half - column))[0] for column in columns]
+        start = [tiles.start_state(min(width, cfg.half - column))[0] for column in columns]
         accs = lax.fori_loop(0, count, step, start)
         plgpu.barrier_wait(refs.published.at[0])
         m, total = load_stats(refs, 0), load_stats(refs, 1)

@@ -51,7 +51,9 @@ def latent_attention(
     _check(q, latent_pages, rope_pages, block_table, config)
     out, lse, part, part_lse = _launch(config, q, latent_pages, rope_pages, block_table, work)
     per_head = jnp.zeros((config.num_heads, 2), jnp.float32)  # slopes and sinks: none in this kernel
-    return merge_parts(config.attention, out, lse, part, part_lse, work, per_head)
+    return merge_parts(
+        config.attention, out, lse, part, part_lse, work, per_head, in_flight=config.merge[0], chunks=config.merge[1]
+    )
 
 
 def _check(q, latent_pages, rope_pages, block_table, config: MlaKernelConfig):
@@ -130,11 +132,12 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
 
     copies = max(BLOCK_KV // cfg.page_size, 1)  # pages of a block
     # In the order of the fields of MlaRefs.
-    tiles = [tile(1, 1, WARPGROUP_ROWS, cfg.head_dim), tile(STAGES, 2, BLOCK_KV, cfg.half)]
+    parts = cfg.latent_dim // cfg.part
+    tiles = [tile(1, 1, WARPGROUP_ROWS, cfg.head_dim), tile(STAGES, parts, BLOCK_KV, cfg.part)]
     tiles += [tile(STAGES, BLOCK_KV, cfg.rope_dim), tile(WARPGROUP_ROWS, BLOCK_KV)]
     small = [plgpu.SMEM((STATS,), jnp.float32), plgpu.SMEM((1, wl.INFO_COLUMNS), jnp.int32)]
-    barriers = [plgpu.Barrier(num_arrivals=n * copies, num_barriers=STAGES) for n in (2, 1)]
-    barriers += [plgpu.Barrier(num_barriers=STAGES)] * 3
+    barriers = [plgpu.Barrier(num_arrivals=copies, num_barriers=n) for n in (STAGES, STAGES * parts)]
+    barriers += [plgpu.Barrier(num_barriers=STAGES * parts), plgpu.Barrier(num_barriers=STAGES)]
     barriers += [plgpu.Barrier(num_barriers=1), plgpu.Barrier(num_arrivals=1 if cfg.roles else 2, num_barriers=1)]
     barriers += [plgpu.Barrier(num_arrivals=2)] * 2
     pl.run_scoped(roles, *tiles, *small, *barriers, collective_axes="wg")

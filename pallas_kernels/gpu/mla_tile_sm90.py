@@ -11,7 +11,7 @@ The tensor cores thus work for one warpgroup while the other computes its softma
 Published weights and maxima have one buffer, and no barrier frees it. Block b - 1 in it is read by the owner of block b
 alone, which has added it before it writes block b; the owner of block b - 1 adds from its registers.
 
-Half h of a stage is free when warpgroup h has added the block. The owner reads both halves for its scores, but before
+Part h of a stage, a half, is free when warpgroup h has added the block. The owner reads both for its scores, but before
 it publishes the weights, so before any warpgroup adds the block.
 """
 
@@ -50,15 +50,14 @@ class MlaRefs:
     part: object  # GMEM f32[2 C, 128, L]: normalised partial outputs
     part_lse: object  # GMEM f32[2 C, 128], base 2
     q_tile: object  # SMEM [1, 1, 64, L+R]
-    latent: object  # SMEM [2, 2, 64, L/2]: stage, half of the latent columns, row, column
+    latent: object  # SMEM [2, parts, 64, L/parts]: stage, part of the latent columns, row, column
     rope: object  # SMEM [2, 64, R]
     weights: object  # SMEM [64, 64]: of the block last published
     stats: object  # SMEM f32[192]: the maxima after that block; the sums of warpgroups 0 and 1
     piece_box: object  # SMEM i32[1, 16]: the numbers of the piece, see Piece
-    left_full: object  # barriers [2]; the left half and the rope part of a stage, two arrivals a page
-    right_full: object  # barriers [2]; one arrival a page
-    left_free: object  # barriers [2]; warpgroup 0 has added the block
-    right_free: object  # barriers [2]; warpgroup 1 has added the block
+    rope_full: object  # barriers [2]; one arrival a page
+    full: object  # barriers [2 parts], number stage * parts + part; one arrival a page
+    free: object  # barriers [2 parts]; the warpgroup that has these columns has added the block
     published: object  # barriers [2]: of each owner
     q_full: object  # barrier [1]
     q_free: object  # barrier [1]; one arrival a compute warpgroup
@@ -88,28 +87,39 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
             key = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
             offset = pl.multiple_of(lax.rem(key, jnp.int32(page)), 8) if width < page else 0
 
-            def fill(free, full, *parts):
-                """parts: (pool, first column, columns, SMEM tile [64, columns])."""
-
-                @when(number >= STAGES)
-                def _():
-                    plgpu.barrier_wait(free.at[stage])
-
+            def fill(pool, column, columns, tile, full):
                 for p in range(copies):
-                    for pool, column, columns, tile in parts:
-                        source = pool.at[pages[p], pl.ds(offset, width), pl.ds(column, columns)]
-                        plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full.at[stage])
+                    source = pool.at[pages[p], pl.ds(offset, width), pl.ds(column, columns)]
+                    plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full)
 
-            half, rope_column = cfg.half, cfg.latent_dim if cfg.whole_rows else 0
-            left = (refs.latents, 0, half, refs.latent.at[stage, 0])
-            rope = (refs.ropes, rope_column, cfg.rope_dim, refs.rope.at[stage])
-            fill(refs.left_free, refs.left_full, left, rope)
-            fill(refs.right_free, refs.right_full, (refs.latents, half, half, refs.latent.at[stage, 1]))
+            for part in order_of_parts(cfg):
+                free = free_barrier(cfg, refs, stage, part)
+                when(number >= STAGES)(functools.partial(plgpu.barrier_wait, free))
+                full = refs.full.at[_barrier(cfg, stage, part)]
+                fill(refs.latents, part * cfg.part, cfg.part, refs.latent.at[stage, part], full)
+                if part == 0:
+                    rope_column = cfg.latent_dim if cfg.whole_rows else 0
+                    fill(refs.ropes, rope_column, cfg.rope_dim, refs.rope.at[stage], refs.rope_full.at[stage])
             return number + 1, next_pages
 
         return lax.fori_loop(0, count, load_block, (block_number, page_ids(0)))[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
+
+
+def order_of_parts(cfg: MlaKernelConfig) -> list[int]:
+    """The parts of a stage in the order in which they become free: the first of each warpgroup, then the second."""
+    count = cfg.latent_dim // cfg.part
+    return sorted(range(count), key=lambda part: part % (count // 2))
+
+
+def _barrier(cfg: MlaKernelConfig, stage, part):
+    return stage * (cfg.latent_dim // cfg.part) + part
+
+
+def free_barrier(cfg: MlaKernelConfig, refs: MlaRefs, stage, part):
+    """Part `part` of stage `stage` has been added."""
+    return refs.free.at[_barrier(cfg, stage, part)]
 
 
 def latent_tile(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, blocks_before):
@@ -160,14 +170,15 @@ def row_stops(cfg: MlaKernelConfig, piece: Piece):
 def scores(cfg: MlaKernelConfig, refs: MlaRefs, number):
     """Dots f32 (64, 64) of the queries and the rows of stage `number`."""
     stage, zero = ptx.opaque(number), ptx.opaque(jnp.int32(0))
-    q, half, latent = refs.q_tile.at[zero, 0], cfg.half, cfg.latent_dim
+    q, width = refs.q_tile.at[zero, 0], cfg.part
 
     def body(acc):
-        plgpu.barrier_wait(refs.left_full.at[number])
-        plgpu.wgmma(acc, q.at[:, pl.ds(0, half)], refs.latent.at[stage, 0].transpose((1, 0)))
-        plgpu.wgmma(acc, q.at[:, pl.ds(latent, cfg.rope_dim)], refs.rope.at[stage].transpose((1, 0)))
-        plgpu.barrier_wait(refs.right_full.at[number])
-        plgpu.wgmma(acc, q.at[:, pl.ds(half, half)], refs.latent.at[stage, 1].transpose((1, 0)))
+        for part in order_of_parts(cfg):
+            plgpu.barrier_wait(refs.full.at[_barrier(cfg, number, part)])
+            plgpu.wgmma(acc, q.at[:, pl.ds(part * width, width)], refs.latent.at[stage, part].transpose((1, 0)))
+            if part == 0:
+                plgpu.barrier_wait(refs.rope_full.at[number])
+                plgpu.wgmma(acc, q.at[:, pl.ds(cfg.latent_dim, cfg.rope_dim)], refs.rope.at[stage].transpose((1, 0)))
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((WARPGROUP_ROWS, BLOCK_KV), jnp.float32))
@@ -178,9 +189,9 @@ def zero_past_end(cfg: MlaKernelConfig, refs: MlaRefs, stage, count):
 
     @when(count < BLOCK_KV)
     def _():
-        for half in range(2):
-            tile = refs.latent.at[stage, half]
-            rows.zero_rows(tile, jnp.int32(0), count, rows=BLOCK_KV, dim=cfg.half, dtype=cfg.dtype)
+        for part in order_of_parts(cfg):
+            tile = refs.latent.at[stage, part]
+            rows.zero_rows(tile, jnp.int32(0), count, rows=BLOCK_KV, dim=cfg.part, dtype=cfg.dtype)
 
 
 def _add_block(cfg: MlaKernelConfig, refs: MlaRefs, wg, stage, weights, new_m, state):
@@ -192,8 +203,7 @@ def _add_block(cfg: MlaKernelConfig, refs: MlaRefs, wg, stage, weights, new_m, s
         plgpu.wgmma(ref, weights, refs.latent.at[ptx.opaque(stage), wg])
 
     acc = pl.run_state(body)(plgpu.ACC.init(acc * tiles.across_columns(alpha, acc.shape)))
-    when(wg == 0)(lambda: plgpu.barrier_arrive(refs.left_free.at[stage]))
-    when(wg == 1)(lambda: plgpu.barrier_arrive(refs.right_free.at[stage]))
+    plgpu.barrier_arrive(free_barrier(cfg, refs, stage, wg))
     return acc, new_m, total * alpha
 
 

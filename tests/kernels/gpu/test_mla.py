@@ -35,7 +35,8 @@ LOWERED = {
     "latent 256, rope 128, page 128": dict(latent_dim=256, rope_dim=128, page_size=128),
     "per request": dict(per_request_causal=True),
     "roles": dict(roles=True),
-    "roles, latent 384": dict(roles=True, latent_dim=384),
+    "roles, fine": dict(roles=True, fine=True),
+    "roles, fine, latent 384": dict(roles=True, fine=True, latent_dim=384),
 }
 BATCHES = {  # name -> (query length, total length) of each request, fields of the config, padding tokens
     "decode": (((1, 65), (1, 0), (1, 200), (1, 64), (1, 1), (1, 63)), dict(page_size=16), 0),
@@ -110,7 +111,10 @@ def make_batch(lengths, config, pads, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
-@pytest.mark.parametrize("order", [{}, dict(roles=True), dict(add_first=True)], ids=["plain", "roles", "add first"])
+@pytest.mark.parametrize(
+    "order", [{}, dict(roles=True), dict(roles=True, fine=True, merge=(4, 4)), dict(add_first=True)],
+    ids=["plain", "roles", "fine", "add first"],
+)  # fmt: skip
 @pytest.mark.parametrize("name", BATCHES)
 def test_is_attention_over_the_rows(name, order):
     from tests.kernels.gpu.interpreter import interpreted
