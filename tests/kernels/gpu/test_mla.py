@@ -112,7 +112,7 @@ def make_batch(lengths, config, pads, seed=0):
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
 @pytest.mark.parametrize(
-    "order", [{}, dict(roles=True), dict(roles=True, fine=True, merge=(4, 4)), dict(add_first=True)],
+    "order", [{}, dict(roles=True), dict(roles=True, fine=True, merge=(4, 4), piece_blocks=2), dict(add_first=True)],
     ids=["plain", "roles", "fine", "add first"],
 )  # fmt: skip
 @pytest.mark.parametrize("name", BATCHES)
