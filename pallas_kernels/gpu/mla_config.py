@@ -37,6 +37,7 @@ class MlaKernelConfig:
     num_ctas: int = 132  # one on each SM of an H100 or H200
     roles: bool = False  # a warpgroup of its own for the scores: see mla_roles_sm90.py
     fine: bool = False  # with roles: stages are filled and freed in parts of at most 128 columns, not in halves
+    own_queries: bool = False  # with roles: the warpgroup of the scores loads the queries
     piece_blocks: int = 0  # see GpuKernelConfig
     merge: tuple[int, int] = (8, 1)  # in_flight and chunks of merge_parts
     add_first: bool = False  # without roles: add the other warpgroup's block before the scores, not after

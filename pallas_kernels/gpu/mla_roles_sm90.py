@@ -29,7 +29,7 @@ from pallas_kernels.gpu.mla_tile_sm90 import (
     store_piece,
     zero_past_end,
 )
-from pallas_kernels.gpu.pieces_sm90 import count_pieces, piece_from_list, receive_piece
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list, receive_piece
 
 COLUMNS = 128  # of one product: ptxas wants the operands of each instruction to fit in 128 registers
 
@@ -38,7 +38,7 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
     """Warpgroup 2: scores and weights of the CTA's pieces in order."""
 
     def piece_body(j, blocks_before):
-        piece = receive_piece(cfg.attention, refs, j)
+        piece = _load_queries(cfg, refs, j) if cfg.own_queries else receive_piece(cfg.attention, refs, j)
         stops, count = row_stops(cfg, piece), piece.count
 
         def step(i, state, masked):
@@ -56,11 +56,23 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
 
         state = tiles.start_state(BLOCK_KV)[1:]
         m, total = tiles.loop_over_blocks(cfg.attention, step, tiles.full_block_bounds(piece), state)
-        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])  # from here on the piece's numbers may be replaced
+        if not cfg.own_queries:
+            plgpu.barrier_arrive(refs.q_free.at[piece.buffer])  # from here on the piece's numbers may be replaced
         _publish(refs, blocks_before + j + count, m, total=total)
         return blocks_before + count
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))
+
+
+def _load_queries(cfg: MlaKernelConfig, refs: MlaRefs, j) -> Piece:
+    """Piece j, whose queries this warpgroup loads itself: rows of the next piece are loaded before they are there."""
+    piece = piece_from_list(cfg.attention, refs, j)
+    where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
+    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
+    rows.load_rows(refs.q, refs.q_tile.at[0, 0], *where, **kind)
+    rows.await_rows()
+    plgpu.commit_smem()
+    return piece
 
 
 def _publish(refs: MlaRefs, number, vector, *, weights=None, total=None):

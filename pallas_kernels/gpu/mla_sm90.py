@@ -31,7 +31,7 @@ from pallas_kernels.gpu.mla_tile_sm90 import MlaRefs, latent_tile, load_latents
 from pallas_kernels.gpu.pieces_sm90 import count_pieces, receive_piece
 
 REGISTERS = (224, 56)  # of a thread that computes and of one that loads
-ROLE_REGISTERS = (176, 176, 120, 40)  # of a thread of each warpgroup with config.roles
+ROLE_REGISTERS = (176, 176, 112, 48)  # of a thread of each warpgroup with config.roles
 
 
 def latent_attention(

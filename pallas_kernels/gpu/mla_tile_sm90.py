@@ -32,7 +32,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, MlaKernelConfig
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, send_piece
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list, send_piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,12 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
     copies, width = max(BLOCK_KV // page, 1), min(page, BLOCK_KV)
 
     def load_piece(j, block_number):
-        count = send_piece(attention, refs, j).count
-        piece = Piece(lambda column: refs.piece_box[0, column], 0)  # read at each use: registers are few here
+        if cfg.own_queries:
+            piece = piece_from_list(attention, refs, j)
+            count = piece.count
+        else:
+            count = send_piece(attention, refs, j).count
+            piece = Piece(lambda column: refs.piece_box[0, column], 0)  # read at each use: registers are few here
 
         def page_ids(i):
             first = lax.div(piece[wl.KSTART], jnp.int32(page))
