@@ -80,7 +80,13 @@ TIMED = [
     LatentCase(name="mla_dec_32x8k_h128", lengths=((1, 8192),) * 32, heads=128),
     LatentCase(name="mla_dec_16x4k_h16", lengths=((1, 4096),) * 16, heads=16),
 ]
-VARIANTS = (dict(page=128), dict(page=16), dict(whole_rows=True), dict(group=32), dict(group=8), dict(num_ctas=128))
+EVEN = dict(piece_blocks=4, merge=(4, 4))
+FINE = EVEN | dict(roles=True, fine=True, own_queries=True)
+VARIANTS = (
+    FINE, EVEN | dict(add_first=True), FINE | dict(own_queries=False), FINE | dict(merge=(4, 2)),
+    FINE | dict(fine=False), FINE | dict(merge=(2, 4)), FINE | dict(piece_blocks=0), FINE | dict(page=16),
+    FINE | dict(whole_rows=True),
+)  # fmt: skip
 
 
 @dataclasses.dataclass

@@ -18,15 +18,15 @@ from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 
 PARTS_IN_FLIGHT = 8  # parts that are loaded at the same time
-COLUMNS = 32  # at most so many columns of the output are merged by one CTA
+COLUMNS = 32  # at most so many columns of the output are merged at a time
 
 
-def _kernel(cfg, width, info, cta, per_head, part, part_lse, out_ref, lse_ref):
-    """One CTA: 64 rows and `width` columns of the unit that CTA `cut` of the first launch cut.
+def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, out_ref, lse_ref):
+    """One CTA: 64 rows and chunks * width columns of the unit that CTA `cut` of the first launch cut.
 
     In GMEM: info i32[tiles, 16], cta i32[C, 12], per_head f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128].
     """
-    me, half, column = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * width
+    me, half, column0 = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * (width * chunks)
     unit, first, last = (cta[me, wl.JOIN + i] for i in range(3))
     set_units, set_heads = cta[me, wl.SET_UNITS], cta[me, wl.SET_HEADS]
     tile, head = wl.place_of(jnp.maximum(unit, 0), set_units, cfg.num_kv_heads, set_heads)
@@ -35,7 +35,11 @@ def _kernel(cfg, width, info, cta, per_head, part, part_lse, out_ref, lse_ref):
 
     @when((unit >= 0) & (piece(wl.NROWS) - 64 * half > 0))
     def _():
-        merge_rows(cfg, width, refs, piece, head, (first, last), 64 * half, column)
+        def chunk(k, _):
+            column = column0 + k * width
+            merge_rows(cfg, width, refs, piece, head, (first, last), 64 * half, column, in_flight)
+
+        lax.fori_loop(0, chunks, chunk, None) if chunks > 1 else chunk(jnp.int32(0), None)
 
 
 def merge_rows(cfg, width, refs, piece, head, ctas, skipped, column, in_flight=PARTS_IN_FLIGHT):
@@ -79,16 +83,18 @@ def merge_rows(cfg, width, refs, piece, head, ctas, skipped, column, in_flight=P
     rows.store_rows(out_ref, lse_ref, acc * row_states.across_columns(factor, shape), lse, *where, **kind)
 
 
-def merge_parts(cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head):
-    """(out, lse) with the rows of split units filled in, in place."""
+def merge_parts(
+    cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head, *, in_flight: int = PARTS_IN_FLIGHT, chunks: int = 1
+):
+    """(out, lse) with the rows of split units filled in, in place. A CTA merges `chunks` times COLUMNS columns."""
     width = math.gcd(cfg.v_head_dim, COLUMNS)
 
     def merge_partial_attention(*refs):
-        _kernel(cfg, width, *refs)
+        _kernel(cfg, width, in_flight, chunks, *refs)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     halves = 2 if cfg.long_tiles else 1  # of a tile: 64 rows each
-    grid = (cfg.num_ctas, halves, cfg.v_head_dim // width)
+    grid = (cfg.num_ctas, halves, cfg.v_head_dim // (width * chunks))
     mesh = plgpu.Mesh(grid=grid, grid_names=("cut", "half", "column"), num_threads=1, thread_name="wg")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     pl.kernel(merge_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="merge_parts")(

@@ -1,6 +1,7 @@
 """The static arguments of the latent attention kernel, the shared memory that they need, and what it cannot serve."""
 
 import dataclasses
+import math
 
 from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.algebra.logits import LogitRule
@@ -34,6 +35,12 @@ class MlaKernelConfig:
     has_sinks: bool = False
     per_request_causal: bool = False
     num_ctas: int = 132  # one on each SM of an H100 or H200
+    roles: bool = False  # a warpgroup of its own for the scores: see mla_roles_sm90.py
+    fine: bool = False  # with roles: stages are filled and freed in parts of at most 128 columns, not in halves
+    own_queries: bool = False  # with roles: the warpgroup of the scores loads the queries
+    piece_blocks: int = 0  # see GpuKernelConfig
+    merge: tuple[int, int] = (8, 1)  # in_flight and chunks of merge_parts
+    add_first: bool = False  # without roles: add the other warpgroup's block before the scores, not after
 
     @property
     def head_dim(self) -> int:
@@ -46,6 +53,11 @@ class MlaKernelConfig:
         return self.latent_dim // 2
 
     @property
+    def part(self) -> int:
+        """Columns of a part of a stage: it is filled and freed at a time, and has barriers of its own."""
+        return math.gcd(self.half, 128) if self.fine else self.half
+
+    @property
     def attention(self) -> GpuKernelConfig:
         """The config for the work list and the merge: a kv head for each group of query heads."""
         return GpuKernelConfig(
@@ -54,6 +66,7 @@ class MlaKernelConfig:
             mask=self.mask, logits=self.logits, has_sinks=self.has_sinks,
             per_request_causal=self.per_request_causal, block_kv=BLOCK_KV, stages=STAGES, q_buffers=1,
             num_ctas=self.num_ctas, long_tiles=False, flat_list=True,
+            piece_blocks=self.piece_blocks,
         )  # fmt: skip
 
     @property

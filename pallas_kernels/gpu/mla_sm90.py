@@ -26,10 +26,12 @@ from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.merge_sm90 import merge_parts
 from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, STATS, MlaKernelConfig, supports_mla
+from pallas_kernels.gpu.mla_roles_sm90 import add_pieces, score_pieces
 from pallas_kernels.gpu.mla_tile_sm90 import MlaRefs, latent_tile, load_latents
 from pallas_kernels.gpu.pieces_sm90 import count_pieces, receive_piece
 
 REGISTERS = (224, 56)  # of a thread that computes and of one that loads
+ROLE_REGISTERS = (176, 176, 112, 48)  # of a thread of each warpgroup with config.roles
 
 
 def latent_attention(
@@ -49,7 +51,9 @@ def latent_attention(
     _check(q, latent_pages, rope_pages, block_table, config)
     out, lse, part, part_lse = _launch(config, q, latent_pages, rope_pages, block_table, work)
     per_head = jnp.zeros((config.num_heads, 2), jnp.float32)  # slopes and sinks: none in this kernel
-    return merge_parts(config.attention, out, lse, part, part_lse, work, per_head)
+    return merge_parts(
+        config.attention, out, lse, part, part_lse, work, per_head, in_flight=config.merge[0], chunks=config.merge[1]
+    )
 
 
 def _check(q, latent_pages, rope_pages, block_table, config: MlaKernelConfig):
@@ -90,7 +94,7 @@ def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, w
         out_type=out_type,
         grid=(config.num_ctas,),
         grid_names=("cta",),
-        num_threads=3,
+        num_threads=4 if config.roles else 3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -109,6 +113,9 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
     def roles(*smem):
         refs = MlaRefs(*gmem, *smem)
         wg = lax.axis_index("wg")
+        if cfg.roles:
+            _play_roles(cfg, refs, wg)
+            return
 
         @when(wg < 2)
         def _():
@@ -125,14 +132,34 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
 
     copies = max(BLOCK_KV // cfg.page_size, 1)  # pages of a block
     # In the order of the fields of MlaRefs.
-    tiles = [tile(1, 1, WARPGROUP_ROWS, cfg.head_dim), tile(STAGES, 2, BLOCK_KV, cfg.half)]
+    parts = cfg.latent_dim // cfg.part
+    tiles = [tile(1, 1, WARPGROUP_ROWS, cfg.head_dim), tile(STAGES, parts, BLOCK_KV, cfg.part)]
     tiles += [tile(STAGES, BLOCK_KV, cfg.rope_dim), tile(WARPGROUP_ROWS, BLOCK_KV)]
     small = [plgpu.SMEM((STATS,), jnp.float32), plgpu.SMEM((1, wl.INFO_COLUMNS), jnp.int32)]
-    barriers = [plgpu.Barrier(num_arrivals=n * copies, num_barriers=STAGES) for n in (2, 1)]
-    barriers += [plgpu.Barrier(num_barriers=STAGES)] * 3
-    barriers += [plgpu.Barrier(num_barriers=1), plgpu.Barrier(num_arrivals=2, num_barriers=1)]
-    barriers += [plgpu.Barrier(num_arrivals=2)]
+    barriers = [plgpu.Barrier(num_arrivals=copies, num_barriers=n) for n in (STAGES, STAGES * parts)]
+    barriers += [plgpu.Barrier(num_barriers=STAGES * parts), plgpu.Barrier(num_barriers=STAGES)]
+    barriers += [plgpu.Barrier(num_barriers=1), plgpu.Barrier(num_arrivals=1 if cfg.roles else 2, num_barriers=1)]
+    barriers += [plgpu.Barrier(num_arrivals=2)] * 2
     pl.run_scoped(roles, *tiles, *small, *barriers, collective_axes="wg")
+
+
+def _play_roles(cfg: MlaKernelConfig, refs: MlaRefs, wg):
+    """Warpgroups 0 and 1: values; 2: scores; 3: loads."""
+
+    @when(wg < 2)
+    def _():
+        plgpu.set_max_registers(ROLE_REGISTERS[0], action="increase")
+        add_pieces(cfg, refs, wg)
+
+    @when(wg == 2)
+    def _():
+        plgpu.set_max_registers(ROLE_REGISTERS[2], action="decrease")
+        score_pieces(cfg, refs)
+
+    @when(wg == 3)
+    def _():
+        plgpu.set_max_registers(ROLE_REGISTERS[3], action="decrease")
+        load_latents(cfg, refs)
 
 
 def _compute(cfg: MlaKernelConfig, refs: MlaRefs, wg):

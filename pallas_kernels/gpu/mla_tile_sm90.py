@@ -11,7 +11,7 @@ The tensor cores thus work for one warpgroup while the other computes its softma
 Published weights and maxima have one buffer, and no barrier frees it. Block b - 1 in it is read by the owner of block b
 alone, which has added it before it writes block b; the owner of block b - 1 adds from its registers.
 
-Half h of a stage is free when warpgroup h has added the block. The owner reads both halves for its scores, but before
+Part h of a stage, a half, is free when warpgroup h has added the block. The owner reads both for its scores, but before
 it publishes the weights, so before any warpgroup adds the block.
 """
 
@@ -32,7 +32,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, MlaKernelConfig
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, send_piece
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list, send_piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +50,19 @@ class MlaRefs:
     part: object  # GMEM f32[2 C, 128, L]: normalised partial outputs
     part_lse: object  # GMEM f32[2 C, 128], base 2
     q_tile: object  # SMEM [1, 1, 64, L+R]
-    latent: object  # SMEM [2, 2, 64, L/2]: stage, half of the latent columns, row, column
+    latent: object  # SMEM [2, parts, 64, L/parts]: stage, part of the latent columns, row, column
     rope: object  # SMEM [2, 64, R]
     weights: object  # SMEM [64, 64]: of the block last published
     stats: object  # SMEM f32[192]: the maxima after that block; the sums of warpgroups 0 and 1
     piece_box: object  # SMEM i32[1, 16]: the numbers of the piece, see Piece
-    left_full: object  # barriers [2]; the left half and the rope part of a stage, two arrivals a page
-    right_full: object  # barriers [2]; one arrival a page
-    left_free: object  # barriers [2]; warpgroup 0 has added the block
-    right_free: object  # barriers [2]; warpgroup 1 has added the block
+    rope_full: object  # barriers [2]; one arrival a page
+    full: object  # barriers [2 parts], number stage * parts + part; one arrival a page
+    free: object  # barriers [2 parts]; the warpgroup that has these columns has added the block
     published: object  # barriers [2]: of each owner
     q_full: object  # barrier [1]
     q_free: object  # barrier [1]; one arrival a compute warpgroup
     compute_barrier: object  # of the two compute warpgroups: exchange of sums
+    used: object  # barrier; warpgroups 0 and 1 have used the last publication: see mla_roles_sm90.py
 
 
 def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
@@ -71,8 +71,12 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
     copies, width = max(BLOCK_KV // page, 1), min(page, BLOCK_KV)
 
     def load_piece(j, block_number):
-        count = send_piece(attention, refs, j).count
-        piece = Piece(lambda column: refs.piece_box[0, column], 0)  # read at each use: registers are few here
+        if cfg.own_queries:
+            piece = piece_from_list(attention, refs, j)
+            count = piece.count
+        else:
+            count = send_piece(attention, refs, j).count
+            piece = Piece(lambda column: refs.piece_box[0, column], 0)  # read at each use: registers are few here
 
         def page_ids(i):
             first = lax.div(piece[wl.KSTART], jnp.int32(page))
@@ -87,28 +91,39 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
             key = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
             offset = pl.multiple_of(lax.rem(key, jnp.int32(page)), 8) if width < page else 0
 
-            def fill(free, full, *parts):
-                """parts: (pool, first column, columns, SMEM tile [64, columns])."""
-
-                @when(number >= STAGES)
-                def _():
-                    plgpu.barrier_wait(free.at[stage])
-
+            def fill(pool, column, columns, tile, full):
                 for p in range(copies):
-                    for pool, column, columns, tile in parts:
-                        source = pool.at[pages[p], pl.ds(offset, width), pl.ds(column, columns)]
-                        plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full.at[stage])
+                    source = pool.at[pages[p], pl.ds(offset, width), pl.ds(column, columns)]
+                    plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full)
 
-            half, rope_column = cfg.half, cfg.latent_dim if cfg.whole_rows else 0
-            left = (refs.latents, 0, half, refs.latent.at[stage, 0])
-            rope = (refs.ropes, rope_column, cfg.rope_dim, refs.rope.at[stage])
-            fill(refs.left_free, refs.left_full, left, rope)
-            fill(refs.right_free, refs.right_full, (refs.latents, half, half, refs.latent.at[stage, 1]))
+            for part in order_of_parts(cfg):
+                free = free_barrier(cfg, refs, stage, part)
+                when(number >= STAGES)(functools.partial(plgpu.barrier_wait, free))
+                full = refs.full.at[_barrier(cfg, stage, part)]
+                fill(refs.latents, part * cfg.part, cfg.part, refs.latent.at[stage, part], full)
+                if part == 0:
+                    rope_column = cfg.latent_dim if cfg.whole_rows else 0
+                    fill(refs.ropes, rope_column, cfg.rope_dim, refs.rope.at[stage], refs.rope_full.at[stage])
             return number + 1, next_pages
 
         return lax.fori_loop(0, count, load_block, (block_number, page_ids(0)))[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
+
+
+def order_of_parts(cfg: MlaKernelConfig) -> list[int]:
+    """The parts of a stage in the order in which they become free: the first of each warpgroup, then the second."""
+    count = cfg.latent_dim // cfg.part
+    return sorted(range(count), key=lambda part: part % (count // 2))
+
+
+def _barrier(cfg: MlaKernelConfig, stage, part):
+    return stage * (cfg.latent_dim // cfg.part) + part
+
+
+def free_barrier(cfg: MlaKernelConfig, refs: MlaRefs, stage, part):
+    """Part `part` of stage `stage` has been added."""
+    return refs.free.at[_barrier(cfg, stage, part)]
 
 
 def latent_tile(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, blocks_before):
@@ -121,11 +136,14 @@ def latent_tile(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, blocks_be
 
     def step(t, state):
         j = 2 * t + own0
-        dots = _scores(cfg, refs, wg)
-        state = lax.fori_loop(0, as_number(j > 0), add_other, state)
+        if cfg.add_first:
+            state = lax.fori_loop(0, as_number(j > 0), add_other, state)
+        dots = scores(cfg, refs, wg)
+        if not cfg.add_first:
+            state = lax.fori_loop(0, as_number(j > 0), add_other, state)
         kv0 = (piece[wl.BLK0] + piece.lo + j) * BLOCK_KV
-        dots = rows.keep_columns(dots, _row_stops(cfg, piece) - kv0)
-        _zero_past_end(cfg, refs, wg, piece[wl.SEQ] - kv0)
+        dots = rows.keep_columns(dots, row_stops(cfg, piece) - kv0)
+        zero_past_end(cfg, refs, wg, piece[wl.SEQ] - kv0)
         acc, m, total = state
         factor = cfg.logits.scale * tiles.LOG2E
         new_m = jnp.maximum(m, dots.max(axis=1) * factor)
@@ -144,7 +162,7 @@ def latent_tile(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, blocks_be
     _finish(cfg, refs, piece, wg, state)
 
 
-def _row_stops(cfg: MlaKernelConfig, piece: Piece):
+def row_stops(cfg: MlaKernelConfig, piece: Piece):
     """i32 (64,): row r sees keys 0 .. stop - 1."""
     packed = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=tiles.ROW_LAYOUT) + piece[wl.ROW0]
     q_pos = lax.div(packed, jnp.int32(cfg.group)) + piece[wl.QPOS0]
@@ -153,30 +171,31 @@ def _row_stops(cfg: MlaKernelConfig, piece: Piece):
     return plgpu.layout_cast(jnp.broadcast_to(stop, (WARPGROUP_ROWS,)), tiles.ROW_LAYOUT)
 
 
-def _scores(cfg: MlaKernelConfig, refs: MlaRefs, wg):
-    """Dots f32 (64, 64) of the queries and the rows of this warpgroup's stage."""
-    stage, zero = ptx.opaque(wg), ptx.opaque(jnp.int32(0))
-    q, half, latent = refs.q_tile.at[zero, 0], cfg.half, cfg.latent_dim
+def scores(cfg: MlaKernelConfig, refs: MlaRefs, number):
+    """Dots f32 (64, 64) of the queries and the rows of stage `number`."""
+    stage, zero = ptx.opaque(number), ptx.opaque(jnp.int32(0))
+    q, width = refs.q_tile.at[zero, 0], cfg.part
 
     def body(acc):
-        plgpu.barrier_wait(refs.left_full.at[wg])
-        plgpu.wgmma(acc, q.at[:, pl.ds(0, half)], refs.latent.at[stage, 0].transpose((1, 0)))
-        plgpu.wgmma(acc, q.at[:, pl.ds(latent, cfg.rope_dim)], refs.rope.at[stage].transpose((1, 0)))
-        plgpu.barrier_wait(refs.right_full.at[wg])
-        plgpu.wgmma(acc, q.at[:, pl.ds(half, half)], refs.latent.at[stage, 1].transpose((1, 0)))
+        for part in order_of_parts(cfg):
+            plgpu.barrier_wait(refs.full.at[_barrier(cfg, number, part)])
+            plgpu.wgmma(acc, q.at[:, pl.ds(part * width, width)], refs.latent.at[stage, part].transpose((1, 0)))
+            if part == 0:
+                plgpu.barrier_wait(refs.rope_full.at[number])
+                plgpu.wgmma(acc, q.at[:, pl.ds(cfg.latent_dim, cfg.rope_dim)], refs.rope.at[stage].transpose((1, 0)))
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((WARPGROUP_ROWS, BLOCK_KV), jnp.float32))
 
 
-def _zero_past_end(cfg: MlaKernelConfig, refs: MlaRefs, wg, count):
-    """Zeroes the latents of this warpgroup's stage from row `count`: they may be NaN, and 0 * NaN is NaN."""
+def zero_past_end(cfg: MlaKernelConfig, refs: MlaRefs, stage, count):
+    """Zeroes the latents of this stage from row `count`: they may be NaN, and 0 * NaN is NaN."""
 
     @when(count < BLOCK_KV)
     def _():
-        for half in range(2):
-            tile = refs.latent.at[wg, half]
-            rows.zero_rows(tile, jnp.int32(0), count, rows=BLOCK_KV, dim=cfg.half, dtype=cfg.dtype)
+        for part in order_of_parts(cfg):
+            tile = refs.latent.at[stage, part]
+            rows.zero_rows(tile, jnp.int32(0), count, rows=BLOCK_KV, dim=cfg.part, dtype=cfg.dtype)
 
 
 def _add_block(cfg: MlaKernelConfig, refs: MlaRefs, wg, stage, weights, new_m, state):
@@ -188,8 +207,7 @@ def _add_block(cfg: MlaKernelConfig, refs: MlaRefs, wg, stage, weights, new_m, s
         plgpu.wgmma(ref, weights, refs.latent.at[ptx.opaque(stage), wg])
 
     acc = pl.run_state(body)(plgpu.ACC.init(acc * tiles.across_columns(alpha, acc.shape)))
-    when(wg == 0)(lambda: plgpu.barrier_arrive(refs.left_free.at[stage]))
-    when(wg == 1)(lambda: plgpu.barrier_arrive(refs.right_free.at[stage]))
+    plgpu.barrier_arrive(free_barrier(cfg, refs, stage, wg))
     return acc, new_m, total * alpha
 
 
@@ -197,18 +215,23 @@ def _add_published(refs: MlaRefs, wg, add, _, state):
     """The state after adding the other warpgroup's block. The body of a loop that runs at most once (an `if`)."""
     other = 1 - wg
     plgpu.barrier_wait(refs.published.at[other])
-    new_m = _load_stats(refs, 0)
+    new_m = load_stats(refs, 0)
     return add(other, refs.weights, new_m, state)
 
 
 def _finish(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, state):
-    """Adds both warpgroups' sums and stores this one's columns, to out or to the CTA's slot of partial results."""
+    """Adds both warpgroups' sums and stores this one's columns."""
     acc, m, own = state
     refs.stats[pl.ds(WARPGROUP_ROWS * (1 + wg), WARPGROUP_ROWS)] = own
     _meet(refs)
-    total = own + _load_stats(refs, 2 - wg)
+    total = own + load_stats(refs, 2 - wg)
     _meet(refs)  # the sums have been read; the next piece may replace them
-    nrows, column = piece[wl.NROWS], wg * cfg.half
+    store_piece(cfg, refs, piece, wg * cfg.half, acc, m, total)
+
+
+def store_piece(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, column, acc, m, total):
+    """Stores the output's columns from `column` on, to out or to the CTA's slot of partial results."""
+    nrows = piece[wl.NROWS]
 
     @when(piece.is_part)
     def _():
@@ -233,7 +256,7 @@ def _finish(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, wg, state):
             rows.store_rows(refs.out, refs.lse, out, lse, *where, nrows - WARPGROUP_ROWS, column, **kind)
 
 
-def _load_stats(refs: MlaRefs, number):
+def load_stats(refs: MlaRefs, number):
     """f32 (64,): the maxima (0), or the sums of warpgroup 0 (1) or 1 (2)."""
     place = refs.stats.at[pl.ds(WARPGROUP_ROWS * number, WARPGROUP_ROWS)]
     idx = inspect.signature(plgpu.load).parameters.get("idx")

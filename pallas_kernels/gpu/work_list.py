@@ -156,7 +156,11 @@ def _cut_line(nblk, config):
     total = ends[-1]
     cut = lambda c: c * total // ctas
     # the tile of each cut, its first block on the line, the blocks of one of its units: masked sums, which XLA fuses
-    point = cut(jnp.arange(ctas + 1, dtype=jnp.int32))[:, None]
+    point, even = cut(jnp.arange(ctas + 1, dtype=jnp.int32)), jnp.bool_(False)
+    if config.piece_blocks:
+        even, points = _even_cuts(nblk, ends - nblk * heads, total, config)
+        point = jnp.where(even, points, point)
+    starts, stops, point = point[:-1], point[1:], point[:, None]
     begins = (ends - nblk * heads)[None, :]
     before = (ends[None, :] <= point) & (begins < total)  # trailing requests without rows come after every cut
     here = ~before & (begins <= point)
@@ -170,19 +174,42 @@ def _cut_line(nblk, config):
     enough = total * 2 >= ctas * each
     whole = each * config.block_kv <= jnp.where(enough, 2 * WHOLE_KEYS, WHOLE_KEYS)
     unit = found * heads + quotient
+    whole = whole & ~even
     unit = jnp.where(whole & (2 * remainder >= each), unit + 1, unit)
     block = jnp.where(whole, 0, remainder)
 
     me = jnp.arange(ctas, dtype=jnp.int32)
     u0, b0, u1, b1 = unit[:-1], block[:-1], unit[1:], block[1:]
-    begin = cut(me + 1) - b1  # of the unit that this CTA's end cuts
-    last = cdiv((begin + each[me + 1]) * ctas, jnp.maximum(total, 1)) - 1  # the CTA that computes its last block
-    joins = [jnp.where((b1 > 0) & (begin >= cut(me)), u1, -1), me, last]
-    own = cut(me) - b0  # where the unit begins in which this CTA begins
     some = jnp.maximum(total, 1)
+    begin = stops - b1  # of the unit that this CTA's end cuts
+    end = begin + each[me + 1]
+    last = cdiv(end * ctas, some) - 1  # the CTA that computes its last block
+    if config.piece_blocks:
+        last = jnp.where(even, jnp.sum(starts[None, :] < end[:, None], axis=1, dtype=jnp.int32) - 1, last)
+    joins = [jnp.where((b1 > 0) & (begin >= starts), u1, -1), me, last]
+    own = starts - b0  # where the unit begins in which this CTA begins
     joins += [((own + 1) * ctas - 1) // some, cdiv((own + each[me]) * ctas, some) - 1]
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
     return _columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], joins)
+
+
+def _even_cuts(nblk, begins, total, config):
+    """(bool: does it fit, i32[C+1] cuts): every unit in pieces of about equal length, one piece a CTA.
+
+    It fits if the longest piece needs at most piece_blocks more than an equal share of all blocks.
+    """
+    heads, ctas = config.num_kv_heads, config.num_ctas
+    most = cdiv(total, ctas) + jnp.arange(config.piece_blocks + 1, dtype=jnp.int32)  # candidates for the longest piece
+    fits = jnp.sum(cdiv(nblk[None, :], jnp.maximum(most, 1)[:, None]), axis=1) * heads <= ctas
+    pieces = cdiv(nblk, jnp.maximum(jnp.min(jnp.where(fits, most, total + 1)), 1))  # of one unit of each tile
+    tile, me = jnp.arange(nblk.shape[0], dtype=jnp.int32), jnp.arange(ctas + 1, dtype=jnp.int32)
+    ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], pieces[None, :], 0), axis=1) * heads
+    here = (ends[None, :] > me[:, None]) & ((ends - pieces * heads)[None, :] <= me[:, None])
+    of_tile = lambda x: jnp.sum(jnp.where(here, x[None, :], 0), axis=1)
+    blocks, count = of_tile(nblk), jnp.maximum(of_tile(pieces), 1)
+    head, number = _divmod(me - of_tile(ends - pieces * heads), count)
+    cuts = of_tile(begins) + head * blocks + _divmod(number * blocks, count)[0]
+    return fits.any(), jnp.where(here.any(axis=1), cuts, total)
 
 
 def place_of(unit, set_units, heads: int, set_heads: jax.Array | int):

@@ -37,10 +37,10 @@ FLAT = {  # batch, padding tokens, CTAs
 }
 
 
-def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0):
+def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0, piece_blocks=0):
     config = GpuKernelConfig(
         **SHAPE, num_heads=heads * group, num_kv_heads=heads, mask=rule, heads_together=together, num_ctas=ctas,
-        flat_list=flat,
+        flat_list=flat, piece_blocks=piece_blocks,
     )  # fmt: skip
     q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
@@ -98,6 +98,37 @@ def test_a_flat_list_does_every_block_once_and_evenly(name):
     trailing = len(batch) - 1 - max((r for r, (q, _) in enumerate(batch) if q), default=-1)
     units = (len(info) - trailing) * config.num_kv_heads
     assert cta[:, wl.LINE_UNIT1].max() <= units, "padding requests at the end are nobody's pieces"
+
+
+EVEN = {  # name -> batch, kv heads, pieces: a CTA has one each
+    "a request each": ([(1, 8192)] * 128, 1, 128),
+    "two CTAs a unit": ([(1, 16384)] * 32, 2, 128),
+    "eight CTAs a request": ([(1, 8192)] * 16, 1, 128),
+    "holes": ([(1, 8192), (0, 99)] * 16 + [(0, 0)] * 5, 1, 128),
+    "lengths differ": ([(1, 12800)] * 13 + [(1, 25600)] * 26, 2, 130),
+    "no even cuts fit": ([(1, 128 * n) for n in range(40, 140)], 1, None),
+}
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_a_flat_list_cuts_a_unit_into_even_pieces_where_a_second_piece_costs_more(name):
+    batch, heads, count = EVEN[name]
+    config, *rest, info, cta, join = make(batch, RULES["causal"], heads=heads, flat=True, pad=0, piece_blocks=4)
+    check_once(config, *rest, info, cta, join)
+    pieces = [list(pieces_of(cta[me], me, info, config)) for me in range(config.num_ctas)]
+    sizes = [[hi - lo for _, lo, hi in mine if hi > lo] for mine in pieces]
+    if count is None:
+        assert max(map(len, sizes)) > 1
+        return
+    assert sum(map(len, sizes)) == count and max(map(len, sizes)) == 1
+    blocks = sum(map(sum, sizes))
+    assert max(map(sum, sizes)) <= -(-blocks // config.num_ctas) + 4
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_flat_list_with_a_cost_of_pieces_does_every_block_once(name):
+    batch, pad, ctas = FLAT[name]
+    check_once(*make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True, piece_blocks=4))
 
 
 @pytest.mark.parametrize("count", [1, 7, 32, 100, 300])
