@@ -45,6 +45,11 @@ class ChainProduct:
         """Blocks of the inner dimension for each CTA."""
         return self.inner // (BLOCK * self.splits)
 
+    @property
+    def together(self) -> int:
+        """Blocks of the inner dimension that are multiplied, all their pieces, before the first of them is free."""
+        return 2 if self.blocks % 2 == 0 and not self.gated else 1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerTailConfig:
@@ -94,7 +99,15 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(p.width % p.columns != 0, f"widths {p.widths}: wanted a sum that is a multiple of {p.columns}")
         refuse(p.units > c.ctas, f"{p.units} units of {p.widths}: there are {c.ctas} CTAs")
         refuse(p.gated and p.splits > 1, "a gated product is not split")
-    refuse(c.slots < 2, f"{c.rows} rows: no room for the weights in shared memory")
+        halves = p.gated and (p.pieces % 2 or any(w % (p.pieces // 2 * PIECE) for w in p.widths))
+        refuse(halves, f"{p.pieces} pieces of the gated {p.widths}: wanted strips of equal parts of both")
+        needed = p.together * p.pieces
+        refuse(needed > c.slots, f"{needed} blocks of {p.widths} multiplied together: shared memory has {c.slots}")
+        refuse(
+            p.together > c.token_stages, f"{p.together} blocks of tokens together: there are {c.token_stages} stages"
+        )
+    refuse(c.rows > c.ctas, f"{c.rows} rows: {c.ctas} CTAs add up one each at least")
+    refuse(c.slots < c.in_flight, f"{c.in_flight} blocks in flight: shared memory has {c.slots}")
     return reasons
 
 
@@ -111,20 +124,25 @@ def choose(
     if next_widths:
         wanted.append(ChainProduct(inner=hidden, widths=next_widths))
     rows8 = -(-rows // 8) * 8
+    stages, slots = _ring_sizes(rows8)
     chosen = []
     for product in wanted:
-        best = min(_ways(product, rows8, ctas), key=lambda p: micros(p, rows8), default=None)
+        best = min(_ways(product, rows8, ctas, slots), key=lambda p: micros(p, rows8), default=None)
         if best is None:
             return None
         chosen.append(best)
-    config = LayerTailConfig(rows=rows, products=tuple(chosen), ctas=ctas, **fields)
-    stages = {8: 6, 16: 6, 24: 4, 32: 4}.get(rows8, 3)
-    slots = (SMEM_LIMIT - stages * config.token_bytes) // (PIECE * BLOCK * 2)
-    config = dataclasses.replace(config, token_stages=stages, slots=slots)
+    sizes = dict(ctas=ctas, token_stages=stages, slots=slots)
+    config = LayerTailConfig(rows=rows, products=tuple(chosen), **sizes, **fields)
     return None if supports(config) else config
 
 
-def _ways(product: ChainProduct, rows8: int, ctas: int):
+def _ring_sizes(rows8: int) -> tuple[int, int]:
+    """(token_stages, slots)"""
+    stages = {8: 6, 16: 6, 24: 4, 32: 4}.get(rows8, 3)
+    return stages, (SMEM_LIMIT - stages * rows8 * BLOCK * 2) // (PIECE * BLOCK * 2)
+
+
+def _ways(product: ChainProduct, rows8: int, ctas: int, slots: int):
     for pieces in (1, 2, 3, 4, 5, 6, 8):
         if (product.gated and pieces % 2) or pieces * rows8 // 2 > SUMS or product.width % (pieces * PIECE):
             continue
@@ -133,9 +151,8 @@ def _ways(product: ChainProduct, rows8: int, ctas: int):
                 continue
             if product.inner % (splits * BLOCK) == 0:
                 tiled = dataclasses.replace(product, pieces=pieces, splits=splits)
-                if tiled.units <= ctas and (
-                    not product.gated or all(w % (pieces // 2 * PIECE) == 0 for w in tiled.widths)
-                ):
+                halves = product.gated and any(w % (pieces // 2 * PIECE) for w in tiled.widths)
+                if tiled.units <= ctas and tiled.together * pieces <= slots and not halves:
                     yield tiled
 
 

@@ -169,16 +169,25 @@ def _start(cfg: LayerTailConfig, refs: _Refs):
     start(refs.barriers, refs.cleared, lax.axis_index("cta"))
 
 
-def _wait(ring: _Ring, barriers, number, kind: int):
-    """Waits until the stage of block `number` is full (kind 0), or free (kind 1) of the block that it held before."""
+def _wait(ring: _Ring, barriers, number, kind: int, one_warp: bool = False):
+    """Waits until the stage of block `number` is full (kind 0), or free (kind 1) of the block that it held before.
+
+    one_warp: only the warp waits that loads. Nothing would hold back the other three; if one were late by a whole turn
+    of the ring, the barrier's parity would be that of its phase again, and it could wait for ever.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
     def wait(ctx, barriers, number):
         number = ptx.scalar_value(number)
         turn = arith.divui(number, ptx.i32(ring.stages))
         parity = arith.andi(_add(turn, ptx.i32(kind)), ptx.i32(1))
-        text = "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra AGAIN; }"
-        ptx.asm(text, "r,r", ring.place(barriers, number, kind), parity)
+        spin = "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra AGAIN;"
+        place = ring.place(barriers, number, kind)
+        if one_warp:
+            text = "{ .reg .pred p; setp.gt.u32 p, $2, 31; @p bra DONE; " + spin + " DONE: }"
+            ptx.asm(text, "r,r,r", place, parity, ptx.thread_index())
+        else:
+            ptx.asm("{ .reg .pred p; " + spin + " }", "r,r", place, parity)
 
     wait(barriers, number)
 
@@ -315,11 +324,11 @@ def _load_weights(cfg: LayerTailConfig, refs: _Refs):
 
                 @when(number >= ring.stages)
                 def _(number=number):
-                    _wait(ring, refs.barriers, number, 1)
+                    _wait(ring, refs.barriers, number, 1, one_warp=True)
 
                 @when(number >= cfg.in_flight)
                 def _(number=number):
-                    _wait(ring, refs.barriers, number - cfg.in_flight, 0)
+                    _wait(ring, refs.barriers, number - cfg.in_flight, 0, one_warp=True)
 
                 def copy(weight, column, number=number):
                     _copy(ring, weight, refs.w_tile, refs.barriers, number, (k, column * PIECE), _WEIGHT_BLOCK)
@@ -365,7 +374,7 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
 
             @when(number >= ring.stages)
             def _():
-                _wait(ring, refs.barriers, number, 1)
+                _wait(ring, refs.barriers, number, 1, one_warp=True)
 
             place = share * p.blocks + b
             if i in (1, 3):
@@ -428,13 +437,12 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
 def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
     """f32 (64, T8) of each piece of this CTA's strip, over its share of the inner dimension; the factors of `gated`."""
     w_ring, x_ring = _rings(cfg)
-    together = 2 if p.blocks % 2 == 0 and not p.gated else 1  # blocks multiplied before the first wait for a product
 
     def several(turn, accs):
-        b = turn * together
+        b = turn * p.together
 
         def multiply(accs):
-            for n in range(together):
+            for n in range(p.together):
                 x_number = x_before + b + n
                 _wait(x_ring, refs.barriers, x_number, 0)
                 tokens = refs.x_tile.at[lax.rem(x_number, jnp.int32(x_ring.stages))]
@@ -445,7 +453,7 @@ def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
                     plgpu.wgmma(acc, weights.transpose((1, 0)), tokens.transpose((1, 0)))
 
         accs = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc in accs))
-        for n in range(together):
+        for n in range(p.together):
             for j in range(p.pieces):
                 _free(w_ring, refs.barriers, w_before + (b + n) * p.pieces + j)
             _free(x_ring, refs.barriers, x_before + b + n)
@@ -454,7 +462,7 @@ def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
     zeros = lambda: plgpu.layout_cast(jnp.zeros((PIECE, cfg.rows8), jnp.float32), _WGMMA)
     accs = tuple(zeros() for _ in range(p.pieces))
     if not p.gated:
-        return lax.fori_loop(0, p.blocks // together, several, accs), None
+        return lax.fori_loop(0, p.blocks // p.together, several, accs), None
     accs = lax.fori_loop(0, p.blocks - 1, several, accs)
     _wait(x_ring, refs.barriers, x_before + p.blocks - 1, 0)  # all sums of squares have been stored
     factors = _token_factors(cfg, refs.squares[0], 0)

@@ -160,7 +160,16 @@ def test_r49_every_operand_of_the_page_writer_is_read(scaled):
 
 def test_r49_every_operand_of_the_kernel_that_rotates_and_writes_is_read():
     sizes = RotateWrite(
-        tokens=8, heads=4, kv_heads=2, head_dim=128, v_head_dim=128, dim=64, blocks=4, page=16, heads_first=True
+        tokens=8,
+        heads=4,
+        kv_heads=2,
+        head_dim=128,
+        v_head_dim=128,
+        dim=64,
+        blocks=4,
+        page=16,
+        heads_first=True,
+        counters=132,
     )
     pools, angles = (jnp.ones((4, 2, 16, 128), jnp.bfloat16),) * 2, jnp.ones((8, 32))
     call = lambda rows, cos, sin, slots, pools: rotate_and_write(rows, cos, sin, slots, pools, sizes)

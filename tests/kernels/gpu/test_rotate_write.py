@@ -11,7 +11,7 @@ from jattn.device import Chip
 from pallas_kernels.gpu import rotate_write_sm90 as kernel
 from tests.kernels.gpu.simt import Machine, emulated
 
-SIZES = dict(tokens=19, heads=6, kv_heads=3, blocks=5, page=8)
+SIZES = dict(tokens=19, heads=6, kv_heads=3, blocks=5, page=8, counters=200)
 SLOTS = np.array([7, -1, 39, 40, 2**31 - 1, -(2**31), 0, 12, 25, 31, 8, 9, 24, 38, 1, 2, 17, 16, 33], np.int32)
 BF16 = ml_dtypes.bfloat16
 

@@ -1,0 +1,342 @@
+"""One launch for the rest of a layer: its tiles for many models, its waits in a simulation, and that it lowers."""
+
+import dataclasses
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.gpu import layer_tail_sm90 as kernel
+from pallas_kernels.gpu.layer_tail_config import ChainProduct, LayerTailConfig, choose, supports
+
+SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projections
+    "Llama 1B": (2048, 2048, 8192, (2048, 512, 512)),
+    "Llama 3B": (3072, 3072, 8192, (3072, 1024, 1024)),
+    "Llama 8B": (4096, 4096, 14336, (4096, 1024, 1024)),
+    "Llama 7B": (4096, 4096, 11008, (4096, 4096, 4096)),
+    "Llama 13B": (5120, 5120, 13824, (5120, 5120, 5120)),
+    "Llama 70B": (8192, 8192, 28672, (8192, 1024, 1024)),
+    "Llama 70B, one of 8": (8192, 1024, 3584, (1024, 128, 128)),
+    "TinyLlama": (2048, 2048, 5632, (2048, 256, 256)),
+    "Mistral Nemo": (5120, 4096, 14336, (4096, 1024, 1024)),
+    "Qwen3 0.6B": (1024, 2048, 3072, (2048, 1024, 1024)),
+    "Qwen3 4B": (2560, 4096, 9728, (4096, 1024, 1024)),
+    "Qwen3 8B": (4096, 4096, 12288, (4096, 1024, 1024)),
+    "Qwen3 14B": (5120, 5120, 17408, (5120, 1024, 1024)),
+    "hidden 896": (896, 896, 4864, (896, 128, 128)),
+    "hidden 576": (576, 576, 1536, (576, 192, 192)),
+    "fused": (3072, 3072, 8192, (9216,)),
+    "one kv head": (2048, 2048, 16384, (2048, 64, 64)),
+    "the last layer": (2048, 2048, 8192, ()),
+    "small": (256, 256, 512, (256, 64, 64)),
+}
+NOT_SERVED = {"hidden 576"}  # not whole blocks of 128
+ROWS = (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 40, 57, 64)
+SHARED_BYTES = 227 * 1024  # of a CTA on Hopper
+
+
+def chosen(names=SHAPES, rows=ROWS, ctas=(78, 114, 132)):
+    for name, t, count in itertools.product(names, rows, ctas):
+        config = choose(t, *SHAPES[name], count)
+        if config is not None:
+            yield name, config
+
+
+def test_every_chosen_launch_is_one_that_the_kernel_serves():
+    served = set()
+    for name, c in chosen():
+        served.add(name)
+        assert not supports(c)
+        assert all(p.strips * p.splits <= c.ctas for p in c.products)
+        assert c.rows * c.shares <= c.ctas
+        assert c.slots * 128 * 64 * 2 + c.token_stages * c.rows8 * 128 * 2 + 16 * (c.slots + c.token_stages) <= (
+            SHARED_BYTES - 1024  # for alignment
+        )
+    assert served == set(SHAPES) - NOT_SERVED
+    assert {n for n, c in chosen(ctas=[132], rows=[1, 32])} == served
+
+
+def test_groups_of_counters_hold_the_columns_that_a_reader_reads_and_no_counter_has_two_uses():
+    for _, c in chosen():
+        used = []
+        for i, p in enumerate(c.products):
+            groups, readers = kernel._groups(c, i), c.products[2].splits if i == 1 else c.shares
+            used += [16 * i + g for g in range(groups)] + [16 * i + 8 + s for s in range(c.shares)] * (i != 1)
+            assert groups in (1, readers)
+            assert kernel._group_size(c, i) * groups == p.strips * p.splits
+            width = p.width // (2 if p.gated else 1)  # of the columns that the strips give
+            for strip in range(p.strips):
+                first, last = (width * edge // p.strips for edge in (strip, strip + 1))
+                group = strip // (p.strips // groups)
+                assert width * group // groups <= first and last <= width * (group + 1) // groups
+        assert len(set(used)) == len(used) and max(used) < kernel.COUNTERS // 32
+
+
+def config_of(**changes):
+    o = ChainProduct(inner=256, widths=(256,), pieces=1)
+    gated = ChainProduct(inner=256, widths=(512, 512), gated=True, pieces=2)
+    down = ChainProduct(inner=512, widths=(256,), pieces=1)
+    return LayerTailConfig(**dict(rows=8, products=(o, gated, down)) | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(rows=65), "65 rows"),
+        (dict(rows=0), "0 rows"),
+        (dict(rows=16, ctas=15), "16 rows: 15 CTAs"),
+        (dict(slots=2), "3 blocks in flight"),
+        (dict(token_stages=1), "2 blocks of tokens together"),
+        (dict(ctas=3, rows=2), "4 units"),
+        (dict(products=(ChainProduct(inner=192, widths=(256,)),)), "inner 192"),
+        (dict(products=(ChainProduct(inner=256, widths=(200,)),)), "multiples of 64"),
+        (dict(products=(ChainProduct(inner=256, widths=(256,), pieces=3),)), "a multiple of 192"),
+        (
+            dict(products=(ChainProduct(inner=2048, widths=(512,), pieces=8),)),
+            "16 blocks of (512,) multiplied together",
+        ),
+        (dict(products=(ChainProduct(inner=256, widths=(256, 256), gated=True, splits=2),)), "is not split"),
+        (dict(products=(ChainProduct(inner=256, widths=(192, 192), gated=True, pieces=3),)), "equal parts of both"),
+        (dict(products=(ChainProduct(inner=256, widths=(192, 192), gated=True, pieces=6),)), ""),
+        (dict(products=(ChainProduct(inner=256, widths=(320, 320), gated=True, pieces=4),)), "a multiple of 256"),
+    ],
+)
+def test_refusals_name_the_reason(changes, reason):
+    assert not supports(config_of())
+    assert any(reason in said for said in supports(config_of(**changes))) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "ctas"),
+    [
+        (65, SHAPES["Llama 1B"], 132),
+        (0, SHAPES["Llama 1B"], 132),
+        (64, SHAPES["small"], 16),  # more tokens than CTAs
+        (8, SHAPES["Llama 8B"], 16),
+        (8, SHAPES["hidden 576"], 132),
+    ],
+)
+def test_sizes_that_are_not_served_get_no_launch(rows, sizes, ctas):
+    assert choose(rows, *sizes, ctas) is None
+
+
+def test_another_chip_is_refused():
+    assert supports(config_of(), chip="sm_100") == ["chip sm_100: the kernel uses Hopper's wgmma, only sm_90 has it"]
+
+
+class Barrier:
+    """An mbarrier: phases that complete after a number of arrivals, of which a waiting thread sees the parity."""
+
+    def __init__(self, arrivals: int):
+        self.wanted, self.arrived, self.completed = arrivals, 0, 0
+
+    def arrive(self):
+        self.arrived += 1
+        if self.arrived == self.wanted:
+            self.arrived, self.completed = 0, self.completed + 1
+
+    def seen(self, phase: int) -> bool:
+        return self.completed % 2 != phase % 2
+
+
+class Ring:
+    def __init__(self, stages: int):
+        self.full, self.free = ([Barrier(1) for _ in range(stages)] for _ in range(2))
+        self.held = [None] * stages
+
+    def place(self, number: int) -> tuple[int, int]:
+        """(stage, turn)"""
+        return number % len(self.held), number // len(self.held)
+
+
+class Launch:
+    """One launch: every CTA's three warpgroups as generators, which yield what they wait for.
+
+    Arrays are sets of the names of the parts that have been written; reading one that is not there fails. `use` notes
+    each weight block.
+    """
+
+    def __init__(self, config: LayerTailConfig):
+        self.c, self.counters, self.written, self.used = config, {}, set(), {}
+
+    def run(self, late: int, seed: int) -> None:
+        """Until all have ended. The CTA `late` runs only when no other can."""
+        threads = []
+        for cta in range(self.c.ctas):
+            rings = Ring(self.c.slots), Ring(self.c.token_stages)
+            roles = self.load_weights(cta, rings[0]), self.load_tokens(cta, rings[1]), self.compute(cta, *rings)
+            threads += [[cta, role, lambda: True] for role in roles]
+        random.Random(seed).shuffle(threads)
+        while threads:
+            moved = self.advance([t for t in threads if t[0] != late])
+            if not moved and not self.advance([t for t in threads if t[0] == late]):
+                raise AssertionError(f"deadlock: {len(threads)} warpgroups wait")
+            threads = [t for t in threads if t[2] is not None]
+
+    def advance(self, threads) -> bool:
+        moved = False
+        for thread in threads:
+            while thread[2] is not None and thread[2]():
+                thread[2], moved = next(thread[1], None), True
+        return moved
+
+    def plan(self, cta: int):
+        """(i, product, strip, split) of the CTA's units."""
+        for i, p in enumerate(self.c.products):
+            if cta < p.strips * p.splits:
+                yield i, p, cta % p.strips, cta // p.strips
+
+    def arrived(self, counter: int, count: int):
+        return lambda: self.counters.get(counter, 0) >= count
+
+    def load_weights(self, cta: int, ring: Ring):
+        number = 0
+        for i, p, strip, split in self.plan(cta):
+            for b, piece in itertools.product(range(p.blocks), range(p.pieces)):
+                stage, turn = ring.place(number)
+                if turn:
+                    yield lambda s=stage, t=turn: ring.free[s].seen(t - 1)
+                if number >= self.c.in_flight:
+                    s, t = ring.place(number - self.c.in_flight)
+                    yield lambda s=s, t=t: ring.full[s].seen(t)
+                ring.held[stage] = i, strip, split * p.blocks + b, piece
+                ring.full[stage].arrive()
+                number += 1
+
+    def load_tokens(self, cta: int, ring: Ring):
+        number, blocks = 0, self.c.hidden // 128
+        for i, p, _, split in self.plan(cta):
+            if i == 2:
+                group = split if kernel._groups(self.c, 1) > 1 else 0
+                yield self.arrived(16 + group, kernel._group_size(self.c, 1))
+            for b in range(p.blocks):
+                stage, turn = ring.place(number)
+                if turn:
+                    yield lambda s=stage, t=turn: ring.free[s].seen(t - 1)
+                block = split * p.blocks + b
+                if i in (1, 3):  # a norm's rows, block by block of the hidden size
+                    share = block * self.c.shares // blocks
+                    yield self.arrived(16 * (i - 1) + 8 + share, self.c.rows)
+                    assert {("norm", i, row, share) for row in range(self.c.rows)} <= self.written
+                if i == 2:
+                    strips = self.c.products[1].strips
+                    width = self.c.products[1].widths[0] // strips  # columns of h that a strip gives
+                    for strip in range(block * 128 // width, -(-(block + 1) * 128 // width)):
+                        assert ("h", strip) in self.written
+                ring.held[stage] = i, block
+                ring.full[stage].arrive()
+                number += 1
+
+    def compute(self, cta: int, weights: Ring, tokens: Ring):
+        w_number = x_number = 0
+        units = {i: (p, strip, split) for i, p, strip, split in self.plan(cta)}
+        for i, p in enumerate(self.c.products):
+            if i in units:
+                _, strip, split = units[i]
+                for first in range(0, p.blocks, p.together):
+                    taken = []
+                    for b in range(first, first + p.together):
+                        taken.append((tokens, x_number, (i, split * p.blocks + b)))
+                        taken += [(weights, w_number + j, (i, strip, split * p.blocks + b, j)) for j in range(p.pieces)]
+                        x_number, w_number = x_number + 1, w_number + p.pieces
+                    for ring, number, wanted in taken:
+                        stage, turn = ring.place(number)
+                        yield lambda r=ring, s=stage, t=turn: r.full[s].seen(t)
+                        assert ring.held[stage] == wanted
+                        if ring is weights:
+                            assert wanted not in self.used
+                            self.used[wanted] = True
+                    for ring, number, _ in taken:
+                        ring.free[ring.place(number)[0]].arrive()
+                self.written.add(("h", strip) if p.gated else ("part", i, split, strip))
+                group = strip // (p.strips // kernel._groups(self.c, i))
+                self.counters[16 * i + group] = self.counters.get(16 * i + group, 0) + 1
+            if not p.gated and cta < self.c.rows * self.c.shares:
+                yield from self.add(i, p, cta % self.c.rows, cta // self.c.rows)
+
+    def add(self, i: int, p: ChainProduct, row: int, share: int):
+        """A share of a token's columns: the sums of all splits of all strips under them."""
+        group = share if kernel._groups(self.c, i) > 1 else 0
+        yield self.arrived(16 * i + group, kernel._group_size(self.c, i))
+        for strip in range(p.strips):
+            if strip * self.c.shares < (share + 1) * p.strips and (strip + 1) * self.c.shares > share * p.strips:
+                assert {("part", i, split, strip) for split in range(p.splits)} <= self.written
+        if i == 3:  # the factor of the token's norm needs the squares of all shares
+            assert {("norm", 3, row, s) for s in range(self.c.shares)} <= self.written
+            self.written.add(("row", row, share))
+        else:
+            self.written.add(("norm", i + 1, row, share))
+            self.counters[16 * i + 8 + share] = self.counters.get(16 * i + 8 + share, 0) + 1
+
+
+def check_launch(config: LayerTailConfig, late: int = 0, seed: int = 0) -> None:
+    launch = Launch(config)
+    launch.run(late, seed)
+    blocks = sum(p.strips * p.pieces * p.inner // 128 for p in config.products)
+    assert len(launch.used) == blocks  # every block of every weight, each once
+    if len(config.products) == 4:
+        rows = {("row", row, share) for row in range(config.rows) for share in range(config.shares)}
+        assert rows <= launch.written
+
+
+SIMULATED = [
+    ("Llama 1B", 1, 132), ("Llama 1B", 33, 132), ("Llama 1B", 64, 114), ("Llama 8B", 8, 78), ("Llama 7B", 57, 132),
+    ("Llama 70B, one of 8", 16, 114), ("Qwen3 0.6B", 32, 132), ("hidden 896", 5, 132), ("small", 57, 132),
+    ("the last layer", 40, 132),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "rows", "ctas"), SIMULATED)
+def test_a_launch_ends_and_reads_only_what_was_written(name, rows, ctas):
+    config = choose(rows, *SHAPES[name], ctas)
+    assert config is not None
+    for seed, late in enumerate((0, ctas // 2, config.products[0].units - 1)):
+        check_launch(config, late, seed)
+
+
+def caught(config: LayerTailConfig) -> str:
+    """The message with which some launch fails; "" if none does."""
+    for late in range(0, config.ctas, 9):
+        try:
+            check_launch(config, late)
+        except AssertionError as error:
+            return str(error) or "read too early"
+    return ""
+
+
+def test_the_simulation_sees_a_count_that_is_one_too_small_or_too_large(monkeypatch):
+    config = choose(8, *SHAPES["small"], 16)
+    assert config is not None and not caught(config)
+    right = kernel._group_size
+    monkeypatch.setattr(kernel, "_group_size", lambda cfg, i: right(cfg, i) - (i == 0))
+    assert caught(config)
+    monkeypatch.setattr(kernel, "_group_size", lambda cfg, i: right(cfg, i) + (i == 1))
+    assert caught(config).startswith("deadlock")
+
+
+def test_the_simulation_sees_more_blocks_together_than_stages():
+    """As of Llama 70B on the 114 SMs of an H100 PCIe, of which 2 * 8 were wanted and 13 are there."""
+    product = ChainProduct(inner=2048, widths=(512,), pieces=8)
+    gated = ChainProduct(inner=512, widths=(512, 512), gated=True, pieces=2)
+    down = ChainProduct(inner=512, widths=(512,), pieces=1)
+    config = LayerTailConfig(rows=4, products=(product, gated, down), ctas=16, slots=13)
+    assert supports(config) and caught(config).startswith("deadlock")
+    assert not caught(dataclasses.replace(config, slots=16))
+
+
+@pytest.mark.parametrize(("name", "rows"), [("small", 1), ("small", 13), ("Llama 1B", 64), ("the last layer", 32)])
+def test_it_lowers_for_cuda(name, rows):
+    hidden, heads, wide, following = SHAPES[name]
+    config = choose(rows, hidden, heads, wide, following, 132)
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+    weights = ((shape(heads, hidden),), (shape(hidden, wide),) * 2, (shape(wide, hidden),))
+    weights += (tuple(shape(hidden, width) for width in following),) if following else ()
+    counters = (jax.ShapeDtypeStruct((kernel.COUNTERS,), jnp.int32),) * 2
+    args = shape(rows, heads), shape(rows, hidden), weights, (shape(hidden),) * 2, counters
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    run = jax.jit(lambda *args: kernel.layer_tail(*args, config))
+    export = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(*args)
+    assert [x.shape for x in export.out_avals[:1]] == [(rows, hidden)]
+    assert "mosaic_gpu_v2" in export.mlir_module()
