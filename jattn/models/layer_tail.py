@@ -26,9 +26,9 @@ def configs_of(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> lis
         return None
     configs = []
     for i, layer in enumerate(config.layers):
-        weights, _ = _weights_of(params["layers"], config.layers, i)
+        weights, scales = _weights_of(params["layers"], config.layers, i)
         a = jax.ShapeDtypeStruct((x.shape[0], layer.self_attn.out_width), x.dtype)
-        configs.append(op.config_of(a, weights, _norms(config.layers, i)))
+        configs.append(op.config_of(a, weights, scales, _norms(config.layers, i)))
     return None if None in configs else configs
 
 

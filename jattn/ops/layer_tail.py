@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jattn import device
 from jattn.nn.norm import Norm
-from jattn.ops.product import products
+from jattn.ops.product import is_partitioned, products
 from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, choose
 from pallas_kernels.gpu.layer_tail_sm90 import COUNTERS
 from pallas_kernels.gpu.layer_tail_sm90 import layer_tail as launch
@@ -34,12 +34,15 @@ def new_counters() -> Counters:
     return jnp.zeros(COUNTERS, jnp.int32), jnp.zeros(COUNTERS, jnp.int32)
 
 
-def config_of(a: jax.Array, weights: tuple[tuple[jax.Array, ...], ...], norms: TailNorms) -> LayerTailConfig | None:
+def config_of(
+    a: jax.Array, weights: tuple[tuple[jax.Array, ...], ...], scales: tuple[jax.Array, ...], norms: TailNorms
+) -> LayerTailConfig | None:
     """The launch for a [T, heads * dim] and the weights of each product; None if the kernel cannot serve them."""
     processors = device.processors()
-    if device.detect().generation != "sm_90" or processors is None or a.ndim != 2:
+    if device.detect().generation != "sm_90" or processors is None or a.ndim != 2 or is_partitioned():
         return None
-    if any(w.dtype != jnp.bfloat16 or w.ndim != 2 for group in weights for w in group) or a.dtype != jnp.bfloat16:
+    kernels = [w for group in weights for w in group]
+    if any(w.ndim != 2 for w in kernels) or any(y.dtype != jnp.bfloat16 for y in (a, *kernels, *scales)):
         return None
     (o,), (gate, _), _, *rest = weights
     pair, next_widths = (norms.mlp, norms.next), tuple(w.shape[1] for w in rest[0]) if rest else ()
