@@ -5,13 +5,12 @@ x1 = x + a o;   h = silu(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down; 
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jattn import device
-from jattn.nn.norm import Norm
 from jattn.ops.product import is_partitioned, products
 from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, choose
 from pallas_kernels.gpu.layer_tail_sm90 import COUNTERS
@@ -21,12 +20,24 @@ Counters = tuple[jax.Array, jax.Array]
 """What CTAs count their arrivals in: the first is zero at a launch, which clears the second for the next one."""
 
 
+class RmsNorm(Protocol):
+    """What is read of a jattn.nn.Norm: x / sqrt(mean(x^2) + eps), times its scale or 1 + scale."""
+
+    @property
+    def eps(self) -> float: ...
+
+    @property
+    def one_plus(self) -> bool: ...
+
+    def __call__(self, weights: dict[str, jax.Array], x: jax.Array) -> jax.Array: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class TailNorms:
     """The RMS norms before the MLP and before the next projections; without those, the second is not used."""
 
-    mlp: Norm
-    next: Norm
+    mlp: RmsNorm
+    next: RmsNorm
 
 
 def new_counters() -> Counters:
