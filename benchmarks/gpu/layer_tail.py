@@ -11,6 +11,7 @@ time to read the weights at 4.68 TB/s, the most that this memory gives. `err` is
 import argparse
 import functools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,8 @@ def chain(config, a, x, layers):
         if config is None:
             x, rows = op.in_steps(a, x, weights, scales, NORMS)
         else:
-            x, rows, counters = op.layer_tail(NORMS, config, a, x, weights, scales, counters)
+            results: Any = op.layer_tail(NORMS, config, a, x, weights, scales, counters)
+            x, rows, counters = results
         found.append((x, rows))
         a = jnp.tile(rows, (1, -(-a.shape[1] // rows.shape[1])))[:, : a.shape[1]]
     return found
@@ -89,7 +91,7 @@ def measure(shape: tuple, rows: int) -> dict:
     layers = [layer(shape, seed) for seed in range(LAYERS)]
     keys = jax.random.split(jax.random.key(8))
     a, x = (jax.random.normal(key, (rows, n), jnp.bfloat16) for key, n in zip(keys, (heads, hidden), strict=True))
-    config = op.config_of(a, *layers[0], NORMS)
+    config = op.config_of(a, layers[0][0], layers[0][1], NORMS)
     if config is None:
         return dict(ok=False, error="not served")
     compiled = lambda f: jax.jit(f).lower(a, x, layers).compile(compiler_options=CUDA_OPTIONS)
@@ -116,7 +118,9 @@ def jobs_of():
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.layer_tail", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.layer_tail", description=(__doc__ or "").splitlines()[0]
+    )
     jobs.add_options(parser, seconds=60)
     args = parser.parse_args(argv)
     origin = records.provenance()

@@ -27,7 +27,7 @@ def configs_of(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> lis
     configs = []
     for i, layer in enumerate(config.layers):
         weights, scales = _weights_of(params["layers"], config.layers, i)
-        a = jax.ShapeDtypeStruct((x.shape[0], layer.self_attn.out_width), x.dtype)
+        a = jax.ShapeDtypeStruct((x.shape[0], _attention_of(layer).out_width), x.dtype)
         configs.append(op.config_of(a, weights, scales, _norms(config.layers, i)))
     return None if None in configs else configs
 
@@ -44,6 +44,11 @@ def _is_plain(layer: LayerConfig) -> bool:
     )
 
 
+def _attention_of(layer: LayerConfig) -> AttentionConfig:
+    assert isinstance(layer.self_attn, AttentionConfig)
+    return layer.self_attn
+
+
 def _is_pre_norm(norms: ResidualNorms) -> bool:
     norm = norms.before
     if norm is None or norms != ResidualNorms(before=norm):
@@ -53,8 +58,9 @@ def _is_pre_norm(norms: ResidualNorms) -> bool:
 
 def _norms(layers: Sequence[LayerConfig], i: int) -> op.TailNorms:
     following: Norm = layers[min(i + 1, len(layers) - 1)].attn_norms.before  # pyright: ignore[reportAssignmentType]
-    assert layers[i].mlp_norms.before is not None
-    return op.TailNorms(layers[i].mlp_norms.before, following)
+    own = layers[i].mlp_norms.before
+    assert own is not None
+    return op.TailNorms(own, following)
 
 
 def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -> tuple[tuple, tuple]:
@@ -65,7 +71,7 @@ def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -
     groups = kernels(own["attn"]["o"]), kernels(mlp["gate"], mlp["up"]), kernels(mlp["down"])
     if following is None:
         return groups, (scale, scale)
-    names = projections(layers[i + 1].self_attn)
+    names = projections(_attention_of(layers[i + 1]))
     return (*groups, kernels(*(following["attn"][name] for name in names))), (scale, following["attn_norm"]["scale"])
 
 
@@ -82,7 +88,8 @@ def forward(
         cache, a = _attention(layer, attn, weights[i]["attn"], rows, *args)
         caches.append(cache)
         kernels, scales = _weights_of(weights, layers, i)
-        x, rows, counters = op.layer_tail(_norms(layers, i), configs[i], a, x, kernels, scales, counters)
+        results: Any = op.layer_tail(_norms(layers, i), configs[i], a, x, kernels, scales, counters)
+        x, rows, counters = results
     return caches, x
 
 
@@ -90,12 +97,13 @@ def _first_rows(layer: LayerConfig, weights: dict, x: jax.Array) -> jax.Array:
     """The projections of the first layer, [T, width]."""
     assert layer.attn_norms.before is not None
     y = layer.attn_norms.before(weights["attn_norm"], x)
-    kernels = [weights["attn"][name]["kernel"] for name in projections(layer.self_attn)]
+    kernels = [weights["attn"][name]["kernel"] for name in projections(_attention_of(layer))]
     return jnp.concatenate(products(y, kernels, dtype=y.dtype), axis=1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # layers with equal configs share one trace
 def _attention(layer: LayerConfig, attn: Any, weights, rows, cache, plan, positions, angles) -> tuple:
+    config = _attention_of(layer)
     attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
     at = dict(positions=positions, angles=angles)
-    return attend_projected(layer.self_attn, weights, heads_of_rows(layer.self_attn, rows), rows.dtype, attend, **at)
+    return attend_projected(config, weights, heads_of_rows(config, rows), rows.dtype, attend, **at)

@@ -46,7 +46,10 @@ def new_counters() -> Counters:
 
 
 def config_of(
-    a: jax.Array, weights: tuple[tuple[jax.Array, ...], ...], scales: tuple[jax.Array, ...], norms: TailNorms
+    a: jax.Array | jax.ShapeDtypeStruct,
+    weights: tuple[tuple[jax.Array, ...], ...],
+    scales: tuple[jax.Array, ...],
+    norms: TailNorms,
 ) -> LayerTailConfig | None:
     """The launch for a [T, heads * dim] and the weights of each product; None if the kernel cannot serve them."""
     processors = device.processors()
@@ -74,7 +77,7 @@ def layer_tail(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales,
 
 
 def _backward(norms: TailNorms, config: LayerTailConfig, inputs, cotangent):
-    _, pull = jax.vjp(lambda *inputs: in_steps(*inputs, norms), *inputs)
+    _, pull = jax.vjp(lambda a, x, weights, scales: in_steps(a, x, weights, scales, norms), *inputs)
     return *pull(cotangent[:2]), None
 
 

@@ -99,7 +99,7 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(p.width % p.columns != 0, f"widths {p.widths}: wanted a sum that is a multiple of {p.columns}")
         refuse(p.units > c.ctas, f"{p.units} units of {p.widths}: there are {c.ctas} CTAs")
         refuse(p.gated and p.splits > 1, "a gated product is not split")
-        halves = p.gated and (p.pieces % 2 or any(w % (p.pieces // 2 * PIECE) for w in p.widths))
+        halves = p.gated and (p.pieces % 2 != 0 or any(w % (p.pieces // 2 * PIECE) for w in p.widths))
         refuse(halves, f"{p.pieces} pieces of the gated {p.widths}: wanted strips of equal parts of both")
         needed = p.together * p.pieces
         refuse(needed > c.slots, f"{needed} blocks of {p.widths} multiplied together: shared memory has {c.slots}")
