@@ -26,8 +26,8 @@ def configs_of(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> lis
         return None
     configs = []
     for i in range(len(config.layers)):
-        weights, _ = _weights_of(params["layers"], config.layers, i)
-        configs.append(op.config_of(x.shape[0], x.dtype, weights, _norms(config.layers, i)))
+        weights, scales = _weights_of(params["layers"], config.layers, i)
+        configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _norms(config.layers, i)))
     return None if None in configs else configs
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jattn import device
 from jattn.nn.norm import Norm
-from jattn.ops.product import products
+from jattn.ops.product import is_partitioned, products
 from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, choose
 from pallas_kernels.gpu.layer_tail_sm90 import COUNTERS
 from pallas_kernels.gpu.layer_tail_sm90 import layer_tail as launch
@@ -35,13 +35,18 @@ def new_counters() -> Counters:
 
 
 def config_of(
-    tokens: int, dtype: Any, weights: tuple[tuple[jax.Array, ...], ...], norms: TailNorms
+    tokens: int,
+    dtype: Any,
+    weights: tuple[tuple[jax.Array, ...], ...],
+    scales: tuple[jax.Array, ...],
+    norms: TailNorms,
 ) -> LayerTailConfig | None:
     """The launch for so many tokens and the weights of each product; None if the kernel cannot serve them."""
     processors = device.processors()
-    if device.detect().generation != "sm_90" or processors is None:
+    if device.detect().generation != "sm_90" or processors is None or is_partitioned():
         return None
-    if {dtype, *(w.dtype for group in weights for w in group)} != {jnp.dtype(jnp.bfloat16)}:
+    arrays = (*(w for group in weights for w in group), *scales)
+    if {dtype, *(y.dtype for y in arrays)} != {jnp.dtype(jnp.bfloat16)}:
         return None
     (o,), (gate, _), _, *rest = weights
     pair, next_widths = (norms.mlp, norms.next), tuple(w.shape[1] for w in rest[0]) if rest else ()

@@ -54,12 +54,12 @@ def _form(kernel: Kernel) -> tuple:
 
 
 def _choose(x: jax.Array, kernels: Kernels, dtype: Any) -> Implementation:
-    platform, is_partitioned = device.detect().platform, _is_partitioned()
-    able = (way for way in IMPLEMENTATIONS if way.is_partitionable or not is_partitioned)
+    platform, divided = device.detect().platform, is_partitioned()
+    able = (way for way in IMPLEMENTATIONS if way.is_partitionable or not divided)
     return next(way for way in able if way.supports(platform, x, kernels, dtype))
 
 
-def _is_partitioned() -> bool:
+def is_partitioned() -> bool:
     """Will XLA's partitioner divide what is traced now? In shard_map it will not: the axes of the mesh are Manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes + mesh.explicit_axes)
@@ -90,7 +90,7 @@ def _dots(x: jax.Array, kernels: Kernels, transposed: bool, dtype: Any) -> Array
     """
     duplicate = x.shape[0] == 1 and x.dtype == jnp.bfloat16
     rows = jnp.concatenate([x, x]) if duplicate else x
-    dot = functools.partial(jnp.dot, preferred_element_type=dtype if _is_partitioned() else jnp.float32)
+    dot = functools.partial(jnp.dot, preferred_element_type=dtype if is_partitioned() else jnp.float32)
     matrices = (plain(kernel, x.dtype) for kernel in kernels)
     sums = (dot(rows, matrix.T if transposed else matrix) for matrix in matrices)
     return tuple((y[:1] if duplicate else y).astype(dtype) for y in sums)

@@ -35,6 +35,7 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, THREADS, LayerTailConfig, supports
+from pallas_kernels.gpu.token_share_sm90 import TokenShare, add, floats, mul, packed
 
 _WGMMA = plgpu.Layout.WGMMA
 SHARES = 4  # of a token's columns, each added up by a CTA
@@ -55,7 +56,7 @@ class _Ring:
     def place(self, barriers, number, kind: int):
         """Address of the mbarrier "full" (kind 0) or "free" (kind 1) of block `number`'s stage."""
         stage = arith.remui(number, ptx.i32(self.stages))
-        return _add(ptx.pointer(barriers, 3), _mul(stage, 8), ptx.i32(8 * (self.first + self.stages * kind)))
+        return add(ptx.pointer(barriers, 3), mul(stage, 8), ptx.i32(8 * (self.first + self.stages * kind)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _wait(ring: _Ring, barriers, number, kind: int, one_warp: bool = False):
     def wait(ctx, barriers, number):
         number = ptx.scalar_value(number)
         turn = arith.divui(number, ptx.i32(ring.stages))
-        parity = arith.andi(_add(turn, ptx.i32(kind)), ptx.i32(1))
+        parity = arith.andi(add(turn, ptx.i32(kind)), ptx.i32(1))
         spin = "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra AGAIN;"
         place = ring.place(barriers, number, kind)
         if one_warp:
@@ -226,7 +227,7 @@ def _copy(ring: _Ring, source, tile, barriers, number, start: tuple, block: tupl
             dst_ref=target,
             gmem_slice=tuple(utils.DynamicSlice(as_index(at), size) for at, size in zip(corner, block, strict=True)),
             gmem_transform=(launch_context.TileTransform((8, rows.swizzle_columns(block[1], _DTYPE))),),
-            barrier=utils.BarrierRef(ptx.raw_pointer(barriers, 3), _add(stage, ptx.i32(ring.first)), None, 1),
+            barrier=utils.BarrierRef(ptx.raw_pointer(barriers, 3), add(stage, ptx.i32(ring.first)), None, 1),
             swizzle=rows.swizzle_bytes(block[1], _DTYPE),
             arrive=False,
             predicate=utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
@@ -477,8 +478,8 @@ def _store_columns(cfg: LayerTailConfig, target, acc, first_row, first_column):
     def store(ctx, target, acc, first_row, first_column):
         g, t, _, warp = ptx.lane_position()
         size = utils.bitwidth(ir.MemRefType(target.type).element_type) // 8
-        column = _add(ptx.scalar_value(first_column), _mul(warp, 16), g)
-        row = _add(ptx.scalar_value(first_row), _mul(t, 2))
+        column = add(ptx.scalar_value(first_column), mul(warp, 16), g)
+        row = add(ptx.scalar_value(first_row), mul(t, 2))
         place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(width)), ptx.to_i64(column))
         base = arith.addi(ptx.pointer(target, 0), arith.muli(place, ptx.i64(size)))
         for (second, token), pair in zip(rows.pair_places(acc), list(acc.registers.flat), strict=True):
@@ -531,75 +532,6 @@ def _factor(cfg: LayerTailConfig, place, norm: int):
     return ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
 
 
-_LOAD4 = (
-    "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-    " @p ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4]; }"
-)
-_LOAD2 = "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.cg.v2.b32 {$0, $1}, [$2]; }"
-_STORE2 = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.b32 [$0], {$2, $3}; }"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Share:
-    """This thread's fours of columns of a token: thread i has the fours i, i + 128, .. of the CTA's share."""
-
-    row: object  # i32
-    number: object  # i32, of the share
-    width: int
-    shares: int
-
-    @property
-    def quads(self):
-        """(number, is it there) of each."""
-        each = -(-(self.width // 4) // self.shares)
-        first = _add(_mul(self.number, each), ptx.thread_index())
-        end = _add(_mul(self.number, each), ptx.i32(each))
-        for i in range(-(-each // THREADS)):
-            quad = _add(first, ptx.i32(i * THREADS))
-            inside = arith.andi(ptx.less(quad, end), ptx.less(quad, ptx.i32(self.width // 4)))
-            yield quad, ptx.bool_to_i32(inside)
-
-    def at(self, ref, quad, size: int, row=None):
-        row = self.row if row is None else row
-        place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(self.width)), arith.muli(ptx.to_i64(quad), ptx.i64(4)))
-        return arith.addi(ptx.pointer(ref, 0), arith.muli(place, ptx.i64(size)))
-
-    def words(self, ref, row=None):
-        """Two words of bf16 of each four."""
-        return [ptx.asm_values(_LOAD2, "=&r,=&r,l,r", 2, self.at(ref, q, 2, row), ok) for q, ok in self.quads]
-
-    def sums(self, parts, splits: int, rows8: int):
-        """Four f32 of each four: the sums of the CTAs, in their order."""
-        loaded, totals = [], []
-        for quad, ok in self.quads:
-            rows_of = [_add(self.row, ptx.i32(split * rows8)) for split in range(splits)]
-            loaded.append(
-                [ptx.asm_values(_LOAD4, "=&f,=&f,=&f,=&f,l,r", 4, self.at(parts, quad, 4, r), ok) for r in rows_of]
-            )
-        for first, *more in loaded:
-            for other in more:
-                first = [arith.addf(a, b) for a, b in zip(first, other, strict=True)]
-            totals.append(first)
-        return totals
-
-    def store(self, ref, fours):
-        """Rounds each four to bf16; the rounded values as f32."""
-        rounded = []
-        for (quad, ok), four in zip(self.quads, fours, strict=True):
-            words = _packed(four)
-            ptx.asm(_STORE2, "l,r,r,r", self.at(ref, quad, 2), ok, *words)
-            rounded.append(_floats(words))
-        return rounded
-
-
-def _packed(four):
-    return [ptx.pack_16bit(*four[i : i + 2], "bfloat16") for i in (0, 2)]
-
-
-def _floats(words):
-    return [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
-
-
 def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number):
     """A share of a token's columns: x += sums of product i; x times the norm's scale; the sum of squares of x."""
     p, norm = cfg.products[i], i // 2
@@ -607,15 +539,15 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
     given = refs.counters, refs.scratch, parts, old, refs.norms[norm], new, scaled, refs.squares[norm]
 
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * len(given), ptx.SCALAR, ptx.SCALAR))
-    def add(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number):
-        share = _Share(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
+    def add_up(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number):
+        share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         before, scales = share.words(old), share.words(scale, ptx.i32(0))  # on the way while this thread waits
         group = share.number if _groups(cfg, i) > 1 else ptx.i32(0)
-        _spin(_counter(counters, _add(group, ptx.i32(16 * i))), _group_size(cfg, i), 0)
+        _spin(_counter(counters, add(group, ptx.i32(16 * i))), _group_size(cfg, i), 0)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
-        fours = [_floats(_packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
+        fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
         fours = [
-            [arith.addf(a, b) for a, b in zip(_floats(w), y, strict=True)] for w, y in zip(before, fours, strict=True)
+            [arith.addf(a, b) for a, b in zip(floats(w), y, strict=True)] for w, y in zip(before, fours, strict=True)
         ]
         fours, total = share.store(new, fours), ptx.f32(0.0)
         for value in (value for four in fours for value in four):
@@ -623,48 +555,37 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         for distance in (16, 8, 4, 2, 1):
             total = arith.addf(total, ptx.shuffle_xor(total, distance))
         _, _, lane, warp = ptx.lane_position()
-        spot = _add(ptx.pointer(scratch, 3), _mul(warp, 4))
+        spot = add(ptx.pointer(scratch, 3), mul(warp, 4))
         ptx.asm("{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "r,f,r", spot, total, lane)
         scaled_fours = []
         for four, words in zip(fours, scales, strict=True):
-            factors = [arith.addf(s, ptx.f32(1.0)) if cfg.one_plus[norm] else s for s in _floats(words)]
+            factors = [arith.addf(s, ptx.f32(1.0)) if cfg.one_plus[norm] else s for s in floats(words)]
             scaled_fours.append([arith.mulf(a, b) for a, b in zip(four, factors, strict=True)])
         share.store(scaled, scaled_fours)
         ptx.asm(f"bar.sync 8, {THREADS};", "")
         warps = ptx.asm_values("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", 4, ptx.pointer(scratch, 3))
         total = arith.addf(arith.addf(warps[0], warps[1]), arith.addf(warps[2], warps[3]))
         place = arith.addi(
-            ptx.pointer(squares, 0), arith.muli(ptx.to_i64(_add(_mul(share.row, SHARES), share.number)), ptx.i64(4))
+            ptx.pointer(squares, 0), arith.muli(ptx.to_i64(add(mul(share.row, SHARES), share.number)), ptx.i64(4))
         )
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1; }"
         ptx.asm(text, "l,f,r", place, total, ptx.thread_index())
 
-    add(*given, row, number)
+    add_up(*given, row, number)
 
 
 def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
     """A share of a token's columns of the next projections: the sums, times the factor of the token's norm."""
 
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 4, ptx.SCALAR, ptx.SCALAR))
-    def add(ctx, counters, parts, squares, out, row, number):
-        share = _Share(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
+    def add_up(ctx, counters, parts, squares, out, row, number):
+        share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         group = share.number if _groups(cfg, 3) > 1 else ptx.i32(0)
-        _spin(_counter(counters, _add(group, ptx.i32(48))), _group_size(cfg, 3), 0)
+        _spin(_counter(counters, add(group, ptx.i32(48))), _group_size(cfg, 3), 0)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(share.row), ptx.i64(4 * SHARES)))
         factor = _factor(cfg, place, 1)
         fours = share.sums(parts, p.splits, cfg.rows8)
         share.store(out, [[arith.mulf(y, factor) for y in four] for four in fours])
 
-    add(refs.counters, parts, refs.squares[1], refs.out, row, number)
-
-
-def _add(*terms):
-    total = terms[0]
-    for term in terms[1:]:
-        total = arith.addi(total, term)
-    return total
-
-
-def _mul(value, constant: int):
-    return arith.muli(value, ptx.i32(constant))
+    add_up(refs.counters, parts, refs.squares[1], refs.out, row, number)

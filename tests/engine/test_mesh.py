@@ -211,7 +211,7 @@ def test_a_product_that_xla_cannot_divide_would_gather_its_weights(monkeypatch):
         "cpu", np.ones((1, 1), np.float32), (), np.dtype("float32")
     ):
         pytest.skip("the C++ product is not built here")
-    monkeypatch.setattr(product, "_is_partitioned", lambda: False)
+    monkeypatch.setattr(product, "is_partitioned", lambda: False)
     served = engine(models.config_of(COMMON | dict(model_type="llama", num_key_value_heads=8)), mesh=mesh(4))
     assert max(size for name, size in collectives(served) if name == "all-gather") >= 32 * 64
 

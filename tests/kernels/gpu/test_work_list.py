@@ -277,3 +277,35 @@ def test_every_part_knows_the_ctas_of_its_unit(name):
         assert {known for _, known in stored} == {(first, last)}
     starts = [stored[0][0] for stored in parts.values()]
     assert len(set(starts)) == len(starts), "a counter of its own for each unit"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_any_order_one_cta_merges_each_cut_unit_when_all_parts_are_stored(seed):
+    """By counters of which each has one unit: every CTA stores its parts in order, and counts each of them."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 9000 if seed % 2 else 1500, size=int(rng.integers(1, 40)))
+    batch = [(int(min(rng.integers(1, 5), length)), int(length)) for length in lengths]
+    ctas = int(rng.choice([7, 78, 132]))
+    config, *_, info, cta, join = make(batch, RULES["window" if seed == 3 else "causal"], ctas=ctas, flat=True)
+    waiting = {me: list(pieces_of(cta[me], me, info, config)) for me in range(ctas)}
+    cut = {}
+    for me, pieces in waiting.items():
+        for unit, lo, hi in pieces:
+            if lo > 0 or hi < info[unit[0], wl.NBLK]:
+                cut.setdefault(unit, set()).add(me)
+    counters, stored, merged = np.zeros(ctas, int), {unit: set() for unit in cut}, []
+    while waiting:
+        me = int(rng.choice(list(waiting)))
+        if not waiting[me]:
+            del waiting[me]
+            continue
+        unit, lo, hi = waiting[me].pop(0)
+        if lo > 0 or hi < info[unit[0], wl.NBLK]:
+            first, last = (me, join[me, 2]) if lo == 0 else (cta[me, wl.FROM], cta[me, wl.UNTIL])
+            stored[unit].add(me)
+            counters[first] += 1
+            if counters[first] == last - first + 1:
+                assert stored[unit] == cut[unit] == set(range(first, last + 1))
+                merged.append(unit)
+    assert sorted(merged) == sorted(cut)
+    assert cut or seed != 1

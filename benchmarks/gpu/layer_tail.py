@@ -1,0 +1,132 @@
+"""layer_tail_sm90.py on a Hopper card: numbers against float64, then times beside XLA's own products.
+
+    python -m benchmarks.gpu.layer_tail [--write | --out DIR] [--only TEXT] [--seconds 60]
+
+`us` is one layer after attention with the next layer's q, k and v, the median of a chain of LAYERS of them with weights
+of their own, so that no layer's weights are in the L2 cache; `xla_us` the same chain by XLA's products; `floor_us` the
+time to read the weights at 4.68 TB/s, the most that this memory gives. `err` is the largest relative error of a token,
+`xla_err` that of XLA's bf16 products; `same`: five repeats gave equal bits.
+"""
+
+import argparse
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import records
+from benchmarks.gpu import cupti, jobs
+from jattn import device
+from jattn.engine.xla_options import CUDA_OPTIONS
+from jattn.nn import layer_tail as op
+from jattn.nn.norm import Norm
+
+LAYERS = 4
+READ_RATE = 4.68e6  # bytes a microsecond
+SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projections
+    "llama_1b": (2048, 2048, 8192, (2048, 512, 512)),
+    "llama_8b": (4096, 4096, 14336, (4096, 1024, 1024)),
+    "qwen3_0.6b": (1024, 2048, 3072, (2048, 1024, 1024)),
+    "llama_70b_one_of_8": (8192, 1024, 3584, (1024, 128, 128)),
+}
+ROWS = (1, 8, 32, 64)
+NORMS = op.TailNorms(Norm(eps=1e-5), Norm(eps=1e-5))
+
+
+def layer(shape: tuple, seed: int) -> tuple:
+    """(weights, scales)"""
+    hidden, heads, wide, following = shape
+    keys = iter(jax.random.split(jax.random.key(seed), 9))
+
+    def normal(rows: int, columns: int) -> jax.Array:
+        return (jax.random.normal(next(keys), (rows, columns)) * rows**-0.5).astype(jnp.bfloat16)
+
+    into = lambda *widths: tuple(normal(hidden, width) for width in widths)
+    weights = (normal(heads, hidden),), into(wide, wide), (normal(wide, hidden),), into(*following)
+    scales = tuple((1 + normal(1, hidden)[0] * 0.1).astype(jnp.bfloat16) for _ in range(2))
+    return weights, scales
+
+
+def chain(config, a, x, layers):
+    """(x, rows) after each layer, whose a is a part of the rows of the layer before; config None: XLA's products."""
+    found, counters = [], op.new_counters()
+    for weights, scales in layers:
+        if config is None:
+            x, rows = op.in_steps(a, x, weights, scales, NORMS)
+        else:
+            results: Any = op.layer_tail(NORMS, config, a, x, weights, scales, counters)
+            x, rows, counters = results
+        found.append((x, rows))
+        a = jnp.tile(rows, (1, -(-a.shape[1] // rows.shape[1])))[:, : a.shape[1]]
+    return found
+
+
+def exactly(a, x, weights, scales) -> tuple[np.ndarray, np.ndarray]:
+    """float64 (x2, rows) of one layer."""
+    a, x, weights, scales = jax.tree.map(lambda y: np.asarray(y, np.float64), (a, x, weights, scales))
+    (o,), (gate, up), (down,), following = weights
+    normed = lambda y, scale: y / np.sqrt((y**2).mean(1, keepdims=True) + 1e-5) * scale
+    x = x + a @ o
+    y = normed(x, scales[0])
+    of_gate = y @ gate
+    x = x + (of_gate / (1 + np.exp(-of_gate)) * (y @ up)) @ down
+    y = normed(x, scales[1])
+    return x, np.concatenate([y @ w for w in following], axis=1)
+
+
+def furthest(found, wanted) -> float:
+    """The largest relative error of a token, NaN as infinity."""
+    errors = [
+        np.linalg.norm(np.asarray(y, np.float64) - z, axis=1) / np.linalg.norm(z, axis=1)
+        for y, z in zip(found, wanted, strict=True)
+    ]
+    return float(np.nan_to_num(np.concatenate(errors), nan=np.inf).max())
+
+
+def measure(shape: tuple, rows: int) -> dict:
+    hidden, heads, *_ = shape
+    layers = [layer(shape, seed) for seed in range(LAYERS)]
+    keys = jax.random.split(jax.random.key(8))
+    a, x = (jax.random.normal(key, (rows, n), jnp.bfloat16) for key, n in zip(keys, (heads, hidden), strict=True))
+    config = op.config_of(a, layers[0][0], layers[0][1], NORMS)
+    if config is None:
+        return dict(ok=False, error="not served")
+    compiled = lambda f: jax.jit(f).lower(a, x, layers).compile(compiler_options=CUDA_OPTIONS)
+    ours, theirs = (compiled(functools.partial(chain, which)) for which in (config, None))
+    found, wanted = ours(a, x, layers), exactly(a, x, *layers[0])
+    err, xla_err = furthest(found[0], wanted), furthest(theirs(a, x, layers)[0], wanted)
+    equal = lambda other: jax.tree.all(jax.tree.map(lambda y, z: bool(jnp.array_equal(y, z)), other, found))
+    same = all([equal(ours(a, x, layers)) for _ in range(5)])
+    (us, _), (xla_us, _) = (cupti.micros(f, a, x, layers) for f in (ours, theirs))
+    floor = sum(w.nbytes for w in jax.tree.leaves(layers[0])) / READ_RATE
+    us, xla_us = us / LAYERS, xla_us / LAYERS
+    tiles = [(p.pieces, p.splits) for p in config.products]
+    numbers = dict(us=us, xla_us=xla_us, floor_us=floor, ratio=us / floor, err=err, xla_err=xla_err)
+    print("     ", {name: float(f"{value:.4g}") for name, value in numbers.items()}, tiles, flush=True)
+    return numbers | dict(same=same, tiles=tiles, ok=same and err < 1.5 * xla_err + 1e-3)
+
+
+def jobs_of():
+    for name, shape in SHAPES.items():
+        for rows in ROWS:
+            names = dict(part="layer_tail", case=name, rows=rows)
+            yield names, functools.partial(measure, shape, rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the time allows; 1 if a result was wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.layer_tail", description=(__doc__ or "").splitlines()[0]
+    )
+    jobs.add_options(parser, seconds=60)
+    args = parser.parse_args(argv)
+    origin = records.provenance()
+    print(origin, device.processors(), "multiprocessors", flush=True)
+    return int(jobs.run(jobs_of(), args, origin, "layer_tail") > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""A CTA's share of a token's columns, by fours of columns for each thread of a warpgroup."""
+
+import dataclasses
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu.layer_tail_config import THREADS
+
+_LOAD4 = (
+    "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+    " @p ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4]; }"
+)
+_LOAD2 = "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.cg.v2.b32 {$0, $1}, [$2]; }"
+_STORE2 = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.b32 [$0], {$2, $3}; }"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenShare:
+    """This thread's fours of columns of a token: thread i has the fours i, i + 128, .. of the CTA's share."""
+
+    row: object  # i32
+    number: object  # i32, of the share
+    width: int
+    shares: int
+
+    @property
+    def quads(self):
+        """(number, is it there) of each."""
+        each = -(-(self.width // 4) // self.shares)
+        first = add(mul(self.number, each), ptx.thread_index())
+        end = add(mul(self.number, each), ptx.i32(each))
+        for i in range(-(-each // THREADS)):
+            quad = add(first, ptx.i32(i * THREADS))
+            inside = arith.andi(ptx.less(quad, end), ptx.less(quad, ptx.i32(self.width // 4)))
+            yield quad, ptx.bool_to_i32(inside)
+
+    def at(self, ref, quad, size: int, row=None):
+        row = self.row if row is None else row
+        place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(self.width)), arith.muli(ptx.to_i64(quad), ptx.i64(4)))
+        return arith.addi(ptx.pointer(ref, 0), arith.muli(place, ptx.i64(size)))
+
+    def words(self, ref, row=None):
+        """Two words of bf16 of each four."""
+        return [ptx.asm_values(_LOAD2, "=&r,=&r,l,r", 2, self.at(ref, q, 2, row), ok) for q, ok in self.quads]
+
+    def sums(self, parts, splits: int, rows8: int):
+        """Four f32 of each four: the sums of the CTAs, in their order."""
+        loaded, totals = [], []
+        for quad, ok in self.quads:
+            rows_of = [add(self.row, ptx.i32(split * rows8)) for split in range(splits)]
+            loaded.append(
+                [ptx.asm_values(_LOAD4, "=&f,=&f,=&f,=&f,l,r", 4, self.at(parts, quad, 4, r), ok) for r in rows_of]
+            )
+        for first, *more in loaded:
+            for other in more:
+                first = [arith.addf(a, b) for a, b in zip(first, other, strict=True)]
+            totals.append(first)
+        return totals
+
+    def store(self, ref, fours):
+        """Rounds each four to bf16; the rounded values as f32."""
+        rounded = []
+        for (quad, ok), four in zip(self.quads, fours, strict=True):
+            words = packed(four)
+            ptx.asm(_STORE2, "l,r,r,r", self.at(ref, quad, 2), ok, *words)
+            rounded.append(floats(words))
+        return rounded
+
+
+def packed(four):
+    return [ptx.pack_16bit(*four[i : i + 2], "bfloat16") for i in (0, 2)]
+
+
+def floats(words):
+    return [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
+
+
+def add(*terms):
+    total = terms[0]
+    for term in terms[1:]:
+        total = arith.addi(total, term)
+    return total
+
+
+def mul(value, constant: int):
+    return arith.muli(value, ptx.i32(constant))

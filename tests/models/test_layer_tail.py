@@ -1,0 +1,240 @@
+"""Steps of few tokens through jattn.nn.layer_tail, with formulas in place of its launch: which models, and numbers."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jattn
+from jattn import models
+from jattn.device import Chip
+from jattn.models import decoder, quantising
+from jattn.models import layer_tail as taken
+from jattn.nn import Norm
+from jattn.nn import layer_tail as op
+from jattn.nn.weight_spec import is_weight_spec
+from tests.models import examples
+from tests.models.options import COMMON
+
+SIZES = dict(
+    hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+    max_position_embeddings=128,
+)  # fmt: skip
+SERVED = {
+    "llama": {},
+    "mistral": dict(sliding_window=5),
+    "qwen3": dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "phi3": dict(head_dim=None, sliding_window=None, original_max_position_embeddings=128),
+    "ministral": dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
+}
+NAMES = ["llama, linear", "llama, dynamic", "llama, yarn", "llama, llama3", "mistral", "qwen3", "ministral",
+         "ministral3", "ernie4_5", "hunyuan_v1_dense"]  # fmt: skip
+
+
+def config_of(family: str, **changes) -> models.ModelConfig:
+    keys = COMMON | dict(model_type=family) | SIZES | SERVED.get(family, {}) | changes
+    return models.config_of({name: value for name, value in keys.items() if value is not None})
+
+
+def params_of(config, dtype=ml_dtypes.bfloat16):
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), examples.params_of(config))
+
+
+def formulas(launches, a, x, weights, scales, counters, config):
+    """What the kernel computes, from its docstring; NaN if the counters that it uses are not zero."""
+    launches.append(config)
+    f32 = lambda y: y.astype(jnp.float32)
+    rounded = lambda y: y.astype(jnp.bfloat16)
+
+    def normed(y, which):
+        scale = f32(scales[which]) + config.one_plus[which]
+        return f32(y) / jnp.sqrt((f32(y) ** 2).mean(1, keepdims=True) + config.eps[which]) * scale[None]
+
+    (o,), (gate, up), (down,), *following = weights
+    x1 = rounded(f32(x) + f32(a) @ f32(o))
+    n1 = normed(x1, 0)
+    g = n1 @ f32(gate)
+    h = rounded(g / (1 + jnp.exp(-g)) * (n1 @ f32(up)))
+    x2 = rounded(f32(x1) + f32(h) @ f32(down))
+    x2 = jnp.where((counters[0] != 0).any(), jnp.nan, x2)
+    rows = jnp.concatenate([rounded(normed(x2, 1) @ f32(w)) for w in following[0]], 1) if following else None
+    return x2, rows, (jnp.zeros_like(counters[1]), counters[0] + 1)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The list of launches on a pretended H100."""
+    launches = []
+    on_chip(monkeypatch)
+    monkeypatch.setattr(op, "launch", functools.partial(formulas, launches))
+    return launches
+
+
+def on_chip(monkeypatch, generation="sm_90", processors=132):
+    decoder._jitted_forward.clear_cache()
+    chip = types.SimpleNamespace(detect=lambda: Chip("gpu", generation), processors=lambda: processors)
+    monkeypatch.setattr(op, "device", chip)
+
+
+def steps(config, params, logits_at=None, mesh=None):
+    """f32 logits of steps of 64, 1 and 5 tokens; in the last, two of them are padding."""
+    page, rng, found = 16, np.random.default_rng(3), []
+    tables = [rng.permutation(8)[None].astype(np.int32) for _ in config.cache_groups]
+    caches = config.make_caches(8, page, params["embed"].dtype)
+    step = jax.jit(functools.partial(models.forward, config, backend="sdpa", model_mesh=mesh))
+    for size, new, length in ((64, 64, 64), (1, 1, 65), (5, 3, 68)):
+        ids = rng.integers(0, config.vocab_size, size).astype(np.int32)
+        metas = tuple(
+            jattn.CommonAttentionMetadata.from_lengths([new], [length], table, page, num_tokens=size)
+            for table in tables
+        )
+        at = None if logits_at is None else np.minimum(np.array(logits_at, np.int32), new - 1)
+        caches, logits = step(params, ids, caches, metas, logits_at=at)
+        found.append(np.asarray(logits)[: new if at is None else None])
+    return np.concatenate(found)
+
+
+def far(a, b) -> float:
+    return np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_the_launches_give_the_logits_of_the_layers_one_by_one(family, hopper, monkeypatch):
+    config = config_of(family)
+    params = params_of(config)
+    found, count = steps(config, params), len(hopper)
+    assert count == 3 * len(config.layers)
+    assert [c.rows for c in hopper[:: len(config.layers)]] == [64, 1, 5]
+    on_chip(monkeypatch, "sm_80")
+    wanted = steps(config, params)
+    exact = steps(config, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    assert len(hopper) == count
+    assert np.isfinite(found).all() and not np.array_equal(found, wanted)
+    assert far(found, exact) < 1.2 * far(wanted, exact) + 1e-3 < 0.05
+
+
+def test_logits_at_takes_rows_of_all_logits(hopper):
+    config = config_of("qwen3")
+    params = params_of(config)
+    rows = np.concatenate([[2, 63], [64, 64], [67, 67]])
+    np.testing.assert_allclose(steps(config, params, [2, 63]), steps(config, params)[rows], atol=1e-5)
+    assert hopper
+
+
+def test_prompt_logits_in_chunks(hopper, monkeypatch):
+    config = config_of("llama")
+    params, ids = params_of(config), np.arange(70) * 7 % 61
+    found = models.prompt_logits(config, params, ids, chunk=32, backend="sdpa")
+    assert {c.rows for c in hopper} == {32}
+    on_chip(monkeypatch, "sm_100")
+    assert far(found, models.prompt_logits(config, params, ids, chunk=32, backend="sdpa")) < 0.02
+
+
+def configs(config, rows=5, dtype=jnp.bfloat16, change=lambda params: params):
+    """What `configs_of` says to arrays of these shapes."""
+    shape = lambda w: jax.ShapeDtypeStruct(w.shape, dtype)
+    params = change(jax.tree.map(shape, models.weight_specs(config), is_leaf=is_weight_spec))
+    return taken.configs_of(config, params, jax.ShapeDtypeStruct((rows, config.hidden_size), dtype))
+
+
+FAMILIES = {n: c for n, c in (examples.DECODERS | examples.FURTHER).items() if "hidden_size" in c}
+OTHER_SIZES = {"gpt_neox", "gpt_neo", "falcon", "opt", "bloom", "phi3, longrope"}
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - OTHER_SIZES))
+def test_only_plain_layers_are_taken(name, hopper):
+    """Not: biases, norms after a sublayer, experts, parallel or latent layers, GELU, a factor of the residual."""
+    keys = FAMILIES[name]
+    sizes = dict(hidden_size=256, intermediate_size=512) if "kv_lora_rank" in keys else SIZES
+    config = models.config_of(keys | {n: v for n, v in sizes.items() if n != "max_position_embeddings"})
+    assert bool(configs(config)) == (name in NAMES)
+
+
+@pytest.mark.parametrize("changes", [dict(attention_bias=True), dict(mlp_bias=True), dict(hidden_act="gelu")])
+def test_options_that_are_not_taken(changes, hopper):
+    assert configs(config_of("llama")) and not configs(config_of("llama", **changes))
+
+
+def test_norms_of_one_plus_a_scale_are_taken(hopper):
+    plain = config_of("llama")
+    norms = models.residual.ResidualNorms(before=Norm(eps=1e-3, one_plus=True))
+    layer = plain.layers[0].__class__(
+        self_attn=plain.layers[0].self_attn, mlp=plain.layers[0].mlp, attn_norms=norms, mlp_norms=norms
+    )
+    config = plain.__class__(**{**vars(plain), "layers": (layer, layer)})
+    params = params_of(config)
+    assert all(c.one_plus == (True, True) and c.eps == (1e-3, 1e-3) for c in configs(config) or [None])
+    found = steps(config, params)
+    assert far(found, steps(config, jax.tree.map(lambda x: x.astype(jnp.float32), params))) < 0.03
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_other_weights_are_not_taken(dtype, hopper):
+    assert not configs(config_of("llama"), dtype=dtype)
+
+
+def test_a_norm_in_float32_is_not_taken(hopper):
+    def change(params):
+        scale = params["layers"][1]["attn_norm"]["scale"]
+        params["layers"][1]["attn_norm"]["scale"] = jax.ShapeDtypeStruct(scale.shape, jnp.float32)
+        return params
+
+    assert not configs(config_of("llama"), change=change)
+
+
+def test_quantised_weights_are_not_taken(hopper):
+    config = config_of("llama")
+    params = params_of(config)
+    x = jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
+    assert taken.configs_of(config, params, x)
+    assert not taken.configs_of(config, quantising.quantise(params, "int8"), x)
+
+
+@pytest.mark.parametrize(
+    ("generation", "processors", "rows"),
+    [("sm_80", 132, 5), ("sm_100", 132, 5), ("", 132, 5), ("sm_90", None, 5), ("sm_90", 1, 1), ("sm_90", 16, 33),
+     ("sm_90", 132, 65)],
+)  # fmt: skip
+def test_other_chips_and_more_tokens_are_not_taken(generation, processors, rows, monkeypatch):
+    config = config_of("llama")
+    on_chip(monkeypatch)
+    assert configs(config, min(rows, 64))
+    on_chip(monkeypatch, generation, processors)
+    assert not configs(config, rows)
+
+
+def test_a_mesh_is_not_taken(hopper):
+    config = config_of("llama", vocab_size=64)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    steps(config, params_of(config), mesh=models.ModelMesh.of(config, mesh))
+    assert not hopper
+
+
+def test_weights_that_xla_divides_are_not_taken(hopper):
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("x",))):
+        assert not configs(config_of("llama"))
+
+
+@pytest.mark.parametrize("has_next", [True, False])
+def test_its_gradient_is_that_of_single_products(has_next, hopper):
+    rng = np.random.default_rng(5)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, jnp.bfloat16)
+    weights = ((normal(256, 256),), (normal(256, 512), normal(256, 512)), (normal(512, 256),))
+    weights += ((normal(256, 256), normal(256, 128)),) if has_next else ()
+    a, x, scales = normal(5, 256), normal(5, 256), (normal(256) + 1, normal(256) + 1)
+    norms = op.TailNorms(Norm(eps=1e-5), Norm(eps=1e-4, one_plus=True))
+    config = op.config_of(a, weights, scales, norms)
+    assert config is not None
+    loss = lambda results: sum((y.astype(jnp.float32) ** 2).sum() for y in results[:2] if y is not None)
+    ours = lambda *inputs: loss(op.layer_tail(norms, config, *inputs, op.new_counters()))
+    value, grads = jax.value_and_grad(ours, argnums=(0, 1, 2, 3))(a, x, weights, scales)
+    plain = lambda *inputs: loss(op.in_steps(*inputs, norms))
+    wanted, wanted_grads = jax.value_and_grad(plain, argnums=(0, 1, 2, 3))(a, x, weights, scales)
+    assert hopper and abs(value / wanted - 1) < 0.01
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        assert far(*(np.asarray(y, np.float32) for y in (got, want))) < 0.02
