@@ -91,7 +91,7 @@ def measure(shape: tuple, rows: int) -> dict:
     layers = [layer(shape, seed) for seed in range(LAYERS)]
     keys = jax.random.split(jax.random.key(8))
     a, x = (jax.random.normal(key, (rows, n), jnp.bfloat16) for key, n in zip(keys, (heads, hidden), strict=True))
-    config = op.config_of(a, layers[0][0], layers[0][1], NORMS)
+    config = op.config_of(a.shape[0], a.dtype, *layers[0], NORMS)
     if config is None:
         return dict(ok=False, error="not served")
     compiled = lambda f: jax.jit(f).lower(a, x, layers).compile(compiler_options=CUDA_OPTIONS)

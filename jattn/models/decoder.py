@@ -67,8 +67,7 @@ def _forward(
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
     x = embed_tokens(config, params, jnp.asarray(token_ids), positions)
     step = _StepPlans(config, caches, batches, backend, x.dtype, model_mesh)
-    has_tails = model_mesh is None and backend in ("auto", "pallas_gpu")
-    tails = layer_tail.configs_of(config, params, x) if has_tails else None
+    tails = layer_tail.configs_of(config, params, x) if model_mesh is None else None
     if tails is None:
         caches, x = _each_layer(config, params, x, caches, step, model_mesh, positions, encoded)
     else:

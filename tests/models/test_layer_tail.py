@@ -228,7 +228,7 @@ def test_its_gradient_is_that_of_single_products(has_next, hopper):
     weights += ((normal(256, 256), normal(256, 128)),) if has_next else ()
     a, x, scales = normal(5, 256), normal(5, 256), (normal(256) + 1, normal(256) + 1)
     norms = op.TailNorms(Norm(eps=1e-5), Norm(eps=1e-4, one_plus=True))
-    config = op.config_of(a, weights, scales, norms)
+    config = op.config_of(5, a.dtype, weights, scales, norms)
     assert config is not None
     loss = lambda results: sum((y.astype(jnp.float32) ** 2).sum() for y in results[:2] if y is not None)
     ours = lambda *inputs: loss(op.layer_tail(norms, config, *inputs, op.new_counters()))
