@@ -26,7 +26,7 @@ from benchmarks import records
 from benchmarks.gpu import check, cupti, jobs
 from jattn import CommonAttentionMetadata, MLAAttention, MLAParams, MLASpec, PagedKV, mla_cache_spec
 from pallas_kernels.algebra.logits import LogitRule
-from pallas_kernels.gpu.mla_config import WARPGROUP_ROWS, MlaKernelConfig, heads_of_unit
+from pallas_kernels.gpu.mla_config import MlaKernelConfig, heads_of_unit
 from pallas_kernels.gpu.mla_sm90 import latent_attention
 from pallas_kernels.gpu.work_list import build_work_list
 
@@ -80,13 +80,7 @@ TIMED = [
     LatentCase(name="mla_dec_32x8k_h128", lengths=((1, 8192),) * 32, heads=128),
     LatentCase(name="mla_dec_16x4k_h16", lengths=((1, 4096),) * 16, heads=16),
 ]
-EVEN = dict(piece_blocks=4, merge=(4, 4))
-FINE = EVEN | dict(roles=True, fine=True, own_queries=True)
-VARIANTS = (
-    FINE, EVEN | dict(add_first=True), FINE | dict(own_queries=False), FINE | dict(merge=(4, 2)),
-    FINE | dict(fine=False), FINE | dict(merge=(2, 4)), FINE | dict(piece_blocks=0), FINE | dict(page=16),
-    FINE | dict(whole_rows=True),
-)  # fmt: skip
+VARIANTS = (dict(page=16), dict(page=128), dict(whole_rows=True))
 
 
 @dataclasses.dataclass
@@ -228,11 +222,9 @@ def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterat
     if "variants" in names:
         for fields in VARIANTS:
             for case in TIMED:
-                changed = with_fields(case, fields)
-                if changed is not None:
-                    text = ",".join(f"{name}={value}" for name, value in fields.items())
-                    names_of_row = dict(case=case.name, backend=ours, variant=text)
-                    yield names_of_row, lambda c=changed: measure(c, True, iterations)
+                text = ",".join(f"{name}={value}" for name, value in fields.items())
+                names_of_row = dict(case=case.name, backend=ours, variant=text)
+                yield names_of_row, lambda c=case, f=fields: measure(with_fields(c, f), True, iterations)
     if "sdpa" in names:
         for case in TIMED:
             for backend in (ours, "mla_sdpa"):
@@ -240,10 +232,8 @@ def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterat
                 yield names_of_row, lambda c=case, b=backend: layer(c, b, iterations)
 
 
-def with_fields(case: LatentCase, fields: dict) -> LatentCase | None:
-    """The case with these fields of its config (or its page); None: they change nothing, or do not fit it."""
-    if "group" in fields and not fields["group"] < case.config.group <= WARPGROUP_ROWS:
-        return None
+def with_fields(case: LatentCase, fields: dict) -> LatentCase:
+    """The case with these fields of its config, or its page."""
     page = fields.get("page", case.page)
     options = tuple((name, value) for name, value in fields.items() if name != "page")
     return dataclasses.replace(case, page=page, options=options)

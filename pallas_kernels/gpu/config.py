@@ -46,7 +46,7 @@ class GpuKernelConfig:
     min_split: int = 1  # key blocks: a split leaves at least this many on either side
     long_tiles: bool = True  # False: no request has more than WARPGROUP_ROWS packed rows
     flat_list: bool = False  # with long_tiles=False: the flat work list of work_list.py
-    piece_blocks: int = 0  # of a flat list: the key blocks that a second piece of a CTA costs, see _even_cuts
+    piece_blocks: int = 0  # of a flat list: key blocks that a CTA's second piece costs; not with merges_inside
     fixed_max: bool = False  # soft-capped logits without a running maximum; needs can_fix_max
     cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters

@@ -9,10 +9,12 @@ from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 
 BLOCK_KV = 64  # cached rows of one block
-STAGES = 2  # blocks in shared memory, one for each compute warpgroup
+STAGES = 2  # blocks in shared memory
+PART = 128  # most columns of a part of a stage, see mla_pieces_sm90.py
+PIECE_BLOCKS = 4  # what a CTA's second piece costs, see GpuKernelConfig
 SMEM_BYTES = 232448  # what a CTA may use on Hopper
-STATS = 3 * WARPGROUP_ROWS  # f32: the maxima, and the sums of both warpgroups, see MlaRefs.stats
-SMEM_FIXED = 4 * STATS + 512  # bytes: statistics, the numbers of the piece, barriers, alignment
+STATS = 2 * WARPGROUP_ROWS  # f32: see MlaRefs.stats
+SMEM_FIXED = 4 * STATS + 512  # bytes: statistics, barriers, alignment
 MASKS = ("causal",)  # fields of a MaskRule that it honours
 LOGITS = ("scale",)  # fields of a LogitRule that it honours
 DTYPES = ("bfloat16", "float16")
@@ -35,12 +37,6 @@ class MlaKernelConfig:
     has_sinks: bool = False
     per_request_causal: bool = False
     num_ctas: int = 132  # one on each SM of an H100 or H200
-    roles: bool = False  # a warpgroup of its own for the scores: see mla_roles_sm90.py
-    fine: bool = False  # with roles: stages are filled and freed in parts of at most 128 columns, not in halves
-    own_queries: bool = False  # with roles: the warpgroup of the scores loads the queries
-    piece_blocks: int = 0  # see GpuKernelConfig
-    merge: tuple[int, int] = (8, 1)  # in_flight and chunks of merge_parts
-    add_first: bool = False  # without roles: add the other warpgroup's block before the scores, not after
 
     @property
     def head_dim(self) -> int:
@@ -54,8 +50,13 @@ class MlaKernelConfig:
 
     @property
     def part(self) -> int:
-        """Columns of a part of a stage: it is filled and freed at a time, and has barriers of its own."""
-        return math.gcd(self.half, 128) if self.fine else self.half
+        """Latent columns of a part of a stage."""
+        return math.gcd(self.half, PART)
+
+    @property
+    def parts_of_half(self) -> int:
+        """Parts whose columns one warpgroup has."""
+        return self.half // self.part
 
     @property
     def attention(self) -> GpuKernelConfig:
@@ -65,8 +66,7 @@ class MlaKernelConfig:
             v_head_dim=self.latent_dim, page_size=self.page_size, dtype=self.dtype, kv_dtype=self.dtype,
             mask=self.mask, logits=self.logits, has_sinks=self.has_sinks,
             per_request_causal=self.per_request_causal, block_kv=BLOCK_KV, stages=STAGES, q_buffers=1,
-            num_ctas=self.num_ctas, long_tiles=False, flat_list=True,
-            piece_blocks=self.piece_blocks,
+            num_ctas=self.num_ctas, long_tiles=False, flat_list=True, piece_blocks=PIECE_BLOCKS,
         )  # fmt: skip
 
     @property

@@ -2,16 +2,17 @@
 
     latent_attention
       _check                              arrays against the config; NotImplementedError where it is not supported
-      _launch                             one CTA on each SM, three warpgroups each
+      _launch                             one CTA on each SM, four warpgroups each
         _kernel                             allocates shared memory and barriers
-          warpgroup 2: load_latents           mla_tile_sm90.py: queries and pages into shared memory
-          warpgroups 0, 1: latent_tile        mla_tile_sm90.py: for each piece of the CTA's part of the work list
+          warpgroup 3: load_latents           mla_pieces_sm90.py: pages into shared memory
+          warpgroup 2: score_pieces           mla_tile_sm90.py: scores and weights
+          warpgroups 0, 1: add_pieces         mla_tile_sm90.py: weights times rows
       merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs
 
-A tile has at most 64 rows, (token, head) pairs of one request, and each compute warpgroup holds all rows of one half of
-the output's columns: 64 x 256 f32 are 128 registers a thread. The cached rows are read once, and are keys (all columns)
-and values (the latent columns) from the same place in shared memory. With more than 64 rows, heads are divided among
-units (config.group), which read the same pages at nearly the same time, through L2.
+A tile has at most 64 rows, (token, head) pairs of one request, and each warpgroup that adds holds all rows of one half
+of the output's columns: 64 x 256 f32 are 128 registers a thread. The cached rows are read once, and are keys (all
+columns) and values (the latent columns) from the same place in shared memory. With more than 64 rows, heads are divided
+among units (config.group), which read the same pages at nearly the same time, through L2.
 """
 
 import jax
@@ -26,12 +27,12 @@ from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.merge_sm90 import merge_parts
 from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, STATS, MlaKernelConfig, supports_mla
-from pallas_kernels.gpu.mla_roles_sm90 import add_pieces, score_pieces
-from pallas_kernels.gpu.mla_tile_sm90 import MlaRefs, latent_tile, load_latents
-from pallas_kernels.gpu.pieces_sm90 import count_pieces, receive_piece
+from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, load_latents
+from pallas_kernels.gpu.mla_tile_sm90 import add_pieces, score_pieces
 
-REGISTERS = (224, 56)  # of a thread that computes and of one that loads
-ROLE_REGISTERS = (176, 176, 112, 48)  # of a thread of each warpgroup with config.roles
+REGISTERS = (176, 112, 48)  # of a thread that adds values, of one that computes scores, and of one that loads
+MERGE = dict(in_flight=4, chunks=4)
+"""Of merge_parts: 528 CTAs take 2 us on an H200 where there is nothing to merge; the 2112 of chunks=1 take 7."""
 
 
 def latent_attention(
@@ -51,9 +52,7 @@ def latent_attention(
     _check(q, latent_pages, rope_pages, block_table, config)
     out, lse, part, part_lse = _launch(config, q, latent_pages, rope_pages, block_table, work)
     per_head = jnp.zeros((config.num_heads, 2), jnp.float32)  # slopes and sinks: none in this kernel
-    return merge_parts(
-        config.attention, out, lse, part, part_lse, work, per_head, in_flight=config.merge[0], chunks=config.merge[1]
-    )
+    return merge_parts(config.attention, out, lse, part, part_lse, work, per_head, **MERGE)
 
 
 def _check(q, latent_pages, rope_pages, block_table, config: MlaKernelConfig):
@@ -94,7 +93,7 @@ def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, w
         out_type=out_type,
         grid=(config.num_ctas,),
         grid_names=("cta",),
-        num_threads=4 if config.roles else 3,
+        num_threads=4,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -113,63 +112,30 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
     def roles(*smem):
         refs = MlaRefs(*gmem, *smem)
         wg = lax.axis_index("wg")
-        if cfg.roles:
-            _play_roles(cfg, refs, wg)
-            return
 
         @when(wg < 2)
         def _():
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-            _compute(cfg, refs, wg)
+            add_pieces(cfg, refs, wg)
 
         @when(wg == 2)
         def _():
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            score_pieces(cfg, refs)
+
+        @when(wg == 3)
+        def _():
+            plgpu.set_max_registers(REGISTERS[2], action="decrease")
             load_latents(cfg, refs)
 
     def tile(*shape):
         return plgpu.SMEM(shape, cfg.dtype, transforms=rows.tile_transforms(shape[-1], cfg.dtype))
 
-    copies = max(BLOCK_KV // cfg.page_size, 1)  # pages of a block
+    copies, parts = max(BLOCK_KV // cfg.page_size, 1), 2 * cfg.parts_of_half  # pages and parts of a block
     # In the order of the fields of MlaRefs.
-    parts = cfg.latent_dim // cfg.part
-    tiles = [tile(1, 1, WARPGROUP_ROWS, cfg.head_dim), tile(STAGES, parts, BLOCK_KV, cfg.part)]
+    tiles = [tile(1, WARPGROUP_ROWS, cfg.head_dim), tile(STAGES, parts, BLOCK_KV, cfg.part)]
     tiles += [tile(STAGES, BLOCK_KV, cfg.rope_dim), tile(WARPGROUP_ROWS, BLOCK_KV)]
-    small = [plgpu.SMEM((STATS,), jnp.float32), plgpu.SMEM((1, wl.INFO_COLUMNS), jnp.int32)]
+    stats = plgpu.SMEM((STATS,), jnp.float32)
     barriers = [plgpu.Barrier(num_arrivals=copies, num_barriers=n) for n in (STAGES, STAGES * parts)]
-    barriers += [plgpu.Barrier(num_barriers=STAGES * parts), plgpu.Barrier(num_barriers=STAGES)]
-    barriers += [plgpu.Barrier(num_barriers=1), plgpu.Barrier(num_arrivals=1 if cfg.roles else 2, num_barriers=1)]
-    barriers += [plgpu.Barrier(num_arrivals=2)] * 2
-    pl.run_scoped(roles, *tiles, *small, *barriers, collective_axes="wg")
-
-
-def _play_roles(cfg: MlaKernelConfig, refs: MlaRefs, wg):
-    """Warpgroups 0 and 1: values; 2: scores; 3: loads."""
-
-    @when(wg < 2)
-    def _():
-        plgpu.set_max_registers(ROLE_REGISTERS[0], action="increase")
-        add_pieces(cfg, refs, wg)
-
-    @when(wg == 2)
-    def _():
-        plgpu.set_max_registers(ROLE_REGISTERS[2], action="decrease")
-        score_pieces(cfg, refs)
-
-    @when(wg == 3)
-    def _():
-        plgpu.set_max_registers(ROLE_REGISTERS[3], action="decrease")
-        load_latents(cfg, refs)
-
-
-def _compute(cfg: MlaKernelConfig, refs: MlaRefs, wg):
-    """A compute warpgroup: the CTA's pieces in order. blocks_before: the number of blocks of all earlier pieces."""
-    attention = cfg.attention
-
-    def piece_body(j, blocks_before):
-        piece = receive_piece(attention, refs, j)
-        latent_tile(cfg, refs, piece, wg, blocks_before)
-        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
-        return blocks_before + piece.count
-
-    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))
+    barriers += [plgpu.Barrier(num_barriers=STAGES * parts), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)]
+    pl.run_scoped(roles, *tiles, stats, *barriers, collective_axes="wg")

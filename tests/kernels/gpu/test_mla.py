@@ -34,9 +34,7 @@ LOWERED = {
     "whole rows, f16, page 16": dict(whole_rows=True, dtype="float16", page_size=16),
     "latent 256, rope 128, page 128": dict(latent_dim=256, rope_dim=128, page_size=128),
     "per request": dict(per_request_causal=True),
-    "roles": dict(roles=True),
-    "roles, fine": dict(roles=True, fine=True, own_queries=True),
-    "roles, fine, latent 384": dict(roles=True, fine=True, latent_dim=384),
+    "latent 384": dict(latent_dim=384),
 }
 BATCHES = {  # name -> (query length, total length) of each request, fields of the config, padding tokens
     "decode": (((1, 65), (1, 0), (1, 200), (1, 64), (1, 1), (1, 63)), dict(page_size=16), 0),
@@ -45,13 +43,11 @@ BATCHES = {  # name -> (query length, total length) of each request, fields of t
     "8 tokens, 24 heads": (((8, 90), (5, 64), (8, 200)), dict(num_heads=24, num_ctas=4), 0),
     "whole rows of 576, f16": (((1, 300), (2, 64)), dict(latent_dim=512, whole_rows=True, dtype="float16"), 0),
     "not causal": (((3, 70), (2, 130)), dict(mask=MaskRule(causal=False)), 0),
-}
-
-ORDERS = {  # of the work of a block: see MlaKernelConfig
-    "plain": {},
-    "add first": dict(add_first=True),
-    "roles": dict(roles=True),
-    "roles, fine": dict(roles=True, fine=True, merge=(4, 4), piece_blocks=2, own_queries=True),
+    "CTAs without a piece": (((1, 1), (0, 0), (1, 0), (0, 0)), dict(num_ctas=6), 2),
+    "a piece of one block each": (((1, 64), (1, 1), (1, 40)), {}, 0),
+    "a block after pieces without one": (((0, 0), (1, 0), (0, 9), (1, 70), (0, 0)), dict(num_ctas=1), 0),
+    "padding tokens alone": (((0, 0), (0, 0)), {}, 3),
+    "three parts of a half, even cuts": (((1, 200), (2, 70)), dict(latent_dim=384, num_ctas=4), 1),
 }
 
 
@@ -118,15 +114,14 @@ def make_batch(lengths, config, pads, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", BATCHES)
-def test_is_attention_over_the_rows(name, order):
+def test_is_attention_over_the_rows(name):
     from tests.kernels.gpu.interpreter import interpreted
 
     lengths, fields, pads = BATCHES[name]
     fields = dict(latent_dim=128, num_ctas=3, logits=LogitRule(scale=0.07), page_size=64, num_heads=16) | fields
     group = heads_of_unit(fields["num_heads"], max(n for n, _ in lengths))
-    config = MlaKernelConfig(group=group, **fields, **ORDERS[order])
+    config = MlaKernelConfig(group=group, **fields)
     args, (starts, seqs), requests = make_batch(lengths, config, pads)
     with interpreted():
         work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config.attention)

@@ -1,0 +1,106 @@
+"""The Refs of the latent attention kernel, and the memory warpgroup, which fetches rows ahead of use.
+
+Block b of a CTA, counted over all its pieces, lies in stage b % 2. A stage is filled and freed in parts of at most 128
+latent columns: the next load of a part begins when its product ends, and scores begin when the first part is there.
+"""
+
+import dataclasses
+import functools
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.branch import when
+from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, MlaKernelConfig
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaRefs:
+    """Every Ref of the kernel, with its shape."""
+
+    q: object  # GMEM [T, H, L+R]
+    latents: object  # GMEM [N, S, L], or [N, S, L+R] with whole_rows
+    ropes: object  # GMEM [N, S, R], or the same pool
+    block_table: object  # GMEM i32[R, B]
+    info: object  # GMEM i32[tiles, 16]
+    cta: object  # GMEM i32[C, 16]
+    out: object  # GMEM [T, H, L]
+    lse: object  # GMEM f32[T, H]
+    part: object  # GMEM f32[2 C, 128, L]: normalised partial outputs
+    part_lse: object  # GMEM f32[2 C, 128], base 2
+    q_tile: object  # SMEM [1, 64, L+R]
+    latent: object  # SMEM [2, parts, 64, L/parts]: stage, part of the latent columns, row, column
+    rope: object  # SMEM [2, 64, R]
+    weights: object  # SMEM [64, 64]: of the block last published
+    stats: object  # SMEM f32[128]: factors of that block; or the maxima and sums of a piece
+    rope_full: object  # barriers [2]; one arrival a page
+    full: object  # barriers [2 parts], number stage * parts + part; one arrival a page
+    free: object  # barriers [2 parts]; the warpgroup that has these columns has added the block
+    published: object  # barrier; weights and stats are written
+    used: object  # barrier; both warpgroups that add have read them
+
+
+def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
+    """The memory warpgroup: fetches the rows of each block of the CTA's pieces in order."""
+    page = cfg.page_size
+    copies, width = max(BLOCK_KV // page, 1), min(page, BLOCK_KV)
+
+    def load_piece(j, block_number):
+        piece = piece_from_list(cfg.attention, refs, j)
+
+        def page_ids(i):
+            first = lax.div(piece[wl.KSTART], jnp.int32(page))
+            last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
+            column = lax.div((piece[wl.BLK0] + piece.lo + i) * BLOCK_KV, jnp.int32(page))
+            return tuple(refs.block_table[piece[wl.REQ], jnp.clip(column + p, first, last)] for p in range(copies))
+
+        def load_block(i, carry):
+            number, pages = carry
+            next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
+            stage = lax.rem(number, jnp.int32(STAGES))
+            key = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
+            offset = pl.multiple_of(lax.rem(key, jnp.int32(page)), 8) if width < page else 0
+
+            def fill(pool, column, columns, tile, full):
+                for p in range(copies):
+                    source = pool.at[pages[p], pl.ds(offset, width), pl.ds(column, columns)]
+                    plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full)
+
+            for part in order_of_parts(cfg):
+                barrier = barrier_of(cfg, stage, part)
+                when(number >= STAGES)(functools.partial(plgpu.barrier_wait, refs.free.at[barrier]))
+                fill(refs.latents, part * cfg.part, cfg.part, refs.latent.at[stage, part], refs.full.at[barrier])
+                if part == 0:
+                    rope_column = cfg.latent_dim if cfg.whole_rows else 0
+                    fill(refs.ropes, rope_column, cfg.rope_dim, refs.rope.at[stage], refs.rope_full.at[stage])
+            return number + 1, next_pages
+
+        return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0)))[0]
+
+    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
+
+
+def order_of_parts(cfg: MlaKernelConfig) -> list[int]:
+    """The parts of a stage in the order in which they become free: the first of each warpgroup, then the second."""
+    return sorted(range(2 * cfg.parts_of_half), key=lambda part: part % cfg.parts_of_half)
+
+
+def barrier_of(cfg: MlaKernelConfig, stage, part):
+    """The number of this part's barrier in `full` and in `free`."""
+    return stage * 2 * cfg.parts_of_half + part
+
+
+def load_queries(cfg: MlaKernelConfig, refs: MlaRefs, j) -> Piece:
+    """Piece j, with its queries in shared memory. Called by the warpgroup that multiplies them."""
+    piece = piece_from_list(cfg.attention, refs, j)
+    where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
+    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
+    rows.load_rows(refs.q, refs.q_tile.at[0], *where, **kind)
+    rows.await_rows()
+    plgpu.commit_smem()
+    return piece
