@@ -243,7 +243,7 @@ def test_explain_says_what_computes_the_gradient():
         r for r in jattn.explain(jattn.AttentionSpec(**LAYER | dict(head_dim=64) | layer), cache, HOPPER)
         if r.name == "pallas_gpu"
     )  # fmt: skip
-    assert told().gradient == "cuDNN" and told().lines() == ("gradient: cuDNN",)
+    assert told().gradient == "cuDNN" and told().notes[-1] == "gradient: cuDNN"
     assert told(logits_soft_cap=20.0).gradient == "sdpa, as cuDNN takes no logits_soft_cap=20.0"
     pages = jattn.KVCacheSpec(num_blocks=4, block_size=16, num_kv_heads=2, head_dim=64)
     assert told(pages).gradient == "sdpa, as cuDNN takes packed keys only"
