@@ -35,7 +35,7 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, THREADS, LayerTailConfig, supports
-from pallas_kernels.gpu.token_share_sm90 import TokenShare, add, floats, mul, packed
+from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, packed
 
 _WGMMA = plgpu.Layout.WGMMA
 SHARES = 4  # of a token's columns, each added up by a CTA
@@ -56,7 +56,7 @@ class _Ring:
     def place(self, barriers, number, kind: int):
         """Address of the mbarrier "full" (kind 0) or "free" (kind 1) of block `number`'s stage."""
         stage = arith.remui(number, ptx.i32(self.stages))
-        return add(ptx.pointer(barriers, 3), mul(stage, 8), ptx.i32(8 * (self.first + self.stages * kind)))
+        return ptx.add(ptx.pointer(barriers, 3), ptx.mul(stage, 8), ptx.i32(8 * (self.first + self.stages * kind)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _wait(ring: _Ring, barriers, number, kind: int, one_warp: bool = False):
     def wait(ctx, barriers, number):
         number = ptx.scalar_value(number)
         turn = arith.divui(number, ptx.i32(ring.stages))
-        parity = arith.andi(add(turn, ptx.i32(kind)), ptx.i32(1))
+        parity = arith.andi(ptx.add(turn, ptx.i32(kind)), ptx.i32(1))
         spin = "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra AGAIN;"
         place = ring.place(barriers, number, kind)
         if one_warp:
@@ -227,7 +227,7 @@ def _copy(ring: _Ring, source, tile, barriers, number, start: tuple, block: tupl
             dst_ref=target,
             gmem_slice=tuple(utils.DynamicSlice(as_index(at), size) for at, size in zip(corner, block, strict=True)),
             gmem_transform=(launch_context.TileTransform((8, rows.swizzle_columns(block[1], _DTYPE))),),
-            barrier=utils.BarrierRef(ptx.raw_pointer(barriers, 3), add(stage, ptx.i32(ring.first)), None, 1),
+            barrier=utils.BarrierRef(ptx.raw_pointer(barriers, 3), ptx.add(stage, ptx.i32(ring.first)), None, 1),
             swizzle=rows.swizzle_bytes(block[1], _DTYPE),
             arrive=False,
             predicate=utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
@@ -478,8 +478,8 @@ def _store_columns(cfg: LayerTailConfig, target, acc, first_row, first_column):
     def store(ctx, target, acc, first_row, first_column):
         g, t, _, warp = ptx.lane_position()
         size = utils.bitwidth(ir.MemRefType(target.type).element_type) // 8
-        column = add(ptx.scalar_value(first_column), mul(warp, 16), g)
-        row = add(ptx.scalar_value(first_row), mul(t, 2))
+        column = ptx.add(ptx.scalar_value(first_column), ptx.mul(warp, 16), g)
+        row = ptx.add(ptx.scalar_value(first_row), ptx.mul(t, 2))
         place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(width)), ptx.to_i64(column))
         base = arith.addi(ptx.pointer(target, 0), arith.muli(place, ptx.i64(size)))
         for (second, token), pair in zip(rows.pair_places(acc), list(acc.registers.flat), strict=True):
@@ -543,7 +543,7 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         before, scales = share.words(old), share.words(scale, ptx.i32(0))  # on the way while this thread waits
         group = share.number if _groups(cfg, i) > 1 else ptx.i32(0)
-        _spin(_counter(counters, add(group, ptx.i32(16 * i))), _group_size(cfg, i), 0)
+        _spin(_counter(counters, ptx.add(group, ptx.i32(16 * i))), _group_size(cfg, i), 0)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
         fours = [
@@ -555,7 +555,7 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         for distance in (16, 8, 4, 2, 1):
             total = arith.addf(total, ptx.shuffle_xor(total, distance))
         _, _, lane, warp = ptx.lane_position()
-        spot = add(ptx.pointer(scratch, 3), mul(warp, 4))
+        spot = ptx.add(ptx.pointer(scratch, 3), ptx.mul(warp, 4))
         ptx.asm("{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "r,f,r", spot, total, lane)
         scaled_fours = []
         for four, words in zip(fours, scales, strict=True):
@@ -566,7 +566,8 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         warps = ptx.asm_values("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", 4, ptx.pointer(scratch, 3))
         total = arith.addf(arith.addf(warps[0], warps[1]), arith.addf(warps[2], warps[3]))
         place = arith.addi(
-            ptx.pointer(squares, 0), arith.muli(ptx.to_i64(add(mul(share.row, SHARES), share.number)), ptx.i64(4))
+            ptx.pointer(squares, 0),
+            arith.muli(ptx.to_i64(ptx.add(ptx.mul(share.row, SHARES), share.number)), ptx.i64(4)),
         )
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1; }"
         ptx.asm(text, "l,f,r", place, total, ptx.thread_index())
@@ -581,7 +582,7 @@ def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
     def add_up(ctx, counters, parts, squares, out, row, number):
         share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         group = share.number if _groups(cfg, 3) > 1 else ptx.i32(0)
-        _spin(_counter(counters, add(group, ptx.i32(48))), _group_size(cfg, 3), 0)
+        _spin(_counter(counters, ptx.add(group, ptx.i32(48))), _group_size(cfg, 3), 0)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(share.row), ptx.i64(4 * SHARES)))
         factor = _factor(cfg, place, 1)

@@ -109,6 +109,18 @@ def asm_values(text: str, constraints: str, count: int, *args, pure: bool = Fals
     return [llvm.extractvalue(kind, results, [k]) for k in range(count)]
 
 
+def add(*terms):
+    """The sum of integers."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = arith.addi(total, term)
+    return total
+
+
+def mul(value, constant: int):
+    return arith.muli(value, i32(constant))
+
+
 def less(a, b):
     return arith.cmpi(arith.CmpIPredicate.slt, a, b)
 

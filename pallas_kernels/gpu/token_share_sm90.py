@@ -28,10 +28,10 @@ class TokenShare:
     def quads(self):
         """(number, is it there) of each."""
         each = -(-(self.width // 4) // self.shares)
-        first = add(mul(self.number, each), ptx.thread_index())
-        end = add(mul(self.number, each), ptx.i32(each))
+        first = ptx.add(ptx.mul(self.number, each), ptx.thread_index())
+        end = ptx.add(ptx.mul(self.number, each), ptx.i32(each))
         for i in range(-(-each // THREADS)):
-            quad = add(first, ptx.i32(i * THREADS))
+            quad = ptx.add(first, ptx.i32(i * THREADS))
             inside = arith.andi(ptx.less(quad, end), ptx.less(quad, ptx.i32(self.width // 4)))
             yield quad, ptx.bool_to_i32(inside)
 
@@ -48,7 +48,7 @@ class TokenShare:
         """Four f32 of each four: the sums of the CTAs, in their order."""
         loaded, totals = [], []
         for quad, ok in self.quads:
-            rows_of = [add(self.row, ptx.i32(split * rows8)) for split in range(splits)]
+            rows_of = [ptx.add(self.row, ptx.i32(split * rows8)) for split in range(splits)]
             loaded.append(
                 [ptx.asm_values(_LOAD4, "=&f,=&f,=&f,=&f,l,r", 4, self.at(parts, quad, 4, r), ok) for r in rows_of]
             )
@@ -74,14 +74,3 @@ def packed(four):
 
 def floats(words):
     return [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
-
-
-def add(*terms):
-    total = terms[0]
-    for term in terms[1:]:
-        total = arith.addi(total, term)
-    return total
-
-
-def mul(value, constant: int):
-    return arith.muli(value, ptx.i32(constant))

@@ -71,11 +71,11 @@ def load_queries(q_ref, tok0, head0, row0, nrows, *, rows8: int, dim: int, dtype
         base, (g, t, _, _) = ptx.pointer(q_ref, 0), ptx.lane_position()
         words = []
         for n in range(rows8):
-            row = _add(g, ptx.i32(8 * n))
+            row = ptx.add(g, ptx.i32(8 * n))
             ok = ptx.less(row, nrows)
             flat = ptx.flat_row(arith.select(ok, row, ptx.i32(0)), tok0, head0, row0, group, heads)
             place = arith.addi(base, arith.muli(flat, ptx.i64(dim * 2)))
-            place = arith.addi(place, ptx.to_i64(_mul(t, 8 if decoded else 4)))
+            place = arith.addi(place, ptx.to_i64(ptx.mul(t, 8 if decoded else 4)))
             for byte in range(0, 2 * dim, 16):  # words 2i and 2i + 1 are 32 i + 8 t, + 4 if decoded, else 4 t, + 16
                 at = byte // 32 * 32 + byte % 32 // (4 if decoded else 1)
                 text = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1+{}]; }}"
@@ -171,14 +171,14 @@ def softmax_times_values(
 
 def _key_of_lane(first, lane, warp):
     """The row of the tile whose address this lane gives to ldmatrix: matrices 1 and 3 are keys 8 .. 15 of the warp."""
-    return _add(ptx.scalar_value(first), _mul(warp, 16), arith.remui(lane, ptx.i32(8)), _mul(_bit(lane, 3), 8))
+    return ptx.add(ptx.scalar_value(first), ptx.mul(warp, 16), arith.remui(lane, ptx.i32(8)), ptx.mul(_bit(lane, 3), 8))
 
 
 def _load_tile(base, key, lane, dim: int, source: str, transpose: bool = False):
     """Four words of each 32 bytes of the warp's 16 rows; matrices 2 and 3 are the second 16 bytes."""
     row_bytes = dim * jnp.dtype(source).itemsize
     for pair in range(row_bytes // 32):
-        byte = _add(ptx.i32(32 * pair), _mul(_bit(lane, 4), 16))
+        byte = ptx.add(ptx.i32(32 * pair), ptx.mul(_bit(lane, 4), 16))
         place = arith.addi(base, ptx.swizzled(key, byte, row_bytes, rows.swizzle_bytes(dim, source)))
         yield ptx.ldmatrix(place, transpose)
 
@@ -239,11 +239,11 @@ def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_d
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), _WGMMA, _WGMMA, _SCALAR))
     def put(ctx, scratch, stats_out, acc, stats, wg):
         g, t, lane, warp = ptx.lane_position()
-        warp = _add(_mul(ptx.scalar_value(wg), 4), warp)
+        warp = ptx.add(ptx.mul(ptx.scalar_value(wg), 4), warp)
         size = 4 * (dim // 16)
         acc, stat = _floats_of(acc)[n * size : (n + 1) * size], _floats_of(stats)[4 * n : 4 * n + 4]
-        row = _add(_mul(warp, 8), _mul(t, 2))
-        base = _add(ptx.pointer(scratch, 3), _mul(row, dim * 4), _mul(g, 8 if decoded else 4))
+        row = ptx.add(ptx.mul(warp, 8), ptx.mul(t, 2))
+        base = ptx.add(ptx.pointer(scratch, 3), ptx.mul(row, dim * 4), ptx.mul(g, 8 if decoded else 4))
         for j in range(dim // 16):
             for e, line in enumerate((acc[4 * j : 4 * j + 4 : 2], acc[4 * j + 1 : 4 * j + 4 : 2])):
                 at = 64 * j + 4 * dim * e
@@ -252,7 +252,7 @@ def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_d
                 else:
                     ptx.asm(f"st.shared.f32 [$0+{at}], $1;", "r,f", base, line[0])
                     ptx.asm(f"st.shared.f32 [$0+{at + 32}], $1;", "r,f", base, line[1])
-        place, sums = _add(ptx.pointer(stats_out, 3), _mul(row, 8)), list(stat[2:])
+        place, sums = ptx.add(ptx.pointer(stats_out, 3), ptx.mul(row, 8)), list(stat[2:])
         for e in range(2):
             for distance in (4, 8, 16):
                 sums[e] = _fadd(sums[e], ptx.shuffle_xor(sums[e], distance))
@@ -278,12 +278,12 @@ def merge_and_store(
     def join(ctx, scratch, stats, out_ref, lse_ref, part_ref, part_lse_ref, heads_ref, *numbers):
         is_part, slot, scale, tok0, head0, row0, nrows, wg = map(ptx.scalar_value, numbers)
         _, _, lane, warp = ptx.lane_position()
-        mine = _add(_mul(wg, 4), warp, ptx.i32(line * warps))
-        row = _add(mine, ptx.i32(8 * n))
+        mine = ptx.add(ptx.mul(wg, 4), warp, ptx.i32(line * warps))
+        row = ptx.add(mine, ptx.i32(8 * n))
         ok = ptx.less(row, nrows)
         whole = ptx.bool_to_i32(arith.andi(ok, ptx.equal(is_part, ptx.i32(0))))
         cut = ptx.bool_to_i32(arith.andi(ok, ptx.equal(is_part, ptx.i32(1))))
-        place = _add(ptx.pointer(stats, 3), _mul(mine, 8))
+        place = ptx.add(ptx.pointer(stats, 3), ptx.mul(mine, 8))
         load = "ld.shared.v2.f32 {{$0, $1}}, [$2+{}];"
         pairs = [ptx.asm_values(load.format(64 * w), "=f,=f,r", 2, place) for w in range(warps)]
         top = pairs[0][0]
@@ -300,26 +300,28 @@ def merge_and_store(
         shift, sum_all, up = top, safe, ptx.f32(1.0)
         flat = ptx.flat_row(row, tok0, head0, row0, group, heads)
         if has_sinks:
-            head = _add(head0, arith.remui(_add(row0, row), ptx.i32(group)))
+            head = ptx.add(head0, arith.remui(ptx.add(row0, row), ptx.i32(group)))
             head = arith.select(ok, head, head0)  # rows past the tile's end have no head
-            source = arith.addi(ptx.pointer(heads_ref, 0), ptx.to_i64(_add(_mul(head, 8), ptx.i32(4 * sink_column))))
+            source = arith.addi(
+                ptx.pointer(heads_ref, 0), ptx.to_i64(ptx.add(ptx.mul(head, 8), ptx.i32(4 * sink_column)))
+            )
             sink = _fmul(ptx.asm_value("ld.global.f32 $0, [$1];", "=f,l", source), ptx.f32(1.4426950408889634))
             shift = ptx.fmax(top, sink)
             up = ptx.exp2(arith.subf(top, shift))
             sum_all = _fadd(_fmul(safe, up), ptx.exp2(arith.subf(sink, shift)))
         lse = arith.select(seen, _fmul(_fadd(shift, ptx.log2(sum_all)), ptx.f32(0.6931471805599453)), minus)
         factor = arith.select(seen, _fmul(ptx.divide(up, sum_all), scale), none)
-        part_row = ptx.to_i64(_add(_mul(slot, 128), row))
+        part_row = ptx.to_i64(ptx.add(ptx.mul(slot, 128), row))
         first = ptx.bool_to_i32(arith.andi(ptx.equal(lane, ptx.i32(0)), ok))
         store = "{ .reg .pred p, r; setp.ne.u32 p, $1, 0; setp.ne.and.u32 r, $3, 0, p; @r st.global.f32 [$0], $2; }"
         for ref, index, value, when in ((lse_ref, flat, lse, whole), (part_lse_ref, part_row, cut_lse, cut)):
             target = arith.addi(ptx.pointer(ref, 0), arith.muli(index, ptx.i64(4)))
             ptx.asm(store, "l,r,f,r", target, first, value, when)
         for column in range(0, dim, 128):
-            col = _add(_mul(lane, 4), ptx.i32(column))
+            col = ptx.add(ptx.mul(lane, 4), ptx.i32(column))
             inside = ptx.less(col, ptx.i32(dim))
             col = arith.select(inside, col, ptx.i32(0))
-            place = _add(ptx.pointer(scratch, 3), _mul(mine, dim * 4), _mul(col, 4))
+            place = ptx.add(ptx.pointer(scratch, 3), ptx.mul(mine, dim * 4), ptx.mul(col, 4))
             sums = [none] * 4
             for w, weight in enumerate(weights):
                 text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{w * 8 * dim * 4}];"
@@ -396,17 +398,6 @@ def _fragment_of_floats(shape, values):
 
 def _floats_of(fragment):
     return [rows.pair_element(pair, k) for pair in fragment.registers.flat for k in range(2)]
-
-
-def _add(*terms):
-    total = terms[0]
-    for term in terms[1:]:
-        total = arith.addi(total, term)
-    return total
-
-
-def _mul(value, constant: int):
-    return arith.muli(value, ptx.i32(constant))
 
 
 def _bit(value, place: int):
