@@ -81,6 +81,9 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     final_norm: Norm | None
     embedding_norm: Norm | None = None
+    embedding_size: int | None = (
+        None  # of token embeddings, which a linear layer maps to hidden_size; None: hidden_size
+    )
     embedding_scale: float = 1.0
     learned_positions: int = 0  # rows of the table of position embeddings; 0: none
     token_types: int = 0  # rows of the table of token type embeddings; 0: none
@@ -99,6 +102,11 @@ class ModelConfig:
     def without_head(self) -> "ModelConfig":
         """The same model without the weights that only logits need."""
         return dataclasses.replace(self, has_head=False, head_transform=None, head_bias=False)
+
+    @property
+    def embedding_width(self) -> int:
+        """The width of the tables of embeddings."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
 
     @property
     def is_encoder(self) -> bool:

@@ -33,7 +33,8 @@ def embed_tokens(
         x = x + table_rows(params["token_types"], types)
     elif token_types is not None:
         raise ValueError(f"{config.family} has no token types; use token_types=None")
-    return normed(config.embedding_norm, params, "embedding_norm", x)
+    x = normed(config.embedding_norm, params, "embedding_norm", x)
+    return x if config.embedding_size is None else linear(params["embedding_projection"], x)
 
 
 def table_rows(table: "jax.Array | QuantisedArray", ids: jax.Array) -> jax.Array:

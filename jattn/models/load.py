@@ -55,6 +55,7 @@ def load(
         check_quantization(quantization)
     folder = Path(directory)
     config, family, values = _config_and_family(folder)
+    values = _with_quantization_of_text(values)
     method = (values.get("quantization_config") or {}).get("quant_method")
     scheme = None if method in family.quant_methods else scheme_of(values, str(folder / "config.json"))
     if scheme is not None and quantization is not None:
@@ -63,8 +64,7 @@ def load(
     _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
     table, unused = family.tensors(config), _unused(family, config)
     if scheme is not None:
-        stored_dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
-        table = scheme.sources(table, checkpoint.locations, stored_dtype if dtype is None else dtype)
+        table = scheme.sources(table, checkpoint.locations, _stored_dtype(values) if dtype is None else dtype)
         used = {name for source in table.values() for name in source.names}
         unused = _unused_or_in(unused, _zeros(checkpoint, used, scheme.zeros))
     if not head:
@@ -102,13 +102,25 @@ def stored_dtype_and_method(directory: str | Path) -> tuple[str, str | None]:
     """
     folder = Path(directory)
     _, family, values = _config_and_family(folder)
-    method = (values.get("quantization_config") or {}).get("quant_method")
-    text = values.get("text_config")
-    sections = [values, text if isinstance(text, dict) else {}]
-    found = next((each[key] for each in sections for key in ("dtype", "torch_dtype") if each.get(key)), "bfloat16")
+    method = (_with_quantization_of_text(values).get("quantization_config") or {}).get("quant_method")
+    found = _stored_dtype(values)
     if found not in FLOATS:
         raise ValueError(f"{folder / 'config.json'}: dtype={short(found)} must be one of {', '.join(FLOATS)}")
     return found, None if method in family.quant_methods else method
+
+
+def _stored_dtype(values: dict[str, Any]) -> Any:
+    """The dtype that a config.json or its text_config names, not yet checked; else bfloat16."""
+    text = values.get("text_config")
+    sections = [values, text if isinstance(text, dict) else {}]
+    return next((each[key] for each in sections for key in ("dtype", "torch_dtype") if each.get(key)), "bfloat16")
+
+
+def _with_quantization_of_text(values: dict[str, Any]) -> dict[str, Any]:
+    """A config.json whose quantization_config may stand in its text_config, as in Kimi K2.5."""
+    text, name = values.get("text_config"), "quantization_config"
+    found = values.get(name) or (text.get(name) if isinstance(text, dict) else None)
+    return {**values, name: found} if found else values
 
 
 def family_of(values: dict[str, Any]) -> Family:

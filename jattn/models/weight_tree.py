@@ -11,22 +11,25 @@ from jattn.nn.weight_spec import WeightSpec, is_weight_spec, linear_weight_specs
 
 def weight_specs(config: ModelConfig) -> dict[str, Any]:
     """The tree of WeightSpecs; `params` of forward has the same structure."""
-    hidden, vocab = config.hidden_size, config.vocab_size
+    hidden, vocab, width = config.hidden_size, config.vocab_size, config.embedding_width
     tree: dict[str, Any] = {
-        "embed": WeightSpec((vocab, hidden), ("vocab", "embed")),
+        "embed": WeightSpec((vocab, width), ("vocab", "embed")),
         "layers": tuple(layer_weight_specs(layer, hidden) for layer in config.layers),
     }
     if config.token_types:
-        tree["token_types"] = WeightSpec((config.token_types, hidden), (None, "embed"))
+        tree["token_types"] = WeightSpec((config.token_types, width), (None, "embed"))
     if config.learned_positions:
-        tree["positions"] = WeightSpec((config.learned_positions, hidden), (None, "embed"))
-    tree |= norm_weight_specs(hidden, {"embedding_norm": config.embedding_norm, "final_norm": config.final_norm})
+        tree["positions"] = WeightSpec((config.learned_positions, width), (None, "embed"))
+    if config.embedding_size is not None:
+        tree["embedding_projection"] = linear_weight_specs(width, hidden, ("embed", None), True)
+    tree |= norm_weight_specs(width, {"embedding_norm": config.embedding_norm})
+    tree |= norm_weight_specs(hidden, {"final_norm": config.final_norm})
     kernel = config.has_head and not config.tied_embeddings
     head: dict[str, Any] = {} if not kernel else {"kernel": WeightSpec((hidden, vocab), ("embed", "vocab"))}
     if config.head_transform is not None:
         transform = config.head_transform
-        head |= {"transform": linear_weight_specs(hidden, hidden, ("embed", None), transform.bias)}
-        head |= norm_weight_specs(hidden, {"transform_norm": transform.norm})
+        head |= {"transform": linear_weight_specs(hidden, width, ("embed", None), transform.bias)}
+        head |= norm_weight_specs(width, {"transform_norm": transform.norm})
     head |= {"bias": WeightSpec((vocab,), ("vocab",), 0.0)} if config.head_bias else {}
     if config.encoder is not None:  # encoder and decoder share the token embeddings
         tree["encoder"] = {name: part for name, part in weight_specs(config.encoder).items() if name != "embed"}

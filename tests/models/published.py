@@ -293,6 +293,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=50000.0, routed_scaling_factor=2.827, scoring_func="sigmoid", seq_aux=True,
         tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc", v_head_dim=128, vocab_size=163840,
     ),
+    "electra": dict(
+        architectures=["ElectraForPreTraining"], attention_probs_dropout_prob=0.1, embedding_size=128,
+        hidden_act="gelu", hidden_dropout_prob=0.1, hidden_size=256, intermediate_size=1024, layer_norm_eps=1e-12,
+        max_position_embeddings=512, model_type="electra", num_attention_heads=4, num_hidden_layers=12,
+        pad_token_id=0, position_embedding_type="absolute", summary_activation="gelu", summary_last_dropout=0.1,
+        summary_type="first", summary_use_proj=True, type_vocab_size=2, vocab_size=30522,
+    ),
     "mpnet": dict(
         architectures=["MPNetForMaskedLM"], attention_probs_dropout_prob=0.1, bos_token_id=0, eos_token_id=2,
         hidden_act="gelu", hidden_dropout_prob=0.1, hidden_size=768, intermediate_size=3072, layer_norm_eps=1e-05,

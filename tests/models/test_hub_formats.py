@@ -99,6 +99,18 @@ def test_awq(tmp_path):
     check(tmp_path / "awq", AWQ, awq_pack, "int4")
 
 
+def test_the_text_of_a_wrapper_may_be_quantised_inside_text_config(tmp_path):
+    config = CONFIG | dict(model_type="mistral", sliding_window=None)
+    folder(tmp_path / "awq", AWQ, awq_pack, config)
+    _, params = models.load(tmp_path / "awq")
+    wrapped = dict(model_type="mistral3", tie_word_embeddings=False, text_config=config | dict(quantization_config=AWQ))
+    (tmp_path / "awq" / "config.json").write_text(json.dumps(wrapped))
+    _, inside = models.load(tmp_path / "awq")
+    first, second = (some["layers"][0]["attn"]["q"]["kernel"] for some in (params, inside))
+    assert isinstance(second, QuantisedArray) and second.format == first.format
+    np.testing.assert_array_equal(second.dequantise(), first.dequantise())
+
+
 def test_the_order_of_awq_by_hand():
     """Output 1 is at bits 16 to 19 of its word, output 2 at bits 4 to 7."""
     from jattn.models.hub_formats import METHODS, ConfigReader

@@ -18,6 +18,7 @@ TEXTS = {
     "mistral3": examples.DECODERS["mistral"],
     "mistral3 of ministral3": options.FAMILIES["ministral3"].config(0),
     "mistral3 of mistral4": options.FAMILIES["mistral4"].config(1),
+    "kimi_k25": options.FAMILIES["kimi_k2"].config(0),
     "qwen3_vl": examples.of(
         "qwen3_vl_text", head_dim=16, rope_theta=None,
         rope_parameters=dict(rope_type="default", rope_theta=90.0, mrope_section=[4, 2, 2], mrope_interleaved=True),
@@ -29,6 +30,10 @@ SMALL = dict(
 VISION = {
     "gemma3": SMALL, "mistral3": SMALL | dict(head_dim=8),
     "llama4": SMALL | dict(vision_output_dim=16, projector_input_dim=16, projector_output_dim=16),
+    "kimi_k25": dict(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=4,
+        pos_emb_height=4, pos_emb_width=4,
+    ),
     "qwen3_vl": dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32, patch_size=4,
                      num_position_embeddings=16, deepstack_visual_indexes=[0]),
 }  # fmt: skip
@@ -77,7 +82,7 @@ def other_names(stored: dict) -> dict:
             if name.startswith(one):
                 name = other + name.removeprefix(one)
                 break
-        renamed[name] = value
+        renamed[name.replace(".blocks.", ".layers.")] = value
     return renamed
 
 

@@ -2,7 +2,7 @@
 
 from jattn.models.families.alibi import BLOOM, MPT
 from jattn.models.families.bart import BART
-from jattn.models.families.bert import BERT, DISTILBERT, MPNET, ROBERTA
+from jattn.models.families.bert import BERT, DISTILBERT, ELECTRA, MPNET, ROBERTA
 from jattn.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, YOUTU
 from jattn.models.families.eurobert import EUROBERT
 from jattn.models.families.experts import (
@@ -51,7 +51,7 @@ from jattn.models.families.parallel import (
 )
 from jattn.models.families.phi3 import PHI3
 from jattn.models.families.t5 import T5
-from jattn.models.families.wrapper import GEMMA3, LLAMA4, MISTRAL3, QWEN3_VL, QWEN3_VL_TEXT
+from jattn.models.families.wrapper import GEMMA3, KIMI_K25, LLAMA4, MISTRAL3, QWEN3_VL, QWEN3_VL_TEXT
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -110,6 +110,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "llama4": LLAMA4,
     "mistral3": MISTRAL3,
+    "kimi_k25": KIMI_K25,
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl_text": QWEN3_VL_TEXT,
     "bert": BERT,
@@ -118,6 +119,7 @@ FAMILIES: dict[str, Family] = {
     "xlm-roberta": ROBERTA,
     "camembert": ROBERTA,
     "mpnet": MPNET,
+    "electra": ELECTRA,
     "modernbert": MODERNBERT,
     "nomic_bert": NOMIC_BERT,
     "eurobert": EUROBERT,

@@ -46,6 +46,17 @@ def first_position(pad_token_id: int) -> int:
     return pad_token_id + 1
 
 
+def electra(c: ConfigReader) -> ModelConfig:
+    """BERT whose embeddings may be narrower than its layers. The head of its generator always has the exact GELU."""
+    c.ignore("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout")
+    config, width = bert(c), c.count("embedding_size")
+    return dataclasses.replace(
+        config,
+        embedding_size=None if width == config.hidden_size else width,
+        head_transform=HeadTransform(activation="gelu", norm=layer_norm(c)),
+    )
+
+
 def distilbert(c: ConfigReader) -> ModelConfig:
     """BERT without token types."""
     c.ignore("sinusoidal_pos_embds", "tie_weights_", "qa_dropout", "seq_classif_dropout", "output_past")
@@ -105,6 +116,11 @@ ROBERTA_HEAD = {
     "head.transform": "lm_head.dense",
     "head.transform_norm": "lm_head.layer_norm",
     "head.bias": "lm_head.bias",
+}
+ELECTRA_HEAD = {
+    "head.transform": "generator_predictions.dense",
+    "head.transform_norm": "generator_predictions.LayerNorm",
+    "head.bias": "generator_lm_head.bias",
 }
 DISTILBERT_NAMES = {
     **{f"attn.{n}": f"attention.{n}_lin" for n in "qkv"},
@@ -178,6 +194,20 @@ ROBERTA = Family(
     ROBERTA_UNUSED,
     prefix="roberta.",
     defaults=EPS | dict(bos_token_id=0, eos_token_id=2, pad_token_id=1),
+)
+ELECTRA = Family(
+    electra,
+    named_tensors(
+        embedding_names("electra")
+        | LAYER_NAMES
+        | ELECTRA_HEAD
+        | {"embedding_projection": "electra.embeddings_project"},
+        "electra.encoder.layer.{}.",
+    ),
+    ("position_ids", "generator_lm_head.weight"),
+    skipped=lambda config: ("discriminator_predictions.",),
+    prefix="electra.",
+    defaults=EPS | dict(pad_token_id=0, embedding_size=128),
 )
 DISTILBERT = Family(
     distilbert,

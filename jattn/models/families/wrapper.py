@@ -8,7 +8,7 @@ from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families.deepseek import MISTRAL4
+from jattn.models.families.deepseek import DEEPSEEK_V3, MISTRAL4
 from jattn.models.families.family import Family
 from jattn.models.families.gemma import GEMMA3_TEXT
 from jattn.models.families.llama import MINISTRAL3, MISTRAL, QWEN3, qwen3_vl_text
@@ -21,13 +21,15 @@ RENAMES = (
     ("model.language_model.", "model."),
 )
 """Beginnings of the names of text tensors, as several releases of transformers wrote them."""
-PARTS = ("vision_tower", "multi_modal_projector", "vision_model", "visual")
+PARTS = ("vision_tower", "multi_modal_projector", "mm_projector", "vision_model", "visual")
 VISION = tuple(f"{front}{name}." for front in ("", "model.") for name in PARTS)
 """Beginnings of the names of tensors for images."""
 IGNORED = (
     "vision_config", "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index",
     "eoi_token_id", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias",
-    "spatial_merge_size", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "spatial_merge_size", "video_token_id", "vision_start_token_id", "vision_end_token_id", "projection_hidden_size",
+    "projection_layer_norm_eps", "ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk",
+    "video_placeholder",
 )  # fmt: skip
 """Keys that only images need."""
 OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -70,4 +72,8 @@ GEMMA3 = wrapper(
 )  # fmt: skip
 MISTRAL3 = wrapper({"mistral": MISTRAL, "ministral3": MINISTRAL3, "mistral4": MISTRAL4})
 LLAMA4 = wrapper({"llama4_text": LLAMA4_TEXT})
+KIMI_K25 = dataclasses.replace(
+    wrapper({"deepseek_v3": DEEPSEEK_V3, "kimi_k2": DEEPSEEK_V3}),
+    renames=(("language_model.model.blocks.", "model.layers."), *RENAMES),  # as transformers 5 writes them
+)
 QWEN3_VL = wrapper({"qwen3_vl_text": QWEN3_VL_TEXT})
