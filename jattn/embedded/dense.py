@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.models import ModelConfig
-from jattn.models.layers import embed_tokens, head, last_hidden, self_attention_layer
+from jattn.models.layers import Stream, embed_tokens, head, last_hidden, whole_layer
 from jattn.nn.attention_layer import AttentionConfig, project_and_attend
 from jattn.nn.rope import rotate
 from jattn.ops.state import AttentionState
@@ -22,7 +22,7 @@ def dense_logits(config: ModelConfig, params, token_ids):
     batch, length = token_ids.shape
     flat = token_ids.reshape(-1)
     positions = jnp.tile(jnp.arange(length), batch)
-    x = embed_tokens(config, params, flat, positions)
+    stream = Stream(embed_tokens(config, params, flat, positions))
     attend = functools.partial(_causal, batch)
     for layer, weights in zip(config.layers, params["layers"], strict=True):
         assert isinstance(layer.self_attn, AttentionConfig)
@@ -30,8 +30,8 @@ def dense_logits(config: ModelConfig, params, token_ids):
         attention = functools.partial(
             project_and_attend, layer.self_attn, weights["attn"], attend=attend, positions=positions, angles=angles
         )
-        _, x = self_attention_layer(layer, weights, x, attention)
-    return head(config, params, last_hidden(config, params, x)).reshape(batch, length, -1)
+        _, stream = whole_layer(layer, weights, stream, attention)
+    return head(config, params, last_hidden(config, params, stream.x)).reshape(batch, length, -1)
 
 
 def _causal(batch: int, q, k, v, params, angles):

@@ -28,6 +28,8 @@ MLP_ARRAYS = 2
 """Arrays f32[T width of the MLP]."""
 HIDDEN_ARRAYS = 2
 """Arrays f32[T hidden]."""
+TABLES = ("positions", "token_types", "layer_inputs.embed")
+"""The paths of tables of which a step reads one row for each token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +95,13 @@ class Footprint:
 
     def _row_bytes(self, layer: LayerConfig, platform: str) -> int:
         """Of one token in a layer. Except on a TPU, XLA multiplies each row by all experts of a device."""
-        spec, mlp = attention_of(layer, 1), layer.mlp
+        spec, mlp, moe = attention_of(layer, 1), layer.mlp, layer.moe
         heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim / self.ranks
         dense = mlp.shared if isinstance(mlp, MoE) else mlp
         width = 0.0 if dense is None else MLP_ARRAYS * dense.width / self.ranks
-        if isinstance(mlp, MoE):
-            arrays = MLP_ARRAYS if platform == "tpu" else 1 + mlp.num_experts / self.ranks
-            width = max(width, mlp.top_k * mlp.width * arrays)
+        if moe is not None:
+            arrays = MLP_ARRAYS if platform == "tpu" else 1 + moe.num_experts / self.ranks
+            width = max(width, moe.top_k * moe.width * arrays)
         return int(4 * (HIDDEN_ARRAYS * self.config.hidden_size + max(width, heads)))
 
     def _copied_bytes(self, tokens: int) -> int:
@@ -122,8 +124,8 @@ class Footprint:
             one_read, one_flop = self._of_weight(weight, tokens, rows)
             read, flop = read + one_read, flop + one_flop
         cache_specs = self.config.cache_specs(2, 1, **cache_storage)
-        for layer, cache_spec in zip(self.config.layers, cache_specs, strict=True):
-            spec = attention_of(layer, query_len)
+        for index, layer in enumerate(self.config.layers):
+            spec, cache_spec = attention_of(layer, query_len), cache_specs[self.config.cache_of(index)]
             of_rank = cache_spec if self.model_mesh is None else self.model_mesh.rank_cache_spec(cache_spec)
             seen, pairs = _visible(layer, query_len, context)
             read += rows * seen * of_rank.bytes_per_block
@@ -134,19 +136,20 @@ class Footprint:
     def _of_weight(self, weight: Weight, tokens: int, rows: int) -> tuple[float, float]:
         """(bytes read, FLOP) of a weight on one device."""
         spec, numbers = weight.spec, math.prod(weight.spec.shape) * weight.share
-        if weight.path == "embed" and not self.config.tied_embeddings or weight.path in ("positions", "token_types"):
+        if weight.path == "embed" and not self.config.tied_embeddings or weight.path in TABLES:
             return tokens * weight.device_bytes / spec.shape[0], 0.0
         if "expert" in spec.axes:
             moe = self._moe(weight.path)
-            chosen = 1 - (1 - moe.top_k / moe.num_experts) ** tokens  # the expected share, if all are equally likely
-            return weight.device_bytes * chosen, 2.0 * tokens * numbers * moe.top_k / moe.num_experts
+            share = moe.top_k / moe.num_routes
+            chosen = 1 - (1 - share) ** tokens  # the expected share, if all are equally likely
+            return weight.device_bytes * chosen, 2.0 * tokens * numbers * share
         times = rows if weight.path == "embed" or weight.path.startswith("head") else tokens
         return weight.device_bytes, 2.0 * times * numbers if len(spec.shape) > 1 else 0.0
 
     def _moe(self, path: str) -> MoE:
-        mlp = self.config.layers[int(path.split(".")[1])].mlp
-        assert isinstance(mlp, MoE)
-        return mlp
+        moe = self.config.layers[int(path.split(".")[1])].moe
+        assert moe is not None
+        return moe
 
     def _collective_bytes(self, tokens: int) -> float:
         """Bytes that a device sends in a ring: all-reduces of the embeddings and, in each layer, of the attention's and

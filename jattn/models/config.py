@@ -7,9 +7,12 @@ from typing import Any
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.latent import mla_cache_spec
 from jattn.mla_spec import MLASpec
+from jattn.models.altup import AltUp, Laurel
+from jattn.models.layer_inputs import LayerInput, LayerInputs
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
 from jattn.models.residual import ResidualNorms
+from jattn.models.side_experts import SideExperts
 from jattn.nn import AttentionConfig, LatentConfig, Norm, Rope, RopeScaling
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType
@@ -41,8 +44,21 @@ class LayerConfig:
     cross_norms: ResidualNorms = ResidualNorms()
     mlp_norms: ResidualNorms = ResidualNorms()
     parallel: bool = False
+    kv_from: int | None = None  # the index of the layer whose cache it reads; None: it has its own
+    laurel: Laurel | None = None
+    experts: SideExperts | None = None  # beside the MLP
+    layer_input: LayerInput | None = None
+    output_scale: bool = False  # the output, with all residuals, is multiplied by a weight [1]
+    altup: AltUp | None = None
 
     def __post_init__(self):
+        attn = self.self_attn
+        if (self.kv_from is not None) != (isinstance(attn, AttentionConfig) and attn.shares_kv):
+            raise ValueError(f"kv_from={self.kv_from!r} must be given if and only if self_attn has shares_kv")
+        if self.parallel and (self.laurel is not None or self.experts is not None):
+            raise ValueError("a parallel layer has neither laurel nor side experts")
+        if self.altup is not None and self.output_scale:
+            raise ValueError("a layer with altup has no output_scale")
         if self.parallel and (self.cross_attn is not None or self.attn_norms.of_sum is not None):
             raise ValueError("a parallel layer has no cross attention and no norm of attention's sum")
 
@@ -50,6 +66,18 @@ class LayerConfig:
     def shares_norm(self) -> bool:
         """True if the MLP of a parallel layer reads the same normalised input as attention."""
         return self.parallel and self.mlp_norms.before is None
+
+    @property
+    def moe(self) -> MoE | None:
+        """Its mixture of experts: the MLP, or beside the MLP."""
+        if isinstance(self.mlp, MoE):
+            return self.mlp
+        return None if self.experts is None else self.experts.moe
+
+    @property
+    def is_late(self) -> bool:
+        """True if the output of its side experts is added after the next layer."""
+        return self.experts is not None and self.experts.is_late
 
     @property
     def attention(self) -> AttentionSpec | MLASpec:
@@ -87,6 +115,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     learned_positions: int = 0  # rows of the table of position embeddings; 0: none
     token_types: int = 0  # rows of the table of token type embeddings; 0: none
+    layer_inputs: LayerInputs | None = None  # for layers with layer_input
+    altup: AltUp | None = None  # the same as that of every layer
     has_head: bool = True  # False: the model gives hidden states alone, as for embeddings
     head_transform: HeadTransform | None = None
     tied_embeddings: bool = False
@@ -98,6 +128,15 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     encoder: "ModelConfig | None" = None
+
+    def __post_init__(self):
+        if any(layer.altup != self.altup for layer in self.layers):
+            raise ValueError("every layer must have the altup of the model")
+        if any(layer.layer_input is not None for layer in self.layers) and self.layer_inputs is None:
+            raise ValueError("layers with layer_input need layer_inputs of the model")
+        own = [layer.kv_from is None for layer in self.layers]
+        if own != sorted(own, reverse=True):
+            raise ValueError("layers with kv_from must be the last layers")
 
     def without_head(self) -> "ModelConfig":
         """The same model without the weights that only logits need."""
@@ -129,17 +168,27 @@ class ModelConfig:
         return list(dict.fromkeys(scaling for scaling in scalings if scaling.needs_lengths))
 
     @property
+    def num_own_caches(self) -> int:
+        """The number of layers that have a cache; they come first."""
+        return sum(layer.kv_from is None for layer in self.layers)
+
+    def cache_of(self, index: int) -> int:
+        """The index of the cache that layer `index` reads."""
+        kv_from = self.layers[index].kv_from
+        return index if kv_from is None else kv_from
+
+    @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The layers grouped by which keys they need, in order of each group's first layer."""
+        """The layers with a cache, grouped by which keys they need, in order of each group's first layer."""
         groups: dict[tuple, list[int]] = {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers[: self.num_own_caches]):
             groups.setdefault(layer.attention.retention, []).append(index)
         return tuple(CacheGroup(tuple(layers), *kept) for kept, layers in groups.items())
 
     def cache_specs(
         self, num_blocks: "int | Iterable[int]", block_size: int, dtype: Any, quant: str = "none"
     ) -> tuple[KVCacheSpec, ...]:
-        """One spec per layer, then one per cross-attention layer.
+        """One spec per layer that has its own cache, then one per cross-attention layer.
 
         num_blocks: of every cache, or one number per cache group (cross-attention layers use the first).
         """
@@ -150,7 +199,8 @@ class ModelConfig:
         if len(counts) != len(groups):
             raise ValueError(f"{num_blocks=} must be one number, or one per cache group ({len(groups)})")
         blocks = {index: count for group, count in zip(groups, counts, strict=True) for index in group.layers}
-        self_attn = [_cache_spec(l.attention, blocks[i], block_size, dtype, quant) for i, l in enumerate(self.layers)]
+        own = self.layers[: self.num_own_caches]
+        self_attn = [_cache_spec(l.attention, blocks[i], block_size, dtype, quant) for i, l in enumerate(own)]
         cross = [l.cross_attn.spec for l in self.layers if l.cross_attn is not None]
         return (*self_attn, *(_cache_spec(spec, counts[0], block_size, dtype, quant) for spec in cross))
 

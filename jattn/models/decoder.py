@@ -15,7 +15,17 @@ from jattn.mla import MLAAttention
 from jattn.mla_spec import MLASpec
 from jattn.models import layer_tail
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.layers import embed_tokens, head, last_hidden, mlp_sublayer
+from jattn.models.layers import (
+    Stream,
+    attention_sublayer,
+    embed_tokens,
+    first_stream,
+    head,
+    last_hidden,
+    last_x,
+    layer_gives,
+    layer_reads,
+)
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import residual
 from jattn.models.without_cache import encode
@@ -66,10 +76,12 @@ def _forward(
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
     x = embed_tokens(config, params, jnp.asarray(token_ids), positions)
+    stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
     step = _StepPlans(config, caches, batches, backend, x.dtype, model_mesh)
     tails = layer_tail.configs_of(config, params, x) if model_mesh is None else None
     if tails is None:
-        caches, x = _each_layer(config, params, x, caches, step, model_mesh, positions, encoded)
+        caches, stream = _each_layer(config, params, stream, inputs, caches, step, model_mesh, positions, encoded)
+        x = last_x(config, params, stream)
     else:
         attend = lambda i: (
             step.attns[i], caches[i], step.plan(i), positions, step.angles(config.layers[i].rope)
@@ -81,28 +93,33 @@ def _forward(
 
 
 def _each_layer(
-    config: ModelConfig, params, x, caches, step: "_StepPlans", model_mesh: ModelMesh | None, positions, encoded
-) -> tuple[list[PagedKV], jax.Array]:
-    """(caches, x after the last layer)"""
-    self_caches, cross_caches, count = [], [], len(config.layers)
+    config: ModelConfig, params, stream: Stream, inputs, caches, step: "_StepPlans", model_mesh: ModelMesh | None,
+    positions, encoded,
+) -> tuple[list[PagedKV], Stream]:  # fmt: skip
+    """(caches, the Stream after the last layer). inputs: the per-layer embeddings [T, layers, width], if any."""
+    caches, count = list(caches), len(config.layers)
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
-        start, angles = x, step.angles(layer.rope)
-        cache, x = _self_attention(layer, step.attns[i], weights, x, caches[i], step.plan(i), positions, angles)
-        self_caches.append(cache)
+        angles, at = step.angles(layer.rope), config.cache_of(i)
+        caches[at], read, x = _self_attention(
+            layer, step.attns[i], weights, stream, caches[at], step.plan(i), positions, angles
+        )
         if layer.cross_attn is not None:
             j = count + i  # caches of cross attention follow those of self-attention
-            cache, x = _cross_attention(layer, step.attns[j], weights, x, caches[j], step.plan(j), encoded)
-            cross_caches.append(cache)
-        x = _mlp(layer, model_mesh, weights, start, x)
-    return [*self_caches, *cross_caches], x
+            caches[j], x = _cross_attention(layer, step.attns[j], weights, x, caches[j], step.plan(j), encoded)
+        z = None if layer.layer_input is None else inputs[:, i]
+        stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z)
+    return caches, stream
 
 
 # jit with a static LayerConfig: layers with equal configs share one trace.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _self_attention(layer: LayerConfig, attn: Any, weights, x, cache, plan, positions, angles):
-    """attn: a PagedAttention or, of a latent layer, an MLAAttention; or the same distributed over a mesh."""
+def _self_attention(layer: LayerConfig, attn: Any, weights, stream: Stream, cache, plan, positions, angles):
+    """(cache, what the layer reads, x after attention).
+
+    attn: a PagedAttention or, of a latent layer, an MLAAttention; or the same distributed over a mesh.
+    """
     config = layer.self_attn
 
     def attention(y: jax.Array) -> tuple:
@@ -113,7 +130,9 @@ def _self_attention(layer: LayerConfig, attn: Any, weights, x, cache, plan, posi
         attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
         return project_and_attend(config, weights["attn"], y, attend, **at)
 
-    return residual(layer.attn_norms, "attn", weights, x, attention)
+    read = layer_reads(layer, weights, stream)
+    cache, x = attention_sublayer(layer, weights, read[1], attention)
+    return cache, read, x
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -126,8 +145,8 @@ def _cross_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _mlp(layer: LayerConfig, model_mesh: ModelMesh | None, weights, x, attended):
-    return mlp_sublayer(layer, weights, x, attended, model_mesh)
+def _layer_gives(layer: LayerConfig, model_mesh: ModelMesh | None, weights, stream: Stream, read, attended, z):
+    return layer_gives(layer, weights, stream, read, attended, z, model_mesh)
 
 
 class _StepPlans:
@@ -140,17 +159,19 @@ class _StepPlans:
         group = {index: batch for g, batch in zip(config.cache_groups, batches, strict=True) for index in g.layers}
         specs: list[AttentionSpec | MLASpec] = [layer.attention for layer in config.layers]
         specs += [layer.cross_attn.spec for layer in config.layers if layer.cross_attn is not None]
-        cache_specs = [cache.spec for cache in caches]
-        pairs = zip(specs, cache_specs, strict=True)
+        # Of cache i, by layer and then by cross attention layer. Layers that share a cache have no other.
+        count = len(config.layers)
+        self.cache_index = [config.cache_of(i) if i < count else i for i in range(len(specs))]
+        pairs = [(spec, caches[at].spec) for spec, at in zip(specs, self.cache_index, strict=True)]
         attention = _attention_of if model_mesh is None else model_mesh.attention
         self.attns = [attention(spec, cache_spec, backend, dtype) for spec, cache_spec in pairs]
         # Every batch has the block table of cross attention.
-        self.batches = [group.get(index, batches[0]) for index in range(len(specs))]
+        self.batches = [group.get(at, batches[0]) for at in self.cache_index]
         self.plans: dict[tuple, Any] = {}
         self.angles_by_rope: dict[Rope, Angles] = {}
 
     def plan(self, index: int) -> Any:
-        """The plan of cache `index`, built once for each distinct attention and batch."""
+        """The plan of attention `index`, built once for each distinct attention and batch."""
         attn, batch = self.attns[index], self.batches[index]
         key = (attn, id(batch))
         if key not in self.plans:
@@ -192,11 +213,13 @@ def _batches(
         raise ValueError(f"{config.family} is an encoder, which has no next token; use jattn.models.encode")
     groups = len(config.cache_groups)
     batches = (meta,) * groups if isinstance(meta, CommonAttentionMetadata) else tuple(meta)
-    wanted = len(config.layers) + sum(layer.cross_attn is not None for layer in config.layers)
+    wanted = config.num_own_caches + sum(layer.cross_attn is not None for layer in config.layers)
     if len(batches) != groups:
         raise ValueError(f"meta has {len(batches)} batches; pass one, or one for each of the {groups} cache groups")
     if len(caches) != wanted:
-        raise ValueError(f"{len(caches)=} must be {wanted}, one per layer; config.make_caches makes them")
+        raise ValueError(
+            f"{len(caches)=} must be {wanted}, one per layer that has a cache; config.make_caches makes them"
+        )
     for batch in batches:
         if jnp.shape(token_ids) != (batch.num_tokens,):
             raise ValueError(f"{jnp.shape(token_ids)=} must be [T] with the batch's T={batch.num_tokens}")

@@ -14,12 +14,13 @@ SIZES: dict[str, Any] = dict(
     intermediate_size_mlp=32, n_embd=256, n_layer=2, n_head=32, n_positions=64, d_model=256, n_layers=2, n_heads=32,
     num_layers=2, num_heads=32, ffn_dim=32, dim=256, hidden_dim=32, encoder_layers=2, decoder_layers=2,
     encoder_attention_heads=32, decoder_attention_heads=32, encoder_ffn_dim=32, decoder_ffn_dim=32, type_vocab_size=2,
-    d_ff=32,
+    d_ff=32, expert_ffn_hidden_size=32,
 )  # fmt: skip
 """Keys that some family requires, with values that are consistent. They are not listed as options."""
 SAMPLES: dict[str, Any] = dict(
     rotary_dim=8, attention_types=[[["global", "local"], 1]], rope_theta=10000.0, use_sliding_window=True,
-    n_group=1, topk_group=1, qk_rope_head_dim=8,
+    n_group=1, topk_group=1, qk_rope_head_dim=64, num_kv_shared_layers=0, enable_moe_block=True, top_k_experts=2,
+    ffn_hidden_size=32,
 )  # fmt: skip
 """Values of options with which each family reads SIZES without an error, and takes the branches that read options."""
 EVERYWHERE = frozenset({"model_type", "bos_token_id", "eos_token_id", "pad_token_id"})

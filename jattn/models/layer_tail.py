@@ -38,9 +38,11 @@ def _is_plain(layer: LayerConfig) -> bool:
         return False
     has_bias = attn.qkv_bias or attn.out_bias or mlp.bias
     is_silu = mlp.gated and activation(mlp.activation) is jax.nn.silu
-    return (
-        is_silu and not has_bias and not layer.parallel and all(map(_is_pre_norm, (layer.attn_norms, layer.mlp_norms)))
-    )
+    branches = (layer.kv_from, layer.laurel, layer.experts, layer.layer_input, layer.altup)
+    is_usual = not any(branch is not None for branch in branches) and not layer.output_scale and not layer.parallel
+    has_qkv = projections(attn) in (("qkv",), ("q", "k", "v"))
+    is_plain = is_silu and not has_bias and not mlp.sparsity and is_usual and has_qkv
+    return is_plain and all(map(_is_pre_norm, (layer.attn_norms, layer.mlp_norms)))
 
 
 def _is_pre_norm(norms: ResidualNorms) -> bool:

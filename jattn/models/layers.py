@@ -1,14 +1,15 @@
 """Parts of forward passes with and without a cache: embeddings, residual connections, MLPs and the head."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.mlp import activation
+from jattn.models.mlp import MLP, activation
 from jattn.models.model_mesh import ModelMesh
+from jattn.models.moe import MoE
 from jattn.models.residual import normed, residual
 from jattn.nn.attention_layer import linear
 from jattn.ops.product import product
@@ -47,10 +48,40 @@ def table_rows(table: "jax.Array | QuantisedArray", ids: jax.Array) -> jax.Array
     return plain(jax.tree.map(lambda array: array.at[ids].get(mode="clip"), table))
 
 
-def self_attention_layer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array, attention: Callable) -> tuple:
-    """(cache, x) after a layer without cross attention; attention(x) -> (cache, y)."""
+class Stream(NamedTuple):
+    """What a layer gives to the next one."""
+
+    x: jax.Array  # [T, hidden]; with AltUp [N, T, hidden]
+    late: jax.Array | None = None  # [T, hidden]: the output of late experts, which the next layer adds
+
+
+def first_stream(
+    config: ModelConfig, params: dict[str, Any], token_ids: jax.Array, x: jax.Array
+) -> tuple[Stream, jax.Array | None]:
+    """(the first layer's input, per-layer embeddings [T, layers, width] if there are any); x: of `embed_tokens`."""
+    inputs = None
+    if config.layer_inputs is not None:
+        weights = params["layer_inputs"]
+        rows = table_rows(weights["embed"], config.layer_inputs.known(token_ids))
+        inputs = config.layer_inputs(weights, rows, x)
+    return Stream(x if config.altup is None else config.altup.begin(params["altup"], x)), inputs
+
+
+def layer_reads(layer: LayerConfig, weights: dict[str, Any], stream: Stream) -> tuple[jax.Array, jax.Array]:
+    """(streams, x): x [T, hidden] is what the layer computes with; streams: of AltUp, as predicted."""
+    if layer.altup is None:
+        return stream.x, stream.x
+    predicted = layer.altup.predict(weights["altup"], stream.x)
+    return predicted, predicted[layer.altup.active]
+
+
+def attention_sublayer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array, attention: Callable) -> tuple:
+    """(cache, x after self-attention and its residual connection); attention(x) -> (cache, y)."""
     cache, attended = residual(layer.attn_norms, "attn", weights, x, attention)
-    return cache, mlp_sublayer(layer, weights, x, attended)
+    if layer.laurel is not None:
+        n = normed(layer.attn_norms.before, weights, "attn_norm", x)
+        attended = layer.laurel(weights["laurel"], n, attended)
+    return cache, attended
 
 
 def mlp_sublayer(
@@ -60,14 +91,72 @@ def mlp_sublayer(
     attended: jax.Array,
     model_mesh: ModelMesh | None = None,
 ) -> jax.Array:
-    """The layer's output. attended: x after attention. x: the layer's input, which a parallel MLP reads."""
-    compute = layer.mlp if model_mesh is None else model_mesh.mlp(layer.mlp)
-    mlp = lambda y: (None, compute(weights["mlp"], y))
+    """x after the MLP. attended: x after attention. x: the layer's input, which a parallel MLP reads."""
+    compute = _distributed(layer.mlp, model_mesh)
+    experts = layer.experts
+
+    def mlp(y: jax.Array) -> tuple:
+        y = compute(weights["mlp"], y)
+        if experts is None or experts.is_late:
+            return None, y
+        rows = normed(experts.before, weights, "experts_norm", attended)
+        routed = _distributed(experts.moe, model_mesh)(weights["experts"], rows, attended)
+        routed = normed(experts.after, weights, "experts_norm_after", routed)
+        return None, normed(experts.mlp_after, weights, "mlp_norm_own", y) + routed
+
     if not layer.parallel:
         return residual(layer.mlp_norms, "mlp", weights, attended, mlp)[1]
     if layer.shares_norm:
         x = normed(layer.attn_norms.before, weights, "attn_norm", x)
     return residual(layer.mlp_norms, "mlp", weights, x, mlp, base=attended)[1]
+
+
+def layer_gives(
+    layer: LayerConfig,
+    weights: dict[str, Any],
+    stream: Stream,
+    read: tuple[jax.Array, jax.Array],
+    attended: jax.Array,
+    z: jax.Array | None,
+    model_mesh: ModelMesh | None = None,
+) -> Stream:
+    """The Stream after the layer. read: as `layer_reads` gives it. attended: x after attention. z: its layer input."""
+    streams, x = read
+    x = mlp_sublayer(layer, weights, x, attended, model_mesh)
+    x = x if stream.late is None else x + stream.late
+    late = None
+    if layer.experts is not None and layer.is_late:
+        rows = normed(layer.mlp_norms.before, weights, "mlp_norm", attended)
+        late = _distributed(layer.experts.moe, model_mesh)(weights["experts"], rows)
+    if layer.altup is not None:
+        x = layer.altup.correct(weights["altup"], streams, x)
+    if layer.layer_input is not None:
+        assert z is not None
+        base = x if layer.altup is None else layer.altup.active_of(weights["altup"], x)
+        added = layer.layer_input(weights["layer_input"], base, z)
+        x = x + added if layer.altup is None else x.at[1:].add(added[None])
+    if layer.output_scale:
+        x = x * weights["output_scale"][None].astype(x.dtype)
+    return Stream(x, late)
+
+
+def whole_layer(
+    layer: LayerConfig, weights: dict[str, Any], stream: Stream, attention: Callable, z: jax.Array | None = None
+) -> tuple:
+    """(cache, the Stream after a layer without cross attention); attention(x) -> (cache, y)."""
+    read = layer_reads(layer, weights, stream)
+    cache, attended = attention_sublayer(layer, weights, read[1], attention)
+    return cache, layer_gives(layer, weights, stream, read, attended, z)
+
+
+def _distributed(mlp: MLP | MoE, model_mesh: ModelMesh | None) -> Callable:
+    return mlp if model_mesh is None else model_mesh.mlp(mlp)
+
+
+def last_x(config: ModelConfig, params: dict[str, Any], stream: Stream) -> jax.Array:
+    """x [T, hidden] after the last layer."""
+    x = stream.x if stream.late is None else stream.x + stream.late
+    return x if config.altup is None else config.altup.end(params["altup"], x)
 
 
 def last_hidden(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Callable
 
 import jax
@@ -32,15 +33,22 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLP:
-    """down(act(gate x) * up x), or down(act(up x)) without a gate."""
+    """down(act(gate x) * up x), or down(act(up x)) without a gate.
+
+    sparsity: before act, gate x becomes relu(gate x - (mean + q * std)), with the mean and the standard deviation of a
+    token's row and the normal distribution's quantile q of `sparsity`: about that share of the gates is 0 (Gemma 3n).
+    """
 
     width: int
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
+    sparsity: float = 0.0
 
     def __post_init__(self):
         activation(self.activation)
+        if not 0 <= self.sparsity < 1 or (self.sparsity and not self.gated):
+            raise ValueError(f"MLP sparsity={self.sparsity!r} must be from 0 to below 1, and needs a gate if above 0")
 
     def weight_specs(self, hidden: int) -> dict[str, dict[str, WeightSpec]]:
         """The projections gate (if gated), up and down."""
@@ -55,9 +63,16 @@ class MLP:
         act = activation(self.activation)
         if not self.gated:
             y = act(linear(weights["up"], x))
-        elif act is jax.nn.silu and not self.bias:
+        elif act is jax.nn.silu and not self.bias and not self.sparsity:
             y = silu_product(x, weights["gate"]["kernel"], weights["up"]["kernel"])
         else:
             gate, up = linears((weights["gate"], weights["up"]), x)
-            y = act(gate) * up
+            y = act(_sparse(gate, self.sparsity) if self.sparsity else gate) * up
         return linear(weights["down"], y)
+
+
+def _sparse(gate: jax.Array, sparsity: float) -> jax.Array:
+    """relu(gate - (mean + q * std)) of each row; see MLP."""
+    quantile = jnp.asarray(statistics.NormalDist().inv_cdf(sparsity), gate.dtype)
+    cut = jnp.mean(gate, axis=-1, keepdims=True) + jnp.std(gate, axis=-1, keepdims=True) * quantile
+    return jax.nn.relu(gate - cut)

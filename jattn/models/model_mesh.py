@@ -204,8 +204,8 @@ class ModelMesh:
         pools, kv_axes = self.cache_partition(cache_spec), self.kv_axes(spec.num_kv_heads)
         return ShardedAttention(attn, cache_spec, self.inner_mesh, pools, kv_axes)
 
-    def mlp(self, mlp: MLP | MoE) -> Callable[[dict, jax.Array], jax.Array]:
-        """The function (weights, x) -> y of a layer's MLP or experts.
+    def mlp(self, mlp: MLP | MoE) -> Callable[..., jax.Array]:
+        """The function (weights, x) -> y of a layer's MLP or experts; of experts also (weights, x, routed_by) -> y.
 
         Each rank computes its own experts for all tokens; an all-reduce adds the results of the ranks.
         """
@@ -213,17 +213,17 @@ class ModelMesh:
             return mlp
         count = mlp.num_experts // self.size  # of one rank
 
-        def body(weights: dict, x: jax.Array) -> jax.Array:
+        def body(weights: dict, x: jax.Array, routed_by: jax.Array) -> jax.Array:
             first = jax.lax.axis_index(self.axes) * count
-            return jax.lax.psum(mlp.routed(weights, x, first, count), self.axes)
+            return jax.lax.psum(mlp.routed(weights, x, first, count, routed_by), self.axes)
 
-        def distributed(weights: dict, x: jax.Array) -> jax.Array:
+        def distributed(weights: dict, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
             routed = {name: part for name, part in weights.items() if name not in ("shared", "shared_gate")}
             places = {name: REPLICATED if name == "router" else PartitionSpec(self.axes) for name in routed}
             y = jax.shard_map(
-                body, mesh=self.inner_mesh, in_specs=(places, REPLICATED), out_specs=REPLICATED,
+                body, mesh=self.inner_mesh, in_specs=(places, REPLICATED, REPLICATED), out_specs=REPLICATED,
                 axis_names=set(self.axes), check_vma=False,
-            )(routed, x)  # fmt: skip
+            )(routed, x, x if routed_by is None else routed_by)  # fmt: skip
             return y if mlp.shared is None else y + mlp.of_shared(weights, x)
 
         return distributed
@@ -312,7 +312,7 @@ def _ranks(mesh: Mesh) -> np.ndarray:
 
 def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
     """ValueError if the ranks cannot share a layer evenly; UnsupportedError for a fused projection."""
-    spec, mlp = layer.attention, layer.mlp
+    spec, mlp, moe = layer.attention, layer.mlp, layer.moe
     if isinstance(layer.self_attn, AttentionConfig) and layer.self_attn.fused_qkv:
         raise UnsupportedError(
             f"{name} has one projection of q, k and v, in which a rank's heads do not lie together; an Engine splits "
@@ -328,10 +328,10 @@ def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
             f"{name} has {kv_heads} kv heads: {ranks} ranks can neither share them evenly nor have one each; use a "
             f"divisor or a multiple of {kv_heads}"
         )
-    if isinstance(mlp, MoE) and mlp.num_experts % ranks:
+    if moe is not None and moe.num_experts % ranks:
         raise ValueError(
-            f"{name} has {mlp.num_experts} experts, which {ranks} ranks cannot share evenly; use a divisor of "
-            f"{mlp.num_experts}"
+            f"{name} has {moe.num_experts} experts, which {ranks} ranks cannot share evenly; use a divisor of "
+            f"{moe.num_experts}"
         )
     dense = mlp.shared if isinstance(mlp, MoE) else mlp
     if dense is not None and dense.width % ranks:

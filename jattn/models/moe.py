@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jattn.models.mlp import MLP, activation
 from jattn.nn.attention_layer import linear
+from jattn.nn.norm import Norm
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
 from jattn.ops.product import product
 from jattn.ops.quantised import plain
@@ -27,7 +28,9 @@ class MoE:
     choice   The experts with the largest score are chosen, or the largest score + correction, a weight, if the router
              has one (`correction`); then only from the `top_groups` of `groups` with the largest sum of their
              `group_best` best experts.
-    weights  normalised: the chosen scores are divided by their sum, at least `least_sum`. Then times `factor`.
+    weights  normalised: the chosen scores are divided by their sum, at least `least_sum`. Then times `factor`, and
+             times a weight of each expert, if there is one (`expert_scale`).
+    identity_experts: so many further experts give their input as it is; they follow the others in the router.
     clamp    (alpha, limit): the gated unit of gpt-oss, (up + 1) * gate * sigmoid(alpha * gate), with gate and up
              clamped to the limit.
     """
@@ -45,8 +48,11 @@ class MoE:
     normalised: bool = False
     least_sum: float = LEAST_SUM
     factor: float = 1.0
+    expert_scale: bool = False
+    identity_experts: int = 0
     jitter: float = JITTER  # of 'sparsemixer'
     float32_router: bool = False  # the router's logits are not rounded to the dtype of x
+    router_norm: Norm | None = None  # of the router's input
     router_bias: bool = False
     bias: bool = False
     shared: MLP | None = None  # an expert that processes every token, in addition
@@ -56,35 +62,47 @@ class MoE:
         activation(self.activation)
         if self.scores not in SCORES:
             raise ValueError(f"MoE scores={self.scores!r} is not known; use one of {', '.join(SCORES)}")
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"MoE top_k={self.top_k!r} must be from 1 to num_experts={self.num_experts!r}")
+        if not 1 <= self.top_k <= self.num_routes:
+            raise ValueError(f"MoE top_k={self.top_k!r} must be from 1 to num_experts={self.num_routes!r}")
+        if self.identity_experts and (self.groups > 1 or self.scores == "sigmoid_of_input"):
+            raise ValueError("MoE identity_experts have no group, and no input that a score could multiply")
         if self.groups < 1 or self.num_experts % self.groups:
             raise ValueError(f"MoE groups={self.groups!r} must divide num_experts={self.num_experts!r}")
         size = self.num_experts // self.groups
-        if not (1 <= self.top_groups <= self.groups and self.top_k <= self.top_groups * size):
+        most = self.num_routes if self.groups == 1 else self.top_groups * size
+        if not (1 <= self.top_groups <= self.groups and self.top_k <= most):
             raise ValueError(
                 f"MoE top_groups={self.top_groups!r} must be from 1 to groups={self.groups!r}, with at least "
                 f"top_k={self.top_k!r} experts in them"
             )
         if self.groups > 1 and not 1 <= self.group_best <= size:
             raise ValueError(f"MoE group_best={self.group_best!r} must be from 1 to {size}, the experts of a group")
-        weighted = self.normalised or self.factor != 1.0
+        weighted = self.normalised or self.factor != 1.0 or self.expert_scale
         if self.scores == "sparsemixer" and (self.top_k != 2 or self.correction or self.groups > 1 or weighted):
             raise ValueError(
                 "MoE scores='sparsemixer' is for top_k=2 and has its own weights: without correction, groups, "
-                "normalised and factor"
+                "normalised, factor and expert_scale"
             )
         if self.scores != "sparsemixer" and self.jitter != JITTER:
             raise ValueError(f"MoE jitter={self.jitter!r} has an effect with scores='sparsemixer' only")
         if self.shared_gate and self.shared is None:
             raise ValueError("MoE shared_gate has no effect without a shared expert; pass shared=, or leave it out")
 
+    @property
+    def num_routes(self) -> int:
+        """The number of experts between which the router chooses."""
+        return self.num_experts + self.identity_experts
+
     def weight_specs(self, hidden: int) -> dict:
         """router; gate, up and down of the experts with a leading expert axis; the shared MLP."""
-        e, w = self.num_experts, self.width
-        tree: dict = {"router": linear_weight_specs(hidden, e, ("embed", None), self.router_bias)}
+        e, w, routes = self.num_experts, self.width, self.num_routes
+        tree: dict = {"router": linear_weight_specs(hidden, routes, ("embed", None), self.router_bias)}
         if self.correction:
-            tree["router"]["correction"] = WeightSpec((e,), (None,), 0.0)
+            tree["router"]["correction"] = WeightSpec((routes,), (None,), 0.0)
+        if self.router_norm is not None:
+            tree["router"]["norm"] = self.router_norm.weight_specs(hidden, "embed")
+        if self.expert_scale:
+            tree["router"]["expert_scale"] = WeightSpec((routes,), (None,), 1.0)
         axes = dict(gate=("expert", "embed", "mlp"), up=("expert", "embed", "mlp"), down=("expert", "mlp", "embed"))
         for name, axis in axes.items():
             shape = (e, w, hidden) if name == "down" else (e, hidden, w)
@@ -95,20 +113,31 @@ class MoE:
             tree["shared_gate"] = linear_weight_specs(hidden, 1, ("embed", None), False)
         return tree if self.shared is None else tree | {"shared": self.shared.weight_specs(hidden)}
 
-    def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
-        """x [T, hidden] -> [T, hidden]; the result of a token does not depend on the other tokens."""
-        y = self.routed(weights, x)
+    def __call__(self, weights: dict, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
+        """x [T, hidden] -> [T, hidden]; the result of a token does not depend on the other tokens.
+
+        routed_by [T, hidden]: what the router reads; None: x.
+        """
+        y = self.routed(weights, x, routed_by=routed_by)
         return y if self.shared is None else y + self.of_shared(weights, x)
 
-    def routed(self, weights: dict, x: jax.Array, first: "jax.Array | int" = 0, count: int | None = None) -> jax.Array:
+    def routed(
+        self,
+        weights: dict,
+        x: jax.Array,
+        first: "jax.Array | int" = 0,
+        count: int | None = None,
+        routed_by: jax.Array | None = None,
+    ) -> jax.Array:
         """The weighted sum of the chosen experts among first .. first + count - 1; count None: among all experts.
 
         `weights` has these experts alone, and the router of all. The results of all ranges of experts add up to the
-        mixture without its shared expert.
+        mixture without its shared expert; the identity experts belong to the range that begins at 0.
         """
-        chosen, score = self._route(weights["router"], x)
+        chosen, score = self._route(weights["router"], x if routed_by is None else routed_by)
+        kept = jnp.where(chosen >= self.num_experts, score, 0).sum(axis=-1) if self.identity_experts else None
         flat, count = chosen.reshape(-1), self.num_experts if count is None else count
-        is_range = count < self.num_experts
+        is_range = count < self.num_routes
         if is_range:
             flat = jnp.where((flat >= first) & (flat < first + count), flat - first, count)  # count: not in this range
         order = jnp.argsort(flat, stable=True)  # rows of one expert are contiguous
@@ -119,10 +148,12 @@ class MoE:
         if is_range:  # ragged_dot leaves the rows after the last group undefined
             y = jnp.where(flat[order, None] < count, y, 0)
         y = y if on_input else y * score
-        return y[jnp.argsort(order)].reshape(x.shape[0], self.top_k, -1).sum(axis=1)
+        y = y[jnp.argsort(order)].reshape(x.shape[0], self.top_k, -1).sum(axis=1)
+        return y if kept is None else y + x * jnp.where(first == 0, kept, 0)[:, None].astype(x.dtype)
 
     def _route(self, router: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The chosen experts i32[T, top_k] and their scores f32[T, top_k]."""
+        x = x if self.router_norm is None else self.router_norm(router.get("norm", {}), x)
         if self.float32_router:
             logits = product(x, router["kernel"])
             logits = logits + router["bias"].astype(jnp.float32)[None, :] if self.router_bias else logits
@@ -132,14 +163,18 @@ class MoE:
             return _sparsemixer(logits, self.jitter)
         if self.scores == "softmax" and not self.correction and self.groups == 1:
             top, chosen = jax.lax.top_k(logits, self.top_k)
-            return chosen, jax.nn.softmax(top, axis=-1) * self.factor
+            return chosen, self._scaled(router, chosen, jax.nn.softmax(top, axis=-1))
         scores = jax.nn.softmax(logits, axis=-1) if self.scores.startswith("softmax") else jax.nn.sigmoid(logits)
         ranks = scores + router["correction"].astype(jnp.float32)[None, :] if self.correction else scores
         chosen = jax.lax.top_k(self._within_groups(ranks), self.top_k)[1]
         top = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.normalised or self.scores == "softmax":
             top = top / jnp.maximum(top.sum(axis=-1, keepdims=True), self.least_sum)
-        return chosen, top * self.factor
+        return chosen, self._scaled(router, chosen, top)
+
+    def _scaled(self, router: dict, chosen: jax.Array, scores: jax.Array) -> jax.Array:
+        scores = scores * self.factor
+        return scores * router["expert_scale"].astype(jnp.float32)[chosen] if self.expert_scale else scores
 
     def _within_groups(self, ranks: jax.Array) -> jax.Array:
         """ranks f32[T, E], with -inf for experts outside the best groups."""

@@ -139,14 +139,17 @@ def _stacked(name: str, count: int, make: Callable) -> tuple[tuple[str, ...], Ca
 
 
 def count_layer_tensors(config: ModelConfig, tensors: Callable[[ModelConfig], dict[str, TensorSource]]) -> int:
-    """Number of tensors that all layers need. Only one layer of each distinct LayerConfig is listed, for speed."""
+    """Number of tensors that all layers need. Only one layer of each distinct LayerConfig is listed, for speed.
+
+    Layers can share tensors in pairs (LongCat Flash). Such are counted as half a tensor of each layer of their kind.
+    """
 
     def count(*layers: LayerConfig) -> int:
         table = tensors(dataclasses.replace(config, layers=layers))
         return len({name for source in table.values() for name in source.names})
 
     kinds = collections.Counter(config.layers)
-    return sum(times * (count(layer, layer) - count(layer)) for layer, times in kinds.items())
+    return sum(times * (count(layer, layer, layer) - count(layer)) // 2 for layer, times in kinds.items())
 
 
 def _tuple(names: Any) -> tuple[str, ...]:

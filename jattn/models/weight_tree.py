@@ -22,6 +22,10 @@ def weight_specs(config: ModelConfig) -> dict[str, Any]:
         tree["positions"] = WeightSpec((config.learned_positions, width), (None, "embed"))
     if config.embedding_size is not None:
         tree["embedding_projection"] = linear_weight_specs(width, hidden, ("embed", None), True)
+    if config.layer_inputs is not None:
+        tree["layer_inputs"] = config.layer_inputs.weight_specs(hidden, len(config.layers))
+    if config.altup is not None:
+        tree["altup"] = config.altup.model_weight_specs(hidden)
     tree |= norm_weight_specs(width, {"embedding_norm": config.embedding_norm})
     tree |= norm_weight_specs(hidden, {"final_norm": config.final_norm})
     kernel = config.has_head and not config.tied_embeddings
@@ -59,4 +63,10 @@ def layer_weight_specs(layer: LayerConfig, hidden: int) -> dict[str, Any]:
     tree = {"attn": layer.self_attn.weight_specs(), "mlp": layer.mlp.weight_specs(hidden)}
     for name, norms in (("attn", layer.attn_norms), ("cross", layer.cross_norms), ("mlp", layer.mlp_norms)):
         tree |= norms.weight_specs(name, hidden)
+    if layer.experts is not None:
+        tree |= layer.experts.weight_specs(hidden)
+    if layer.output_scale:
+        tree["output_scale"] = WeightSpec((1,), (None,), 1.0)
+    branches = dict(laurel=layer.laurel, layer_input=layer.layer_input, altup=layer.altup)
+    tree |= {name: branch.weight_specs(hidden) for name, branch in branches.items() if branch is not None}
     return tree if layer.cross_attn is None else tree | {"cross": layer.cross_attn.weight_specs()}

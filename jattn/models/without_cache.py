@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jattn.attention import attention
 from jattn.metadata import CommonAttentionMetadata
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.layers import embed_tokens, head, last_hidden, self_attention_layer
-from jattn.nn import LatentConfig, apply_attention
+from jattn.models.layers import Stream, embed_tokens, first_stream, head, last_hidden, last_x, whole_layer
+from jattn.nn import LatentConfig, rotate
 from jattn.nn.apply import angles_of
+from jattn.nn.attention_layer import AttentionConfig, project_and_attend
 from jattn.nn.latent_layer import project_and_attend_latent
 from jattn.ops.mla import materialised
 
@@ -57,19 +58,39 @@ def hidden_states(
 ) -> jax.Array:  # fmt: skip
     """The last hidden states [T, hidden] of an encoder, or of a decoder over whole sequences."""
     x = embed_tokens(config, params, jnp.asarray(token_ids), meta.positions(), token_types)
-    for layer, weights in zip(config.layers, params["layers"], strict=True):
-        x = _layer(layer, backend, weights, x, meta)
-    return last_hidden(config, params, x)
+    stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
+    shared: dict[int, Any] = {}  # the keys and values of layers
+    for index, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
+        keys = None if layer.kv_from is None else shared[layer.kv_from]
+        z = None if layer.layer_input is None or inputs is None else inputs[:, index]
+        made, stream = _layer(layer, backend, weights, stream, meta, keys, z)
+        if any(other.kv_from == index for other in config.layers):
+            shared[index] = made
+    return last_hidden(config, params, last_x(config, params, stream))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer(layer: LayerConfig, backend: str, weights, x, meta):
+def _layer(layer: LayerConfig, backend: str, weights, stream: Stream, meta, keys, z) -> tuple:
+    """((k, v), Stream). keys: (k, v) of the layer that it shares them with. Of a latent layer there are none."""
     config = layer.self_attn
     if isinstance(config, LatentConfig):
         attend = lambda y: _latent_attention(config, backend, weights["attn"], y, meta)
     else:
-        attend = lambda y: apply_attention(config, weights["attn"], y, meta, backend=backend)
-    return self_attention_layer(layer, weights, x, attend)[1]
+        attend = lambda y: _attention(config, backend, weights["attn"], y, meta, keys)
+    return whole_layer(layer, weights, stream, attend, z)
+
+
+def _attention(config: AttentionConfig, backend: str, weights, x, meta, keys) -> tuple:
+    """((k, v), [T, hidden]) over this batch's keys alone."""
+
+    def attend(q, k, v, params, angles):
+        if angles is not None:
+            q, k = rotate(q, angles), None if k is None else rotate(k, angles)
+        k, v = keys if k is None else (k, v)
+        return (k, v), attention(q, k, v, meta, config.spec, params, backend=backend)
+
+    angles = None if config.rope is None else angles_of(config.rope, meta)
+    return project_and_attend(config, weights, x, attend, positions=meta.positions(), angles=angles)
 
 
 def _latent_attention(config: LatentConfig, backend: str, weights, x, meta) -> tuple:

@@ -17,6 +17,7 @@ from jattn.nn.rope_scaling import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRopeScaling,
     RopeScaling,
     YarnRopeScaling,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "LongRopeScaling",
     "Norm",
     "PagedAttention",
+    "ProportionalRopeScaling",
     "Rope",
     "RopeScaling",
     "YarnRopeScaling",

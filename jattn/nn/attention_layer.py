@@ -45,6 +45,9 @@ class AttentionConfig:
     qk_norm_all_heads: bool = False  # qk_norm over the whole projection (all heads together), not per head
     qk_norm_scale_per_head: bool = False  # qk_norm per head, with a scale [heads, D] instead of one [D] for all heads
     qk_norm_after_rope: bool = False
+    v_norm: Norm | None = None  # of v, per head; without weights
+    k_is_v: bool = False  # there is no projection of v: it is that of k, before the norm and the rotation of k
+    shares_kv: bool = False  # there are no k and v: the layer reads the keys and values that another layer has made
     qkv_bias: bool = False
     out_bias: bool = False
     fused_qkv: bool = False
@@ -57,10 +60,10 @@ class AttentionConfig:
 
     def __post_init__(self):
         norms = ("qk_norm_all_heads", "qk_norm_scale_per_head", "qk_norm_after_rope")
-        flags = dict.fromkeys((*norms, "qkv_bias", "out_bias", "fused_qkv"), boolean)
+        flags = dict.fromkeys((*norms, "qkv_bias", "out_bias", "fused_qkv", "k_is_v", "shares_kv"), boolean)
         check_fields(
             self, spec=kind(AttentionSpec), hidden_size=integer(1), rope=optional(kind(Rope)),
-            qk_norm=optional(kind(Norm)), clip_qkv=optional(number(above=0)), **flags,
+            qk_norm=optional(kind(Norm)), v_norm=optional(kind(Norm)), clip_qkv=optional(number(above=0)), **flags,
             alibi_slopes=optional(sequence_of(number())), temperature_tuning=optional(check_temperature_tuning),
             temperature_tuning_offset=integer(0), max_distance=optional(integer(0)),
         )  # fmt: skip
@@ -88,6 +91,13 @@ class AttentionConfig:
             raise ValueError(f"{', '.join(norms)} have no effect without qk_norm; pass one, or none of them")
         if self.qk_norm_all_heads and self.qk_norm_scale_per_head:
             raise ValueError("qk_norm_all_heads and qk_norm_scale_per_head are two kinds of norms; pass one of them")
+
+        if self.v_norm is not None and (self.v_norm.has_scale or self.v_norm.has_bias):
+            raise ValueError(f"v_norm={self.v_norm!r} must have neither scale nor bias")
+        if self.k_is_v and (self.fused_qkv or self.is_cross or self.spec.v_head_dim != self.spec.head_dim):
+            raise ValueError("k_is_v needs self-attention with separate projections, and v_head_dim == head_dim")
+        if self.shares_kv and (self.fused_qkv or self.is_cross or self.k_is_v or self.v_norm is not None):
+            raise ValueError("a layer with shares_kv has no keys: not fused_qkv, cross attention, k_is_v or v_norm")
 
     @property
     def rotates_last(self) -> bool:
@@ -118,9 +128,10 @@ class AttentionConfig:
             width = sum(widths.values())
             tree: dict[str, Any] = {"qkv": linear_weight_specs(hidden, width, ("embed", "qkv"), self.qkv_bias)}
         else:
-            tree = {n: linear_weight_specs(hidden, w, ("embed", axes[n]), self.qkv_bias) for n, w in widths.items()}
+            names = projections(self)
+            tree = {n: linear_weight_specs(hidden, widths[n], ("embed", axes[n]), self.qkv_bias) for n in names}
         tree["o"] = linear_weight_specs(self.out_width, hidden, ("heads", "embed"), self.out_bias)
-        for name in "qk":
+        for name in "q" if self.shares_kv else "qk":
             size = widths[name] if self.qk_norm_all_heads else self.spec.head_dim
             specs = {} if self.qk_norm is None else self.qk_norm.weight_specs(size)
             if self.qk_norm_scale_per_head:
@@ -177,7 +188,7 @@ def attend_projected(
     """(cache, [T, H * V] of `dtype`) of `attend` to q, k and v as `project` gives them; see project_and_attend."""
     q, k, v = rows
     assert config.rope is None or angles is not None
-    v = None if v is None else _clipped(config, v)
+    v = None if v is None else _clipped(config, v if config.v_norm is None else config.v_norm({}, v))
     early, late = (None, angles) if config.rotates_last else (angles, None)
     q = _norm_and_rotate(config, weights.get("q_norm", {}), q, early)
     k = None if k is None else _norm_and_rotate(config, weights.get("k_norm", {}), k, early)
@@ -197,11 +208,18 @@ def temperature_tuned(q: jax.Array, positions: jax.Array, tuning: tuple[float, f
 
 
 def project(config: AttentionConfig, weights: dict, x: jax.Array, keys_from: jax.Array | None = None) -> tuple:
-    """(q [T H D], k [Tk K D], v [Tk K V]); k and v are None in a cross layer without new encoder tokens."""
+    """(q [T H D], k [Tk K D], v [Tk K V]).
+
+    k and v are None in a cross layer without new encoder tokens, and in a layer with shares_kv.
+    """
     if config.fused_qkv:
         return heads_of_rows(config, linear(weights["qkv"], x))
-    own = "q" if config.is_cross else "qkv"  # projections of x itself
+    own = "q" if config.is_cross else projections(config)  # projections of x itself
     rows: dict = dict(zip(own, linears([weights[name] for name in own], x), strict=True))
+    if config.shares_kv:
+        rows |= dict.fromkeys("kv")
+    if config.k_is_v:
+        rows["v"] = rows["k"]
     if config.is_cross:
         keys = (None, None) if keys_from is None else linears([weights[name] for name in "kv"], keys_from)
         rows |= zip("kv", keys, strict=True)
@@ -210,7 +228,9 @@ def project(config: AttentionConfig, weights: dict, x: jax.Array, keys_from: jax
 
 def projections(config: AttentionConfig) -> tuple[str, ...]:
     """The names of the weights whose outputs, side by side, are the rows of `heads_of_rows`."""
-    return ("qkv",) if config.fused_qkv else ("q", "k", "v")
+    if config.fused_qkv:
+        return ("qkv",)
+    return ("q",) if config.shares_kv else ("q", "k") if config.k_is_v else ("q", "k", "v")
 
 
 def heads_of_rows(config: AttentionConfig, rows: jax.Array) -> tuple:

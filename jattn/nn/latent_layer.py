@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.errors.arguments import boolean, check_fields, integer, kind, optional
+from jattn.errors.arguments import boolean, check_fields, integer, kind, number, optional
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.nn.attention_layer import (
     check_temperature_tuning,
@@ -31,14 +31,15 @@ AttendLatent = Callable[[jax.Array, jax.Array, jax.Array, MLAParams], tuple]
 class LatentConfig:
     """Static description of a latent attention layer. It is hashable, so equal layers share one trace.
 
-    q = q_b(norm(q_a x)), or q x if spec.q_lora_rank is None; [kv_c | k_pe] = kv_a x, and kv_c is normalised. The last
-    rope.dim dimensions of each query, and k_pe, are rotated.
+    q = q_b(norm(q_a x)), or q x if spec.q_lora_rank is None; [kv_c | k_pe] = kv_a x, and kv_c is normalised, then times
+    kv_factor. The last rope.dim dimensions of each query, and k_pe, are rotated.
     """
 
     spec: MLASpec
     hidden_size: int  # width of the input and of the output
     rope: Rope
     norm: Norm  # of the latents of queries and keys
+    kv_factor: float = 1.0
     bias: bool = False  # of q_a, kv_a and o
     temperature_tuning: tuple[float, float] | None = None  # see AttentionConfig
     temperature_tuning_offset: int = 1
@@ -46,6 +47,7 @@ class LatentConfig:
     def __post_init__(self):
         check_fields(
             self, spec=kind(MLASpec), hidden_size=integer(1), rope=kind(Rope), norm=kind(Norm), bias=boolean,
+            kv_factor=number(above=0),
             temperature_tuning=optional(check_temperature_tuning), temperature_tuning_offset=integer(0),
         )  # fmt: skip
         if self.rope.dim != self.spec.qk_rope_head_dim:
@@ -102,6 +104,7 @@ def project_latent(
     nope, rope = jnp.split(q.reshape(x.shape[0], spec.num_heads, -1), [spec.qk_nope_head_dim], axis=-1)
     kv_c, k_pe = jnp.split(row, [spec.kv_lora_rank], axis=-1)
     kv_c = config.norm(weights["kv_a_norm"], kv_c)
+    kv_c = kv_c if config.kv_factor == 1 else kv_c * jnp.asarray(config.kv_factor, kv_c.dtype)
     return jnp.concatenate([nope, rotate(rope, angles)], axis=-1), kv_c, rotate(k_pe[:, None], angles)[:, 0]
 
 

@@ -69,6 +69,20 @@ class LinearRopeScaling(RopeScaling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProportionalRopeScaling(RopeScaling):
+    """Only the first `rotated` pairs are rotated, by the frequencies that they have among all; then as `linear`."""
+
+    rotated: int
+    factor: float = 1.0
+
+    def __post_init__(self):
+        check_fields(self, rotated=integer(0), factor=_factor)
+
+    def frequencies(self, dim, theta, length=0):
+        return np.where(np.arange(dim // 2) < self.rotated, base_frequencies(dim, theta) / self.factor, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicNTKRopeScaling(RopeScaling):
     """A larger theta for requests longer than the trained length; shorter ones are exact.
 

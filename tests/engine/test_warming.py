@@ -74,7 +74,7 @@ def test_equal_layers_are_traced_once_a_program_and_sampling_once_a_number_of_ro
     # Not jax.clear_caches(): engines of other tests in this process would compile again.
     for function in (
         decoder._self_attention,
-        decoder._mlp,
+        decoder._layer_gives,
         sampling.choose,
         sampling._drawn,
         dispatch.dispatch.function,
@@ -82,14 +82,14 @@ def test_equal_layers_are_traced_once_a_program_and_sampling_once_a_number_of_ro
         if hasattr(function, "clear_cache"):
             function.clear_cache()
     counted(decoder, "project_and_attend")
-    counted(decoder, "mlp_sublayer")
+    counted(decoder, "layer_gives")
     counted(sampling, "_with_logprobs")
     counted(sampling, "_restrict")
     served = engine(dataclasses.replace(CONFIG, eos_token_ids=(1,)))  # no other test has traced this model
     programs, rows = served.warmup(), {num_rows for _, num_rows, _ in served.shapes.all()}
     assert len(rows) < programs
     assert counted.calls == dict(
-        project_and_attend=programs, mlp_sublayer=programs, _with_logprobs=len(rows), _restrict=len(rows)
+        project_and_attend=programs, layer_gives=programs, _with_logprobs=len(rows), _restrict=len(rows)
     )
 
 

@@ -33,6 +33,10 @@ OPT = dict(
 NESTED = dict(
     full_attention=YARN | dict(rope_theta=500.0), sliding_attention=dict(rope_type="default", rope_theta=90.0)
 )
+PROPORTIONAL = dict(
+    full_attention=dict(rope_type="proportional", rope_theta=500.0, partial_rotary_factor=0.5, factor=2.0),
+    sliding_attention=dict(rope_type="default", rope_theta=90.0),
+)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3)
 ROUTED = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=12, n_shared_experts=1)
 LATENT = ROUTED | dict(
@@ -79,6 +83,31 @@ TABLE = [
     varied(
         "gemma", dict(head_dim=12), attention_bias=BOTH, hidden_act=["gelu", "silu"], tie_word_embeddings=BOTH,
         rms_norm_eps=[1e-5, 1e-2],
+    ),
+    varied(
+        "gemma3n_text",
+        dict(
+            head_dim=12, num_hidden_layers=4, rope_theta=None, sliding_window=5, vocab_size_per_layer_input=50,
+            hidden_size_per_layer_input=6, laurel_rank=5,
+        ),
+        layer_types=[[*KINDS, *KINDS], ["full_attention", "sliding_attention"] * 2], num_kv_shared_layers=[2, 0],
+        altup_num_inputs=[3, 2], altup_active_idx=[0, 1], altup_correct_scale=BOTH, attention_bias=BOTH,
+        intermediate_size=[[24, 20, 24, 28], 24], activation_sparsity_pattern=[[0.0, 0.7, 0.0, 0.9], None],
+        final_logit_softcapping=[3.0, 30.0], hidden_activation=["silu", "gelu_pytorch_tanh"],
+        rope_parameters=[NESTED, None], tie_word_embeddings=BOTH, rms_norm_eps=[1e-5, 1e-2],
+    ),
+    varied(
+        "gemma4_text",
+        dict(
+            head_dim=12, global_head_dim=16, num_hidden_layers=4, rope_theta=None, sliding_window=5,
+            vocab_size_per_layer_input=61,
+        ),
+        layer_types=[None, [*KINDS, *KINDS]], num_kv_shared_layers=[0, 2], attention_k_eq_v=BOTH,
+        num_global_key_value_heads=[None, 1], hidden_size_per_layer_input=[0, 6], enable_moe_block=BOTH,
+        num_experts=[5], top_k_experts=[2], moe_intermediate_size=[12], use_double_wide_mlp=BOTH,
+        final_logit_softcapping=[3.0, None], hidden_activation=["silu", "gelu_pytorch_tanh"],
+        rope_parameters=[PROPORTIONAL, None], tie_word_embeddings=BOTH, rms_norm_eps=[1e-5, 1e-2],
+        attention_bias=BOTH,
     ),
     varied(
         "ministral", dict(sliding_window=5), layer_types=[KINDS, FULL, None], head_dim=[10, 16],
@@ -192,6 +221,16 @@ TABLE = [
         n_group=[4, 1], topk_group=[2, 1], norm_topk_prob=BOTH, rope_interleave=[True, False],
         rope_parameters=[TUNED | dict(mscale=0.7, mscale_all_dim=1.2), TUNED],
         first_k_dense_replace=[1, 0], q_lora_rank=[20, None], routed_scaling_factor=[1.5, 0.7], attention_bias=BOTH,
+    ),
+    varied(
+        "longcat_flash",
+        dict(
+            num_hidden_layers=None, intermediate_size=None, num_layers=2, ffn_hidden_size=24, num_key_value_heads=4,
+            kv_lora_rank=16, q_lora_rank=20, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10, head_dim=4,
+            n_routed_experts=6, expert_ffn_hidden_size=12, moe_topk=3,
+        ),
+        zero_expert_num=[3, 0], routed_scaling_factor=[1.5, 0.7], rope_scaling=[MSCALE, None],
+        attention_bias=BOTH, tie_word_embeddings=BOTH, rms_norm_eps=[1e-2, 1e-5],
     ),
     varied(
         "gpt_neox", LAYER_NORM | dict(rope_theta=None, rotary_emb_base=100.0, num_key_value_heads=None),

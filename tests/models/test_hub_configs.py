@@ -119,9 +119,9 @@ def test_phi_4_turns_three_quarters_of_a_head_by_its_requests_final_length():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_key_of_a_published_config_is_read_or_known(name):
     config = models.config_of(PUBLISHED[name])
-    assert config.family == name
+    assert config.family in (name, f"{name}_text")
     assert hash(config) == hash(models.config_of(PUBLISHED[name]))
-    assert sum(len(group.layers) for group in config.cache_groups) == len(config.layers)
+    assert sum(len(group.layers) for group in config.cache_groups) == config.num_own_caches
 
 
 def of(name: str):
@@ -207,3 +207,18 @@ def test_deepseeks_attention_is_latent_and_its_logits_scaled_by_yarn():
     (group,), (one, *_) = config.cache_groups, config.cache_specs(1, 64, "bfloat16")
     assert len(group.layers) == 61 and one.bytes_per_block == 64 * 576 * 2
     assert of("deepseek_v2")[1].attention.q_lora_rank is None and of("kimi_k2")[1].mlp.width == 18432
+
+
+def test_gemma_3ns_last_15_layers_read_the_caches_of_two_others():
+    config, last = of("gemma3n")[0], of("gemma3n")[0].layers[-1]
+    assert config.num_own_caches == len(config.cache_specs(1, 16, "bfloat16")) == 20
+    assert {layer.kv_from for layer in config.layers[20:]} == {18, 19} and last.kv_from == 19
+    assert [group.sliding_window for group in config.cache_groups] == [512, None]
+    assert [layer.mlp.sparsity for layer in config.layers[9:11]] == [0.95, 0] and config.altup.streams == 4
+
+
+def test_longcats_experts_run_beside_every_second_layer():
+    config, first = of("longcat_flash")
+    assert len(config.layers) == 56 and [layer.is_late for layer in config.layers[:3]] == [True, False, True]
+    assert (first.moe.num_experts, first.moe.num_routes, first.self_attn.kv_factor) == (512, 768, 12**0.5)
+    assert first.attention.scale == pytest.approx(192**-0.5 * 2)

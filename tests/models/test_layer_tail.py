@@ -143,7 +143,7 @@ def configs(config, rows=5, dtype=jnp.bfloat16, change=lambda params: params):
 
 
 FAMILIES = {n: c for n, c in (examples.DECODERS | examples.FURTHER).items() if "hidden_size" in c}
-OTHER_SIZES = {"gpt_neox", "gpt_neo", "falcon", "opt", "bloom", "phi3, longrope"}
+OTHER_SIZES = {"gpt_neox", "gpt_neo", "falcon", "opt", "bloom", "phi3, longrope", "longcat_flash"}
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - OTHER_SIZES))

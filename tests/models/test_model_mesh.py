@@ -10,12 +10,14 @@ from jax.sharding import Mesh
 
 import jattn
 from jattn import models
-from tests.models import examples
+from tests.models import examples, options, serving
 
 BLOCK_SIZE, BLOCKS = 4, 12
 FAMILIES = {name: config for name, config in examples.DECODERS.items() if not name.startswith("llama, ")}
 
 
+NESTED = {f"{name} {draw}": options.FAMILIES[name].config(draw) for draw in (0, 1)
+          for name in ("gemma3n_text", "gemma4_text", "longcat_flash")}  # fmt: skip
 LATENT = examples.FURTHER["deepseek_v3"] | dict(vocab_size=64)
 
 
@@ -57,6 +59,15 @@ def test_every_family_on_two_ranks(family):
     config = models.config_of(FAMILIES[family] | odd)
     params = examples.params_of(config)
     same(logits_of(config, params, mesh=model_mesh(config, 2)), logits_of(config, params))
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_layers_that_share_keys_or_have_experts_beside_the_mlp(name):
+    odd = dict(num_experts=6) if "num_experts" in NESTED[name] else {}
+    config = models.config_of(NESTED[name] | odd)
+    params = examples.params_of(config)
+    backend = serving.reference(config)
+    same(logits_of(config, params, backend, model_mesh(config, 2)), logits_of(config, params, backend))
 
 
 @pytest.mark.parametrize("backend", ["split", "cpu_native", "pallas_cpu"])

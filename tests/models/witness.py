@@ -66,14 +66,16 @@ def known(model_type: str) -> str:
 
 
 def shake(model) -> None:
-    """Add noise to every norm scale, bias and sink, which start as ones and zeros."""
+    """Add noise to every norm scale, layer scale, bias and sink, which start as ones and zeros."""
     import torch
 
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("inv_freq") or not parameter.is_floating_point():
                 continue
-            if name.endswith("bias") or (parameter.ndim == 1 and isinstance(parameter, torch.nn.Parameter)):
+            if name.endswith(("bias", "layer_scalar")) or (
+                parameter.ndim == 1 and isinstance(parameter, torch.nn.Parameter)
+            ):
                 parameter.add_(0.3 * torch.randn_like(parameter))
 
 

@@ -17,6 +17,7 @@ from jattn.models.families.experts import (
 )
 from jattn.models.families.family import Family
 from jattn.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from jattn.models.families.gemma_nested import GEMMA3N_TEXT, GEMMA4_TEXT
 from jattn.models.families.glm import GLM, GLM4
 from jattn.models.families.gpt2 import GPT2, GPT_NEO, OPT
 from jattn.models.families.gpt_oss import GPT_OSS
@@ -34,6 +35,7 @@ from jattn.models.families.llama import (
     SMOLLM3,
 )
 from jattn.models.families.llama4 import LLAMA4_TEXT
+from jattn.models.families.longcat import LONGCAT_FLASH
 from jattn.models.families.mixtral import MIXTRAL
 from jattn.models.families.modernbert import MODERNBERT
 from jattn.models.families.nomic_bert import NOMIC_BERT
@@ -51,7 +53,7 @@ from jattn.models.families.parallel import (
 )
 from jattn.models.families.phi3 import PHI3
 from jattn.models.families.t5 import T5
-from jattn.models.families.wrapper import GEMMA3, KIMI_K25, LLAMA4, MISTRAL3, QWEN3_VL, QWEN3_VL_TEXT
+from jattn.models.families.wrapper import GEMMA3, GEMMA3N, GEMMA4, KIMI_K25, LLAMA4, MISTRAL3, QWEN3_VL, QWEN3_VL_TEXT
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -66,6 +68,8 @@ FAMILIES: dict[str, Family] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
+    "gemma3n_text": GEMMA3N_TEXT,
+    "gemma4_text": GEMMA4_TEXT,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "exaone4": EXAONE4,
@@ -103,11 +107,14 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "youtu": YOUTU,
     "mistral4": MISTRAL4,
+    "longcat_flash": LONGCAT_FLASH,
     "gpt_oss": GPT_OSS,
     "llama4_text": LLAMA4_TEXT,
     "bloom": BLOOM,
     "mpt": MPT,
     "gemma3": GEMMA3,
+    "gemma3n": GEMMA3N,
+    "gemma4": GEMMA4,
     "llama4": LLAMA4,
     "mistral3": MISTRAL3,
     "kimi_k25": KIMI_K25,

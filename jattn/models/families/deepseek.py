@@ -104,7 +104,7 @@ def _only_sizes(c: ConfigReader, **sizes: int) -> None:
     """ValueError if a key has another value than the one that follows from other keys."""
     for name, size in sizes.items():
         if c.count(name, size) != size:
-            c.refuse(name, f"must be {size}, which follows from the other keys")
+            c.refuse(name, f"must be {size}, which follows from qk_nope_head_dim and qk_rope_head_dim")
     c.ignore(*sizes)
 
 

@@ -11,6 +11,7 @@ from jattn.models.config_reader import ConfigReader
 from jattn.models.families.deepseek import DEEPSEEK_V3, MISTRAL4
 from jattn.models.families.family import Family
 from jattn.models.families.gemma import GEMMA3_TEXT
+from jattn.models.families.gemma_nested import GEMMA3N_TEXT, GEMMA4_TEXT
 from jattn.models.families.llama import MINISTRAL3, MISTRAL, QWEN3, qwen3_vl_text
 from jattn.models.families.llama4 import LLAMA4_TEXT
 from jattn.models.tensor_names import TensorSource
@@ -21,17 +22,21 @@ RENAMES = (
     ("model.language_model.", "model."),
 )
 """Beginnings of the names of text tensors, as several releases of transformers wrote them."""
-PARTS = ("vision_tower", "multi_modal_projector", "mm_projector", "vision_model", "visual")
+PARTS = (
+    "vision_tower", "multi_modal_projector", "mm_projector", "vision_model", "visual", "embed_vision", "audio_tower",
+    "embed_audio",
+)  # fmt: skip
 VISION = tuple(f"{front}{name}." for front in ("", "model.") for name in PARTS)
-"""Beginnings of the names of tensors for images."""
+"""Beginnings of the names of tensors for images and audio."""
 IGNORED = (
     "vision_config", "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index",
     "eoi_token_id", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias",
     "spatial_merge_size", "video_token_id", "vision_start_token_id", "vision_end_token_id", "projection_hidden_size",
     "projection_layer_norm_eps", "ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk",
-    "video_placeholder",
+    "video_placeholder", "audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index",
+    "audio_soft_tokens_per_image", "vision_soft_tokens_per_image",
 )  # fmt: skip
-"""Keys that only images need."""
+"""Keys that only images and audio need."""
 OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that may also stand outside text_config; the value there takes precedence."""
 
@@ -69,6 +74,14 @@ QWEN3_VL_TEXT = dataclasses.replace(
 GEMMA3 = wrapper(
     {"gemma3_text": GEMMA3_TEXT}, vocab_size=262208, num_attention_heads=8, max_position_embeddings=131072,
     rms_norm_eps=1e-6, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+)  # fmt: skip
+GEMMA3N = wrapper(
+    {"gemma3n_text": GEMMA3N_TEXT}, vocab_size=262400, hidden_size=2048, intermediate_size=16384, num_hidden_layers=35,
+    num_attention_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-6,
+)  # fmt: skip
+GEMMA4 = wrapper(
+    {"gemma4_text": GEMMA4_TEXT}, vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30,
+    num_attention_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-6,
 )  # fmt: skip
 MISTRAL3 = wrapper({"mistral": MISTRAL, "ministral3": MINISTRAL3, "mistral4": MISTRAL4})
 LLAMA4 = wrapper({"llama4_text": LLAMA4_TEXT})
