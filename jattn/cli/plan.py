@@ -7,6 +7,7 @@ import json
 
 from jattn.cli import screen
 from jattn.engine import plan as planning
+from jattn.engine.admission import check_decoder_only
 from jattn.engine.device_kinds import DeviceKind, device_kind, kind_and_count
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import dtype_name
@@ -61,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.model}: a plan of weights that are stored quantised ({method}) is not implemented; give the folder "
             "of the model that was quantised, and --quantization"
         )
-    if config.is_encoder or config.encoder is not None:
-        raise ValueError(f"{config.family} is not a decoder-only model, and the engine serves no other")
+    check_decoder_only(config)
     fields = [field.name for field in dataclasses.fields(planning.Options)]
     options = planning.Options(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
     asked = [kind_and_count(text) for text in args.devices]

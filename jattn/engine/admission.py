@@ -31,6 +31,20 @@ OPTIONS = dict(
 """The rule of each option of the Engine."""
 
 
+def check_decoder_only(config: Any) -> None:
+    """ValueError for an encoder or an encoder-decoder, with what runs it."""
+    if config.encoder is not None:
+        raise ValueError(
+            f"{config.family} is an encoder-decoder, which the engine does not serve; call jattn.models.forward with "
+            "encoder_ids in a request's first step, and a batch made with encoder_seq_lens"
+        )
+    if config.is_encoder:
+        raise ValueError(
+            f"{config.family} is an encoder, which the engine does not serve; use jattn.Embedder for embeddings, or "
+            "jattn.models.encode and jattn.models.head"
+        )
+
+
 def model_of(
     config: Any, caches: Many, forward: Callable | None, backend: str, deterministic: bool, model_mesh: Any = None
 ) -> Model:

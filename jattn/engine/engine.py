@@ -81,6 +81,7 @@ class Engine:
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         if forward is None:
+            admission.check_decoder_only(config)
             admission.check_weights(config, params)
         config, params = admission.with_heads_apart(config, params, mesh)
         model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes)
@@ -138,15 +139,11 @@ class Engine:
         from jattn import models
 
         mesh = admission.mesh_of(mesh, tensor_parallel, data_parallel)
-        sharding = None
+        config, sharding = models.load_config(directory), None
+        admission.check_decoder_only(config)
         if mesh is not None:
-            config = models.load_config(directory)
             sharding = admission.model_mesh_of(config, mesh, cls.spans_processes).weight_sharding(config)
         config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)
-        if config.is_encoder or config.encoder is not None:
-            raise ValueError(
-                f"{config.family} is not a decoder-only model, and the engine serves no other; see jattn.models"
-            )
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
         return cls(config, params, tokenizer, chat_template=template, mesh=mesh, **options)
 

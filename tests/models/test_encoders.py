@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import jattn
 from jattn import models
+from jattn.engine import Engine
 from jattn.models.families.distance_bias import buckets_of
 from tests.models import examples, options
 from tests.models.serving import BLOCK_SIZE
@@ -215,3 +216,17 @@ def test_every_distance_has_the_bucket_that_transformers_gives_it(count, most, b
     wanted = rule(torch.tensor(distances), bidirectional=both_sides, num_buckets=count, max_distance=most).numpy()
     clipped = np.clip(distances, -most, most)
     np.testing.assert_array_equal(buckets_of(clipped, count, most, both_sides), wanted)
+
+
+def test_a_number_of_buckets_that_the_stored_bias_does_not_have_is_an_error(tmp_path):
+    saved(SEQ2SEQ["t5"], KINDS["t5"], tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | dict(relative_attention_num_buckets=16)))
+    with pytest.raises(ValueError, match="the bias has 32 buckets, and relative_attention_num_buckets=16"):
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "way"), [("bart", "encoder_ids"), ("t5", "encoder_ids"), ("bert", "Embedder")])
+def test_the_engine_refuses_what_it_does_not_serve_and_says_what_runs_it(name, way):
+    with pytest.raises(ValueError, match=f"the engine does not serve.*{way}"):
+        Engine(models.config_of(examples.ENCODERS[name]), {}, num_blocks=8)

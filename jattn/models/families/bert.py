@@ -94,7 +94,7 @@ def mpnet(c: ConfigReader) -> ModelConfig:
     spec = dataclasses.replace(first.attention, use_distance_bias=True)
     layer = dataclasses.replace(first, self_attn=dataclasses.replace(first.self_attn, spec=spec, max_distance=128))
     head = HeadTransform(activation="gelu", norm=layer_norm(c))
-    return dataclasses.replace(config, layers=(layer,) * len(config.layers), head_transform=head)
+    return dataclasses.replace(config, layers=(layer,) * len(config.layers), head_transform=head, distance_buckets=32)
 
 
 MPNET_FIRST = 2

@@ -31,13 +31,17 @@ def distance_bias_rows(config: ModelConfig, tensor: str) -> dict[str, TensorSour
     for index, layer in enumerate(config.layers):
         assert isinstance(layer.self_attn, AttentionConfig) and layer.self_attn.max_distance is not None
         most = layer.self_attn.max_distance
-        make = functools.partial(by_distance, max_distance=most, both_sides=config.is_encoder)
+        make = functools.partial(
+            by_distance, max_distance=most, both_sides=config.is_encoder, count=config.distance_buckets
+        )
         rows[f"layers.{index}.attn.distance_bias"] = TensorSource((tensor,), make)
     return rows
 
 
-def by_distance(x: np.ndarray, max_distance: int, both_sides: bool) -> np.ndarray:
-    """[buckets, heads] -> [heads, 2 * max_distance + 1]."""
+def by_distance(x: np.ndarray, max_distance: int, both_sides: bool, count: int | None) -> np.ndarray:
+    """[buckets, heads] -> [heads, 2 * max_distance + 1]. count: the number of buckets that config.json gives."""
+    if len(x) != count:
+        raise ValueError(f"the bias has {len(x)} buckets, and relative_attention_num_buckets={count}")
     if len(x) < 4 or max_distance <= len(x) // 2:
         raise ValueError(f"the bias has {len(x)} buckets; it must have at least 4 and fewer than {2 * max_distance}")
     return x[buckets_of(np.arange(-max_distance, max_distance + 1), len(x), max_distance, both_sides)].T

@@ -49,12 +49,12 @@ def side_config(c: ConfigReader, side: str, count: int, **more: Any) -> ModelCon
     )
     return ModelConfig(
         family="t5", vocab_size=c.count("vocab_size"), hidden_size=hidden, layers=(layer,) * count, final_norm=norm,
-        **more,
+        distance_buckets=c.count("relative_attention_num_buckets", 32), **more,
     )  # fmt: skip
 
 
 def max_distance(c: ConfigReader) -> int:
-    """The distance from which on all keys share a bucket. The number of buckets is that of the stored tensor."""
+    """The distance from which on all keys share a bucket."""
     buckets = c.count("relative_attention_num_buckets", 32, low=4, high=MAX_BUCKETS)
     most = c.count("relative_attention_max_distance", 128, low=2, high=MAX_BUCKETS)
     if most <= buckets // 2:
