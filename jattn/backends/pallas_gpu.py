@@ -7,6 +7,9 @@ to check it there.
 The gradient over pages is that of `sdpa`: the backward pass computes the forward pass again. That of packed keys is
 cuDNN's where it supports the layer and the batch (see cudnn.py), else that of `sdpa`.
 
+Keys in levels (jattn.cascade_attention, or a common_prefix_len) take a launch for each level. All queries of a group
+are the rows of one request over the keys that they share. The levels' float32 states are merged and rounded once.
+
 The division of work depends on the whole batch, so the last bits of a request's result may too. With
 needs=(Feature.BATCH_INVARIANCE,) another backend is chosen, in which they do not.
 """
@@ -23,6 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from jattn import device
 from jattn.backends import cudnn
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.capability import Question
 from jattn.backends.kernel import PagedKernelBackend
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import encode_rows
@@ -30,9 +34,10 @@ from jattn.cache.write import packed_as_pages, write_backward, write_kv
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.cascade import prefix_levels
 from jattn.ops.gradient import packed_gradient, paged_gradient
 from jattn.ops.rotation import Angles, rotate
-from jattn.ops.state import AttentionState
+from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
@@ -55,7 +60,7 @@ WARPS_SINCE = (0, 12)  # JAX's version
 
 def kernel_config(
     spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, common: CommonAttentionMetadata | None = None,
-    chip: Chip = HOPPER,
+    chip: Chip = HOPPER, out_dtype: str | None = None,
 ) -> GpuKernelConfig:  # fmt: skip
     """The static arguments of the chip's kernel for queries of `dtype` and a batch (None: any batch)."""
     longest = None if common is None else queries_of(common, spec.attn_type).max_query_len
@@ -70,6 +75,7 @@ def kernel_config(
         page_size=cache_spec.block_size,
         layout=cache_spec.physical_layout,
         dtype=dtype,
+        out_dtype=out_dtype,
         kv_dtype=cache_spec.dtype,
         token_scales=cache_spec.quant == "per_token_head",
         mask=spec.mask_rule(common is None or common.is_causal),
@@ -98,12 +104,13 @@ def _version_reasons(chip: Chip) -> list[str]:
 
 @pytree
 class PallasGpuMetadata:
-    """The batch, its blocks and slots, and the work list of the CTAs."""
+    """The batch, its blocks and slots, and the work list of the CTAs; of a cascade, those of the last level."""
 
     common: CommonAttentionMetadata
     block_table: AnyArray | None  # i32[R B] of the keys
     slot_mapping: AnyArray  # i32[T] slots of k and v
     work: GpuWorkList  # pieces of queries and keys, divided among the CTAs
+    shared: tuple["PallasGpuMetadata", ...] = ()  # of a cascade: the plans of the levels before
 
     @property
     def num_tokens(self) -> int:
@@ -116,12 +123,37 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
+    supports_cascade = True
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PallasGpuMetadata:
-        """common_prefix_len has no effect: the kernel reads a shared prefix once for each request."""
-        common, kind = common_attn_metadata, self.spec.attn_type
+        """The whole blocks of a common prefix are read once for the batch, where the layer allows levels of keys."""
+        common, size = common_attn_metadata, self.cache_spec.block_size
+        if common_prefix_len and not fast_build and not _against_levels(Question.of(self.spec, self.cache_spec)):
+            return self.build_cascade(prefix_levels(common, common_prefix_len, size))
+        return self._level(common)
+
+    def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> PallasGpuMetadata:
+        """The plan of a cascade. All queries see all keys of the levels before the last."""
+        *shared, last = levels
+        plans = (self._level(level.replace(causal=False)) for level in shared)
+        return dataclasses.replace(self._level(last), shared=tuple(plans))
+
+    def update_block_table(self, metadata: PallasGpuMetadata, block_table, slot_mapping) -> PallasGpuMetadata:
+        """The same plan with another block table; ValueError for a cascade, which has one for each level."""
+        if metadata.shared:
+            raise ValueError("a cascade has a block table for each level: build a new plan")
+        return super().update_block_table(metadata, block_table, slot_mapping)
+
+    def for_layer(self, metadata: PallasGpuMetadata, layer, blocks_per_layer: int) -> PallasGpuMetadata:
+        """Adds the offset of the layer to the block table of each level."""
+        shared = tuple(self.for_layer(level, layer, blocks_per_layer) for level in metadata.shared)
+        last = super().for_layer(dataclasses.replace(metadata, shared=()), layer, blocks_per_layer)
+        return dataclasses.replace(last, shared=shared)
+
+    def _level(self, common: CommonAttentionMetadata) -> PallasGpuMetadata:
+        kind = self.spec.attn_type
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         causal = common.causal_per_request if kind is AttentionType.DECODER else None
         dtype = PallasGpuBackend.usual_query_dtype(self.cache_spec)
@@ -139,10 +171,25 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 
     can_return_lse_for_decode = True
     lengths: cudnn.Lengths = cudnn.Lengths.UNKNOWN  # of the batch; see for_batch
+    out_dtype: str | None = None  # of the kernel's output: float32, or None for that of the queries
 
     def forward(self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
-        state: Any = _paged(self, q, cache, m, params, None)
-        return state
+        return self._over_pages(q, cache, m, params)
+
+    def _over_pages(
+        self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters=None
+    ) -> AttentionState:
+        """One launch for each level. counters: see ragged_paged_attention, for the last level."""
+        if not m.shared:
+            state: Any = _paged(self, q, cache, m, params, counters)
+            return state
+        impl = dataclasses.replace(self, spec=dataclasses.replace(self.spec, has_sinks=False), out_dtype="float32")
+        last = impl._over_pages(q, cache, dataclasses.replace(m, shared=()), params, counters)
+        state = merge(*(impl._over_pages(q, cache, level, params) for level in m.shared), last)
+        if self.spec.has_sinks:
+            assert params.sinks is not None
+            state = with_sinks(state, params.sinks)
+        return dataclasses.replace(state, out=state.out.astype(q.dtype))
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
@@ -157,8 +204,8 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
         q, cache, counters = written
         config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common, self.chip)
-        state: Any = _paged(self, q, cache, m, params, counters if _merges_inside(config, m.common) else None)
-        return cache, state
+        counters = counters if _merges_inside(config, m.common) else None
+        return cache, self._over_pages(q, cache, m, params, counters)
 
     def for_batch(self, meta: CommonAttentionMetadata) -> "PallasGpuImpl":
         return dataclasses.replace(self, lengths=cudnn.lengths_known(self.spec, meta))
@@ -195,7 +242,7 @@ def _paged(
     impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters
 ) -> AttentionState:
     spec = impl.spec
-    config = kernel_config(spec, cache.spec, q.dtype.name, m.common, impl.chip)
+    config = kernel_config(spec, cache.spec, q.dtype.name, m.common, impl.chip, impl.out_dtype)
     if counters is not None:
         config = dataclasses.replace(config, merges_inside=True)
     if reasons := config_reasons(config):
@@ -329,6 +376,20 @@ def _rotate_and_write_backward(impl: PallasGpuImpl, saved, cotangent):
 _rotate_and_write.defvjp(lambda impl, *args: (_rotate_and_write(impl, *args), args), _rotate_and_write_backward)
 
 
+IN_LEVELS = (
+    *(Feature.SINK, Feature.PER_HEAD_QUANT_SCALES, Feature.NON_CAUSAL, Feature.SOFT_CAP, Feature.PER_REQUEST_CAUSAL),
+    *(Feature.DIFF_KV, Feature.LSE, Feature.CASCADE),
+)
+"""Features that a layer may need beside levels of keys: they do not depend on the positions of queries and keys."""
+
+
+def _against_levels(question: Question) -> list[str]:
+    """The options of a layer with which the kernel cannot attend to keys in levels."""
+    found = [option for feature, option in question.needs if feature not in IN_LEVELS]
+    kind = question.attn_type
+    return found if kind is AttentionType.DECODER else [*found, f"attn_type={kind.value}"]
+
+
 class PallasGpuBackend(PagedKernelBackend):
     """bf16 and f16 queries on NVIDIA GPUs. pallas_kernels.gpu.supports and .supports_sm80 give the kernels' limits."""
 
@@ -364,6 +425,7 @@ class PallasGpuBackend(PagedKernelBackend):
             Feature.DIFF_KV,
             Feature.LSE,
             Feature.PACKED,
+            Feature.CASCADE,
         }
     )
 
@@ -392,6 +454,12 @@ class PallasGpuBackend(PagedKernelBackend):
                 "query with the last key",
             )
         return own
+
+    @classmethod
+    def supports_combination(cls, question: Question) -> str | None:
+        if not question.needs_feature(Feature.CASCADE) or not (found := _against_levels(question)):
+            return None
+        return f"levels of keys not supported with {', '.join(found)}: queries of one tile have no order among them"
 
     @classmethod
     def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:

@@ -42,7 +42,7 @@ def packed_gradient(
 
 def _gradient(spec, common, open_keys, inputs, cotangent):
     batch, max_query_len = batch_of(common, spec.attn_type), queries_of(common, spec.attn_type).max_query_len
-    call = AttentionCall(spec, common.is_causal, max_query_len, path="chunked")
+    call = AttentionCall(spec, common.is_causal, max_query_len, "chunked", cotangent.out.dtype.name)
     forward = lambda q, source, params: differentiable(call, q, open_keys(source), batch, params)
     return jax.vjp(forward, *jax.tree.map(jnp.asarray, inputs))[1](cotangent)
 

@@ -28,7 +28,8 @@ class GpuKernelConfig:
     v_head_dim: int
     page_size: int
     layout: str = "HND"
-    dtype: str = "bfloat16"  # of queries and output
+    dtype: str = "bfloat16"  # of the queries
+    out_dtype: str | None = None  # of the output: float32, for states that are merged later; None: the queries'
     kv_dtype: str = "bfloat16"
     token_scales: bool = False  # a f32 scale for each token and kv head: [N, K, S] or [N, S, K] beside each pool
     mask: MaskRule = MaskRule()
@@ -56,6 +57,11 @@ class GpuKernelConfig:
     def group(self) -> int:
         """Query heads of one kv head, G."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def result_dtype(self) -> str:
+        """Of the output."""
+        return self.out_dtype or self.dtype
 
     @property
     def quantised(self) -> bool:

@@ -123,5 +123,5 @@ def _merge_warps(cfg: GpuKernelConfig, refs: Refs, piece: Piece, acc, stats, wg)
         sync_warpgroups()
         warps.merge_and_store(
             *scratch, refs, part, refs.scales[piece[HEAD], 1], 1, where,
-            n=n, group=cfg.group, heads=cfg.num_heads, has_sinks=cfg.has_sinks, **kind,
+            n=n, group=cfg.group, heads=cfg.num_heads, has_sinks=cfg.has_sinks, out_dtype=cfg.result_dtype, **kind,
         )  # fmt: skip

@@ -50,6 +50,7 @@ def shape_reasons(config: GpuKernelConfig) -> list[str]:
             reasons.append(reason)
 
     refuse(c.dtype not in QUERY_DTYPES, f"q dtype {c.dtype}: tensor cores take bfloat16 or float16")
+    refuse(c.result_dtype not in (c.dtype, "float32"), f"output dtype {c.out_dtype}: wanted {c.dtype} or float32")
     kv_dtypes = (c.dtype, *KV_DTYPES_8BIT)
     refuse(c.kv_dtype not in kv_dtypes, f"kv dtype {c.kv_dtype} with q {c.dtype}: wanted one of {', '.join(kv_dtypes)}")
     refuse(c.num_heads % c.num_kv_heads != 0, f"{c.num_heads} heads are not a multiple of {c.num_kv_heads} kv heads")

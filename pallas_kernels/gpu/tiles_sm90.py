@@ -172,7 +172,7 @@ def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stag
         out = acc * across_columns(factor * v_scale, shape)
         where = (piece[wl.TOK0], head0, piece[wl.ROW0] + tile_row, nrows)
         kind = dict(group=cfg.group, heads=cfg.num_heads)
-        if stage is None or cfg.v_head_dim != cfg.head_dim:
+        if stage is None or cfg.v_head_dim != cfg.head_dim or cfg.result_dtype != cfg.dtype:
             rows.store_rows(refs.out, refs.lse, out, lse, *where, jnp.int32(0), stride=shape[1], **kind)
         else:
             stage[...] = out.astype(cfg.dtype)
