@@ -35,7 +35,7 @@ from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.cascade import prefix_levels
-from jattn.ops.gradient import packed_gradient, paged_gradient
+from jattn.ops.gradient import forward_only, packed_gradient, paged_gradient
 from jattn.ops.rotation import Angles, rotate
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
@@ -180,6 +180,13 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters=None
     ) -> AttentionState:
         """One launch for each level. counters: see ragged_paged_attention, for the last level."""
+        if (quantised := self.spec.output_dtype) is not None:
+            no_gradient = f"output_dtype={quantised!r}", "leave it None to differentiate"
+            q, cache, params = forward_only((q, cache, params), *no_gradient)
+            spec = dataclasses.replace(self.spec, output_dtype=None)
+            impl = dataclasses.replace(self, spec=spec, out_dtype="float32")
+            state = impl._over_pages(q, cache, m, params, counters)
+            return dataclasses.replace(state, out=quant.to_dtype(state.out, quantised, params.output_scale))
         if not m.shared:
             state: Any = _paged(self, q, cache, m, params, counters)
             return state
@@ -189,7 +196,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         if self.spec.has_sinks:
             assert params.sinks is not None
             state = with_sinks(state, params.sinks)
-        return dataclasses.replace(state, out=state.out.astype(q.dtype))
+        return dataclasses.replace(state, out=state.out.astype(self.out_dtype or q.dtype))
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
@@ -378,7 +385,7 @@ _rotate_and_write.defvjp(lambda impl, *args: (_rotate_and_write(impl, *args), ar
 
 IN_LEVELS = (
     *(Feature.SINK, Feature.PER_HEAD_QUANT_SCALES, Feature.NON_CAUSAL, Feature.SOFT_CAP, Feature.PER_REQUEST_CAUSAL),
-    *(Feature.DIFF_KV, Feature.LSE, Feature.CASCADE),
+    *(Feature.DIFF_KV, Feature.LSE, Feature.CASCADE, Feature.FUSED_OUTPUT_QUANT),
 )
 """Features that a layer may need beside levels of keys: they do not depend on the positions of queries and keys."""
 
@@ -417,6 +424,7 @@ class PallasGpuBackend(PagedKernelBackend):
             Feature.NON_CAUSAL,
             Feature.TWO_SIDED_WINDOW,
             Feature.CHUNK,
+            Feature.CHUNK_LOOKBACK,
             Feature.ALIBI,
             Feature.SOFT_CAP,
             Feature.MASK_FN,
@@ -426,6 +434,7 @@ class PallasGpuBackend(PagedKernelBackend):
             Feature.LSE,
             Feature.PACKED,
             Feature.CASCADE,
+            Feature.FUSED_OUTPUT_QUANT,
         }
     )
 

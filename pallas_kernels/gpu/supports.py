@@ -4,7 +4,7 @@ from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, GpuKernelConfig
 from pallas_kernels.gpu.rows_sm90 import swizzle_bytes
 
-MASKS = ("causal", "left", "right", "chunk", "mask_fn")  # fields of a MaskRule that it honours
+MASKS = ("causal", "left", "right", "chunk", "lookback", "mask_fn")  # fields of a MaskRule that it honours
 LOGITS = ("scale", "soft_cap", "has_alibi", "score_fn")  # fields of a LogitRule that it honours
 QUERY_DTYPES = ("bfloat16", "float16")
 

@@ -23,6 +23,8 @@ CASES = {
     "non causal": dict(mask=MaskRule(causal=False)),
     "both sides": dict(mask=MaskRule(causal=False, left=64, right=32)),
     "chunk": dict(mask=MaskRule(chunk=512)),
+    "chunk, lookback": dict(mask=MaskRule(chunk=512, lookback=2)),
+    "f32 output": dict(out_dtype="float32"),
     "per request": dict(per_request_causal=True),
     "mask_fn": dict(mask=MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
     "score_fn": dict(logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q))),
