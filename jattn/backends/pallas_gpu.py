@@ -28,6 +28,7 @@ from jattn.backends import cudnn
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.capability import Question
 from jattn.backends.kernel import PagedKernelBackend
+from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import encode_rows
 from jattn.cache.write import packed_as_pages, write_backward, write_kv
@@ -35,12 +36,14 @@ from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.cascade import prefix_levels
+from jattn.metadata.parallel import KeyShard
 from jattn.ops.gradient import forward_only, packed_gradient, paged_gradient
 from jattn.ops.rotation import Angles, rotate
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
+from pallas_kernels.algebra.shards import ShardRule
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
@@ -55,12 +58,13 @@ from pallas_kernels.gpu.write_sm90 import write_rows
 
 QUERY_DTYPES = ("bfloat16", "float16")
 HOPPER = Chip("gpu", "sm_90")
+ONE_RANK = ContextParallel()
 WARPS_SINCE = (0, 12)  # JAX's version
 
 
 def kernel_config(
     spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, common: CommonAttentionMetadata | None = None,
-    chip: Chip = HOPPER, out_dtype: str | None = None,
+    chip: Chip = HOPPER, out_dtype: str | None = None, parallel: ContextParallel = ONE_RANK,
 ) -> GpuKernelConfig:  # fmt: skip
     """The static arguments of the chip's kernel for queries of `dtype` and a batch (None: any batch)."""
     longest = None if common is None else queries_of(common, spec.attn_type).max_query_len
@@ -82,6 +86,7 @@ def kernel_config(
         logits=spec.logit_rule(),
         has_sinks=spec.has_sinks,
         per_request_causal=decoder and common is not None and common.causal_per_request is not None,
+        shards=ShardRule(parallel.dcp_world_size, parallel.interleave if parallel.dcp_world_size > 1 else 1),
     )
 
 
@@ -111,6 +116,7 @@ class PallasGpuMetadata:
     slot_mapping: AnyArray  # i32[T] slots of k and v
     work: GpuWorkList  # pieces of queries and keys, divided among the CTAs
     shared: tuple["PallasGpuMetadata", ...] = ()  # of a cascade: the plans of the levels before
+    shard: KeyShard | None = None  # the keys of this rank, if several have them
 
     @property
     def num_tokens(self) -> int:
@@ -130,12 +136,15 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
     ) -> PallasGpuMetadata:
         """The whole blocks of a common prefix are read once for the batch, where the layer allows levels of keys."""
         common, size = common_attn_metadata, self.cache_spec.block_size
-        if common_prefix_len and not fast_build and not _against_levels(Question.of(self.spec, self.cache_spec)):
+        allowed = self.parallel.dcp_world_size == 1 and not _against_levels(Question.of(self.spec, self.cache_spec))
+        if common_prefix_len and not fast_build and allowed:
             return self.build_cascade(prefix_levels(common, common_prefix_len, size))
         return self._level(common)
 
     def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> PallasGpuMetadata:
         """The plan of a cascade. All queries see all keys of the levels before the last."""
+        if self.parallel.dcp_world_size > 1:
+            raise UnsupportedError("a cascade does not support dcp_world_size > 1: use one batch, or dcp_world_size=1")
         *shared, last = levels
         plans = (self._level(level.replace(causal=False)) for level in shared)
         return dataclasses.replace(self._level(last), shared=tuple(plans))
@@ -157,12 +166,18 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         causal = common.causal_per_request if kind is AttentionType.DECODER else None
         dtype = PallasGpuBackend.usual_query_dtype(self.cache_spec)
-        config = kernel_config(self.spec, self.cache_spec, dtype, common, self.chip)
+        config = kernel_config(self.spec, self.cache_spec, dtype, common, self.chip, None, self.parallel)
+        shard, slots, own = self.parallel.dcp_shard(self.cache_spec), keys.slot_mapping, {}
+        if shard is not None:
+            slots = shard.slot_mapping(keys, self.cache_spec.block_size)
+            own = dict(rank=shard.rank, local_lens=shard.local_lens(keys))
         work = build_work_list(
             jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
-            None if causal is None else jnp.asarray(causal),
+            None if causal is None else jnp.asarray(causal), **own,
         )  # fmt: skip
-        return PallasGpuMetadata(common=common, block_table=keys.block_table, slot_mapping=keys.slot_mapping, work=work)
+        return PallasGpuMetadata(
+            common=common, block_table=keys.block_table, slot_mapping=slots, work=work, shard=shard
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,12 +202,13 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
             impl = dataclasses.replace(self, spec=spec, out_dtype="float32")
             state = impl._over_pages(q, cache, m, params, counters)
             return dataclasses.replace(state, out=quant.to_dtype(state.out, quantised, params.output_scale))
-        if not m.shared:
+        if not m.shared and m.shard is None:
             state: Any = _paged(self, q, cache, m, params, counters)
             return state
         impl = dataclasses.replace(self, spec=dataclasses.replace(self.spec, has_sinks=False), out_dtype="float32")
-        last = impl._over_pages(q, cache, dataclasses.replace(m, shared=()), params, counters)
-        state = merge(*(impl._over_pages(q, cache, level, params) for level in m.shared), last)
+        states: Any = [_paged(impl, q, cache, level, params, None) for level in m.shared]
+        states += [_paged(impl, q, cache, dataclasses.replace(m, shared=()), params, counters)]
+        state = merge(*states) if self.parallel.combine is None else self.parallel.combine(merge(*states))
         if self.spec.has_sinks:
             assert params.sinks is not None
             state = with_sinks(state, params.sinks)
@@ -249,7 +265,7 @@ def _paged(
     impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters
 ) -> AttentionState:
     spec = impl.spec
-    config = kernel_config(spec, cache.spec, q.dtype.name, m.common, impl.chip, impl.out_dtype)
+    config = kernel_config(spec, cache.spec, q.dtype.name, m.common, impl.chip, impl.out_dtype, impl.parallel)
     if counters is not None:
         config = dataclasses.replace(config, merges_inside=True)
     if reasons := config_reasons(config):
@@ -269,7 +285,7 @@ def _paged(
 
 def _paged_backward(impl: PallasGpuImpl, saved, cotangent):
     q, cache, m, params, _ = saved
-    dq, dcache, dparams = paged_gradient(impl.spec, m.common, m.block_table, (q, cache, params), cotangent)
+    dq, dcache, dparams = paged_gradient(impl.spec, m.common, m.block_table, (q, cache, params), cotangent, m.shard)
     return dq, dcache, None, dparams, None
 
 
@@ -385,14 +401,27 @@ _rotate_and_write.defvjp(lambda impl, *args: (_rotate_and_write(impl, *args), ar
 
 IN_LEVELS = (
     *(Feature.SINK, Feature.PER_HEAD_QUANT_SCALES, Feature.NON_CAUSAL, Feature.SOFT_CAP, Feature.PER_REQUEST_CAUSAL),
-    *(Feature.DIFF_KV, Feature.LSE, Feature.CASCADE, Feature.FUSED_OUTPUT_QUANT),
+    *(Feature.DIFF_KV, Feature.LSE, Feature.FUSED_OUTPUT_QUANT),
 )
 """Features that a layer may need beside levels of keys: they do not depend on the positions of queries and keys."""
 
 
+IN_SHARDS = (*IN_LEVELS, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.CHUNK, Feature.CHUNK_LOOKBACK)
+"""Features that a layer may need beside DCP: a range of positions is a range of one rank's keys."""
+
+
 def _against_levels(question: Question) -> list[str]:
     """The options of a layer with which the kernel cannot attend to keys in levels."""
-    found = [option for feature, option in question.needs if feature not in IN_LEVELS]
+    return _beyond(question, (*IN_LEVELS, Feature.CASCADE))
+
+
+def _against_shards(question: Question) -> list[str]:
+    """The options of a layer whose keys cannot be on several ranks."""
+    return _beyond(question, (*IN_SHARDS, Feature.DCP))
+
+
+def _beyond(question: Question, allowed: tuple[Feature, ...]) -> list[str]:
+    found = [option for feature, option in question.needs if feature not in allowed]
     kind = question.attn_type
     return found if kind is AttentionType.DECODER else [*found, f"attn_type={kind.value}"]
 
@@ -434,6 +463,7 @@ class PallasGpuBackend(PagedKernelBackend):
             Feature.LSE,
             Feature.PACKED,
             Feature.CASCADE,
+            Feature.DCP,
             Feature.FUSED_OUTPUT_QUANT,
         }
     )
@@ -466,9 +496,11 @@ class PallasGpuBackend(PagedKernelBackend):
 
     @classmethod
     def supports_combination(cls, question: Question) -> str | None:
-        if not question.needs_feature(Feature.CASCADE) or not (found := _against_levels(question)):
-            return None
-        return f"levels of keys not supported with {', '.join(found)}: queries of one tile have no order among them"
+        if question.needs_feature(Feature.CASCADE) and (found := _against_levels(question)):
+            return f"levels of keys not supported with {', '.join(found)}: queries of one tile have no order among them"
+        if question.needs_feature(Feature.DCP) and (found := _against_shards(question)):
+            return f"DCP not supported with {', '.join(found)}: the kernel has no positions of keys on several ranks"
+        return None
 
     @classmethod
     def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:

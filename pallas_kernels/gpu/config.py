@@ -5,6 +5,7 @@ import math
 
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.algebra.shards import ShardRule
 
 WARPGROUP_ROWS = 64  # query rows of one warpgroup's tile: the M of wgmma
 KV_DTYPES_8BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -36,6 +37,7 @@ class GpuKernelConfig:
     logits: LogitRule = LogitRule(scale=1.0)
     has_sinks: bool = False
     per_request_causal: bool = False
+    shards: ShardRule = ShardRule()  # of a request's keys, if several ranks hold them: the pools have those of one
 
     block_kv: int = 128  # keys of one block: one step of the softmax loop
     stages: int = 2  # blocks of keys and values in shared memory

@@ -62,6 +62,10 @@ def shape_reasons(config: GpuKernelConfig) -> list[str]:
     refuse(c.v_head_dim > c.head_dim, f"v_head_dim {c.v_head_dim} is larger than head_dim {c.head_dim}")
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
+    positional = c.logits.has_alibi or c.logits.score_fn is not None or c.mask.mask_fn is not None
+    refuse(
+        c.shards.world > 1 and positional, "ALiBi, mask_fn or score_fn with keys on several ranks: not in this kernel"
+    )
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")

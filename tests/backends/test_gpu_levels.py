@@ -2,7 +2,6 @@
 
 import dataclasses
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,27 +9,18 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.backends import Feature, pallas_gpu
+from jattn import device
+from jattn.backends import Feature
 from jattn.device import Chip
+from tests.backends.gpu_interpreted import INTERPRETS, interpreted_warps
 from tests.backends.test_pallas_gpu import launches
 from tests.oracle.attention import ragged
 
-HOPPER, WARPS = Chip("gpu", "sm_90"), Chip("gpu", "sm_80")
-INTERPRETS = pytest.mark.skipif(
-    jax.__version_info__ < pallas_gpu.WARPS_SINCE, reason="JAX interprets the warp-level kernel only, from 0.12 on"
-)
+HOPPER = Chip("gpu", "sm_90")
 LAYER: dict[str, Any] = dict(num_heads=4, num_kv_heads=2, head_dim=64, logits_soft_cap=5.0, has_sinks=True)
 SIZE, BLOCKS = 16, 40
 SHARED, QUERIES, TOTALS = 32, (1, 3, 1, 2), (70, 41, 33, 34)  # the prefix; new tokens and all tokens of each request
 TOKENS, ROWS = sum(QUERIES) + 5, 6
-
-
-CONFIG = pallas_gpu.kernel_config
-
-
-def few_ctas(*args):
-    """The config with 3 CTAs instead of 132."""
-    return dataclasses.replace(CONFIG(*args), num_ctas=3)
 
 
 class Shared:
@@ -81,10 +71,8 @@ class Shared:
 
     def check(self, plan) -> None:
         """Attention by the interpreted kernel with the plan that plan(attn, meta) makes inside jit."""
-        from tests.kernels.gpu.interpreter import interpreted
-
-        attn = self.attn(WARPS)
-        with mock.patch.object(pallas_gpu, "kernel_config", few_ctas), interpreted():
+        with interpreted_warps():
+            attn = self.attn(device.detect())
             step = lambda meta: attn.attend(self.q, self.cache, plan(attn, meta), self.params)  # noqa: E731
             state = jax.jit(step)(jax.tree.map(jnp.asarray, self.meta))
             out, lse, count = np.asarray(state.out, np.float64), np.asarray(state.lse), sum(QUERIES)
@@ -108,6 +96,27 @@ def test_levels_of_groups_are_attention_by_its_definition():
     batch = Shared()
     levels = jattn.cascade_levels(batch.meta, groups, SIZE)
     batch.check(lambda attn, meta: attn.build_cascade(jax.tree.map(jnp.asarray, levels)))
+
+
+@pytest.mark.slow
+@INTERPRETS
+def test_the_gradient_of_levels_is_that_of_the_reference():
+    batch, found = Shared(), []
+    weight = np.random.default_rng(1).standard_normal(batch.q.shape).astype(np.float32)
+    live = np.arange(TOKENS)[:, None, None] < sum(QUERIES)
+    with interpreted_warps():
+        for backend in ("pallas_gpu", "sdpa"):
+            attn = jattn.PagedAttention(batch.spec, batch.cache_spec, backend)
+            plan = attn.build(batch.meta, common_prefix_len=32)
+
+            def loss(q, sinks, attn=attn, plan=plan):
+                out = attn.attend(q, batch.cache, plan, jattn.AttentionParams(sinks=sinks)).out
+                return jnp.sum(jnp.where(live, out.astype(jnp.float32) * weight, 0))
+
+            q = jnp.where(live, batch.q, 0)
+            found.append(jax.jit(jax.grad(loss, (0, 1)))(q, batch.params.sinks))
+    for ours, wanted in zip(*found, strict=True):
+        np.testing.assert_allclose(np.asarray(ours, np.float64), np.asarray(wanted, np.float64), atol=4e-2)
 
 
 def test_the_shared_level_holds_every_query_and_the_rest_its_own_keys():
