@@ -5,7 +5,7 @@ on the other chips since Ampere. A `platform` of Chip("gpu", "sm_80") takes the 
 to check it there.
 
 The gradient over pages is that of `sdpa`: the backward pass computes the forward pass again. That of packed keys is
-cuDNN's where it supports the layer and the batch (see cudnn.py), else that of `sdpa`.
+cuDNN's where it supports the layer and the batch (see cudnn_gradient.py), else that of `sdpa`.
 
 Keys in levels (jattn.cascade_attention, or a common_prefix_len) take a launch for each level. All queries of a group
 are the rows of one request over the keys that they share. The levels' float32 states are merged and rounded once.
@@ -16,15 +16,13 @@ needs=(Feature.BATCH_INVARIANCE,) another backend is chosen, in which they do no
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from jattn import device
-from jattn.backends import cudnn
+from jattn.backends import cudnn, cudnn_gradient
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.capability import Question
 from jattn.backends.kernel import PagedKernelBackend
@@ -37,7 +35,7 @@ from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.cascade import prefix_levels
 from jattn.metadata.parallel import KeyShard
-from jattn.ops.gradient import forward_only, packed_gradient, paged_gradient
+from jattn.ops.gradient import forward_only, paged_gradient
 from jattn.ops.rotation import Angles, rotate
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
@@ -235,17 +233,12 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary cache. If a gradient is taken, cuDNN computes both instead where it can."""
-        if self._has_gradient_by_cudnn(q, k, v, meta, params):
-            state: Any = _packed(self, q, k, v, meta, params)
+        if cudnn_gradient.applies(self.spec, q, k, v, meta, params):
+            state: Any = cudnn_gradient.attend(self, q, k, v, meta, params)
             return state
-        return self._forward_copied(q, k, v, meta, params)
+        return self.forward_copied(q, k, v, meta, params)
 
-    def _has_gradient_by_cudnn(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> bool:
-        plain = q.dtype == k.dtype == v.dtype and not jax.tree.leaves(params)
-        reasons = cudnn.layer_reasons(self.spec, q.dtype.name)
-        return plain and not reasons and not cudnn.batch_reasons(self.spec, meta, q.shape[0], k.shape[0])
-
-    def _forward_copied(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
+    def forward_copied(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         keys = keys_of(meta, self.spec.attn_type)
         cache, block_table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
@@ -290,70 +283,6 @@ def _paged_backward(impl: PallasGpuImpl, saved, cotangent):
 
 
 _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _packed(impl: PallasGpuImpl, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
-    return impl._forward_copied(q, k, v, meta, params)
-
-
-def _packed_forward(impl: PallasGpuImpl, q, k, v, meta, params):
-    """By cuDNN, so that its backward pass has what it needs and nothing is computed twice."""
-    q, k, v, meta, params = _primals((q, k, v, meta, params))
-
-    def by_cudnn():
-        return cudnn.forward(impl.spec, q, k, v, meta, impl.lengths)
-
-    def by_kernel():
-        _, statistics = jax.eval_shape(by_cudnn)
-        return impl._forward_copied(q, k, v, meta, params), jnp.zeros(statistics.shape, statistics.dtype)
-
-    state, statistics = _where_cudnn_is_right(impl, meta, by_cudnn, by_kernel)
-    return state, (q, k, v, meta, params, state.out, statistics)
-
-
-def _packed_backward(impl: PallasGpuImpl, saved, cotangent: AttentionState):
-    """A gradient of lse is that of the reference: cuDNN has none."""
-    q, k, v, meta, params, out, statistics = saved
-
-    def of_reference():
-        filled = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
-        dq, (dk, dv), _ = packed_gradient(impl.spec, meta, (q, (k, v), params), filled)
-        return dq, dk, dv
-
-    def of_cudnn():
-        return cudnn.backward(impl.spec, q, k, v, meta, impl.lengths, out, statistics, _instantiated(cotangent.out))
-
-    if _is_symbolic_zero(cotangent.lse):
-        grads = _where_cudnn_is_right(impl, meta, of_cudnn, of_reference)
-    else:
-        grads = of_reference()
-    return *grads, None, None
-
-
-def _where_cudnn_is_right(impl: PallasGpuImpl, meta: CommonAttentionMetadata, yes: Callable, no: Callable):
-    """yes() if the lengths of the batch are as cuDNN needs them, else no()."""
-    if impl.lengths is not cudnn.Lengths.UNKNOWN or not cudnn.needs_all_new(impl.spec, meta):
-        return yes()
-    batch = queries_of(meta, impl.spec.attn_type)
-    return jax.lax.cond(jnp.all(batch.query_lens() == jnp.asarray(batch.seq_lens)), yes, no)
-
-
-def _primals(args: tuple) -> tuple:
-    """The arguments of a forward rule with symbolic_zeros: JAX wraps each array."""
-    is_wrapped = lambda x: hasattr(x, "perturbed")  # noqa: E731
-    return jax.tree.map(lambda x: x.value, args, is_leaf=is_wrapped)
-
-
-def _is_symbolic_zero(x: Any) -> bool:
-    return isinstance(x, SymbolicZero)
-
-
-def _instantiated(x: Any) -> jax.Array:
-    return jnp.zeros(x.shape, x.dtype) if _is_symbolic_zero(x) else x
-
-
-_packed.defvjp(_packed_forward, _packed_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
