@@ -106,6 +106,7 @@ CHECKED = [
     KernelCase(name="mix_full", lengths=MIX, options=(("mask", MaskRule(causal=False)),)),
     KernelCase(name="mix_lr", lengths=MIX, options=(("mask", MaskRule(causal=False, left=77, right=30)),)),
     KernelCase(name="mix_chunk", lengths=MIX, options=(("mask", MaskRule(chunk=192)),)),
+    KernelCase(name="mix_lookback", lengths=MIX, options=(("mask", MaskRule(chunk=80, lookback=2)),)),
     KernelCase(
         name="mix_mask_fn", lengths=MIX, options=(("mask", MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),)
     ),

@@ -133,7 +133,8 @@ def reference_row(case, config, host, req, i, head):
     if mask.right >= 0:
         seen &= kv <= pos + mask.right
     if mask.chunk > 0:
-        seen &= kv // mask.chunk == pos // mask.chunk
+        chunks_back = pos // mask.chunk - kv // mask.chunk
+        seen &= (chunks_back >= 0) & (chunks_back <= mask.lookback)
     if mask.mask_fn is not None:
         seen &= np.asarray(mask.mask_fn(head, pos, kv))
     if not seen.any():

@@ -5,7 +5,8 @@
 A row: microseconds of forward and backward together (`us`), of cuDNN alone on the same arrays (`peer_us`), and the
 errors of out, dq, dk and dv against float32 attention of the same bf16 inputs. An error is that of a row (a token and
 head), relative to the row's length; the first EARLY rows of a request, some of which are 0, are relative to the longest
-row. `naive`: the same errors of attention in bf16 without a kernel, which set the bound.
+row. `naive`: the same errors of attention in bf16 without a kernel, which set the bound. A case in deterministic mode
+is compiled with XLA's option, the peer too, and must give the same bits twice.
 """
 
 import argparse
@@ -37,11 +38,16 @@ class Case:
     tokens: int | None = None
     traced: bool = False
     all_new: bool = True
+    deterministic: bool = False
     options: dict = dataclasses.field(default_factory=dict)
 
     @property
     def total(self) -> int:
         return self.tokens or sum(self.lens)
+
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        return {"xla_gpu_deterministic_ops": True} if self.deterministic else {}
 
     def spec(self) -> jattn.AttentionSpec:
         return jattn.AttentionSpec(**dict(num_heads=32, num_kv_heads=8, head_dim=128) | self.options)
@@ -70,6 +76,9 @@ CASES = {
     "train_ragged10_window256": Case(lens=RAGGED, tokens=6400, traced=True, options=WINDOW),
     "train_4x2048_d64": Case(lens=(2048,) * 4, options=dict(head_dim=64)),
     "train_4x2048_d256": Case(lens=(2048,) * 4, options=dict(head_dim=256, num_heads=16, num_kv_heads=4)),
+    "train_1x8192_deterministic": Case(lens=(8192,), deterministic=True),
+    "train_4x2048_deterministic": Case(lens=(2048,) * 4, deterministic=True),
+    "train_ragged10_deterministic": Case(lens=RAGGED, tokens=6400, traced=True, deterministic=True),
     "train_4x2048_unknown": Case(lens=(2048,) * 4, traced=True, all_new=False),
 }
 
@@ -88,7 +97,7 @@ def ours(case: Case):
         *arrays, meta = arrays_and_meta if case.traced else (*arrays_and_meta[:-1], known)
         return both_ways(lambda q, k, v: jattn.attention(q, k, v, meta, spec, backend="pallas_gpu").out, *arrays)
 
-    return jax.jit(step)
+    return jax.jit(step, compiler_options=case.compiler_options)
 
 
 def peer(case: Case):
@@ -112,7 +121,7 @@ def peer(case: Case):
         q, k, v = (x.reshape(rows, -1, *x.shape[1:]) for x in (q, k, v))
         return cudnn.dot_product_attention(q, k, v, **jax.tree.map(_array, options)).reshape(-1, *q.shape[2:])
 
-    return jax.jit(functools.partial(both_ways, attend))
+    return jax.jit(functools.partial(both_ways, attend), compiler_options=case.compiler_options)
 
 
 def _array(x):
@@ -184,7 +193,9 @@ def measure(case: Case) -> dict:
             row["ok"] &= all(a <= 2 * b + 5e-3 for a, b in zip(whose["ours"], whose["naive"], strict=True))
     row["rel_err"] = max(e["ours"][0] for head in row["errors"].values() for e in head.values())
     row["zeros"] = all(bool(jnp.all(x[live:] == 0)) for x in got)
-    row["ok"] = bool(row["ok"] and row["zeros"])
+    row["same_bits"] = all(bool(jnp.array_equal(a, b)) for a, b in zip(got, step(*args), strict=True))
+    row["ok"] = bool(row["ok"] and row["zeros"] and (row["same_bits"] or not case.deterministic))
+    print("      same bits:", row["same_bits"], flush=True)
     row["us"], row["parts"] = cupti.micros(step, *args)
     print("      parts", row["parts"], flush=True)
     row["wall_us"] = _wall(step, args)

@@ -5,7 +5,10 @@ on the other chips since Ampere. A `platform` of Chip("gpu", "sm_80") takes the 
 to check it there.
 
 The gradient over pages is that of `sdpa`: the backward pass computes the forward pass again. That of packed keys is
-cuDNN's where it supports the layer and the batch (see cudnn.py), else that of `sdpa`.
+cuDNN's where it supports the layer and the batch (see cudnn_gradient.py), else that of `sdpa`.
+
+Keys in levels (jattn.cascade_attention, or a common_prefix_len) take a launch for each level. All queries of a group
+are the rows of one request over the keys that they share. The levels' float32 states are merged and rounded once.
 
 The division of work depends on the whole batch, so the last bits of a request's result may too. With
 needs=(Feature.BATCH_INVARIANCE,) another backend is chosen, in which they do not.
@@ -13,29 +16,32 @@ needs=(Feature.BATCH_INVARIANCE,) another backend is chosen, in which they do no
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from jattn import device
-from jattn.backends import cudnn
+from jattn.backends import cudnn, cudnn_gradient
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
+from jattn.backends.capability import Question
 from jattn.backends.kernel import PagedKernelBackend
+from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import encode_rows
 from jattn.cache.write import packed_as_pages, write_backward, write_kv
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
-from jattn.ops.gradient import packed_gradient, paged_gradient
+from jattn.metadata.cascade import prefix_levels
+from jattn.metadata.parallel import KeyShard
+from jattn.ops.gradient import forward_only, paged_gradient
 from jattn.ops.rotation import Angles, rotate
-from jattn.ops.state import AttentionState
+from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
+from pallas_kernels.algebra.shards import ShardRule
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
@@ -50,12 +56,13 @@ from pallas_kernels.gpu.write_sm90 import write_rows
 
 QUERY_DTYPES = ("bfloat16", "float16")
 HOPPER = Chip("gpu", "sm_90")
+ONE_RANK = ContextParallel()
 WARPS_SINCE = (0, 12)  # JAX's version
 
 
 def kernel_config(
     spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, common: CommonAttentionMetadata | None = None,
-    chip: Chip = HOPPER,
+    chip: Chip = HOPPER, out_dtype: str | None = None, parallel: ContextParallel = ONE_RANK,
 ) -> GpuKernelConfig:  # fmt: skip
     """The static arguments of the chip's kernel for queries of `dtype` and a batch (None: any batch)."""
     longest = None if common is None else queries_of(common, spec.attn_type).max_query_len
@@ -70,12 +77,14 @@ def kernel_config(
         page_size=cache_spec.block_size,
         layout=cache_spec.physical_layout,
         dtype=dtype,
+        out_dtype=out_dtype,
         kv_dtype=cache_spec.dtype,
         token_scales=cache_spec.quant == "per_token_head",
         mask=spec.mask_rule(common is None or common.is_causal),
         logits=spec.logit_rule(),
         has_sinks=spec.has_sinks,
         per_request_causal=decoder and common is not None and common.causal_per_request is not None,
+        shards=ShardRule(parallel.dcp_world_size, parallel.interleave if parallel.dcp_world_size > 1 else 1),
     )
 
 
@@ -98,12 +107,14 @@ def _version_reasons(chip: Chip) -> list[str]:
 
 @pytree
 class PallasGpuMetadata:
-    """The batch, its blocks and slots, and the work list of the CTAs."""
+    """The batch, its blocks and slots, and the work list of the CTAs; of a cascade, those of the last level."""
 
     common: CommonAttentionMetadata
     block_table: AnyArray | None  # i32[R B] of the keys
     slot_mapping: AnyArray  # i32[T] slots of k and v
     work: GpuWorkList  # pieces of queries and keys, divided among the CTAs
+    shared: tuple["PallasGpuMetadata", ...] = ()  # of a cascade: the plans of the levels before
+    shard: KeyShard | None = None  # the keys of this rank, if several have them
 
     @property
     def num_tokens(self) -> int:
@@ -116,21 +127,55 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
 
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
+    supports_cascade = True
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PallasGpuMetadata:
-        """common_prefix_len has no effect: the kernel reads a shared prefix once for each request."""
-        common, kind = common_attn_metadata, self.spec.attn_type
+        """The whole blocks of a common prefix are read once for the batch, where the layer allows levels of keys."""
+        common, size = common_attn_metadata, self.cache_spec.block_size
+        allowed = self.parallel.dcp_world_size == 1 and not _against_levels(Question.of(self.spec, self.cache_spec))
+        if common_prefix_len and not fast_build and allowed:
+            return self.build_cascade(prefix_levels(common, common_prefix_len, size))
+        return self._level(common)
+
+    def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> PallasGpuMetadata:
+        """The plan of a cascade. All queries see all keys of the levels before the last."""
+        if self.parallel.dcp_world_size > 1:
+            raise UnsupportedError("a cascade does not support dcp_world_size > 1: use one batch, or dcp_world_size=1")
+        *shared, last = levels
+        plans = (self._level(level.replace(causal=False)) for level in shared)
+        return dataclasses.replace(self._level(last), shared=tuple(plans))
+
+    def update_block_table(self, metadata: PallasGpuMetadata, block_table, slot_mapping) -> PallasGpuMetadata:
+        """The same plan with another block table; ValueError for a cascade, which has one for each level."""
+        if metadata.shared:
+            raise ValueError("a cascade has a block table for each level: build a new plan")
+        return super().update_block_table(metadata, block_table, slot_mapping)
+
+    def for_layer(self, metadata: PallasGpuMetadata, layer, blocks_per_layer: int) -> PallasGpuMetadata:
+        """Adds the offset of the layer to the block table of each level."""
+        shared = tuple(self.for_layer(level, layer, blocks_per_layer) for level in metadata.shared)
+        last = super().for_layer(dataclasses.replace(metadata, shared=()), layer, blocks_per_layer)
+        return dataclasses.replace(last, shared=shared)
+
+    def _level(self, common: CommonAttentionMetadata) -> PallasGpuMetadata:
+        kind = self.spec.attn_type
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         causal = common.causal_per_request if kind is AttentionType.DECODER else None
         dtype = PallasGpuBackend.usual_query_dtype(self.cache_spec)
-        config = kernel_config(self.spec, self.cache_spec, dtype, common, self.chip)
+        config = kernel_config(self.spec, self.cache_spec, dtype, common, self.chip, None, self.parallel)
+        shard, slots, own = self.parallel.dcp_shard(self.cache_spec), keys.slot_mapping, {}
+        if shard is not None:
+            slots = shard.slot_mapping(keys, self.cache_spec.block_size)
+            own = dict(rank=shard.rank, local_lens=shard.local_lens(keys))
         work = build_work_list(
             jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
-            None if causal is None else jnp.asarray(causal),
+            None if causal is None else jnp.asarray(causal), **own,
         )  # fmt: skip
-        return PallasGpuMetadata(common=common, block_table=keys.block_table, slot_mapping=keys.slot_mapping, work=work)
+        return PallasGpuMetadata(
+            common=common, block_table=keys.block_table, slot_mapping=slots, work=work, shard=shard
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +184,33 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 
     can_return_lse_for_decode = True
     lengths: cudnn.Lengths = cudnn.Lengths.UNKNOWN  # of the batch; see for_batch
+    out_dtype: str | None = None  # of the kernel's output: float32, or None for that of the queries
 
     def forward(self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
-        state: Any = _paged(self, q, cache, m, params, None)
-        return state
+        return self._over_pages(q, cache, m, params)
+
+    def _over_pages(
+        self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters=None
+    ) -> AttentionState:
+        """One launch for each level. counters: see ragged_paged_attention, for the last level."""
+        if (quantised := self.spec.output_dtype) is not None:
+            no_gradient = f"output_dtype={quantised!r}", "leave it None to differentiate"
+            q, cache, params = forward_only((q, cache, params), *no_gradient)
+            spec = dataclasses.replace(self.spec, output_dtype=None)
+            impl = dataclasses.replace(self, spec=spec, out_dtype="float32")
+            state = impl._over_pages(q, cache, m, params, counters)
+            return dataclasses.replace(state, out=quant.to_dtype(state.out, quantised, params.output_scale))
+        if not m.shared and m.shard is None:
+            state: Any = _paged(self, q, cache, m, params, counters)
+            return state
+        impl = dataclasses.replace(self, spec=dataclasses.replace(self.spec, has_sinks=False), out_dtype="float32")
+        states: Any = [_paged(impl, q, cache, level, params, None) for level in m.shared]
+        states += [_paged(impl, q, cache, dataclasses.replace(m, shared=()), params, counters)]
+        state = merge(*states) if self.parallel.combine is None else self.parallel.combine(merge(*states))
+        if self.spec.has_sinks:
+            assert params.sinks is not None
+            state = with_sinks(state, params.sinks)
+        return dataclasses.replace(state, out=state.out.astype(self.out_dtype or q.dtype))
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
@@ -157,25 +225,20 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
         q, cache, counters = written
         config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common, self.chip)
-        state: Any = _paged(self, q, cache, m, params, counters if _merges_inside(config, m.common) else None)
-        return cache, state
+        counters = counters if _merges_inside(config, m.common) else None
+        return cache, self._over_pages(q, cache, m, params, counters)
 
     def for_batch(self, meta: CommonAttentionMetadata) -> "PallasGpuImpl":
         return dataclasses.replace(self, lengths=cudnn.lengths_known(self.spec, meta))
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary cache. If a gradient is taken, cuDNN computes both instead where it can."""
-        if self._has_gradient_by_cudnn(q, k, v, meta, params):
-            state: Any = _packed(self, q, k, v, meta, params)
+        if cudnn_gradient.applies(self.spec, q, k, v, meta, params):
+            state: Any = cudnn_gradient.attend(self, q, k, v, meta, params)
             return state
-        return self._forward_copied(q, k, v, meta, params)
+        return self.forward_copied(q, k, v, meta, params)
 
-    def _has_gradient_by_cudnn(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> bool:
-        plain = q.dtype == k.dtype == v.dtype and not jax.tree.leaves(params)
-        reasons = cudnn.layer_reasons(self.spec, q.dtype.name)
-        return plain and not reasons and not cudnn.batch_reasons(self.spec, meta, q.shape[0], k.shape[0])
-
-    def _forward_copied(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
+    def forward_copied(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         keys = keys_of(meta, self.spec.attn_type)
         cache, block_table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
         m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
@@ -195,7 +258,7 @@ def _paged(
     impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters
 ) -> AttentionState:
     spec = impl.spec
-    config = kernel_config(spec, cache.spec, q.dtype.name, m.common, impl.chip)
+    config = kernel_config(spec, cache.spec, q.dtype.name, m.common, impl.chip, impl.out_dtype, impl.parallel)
     if counters is not None:
         config = dataclasses.replace(config, merges_inside=True)
     if reasons := config_reasons(config):
@@ -215,75 +278,11 @@ def _paged(
 
 def _paged_backward(impl: PallasGpuImpl, saved, cotangent):
     q, cache, m, params, _ = saved
-    dq, dcache, dparams = paged_gradient(impl.spec, m.common, m.block_table, (q, cache, params), cotangent)
+    dq, dcache, dparams = paged_gradient(impl.spec, m.common, m.block_table, (q, cache, params), cotangent, m.shard)
     return dq, dcache, None, dparams, None
 
 
 _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _packed(impl: PallasGpuImpl, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
-    return impl._forward_copied(q, k, v, meta, params)
-
-
-def _packed_forward(impl: PallasGpuImpl, q, k, v, meta, params):
-    """By cuDNN, so that its backward pass has what it needs and nothing is computed twice."""
-    q, k, v, meta, params = _primals((q, k, v, meta, params))
-
-    def by_cudnn():
-        return cudnn.forward(impl.spec, q, k, v, meta, impl.lengths)
-
-    def by_kernel():
-        _, statistics = jax.eval_shape(by_cudnn)
-        return impl._forward_copied(q, k, v, meta, params), jnp.zeros(statistics.shape, statistics.dtype)
-
-    state, statistics = _where_cudnn_is_right(impl, meta, by_cudnn, by_kernel)
-    return state, (q, k, v, meta, params, state.out, statistics)
-
-
-def _packed_backward(impl: PallasGpuImpl, saved, cotangent: AttentionState):
-    """A gradient of lse is that of the reference: cuDNN has none."""
-    q, k, v, meta, params, out, statistics = saved
-
-    def of_reference():
-        filled = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
-        dq, (dk, dv), _ = packed_gradient(impl.spec, meta, (q, (k, v), params), filled)
-        return dq, dk, dv
-
-    def of_cudnn():
-        return cudnn.backward(impl.spec, q, k, v, meta, impl.lengths, out, statistics, _instantiated(cotangent.out))
-
-    if _is_symbolic_zero(cotangent.lse):
-        grads = _where_cudnn_is_right(impl, meta, of_cudnn, of_reference)
-    else:
-        grads = of_reference()
-    return *grads, None, None
-
-
-def _where_cudnn_is_right(impl: PallasGpuImpl, meta: CommonAttentionMetadata, yes: Callable, no: Callable):
-    """yes() if the lengths of the batch are as cuDNN needs them, else no()."""
-    if impl.lengths is not cudnn.Lengths.UNKNOWN or not cudnn.needs_all_new(impl.spec, meta):
-        return yes()
-    batch = queries_of(meta, impl.spec.attn_type)
-    return jax.lax.cond(jnp.all(batch.query_lens() == jnp.asarray(batch.seq_lens)), yes, no)
-
-
-def _primals(args: tuple) -> tuple:
-    """The arguments of a forward rule with symbolic_zeros: JAX wraps each array."""
-    is_wrapped = lambda x: hasattr(x, "perturbed")  # noqa: E731
-    return jax.tree.map(lambda x: x.value, args, is_leaf=is_wrapped)
-
-
-def _is_symbolic_zero(x: Any) -> bool:
-    return isinstance(x, SymbolicZero)
-
-
-def _instantiated(x: Any) -> jax.Array:
-    return jnp.zeros(x.shape, x.dtype) if _is_symbolic_zero(x) else x
-
-
-_packed.defvjp(_packed_forward, _packed_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -329,6 +328,33 @@ def _rotate_and_write_backward(impl: PallasGpuImpl, saved, cotangent):
 _rotate_and_write.defvjp(lambda impl, *args: (_rotate_and_write(impl, *args), args), _rotate_and_write_backward)
 
 
+IN_LEVELS = (
+    *(Feature.SINK, Feature.PER_HEAD_QUANT_SCALES, Feature.NON_CAUSAL, Feature.SOFT_CAP, Feature.PER_REQUEST_CAUSAL),
+    *(Feature.DIFF_KV, Feature.LSE, Feature.FUSED_OUTPUT_QUANT),
+)
+"""Features that a layer may need beside levels of keys: they do not depend on the positions of queries and keys."""
+
+
+IN_SHARDS = (*IN_LEVELS, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.CHUNK, Feature.CHUNK_LOOKBACK)
+"""Features that a layer may need beside DCP: a range of positions is a range of one rank's keys."""
+
+
+def _against_levels(question: Question) -> list[str]:
+    """The options of a layer with which the kernel cannot attend to keys in levels."""
+    return _beyond(question, (*IN_LEVELS, Feature.CASCADE))
+
+
+def _against_shards(question: Question) -> list[str]:
+    """The options of a layer whose keys cannot be on several ranks."""
+    return _beyond(question, (*IN_SHARDS, Feature.DCP))
+
+
+def _beyond(question: Question, allowed: tuple[Feature, ...]) -> list[str]:
+    found = [option for feature, option in question.needs if feature not in allowed]
+    kind = question.attn_type
+    return found if kind is AttentionType.DECODER else [*found, f"attn_type={kind.value}"]
+
+
 class PallasGpuBackend(PagedKernelBackend):
     """bf16 and f16 queries on NVIDIA GPUs. pallas_kernels.gpu.supports and .supports_sm80 give the kernels' limits."""
 
@@ -356,6 +382,7 @@ class PallasGpuBackend(PagedKernelBackend):
             Feature.NON_CAUSAL,
             Feature.TWO_SIDED_WINDOW,
             Feature.CHUNK,
+            Feature.CHUNK_LOOKBACK,
             Feature.ALIBI,
             Feature.SOFT_CAP,
             Feature.MASK_FN,
@@ -364,6 +391,9 @@ class PallasGpuBackend(PagedKernelBackend):
             Feature.DIFF_KV,
             Feature.LSE,
             Feature.PACKED,
+            Feature.CASCADE,
+            Feature.DCP,
+            Feature.FUSED_OUTPUT_QUANT,
         }
     )
 
@@ -392,6 +422,14 @@ class PallasGpuBackend(PagedKernelBackend):
                 "query with the last key",
             )
         return own
+
+    @classmethod
+    def supports_combination(cls, question: Question) -> str | None:
+        if question.needs_feature(Feature.CASCADE) and (found := _against_levels(question)):
+            return f"levels of keys not supported with {', '.join(found)}: queries of one tile have no order among them"
+        if question.needs_feature(Feature.DCP) and (found := _against_shards(question)):
+            return f"DCP not supported with {', '.join(found)}: the kernel has no positions of keys on several ranks"
+        return None
 
     @classmethod
     def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:

@@ -10,12 +10,13 @@ The merged states of the levels are the result of the whole batch. The lengths o
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors.arguments import boolean, integer, integers, short, takes
 from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
 from jattn.metadata.host import array_module, is_traced
-from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID
+from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID, AnyArray
 from pallas_kernels.algebra.paging import cdiv
 
 Prefix = int | Sequence[tuple[int, int]]
@@ -89,6 +90,35 @@ def cascade_levels(
         done += np.repeat([n for _, n in level], [n for n, _ in level])
     _check_shared(meta, done, groups, block_size)
     return [*out, _last_level(meta, done, block_size)]
+
+
+def prefix_levels(
+    meta: CommonAttentionMetadata, prefix_len: AnyArray | int, block_size: int
+) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata]:
+    """The levels of a prefix of all requests whose number of tokens may be traced: (the prefix, the rest).
+
+    Only whole blocks that every request has computed are shared. They are read through the blocks of request 0.
+    """
+    table, seq_lens, query_lens = jnp.asarray(meta.block_table), jnp.asarray(meta.seq_lens), meta.query_lens()
+    live, width = query_lens > 0, table.shape[1]
+    computed = jnp.min(jnp.where(live, seq_lens - query_lens, width * block_size))
+    pages = jnp.maximum(jnp.minimum(prefix_len, computed), 0) // block_size
+    shared = (pages * block_size).astype(jnp.int32)
+    first = CommonAttentionMetadata(
+        query_start_loc=jnp.stack([jnp.int32(0), jnp.sum(query_lens, dtype=jnp.int32)]),
+        seq_lens=shared[None],
+        block_table=table[:1],
+        slot_mapping=jnp.full(meta.num_tokens, PAD_SLOT_ID, jnp.int32),
+        num_reqs=jnp.int32(1),
+        num_actual_tokens=jnp.asarray(meta.num_actual_tokens),
+        max_query_len=meta.num_tokens,
+        max_seq_len=width * block_size,
+        is_causal=False,
+        block_size=block_size,
+    )
+    column = jnp.minimum(pages + jnp.arange(width), width - 1)
+    rest = meta.replace(seq_lens=jnp.where(live, seq_lens - shared, 0), block_table=table[:, column])
+    return first, rest
 
 
 def _groups(prefixes, num_live: int) -> list[list[tuple[int, int]]]:

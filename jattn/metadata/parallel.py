@@ -62,6 +62,11 @@ class KeyShard:
         """How many keys before `position` are on this rank; 0 for a negative position."""
         return get_dcp_local_seq_lens(jnp.maximum(position, 0), self.world, self.rank, self.interleave)
 
+    def local_lens(self, meta: CommonAttentionMetadata) -> jax.Array:
+        """i32[R] how many keys of each request are on this rank."""
+        given = meta.dcp_local_seq_lens
+        return self.count_below(jnp.asarray(meta.seq_lens)) if given is None else jnp.asarray(given)
+
     def slot_mapping(self, meta: CommonAttentionMetadata, block_size: int) -> jax.Array:
         """i32[T] the slots of the new tokens on this rank; -1 for tokens of other ranks.
 

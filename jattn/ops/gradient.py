@@ -1,5 +1,6 @@
 """Gradients for kernels that compute forward only: those of the reference, which is computed in the backward pass."""
 
+import dataclasses
 from typing import TypeVar
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jattn.cache.layout import PagedKV
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, queries_of
+from jattn.metadata.parallel import KeyShard
 from jattn.ops.attend import AttentionCall, differentiable
 from jattn.ops.keys import PackedKeys, PagedKeys
 from jattn.ops.levels import batch_of
@@ -24,9 +26,13 @@ def paged_gradient(
     block_table: AnyArray,
     inputs: tuple[jax.Array, PagedKV, AttentionParams],
     cotangent: AttentionState,
+    shard: KeyShard | None = None,
 ) -> tuple[jax.Array, PagedKV, AttentionParams]:
-    """(dq, dcache, dparams) of attention over these pages; inputs: (q, cache, params)."""
-    return _gradient(spec, common, lambda cache: PagedKeys.of(cache, block_table), inputs, cotangent)
+    """(dq, dcache, dparams) of attention over these pages, of this rank's keys; inputs: (q, cache, params)."""
+    batch = batch_of(common, spec.attn_type)
+    if shard is not None:
+        batch = dataclasses.replace(batch, seq_lens=shard.local_lens(common), shard=shard)
+    return _gradient(spec, common, batch, lambda cache: PagedKeys.of(cache, block_table), inputs, cotangent)
 
 
 def packed_gradient(
@@ -36,13 +42,13 @@ def packed_gradient(
     cotangent: AttentionState,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], AttentionParams]:
     """(dq, (dk, dv), dparams) of attention over packed keys; inputs: (q, (k, v), params)."""
-    lens = batch_of(common, spec.attn_type).seq_lens
-    return _gradient(spec, common, lambda kv: PackedKeys.of(kv[0], kv[1], lens), inputs, cotangent)
+    batch = batch_of(common, spec.attn_type)
+    return _gradient(spec, common, batch, lambda kv: PackedKeys.of(kv[0], kv[1], batch.seq_lens), inputs, cotangent)
 
 
-def _gradient(spec, common, open_keys, inputs, cotangent):
-    batch, max_query_len = batch_of(common, spec.attn_type), queries_of(common, spec.attn_type).max_query_len
-    call = AttentionCall(spec, common.is_causal, max_query_len, path="chunked")
+def _gradient(spec, common, batch, open_keys, inputs, cotangent):
+    max_query_len = queries_of(common, spec.attn_type).max_query_len
+    call = AttentionCall(spec, common.is_causal, max_query_len, "chunked", cotangent.out.dtype.name)
     forward = lambda q, source, params: differentiable(call, q, open_keys(source), batch, params)
     return jax.vjp(forward, *jax.tree.map(jnp.asarray, inputs))[1](cotangent)
 

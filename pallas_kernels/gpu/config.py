@@ -5,6 +5,7 @@ import math
 
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.algebra.shards import ShardRule
 
 WARPGROUP_ROWS = 64  # query rows of one warpgroup's tile: the M of wgmma
 KV_DTYPES_8BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -28,13 +29,15 @@ class GpuKernelConfig:
     v_head_dim: int
     page_size: int
     layout: str = "HND"
-    dtype: str = "bfloat16"  # of queries and output
+    dtype: str = "bfloat16"  # of the queries
+    out_dtype: str | None = None  # of the output: float32, for states that are merged later; None: the queries'
     kv_dtype: str = "bfloat16"
     token_scales: bool = False  # a f32 scale for each token and kv head: [N, K, S] or [N, S, K] beside each pool
     mask: MaskRule = MaskRule()
     logits: LogitRule = LogitRule(scale=1.0)
     has_sinks: bool = False
     per_request_causal: bool = False
+    shards: ShardRule = ShardRule()  # of a request's keys, if several ranks hold them: the pools have those of one
 
     block_kv: int = 128  # keys of one block: one step of the softmax loop
     stages: int = 2  # blocks of keys and values in shared memory
@@ -56,6 +59,11 @@ class GpuKernelConfig:
     def group(self) -> int:
         """Query heads of one kv head, G."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def result_dtype(self) -> str:
+        """Of the output."""
+        return self.out_dtype or self.dtype
 
     @property
     def quantised(self) -> bool:

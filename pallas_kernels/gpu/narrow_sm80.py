@@ -60,5 +60,5 @@ def _merge_warps(cfg: WarpKernelConfig, refs: Refs, piece: Piece, acc, stats):
         for line in range(8 // WARPS):
             warp_mma.merge_and_store(
                 *scratch, refs, part, refs.scales[piece[HEAD], 1], 1, where, n=n, line=line, group=cfg.group,
-                heads=cfg.num_heads, has_sinks=cfg.has_sinks, out_dtype=cfg.dtype, **kind,
+                heads=cfg.num_heads, has_sinks=cfg.has_sinks, out_dtype=cfg.result_dtype, **kind,
             )  # fmt: skip

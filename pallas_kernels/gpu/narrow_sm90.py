@@ -10,7 +10,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import warp_mma_sm80 as warps
 from pallas_kernels.gpu import work_list as wl
@@ -39,9 +38,10 @@ def query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece) -> QueryBounds:
     packed = _iota(cfg, 1) + piece[wl.ROW0]
     token = lax.div(packed, jnp.int32(cfg.group))
     member, q_pos = packed - token * cfg.group, token + piece[wl.QPOS0]
-    causal = piece[wl.CAUSAL] != 0 if cfg.per_request_causal else None
+    causal = piece[wl.CAUSAL] & 1 != 0 if cfg.per_request_causal else None
     every = lambda x: plgpu.layout_cast(jnp.broadcast_to(x, q_pos.shape), plgpu.Layout.WGMMA)
-    start, stop = key_range(cfg.mask, q_pos, q_pos, piece[wl.SEQ], causal)
+    rank = piece[wl.CAUSAL] >> 1 if cfg.shards.world > 1 else 0
+    start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
     head0, slope = piece[HEAD] * cfg.group, None
     if cfg.logits.has_alibi:
         slope = every(jnp.float32(0.0))
@@ -123,5 +123,5 @@ def _merge_warps(cfg: GpuKernelConfig, refs: Refs, piece: Piece, acc, stats, wg)
         sync_warpgroups()
         warps.merge_and_store(
             *scratch, refs, part, refs.scales[piece[HEAD], 1], 1, where,
-            n=n, group=cfg.group, heads=cfg.num_heads, has_sinks=cfg.has_sinks, **kind,
+            n=n, group=cfg.group, heads=cfg.num_heads, has_sinks=cfg.has_sinks, out_dtype=cfg.result_dtype, **kind,
         )  # fmt: skip

@@ -37,7 +37,7 @@ def launch(config: WarpKernelConfig, q, k_pages, v_pages, block_table, work, sca
     num_tokens, num_heads, _ = q.shape
     v_dim, slots = config.v_head_dim, 2 * config.num_ctas
     out_type = [
-        jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), q.dtype),
+        jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), jnp.dtype(config.result_dtype)),
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
         jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, v_dim), jnp.float32),
         jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),

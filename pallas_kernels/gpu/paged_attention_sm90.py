@@ -58,7 +58,7 @@ def ragged_paged_attention(
     v_token_scale=None,
     counters=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """softmax(q k^T) v over pages: (out [T, H, V] in q's dtype, lse f32[T, H], natural log).
+    """softmax(q k^T) v over pages: (out [T, H, V] in config.result_dtype, lse f32[T, H], natural log).
 
     q [T, H, D]; pools in their own dtype, HND [N, K, S, D] or NHD [N, S, K, D]; block_table i32[R, B], whose unused
     columns may hold anything. alibi_slopes, sinks f32[H]; q_scale f32 or f32[H]; k_scale, v_scale f32 or f32[K];
@@ -116,7 +116,7 @@ def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
     num_tokens, num_heads, _ = q.shape
     v_dim, slots = config.v_head_dim, 2 * config.num_ctas
     out_type = [
-        jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), q.dtype),
+        jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), jnp.dtype(config.result_dtype)),
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
         jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, v_dim), jnp.float32),
         jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),

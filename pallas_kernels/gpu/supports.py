@@ -4,7 +4,7 @@ from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, GpuKernelConfig
 from pallas_kernels.gpu.rows_sm90 import swizzle_bytes
 
-MASKS = ("causal", "left", "right", "chunk", "mask_fn")  # fields of a MaskRule that it honours
+MASKS = ("causal", "left", "right", "chunk", "lookback", "mask_fn")  # fields of a MaskRule that it honours
 LOGITS = ("scale", "soft_cap", "has_alibi", "score_fn")  # fields of a LogitRule that it honours
 QUERY_DTYPES = ("bfloat16", "float16")
 
@@ -50,6 +50,7 @@ def shape_reasons(config: GpuKernelConfig) -> list[str]:
             reasons.append(reason)
 
     refuse(c.dtype not in QUERY_DTYPES, f"q dtype {c.dtype}: tensor cores take bfloat16 or float16")
+    refuse(c.result_dtype not in (c.dtype, "float32"), f"output dtype {c.out_dtype}: wanted {c.dtype} or float32")
     kv_dtypes = (c.dtype, *KV_DTYPES_8BIT)
     refuse(c.kv_dtype not in kv_dtypes, f"kv dtype {c.kv_dtype} with q {c.dtype}: wanted one of {', '.join(kv_dtypes)}")
     refuse(c.num_heads % c.num_kv_heads != 0, f"{c.num_heads} heads are not a multiple of {c.num_kv_heads} kv heads")
@@ -61,6 +62,10 @@ def shape_reasons(config: GpuKernelConfig) -> list[str]:
     refuse(c.v_head_dim > c.head_dim, f"v_head_dim {c.v_head_dim} is larger than head_dim {c.head_dim}")
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
+    positional = c.logits.has_alibi or c.logits.score_fn is not None or c.mask.mask_fn is not None
+    refuse(
+        c.shards.world > 1 and positional, "ALiBi, mask_fn or score_fn with keys on several ranks: not in this kernel"
+    )
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")

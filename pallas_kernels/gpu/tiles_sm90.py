@@ -8,7 +8,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
@@ -49,8 +48,9 @@ def _packed_rows(cfg: GpuKernelConfig, piece: Piece, row_offset):
 def row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset) -> _RowBounds:
     _, token, member = _packed_rows(cfg, piece, row_offset)
     q_pos = token + piece[wl.QPOS0]
-    causal = piece[wl.CAUSAL] != 0 if cfg.per_request_causal else None
-    start, stop = key_range(cfg.mask, q_pos, q_pos, piece[wl.SEQ], causal)
+    causal = piece[wl.CAUSAL] & 1 != 0 if cfg.per_request_causal else None
+    rank = piece[wl.CAUSAL] >> 1 if cfg.shards.world > 1 else 0
+    start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
     head0 = piece[HEAD] * cfg.group
     slope = value_per_row(cfg, refs.per_head, head0, member, 0) if cfg.logits.has_alibi else None
     start, stop = (plgpu.layout_cast(jnp.broadcast_to(x, (WARPGROUP_ROWS,)), ROW_LAYOUT) for x in (start, stop))
@@ -172,7 +172,7 @@ def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stag
         out = acc * across_columns(factor * v_scale, shape)
         where = (piece[wl.TOK0], head0, piece[wl.ROW0] + tile_row, nrows)
         kind = dict(group=cfg.group, heads=cfg.num_heads)
-        if stage is None or cfg.v_head_dim != cfg.head_dim:
+        if stage is None or cfg.v_head_dim != cfg.head_dim or cfg.result_dtype != cfg.dtype:
             rows.store_rows(refs.out, refs.lse, out, lse, *where, jnp.int32(0), stride=shape[1], **kind)
         else:
             stage[...] = out.astype(cfg.dtype)

@@ -264,14 +264,14 @@ def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_d
 
 def merge_and_store(
     scratch_ref, stats_ref, refs, part, scale, sink_column, where,
-    *, n, dim, q_dim, q_dtype, group, heads, has_sinks, out_dtype=None, warps=8, line=0,
+    *, n, dim, q_dim, q_dtype, group, heads, has_sinks, out_dtype, warps=8, line=0,
 ):  # fmt: skip
     """After put_state: warp w of the CTA merges row `line` * warps + w of rows 8n .. 8n+7 and writes it.
 
     part: (is it a part of a unit, its slot); where: (tok0, head0, row0, nrows, wg); scale: of values. A part is written
     as f32 with a base-2 lse and without the sink; a whole unit in its final dtype with a natural lse and the sink.
     """
-    tile, out_dtype = plgpu.RefType(rows.tile_transforms(q_dim, q_dtype)), out_dtype or q_dtype
+    tile = plgpu.RefType(rows.tile_transforms(q_dim, q_dtype))
     gmem = (plgpu.RefType(),) * 5
 
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), *gmem, *(_SCALAR,) * 8))
@@ -335,14 +335,19 @@ def merge_and_store(
             both = "{{ .reg .pred p, r; setp.ne.u32 p, $1, 0; setp.ne.and.u32 r, $2, 0, p; @r {}; }}"
             text = both.format("st.global.v4.f32 [$0], {$3, $4, $5, $6}")
             ptx.asm(text, "l,r,r,f,f,f,f", target, inside, cut, *(_fmul(s, cut_factor) for s in sums))
+            size = 4 if out_dtype == "float32" else 2
             target = arith.addi(
                 ptx.pointer(out_ref, 0),
-                arith.muli(arith.addi(arith.muli(flat, ptx.i64(dim)), ptx.to_i64(col)), ptx.i64(2)),
+                arith.muli(arith.addi(arith.muli(flat, ptx.i64(dim)), ptx.to_i64(col)), ptx.i64(size)),
             )
             final = [_fmul(s, factor) for s in sums]
-            words = [ptx.pack_16bit(final[2 * i], final[2 * i + 1], out_dtype) for i in range(2)]
-            text = both.format("st.global.v2.b32 [$0], {$3, $4}")
-            ptx.asm(text, "l,r,r,r,r", target, inside, whole, *words)
+            if size == 4:
+                text = both.format("st.global.v4.f32 [$0], {$3, $4, $5, $6}")
+                ptx.asm(text, "l,r,r,f,f,f,f", target, inside, whole, *final)
+            else:
+                words = [ptx.pack_16bit(final[2 * i], final[2 * i + 1], out_dtype) for i in range(2)]
+                text = both.format("st.global.v2.b32 [$0], {$3, $4}")
+                ptx.asm(text, "l,r,r,r,r", target, inside, whole, *words)
 
     refs = (refs.out, refs.lse, refs.part, refs.part_lse, refs.per_head)
     join(scratch_ref, stats_ref, *refs, *part, scale, *where)

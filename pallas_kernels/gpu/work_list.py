@@ -42,7 +42,8 @@ from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAUSAL = range(13)
 """Columns of info. TOK0: first token of the request; ROW0, NROWS: packed rows of the tile; BLK0, NBLK: its key blocks;
 FULL0, FULL1: blocks, counted from BLK0, that every row sees whole (half open); KSTART, KSTOP: key positions that
-some row sees (half open); REQ, QPOS0, SEQ: the request, the position of its first query, its length; CAUSAL: is it."""
+some row sees (half open); REQ, QPOS0, SEQ: the request, the position of its first query, its number of keys; CAUSAL: 1
+if it is causal, plus twice the rank. If several ranks hold the keys, those of BLK0 .. KSTOP and SEQ are one rank's."""
 
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
@@ -54,6 +55,7 @@ UNIT_COST = 11  # what a unit costs besides its blocks, about 2 us; a block cost
 WHOLE_KEYS = 512
 """A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
 piece costs about 2 us besides its keys, and a merge 2 to 5."""
+ANY_POSITION = 2**30  # more than any length
 FEW = 0.05  # share of a batch's cost below which its decodes do not change how its prefills are arranged
 
 
@@ -71,22 +73,27 @@ def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
     return num_tokens * group // TILE_ROWS + num_reqs + 1
 
 
-def build_work_list(query_start_loc, seq_lens, num_tokens: int, config: GpuKernelConfig, causal=None) -> GpuWorkList:
+def build_work_list(
+    query_start_loc, seq_lens, num_tokens: int, config: GpuKernelConfig, causal=None, rank=None, local_lens=None
+) -> GpuWorkList:
     """Once a step, for all layers of a config: i32[R+1] starts, i32[R] lengths -> GpuWorkList. No host sync.
 
     causal bool[R] replaces config.mask.causal request by request; it is given exactly when config.per_request_causal.
+    rank, local_lens i32[R]: if several ranks hold the keys (config.shards), this one and its number of them.
     """
+    if (rank is not None, local_lens is not None) != (config.shards.world > 1,) * 2:
+        raise ValueError(f"{config.shards=} needs {'rank and local_lens' if config.shards.world > 1 else 'no rank'}")
     if (causal is not None) != config.per_request_causal:
         raise ValueError(f"{config.per_request_causal=} but causal {'was' if causal is not None else 'was not'} given")
     if config.flat_list:
-        return _flat(query_start_loc, seq_lens, num_tokens, config, causal)
-    info, cost = _tiles(query_start_loc, seq_lens, num_tokens, config, causal)
+        return _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens)
+    info, cost = _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens)
     order = jnp.argsort(-cost, stable=True)
     info, cost = info[order], cost[order]
     return _assign(info, cost, config)
 
 
-def _tiles(query_start_loc, seq_lens, num_tokens, config, causal):
+def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens):
     """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); no tile costs 0."""
     num_reqs = seq_lens.shape[0]
     starts = query_start_loc.astype(jnp.int32)
@@ -102,34 +109,50 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal):
     row0 = (tile - (ends[req] - cdiv(q_len * config.group, TILE_ROWS))) * TILE_ROWS
     nrows = jnp.where(valid, jnp.clip(q_len * config.group - row0, 0, TILE_ROWS), 0)
     tile_causal = None if causal is None else jnp.append(causal, True)[req]
-    info = _info(config, starts[req], row0, nrows, jnp.minimum(req, num_reqs - 1), q_len, seq, tile_causal)
+    held = None if rank is None else (rank, jnp.where(q_len > 0, jnp.append(local_lens, 0)[req], 0))
+    info = _info(config, starts[req], row0, nrows, jnp.minimum(req, num_reqs - 1), q_len, seq, tile_causal, held)
     weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
     return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + UNIT_COST, 0)
 
 
-def _info(config, tok0, row0, nrows, req, q_len, seq, causal):
-    """The 16 columns of info, i32[tiles] each. causal: bool[tiles], or None for the rule's."""
+def visible_keys(config, q_first, q_last, keys, causal, rank):
+    """key_range among the keys that this rank holds, `keys` in number: all of a request's, or its share of them.
+
+    Positions ascend with the index of a key, so a range of positions is a range of indices on every rank.
+    """
+    if config.shards.world == 1:
+        return key_range(config.mask, q_first, q_last, keys, causal)
+    bounds = key_range(config.mask, q_first, q_last, jnp.full_like(keys, ANY_POSITION), causal)
+    count = lambda position: config.shards.count_below(jnp.maximum(position, 0), rank)
+    start, stop = (jnp.minimum(count(bound), keys) for bound in bounds)
+    return start, stop
+
+
+def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held):
+    """The 16 columns of info, i32[tiles] each. causal: bool[tiles], or None for the rule's. held: None, or the rank and
+    the keys i32[tiles] that it holds."""
     rule, block = config.mask, config.block_kv
     qpos0 = seq - q_len
+    rank, seq = held or (0, seq)
     q_first = qpos0 + row0 // config.group
     q_last = qpos0 + (row0 + jnp.maximum(nrows, 1) - 1) // config.group
-    start, stop = key_range(rule, q_first, q_last, seq, causal)
+    start, stop = visible_keys(config, q_first, q_last, seq, causal, rank)
     start, stop = jnp.maximum(start, 0), jnp.maximum(stop, 0)
     blk0 = start // block
     nblk = jnp.maximum(cdiv(stop, block) - blk0, 1)
-    last_start, _ = key_range(rule, q_last, q_last, seq, causal)
-    _, first_stop = key_range(rule, q_first, q_first, seq, causal)
+    last_start, _ = visible_keys(config, q_last, q_last, seq, causal, rank)
+    _, first_stop = visible_keys(config, q_first, q_first, seq, causal, rank)
     full0 = jnp.clip(cdiv(jnp.maximum(last_start, 0), block) - blk0, 0, nblk)
     full1 = jnp.clip(jnp.maximum(first_stop, 0) // block - blk0, full0, nblk)
     if rule.mask_fn is not None:
         full1 = full0
-    flag = jnp.full_like(seq, int(rule.causal)) if causal is None else causal
+    flag = (jnp.full_like(seq, int(rule.causal)) if causal is None else causal) + 2 * rank
     columns = [tok0, row0, nrows, blk0, nblk, full0, full1, start, stop, req, qpos0, seq, flag]
     columns += [jnp.zeros_like(seq)] * (INFO_COLUMNS - len(columns))
     return [column.astype(jnp.int32) for column in columns]
 
 
-def _flat(query_start_loc, seq_lens, num_tokens, config, causal) -> GpuWorkList:
+def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens) -> GpuWorkList:
     """The flat list: no request has more than TILE_ROWS rows. A tile without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
     ghosts = cdiv(num_tokens * config.group, TILE_ROWS)
@@ -143,7 +166,8 @@ def _flat(query_start_loc, seq_lens, num_tokens, config, causal) -> GpuWorkList:
     seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
     tok0 = jnp.where(is_ghost, starts[-1], starts[req])
     tile_causal = None if causal is None else is_ghost | causal[req]
-    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal)
+    held = None if rank is None else (rank, jnp.where(is_ghost | (q_len == 0), 0, local_lens[req]))
+    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal, held)
     info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
     return GpuWorkList(info=jnp.stack(info, axis=1), cta=_cut_line(info[NBLK], config))
 

@@ -28,7 +28,7 @@ def impl(monkeypatch):
     zero = lambda *arrays, used: tuple(jnp.where(used[:, None, None], x, 0) for x in arrays)  # noqa: E731
     monkeypatch.setattr(cudnn, "zero_rows", zero)
     plain = lambda self, *args: SdpaImpl(self.spec, None, HOPPER).forward_packed(*args)  # noqa: E731
-    monkeypatch.setattr(PallasGpuImpl, "_forward_copied", plain)
+    monkeypatch.setattr(PallasGpuImpl, "forward_copied", plain)
     return lambda spec: PallasGpuImpl(spec, None, HOPPER)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.algebra.shards import ShardRule
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.supports import supports
@@ -23,6 +24,12 @@ CASES = {
     "non causal": dict(mask=MaskRule(causal=False)),
     "both sides": dict(mask=MaskRule(causal=False, left=64, right=32)),
     "chunk": dict(mask=MaskRule(chunk=512)),
+    "chunk, lookback": dict(mask=MaskRule(chunk=512, lookback=2)),
+    "f32 output": dict(out_dtype="float32"),
+    "a rank's keys": dict(shards=ShardRule(4, 2), mask=MaskRule(left=99), out_dtype="float32"),
+    "a rank's keys, 8 bits": dict(
+        shards=ShardRule(2, 1), kv_dtype="float8_e4m3fn", long_tiles=False, flat_list=True, narrow_rows=8, block_kv=128
+    ),
     "per request": dict(per_request_causal=True),
     "mask_fn": dict(mask=MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
     "score_fn": dict(logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q))),
@@ -57,7 +64,8 @@ def lower(config: GpuKernelConfig, num_tokens=64, num_reqs=8):
     f32 = shape((config.num_heads,), jnp.float32)
 
     def step(q, k, v, table, starts, seqs, causal, slopes, sinks, k_token, v_token):
-        work = build_work_list(starts, seqs, num_tokens, config, causal if config.per_request_causal else None)
+        own = dict(rank=starts[0], local_lens=seqs) if config.shards.world > 1 else {}
+        work = build_work_list(starts, seqs, num_tokens, config, causal if config.per_request_causal else None, **own)
         extra = dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
         extra |= dict(sinks=sinks) if config.has_sinks else {}
         extra |= dict(k_token_scale=k_token, v_token_scale=v_token) if config.token_scales else {}

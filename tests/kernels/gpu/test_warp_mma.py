@@ -122,7 +122,7 @@ def test_products_softmax_and_join_are_attention(
             for line in range(2 // wgs):
                 warps.merge_and_store(
                     scratch, at["stats"], refs, part, np.full(threads, v_scale, np.float32), 1, where,
-                    n=n, line=line, group=GROUP, heads=HEADS, has_sinks=has_sinks, **kind,
+                    n=n, line=line, group=GROUP, heads=HEADS, has_sinks=has_sinks, out_dtype=name, **kind,
                 )  # fmt: skip
     logits = (q[:rows].astype(float) @ k[:seen].astype(float).T) * scale
     weights = np.exp(logits)

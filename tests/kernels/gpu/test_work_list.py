@@ -23,6 +23,7 @@ RULES = {
     "window": MaskRule(left=100),
     "both sides": MaskRule(causal=False, left=77, right=30),
     "chunk": MaskRule(chunk=192),
+    "lookback": MaskRule(chunk=160, lookback=2),
     "full": MaskRule(causal=False),
 }
 
@@ -242,7 +243,8 @@ def test_tile_ranges_cover_what_the_predicate_shows(rule):
         seen &= (kv <= q) if mask.causal else True
         seen &= (kv >= q - mask.left) if mask.left >= 0 else True
         seen &= (kv <= q + mask.right) if mask.right >= 0 else True
-        seen &= (kv // mask.chunk == q // mask.chunk) if mask.chunk else True
+        back = q // mask.chunk - kv // mask.chunk if mask.chunk else np.zeros_like(kv)
+        seen &= (back >= 0) & (back <= mask.lookback)
         keys = np.flatnonzero(seen.any(axis=0))
         assert row[wl.KSTART] <= keys[0] and keys[-1] < row[wl.KSTOP]
         first, blocks = row[wl.BLK0] * 128, row[wl.NBLK]

@@ -1,0 +1,109 @@
+"""cuDNN's gradient of packed attention as the derivative of a kernel that computes forward only: see `attend`.
+
+If the lengths of the batch are not known while it is traced, both passes choose between cuDNN and the reference on the
+device: cuDNN aligns the first query of a request with its first key.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jattn.backends import cudnn
+from jattn.metadata.batch import CommonAttentionMetadata, queries_of
+from jattn.ops.gradient import packed_gradient
+from jattn.ops.state import AttentionState
+from jattn.spec import AttentionParams, AttentionSpec
+
+
+class PackedKernel(Protocol):
+    """The impl of a layer; hashable."""
+
+    @property
+    def spec(self) -> AttentionSpec: ...
+
+    @property
+    def lengths(self) -> cudnn.Lengths:
+        """What is known of the batch."""
+        ...
+
+    def forward_copied(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, meta: CommonAttentionMetadata, params: AttentionParams
+    ) -> AttentionState:
+        """The kernel's result for packed keys; no gradient is taken of it."""
+        ...
+
+
+def applies(spec: AttentionSpec, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> bool:
+    """Does cuDNN compute the gradient of this layer and batch, wherever its lengths are as cuDNN needs them?"""
+    plain = q.dtype == k.dtype == v.dtype and not jax.tree.leaves(params)
+    reasons = cudnn.layer_reasons(spec, q.dtype.name)
+    return plain and not reasons and not cudnn.batch_reasons(spec, meta, q.shape[0], k.shape[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(impl: PackedKernel, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
+    """impl.forward_copied; if a gradient is taken, cuDNN computes both passes where it is right for the batch."""
+    return impl.forward_copied(q, k, v, meta, params)
+
+
+def _forward(impl: PackedKernel, q, k, v, meta, params):
+    """By cuDNN, so that its backward pass has what it needs and nothing is computed twice."""
+    q, k, v, meta, params = _primals((q, k, v, meta, params))
+
+    def by_cudnn():
+        return cudnn.forward(impl.spec, q, k, v, meta, impl.lengths)
+
+    def by_kernel():
+        _, statistics = jax.eval_shape(by_cudnn)
+        return impl.forward_copied(q, k, v, meta, params), jnp.zeros(statistics.shape, statistics.dtype)
+
+    state, statistics = _where_cudnn_is_right(impl, meta, by_cudnn, by_kernel)
+    return state, (q, k, v, meta, params, state.out, statistics)
+
+
+def _backward(impl: PackedKernel, saved, cotangent: AttentionState):
+    """A gradient of lse is that of the reference: cuDNN has none."""
+    q, k, v, meta, params, out, statistics = saved
+
+    def of_reference():
+        filled = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
+        dq, (dk, dv), _ = packed_gradient(impl.spec, meta, (q, (k, v), params), filled)
+        return dq, dk, dv
+
+    def of_cudnn():
+        return cudnn.backward(impl.spec, q, k, v, meta, impl.lengths, out, statistics, _instantiated(cotangent.out))
+
+    if _is_symbolic_zero(cotangent.lse):
+        grads = _where_cudnn_is_right(impl, meta, of_cudnn, of_reference)
+    else:
+        grads = of_reference()
+    return *grads, None, None
+
+
+def _where_cudnn_is_right(impl: PackedKernel, meta: CommonAttentionMetadata, yes: Callable, no: Callable):
+    """yes() if the lengths of the batch are as cuDNN needs them, else no()."""
+    if impl.lengths is not cudnn.Lengths.UNKNOWN or not cudnn.needs_all_new(impl.spec, meta):
+        return yes()
+    batch = queries_of(meta, impl.spec.attn_type)
+    return jax.lax.cond(jnp.all(batch.query_lens() == jnp.asarray(batch.seq_lens)), yes, no)
+
+
+def _primals(args: tuple) -> tuple:
+    """The arguments of a forward rule with symbolic_zeros: JAX wraps each array."""
+    is_wrapped = lambda x: hasattr(x, "perturbed")  # noqa: E731
+    return jax.tree.map(lambda x: x.value, args, is_leaf=is_wrapped)
+
+
+def _is_symbolic_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _instantiated(x: Any) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype) if _is_symbolic_zero(x) else x
+
+
+attend.defvjp(_forward, _backward, symbolic_zeros=True)
