@@ -1,0 +1,143 @@
+"""What is static about one launch of packed_product_sm90.py."""
+
+import dataclasses
+import functools
+
+BLOCK = 32  # of the inner dimension: a thread has 8 consecutive inputs of each, a group of four threads all
+TILE_ROWS = 16  # rows of x that a CTA multiplies, at most
+MAX_ROWS = 64
+"""Rows up to which the packed product is faster than a product with the dequantised matrix."""
+MAX_PARTS_OF_CTA, MAX_SPLITS = 4, 8
+RESIDENT = 4  # warpgroups of 128 threads that an SM runs at the same time, at 128 registers a thread
+BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedProductConfig:
+    """y = x w for matrices w of one form; hashable. Not checked here: `supports` says what cannot be served."""
+
+    rows: int  # T; of tiles of experts: the rows that all of them have together
+    inner: int
+    widths: tuple[int, ...]  # columns of each matrix
+    format: str  # of a QuantisedArray
+    group: int  # inputs that share a scale
+    scale_dtype: str
+    has_zeros: bool = False
+    dtype: str = "float32"  # of y
+    experts: int = 0  # matrices [experts, inner, width], of which a tile of rows uses one; 0: matrices [inner, width]
+    tiles: int = 1  # of rows
+    unroll: int = 1  # blocks whose weights are asked for at once
+    warpgroups: int = 1  # of a CTA; each multiplies a part of the inner dimension
+    splits: int = 1  # CTAs of a cluster, that share the inner dimension
+
+    @property
+    def columns(self) -> int:
+        """Consecutive columns of one thread: 16 or 8 bytes of a row of codes."""
+        return 4 if BITS[self.format] == 4 else 8
+
+    @property
+    def strip(self) -> int:
+        """Columns of a CTA: four warps of eight groups of threads."""
+        return 32 * self.columns
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a CTA: columns of mma."""
+        return 8 if self.rows <= 8 else TILE_ROWS
+
+    @property
+    def first_strips(self) -> tuple[int, ...]:
+        """The number of the first strip of each matrix."""
+        counts = [-(-width // self.strip) for width in self.widths]
+        return tuple(sum(counts[:i]) for i in range(len(counts)))
+
+    @property
+    def strips(self) -> int:
+        """Strips of all matrices."""
+        return sum(-(-width // self.strip) for width in self.widths)
+
+    @property
+    def parts(self) -> int:
+        """Of the inner dimension."""
+        return self.warpgroups * self.splits
+
+    @property
+    def chunks(self) -> int:
+        """Steps of the loop over the inner dimension."""
+        return self.inner // (BLOCK * self.unroll)
+
+    @property
+    def is_whole(self) -> bool:
+        """One scale for each column."""
+        return self.group == self.inner
+
+    @property
+    def run(self) -> int:
+        """Blocks of a step that have the same scales."""
+        return self.unroll if self.is_whole else min(self.unroll, self.group // BLOCK)
+
+    @property
+    def pitch(self) -> int:
+        """Floats of a row of partial sums in shared memory; the 4 that are not used keep stores free of conflicts."""
+        return self.strip + 4
+
+    @property
+    def shared_floats(self) -> int:
+        """Of the partial sums of a CTA."""
+        return self.warpgroups * self.tile_rows * self.pitch
+
+
+def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
+    """Every reason why the kernel cannot serve this config; an empty list if it can."""
+    c, reasons = config, []
+
+    def refuse(when: bool, reason: str):
+        if when:
+            reasons.append(reason)
+
+    refuse(chip != "sm_90", f"chip {chip}: the kernel was only built and measured for sm_90")
+    refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
+    if reasons:
+        return reasons
+    refuse(c.scale_dtype not in ("float32", "bfloat16", "float16"), f"scales {c.scale_dtype}: wanted floats")
+    refuse(c.dtype not in ("float32", "bfloat16", "float16"), f"results {c.dtype}: wanted floats of 16 or 32 bits")
+    refuse(c.has_zeros and not c.format.startswith("int"), f"zero points of {c.format}: only integers have them")
+    refuse(c.inner % (BLOCK * c.unroll) != 0, f"inner {c.inner}: wanted a multiple of {BLOCK * c.unroll}")
+    if not c.is_whole:
+        refuse(c.inner % c.group != 0 or c.group % BLOCK != 0, f"groups of {c.group}: wanted multiples of {BLOCK}")
+        nested = c.group % (BLOCK * c.unroll) == 0 or (BLOCK * c.unroll) % c.group == 0
+        refuse(not nested, f"groups of {c.group}: a step of {BLOCK * c.unroll} inputs has parts of some")
+    refuse(any(w % c.columns or not w for w in c.widths), f"widths {c.widths}: wanted multiples of {c.columns}")
+    refuse(not 1 <= c.parts <= max(c.chunks, 1), f"{c.parts} parts of {c.chunks} steps")
+    refuse(c.warpgroups > MAX_PARTS_OF_CTA or c.splits > MAX_SPLITS, f"{c.warpgroups} x {c.splits} parts: too many")
+    return reasons
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductConfig | None:
+    """The config of these sizes with the fastest parts by `cost`; None where the kernel does not serve them."""
+    base = PackedProductConfig(**fields)
+    unrolls = ((4, 2, 1) if base.tile_rows == 8 else (2, 1)) if BITS.get(base.format) == 4 else (1,)
+    for unroll in unrolls:
+        ways = [
+            dataclasses.replace(base, unroll=unroll, warpgroups=warpgroups, splits=splits)
+            for warpgroups in (1, 2, 4)
+            for splits in range(1, MAX_SPLITS + 1)
+        ]
+        ways = [way for way in ways if not supports(way, chip=chip)]
+        if ways:
+            return min(ways, key=lambda way: cost(way, processors))
+    return None
+
+
+def cost(config: PackedProductConfig, processors: int) -> float:
+    """About the time of a launch, in steps of one warpgroup.
+
+    The busiest SM counts. With fewer than RESIDENT warpgroups it does not keep the memory busy. Each part and each CTA
+    of a cluster adds to the sum at the end.
+    """
+    c = config
+    ctas = -(-c.strips * c.tiles * c.splits // processors)  # of the busiest SM
+    steps = -(-c.chunks // c.parts) + 1
+    busy = min(ctas * c.warpgroups, RESIDENT) / RESIDENT
+    return ctas * c.warpgroups * steps / busy + 0.25 * c.parts
