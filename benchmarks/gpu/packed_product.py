@@ -22,6 +22,7 @@ from benchmarks import records
 from benchmarks.gpu import cupti, jobs
 from jattn import device
 from jattn.ops import product as product_ops
+from jattn.ops.experts import expert_product
 from jattn.ops.product import product, products
 from jattn.ops.quantised import FORMATS, PLACES, QuantisedArray
 from pallas_kernels.gpu.packed_product_config import PackedProductConfig, supports
@@ -157,6 +158,29 @@ def tune(shape: str, form: str, rows: int) -> dict:
     return dict(us=best[0][1], share=size / READ_RATE / best[0][1], ok=True)
 
 
+EXPERTS, TOP = 32, 4
+
+
+def measure_experts(inner: int, width: int, form: str, tokens: int) -> dict:
+    """Rows of random experts, beside XLA's ragged_dot with the same weights in bfloat16."""
+    each = [draw(form, inner, width, e) for e in range(EXPERTS)]
+    weight = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    chosen = np.sort(np.concatenate([np.random.default_rng(i).permutation(EXPERTS)[:TOP] for i in range(tokens)]))
+    sizes = jnp.asarray(np.bincount(chosen, minlength=EXPERTS), jnp.int32)
+    x = jax.random.normal(jax.random.key(9), (len(chosen), inner), jnp.bfloat16)
+    run = jax.jit(expert_product)
+    y, columns = np.asarray(run(x, weight, sizes), np.float64), np.unique(np.r_[0, width - 1, 7:width:37])
+    rows = [(np.asarray(x[i], np.float64) @ numbers(each[e], columns)) for i, e in enumerate(chosen)]
+    err = np.abs(y[:, columns] - np.stack(rows)).max() / np.std(rows)
+    us, parts = cupti.micros(run, x, weight, sizes)
+    peer = jnp.zeros((EXPERTS, inner, width), jnp.bfloat16)
+    bf16 = cupti.micros(jax.jit(jax.lax.ragged_dot), x, peer, sizes)[0]
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves(each[0])) * int((sizes > 0).sum())
+    figures = dict(us=us, bf16_us=bf16, speed=bf16 / us, share=read / READ_RATE / us, err=float(err))
+    print("     ", {name: float(f"{value:.4g}") for name, value in figures.items()}, parts, flush=True)
+    return figures | dict(ok=bool(err < 2.0**-8 * 5))
+
+
 PARTS = ((1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (1, 8), (2, 8), (4, 4), (4, 8))
 
 
@@ -176,9 +200,13 @@ def jobs_of():
     tuned = [("8b_gate_up", "int4_g64", 1), ("8b_o", "int4_g64", 1), ("8b_down", "int4_g64", 16)]
     tuned += [("8b_gate_up", "int8", 1)]
     measured += [("8b_down", form, 8) for form in FORMS] + [("8b_gate_up", "int4_g64", rows) for rows in (32, 64)]
+    routed = [(2880, 2880, "mxfp4", tokens) for tokens in (1, 8)]
     for i, case in enumerate(measured):
         yield named("packed_product", *case), functools.partial(measure, *case)
         if i >= 12 and tuned and i % 3 == 0:
+            if routed:
+                names = dict(zip(("inner", "width", "form", "tokens"), routed[0], strict=True))
+                yield dict(part="experts") | names, functools.partial(measure_experts, *routed.pop(0))
             case = tuned.pop(0)
             yield named("tune", *case), functools.partial(tune, *case)
 

@@ -151,10 +151,11 @@ def _supports_packed(platform: str, x: jax.Array, kernels: Kernels, dtype: Any) 
     if not {x.dtype.name, dtype.name}.issubset(NATIVE_DTYPES):
         return False
     is_alike = all(isinstance(k, QuantisedArray) and k.ndim == 2 and _form(k) == _form(kernels[0]) for k in kernels)
-    return is_alike and _has_native_groups(kernels[0]) and bool(library.status().isas)
+    return is_alike and has_native_groups(kernels[0]) and bool(library.status().isas)
 
 
-def _has_native_groups(kernel: Any) -> bool:
+def has_native_groups(kernel: Any) -> bool:
+    """Does the C++ kernel take the groups of a quantised matrix? Leading axes are ignored."""
     inputs, size = kernel.shape[kernel.axis], kernel.group_size
     if kernel.axis == -1:
         return FORMATS[kernel.format].bits == 8 and size == inputs and kernel.zero_points is None

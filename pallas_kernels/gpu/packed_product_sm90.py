@@ -28,6 +28,7 @@ from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, TILE_ROWS, PackedProductConfig, supports
 
 Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
@@ -46,7 +47,10 @@ def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedPro
 
     def packed_product(*refs):  # the kernel's name in a profile
         def scoped(sums):
-            _multiply(c, refs, sums)
+            if tiles is None:
+                _multiply(c, refs, sums)
+            else:  # tiles at the end may have no rows
+                when(refs[1][lax.axis_index("tile"), 2] > 0)(lambda: _multiply(c, refs, sums))
 
         pl.run_scoped(scoped, plgpu.SMEM((c.shared_floats,), jnp.float32), collective_axes="wg")
 

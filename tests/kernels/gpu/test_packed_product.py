@@ -73,7 +73,7 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
     swaps = dict(_loop=loop, _wait_for_all=lambda cfg: None, _of_peer=of_peer)
     with emulated(kernel, machine), mock.patch.multiple(kernel, **swaps), mock.patch.object(codes, "arith", Arith):
         for strip in range(cfg.strips):
-            for tile in range(cfg.tiles if tiles is None else len(tiles)):
+            for tile in range(cfg.tiles) if tiles is None else [i for i, (_, _, count) in enumerate(tiles) if count]:
                 split, wg = whole // cfg.warpgroups, whole % cfg.warpgroups
                 place = base + split * shared
                 with mock.patch.object(kernel.lax, "axis_index", lambda name: name):
