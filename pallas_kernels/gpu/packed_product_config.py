@@ -143,7 +143,7 @@ def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductCo
         ways = [
             dataclasses.replace(base, unroll=unroll, warpgroups=warpgroups, splits=splits)
             for warpgroups in (1, 2, 4)
-            for splits in range(1, MAX_SPLITS + 1)
+            for splits in (1, 2, 4, 8)  # others leave SMs of a GPC unused
         ]
         ways = [way for way in ways if not supports(way, chip=chip)]
         if ways:
