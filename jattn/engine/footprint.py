@@ -84,7 +84,8 @@ class Footprint:
         """An estimate of the temporary memory of the largest dispatch on each device.
 
         Sampling and the widest layer do not run at the same time. XLA:CPU copies some weights to float32 before the
-        loop over steps: those of experts, and those of 16 bits and quantised ones on several devices or for many rows.
+        loop over steps: those of experts, and those of 16 bits and quantised ones on several devices or for many rows;
+        quantised experts on one device are not copied.
         """
         vocab = self.config.vocab_size
         vocab = vocab if vocab % self.ranks else vocab // self.ranks  # replicated if not divisible: see ModelMesh
@@ -107,7 +108,9 @@ class Footprint:
     def _copied_bytes(self, tokens: int) -> int:
         is_narrow = self.quantization is not None or jnp.dtype(self.dtype).itemsize == 2
         every = is_narrow and (self.ranks > 1 or tokens > NATIVE_MAX_ROWS)
-        copied = [w for w in self.weights() if "expert" in w.spec.axes or (every and len(w.spec.shape) > 1)]
+        experts = self.quantization is None or self.ranks > 1
+        is_copied = lambda axes, rank: experts if "expert" in axes else every and rank > 1
+        copied = [w for w in self.weights() if is_copied(w.spec.axes, len(w.spec.shape))]
         return sum(int(4 * math.prod(w.spec.shape) * w.share) for w in copied if w.path != "embed")
 
     # ------------------------------------------------------------------ the time of a step

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Container
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jattn.errors import UnsupportedError
@@ -19,7 +20,7 @@ from jattn.errors.arguments import short
 from jattn.models.config_reader import ConfigReader
 from jattn.models.placing import placed
 from jattn.models.tensor_names import OfNumbers, TensorSource, unchanged
-from jattn.ops.quantised import PACKED, QuantisedArray, packed, plain
+from jattn.ops.quantised import PACKED, PLACES, QuantisedArray, packed, plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +230,26 @@ def _nibbles(words: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
     """int32 [...] -> the eight codes of each word, uint8[..., 8], from the lowest bits on or in another order."""
     shifts = 4 * (np.arange(PACKED) if order is None else order).astype(np.uint32)
     return (np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts & 15).astype(np.uint8)
+
+
+def mxfp4(outputs: slice, blocks: np.ndarray, scales: np.ndarray) -> QuantisedArray:
+    """Some outputs of blocks u8[experts, out, groups, 16] and scales u8[experts, out, groups]; kept packed.
+
+    MXFP4: 4-bit floats, two in a byte with the first in the low bits, and a power of two for every 32 of them.
+    """
+    exponents = scales[:, outputs]
+    if blocks.shape != (*scales.shape, 16) or blocks.dtype != np.uint8 or scales.dtype != np.uint8:
+        raise ValueError("blocks must be uint8[experts, outputs, groups, 16], scales uint8[experts, outputs, groups]")
+    if (exponents == 255).any():
+        raise ValueError("a scale of 255 is not a number")
+    stored = np.ascontiguousarray(blocks[:, outputs]).view("<u4").reshape(*exponents.shape[:2], -1)
+    words = np.zeros_like(stored)  # of eight inputs, in the order of PLACES
+    for i, place in enumerate(PLACES):
+        words |= (stored >> np.uint32(4 * i) & np.uint32(15)) << np.uint32(4 * place)
+    of_bits = np.where(exponents == 0, 64, exponents.astype(np.uint16) << 7).astype(np.uint16)  # 2 ** -127 is subnormal
+    turned = lambda x: placed(x.swapaxes(1, 2), None)
+    powers = turned(of_bits.view(ml_dtypes.bfloat16))
+    return QuantisedArray(values=turned(words), scales=powers, format="fp4", dtype=np.dtype(ml_dtypes.bfloat16))
 
 
 METHODS: dict[str, Callable[[ConfigReader], Scheme]] = {

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import os
 import threading
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 from jattn.ops.quantised import is_quantised
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""Dtypes of weights in params. Packed weights are stored as integers; their TensorSource unpacks them."""
+"""Dtypes of weights in params that are not quantised."""
 MAX_THREADS = 8
 """Threads that read weights, at most. Reading is limited by memory, which a few cores fill."""
 MAX_MISSING_LISTED = 10_000
@@ -58,7 +59,7 @@ def load(
     values = _with_quantization_of_text(values)
     method = (values.get("quantization_config") or {}).get("quant_method")
     scheme = None if method in family.quant_methods else scheme_of(values, str(folder / "config.json"))
-    if scheme is not None and quantization is not None:
+    if method is not None and quantization is not None:
         raise UnsupportedError(f"{folder}: its weights are quantised ({method}); quantization must be None")
     checkpoint = Checkpoint(folder, family.prefix, family.renames)
     _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
@@ -96,17 +97,17 @@ def load_config(directory: str | Path) -> ModelConfig:
 
 
 def stored_dtype_and_method(directory: str | Path) -> tuple[str, str | None]:
-    """The dtype that a folder's config.json names, else bfloat16; and the quant_method of weights that stay quantised.
+    """The dtype that a folder's config.json names, else bfloat16; and the quant_method, None if weights are floats.
 
-    The method is None for other weights. No weights are needed.
+    No weights are needed.
     """
     folder = Path(directory)
-    _, family, values = _config_and_family(folder)
+    _, _, values = _config_and_family(folder)
     method = (_with_quantization_of_text(values).get("quantization_config") or {}).get("quant_method")
     found = _stored_dtype(values)
     if found not in FLOATS:
         raise ValueError(f"{folder / 'config.json'}: dtype={short(found)} must be one of {', '.join(FLOATS)}")
-    return found, None if method in family.quant_methods else method
+    return found, method
 
 
 def _stored_dtype(values: dict[str, Any]) -> Any:
@@ -262,7 +263,7 @@ def _made(source: TensorSource, stored: list[np.ndarray], path: str, spec: Weigh
     if value.shape != spec.shape:
         raise ValueError(f"{tensor} gives {path} the shape {value.shape} but config.json says {spec.shape}")
     if is_quantised(value):
-        return value
+        return value if dtype is None else dataclasses.replace(value, dtype=np.dtype(dtype))
     if value.dtype.name not in FLOATS:
         raise ValueError(f"{tensor} gives {path} as {value.dtype}; weights must be one of {', '.join(FLOATS)}")
     with np.errstate(over="ignore"):

@@ -9,8 +9,8 @@ from jattn.models.mlp import MLP, activation
 from jattn.nn.attention_layer import linear
 from jattn.nn.norm import Norm
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
+from jattn.ops.experts import expert_product
 from jattn.ops.product import product
-from jattn.ops.quantised import plain
 
 SCORES = ("softmax", "softmax_over_all", "sigmoid", "sigmoid_of_input", "sparsemixer")
 JITTER = 0.01
@@ -145,7 +145,7 @@ class MoE:
         on_input = self.scores == "sigmoid_of_input"
         sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
         y = self._experts(weights, rows * score if on_input else rows, sizes, flat[order])
-        if is_range:  # ragged_dot leaves the rows after the last group undefined
+        if is_range:  # the rows after the last group are undefined
             y = jnp.where(flat[order, None] < count, y, 0)
         y = y if on_input else y * score
         y = y[jnp.argsort(order)].reshape(x.shape[0], self.top_k, -1).sum(axis=1)
@@ -196,7 +196,7 @@ class MoE:
         """The experts' MLPs of rows [T * k, hidden], sorted by expert i32[T * k]; expert e has sizes[e] of the rows."""
 
         def dot(name: str, x: jax.Array) -> jax.Array:
-            y = jax.lax.ragged_dot(x, plain(weights[name]["kernel"], x.dtype), sizes)
+            y = expert_product(x, weights[name]["kernel"], sizes)
             return y + weights[name]["bias"][expert] if self.bias else y
 
         gate, up = dot("gate", rows), dot("up", rows)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jattn import device
 from jattn.ops.quantised import FORMATS, QuantisedArray, is_quantised, plain
 from pallas_kernels.cpu.native import library, ops
+from pallas_kernels.gpu import packed_product_config, packed_product_sm90
 
 Arrays = tuple[jax.Array, ...]
 Kernel = jax.Array | QuantisedArray
@@ -150,10 +151,11 @@ def _supports_packed(platform: str, x: jax.Array, kernels: Kernels, dtype: Any) 
     if not {x.dtype.name, dtype.name}.issubset(NATIVE_DTYPES):
         return False
     is_alike = all(isinstance(k, QuantisedArray) and k.ndim == 2 and _form(k) == _form(kernels[0]) for k in kernels)
-    return is_alike and _has_native_groups(kernels[0]) and bool(library.status().isas)
+    return is_alike and has_native_groups(kernels[0]) and bool(library.status().isas)
 
 
-def _has_native_groups(kernel: Any) -> bool:
+def has_native_groups(kernel: Any) -> bool:
+    """Does the C++ kernel take the groups of a quantised matrix? Leading axes are ignored."""
     inputs, size = kernel.shape[kernel.axis], kernel.group_size
     if kernel.axis == -1:
         return FORMATS[kernel.format].bits == 8 and size == inputs and kernel.zero_points is None
@@ -173,9 +175,47 @@ def _packed_jvp(transposed: bool, dtype: Any, primals, tangents):
     return _packed(*primals, transposed, dtype), jax.jvp(in_steps, primals, tangents)[1]
 
 
+def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> packed_product_config.PackedProductConfig | None:
+    """The launch on this GPU for quantised matrices of one form; None if the kernel does not serve them."""
+    first, processors = kernels[0], device.processors()
+    if x.ndim != 2 or not 1 <= x.shape[0] <= packed_product_config.MAX_ROWS or x.dtype != jnp.bfloat16:
+        return None
+    if processors is None or not isinstance(first, QuantisedArray) or first.axis != -2:
+        return None
+    if not all(kernel.ndim == 2 and _form(kernel) == _form(first) for kernel in kernels):
+        return None
+    rows, inner = x.shape
+    return packed_product_config.choose(
+        processors, chip=device.detect().generation, rows=rows, inner=inner, format=first.format,
+        widths=tuple(kernel.shape[-1] for kernel in kernels), group=first.group_size,
+        scale_dtype=jnp.dtype(first.scales.dtype).name, has_zeros=first.zero_points is not None,
+        dtype=jnp.dtype(dtype).name, tiles=-(-rows // packed_product_config.TILE_ROWS),
+    )  # fmt: skip
+
+
+def _supports_gpu_packed(platform: str, x: jax.Array, kernels: Kernels, dtype: Any) -> bool:
+    return platform == "gpu" and _gpu_config(x, kernels, dtype) is not None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _gpu_packed(x: jax.Array, kernels: tuple[QuantisedArray, ...], transposed: bool, dtype: Any) -> Arrays:
+    """The Mosaic kernel for few rows. Its derivatives are those of the dot of the dequantised matrices."""
+    config = _gpu_config(x, kernels, dtype)
+    assert config is not None and not transposed
+    matrices = tuple((kernel.values, kernel.scales, kernel.zero_points) for kernel in kernels)
+    return packed_product_sm90.packed_product(x, matrices, config)
+
+
+@_gpu_packed.defjvp
+def _gpu_packed_jvp(transposed: bool, dtype: Any, primals, tangents):
+    in_steps = lambda x, kernels: _dots(x, kernels, transposed, dtype)
+    return _gpu_packed(*primals, transposed, dtype), jax.jvp(in_steps, primals, tangents)[1]
+
+
 IMPLEMENTATIONS = (
     Implementation("cpu_native", _supports_native, _native, _native_silu),
     Implementation("cpu_packed", _supports_packed, _packed),
+    Implementation("gpu_packed", _supports_gpu_packed, _gpu_packed),
     Implementation("dot", lambda platform, x, kernels, dtype: True, _dots, is_partitionable=True),
 )
 """In order of preference."""

@@ -171,6 +171,12 @@ def float_of_bf16(word, half: int):
     return asm_value(text, "=f,r", word, pure=True)
 
 
+def float_of_f16(word, half: int):
+    """The f32 of the low (0) or high (1) float16 of a word."""
+    text = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.f32.f16 $0, h" + str(half) + "; }"
+    return asm_value(text, "=f,r", word, pure=True)
+
+
 def byte_permute(word, selector: int):
     """The bytes of a word in the order of the selector's four hexadecimal digits."""
     return asm_value(f"prmt.b32 $0, $1, 0, {selector:#x};", "=r,r", word, pure=True)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jattn
 from jattn import models
 from jattn.errors import UnsupportedError
 from jattn.ops.quantised import QuantisedArray
@@ -203,6 +204,47 @@ def test_fp8_of_latent_attention_and_experts(tmp_path):
     attn = params["layers"][0]["attn"]
     assert isinstance(attn["kv_a"]["kernel"], QuantisedArray) and isinstance(attn["q_b"]["kernel"], QuantisedArray)
     assert attn["w_uk"].shape == (4, 16, 32) and attn["w_uv"].shape == (4, 32, 8)
+
+
+MOE = dict(
+    model_type="qwen3_moe", vocab_size=40, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e4,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, decoder_sparse_step=1,
+    mlp_only_layers=[], tie_word_embeddings=False, torch_dtype="float32",
+)  # fmt: skip
+
+
+def moe_tensors(config):
+    shapes = {"model.embed_tokens": (40, 64), "lm_head": (40, 64), "model.norm": (64,)}
+    for i in range(2):
+        at = f"model.layers.{i}."
+        shapes |= {at + name: (64,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {at + f"self_attn.{x}_norm": (16,) for x in "qk"} | {at + "mlp.gate": (4, 64)}
+        shapes |= {at + f"self_attn.{x}_proj": (16 if x in "kv" else 32, 64) for x in "qkv"}
+        shapes |= {at + "self_attn.o_proj": (64, 32)}
+        for e in range(4):
+            shapes |= {at + f"mlp.experts.{e}.{x}_proj": (32, 64) for x in ("gate", "up")}
+            shapes |= {at + f"mlp.experts.{e}.down_proj": (64, 32)}
+    rng = np.random.default_rng(5)
+    return {f"{name}.weight": (0.3 * rng.standard_normal(s)).astype(np.float32) for name, s in shapes.items()}
+
+
+@pytest.mark.parametrize("method", ["awq", "fp8"])
+def test_experts_stay_packed_and_give_the_tokens_of_the_dequantised_weights(tmp_path, method):
+    settings = AWQ if method == "awq" else fp8_settings([32, 32])
+    pack = awq_pack if method == "awq" else functools.partial(fp8_pack, [32, 32])
+    format = "int4" if method == "awq" else "fp8"
+    params = check(tmp_path / method, settings, pack, format, MOE, moe_tensors)
+    for name, shape in dict(gate=(4, 64, 32), up=(4, 64, 32), down=(4, 32, 64)).items():
+        kernel = params["layers"][0]["mlp"][name]["kernel"]
+        assert (kernel.format, kernel.shape, kernel.axis) == (format, shape, -2)
+    ask = jattn.SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    sizes = dict(num_blocks=16, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32)
+    seen, wanted = (
+        [out.token_ids for out in jattn.Engine(*models.load(at), **sizes).generate([IDS, IDS[:3], IDS[2:]], ask)]
+        for at in (tmp_path / method, tmp_path / f"{method}_plain")
+    )
+    assert seen == wanted
 
 
 def compressed(layout, bits, kind, strategy, **more):

@@ -1,4 +1,4 @@
-"""Packed experts of gpt-oss are unpacked to the values that transformers gives."""
+"""Packed experts of gpt-oss stay packed, and stand for the values that transformers unpacks."""
 
 import json
 
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jattn import models
+from jattn.errors import UnsupportedError
+from jattn.models.hub_formats import mxfp4
 from tests.models.witness import Example
 
 pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
@@ -45,5 +47,40 @@ def test_a_packed_folder_holds_the_weights_that_transformers_would_unpack(tmp_pa
     (packed / "config.json").write_text(json.dumps(config))
     (theirs, wanted), (mine, params) = models.load(plain), models.load(packed, dtype="float32")
     assert mine == theirs
-    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+    experts = params["layers"][0]["mlp"]
+    for name in ("gate", "up", "down"):
+        kernel = experts[name]["kernel"]
+        assert kernel.format == "fp4" and kernel.group_size == 32 and kernel.dtype == jnp.float32
+        assert 8 * sum(x.nbytes for x in jax.tree.leaves(kernel)) == 4.5 * np.prod(kernel.shape)
+        np.testing.assert_array_equal(kernel.dequantise(), wanted["layers"][0]["mlp"][name]["kernel"])
+    logits, exact = (models.prompt_logits(mine, p, np.arange(9), chunk=4) for p in (params, wanted))
+    assert np.abs(logits - exact).max() < 1e-4 * np.std(exact)
     assert models.load(packed)[1]["layers"][0]["mlp"]["up"]["kernel"].dtype == jnp.bfloat16
+    with pytest.raises(UnsupportedError, match=r"its weights are quantised \(mxfp4\); quantization must be None"):
+        models.load(packed, quantization="int8")
+
+
+@pytest.mark.parametrize("exponent, power", [(0, 2.0**-127), (1, 2.0**-126), (127, 1.0), (254, 2.0**127)])
+def test_one_block_by_hand(exponent, power):
+    """The codes 0 to 15 twice, in the order of their bytes: 0x10, 0x32 and so on hold codes (0, 1), (2, 3)."""
+    blocks = np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, np.uint8).reshape(1, 1, 1, 16)
+    weight = mxfp4(slice(None), blocks, np.full((1, 1, 1), exponent, np.uint8))
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    assert weight.shape == (1, 32, 1) and float(weight.scales[0, 0, 0]) == power
+    if exponent == 127:
+        np.testing.assert_array_equal(
+            np.asarray(weight.dequantise("float32")).ravel(), np.tile(np.r_[numbers, -numbers], 2) * power
+        )
+
+
+@pytest.mark.parametrize(
+    "blocks, scales, sentence",
+    [
+        ((1, 2, 1, 16), 255, "255 is not a number"),
+        ((1, 2, 2, 16), 127, "blocks must be"),
+        ((1, 2, 1, 8), 0, "blocks must"),
+    ],
+)
+def test_blocks_that_are_not_mxfp4(blocks, scales, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        mxfp4(slice(None), np.zeros(blocks, np.uint8), np.full((1, 2, 1), scales, np.uint8))

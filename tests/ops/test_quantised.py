@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jattn.device import Chip
 from jattn.ops import product as product_ops
 from jattn.ops.product import product, products, silu_product
 from jattn.ops.quantised import QuantisedArray, packed, quantise
@@ -161,3 +162,29 @@ def test_it_is_a_pytree_whose_form_is_static():
 def test_unknown_formats_are_refused():
     with pytest.raises(ValueError, match="format='fp4' must be int8, fp8 or int4"):
         quantise(jnp.ones((32, 2)), "fp4", 32)
+
+
+def test_matrices_that_the_gpu_kernel_takes(monkeypatch):
+    """On Hopper, up to 64 bfloat16 rows; everything else goes to the dot."""
+    monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_90"))
+    monkeypatch.setattr(product_ops.device, "processors", lambda: 132)
+    made = lambda format, group, axis=-2, **how: drawn(format, 256, 128, group, axis=axis, **how)[0]
+
+    def chosen(rows, *kernels, dtype="bfloat16"):
+        x = jnp.ones((rows, kernels[0].shape[kernels[0].axis]), dtype)
+        return product_ops._choose(x, kernels, jnp.dtype("float32")).name
+
+    for kernel in (
+        made("int4", 64, zeros=True),
+        made("fp4", 32, scales="bfloat16"),
+        made("int8", 256),
+        made("fp8", 128),
+    ):
+        assert [chosen(rows, kernel) for rows in (1, 64, 65)] == ["gpu_packed", "gpu_packed", "dot"]
+        assert chosen(3, kernel, kernel) == "gpu_packed"
+        assert chosen(3, kernel, dtype="float32") == "dot"
+        assert chosen(3, jax.tree.map(lambda x: x[None], kernel)) == "dot"
+    for kernel in (made("int8", 16), made("int8", 256, -1), drawn("int8", 256, 100, 256)[0]):
+        assert chosen(3, kernel) == "dot"
+    monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_80"))
+    assert chosen(3, made("int4", 64)) == "dot"

@@ -24,7 +24,7 @@ class Family:
     texts: tuple[str, ...] = ()  # of a model with vision: the model_types of its text part
     renames: tuple[tuple[str, str], ...] = ()  # beginnings of tensor names in files -> as `tensors` has them
     prefix: str = "model."  # of tensor names; a checkpoint saved without the head lacks it
-    quant_methods: tuple[str, ...] = ()  # besides those of hub_formats: its weights are unpacked when read
+    quant_methods: tuple[str, ...] = ()  # besides METHODS of hub_formats: `tensors` reads their weights
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # values of absent keys, as in transformers
     aliases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # other names of the usual keys
 

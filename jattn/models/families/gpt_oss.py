@@ -1,10 +1,8 @@
 """gpt-oss: sinks, alternating windows, biases on all projections, a clamped mixture of experts, yarn, MXFP4 weights."""
 
 import dataclasses
+import functools
 from typing import Any
-
-import ml_dtypes
-import numpy as np
 
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
@@ -19,6 +17,7 @@ from jattn.models.families.shared import (
     rope_decoder,
     windows_by_type,
 )  # fmt: skip
+from jattn.models.hub_formats import mxfp4
 from jattn.models.moe import MoE
 from jattn.models.tensor_names import TensorSource, linear_rows, unchanged
 
@@ -45,7 +44,7 @@ def alternating_windows(c: ConfigReader, count: int) -> list[int | None]:
 
 
 def gpt_oss_tensors(config: ModelConfig) -> dict[str, TensorSource]:
-    """Gate and up are interleaved in one tensor. Experts are stored as floats, or packed in MXFP4."""
+    """Gate and up are interleaved in one tensor. Experts are stored as floats, or in MXFP4."""
 
     def layer(index: int) -> dict[str, Any]:
         return attention_rows(config, index) | LAYER_ROWS | PRE_NORM_ROWS
@@ -55,25 +54,9 @@ def gpt_oss_tensors(config: ModelConfig) -> dict[str, TensorSource]:
         for part, (tensor, columns) in PACKED.items():
             path = f"layers.{index}.mlp.{part}.kernel"
             stored = tuple(f"model.layers.{index}.{EXPERTS}.{tensor}_{kind}" for kind in ("blocks", "scales"))
-            packed = TensorSource(stored, lambda *parts, columns=columns: unpack_mxfp4(*parts)[..., columns])
+            packed = TensorSource(stored, functools.partial(mxfp4, columns))
             table[path] = dataclasses.replace(table[path], packed=packed)
     return table
-
-
-FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-FP4_VALUES = np.concatenate([FP4, -FP4])  # by the four bits; the highest is the sign
-EXPONENT_BIAS = 127
-
-
-def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """blocks u8[E out groups 16], scales u8[E out groups] -> bfloat16 [E, in, out], exactly; in = 32 * groups.
-
-    MXFP4: 4-bit floats, two per byte with the first in the low bits, and a power of two for every 32 of them.
-    """
-    codes = np.stack([blocks & 0xF, blocks >> 4], axis=-1)
-    values = np.ldexp(FP4_VALUES[codes], scales.astype(np.int32)[..., None, None] - EXPONENT_BIAS)
-    rows = values.astype(ml_dtypes.bfloat16).reshape(*blocks.shape[:2], -1)
-    return rows.swapaxes(1, 2)
 
 
 EXPERTS = "mlp.experts"

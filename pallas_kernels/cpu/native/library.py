@@ -14,13 +14,14 @@ log = logging.getLogger(__name__)
 
 ATTEND, WRITE, FILL = "jattn_cpu_attend", "jattn_cpu_write", "jattn_cpu_fill"
 PRODUCT, HEAD_PRODUCT = "jattn_cpu_product", "jattn_cpu_head_product"
-PACKED_PRODUCT = "jattn_cpu_packed_product"
+PACKED_PRODUCT, EXPERT_PRODUCT = "jattn_cpu_packed_product", "jattn_cpu_expert_product"
 _SYMBOLS = {
     ATTEND: "JattnAttend",
     WRITE: "JattnWrite",
     PRODUCT: "JattnProduct",
     HEAD_PRODUCT: "JattnHeadProduct",
     PACKED_PRODUCT: "JattnPackedProduct",
+    EXPERT_PRODUCT: "JattnExpertProduct",
     FILL: "JattnFill",
 }
 

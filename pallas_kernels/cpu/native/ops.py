@@ -212,6 +212,26 @@ def packed_product(
     )  # fmt: skip
 
 
+def expert_product(
+    x: jax.Array,  # [N in], in the order of the rows' experts
+    weights: Packed,  # each with a leading axis of experts
+    sizes: jax.Array,  # i32[experts]: rows of each
+    format: str,
+    *,
+    out_dtype,
+    isa: str = "auto",
+    threads: int = 0,
+) -> jax.Array:
+    """[N out] each row times the dequantised matrix of its expert, in float32. Rows beyond the sizes are undefined."""
+    library.check_isa(isa)
+    values, scales, zero_points = weights
+    zero_points = jnp.zeros((0, 0, 0), jnp.int8) if zero_points is None else zero_points
+    shape = jax.ShapeDtypeStruct((x.shape[0], values.shape[2]), jnp.dtype(out_dtype))
+    call = jax.ffi.ffi_call(library.EXPERT_PRODUCT, shape, vmap_method="sequential")
+    form = dict(format=np.int32(PACKED_FORMATS.index(format)), isa=isa, threads=np.int32(threads))
+    return call(x, values, scales, zero_points, _ints(sizes), **form)
+
+
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:
     """jnp.full(shape, value), in 2 MiB OS pages where Linux grants them: fewer TLB misses."""
     return jax.ffi.ffi_call(library.FILL, jax.ShapeDtypeStruct(shape, value.dtype), vmap_method="sequential")(value)

@@ -28,6 +28,11 @@ class Fragment:
         self.registers = np.empty(dims, object)
 
 
+def _like(b, a):
+    """Words as those of a: with a sign or without."""
+    return np.asarray(b).view(a.dtype) if b.dtype.itemsize == a.dtype.itemsize else b
+
+
 class Arith:
     """The arith dialect, on numpy arrays."""
 
@@ -36,10 +41,12 @@ class Arith:
     muli = mulf = staticmethod(lambda a, b: a * b)
     divui = staticmethod(lambda a, b: a // b)
     remui = staticmethod(lambda a, b: a % b)
-    andi = staticmethod(lambda a, b: a & b)
-    ori = staticmethod(lambda a, b: a | b)
+    andi = staticmethod(lambda a, b: a & _like(b, a))
+    ori = staticmethod(lambda a, b: a | _like(b, a))
     xori = staticmethod(lambda a, b: a ^ b)
-    shrui = staticmethod(lambda a, b: a >> b)
+    shrui = staticmethod(lambda a, b: (a.view(np.uint32) >> b.view(np.uint32)).view(a.dtype))
+    shli = staticmethod(lambda a, b: a << _like(b, a))
+    minsi = staticmethod(np.minimum)
     negf = staticmethod(lambda a: -a)
     select = staticmethod(np.where)
     cmpf = staticmethod(lambda kind, a, b: a > b)
@@ -133,12 +140,12 @@ class Machine:
             flags[target] = compare(operands[0], int(constant))
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
-        elif name.startswith("cp.async.cg"):  # 16 bytes; zeros where the predicate holds
-            ignored = flags[rest.split(",")[3].strip()]
+        elif name.startswith("cp.async.c"):  # zeros where the predicate holds
+            size, ignored = int(rest.split(",")[2]), flags[rest.split(",")[3].strip()]
             for i in np.flatnonzero(mask):
                 to, source = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
-                assert (to + offset) % 16 == 0 and source % 16 == 0
-                self.memory[to + offset : to + offset + 16] = 0 if ignored[i] else self.memory[source : source + 16]
+                assert (to + offset) % size == 0 and source % size == 0
+                self.memory[to + offset : to + offset + size] = 0 if ignored[i] else self.memory[source : source + size]
         elif name.startswith("st."):
             self.store(operands[0] + offset, operands[1:], mask)
         else:
@@ -152,11 +159,21 @@ class Machine:
             return [(x[0].view(np.uint32) & np.uint32(int(rest.split(",")[2], 16))).view(np.float32)]
         if kind[0] == "shl":
             return [(x[0].view(np.uint32) << np.uint32(int(rest.split(",")[2]))).view(np.float32)]
+        if kind[-1] == "bf16x2":
+            a, b = (np.ascontiguousarray(word).view(HALF["bf16"]).astype(np.float32) for word in x)
+            exact = {"add": a + b, "sub": a - b, "mul": a * b}[kind[0]]
+            return [exact.astype(HALF["bf16"]).view(np.uint32)]
+        if name == "lop3.b32":
+            mask, bits, table = (int(number, 16) for number in rest.split(",")[2:])
+            assert table == 0xEA
+            return [x[0].view(np.uint32) & np.uint32(mask) | np.uint32(bits)]
+        if name == "mov.f32":
+            return [np.zeros(self.lane.shape, np.float32)]
         if kind[0] == "mov":
             return x if x else [np.full(self.lane.shape, int(rest.split(",")[1]), np.uint32)]
         if kind[0] == "ld":
             width = int(kind[-2][1:]) if kind[-2].startswith("v") else 1
-            element = {"f32": np.float32, "b32": np.uint32}[kind[-1]]
+            element = {"f32": np.float32, "b32": np.uint32, "b16": np.uint16}[kind[-1]]
             assert np.where(mask, np.asarray(x[0]) + offset, 0).min() >= 0
             return [self.load(x[0] + offset + 4 * k, element, mask) for k in range(width)]
         if kind[0] == "ldmatrix":
@@ -172,8 +189,10 @@ class Machine:
             distance = int(rest.split(",")[2])
             return [x[0][self.lane ^ distance]]
         if kind[0] == "prmt":
-            digits = [int(rest.split(",")[-1].strip()[-1 - k], 16) for k in range(4)]
-            return [np.ascontiguousarray(x[0].view(np.uint8).reshape(-1, 4)[:, digits]).view(np.uint32).reshape(-1)]
+            selector = int(rest.split(",")[-1], 16)
+            digits = [selector >> 4 * k & 15 for k in range(4)]
+            both = np.concatenate([word.view(np.uint8).reshape(-1, 4) for word in (x[0], x[-1])], 1)
+            return [np.ascontiguousarray(both[:, digits]).view(np.uint32).reshape(-1)]
         if kind[0] == "cvt":
             half = HALF[kind[2][:-2]]
             pair = np.stack([np.broadcast_to(v, self.lane.shape) for v in (x[1], x[0])], 1).astype(half)
@@ -223,6 +242,11 @@ def emulated(module, machine: Machine):
             return [np.ascontiguousarray(words[:, k, 0]) for k in range(2)]
         return machine.run(text, *args)
 
+    def one(text, constraints, *args, **_):
+        value = assembled(1, text, *args)[0]
+        is_float = constraints.startswith(("=f", "=&f")) and value.dtype.itemsize == 4
+        return value.view(np.float32) if is_float else value
+
     def fill(fragment, read):
         flat = fragment.registers.reshape(-1)
         for i in range(flat.size):
@@ -245,7 +269,7 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx, "pointer", lambda ref, space: ref), mock.patch.object(ptx, "less", np.less),
         mock.patch.object(ptx, "equal", np.equal), mock.patch.object(ptx, "bool_to_i32", lambda x: x.astype(np.int32)),
         mock.patch.object(ptx, "asm", lambda text, _, *args, **kw: assembled(0, text, *args)),
-        mock.patch.object(ptx, "asm_value", lambda text, _, *args, **kw: assembled(1, text, *args)[0]),
+        mock.patch.object(ptx, "asm_value", one),
         mock.patch.object(ptx, "asm_values", lambda text, _, count, *args, **kw: assembled(count, text, *args)),
         mock.patch.object(rows, "decode_word", lambda source, target: f"decode {source} {target}"),
         mock.patch.object(rows, "empty_fragment", lambda shape, layout, *_: Fragment(shape, layout)),

@@ -78,7 +78,7 @@ static void run_random_head_product(StdPool& pool, const IsaKernels& kernels, un
     const ProductKernel* kernel = kernels.product[(int)product.args.dtype];
     if (!kernel) return;
     for (bool done = false; !done;) try {
-            run_head_products(pool, product.args, *kernel, choices[seed % 5]);
+            run_grouped_products(pool, product.args, *kernel, choices[seed % 5]);
             done = true;
         } catch (const OutOfMemory&) {
             num_out_of_memory++;

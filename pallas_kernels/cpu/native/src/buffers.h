@@ -295,6 +295,14 @@ inline std::string product_args(const AnyBuffer& x, ffi::RemainingArgs matrices,
     return checks.error;
 }
 
+// Groups that share scales: chunks of inputs must not have parts of two.
+inline void group_checks(ArrayChecks& checks, int64_t groups, int64_t group_size, bool is_4_bits) {
+    if (groups <= 1) return;
+    checks.require(group_size % kPackedChunk == 0 || group_size % (kPackedChunk / 2) == 0 || group_size < kPackedChunk,
+                   "groups have less than 64 inputs, or a multiple of 32");
+    if (is_4_bits) checks.multiple("the inputs of a group", group_size, "the inputs of a word", 8);
+}
+
 // The same for weights in 4 or 8 bits: each matrix is three arrays, its values, scales and zero points.
 inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
                                        int32_t format, bool transposed, ProductArgs& args, ProductMatrix* parts) {
@@ -345,12 +353,7 @@ inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs ma
         if (!checks.error.empty()) break;
         checks.multiple("the number of inputs", args.inputs, "the number of groups", groups);
         const int64_t group_size = args.inputs / groups;
-        if (groups > 1) {
-            checks.require(group_size % kPackedChunk == 0 || group_size % (kPackedChunk / 2) == 0 ||
-                               group_size < kPackedChunk,
-                           "groups have less than 64 inputs, or a multiple of 32");
-            if (is_4_bits) checks.multiple("the inputs of a group", group_size, "the inputs of a word", 8);
-        }
+        group_checks(checks, groups, group_size, is_4_bits);
         if (has_zero_points) {
             checks.require(!transposed, "transposed matrices have no zero points");
             checks.rank("zero_points", *zero_points, 2);
@@ -362,6 +365,62 @@ inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs ma
         parts[m] = {static_cast<const char*>(w->untyped_data()), static_cast<char*>((*y)->untyped_data()), columns,
                     static_cast<const char*>(scales->untyped_data()),
                     static_cast<const char*>(zero_points->untyped_data())};
+    }
+    return checks.error;
+}
+
+// The arguments of rows in the order of their experts: x [rows inputs], w [experts inputs columns] packed, scales and
+// zero points [experts groups columns], sizes [experts] of rows. Rows beyond the sum of the sizes are not computed.
+inline std::string expert_product_args(const AnyBuffer& x, const AnyBuffer& w, const AnyBuffer& scales,
+                                       const AnyBuffer& zero_points, const Int32Buffer& sizes, const AnyBuffer& y,
+                                       int32_t format, ExpertProductArgs& args) {
+    ArrayChecks checks;
+    ProductArgs& form = args.form;
+    const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
+        return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
+    };
+    checks.count("format", format, 0, kNumFormats - 1);
+    checks.dtype("x", x, is_float(x, form.dtype), "float32, float16 or bfloat16");
+    checks.dtype("y", y, is_float(y, form.out_dtype), "float32, float16 or bfloat16");
+    checks.dtype("scales", scales, is_float(scales, form.scale_dtype), "float32, float16 or bfloat16");
+    checks.dtype("zero_points", zero_points, zero_points.element_type() == ffi::S8, "int8");
+    checks.rank("x", x, 2);
+    checks.rank("w", w, 3);
+    checks.rank("scales", scales, 3);
+    if (!checks.error.empty()) return checks.error;
+    const bool is_4_bits = format >= (int)Format::int4;
+    checks.dtype("w", w, w.element_type() == (is_4_bits ? ffi::U32 : format == (int)Format::int8 ? ffi::S8 : ffi::U8),
+                 "that of its format");
+    form.rows = x.dimensions()[0], form.inputs = args.inputs = x.dimensions()[1];
+    if (is_4_bits) checks.multiple("the number of inputs", args.inputs, "the inputs of a word", 8);
+    const int64_t experts = w.dimensions()[0], groups = scales.dimensions()[1];
+    const int64_t loads = args.inputs / (is_4_bits ? 8 : 1);
+    args.columns = w.dimensions()[2];
+    checks.count("the number of groups", groups, 1, std::max<int64_t>(1, args.inputs));
+    checks.shape("w", w, {experts, loads, args.columns});
+    checks.shape("scales", scales, {experts, groups, args.columns});
+    checks.shape("sizes", sizes, {experts});
+    checks.shape("y", y, {form.rows, args.columns});
+    form.has_zero_points = zero_points.element_count() > 0;
+    if (form.has_zero_points) {
+        checks.rank("zero_points", zero_points, 3);
+        if (checks.error.empty()) checks.shape("zero_points", zero_points, {experts, groups, args.columns});
+    }
+    if (!checks.error.empty()) return checks.error;
+    checks.multiple("the number of inputs", args.inputs, "the number of groups", groups);
+    form.group_size = args.inputs / groups;
+    group_checks(checks, groups, form.group_size, is_4_bits);
+    form.x = static_cast<const char*>(x.untyped_data());
+    args.first = {static_cast<const char*>(w.untyped_data()), static_cast<char*>(y.untyped_data()), args.columns,
+                  static_cast<const char*>(scales.untyped_data()),
+                  static_cast<const char*>(zero_points.untyped_data())};
+    args.w_bytes = loads * args.columns * (is_4_bits ? 4 : 1);
+    args.scale_bytes = groups * args.columns * bytes_of(form.scale_dtype);
+    args.zero_point_bytes = groups * args.columns;
+    for (int64_t e = 0, row = 0; e < experts; e++) {  // sizes come from a traced computation: they are not trusted
+        const int64_t rows = std::min<int64_t>(std::max(0, sizes.typed_data()[e]), form.rows - row);
+        if (rows > 0) args.active.push_back({e, row, rows});
+        row += rows;
     }
     return checks.error;
 }

@@ -133,7 +133,7 @@ ffi::Error head_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer w, ffi
         if (!error.empty()) return invalid_argument("head_product", error);
         const ProductKernel* kernel = find_product(std::string(isa), args.dtype);
         if (!kernel) return unknown_isa("head_product", isa);
-        run_head_products(pool, args, *kernel, threads);
+        run_grouped_products(pool, args, *kernel, threads);
         return ffi::Error::Success();
     });
 }
@@ -151,6 +151,21 @@ ffi::Error packed_product_call(ffi::ThreadPool pool, AnyBuffer x, ffi::Remaining
         const ProductKernel* kernel = find_packed_product(std::string(isa), (Format)format, args.dtype, transposed);
         if (!kernel) return unknown_isa("packed_product", isa);
         run_product(pool, args, *kernel, threads);
+        return ffi::Error::Success();
+    });
+}
+
+// Rows in the order of their experts, times the weights of these in 4 or 8 bits.
+ffi::Error expert_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer w, AnyBuffer scales, AnyBuffer zero_points,
+                               Int32Buffer sizes, ffi::Result<AnyBuffer> y, int32_t format, std::string_view isa,
+                               int32_t threads) {
+    return catch_exceptions("expert_product", [&] {
+        ExpertProductArgs args{};
+        const std::string error = expert_product_args(x, w, scales, zero_points, sizes, *y, format, args);
+        if (!error.empty()) return invalid_argument("expert_product", error);
+        const ProductKernel* kernel = find_packed_product(std::string(isa), (Format)format, args.form.dtype, false);
+        if (!kernel) return unknown_isa("expert_product", isa);
+        run_grouped_products(pool, args, *kernel, threads);
         return ffi::Error::Success();
     });
 }
@@ -222,6 +237,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().RemainingArgs().RemainingRets()
         .Attr<int32_t>("format").Attr<bool>("transposed").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JattnExpertProduct, expert_product_call,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>()  // x, w, scales, zero points
+        .Arg<Int32Buffer>().Ret<AnyBuffer>()                                  // sizes
+        .Attr<int32_t>("format").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnFill, fill_call, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Ret<AnyBuffer>());

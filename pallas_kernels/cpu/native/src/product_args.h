@@ -1,5 +1,8 @@
 // Products of few rows and weight matrices, y = x w: their arguments as plain structs, and the kernels of one ISA.
 #pragma once
+#include <algorithm>
+#include <vector>
+
 #include "args.h"
 #include "memory.h"
 
@@ -49,6 +52,9 @@ struct HeadProductArgs {
     char* y;
     int64_t heads, rows, inputs, columns;
     Dtype dtype, out_dtype;  // of x and w; of y
+    int64_t groups() const { return heads; }
+    int64_t rows_of(int64_t) const { return rows; }
+    int64_t most_rows() const { return rows; }
     // Rows row_begin .. row_end - 1 of a head, and its matrix.
     ProductMatrix matrix(int64_t head, int64_t row_begin) const {
         return {w + head * inputs * columns * bytes_of(dtype),
@@ -57,6 +63,39 @@ struct HeadProductArgs {
     ProductArgs of_rows(int64_t head, int64_t row_begin, int64_t row_end, const ProductMatrix* matrices) const {
         return {x + (head * rows + row_begin) * inputs * bytes_of(dtype), matrices, row_end - row_begin, inputs, 1,
                 dtype, out_dtype, false, false};
+    }
+};
+
+// Rows that are in the order of their experts, times the packed weights of these: y[row] = x[row] w[expert of the row].
+struct ExpertProductArgs {
+    struct Group {
+        int64_t expert, row_begin, rows;
+    };
+    ProductArgs form;       // of any rows; form.x and form.rows: all rows
+    ProductMatrix first;    // of expert 0, and the first row of y
+    int64_t w_bytes, scale_bytes, zero_point_bytes;  // of an expert
+    std::vector<Group> active;                       // the experts that have rows
+    int64_t inputs, columns;
+    int64_t groups() const { return (int64_t)active.size(); }
+    int64_t rows_of(int64_t i) const { return active[i].rows; }
+    int64_t most_rows() const {
+        int64_t most = 0;
+        for (const Group& group : active) most = std::max(most, group.rows);
+        return most;
+    }
+    ProductMatrix matrix(int64_t i, int64_t row_begin) const {
+        const Group& group = active[i];
+        ProductMatrix matrix = first;
+        matrix.w += group.expert * w_bytes, matrix.scales += group.expert * scale_bytes;
+        if (form.has_zero_points) matrix.zero_points += group.expert * zero_point_bytes;
+        matrix.y += (group.row_begin + row_begin) * columns * bytes_of(form.out_dtype);
+        return matrix;
+    }
+    ProductArgs of_rows(int64_t i, int64_t row_begin, int64_t row_end, const ProductMatrix* matrices) const {
+        ProductArgs args = form;
+        args.x += (active[i].row_begin + row_begin) * inputs * bytes_of(form.dtype);
+        args.rows = row_end - row_begin, args.matrices = matrices, args.num_matrices = 1;
+        return args;
     }
 };
 

@@ -56,29 +56,31 @@ void run_product(Pool& pool, const ProductArgs& args, const ProductKernel& kerne
     });
 }
 
-// An item is some columns of one head; its thread packs the head's rows itself, at most kProductMaxRows at a time.
-template <class Pool>
-void run_head_products(Pool& pool, const HeadProductArgs& args, const ProductKernel& kernel, int64_t threads) {
-    const int64_t width = kernel.tile_columns * product_max_tiles(args.rows);
-    const int64_t parts = (args.columns + width - 1) / width, items = args.heads * parts;
+// Args: HeadProductArgs or ExpertProductArgs. An item is some columns of one head or expert; its thread packs the rows
+// itself, at most kProductMaxRows at a time.
+template <class Pool, class Args>
+void run_grouped_products(Pool& pool, const Args& args, const ProductKernel& kernel, int64_t threads) {
+    const int64_t width = kernel.tile_columns * product_max_tiles(args.most_rows());
+    const int64_t parts = (args.columns + width - 1) / width, items = args.groups() * parts;
     if (threads <= 0) {
-        const int64_t useful = args.heads * args.inputs * args.columns / kProductThreadWeights;
+        const int64_t useful = args.groups() * args.inputs * args.columns / kProductThreadWeights;
         threads = std::min<int64_t>(pool.num_threads(), std::max<int64_t>(1, useful));
     }
     parallel_for(pool, items, threads, [&](int64_t i, const std::atomic<int64_t>& next_item) {
         static thread_local Buffer buffer;
         const int64_t next = std::min<int64_t>(next_item.load(std::memory_order_relaxed), items - 1);
         const int64_t begin = i % parts * width, end = std::min(args.columns, begin + width);
-        for (int64_t row = 0; row < args.rows; row += kProductMaxRows) {
+        const int64_t all_rows = args.rows_of(i / parts);
+        for (int64_t row = 0; row < all_rows; row += kProductMaxRows) {
             const ProductMatrix matrices[] = {args.matrix(i / parts, row), args.matrix(next / parts, 0)};
             const ProductArgs rows =
-                args.of_rows(i / parts, row, std::min<int64_t>(args.rows, row + kProductMaxRows), matrices);
+                args.of_rows(i / parts, row, std::min<int64_t>(all_rows, row + kProductMaxRows), matrices);
             const int64_t words = kernel.packed_words(rows), block_rows = kernel.block_rows(rows.rows);
             const int64_t scratch = product_scratch_bytes(kernel) + round_up(4 * words, 64);
             Arena arena(buffer.get(scratch), scratch);
             uint32_t* const packed = arena.take<uint32_t>(words);
             for (int64_t first = 0; first < rows.rows; first += block_rows)
-                kernel.pack(rows, first, packed + first * ((args.inputs + kernel.step - 1) / kernel.step));
+                kernel.pack(rows, first, packed + first * kernel.row_words(rows));
             kernel.run(rows, {0, begin, end, 0, rows.rows}, {1, next % parts * width, 0, 0, 0}, packed, arena);
         }
     });

@@ -1,0 +1,225 @@
+"""packed_product_sm90.py on a Hopper card: numbers against float64, then times beside bfloat16's product.
+
+    python -m benchmarks.gpu.packed_product [--write | --out DIR] [--only TEXT] [--seconds 90]
+
+`us` is one product with matrices that the L2 cache does not hold, `bf16_us` XLA's product with the same matrices in
+bfloat16, `speed` their ratio, and `share` the time to read the packed bytes at 4.68 TB/s, the most that this memory
+gives, over `us`. `err` is the largest error over the spread of the results, of sampled columns. `tune` rows time every
+way to share the work.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from benchmarks import records
+from benchmarks.gpu import cupti, jobs
+from jattn import device
+from jattn.ops import product as product_ops
+from jattn.ops.experts import expert_product
+from jattn.ops.product import product, products
+from jattn.ops.quantised import FORMATS, PLACES, QuantisedArray
+from pallas_kernels.gpu.packed_product_config import PackedProductConfig, supports
+from pallas_kernels.gpu.packed_product_sm90 import packed_product
+
+READ_RATE = 4.68e6  # bytes a microsecond
+COLD_BYTES = 200e6  # of the matrices of a call: four times the L2 cache
+SHAPES = {  # inputs, outputs of each matrix
+    "8b_qkv": (4096, (4096, 1024, 1024)),
+    "8b_gate_up": (4096, (14336, 14336)),
+    "8b_down": (14336, (4096,)),
+    "8b_o": (4096, (4096,)),
+    "1b_gate_up": (2048, (8192, 8192)),
+    "1b_o": (2048, (2048,)),
+}
+FORMS = {  # format, group, dtype of the scales, zero points
+    "int4_g64": ("int4", 64, "bfloat16", False),
+    "awq_g128": ("int4", 128, "float16", True),
+    "int4_g32": ("int4", 32, "bfloat16", False),
+    "mxfp4": ("fp4", 32, "bfloat16", False),
+    "int8": ("int8", None, "float32", False),
+    "fp8_g128": ("fp8", 128, "float32", False),
+}
+
+
+def draw(form: str, inner: int, width: int, seed: int) -> QuantisedArray:
+    """Random codes."""
+    format, group, scales, has_zeros = FORMS[form]
+    group, keys = group or inner, jax.random.split(jax.random.key(seed), 3)
+    if FORMATS[format].bits == 4:
+        values = jax.random.bits(keys[0], (inner // 8, width), jnp.uint32)
+    else:
+        values = jax.random.bits(keys[0], (inner, width), jnp.uint8)
+        values = jnp.where(values & 0x7F == 0x7F, 0, values).astype(jnp.uint8) if format == "fp8" else values
+        values = values.view(jnp.int8) if format == "int8" else values
+    factor = jax.random.uniform(keys[1], (inner // group, width), minval=0.5, maxval=1.5) / FORMATS[format].largest
+    zeros = jax.random.randint(keys[2], factor.shape, -8, 8, jnp.int8) if has_zeros else None
+    return QuantisedArray(
+        values=values, scales=factor.astype(scales), zero_points=zeros, format=format, dtype=np.dtype(jnp.bfloat16)
+    )
+
+
+def numbers(weight: QuantisedArray, columns: np.ndarray) -> np.ndarray:
+    """float64 [inputs, columns] from the definition of the codes."""
+    own = lambda x: np.asarray(x[:, columns])
+    values, format = own(weight.values), weight.format
+    if FORMATS[format].bits == 4:
+        nibbles = values[:, None, :] >> np.array([4 * p for p in PLACES], np.uint32)[None, :, None] & 15
+        exact = np.array(FORMATS[format].numbers)[nibbles.reshape(-1, len(columns))]
+    else:
+        exact = values.astype(np.float64) if format == "int8" else values.view(ml_dtypes.float8_e4m3fn).astype(float)
+    spread = lambda x: np.repeat(own(x).astype(np.float64), weight.group_size, axis=0)
+    exact = exact if weight.zero_points is None else exact - spread(weight.zero_points)
+    return exact * spread(weight.scales)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def ours(x, groups, config=None):
+    """Each group of matrices in one launch."""
+    if config is None:
+        return [products(x, group, dtype=x.dtype) for group in groups]
+    flat = lambda group: tuple((w.values, w.scales, w.zero_points) for w in group)
+    return [packed_product(x, flat(group), config) for group in groups]
+
+
+@jax.jit
+def theirs(x, groups):
+    return [[product(x, w, dtype=x.dtype) for w in group] for group in groups]
+
+
+def error(y: list, x: jax.Array, group: tuple) -> float:
+    """The largest error over the spread, of some columns of each matrix; infinite if anything is NaN or infinite."""
+    worst, rng = 0.0, np.random.default_rng(0)
+    for found, weight in zip(y, group, strict=True):
+        columns = np.unique(np.r_[0, weight.shape[1] - 1, rng.integers(0, weight.shape[1], 250)])
+        exact = np.asarray(x, np.float64) @ numbers(weight, columns)
+        off = np.abs(np.asarray(found[:, columns], np.float64) - exact).max() / exact.std()
+        worst = max(worst, float(off) if np.isfinite(np.asarray(found, np.float32)).all() else np.inf)
+    return worst
+
+
+def inputs(shape: str, form: str, rows: int) -> tuple:
+    """(x, groups of matrices, bytes of a group)"""
+    inner, widths = SHAPES[shape]
+    one = tuple(draw(form, inner, width, seed) for seed, width in enumerate(widths))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(one))
+    more = max(2, int(-(-COLD_BYTES // size)))
+    groups = [one, *(jax.tree.map(jnp.copy, one) for _ in range(more - 1))]
+    return jax.random.normal(jax.random.key(9), (rows, inner), jnp.bfloat16), groups, size
+
+
+@functools.cache
+def bf16_micros(shape: str, rows: int) -> float:
+    """Of XLA's product with these matrices in bfloat16."""
+    inner, widths = SHAPES[shape]
+    one = tuple(jax.random.normal(jax.random.key(i), (inner, w), jnp.bfloat16) for i, w in enumerate(widths))
+    count = max(2, int(-(-COLD_BYTES // sum(w.nbytes for w in one))))
+    groups = [one, *(jax.tree.map(jnp.copy, one) for _ in range(count - 1))]
+    x = jax.random.normal(jax.random.key(9), (rows, inner), jnp.bfloat16)
+    return cupti.micros(theirs, x, groups)[0] / count
+
+
+def measure(shape: str, form: str, rows: int) -> dict:
+    x, groups, size = inputs(shape, form, rows)
+    kernel = product_ops._choose(x, groups[0], x.dtype).name
+    y = ours(x, groups)
+    err = error(y[0], x, groups[0])
+    again = ours(x, groups)
+    same = all(bool(jnp.array_equal(a, b)) for a, b in zip(y[0], again[0], strict=True))
+    us, parts = cupti.micros(ours, x, groups)
+    us, bf16 = us / len(groups), bf16_micros(shape, rows)
+    limit = 2.0**-8 * 5  # bfloat16 of a result five times the spread
+    figures = dict(us=us, bf16_us=bf16, speed=bf16 / us, share=size / READ_RATE / us, err=err)
+    print("     ", {name: float(f"{value:.4g}") for name, value in figures.items()}, kernel, list(parts), flush=True)
+    return figures | dict(same=same, implementation=kernel, ok=same and err < limit and kernel == "gpu_packed")
+
+
+def tune(shape: str, form: str, rows: int) -> dict:
+    """Every way to share the work; prints the microseconds of the best ones and that of `choose`."""
+    x, groups, size = inputs(shape, form, rows)
+    given = product_ops._gpu_config(x, groups[0], x.dtype)
+    assert given is not None
+    found: dict[tuple, float] = {}
+    for way in ways(given):
+        y = ours(x, groups, way)
+        us = cupti.micros(ours, x, groups, way, iterations=5)[0] / len(groups)
+        right = error(y[0], x, groups[0]) < 0.02
+        found[(way.unroll, way.warpgroups, way.splits)] = us if right else np.inf
+    best = sorted(found.items(), key=lambda item: item[1])
+    chosen = (given.unroll, given.warpgroups, given.splits)
+    times = [(way, round(us, 2)) for way, us in best]
+    print("      chosen", chosen, f"{found.get(chosen, np.nan):.2f}", times, flush=True)
+    return dict(us=best[0][1], share=size / READ_RATE / best[0][1], ok=True)
+
+
+EXPERTS, TOP = 32, 4
+
+
+def measure_experts(inner: int, width: int, form: str, tokens: int) -> dict:
+    """Rows of random experts, beside XLA's ragged_dot with the same weights in bfloat16."""
+    each = [draw(form, inner, width, e) for e in range(EXPERTS)]
+    weight = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    chosen = np.sort(np.concatenate([np.random.default_rng(i).permutation(EXPERTS)[:TOP] for i in range(tokens)]))
+    sizes = jnp.asarray(np.bincount(chosen, minlength=EXPERTS), jnp.int32)
+    x = jax.random.normal(jax.random.key(9), (len(chosen), inner), jnp.bfloat16)
+    run = jax.jit(expert_product)
+    y, columns = np.asarray(run(x, weight, sizes), np.float64), np.unique(np.r_[0, width - 1, 7:width:37])
+    rows = [(np.asarray(x[i], np.float64) @ numbers(each[e], columns)) for i, e in enumerate(chosen)]
+    err = np.abs(y[:, columns] - np.stack(rows)).max() / np.std(rows)
+    us, parts = cupti.micros(run, x, weight, sizes)
+    peer = jnp.zeros((EXPERTS, inner, width), jnp.bfloat16)
+    bf16 = cupti.micros(jax.jit(jax.lax.ragged_dot), x, peer, sizes)[0]
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves(each[0])) * int((sizes > 0).sum())
+    figures = dict(us=us, bf16_us=bf16, speed=bf16 / us, share=read / READ_RATE / us, err=float(err))
+    print("     ", {name: float(f"{value:.4g}") for name, value in figures.items()}, parts, flush=True)
+    return figures | dict(ok=bool(err < 2.0**-8 * 5))
+
+
+PARTS = ((1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (1, 8), (2, 8), (4, 4), (4, 8))
+
+
+def ways(given: PackedProductConfig):
+    for warpgroups, splits in PARTS:
+        way = dataclasses.replace(given, warpgroups=warpgroups, splits=splits)
+        if not supports(way) and way.parts * 2 <= way.chunks:
+            yield way
+
+
+def jobs_of():
+    named = lambda part, shape, form, rows: dict(part=part, case=shape, form=form, rows=rows)
+    measured = [(shape, "int4_g64", rows) for rows in (1, 16) for shape in SHAPES]
+    measured += [("8b_gate_up", form, rows) for form in list(FORMS)[1:] for rows in (1, 16)]
+    measured += [("8b_gate_up", "int4_g64", rows) for rows in (8, 32, 64)] + [("8b_down", form, 8) for form in FORMS]
+    tuned = [("8b_gate_up", "int4_g64", 1), ("8b_o", "int4_g64", 1), ("8b_down", "int4_g64", 16)]
+    tuned += [("8b_gate_up", "int8", 1), ("1b_gate_up", "int4_g64", 1)]
+    routed = [(2880, 2880, "mxfp4", tokens) for tokens in (1, 8)]
+    for i, case in enumerate(measured):
+        yield named("packed_product", *case), functools.partial(measure, *case)
+        if i >= 11 and i % 2 and tuned:
+            case = tuned.pop(0)
+            yield named("tune", *case), functools.partial(tune, *case)
+        if i >= 11 and routed:
+            names = dict(zip(("inner", "width", "form", "tokens"), routed[0], strict=True))
+            yield dict(part="experts") | names, functools.partial(measure_experts, *routed.pop(0))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the time allows; 1 if a result was wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.packed_product", description=(__doc__ or "").splitlines()[0]
+    )
+    jobs.add_options(parser, seconds=90)
+    args = parser.parse_args(argv)
+    origin = records.provenance()
+    print(origin, device.processors(), "multiprocessors", flush=True)
+    return int(jobs.run(jobs_of(), args, origin, "packed_product") > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

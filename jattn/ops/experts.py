@@ -1,0 +1,90 @@
+"""Rows times the matrices of their experts: packed ones are read as they are, or dequantised for many rows."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn import device
+from jattn.ops.product import NATIVE_DTYPES, has_native_groups, is_partitioned
+from jattn.ops.quantised import QuantisedArray, plain
+from pallas_kernels.cpu.native import library, ops
+from pallas_kernels.gpu import packed_product_config, packed_product_sm90
+
+GPU_ROWS_OF_EXPERT = 32
+"""Mean rows of an expert up to which the GPU kernel is used: each tile of 16 reads the expert's weights once more."""
+
+
+def expert_product(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: jax.Array) -> jax.Array:
+    """[N, out]: x [N, in], in the order of its rows' experts, times kernel [experts, in, out]; in the dtype of x.
+
+    sizes i32[experts]: rows of each expert. Rows beyond their sum are undefined.
+    """
+    if isinstance(kernel, QuantisedArray) and x.shape[0]:
+        if _is_native(x, kernel):
+            return _native(x, kernel, sizes)
+        if (config := _gpu_config(x, kernel)) is not None:
+            return _gpu(x, kernel, sizes, config)
+    return _dots(x, kernel, sizes)
+
+
+def _dots(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, plain(kernel, x.dtype), sizes)
+
+
+def _is_native(x: jax.Array, kernel: QuantisedArray) -> bool:
+    """On a CPU the C++ kernel is used for any number of rows: it decodes an expert's tile once for all of its rows."""
+    is_form = kernel.axis == -2 and x.dtype.name in NATIVE_DTYPES and has_native_groups(kernel)
+    return device.detect().platform == "cpu" and is_form and not is_partitioned() and bool(library.status().isas)
+
+
+def _gpu_config(x: jax.Array, kernel: QuantisedArray) -> packed_product_config.PackedProductConfig | None:
+    """The launch on this GPU; None if the kernel does not serve it."""
+    processors, (experts, inner, width), rows = device.processors(), kernel.shape, x.shape[0]
+    if device.detect().platform != "gpu" or processors is None or is_partitioned() or kernel.axis != -2:
+        return None
+    if x.dtype != jnp.bfloat16 or rows > experts * GPU_ROWS_OF_EXPERT:
+        return None
+    return packed_product_config.choose(
+        processors, chip=device.detect().generation, rows=rows, inner=inner, widths=(width,), format=kernel.format,
+        group=kernel.group_size, scale_dtype=jnp.dtype(kernel.scales.dtype).name, dtype=x.dtype.name,
+        has_zeros=kernel.zero_points is not None, experts=experts,
+        tiles=min(rows, experts + rows // packed_product_config.TILE_ROWS),
+    )  # fmt: skip
+
+
+@jax.custom_jvp
+def _native(x: jax.Array, kernel: QuantisedArray, sizes: jax.Array) -> jax.Array:
+    """The C++ kernel. Its derivatives are those of the dots."""
+    arrays = (kernel.values, kernel.scales, kernel.zero_points)
+    return ops.expert_product(x, arrays, sizes, kernel.format, out_dtype=x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _gpu(x: jax.Array, kernel: QuantisedArray, sizes: jax.Array, config: Any) -> jax.Array:
+    """The Mosaic kernel, likewise."""
+    matrix = (kernel.values, kernel.scales, kernel.zero_points)
+    return packed_product_sm90.packed_product(x, (matrix,), config, expert_tiles(sizes, config))[0]
+
+
+@_native.defjvp
+def _native_jvp(primals, tangents):
+    return _native(*primals), jax.jvp(_dots, primals, tangents)[1]
+
+
+@_gpu.defjvp
+def _gpu_jvp(config: Any, primals, tangents):
+    return _gpu(*primals, config), jax.jvp(_dots, primals, tangents)[1]
+
+
+def expert_tiles(sizes: jax.Array, config: packed_product_config.PackedProductConfig) -> jax.Array:
+    """i32[config.tiles, 3]: (expert, first row, rows) of each tile, of at most config.tile_rows rows; 0 at the end."""
+    of_expert = -(-sizes // config.tile_rows)
+    ends, number = jnp.cumsum(of_expert), jnp.arange(config.tiles)
+    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), config.experts - 1)
+    skipped = (number - (ends - of_expert)[expert]) * config.tile_rows
+    rows = jnp.clip(sizes[expert] - skipped, 0, config.tile_rows)
+    first = (jnp.cumsum(sizes) - sizes)[expert] + skipped
+    used = rows > 0
+    return jnp.stack([expert, jnp.where(used, first, 0), jnp.where(used, rows, 0)], axis=1).astype(jnp.int32)

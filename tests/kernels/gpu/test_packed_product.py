@@ -1,0 +1,178 @@
+"""The product with packed matrices: every thread on the PTX model against numpy in float64, and what is served."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.gpu import packed_codes_sm90 as codes
+from pallas_kernels.gpu import packed_product_sm90 as kernel
+from pallas_kernels.gpu.packed_product_config import MAX_ROWS, PackedProductConfig, choose, supports
+from tests.kernels.gpu.simt import Arith, Machine, emulated
+from tests.ops.test_quantised import drawn
+
+CASES = {
+    "int4": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2),
+    "int4, a group within a step": dict(format="int4", group=32, scale_dtype="float32", unroll=4, warpgroups=2),
+    "AWQ": dict(format="int4", group=128, scale_dtype="bfloat16", has_zeros=True, unroll=2, splits=2),
+    "MXFP4": dict(format="fp4", group=32, scale_dtype="bfloat16", unroll=1, rows=13, warpgroups=2, splits=2),
+    "int8": dict(format="int8", group=256, scale_dtype="float32", unroll=2),
+    "GPTQ of 8 bits": dict(format="int8", group=64, scale_dtype="bfloat16", has_zeros=True, splits=4),
+    "fp8 blocks": dict(format="fp8", group=128, scale_dtype="float32", unroll=2, rows=11),
+    "one group of 4 bits": dict(format="int4", group=256, scale_dtype="bfloat16", has_zeros=True),
+    "experts": dict(format="int4", group=64, scale_dtype="bfloat16", has_zeros=True, unroll=2, rows=20, experts=3),
+}
+TILES = [(2, 0, 7), (0, 7, 13), (1, 20, 0)]  # (expert, first row, rows)
+
+
+class Memory:
+    """Arrays one after the other in the machine's memory."""
+
+    def __init__(self):
+        self.parts, self.size = [], 0
+
+    def add(self, array: np.ndarray) -> int:
+        at, self.size = self.size, self.size + -(-array.nbytes // 16) * 16
+        self.parts.append((at, np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        return at
+
+    def machine(self, threads: int) -> Machine:
+        made = Machine(threads, self.size)
+        for at, raw in self.parts:
+            made.memory[at : at + raw.size] = raw
+        return made
+
+
+def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
+    """y of each matrix, computed thread by thread."""
+    memory = Memory()
+    shared = cfg.warpgroups * cfg.shared_bytes
+    base, addresses = memory.add(np.full(shared * cfg.splits, 0xFF, np.uint8)), [memory.add(x)]
+    if tiles is not None:
+        addresses.append(memory.add(np.array(tiles, np.int32)))
+    for weight in weights:
+        arrays = (weight.values, weight.scales, weight.zero_points)
+        addresses += [memory.add(np.asarray(y)) for y in arrays if y is not None]
+    outs = [memory.add(np.full((len(x), width), np.nan, np.float32)) for width in cfg.widths]
+    machine = memory.machine(128 * cfg.parts)
+    every = lambda n: np.full(machine.lane.shape, n, np.int32)
+    whole = machine.lane // 128
+
+    def loop(count, carry, step):
+        for i in range(count[0]):
+            carry = step(every(i), carry)
+        return carry
+
+    def of_peer(place, rank):
+        return base + rank * shared + (place - base) % shared
+
+    swaps = dict(_loop=loop, _wait_for_all=lambda cfg: None, _of_peer=of_peer)
+    swaps |= dict(_close_group=lambda: None, _wait_for_groups=lambda pending: None, _wait_for_warpgroup=lambda wg: None)
+    with emulated(kernel, machine), mock.patch.multiple(kernel, **swaps), mock.patch.object(codes, "arith", Arith):
+        for strip in range(cfg.strips):
+            for tile in range(cfg.tiles) if tiles is None else [i for i, (_, _, count) in enumerate(tiles) if count]:
+                split, wg = whole // cfg.warpgroups, whole % cfg.warpgroups
+                place = base + split * shared
+                with mock.patch.object(kernel.lax, "axis_index", lambda name: name):
+                    refs = [every(a).astype(np.int64) for a in (*addresses, *outs)]
+                    given = dict(strip=every(strip), tile=every(tile), split=split, wg=wg)
+                    with mock.patch.object(kernel.lax, "axis_index", given.get):
+                        kernel._multiply(cfg, refs, place)
+    read = lambda at, width: machine.memory[at : at + 4 * len(x) * width].view(np.float32).reshape(-1, width)
+    return [read(at, width) for at, width in zip(outs, cfg.widths, strict=True)]
+
+
+def stacked(weights):
+    join = lambda name: None if getattr(weights[0], name) is None else jnp.stack([getattr(w, name) for w in weights])
+    return dataclasses.replace(weights[0], **{n: join(n) for n in ("values", "scales", "zero_points")})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_thread_on_the_model_of_ptx_is_the_product(name):
+    fields = dict(rows=3, inner=256, widths=(160, 32)) | CASES[name]
+    cfg = PackedProductConfig(**fields)
+    assert not supports(cfg)
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(cfg.rows, cfg.inner)).astype(ml_dtypes.bfloat16)
+    weights, exact = [], []
+    for width in cfg.widths:
+        some = [
+            drawn(cfg.format, 256, width, cfg.group, zeros=cfg.has_zeros, seed=width + e, scales=cfg.scale_dtype)
+            for e in range(max(cfg.experts, 1))
+        ]
+        weights.append(stacked([w for w, _ in some]) if cfg.experts else some[0][0])
+        exact.append([numbers for _, numbers in some])
+    found = run(cfg, x, weights, TILES if cfg.experts else None)
+    for y, numbers in zip(found, exact, strict=True):
+        expert = [e for e, _, count in TILES for _ in range(count)] if cfg.experts else [0] * cfg.rows
+        wanted = np.stack([np.float64(row) @ numbers[e] for row, e in zip(x, expert, strict=True)])
+        assert np.abs(y - wanted).max() < 1e-5 * wanted.std()
+
+
+MODELS = {  # inputs and outputs of each launch
+    "Llama 1B": ((2048, (2048, 512, 512)), (2048, (2048,)), (2048, (8192, 8192)), (8192, (2048,))),
+    "Llama 8B": ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,))),
+    "gpt-oss experts": ((2880, (2880, 2880)), (2880, (2880,))),
+    "Qwen3 0.6B": ((1024, (2048, 1024, 1024)), (2048, (1024,)), (1024, (3072, 3072)), (3072, (1024,))),
+}
+
+
+@pytest.mark.parametrize("form", [("int4", 64, "bfloat16"), ("fp4", 32, "float16"), ("fp8", 128, "float32"), None])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
+    for inner, widths in MODELS[name]:
+        format, group, scales = form or ("int8", inner, "float32")
+        for rows in (1, 8, 9, 16, 17, MAX_ROWS):
+            sizes = dict(rows=rows, inner=inner, widths=widths, tiles=-(-rows // 16))
+            c = choose(132, format=format, group=group, scale_dtype=scales, **sizes)
+            if inner % group:
+                assert c is None
+                continue
+            assert c is not None and not supports(c)
+            assert c.parts <= c.chunks and c.stages >= 3 and c.warpgroups * c.shared_bytes <= 224 * 1024
+            assert c.first_strips[-1] * c.strip < sum(-(-w // c.strip) for w in widths) * c.strip
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(group=48), "groups of 48: wanted multiples of 32"),
+        (dict(unroll=4, group=64, inner=448), "inner 448: wanted a multiple of 128"),
+        (dict(unroll=2, group=96, inner=192), "groups of 96: a step of 64 inputs has parts of some"),
+        (dict(widths=(130,)), "widths (130,): wanted multiples of 4"),
+        (dict(format="fp4", has_zeros=True), "zero points of fp4: only integers have them"),
+        (dict(scale_dtype="uint8"), "scales uint8: wanted floats"),
+        (dict(dtype="int8"), "results int8: wanted floats"),
+        (dict(warpgroups=4, splits=8), "32 parts of 8 steps"),
+        (dict(format="int2"), "format int2: wanted one of int8, fp8, int4, fp4"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_its_reason(change, reason):
+    config = PackedProductConfig(
+        **dict(rows=1, inner=256, widths=(128,), format="int4", group=64, scale_dtype="bfloat16") | change
+    )
+    assert any(reason in found for found in supports(config))
+    assert supports(config, chip="sm_80")[0].startswith("chip sm_80")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_lowers_for_cuda(name):
+    config = PackedProductConfig(**dict(rows=3, inner=256, widths=(160, 32)) | CASES[name])
+    x, lead = jax.ShapeDtypeStruct((config.rows, 256), jnp.bfloat16), (config.experts,) if config.experts else ()
+
+    def matrix(width):
+        one = drawn(config.format, 256, width, config.group, zeros=config.has_zeros, scales=config.scale_dtype)[0]
+        shape = lambda y: y if y is None else jax.ShapeDtypeStruct((*lead, *y.shape), y.dtype)
+        return shape(one.values), shape(one.scales), shape(one.zero_points)
+
+    tiles = jax.ShapeDtypeStruct((3, 3), jnp.int32) if config.experts else None
+    run = jax.jit(lambda x, matrices, tiles: kernel.packed_product(x, matrices, config, tiles))
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    args = x, tuple(map(matrix, config.widths)), tiles
+    export = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(*args)
+    assert [y.shape for y in export.out_avals] == [(config.rows, width) for width in config.widths]
+    assert "mosaic_gpu_v2" in export.mlir_module()

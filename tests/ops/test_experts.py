@@ -1,0 +1,82 @@
+"""Rows times the packed matrices of their experts, against numpy in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.device import Chip
+from jattn.ops import experts
+from pallas_kernels.cpu.native import library
+from pallas_kernels.gpu.packed_product_config import PackedProductConfig
+from tests.ops.test_quantised import drawn, wide
+
+SIZES = (3, 0, 17, 1)
+
+
+def stacked(format, inputs, outputs, group, *, count=4, **how):
+    """(the weight with an axis of experts, its numbers [experts, in, out])"""
+    each = [drawn(format, inputs, outputs, group, seed=e, **how) for e in range(count)]
+    joined = lambda name: [getattr(weight, name) for weight, _ in each]
+    arrays = {n: joined(n) for n in ("values", "scales", "zero_points")}
+    arrays = {n: None if x[0] is None else jnp.stack(x) for n, x in arrays.items()}
+    return dataclasses.replace(each[0][0], **arrays), np.stack([exact for _, exact in each])
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4", "fp4"])
+def test_each_row_is_multiplied_by_its_expert(monkeypatch, format, native):
+    if native and not library.status().available:
+        pytest.skip("no native library")
+    used = []
+    monkeypatch.setattr(experts, "_is_native", lambda *args: used.append(native) or native)
+    weight, exact = stacked(format, 64, 24, 32, zeros=format.startswith("int"))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((sum(SIZES) + 2, 64)), jnp.float32)
+    y = experts.expert_product(x, weight, jnp.array(SIZES))
+    expert = np.repeat(np.arange(len(SIZES)), SIZES)
+    wanted = np.einsum("ni,nio->no", wide(x)[: len(expert)], exact[expert])
+    assert used == [native] and y.dtype == x.dtype
+    assert np.abs(y[: len(expert)] - wanted).max() < 1e-5 * wanted.std()
+
+
+@pytest.mark.skipif(not library.status().available, reason="no native library")
+def test_what_the_cpp_kernel_takes():
+    x = jnp.ones((5, 160))
+    take = lambda format, group, **how: experts._is_native(x, stacked(format, 160, 8, group, **how)[0])
+    assert take("int4", 32) and take("fp4", 32) and take("fp8", 160)
+    assert not take("int8", 80) and not take("int8", 160, axis=-1)
+
+
+def test_the_gradient_of_the_rows():
+    weight, exact = stacked("int4", 64, 5, 32, count=2)
+    of_x = jax.grad(lambda x: (experts.expert_product(x, weight, jnp.array([1, 2])) ** 2).sum())(jnp.ones((3, 64)))
+    for row, e in zip(of_x, (0, 1, 1), strict=True):
+        np.testing.assert_allclose(row, 2 * (np.ones(64) @ exact[e]) @ exact[e].T, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 17, 1), (0, 0, 0), (40, 0), (1,) * 9, (16, 32, 15)])
+def test_tiles_have_each_row_once(sizes):
+    rows = max(sum(sizes), 1)
+    config = PackedProductConfig(
+        rows=rows, inner=64, widths=(64,), format="int4", group=64, scale_dtype="bfloat16", experts=len(sizes),
+        tiles=min(rows, len(sizes) + rows // 16),
+    )  # fmt: skip
+    expert = np.repeat(np.arange(len(sizes)), sizes)
+    seen = []
+    for e, first, count in np.asarray(experts.expert_tiles(jnp.array(sizes), config)):
+        assert count <= config.tile_rows
+        assert (expert[first : first + count] == e).all()
+        seen += range(first, first + count)
+    assert seen == list(range(sum(sizes)))
+
+
+def test_the_gpu_kernel_takes_few_rows_of_each_expert(monkeypatch):
+    monkeypatch.setattr(experts.device, "detect", lambda: Chip("gpu", "sm_90"))
+    monkeypatch.setattr(experts.device, "processors", lambda: 132)
+    weight = stacked("fp4", 64, 128, 32)[0]
+    config = lambda rows, dtype="bfloat16": experts._gpu_config(jnp.ones((rows, 64), dtype), weight)
+    chosen = config(10)
+    assert chosen is not None and (chosen.experts, chosen.tiles, chosen.widths) == (4, 4, (128,))
+    assert config(129) is None and config(10, "float32") is None
