@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn import device
+from jattn.ops.gated_rows import config_of, gated_rows
 from jattn.ops.quantised import FORMATS, QuantisedArray, is_quantised, plain
 from pallas_kernels.cpu.native import library, ops
 
@@ -71,7 +72,9 @@ def product(x: jax.Array, kernel: Kernel, *, transposed: bool = False, dtype: An
 
 
 def silu_product(x: jax.Array, gate: Kernel, up: Kernel) -> jax.Array:
-    """silu(x @ gate) * (x @ up), both products rounded to the dtype of x."""
+    """silu(x @ gate) * (x @ up) in the dtype of x, to which both products may be rounded first."""
+    if not is_partitioned() and config_of(x, gate, up) is not None:
+        return gated_rows(x, gate, up)
     compute = _choose(x, (gate, up), x.dtype).silu
     if compute is not None:
         return compute(x, gate, up, x.dtype)
