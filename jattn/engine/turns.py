@@ -3,9 +3,10 @@
 import sys
 import threading
 
-SECONDS = 0.0005
+SECONDS = 0.0001
 """Python's own 5 ms are long beside a dispatch. The thread that sends one needs the interpreter several times, while
-the engine's thread plans the next one or decodes text; each time it would wait for so long, and the device with it."""
+the engine's thread plans the next one or decodes text; each time it would wait for so long, and the device with it: on
+an H200 a trace with 256 rows gave 42000 tokens/s with 5 ms, 43500 with 0.5 and 44400 with 0.1."""
 
 
 class _ShortTurns:

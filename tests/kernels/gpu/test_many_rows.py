@@ -35,7 +35,10 @@ def test_every_tile_is_computed_once_and_fits(shape, processors):
     groups = [widths] if together else [(width,) for width in widths]
     for rows in (65, 100, 128, 129, 256, 384, 1000, 2048, 8192):
         config = choose(rows, inner, widths, processors, together=together)
-        assert config is not None and 1 <= config.ctas <= processors
+        if config is None:  # too few tiles, even narrow ones
+            assert -(-rows // ROWS) * sum(group[0] for group in groups) // 64 < processors / 2
+            continue
+        assert processors / 2 <= config.ctas <= processors
         found = np.zeros((-(-rows // ROWS), sum(group[0] for group in groups) // config.columns), int)
         for cta in range(config.ctas):  # as the loops of many_rows_sm90._kernel
             before = 0
@@ -65,7 +68,7 @@ def arrays(rows: int, inner: int, width: int, dtype="bfloat16"):
 
 def on_hopper(monkeypatch, generation="sm_90"):
     """A Hopper GPU is found, and the launch is replaced by a formula."""
-    chip = types.SimpleNamespace(detect=lambda: Chip("gpu", generation), processors=lambda: 132)
+    chip = types.SimpleNamespace(detect=lambda: Chip("gpu", generation), processors=lambda: 2)
     monkeypatch.setattr(many_rows, "device", chip)
     calls = []
 
@@ -129,8 +132,8 @@ def test_derivatives_and_vmap(monkeypatch):
         np.testing.assert_array_equal(y, product.silu_product(given, gate, up))
 
 
-@pytest.mark.parametrize("rows", [65, 256, 8192])
-@pytest.mark.parametrize("shape", ["gate and up of Llama 1B", "q, k and v of Llama 1B", "q, k and v with one kv head"])
+@pytest.mark.parametrize("rows", [200, 256, 8192])
+@pytest.mark.parametrize("shape", ["gate and up of Llama 1B", "q, k and v of Llama 1B", "q, k and v of Llama 8B"])
 def test_it_lowers_for_cuda(shape, rows):
     inner, widths, together = SHAPES[shape]
     config = choose(rows, inner, widths, 132, together=together)
