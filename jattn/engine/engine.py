@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jattn.cache import PagedKV
-from jattn.engine import admission, data_ranks, interrupts, sizing, weights
+from jattn.engine import admission, data_ranks, interrupts, sizing, turns, weights
 from jattn.engine.batch import stop_ids_of
 from jattn.engine.flights import Flights
 from jattn.engine.live_requests import LiveRequests
@@ -240,7 +240,8 @@ class Engine:
     def _take_step(self) -> None:
         """Take a step, and keep its outputs until step() returns them, even if an interrupt comes before."""
         self.runner.must_be_awake("step()")
-        self._contained(self._advance)
+        with turns.short:
+            self._contained(self._advance)
 
     def _advance(self) -> list[RequestOutput]:
         """Read a dispatch and return its outputs, while the next one runs."""

@@ -100,7 +100,6 @@ class Runner:
         """Send the batches of all data ranks to the device. number: of the dispatch, for profiles."""
         sent = self._sender.submit(self._dispatch, packed_batch(batches, self.shapes), number)
         result = self._reader.submit(_read, sent, any([batch.needs_history_or_logprobs for batch in batches]))
-        self._sender.let_begin()  # the device may be idle already
         return InFlight(plan, device_rows, len(batches[0].source), result)
 
     def _dispatch(self, batch: Packed, number: int) -> tuple[Sampled, float]:

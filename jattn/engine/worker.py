@@ -8,9 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-BEGIN_SECONDS = 0.002
-"""Seconds. The longest wait of `Worker.let_begin`, because an earlier call may still run, for as long as a dispatch."""
-
 _calls_of: "weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]" = weakref.WeakKeyDictionary()
 """The queue of each thread that has not ended."""
 
@@ -23,7 +20,6 @@ class Worker:
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
-        self._newest_began = threading.Event()
         thread = threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True)
         _calls_of[thread] = self._calls
         thread.start()
@@ -32,17 +28,8 @@ class Worker:
     def submit(self, function: Callable[..., Any], *args: Any) -> Future:
         """Call the function when all earlier calls have ended; the future has its result or its exception."""
         future: Future = Future()
-        self._newest_began = threading.Event()
-        self._calls.put((future, self._newest_began, function, args))
+        self._calls.put((future, function, args))
         return future
-
-    def let_begin(self) -> None:
-        """Wait, but not long, until the newest call has begun.
-
-        A thread that computes in Python keeps the GIL for 5 ms (sys.getswitchinterval) while others wait for it. If the
-        caller went on computing, the call would begin that much later.
-        """
-        self._newest_began.wait(BEGIN_SECONDS)
 
     def wait(self) -> None:
         """Wait until all calls so far have ended."""
@@ -52,13 +39,12 @@ class Worker:
 def _run(calls: "queue.SimpleQueue[tuple | None]") -> None:
     """The thread: run the calls in order, until None."""
     while (call := calls.get()) is not None:
-        future, began, function, args = call
-        began.set()
+        future, function, args = call
         try:
             future.set_result(function(*args))
         except BaseException as error:  # the caller of result() gets it
             future.set_exception(error)
-        del call, future, began, function, args  # frees them while the thread waits for the next call
+        del call, future, function, args  # frees them while the thread waits for the next call
 
 
 @atexit.register  # before JAX's own handler, which was registered earlier and drops the devices

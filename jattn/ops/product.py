@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn import device
+from jattn.ops import many_rows
 from jattn.ops.quantised import FORMATS, QuantisedArray, is_quantised, plain
 from pallas_kernels.cpu.native import library, ops
 from pallas_kernels.gpu import packed_product_config, packed_product_sm90
@@ -44,6 +46,10 @@ def products(x: jax.Array, kernels: Sequence[Kernel], *, transposed: bool = Fals
     kernels = tuple(kernel if usable(kernel) else plain(kernel, x.dtype) for kernel in kernels)
     if len({_form(kernel) for kernel in kernels}) > 1:
         return tuple(product(x, kernel, transposed=transposed, dtype=dtype) for kernel in kernels)
+    in_one_launch = not transposed and dtype == x.dtype and not is_partitioned()
+    if in_one_launch and many_rows.config_of(x, kernels) is not None:
+        widths = np.cumsum([kernel.shape[1] for kernel in kernels])[:-1]
+        return tuple(jnp.split(many_rows.joined(x, kernels), widths, axis=1))
     return _choose(x, kernels, dtype).compute(x, kernels, transposed, dtype)
 
 
@@ -72,7 +78,9 @@ def product(x: jax.Array, kernel: Kernel, *, transposed: bool = False, dtype: An
 
 
 def silu_product(x: jax.Array, gate: Kernel, up: Kernel) -> jax.Array:
-    """silu(x @ gate) * (x @ up), both products rounded to the dtype of x."""
+    """silu(x @ gate) * (x @ up) in the dtype of x, to which both products may be rounded first."""
+    if not is_partitioned() and many_rows.config_of(x, (gate, up), together=True) is not None:
+        return many_rows.gated(x, gate, up)
     compute = _choose(x, (gate, up), x.dtype).silu
     if compute is not None:
         return compute(x, gate, up, x.dtype)

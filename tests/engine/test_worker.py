@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from jattn.engine import worker as worker_module
 from jattn.engine.worker import Worker
 from tests.rooms.tree import ROOT
 
@@ -20,31 +19,6 @@ def test_calls_are_in_order_and_an_exception_belongs_to_its_caller():
     assert seen == list(range(100)) and all(future.done() for future in futures)
     with pytest.raises(ZeroDivisionError):
         failed.result()
-
-
-def test_a_call_that_may_begin_does_so_before_its_caller_computes_on(monkeypatch):
-    """With this interval Python lets a thread that only computes run for a minute while others wait."""
-    monkeypatch.setattr(worker_module, "BEGIN_SECONDS", 60)  # a busy machine may not run the other thread within 2 ms
-    worker, begun, before = Worker("test"), [], sys.getswitchinterval()
-    worker.wait()
-    sys.setswitchinterval(60)
-    try:
-        worker.submit(begun.append, 1)
-        worker.let_begin()
-        seen = list(begun)
-    finally:
-        sys.setswitchinterval(before)
-    assert seen == [1]
-
-
-def test_a_call_that_cannot_begin_is_not_waited_for():
-    worker, end = Worker("test"), threading.Event()
-    worker.submit(end.wait)
-    later = worker.submit(int)
-    worker.let_begin()
-    assert not later.done()
-    end.set()
-    assert later.result() == 0
 
 
 def test_the_thread_ends_with_the_worker():

@@ -1,0 +1,34 @@
+"""Short turns: how long a thread that computes in Python lets others wait for the interpreter."""
+
+import sys
+import threading
+
+SECONDS = 0.0001
+"""Python's own 5 ms are long beside a dispatch. The thread that sends one needs the interpreter several times, while
+the engine's thread plans the next one or decodes text; each time it would wait for so long, and the device with it: on
+an H200 a trace with 256 rows gave 42000 tokens/s with 5 ms, 43500 with 0.5 and 44400 with 0.1."""
+
+
+class _ShortTurns:
+    """A context manager for any number of threads: the interval is that of before when the last of them has left."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(SECONDS, self._before))
+            self._inside += 1
+
+    def __exit__(self, *_) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                sys.setswitchinterval(self._before)
+
+
+short = _ShortTurns()

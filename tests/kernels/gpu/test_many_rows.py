@@ -1,0 +1,146 @@
+"""Products of many rows in one launch: its tiles for many shapes, who takes it, derivatives, and that it lowers."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.device import Chip
+from jattn.ops import many_rows, product
+from pallas_kernels.gpu import many_rows_sm90 as kernel
+from pallas_kernels.gpu.many_rows_config import DEPTH, ROWS, STAGES, choose
+
+SHARED_BYTES = 227 * 1024  # of a CTA on Hopper
+SHAPES = {  # inner, widths, gated
+    "gate and up of Llama 1B": (2048, (8192, 8192), True),
+    "gate and up of Llama 8B": (4096, (14336, 14336), True),
+    "gate and up of Qwen3 0.6B": (1024, (3072, 3072), True),
+    "gate and up of TinyLlama": (2048, (5632, 5632), True),
+    "gate and up of hidden 896": (896, (4864, 4864), True),
+    "gate and up, small": (256, (64, 64), True),
+    "q, k and v of Llama 1B": (2048, (2048, 512, 512), False),
+    "q, k and v of Llama 8B": (4096, (4096, 1024, 1024), False),
+    "q, k and v of hidden 896": (896, (896, 128, 128), False),
+    "q, k and v with one kv head": (2048, (2048, 64, 64), False),
+    "q, k and v, k wider than v": (512, (1536, 192, 128), False),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_every_tile_is_computed_once_and_fits(shape, processors):
+    inner, widths, together = SHAPES[shape]
+    groups = [widths] if together else [(width,) for width in widths]
+    for rows in (65, 100, 128, 129, 256, 384, 1000, 2048, 8192):
+        config = choose(rows, inner, widths, processors, together=together)
+        if config is None:  # too few tiles, even narrow ones
+            assert -(-rows // ROWS) * sum(group[0] for group in groups) // 64 < processors / 2
+            continue
+        assert processors / 2 <= config.ctas <= processors
+        found = np.zeros((-(-rows // ROWS), sum(group[0] for group in groups) // config.columns), int)
+        for cta in range(config.ctas):  # as the loops of many_rows_sm90._kernel
+            before = 0
+            for group in groups:
+                count = found.shape[0] * (group[0] // config.columns)
+                for number in range((cta - before) % config.ctas, count, config.ctas):
+                    found[number % found.shape[0], before // found.shape[0] + number // found.shape[0]] += 1
+                before += count
+        assert (found == 1).all()
+        stage = 2 * DEPTH * (ROWS + len(groups[0]) * config.columns)
+        assert STAGES * stage + 2 * 2 * 2 * 64 * 64 < SHARED_BYTES
+        assert len(groups[0]) * config.columns <= 256  # float32 sums of a thread: two rows of 64 columns for each 128
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "width"), [(64, 2048, 8192), (1, 2048, 8192), (256, 2080, 8192), (256, 192, 512), (256, 2048, 96)]
+)
+def test_other_shapes_are_not_taken(rows, inner, width):
+    assert choose(rows, inner, (width, width), 132, together=True) is None
+    assert choose(rows, inner, (2048, width), 132) is None
+
+
+def arrays(rows: int, inner: int, width: int, dtype="bfloat16"):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.standard_normal(s), dtype) for s in ((rows, inner), (inner, width), (inner, width)))
+
+
+def on_hopper(monkeypatch, generation="sm_90"):
+    """A Hopper GPU is found, and the launch is replaced by a formula."""
+    chip = types.SimpleNamespace(detect=lambda: Chip("gpu", generation), processors=lambda: 2)
+    monkeypatch.setattr(many_rows, "device", chip)
+    calls = []
+
+    def joined(x, weights, config):
+        calls.append(x.shape)
+        return jnp.concatenate([x.astype(jnp.float32) @ w.astype(jnp.float32) for w in weights], 1).astype(x.dtype)
+
+    def gated(x, gate, up, config):
+        calls.append(x.shape)
+        of_gate, of_up = (x.astype(jnp.float32) @ w.astype(jnp.float32) for w in (gate, up))
+        return (of_gate * jax.nn.sigmoid(of_gate) * of_up).astype(x.dtype)
+
+    monkeypatch.setattr(many_rows, "kernels", types.SimpleNamespace(joined_product=joined, gated_product=gated))
+    return calls
+
+
+def test_silu_product_takes_it_for_many_bf16_rows_on_hopper_only(monkeypatch):
+    calls = on_hopper(monkeypatch)
+    product.silu_product(*arrays(100, 256, 64))
+    assert calls == [(100, 256)]
+    product.silu_product(*arrays(100, 256, 64, "float32"))
+    product.silu_product(*arrays(64, 256, 64))
+    assert len(calls) == 1
+    x, *weights = arrays(100, 256, 64)
+    on_hopper(monkeypatch, "sm_100")
+    assert many_rows.config_of(x, weights) is None
+
+
+def test_products_take_it_for_several_weights(monkeypatch):
+    calls = on_hopper(monkeypatch)
+    x, *weights = arrays(100, 256, 64)
+    for found, weight in zip(product.products(x, weights, dtype=x.dtype), weights, strict=True):
+        wanted = x.astype(jnp.float32) @ weight.astype(jnp.float32)
+        assert float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted)) < 4e-3
+    assert len(calls) == 1
+    product.products(x, weights)  # float32 results
+    product.products(x, weights[:1], dtype=x.dtype)
+    product.products(x, [w.T for w in weights], transposed=True, dtype=x.dtype)
+    assert len(calls) == 1
+
+
+def test_derivatives_and_vmap(monkeypatch):
+    calls = on_hopper(monkeypatch)
+    x, gate, up = arrays(96, 256, 64)
+    wide = [y.astype(jnp.float32) for y in (x, gate, up)]
+
+    def exactly(x, gate, up):
+        of_gate = x @ gate
+        return of_gate * jax.nn.sigmoid(of_gate) * (x @ up)
+
+    total = lambda f: lambda *args: f(*args).astype(jnp.float32).sum()
+    for found, wanted in zip(
+        jax.grad(total(product.silu_product), (0, 1, 2))(x, gate, up), jax.grad(total(exactly), (0, 1, 2))(*wide),
+        strict=True,
+    ):  # fmt: skip
+        error = jnp.linalg.norm(found.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
+        assert found.dtype == jnp.bfloat16 and error < 2e-2
+    both = jax.vmap(product.silu_product, (0, None, None))(jnp.stack([x, 2 * x]), gate, up)
+    assert (96, 256) in calls
+    for y, given in zip(both, (x, 2 * x), strict=True):
+        np.testing.assert_array_equal(y, product.silu_product(given, gate, up))
+
+
+@pytest.mark.parametrize("rows", [200, 256, 8192])
+@pytest.mark.parametrize("shape", ["gate and up of Llama 1B", "q, k and v of Llama 1B", "q, k and v of Llama 8B"])
+def test_it_lowers_for_cuda(shape, rows):
+    inner, widths, together = SHAPES[shape]
+    config = choose(rows, inner, widths, 132, together=together)
+    x, *weights = (jax.ShapeDtypeStruct(dims, jnp.bfloat16) for dims in ((rows, inner), *((inner, w) for w in widths)))
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    gated = lambda x, *weights: kernel.gated_product(x, *weights, config)
+    run = gated if together else lambda x, *weights: kernel.joined_product(x, weights, config)
+    export = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=[check])(x, *weights)
+    assert export.out_avals[0].shape == (rows, widths[0] if together else sum(widths))
+    assert "mosaic_gpu_v2" in export.mlir_module()
