@@ -4,8 +4,9 @@
 
 LIBRARY: see benchmarks/gpu/fa3.py. The first cases are one of each class; the others are drawn by the seed. Each is
 checked on a few rows against numpy float64, then timed: the sum of the kernels of a call by CUPTI, keys in L2 where
-they fit. Programs are compiled ahead in threads. A ratio is FlashAttention-3's time over ours: more than 1 is faster.
-`--set` is a python dict of GpuKernelConfig fields for every case; with it, cases that the kernel refuses are left out.
+they fit. Some cases at a time are compiled in threads, then timed with nothing beside them. A ratio is
+FlashAttention-3's time over ours: more than 1 is faster. `--set` is a python dict of GpuKernelConfig fields for every
+case; with it, cases that the kernel refuses are left out.
 """
 
 import argparse
@@ -17,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import records
@@ -30,7 +31,7 @@ from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.work_list import build_work_list
 
 BOUND, LSE_BOUND = 6e-3, 1e-4  # of a row's relative error; of the log-sum-exp
-AHEAD = 6  # programs that are compiled at the same time
+TOGETHER = 12  # cases that are compiled at the same time
 MOST_KEYS = 3 << 30  # bytes of a drawn batch's keys and values
 MODELS = {  # heads, kv heads, head_dim, v_head_dim, soft cap, window
     "llama8b": (32, 8, 128, 128, None, None),
@@ -141,45 +142,42 @@ def fa3(library: str, batches: list[cases.KernelCase], seconds: float) -> dict[s
 
 @dataclasses.dataclass
 class Program:
-    """A compiled attention call and its work list."""
+    """A compiled attention call, its inputs, and sampled rows: (token, head, float64 output, its lse)."""
 
-    plan: object
-    attend: object
-
-
-def arguments(case: cases.KernelCase, config):
-    """q, pools, block table, starts and lengths; pages permuted."""
-    return check.make_inputs(case, config, poison=False)
+    attend: Any
+    inputs: tuple
+    rows: list[tuple[int, int, np.ndarray, float]]
 
 
 def compiled(case: cases.KernelCase, config) -> Program:
-    """Compiles for the shapes of `arguments`; runs in a thread."""
-    tokens, reqs = int(case.q_lens.sum()), len(case.lengths)
-    pages = -(-case.seq_lens // case.page)
-    pool = (int(pages.sum()) + 3, case.num_kv_heads, case.page)
-    shape = jax.ShapeDtypeStruct
-    table, starts, seqs = (shape(s, jnp.int32) for s in ((reqs, max(int(pages.max()), 1)), (reqs + 1,), (reqs,)))
-    q = shape((tokens, case.num_heads, case.head_dim), jnp.dtype(config.dtype))
-    k, v = (shape((*pool, dim), jnp.dtype(config.kv_dtype)) for dim in (case.head_dim, case.v_head_dim))
-    plan = jax.jit(lambda s, n: build_work_list(s, n, tokens, config))
+    """Runs in a thread."""
+    q, k, v, table, starts, seqs = inputs = check.make_inputs(case, config, poison=False)
+    work = jax.jit(lambda s, n: build_work_list(s, n, q.shape[0], config))(starts, seqs)
+    run = (q, k, v, table, work)
     attend = jax.jit(lambda q, k, v, t, w: ragged_paged_attention(q, k, v, t, w, config))
-    work = jax.eval_shape(plan, starts, seqs)
-    return Program(plan.lower(starts, seqs).compile(), attend.lower(q, k, v, table, work).compile())
+    return Program(attend.lower(*run).compile(), run, references(case, config, inputs))
 
 
-def rows_error(case, config, inputs, out, lse, samples: int = 4) -> dict:
-    """The largest relative error of a sampled row and of its lse; the first and the last row are among them."""
+def references(case, config, inputs, samples: int = 3) -> list[tuple[int, int, np.ndarray, float]]:
+    """Sampled rows; the first and the last are among them."""
     q, k, v, table, starts, seqs = inputs
     host = (q, k, v, *map(np.asarray, (table, starts, seqs)), None, None, (1.0, 1.0), None)
     rng, last = np.random.default_rng(0), len(case.lengths) - 1
     picks = [(0, 0), (last, case.lengths[last][0] - 1)]
     for r in rng.integers(0, last + 1, samples - 2):
         picks.append((int(r), int(rng.integers(case.lengths[r][0]))))
-    relative = worst_lse = 0.0
+    rows = []
     for r, i in picks:
-        head, token = int(rng.integers(case.num_heads)), int(starts[r]) + i
-        want, want_lse = check.reference_row(case, config, host, r, i, head)
-        got = np.asarray(out[token, head].astype(jnp.float32), np.float64)
+        head = int(rng.integers(case.num_heads))
+        rows.append((int(starts[r]) + i, head, *check.reference_row(case, config, host, r, i, head)))
+    return rows
+
+
+def rows_error(rows, out, lse) -> dict:
+    """The largest relative error of these rows, and of their lse."""
+    relative = worst_lse = 0.0
+    for token, head, want, want_lse in rows:
+        got = out[token, head].astype(np.float64)
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
         relative = max(relative, float(np.nan_to_num(error, nan=np.inf)))
         worst_lse = max(worst_lse, float(np.nan_to_num(abs(float(lse[token, head]) - want_lse), nan=np.inf)))
@@ -188,12 +186,10 @@ def rows_error(case, config, inputs, out, lse, samples: int = 4) -> dict:
 
 def measure(case: cases.KernelCase, config, program: Future, peer, iterations: int) -> dict:
     """One row: errors, microseconds, the ratio to the peer; `ok` says whether the numbers are right."""
-    built, inputs = program.result(), arguments(case, config)
-    q, k, v, table, starts, seqs = inputs
-    work = built.plan(starts, seqs)
-    run = (q, k, v, table, work)
-    out, lse = jax.block_until_ready(built.attend(*run))
-    row = rows_error(case, config, inputs, out, lse)
+    built = program.result()
+    run = built.inputs
+    out, lse = (np.asarray(x) for x in built.attend(*run))
+    row = rows_error(built.rows, out, lse)
     row["ok"] = row["rel_err"] < BOUND and row["lse_err"] < LSE_BOUND
     us, parts = cupti.micros(built.attend, *run, iterations=iterations)
     tiles = {name: getattr(config, name) for name in ("block_kv", "stages", "q_buffers", "narrow_rows")}
@@ -203,17 +199,20 @@ def measure(case: cases.KernelCase, config, program: Future, peer, iterations: i
 
 
 def jobs_of(batches, extra: dict, peers: dict, iterations: int, pool, rows: list) -> Iterator[jobs.Job]:
-    """The jobs in order; each keeps its row, and programs of the next ones are compiled meanwhile."""
+    """The jobs in order, compiled TOGETHER; each keeps its row."""
     todo = [(case, check.config_of(case, **extra)) for case in batches]
     todo = [(case, config) for case, config in todo if not (extra and supports(config))]
     programs = {}
     for number, (case, config) in enumerate(todo):
-        for other, wanted in todo[number : number + AHEAD]:
-            if other.name not in programs:
-                programs[other.name] = pool.submit(compiled, other, wanted)
+        if number % TOGETHER == 0:
+            some = todo[number : number + TOGETHER]
+            programs = {other.name: pool.submit(compiled, other, wanted) for other, wanted in some}
+            wait(programs.values())
 
-        def work(case=case, config=config):
-            row = measure(case, config, programs.pop(case.name), peers.get(case.name), iterations)
+        program = programs.pop(case.name)
+
+        def work(case=case, config=config, program=program):
+            row = measure(case, config, program, peers.get(case.name), iterations)
             rows.append(row | dict(case=case.name))
             if "ratio" in row:
                 print(f"  {row['ratio']:.2f} of FlashAttention-3's {row['fa3_us']:.1f} us, {row['tiles']}", end=" ")
@@ -234,7 +233,9 @@ def summary(rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.sweep", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.sweep", description="Sweep shapes beside FlashAttention-3."
+    )
     jobs.add_options(parser, seconds=100)
     parser.add_argument("--fa3", metavar="LIBRARY")
     parser.add_argument("--seed", type=int, default=0)
@@ -249,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     peers = cupti.attempt(lambda: fa3(args.fa3, batches, args.seconds / 4)) if args.fa3 else {}
     args.seconds -= peers.get("wall_s", 0)
     rows: list[dict] = []
-    with ThreadPoolExecutor(AHEAD) as pool:
+    with ThreadPoolExecutor(TOGETHER) as pool:
         extra = eval(args.set) if args.set else {}
         todo = jobs_of(batches, extra, peers, args.iterations, pool, rows)
         failed = jobs.run(todo, args, records.provenance(), "sweep")
