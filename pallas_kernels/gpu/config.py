@@ -11,6 +11,7 @@ WARPGROUP_ROWS = 64  # query rows of one warpgroup's tile: the M of wgmma
 KV_DTYPES_8BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
 SMEM_FIXED = 2304  # bytes: row statistics, the numbers of the pieces in flight, alignment
+DECODED = 2  # blocks of an 8-bit cache in shared memory that are decoded already
 TOKEN_SCALE_BYTES = 8  # f32 scales of one key and its value
 MAX_FIXED_LOGIT = 80.0  # base 2
 
@@ -71,6 +72,16 @@ class GpuKernelConfig:
         return self.kv_dtype != self.dtype
 
     @property
+    def decodes_ahead(self) -> bool:
+        """Does a warpgroup of its own decode tiles before they are multiplied? Narrow tiles: in registers instead."""
+        return self.quantised and not self.narrow_rows
+
+    @property
+    def ring(self) -> int:
+        """Blocks that the multiplying warpgroups find in shared memory."""
+        return DECODED if self.decodes_ahead else self.stages
+
+    @property
     def can_fix_max(self) -> bool:
         """May the softmax leave out its running maximum?
 
@@ -106,10 +117,10 @@ class GpuKernelConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA: queries, stages of keys and values, and two decoded blocks if it decodes there."""
+        """Shared memory of one CTA: queries, stages of keys and values, and decoded blocks if it decodes there."""
         dims = self.head_dim + self.v_head_dim
         key = dims * (1 if self.kv_dtype in KV_DTYPES_8BIT else 2)
-        key += TOKEN_SCALE_BYTES if self.token_scales else 0
-        decoded = 2 * self.block_kv * dims * 2 if self.quantised and not self.narrow_rows else 0
+        scales = TOKEN_SCALE_BYTES if self.token_scales else 0
+        decoded = DECODED * self.block_kv * (dims * 2 + scales) if self.decodes_ahead else 0
         queries = 2 * self.q_buffers * WARPGROUP_ROWS * self.head_dim * 2
-        return queries + self.stages * self.block_kv * key + decoded + SMEM_FIXED
+        return queries + self.stages * self.block_kv * (key + scales) + decoded + SMEM_FIXED

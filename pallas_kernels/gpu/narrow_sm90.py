@@ -15,8 +15,8 @@ from pallas_kernels.gpu import warp_mma_sm80 as warps
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number
 from pallas_kernels.gpu.config import GpuKernelConfig
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
-from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_blocks, zero_unseen_values
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, zero_unseen_values
+from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
         x, factor = logits(cfg, column, dots, kv0 + mine, scale, masked)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
-            zero_unseen_values(cfg, refs, piece, slot, kv0)
+            zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0, half=wg)
         carry = warps.softmax_times_values(refs.v_tile.at[slot], x, factor, *carry, mine, of_values, **values)
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return carry

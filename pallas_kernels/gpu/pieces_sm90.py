@@ -35,17 +35,21 @@ class Refs:
     counters: object = None  # GMEM i32[C], zeros at first: parts stored of the unit that CTA c cut; None: merged later
     arrived: object = None  # SMEM i32[1]: 1 if this CTA stored the last part of a unit
     q_tile: object = None  # SMEM [q_buffers, 2, 64, D]
-    k_tile: object = None  # SMEM [stages, block_kv, D]
-    v_tile: object = None  # SMEM [stages, block_kv, V]
-    k_decoded: object = None  # SMEM [2, block_kv, D]: decoded keys of each warpgroup; None unless quantised
-    v_decoded: object = None  # SMEM [2, block_kv, V]
+    k_tile: object = None  # SMEM [ring, block_kv, D]: what is multiplied
+    v_tile: object = None  # SMEM [ring, block_kv, V]
+    k_stored: object = None  # SMEM [stages, block_kv, D]: as in the pool; k_tile itself unless decodes_ahead
+    v_stored: object = None  # SMEM [stages, block_kv, V]
     stats: object = None  # SMEM f32[512]: maxima and sums that warpgroup 1 passes to warpgroup 0
     piece_box: object = None  # SMEM i32[q_buffers, 16]: the numbers of the piece in each query buffer, see Piece
-    token_scale: object = None  # SMEM f32[stages, 2 block_kv]: scales of keys, then of values; with k_tile's barriers
-    k_full: object = None  # barriers [stages]; one arrival a page, and one for the scales of a key block
+    token_scale: object = None  # SMEM f32[stages (+ ring), 2 block_kv]: scales of keys, then of values
+    k_full: object = None  # barriers [ring] of k_tile
     v_full: object = None
-    k_free: object = None  # barriers [stages]; one arrival a compute warpgroup
+    k_free: object = None  # barriers [ring]; one arrival a compute warpgroup
     v_free: object = None
+    k_stored_full: object = None  # barriers [stages]; one arrival a page, and one for the scales of a key block
+    v_stored_full: object = None
+    k_stored_free: object = None  # barriers [stages]
+    v_stored_free: object = None
     q_full: object = None  # barriers [q_buffers]
     q_free: object = None
     compute_barrier: object = None  # of the two compute warpgroups: ping-pong, and exchange of states
@@ -109,6 +113,7 @@ def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     for column in range(HI + 1):
         refs.piece_box[buffer, column] = piece[column]
     kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
+    kind |= dict(unrolled=rows.LOADS_UNROLLED)  # this warpgroup has few registers
 
     def load_half(half):
         skipped = WARPGROUP_ROWS * half
@@ -129,6 +134,12 @@ def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     buffer = lax.rem(j, jnp.int32(cfg.q_buffers))
     plgpu.barrier_wait(refs.q_full.at[buffer])
     return Piece(lambda column: refs.piece_box[buffer, column], buffer)
+
+
+def scale_slot(cfg: GpuKernelConfig, block_number):
+    """Row of token_scale for a block. A block ahead of the decoded ones must not overwrite theirs."""
+    slots = cfg.stages + cfg.ring if cfg.decodes_ahead else cfg.stages
+    return lax.rem(block_number, jnp.int32(slots))
 
 
 def load_pages(cfg: GpuKernelConfig, refs: Refs):
@@ -178,14 +189,66 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                     target = tile.at[slot, pl.ds(p * width, width)]
                     plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset), target, full.at[slot])
 
-            fill(refs.k, refs.k_tile, refs.k_full, refs.k_free)
+            fill(refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free)
             if cfg.token_scales:
-                refs.token_scale[slot] = scales[0]
-                plgpu.barrier_arrive(refs.k_full.at[slot])
-            fill(refs.v, refs.v_tile, refs.v_full, refs.v_free)
+                refs.token_scale[scale_slot(cfg, block_number)] = scales[0]
+                plgpu.barrier_arrive(refs.k_stored_full.at[slot])
+            fill(refs.v, refs.v_stored, refs.v_stored_full, refs.v_stored_free)
             return block_number + 1, next_pages, *ahead
 
         first_scales = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
         return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0), *first_scales))[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
+
+
+def decode_pages(cfg: GpuKernelConfig, refs: Refs):
+    """The decoding warpgroup: 8-bit tiles -> tiles that are multiplied, with zeros for values that no row may see."""
+
+    def convert(block_number, dim, target, tiles, stored_barriers, barriers, before_decoding):
+        slot = lax.rem(block_number, jnp.int32(cfg.stages))
+        stored, tile = tiles[0].at[slot], tiles[1].at[lax.rem(block_number, jnp.int32(cfg.ring))]
+        full, free = (barrier.at[lax.rem(block_number, jnp.int32(cfg.ring))] for barrier in barriers)
+        plgpu.barrier_wait(stored_barriers[0].at[slot])
+        before_decoding(slot)
+        when(block_number >= cfg.ring)(lambda: plgpu.barrier_wait(free))
+        rows.decode_tile(stored, tile, rows=cfg.block_kv, dim=dim, source=cfg.kv_dtype, target=target)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(stored_barriers[1].at[slot])
+        plgpu.barrier_arrive(full)
+
+    def decode_piece(j, blocks_before):
+        piece = receive_piece(cfg, refs, j)
+        first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
+
+        def decode_block(i, carry):
+            n, kv0 = blocks_before + i, first_key + i * cfg.block_kv
+            keys, values = (refs.k_stored, refs.k_tile), (refs.v_stored, refs.v_tile)
+            stored = (refs.k_stored_full, refs.k_stored_free)
+            convert(n, cfg.head_dim, cfg.dtype, keys, stored, (refs.k_full, refs.k_free), lambda slot: None)
+            stored = (refs.v_stored_full, refs.v_stored_free)
+            zero = lambda slot: zero_unseen_values(cfg, refs.v_stored.at[slot], piece, kv0)
+            convert(n, cfg.v_head_dim, cfg.value_dtype, values, stored, (refs.v_full, refs.v_free), zero)
+            return carry
+
+        count = piece.count
+        lax.fori_loop(0, count, decode_block, jnp.int32(0))
+        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
+        return blocks_before + count
+
+    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), decode_piece, jnp.int32(0))
+
+
+def zero_unseen_values(cfg: GpuKernelConfig, tile, piece: Piece, kv0, half=None):
+    """Zeroes values outside the request's keys or before its window: they may be NaN, and 0 * NaN is NaN.
+
+    Values between the tile's last visible key and the request's end are tokens, or copies of a full page: no NaN.
+    half: zero only the first (0) or second (1) half of the rows; None: all.
+    """
+    first, last = piece[wl.KSTART] - kv0, piece[wl.SEQ] - kv0
+
+    @when((first > 0) | (last < cfg.block_kv))
+    def _():
+        dtype = cfg.kv_dtype if tile.dtype == jnp.dtype(cfg.kv_dtype) else cfg.value_dtype
+        rows.zero_rows(tile, first, last, rows=cfg.block_kv, dim=cfg.v_head_dim, dtype=dtype, half=half)
+        plgpu.commit_smem()

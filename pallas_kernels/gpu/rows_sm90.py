@@ -34,7 +34,8 @@ from pallas_kernels.gpu.ptx_sm90 import (
 )
 
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
-LOADS_UNROLLED = 8  # loads per thread in a loop's body; up to twice as many are unrolled without a loop
+DECODED_TOGETHER = 4  # chunks that a thread holds in registers while it decodes a tile
+LOADS_UNROLLED = 8  # loads per thread in a loop's body
 
 
 def tile_transforms(dim: int, dtype) -> tuple:
@@ -52,16 +53,17 @@ def swizzle_columns(dim: int, dtype) -> int:
     return swizzle_bytes(dim, dtype) // jnp.dtype(dtype).itemsize
 
 
-def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim, dtype, hidden: bool = False):
+def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim, dtype, hidden=False, unrolled=16):
     """Rows row0 .. row0 + 63 of a request's packed rows -> a swizzled SMEM tile; rows past `nrows` become 0.
 
     src_ref GMEM [T, H, D], tile_ref SMEM [64, D]. Asynchronous: the caller must call
-    await_rows and commit_smem. hidden: see ptx.lane_position.
+    await_rows and commit_smem. hidden: see ptx.lane_position. unrolled: so many loads of a thread need no loop; fewer
+    take fewer registers.
     """
     swizzle = swizzle_bytes(dim, dtype)
     chunks = dim * 2 // 16  # chunks of 16 bytes in a row
     steps = WARPGROUP_ROWS * chunks // 128
-    most = steps if steps <= 2 * LOADS_UNROLLED else LOADS_UNROLLED
+    most = steps if steps <= unrolled else LOADS_UNROLLED
     parts = next(n for n in range(1, steps + 1) if steps % n == 0 and steps // n <= most)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(tile_transforms(dim, dtype)), *(SCALAR,) * 5))
@@ -111,16 +113,18 @@ def decode_tile(src_ref, dst_ref, *, rows, dim, source, target):
         word_type = ir.IntegerType.get_signless(32)
         src, dst, me = pointer(src, 3), pointer(dst, 3), thread_index()
         four, two = (ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * n)})>") for n in (4, 2))
-        places, loaded = [], []
-        for step in range(rows * chunks // 128):  # all loads before the first decode: their latencies overlap
+        places, loaded, steps = [], [], range(rows * chunks // 128)
+
+        def load_chunk(step):
             chunk = arith.addi(me, i32(step * 128))
             row = arith.divui(chunk, i32(chunks))
             col = arith.muli(arith.subi(chunk, arith.muli(row, i32(chunks))), i32(16))
             places.append((row, arith.muli(col, i32(2))))
             place = arith.addi(src, swizzled(row, col, dim, swizzle_in))
             loaded.append(asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four))
-        for (row, byte), words in zip(places, loaded, strict=True):
-            pairs = []
+
+        def decode_chunk(step):
+            (row, byte), words, pairs = places[step], loaded[step], []
             for i in range(4):
                 word = llvm.extractvalue(word_type, words, [i])
                 both = llvm.inline_asm(two, [word], decode_word(source, target), "=r,=r,r")
@@ -128,6 +132,13 @@ def decode_tile(src_ref, dst_ref, *, rows, dim, source, target):
             for half in range(2):
                 place = arith.addi(dst, swizzled(row, arith.addi(byte, i32(16 * half)), dim * 2, swizzle_out))
                 asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", place, *pairs[4 * half : 4 * half + 4])
+
+        for first in steps[::DECODED_TOGETHER]:  # loads before the first decode: their latencies overlap
+            together = steps[first : first + DECODED_TOGETHER]
+            for step in together:
+                load_chunk(step)
+            for step in together:
+                decode_chunk(step)
 
     decode(src_ref, dst_ref)
 
@@ -150,18 +161,21 @@ def decode_word(source: str, target: str) -> str:
     return f"{{ .reg .b16 lo, hi; .reg .b32 a, b, c, t; .reg .f32 f, g; {halves} {finish} }}"
 
 
-def zero_rows(tile_ref, first, last, *, rows, dim, dtype):
-    """Zeroes the rows of an SMEM tile [rows, dim] outside first <= row < last: they may hold NaN."""
+def zero_rows(tile_ref, first, last, *, rows, dim, dtype, half=None):
+    """Zeroes the rows of an SMEM tile [rows, dim] outside first <= row < last: they may hold NaN.
+
+    half: an i32, 0 or 1: only rows of that half of the tile; None: of all.
+    """
     swizzle = swizzle_bytes(dim, dtype)
     row_bytes = dim * jnp.dtype(dtype).itemsize
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tile_transforms(dim, dtype)), SCALAR, SCALAR))
-    def zero(ctx, tile, first, last):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tile_transforms(dim, dtype)), *(SCALAR,) * 4))
+    def zero(ctx, tile, first, last, begin, end):
         first, last = scalar_value(first), scalar_value(last)
-        row, smem = thread_index(), pointer(tile, 3)
-        outside = arith.ori(less(row, first), arith.xori(less(row, last), utils.c(1, ir.IntegerType.get_signless(1))))
-        if rows < 128:
-            outside = arith.andi(outside, less(row, i32(rows)))
+        begin, end, row, smem = scalar_value(begin), scalar_value(end), thread_index(), pointer(tile, 3)
+        negate = lambda pred: arith.xori(pred, utils.c(1, ir.IntegerType.get_signless(1)))
+        outside = arith.ori(less(row, first), negate(less(row, last)))
+        outside = arith.andi(outside, arith.andi(less(row, end), negate(less(row, begin))))
         for piece in range(row_bytes // swizzle):
             offset = arith.addi(
                 arith.muli(arith.divui(row, i32(8)), i32(8 * row_bytes)),
@@ -172,7 +186,8 @@ def zero_rows(tile_ref, first, last, *, rows, dim, dtype):
                 text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v4.b32 [$0+{byte}], {{$2,$2,$2,$2}}; }}"
                 asm(text, "r,r,r", target, bool_to_i32(outside), i32(0))
 
-    zero(tile_ref, first, last)
+    begin, end = (0, rows) if half is None else (half * (rows // 2), (half + 1) * (rows // 2))
+    zero(tile_ref, first, last, jnp.int32(begin), jnp.int32(end))
 
 
 def store_rows(out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column, *, group, heads, stride):

@@ -69,8 +69,14 @@ def make_config(*, rows: int | None = None, **fields) -> GpuKernelConfig:
 
 
 def query_buffers(request: TileRequest) -> dict[str, Any]:
-    """Two pieces' queries in shared memory, or one where a head is too wide for two."""
-    return {} if request.config.head_dim <= 192 else {"q_buffers": 1}
+    """Two pieces' queries in shared memory, or one where a head is too wide for two or for blocks of 128 beside two."""
+    config = request.config
+    if config.head_dim > 192:
+        return {"q_buffers": 1}
+    if config.quantised or _stages_that_fit(config, 128, most=2) == 2:
+        return {}
+    one = dataclasses.replace(config, q_buffers=1)
+    return {"q_buffers": 1} if _stages_that_fit(one, 128, most=2) == 2 else {}
 
 
 def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:

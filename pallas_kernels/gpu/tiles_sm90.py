@@ -14,7 +14,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.merge_sm90 import COLUMNS, merge_rows
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, scale_slot, zero_unseen_values
 from pallas_kernels.gpu.row_states_sm90 import (
     LOG2E,
     ROW_LAYOUT,
@@ -90,47 +90,11 @@ def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     return dots, factor
 
 
-def zero_unseen_values(cfg: GpuKernelConfig, refs: Refs, piece: Piece, slot, kv0):
-    """Zeroes values outside the request's keys or before its window: they may be NaN, and 0 * NaN is NaN.
-
-    Values between the tile's last visible key and the request's end are tokens, or copies of a full page: no NaN.
-    """
-    first, last = piece[wl.KSTART] - kv0, piece[wl.SEQ] - kv0
-
-    @when((first > 0) | (last < cfg.block_kv))
-    def _():
-        kind = dict(rows=cfg.block_kv, dim=cfg.v_head_dim, dtype=cfg.kv_dtype)
-        rows.zero_rows(refs.v_tile.at[slot], first, last, **kind)
-        plgpu.commit_smem()
-
-
-def _key_operand(cfg: GpuKernelConfig, refs: Refs, wg, slot):
-    """(key tile to multiply, function to call after the product), decoded if the cache is quantised."""
-    free = lambda: plgpu.barrier_arrive(refs.k_free.at[slot])
-    if not cfg.quantised:
-        return refs.k_tile.at[slot], free
-    work, kind = refs.k_decoded.at[wg], dict(rows=cfg.block_kv, dim=cfg.head_dim, source=cfg.kv_dtype)
-    rows.decode_tile(refs.k_tile.at[slot], work, target=cfg.dtype, **kind)
-    plgpu.commit_smem()
-    free()
-    return work, lambda: None
-
-
-def _value_operand(cfg: GpuKernelConfig, refs: Refs, wg, slot):
-    """The same for values."""
-    free = lambda: plgpu.barrier_arrive(refs.v_free.at[slot])
-    if not cfg.quantised:
-        return refs.v_tile.at[slot], free
-    work, kind = refs.v_decoded.at[wg], dict(rows=cfg.block_kv, dim=cfg.v_head_dim, source=cfg.kv_dtype)
-    rows.decode_tile(refs.v_tile.at[slot], work, target=cfg.value_dtype, **kind)
-    plgpu.commit_smem()
-    free()
-    return work, lambda: None
-
-
-def _token_scales(cfg: GpuKernelConfig, refs: Refs, slot):
+def _token_scales(cfg: GpuKernelConfig, refs: Refs, block_number):
     """Scales (of keys, of values) of a block, or (None, None). Must be called before the keys' stage is released."""
-    return token_scales.load_per_key(refs.token_scale, slot, 1, cfg.block_kv) if cfg.token_scales else (None, None)
+    if not cfg.token_scales:
+        return None, None
+    return token_scales.load_per_key(refs.token_scale, scale_slot(cfg, block_number), 1, cfg.block_kv)
 
 
 def _weights(cfg: GpuKernelConfig, p, of_values) -> tuple:
@@ -252,7 +216,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     scale = refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
-    slot_of = lambda j: lax.rem(blocks_before + j, jnp.int32(cfg.stages))
+    slot_of = lambda j: lax.rem(blocks_before + j, jnp.int32(cfg.ring))
 
     def swap():
         plgpu.barrier_arrive(refs.compute_barrier)
@@ -267,10 +231,9 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     def step(j, carry, masked):
         acc, m, total = carry
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
-        of_keys, of_values = _token_scales(cfg, refs, slot)
-        keys, release = _key_operand(cfg, refs, wg, slot)
-        dots = token_scales.multiply_per_key(_dots(cfg, q_tile, keys, swap), of_keys, 1)
-        release()
+        of_keys, of_values = _token_scales(cfg, refs, blocks_before + j)
+        dots = token_scales.multiply_per_key(_dots(cfg, q_tile, refs.k_tile.at[slot], swap), of_keys, 1)
+        plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = softmax_step(cfg, x, c, m, total, acc)
         weights = _weights(cfg, p, of_values)
@@ -278,9 +241,8 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
         plgpu.barrier_arrive(refs.compute_barrier)
         plgpu.barrier_wait(refs.v_full.at[slot])
-        if masked:
-            zero_unseen_values(cfg, refs, piece, slot, kv0)
-        values, release = _value_operand(cfg, refs, wg, slot)
+        if masked and not cfg.decodes_ahead:
+            zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
         plgpu.barrier_wait(refs.compute_barrier)
 
         def wait_for_next_keys():
@@ -288,8 +250,8 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
             def _():
                 plgpu.barrier_wait(refs.k_full.at[slot_of(j + 1)])
 
-        acc = _add_weighted_values(acc, weights, values, wait_for_next_keys)
-        release()
+        acc = _add_weighted_values(acc, weights, refs.v_tile.at[slot], wait_for_next_keys)
+        plgpu.barrier_arrive(refs.v_free.at[slot])
         return acc, m, total
 
     state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
@@ -310,7 +272,7 @@ def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
 
 def skip_block(cfg: GpuKernelConfig, refs: Refs, block_number):
     """Waits for and releases a block that this warpgroup does not compute: each must see every phase of a barrier."""
-    slot = lax.rem(block_number, jnp.int32(cfg.stages))
+    slot = lax.rem(block_number, jnp.int32(cfg.ring))
     for full, free in ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free)):
         plgpu.barrier_wait(full.at[slot])
         plgpu.barrier_arrive(free.at[slot])
@@ -327,21 +289,19 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
     def step(t, carry, masked):
         acc, m, total = carry
         j = 2 * t + wg
-        slot, kv0 = lax.rem(blocks_before + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
+        slot, kv0 = lax.rem(blocks_before + j, jnp.int32(cfg.ring)), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
-        of_keys, of_values = _token_scales(cfg, refs, slot)
-        keys, release = _key_operand(cfg, refs, wg, slot)
-        dots = token_scales.multiply_per_key(_dots(cfg, q_tile, keys), of_keys, 1)
-        release()
+        of_keys, of_values = _token_scales(cfg, refs, blocks_before + j)
+        dots = token_scales.multiply_per_key(_dots(cfg, q_tile, refs.k_tile.at[slot]), of_keys, 1)
+        plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = softmax_step(cfg, x, c, m, total, acc)
         total += p.sum(axis=1)
         plgpu.barrier_wait(refs.v_full.at[slot])
-        if masked:
-            zero_unseen_values(cfg, refs, piece, slot, kv0)
-        values, release = _value_operand(cfg, refs, wg, slot)
-        acc = _add_weighted_values(acc, _weights(cfg, p, of_values), values)
-        release()
+        if masked and not cfg.decodes_ahead:
+            zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
+        acc = _add_weighted_values(acc, _weights(cfg, p, of_values), refs.v_tile.at[slot])
+        plgpu.barrier_arrive(refs.v_free.at[slot])
         when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
         return acc, m, total
 

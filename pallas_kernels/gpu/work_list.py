@@ -14,7 +14,8 @@ The ranked list, for any batch:
    gives no CTA more than an equal share of the total.
 4. The remaining units are laid end to end on a line, which is cut so that every CTA ends with the same total. A cut
    within a unit makes two pieces with partial results, so at most C - 1 units are merged, whatever the batch. Shapes
-   are static and there is no number of splits to tune.
+   are static and there is no number of splits to tune. Where giving out these units whole, in snake order too, makes
+   the longest CTA hardly longer (see CUTS_COST), nothing is cut.
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS) moves to the nearer end of the unit.
@@ -52,6 +53,10 @@ TILE_ROWS = 2 * WARPGROUP_ROWS
 SHORT_ROWS = WARPGROUP_ROWS  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
 UNIT_COST = 11  # what a unit costs besides its blocks, about 2 us; a block costs config.short_weight or long_weight
+CUTS_COST = 22  # what cutting costs at least: a second piece on each CTA, and parts to merge
+CUTS_SHARE = 1.04
+"""Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share. Whole
+units of one head also pass over its keys at the same time, so that they are read into L2 once."""
 WHOLE_KEYS = 512
 """A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
 piece costs about 2 us besides its keys, and a merge 2 to 5."""
@@ -265,7 +270,8 @@ def _assign(info, cost, config) -> GpuWorkList:
     each = jnp.where(unit < num_units, cost[tile], 0)
     ends = jnp.cumsum(each)
     total = ends[-1]
-    waves, load = _whole_waves(each.reshape(-1, ctas), num_units // ctas, total)
+    waves, load, longest = _whole_waves(each.reshape(-1, ctas), num_units // ctas, total)
+    whole = longest <= jnp.maximum(total / ctas * CUTS_SHARE, total / ctas + CUTS_COST)
     share = jnp.maximum(total / ctas - load, 0.0)
     base = jnp.where(waves > 0, ends[jnp.maximum(waves * ctas - 1, 0)], 0)
     rest = (total - base).astype(jnp.float32)
@@ -275,11 +281,19 @@ def _assign(info, cost, config) -> GpuWorkList:
     at_end, at = at >= num_units, jnp.minimum(at, num_units - 1)
     units, blocks = _snap(at, cuts - (ends[at] - each[at]), info[tile[at]], config)
     units, blocks = jnp.where(at_end, num_units, units), jnp.where(at_end, 0, blocks)
+    u0, b0, u1, b1 = units[:-1], blocks[:-1], units[1:], blocks[1:]
+    joins = [jnp.where(whole, -1, join) if n == 0 else join for n, join in enumerate(_joins(units, blocks))]
+    waves = jnp.where(whole, num_units // ctas, waves)
+    me = jnp.arange(ctas, dtype=jnp.int32)
+    own = waves * ctas + jnp.where(waves % 2 == 0, me, ctas - 1 - me)  # of the last wave, which may not reach every CTA
+    u0 = jnp.where(whole, jnp.minimum(own, num_units), u0)
+    u1 = jnp.where(whole, jnp.minimum(own + 1, num_units), u1)
+    b0, b1 = (jnp.where(whole, 0, b) for b in (b0, b1))
     mixed = (few > FEW) & (few < 1 - FEW)  # then every other CTA walks its pieces backward: decodes beside prefills
     backward = jnp.where(mixed, jnp.arange(ctas) % 2, 0)
     spread = lambda x: jnp.broadcast_to(x, (ctas,))
-    columns = [spread(waves), units[:-1], blocks[:-1], units[1:], blocks[1:], backward, spread(set_units)]
-    return GpuWorkList(info=info, cta=_columns([*columns, spread(set_heads)], _joins(units, blocks)))
+    columns = [spread(waves), u0, b0, u1, b1, backward, spread(set_units), spread(set_heads)]
+    return GpuWorkList(info=info, cta=_columns(columns, joins))
 
 
 def _kinds(info, cost):
@@ -300,7 +314,8 @@ def _set_heads(few, keys, config: GpuKernelConfig):
 
 
 def _whole_waves(cost, most, total):
-    """Costs [waves, C] of units in order -> (the most waves whose largest load is within a share, f32[C] their loads).
+    """Costs [waves, C] of units in order -> (the most waves whose largest load is within a share, f32[C] their loads,
+    the largest load of all waves).
 
     Even waves go from CTA 0 to CTA C - 1, odd waves back. A load may exceed the share by 1 %: more cuts cost more.
     """
@@ -308,7 +323,7 @@ def _whole_waves(cost, most, total):
     loads = jnp.cumsum(jnp.where(wave % 2 == 1, cost[:, ::-1], cost), axis=0)
     fits = (loads.max(axis=1) * (cost.shape[1] / 1.01) <= total) & (wave[:, 0] < most)
     waves = jnp.sum(fits, dtype=jnp.int32)
-    return waves, jnp.where(waves > 0, loads[jnp.maximum(waves - 1, 0)], 0).astype(jnp.float32)
+    return waves, jnp.where(waves > 0, loads[jnp.maximum(waves - 1, 0)], 0).astype(jnp.float32), loads[-1].max()
 
 
 def _snap(unit, inside, info, config):

@@ -180,9 +180,9 @@ def _load_rows(closure, source, tile, tok0, head0, row0, nrows, first_chunk):
         tile[row, here] = source[tokens[row], heads[row], here] if row < nrows else 0
 
 
-def _zero_rows(closure, tile, first, last):
+def _zero_rows(closure, tile, first, last, begin, end):
     row = np.arange(tile.shape[0])
-    tile[(row < first) | (row >= last)] = 0
+    tile[((row < first) | (row >= last)) & (row >= begin) & (row < end)] = 0
 
 
 def _keep_columns(closure, x, counts):

@@ -90,6 +90,11 @@ def test_the_rule_takes_as_many_stages_as_fit(kv_dtype, dims):
     assert config.stages == (5 if kv_dtype == "int8" else 3) or more.smem_bytes > tile_policy.SMEM_LIMIT
 
 
+def test_one_buffer_of_queries_where_two_would_halve_the_blocks():
+    config = default_config(**SHAPE | dict(head_dim=192, v_head_dim=128))
+    assert (config.q_buffers, config.block_kv, config.stages) == (1, 128, 2)
+
+
 def test_a_shape_for_which_nothing_fits_is_refused_with_the_bytes():
     (reason,) = supports(default_config(**SHAPE | dict(head_dim=256, v_head_dim=256), kv_dtype="int8"))
     assert reason == "231680 bytes of shared memory; there are 228352"

@@ -150,6 +150,17 @@ def test_a_flat_list_has_the_windows_of_the_ranked_one():
     assert rows(ranked) == rows(flat)
 
 
+@pytest.mark.parametrize(
+    ("batch", "whole"),
+    [([(512, 512)], True), ([(512, 65536)], True), ([(1024, 1024)] * 5, True), ([(100, 9000)], False)],
+)
+def test_units_stay_whole_where_cutting_saves_less_than_it_costs(batch, whole):
+    """A prompt of 512 is 128 units for 132 CTAs: cut evenly, each CTA had two parts, and all of them were merged."""
+    config, starts, seqs, tokens, info, cta, join = make(batch, RULES["causal"], pad=0)
+    check_once(config, starts, seqs, tokens, info, cta, join)
+    assert (join[:, 0] == -1).all() == whole
+
+
 def test_no_batch_size_is_a_cliff():
     """From B to B + 1 decodes (B = 1 .. 512), the longest CTA's time over the even share never grows by 1.3 or more."""
     most, piece_overhead = 512, 2  # a piece costs about as much as two blocks on top of its own
