@@ -23,18 +23,20 @@ NUMBERS = {
     "rotary_emb_base", "mscale", "mscale_all_dim", "beta_fast", "beta_slow",
 }  # fmt: skip
 FLAGS = {"attention_bias", "mlp_bias", "use_sliding_window", "truncate", "alibi", "tie_word_embeddings"}
-IDS = {"eos_token_id", "bos_token_id", "pad_token_id", "max_window_layers", "first_k_dense_replace"}
-IDS |= {"moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index"}
+MAY_BE_ZERO = {"eos_token_id", "bos_token_id", "pad_token_id", "max_window_layers", "first_k_dense_replace"}
+MAY_BE_ZERO |= {"moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index", "zero_expert_num"}
+MAY_BE_ZERO |= {"num_kv_shared_layers", "altup_active_idx"}
 
 
 def allowed(key: str, kind: str, good: object = None) -> bool:
     """True for unusual values that are valid. good: the usual value."""
     signed = key in ("attn_scale", "llama_4_scaling_beta")
+    is_zero = type(good) is int and good == 0
     return (
         (key in NUMBERS and kind == "fraction")
         or (signed and kind in ("negative", "zero"))
         or ((key in FLAGS or isinstance(good, bool)) and kind == "a bool")
-        or ((key in IDS or key.startswith("mscale")) and kind == "zero")
+        or ((key in MAY_BE_ZERO or key.startswith("mscale") or is_zero) and kind == "zero")
     )
 
 

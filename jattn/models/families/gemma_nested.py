@@ -88,7 +88,8 @@ def gemma4(c: ConfigReader) -> ModelConfig:
     width, double = c.count("intermediate_size"), c.flag("use_double_wide_mlp", False)
     experts = experts_of(c, norm) if c.flag("enable_moe_block", False) else None
     if experts is None:
-        c.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+        for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            c.count(key, None)  # not used, but a wrong value is a mistake of its writer
     inputs_width = c.count("hidden_size_per_layer_input", 0, low=0)
 
     def layer(index: int, kv_from: int | None) -> LayerConfig:
