@@ -20,7 +20,7 @@ NOTE = """\
 Bytes are of each device; --max-num-seqs and --max-num-batched-tokens are those of each data rank; batch and rows are
 of all. Cache: what the engine takes for --max-num-seqs sequences of `tokens` tokens. Batch: the most sequences of that
 length; context: the longest sequence alone. Activations are an estimate. Times are lower bounds: bytes / bandwidth or
-FLOP / peak, and the bytes of all-reduces over the links; decode with sequences of full length, prefill of the first
+FLOP / peak, and the bytes of collectives over the links; decode with sequences of full length, prefill of the first
 --max-num-batched-tokens tokens."""
 
 

@@ -30,6 +30,9 @@ OPTIONS = dict(
 )  # fmt: skip
 """The rule of each option of the Engine."""
 
+MESH_AXES = dict(data_parallel="data", tensor_parallel="tensor", decode_context_parallel="context")
+"""Option of from_pretrained -> the mesh axis of that size, outermost first."""
+
 
 def model_of(
     config: Any, caches: Many, forward: Callable | None, backend: str, deterministic: bool, model_mesh: Any = None
@@ -42,15 +45,16 @@ def model_of(
     if not deterministic and backend == "auto":
         return Model(forward, config, backend, model_mesh)
     specs = [(layer.attention, cache.spec) for layer, cache in zip(config.layers, caches, strict=True)]
-    if model_mesh is not None:  # each device computes some of the heads
+    needs = () if model_mesh is None else model_mesh.parallel.needs
+    if model_mesh is not None:  # each device computes some of the heads, over some of the keys
         specs = [(model_mesh.rank_spec(spec), model_mesh.rank_cache_spec(cache)) for spec, cache in specs]
     if not deterministic:
         for spec, cache_spec in specs:  # raises now if it does not support a layer, not at the first request
-            resolve(spec, cache_spec, backend=backend)
+            resolve(spec, cache_spec, backend=backend, needs=needs)
         return Model(forward, config, backend, model_mesh)
     able = None
     for spec, cache_spec in specs:
-        reports = explain(spec, cache_spec, needs=(Feature.DECODE_BATCH_INVARIANCE,))  # each row has one token
+        reports = explain(spec, cache_spec, needs=(Feature.DECODE_BATCH_INVARIANCE, *needs))  # a row has one token
         names = [report.name for report in reports if report.supported]
         able = names if able is None else [name for name in able if name in names]
     if not able or backend not in ("auto", *able):
@@ -61,21 +65,22 @@ def model_of(
     return Model(forward, config, able[0] if backend == "auto" else backend, model_mesh)
 
 
-def mesh_of(mesh: Mesh | None, tensor_parallel: int, data_parallel: int) -> Mesh | None:
-    """The mesh that the options of from_pretrained mean; None: one device."""
-    sizes = integer(1)("data_parallel", data_parallel), integer(1)("tensor_parallel", tensor_parallel)
-    count = math.prod(sizes)
+def mesh_of(mesh: Mesh | None, **sizes: int) -> Mesh | None:
+    """The mesh that the options of from_pretrained mean, which are the sizes of MESH_AXES; None: one device."""
+    count = math.prod(integer(1)(name, sizes[name]) for name in MESH_AXES)
+    told = " and ".join(f"{name}={sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
     if mesh is not None and count > 1:
-        raise ValueError(f"give mesh= or {tensor_parallel=} and {data_parallel=}, not both")
+        raise ValueError(f"give mesh= or {told}, not both")
     if mesh is not None or count == 1:
         return mesh
     devices = device.devices()
     if count > len(devices):
         raise ValueError(
-            f"{tensor_parallel=} and {data_parallel=} need {count} devices, and JAX has {len(devices)}"
+            f"{told}: {count} devices are needed, and JAX has {len(devices)}"
             + ("; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count=N" * (devices[0].platform == "cpu"))
         )
-    return jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2, devices=devices[:count])
+    shape, names = tuple(sizes[name] for name in MESH_AXES), tuple(MESH_AXES.values())
+    return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=devices[:count])
 
 
 def check_weights(config: Any, params: Any) -> None:

@@ -54,6 +54,11 @@ class Footprint:
         """The number of devices that share the weights: those of one data rank."""
         return 1 if self.model_mesh is None else self.model_mesh.size
 
+    @property
+    def context_ranks(self) -> int:
+        """The number of devices that share the keys of a request, and attend with the same heads."""
+        return 1 if self.model_mesh is None else self.model_mesh.context_ranks
+
     def params(self) -> dict[str, Any]:
         """The leaves of params by path, as shapes: of each device's parts."""
         found = {}
@@ -94,7 +99,7 @@ class Footprint:
     def _row_bytes(self, layer: LayerConfig, platform: str) -> int:
         """Of one token in a layer. Except on a TPU, XLA multiplies each row by all experts of a device."""
         spec, mlp = attention_of(layer, 1), layer.mlp
-        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim / self.ranks
+        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim * self.context_ranks / self.ranks
         dense = mlp.shared if isinstance(mlp, MoE) else mlp
         width = 0.0 if dense is None else MLP_ARRAYS * dense.width / self.ranks
         if isinstance(mlp, MoE):
@@ -113,23 +118,24 @@ class Footprint:
         """The shortest time of a step in which each of `rows` sequences computes its last `query_len` of `context`
         tokens.
 
-        max(bytes / bandwidth, FLOP / peak) of one device, and the bytes of its all-reduces over its link. Bytes: of the
+        max(bytes / bandwidth, FLOP / peak) of one device, and the bytes that it sends over its link. Bytes: of the
         weights that the tokens need, once, and of the keys and values.
         """
         tokens = rows * query_len
-        read, flop = 0.0, 0.0
+        read, flop, sent = 0.0, 0.0, self._reduced_bytes(tokens)
         for weight in self.weights():
             one_read, one_flop = self._of_weight(weight, tokens, rows)
             read, flop = read + one_read, flop + one_flop
-        cache_specs = self.config.cache_specs(2, 1, **cache_storage)
+        cache_specs = self.config.cache_specs(2, self.context_ranks, **cache_storage)
         for layer, cache_spec in zip(self.config.layers, cache_specs, strict=True):
             spec = attention_of(layer, query_len)
             of_rank = cache_spec if self.model_mesh is None else self.model_mesh.rank_cache_spec(cache_spec)
             seen, pairs = _visible(layer, query_len, context)
-            read += rows * seen * of_rank.bytes_per_block
+            read += rows * seen / self.context_ranks * of_rank.bytes_per_block
+            sent += tokens * self._context_bytes(layer, query_len)
             flop += 2 * rows * pairs * spec.num_heads * (spec.head_dim + spec.v_head_dim) / self.ranks
             flop += 2 * rows * context * _numbers_to_materialise(layer, query_len) / self.ranks
-        return max(read / kind.bandwidth, flop / kind.peak) + self._collective_bytes(tokens) / kind.link
+        return max(read / kind.bandwidth, flop / kind.peak) + sent / kind.link
 
     def _of_weight(self, weight: Weight, tokens: int, rows: int) -> tuple[float, float]:
         """(bytes read, FLOP) of a weight on one device."""
@@ -148,7 +154,15 @@ class Footprint:
         assert isinstance(mlp, MoE)
         return mlp
 
-    def _collective_bytes(self, tokens: int) -> float:
+    def _context_bytes(self, layer: LayerConfig, query_len: int) -> float:
+        """Bytes of a token that a device sends to its context ranks in a ring: the queries, and in float32 the
+        log-sum-exps of all ranks and the outputs."""
+        of_query = layer.attention.qk_head_dim if isinstance(layer.attention, MLASpec) else layer.attention.head_dim
+        spec, ranks = attention_of(layer, query_len), self.context_ranks
+        of_head = of_query * jnp.dtype(self.dtype).itemsize + 4 * ranks + 2 * 4 * spec.v_head_dim
+        return spec.num_heads * of_head * (ranks - 1) / self.ranks
+
+    def _reduced_bytes(self, tokens: int) -> float:
         """Bytes that a device sends in a ring: all-reduces of the embeddings and, in each layer, of the attention's and
         the MLP's outputs."""
         size = tokens * self.config.hidden_size * jnp.dtype(self.dtype).itemsize

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jattn import device
 from jattn.attention import PagedAttention
+from jattn.backends import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.errors import UnsupportedError
 from jattn.mla import MLAAttention
@@ -27,6 +28,11 @@ from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 from jattn.parallel import head_partition, rank_spec
 from jattn.spec import AttentionSpec
 
+CONTEXT = "context"
+"""The axis over which the keys of a request are distributed."""
+AXES = ("data", "tensor", CONTEXT)
+"""The axes of a user's mesh, outermost first."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelMesh:
@@ -40,25 +46,28 @@ class ModelMesh:
     If the vocabulary's size is no multiple of the number of ranks, the vocabulary is replicated; for heads, MLP widths
     and experts that is an error.
 
+    With decode context parallelism the mesh also has an axis "context", the last. Weights and query heads are
+    distributed over its ranks too, kv heads are not: of each block, a context rank has the keys of every
+    context_ranks-th token. In attention it gets the queries of the others, and the results are merged.
+
     With data parallelism the mesh also has an axis "data", the first. Each data rank has all ranks of the above, whole
     weights, and tokens and blocks of its own: `each_data_rank` calls a function for each of them, and a forward pass is
     correct only inside that function. There data ranks do not communicate; `dispatch` gathers their tokens after it.
     """
 
-    mesh: Mesh  # axes: data, then tensor; all Auto. Made by `without_devices` it is an AbstractMesh
+    mesh: Mesh  # axes: data, tensor, context; all Auto. Made by `without_devices` it is an AbstractMesh
 
     @classmethod
     def of(cls, config: ModelConfig, mesh: Mesh) -> "ModelMesh":
-        """For a model and a mesh with the axis "tensor", and perhaps an axis "data", and "context" of size 1."""
-        devices = _ranks(mesh)  # [data ranks, ranks]
+        """For a model and a mesh with the axis "tensor", and perhaps the axes "data" and "context"."""
+        devices = _ranks(mesh)
         sizes, names = _layout(config, *devices.shape)
         return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)))
 
     @classmethod
     def without_devices(cls, config: ModelConfig, sizes: Mapping[str, int]) -> "ModelMesh":
         """The same for a mesh of these sizes, with the same errors, to plan for devices that are not here."""
-        _check_axes(sizes)
-        sizes_of_axes, names = _layout(config, sizes.get("data", 1), sizes["tensor"])
+        sizes_of_axes, names = _layout(config, *_checked_sizes(sizes))
         mesh = AbstractMesh(sizes_of_axes, names, axis_types=(AxisType.Auto,) * len(names))
         return cls(cast(Mesh, mesh))  # shardings and the parts of ranks need only its axes
 
@@ -73,6 +82,16 @@ class ModelMesh:
         return self.mesh.shape.get("data", 1)
 
     @property
+    def context_ranks(self) -> int:
+        """The number of ranks that share the keys of a request; 1: there is no axis for them."""
+        return self.mesh.shape.get(CONTEXT, 1)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """The number of ranks over which kv heads are distributed or replicated."""
+        return self.size // self.context_ranks
+
+    @property
     def devices(self) -> tuple[Any, ...]:
         """The devices, by data rank and rank."""
         return tuple(self.mesh.devices.flat)
@@ -81,6 +100,11 @@ class ModelMesh:
     def axes(self) -> tuple[str, ...]:
         """The names of the ranks' axes, outermost first."""
         return self.inner_mesh.auto_axes
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """The same without "context"."""
+        return tuple(name for name in self.axes if name != CONTEXT)
 
     @property
     def inner_mesh(self) -> Mesh | AbstractMesh:
@@ -92,11 +116,11 @@ class ModelMesh:
     def kv_axes(self, num_kv_heads: int) -> tuple[str, ...]:
         """The axes over which `num_kv_heads` heads are distributed: the first ones."""
         axes, ranks = [], 1
-        for name in self.axes:
-            if ranks < min(num_kv_heads, self.size):
+        for name in self.tensor_axes:
+            if ranks < min(num_kv_heads, self.tensor_ranks):
                 axes.append(name)
                 ranks *= self.mesh.shape[name]
-        assert ranks == min(num_kv_heads, self.size), "see _axis_sizes"
+        assert ranks == min(num_kv_heads, self.tensor_ranks), "see _axis_sizes"
         return tuple(axes)
 
     # ------------------------------------------------------------------ weights
@@ -119,7 +143,8 @@ class ModelMesh:
 
     def _of_weight(self, weight: WeightSpec, kv_axes: tuple[str, ...]) -> NamedSharding:
         """At most one axis of a weight is distributed: the first whose name is in axes_of."""
-        axes_of = dict(heads=self.axes, kv_heads=kv_axes, mlp=self.axes, expert=self.axes, vocab=self.axes)
+        axes_of = dict.fromkeys(("heads", "mlp", "expert", "vocab"), self.axes)
+        axes_of |= dict(kv_heads=kv_axes, attention_heads=self.tensor_axes)
         entries: list[Any] = [None] * len(weight.axes)
         for i, (name, size) in enumerate(zip(weight.axes, weight.shape, strict=True)):
             if name in axes_of:
@@ -130,23 +155,39 @@ class ModelMesh:
 
     # ------------------------------------------------------------------ one rank
     def rank_spec(self, spec: AttentionSpec | MLASpec) -> AttentionSpec | MLASpec:
-        """The spec of a layer with one rank's heads."""
+        """The spec of a layer with the heads that one rank attends with: those of all its context ranks."""
         if isinstance(spec, MLASpec):
-            return dataclasses.replace(spec, num_heads=spec.num_heads // self.size)
+            return dataclasses.replace(spec, num_heads=spec.num_heads // self.tensor_ranks)
         # If ranks share a kv head, each counts it as its own.
-        shared = dataclasses.replace(spec, num_kv_heads=max(spec.num_kv_heads, self.size))
-        return rank_spec(shared, self.axes, self.size)
+        shared = dataclasses.replace(spec, num_kv_heads=max(spec.num_kv_heads, self.tensor_ranks))
+        return rank_spec(shared, self.tensor_axes, self.tensor_ranks)
 
     def rank_cache_spec(self, cache_spec: KVCacheSpec) -> KVCacheSpec:
         """One rank's part of a cache."""
-        kv_heads = max(cache_spec.num_kv_heads // self.size, 1)
-        return dataclasses.replace(cache_spec, num_kv_heads=kv_heads)
+        block_size, rest = divmod(cache_spec.block_size, self.context_ranks)
+        if rest:
+            raise ValueError(
+                f"block_size={cache_spec.block_size} must be a multiple of the {self.context_ranks} ranks of the axis "
+                "'context', which share the tokens of a block"
+            )
+        kv_heads = max(cache_spec.num_kv_heads // self.tensor_ranks, 1)
+        return dataclasses.replace(cache_spec, num_kv_heads=kv_heads, block_size=block_size)
+
+    @property
+    def parallel(self) -> ContextParallel:
+        """The part of the mesh that attention itself must know."""
+        ranks = self.context_ranks
+        return ContextParallel() if ranks == 1 else ContextParallel(dcp_axis=CONTEXT, dcp_world_size=ranks)
 
     # ------------------------------------------------------------------ caches
     def cache_partition(self, cache_spec: KVCacheSpec) -> PartitionSpec:
         """The PartitionSpec of all arrays of a data rank's cache."""
-        entry = _entry(self.kv_axes(cache_spec.num_kv_heads))
-        return REPLICATED if entry is None else head_partition(cache_spec, entry)
+        heads = _entry(self.kv_axes(cache_spec.num_kv_heads))
+        if self.context_ranks == 1:
+            return REPLICATED if heads is None else head_partition(cache_spec, heads)
+        by_name = dict(N=None, H=heads, S=CONTEXT)
+        axes = "NHS" if cache_spec.physical_layout == "HND" else "NSH"
+        return PartitionSpec(*(by_name[axis] for axis in axes))
 
     @property
     def everywhere(self) -> NamedSharding:
@@ -197,12 +238,13 @@ class ModelMesh:
         self, spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec, backend: str = "auto", dtype: Any = None
     ) -> ShardedAttention | ShardedLatentAttention:
         """The attention of a layer. It has the methods build and __call__ of a PagedAttention, or an MLAAttention."""
-        of_rank = self.rank_spec(spec)
+        of_rank, part, parallel = self.rank_spec(spec), self.rank_cache_spec(cache_spec), self.parallel
+        pools = self.cache_partition(cache_spec)
         if isinstance(of_rank, MLASpec):
-            return ShardedLatentAttention(MLAAttention(of_rank, cache_spec, backend), self.inner_mesh)
-        attn = PagedAttention(of_rank, self.rank_cache_spec(cache_spec), backend, dtype=dtype)
-        pools, kv_axes = self.cache_partition(cache_spec), self.kv_axes(spec.num_kv_heads)
-        return ShardedAttention(attn, cache_spec, self.inner_mesh, pools, kv_axes)
+            attn = MLAAttention(of_rank, part, backend, parallel=parallel)
+            return ShardedLatentAttention(attn, cache_spec, self.inner_mesh, pools)
+        attn = PagedAttention(of_rank, part, backend, dtype=dtype, parallel=parallel)
+        return ShardedAttention(attn, cache_spec, self.inner_mesh, pools, self.kv_axes(spec.num_kv_heads))
 
     def mlp(self, mlp: MLP | MoE) -> Callable[[dict, jax.Array], jax.Array]:
         """The function (weights, x) -> y of a layer's MLP or experts.
@@ -271,48 +313,46 @@ def _of_blocks(tree: Any, times: int, over: int) -> Any:
     return jax.tree.map(resized, tree, is_leaf=lambda x: isinstance(x, PagedKV))
 
 
-def _layout(config: ModelConfig, data_ranks: int, ranks: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _layout(
+    config: ModelConfig, data_ranks: int, tensor_ranks: int, context_ranks: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The sizes and the names of the axes; an error if the ranks cannot share the model."""
     if not isinstance(config, ModelConfig):
         raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
     if config.is_encoder or config.encoder is not None:
         raise UnsupportedError(f"{config.family} is not a decoder-only model: no other is distributed over a mesh")
     for index, layer in enumerate(config.layers):
-        _check_layer(f"layer {index}", layer, ranks)
-    sizes = _axis_sizes(ranks, (layer.attention.num_kv_heads for layer in config.layers))
+        _check_layer(f"layer {index}", layer, tensor_ranks, context_ranks)
+    sizes = _axis_sizes(tensor_ranks, (layer.attention.num_kv_heads for layer in config.layers))
     names = ("tensor",) if len(sizes) == 1 else tuple(f"tensor_{i}" for i in range(len(sizes)))
+    sizes, names = (sizes, names) if context_ranks == 1 else ((*sizes, context_ranks), (*names, CONTEXT))
     return (sizes, names) if data_ranks == 1 else ((data_ranks, *sizes), ("data", *names))
 
 
-def _check_axes(sizes: Mapping[str, int]) -> None:
-    """An error unless "tensor" and "data" are the only axes larger than 1."""
-    if "tensor" not in sizes or not set(sizes) <= {"data", "tensor", "context"}:
+def _checked_sizes(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The sizes of AXES; an error if there are other axes, or no "tensor"."""
+    if "tensor" not in sizes or not set(sizes) <= set(AXES):
         raise ValueError(
             f'the mesh has the axes {tuple(sizes)}; they must be "tensor" and, if wanted, "data", "context"'
         )
-    if sizes.get("context", 1) > 1:
-        raise UnsupportedError(
-            f"decode context parallelism is not implemented in the engine: the mesh's axis 'context' has "
-            f"{sizes['context']} ranks, and must have 1; use the devices on the axes 'tensor' and 'data'"
-        )
+    return tuple(sizes.get(name, 1) for name in AXES)
 
 
 def _ranks(mesh: Mesh) -> np.ndarray:
-    """The devices [data ranks, tensor ranks], in order; an error if the mesh has other axes larger than 1."""
-    sizes = dict(mesh.shape)
-    _check_axes(sizes)
+    """The devices by AXES, in order; an error if the mesh has others."""
+    sizes = _checked_sizes(mesh.shape)
     if len({d.id for d in mesh.devices.flat}) < mesh.devices.size:
         raise ValueError(f"the mesh has a device more than once: {[d.id for d in mesh.devices.flat]}")
     found = {d.platform for d in mesh.devices.flat}
     if found != {device.detect().platform}:
         raise ValueError(f"the mesh's devices are {sorted(found)}, but JAX's default device is {device.detect()}")
-    order = [mesh.axis_names.index(name) for name in ("data", "tensor", "context") if name in sizes]
-    return mesh.devices.transpose(order).reshape(sizes.get("data", 1), sizes["tensor"])
+    order = [mesh.axis_names.index(name) for name in AXES if name in mesh.axis_names]
+    return mesh.devices.transpose(order).reshape(sizes)
 
 
-def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
+def _check_layer(name: str, layer: LayerConfig, tensor_ranks: int, context_ranks: int) -> None:
     """ValueError if the ranks cannot share a layer evenly; UnsupportedError for a fused projection."""
-    spec, mlp = layer.attention, layer.mlp
+    spec, mlp, ranks = layer.attention, layer.mlp, tensor_ranks * context_ranks
     if isinstance(layer.self_attn, AttentionConfig) and layer.self_attn.fused_qkv:
         raise UnsupportedError(
             f"{name} has one projection of q, k and v, in which a rank's heads do not lie together; an Engine splits "
@@ -323,10 +363,10 @@ def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
         raise ValueError(
             f"{name} has {heads} query heads, which {ranks} ranks cannot share evenly; use a divisor of {heads}"
         )
-    if kv_heads % ranks and ranks % kv_heads:  # a latent layer has 1
+    if kv_heads % tensor_ranks and tensor_ranks % kv_heads:  # a latent layer has 1
         raise ValueError(
-            f"{name} has {kv_heads} kv heads: {ranks} ranks can neither share them evenly nor have one each; use a "
-            f"divisor or a multiple of {kv_heads}"
+            f"{name} has {kv_heads} kv heads: {tensor_ranks} ranks can neither share them evenly nor have one each; "
+            f"use a divisor or a multiple of {kv_heads}"
         )
     if isinstance(mlp, MoE) and mlp.num_experts % ranks:
         raise ValueError(
