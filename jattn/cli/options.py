@@ -38,6 +38,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--data-parallel", type=int, default=1, metavar="M",
         help="hold M copies of the model, each with its own requests and cache; uses N x C x M devices (default: 1)",
     )  # fmt: skip
+    group.add_argument(
+        "--expert-parallel", action="store_true", help="the M copies share one set of experts, over all devices"
+    )
     group.add_argument("--backend", default="auto", help="attention backend (default: auto; see `jattn explain`)")
     group.add_argument("--deterministic", action="store_true", help="the same bits in every batch; slower")
     group.add_argument("--no-prefix-caching", action="store_true", help="do not share the blocks of equal beginnings")
@@ -70,6 +73,7 @@ def make_engine(args: argparse.Namespace, seed: int | None = None, processes: Pr
         tensor_parallel=args.tensor_parallel,
         data_parallel=args.data_parallel,
         decode_context_parallel=args.decode_context_parallel,
+        expert_parallel=args.expert_parallel,
     )
     folder = embedded.directory() if args.model is None else args.model
     with screen.progress("loading") as report:
@@ -103,7 +107,7 @@ def make_embedder(args: argparse.Namespace) -> Embedder:
 
 ENGINE_ONLY: dict[str, object] = dict(
     num_blocks=None, block_size=None, max_num_seqs=16, max_model_len=None, tensor_parallel=1, data_parallel=1,
-    decode_context_parallel=1, deterministic=False, no_prefix_caching=False,
+    decode_context_parallel=1, expert_parallel=False, deterministic=False, no_prefix_caching=False,
 )  # fmt: skip
 """Options of `add_engine` that an Embedder does not have -> their defaults."""
 

@@ -42,6 +42,9 @@ def add(commands) -> None:
         "--memory-fraction", type=float, metavar="F",
         help="share of the memory that JAX may use (default: 0.75 on a GPU, as XLA_PYTHON_CLIENT_MEM_FRACTION)",
     )  # fmt: skip
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="data ranks share one set of experts, over all devices"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

@@ -26,7 +26,8 @@ OPTIONS = dict(
     num_blocks=optional(integer(1)), block_size=optional(integer(1)), max_num_seqs=integer(1),
     max_num_batched_tokens=integer(1), max_model_len=optional(integer(1)), max_burst=optional(integer(1)),
     cache_dtype=optional(dtype_name), backend=text, cache_quant=optional(text),
-    prefix_caching=boolean, deterministic=boolean, seed=optional(integer(0, 2**63 - 1)), mesh=optional(kind(Mesh)),
+    prefix_caching=boolean, deterministic=boolean, expert_parallel=boolean,
+    seed=optional(integer(0, 2**63 - 1)), mesh=optional(kind(Mesh)),
 )  # fmt: skip
 """The rule of each option of the Engine."""
 
@@ -103,11 +104,13 @@ def with_heads_apart(config: Any, params: Any, mesh: Any) -> tuple[Any, Any]:
     return config, split_qkv(config, params)
 
 
-def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False) -> Any:
+def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False, expert_parallel: bool = False) -> Any:
     """The jattn.models.ModelMesh of a model on a mesh, None without one; an error if it cannot be distributed so.
 
     spans_processes: the mesh must have devices of every process; else of this one only.
     """
+    if mesh is None and expert_parallel:
+        raise ValueError("expert_parallel=True distributes experts over data ranks: give data_parallel, or a mesh")
     if mesh is None:
         return None
     from jattn import models
@@ -123,7 +126,7 @@ def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False)
             f"the mesh has devices of the processes {found}, and must have some of each of the {jax.process_count()}: "
             f"tensor_parallel={jax.device_count()} uses all devices"
         )
-    return models.ModelMesh.of(config, mesh)
+    return models.ModelMesh.of(config, mesh, expert_parallel)
 
 
 def check(

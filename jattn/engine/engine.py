@@ -80,12 +80,13 @@ class Engine:
         forward: Callable | None = None,  # called in place of jattn.models.forward, with its arguments
         mesh: Mesh
         | None = None,  # "tensor": parts of the model; "context": of its cache; "data": copies, each as above
+        expert_parallel: bool = False,  # data ranks share one set of experts
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         if forward is None:
             admission.check_weights(config, params)
         config, params = admission.with_heads_apart(config, params, mesh)
-        model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes)
+        model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes, expert_parallel)
         if model_mesh is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
         block_size = sizing.default_block_size(model_mesh=model_mesh) if block_size is None else block_size
@@ -127,6 +128,7 @@ class Engine:
         decode_context_parallel: int = 1,
         mesh: Mesh | None = None,
         quantization: str | None = None,
+        expert_parallel: bool = False,
         **options,
     ) -> "Engine":
         """An engine for a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
@@ -148,14 +150,17 @@ class Engine:
         sharding = None
         if mesh is not None:
             config = models.load_config(directory)
-            sharding = admission.model_mesh_of(config, mesh, cls.spans_processes).weight_sharding(config)
+            sharding = admission.model_mesh_of(config, mesh, cls.spans_processes, expert_parallel)
+            sharding = sharding.weight_sharding(config)
         config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)
         if config.is_encoder or config.encoder is not None:
             raise ValueError(
                 f"{config.family} is not a decoder-only model, and the engine serves no other; see jattn.models"
             )
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
-        return cls(config, params, tokenizer, chat_template=template, mesh=mesh, **options)
+        return cls(
+            config, params, tokenizer, chat_template=template, mesh=mesh, expert_parallel=expert_parallel, **options
+        )
 
     # ------------------------------------------------------------------ a list of prompts
     def generate(

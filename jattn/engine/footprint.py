@@ -59,6 +59,11 @@ class Footprint:
         """The number of devices that share the keys of a request, and attend with the same heads."""
         return 1 if self.model_mesh is None else self.model_mesh.context_ranks
 
+    @property
+    def expert_data_ranks(self) -> int:
+        """The number of data ranks that share one set of experts."""
+        return self.model_mesh.data_ranks if self.model_mesh is not None and self.model_mesh.experts_over_data else 1
+
     def params(self) -> dict[str, Any]:
         """The leaves of params by path, as shapes: of each device's parts."""
         found = {}
@@ -103,8 +108,9 @@ class Footprint:
         dense = mlp.shared if isinstance(mlp, MoE) else mlp
         width = 0.0 if dense is None else MLP_ARRAYS * dense.width / self.ranks
         if isinstance(mlp, MoE):
-            arrays = MLP_ARRAYS if platform == "tpu" else 1 + mlp.num_experts / self.ranks
-            width = max(width, mlp.top_k * mlp.width * arrays)
+            times = self.expert_data_ranks
+            arrays = MLP_ARRAYS if platform == "tpu" else 1 + mlp.num_experts / (self.ranks * times)
+            width = max(width, times * mlp.top_k * mlp.width * arrays)
         return int(4 * (HIDDEN_ARRAYS * self.config.hidden_size + max(width, heads)))
 
     def _copied_bytes(self, tokens: int) -> int:
@@ -132,7 +138,7 @@ class Footprint:
             of_rank = cache_spec if self.model_mesh is None else self.model_mesh.rank_cache_spec(cache_spec)
             seen, pairs = _visible(layer, query_len, context)
             read += rows * seen / self.context_ranks * of_rank.bytes_per_block
-            sent += tokens * self._context_bytes(layer, query_len)
+            sent += tokens * (self._context_bytes(layer, query_len) + self._expert_bytes(layer))
             flop += 2 * rows * pairs * spec.num_heads * (spec.head_dim + spec.v_head_dim) / self.ranks
             flop += 2 * rows * context * _numbers_to_materialise(layer, query_len) / self.ranks
         return max(read / kind.bandwidth, flop / kind.peak) + sent / kind.link
@@ -144,6 +150,7 @@ class Footprint:
             return tokens * weight.device_bytes / spec.shape[0], 0.0
         if "expert" in spec.axes:
             moe = self._moe(weight.path)
+            tokens *= self.expert_data_ranks
             chosen = 1 - (1 - moe.top_k / moe.num_experts) ** tokens  # the expected share, if all are equally likely
             return weight.device_bytes * chosen, 2.0 * tokens * numbers * moe.top_k / moe.num_experts
         times = rows if weight.path == "embed" or weight.path.startswith("head") else tokens
@@ -161,6 +168,12 @@ class Footprint:
         spec, ranks = attention_of(layer, query_len), self.context_ranks
         of_head = of_query * jnp.dtype(self.dtype).itemsize + 4 * ranks + 2 * 4 * spec.v_head_dim
         return spec.num_heads * of_head * (ranks - 1) / self.ranks
+
+    def _expert_bytes(self, layer: LayerConfig) -> float:
+        """Bytes of a token that a device sends to the data ranks with which it shares experts: an all-gather of hidden
+        states and a reduce-scatter."""
+        size = self.config.hidden_size * jnp.dtype(self.dtype).itemsize
+        return 2 * (self.expert_data_ranks - 1) * size if isinstance(layer.mlp, MoE) else 0.0
 
     def _reduced_bytes(self, tokens: int) -> float:
         """Bytes that a device sends in a ring: all-reduces of the embeddings and, in each layer, of the attention's and

@@ -31,6 +31,7 @@ class Options:
     cache_dtype: str | None = None
     cache_quant: str | None = None
     prefix_caching: bool = True
+    expert_parallel: bool = False  # in layouts with several data ranks
     memory_fraction: float | None = None  # of the devices' memory that JAX may use; None: its default
 
 
@@ -90,7 +91,9 @@ class _Planner:
         self.config, self.kind, self.layout, self.options = config, kind, layout, options
         self.model_mesh = None
         if layout != Layout(1, 1, 1):
-            self.model_mesh = ModelMesh.without_devices(config, dataclasses.asdict(layout))
+            self.model_mesh = ModelMesh.without_devices(
+                config, dataclasses.asdict(layout), options.expert_parallel and layout.data > 1
+            )
         self.footprint = Footprint(config, dtype, options.quantization, self.model_mesh)
         self.weight_bytes = self.footprint.weight_bytes()
         fraction = kind.memory_fraction if options.memory_fraction is None else options.memory_fraction

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -53,23 +54,31 @@ class ModelMesh:
     With data parallelism the mesh also has an axis "data", the first. Each data rank has all ranks of the above, whole
     weights, and tokens and blocks of its own: `each_data_rank` calls a function for each of them, and a forward pass is
     correct only inside that function. There data ranks do not communicate; `dispatch` gathers their tokens after it.
+    With `experts_over_data` they share one set of experts and do communicate: each computes its experts for the tokens
+    of all, so all must call a forward pass equally often.
     """
 
     mesh: Mesh  # axes: data, tensor, context; all Auto. Made by `without_devices` it is an AbstractMesh
+    experts_over_data: bool = False  # each expert is on one data rank; False: each data rank has all of them
 
     @classmethod
-    def of(cls, config: ModelConfig, mesh: Mesh) -> "ModelMesh":
-        """For a model and a mesh with the axis "tensor", and perhaps the axes "data" and "context"."""
+    def of(cls, config: ModelConfig, mesh: Mesh, expert_parallel: bool = False) -> "ModelMesh":
+        """For a model and a mesh with the axis "tensor", and perhaps the axes "data" and "context".
+
+        expert_parallel: distribute the experts over all devices, also those of other data ranks.
+        """
         devices = _ranks(mesh)
-        sizes, names = _layout(config, *devices.shape)
-        return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)))
+        sizes, names = _layout(config, devices.shape, expert_parallel)
+        return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)), expert_parallel)
 
     @classmethod
-    def without_devices(cls, config: ModelConfig, sizes: Mapping[str, int]) -> "ModelMesh":
+    def without_devices(
+        cls, config: ModelConfig, sizes: Mapping[str, int], expert_parallel: bool = False
+    ) -> "ModelMesh":
         """The same for a mesh of these sizes, with the same errors, to plan for devices that are not here."""
-        sizes_of_axes, names = _layout(config, *_checked_sizes(sizes))
+        sizes_of_axes, names = _layout(config, _checked_sizes(sizes), expert_parallel)
         mesh = AbstractMesh(sizes_of_axes, names, axis_types=(AxisType.Auto,) * len(names))
-        return cls(cast(Mesh, mesh))  # shardings and the parts of ranks need only its axes
+        return cls(cast(Mesh, mesh), expert_parallel)  # shardings and the parts of ranks need only its axes
 
     @property
     def size(self) -> int:
@@ -123,6 +132,11 @@ class ModelMesh:
         assert ranks == min(num_kv_heads, self.tensor_ranks), "see _axis_sizes"
         return tuple(axes)
 
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes over which experts are distributed."""
+        return ("data", *self.axes) if self.experts_over_data else self.axes
+
     # ------------------------------------------------------------------ weights
     def weight_shardings(self, config: ModelConfig) -> Any:
         """The NamedSharding of each weight, in the tree of jattn.models.weight_specs."""
@@ -143,8 +157,8 @@ class ModelMesh:
 
     def _of_weight(self, weight: WeightSpec, kv_axes: tuple[str, ...]) -> NamedSharding:
         """At most one axis of a weight is distributed: the first whose name is in axes_of."""
-        axes_of = dict.fromkeys(("heads", "mlp", "expert", "vocab"), self.axes)
-        axes_of |= dict(kv_heads=kv_axes, attention_heads=self.tensor_axes)
+        axes_of = dict.fromkeys(("heads", "mlp", "vocab"), self.axes)
+        axes_of |= dict(kv_heads=kv_axes, attention_heads=self.tensor_axes, expert=self.expert_axes)
         entries: list[Any] = [None] * len(weight.axes)
         for i, (name, size) in enumerate(zip(weight.axes, weight.shape, strict=True)):
             if name in axes_of:
@@ -227,6 +241,17 @@ class ModelMesh:
             on_rank, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], axis_names={"data"}, check_vma=False
         )
 
+    def weight_axes(self, config: ModelConfig) -> Any:
+        """The in_axes of each_data_rank for a model's weights: 0 for experts that are distributed over data ranks."""
+        if not self.experts_over_data:
+            return None
+        is_over_data = lambda place: any(isinstance(entry, tuple) and "data" in entry for entry in place.spec)
+        return jax.tree.map(lambda place: 0 if is_over_data(place) else None, self.weight_shardings(config))
+
+    def any_data_rank(self, flag: jax.Array) -> jax.Array:
+        """On a data rank: whether the flag is true on any of those that must go on together."""
+        return jax.lax.pmax(flag.astype(jnp.int32), "data") > 0 if self.experts_over_data else flag
+
     # ------------------------------------------------------------------ in a forward pass
     def context(self) -> contextlib.AbstractContextManager:
         """Active while a forward pass is traced: `jattn.ops.product` then uses only products that XLA can divide."""
@@ -249,15 +274,19 @@ class ModelMesh:
     def mlp(self, mlp: MLP | MoE) -> Callable[[dict, jax.Array], jax.Array]:
         """The function (weights, x) -> y of a layer's MLP or experts.
 
-        Each rank computes its own experts for all tokens; an all-reduce adds the results of the ranks.
+        Each rank computes its own experts for all tokens; an all-reduce adds the results of the ranks. Data ranks that
+        share experts gather their tokens first, and then a reduce-scatter gives each the results of its own tokens.
         """
         if isinstance(mlp, MLP):
             return mlp
-        count = mlp.num_experts // self.size  # of one rank
+        count = mlp.num_experts // math.prod(self.mesh.shape[name] for name in self.expert_axes)  # of one rank
 
         def body(weights: dict, x: jax.Array) -> jax.Array:
-            first = jax.lax.axis_index(self.axes) * count
-            return jax.lax.psum(mlp.routed(weights, x, first, count), self.axes)
+            first = jax.lax.axis_index(self.expert_axes) * count
+            if not self.experts_over_data:
+                return jax.lax.psum(mlp.routed(weights, x, first, count), self.axes)
+            y = mlp.routed(weights, jax.lax.all_gather(x, "data", tiled=True), first, count)
+            return jax.lax.psum(jax.lax.psum_scatter(y, "data", tiled=True), self.axes)
 
         def distributed(weights: dict, x: jax.Array) -> jax.Array:
             routed = {name: part for name, part in weights.items() if name not in ("shared", "shared_gate")}
@@ -314,15 +343,18 @@ def _of_blocks(tree: Any, times: int, over: int) -> Any:
 
 
 def _layout(
-    config: ModelConfig, data_ranks: int, tensor_ranks: int, context_ranks: int
+    config: ModelConfig, counts: tuple[int, ...], expert_parallel: bool
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The sizes and the names of the axes; an error if the ranks cannot share the model."""
+    """The sizes and the names of the axes; an error if the ranks cannot share the model. counts: of AXES."""
+    data_ranks, tensor_ranks, context_ranks = counts
     if not isinstance(config, ModelConfig):
         raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
     if config.is_encoder or config.encoder is not None:
         raise UnsupportedError(f"{config.family} is not a decoder-only model: no other is distributed over a mesh")
     for index, layer in enumerate(config.layers):
         _check_layer(f"layer {index}", layer, tensor_ranks, context_ranks)
+    if expert_parallel:
+        _check_experts(config, data_ranks, tensor_ranks * context_ranks)
     sizes = _axis_sizes(tensor_ranks, (layer.attention.num_kv_heads for layer in config.layers))
     names = ("tensor",) if len(sizes) == 1 else tuple(f"tensor_{i}" for i in range(len(sizes)))
     sizes, names = (sizes, names) if context_ranks == 1 else ((*sizes, context_ranks), (*names, CONTEXT))
@@ -379,6 +411,24 @@ def _check_layer(name: str, layer: LayerConfig, tensor_ranks: int, context_ranks
             f"{name} has an MLP of width {dense.width}, which {ranks} ranks cannot share evenly; use a divisor of "
             f"{dense.width}"
         )
+
+
+def _check_experts(config: ModelConfig, data_ranks: int, ranks: int) -> None:
+    """ValueError if the devices of all data ranks cannot share the experts of each layer evenly."""
+    counts = {layer.mlp.num_experts for layer in config.layers if isinstance(layer.mlp, MoE)}
+    if not counts:
+        raise ValueError(f"expert_parallel=True, but {config.family} has no experts in this config")
+    if data_ranks == 1:
+        raise ValueError(
+            "expert_parallel=True distributes experts over data ranks, and the mesh has one; without it they are "
+            "distributed over all devices of a data rank"
+        )
+    for count in counts:
+        if count % (data_ranks * ranks):
+            raise ValueError(
+                f"expert_parallel=True: {data_ranks} x {ranks} devices cannot share {count} experts evenly; use a "
+                f"divisor of {count}"
+            )
 
 
 def _axis_sizes(ranks: int, kv_heads: Iterable[int]) -> tuple[int, ...]:

@@ -95,6 +95,24 @@ def test_quantised_weights_have_the_bytes_that_the_engine_takes(name, quantizati
     assert Footprint(config, "bfloat16", quantization, model_mesh).weight_bytes() == most_bytes(made)
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", ["experts", "latent"])
+def test_experts_that_data_ranks_share_are_once_on_all_devices(name, quantization):
+    config, mesh = config_of(name), mesh_of(2, 2)
+    params = models.init_params(config, 0, "bfloat16")
+    params = params if quantization is None else models.quantise(params, quantization)
+    shared = ModelMesh.of(config, mesh, expert_parallel=True)
+    made = weights.distributed(params, shared.weight_shardings(config))
+    planned, apart = (Footprint(config, "bfloat16", quantization, m) for m in (shared, ModelMesh.of(config, mesh)))
+    assert planned.weight_bytes() == most_bytes(made) < apart.weight_bytes()
+    seconds = lambda footprint, kind: footprint.step_seconds(kind, dict(dtype="bfloat16"), 3, 1, 9)
+    slow = dataclasses.replace(DEVICE, bandwidth=1e30, peak=1e30)
+    sent = 2 * 3 * 64 * 2 * sum(isinstance(layer.mlp, models.MoE) for layer in config.layers)
+    assert seconds(planned, slow) - seconds(apart, slow) == pytest.approx(sent / slow.link)
+    fast = dataclasses.replace(DEVICE, bandwidth=1e30, link=1e30)
+    assert seconds(planned, fast) == pytest.approx(seconds(apart, fast)), "as many products, of other tokens"
+
+
 def test_the_largest_batch_and_context_are_the_last_that_fit(monkeypatch):
     """An engine with that many sequences, or tokens, starts in the planned memory; with one more it does not."""
     config = config_of("windows", max_position_embeddings=4096)
