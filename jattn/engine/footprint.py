@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -48,6 +48,7 @@ class Footprint:
     dtype: str  # of the weights, before they are quantised
     quantization: str | None = None
     model_mesh: ModelMesh | None = None
+    stored: Mapping[str, Any] | None = None  # of weights that are stored quantised: jattn.models.load.stored_weights
 
     @property
     def ranks(self) -> int:
@@ -69,7 +70,7 @@ class Footprint:
         found = {}
         place = None if self.model_mesh is None else self.model_mesh.weight_sharding(self.config)
         for path, spec in weight_paths(weight_specs(self.config)).items():
-            leaf = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.dtype))
+            leaf = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.dtype)) if self.stored is None else self.stored[path]
             if self.quantization is not None:
                 leaf = jax.eval_shape(lambda x, path=path: quantised(path, x, self.quantization or ""), leaf)
             found[path] = leaf if place is None else _part(leaf, place(path, spec))
@@ -114,7 +115,8 @@ class Footprint:
         return int(4 * (HIDDEN_ARRAYS * self.config.hidden_size + max(width, heads)))
 
     def _copied_bytes(self, tokens: int) -> int:
-        is_narrow = self.quantization is not None or jnp.dtype(self.dtype).itemsize == 2
+        is_quantised = self.quantization is not None or self.stored is not None
+        is_narrow = is_quantised or jnp.dtype(self.dtype).itemsize == 2
         every = is_narrow and (self.ranks > 1 or tokens > NATIVE_MAX_ROWS)
         copied = [w for w in self.weights() if "expert" in w.spec.axes or (every and len(w.spec.shape) > 1)]
         return sum(int(4 * math.prod(w.spec.shape) * w.share) for w in copied if w.path != "embed")

@@ -18,6 +18,8 @@ from jax.sharding import Mesh
 from jattn import UnsupportedError, models
 from jattn.engine import Engine, SamplingParams, sizing, warming
 from jattn.engine.dispatch import dispatch
+from jattn.engine.footprint import Footprint
+from jattn.models.load import stored_weights
 from jattn.ops import product
 from jattn.ops.quantised import is_quantised, plain
 from tests.models import test_hub_formats, tiny
@@ -326,6 +328,11 @@ def test_a_folder_gets_the_same_quantised_weights_in_parts(tmp_path, quantizatio
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(two.params)} == {2}
     assert {2 * shard.data.nbytes for shard in down.values.addressable_shards} == {down.values.nbytes}
     if quantization is None:
+        for served in one, two:
+            places, config_ = served.runner.model.model_mesh, served.config
+            planned = Footprint(config_, "float32", None, places, stored_weights(path)).weight_bytes()
+            leaves = jax.tree.leaves(served.params)
+            assert planned == sum(x.addressable_shards[0].data.nbytes for x in leaves)
         assert one.generate([PROMPT], GREEDY)[0].token_ids == two.generate([PROMPT], GREEDY)[0].token_ids
 
 
