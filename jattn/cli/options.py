@@ -31,11 +31,15 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel", type=int, default=1, metavar="N", help="distribute the model over N devices (default: 1)"
     )
     group.add_argument(
-        "--data-parallel",
-        type=int,
-        default=1,
-        metavar="M",
-        help="hold M copies of the model, each with its own requests and cache; uses N x M devices (default: 1)",
+        "--decode-context-parallel", type=int, default=1, metavar="C",
+        help="distribute the model, and the keys of each request, over C times as many devices (default: 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--data-parallel", type=int, default=1, metavar="M",
+        help="hold M copies of the model, each with its own requests and cache; uses N x C x M devices (default: 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--expert-parallel", action="store_true", help="the M copies share one set of experts, over all devices"
     )
     group.add_argument("--backend", default="auto", help="attention backend (default: auto; see `jattn explain`)")
     group.add_argument("--deterministic", action="store_true", help="the same bits in every batch; slower")
@@ -68,6 +72,8 @@ def make_engine(args: argparse.Namespace, seed: int | None = None, processes: Pr
         seed=seed,
         tensor_parallel=args.tensor_parallel,
         data_parallel=args.data_parallel,
+        decode_context_parallel=args.decode_context_parallel,
+        expert_parallel=args.expert_parallel,
     )
     folder = embedded.directory() if args.model is None else args.model
     with screen.progress("loading") as report:
@@ -101,7 +107,7 @@ def make_embedder(args: argparse.Namespace) -> Embedder:
 
 ENGINE_ONLY: dict[str, object] = dict(
     num_blocks=None, block_size=None, max_num_seqs=16, max_model_len=None, tensor_parallel=1, data_parallel=1,
-    deterministic=False, no_prefix_caching=False,
+    decode_context_parallel=1, expert_parallel=False, deterministic=False, no_prefix_caching=False,
 )  # fmt: skip
 """Options of `add_engine` that an Embedder does not have -> their defaults."""
 

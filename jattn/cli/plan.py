@@ -4,6 +4,7 @@ here."""
 import argparse
 import dataclasses
 import json
+from typing import Any
 
 from jattn.cli import screen
 from jattn.engine import plan as planning
@@ -12,7 +13,7 @@ from jattn.engine.device_kinds import DeviceKind, device_kind, kind_and_count
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import dtype_name
 from jattn.models import QUANTIZATIONS, load_config
-from jattn.models.load import stored_dtype_and_method
+from jattn.models.load import stored_dtype_and_method, stored_weights
 
 HEAD = (
     "layout", "weights", "activations", "cache", "tokens", "batch", "context", "decode, ms (rows)", "prefill, ms",
@@ -21,14 +22,19 @@ NOTE = """\
 Bytes are of each device; --max-num-seqs and --max-num-batched-tokens are those of each data rank; batch and rows are
 of all. Cache: what the engine takes for --max-num-seqs sequences of `tokens` tokens. Batch: the most sequences of that
 length; context: the longest sequence alone. Activations are an estimate. Times are lower bounds: bytes / bandwidth or
-FLOP / peak, and the bytes of all-reduces over the links; decode with sequences of full length, prefill of the first
+FLOP / peak, and the bytes of collectives over the links; decode with sequences of full length, prefill of the first
 --max-num-batched-tokens tokens."""
 
 
 def add(commands) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("plan", help="what a model takes on given devices, in each layout")
-    parser.add_argument("--model", metavar="DIR", required=True, help="a Hugging Face folder; config.json is enough")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        required=True,
+        help="a Hugging Face folder; config.json is enough unless weights are stored quantised",
+    )
     parser.add_argument(
         "--devices", nargs="+", required=True, metavar="KIND[xN]", help="as h200x8; cpu: this machine, measured"
     )
@@ -43,6 +49,9 @@ def add(commands) -> None:
         "--memory-fraction", type=float, metavar="F",
         help="share of the memory that JAX may use (default: 0.75 on a GPU, as XLA_PYTHON_CLIENT_MEM_FRACTION)",
     )  # fmt: skip
+    parser.add_argument(
+        "--expert-parallel", action="store_true", help="data ranks share one set of experts, over all devices"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -57,19 +66,15 @@ def run(args: argparse.Namespace) -> int:
     if args.cache_dtype is not None:
         args.cache_dtype = dtype_name("--cache-dtype", args.cache_dtype)
     config, (dtype, method) = load_config(args.model), stored_dtype_and_method(args.model)
-    if method is not None:
-        raise UnsupportedError(
-            f"{args.model}: a plan of weights that are stored quantised ({method}) is not implemented; give the folder "
-            "of the model that was quantised, and --quantization"
-        )
     check_decoder_only(config)
+    stored = None if method is None else _stored_weights(args, method)
     fields = [field.name for field in dataclasses.fields(planning.Options)]
     options = planning.Options(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
     asked = [kind_and_count(text) for text in args.devices]
     found = []
     for name, count in asked:
         kind = device_kind(name, count)
-        found.append((kind, count, planning.plan(config, dtype, kind, count, options)))
+        found.append((kind, count, planning.plan(config, dtype, kind, count, options, stored)))
     if args.json:
         print(json.dumps([_as_json(kind, count, plans, dtype) for kind, count, plans in found]))
     else:
@@ -77,6 +82,19 @@ def run(args: argparse.Namespace) -> int:
             _show(kind, count, plans)
         print(NOTE)
     return 0 if all(any(plan.refused is None for plan in plans) for *_, plans in found) else 1
+
+
+def _stored_weights(args: argparse.Namespace, method: str) -> dict[str, Any]:
+    """The shapes of weights that are stored quantised."""
+    if args.quantization is not None:
+        raise UnsupportedError(f"{args.model}: its weights are quantised ({method}); leave --quantization out")
+    try:
+        return stored_weights(args.model)
+    except FileNotFoundError as error:
+        raise UnsupportedError(
+            f"{args.model}: its weights are stored quantised ({method}); which, only the headers of its *.safetensors "
+            "say, and they are not there"
+        ) from error
 
 
 def _as_json(kind: DeviceKind, count: int, plans: list[planning.LayoutPlan], dtype: str) -> dict:

@@ -21,7 +21,7 @@ Command = Callable[[argparse.Namespace, Processes | None], int]
 def add(parser: argparse.ArgumentParser) -> None:
     """The options. All processes get the same ones but for --process-id."""
     group = parser.add_argument_group(
-        "several processes, each with its own devices; --tensor-parallel times --data-parallel counts them all"
+        "several processes, each with its own devices; the product of the --*-parallel options counts them all"
     )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="an address of process 0; any free port")
     group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")

@@ -26,9 +26,13 @@ OPTIONS = dict(
     num_blocks=optional(integer(1)), block_size=optional(integer(1)), max_num_seqs=integer(1),
     max_num_batched_tokens=integer(1), max_model_len=optional(integer(1)), max_burst=optional(integer(1)),
     cache_dtype=optional(dtype_name), backend=text, cache_quant=optional(text),
-    prefix_caching=boolean, deterministic=boolean, seed=optional(integer(0, 2**63 - 1)), mesh=optional(kind(Mesh)),
+    prefix_caching=boolean, deterministic=boolean, expert_parallel=boolean,
+    seed=optional(integer(0, 2**63 - 1)), mesh=optional(kind(Mesh)),
 )  # fmt: skip
 """The rule of each option of the Engine."""
+
+MESH_AXES = dict(data_parallel="data", tensor_parallel="tensor", decode_context_parallel="context")
+"""Option of from_pretrained -> the mesh axis of that size, outermost first."""
 
 
 def check_decoder_only(config: Any) -> None:
@@ -56,15 +60,16 @@ def model_of(
     if not deterministic and backend == "auto":
         return Model(forward, config, backend, model_mesh)
     specs = [(layer.attention, cache.spec) for layer, cache in zip(config.layers, caches, strict=True)]
-    if model_mesh is not None:  # each device computes some of the heads
+    needs = () if model_mesh is None else model_mesh.parallel.needs
+    if model_mesh is not None:  # each device computes some of the heads, over some of the keys
         specs = [(model_mesh.rank_spec(spec), model_mesh.rank_cache_spec(cache)) for spec, cache in specs]
     if not deterministic:
         for spec, cache_spec in specs:  # raises now if it does not support a layer, not at the first request
-            resolve(spec, cache_spec, backend=backend)
+            resolve(spec, cache_spec, backend=backend, needs=needs)
         return Model(forward, config, backend, model_mesh)
     able = None
     for spec, cache_spec in specs:
-        reports = explain(spec, cache_spec, needs=(Feature.DECODE_BATCH_INVARIANCE,))  # each row has one token
+        reports = explain(spec, cache_spec, needs=(Feature.DECODE_BATCH_INVARIANCE, *needs))  # a row has one token
         names = [report.name for report in reports if report.supported]
         able = names if able is None else [name for name in able if name in names]
     if not able or backend not in ("auto", *able):
@@ -75,21 +80,22 @@ def model_of(
     return Model(forward, config, able[0] if backend == "auto" else backend, model_mesh)
 
 
-def mesh_of(mesh: Mesh | None, tensor_parallel: int, data_parallel: int) -> Mesh | None:
-    """The mesh that the options of from_pretrained mean; None: one device."""
-    sizes = integer(1)("data_parallel", data_parallel), integer(1)("tensor_parallel", tensor_parallel)
-    count = math.prod(sizes)
+def mesh_of(mesh: Mesh | None, **sizes: int) -> Mesh | None:
+    """The mesh that the options of from_pretrained mean, which are the sizes of MESH_AXES; None: one device."""
+    count = math.prod(integer(1)(name, sizes[name]) for name in MESH_AXES)
+    told = " and ".join(f"{name}={sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
     if mesh is not None and count > 1:
-        raise ValueError(f"give mesh= or {tensor_parallel=} and {data_parallel=}, not both")
+        raise ValueError(f"give mesh= or {told}, not both")
     if mesh is not None or count == 1:
         return mesh
     devices = device.devices()
     if count > len(devices):
         raise ValueError(
-            f"{tensor_parallel=} and {data_parallel=} need {count} devices, and JAX has {len(devices)}"
+            f"{told}: {count} devices are needed, and JAX has {len(devices)}"
             + ("; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count=N" * (devices[0].platform == "cpu"))
         )
-    return jax.make_mesh(sizes, ("data", "tensor"), (AxisType.Auto,) * 2, devices=devices[:count])
+    shape, names = tuple(sizes[name] for name in MESH_AXES), tuple(MESH_AXES.values())
+    return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=devices[:count])
 
 
 def check_weights(config: Any, params: Any) -> None:
@@ -112,11 +118,13 @@ def with_heads_apart(config: Any, params: Any, mesh: Any) -> tuple[Any, Any]:
     return config, split_qkv(config, params)
 
 
-def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False) -> Any:
+def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False, expert_parallel: bool = False) -> Any:
     """The jattn.models.ModelMesh of a model on a mesh, None without one; an error if it cannot be distributed so.
 
     spans_processes: the mesh must have devices of every process; else of this one only.
     """
+    if mesh is None and expert_parallel:
+        raise ValueError("expert_parallel=True distributes experts over data ranks: give data_parallel, or a mesh")
     if mesh is None:
         return None
     from jattn import models
@@ -132,7 +140,7 @@ def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False)
             f"the mesh has devices of the processes {found}, and must have some of each of the {jax.process_count()}: "
             f"tensor_parallel={jax.device_count()} uses all devices"
         )
-    return models.ModelMesh.of(config, mesh)
+    return models.ModelMesh.of(config, mesh, expert_parallel)
 
 
 def check(

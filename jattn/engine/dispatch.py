@@ -56,6 +56,15 @@ class Model:
         return 1 if self.model_mesh is None else self.model_mesh.data_ranks
 
     @property
+    def weight_axes(self) -> Any:
+        """The in_axes of each_data_rank for params."""
+        return None if self.model_mesh is None else self.model_mesh.weight_axes(self.config)
+
+    def any_data_rank(self, flag: jax.Array) -> jax.Array:
+        """Whether the flag is true on any of the data ranks that must compute the same steps."""
+        return flag if self.model_mesh is None else self.model_mesh.any_data_rank(flag)
+
+    @property
     def distribute(self) -> Distribute | None:
         """Places what has a number for each token of the vocabulary; None without a mesh."""
         return None if self.model_mesh is None else self.model_mesh.over_vocabulary
@@ -88,6 +97,7 @@ class LoopState:
     token_ids: jax.Array  # i32[T] input of the next step
     metas: tuple[CommonAttentionMetadata, ...]  # of the next step, for each cache group
     sampled: Sampled  # of all steps so far: arrays [MAX_STEPS R ..]
+    goes_on: jax.Array  # bool[] there is a next step
 
 
 @pytree
@@ -133,13 +143,13 @@ def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
     BAD_TOKEN if its logits were NaN or infinite, NOT_SAMPLED if the row had ended before.
 
     With several data ranks, packed has a batch of each, and the results have the rows of all. Each rank computes its
-    own, and ends its steps without waiting for the others.
+    own, and ends its steps without waiting for the others, unless they share experts.
     """
     of_rank = functools.partial(_of_rank, model)
     if model.data_ranks == 1:
         return of_rank(params, caches, before, packed)
     mesh = model.model_mesh
-    each_rank = mesh.each_data_rank(of_rank, in_axes=(None, 0, ROW_AXES, 0), out_axes=(0, 1, ROW_AXES))
+    each_rank = mesh.each_data_rank(of_rank, in_axes=(model.weight_axes, 0, ROW_AXES, 0), out_axes=(0, 1, ROW_AXES))
     caches, sampled, row_state = each_rank(params, caches, before, packed)
     return caches, jax.lax.with_sharding_constraint(sampled, mesh.everywhere), row_state
 
@@ -166,11 +176,11 @@ def _of_rank(model: Model, params, caches, before: RowState, packed: Packed):
         alive = state.alive & ~ended & (remaining > state.step + 1)
         metas = tuple(decode_after(meta, alive, batch.block_size) for meta in state.metas)
         token_ids = jnp.zeros_like(state.token_ids).at[:num_rows].set(jnp.maximum(chosen, 0))
-        return caches, LoopState(step=state.step + 1, alive=alive, token_ids=token_ids, metas=metas, sampled=sampled)
-
-    def is_unfinished(carry):
-        state = carry[1]
-        return (state.step == 0) | (jnp.any(state.alive) & (state.step < jnp.minimum(batch.steps, MAX_STEPS)))
+        step = state.step + 1
+        goes_on = model.any_data_rank(jnp.any(alive) & (step < jnp.minimum(batch.steps, MAX_STEPS)))
+        return caches, LoopState(
+            step=step, alive=alive, token_ids=token_ids, metas=metas, sampled=sampled, goes_on=goes_on
+        )
 
     start = LoopState(
         step=jnp.int32(0),
@@ -178,8 +188,9 @@ def _of_rank(model: Model, params, caches, before: RowState, packed: Packed):
         token_ids=token_ids,
         metas=metas,
         sampled=_nothing_sampled(num_rows, model.config.vocab_size),
+        goes_on=jnp.bool_(True),
     )
-    caches, end = jax.lax.while_loop(is_unfinished, one_step, (caches, start))
+    caches, end = jax.lax.while_loop(lambda carry: carry[1].goes_on, one_step, (caches, start))
     wider = before.last.shape[0] - num_rows
     row_state = RowState(
         last=jnp.pad(end.token_ids[:num_rows], (0, wider)),

@@ -64,7 +64,8 @@ class Engine:
         tokenizer: Tokenizer | None = None,  # None: prompts are token ids, and outputs have no text
         *,
         num_blocks: int | None = None,  # blocks of the cache pool; None: as many as the free memory holds
-        block_size: int | None = None,  # tokens of a block; None: 16 on a CPU, 64 on an accelerator
+        block_size: int
+        | None = None,  # tokens of a block; None: 16 on a CPU, 64 on an accelerator, for each context rank
         max_num_seqs: int = 32,  # sequences in one step
         max_num_batched_tokens: int = 512,  # new tokens in one step, of all sequences together
         max_model_len: int
@@ -77,17 +78,19 @@ class Engine:
         deterministic: bool = False,  # the same bits alone and in any batch; slower
         chat_template: ChatTemplate | None = None,  # for chats; from_pretrained reads the folder's
         forward: Callable | None = None,  # called in place of jattn.models.forward, with its arguments
-        mesh: Mesh | None = None,  # axis "tensor": parts of the model; "data": copies of it; each has the limits above
+        mesh: Mesh
+        | None = None,  # "tensor": parts of the model; "context": of its cache; "data": copies, each as above
+        expert_parallel: bool = False,  # data ranks share one set of experts
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         if forward is None:
             admission.check_decoder_only(config)
             admission.check_weights(config, params)
         config, params = admission.with_heads_apart(config, params, mesh)
-        model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes)
+        model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes, expert_parallel)
         if model_mesh is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
-        block_size = sizing.default_block_size() if block_size is None else block_size
+        block_size = sizing.default_block_size(model_mesh=model_mesh) if block_size is None else block_size
         max_burst = sizing.default_burst() if max_burst is None else max_burst
         storage = sizing.storage_of(cache_dtype or sizing.dtype_of(params), cache_quant)
         pools, max_model_len = sizing.CacheSizing(
@@ -123,14 +126,17 @@ class Engine:
         progress: Callable[[int, int, str], None] | None = None,
         tensor_parallel: int = 1,
         data_parallel: int = 1,
+        decode_context_parallel: int = 1,
         mesh: Mesh | None = None,
         quantization: str | None = None,
+        expert_parallel: bool = False,
         **options,
     ) -> "Engine":
         """An engine for a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
 
         progress(done, total, name) is called before each weight is read. tensor_parallel: distribute the model over so
-        many of JAX's devices; `mesh` chooses them. data_parallel: so many copies of it, each for requests of its own.
+        many of JAX's devices; `mesh` chooses them. decode_context_parallel: times so many, which share the keys of each
+        request. data_parallel: so many copies of all this, each for requests of its own.
         quantization: "int8", "int4" or "fp8" quantises the weights as they are read. options: of Engine.
 
         With a mesh, threads read the mapped files and each weight goes straight into its parts: no device holds more
@@ -138,14 +144,20 @@ class Engine:
         """
         from jattn import models
 
-        mesh = admission.mesh_of(mesh, tensor_parallel, data_parallel)
+        mesh = admission.mesh_of(
+            mesh, data_parallel=data_parallel, tensor_parallel=tensor_parallel,
+            decode_context_parallel=decode_context_parallel,
+        )  # fmt: skip
         config, sharding = models.load_config(directory), None
         admission.check_decoder_only(config)
         if mesh is not None:
-            sharding = admission.model_mesh_of(config, mesh, cls.spans_processes).weight_sharding(config)
+            sharding = admission.model_mesh_of(config, mesh, cls.spans_processes, expert_parallel)
+            sharding = sharding.weight_sharding(config)
         config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
-        return cls(config, params, tokenizer, chat_template=template, mesh=mesh, **options)
+        return cls(
+            config, params, tokenizer, chat_template=template, mesh=mesh, expert_parallel=expert_parallel, **options
+        )
 
     # ------------------------------------------------------------------ a list of prompts
     def generate(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -50,18 +50,29 @@ class Footprint:
     dtype: str  # of the weights, before they are quantised
     quantization: str | None = None
     model_mesh: ModelMesh | None = None
+    stored: Mapping[str, Any] | None = None  # of weights that are stored quantised: jattn.models.load.stored_weights
 
     @property
     def ranks(self) -> int:
         """The number of devices that share the weights: those of one data rank."""
         return 1 if self.model_mesh is None else self.model_mesh.size
 
+    @property
+    def context_ranks(self) -> int:
+        """The number of devices that share the keys of a request, and attend with the same heads."""
+        return 1 if self.model_mesh is None else self.model_mesh.context_ranks
+
+    @property
+    def expert_data_ranks(self) -> int:
+        """The number of data ranks that share one set of experts."""
+        return self.model_mesh.data_ranks if self.model_mesh is not None and self.model_mesh.experts_over_data else 1
+
     def params(self) -> dict[str, Any]:
         """The leaves of params by path, as shapes: of each device's parts."""
         found = {}
         place = None if self.model_mesh is None else self.model_mesh.weight_sharding(self.config)
         for path, spec in weight_paths(weight_specs(self.config)).items():
-            leaf = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.dtype))
+            leaf = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(self.dtype)) if self.stored is None else self.stored[path]
             if self.quantization is not None:
                 leaf = jax.eval_shape(lambda x, path=path: quantised(path, x, self.quantization or ""), leaf)
             found[path] = leaf if place is None else _part(leaf, place(path, spec))
@@ -97,16 +108,18 @@ class Footprint:
     def _row_bytes(self, layer: LayerConfig, platform: str) -> int:
         """Of one token in a layer. Except on a TPU, XLA multiplies each row by all experts of a device."""
         spec, mlp, moe = attention_of(layer, 1), layer.mlp, layer.moe
-        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim / self.ranks
+        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim * self.context_ranks / self.ranks
         dense = mlp.shared if isinstance(mlp, MoE) else mlp
         width = 0.0 if dense is None else MLP_ARRAYS * dense.width / self.ranks
         if moe is not None:
-            arrays = MLP_ARRAYS if platform == "tpu" else 1 + moe.num_experts / self.ranks
-            width = max(width, moe.top_k * moe.width * arrays)
+            times = self.expert_data_ranks
+            arrays = MLP_ARRAYS if platform == "tpu" else 1 + moe.num_experts / (self.ranks * times)
+            width = max(width, times * moe.top_k * moe.width * arrays)
         return int(4 * (HIDDEN_ARRAYS * self.config.hidden_size + max(width, heads)))
 
     def _copied_bytes(self, tokens: int) -> int:
-        is_narrow = self.quantization is not None or jnp.dtype(self.dtype).itemsize == 2
+        is_quantised = self.quantization is not None or self.stored is not None
+        is_narrow = is_quantised or jnp.dtype(self.dtype).itemsize == 2
         every = is_narrow and (self.ranks > 1 or tokens > NATIVE_MAX_ROWS)
         experts = self.quantization is None or self.ranks > 1
         is_copied = lambda axes, rank: experts if "expert" in axes else every and rank > 1
@@ -118,23 +131,24 @@ class Footprint:
         """The shortest time of a step in which each of `rows` sequences computes its last `query_len` of `context`
         tokens.
 
-        max(bytes / bandwidth, FLOP / peak) of one device, and the bytes of its all-reduces over its link. Bytes: of the
+        max(bytes / bandwidth, FLOP / peak) of one device, and the bytes that it sends over its link. Bytes: of the
         weights that the tokens need, once, and of the keys and values.
         """
         tokens = rows * query_len
-        read, flop = 0.0, 0.0
+        read, flop, sent = 0.0, 0.0, self._reduced_bytes(tokens)
         for weight in self.weights():
             one_read, one_flop = self._of_weight(weight, tokens, rows)
             read, flop = read + one_read, flop + one_flop
-        cache_specs = self.config.cache_specs(2, 1, **cache_storage)
+        cache_specs = self.config.cache_specs(2, self.context_ranks, **cache_storage)
         for index, layer in enumerate(self.config.layers):
             spec, cache_spec = attention_of(layer, query_len), cache_specs[self.config.cache_of(index)]
             of_rank = cache_spec if self.model_mesh is None else self.model_mesh.rank_cache_spec(cache_spec)
             seen, pairs = _visible(layer, query_len, context)
-            read += rows * seen * of_rank.bytes_per_block
+            read += rows * seen / self.context_ranks * of_rank.bytes_per_block
+            sent += tokens * (self._context_bytes(layer, query_len) + self._expert_bytes(layer))
             flop += 2 * rows * pairs * spec.num_heads * (spec.head_dim + spec.v_head_dim) / self.ranks
             flop += 2 * rows * context * _numbers_to_materialise(layer, query_len) / self.ranks
-        return max(read / kind.bandwidth, flop / kind.peak) + self._collective_bytes(tokens) / kind.link
+        return max(read / kind.bandwidth, flop / kind.peak) + sent / kind.link
 
     def _of_weight(self, weight: Weight, tokens: int, rows: int) -> tuple[float, float]:
         """(bytes read, FLOP) of a weight on one device."""
@@ -143,6 +157,7 @@ class Footprint:
             return tokens * weight.device_bytes / spec.shape[0], 0.0
         if "expert" in spec.axes:
             moe = self._moe(weight.path)
+            tokens *= self.expert_data_ranks
             share = moe.top_k / moe.num_routes
             chosen = 1 - (1 - share) ** tokens  # the expected share, if all are equally likely
             return weight.device_bytes * chosen, 2.0 * tokens * numbers * share
@@ -154,7 +169,21 @@ class Footprint:
         assert moe is not None
         return moe
 
-    def _collective_bytes(self, tokens: int) -> float:
+    def _context_bytes(self, layer: LayerConfig, query_len: int) -> float:
+        """Bytes of a token that a device sends to its context ranks in a ring: the queries, and in float32 the
+        log-sum-exps of all ranks and the outputs."""
+        of_query = layer.attention.qk_head_dim if isinstance(layer.attention, MLASpec) else layer.attention.head_dim
+        spec, ranks = attention_of(layer, query_len), self.context_ranks
+        of_head = of_query * jnp.dtype(self.dtype).itemsize + 4 * ranks + 2 * 4 * spec.v_head_dim
+        return spec.num_heads * of_head * (ranks - 1) / self.ranks
+
+    def _expert_bytes(self, layer: LayerConfig) -> float:
+        """Bytes of a token that a device sends to the data ranks with which it shares experts: an all-gather of hidden
+        states and a reduce-scatter."""
+        size = self.config.hidden_size * jnp.dtype(self.dtype).itemsize
+        return 2 * (self.expert_data_ranks - 1) * size if layer.moe is not None else 0.0
+
+    def _reduced_bytes(self, tokens: int) -> float:
         """Bytes that a device sends in a ring: all-reduces of the embeddings and, in each layer, of the attention's and
         the MLP's outputs."""
         size = tokens * self.config.hidden_size * jnp.dtype(self.dtype).itemsize

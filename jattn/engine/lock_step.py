@@ -47,8 +47,8 @@ class LockStepEngine(Engine):
         """fingerprint: of the weights, equal where they are; from_pretrained makes one of the folder."""
         if mesh is None:
             raise ValueError(
-                f"{processes.count} processes need a mesh: give tensor_parallel and data_parallel whose product is "
-                f"{jax.device_count()}"
+                f"{processes.count} processes need a mesh: give tensor_parallel, decode_context_parallel and "
+                f"data_parallel whose product is {jax.device_count()}"
             )
         self.processes = processes
         start = dict(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jattn.engine import sizing
@@ -31,6 +31,7 @@ class Options:
     cache_dtype: str | None = None
     cache_quant: str | None = None
     prefix_caching: bool = True
+    expert_parallel: bool = False  # in layouts with several data ranks
     memory_fraction: float | None = None  # of the devices' memory that JAX may use; None: its default
 
 
@@ -71,14 +72,20 @@ def layouts(count: int) -> list[Layout]:
     return sorted(found, key=lambda layout: (layout.context, layout.data))
 
 
-def plan(config: ModelConfig, dtype: str, kind: DeviceKind, count: int, options: Options) -> list[LayoutPlan]:
-    """The plan of each layout."""
-    return [_plan_of(config, dtype, kind, layout, options) for layout in layouts(count)]
+def plan(
+    config: ModelConfig, dtype: str, kind: DeviceKind, count: int, options: Options,
+    stored: Mapping[str, Any] | None = None,
+) -> list[LayoutPlan]:  # fmt: skip
+    """The plan of each layout. stored: of weights that are stored quantised, see jattn.models.load.stored_weights."""
+    return [_plan_of(config, dtype, kind, layout, options, stored) for layout in layouts(count)]
 
 
-def _plan_of(config: ModelConfig, dtype: str, kind: DeviceKind, layout: Layout, options: Options) -> LayoutPlan:
+def _plan_of(
+    config: ModelConfig, dtype: str, kind: DeviceKind, layout: Layout, options: Options,
+    stored: Mapping[str, Any] | None,
+) -> LayoutPlan:  # fmt: skip
     try:
-        return _Planner(config, dtype, kind, layout, options).plan()
+        return _Planner(config, dtype, kind, layout, options, stored).plan()
     except (UnsupportedError, CacheFullError, ValueError) as error:
         return LayoutPlan(layout, refused=str(error))
 
@@ -86,18 +93,23 @@ def _plan_of(config: ModelConfig, dtype: str, kind: DeviceKind, layout: Layout, 
 class _Planner:
     """One layout. It calls what the engine calls, in the same order; errors are those of the engine."""
 
-    def __init__(self, config: ModelConfig, dtype: str, kind: DeviceKind, layout: Layout, options: Options):
+    def __init__(
+        self, config: ModelConfig, dtype: str, kind: DeviceKind, layout: Layout, options: Options,
+        stored: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
         self.config, self.kind, self.layout, self.options = config, kind, layout, options
         self.model_mesh = None
         if layout != Layout(1, 1, 1):
-            self.model_mesh = ModelMesh.without_devices(config, dataclasses.asdict(layout))
-        self.footprint = Footprint(config, dtype, options.quantization, self.model_mesh)
+            self.model_mesh = ModelMesh.without_devices(
+                config, dataclasses.asdict(layout), options.expert_parallel and layout.data > 1
+            )
+        self.footprint = Footprint(config, dtype, options.quantization, self.model_mesh, stored)
         self.weight_bytes = self.footprint.weight_bytes()
         fraction = kind.memory_fraction if options.memory_fraction is None else options.memory_fraction
         self.free = int(kind.memory * fraction) - self.weight_bytes  # bytes on each device, once it has the weights
         cache_dtype = options.cache_dtype or sizing.dtype_of(self.footprint.params())
         storage = sizing.storage_of(cache_dtype, options.cache_quant)
-        block_size = sizing.default_block_size(kind.platform)
+        block_size = sizing.default_block_size(kind.platform, self.model_mesh)
         step = options.max_num_batched_tokens, sizing.default_burst(kind.platform)
         self.cache = sizing.CacheSizing(config, storage, block_size, *step, options.prefix_caching, self.model_mesh)
 

@@ -68,13 +68,14 @@ class KeyShard:
         return self.count_below(jnp.asarray(meta.seq_lens)) if given is None else jnp.asarray(given)
 
     def slot_mapping(self, meta: CommonAttentionMetadata, block_size: int) -> jax.Array:
-        """i32[T] the slots of the new tokens on this rank; -1 for tokens of other ranks.
+        """i32[T] the slots of the new tokens on this rank; -1 for tokens of other ranks, and where meta has no slot.
 
         The lengths of `meta` count the keys of all ranks. block_size: tokens of a block on one rank.
         """
         position = meta.positions()
         run = self.interleave
-        mine = meta.token_is_live() & (position // run % self.world == self.rank)
+        written = meta.token_is_live() & (jnp.asarray(meta.slot_mapping) >= 0)
+        mine = written & (position // run % self.world == self.rank)
         local = position // (run * self.world) * run + position % run
         slots = slots_of(jnp.asarray(meta.block_table), meta.token_to_req(), local, block_size)
         return jnp.where(mine, slots, PAD_SLOT_ID).astype(jnp.int32)

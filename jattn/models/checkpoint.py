@@ -69,12 +69,19 @@ class Checkpoint:
         if prefix and not any(name.startswith(prefix) for name in self.locations):
             self.locations = {prefix + name: location for name, location in self.locations.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor as stored, a view of the file that cannot be written to; ValueError if it has NaN or infinity."""
-        path, stored, data, dtype, shape = self.locations[name]
+    def dtype_of(self, name: str) -> np.dtype:
+        """The dtype of a tensor; ValueError if there is no such tensor, or its dtype is not supported."""
+        if name not in self.locations:
+            raise ValueError(f"{self.directory}: tensor {tensor_text(name)} is missing")
+        path, stored, _, dtype, _ = self.locations[name]
         if dtype not in DTYPES:
             raise ValueError(f"{path}: tensor {tensor_text(stored)} cannot be read: {dtype=} is not supported")
-        value = data.view(DTYPES[dtype]).reshape(shape)
+        return np.dtype(DTYPES[dtype])
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as stored, a view of the file that cannot be written to; ValueError if it has NaN or infinity."""
+        dtype, (path, stored, data, _, shape) = self.dtype_of(name), self.locations[name]
+        value = data.view(dtype).reshape(shape)
         if not is_finite(value):
             raise ValueError(f"{path}: tensor {tensor_text(stored)} has NaN or infinity: the file is damaged")
         return value

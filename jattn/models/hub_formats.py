@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -20,7 +21,7 @@ from jattn.errors.arguments import short
 from jattn.models.config_reader import ConfigReader
 from jattn.models.placing import placed
 from jattn.models.tensor_names import OfNumbers, TensorSource, unchanged
-from jattn.ops.quantised import PACKED, PLACES, QuantisedArray, packed, plain
+from jattn.ops.quantised import FORMATS, PACKED, PLACES, QuantisedArray, packed, plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,14 @@ class Decoded:
     zero_points: np.ndarray | None = None
 
 
+class Groups(NamedTuple):
+    """The groups of a stored module, without its codes."""
+
+    number: int  # in each output
+    dtype: np.dtype  # of the scales
+    has_zero_points: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Scheme:
     """How a folder stores each quantised Linear module."""
@@ -39,6 +48,7 @@ class Scheme:
     format: str  # of QuantisedArray
     needed: tuple[str, ...]  # endings of the tensors of a module
     decode: Callable[..., Decoded]  # of the needed tensors and then the optional ones, None if absent
+    groups: Callable[..., Groups]  # of the number of inputs and the same tensors but for the first, the codes
     optional: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()  # endings of tensors that are ignored if they are zeros
 
@@ -46,12 +56,41 @@ class Scheme:
         """The table, with the sources of weights that the folder has in this form replaced."""
         return {path: self._source(source, stored, dtype) for path, source in table.items()}
 
-    def _source(self, source: TensorSource, stored: Container[str], dtype: Any) -> TensorSource:
+    def form(
+        self, source: TensorSource, shape: tuple[int, ...], stored: Container[str], read: Callable[[str], np.ndarray],
+        dtype: Any,
+    ) -> "QuantisedArray | jax.ShapeDtypeStruct | None":  # fmt: skip
+        """A weight of this shape as it is loaded, with shapes for arrays; None if the folder has no codes of it.
+
+        read: reads a tensor by its name. The codes are not read.
+        """
+        names = self._names(source, stored)
+        if names is None or isinstance(source.make, OfNumbers):
+            return None if names is None else jax.ShapeDtypeStruct(shape, dtype)
+        axis = _inputs_axis(source.make)
+        groups = self.groups(shape[axis], *(read(name) if name in stored else None for name in names[0][1:]))
+
+        def array(inputs: int, dtype: Any) -> jax.ShapeDtypeStruct:
+            sizes = list(shape)
+            sizes[axis] = inputs
+            return jax.ShapeDtypeStruct(tuple(sizes), dtype)
+
+        is_packed, codes = FORMATS[self.format].bits == 4, {"int8": np.int8, "fp8": np.uint8}
+        values = array(shape[axis] // PACKED, np.uint32) if is_packed else array(shape[axis], codes[self.format])
+        zeros = array(groups.number, np.int8) if groups.has_zero_points else None
+        parts: Any = dict(values=values, scales=array(groups.number, groups.dtype), zero_points=zeros)
+        return QuantisedArray(**parts, format=self.format, axis=axis, dtype=np.dtype(dtype))
+
+    def _names(self, source: TensorSource, stored: Container[str]) -> list[list[str]] | None:
+        """The names of the tensors of each module of a weight; None if the folder has it in another form."""
         modules = [name.removesuffix(".weight") for name in source.names if name.endswith(".weight")]
-        if len(modules) < len(source.names):
-            return source
         names = [[f"{module}.{end}" for end in self.needed + self.optional] for module in modules]
-        if not all(name in stored for each in names for name in each[: len(self.needed)]):
+        is_stored = all(name in stored for each in names for name in each[: len(self.needed)])
+        return names if is_stored and len(modules) == len(source.names) else None
+
+    def _source(self, source: TensorSource, stored: Container[str], dtype: Any) -> TensorSource:
+        names = self._names(source, stored)
+        if names is None:
             return source
         present = tuple(tuple(name in stored for name in each) for each in names)
         found = tuple(name for each in names for name in each if name in stored)
@@ -66,7 +105,7 @@ class Scheme:
         """What `make` makes of the modules' weights, made of their codes, their scales and their zero points."""
         left = iter(tensors)
         modules = [self.decode(*(next(left) if is_there else None for is_there in each)) for each in present]
-        axis = -1 if make is unchanged else -2  # a table of embeddings stays [rows, inputs]
+        axis = _inputs_axis(make)
         made = lambda name: placed(make(*(getattr(module, name) for module in modules)), None)
         if any(module.codes.shape[1] % module.scales.shape[1] for module in modules):
             raise ValueError("the number of its groups does not divide the number of its inputs")
@@ -79,6 +118,11 @@ class Scheme:
             values=values, scales=made("scales"), zero_points=zeros, format=self.format, axis=axis,
             dtype=np.dtype(dtype),
         )  # fmt: skip
+
+
+def _inputs_axis(make: Callable) -> int:
+    """The axis of the inputs of a weight; a table of embeddings stays [rows, inputs]."""
+    return -1 if make is unchanged else -2
 
 
 def scheme_of(values: dict[str, Any], where: str) -> Scheme | None:
@@ -103,7 +147,8 @@ def fp8(c: ConfigReader) -> Scheme:
     c.only("fmt", "e4m3", "float8_e4m3fn")
     c.only("activation_scheme", "dynamic")  # "static" comes with scales of activations
     c.ignore("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize")
-    return Scheme("fp8", ("weight", "weight_scale_inv"), functools.partial(_fp8_blocks, blocks[0], blocks[1]))
+    groups = lambda inputs, scales: Groups(inputs // math.gcd(inputs, blocks[1]), scales.dtype)
+    return Scheme("fp8", ("weight", "weight_scale_inv"), functools.partial(_fp8_blocks, blocks[0], blocks[1]), groups)
 
 
 def _fp8_blocks(out_block: int, in_block: int, weight: np.ndarray, scales: np.ndarray) -> Decoded:
@@ -122,7 +167,8 @@ def awq(c: ConfigReader) -> Scheme:
     c.only("version", "gemm", "GEMM")
     c.count("group_size")
     c.ignore("modules_to_not_convert", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
-    return Scheme("int4", ("qweight", "qzeros", "scales"), _awq)
+    groups = lambda inputs, zeros, scales: Groups(len(scales), scales.dtype, True)
+    return Scheme("int4", ("qweight", "qzeros", "scales"), _awq, groups)
 
 
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place of each output in its word
@@ -145,15 +191,19 @@ def gptq(c: ConfigReader) -> Scheme:
         "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "modules_in_block_to_quantize",
         "is_marlin_format", "hessian",
     )  # fmt: skip
-    decode = functools.partial(_gptq, bits, 0 if v2 else 1)
-    return Scheme("int4" if bits == 4 else "int8", ("qweight", "qzeros", "scales"), decode, ("g_idx",), (".bias",))
+    more, needed = 0 if v2 else 1, ("qweight", "qzeros", "scales")
+
+    def groups(inputs: int, qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray | None) -> Groups:
+        return Groups(len(scales), scales.dtype, bool(_gptq_zeros(bits, more, qzeros, scales.shape).any()))
+
+    decode, format = functools.partial(_gptq, bits, more), "int4" if bits == 4 else "int8"
+    return Scheme(format, needed, decode, groups, ("g_idx",), (".bias",))
 
 
 def _gptq(bits: int, more: int, qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx) -> Decoded:
     groups, outputs = scales.shape
-    of_words = lambda x: _nibbles(x) if bits == 4 else np.ascontiguousarray(x)[..., None].view(np.uint8)
-    codes = of_words(qweight).swapaxes(1, 2).reshape(-1, outputs)  # [in, out]
-    zeros = of_words(qzeros).reshape(groups, outputs).astype(np.int16) + more - 2 ** (bits - 1)
+    codes = _of_words(bits, qweight).swapaxes(1, 2).reshape(-1, outputs)  # [in, out]
+    zeros = _gptq_zeros(bits, more, qzeros, scales.shape)
     if g_idx is not None and not np.array_equal(g_idx, np.arange(len(codes)) // (len(codes) // groups)):
         raise UnsupportedError(
             "its g_idx (desc_act) gives inputs of one group different places, which is not supported"
@@ -162,6 +212,16 @@ def _gptq(bits: int, more: int, qweight: np.ndarray, qzeros: np.ndarray, scales:
         raise UnsupportedError("a zero point of 256 is not supported")
     codes = codes if bits == 4 else (codes ^ 128).view(np.int8)
     return Decoded(codes.T, scales.T, zeros.astype(np.int8).T if zeros.any() else None)
+
+
+def _gptq_zeros(bits: int, more: int, qzeros: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """int16[groups, out]"""
+    return _of_words(bits, qzeros).reshape(shape).astype(np.int16) + more - 2 ** (bits - 1)
+
+
+def _of_words(bits: int, words: np.ndarray) -> np.ndarray:
+    """int32 [...] -> the codes of each word, from the lowest bits on: uint8[..., 32 / bits]."""
+    return _nibbles(words) if bits == 4 else np.ascontiguousarray(words)[..., None].view(np.uint8)
 
 
 def compressed_tensors(c: ConfigReader) -> Scheme:
@@ -194,10 +254,12 @@ def compressed_tensors(c: ConfigReader) -> Scheme:
     c.ignore("ignore", "version", "global_compression_ratio")
     if (kind, bits, layout) == ("int", 4, "pack-quantized"):
         zero, shape = "weight_zero_point", "weight_shape"
-        return Scheme("int4", ("weight_packed", "weight_scale", shape), _ct_packed, (zero,))
+        of_packed = lambda inputs, scales, shape, zeros: Groups(scales.shape[1], scales.dtype, zeros is not None)
+        return Scheme("int4", ("weight_packed", "weight_scale", shape), _ct_packed, of_packed, (zero,))
     if strategy != "block" and (kind, bits) in (("int", 8), ("float", 8)) and layout in CT_LAYOUTS:
         decode = functools.partial(_ct_plain, kind == "int")
-        return Scheme("int8" if kind == "int" else "fp8", ("weight", "weight_scale"), decode, ("weight_zero_point",))
+        format, needed = "int8" if kind == "int" else "fp8", ("weight", "weight_scale")
+        return Scheme(format, needed, decode, _ct_plain_groups, ("weight_zero_point",))
     seen = f"format={short(layout)} with {kind} weights of {bits} bits by {strategy}"
     raise UnsupportedError(f"{c.where}: {seen} is not supported; 4-bit pack-quantized and 8-bit weights are")
 
@@ -221,9 +283,17 @@ def _ct_plain(is_int: bool, weight: np.ndarray, scales: np.ndarray, zeros: np.nd
         x = x.reshape(1, 1) if x.size == 1 else x
         return np.broadcast_to(x, (len(weight), x.shape[1]))
 
-    has_zeros = zeros is not None and zeros.astype(np.float32).any()
-    zero_points = spread(zeros).astype(np.int8) if has_zeros and zeros is not None else None
+    zero_points = spread(zeros).astype(np.int8) if zeros is not None and _is_any(zeros) else None
     return Decoded(weight if is_int else weight.view(np.uint8), spread(scales), zero_points)
+
+
+def _ct_plain_groups(inputs: int, scales: np.ndarray, zeros: np.ndarray | None) -> Groups:
+    return Groups(1 if scales.size == 1 else scales.shape[1], scales.dtype, zeros is not None and _is_any(zeros))
+
+
+def _is_any(zeros: np.ndarray) -> bool:
+    """Is a zero point other than zero?"""
+    return bool(zeros.astype(np.float32).any())
 
 
 def _nibbles(words: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:

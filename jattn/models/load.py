@@ -61,8 +61,7 @@ def load(
     scheme = None if method in family.quant_methods else scheme_of(values, str(folder / "config.json"))
     if method is not None and quantization is not None:
         raise UnsupportedError(f"{folder}: its weights are quantised ({method}); quantization must be None")
-    checkpoint = Checkpoint(folder, family.prefix, family.renames)
-    _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
+    checkpoint = _checkpoint(folder, config, family)
     table, unused = family.tensors(config), _unused(family, config)
     if scheme is not None:
         table = scheme.sources(table, checkpoint.locations, _stored_dtype(values) if dtype is None else dtype)
@@ -73,6 +72,32 @@ def load(
         config, unused = config.without_head(), _unused_or_in(unused, frozenset(own))
     params = _read_params(checkpoint, table, weight_specs(config), unused, dtype, sharding, progress, quantization)
     return config, params
+
+
+def stored_weights(directory: str | Path) -> dict[str, Any]:
+    """The leaves of params by path as `load` makes them of weights that are stored quantised, as shapes.
+
+    It reads the headers of *.safetensors, and scales and zero points.
+    """
+    folder = Path(directory)
+    config, family, values = _config_and_family(folder)
+    values = _with_quantization_of_text(values)
+    scheme, checkpoint = scheme_of(values, str(folder / "config.json")), _checkpoint(folder, config, family)
+    assert scheme is not None
+    found, stored, dtype = {}, checkpoint.locations, jax.numpy.dtype(_stored_dtype(values))
+    table = {path: source.stored_form(stored) for path, source in family.tensors(config).items()}
+    for path, spec in weight_paths(weight_specs(config)).items():
+        found[path] = scheme.form(table[path], spec.shape, stored, checkpoint.read, dtype)
+        if found[path] is None:
+            found[path] = jax.ShapeDtypeStruct(spec.shape, checkpoint.dtype_of(table[path].names[0]))
+    return found
+
+
+def _checkpoint(folder: Path, config: ModelConfig, family: Family) -> Checkpoint:
+    """The tensors of a folder; ValueError if they are far fewer than the config needs."""
+    checkpoint = Checkpoint(folder, family.prefix, family.renames)
+    _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
+    return checkpoint
 
 
 def _zeros(checkpoint: Checkpoint, used: set[str], endings: tuple[str, ...]) -> frozenset[str]:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jattn import device
 from jattn.attention import PagedAttention
+from jattn.backends import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.errors import UnsupportedError
 from jattn.mla import MLAAttention
@@ -27,6 +29,11 @@ from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 from jattn.parallel import head_partition, rank_spec
 from jattn.spec import AttentionSpec
 
+CONTEXT = "context"
+"""The axis over which the keys of a request are distributed."""
+AXES = ("data", "tensor", CONTEXT)
+"""The axes of a user's mesh, outermost first."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelMesh:
@@ -40,27 +47,38 @@ class ModelMesh:
     If the vocabulary's size is no multiple of the number of ranks, the vocabulary is replicated; for heads, MLP widths
     and experts that is an error.
 
+    With decode context parallelism the mesh also has an axis "context", the last. Weights and query heads are
+    distributed over its ranks too, kv heads are not: of each block, a context rank has the keys of every
+    context_ranks-th token. In attention it gets the queries of the others, and the results are merged.
+
     With data parallelism the mesh also has an axis "data", the first. Each data rank has all ranks of the above, whole
     weights, and tokens and blocks of its own: `each_data_rank` calls a function for each of them, and a forward pass is
     correct only inside that function. There data ranks do not communicate; `dispatch` gathers their tokens after it.
+    With `experts_over_data` they share one set of experts and do communicate: each computes its experts for the tokens
+    of all, so all must call a forward pass equally often.
     """
 
-    mesh: Mesh  # axes: data, then tensor; all Auto. Made by `without_devices` it is an AbstractMesh
+    mesh: Mesh  # axes: data, tensor, context; all Auto. Made by `without_devices` it is an AbstractMesh
+    experts_over_data: bool = False  # each expert is on one data rank; False: each data rank has all of them
 
     @classmethod
-    def of(cls, config: ModelConfig, mesh: Mesh) -> "ModelMesh":
-        """For a model and a mesh with the axis "tensor", and perhaps an axis "data", and "context" of size 1."""
-        devices = _ranks(mesh)  # [data ranks, ranks]
-        sizes, names = _layout(config, *devices.shape)
-        return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)))
+    def of(cls, config: ModelConfig, mesh: Mesh, expert_parallel: bool = False) -> "ModelMesh":
+        """For a model and a mesh with the axis "tensor", and perhaps the axes "data" and "context".
+
+        expert_parallel: distribute the experts over all devices, also those of other data ranks.
+        """
+        devices = _ranks(mesh)
+        sizes, names = _layout(config, devices.shape, expert_parallel)
+        return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)), expert_parallel)
 
     @classmethod
-    def without_devices(cls, config: ModelConfig, sizes: Mapping[str, int]) -> "ModelMesh":
+    def without_devices(
+        cls, config: ModelConfig, sizes: Mapping[str, int], expert_parallel: bool = False
+    ) -> "ModelMesh":
         """The same for a mesh of these sizes, with the same errors, to plan for devices that are not here."""
-        _check_axes(sizes)
-        sizes_of_axes, names = _layout(config, sizes.get("data", 1), sizes["tensor"])
+        sizes_of_axes, names = _layout(config, _checked_sizes(sizes), expert_parallel)
         mesh = AbstractMesh(sizes_of_axes, names, axis_types=(AxisType.Auto,) * len(names))
-        return cls(cast(Mesh, mesh))  # shardings and the parts of ranks need only its axes
+        return cls(cast(Mesh, mesh), expert_parallel)  # shardings and the parts of ranks need only its axes
 
     @property
     def size(self) -> int:
@@ -73,6 +91,16 @@ class ModelMesh:
         return self.mesh.shape.get("data", 1)
 
     @property
+    def context_ranks(self) -> int:
+        """The number of ranks that share the keys of a request; 1: there is no axis for them."""
+        return self.mesh.shape.get(CONTEXT, 1)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """The number of ranks over which kv heads are distributed or replicated."""
+        return self.size // self.context_ranks
+
+    @property
     def devices(self) -> tuple[Any, ...]:
         """The devices, by data rank and rank."""
         return tuple(self.mesh.devices.flat)
@@ -81,6 +109,11 @@ class ModelMesh:
     def axes(self) -> tuple[str, ...]:
         """The names of the ranks' axes, outermost first."""
         return self.inner_mesh.auto_axes
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """The same without "context"."""
+        return tuple(name for name in self.axes if name != CONTEXT)
 
     @property
     def inner_mesh(self) -> Mesh | AbstractMesh:
@@ -92,12 +125,17 @@ class ModelMesh:
     def kv_axes(self, num_kv_heads: int) -> tuple[str, ...]:
         """The axes over which `num_kv_heads` heads are distributed: the first ones."""
         axes, ranks = [], 1
-        for name in self.axes:
-            if ranks < min(num_kv_heads, self.size):
+        for name in self.tensor_axes:
+            if ranks < min(num_kv_heads, self.tensor_ranks):
                 axes.append(name)
                 ranks *= self.mesh.shape[name]
-        assert ranks == min(num_kv_heads, self.size), "see _axis_sizes"
+        assert ranks == min(num_kv_heads, self.tensor_ranks), "see _axis_sizes"
         return tuple(axes)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes over which experts are distributed."""
+        return ("data", *self.axes) if self.experts_over_data else self.axes
 
     # ------------------------------------------------------------------ weights
     def weight_shardings(self, config: ModelConfig) -> Any:
@@ -119,7 +157,8 @@ class ModelMesh:
 
     def _of_weight(self, weight: WeightSpec, kv_axes: tuple[str, ...]) -> NamedSharding:
         """At most one axis of a weight is distributed: the first whose name is in axes_of."""
-        axes_of = dict(heads=self.axes, kv_heads=kv_axes, mlp=self.axes, expert=self.axes, vocab=self.axes)
+        axes_of = dict.fromkeys(("heads", "mlp", "vocab"), self.axes)
+        axes_of |= dict(kv_heads=kv_axes, attention_heads=self.tensor_axes, expert=self.expert_axes)
         entries: list[Any] = [None] * len(weight.axes)
         for i, (name, size) in enumerate(zip(weight.axes, weight.shape, strict=True)):
             if name in axes_of:
@@ -130,23 +169,39 @@ class ModelMesh:
 
     # ------------------------------------------------------------------ one rank
     def rank_spec(self, spec: AttentionSpec | MLASpec) -> AttentionSpec | MLASpec:
-        """The spec of a layer with one rank's heads."""
+        """The spec of a layer with the heads that one rank attends with: those of all its context ranks."""
         if isinstance(spec, MLASpec):
-            return dataclasses.replace(spec, num_heads=spec.num_heads // self.size)
+            return dataclasses.replace(spec, num_heads=spec.num_heads // self.tensor_ranks)
         # If ranks share a kv head, each counts it as its own.
-        shared = dataclasses.replace(spec, num_kv_heads=max(spec.num_kv_heads, self.size))
-        return rank_spec(shared, self.axes, self.size)
+        shared = dataclasses.replace(spec, num_kv_heads=max(spec.num_kv_heads, self.tensor_ranks))
+        return rank_spec(shared, self.tensor_axes, self.tensor_ranks)
 
     def rank_cache_spec(self, cache_spec: KVCacheSpec) -> KVCacheSpec:
         """One rank's part of a cache."""
-        kv_heads = max(cache_spec.num_kv_heads // self.size, 1)
-        return dataclasses.replace(cache_spec, num_kv_heads=kv_heads)
+        block_size, rest = divmod(cache_spec.block_size, self.context_ranks)
+        if rest:
+            raise ValueError(
+                f"block_size={cache_spec.block_size} must be a multiple of the {self.context_ranks} ranks of the axis "
+                "'context', which share the tokens of a block"
+            )
+        kv_heads = max(cache_spec.num_kv_heads // self.tensor_ranks, 1)
+        return dataclasses.replace(cache_spec, num_kv_heads=kv_heads, block_size=block_size)
+
+    @property
+    def parallel(self) -> ContextParallel:
+        """The part of the mesh that attention itself must know."""
+        ranks = self.context_ranks
+        return ContextParallel() if ranks == 1 else ContextParallel(dcp_axis=CONTEXT, dcp_world_size=ranks)
 
     # ------------------------------------------------------------------ caches
     def cache_partition(self, cache_spec: KVCacheSpec) -> PartitionSpec:
         """The PartitionSpec of all arrays of a data rank's cache."""
-        entry = _entry(self.kv_axes(cache_spec.num_kv_heads))
-        return REPLICATED if entry is None else head_partition(cache_spec, entry)
+        heads = _entry(self.kv_axes(cache_spec.num_kv_heads))
+        if self.context_ranks == 1:
+            return REPLICATED if heads is None else head_partition(cache_spec, heads)
+        by_name = dict(N=None, H=heads, S=CONTEXT)
+        axes = "NHS" if cache_spec.physical_layout == "HND" else "NSH"
+        return PartitionSpec(*(by_name[axis] for axis in axes))
 
     @property
     def everywhere(self) -> NamedSharding:
@@ -186,6 +241,17 @@ class ModelMesh:
             on_rank, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], axis_names={"data"}, check_vma=False
         )
 
+    def weight_axes(self, config: ModelConfig) -> Any:
+        """The in_axes of each_data_rank for a model's weights: 0 for experts that are distributed over data ranks."""
+        if not self.experts_over_data:
+            return None
+        is_over_data = lambda place: any(isinstance(entry, tuple) and "data" in entry for entry in place.spec)
+        return jax.tree.map(lambda place: 0 if is_over_data(place) else None, self.weight_shardings(config))
+
+    def any_data_rank(self, flag: jax.Array) -> jax.Array:
+        """On a data rank: whether the flag is true on any of those that must go on together."""
+        return jax.lax.pmax(flag.astype(jnp.int32), "data") > 0 if self.experts_over_data else flag
+
     # ------------------------------------------------------------------ in a forward pass
     def context(self) -> contextlib.AbstractContextManager:
         """Active while a forward pass is traced: `jattn.ops.product` then uses only products that XLA can divide."""
@@ -197,33 +263,41 @@ class ModelMesh:
         self, spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec, backend: str = "auto", dtype: Any = None
     ) -> ShardedAttention | ShardedLatentAttention:
         """The attention of a layer. It has the methods build and __call__ of a PagedAttention, or an MLAAttention."""
-        of_rank = self.rank_spec(spec)
+        of_rank, part, parallel = self.rank_spec(spec), self.rank_cache_spec(cache_spec), self.parallel
+        pools = self.cache_partition(cache_spec)
         if isinstance(of_rank, MLASpec):
-            return ShardedLatentAttention(MLAAttention(of_rank, cache_spec, backend), self.inner_mesh)
-        attn = PagedAttention(of_rank, self.rank_cache_spec(cache_spec), backend, dtype=dtype)
-        pools, kv_axes = self.cache_partition(cache_spec), self.kv_axes(spec.num_kv_heads)
-        return ShardedAttention(attn, cache_spec, self.inner_mesh, pools, kv_axes)
+            attn = MLAAttention(of_rank, part, backend, parallel=parallel)
+            return ShardedLatentAttention(attn, cache_spec, self.inner_mesh, pools)
+        attn = PagedAttention(of_rank, part, backend, dtype=dtype, parallel=parallel)
+        return ShardedAttention(attn, cache_spec, self.inner_mesh, pools, self.kv_axes(spec.num_kv_heads))
 
     def mlp(self, mlp: MLP | MoE) -> Callable[..., jax.Array]:
         """The function (weights, x) -> y of a layer's MLP or experts; of experts also (weights, x, routed_by) -> y.
 
-        Each rank computes its own experts for all tokens; an all-reduce adds the results of the ranks.
+        Each rank computes its own experts for all tokens; an all-reduce adds the results of the ranks. Data ranks that
+        share experts gather their tokens first, and then a reduce-scatter gives each the results of its own tokens.
         """
         if isinstance(mlp, MLP):
             return mlp
-        count = mlp.num_experts // self.size  # of one rank
+        count = mlp.num_experts // math.prod(self.mesh.shape[name] for name in self.expert_axes)  # of one rank
 
-        def body(weights: dict, x: jax.Array, routed_by: jax.Array) -> jax.Array:
-            first = jax.lax.axis_index(self.axes) * count
-            return jax.lax.psum(mlp.routed(weights, x, first, count, routed_by), self.axes)
+        def body(weights: dict, *rows: jax.Array) -> jax.Array:
+            first = jax.lax.axis_index(self.expert_axes) * count
+            if self.experts_over_data:
+                rows = tuple(jax.lax.all_gather(each, "data", tiled=True) for each in rows)
+            y = mlp.routed(weights, rows[0], first, count, rows[-1])
+            if self.experts_over_data:
+                y = jax.lax.psum_scatter(y, "data", tiled=True)
+            return jax.lax.psum(y, self.axes)
 
         def distributed(weights: dict, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
             routed = {name: part for name, part in weights.items() if name not in ("shared", "shared_gate")}
             places = {name: REPLICATED if name == "router" else PartitionSpec(self.axes) for name in routed}
+            rows = (x,) if routed_by is None else (x, routed_by)
             y = jax.shard_map(
-                body, mesh=self.inner_mesh, in_specs=(places, REPLICATED, REPLICATED), out_specs=REPLICATED,
+                body, mesh=self.inner_mesh, in_specs=(places, *(REPLICATED for _ in rows)), out_specs=REPLICATED,
                 axis_names=set(self.axes), check_vma=False,
-            )(routed, x, x if routed_by is None else routed_by)  # fmt: skip
+            )(routed, *rows)  # fmt: skip
             return y if mlp.shared is None else y + mlp.of_shared(weights, x)
 
         return distributed
@@ -271,48 +345,49 @@ def _of_blocks(tree: Any, times: int, over: int) -> Any:
     return jax.tree.map(resized, tree, is_leaf=lambda x: isinstance(x, PagedKV))
 
 
-def _layout(config: ModelConfig, data_ranks: int, ranks: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The sizes and the names of the axes; an error if the ranks cannot share the model."""
+def _layout(
+    config: ModelConfig, counts: tuple[int, ...], expert_parallel: bool
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The sizes and the names of the axes; an error if the ranks cannot share the model. counts: of AXES."""
+    data_ranks, tensor_ranks, context_ranks = counts
     if not isinstance(config, ModelConfig):
         raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
     if config.is_encoder or config.encoder is not None:
         raise UnsupportedError(f"{config.family} is not a decoder-only model: no other is distributed over a mesh")
     for index, layer in enumerate(config.layers):
-        _check_layer(f"layer {index}", layer, ranks)
-    sizes = _axis_sizes(ranks, (layer.attention.num_kv_heads for layer in config.layers))
+        _check_layer(f"layer {index}", layer, tensor_ranks, context_ranks)
+    if expert_parallel:
+        _check_experts(config, data_ranks, tensor_ranks * context_ranks)
+    sizes = _axis_sizes(tensor_ranks, (layer.attention.num_kv_heads for layer in config.layers))
     names = ("tensor",) if len(sizes) == 1 else tuple(f"tensor_{i}" for i in range(len(sizes)))
+    sizes, names = (sizes, names) if context_ranks == 1 else ((*sizes, context_ranks), (*names, CONTEXT))
     return (sizes, names) if data_ranks == 1 else ((data_ranks, *sizes), ("data", *names))
 
 
-def _check_axes(sizes: Mapping[str, int]) -> None:
-    """An error unless "tensor" and "data" are the only axes larger than 1."""
-    if "tensor" not in sizes or not set(sizes) <= {"data", "tensor", "context"}:
+def _checked_sizes(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The sizes of AXES; an error if there are other axes, or no "tensor"."""
+    if "tensor" not in sizes or not set(sizes) <= set(AXES):
         raise ValueError(
             f'the mesh has the axes {tuple(sizes)}; they must be "tensor" and, if wanted, "data", "context"'
         )
-    if sizes.get("context", 1) > 1:
-        raise UnsupportedError(
-            f"decode context parallelism is not implemented in the engine: the mesh's axis 'context' has "
-            f"{sizes['context']} ranks, and must have 1; use the devices on the axes 'tensor' and 'data'"
-        )
+    return tuple(sizes.get(name, 1) for name in AXES)
 
 
 def _ranks(mesh: Mesh) -> np.ndarray:
-    """The devices [data ranks, tensor ranks], in order; an error if the mesh has other axes larger than 1."""
-    sizes = dict(mesh.shape)
-    _check_axes(sizes)
+    """The devices by AXES, in order; an error if the mesh has others."""
+    sizes = _checked_sizes(mesh.shape)
     if len({d.id for d in mesh.devices.flat}) < mesh.devices.size:
         raise ValueError(f"the mesh has a device more than once: {[d.id for d in mesh.devices.flat]}")
     found = {d.platform for d in mesh.devices.flat}
     if found != {device.detect().platform}:
         raise ValueError(f"the mesh's devices are {sorted(found)}, but JAX's default device is {device.detect()}")
-    order = [mesh.axis_names.index(name) for name in ("data", "tensor", "context") if name in sizes]
-    return mesh.devices.transpose(order).reshape(sizes.get("data", 1), sizes["tensor"])
+    order = [mesh.axis_names.index(name) for name in AXES if name in mesh.axis_names]
+    return mesh.devices.transpose(order).reshape(sizes)
 
 
-def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
+def _check_layer(name: str, layer: LayerConfig, tensor_ranks: int, context_ranks: int) -> None:
     """ValueError if the ranks cannot share a layer evenly; UnsupportedError for a fused projection."""
-    spec, mlp, moe = layer.attention, layer.mlp, layer.moe
+    spec, mlp, moe, ranks = layer.attention, layer.mlp, layer.moe, tensor_ranks * context_ranks
     if isinstance(layer.self_attn, AttentionConfig) and layer.self_attn.fused_qkv:
         raise UnsupportedError(
             f"{name} has one projection of q, k and v, in which a rank's heads do not lie together; an Engine splits "
@@ -323,10 +398,10 @@ def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
         raise ValueError(
             f"{name} has {heads} query heads, which {ranks} ranks cannot share evenly; use a divisor of {heads}"
         )
-    if kv_heads % ranks and ranks % kv_heads:  # a latent layer has 1
+    if kv_heads % tensor_ranks and tensor_ranks % kv_heads:  # a latent layer has 1
         raise ValueError(
-            f"{name} has {kv_heads} kv heads: {ranks} ranks can neither share them evenly nor have one each; use a "
-            f"divisor or a multiple of {kv_heads}"
+            f"{name} has {kv_heads} kv heads: {tensor_ranks} ranks can neither share them evenly nor have one each; "
+            f"use a divisor or a multiple of {kv_heads}"
         )
     if moe is not None and moe.num_experts % ranks:
         raise ValueError(
@@ -339,6 +414,24 @@ def _check_layer(name: str, layer: LayerConfig, ranks: int) -> None:
             f"{name} has an MLP of width {dense.width}, which {ranks} ranks cannot share evenly; use a divisor of "
             f"{dense.width}"
         )
+
+
+def _check_experts(config: ModelConfig, data_ranks: int, ranks: int) -> None:
+    """ValueError if the devices of all data ranks cannot share the experts of each layer evenly."""
+    counts = {layer.moe.num_experts for layer in config.layers if layer.moe is not None}
+    if not counts:
+        raise ValueError(f"expert_parallel=True, but {config.family} has no experts in this config")
+    if data_ranks == 1:
+        raise ValueError(
+            "expert_parallel=True distributes experts over data ranks, and the mesh has one; without it they are "
+            "distributed over all devices of a data rank"
+        )
+    for count in counts:
+        if count % (data_ranks * ranks):
+            raise ValueError(
+                f"expert_parallel=True: {data_ranks} x {ranks} devices cannot share {count} experts evenly; use a "
+                f"divisor of {count}"
+            )
 
 
 def _axis_sizes(ranks: int, kv_heads: Iterable[int]) -> tuple[int, ...]:

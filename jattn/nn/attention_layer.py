@@ -138,9 +138,10 @@ class AttentionConfig:
                 specs = {n: _per_head(w, widths[name] // size, axes[name]) for n, w in specs.items()}
             tree |= {f"{name}_norm": specs} if specs else {}
         if self.spec.has_sinks:
-            tree["sinks"] = WeightSpec((self.spec.num_heads,), ("heads",), 0.0)
+            tree["sinks"] = WeightSpec((self.spec.num_heads,), ("attention_heads",), 0.0)
         if self.max_distance is not None:
-            tree["distance_bias"] = WeightSpec((self.spec.num_heads, 2 * self.max_distance + 1), ("heads", None), 0.0)
+            shape = (self.spec.num_heads, 2 * self.max_distance + 1)
+            tree["distance_bias"] = WeightSpec(shape, ("attention_heads", None), 0.0)
         return tree
 
 

@@ -65,8 +65,8 @@ class LatentConfig:
             tree["q_a"] = linear_weight_specs(hidden, q_rank, ("embed", None), self.bias)
             tree["q_a_norm"] = self.norm.weight_specs(q_rank)
             tree["q_b"] = linear_weight_specs(q_rank, heads * s.qk_head_dim, (None, "heads"), False)
-        tree["w_uk"] = WeightSpec((heads, s.qk_nope_head_dim, s.kv_lora_rank), ("heads", None, None))
-        tree["w_uv"] = WeightSpec((heads, s.kv_lora_rank, s.v_head_dim), ("heads", None, None))
+        tree["w_uk"] = WeightSpec((heads, s.qk_nope_head_dim, s.kv_lora_rank), ("attention_heads", None, None))
+        tree["w_uv"] = WeightSpec((heads, s.kv_lora_rank, s.v_head_dim), ("attention_heads", None, None))
         tree["o"] = linear_weight_specs(heads * s.v_head_dim, hidden, ("heads", "embed"), self.bias)
         return tree
 

@@ -19,9 +19,7 @@ def test_a_table_for_each_kind_of_device(folder, capsys):
     assert cli.main(["plan", "--model", str(folder), "--devices", "h200x2", "l4"]) == 0
     printed = capsys.readouterr().out
     assert "2 x h200: 131.3 GiB, 4800 GB/s" in printed and "1 x l4: 22.4 GiB" in printed
-    assert (
-        "tensor 2, data 1, context 1" in printed and "refused: tensor 1, data 1, context 2: decode context" in printed
-    )
+    assert "tensor 2, data 1, context 1" in printed and "tensor 1, data 1, context 2" in printed
 
 
 def test_json_moves_with_every_option(folder, capsys):
@@ -64,8 +62,10 @@ def test_a_model_that_fits_in_no_layout_is_an_exit_code(folder, capsys):
     assert ": max_model_len=65 is more than the model's 64 positions" in capsys.readouterr().out
 
 
-def test_weights_that_are_stored_quantised_are_refused_by_name(folder, capsys):
+def test_weights_that_are_stored_quantised_need_their_headers(folder, capsys):
     config = tiny.CONFIG | dict(quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]))
     (folder / "config.json").write_text(json.dumps(config))
     assert cli.main(["plan", "--model", str(folder), "--devices", "l4"]) == 2
-    assert "stored quantised (fp8) is not implemented" in capsys.readouterr().err
+    assert "stored quantised (fp8); which, only the headers of its *.safetensors say" in capsys.readouterr().err
+    assert cli.main(["plan", "--model", str(folder), "--devices", "l4", "--quantization", "int8"]) == 2
+    assert "its weights are quantised (fp8); leave --quantization out" in capsys.readouterr().err

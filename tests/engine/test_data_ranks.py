@@ -226,3 +226,36 @@ def test_a_forward_pass_outside_a_data_rank_is_refused():
     model_mesh = models.ModelMesh.of(LLAMA, mesh(1, 2))
     with pytest.raises(ValueError, match="2 data ranks: call forward inside each_data_rank"):
         models.forward(LLAMA, on_mesh.params_of(LLAMA), np.zeros(4, np.int32), (), (), model_mesh=model_mesh)
+
+
+# ------------------------------------------------------------------ experts over all devices
+@pytest.mark.parametrize(
+    ("config", "data", "ranks", "is_deterministic"),
+    [(QWEN_EXPERTS, 2, 2, False), (LATENT, 2, 1, True)],
+    ids=["bursts end together", "a latent cache"],
+)
+def test_shared_experts_give_the_tokens_of_one_device(config, data, ranks, is_deterministic, compiles):
+    few = dict(max_num_seqs=2, num_blocks=16)
+    served = engine(config, mesh=mesh(ranks, data), deterministic=is_deterministic, expert_parallel=True, **few)
+    served.warmup()
+    with compiles() as seen:
+        tokens = on_mesh.tokens_of_a_trace(served)
+    assert seen.names == []
+    assert tokens == of_one_device(config, is_deterministic)
+    weights = served.params["layers"][1]["mlp"]["up"]["kernel"]
+    assert {shard.data.shape[0] for shard in weights.addressable_shards} == {8 // (data * ranks)}
+    assert len({str(shard.index) for shard in weights.addressable_shards}) == data * ranks, "no expert is there twice"
+
+
+def test_experts_that_cannot_be_shared_are_refused():
+    with pytest.raises(ValueError, match="expert_parallel=True, but llama has no experts"):
+        engine(LLAMA, mesh=mesh(1, 2), expert_parallel=True)
+    with pytest.raises(ValueError, match="over data ranks, and the mesh has one"):
+        engine(QWEN_EXPERTS, mesh=mesh(2), expert_parallel=True)
+    with pytest.raises(ValueError, match="give data_parallel, or a mesh"):
+        engine(QWEN_EXPERTS, expert_parallel=True)
+    few = models.config_of(
+        COMMON | dict(model_type="mixtral", num_key_value_heads=4, num_local_experts=2, num_experts_per_tok=2)
+    )
+    with pytest.raises(ValueError, match="2 x 2 devices cannot share 2 experts evenly; use a divisor of 2"):
+        engine(few, mesh=mesh(2, 2), expert_parallel=True)

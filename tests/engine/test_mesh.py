@@ -18,6 +18,8 @@ from jax.sharding import Mesh
 from jattn import UnsupportedError, models
 from jattn.engine import Engine, SamplingParams, sizing, warming
 from jattn.engine.dispatch import dispatch
+from jattn.engine.footprint import Footprint
+from jattn.models.load import stored_weights
 from jattn.ops import product
 from jattn.ops.quantised import is_quantised, plain
 from tests.models import test_hub_formats, tiny
@@ -50,10 +52,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPT = list(range(1, 20))
 
 
-def mesh(ranks: int, data: int = 1) -> Mesh:
-    if len(jax.devices()) < data * ranks:
-        pytest.skip(f"needs {data * ranks} devices")
-    return Mesh(np.array(jax.devices()[: data * ranks]).reshape(data, ranks), ("data", "tensor"))
+def mesh(ranks: int, data: int = 1, context: int = 1) -> Mesh:
+    if len(jax.devices()) < data * ranks * context:
+        pytest.skip(f"needs {data * ranks * context} devices")
+    devices = np.array(jax.devices()[: data * ranks * context])
+    return Mesh(devices.reshape(data, ranks, context), ("data", "tensor", "context"))
 
 
 @functools.cache
@@ -325,6 +328,11 @@ def test_a_folder_gets_the_same_quantised_weights_in_parts(tmp_path, quantizatio
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(two.params)} == {2}
     assert {2 * shard.data.nbytes for shard in down.values.addressable_shards} == {down.values.nbytes}
     if quantization is None:
+        for served in one, two:
+            places, config_ = served.runner.model.model_mesh, served.config
+            planned = Footprint(config_, "float32", None, places, stored_weights(path)).weight_bytes()
+            leaves = jax.tree.leaves(served.params)
+            assert planned == sum(x.addressable_shards[0].data.nbytes for x in leaves)
         assert one.generate([PROMPT], GREEDY)[0].token_ids == two.generate([PROMPT], GREEDY)[0].token_ids
 
 
@@ -368,8 +376,6 @@ def test_what_ranks_cannot_share_evenly_is_refused_with_its_numbers(config, rank
 
 def test_a_mesh_that_the_engine_cannot_use_is_refused():
     devices = np.array(jax.devices()[:2])
-    with pytest.raises(UnsupportedError, match="decode context parallelism is not implemented"):
-        engine(mesh=Mesh(devices.reshape(2, 1), ("context", "tensor")))
     with pytest.raises(ValueError, match=r"the mesh has the axes \('x',\)"):
         engine(mesh=Mesh(devices, ("x",)))
     with pytest.raises(TypeError, match="mesh"):
@@ -378,7 +384,7 @@ def test_a_mesh_that_the_engine_cannot_use_is_refused():
 
 def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path):
     tiny.write(tmp_path)
-    with pytest.raises(ValueError, match="tensor_parallel=64 and data_parallel=2 need 128 devices, and JAX has"):
+    with pytest.raises(ValueError, match="data_parallel=2 and tensor_parallel=64: 128 devices are needed, and JAX has"):
         Engine.from_pretrained(tmp_path, tensor_parallel=64, data_parallel=2)
     with pytest.raises(ValueError, match="not both"):
         Engine.from_pretrained(tmp_path, tensor_parallel=2, mesh=mesh(2))

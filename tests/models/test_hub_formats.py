@@ -4,6 +4,7 @@ import functools
 import json
 import struct
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import pytest
 import jattn
 from jattn import models
 from jattn.errors import UnsupportedError
+from jattn.models.load import stored_weights
+from jattn.nn.weight_spec import weight_path
 from jattn.ops.quantised import QuantisedArray
 from tests.models import tiny
 
@@ -54,9 +57,20 @@ def folder(path, quantization, pack, config=CONFIG, tensors=tiny.tensors):
     return models.load(plain)
 
 
+def weight_paths_of(params) -> dict:
+    """The leaves of params by path."""
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: isinstance(x, QuantisedArray))
+    return {weight_path(path): leaf for path, leaf in leaves}
+
+
 def check(path, quantization, pack, format, config=CONFIG, tensors=tiny.tensors):
     plain_config, plain = folder(path, quantization, pack, config, tensors)
     seen_config, params = models.load(path)
+    form = lambda x: (x.shape, x.dtype) if not isinstance(x, QuantisedArray) else (x.format, x.axis, x.dtype)
+    loaded, told = weight_paths_of(params), stored_weights(path)
+    assert {name: form(x) for name, x in loaded.items()} == {name: form(x) for name, x in told.items()}
+    parts = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert {name: parts(x) for name, x in loaded.items()} == {name: parts(x) for name, x in told.items()}
     kernel = params["layers"][1]["mlp"]["down"]["kernel"]
     assert isinstance(kernel, QuantisedArray) and kernel.format == format and kernel.dtype == "float32"
     np.testing.assert_allclose(kernel.dequantise(), plain["layers"][1]["mlp"]["down"]["kernel"], rtol=1e-6, atol=1e-7)

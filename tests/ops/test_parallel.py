@@ -65,6 +65,14 @@ def test_slots_of_all_ranks_cover_the_new_tokens_once(world, interleave):
         assert slots[rank][t] // size == block  # every rank's page of one block id holds the same run of positions
 
 
+def test_a_token_without_a_slot_is_written_by_no_rank():
+    meta = jattn.CommonAttentionMetadata.from_lengths([3, 2], [9, 5], np.array([[4, 2], [1, 0]]), 8)
+    kept = np.array([True, False, True, False, True])
+    meta = meta.replace(slot_mapping=np.where(kept, meta.slot_mapping, -1))
+    slots = [KeyShard(rank=rank, world=2).slot_mapping(meta, 4) for rank in range(2)]
+    assert (np.stack(slots) >= 0).sum(axis=0).tolist() == kept.tolist()
+
+
 # ---------------------------------------------------------------------- keys over ranks
 
 
