@@ -27,9 +27,10 @@ FLAT_LIST = True
 FIXED_MAX = True
 """No running maximum under a soft cap. By itself it gains 2 % of prefill: a cap costs 15.3 % instead of 17.3."""
 
-CAP_FOURTHS = 1
+CAP_FOURTHS, CAP_FOURTHS_WIDE = 1, 0
 """With FIXED_MAX, how many of every 4 scores are capped by FMA. pre_1x8k takes 1021 with 0, 927 with 1, 961 with 2,
-1114 with 3, and 868 without a cap."""
+1114 with 3, and 868 without a cap. With heads of more than 192, which have more products a score, pre_1x4k takes 234
+with 0, 239 with 1, 247 with 2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +74,25 @@ def query_buffers(request: TileRequest) -> dict[str, Any]:
     config = request.config
     if config.head_dim > 192:
         return {"q_buffers": 1}
-    if config.quantised or _stages_that_fit(config, 128, most=2) == 2:
+    if config.quantised:
+        return {"q_buffers": 1} if _decodes_128(request) else {}
+    if _stages_that_fit(config, 128, most=2) == 2:
         return {}
     one = dataclasses.replace(config, q_buffers=1)
     return {"q_buffers": 1} if _stages_that_fit(one, 128, most=2) == 2 else {}
+
+
+def _decodes_128(request: TileRequest) -> bool:
+    """Blocks of 128 keys for prefill over an 8-bit cache, in one stage beside one buffer of queries: the warpgroup that
+    decodes is ahead of the products. pre_1x8k_fp8 takes 1203, with blocks of 64 keys 1329; mixed_32d_2p_fp8 611, 651.
+    """
+    config = request.config
+    return config.head_dim == config.v_head_dim == 128 and not _is_few(request) and not config.token_scales
+
+
+def _is_few(request: TileRequest) -> bool:
+    """True if no tile has more rows than one warpgroup takes."""
+    return request.rows is not None and request.rows <= WARPGROUP_ROWS
 
 
 def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
@@ -84,7 +100,7 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     config, rows = request.config, request.rows
     if rows is None:
         return {}
-    few = rows <= WARPGROUP_ROWS
+    few = _is_few(request)
     chosen: dict[str, Any] = {"long_tiles": not few, "flat_list": FLAT_LIST and few}
     if NARROW_TILES and rows <= 16 and config.kv_dtype in KV_DTYPES_8BIT:
         narrow = dataclasses.replace(config, narrow_rows=8 if rows <= 8 else 16)
@@ -98,7 +114,7 @@ def measured_tiles(request: TileRequest) -> dict[str, Any]:
     c = request.config
     if c.token_scales:  # not measured; their scales need shared memory too
         return {}
-    kind = "narrow" if c.narrow_rows else "long" if c.long_tiles else "few"
+    kind = "narrow" if c.narrow_rows else "few" if _is_few(request) else "long"
     return measured_table().get((c.head_dim, c.v_head_dim, c.kv_dtype, kind), {})
 
 
@@ -106,9 +122,11 @@ def largest_tiles(request: TileRequest) -> dict[str, Any]:
     """The rule where nothing was measured: the largest block of which two stages fit, in as many stages as fit.
 
     Blocks have 128 or 64 keys, in at most 3 stages; over an 8-bit cache 64 keys, in at most 5. A block of narrow tiles
-    always has 128 keys, in at most 4 stages.
+    always has 128 keys, in at most 4 stages. See also `_decodes_128`.
     """
     config = request.config
+    if config.quantised and not config.narrow_rows and _decodes_128(request):
+        return {"block_kv": 128, "stages": 1}
     eight_bits = config.kv_dtype in KV_DTYPES_8BIT
     blocks, most = ((64,), 5) if eight_bits else ((128, 64), 3)
     if config.narrow_rows:
@@ -122,7 +140,7 @@ def soft_cap(request: TileRequest) -> dict[str, Any]:
     """How a soft-capped softmax is computed, where the cap bounds the logits."""
     if not FIXED_MAX or "fixed_max" in request.decided or not request.config.can_fix_max:
         return {}
-    return {"fixed_max": True, "cap_fourths": CAP_FOURTHS}
+    return {"fixed_max": True, "cap_fourths": CAP_FOURTHS_WIDE if request.config.head_dim > 192 else CAP_FOURTHS}
 
 
 POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (

@@ -261,8 +261,8 @@ def _assign(info, cost, config) -> GpuWorkList:
     """Ranked tiles -> whole waves and cuts of the line."""
     heads, ctas = config.num_kv_heads, config.num_ctas
     few, keys = _kinds(info, cost)
-    set_heads = _set_heads(few, keys, config)
     tiles = jnp.sum(cost > 0, dtype=jnp.int32)
+    set_heads = _set_heads(few, keys, tiles, config)
     num_units, set_units = tiles * heads, jnp.maximum(tiles, 1) * set_heads
     unit = jnp.arange(cdiv(cost.shape[0] * heads, ctas) * ctas, dtype=jnp.int32)
     tile, _ = place_of(unit, set_units, heads, set_heads)
@@ -304,13 +304,13 @@ def _kinds(info, cost):
     return share, jnp.sum(jnp.where(first & (rows > SHORT_ROWS), info[:, SEQ], 0))
 
 
-def _set_heads(few, keys, config: GpuKernelConfig):
-    """Kv heads of a set, i32: one where the keys of a prefill exceed L2, else all of them."""
+def _set_heads(few, keys, tiles, config: GpuKernelConfig):
+    """Kv heads of a set, i32: one where the keys of a prefill exceed L2 and its tiles occupy every CTA, else all."""
     heads, rule = config.num_kv_heads, config.mask
     if config.heads_together or rule.left >= 0 or rule.chunk > 0:  # a window reads few keys at any time
         return jnp.int32(config.heads_together or heads)
     large = keys.astype(jnp.float32) * (config.key_bytes * heads) > L2_BYTES
-    return jnp.where(large & (few < FEW), 1, heads).astype(jnp.int32)
+    return jnp.where(large & (few < FEW) & (tiles >= config.num_ctas), 1, heads).astype(jnp.int32)
 
 
 def _whole_waves(cost, most, total):
