@@ -1,10 +1,6 @@
 """Data ranks: requests are placed, and each rank computes its own in the same dispatch, as a single device would."""
 
 import functools
-import os
-import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +13,6 @@ from jattn.engine.dispatch import dispatch
 from tests.engine import test_mesh as on_mesh
 from tests.engine.test_mesh import COMMON, GREEDY, LATENT, LLAMA, PROMPT, engine, mesh, of_one_device
 from tests.engine.test_scheduler import FULL, WINDOW, World
-from tests.rooms import tree
 
 
 # ------------------------------------------------------------------ placement, without a device
@@ -106,25 +101,6 @@ def test_the_tokens_are_those_of_one_device_and_nothing_compiles(config, data, r
     assert seen.names == []
     assert tokens == of_one_device(config, is_deterministic)
     assert served.stats.cache_usage == 0 and not served.has_work
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_eight_devices_give_the_tokens_of_one_over_a_long_trace():
-    """In a process with eight devices: tests have fewer. Four devices are compared above."""
-    program = (
-        "from tests.engine import test_data_ranks as d, test_mesh as t\n"
-        "for config, requests, one_program, meshes in (\n"
-        "    (t.LLAMA, 300, False, ((8, 1), (2, 4))), (d.SHARED_HEAD, 60, True, ((2, 4),)),\n"
-        "    (t.EXPERTS, 60, True, ((4, 2),)),\n"
-        "):\n"
-        "    wanted = t.tokens_of_a_trace(t.engine(config, deterministic=one_program), requests)\n"
-        "    for data, ranks in meshes:\n"
-        "        served = t.engine(config, mesh=t.mesh(ranks, data), num_blocks=16, deterministic=one_program)\n"
-        "        assert t.tokens_of_a_trace(served, requests) == wanted, (data, ranks)\n"
-    )
-    flags = re.sub(r"(device_count)=\d+", r"\1=8", os.environ["XLA_FLAGS"])
-    subprocess.run([sys.executable, "-c", program], cwd=tree.ROOT, env=os.environ | {"XLA_FLAGS": flags}, check=True)
 
 
 @functools.cache

@@ -3,11 +3,8 @@
 import dataclasses
 import functools
 import gc
-import os
 import random
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +20,6 @@ from jattn.models.load import stored_weights
 from jattn.ops import product
 from jattn.ops.quantised import is_quantised, plain
 from tests.models import test_hub_formats, tiny
-from tests.rooms import tree
 
 VOCAB = 64
 COMMON = dict(
@@ -109,20 +105,6 @@ def test_the_tokens_are_those_of_one_device_and_nothing_compiles(config, ranks, 
         tokens = tokens_of_a_trace(served)
     assert seen.names == []
     assert tokens == of_one_device(config, is_deterministic)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_eight_ranks_give_the_tokens_of_one_device_over_a_long_trace():
-    """In a process with eight devices: tests have fewer. Fewer ranks than eight are compared above."""
-    program = (
-        "from tests.engine import test_mesh as t\n"
-        "for config, requests, one_program in ((t.LLAMA, 300, False), (t.WINDOWS, 60, True), (t.EXPERTS, 60, True)):\n"
-        "    alone, served = (t.engine(config, mesh=m, deterministic=one_program) for m in (None, t.mesh(8)))\n"
-        "    assert t.tokens_of_a_trace(served, requests) == t.tokens_of_a_trace(alone, requests), config\n"
-    )
-    flags = re.sub(r"(device_count)=\d+", r"\1=8", os.environ["XLA_FLAGS"])
-    subprocess.run([sys.executable, "-c", program], cwd=tree.ROOT, env=os.environ | {"XLA_FLAGS": flags}, check=True)
 
 
 # ------------------------------------------------------------------ options; a deterministic engine has one program
