@@ -42,11 +42,16 @@ class WarpKernelConfig(GpuKernelConfig):
         return int(self.chip[3:]) >= FP8_CONVERSIONS
 
     @property
+    def least_stages(self) -> int:
+        """Two where all tiles are narrow and keys have 8 bits: the warps' states are merged in the keys' buffers."""
+        return 2 if self.quantised and not self.wide_tiles else 1
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA."""
         dims = self.head_dim + self.v_head_dim
         key = dims * (1 if self.kv_dtype in KV_DTYPES_8BIT else 2)
         key += TOKEN_SCALE_BYTES if self.token_scales else 0
         queries = 0 if not self.wide_tiles else self.tile_halves * WARPGROUP_ROWS * self.head_dim * 2
-        decoded = self.block_kv * dims * 2 if self.quantised and self.wide_tiles else 0
+        decoded = self.block_kv * self.head_dim * 2 if self.quantised and self.wide_tiles else 0
         return queries + self.stages * self.block_kv * key + decoded + SMEM_FIXED

@@ -35,7 +35,8 @@ def _chosen(chip: str, rows: int | None, processors: int | None, given: tuple[tu
     for halves, ctas in [layout for layout in LAYOUTS if layout[0] <= most]:
         limit = min(known.smem_cta, known.smem // ctas - SMEM_RESERVED)
         config = dataclasses.replace(config, tile_halves=halves)
-        if stages := _stages_that_fit(config, limit):
+        stages = _stages_that_fit(config, limit)
+        if stages >= config.least_stages:
             break
     chosen = {"stages": max(stages, 1), "num_ctas": ctas * (processors or known.processors)}
     return dataclasses.replace(config, **chosen | fields)

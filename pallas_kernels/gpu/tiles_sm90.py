@@ -133,7 +133,7 @@ def _token_scales(cfg: GpuKernelConfig, refs: Refs, slot):
     return token_scales.load_per_key(refs.token_scale, slot, 1, cfg.block_kv) if cfg.token_scales else (None, None)
 
 
-def _weights(cfg: GpuKernelConfig, p, of_values) -> tuple:
+def weight_operands(cfg: GpuKernelConfig, p, of_values) -> tuple:
     """f32 weights -> the operands whose products with the stored values are added."""
     p = token_scales.multiply_per_key(p, of_values, 1)
     parts = [p.astype(cfg.value_dtype)]
@@ -273,7 +273,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         release()
         x, c = logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = softmax_step(cfg, x, c, m, total, acc)
-        weights = _weights(cfg, p, of_values)
+        weights = weight_operands(cfg, p, of_values)
         total += p.sum(axis=1)
         acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
         plgpu.barrier_arrive(refs.compute_barrier)
@@ -340,7 +340,7 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         if masked:
             zero_unseen_values(cfg, refs, piece, slot, kv0)
         values, release = _value_operand(cfg, refs, wg, slot)
-        acc = _add_weighted_values(acc, _weights(cfg, p, of_values), values)
+        acc = _add_weighted_values(acc, weight_operands(cfg, p, of_values), values)
         release()
         when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
         return acc, m, total

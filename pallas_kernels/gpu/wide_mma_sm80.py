@@ -85,11 +85,14 @@ def queries_times_keys(q_ref, k_ref, *, halves: int, block: int, dim: int, dtype
     return multiply(q_ref, k_ref)
 
 
-def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: str):
-    """O + P V of each half: O f32 [64, V], P [64, block] and V SMEM [block, V] of 16 bits."""
+def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: str, v_dim: int | None = None):
+    """O + P V of each half: O f32 [64, V], P [64, block] and V SMEM [block, V] of 16 bits.
+
+    v_dim: columns of v_ref, whose memory holds V, if there are more.
+    """
     halves = len(accs)
     shape = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, dim), jnp.float32, _WGMMA)
-    kinds = (plgpu.RefType(rows.tile_transforms(dim, dtype)), *(_WGMMA,) * (2 * halves))
+    kinds = (plgpu.RefType(rows.tile_transforms(v_dim or dim, dtype)), *(_WGMMA,) * (2 * halves))
 
     @plgpu.inline_mgpu(arg_types=kinds, return_type=(shape,) * halves)
     def add(ctx, v_tile, *fragments):
