@@ -44,14 +44,15 @@ CHECKED_8BIT = [
 ]
 TIMED = ("pre_1x8k", "dec_64x4k", "dec_ragged64")
 TIMED_8BIT = ("dec_16x32k_fp8", "pre_1x8k_fp8", "dec_16x32k_fp8_p64")
-BESIDE_HOPPER = ("pre_1x8k", "dec_64x4k", "dec_16x32k_fp8", "mixed_32d_2p")
+BESIDE_HOPPER = ("dec_16x32k_fp8", "mixed_32d_2p")
 LATER = (
     "pre_1x8k_d256", "mixed_32d_2p", "pre_1x8k+window1024", "dec_64x32k+window1024", "pre_4x4k", "dec_16x4k",
 )  # fmt: skip
 VARIANTS = [  # cases that a choice of tiles concerns
     ("pre_1x8k_d64", dict(stages=1)),
     ("pre_1x8k_d64", dict(stages=2)),
-    ("pre_1x8k_d64", dict(tile_halves=1)),
+    ("pre_1x8k_d64", dict(lazy_rescale=False)),
+    ("pre_1x8k", dict(lazy_rescale=False)),
     ("dec_64x4k", dict(stages=2)),
 ]
 
@@ -91,8 +92,8 @@ def jobs_of(chip: str, peers: list[dict], iterations: int) -> Iterator[jobs.Job]
     of_16_bits = [(case, {}) for case in CHECKED]
     plain, later, eight = ([(name, {}) for name in names] for names in (TIMED, LATER, TIMED_8BIT))
     rounds = (
-        (CHECKED_8BIT[:2], [("pre_1x8k_d64", {}), *VARIANTS[:3], *eight[:2], *later[:3]]),
-        (CHECKED_8BIT[2:] + of_16_bits[:3], eight[2:] + later[3:] + plain + VARIANTS[3:]),
+        (CHECKED_8BIT[:2], [("pre_1x8k_d64", {}), *VARIANTS[1:3], *plain[:1], VARIANTS[3], *eight[:2], *later[:3]]),
+        (CHECKED_8BIT[2:] + of_16_bits[:3], eight[2:] + later[3:] + plain[1:] + VARIANTS[:1] + VARIANTS[4:]),
         (of_16_bits[3:], []),
     )
     for checked, timed in rounds:

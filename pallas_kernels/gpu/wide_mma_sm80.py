@@ -114,6 +114,28 @@ def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: st
     return out if halves > 1 else tuple(out)
 
 
+def rescaled(acc, alpha):
+    """acc * alpha, f32 [64, V] and f32 (64,) of at most 1; a warp of whose rows every alpha is 1 skips the products."""
+    shape = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, _WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA, _WGMMA.reduce(1)), return_type=shape)
+    def rescale(ctx, acc, alpha):
+        factors = [rows.register_value(r) for r in alpha.registers.flat]
+        which = [second for second, _ in rows.pair_places(acc) for _ in range(2)]
+        flat = [rows.pair_element(pair, k) for pair in acc.registers.flat for k in range(2)]
+        count = len(flat)
+        text = f"min.f32 y, ${count}, ${count + 1}; setp.lt.f32 p, y, 0f3F800000;"
+        text += " vote.sync.any.pred p, p, -1; @!p bra SAME; "
+        text += " ".join(f"mul.f32 ${k}, ${k}, ${count + second};" for k, second in enumerate(which))
+        constraints = ",".join(["=&f"] * count + ["f", "f"] + [str(k) for k in range(count)])
+        flat = ptx.asm_values(f"{{ .reg .pred p; .reg .f32 y; {text} SAME: }}", constraints, count, *factors, *flat)
+        out = rows.empty_fragment(acc.shape, _WGMMA)
+        rows.fill(out, lambda i: flat[2 * i : 2 * i + 2])
+        return out
+
+    return rescale(acc, alpha)
+
+
 def _fragment(tiles):
     """A f32 fragment from 4 floats for each 8 columns: row g, columns 2t, 2t+1, then row g + 8."""
     fragment = rows.empty_fragment((WARPGROUP_ROWS, 8 * len(tiles)), _WGMMA)

@@ -1,5 +1,7 @@
 """Wide tiles: 64 query rows, or 128, over all keys of a piece; 16 of each 64 rows to a warp. FlashAttention-2's way."""
 
+import functools
+
 import jax.numpy as jnp
 
 from pallas_kernels.gpu import rows_sm90 as rows
@@ -12,7 +14,10 @@ from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.copies_sm80 import WARPS, sync_warps
 from pallas_kernels.gpu.pieces_sm80 import BlockReader
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
+from pallas_kernels.gpu.row_states_sm90 import across_columns
 from pallas_kernels.gpu.token_scales_sm90 import multiply_per_key
+
+MOST_BELOW_MAXIMUM = 8.0  # in base 2: weights are at most 256, and float16 holds up to 65504
 
 
 def wide_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
@@ -25,6 +30,18 @@ def wide_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
     def _():
         sync_warps()  # no warp reads the first half's keys any longer
         _rows(cfg, refs, piece, WARPGROUP_ROWS)
+
+
+def _softmax_step(x, c, m, total, acc):
+    """tiles.softmax_step with a maximum that may be too small, by at most MOST_BELOW_MAXIMUM.
+
+    It changes in few blocks after the first, and where no row of a warp changes it, that warp does not rescale acc.
+    """
+    top = x.max(axis=1) * c
+    new_m = jnp.where(top > m + MOST_BELOW_MAXIMUM, top, m)
+    alpha = jnp.exp2(m - new_m)
+    p = jnp.exp2(x * c - across_columns(new_m, x.shape))
+    return p, new_m, total * alpha, wide_mma.rescaled(acc, alpha)
 
 
 def _decoded(cfg: WarpKernelConfig, refs: Refs, tile, dim: int, target: str):
@@ -64,7 +81,8 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
         own = rows_of_all or (bounds() if masked else [None] * cfg.tile_halves)
         for row, x, (acc, m, total) in zip(own, dots, states, strict=True):
             x, c = tiles.logits(cfg, row, x, kv0, scale, masked)
-            p, m, total, acc = tiles.softmax_step(cfg, x, c, m, total, acc)
+            step_of = _softmax_step if cfg.lazy_rescale else functools.partial(tiles.softmax_step, cfg)
+            p, m, total, acc = step_of(x, c, m, total, acc)
             new.append((acc, m, total + p.sum(axis=1)))
             _, of_values = reader.token_scales(slot, 1)  # read again: they are not in registers during the softmax
             weights.append(tiles.weight_operands(cfg, p, of_values))

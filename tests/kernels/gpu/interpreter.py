@@ -370,6 +370,7 @@ PTX = {
     "decode_tile": _decode_tile,
     "load_per_key": lambda closure, scales: (scales,),
     "queries_times_keys": _queries_times_keys,
+    "rescaled": lambda closure, acc, alpha: (acc * alpha[:, None],),
     "add_weighted_values": _add_weighted_values,
     "put_numbers": _put_numbers,
     "put_state": _put_state,
