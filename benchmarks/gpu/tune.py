@@ -1,61 +1,118 @@
 """Measures the best block of keys and number of stages for every shape on this card, and writes the table of tiles.
 
-    python -m jattn bench --tune [--out pallas_kernels/tuning/nvidia_h200.json]
+    python -m jattn bench --tune [--out FILE]
 
 Every candidate that fits is checked against numpy float64 and timed. It replaces the choice of
-`tile_policy.largest_tiles` only if it is at least 1 % faster. About three minutes.
+`tile_policy.largest_tiles` only if it is at least 1 % faster. About three minutes. On a card without wgmma the table is
+that of the warp-level kernel (tile_policy_sm80.py) for the card's chip, pallas_kernels/tuning/sm_86.json; about ten
+minutes. --chip sm_86 tunes that kernel on a Hopper card, to try the command.
 """
 
 import argparse
 import json
 import pathlib
 import sys
+from typing import Any
+
+import jax
 
 from benchmarks import records
 from benchmarks.gpu import cases, check
-from pallas_kernels.gpu import tile_policy
-from pallas_kernels.gpu.supports import supports
+from jattn import device
+from jattn.backends.pallas_gpu import config_reasons
+from pallas_kernels.gpu import tile_policy, tile_policy_sm80
+from pallas_kernels.gpu.config_sm80 import CHIPS
 
 FILE = pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels" / "tuning" / "nvidia_h200.json"
 DIMS = ((64, 64), (128, 128), (256, 256))
 LENGTHS = {"few": ((1, 4096),) * 64, "narrow": ((1, 4096),) * 64, "long": ((4096, 4096),)}
 KINDS = {"bfloat16": ("few", "long"), "float8_e4m3fn": ("narrow", "long")}
+WARP_KINDS = {"bfloat16": ("few", "long"), "float8_e4m3fn": ("few", "long")}
 MOST_OF_RULE = 0.99  # a candidate replaces the rule's choice below this share of its time
 
 
-def shapes() -> list[tuple[cases.KernelCase, str]]:
+def shapes(kinds: dict[str, tuple[str, ...]]) -> list[tuple[cases.KernelCase, str]]:
     """(case, kind) of every shape that is tuned."""
     return [
         (cases.KernelCase(name=f"tune_{kind}", lengths=LENGTHS[kind], head_dim=d, v_head_dim=v, kv_dtype=dtype), kind)
-        for dtype, kinds in KINDS.items()
+        for dtype, of_dtype in kinds.items()
         for d, v in DIMS
-        for kind in kinds
+        for kind in of_dtype
     ]
 
 
-def rule(case: cases.KernelCase) -> dict[str, int]:
-    """The tiles for shapes that the table lacks."""
-    return tile_policy.largest_tiles(tile_policy.TileRequest(check.config_of(case), rows=None, decided=frozenset()))
+class Hopper:
+    """block_kv and stages of the Hopper kernel."""
+
+    kinds, path = KINDS, FILE
+    note = "block_kv and stages by measurement; gpu/tile_policy.py has a rule for other shapes"
+
+    def rule(self, case: cases.KernelCase) -> dict[str, int]:
+        """The tiles for shapes that the table lacks."""
+        return tile_policy.largest_tiles(tile_policy.TileRequest(check.config_of(case), rows=None, decided=frozenset()))
+
+    def every(self, case: cases.KernelCase, kind: str) -> list[dict[str, int]]:
+        """What is tried, of which the kernel may refuse some."""
+        blocks = (128,) if kind == "narrow" else (64, 128)
+        return [dict(block_kv=block, stages=stages) for block in blocks for stages in range(2, 7)]
+
+    def fields(self, tiles: dict[str, int]) -> dict[str, Any]:
+        """The config's fields for these tiles."""
+        return tiles
 
 
-def candidates(case: cases.KernelCase, kind: str) -> list[dict[str, int]]:
+class Warps:
+    """Halves of a tile, stages and CTAs of a multiprocessor of the warp-level kernel, for one chip."""
+
+    kinds = WARP_KINDS
+    note = "tile_halves, stages and ctas by measurement; gpu/tile_policy_sm80.py has a rule for other shapes"
+
+    def __init__(self, chip: str):
+        self.chip, self.path = chip, tile_policy_sm80.table_path(chip)
+        self.processors = getattr(jax.devices()[0], "core_count", None) or CHIPS[chip].processors
+
+    def _config(self, case: cases.KernelCase, **fields):
+        return check.config_of(case, chip=self.chip, processors=self.processors, **fields)
+
+    def rule(self, case: cases.KernelCase) -> dict[str, int]:
+        return tile_policy_sm80.largest_tiles(self._config(case))
+
+    def every(self, case: cases.KernelCase, kind: str) -> list[dict[str, int]]:
+        layouts = [layout for layout in tile_policy_sm80.LAYOUTS if kind == "long" or layout[0] == 1]
+        most = {
+            (halves, ctas): tile_policy_sm80.stages_that_fit(self._config(case, tile_halves=halves), ctas)
+            for halves, ctas in layouts
+        }
+        return [
+            dict(tile_halves=halves, stages=stages, ctas=ctas)
+            for (halves, ctas), count in most.items()
+            for stages in range(1, count + 1)
+        ]
+
+    def fields(self, tiles: dict[str, int]) -> dict[str, Any]:
+        own = dict(chip=self.chip, processors=self.processors, num_ctas=tiles["ctas"] * self.processors)
+        return own | {name: tiles[name] for name in ("tile_halves", "stages")}
+
+
+def candidates(kernel: Hopper | Warps, case: cases.KernelCase, kind: str) -> list[dict[str, int]]:
     """The rule's choice, then every other one that the kernel supports; empty if it refuses this shape."""
-    blocks = (128,) if kind == "narrow" else (64, 128)
-    every = [dict(block_kv=block, stages=stages) for block in blocks for stages in range(2, 7)]
-    every = [tiles for tiles in every if not supports(check.config_of(case, **tiles))]
-    first = rule(case)
-    return [first, *(tiles for tiles in every if tiles != first)] if not supports(check.config_of(case)) else []
+    refused = lambda tiles: config_reasons(check.config_of(case, **kernel.fields(tiles)))
+    first = kernel.rule(case)
+    every = [tiles for tiles in kernel.every(case, kind) if tiles != first and not refused(tiles)]
+    return [] if refused(first) else [first, *every]
 
 
-def tune(case: cases.KernelCase, kind: str, report) -> dict:
+def tune(kernel: Hopper | Warps, case: cases.KernelCase, kind: str, report) -> dict:
     """The row of one shape."""
     args = argparse.Namespace(no_check=False, samples=4, time=True, iterations=8)
     timed = []
-    for tiles in candidates(case, kind):
+    for tiles in candidates(kernel, case, kind):
         report(tiles)
-        row = check.run_case(case, args, **tiles)
+        row = check.run_case(case, args, **kernel.fields(tiles))
         if row["rel_err"] < 6e-3:
             timed.append((row["us"], tiles))
+    if not timed:
+        raise RuntimeError(f"{case.name}, D {case.head_dim}, {case.kv_dtype}: wrong numbers with every choice of tiles")
     first, best = timed[0], min(timed, key=lambda pair: pair[0])
     us, tiles = best if best[0] < MOST_OF_RULE * first[0] else first
     shape = dict(head_dim=case.head_dim, v_head_dim=case.v_head_dim, kv_dtype=case.kv_dtype, kind=kind)
@@ -65,21 +122,23 @@ def tune(case: cases.KernelCase, kind: str, report) -> dict:
 def main(argv: list[str] | None = None) -> int:
     """Tune, show how far it is, write the file."""
     parser = argparse.ArgumentParser(prog="python -m jattn bench --tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, default=FILE)
+    parser.add_argument("--out", type=pathlib.Path, help="the file; None: the one in the package")
+    parser.add_argument("--chip", choices=CHIPS, help="whose tiles of the warp-level kernel; None: the card's kernel's")
     args = parser.parse_args(argv)
-    todo, rows = shapes(), []
-    note = "block_kv and stages by measurement; gpu/tile_policy.py has a rule for other shapes"
+    generation = args.chip or device.detect().generation
+    kernel = Hopper() if args.chip is None and generation == "sm_90" else Warps(generation)
+    todo, rows, path = shapes(kernel.kinds), [], args.out or kernel.path
     for number, (case, kind) in enumerate(todo, 1):
         what = f"[{number}/{len(todo)}] D {case.head_dim} {case.kv_dtype} {kind}"
         report = lambda tiles, what=what: print(f"{what}: {tiles}".ljust(90), end="\r", file=sys.stderr, flush=True)
-        if not candidates(case, kind):
+        if not candidates(kernel, case, kind):
             print(f"{what}: refused")
             continue
-        rows.append(tune(case, kind, report))
+        rows.append(tune(kernel, case, kind, report))
         print(rows[-1], flush=True)
-        text = json.dumps(records.provenance() | dict(note=note, rows=rows), indent=1)
-        args.out.write_text(text + "\n", encoding="utf-8")  # after each: what is measured stays
-    print(f"wrote {args.out}")
+        text = json.dumps(records.provenance() | dict(note=kernel.note, rows=rows), indent=1)
+        path.write_text(text + "\n", encoding="utf-8")  # after each: what is measured stays
+    print(f"wrote {path}")
     return 0
 
 

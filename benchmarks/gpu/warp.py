@@ -7,6 +7,7 @@ takes those of any chip. Nothing is started in the last 15 seconds.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ from jattn import device
 from pallas_kernels.algebra.mask import MaskRule
 
 PEER_CASES = ("pre_1x8k", "pre_1x8k_d64", "pre_1x8k_d256", "dec_64x4k")
+TOKENS = dict(token_scales=True)
 OPTIONS = (("mask", MaskRule(left=200, chunk=512)), ("soft_cap", 15.0), ("alibi", True), ("has_sinks", True))
 MIXED = dict(lengths=cases.MIX, pad_tokens=37, pad_reqs=3)
 CHECKED = [
@@ -31,17 +33,35 @@ CHECKED = [
     cases.KernelCase(name="mix_d192_v128", **MIXED, head_dim=192),
     cases.KernelCase(name="mix_d64", **MIXED, head_dim=64, v_head_dim=64),
 ]
-TIMED = (
-    "pre_1x8k", "dec_64x4k", "dec_ragged64", "pre_1x8k_d64", "pre_1x8k_d256", "mixed_32d_2p", "pre_1x8k+window1024",
-    "dec_64x32k+window1024", "pre_4x4k", "dec_16x4k",
+SOFTWARE = dict(chip="sm_80")  # float8 without the instruction of sm_89, on any card
+CHECKED_8BIT = [
+    (cases.KernelCase(name="mix_fp8_all", **MIXED, kv_dtype="float8_e4m3fn", options=OPTIONS), {}),
+    (few("few_fp8", kv_dtype="float8_e4m3fn"), SOFTWARE | TOKENS),
+    (few("few_int8_mqa16", kv_dtype="int8", num_heads=16, num_kv_heads=2, page=64), dict(layout="NHD") | TOKENS),
+    (cases.KernelCase(name="mix_e5m2_f16", **MIXED, kv_dtype="float8_e5m2"), TOKENS | dict(dtype="float16")),
+    (cases.KernelCase(name="mix_int8_d192_v128", **MIXED, kv_dtype="int8", head_dim=192), {}),
+    (cases.KernelCase(name="mix_fp8_d256", **MIXED, kv_dtype="float8_e4m3fn", head_dim=256, v_head_dim=256), SOFTWARE),
+]
+TIMED = ("pre_1x8k", "dec_64x4k", "dec_ragged64")
+TIMED_8BIT = ("dec_16x32k_fp8", "pre_1x8k_fp8", "dec_16x32k_fp8_p64")
+BESIDE_HOPPER = ("dec_16x32k_fp8", "mixed_32d_2p")
+LATER = (
+    "pre_1x8k_d256", "mixed_32d_2p", "pre_1x8k+window1024", "dec_64x32k+window1024", "pre_4x4k", "dec_16x4k",
 )  # fmt: skip
-VARIANTS = [  # of pre_1x8k and other cases that a choice of tiles concerns
-    ("pre_1x8k", dict(tile_halves=2, stages=1)),
-    ("pre_1x8k", dict(tile_halves=2, stages=2)),
-    ("pre_1x8k", dict(tile_halves=1)),
+VARIANTS = [  # cases that a choice of tiles concerns
+    ("pre_1x8k_d64", dict(stages=1)),
     ("pre_1x8k_d64", dict(stages=2)),
+    ("pre_1x8k_d64", dict(lazy_rescale=False)),
+    ("pre_1x8k", dict(lazy_rescale=False)),
     ("dec_64x4k", dict(stages=2)),
 ]
+
+
+def case_of(name: str) -> cases.KernelCase:
+    """The case of this name; `_fp8` at its end changes the cache."""
+    plain = name.removesuffix("_fp8") if name.startswith("pre_") else name
+    found = flash2.case_of(plain)
+    return found if plain == name else dataclasses.replace(found, name=name, kv_dtype="float8_e4m3fn")
 
 
 def measure(case, options: dict, timed: bool, iterations: int) -> dict:
@@ -65,20 +85,31 @@ def jobs_of(chip: str, peers: list[dict], iterations: int) -> Iterator[jobs.Job]
     on_hopper = device.detect().generation == "sm_90"
     yield dict(case="read_4g"), read_rate
     for row in peers:
-        case = next((flash2.case_of(name) for name in PEER_CASES if name == row["case"]), None)
+        case = next((case_of(name) for name in PEER_CASES if name == row["case"]), None)
         rate = dict(tflop_s=case.flops() / row["us"] / 1e6) if case and "us" in row else {}
         yield dict(case=row["case"], variant="flash2"), lambda r=row | rate: dict(ok="us" in r) | r
-    for case in CHECKED[:3]:
-        yield dict(case=case.name, variant="default"), lambda c=case: measure(c, own, False, iterations)
-    plain = [(name, {}) for name in TIMED]
-    for name, options in plain[:2] + VARIANTS[:2] + plain[2:6] + VARIANTS[2:] + plain[6:]:
-        label = ",".join(f"{k}={v}" for k, v in options.items()) or "default"
-        case = flash2.case_of(name)
-        yield dict(case=name, variant=label), lambda c=case, o=options: measure(c, own | o, True, iterations)
-        if on_hopper and not options:
-            yield dict(case=name, variant="hopper"), lambda c=case: measure(c, {}, True, iterations)
-    for case in CHECKED[3:]:
-        yield dict(case=case.name, variant="default"), lambda c=case: measure(c, own, False, iterations)
+    label = lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default"
+    of_16_bits = [(case, {}) for case in CHECKED]
+    plain, later, eight = ([(name, {}) for name in names] for names in (TIMED, LATER, TIMED_8BIT))
+    rounds = (
+        (CHECKED_8BIT[:2], [("pre_1x8k_d64", {}), *VARIANTS[1:3], *plain[:1], VARIANTS[3], *eight[:2], *later[:3]]),
+        (CHECKED_8BIT[2:] + of_16_bits[:3], eight[2:] + later[3:] + plain[1:] + VARIANTS[:1] + VARIANTS[4:]),
+        (of_16_bits[3:], []),
+    )
+    for checked, timed in rounds:
+        for case, options in checked:
+            yield (
+                dict(case=case.name, variant=label(options)),
+                lambda c=case, o=options: measure(c, own | o, False, iterations),
+            )
+        for name, options in timed:
+            case = case_of(name)
+            yield (
+                dict(case=name, variant=label(options)),
+                lambda c=case, o=options: measure(c, own | o, True, iterations),
+            )
+            if on_hopper and not options and name in BESIDE_HOPPER:
+                yield dict(case=name, variant="hopper"), lambda c=case: measure(c, {}, True, iterations)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -36,10 +36,16 @@ class WarpKernelConfig(GpuKernelConfig):
     narrow_rows: int = 8  # tiles of at most so many rows, 8 or 16, are narrow (narrow_sm80.py)
     wide_tiles: bool = False  # False: no request has more than narrow_rows packed rows
     tile_halves: int = 1  # halves of a wide tile, of 64 rows, that share each load of a key; 2: at most 128 columns
+    lazy_rescale: bool = True
 
     @property
     def converts_fp8(self) -> bool:
         return int(self.chip[3:]) >= FP8_CONVERSIONS
+
+    @property
+    def least_stages(self) -> int:
+        """Two where all tiles are narrow and keys have 8 bits: the warps' states are merged in the keys' buffers."""
+        return 2 if self.quantised and not self.wide_tiles else 1
 
     @property
     def smem_bytes(self) -> int:
@@ -48,5 +54,5 @@ class WarpKernelConfig(GpuKernelConfig):
         key = dims * (1 if self.kv_dtype in KV_DTYPES_8BIT else 2)
         key += TOKEN_SCALE_BYTES if self.token_scales else 0
         queries = 0 if not self.wide_tiles else self.tile_halves * WARPGROUP_ROWS * self.head_dim * 2
-        decoded = self.block_kv * dims * 2 if self.quantised and self.wide_tiles else 0
+        decoded = self.block_kv * self.head_dim * 2 if self.quantised and self.wide_tiles else 0
         return queries + self.stages * self.block_kv * key + decoded + SMEM_FIXED

@@ -82,6 +82,23 @@ def copy_block(pool, tile, own_rows, *, block, dim, dtype):
     copy(pool, tile, own_rows)
 
 
+def copy_scales(pool, tile, own_rows, *, block):
+    """The same for one f32 scale of each key, to an SMEM tile [block]."""
+    keys = block // WARPS
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), PER_THREAD))
+    def copy(ctx, pool, tile, own_rows):
+        _, _, lane, warp = ptx.lane_position(hidden=True)
+        mine = rows.register_value(own_rows.registers.flat[0])
+        source = arith.addi(ptx.pointer(pool, 0), arith.muli(ptx.to_u64(mine), ptx.i64(4)))
+        target = ptx.add(ptx.pointer(tile, 3), ptx.mul(ptx.add(ptx.mul(warp, keys), lane), 4))
+        own = ptx.bool_to_i32(ptx.less(lane, ptx.i32(keys)))
+        text = "setp.ne.u32 q, $3, 0; setp.eq.u32 p, $2, -1; @q cp.async.ca.shared.global [$0], [$1], 4, p;"
+        ptx.asm("{ .reg .pred p, q; " + text + " }", "r,l,r,r", target, source, mine, own)
+
+    copy(pool, tile, own_rows)
+
+
 def _chunk(lane, step: int, chunks: int, swizzle: int):
     """A lane's chunk of 16 bytes in step `step`: (row of the warp's, byte, tile -> (its address, offset to add)).
 

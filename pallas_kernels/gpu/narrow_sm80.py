@@ -16,13 +16,15 @@ from pallas_kernels.gpu.narrow_sm90 import logits, query_bounds
 from pallas_kernels.gpu.pieces_sm80 import BlockReader
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
 from pallas_kernels.gpu.tiles_sm90 import full_block_bounds, loop_over_blocks
+from pallas_kernels.gpu.token_scales_sm90 import multiply_per_key
 
 
 def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
     """At most cfg.narrow_rows rows over the piece's blocks of 64 keys."""
     rows8, reader = cfg.narrow_rows // 8, BlockReader(cfg, refs, piece, 1)
-    keys = dict(rows8=rows8, dim=cfg.head_dim, source=cfg.kv_dtype, target=cfg.dtype)
-    values = dict(rows8=rows8, dim=cfg.v_head_dim, source=cfg.kv_dtype, target=cfg.value_dtype, parts=cfg.weight_parts)
+    kind = dict(rows8=rows8, source=cfg.kv_dtype, converts_fp8=cfg.converts_fp8)
+    keys = dict(dim=cfg.head_dim, target=cfg.dtype, **kind)
+    values = dict(dim=cfg.v_head_dim, target=cfg.value_dtype, parts=cfg.weight_parts, **kind)
     ids = reader.start()
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
     kind = dict(rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype, group=cfg.group, heads=cfg.num_heads)
@@ -34,11 +36,13 @@ def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
         acc, stats, *ids = carry
         slot = reader.slot(j)
         reader.keys(j, ids)
+        of_keys, of_values = reader.token_scales(slot, 0)
         dots = warp_mma.keys_times_queries(refs.k_tile.at[slot], queries, first, **keys)
+        dots = multiply_per_key(dots, of_keys, 0)
         x, factor = logits(cfg, column, dots, reader.first_key + j * cfg.block_kv, scale, masked)
         ids = reader.values(j, ids)
-        acc, stats = warp_mma.softmax_times_values(refs.v_tile.at[slot], x, factor, acc, stats, first, None, **values)
-        return acc, stats, *ids
+        state = warp_mma.softmax_times_values(refs.v_tile.at[slot], x, factor, acc, stats, first, of_values, **values)
+        return *state, *ids
 
     start = warp_mma.start_state(rows8=rows8, dim=cfg.v_head_dim)
     acc, stats, *_ = loop_over_blocks(cfg, step, full_block_bounds(piece), (*start, *ids))
@@ -46,9 +50,14 @@ def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
 
 
 def _merge_warps(cfg: WarpKernelConfig, refs: Refs, piece: Piece, acc, stats):
-    """Merges the states of the four warps, eight rows at a time, in the buffers of the keys, no longer used."""
-    scratch, wg = (refs.k_tile.at[0], refs.stats), jnp.int32(0)
-    kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.kv_dtype, warps=WARPS)
+    """Merges the states of the four warps, eight rows at a time, in the buffers of the keys, no longer used.
+
+    Two of them, if the keys have 8 bits, or the buffer of decoded keys.
+    """
+    decodes = refs.decoded is not None
+    scratch, wg = (refs.decoded if decodes else refs.k_tile, refs.stats), jnp.int32(0)
+    q_dtype = cfg.dtype if decodes else cfg.kv_dtype
+    kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=q_dtype, warps=WARPS)
     slot = 2 * lax.axis_index("cta") + as_number(piece.lo == 0)
     part = (as_number(piece.is_part), slot)
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS], wg)

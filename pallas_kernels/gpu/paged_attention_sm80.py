@@ -64,16 +64,22 @@ def _kernel(cfg: WarpKernelConfig, *gmem):
     def tile(dtype, *shape):
         return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
 
-    def pieces(k_tile, v_tile, stats, piece_box, q_tile=None):
+    def pieces(smem):
         pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
-        refs = Refs(*pools, k_tile=k_tile, v_tile=v_tile, stats=stats, piece_box=piece_box, q_tile=q_tile)
+        refs = Refs(*pools, **smem)
         lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), lambda j, _: _piece(cfg, refs, j), None)
 
     block, stages = cfg.block_kv, cfg.stages
-    kv = [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
-    queries = [tile(cfg.dtype, cfg.tile_halves, WARPGROUP_ROWS, cfg.head_dim)] if cfg.wide_tiles else []
-    small = (plgpu.SMEM((64,), jnp.float32), plgpu.SMEM((wl.INFO_COLUMNS,), jnp.int32))
-    pl.run_scoped(pieces, *kv, *small, *queries, collective_axes="wg")
+    smem = dict(k_tile=tile(cfg.kv_dtype, stages, block, cfg.head_dim))
+    smem["v_tile"] = tile(cfg.kv_dtype, stages, block, cfg.v_head_dim)
+    smem |= dict(stats=plgpu.SMEM((64,), jnp.float32), piece_box=plgpu.SMEM((wl.INFO_COLUMNS,), jnp.int32))
+    if cfg.wide_tiles:
+        smem["q_tile"] = tile(cfg.dtype, cfg.tile_halves, WARPGROUP_ROWS, cfg.head_dim)
+    if cfg.wide_tiles and cfg.quantised:
+        smem["decoded"] = tile(cfg.dtype, block, cfg.head_dim)
+    if cfg.token_scales:
+        smem["token_scale"] = plgpu.SMEM((stages, 2 * block), jnp.float32)
+    pl.run_scoped(pieces, smem, collective_axes="wg")
 
 
 def _piece(cfg: WarpKernelConfig, refs: Refs, j):

@@ -11,6 +11,7 @@ With one stage this is FlashAttention-2's order. A block past the piece's end is
 
 import dataclasses
 
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,6 +20,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
+from pallas_kernels.gpu.token_scales_sm90 import load_per_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +49,32 @@ class BlockReader:
         kind |= dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
         return copies.pool_rows(table, self.piece[wl.REQ], self.piece[HEAD], *self._where(i), **kind)
 
-    def _copy(self, pool, tile, dim, i, rows):
-        kind = dict(block=self.cfg.block_kv, dim=dim, dtype=self.cfg.kv_dtype)
+    def _copy(self, pool, tile, dim, i, rows, scales=()):
+        block = self.cfg.block_kv
+        kind = dict(block=block, dim=dim, dtype=self.cfg.kv_dtype)
 
         @when(i < self.piece.count)
         def _():
             copies.copy_block(pool, tile.at[self.slot(i)], rows, **kind)
+            for n, scale in enumerate(scales):
+                own = self.refs.token_scale.at[self.slot(i), pl.ds(n * block, block)]
+                copies.copy_scales(scale, own, rows, block=block)
 
         copies.commit()
 
     def copy_keys(self, i, rows):
-        self._copy(self.refs.k, self.refs.k_tile, self.cfg.head_dim, i, rows)
+        """And both scales of each token."""
+        scales = (self.refs.k_token_scale, self.refs.v_token_scale) if self.cfg.token_scales else ()
+        self._copy(self.refs.k, self.refs.k_tile, self.cfg.head_dim, i, rows, scales)
 
     def copy_values(self, i, rows):
         self._copy(self.refs.v, self.refs.v_tile, self.cfg.v_head_dim, i, rows)
+
+    def token_scales(self, slot, axis: int):
+        """Scales (of keys, of values) of a block, or (None, None); between `keys` and `values` of the block."""
+        if not self.cfg.token_scales:
+            return None, None
+        return load_per_key(self.refs.token_scale, slot, axis, self.cfg.block_kv)
 
     def wait(self):
         copies.wait_for_copies(2 * (self.cfg.stages - 1), self.warps)

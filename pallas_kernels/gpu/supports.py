@@ -32,7 +32,6 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.cap_fourths > 0 and c.narrow_rows > 0, "cap_fourths with narrow_rows: wanted one of them")
     refuse(c.q_buffers not in (1, 2), f"q_buffers {c.q_buffers}: wanted 1 or 2")
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
-    refuse(c.token_scales and not c.quantised, f"token_scales with a {c.kv_dtype} cache: wanted 8 bits")
     refuse(
         c.token_scales and c.block_kv not in (64, 128), f"token_scales with blocks of {c.block_kv}: wanted 64 or 128"
     )
@@ -59,6 +58,7 @@ def shape_reasons(config: GpuKernelConfig) -> list[str]:
         refuse(dim % 16 != 0 or not 16 <= dim <= 256, f"{name} {dim}: wanted a multiple of 16 up to 256")
         thin = c.quantised and c.kv_dtype in KV_DTYPES_8BIT and swizzle_bytes(dim, c.kv_dtype) < 32
         refuse(thin, f"{name} {dim} with an 8-bit cache: wanted a multiple of 32")
+    refuse(c.token_scales and not c.quantised, f"token_scales with a {c.kv_dtype} cache: wanted 8 bits")
     refuse(c.v_head_dim > c.head_dim, f"v_head_dim {c.v_head_dim} is larger than head_dim {c.head_dim}")
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")

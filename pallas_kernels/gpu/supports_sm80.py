@@ -15,14 +15,13 @@ def supports(config: WarpKernelConfig) -> list[str]:
             reasons.append(reason)
 
     refuse(c.chip not in CHIPS, f"chip {c.chip}: wanted one of {', '.join(CHIPS)}")
-    refuse(c.quantised, f"{c.kv_dtype} cache: the warp-level kernel takes the dtype of the queries, {c.dtype}")
     refuse(c.narrow_rows not in (8, 16), f"narrow_rows {c.narrow_rows}: wanted 8 or 16")
     refuse(c.long_tiles and not c.wide_tiles, "long_tiles: wanted wide_tiles")
     halves = (1, 2) if c.v_head_dim <= 128 and c.wide_tiles else (1,)
     refuse(c.tile_halves not in halves, f"tile_halves {c.tile_halves}: wanted one of {halves}")
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
     refuse(c.block_kv not in BLOCKS, f"block_kv {c.block_kv}: wanted 64")
-    refuse(c.stages < 1, f"stages {c.stages}: wanted at least 1")
+    refuse(c.stages < c.least_stages, f"stages {c.stages}: wanted at least {c.least_stages}")
     refuse(c.fixed_max or c.cap_fourths > 0, "fixed_max and cap_fourths: the Hopper kernel's, wanted neither")
     if not reasons and c.smem_bytes > CHIPS[c.chip].smem_cta:
         reasons.append(f"{c.smem_bytes} bytes of shared memory; there are {CHIPS[c.chip].smem_cta} on {c.chip}")

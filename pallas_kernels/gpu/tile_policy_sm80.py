@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import json
+import pathlib
 from typing import Any
 
+from pallas_kernels import tuning
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_RESERVED, WarpKernelConfig
 
@@ -30,15 +33,47 @@ def _chosen(chip: str, rows: int | None, processors: int | None, given: tuple[tu
     known = CHIPS.get(chip, CHIPS["sm_86"])  # supports_sm80.py refuses another chip
     fields = dict(given)
     config = WarpKernelConfig(chip=chip, **_variants(rows, fields) | fields)
+    tiles = {} if {"stages", "tile_halves"} & fields.keys() else measured_tiles(config)
+    tiles = dict(tiles or largest_tiles(config, fields.get("tile_halves")))
+    tiles["num_ctas"] = tiles.pop("ctas") * (processors or known.processors)
+    return dataclasses.replace(config, **tiles | fields)
+
+
+def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[str, int]:
+    """The rule where nothing was measured: the first of LAYOUTS that fits, in as many stages as fit.
+
+    tile_halves, stages, and ctas: CTAs of a multiprocessor. halves: a given number of halves, or None.
+    """
     wide = config.long_tiles and config.v_head_dim <= MOST_COLUMNS_OF_TWO_HALVES
-    most = fields.get("tile_halves", 2 if wide else 1)
-    for halves, ctas in [layout for layout in LAYOUTS if layout[0] <= most]:
-        limit = min(known.smem_cta, known.smem // ctas - SMEM_RESERVED)
-        config = dataclasses.replace(config, tile_halves=halves)
-        if stages := _stages_that_fit(config, limit):
+    most, tiles = halves or (2 if wide else 1), {}
+    for count, ctas in [layout for layout in LAYOUTS if layout[0] <= most]:
+        config = dataclasses.replace(config, tile_halves=count)
+        stages = stages_that_fit(config, ctas)
+        tiles = dict(tile_halves=count, stages=max(stages, 1), ctas=ctas)  # supports_sm80.py refuses what does not fit
+        if stages >= config.least_stages:
             break
-    chosen = {"stages": max(stages, 1), "num_ctas": ctas * (processors or known.processors)}
-    return dataclasses.replace(config, **chosen | fields)
+    return tiles
+
+
+def measured_tiles(config: WarpKernelConfig) -> dict[str, int]:
+    """The same as measured on this chip by `python -m jattn bench --tune`; {} for a shape that its table lacks."""
+    kind = "long" if config.wide_tiles else "few"
+    shape = (config.head_dim, config.v_head_dim, config.kv_dtype, kind)
+    return {} if config.token_scales else measured_table(config.chip).get(shape, {})
+
+
+@functools.cache
+def measured_table(chip: str) -> dict[tuple[int, int, str, str], dict[str, int]]:
+    """(head_dim, v_head_dim, kv_dtype, "long" or "few") -> tiles; empty for a chip that nobody has tuned."""
+    path = table_path(chip)
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    shape = lambda row: (row["head_dim"], row["v_head_dim"], row["kv_dtype"], row["kind"])
+    return {shape(row): {name: row[name] for name in ("tile_halves", "stages", "ctas")} for row in rows}
+
+
+def table_path(chip: str) -> pathlib.Path:
+    """The file of a chip's table."""
+    return pathlib.Path(tuning.__file__).with_name(f"{chip}.json")
 
 
 def _variants(rows: int | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +84,9 @@ def _variants(rows: int | None, given: dict[str, Any]) -> dict[str, Any]:
     return chosen | {"long_tiles": not few, "flat_list": few}
 
 
-def _stages_that_fit(config: WarpKernelConfig, limit: int) -> int:
-    """Stages for which `limit` bytes of shared memory are enough; 0: not even one."""
+def stages_that_fit(config: WarpKernelConfig, ctas: int) -> int:
+    """Stages for which a multiprocessor with so many CTAs has the shared memory; 0: not even one."""
+    known = CHIPS.get(config.chip, CHIPS["sm_86"])
+    limit = min(known.smem_cta, known.smem // ctas - SMEM_RESERVED)
     one, two = (dataclasses.replace(config, stages=n).smem_bytes for n in (1, 2))
     return max(0, min(1 + (limit - one) // (two - one), MOST_STAGES))

@@ -97,7 +97,7 @@ def _token_scales(cfg: GpuKernelConfig, refs: Refs, block_number):
     return token_scales.load_per_key(refs.token_scale, scale_slot(cfg, block_number), 1, cfg.block_kv)
 
 
-def _weights(cfg: GpuKernelConfig, p, of_values) -> tuple:
+def weight_operands(cfg: GpuKernelConfig, p, of_values) -> tuple:
     """f32 weights -> the operands whose products with the stored values are added."""
     p = token_scales.multiply_per_key(p, of_values, 1)
     parts = [p.astype(cfg.value_dtype)]
@@ -236,7 +236,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, acc = softmax_step(cfg, x, c, m, total, acc)
-        weights = _weights(cfg, p, of_values)
+        weights = weight_operands(cfg, p, of_values)
         total += p.sum(axis=1)
         acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
         plgpu.barrier_arrive(refs.compute_barrier)
@@ -300,7 +300,7 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.decodes_ahead:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
-        acc = _add_weighted_values(acc, _weights(cfg, p, of_values), refs.v_tile.at[slot])
+        acc = _add_weighted_values(acc, weight_operands(cfg, p, of_values), refs.v_tile.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
         return acc, m, total

@@ -99,8 +99,12 @@ def start_state(*, rows8: int, dim: int):
     return start()
 
 
-def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: str, target: str):
-    """S^T f32 [64, 8 rows8]: keys first .. first + 63 of an SMEM tile [block, D] times the queries."""
+def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: str, target: str, converts_fp8=True):
+    """S^T f32 [64, 8 rows8]: keys first .. first + 63 of an SMEM tile [block, D] times the queries.
+
+    converts_fp8: see rows_sm90.decode_word.
+    """
+    decoded = rows.decode_word(source, target, converts_fp8) if source != target else ""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(rows.tile_transforms(dim, source)), _WGMMA, _SCALAR),
@@ -114,7 +118,7 @@ def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: s
         sums = [[[ptx.f32(0.0)] * 4 for _ in range(2)] for _ in range(rows8)]  # two chains of mma hide their latency
         step = 0
         for loaded in _load_tile(base, key, lane, dim, source):
-            for a in _key_factors(loaded, source, target):
+            for a in _key_factors(loaded, decoded):
                 for n in range(rows8):
                     at = 2 * (n * steps + step)
                     sums[n][step % 2] = ptx.mma(a, words[at : at + 2], sums[n][step % 2], target)
@@ -126,15 +130,16 @@ def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: s
 
 
 def softmax_times_values(
-    v_ref, x, factor, acc, stats, first, scales=None, *, rows8: int, dim: int, source: str, target: str, parts: int = 1
-):
+    v_ref, x, factor, acc, stats, first, scales=None,
+    *, rows8: int, dim: int, source: str, target: str, parts: int = 1, converts_fp8=True,
+):  # fmt: skip
     """(acc, stats) after keys first .. first + 63. Base-2 logits are x * factor, -inf where masked.
 
     scales: f32 (64,) of the values, None for 1. target: dtype of both operands of the product. parts: number of
     operands whose sum is a weight; 2 with target bfloat16.
     """
     shapes = ((64, rows8 * dim // 2), (64, 8 * rows8))
-
+    decoded = rows.decode_word(source, target, converts_fp8) if source != target else ""
     own = () if scales is None else (scales,)
     kinds = (plgpu.RefType(rows.tile_transforms(dim, source)), _WGMMA, _SCALAR, _WGMMA, _WGMMA, _SCALAR)
 
@@ -158,7 +163,7 @@ def softmax_times_values(
             ]
         key, step = _key_of_lane(first, lane, warp), 0
         for loaded in _load_tile(base, key, lane, dim, source, transpose=True):
-            for a in _value_factors(loaded, source, target):
+            for a in _value_factors(loaded, decoded):
                 for n in range(rows8):
                     at = n * size + 4 * step
                     for part in weights[n]:
@@ -183,19 +188,19 @@ def _load_tile(base, key, lane, dim: int, source: str, transpose: bool = False):
         yield ptx.ldmatrix(place, transpose)
 
 
-def _key_factors(loaded, source: str, target: str):
-    """The first factors [16 keys, 16 columns] in 32 bytes of the keys: one, or two decoded ones."""
-    if source == target:
+def _key_factors(loaded, decode: str):
+    """The first factors [16 keys, 16 columns] in 32 bytes of the keys: one, or two decoded by the PTX `decode`."""
+    if not decode:
         return [loaded]
-    decoded = [_decode(word, source, target) for word in loaded]
+    decoded = [_decode(word, decode) for word in loaded]
     return [(low[0], high[0], low[1], high[1]) for low, high in (decoded[:2], decoded[2:])]
 
 
-def _value_factors(loaded, source: str, target: str):
-    """The first factors [16 columns, 16 keys] in 32 bytes of the values: one, or two decoded ones."""
-    if source == target:
+def _value_factors(loaded, decode: str):
+    """The first factors [16 columns, 16 keys] in 32 bytes of the values: one, or two decoded by the PTX `decode`."""
+    if not decode:
         return [(loaded[0], loaded[2], loaded[1], loaded[3])]
-    decoded = [_decode(ptx.byte_permute(word, 0x3120), source, target) for word in loaded]
+    decoded = [_decode(ptx.byte_permute(word, 0x3120), decode) for word in loaded]
     return [(*low, *high) for low, high in (decoded[:2], decoded[2:])]
 
 
@@ -353,9 +358,9 @@ def merge_and_store(
     join(scratch_ref, stats_ref, *refs, *part, scale, *where)
 
 
-def _decode(word, source: str, target: str):
-    """Four 8-bit values -> two words of two 16-bit values."""
-    return ptx.asm_values(rows.decode_word(source, target), "=r,=r,r", 2, word, pure=True)
+def _decode(word, text: str):
+    """Four 8-bit values -> two words of two 16-bit values, by the PTX of rows_sm90.decode_word."""
+    return ptx.asm_values(text, "=r,=r,r", 2, word, pure=True)
 
 
 def _scores(rows8: int, values):

@@ -85,11 +85,14 @@ def queries_times_keys(q_ref, k_ref, *, halves: int, block: int, dim: int, dtype
     return multiply(q_ref, k_ref)
 
 
-def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: str):
-    """O + P V of each half: O f32 [64, V], P [64, block] and V SMEM [block, V] of 16 bits."""
+def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: str, v_dim: int | None = None):
+    """O + P V of each half: O f32 [64, V], P [64, block] and V SMEM [block, V] of 16 bits.
+
+    v_dim: columns of v_ref, whose memory holds V, if there are more.
+    """
     halves = len(accs)
     shape = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, dim), jnp.float32, _WGMMA)
-    kinds = (plgpu.RefType(rows.tile_transforms(dim, dtype)), *(_WGMMA,) * (2 * halves))
+    kinds = (plgpu.RefType(rows.tile_transforms(v_dim or dim, dtype)), *(_WGMMA,) * (2 * halves))
 
     @plgpu.inline_mgpu(arg_types=kinds, return_type=(shape,) * halves)
     def add(ctx, v_tile, *fragments):
@@ -109,6 +112,28 @@ def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: st
 
     out = add(v_ref, *accs, *weights)
     return out if halves > 1 else tuple(out)
+
+
+def rescaled(acc, alpha):
+    """acc * alpha, f32 [64, V] and f32 (64,) of at most 1; a warp of whose rows every alpha is 1 skips the products."""
+    shape = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, _WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA, _WGMMA.reduce(1)), return_type=shape)
+    def rescale(ctx, acc, alpha):
+        factors = [rows.register_value(r) for r in alpha.registers.flat]
+        which = [second for second, _ in rows.pair_places(acc) for _ in range(2)]
+        flat = [rows.pair_element(pair, k) for pair in acc.registers.flat for k in range(2)]
+        count = len(flat)
+        text = f"min.f32 y, ${count}, ${count + 1}; setp.lt.f32 p, y, 0f3F800000;"
+        text += " vote.sync.any.pred p, p, -1; @!p bra SAME; "
+        text += " ".join(f"mul.f32 ${k}, ${k}, ${count + second};" for k, second in enumerate(which))
+        constraints = ",".join(["=&f"] * count + ["f", "f"] + [str(k) for k in range(count)])
+        flat = ptx.asm_values(f"{{ .reg .pred p; .reg .f32 y; {text} SAME: }}", constraints, count, *factors, *flat)
+        out = rows.empty_fragment(acc.shape, _WGMMA)
+        rows.fill(out, lambda i: flat[2 * i : 2 * i + 2])
+        return out
+
+    return rescale(acc, alpha)
 
 
 def _fragment(tiles):

@@ -1,5 +1,7 @@
 """Wide tiles: 64 query rows, or 128, over all keys of a piece; 16 of each 64 rows to a warp. FlashAttention-2's way."""
 
+import functools
+
 import jax.numpy as jnp
 
 from pallas_kernels.gpu import rows_sm90 as rows
@@ -12,6 +14,10 @@ from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.copies_sm80 import WARPS, sync_warps
 from pallas_kernels.gpu.pieces_sm80 import BlockReader
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
+from pallas_kernels.gpu.row_states_sm90 import across_columns
+from pallas_kernels.gpu.token_scales_sm90 import multiply_per_key
+
+MOST_BELOW_MAXIMUM = 8.0  # in base 2: weights are at most 256, and float16 holds up to 65504
 
 
 def wide_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
@@ -24,6 +30,28 @@ def wide_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
     def _():
         sync_warps()  # no warp reads the first half's keys any longer
         _rows(cfg, refs, piece, WARPGROUP_ROWS)
+
+
+def _softmax_step(x, c, m, total, acc):
+    """tiles.softmax_step with a maximum that may be too small, by at most MOST_BELOW_MAXIMUM.
+
+    It changes in few blocks after the first, and where no row of a warp changes it, that warp does not rescale acc.
+    """
+    top = x.max(axis=1) * c
+    new_m = jnp.where(top > m + MOST_BELOW_MAXIMUM, top, m)
+    alpha = jnp.exp2(m - new_m)
+    p = jnp.exp2(x * c - across_columns(new_m, x.shape))
+    return p, new_m, total * alpha, wide_mma.rescaled(acc, alpha)
+
+
+def _decoded(cfg: WarpKernelConfig, refs: Refs, tile, dim: int, target: str):
+    """A tile of keys or values as it is multiplied. Of 8 bits, it is decoded to the one buffer that both share."""
+    if not cfg.quantised:
+        return tile
+    kind = dict(rows=cfg.block_kv, dim=dim, source=cfg.kv_dtype, target=target, dst_dim=cfg.head_dim)
+    rows.decode_tile(tile, refs.decoded, **kind, converts_fp8=cfg.converts_fp8)
+    sync_warps()
+    return refs.decoded
 
 
 def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
@@ -44,18 +72,27 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
         states, ids = carry
         slot, kv0 = reader.slot(j), reader.first_key + j * cfg.block_kv
         reader.keys(j, ids)
+        keys = _decoded(cfg, refs, refs.k_tile.at[slot], cfg.head_dim, cfg.dtype)
         kind = dict(halves=cfg.tile_halves, block=cfg.block_kv, dim=cfg.head_dim, dtype=cfg.dtype)
-        dots = wide_mma.queries_times_keys(refs.q_tile, refs.k_tile.at[slot], **kind)
+        dots = wide_mma.queries_times_keys(refs.q_tile, keys, **kind)
+        of_keys, _ = reader.token_scales(slot, 1)
+        dots = [multiply_per_key(x, of_keys, 1) for x in dots]
         new, weights = [], []
         own = rows_of_all or (bounds() if masked else [None] * cfg.tile_halves)
         for row, x, (acc, m, total) in zip(own, dots, states, strict=True):
             x, c = tiles.logits(cfg, row, x, kv0, scale, masked)
-            p, m, total, acc = tiles.softmax_step(cfg, x, c, m, total, acc)
+            step_of = _softmax_step if cfg.lazy_rescale else functools.partial(tiles.softmax_step, cfg)
+            p, m, total, acc = step_of(x, c, m, total, acc)
             new.append((acc, m, total + p.sum(axis=1)))
-            weights.append(p.astype(cfg.value_dtype))
+            _, of_values = reader.token_scales(slot, 1)  # read again: they are not in registers during the softmax
+            weights.append(tiles.weight_operands(cfg, p, of_values))
         ids = reader.values(j, ids)
+        values = _decoded(cfg, refs, refs.v_tile.at[slot], cfg.v_head_dim, cfg.value_dtype)
         kind = dict(block=cfg.block_kv, dim=cfg.v_head_dim, dtype=cfg.value_dtype)
-        accs = wide_mma.add_weighted_values([acc for acc, _, _ in new], weights, refs.v_tile.at[slot], **kind)
+        kind |= dict(v_dim=cfg.head_dim if cfg.quantised else cfg.v_head_dim)
+        accs = [acc for acc, _, _ in new]
+        for part in zip(*weights, strict=True):
+            accs = wide_mma.add_weighted_values(accs, part, values, **kind)
         return tuple((acc, m, total) for acc, (_, m, total) in zip(accs, new, strict=True)), ids
 
     start = tuple(tiles.start_state(cfg.v_head_dim) for _ in offsets)

@@ -83,6 +83,9 @@ def test_other_chips_take_the_warp_level_kernel_where_jax_lowers_for_them(genera
         return
     attn = jattn.PagedAttention(jattn.AttentionSpec(**LAYER), cache_spec, platform=chip)
     assert attn.backend_name == "pallas_gpu"
+    for quant in ("per_tensor", "per_head", "per_token_head"):
+        for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
+            assert not reasons(chip=chip, cache=dict(dtype=dtype, quant=quant))
     report = jattn.explain(attn.spec, cache_spec, platform=chip)[0]
     assert report.kernel.startswith("the warp-level kernel") and generation in report.kernel
     config = pallas_gpu.kernel_config(attn.spec, cache_spec, "bfloat16", chip=chip)
@@ -168,13 +171,17 @@ def test_auto_gives_packed_keys_to_the_kernel_where_it_takes_their_dtypes(q, k, 
     assert Halves().choose(spec, None, HOPPER, dtypes=dtypes)["prefill"].get_name() == chosen
 
 
+INT8 = dict(dtype="int8", quant="per_head")
 REFUSED = [
     (dict(cache=dict(dtype="float32")), "kv_cache_dtype not supported: float32"),
     (dict(cache=dict(block_size=24)), "page size 24: wanted a power of two"),
     (dict(cache=dict(block_size=4)), "block_size not supported: 4"),
     (dict(chip=Chip("gpu", "sm_75")), "compute capability not supported"),
     (dict(chip=Chip("gpu", "sm_110")), "chip sm_110: wanted one of sm_80"),
-    (dict(chip=Chip("gpu", "sm_86"), cache=dict(dtype="int8", quant="per_head")), "warp-level kernel takes the dtype"),
+    (
+        dict(chip=Chip("gpu", "sm_86"), spec=dict(head_dim=80), cache=dict(INT8, head_dim=80)),
+        "with an 8-bit cache: wanted a multiple of 32",
+    ),
     (dict(chip=Chip("cpu")), "platform not supported: cpu"),
     (dict(spec=dict(attn_type="encoder_decoder", has_alibi=True)), "aligns the last query with the last key"),
 ]

@@ -248,7 +248,15 @@ def _copy_block(closure, pool, tile, own_rows):
     return out
 
 
-COPIES = {"copy_block": _copy_block}
+def _copy_scales(closure, pool, tile, own_rows):
+    own, first = _key_of_thread(closure)
+    out = np.zeros_like(tile)
+    for i in np.flatnonzero(first & (own_rows >= 0)):
+        out[own[i]] = pool.reshape(-1)[own_rows[i]]
+    return out
+
+
+COPIES = {"copy_block": _copy_block, "copy_scales": _copy_scales}
 """The same for copies that are under way until `wait_for_copies`: from the first argument to the second."""
 
 
@@ -293,6 +301,10 @@ def _softmax_times_values(closure, tile, x, factor, acc, stats, first, scales=No
     return acc, stats
 
 
+def _decode_tile(closure, source, target):
+    target[:, : closure["dim"]] = source.astype(np.float32).astype(target.dtype)
+
+
 def _queries_times_keys(closure, q_tile, k_tile):
     return tuple(
         (q_tile[half].astype(np.float32) @ k_tile.astype(np.float32).T).astype(np.float32)
@@ -301,7 +313,7 @@ def _queries_times_keys(closure, q_tile, k_tile):
 
 
 def _add_weighted_values(closure, v_tile, *fragments):
-    halves, values = closure["halves"], v_tile.astype(np.float32)
+    halves, values = closure["halves"], v_tile[:, : closure["dim"]].astype(np.float32)
     parts = zip(fragments[:halves], fragments[halves:], strict=True)
     return tuple((acc + p.astype(np.float32) @ values).astype(np.float32) for acc, p in parts)
 
@@ -355,7 +367,10 @@ PTX = {
     "start_state": _start_state,
     "keys_times_queries": _keys_times_queries,
     "softmax_times_values": _softmax_times_values,
+    "decode_tile": _decode_tile,
+    "load_per_key": lambda closure, scales: (scales,),
     "queries_times_keys": _queries_times_keys,
+    "rescaled": lambda closure, acc, alpha: (acc * alpha[:, None],),
     "add_weighted_values": _add_weighted_values,
     "put_numbers": _put_numbers,
     "put_state": _put_state,

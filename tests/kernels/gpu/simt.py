@@ -271,7 +271,7 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx, "asm", lambda text, _, *args, **kw: assembled(0, text, *args)),
         mock.patch.object(ptx, "asm_value", one),
         mock.patch.object(ptx, "asm_values", lambda text, _, count, *args, **kw: assembled(count, text, *args)),
-        mock.patch.object(rows, "decode_word", lambda source, target: f"decode {source} {target}"),
+        mock.patch.object(rows, "decode_word", lambda source, target, _=True: f"decode {source} {target}"),
         mock.patch.object(rows, "empty_fragment", lambda shape, layout, *_: Fragment(shape, layout)),
         mock.patch.object(rows, "fill", fill),
         mock.patch.object(module.plgpu, "inline_mgpu", inline),

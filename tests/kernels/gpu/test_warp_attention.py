@@ -63,31 +63,83 @@ BATCHES |= {  # with wide tiles
 }  # fmt: skip
 
 
+E4M3, E5M2 = dict(kv_dtype="float8_e4m3fn"), dict(kv_dtype="float8_e5m2")
+BATCHES |= {  # with 8-bit keys and values
+    "decode, e4m3": (DECODES, dict(E4M3), {}),
+    "one long request in parts, int8": (((1, 700),), dict(kv_dtype="int8", chip="sm_90", layout="NHD"), {}),
+    "16 rows, f16, e5m2 with token scales": (
+        TWO_TOKENS, dict(E5M2, num_heads=16, dtype="float16", token_scales=True, page_size=128), {}
+    ),
+    "decode, int8 with token scales, NHD, D 96 V 32": (
+        DECODES, dict(kv_dtype="int8", token_scales=True, head_dim=96, v_head_dim=32, layout="NHD", has_sinks=True),
+        dict(sinks=None),
+    ),
+    "mixed, e4m3": (MIXED, dict(E4M3), {}),
+    "mixed, int8 with token scales": (MIXED, dict(kv_dtype="int8", token_scales=True, layout="NHD"), {}),
+    "mixed, f16, e5m2 with token scales, halves in turn": (
+        MIXED, dict(E5M2, dtype="float16", token_scales=True, tile_halves=1), {}
+    ),
+    "prefill in parts, e4m3, D 192 V 128, window": (
+        ((70, 300),), dict(E4M3, head_dim=192, v_head_dim=128, num_ctas=4, page_size=64, mask=MaskRule(left=50)),
+        dict(window=(50, -1)),
+    ),
+    "mixed with every option, int8 with token scales": (
+        MIXED,
+        dict(logits=LogitRule(scale=0.1, soft_cap=5.0, has_alibi=True), has_sinks=True, mask=MaskRule(left=50),
+             head_dim=64, v_head_dim=32, kv_dtype="int8", token_scales=True),
+        dict(soft_cap=5.0, slopes=None, sinks=None, window=(50, -1)),
+    ),
+}  # fmt: skip
+
+
+def poison(dtype):
+    """NaN, or the smallest integer."""
+    return -128 if dtype == "int8" else np.nan
+
+
 def make_batch(lengths, config, pads, seed=0):
-    """(q, pools, table), (starts, lengths), keys, values: pages permuted, NaN where no token lives, garbage ids."""
+    """(q, pools, table), (starts, lengths), keys, values, pools of scales: pages permuted, NaN where no token lives,
+    garbage ids. Keys and values are the real ones: stored * scale of the head * scale of the token."""
     rng, c = np.random.default_rng(seed), config
     counts = [-(-total // c.page_size) for _, total in lengths]
     order, used = rng.permutation(sum(counts) + 5), 0
     table = np.full((len(lengths) + 2, max(counts) + 2), 10**6, np.int32)
     table[:, ::2] = -1
     pools = [
-        np.full((len(order), c.num_kv_heads, c.page_size, d), np.nan, np.float32) for d in (c.head_dim, c.v_head_dim)
+        np.full((len(order), c.num_kv_heads, c.page_size, d), poison(c.kv_dtype), np.float32)
+        for d in (c.head_dim, c.v_head_dim)
     ]
-    rows = [[], []]
+    scale_pools = [np.full(pool.shape[:-1], np.nan, np.float32) for pool in pools]
+    of_heads = np.asarray(head_scales(c), np.float64)
+    rows, size = [[], []], 30 if c.kv_dtype == "int8" else 1
     for r, (_, total) in enumerate(lengths):
         table[r, : counts[r]] = order[used : used + counts[r]]
         used += counts[r]
-        for pool, tokens in zip(pools, rows, strict=True):
-            new = rng.standard_normal((total, *pool.shape[1:2], pool.shape[3])).astype(c.kv_dtype).astype(np.float32)
+        for pool, scale_pool, of_head, tokens in zip(pools, scale_pools, of_heads, rows, strict=True):
+            new = rng.standard_normal((total, *pool.shape[1:2], pool.shape[3])) * size
+            new = new.astype(c.kv_dtype).astype(np.float32)
+            scale = rng.uniform(0.5, 1.5, new.shape[:-1]).astype(np.float32)
             for t in range(total):
                 pool[table[r, t // c.page_size], :, t % c.page_size] = new[t]
-            tokens.append(new.astype(np.float64))
-    pools = [jnp.asarray(p if c.layout == "HND" else p.swapaxes(1, 2), jnp.dtype(c.kv_dtype)) for p in pools]
+                scale_pool[table[r, t // c.page_size], :, t % c.page_size] = scale[t]
+            real = new.astype(np.float64) * of_head[:, None]
+            tokens.append(real * scale[..., None] if c.token_scales else real)
+    as_stored = lambda x: x if c.layout == "HND" else x.swapaxes(1, 2)
+    pools = [jnp.asarray(as_stored(p), jnp.dtype(c.kv_dtype)) for p in pools]
+    scale_pools = [jnp.asarray(as_stored(p)) for p in scale_pools] if c.token_scales else [None, None]
     starts = np.cumsum([0, *(n for n, _ in lengths), 0, 0]).astype(np.int32)
     q = rng.standard_normal((starts[-1] + pads, c.num_heads, c.head_dim)).astype(c.dtype)
     q[starts[-1] :] = np.nan
     seqs = np.array([*(total for _, total in lengths), 0, 0], np.int32)
-    return (jnp.asarray(q), *pools, jnp.asarray(table)), (starts, seqs), rows
+    return (jnp.asarray(q), *pools, jnp.asarray(table)), (starts, seqs), rows, scale_pools
+
+
+def head_scales(config):
+    """Scales of each kv head's keys and values: 1 unless they have 8 bits."""
+    if not config.quantised:
+        return np.ones((2, config.num_kv_heads), np.float32)
+    size = 30 if config.kv_dtype == "int8" else 1
+    return np.linspace([0.5, 1.5], [0.8, 0.7], config.num_kv_heads).T.astype(np.float32) / size
 
 
 def compare(lengths, fields, options, pads=5, rows=None):
@@ -98,8 +150,9 @@ def compare(lengths, fields, options, pads=5, rows=None):
     group = fields["num_heads"] // fields["num_kv_heads"]
     config = warp_config(**fields, rows=rows or group * max(n for n, _ in lengths))
     assert not supports(config)
-    args, (starts, seqs), (keys, values) = make_batch(lengths, config, pads)
-    options, extra = dict(options), {}
+    args, (starts, seqs), (keys, values), scale_pools = make_batch(lengths, config, pads)
+    scales, names = map(jnp.asarray, head_scales(config)), ("k_scale", "v_scale", "k_token_scale", "v_token_scale")
+    options, extra = dict(options), dict(zip(names, (*scales, *scale_pools), strict=True))
     for name, argument in (("sinks", "sinks"), ("slopes", "alibi_slopes")):
         if name in options:
             options[name] = np.linspace(-1, 1, config.num_heads) / (1 if name == "sinks" else 50)
@@ -110,7 +163,7 @@ def compare(lengths, fields, options, pads=5, rows=None):
     end = starts[-1]
     queries, options = np.asarray(args[0], np.float64)[:end], {"scale": config.logits.scale} | options
     want, want_lse = ragged(queries, keys, values, [n for n, _ in lengths], **options)
-    np.testing.assert_allclose(out[:end], want, atol=2e-2 if config.dtype == "bfloat16" else 2e-3)
+    np.testing.assert_allclose(out[:end], want, rtol=2**-8, atol=2e-2 if config.dtype == "bfloat16" else 2e-3)
     np.testing.assert_allclose(lse[:end], want_lse, atol=1e-4)
     assert (out[end:] == 0).all() and np.isneginf(lse[end:]).all()
     assert (out[:end][np.isneginf(want_lse)] == 0).all()
@@ -124,7 +177,9 @@ def test_is_attention(name):
 
 REFUSED = {
     "sm_75": (dict(chip="sm_75"), "chip sm_75: wanted one of sm_80"),
-    "8 bits": (dict(kv_dtype="int8"), "the warp-level kernel takes the dtype of the queries"),
+    "one stage of 8 bits": (dict(kv_dtype="int8", rows=2, stages=1), "stages 1: wanted at least 2"),
+    "token scales of 16 bits": (dict(token_scales=True), "token_scales with a bfloat16 cache: wanted 8 bits"),
+    "D 80 of 8 bits": (dict(E4M3, head_dim=80), "head_dim 80 with an 8-bit cache: wanted a multiple of 32"),
     "blocks of 128": (dict(block_kv=128), "block_kv 128: wanted 64"),
     "two halves of 256 columns": (dict(head_dim=256, v_head_dim=256, tile_halves=2), "tile_halves 2: wanted"),
     "too many stages": (dict(chip="sm_86", stages=9), "bytes of shared memory; there are 101376 on sm_86"),
@@ -143,8 +198,11 @@ def test_refuses_with_a_reason(name):
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_kernel_fits_every_chip_and_head(chip, rows):
     """A refused config would take the shape from pallas_gpu, and 'auto' would choose another backend in silence."""
-    for dims in ((16, 16), (64, 64), (80, 48), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)):
-        fields = SHAPE | dict(chip=chip, head_dim=dims[0], v_head_dim=dims[1])
+    dims = ((16, 16), (64, 64), (80, 48), (96, 96), (128, 128), (192, 128), (192, 192), (256, 224), (256, 256))
+    every = [(d, v, {}) for d, v in dims]
+    every += [(d, v, dict(E4M3, token_scales=scaled)) for d, v in dims if d % 32 == 0 for scaled in (False, True)]
+    for head_dim, v_head_dim, quantised in every:
+        fields = SHAPE | dict(chip=chip, head_dim=head_dim, v_head_dim=v_head_dim) | quantised
         del fields["num_ctas"]
         config = warp_config(**fields, rows=rows)
         assert not supports(config)
@@ -164,6 +222,8 @@ def test_two_halves_get_the_stages_that_let_two_ctas_share_a_multiprocessor():
 LOWERED = {
     "decode": dict(rows=2),
     "mixed": {},
+    "decode, 8 bits": dict(E4M3, rows=2, token_scales=True),
+    "mixed, 8 bits": dict(kv_dtype="int8", token_scales=True),
     "every option": dict(
         logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, mask=MaskRule(left=99), layout="NHD"
     ),
