@@ -68,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
     config, (dtype, method) = load_config(args.model), stored_dtype_and_method(args.model)
     check_decoder_only(config)
     stored = None if method is None else _stored_weights(args, method)
-    fields = [field.name for field in dataclasses.fields(planning.Options)]
-    options = planning.Options(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
+    fields = [field.name for field in dataclasses.fields(planning.PlanOptions)]
+    options = planning.PlanOptions(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
     asked = [kind_and_count(text) for text in args.devices]
     found = []
     for name, count in asked:
         kind = device_kind(name, count)
-        found.append((kind, count, planning.plan(config, dtype, kind, count, options, stored)))
+        found.append((kind, count, planning.plan_layouts(config, dtype, kind, count, options, stored)))
     if args.json:
         print(json.dumps([_as_json(kind, count, plans, dtype) for kind, count, plans in found]))
     else:

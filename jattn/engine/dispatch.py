@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.engine.packing import Layout, Packed
+from jattn.engine.packing import Packed, PackedTree
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, Distribute, Penalties, Sampled, SamplingRows, choose
 from jattn.engine.xla_options import PlatformJit
@@ -123,16 +123,16 @@ def empty_row_state(num_rows: int) -> RowState:
 
 
 @functools.cache
-def _num_tokens(layout: Layout) -> int:
+def _num_tokens(tree: PackedTree) -> int:
     """T of a packed Batch."""
-    batch: Batch = jax.tree.unflatten(layout.structure, layout.leaves)
+    batch: Batch = jax.tree.unflatten(tree.structure, tree.leaves)
     (num_tokens,), _ = batch.token_ids  # its shape and dtype
     return num_tokens
 
 
 @functools.partial(
     PlatformJit,
-    num_tokens=lambda model, params, caches, before, packed: _num_tokens(packed.layout),
+    num_tokens=lambda model, params, caches, before, packed: _num_tokens(packed.tree),
     static_argnames="model",
     donate_argnames="caches",
 )

@@ -13,7 +13,7 @@ from jattn.types import pytree, static
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PackedTree:
     """The tree of arrays that were packed: its structure, and each leaf's shape and dtype; None for a JAX array."""
 
     structure: Any  # a PyTreeDef
@@ -26,12 +26,12 @@ class Packed:
 
     words: Any  # i32[n] the bytes of all numpy arrays, one after the other
     apart: tuple[jax.Array, ...]
-    layout: Layout = static()
+    tree: PackedTree = static()
 
     def unpacked(self) -> Any:
         """The tree, of JAX arrays. Also inside jit."""
         words, apart, leaves, start = jnp.asarray(self.words), iter(self.apart), [], 0
-        for leaf in self.layout.leaves:
+        for leaf in self.tree.leaves:
             if leaf is None:
                 leaves.append(next(apart))
                 continue
@@ -40,7 +40,7 @@ class Packed:
             start += math.prod(shape)
             is_flag = dtype == "bool"
             leaves.append(part.astype(dtype) if is_flag else jax.lax.bitcast_convert_type(part, dtype))
-        return jax.tree.unflatten(self.layout.structure, leaves)
+        return jax.tree.unflatten(self.tree.structure, leaves)
 
 
 def pack(tree: Any) -> Packed:
@@ -56,7 +56,7 @@ def pack(tree: Any) -> Packed:
             kinds.append((leaf.shape, leaf.dtype.name))
     joined = np.concatenate(words) if words else np.zeros(0, np.int32)
     joined.setflags(write=False)
-    return Packed(words=joined, apart=tuple(apart), layout=Layout(structure, tuple(kinds)))
+    return Packed(words=joined, apart=tuple(apart), tree=PackedTree(structure, tuple(kinds)))
 
 
 def pack_ranks(trees: Sequence[Any]) -> Packed:
@@ -69,7 +69,7 @@ def pack_ranks(trees: Sequence[Any]) -> Packed:
         return packed[0]
     words = np.concatenate([each.words for each in packed])
     words.setflags(write=False)
-    return Packed(words=words, apart=packed[0].apart, layout=packed[0].layout)
+    return Packed(words=words, apart=packed[0].apart, tree=packed[0].tree)
 
 
 def _words(leaf: np.ndarray | np.generic) -> np.ndarray:

@@ -21,7 +21,7 @@ MAX_BATCH = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """The options of the Engine that decide its memory; those of a data rank."""
 
     max_num_seqs: int = 16
@@ -36,7 +36,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class DeviceLayout:
     """How the devices are used."""
 
     tensor: int
@@ -51,7 +51,7 @@ class Layout:
 class LayoutPlan:
     """Bytes on each device, and times. refused: why the engine does not run this; the other fields are then None."""
 
-    layout: Layout
+    layout: DeviceLayout
     refused: str | None = None
     weight_bytes: int | None = None
     activation_bytes: int | None = None
@@ -65,15 +65,15 @@ class LayoutPlan:
     prefill_seconds: float | None = None  # of the first max_num_batched_tokens of a prompt
 
 
-def layouts(count: int) -> list[Layout]:
+def layouts(count: int) -> list[DeviceLayout]:
     """Every layout of so many devices."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
-    found = [Layout(t, d, count // t // d) for t in divisors for d in divisors if count % (t * d) == 0]
+    found = [DeviceLayout(t, d, count // t // d) for t in divisors for d in divisors if count % (t * d) == 0]
     return sorted(found, key=lambda layout: (layout.context, layout.data))
 
 
-def plan(
-    config: ModelConfig, dtype: str, kind: DeviceKind, count: int, options: Options,
+def plan_layouts(
+    config: ModelConfig, dtype: str, kind: DeviceKind, count: int, options: PlanOptions,
     stored: Mapping[str, Any] | None = None,
 ) -> list[LayoutPlan]:  # fmt: skip
     """The plan of each layout. stored: of weights that are stored quantised, see jattn.models.load.stored_weights."""
@@ -81,7 +81,7 @@ def plan(
 
 
 def _plan_of(
-    config: ModelConfig, dtype: str, kind: DeviceKind, layout: Layout, options: Options,
+    config: ModelConfig, dtype: str, kind: DeviceKind, layout: DeviceLayout, options: PlanOptions,
     stored: Mapping[str, Any] | None,
 ) -> LayoutPlan:  # fmt: skip
     try:
@@ -94,12 +94,12 @@ class _Planner:
     """One layout. It calls what the engine calls, in the same order; errors are those of the engine."""
 
     def __init__(
-        self, config: ModelConfig, dtype: str, kind: DeviceKind, layout: Layout, options: Options,
+        self, config: ModelConfig, dtype: str, kind: DeviceKind, layout: DeviceLayout, options: PlanOptions,
         stored: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self.config, self.kind, self.layout, self.options = config, kind, layout, options
         self.model_mesh = None
-        if layout != Layout(1, 1, 1):
+        if layout != DeviceLayout(1, 1, 1):
             self.model_mesh = ModelMesh.without_devices(
                 config, dataclasses.asdict(layout), options.expert_parallel and layout.data > 1
             )

@@ -1,52 +1,44 @@
 """Stats: the engine's counters and queue lengths, as an immutable value."""
 
 import dataclasses
+import functools
+from typing import Any
 
-_HELP = dict(
-    requests="requests accepted",
-    finished="completions that ended with a stop or at their length",
-    failed="completions that ended with an error",
-    aborted="completions that were aborted",
-    prompt_tokens="prompt tokens of the sequences admitted, cached ones included",
-    cached_tokens="prompt tokens found in the prefix cache",
-    output_tokens="tokens generated",
-    dispatches="programs sent to the device",
-    steps="model steps; a dispatch has several",
-    preemptions="sequences that lost their blocks and were computed again",
-    evictions="cached blocks whose contents were replaced",
-    device_seconds="seconds from the start of a dispatch, or the end of the one before it, until it had finished",
-    waiting_seconds="seconds of the engine's thread spent waiting for results",
-    host_seconds="seconds of the engine's thread spent working: planning, sending, accepting tokens, decoding text",
-    running="sequences that hold blocks",
-    waiting="sequences that wait for blocks or for a place in the batch",
-    cache_usage="share of the block pool in use, of the fullest group of layers",
-    group_usage="share of the block pool in use, by group of layers",
-)
-_GAUGES = ("running", "waiting", "cache_usage", "group_usage")
+
+def _stat(kind: str, default: Any, text: str) -> Any:
+    """A field with its description, and its type in Prometheus."""
+    return dataclasses.field(default=default, metadata={"help": text, "kind": kind})
+
+
+_counter, _gauge = functools.partial(_stat, "counter"), functools.partial(_stat, "gauge")
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
     """Counters since the engine was made, and the current lengths of its queues."""
 
-    requests: int = 0  # requests accepted
-    finished: int = 0  # completions that ended with a stop or at their length
-    failed: int = 0  # completions that ended with an error
-    aborted: int = 0  # completions that were aborted
-    prompt_tokens: int = 0  # prompt tokens of admitted sequences, cached ones included
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    output_tokens: int = 0  # tokens generated
-    dispatches: int = 0  # programs sent to the device
-    steps: int = 0  # model steps; a dispatch has several
-    preemptions: int = 0  # sequences that lost their blocks and were computed again
-    evictions: int = 0  # cached blocks whose contents were replaced
-    device_seconds: float = 0.0  # that the device had a dispatch to compute
-    waiting_seconds: float = 0.0  # of steps, spent waiting for results
-    host_seconds: float = 0.0  # of steps, spent working
-    running: int = 0  # sequences that hold blocks
-    waiting: int = 0  # sequences that wait for blocks or a place in the batch
-    cache_usage: float = 0.0  # share of blocks in use, 0 .. 1, of the fullest cache group
-    group_usage: tuple[tuple[str, float], ...] = ()  # (name, share of blocks in use) of each cache group
+    requests: int = _counter(0, "requests accepted")
+    finished: int = _counter(0, "completions that ended with a stop or at their length")
+    failed: int = _counter(0, "completions that ended with an error")
+    aborted: int = _counter(0, "completions that were aborted")
+    prompt_tokens: int = _counter(0, "prompt tokens of the sequences admitted, cached ones included")
+    cached_tokens: int = _counter(0, "prompt tokens found in the prefix cache")
+    output_tokens: int = _counter(0, "tokens generated")
+    dispatches: int = _counter(0, "programs sent to the device")
+    steps: int = _counter(0, "model steps; a dispatch has several")
+    preemptions: int = _counter(0, "sequences that lost their blocks and were computed again")
+    evictions: int = _counter(0, "cached blocks whose contents were replaced")
+    device_seconds: float = _counter(
+        0.0, "seconds from the start of a dispatch, or the end of the one before it, until it had finished"
+    )
+    waiting_seconds: float = _counter(0.0, "seconds of the engine's thread spent waiting for results")
+    host_seconds: float = _counter(
+        0.0, "seconds of the engine's thread spent working: planning, sending, accepting tokens, decoding text"
+    )
+    running: int = _gauge(0, "sequences that hold blocks")
+    waiting: int = _gauge(0, "sequences that wait for blocks or for a place in the batch")
+    cache_usage: float = _gauge(0.0, "share of the block pool in use, of the fullest group of layers")
+    group_usage: tuple[tuple[str, float], ...] = _gauge((), "share of the block pool in use, by group of layers")
 
     def plus(self, **more: float) -> "Stats":
         """A copy with these amounts added."""
@@ -56,9 +48,9 @@ class Stats:
         """The stats in the text format of Prometheus."""
         lines = []
         for field in dataclasses.fields(self):
-            gauge = field.name in _GAUGES
-            name = f"{prefix}_{field.name}" + ("" if gauge else "_total")
-            lines += [f"# HELP {name} {_HELP[field.name]}", f"# TYPE {name} {'gauge' if gauge else 'counter'}"]
+            kind = field.metadata["kind"]
+            name = f"{prefix}_{field.name}" + ("_total" if kind == "counter" else "")
+            lines += [f"# HELP {name} {field.metadata['help']}", f"# TYPE {name} {kind}"]
             value = getattr(self, field.name)
             by_group = value if isinstance(value, tuple) else ()
             lines += [f'{name}{{group="{group}"}} {share}' for group, share in by_group] or (

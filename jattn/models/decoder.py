@@ -77,7 +77,7 @@ def _forward(
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
     x = embed_tokens(config, params, jnp.asarray(token_ids), positions)
     stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
-    step = _StepPlans(config, caches, batches, backend, x.dtype, model_mesh)
+    step = _AttentionPlans(config, caches, batches, backend, x.dtype, model_mesh)
     tails = layer_tail.configs_of(config, params, x) if model_mesh is None else None
     if tails is None:
         caches, stream = _each_layer(config, params, stream, inputs, caches, step, model_mesh, positions, encoded)
@@ -93,7 +93,7 @@ def _forward(
 
 
 def _each_layer(
-    config: ModelConfig, params, stream: Stream, inputs, caches, step: "_StepPlans", model_mesh: ModelMesh | None,
+    config: ModelConfig, params, stream: Stream, inputs, caches, step: "_AttentionPlans", model_mesh: ModelMesh | None,
     positions, encoded,
 ) -> tuple[list[PagedKV], Stream]:  # fmt: skip
     """(caches, the Stream after the last layer). inputs: the per-layer embeddings [T, layers, width], if any."""
@@ -149,7 +149,7 @@ def _layer_gives(layer: LayerConfig, model_mesh: ModelMesh | None, weights, stre
     return layer_gives(layer, weights, stream, read, attended, z, model_mesh)
 
 
-class _StepPlans:
+class _AttentionPlans:
     """What the layers of one step share: one plan per distinct attention and batch, angles per distinct Rope."""
 
     def __init__(

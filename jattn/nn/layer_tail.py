@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jattn import device
 from jattn.nn.norm import Norm
 from jattn.ops.product import is_partitioned, products
+from pallas_kernels.gpu.layer_tail_arrivals_sm90 import WORDS
 from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, choose
-from pallas_kernels.gpu.layer_tail_sm90 import COUNTERS
 from pallas_kernels.gpu.layer_tail_sm90 import layer_tail as launch
 
 Counters = tuple[jax.Array, jax.Array]
@@ -31,7 +31,7 @@ class TailNorms:
 
 def new_counters() -> Counters:
     """For the first launch of a step."""
-    return jnp.zeros(COUNTERS, jnp.int32), jnp.zeros(COUNTERS, jnp.int32)
+    return jnp.zeros(WORDS, jnp.int32), jnp.zeros(WORDS, jnp.int32)
 
 
 def config_of(

@@ -42,7 +42,7 @@ MAX_WAITING_PARTS = 8
 """Parts of a response that wait for the ingress. Then the replica's coroutine waits, and the engine goes on."""
 
 
-class Options(pydantic.BaseModel, extra="forbid"):
+class ReplicaOptions(pydantic.BaseModel, extra="forbid"):
     """The arguments of `build`: of `serve run` as name=value, or of a configuration file of Ray Serve."""
 
     model: str  # a Hugging Face folder, which every replica can read
@@ -67,7 +67,7 @@ class Call:
     body: bytes
 
 
-def build(options: Options) -> serve.Application:
+def build(options: ReplicaOptions) -> serve.Application:
     """The application. Its ingress reads each request and passes it to one of the replicas."""
     if ignored := sorted({*options.server} & set(CONNECTION_OPTIONS)):
         raise ValueError(f"{', '.join(ignored)} in server: Ray's proxy has the connections; set its own limits")

@@ -29,34 +29,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.mosaic.gpu import launch_context, utils
+from jax.experimental.mosaic.gpu import utils
 
+from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, THREADS, LayerTailConfig, supports
+from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
 from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, packed
 
 _WGMMA = plgpu.Layout.WGMMA
 SHARES = 4  # of a token's columns, each added up by a CTA
-COUNTERS = 64 * 32  # one in each line of 128 bytes
 _WEIGHT_BLOCK = (BLOCK, PIECE)
-_DTYPE = jnp.dtype(jnp.bfloat16)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ring:
-    """Stages of shared memory that one warpgroup fills and another empties."""
-
-    stages: int
-    bytes: int  # of a stage
-    arrivals: int  # at `free`
-    first: int  # place of its mbarriers: first .. first + 2 stages
-
-    def place(self, barriers, number, kind: int):
-        """Address of the mbarrier "full" (kind 0) or "free" (kind 1) of block `number`'s stage."""
-        stage = arith.remui(number, ptx.i32(self.stages))
-        return ptx.add(ptx.pointer(barriers, 3), ptx.mul(stage, 8), ptx.i32(8 * (self.first + self.stages * kind)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +52,8 @@ class _Refs:
     x: object  # GMEM [T, W]
     weights: tuple  # for each product, GMEM [inner, width] of each weight
     norms: tuple  # GMEM [W] each
-    counters: object  # GMEM i32[COUNTERS], zero: arrivals
-    cleared: object  # GMEM i32[COUNTERS]: set to zero, for the next launch
+    counters: object  # GMEM i32[arrivals.WORDS], zero: arrivals
+    cleared: object  # GMEM i32[arrivals.WORDS]: set to zero, for the next launch
     x1: object  # GMEM [T8, W]
     x2: object  # GMEM [T8, W]
     n1: object  # GMEM [T8, W]
@@ -88,7 +73,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch).
 
     a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
-    before the MLP and before the next projections; counters: two i32[COUNTERS], of which the first is zero.
+    before the MLP and before the next projections; counters: two i32[arrivals.WORDS], of which the first is zero.
     """
     c = config
     if reasons := supports(c):
@@ -96,7 +81,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     if c.rows > 8 and c.rows % 8:
         a = jnp.pad(a, ((0, c.rows8 - c.rows), (0, 0)))  # TMA takes whole groups of 8 rows; past the end it gives 0
     has_next = len(c.products) == 4
-    shape = lambda width, dtype=_DTYPE, height=c.rows8: jax.ShapeDtypeStruct((height, width), dtype)
+    shape = lambda width, dtype=DTYPE, height=c.rows8: jax.ShapeDtypeStruct((height, width), dtype)
     summed = [p for p in c.products if not p.gated]
     out_type = [shape(c.hidden) for _ in range(4)] + [shape(c.products[1].widths[0])]
     out_type += [shape(SHARES, jnp.float32)] * 2
@@ -122,10 +107,10 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     return results[1][: c.rows], rows_out, (jax.freeze(cleared), jax.freeze(used))
 
 
-def _rings(cfg: LayerTailConfig) -> tuple[_Ring, _Ring]:
+def _rings(cfg: LayerTailConfig) -> tuple[Ring, Ring]:
     """(of weights, of tokens)"""
-    weights = _Ring(cfg.slots, PIECE * BLOCK * 2, 4, 0)
-    return weights, _Ring(cfg.token_stages, cfg.token_bytes, 4, 2 * cfg.slots)
+    weights = Ring(cfg.slots, PIECE * BLOCK * 2, 4, 0)
+    return weights, Ring(cfg.token_stages, cfg.token_bytes, 4, 2 * cfg.slots)
 
 
 def _kernel(cfg: LayerTailConfig, given: _Refs):
@@ -137,14 +122,10 @@ def _kernel(cfg: LayerTailConfig, given: _Refs):
         _start(cfg, refs)
         lax.switch(wg, [lambda: _compute(cfg, refs), lambda: _load_weights(cfg, refs), lambda: _load_tokens(cfg, refs)])
 
-    w_tile = plgpu.SMEM((cfg.slots, *_WEIGHT_BLOCK), _DTYPE, transforms=_transforms(_WEIGHT_BLOCK))
-    x_tile = plgpu.SMEM((cfg.token_stages, cfg.rows8, BLOCK), _DTYPE, transforms=_transforms((cfg.rows8, BLOCK)))
+    w_tile = plgpu.SMEM((cfg.slots, *_WEIGHT_BLOCK), DTYPE, transforms=block_transforms(_WEIGHT_BLOCK))
+    x_tile = plgpu.SMEM((cfg.token_stages, cfg.rows8, BLOCK), DTYPE, transforms=block_transforms((cfg.rows8, BLOCK)))
     barriers = plgpu.SMEM((4 * (cfg.slots + cfg.token_stages),), jnp.int32)
     pl.run_scoped(roles, w_tile, x_tile, plgpu.SMEM((8,), jnp.float32), barriers, collective_axes="wg")
-
-
-def _transforms(block: tuple[int, int]):
-    return rows.tile_transforms(block[1], _DTYPE)
 
 
 def _start(cfg: LayerTailConfig, refs: _Refs):
@@ -154,142 +135,17 @@ def _start(cfg: LayerTailConfig, refs: _Refs):
     def start(ctx, barriers, cleared, cta):
         base, text = ptx.pointer(barriers, 3), "{ .reg .pred p; setp.eq.u32 p, $1, 0; "
         for ring in _rings(cfg):
-            for stage in range(ring.stages):
-                full, free = (8 * (ring.first + stage + k * ring.stages) for k in range(2))
-                text += f"@p mbarrier.init.shared.b64 [$0+{full}], 1; "
-                text += f"@p mbarrier.init.shared.b64 [$0+{free}], {ring.arrivals}; "
+            text += ring.initial()
         ptx.asm(text + "}", "r,r", base, utils.thread_idx())
         counter = utils.thread_idx()
-        mine = arith.andi(ptx.less(counter, ptx.i32(COUNTERS // 32)), ptx.equal(ptx.scalar_value(cta), ptx.i32(0)))
-        place = _counter(cleared, counter)
+        mine = arith.andi(ptx.less(counter, ptx.i32(arrivals.COUNTERS)), ptx.equal(ptx.scalar_value(cta), ptx.i32(0)))
+        place = arrivals.address(cleared, counter)
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
         ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
         ptx.asm("fence.mbarrier_init.release.cluster;", "")
         ptx.asm("bar.sync 0;", "")
 
     start(refs.barriers, refs.cleared, lax.axis_index("cta"))
-
-
-def _wait(ring: _Ring, barriers, number, kind: int, one_warp: bool = False):
-    """Waits until the stage of block `number` is full (kind 0), or free (kind 1) of the block that it held before.
-
-    one_warp: only the warp waits that loads. Nothing would hold back the other three; if one were late by a whole turn
-    of the ring, the barrier's parity would be that of its phase again, and it could wait for ever.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
-    def wait(ctx, barriers, number):
-        number = ptx.scalar_value(number)
-        turn = arith.divui(number, ptx.i32(ring.stages))
-        parity = arith.andi(ptx.add(turn, ptx.i32(kind)), ptx.i32(1))
-        spin = "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra AGAIN;"
-        place = ring.place(barriers, number, kind)
-        if one_warp:
-            text = "{ .reg .pred p; setp.gt.u32 p, $2, 31; @p bra DONE; " + spin + " DONE: }"
-            ptx.asm(text, "r,r,r", place, parity, ptx.thread_index())
-        else:
-            ptx.asm("{ .reg .pred p; " + spin + " }", "r,r", place, parity)
-
-    wait(barriers, number)
-
-
-def _free(ring: _Ring, barriers, number):
-    """Says that this warp has used the stage of block `number`."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
-    def free(ctx, barriers, number):
-        _, _, lane, _ = ptx.lane_position()
-        text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.arrive.shared.b64 _, [$0]; }"
-        ptx.asm(text, "r,r", ring.place(barriers, ptx.scalar_value(number), 1), lane)
-
-    free(barriers, number)
-
-
-def _copy(ring: _Ring, source, tile, barriers, number, start: tuple, block: tuple[int, int]):
-    """One TMA copy of a block of a GMEM array [rows, columns] from `start` on to the stage of block `number`.
-
-    Plain copy_gmem_to_smem lets all 128 threads arrive at the barrier, once for each copy.
-    """
-    scalars = (number, *start)
-    kinds = (plgpu.RefType(), plgpu.RefType(_transforms(block)), plgpu.RefType())
-
-    @plgpu.inline_mgpu(arg_types=(*kinds, *(ptx.SCALAR,) * len(scalars)))
-    def copy(ctx, source, tile, barriers, *scalars):
-        number, *corner = map(ptx.scalar_value, scalars)
-        place = ring.place(barriers, number, 0)
-        text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.arrive.expect_tx.shared.b64 _, [$0], $2; }"
-        ptx.asm(text, "r,r,r", place, ptx.thread_index(), ptx.i32(ring.bytes))
-        stage = arith.remui(number, ptx.i32(ring.stages))
-        as_index = lambda value: arith.index_cast(ir.IndexType.get(), value)
-        target = utils.memref_slice(tile, (as_index(stage),))
-        ctx.async_copy(
-            src_ref=source,
-            dst_ref=target,
-            gmem_slice=tuple(utils.DynamicSlice(as_index(at), size) for at, size in zip(corner, block, strict=True)),
-            gmem_transform=(launch_context.TileTransform((8, rows.swizzle_columns(block[1], _DTYPE))),),
-            barrier=utils.BarrierRef(ptx.raw_pointer(barriers, 3), ptx.add(stage, ptx.i32(ring.first)), None, 1),
-            swizzle=rows.swizzle_bytes(block[1], _DTYPE),
-            arrive=False,
-            predicate=utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
-        )
-
-    copy(source, tile, barriers, *scalars)
-
-
-def _arrive(refs: _Refs, counter):
-    """The computing warpgroup's stores so far become visible to those that wait for this counter."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
-    def arrive(ctx, counters, counter):
-        ptx.asm(f"bar.sync 8, {THREADS};", "")
-        text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p red.release.gpu.global.add.u32 [$0], 1; }"
-        ptx.asm(text, "l,r", _counter(counters, ptx.scalar_value(counter)), ptx.thread_index())
-
-    arrive(refs.counters, counter)
-
-
-def _counter(counters, number):
-    """Address of a counter."""
-    return arith.addi(ptx.pointer(counters, 0), arith.muli(ptx.to_i64(number), ptx.i64(128)))
-
-
-def _await(refs: _Refs, counter, count: int):
-    """The loading thread waits until `count` CTAs have arrived; then TMA may read what they stored."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
-    def wait(ctx, counters, counter):
-        _spin(_counter(counters, ptx.scalar_value(counter)), count, 31)
-        ptx.asm("fence.proxy.async.global;", "")
-
-    wait(refs.counters, counter)
-
-
-def _spin(place, count: int, last: int):
-    """The threads 0 .. last of the warpgroup wait until `count` CTAs have arrived."""
-    text = (
-        "{ .reg .pred p; .reg .b32 seen; setp.gt.u32 p, $1, $3; @p bra DONE;"
-        " AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; setp.lt.u32 p, seen, $2; @p bra AGAIN; DONE: }"
-    )
-    ptx.asm(text, "l,r,r,r", place, ptx.thread_index(), ptx.i32(count), ptx.i32(last))
-
-
-# Counter 16 i + g: arrivals of the CTAs that compute group g of product i's columns, those that one CTA reads next.
-# Counter 16 i + 8 + s: arrivals of the CTAs that add up share s of a token's columns.
-
-
-def _groups(cfg: LayerTailConfig, i: int) -> int:
-    """Groups of product i's columns: those that different CTAs read next, if they are whole strips."""
-    readers = cfg.products[i + 1].splits if cfg.products[i].gated else cfg.shares
-    return readers if cfg.products[i].strips % readers == 0 and readers <= 8 else 1
-
-
-def _group(cfg: LayerTailConfig, i: int, reader):
-    """The group that a reader (number of a share of the columns) waits for."""
-    return 16 * i + (reader if _groups(cfg, i) > 1 else jnp.int32(0))
-
-
-def _group_size(cfg: LayerTailConfig, i: int) -> int:
-    return cfg.products[i].units // _groups(cfg, i)
 
 
 def _is_active(product, cta):
@@ -325,14 +181,14 @@ def _load_weights(cfg: LayerTailConfig, refs: _Refs):
 
                 @when(number >= ring.stages)
                 def _(number=number):
-                    _wait(ring, refs.barriers, number, 1, one_warp=True)
+                    ring.wait(refs.barriers, number, FREE, one_warp=True)
 
                 @when(number >= cfg.in_flight)
                 def _(number=number):
-                    _wait(ring, refs.barriers, number - cfg.in_flight, 0, one_warp=True)
+                    ring.wait(refs.barriers, number - cfg.in_flight, FULL, one_warp=True)
 
                 def copy(weight, column, number=number):
-                    _copy(ring, weight, refs.w_tile, refs.barriers, number, (k, column * PIECE), _WEIGHT_BLOCK)
+                    ring.copy(weight, refs.w_tile, refs.barriers, number, (k, column * PIECE), _WEIGHT_BLOCK)
 
                 _of_piece(p, refs.weights[i], strip, piece, copy)
             return carry
@@ -375,23 +231,24 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
 
             @when(number >= ring.stages)
             def _():
-                _wait(ring, refs.barriers, number, 1, one_warp=True)
+                ring.wait(refs.barriers, number, FREE, one_warp=True)
 
             place = share * p.blocks + b
             if i in (1, 3):
 
                 @when((b == 0) | (lax.rem(place, jnp.int32(of_share)) == 0))
                 def _():
-                    _await(refs, 16 * (i - 1) + 8 + lax.div(place, jnp.int32(of_share)), cfg.rows)
+                    counter = arrivals.share_added(i - 1, lax.div(place, jnp.int32(of_share)))
+                    arrivals.wait_before_tma(refs.counters, counter, cfg.rows)
 
             start = jnp.int32(0), place * BLOCK
-            _copy(ring, sources[i], refs.x_tile, refs.barriers, number, start, (cfg.rows8, BLOCK))
+            ring.copy(sources[i], refs.x_tile, refs.barriers, number, start, (cfg.rows8, BLOCK))
             return carry
 
         @when(cta < p.units)
         def _():
             if i == 2:
-                _await(refs, _group(cfg, 1, share), _group_size(cfg, 1))
+                arrivals.wait_before_tma(refs.counters, arrivals.stored_for(cfg, 1, share), arrivals.group_size(cfg, 1))
             lax.fori_loop(0, p.blocks, block, jnp.int32(0))
 
     _each(cfg, run)
@@ -417,8 +274,8 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
             else:
                 for j, acc in enumerate(accs):
                     _store_columns(cfg, summed[i], acc, share * cfg.rows8, (strip * p.pieces + j) * PIECE)
-            strip_group = lax.div(strip, jnp.int32(p.strips // _groups(cfg, i)))
-            _arrive(refs, _group(cfg, i, strip_group))
+            strip_group = lax.div(strip, jnp.int32(p.strips // arrivals.groups(cfg, i)))
+            arrivals.arrive(refs.counters, arrivals.stored_for(cfg, i, strip_group))
 
         if p.gated:
             return
@@ -430,7 +287,7 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
                 _add_rows(cfg, p, refs, summed[i], row, share_of_row)
             else:
                 _add_residual(cfg, i, refs, summed[i], row, share_of_row)
-                _arrive(refs, 16 * i + 8 + share_of_row)
+                arrivals.arrive(refs.counters, arrivals.share_added(i, share_of_row))
 
     _each(cfg, run)
 
@@ -445,19 +302,19 @@ def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
         def multiply(accs):
             for n in range(p.together):
                 x_number = x_before + b + n
-                _wait(x_ring, refs.barriers, x_number, 0)
+                x_ring.wait(refs.barriers, x_number, FULL)
                 tokens = refs.x_tile.at[lax.rem(x_number, jnp.int32(x_ring.stages))]
                 for j, acc in enumerate(accs):
                     number = w_before + (b + n) * p.pieces + j
-                    _wait(w_ring, refs.barriers, number, 0)
+                    w_ring.wait(refs.barriers, number, FULL)
                     weights = refs.w_tile.at[lax.rem(number, jnp.int32(w_ring.stages))]
                     plgpu.wgmma(acc, weights.transpose((1, 0)), tokens.transpose((1, 0)))
 
         accs = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc in accs))
         for n in range(p.together):
             for j in range(p.pieces):
-                _free(w_ring, refs.barriers, w_before + (b + n) * p.pieces + j)
-            _free(x_ring, refs.barriers, x_before + b + n)
+                w_ring.free(refs.barriers, w_before + (b + n) * p.pieces + j)
+            x_ring.free(refs.barriers, x_before + b + n)
         return accs
 
     zeros = lambda: plgpu.layout_cast(jnp.zeros((PIECE, cfg.rows8), jnp.float32), _WGMMA)
@@ -465,7 +322,7 @@ def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
     if not p.gated:
         return lax.fori_loop(0, p.blocks // p.together, several, accs), None
     accs = lax.fori_loop(0, p.blocks - 1, several, accs)
-    _wait(x_ring, refs.barriers, x_before + p.blocks - 1, 0)  # all sums of squares have been stored
+    x_ring.wait(refs.barriers, x_before + p.blocks - 1, FULL)  # all sums of squares have been stored
     factors = _token_factors(cfg, refs.squares[0], 0)
     return several(jnp.int32(p.blocks - 1), accs), factors
 
@@ -542,8 +399,7 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
     def add_up(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number):
         share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         before, scales = share.words(old), share.words(scale, ptx.i32(0))  # on the way while this thread waits
-        group = share.number if _groups(cfg, i) > 1 else ptx.i32(0)
-        _spin(_counter(counters, ptx.add(group, ptx.i32(16 * i))), _group_size(cfg, i), 0)
+        arrivals.one_thread_waits(cfg, i, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
         fours = [
@@ -581,8 +437,7 @@ def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 4, ptx.SCALAR, ptx.SCALAR))
     def add_up(ctx, counters, parts, squares, out, row, number):
         share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
-        group = share.number if _groups(cfg, 3) > 1 else ptx.i32(0)
-        _spin(_counter(counters, ptx.add(group, ptx.i32(48))), _group_size(cfg, 3), 0)
+        arrivals.one_thread_waits(cfg, 3, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(share.row), ptx.i64(4 * SHARES)))
         factor = _factor(cfg, place, 1)

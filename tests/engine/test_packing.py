@@ -35,9 +35,9 @@ def test_each_leaf_comes_back_bit_for_bit(traced):
 
 
 def test_trees_of_the_same_shapes_share_a_program_and_others_do_not():
-    assert pack(TREE).layout == pack(TREE | {"i": np.int32([5, 6])}).layout
-    assert hash(pack(TREE).layout) == hash(pack(TREE).layout)
-    assert pack(TREE).layout != pack(TREE | {"i": np.int32([5])}).layout
+    assert pack(TREE).tree == pack(TREE | {"i": np.int32([5, 6])}).tree
+    assert hash(pack(TREE).tree) == hash(pack(TREE).tree)
+    assert pack(TREE).tree != pack(TREE | {"i": np.int32([5])}).tree
 
 
 def test_what_has_no_words_of_32_bits_is_refused():

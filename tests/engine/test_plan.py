@@ -41,7 +41,7 @@ CONFIGS = dict(
         topk_group=1,
     ),
 )
-OPTIONS = plan.Options(max_num_seqs=3, max_num_batched_tokens=16)
+OPTIONS = plan.PlanOptions(max_num_seqs=3, max_num_batched_tokens=16)
 ENGINE = dict(max_num_seqs=3, max_num_batched_tokens=16)
 DEVICE = DeviceKind("device", "cpu", 4e6, 1e9, 1e12, 1e9)
 
@@ -73,8 +73,8 @@ def most_bytes(tree) -> int:
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_and_cache_have_the_bytes_that_the_engine_takes(name, data, tensor, context, monkeypatch):
-    config, mesh, layout = config_of(name), mesh_of(data, tensor, context), plan.Layout(tensor, data, context)
-    plans = plan.plan(config, "bfloat16", DEVICE, data * tensor * context, OPTIONS)
+    config, mesh, layout = config_of(name), mesh_of(data, tensor, context), plan.DeviceLayout(tensor, data, context)
+    plans = plan.plan_layouts(config, "bfloat16", DEVICE, data * tensor * context, OPTIONS)
     planned = next(p for p in plans if p.layout == layout)
     share = int((4_000_000 - planned.weight_bytes) * sizing.CPU_SHARE)
     monkeypatch.setattr(sizing, "free_bytes", lambda devices=None: share)
@@ -117,7 +117,7 @@ def test_the_largest_batch_and_context_are_the_last_that_fit(monkeypatch):
     """An engine with that many sequences, or tokens, starts in the planned memory; with one more it does not."""
     config = config_of("windows", max_position_embeddings=4096)
     options = dataclasses.replace(OPTIONS, max_model_len=64)
-    (planned,) = plan.plan(config, "float32", DEVICE, 1, options)
+    (planned,) = plan.plan_layouts(config, "float32", DEVICE, 1, options)
     cache = plan._Planner(config, "float32", DEVICE, planned.layout, options).cache
     memory = int((4_000_000 - planned.weight_bytes) * sizing.CPU_SHARE)
     size = lambda num_seqs, length: sum(
@@ -172,12 +172,12 @@ def test_layouts_are_refused_with_the_engines_words(axes):
 
 def test_every_layout_is_shown_and_those_that_the_engine_refuses_say_why():
     config = config_of("llama")
-    plans = plan.plan(config, "bfloat16", KINDS["h200"], 4, dataclasses.replace(OPTIONS, quantization="int8"))
+    plans = plan.plan_layouts(config, "bfloat16", KINDS["h200"], 4, dataclasses.replace(OPTIONS, quantization="int8"))
     assert len({p.layout for p in plans}) == 6 and all(
         p.layout.tensor * p.layout.data * p.layout.context == 4 for p in plans
     )
     assert all(p.refused is None for p in plans)
-    (small,) = plan.plan(config, "bfloat16", dataclasses.replace(DEVICE, memory=1e5), 1, OPTIONS)
+    (small,) = plan.plan_layouts(config, "bfloat16", dataclasses.replace(DEVICE, memory=1e5), 1, OPTIONS)
     assert "of weights" in small.refused and "do not fit" in small.refused
 
 
@@ -213,9 +213,9 @@ def test_the_time_of_a_step_by_hand():
 
 def test_data_ranks_share_the_sequences_and_have_whole_weights():
     config = config_of("llama")
-    plans = {p.layout: p for p in plan.plan(config, "bfloat16", KINDS["h200"], 2, OPTIONS)}
-    (one,) = plan.plan(config, "bfloat16", KINDS["h200"], 1, OPTIONS)
-    two = plans[plan.Layout(1, 2, 1)]
+    plans = {p.layout: p for p in plan.plan_layouts(config, "bfloat16", KINDS["h200"], 2, OPTIONS)}
+    (one,) = plan.plan_layouts(config, "bfloat16", KINDS["h200"], 1, OPTIONS)
+    two = plans[plan.DeviceLayout(1, 2, 1)]
     assert two.weight_bytes == one.weight_bytes and two.cache_bytes == one.cache_bytes
     assert two.largest_batch == 2 * one.largest_batch and two.largest_context == one.largest_context
     assert two.decode_seconds[6] == one.decode_seconds[3] and two.decode_seconds[1] == one.decode_seconds[1]

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'jattn[ray]'")
     from ray import serve
 
-    from jattn.serve.replicas import Call, Options, Replica, build, prefix_of
+    from jattn.serve.replicas import Call, Replica, ReplicaOptions, build, prefix_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray has many, in this process
 ENGINE = dict(num_blocks=129, block_size=16, max_num_seqs=4, max_num_batched_tokens=32, backend="sdpa")
@@ -28,7 +28,7 @@ def port():
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    options = Options(
+    options = ReplicaOptions(
         model=str(embedded.directory()), num_replicas=2, health_seconds=1, max_ongoing_requests=8, engine=ENGINE
     )
     serve.run(build(options), name="adder")
@@ -128,7 +128,7 @@ def test_a_client_that_disconnects_cancels_the_application():
 
 def test_limits_of_connections_are_rays():
     with pytest.raises(ValueError, match="max_connections, write_timeout in server: Ray's proxy"):
-        build(Options(model="m", server=dict(write_timeout=1, max_connections=2, model_name="m")))
+        build(ReplicaOptions(model="m", server=dict(write_timeout=1, max_connections=2, model_name="m")))
 
 
 @pytest.mark.parametrize(

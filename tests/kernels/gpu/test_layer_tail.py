@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import layer_tail_sm90 as kernel
 from pallas_kernels.gpu.layer_tail_config import ChainProduct, LayerTailConfig, choose, supports
 
@@ -62,16 +63,17 @@ def test_groups_of_counters_hold_the_columns_that_a_reader_reads_and_no_counter_
     for _, c in chosen():
         used = []
         for i, p in enumerate(c.products):
-            groups, readers = kernel._groups(c, i), c.products[2].splits if i == 1 else c.shares
-            used += [16 * i + g for g in range(groups)] + [16 * i + 8 + s for s in range(c.shares)] * (i != 1)
+            groups, readers = arrivals.groups(c, i), c.products[2].splits if i == 1 else c.shares
+            used += [arrivals.columns_stored(i, g) for g in range(groups)]
+            used += [arrivals.share_added(i, s) for s in range(c.shares)] * (i != 1)
             assert groups in (1, readers)
-            assert kernel._group_size(c, i) * groups == p.strips * p.splits
+            assert arrivals.group_size(c, i) * groups == p.strips * p.splits
             width = p.width // (2 if p.gated else 1)  # of the columns that the strips give
             for strip in range(p.strips):
                 first, last = (width * edge // p.strips for edge in (strip, strip + 1))
                 group = strip // (p.strips // groups)
                 assert width * group // groups <= first and last <= width * (group + 1) // groups
-        assert len(set(used)) == len(used) and max(used) < kernel.COUNTERS // 32
+        assert len(set(used)) == len(used) and max(used) < arrivals.COUNTERS
 
 
 def config_of(**changes):
@@ -188,6 +190,9 @@ class Launch:
             if cta < p.strips * p.splits:
                 yield i, p, cta % p.strips, cta // p.strips
 
+    def arrive(self, counter: int):
+        self.counters[counter] = self.counters.get(counter, 0) + 1
+
     def arrived(self, counter: int, count: int):
         return lambda: self.counters.get(counter, 0) >= count
 
@@ -209,8 +214,8 @@ class Launch:
         number, blocks = 0, self.c.hidden // 128
         for i, p, _, split in self.plan(cta):
             if i == 2:
-                group = split if kernel._groups(self.c, 1) > 1 else 0
-                yield self.arrived(16 + group, kernel._group_size(self.c, 1))
+                group = split if arrivals.groups(self.c, 1) > 1 else 0
+                yield self.arrived(arrivals.columns_stored(1, group), arrivals.group_size(self.c, 1))
             for b in range(p.blocks):
                 stage, turn = ring.place(number)
                 if turn:
@@ -218,7 +223,7 @@ class Launch:
                 block = split * p.blocks + b
                 if i in (1, 3):  # a norm's rows, block by block of the hidden size
                     share = block * self.c.shares // blocks
-                    yield self.arrived(16 * (i - 1) + 8 + share, self.c.rows)
+                    yield self.arrived(arrivals.share_added(i - 1, share), self.c.rows)
                     assert {("norm", i, row, share) for row in range(self.c.rows)} <= self.written
                 if i == 2:
                     strips = self.c.products[1].strips
@@ -251,15 +256,15 @@ class Launch:
                     for ring, number, _ in taken:
                         ring.free[ring.place(number)[0]].arrive()
                 self.written.add(("h", strip) if p.gated else ("part", i, split, strip))
-                group = strip // (p.strips // kernel._groups(self.c, i))
-                self.counters[16 * i + group] = self.counters.get(16 * i + group, 0) + 1
+                group = strip // (p.strips // arrivals.groups(self.c, i))
+                self.arrive(arrivals.columns_stored(i, group))
             if not p.gated and cta < self.c.rows * self.c.shares:
                 yield from self.add(i, p, cta % self.c.rows, cta // self.c.rows)
 
     def add(self, i: int, p: ChainProduct, row: int, share: int):
         """A share of a token's columns: the sums of all splits of all strips under them."""
-        group = share if kernel._groups(self.c, i) > 1 else 0
-        yield self.arrived(16 * i + group, kernel._group_size(self.c, i))
+        group = share if arrivals.groups(self.c, i) > 1 else 0
+        yield self.arrived(arrivals.columns_stored(i, group), arrivals.group_size(self.c, i))
         for strip in range(p.strips):
             if strip * self.c.shares < (share + 1) * p.strips and (strip + 1) * self.c.shares > share * p.strips:
                 assert {("part", i, split, strip) for split in range(p.splits)} <= self.written
@@ -268,7 +273,7 @@ class Launch:
             self.written.add(("row", row, share))
         else:
             self.written.add(("norm", i + 1, row, share))
-            self.counters[16 * i + 8 + share] = self.counters.get(16 * i + 8 + share, 0) + 1
+            self.arrive(arrivals.share_added(i, share))
 
 
 def check_launch(config: LayerTailConfig, late: int = 0, seed: int = 0) -> None:
@@ -309,10 +314,10 @@ def caught(config: LayerTailConfig) -> str:
 def test_the_simulation_sees_a_count_that_is_one_too_small_or_too_large(monkeypatch):
     config = choose(8, *SHAPES["small"], 16)
     assert config is not None and not caught(config)
-    right = kernel._group_size
-    monkeypatch.setattr(kernel, "_group_size", lambda cfg, i: right(cfg, i) - (i == 0))
+    right = arrivals.group_size
+    monkeypatch.setattr(arrivals, "group_size", lambda cfg, i: right(cfg, i) - (i == 0))
     assert caught(config)
-    monkeypatch.setattr(kernel, "_group_size", lambda cfg, i: right(cfg, i) + (i == 1))
+    monkeypatch.setattr(arrivals, "group_size", lambda cfg, i: right(cfg, i) + (i == 1))
     assert caught(config).startswith("deadlock")
 
 
@@ -333,7 +338,7 @@ def test_it_lowers_for_cuda(name, rows):
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
     weights = ((shape(heads, hidden),), (shape(hidden, wide),) * 2, (shape(wide, hidden),))
     weights += (tuple(shape(hidden, width) for width in following),) if following else ()
-    counters = (jax.ShapeDtypeStruct((kernel.COUNTERS,), jnp.int32),) * 2
+    counters = (jax.ShapeDtypeStruct((arrivals.WORDS,), jnp.int32),) * 2
     args = shape(rows, heads), shape(rows, hidden), weights, (shape(hidden),) * 2, counters
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     run = jax.jit(lambda *args: kernel.layer_tail(*args, config))
