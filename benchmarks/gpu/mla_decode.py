@@ -1,6 +1,6 @@
 """The latent attention kernel on a Hopper card: numbers against float64, then times beside mla_sdpa and FlashMLA.
 
-    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--parts check,time,variants,sdpa] [--only TEXT]
+    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--parts check,time,write,variants,sdpa] [--only TEXT]
                                         [--seconds 240] [--flashmla SCRIPT LIBRARY]
 
 A case that fails is reported and the others go on. A case that takes longer than --stuck seconds ends the process, as a
@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks import records
 from benchmarks.gpu import check, cupti, jobs
+from benchmarks.gpu.write import REPEATS, time_of
 from jattn import CommonAttentionMetadata, MLAAttention, MLAParams, MLASpec, PagedKV, mla_cache_spec
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.gpu.mla_config import MlaKernelConfig, heads_of_unit
@@ -211,6 +212,35 @@ def layer(case: LatentCase, backend: str, iterations: int) -> dict:
     return dict(us=us, parts=dict(most), ok=True)
 
 
+def write(dtype: str, tokens: int, iterations: int) -> dict:
+    """The backend's write of latent rows beside XLA's: microseconds of both, and how many stored values differ."""
+    spec = MLASpec(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    eight = dtype != "bfloat16"
+    cache_spec = mla_cache_spec(spec, 2048, 64, dtype=dtype, quant="per_tensor" if eight else "none")
+    params = MLAParams(kv_c_scale=0.013, k_pe_scale=0.31) if eight else MLAParams()
+    rng, rows = np.random.default_rng(0), []
+    for i in range(REPEATS):
+        keys = jax.random.split(jax.random.key(i))
+        slots = rng.permutation(cache_spec.capacity_tokens)[:tokens].astype(np.int32)
+        slots[0], slots[-1] = -1, cache_spec.capacity_tokens
+        kv_c, k_pe = (jax.random.normal(k, (tokens, n), jnp.bfloat16) for k, n in zip(keys, (512, 64), strict=True))
+        rows.append((kv_c, k_pe, jnp.asarray(slots)))
+    found, cache = {}, MLAAttention(spec, cache_spec, "mla_sdpa").empty_cache(0.5)
+    for backend in ("mla_pallas_gpu", "mla_sdpa"):
+        impl = MLAAttention(spec, cache_spec, backend).impl
+
+        def run(cache, kv_c, k_pe, slots, impl=impl):
+            return impl.do_kv_cache_update(cache, kv_c, k_pe, argparse.Namespace(slot_mapping=slots), params)
+
+        new = jax.jit(run)(cache, *rows[0])
+        us, launches = time_of(run, cache, rows, iterations)
+        found[backend] = dict(us=us, launches=launches, k=new.k, v=new.v)
+    ours, xla = found.values()
+    differ = sum(int((ours[n].astype(jnp.float32) != xla[n].astype(jnp.float32)).sum()) for n in "kv")
+    ok = differ <= 1e-4 * tokens * 576 and bool((ours["k"] != cache.k).any())
+    return dict(us=ours["us"], parts=ours["launches"], xla_us=xla["us"], differ=differ, ok=ok)
+
+
 def flashmla(script: str, library: str) -> dict[str, float]:
     """Case name -> microseconds."""
     with tempfile.TemporaryDirectory() as folder:
@@ -241,6 +271,10 @@ def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterat
     if "check" in names:
         for case in (*CHECKED_8BIT[2:], *CHECKED[2:]):
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, False, iterations)
+    if "write" in names:
+        for dtype, tokens in (("bfloat16", 8192), ("float8_e4m3fn", 8192), ("float8_e4m3fn", 128), ("int8", 8192)):
+            label = dict(case=f"mla_write_{tokens}_{dtype}", backend=ours)
+            yield label, lambda d=dtype, t=tokens: write(d, t, iterations)
     if "variants" in names:
         for fields in VARIANTS:
             for case in TIMED:
@@ -265,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.mla_decode", description=__doc__.splitlines()[0])
     jobs.add_options(parser, seconds=240)
-    parser.add_argument("--parts", default="check,time,variants,sdpa")
+    parser.add_argument("--parts", default="check,time,write,variants,sdpa")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--flashmla", nargs=2, metavar=("SCRIPT", "LIBRARY"))
     args = parser.parse_args(argv)

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.backends.gpu_write import write_pages
 from jattn.backends.mla import MLABackend, MLAImpl, MLAMetadataBuilder
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.latent import is_wide
+from jattn.cache.latent import is_wide, write_latent
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.subset import subset
 from jattn.mla_spec import MLAParams, MLASpec, absorb
@@ -123,6 +124,12 @@ class MLAGpuImpl(MLAImpl):
         """The absorbed form for all requests; by the kernel if all are short and q is of 16 bits."""
         by_kernel = m.tokens is None and q.dtype.name in DTYPES
         return self._short(q, cache, m, params) if by_kernel else super().forward_mqa(q, cache, m, params)
+
+    def do_kv_cache_update(  # pyright: ignore[reportIncompatibleMethodOverride]  a latent layer has MLAParams
+        self, cache: PagedKV, k: jax.Array, v: jax.Array, m: MLAMetadata, params: MLAParams
+    ) -> PagedKV:
+        """k is the latent kv_c [T L], v the rotated key k_pe [T R]; both pools are written in one launch."""
+        return write_latent(self.spec, cache, k, v, m.slot_mapping, params, write_pages)
 
     def _short(self, q, cache, m: MLAGpuMetadata, params: MLAParams) -> AttentionState:
         """The kernel's result. q: the tokens of the short requests."""
