@@ -19,7 +19,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.gpu import rows_sm90 as rows
@@ -54,7 +53,7 @@ def latent_attention(
     """
     _check(q, latent_pages, rope_pages, block_table, config)
     out, lse, part, part_lse = _launch(config, q, latent_pages, rope_pages, block_table, work)
-    per_head = np.zeros((config.num_heads, 2), np.float32)  # slopes and sinks: none; a constant takes no launch
+    per_head = jnp.zeros((config.num_heads, 2), jnp.float32)  # slopes and sinks: none in this kernel
     return merge_parts(config.attention, out, lse, part, part_lse, work, per_head, **MERGE)
 
 
