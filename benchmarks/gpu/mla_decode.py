@@ -1,6 +1,6 @@
 """The latent attention kernel on a Hopper card: numbers against float64, then times beside mla_sdpa and FlashMLA.
 
-    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--parts check,time,variants,sdpa] [--only TEXT]
+    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--parts check,time,write,variants,sdpa] [--only TEXT]
                                         [--seconds 240] [--flashmla SCRIPT LIBRARY]
 
 A case that fails is reported and the others go on. A case that takes longer than --stuck seconds ends the process, as a
@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks import records
 from benchmarks.gpu import check, cupti, jobs
+from benchmarks.gpu.write import REPEATS, time_of
 from jattn import CommonAttentionMetadata, MLAAttention, MLAParams, MLASpec, PagedKV, mla_cache_spec
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.gpu.mla_config import MlaKernelConfig, heads_of_unit
@@ -55,7 +56,7 @@ class LatentCase:
     def read_bytes(self) -> int:
         """Every visible row once, queries and output once."""
         rows, tokens = sum(s for _, s in self.lengths), sum(n for n, _ in self.lengths)
-        return (rows * 576 + tokens * self.heads * (576 + 512)) * 2
+        return rows * 576 * jnp.dtype(self.config.cache_dtype).itemsize + tokens * self.heads * (576 + 512) * 2
 
     def flops(self) -> int:
         pairs = sum(n * (s - n) + n * (n + 1) // 2 for n, s in self.lengths)
@@ -75,12 +76,22 @@ PAGES = (64, 16, 128)
 CHECKED = [ragged(16, 1, 64), ragged(128, 1, 64)]
 CHECKED += [ragged(h, q, PAGES[(i + q) % 3]) for q in (2, 4, 1, 3) for i, h in enumerate((8, 16, 32, 64, 128))]
 CHECKED += [ragged(16, 1, 64, whole_rows=True), ragged(64, 8, 16), ragged(16, 2, 64, dtype="float16")]
+E4M3 = (("kv_dtype", "float8_e4m3fn"),)
+CHECKED_8BIT = [ragged(16, 1, 64, kv_dtype="float8_e4m3fn"), ragged(128, 1, 16, kv_dtype="float8_e4m3fn")]
+CHECKED_8BIT += [ragged(h, q, PAGES[q % 3], kv_dtype="float8_e4m3fn") for h, q in ((8, 8), (32, 3), (64, 2), (16, 5))]
+CHECKED_8BIT += [
+    ragged(16, 1, 16, kv_dtype="float8_e5m2", whole_rows=True),
+    ragged(128, 4, 128, kv_dtype="int8"),
+    ragged(16, 4, 64, kv_dtype="int8", dtype="float16"),
+]
 TIMED = [
     LatentCase(name="mla_dec_128x4k_h16", lengths=((1, 4096),) * 128, heads=16),
     LatentCase(name="mla_dec_32x8k_h128", lengths=((1, 8192),) * 32, heads=128),
     LatentCase(name="mla_dec_16x4k_h16", lengths=((1, 4096),) * 16, heads=16),
 ]
+TIMED_8BIT = [dataclasses.replace(case, name=f"{case.name}_fp8", options=E4M3) for case in TIMED]
 VARIANTS = (dict(page=16), dict(page=128), dict(whole_rows=True))
+LARGE = 30  # of a cache of 8 bits, the standard deviation of an integer
 
 
 @dataclasses.dataclass
@@ -96,7 +107,7 @@ class Batch:
 
 
 def make_batch(case: LatentCase, poison: bool) -> Batch:
-    """Random rows on permuted pages; with poison, NaN where no token lives and garbage in the table."""
+    """Random rows on permuted pages; with poison, NaN (int8: -128) where no token lives and garbage in the table."""
     config, rng = case.config, np.random.default_rng(0)
     seqs = np.array([s for _, s in case.lengths], np.int32)
     counts = -(-seqs // case.page)
@@ -108,10 +119,16 @@ def make_batch(case: LatentCase, poison: bool) -> Batch:
         places = np.arange(n * case.page).reshape(n, case.page, 1)
         lives[table[r, :n]] = places < seqs[r]
     starts = np.cumsum([0, *(n for n, _ in case.lengths)]).astype(np.int32)
-    keys, dtype = jax.random.split(jax.random.key(0)), jnp.dtype(config.dtype)
-    q = jax.random.normal(keys[0], (int(starts[-1]) + case.pads, case.heads, 576), dtype)
-    rows = jax.jit(lambda key: jax.random.normal(key, (total, case.page, 576), dtype))(keys[1])
-    rows = jnp.where(lives, rows, jnp.asarray(jnp.nan, dtype)) if poison else rows
+    keys, dtype = jax.random.split(jax.random.key(0)), jnp.dtype(config.cache_dtype)
+    size, nowhere = (LARGE, -128) if dtype == jnp.int8 else (1, jnp.nan)
+    q = jax.random.normal(keys[0], (int(starts[-1]) + case.pads, case.heads, 576), jnp.float32) / size
+    q = q.astype(config.dtype)
+
+    def random_rows(key, lives):
+        rows = size * jax.random.normal(key, (total, case.page, 576), jnp.bfloat16)
+        return (jnp.where(lives, rows, jnp.asarray(nowhere, jnp.bfloat16)) if poison else rows).astype(dtype)
+
+    rows = jax.jit(random_rows)(keys[1], jnp.asarray(lives))
     latents, ropes = (rows, None) if config.whole_rows else (rows[..., :512], rows[..., 512:])
     return Batch(q, jax.block_until_ready(latents), ropes, table, starts, seqs)
 
@@ -195,6 +212,35 @@ def layer(case: LatentCase, backend: str, iterations: int) -> dict:
     return dict(us=us, parts=dict(most), ok=True)
 
 
+def write(dtype: str, tokens: int, iterations: int) -> dict:
+    """The backend's write of latent rows beside XLA's: microseconds of both, and how many stored values differ."""
+    spec = MLASpec(num_heads=16, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    eight = dtype != "bfloat16"
+    cache_spec = mla_cache_spec(spec, 2048, 64, dtype=dtype, quant="per_tensor" if eight else "none")
+    params = MLAParams(kv_c_scale=0.013, k_pe_scale=0.31) if eight else MLAParams()
+    rng, rows = np.random.default_rng(0), []
+    for i in range(REPEATS):
+        keys = jax.random.split(jax.random.key(i))
+        slots = rng.permutation(cache_spec.capacity_tokens)[:tokens].astype(np.int32)
+        slots[0], slots[-1] = -1, cache_spec.capacity_tokens
+        kv_c, k_pe = (jax.random.normal(k, (tokens, n), jnp.bfloat16) for k, n in zip(keys, (512, 64), strict=True))
+        rows.append((kv_c, k_pe, jnp.asarray(slots)))
+    found, cache = {}, MLAAttention(spec, cache_spec, "mla_sdpa").empty_cache(0.5)
+    for backend in ("mla_pallas_gpu", "mla_sdpa"):
+        impl = MLAAttention(spec, cache_spec, backend).impl
+
+        def run(cache, kv_c, k_pe, slots, impl=impl):
+            return impl.do_kv_cache_update(cache, kv_c, k_pe, argparse.Namespace(slot_mapping=slots), params)
+
+        new = jax.jit(run)(cache, *rows[0])
+        us, launches = time_of(run, cache, rows, iterations)
+        found[backend] = dict(us=us, launches=launches, k=new.k, v=new.v)
+    ours, xla = found.values()
+    differ = sum(int((ours[n].astype(jnp.float32) != xla[n].astype(jnp.float32)).sum()) for n in "kv")
+    ok = differ <= 1e-4 * tokens * 576 and bool((ours["k"] != cache.k).any())
+    return dict(us=ours["us"], parts=ours["launches"], xla_us=xla["us"], differ=differ, ok=ok)
+
+
 def flashmla(script: str, library: str) -> dict[str, float]:
     """Case name -> microseconds."""
     with tempfile.TemporaryDirectory() as folder:
@@ -217,8 +263,18 @@ def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterat
             if case.name in peer:
                 yield dict(case=case.name, backend="flashmla"), lambda c=case: dict(us=peer[c.name], ok=True)
     if "check" in names:
-        for case in CHECKED[2:]:
+        for case in CHECKED_8BIT[:2]:
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, False, iterations)
+    if "time" in names:
+        for case in TIMED_8BIT:
+            yield dict(case=case.name, backend=ours), lambda c=case: measure(c, True, iterations)
+    if "check" in names:
+        for case in (*CHECKED_8BIT[2:], *CHECKED[2:]):
+            yield dict(case=case.name, backend=ours), lambda c=case: measure(c, False, iterations)
+    if "write" in names:
+        for dtype, tokens in (("bfloat16", 8192), ("float8_e4m3fn", 8192), ("float8_e4m3fn", 128), ("int8", 8192)):
+            label = dict(case=f"mla_write_{tokens}_{dtype}", backend=ours)
+            yield label, lambda d=dtype, t=tokens: write(d, t, iterations)
     if "variants" in names:
         for fields in VARIANTS:
             for case in TIMED:
@@ -243,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.mla_decode", description=__doc__.splitlines()[0])
     jobs.add_options(parser, seconds=240)
-    parser.add_argument("--parts", default="check,time,variants,sdpa")
+    parser.add_argument("--parts", default="check,time,write,variants,sdpa")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--flashmla", nargs=2, metavar=("SCRIPT", "LIBRARY"))
     args = parser.parse_args(argv)

@@ -55,7 +55,7 @@ def measure(name: str, iterations: int) -> dict:
     stored = pool.bytes_per_block // pool.block_size * tokens
     row["bytes"] = stored + tokens * HEADS * (pool.head_dim + pool.v_head_dim) * 2
     for way, run in ways.items():
-        row[f"{way}_us"], row[f"{way}_launches"] = _time(run, cache, rows, iterations)
+        row[f"{way}_us"], row[f"{way}_launches"] = time_of(run, cache, rows, iterations)
     row["us"] = row["pallas_gpu_us"]
     row["tb_s"] = row["bytes"] / row["us"] / 1e6
     return row
@@ -73,7 +73,7 @@ def _rows(rng, seed: int, tokens: int, pool):
     return k, v, jnp.asarray(slots)
 
 
-def _time(run, cache, rows, iterations: int) -> tuple[float, dict]:
+def time_of(run, cache, rows, iterations: int) -> tuple[float, dict]:
     """Microseconds of one write: what REPEATS of them in a row launch, less what one does with its copy of the pool."""
 
     def repeat(cache, rows):

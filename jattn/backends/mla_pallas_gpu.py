@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.backends.gpu_write import write_pages
 from jattn.backends.mla import MLABackend, MLAImpl, MLAMetadataBuilder
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.latent import is_wide
+from jattn.cache.latent import is_wide, write_latent
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.subset import subset
 from jattn.mla_spec import MLAParams, MLASpec, absorb
@@ -25,6 +26,7 @@ from jattn.types import AnyArray, Feature, MultipleOf, pytree, static
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.gpu.config import KV_DTYPES_8BIT
 from pallas_kernels.gpu.mla_config import DTYPES, MAX_QUERY_LEN, MlaKernelConfig, heads_of_unit, supports_mla
 from pallas_kernels.gpu.mla_sm90 import latent_attention
 from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
@@ -89,7 +91,8 @@ def kernel_config(spec: MLASpec, cache_spec: KVCacheSpec, max_query_len: int) ->
         latent_dim=spec.kv_lora_rank,
         rope_dim=spec.qk_rope_head_dim,
         page_size=cache_spec.block_size,
-        dtype=cache_spec.dtype,
+        dtype=cache_spec.dtype if cache_spec.dtype in DTYPES else "bfloat16",
+        kv_dtype=None if cache_spec.dtype in DTYPES else cache_spec.dtype,
         whole_rows=is_wide(spec, cache_spec),
         mask=MaskRule(),
         logits=LogitRule(scale=spec.scale),
@@ -122,6 +125,12 @@ class MLAGpuImpl(MLAImpl):
         by_kernel = m.tokens is None and q.dtype.name in DTYPES
         return self._short(q, cache, m, params) if by_kernel else super().forward_mqa(q, cache, m, params)
 
+    def do_kv_cache_update(  # pyright: ignore[reportIncompatibleMethodOverride]  a latent layer has MLAParams
+        self, cache: PagedKV, k: jax.Array, v: jax.Array, m: MLAMetadata, params: MLAParams
+    ) -> PagedKV:
+        """k is the latent kv_c [T L], v the rotated key k_pe [T R]; both pools are written in one launch."""
+        return write_latent(self.spec, cache, k, v, m.slot_mapping, params, write_pages)
+
     def _short(self, q, cache, m: MLAGpuMetadata, params: MLAParams) -> AttentionState:
         """The kernel's result. q: the tokens of the short requests."""
         state: Any = _absorbed(self, m.config, q, cache, m.short, m.work, params)
@@ -142,6 +151,8 @@ def _absorbed(
 ) -> AttentionState:
     """W_UK multiplied into q, the kernel over the cached rows, its result multiplied by W_UV, and all scales."""
     spec, params = impl.spec, absorb(impl.spec, params)
+    if config.is_decoded:  # rows of 8 bits are exact in either dtype of queries
+        config = dataclasses.replace(config, dtype=q.dtype.name)
     latent_scale = _scale(params.kv_c_scale)
     rope_scale = latent_scale if config.whole_rows else _scale(params.k_pe_scale)
     scales = jnp.repeat(jnp.stack([latent_scale, rope_scale]), np.array([spec.kv_lora_rank, spec.qk_rope_head_dim]))
@@ -175,23 +186,33 @@ _absorbed.defvjp(lambda impl, config, *args: (_absorbed(impl, config, *args), ar
 
 
 class MLAPallasGpuBackend(MLABackend):
-    """Latent caches of bfloat16 or float16, split or wide. pallas_kernels.gpu.mla_config gives the kernel's limits."""
+    """Latent caches of 16 or 8 bits, split or wide. pallas_kernels.gpu.mla_config gives the kernel's limits."""
 
     name = "mla_pallas_gpu"
     impl_cls = MLAGpuImpl
     builder_cls = MLAGpuMetadataBuilder
     metadata_cls = MLAGpuMetadata
     supported_dtypes = ("float32", *DTYPES)  # float32 without the kernel
-    supported_kv_cache_dtypes = DTYPES
+    supported_kv_cache_dtypes = (*DTYPES, *KV_DTYPES_8BIT)
     supported_block_sizes = (MultipleOf(8),)
-    quant_modes = ("none",)
+    quant_modes = ("none", "per_tensor", "per_head")  # the rows have one head
     platforms = ("gpu",)
     min_compute_capability = 90
-    features = frozenset({Feature.NON_CAUSAL, Feature.PER_REQUEST_CAUSAL, Feature.DIFF_KV, Feature.LSE})
+    features = frozenset(
+        {
+            Feature.NON_CAUSAL,
+            Feature.PER_REQUEST_CAUSAL,
+            Feature.DIFF_KV,
+            Feature.LSE,
+            Feature.PER_HEAD_QUANT_SCALES,
+        }
+    )
 
     @classmethod
     def layer_reasons(cls, spec, cache_spec, chip) -> tuple[str, ...]:
         own = super().layer_reasons(spec, cache_spec, chip)
-        if own or not isinstance(spec, MLASpec) or cache_spec is None or cache_spec.dtype not in DTYPES:
+        if own or not isinstance(spec, MLASpec) or cache_spec is None:
+            return own
+        if cache_spec.dtype not in cls.supported_kv_cache_dtypes:
             return own
         return tuple(supports_mla(kernel_config(spec, cache_spec, 1), chip=chip.generation or "sm_90"))

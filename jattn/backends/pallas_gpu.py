@@ -25,11 +25,11 @@ from jattn import device
 from jattn.backends import cudnn, cudnn_gradient
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.capability import Question
+from jattn.backends.gpu_write import write_pages
 from jattn.backends.kernel import PagedKernelBackend
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.layout import encode_rows
-from jattn.cache.write import packed_as_pages, write_backward, write_kv
+from jattn.cache.write import packed_as_pages, write_kv
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
@@ -52,7 +52,6 @@ from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
 from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
-from pallas_kernels.gpu.write_sm90 import write_rows
 
 QUERY_DTYPES = ("bfloat16", "float16")
 HOPPER = Chip("gpu", "sm_90")
@@ -214,7 +213,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
-        return _write(self, cache, k, v, m.slot_mapping, params)
+        return write_pages(cache, k, v, m.slot_mapping, params)
 
     def rotate_update_and_forward(self, q, k, v, angles: Angles, cache: PagedKV, m: PallasGpuMetadata, params):
         """The same; in one kernel that rotates and writes, if rotate_write_sm90.py supports the layer."""
@@ -283,24 +282,6 @@ def _paged_backward(impl: PallasGpuImpl, saved, cotangent):
 
 
 _paged.defvjp(lambda impl, *args: (_paged(impl, *args), args), _paged_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _write(impl: PallasGpuImpl, cache: PagedKV, k, v, slots, params: AttentionParams) -> PagedKV:
-    spec, tokens = cache.spec, slots.shape[0]
-    k, k_scale = encode_rows(k[:tokens], spec, cache.k.dtype, params.k_scale)
-    v, v_scale = encode_rows(v[:tokens], spec, cache.v.dtype, params.v_scale)
-    scaled = spec.quant == "per_token_head"
-    new, new_scales = write_rows(
-        (k, v), (k_scale, v_scale) if scaled else (), jnp.asarray(slots, jnp.int32),
-        (cache.k, cache.v), (cache.k_token_scale, cache.v_token_scale) if scaled else (),
-        page_size=spec.block_size, heads_first=spec.physical_layout == "HND",
-    )  # fmt: skip
-    k_scale, v_scale = new_scales or (None, None)
-    return PagedKV(k=new[0], v=new[1], k_token_scale=k_scale, v_token_scale=v_scale, spec=spec)
-
-
-_write.defvjp(lambda impl, *args: (_write(impl, *args), args), lambda impl, *args: write_backward(*args))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

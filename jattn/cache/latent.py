@@ -9,6 +9,8 @@
 write_kv, copy_blocks and swap_blocks support both.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -60,16 +62,22 @@ def check_latent(spec: MLASpec, cache_spec: KVCacheSpec, params: MLAParams | Non
 
 
 def write_latent(
-    spec: MLASpec, cache: PagedKV, kv_c: jax.Array, k_pe: jax.Array, slot_mapping: AnyArray, params: MLAParams
+    spec: MLASpec,
+    cache: PagedKV,
+    kv_c: jax.Array,
+    k_pe: jax.Array,
+    slot_mapping: AnyArray,
+    params: MLAParams,
+    write: Callable[..., PagedKV] = write_kv,
 ) -> PagedKV:
-    """Write kv_c [T L] and k_pe [T R] to slots i32[T], by write_kv."""
+    """Write kv_c [T L] and k_pe [T R] to slots i32[T], by write_kv or a kernel with the same arguments."""
     check_latent(spec, cache.spec, params)
     k, v = k_pe[:, None], kv_c[:, None]
     k_scale, v_scale = params.k_pe_scale, params.kv_c_scale
     if is_wide(spec, cache.spec):
         k = jnp.concatenate([v, k], axis=-1)  # two dtypes are promoted
         v, k_scale = k[..., : cache.spec.v_head_dim], v_scale
-    return write_kv(cache, k, v, slot_mapping, AttentionParams(k_scale=k_scale, v_scale=v_scale))
+    return write(cache, k, v, slot_mapping, AttentionParams(k_scale=k_scale, v_scale=v_scale))
 
 
 def gather_latent(spec: MLASpec, cache: PagedKV, slots: jax.Array, params: MLAParams) -> tuple[jax.Array, jax.Array]:

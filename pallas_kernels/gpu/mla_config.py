@@ -6,10 +6,10 @@ import math
 from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.config import KV_DTYPES_8BIT, WARPGROUP_ROWS, GpuKernelConfig
 
 BLOCK_KV = 64  # cached rows of one block
-STAGES = 2  # blocks in shared memory
+STAGES = 2  # blocks in shared memory, as they are cached
 PART = 128  # most columns of a part of a stage, see mla_pieces_sm90.py
 PIECE_BLOCKS = 4  # what a CTA's second piece costs, see GpuKernelConfig
 SMEM_BYTES = 232448  # what a CTA may use on Hopper
@@ -30,13 +30,29 @@ class MlaKernelConfig:
     latent_dim: int = 512  # L, values of a row that are keys and values
     rope_dim: int = 64  # R, values of a row that are only keys
     page_size: int
-    dtype: str = "bfloat16"  # of queries, cache and output
+    dtype: str = "bfloat16"  # of queries and output
+    kv_dtype: str | None = None  # of a cache of 8 bits, which is decoded to `dtype`; None: that of queries
     whole_rows: bool = False  # one pool of rows [latent | rope], not one pool of each
     mask: MaskRule = MaskRule()
     logits: LogitRule = LogitRule(scale=1.0)
     has_sinks: bool = False
     per_request_causal: bool = False
     num_ctas: int = 132  # one on each SM of an H100 or H200
+
+    @property
+    def is_decoded(self) -> bool:
+        """Is the cache of 8 bits?"""
+        return self.kv_dtype is not None
+
+    @property
+    def cache_dtype(self) -> str:
+        """The dtype of the cached rows."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def stages(self) -> int:
+        """Blocks in shared memory that are multiplied: with 8 bits one decoded block, beside STAGES cached ones."""
+        return 1 if self.is_decoded else STAGES
 
     @property
     def head_dim(self) -> int:
@@ -51,7 +67,10 @@ class MlaKernelConfig:
     @property
     def part(self) -> int:
         """Latent columns of a part of a stage."""
-        return math.gcd(self.half, PART)
+        columns = math.gcd(self.half, PART)
+        if self.is_decoded and self.whole_rows:  # TMA's tiles, here as wide as a part, must divide the pool's rows
+            columns = math.gcd(columns, self.head_dim)
+        return columns
 
     @property
     def parts_of_half(self) -> int:
@@ -65,15 +84,16 @@ class MlaKernelConfig:
             num_heads=self.num_heads, num_kv_heads=self.num_heads // self.group, head_dim=self.head_dim,
             v_head_dim=self.latent_dim, page_size=self.page_size, dtype=self.dtype, kv_dtype=self.dtype,
             mask=self.mask, logits=self.logits, has_sinks=self.has_sinks,
-            per_request_causal=self.per_request_causal, block_kv=BLOCK_KV, stages=STAGES, q_buffers=1,
+            per_request_causal=self.per_request_causal, block_kv=BLOCK_KV, stages=self.stages, q_buffers=1,
             num_ctas=self.num_ctas, long_tiles=False, flat_list=True, piece_blocks=PIECE_BLOCKS,
         )  # fmt: skip
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA: the queries, two stages of rows and one block of weights."""
-        queries = WARPGROUP_ROWS * self.head_dim
-        return 2 * (queries + STAGES * BLOCK_KV * self.head_dim + WARPGROUP_ROWS * BLOCK_KV) + SMEM_FIXED
+        """Shared memory of one CTA: the queries, the stages of rows and one block of weights."""
+        values = (WARPGROUP_ROWS + self.stages * BLOCK_KV) * self.head_dim + WARPGROUP_ROWS * BLOCK_KV
+        cached = STAGES * BLOCK_KV * self.head_dim if self.is_decoded else 0
+        return 2 * values + cached + SMEM_FIXED
 
 
 def heads_of_unit(num_heads: int, max_query_len: int) -> int:
@@ -90,7 +110,9 @@ def supports_mla(config: MlaKernelConfig, *, chip: str = "sm_90") -> list[str]:
             reasons.append(reason)
 
     refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
-    refuse(c.dtype not in DTYPES, f"dtype {c.dtype}: wanted a cache and queries of one of {', '.join(DTYPES)}")
+    refuse(c.dtype not in DTYPES, f"dtype {c.dtype}: wanted queries of one of {', '.join(DTYPES)}")
+    known = not c.is_decoded or c.kv_dtype in KV_DTYPES_8BIT
+    refuse(not known, f"kv_dtype {c.kv_dtype}: wanted None or one of {', '.join(KV_DTYPES_8BIT)}")
     refuse(c.num_heads % c.group != 0, f"group {c.group}: wanted a divisor of {c.num_heads} heads")
     refuse(not 1 <= c.group <= WARPGROUP_ROWS, f"group {c.group}: wanted 1 to {WARPGROUP_ROWS} heads")
     latent, rope = c.latent_dim, c.rope_dim

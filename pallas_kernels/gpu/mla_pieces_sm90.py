@@ -2,6 +2,9 @@
 
 Block b of a CTA, counted over all its pieces, lies in stage b % 2. A stage is filled and freed in parts of at most 128
 latent columns: the next load of a part begins when its product ends, and scores begin when the first part is there.
+
+A cache of 8 bits: block b is loaded into raw stage b % 2, and decoded into the one stage that is multiplied when the
+products of block b - 1 end, part after part. A raw part is loaded again when it has been decoded.
 """
 
 import dataclasses
@@ -34,15 +37,19 @@ class MlaRefs:
     part: object  # GMEM f32[2 C, 128, L]: normalised partial outputs
     part_lse: object  # GMEM f32[2 C, 128], base 2
     q_tile: object  # SMEM [1, 64, L+R]
-    latent: object  # SMEM [2, parts, 64, L/parts]: stage, part of the latent columns, row, column
-    rope: object  # SMEM [2, 64, R]
+    latent: object  # SMEM [stages, parts, 64, L/parts]: stage, part of the latent columns, row, column
+    rope: object  # SMEM [stages, 64, R]
     weights: object  # SMEM [64, 64]: of the block last published
     stats: object  # SMEM f32[128]: factors of that block; or the maxima and sums of a piece
-    rope_full: object  # barriers [2]; one arrival a page
-    full: object  # barriers [2 parts], number stage * parts + part; one arrival a page
-    free: object  # barriers [2 parts]; the warpgroup that has these columns has added the block
+    rope_full: object  # barriers [stages]; one arrival a page, or one when it is decoded
+    full: object  # barriers [stages * parts], number stage * parts + part; arrivals as above
+    free: object  # barriers [stages * parts]; the warpgroup that has these columns has added the block
     published: object  # barrier; weights and stats are written
     used: object  # barrier; both warpgroups that add have read them
+    raw_latent: object = None  # SMEM [2, parts, 64, L/parts] of a cache of 8 bits, as cached; None without one
+    raw_rope: object = None  # SMEM [2, 64, R]
+    raw_rope_full: object = None  # barriers [2]; one arrival a page
+    raw_full: object = None  # barriers [2 parts]
 
 
 def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
@@ -63,6 +70,7 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
             number, pages = carry
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
             stage = lax.rem(number, jnp.int32(STAGES))
+            latent, full, rope, rope_full = _targets(cfg, refs)
             key = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
             offset = pl.multiple_of(lax.rem(key, jnp.int32(page)), 8) if width < page else 0
 
@@ -73,16 +81,49 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
 
             for part in order_of_parts(cfg):
                 barrier = barrier_of(cfg, stage, part)
-                when(number >= STAGES)(functools.partial(plgpu.barrier_wait, refs.free.at[barrier]))
-                fill(refs.latents, part * cfg.part, cfg.part, refs.latent.at[stage, part], refs.full.at[barrier])
+                when(number >= STAGES)(functools.partial(_empty_part, cfg, refs, number - STAGES, part))
+                fill(refs.latents, part * cfg.part, cfg.part, latent.at[stage, part], full.at[barrier])
                 if part == 0:
                     rope_column = cfg.latent_dim if cfg.whole_rows else 0
-                    fill(refs.ropes, rope_column, cfg.rope_dim, refs.rope.at[stage], refs.rope_full.at[stage])
+                    fill(refs.ropes, rope_column, cfg.rope_dim, rope.at[stage], rope_full.at[stage])
             return number + 1, next_pages
 
         return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0)))[0]
 
-    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
+    total = lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
+    if cfg.is_decoded:
+
+        def decode_block(number, _):
+            for part in order_of_parts(cfg):
+                _empty_part(cfg, refs, number, part)
+
+        lax.fori_loop(jnp.maximum(total - STAGES, 0), total, decode_block, None)
+
+
+def _targets(cfg: MlaKernelConfig, refs: MlaRefs):
+    """Where rows are loaded: the stages of latents, their barriers, the stages of rotated keys, their barriers."""
+    if cfg.is_decoded:
+        return refs.raw_latent, refs.raw_full, refs.raw_rope, refs.raw_rope_full
+    return refs.latent, refs.full, refs.rope, refs.rope_full
+
+
+def _empty_part(cfg: MlaKernelConfig, refs: MlaRefs, number, part: int):
+    """Returns when this part of block `number` may be overwritten where it was loaded; 8 bits are decoded first."""
+    stage = lax.rem(number, jnp.int32(STAGES))
+    if not cfg.is_decoded:
+        plgpu.barrier_wait(refs.free.at[barrier_of(cfg, stage, part)])
+        return
+    kind = dict(rows=BLOCK_KV, source=cfg.cache_dtype, target=cfg.dtype)
+    plgpu.barrier_wait(refs.raw_full.at[barrier_of(cfg, stage, part)])
+    when(number > 0)(lambda: plgpu.barrier_wait(refs.free.at[part]))
+    rows.decode_tile(refs.raw_latent.at[stage, part], refs.latent.at[0, part], dim=cfg.part, **kind)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.full.at[part])
+    if part == 0:
+        plgpu.barrier_wait(refs.raw_rope_full.at[stage])
+        rows.decode_tile(refs.raw_rope.at[stage], refs.rope.at[0], dim=cfg.rope_dim, **kind)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.rope_full.at[0])
 
 
 def order_of_parts(cfg: MlaKernelConfig) -> list[int]:

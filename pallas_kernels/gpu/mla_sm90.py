@@ -4,7 +4,7 @@
       _check                              arrays against the config; NotImplementedError where it is not supported
       _launch                             one CTA on each SM, four warpgroups each
         _kernel                             allocates shared memory and barriers
-          warpgroup 3: load_latents           mla_pieces_sm90.py: pages into shared memory
+          warpgroup 3: load_latents           mla_pieces_sm90.py: pages into shared memory; 8 bits are decoded there
           warpgroup 2: score_pieces           mla_tile_sm90.py: scores and weights
           warpgroups 0, 1: add_pieces         mla_tile_sm90.py: weights times rows
       merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs
@@ -31,6 +31,8 @@ from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, load_latents
 from pallas_kernels.gpu.mla_tile_sm90 import add_pieces, score_pieces
 
 REGISTERS = (176, 112, 48)  # of a thread that adds values, of one that computes scores, and of one that loads
+DECODING = (168, 104, 72)  # the same, where the threads that load also decode 8 bits
+SMALL = (136, 144, 96)  # the same for latents of 128 values, of which a thread that adds holds 32 and not 128
 MERGE = dict(in_flight=4, chunks=4)
 """Of merge_parts: 528 CTAs take 2 us on an H200 where there is nothing to merge; the 2112 of chunks=1 take 7."""
 
@@ -65,8 +67,8 @@ def _check(q, latent_pages, rope_pages, block_table, config: MlaKernelConfig):
         ("latent_pages", latent_pages.shape[1:], (c.page_size, c.head_dim if c.whole_rows else c.latent_dim)),
         ("rope_pages", None if rope_pages is None else rope_pages.shape, rope_shape),
         ("q dtype", q.dtype.name, c.dtype),
-        ("latent_pages dtype", latent_pages.dtype.name, c.dtype),
-        ("rope_pages dtype", c.dtype if rope_pages is None else rope_pages.dtype.name, c.dtype),
+        ("latent_pages dtype", latent_pages.dtype.name, c.cache_dtype),
+        ("rope_pages dtype", c.cache_dtype if rope_pages is None else rope_pages.dtype.name, c.cache_dtype),
         ("block_table dtype", block_table.dtype.name, "int32"),
     )
     for name, seen, wanted in table:
@@ -111,31 +113,38 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
 
     def roles(*smem):
         refs = MlaRefs(*gmem, *smem)
-        wg = lax.axis_index("wg")
+        wg, registers = lax.axis_index("wg"), DECODING if cfg.is_decoded else REGISTERS
+        registers = SMALL if cfg.latent_dim == 128 else registers
 
         @when(wg < 2)
         def _():
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(registers[0], action="increase")
             add_pieces(cfg, refs, wg)
 
         @when(wg == 2)
         def _():
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(registers[1], action="decrease" if registers[1] < 128 else "increase")
             score_pieces(cfg, refs)
 
         @when(wg == 3)
         def _():
-            plgpu.set_max_registers(REGISTERS[2], action="decrease")
+            plgpu.set_max_registers(registers[2], action="decrease")
             load_latents(cfg, refs)
 
-    def tile(*shape):
-        return plgpu.SMEM(shape, cfg.dtype, transforms=rows.tile_transforms(shape[-1], cfg.dtype))
+    def tile(*shape, dtype=cfg.dtype):
+        return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
+
+    def stages_of(count, dtype):
+        return [tile(count, parts, BLOCK_KV, cfg.part, dtype=dtype), tile(count, BLOCK_KV, cfg.rope_dim, dtype=dtype)]
+
+    def loaded(count, arrivals):
+        return [plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n in (count, count * parts)]
 
     copies, parts = max(BLOCK_KV // cfg.page_size, 1), 2 * cfg.parts_of_half  # pages and parts of a block
     # In the order of the fields of MlaRefs.
-    tiles = [tile(1, WARPGROUP_ROWS, cfg.head_dim), tile(STAGES, parts, BLOCK_KV, cfg.part)]
-    tiles += [tile(STAGES, BLOCK_KV, cfg.rope_dim), tile(WARPGROUP_ROWS, BLOCK_KV)]
-    stats = plgpu.SMEM((STATS,), jnp.float32)
-    barriers = [plgpu.Barrier(num_arrivals=copies, num_barriers=n) for n in (STAGES, STAGES * parts)]
-    barriers += [plgpu.Barrier(num_barriers=STAGES * parts), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)]
-    pl.run_scoped(roles, *tiles, stats, *barriers, collective_axes="wg")
+    tiles = [tile(1, WARPGROUP_ROWS, cfg.head_dim), *stages_of(cfg.stages, cfg.dtype), tile(WARPGROUP_ROWS, BLOCK_KV)]
+    tiles.append(plgpu.SMEM((STATS,), jnp.float32))
+    barriers = [*loaded(cfg.stages, 1 if cfg.is_decoded else copies), plgpu.Barrier(num_barriers=cfg.stages * parts)]
+    barriers += [plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)]
+    raw = [*stages_of(STAGES, cfg.cache_dtype), *loaded(STAGES, copies)] if cfg.is_decoded else []
+    pl.run_scoped(roles, *tiles, *barriers, *raw, collective_axes="wg")

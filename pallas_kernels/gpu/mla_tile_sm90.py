@@ -29,7 +29,7 @@ from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
-from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, MlaKernelConfig
+from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
 from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, load_queries, order_of_parts
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
 
@@ -43,7 +43,7 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
 
         def step(i, state, masked):
             m, total = state
-            stage = lax.rem(blocks_before + i, jnp.int32(STAGES))
+            stage = _stage_of(cfg, blocks_before + i)
             dots = _scores(cfg, refs, stage)
             if masked:
                 kv0 = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
@@ -61,6 +61,11 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
         return blocks_before + piece.count
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))
+
+
+def _stage_of(cfg: MlaKernelConfig, number):
+    """The stage in which block `number` of the CTA is multiplied."""
+    return lax.rem(number, jnp.int32(cfg.stages)) if cfg.stages > 1 else jnp.int32(0)
 
 
 def _row_stops(cfg: MlaKernelConfig, piece: Piece):
@@ -121,7 +126,7 @@ def add_pieces(cfg: MlaKernelConfig, refs: MlaRefs, wg):
 
     def piece_body(j, blocks_before):
         def step(i, accs):
-            stage = lax.rem(blocks_before + i, jnp.int32(STAGES))
+            stage = _stage_of(cfg, blocks_before + i)
             plgpu.barrier_wait(refs.published)
             factor = _load_stats(refs, 0)
             accs = [acc * tiles.across_columns(factor, acc.shape) for acc in accs]

@@ -22,12 +22,14 @@ SERVED = {
     "split": dict(block_size=64),
     "page 16": dict(block_size=16),
     "f16": dict(block_size=128, dtype="float16"),
+    "e4m3": dict(block_size=64, dtype="float8_e4m3fn", quant="per_tensor"),
+    "int8": dict(block_size=16, dtype="int8", quant="per_head"),
 }
 REFUSED = {
     "window": (dict(sliding_window=9), {}, HOPPER, "SLIDING_WINDOW"),
     "soft cap": (dict(logits_soft_cap=9.0), {}, HOPPER, "SOFT_CAP"),
     "sinks": (dict(has_sinks=True), {}, HOPPER, "SINK"),
-    "8 bits": ({}, dict(dtype="float8_e4m3fn", quant="per_tensor"), HOPPER, "kv_cache_dtype"),
+    "a scale for each token": ({}, dict(dtype="float8_e4m3fn", quant="per_token_head"), HOPPER, "per_token_head"),
     "f32": ({}, dict(dtype="float32"), HOPPER, "kv_cache_dtype"),
     "latent 96": (dict(kv_lora_rank=96), {}, HOPPER, "kv_lora_rank 96"),
     "page 48": ({}, dict(block_size=48), HOPPER, "page size 48"),
@@ -63,10 +65,10 @@ def test_refuses_keys_on_several_ranks():
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "dtype", "launches"), [([1, 3], "bfloat16", 2), ([1, 20], "bfloat16", 2), ([1, 3], "float32", 0)]
+    ("query_lens", "dtype", "launches"), [([1, 3], "bfloat16", 3), ([1, 20], "bfloat16", 3), ([1, 3], "float32", 1)]
 )
 def test_a_step_of_a_model_lowers_for_cuda(query_lens, dtype, launches):
-    """A launch and a merge, in the function that both layers call; none for float32 queries."""
+    """A launch, a merge and a write, in the function that both layers call; the write alone for float32 queries."""
     config = models.config_of(
         dict(
             model_type="deepseek_v3", vocab_size=67, hidden_size=64, intermediate_size=24, num_hidden_layers=2,
@@ -95,13 +97,13 @@ def normal(seed, *shape):
     tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 11), reason="the interpreter needs JAX 0.11"
 )
 @pytest.mark.parametrize("queries", [(1, 3, 0, 2), (1, 20, 5, 9)], ids=["few tokens", "mixed"])
-@pytest.mark.parametrize("wide", [False, True], ids=["split", "wide"])
-def test_a_ragged_batch_is_attention_by_its_definition(queries, wide):
+@pytest.mark.parametrize("cached", ["bfloat16", "bfloat16, wide", "float8_e4m3fn"])
+def test_a_ragged_batch_is_attention_by_its_definition(queries, cached):
     from tests.kernels.gpu.interpreter import interpreted
 
-    spec, size, totals = MLASpec(**SIZES), 16, (70, 33, 5, 9)
-    fields = dict(num_blocks=32, block_size=size, num_kv_heads=1, dtype="bfloat16")
-    split = mla_cache_spec(spec, 32, size)
+    spec, size, totals, dtype, wide = MLASpec(**SIZES), 16, (70, 33, 5, 9), cached.split(",")[0], "wide" in cached
+    fields = dict(num_blocks=32, block_size=size, num_kv_heads=1, dtype=dtype)
+    split = mla_cache_spec(spec, 32, size, dtype=dtype, quant="per_tensor" if dtype == "float8_e4m3fn" else "none")
     cache_spec = jattn.KVCacheSpec(head_dim=192, v_head_dim=128, **fields) if wide else split
     few_ctas = functools.partial(_with_ctas, mla_pallas_gpu.kernel_config)
     with mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas), interpreted():
@@ -114,9 +116,7 @@ def test_a_ragged_batch_is_attention_by_its_definition(queries, wide):
             table[r, :need], used = used[:need], used[need:]
         scales = dict(kv_c_scale=0.5) if wide else dict(kv_c_scale=0.5, k_pe_scale=2.0)
         params = mla.prepare_params(MLAParams(kv_b_proj=normal(1, 128, 16, 80) / 12, **scales))
-        kv_c, k_pe = (
-            np.asarray(jnp.asarray(normal(s, 117, d), "bfloat16"), np.float32) for s, d in ((2, 128), (3, 64))
-        )
+        kv_c, k_pe = (np.asarray(jnp.asarray(normal(s, 117, d), dtype), np.float32) for s, d in ((2, 128), (3, 64)))
         plan = written.build(jattn.CommonAttentionMetadata.from_lengths(totals, totals, table[:4], size))
         cache = written.write(kv_c, k_pe, cache, plan, MLAParams())
         options = dict(num_tokens=sum(queries) + 5, num_reqs=5)

@@ -8,9 +8,9 @@ import pytest
 from jax.experimental import pallas as pl
 
 import jattn
-from jattn.backends.pallas_gpu import write_rows
 from jattn.device import Chip
 from pallas_kernels.gpu.rotate_write_sm90 import RotateWrite, rotate_and_write
+from pallas_kernels.gpu.write_sm90 import write_rows
 from tests.cases import CASES, FEATURES, Feature
 from tests.problem import Problem
 
@@ -156,6 +156,15 @@ def test_r49_every_operand_of_the_page_writer_is_read(scaled):
     found = unread(write, rows, scales[0], np.arange(8, dtype=np.int32), pools, scales[1])
     written_in_place = [[i for i in missing if i < 2 + 2 * scaled + 1] for missing in found]  # the pools are the rest
     assert found and not any(written_in_place), found
+
+
+def test_r49_every_operand_of_the_kernel_that_quantises_and_writes_is_read():
+    rows, pools = (jnp.ones((8, 2, 128), jnp.bfloat16),) * 2, (jnp.ones((4, 2, 16, 128), jnp.int8),) * 2
+    write = lambda rows, divisors, slots, pools: write_rows(
+        rows, (), slots, pools, (), page_size=16, heads_first=True, divisors=divisors
+    )
+    found = unread(write, rows, (jnp.ones(2),) * 2, np.arange(8, dtype=np.int32), pools)
+    assert found and not any(i < 5 for missing in found for i in missing), found
 
 
 def test_r49_every_operand_of_the_kernel_that_rotates_and_writes_is_read():

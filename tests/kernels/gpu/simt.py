@@ -15,6 +15,7 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 
 HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+SIXTEEN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 EIGHT = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
 
 
@@ -240,6 +241,14 @@ def emulated(module, machine: Machine):
             values = args[0].view(EIGHT[source]).astype(np.float32).reshape(-1, 2, 2)
             words = values.astype(ml_dtypes.bfloat16 if target == "bfloat16" else np.float16).view(np.uint32)
             return [np.ascontiguousarray(words[:, k, 0]) for k in range(2)]
+        if text.startswith("encode"):
+            _, source, target = text.split()
+            with np.errstate(divide="ignore", invalid="ignore"):
+                x = np.stack(args[:2], 1).view(SIXTEEN[source]).astype(np.float32) / args[2][:, None]
+            x = np.trunc(x + np.copysign(np.float32(0.5), x)) if target == "int8" else x
+            largest = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[target]
+            x = np.clip(np.nan_to_num(x) if target == "int8" else x, -largest, largest)
+            return [np.ascontiguousarray(x.astype(EIGHT[target])).view(np.uint32).reshape(-1)]
         return machine.run(text, *args)
 
     def one(text, constraints, *args, **_):
@@ -282,6 +291,8 @@ def emulated(module, machine: Machine):
         mock.patch.object(rows, "register_value", lambda register: register[0]),
         mock.patch.object(rows, "pair_element", lambda pair, k: pair[k]),
     ]  # fmt: skip
+    if hasattr(module, "encode_words"):
+        swaps.append(mock.patch.object(module, "encode_words", lambda source, target: f"encode {source} {target}"))
     if hasattr(module, "_fragment_of_words"):
         swaps.append(mock.patch.object(module, "_fragment_of_words", fragment_of_words))
     with contextlib.ExitStack() as stack:

@@ -27,6 +27,7 @@ REFUSED = {
     "window": dict(mask=MaskRule(left=99)),
     "soft cap": dict(logits=LogitRule(scale=0.07, soft_cap=30.0)),
     "sinks": dict(has_sinks=True),
+    "4 bits": dict(kv_dtype="int4"),
 }
 LOWERED = {
     "decode": {},
@@ -35,6 +36,11 @@ LOWERED = {
     "latent 256, rope 128, page 128": dict(latent_dim=256, rope_dim=128, page_size=128),
     "per request": dict(per_request_causal=True),
     "latent 384": dict(latent_dim=384),
+    "e4m3": dict(kv_dtype="float8_e4m3fn"),
+    "int8 for f16, latent 384, rope 128": dict(latent_dim=384, rope_dim=128, dtype="float16", kv_dtype="int8"),
+    "e5m2, 128 heads, whole rows, page 16": dict(
+        num_heads=128, group=64, whole_rows=True, page_size=16, kv_dtype="float8_e5m2"
+    ),
 }
 BATCHES = {  # name -> (query length, total length) of each request, fields of the config, padding tokens
     "decode": (((1, 65), (1, 0), (1, 200), (1, 64), (1, 1), (1, 63)), dict(page_size=16), 0),
@@ -48,7 +54,15 @@ BATCHES = {  # name -> (query length, total length) of each request, fields of t
     "a block after pieces without one": (((0, 0), (1, 0), (0, 9), (1, 70), (0, 0)), dict(num_ctas=1), 0),
     "padding tokens alone": (((0, 0), (0, 0)), {}, 3),
     "three parts of a half, even cuts": (((1, 200), (2, 70)), dict(latent_dim=384, num_ctas=4), 1),
-}
+    "e4m3, blocks of many pieces": (
+        ((1, 300), (1, 0), (1, 65), (1, 1)), dict(kv_dtype="float8_e4m3fn", page_size=16, num_ctas=2), 3,
+    ),
+    "int8 for f16, whole rows": (
+        ((4, 129), (0, 0), (2, 64)), dict(kv_dtype="int8", dtype="float16", whole_rows=True), 70,
+    ),
+    "e5m2, 64 heads": (((1, 200), (1, 130)), dict(kv_dtype="float8_e5m2", num_heads=64, page_size=128), 0),
+    "e4m3, CTAs without a piece": (((1, 1), (0, 0), (1, 70)), dict(kv_dtype="float8_e4m3fn", num_ctas=6), 0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -72,9 +86,9 @@ def test_lowers_for_cuda(name):
         work = build_work_list(starts, seqs, 8, config.attention, causal if config.per_request_causal else None)
         return latent_attention(q, latents, None if config.whole_rows else ropes, table, work, config)
 
-    dtype, page = jnp.dtype(config.dtype), config.page_size
+    dtype, page = jnp.dtype(config.cache_dtype), config.page_size
     args = (
-        shape((8, config.num_heads, config.head_dim), dtype),
+        shape((8, config.num_heads, config.head_dim), jnp.dtype(config.dtype)),
         shape((32, page, config.head_dim if config.whole_rows else config.latent_dim), dtype),
         shape((32, page, config.rope_dim), dtype),
         shape((8, 16), jnp.int32),
@@ -88,15 +102,19 @@ def test_lowers_for_cuda(name):
 
 
 def make_batch(lengths, config, pads, seed=0):
-    """(kernel's arguments, starts and lengths, rows f64 of each request): pages permuted, NaN where no token lives."""
+    """(kernel's arguments, starts and lengths, rows f64 of each request): pages permuted, NaN where no token lives.
+
+    Integers have no NaN: there, such a place holds the largest one. Integers are up to 10 times as large as floats.
+    """
     rng, page = np.random.default_rng(seed), config.page_size
     counts = [-(-total // page) for _, total in lengths]
     order, used = rng.permutation(sum(counts) + 5), 0
     table = np.full((len(lengths), max(counts) + 2), 10**6, np.int32)
-    pool = np.full((len(order), page, config.head_dim), np.nan, np.float32)
-    dtype, requests = jnp.dtype(config.dtype), []
+    dtype, requests = jnp.dtype(config.cache_dtype), []
+    poison, size = (127, 10) if dtype.name == "int8" else (np.nan, 1)
+    pool = np.full((len(order), page, config.head_dim), poison, np.float32)
     for r, (_, total) in enumerate(lengths):
-        rows = rng.standard_normal((total, config.head_dim)).astype(dtype).astype(np.float32)
+        rows = (size * rng.standard_normal((total, config.head_dim))).astype(dtype).astype(np.float32)
         table[r, : counts[r]] = order[used : used + counts[r]]
         for i in range(counts[r]):
             part = rows[i * page : (i + 1) * page]
@@ -104,7 +122,8 @@ def make_batch(lengths, config, pads, seed=0):
         used += counts[r]
         requests.append(rows.astype(np.float64))
     starts = np.cumsum([0, *(n for n, _ in lengths)]).astype(np.int32)
-    q = rng.standard_normal((starts[-1] + pads, config.num_heads, config.head_dim)).astype(dtype)
+    q = rng.standard_normal((starts[-1] + pads, config.num_heads, config.head_dim)) / size
+    q = q.astype(jnp.dtype(config.dtype))
     latents, ropes = (pool, None) if config.whole_rows else np.split(pool, [config.latent_dim], axis=-1)
     ropes = None if ropes is None else jnp.asarray(ropes, dtype)
     seqs = np.array([total for _, total in lengths], np.int32)
@@ -130,6 +149,7 @@ def test_is_attention_over_the_rows(name):
     keys = [rows[:, None] for rows in requests]
     values = [rows[:, None, : config.latent_dim] for rows in requests]
     want, want_lse = ragged(q, keys, values, np.diff(starts), scale=0.07, causal=config.mask.causal)
-    np.testing.assert_allclose(out[:end], want, atol=2e-2 if config.dtype == "bfloat16" else 2e-3)
+    size = 10 if config.kv_dtype == "int8" else 1
+    np.testing.assert_allclose(out[:end], want, atol=size * (2e-2 if config.dtype == "bfloat16" else 2e-3))
     np.testing.assert_allclose(lse[:end], want_lse, atol=1e-5)
     assert (out[end:] == 0).all() and np.isneginf(lse[end:]).all()

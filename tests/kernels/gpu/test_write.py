@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.algebra import quant
 from pallas_kernels.gpu import write_sm90 as writer
 from tests.kernels.gpu.simt import Machine, emulated
 
@@ -42,6 +43,50 @@ def test_each_row_lands_in_its_slot_and_no_other_byte_changes(row_bytes, heads_f
     for name, want in arrays.items():
         seen = machine.memory[starts[name] : starts[name] + want.nbytes]
         np.testing.assert_array_equal(seen, np.ascontiguousarray(want).view(np.uint8).ravel(), err_msg=name)
+
+
+@pytest.mark.parametrize("source", writer.SOURCES)
+@pytest.mark.parametrize("target", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_quantised_rows_are_what_quant_stores(source, target):
+    """In place of the PTX of the conversion: numpy, on the words that each thread passes to it."""
+    rng, dim = np.random.default_rng(5), 48
+    shape = writer._Pool(HEADS, dim // 16, BLOCKS, PAGE, False, source, target)
+    new = np.array(jnp.asarray(rng.normal(size=(TOKENS, HEADS, dim)) * 300, source))
+    new[0, 0, :3] = np.nan, np.inf, -np.inf
+    divisors = rng.uniform(0.5, 3, HEADS).astype(np.float32)
+    pool = np.full((BLOCKS, PAGE, HEADS, dim), 0xEE, np.uint8)
+    arrays, starts, size = dict(slots=SLOTS, new=new, pool=pool, divisors=divisors), {}, 1024
+    for name, array in arrays.items():
+        starts[name], size = size, size + -(-array.nbytes // 256) * 256
+    machine = Machine(writer.THREADS, size)
+    for name, array in arrays.items():
+        machine.memory[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    with emulated(writer, machine):
+        for first in range(0, TOKENS * HEADS * shape.chunks, writer.THREADS * writer.CHUNKS):
+            where = [starts[name] for name in ("slots", "new", "pool")]
+            writer._move(shape, *where, np.int32(first), TOKENS, starts["divisors"])
+    want = np.asarray(quant.to_dtype(jnp.asarray(new), target, jnp.asarray(divisors)[None, :, None])).view(np.uint8)
+    for token, slot in enumerate(SLOTS):
+        if 0 <= slot < BLOCKS * PAGE:
+            pool[divmod(slot, PAGE)] = want[token]
+    seen = machine.memory[starts["pool"] : starts["pool"] + pool.nbytes].reshape(pool.shape)
+    np.testing.assert_array_equal(seen, pool)
+
+
+@pytest.mark.parametrize(("source", "target"), [("bfloat16", "int8"), ("float16", "float8_e4m3fn")])
+def test_a_quantising_write_is_one_launch(source, target):
+    shape = jax.ShapeDtypeStruct
+
+    def step(new, divisors, slots, pools):
+        return writer.write_rows(new, (), slots, pools, (), page_size=PAGE, heads_first=False, divisors=divisors)
+
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    exported = jax.export.export(jax.jit(step, donate_argnums=3), platforms=["cuda"], disabled_checks=[check])(
+        tuple(shape((33, HEADS, dim), jnp.dtype(source)) for dim in (64, 512)), (shape((HEADS,), jnp.float32),) * 2,
+        shape((33,), jnp.int32), tuple(shape((BLOCKS, PAGE, HEADS, dim), jnp.dtype(target)) for dim in (64, 512)),
+    )  # fmt: skip
+    text = exported.mlir_module()
+    assert text.count("custom_call @mosaic_gpu_v2") == 1 and "stablehlo.divide" not in text
 
 
 @pytest.mark.parametrize(("dtype", "scaled"), [("bfloat16", False), ("uint16", False), ("int8", True)])
