@@ -66,6 +66,7 @@ def shape_reasons(config: GpuKernelConfig) -> list[str]:
     refuse(
         c.shards.world > 1 and positional, "ALiBi, mask_fn or score_fn with keys on several ranks: not in this kernel"
     )
+    refuse(c.whole_units and c.flat_list, "whole_units with flat_list: wanted one of them")
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")

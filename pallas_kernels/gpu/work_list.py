@@ -15,7 +15,7 @@ The ranked list, for any batch:
 4. The remaining units are laid end to end on a line, which is cut so that every CTA ends with the same total. A cut
    within a unit makes two pieces with partial results, so at most C - 1 units are merged, whatever the batch. Shapes
    are static and there is no number of splits to tune. Where giving out these units whole, in snake order too, makes
-   the longest CTA hardly longer (see CUTS_COST), nothing is cut.
+   the longest CTA hardly longer (see CUTS_COST), or with config.whole_units, nothing is cut.
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS) moves to the nearer end of the unit.
@@ -271,7 +271,8 @@ def _assign(info, cost, config) -> GpuWorkList:
     ends = jnp.cumsum(each)
     total = ends[-1]
     waves, load, longest = _whole_waves(each.reshape(-1, ctas), num_units // ctas, total)
-    whole = longest <= jnp.maximum(total / ctas * CUTS_SHARE, total / ctas + CUTS_COST)
+    few_cuts_gain = longest <= jnp.maximum(total / ctas * CUTS_SHARE, total / ctas + CUTS_COST)
+    whole = jnp.bool_(True) if config.whole_units else few_cuts_gain
     share = jnp.maximum(total / ctas - load, 0.0)
     base = jnp.where(waves > 0, ends[jnp.maximum(waves * ctas - 1, 0)], 0)
     rest = (total - base).astype(jnp.float32)
