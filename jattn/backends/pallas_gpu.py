@@ -35,6 +35,7 @@ from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.cascade import prefix_levels
+from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
 from jattn.metadata.parallel import KeyShard
 from jattn.ops.gradient import forward_only, paged_gradient
 from jattn.ops.rotation import Angles, rotate
@@ -183,6 +184,8 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         if shard is not None:
             slots = shard.slot_mapping(keys, self.cache_spec.block_size)
             own = dict(rank=shard.rank, local_lens=shard.local_lens(keys))
+        if self.spec.use_mm_prefix:
+            own["spans"] = fill_mm_prefix_query_ranges(common, common.mm_prefix_ranges)
         work = build_work_list(
             jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
             None if causal is None else jnp.asarray(causal), **own,
@@ -392,6 +395,7 @@ class PallasGpuBackend(PagedKernelBackend):
     min_compute_capability = 80
     features = frozenset(
         {
+            Feature.MM_PREFIX,
             Feature.SINK,
             Feature.PER_HEAD_QUANT_SCALES,
             Feature.SLIDING_WINDOW,

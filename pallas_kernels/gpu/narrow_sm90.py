@@ -41,7 +41,10 @@ def query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece) -> QueryBounds:
     causal = piece[wl.CAUSAL] & 1 != 0 if cfg.per_request_causal else None
     every = lambda x: plgpu.layout_cast(jnp.broadcast_to(x, q_pos.shape), plgpu.Layout.WGMMA)
     rank = piece[wl.CAUSAL] >> 1 if cfg.shards.world > 1 else 0
-    start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
+    if cfg.mask.spans:
+        start, stop = wl.token_range(refs.info, refs.q.shape[0], token + piece[wl.TOK0], plgpu.Layout.WGMMA)
+    else:
+        start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
     head0, slope = piece[HEAD] * cfg.group, None
     if cfg.logits.has_alibi:
         slope = every(jnp.float32(0.0))

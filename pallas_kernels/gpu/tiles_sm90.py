@@ -50,7 +50,10 @@ def row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset) -> _R
     q_pos = token + piece[wl.QPOS0]
     causal = piece[wl.CAUSAL] & 1 != 0 if cfg.per_request_causal else None
     rank = piece[wl.CAUSAL] >> 1 if cfg.shards.world > 1 else 0
-    start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
+    if cfg.mask.spans:
+        start, stop = wl.token_range(refs.info, refs.q.shape[0], token + piece[wl.TOK0], ROW_LAYOUT)
+    else:
+        start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
     head0 = piece[HEAD] * cfg.group
     slope = value_per_row(cfg, refs.per_head, head0, member, 0) if cfg.logits.has_alibi else None
     start, stop = (plgpu.layout_cast(jnp.broadcast_to(x, (WARPGROUP_ROWS,)), ROW_LAYOUT) for x in (start, stop))

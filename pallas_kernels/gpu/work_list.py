@@ -39,12 +39,15 @@ from jax import lax
 from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.gather_sm90 import gather
 
 TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAUSAL = range(13)
 """Columns of info. TOK0: first token of the request; ROW0, NROWS: packed rows of the tile; BLK0, NBLK: its key blocks;
 FULL0, FULL1: blocks, counted from BLK0, that every row sees whole (half open); KSTART, KSTOP: key positions that
 some row sees (half open); REQ, QPOS0, SEQ: the request, the position of its first query, its number of keys; CAUSAL: 1
-if it is causal, plus twice the rank. If several ranks hold the keys, those of BLK0 .. KSTOP and SEQ are one rank's."""
+if it is causal, plus twice the rank. If several ranks hold the keys, those of BLK0 .. KSTOP and SEQ are one rank's.
+With spans in the mask, the rows of info after the tiles hold two numbers a token: the first key that it sees, and the
+key after the last; see token_range."""
 
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
@@ -79,26 +82,65 @@ def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
 
 
 def build_work_list(
-    query_start_loc, seq_lens, num_tokens: int, config: GpuKernelConfig, causal=None, rank=None, local_lens=None
-) -> GpuWorkList:
+    query_start_loc, seq_lens, num_tokens: int, config: GpuKernelConfig, causal=None, rank=None, local_lens=None,
+    spans=None,
+) -> GpuWorkList:  # fmt: skip
     """Once a step, for all layers of a config: i32[R+1] starts, i32[R] lengths -> GpuWorkList. No host sync.
 
     causal bool[R] replaces config.mask.causal request by request; it is given exactly when config.per_request_causal.
     rank, local_lens i32[R]: if several ranks hold the keys (config.shards), this one and its number of them.
+    spans i32[T, 2]: with config.mask.spans, the first and last position of each token's span, or (-1, -1).
     """
     if (rank is not None, local_lens is not None) != (config.shards.world > 1,) * 2:
         raise ValueError(f"{config.shards=} needs {'rank and local_lens' if config.shards.world > 1 else 'no rank'}")
     if (causal is not None) != config.per_request_causal:
         raise ValueError(f"{config.per_request_causal=} but causal {'was' if causal is not None else 'was not'} given")
+    if (spans is not None) != config.mask.spans:
+        raise ValueError(f"{config.mask.spans=} but spans {'were' if spans is not None else 'were not'} given")
+    ranges = None if spans is None else _token_ranges(query_start_loc, seq_lens, config.mask, causal, spans)
+    args = (query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges)
     if config.flat_list:
-        return _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens)
-    info, cost = _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens)
+        return _with_token_ranges(_flat(*args), ranges)
+    info, cost = _tiles(*args)
     order = jnp.argsort(-cost, stable=True)
     info, cost = info[order], cost[order]
-    return _assign(info, cost, config)
+    return _with_token_ranges(_assign(info, cost, config), ranges)
 
 
-def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens):
+def _token_ranges(query_start_loc, seq_lens, rule, causal, spans):
+    """i32[T, 2]: the keys that each token sees, half open; (0, 0) of padding."""
+    starts, reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
+    token = jnp.arange(spans.shape[0], dtype=jnp.int32)
+    req = jnp.sum(starts[None, 1:] <= token[:, None], axis=1, dtype=jnp.int32)
+    is_live, req = req < reqs, jnp.minimum(req, reqs - 1)
+    seq = jnp.where(is_live, seq_lens.astype(jnp.int32)[req], 0)
+    position = seq + token - starts[req + 1]
+    own = None if causal is None else causal[req]
+    start, stop = key_range(rule, position, position, seq, own, (spans[:, 0], spans[:, 1]))
+    return jnp.where(is_live[:, None], jnp.stack([jnp.maximum(start, 0), stop], axis=1), 0)
+
+
+def _with_token_ranges(work: GpuWorkList, ranges) -> GpuWorkList:
+    if ranges is None:
+        return work
+    rows = _range_rows(ranges.shape[0])
+    flat = jnp.pad(ranges.reshape(-1), (0, rows * INFO_COLUMNS - ranges.size))
+    return dataclasses.replace(work, info=jnp.concatenate([work.info, flat.reshape(rows, INFO_COLUMNS)]))
+
+
+def _range_rows(num_tokens: int) -> int:
+    """Rows of info that hold the ranges of the tokens."""
+    return cdiv(2 * num_tokens, INFO_COLUMNS)
+
+
+def token_range(info, num_tokens: int, token, layout):
+    """(first key, key after the last) that each token sees, in the kernel: i32 fragments like `token`."""
+    first = (info.shape[0] - _range_rows(num_tokens)) * INFO_COLUMNS
+    place = first + 2 * jnp.minimum(token, num_tokens - 1)  # a tile's last rows may be none
+    return gather(info, place, layout), gather(info, place + 1, layout)
+
+
+def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges):
     """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); no tile costs 0."""
     num_reqs = seq_lens.shape[0]
     starts = query_start_loc.astype(jnp.int32)
@@ -115,7 +157,8 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_le
     nrows = jnp.where(valid, jnp.clip(q_len * config.group - row0, 0, TILE_ROWS), 0)
     tile_causal = None if causal is None else jnp.append(causal, True)[req]
     held = None if rank is None else (rank, jnp.where(q_len > 0, jnp.append(local_lens, 0)[req], 0))
-    info = _info(config, starts[req], row0, nrows, jnp.minimum(req, num_reqs - 1), q_len, seq, tile_causal, held)
+    tile_req = jnp.minimum(req, num_reqs - 1)
+    info = _info(config, starts[req], row0, nrows, tile_req, q_len, seq, tile_causal, held, ranges)
     weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
     return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + UNIT_COST, 0)
 
@@ -123,25 +166,29 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_le
 def visible_keys(config, q_first, q_last, keys, causal, rank):
     """key_range among the keys that this rank holds, `keys` in number: all of a request's, or its share of them.
 
-    Positions ascend with the index of a key, so a range of positions is a range of indices on every rank.
+    Positions ascend with the index of a key, so a range of positions is a range of indices on every rank. Spans are
+    left out: they show more keys, see token_range.
     """
+    rule = dataclasses.replace(config.mask, spans=False, clamp_spans=False)
     if config.shards.world == 1:
-        return key_range(config.mask, q_first, q_last, keys, causal)
-    bounds = key_range(config.mask, q_first, q_last, jnp.full_like(keys, ANY_POSITION), causal)
+        return key_range(rule, q_first, q_last, keys, causal)
+    bounds = key_range(rule, q_first, q_last, jnp.full_like(keys, ANY_POSITION), causal)
     count = lambda position: config.shards.count_below(jnp.maximum(position, 0), rank)
     start, stop = (jnp.minimum(count(bound), keys) for bound in bounds)
     return start, stop
 
 
-def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held):
+def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, ranges):
     """The 16 columns of info, i32[tiles] each. causal: bool[tiles], or None for the rule's. held: None, or the rank and
-    the keys i32[tiles] that it holds."""
+    the keys i32[tiles] that it holds. ranges: None, or the keys i32[T, 2] that each token sees, spans included."""
     rule, block = config.mask, config.block_kv
     qpos0 = seq - q_len
     rank, seq = held or (0, seq)
     q_first = qpos0 + row0 // config.group
     q_last = qpos0 + (row0 + jnp.maximum(nrows, 1) - 1) // config.group
     start, stop = visible_keys(config, q_first, q_last, seq, causal, rank)
+    if ranges is not None:
+        start, stop = _hull(ranges, tok0 + row0 // config.group, tok0 + (row0 + nrows - 1) // config.group)
     start, stop = jnp.maximum(start, 0), jnp.maximum(stop, 0)
     blk0 = start // block
     nblk = jnp.maximum(cdiv(stop, block) - blk0, 1)
@@ -157,7 +204,16 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held):
     return [column.astype(jnp.int32) for column in columns]
 
 
-def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens) -> GpuWorkList:
+def _hull(ranges, first, last):
+    """i32[tiles] each: the first and the last bound of tokens first .. last; (0, 0) where there are none."""
+    token = jnp.arange(ranges.shape[0], dtype=jnp.int32)[None, :]
+    inside = (token >= first[:, None]) & (token <= last[:, None])
+    start = jnp.min(jnp.where(inside, ranges[None, :, 0], ANY_POSITION), axis=1)
+    stop = jnp.max(jnp.where(inside, ranges[None, :, 1], 0), axis=1)
+    return jnp.where(start == ANY_POSITION, 0, start), stop
+
+
+def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
     """The flat list: no request has more than TILE_ROWS rows. A tile without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
     ghosts = cdiv(num_tokens * config.group, TILE_ROWS)
@@ -172,7 +228,7 @@ def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_len
     tok0 = jnp.where(is_ghost, starts[-1], starts[req])
     tile_causal = None if causal is None else is_ghost | causal[req]
     held = None if rank is None else (rank, jnp.where(is_ghost | (q_len == 0), 0, local_lens[req]))
-    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal, held)
+    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal, held, ranges)
     info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
     return GpuWorkList(info=jnp.stack(info, axis=1), cta=_cut_line(info[NBLK], config))
 

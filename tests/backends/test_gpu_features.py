@@ -15,6 +15,10 @@ from tests.running import conform
 CHECKED = {
     "chunk_lookback": "mixed_unsorted",
     "chunk_lookback_non_causal": "decode",
+    "mm_prefix": "chunked_prefill",
+    "mm_prefix_window": "mixed_unsorted",
+    "mm_prefix_clamped": "decode",
+    "mm_prefix_chunk_mask_fn": "mixed",
     "output_fp8": "mixed",
     "output_int8": "decode",
 }
