@@ -186,6 +186,8 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
             own = dict(rank=shard.rank, local_lens=shard.local_lens(keys))
         if self.spec.use_mm_prefix:
             own["spans"] = fill_mm_prefix_query_ranges(common, common.mm_prefix_ranges)
+        if self.spec.use_rswa:
+            own["prefix_lens"] = jnp.asarray(common.rswa_prefix_lens, jnp.int32)
         work = build_work_list(
             jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
             None if causal is None else jnp.asarray(causal), **own,
@@ -399,6 +401,7 @@ class PallasGpuBackend(PagedKernelBackend):
             Feature.SINK,
             Feature.PER_HEAD_QUANT_SCALES,
             Feature.SLIDING_WINDOW,
+            Feature.RSWA,
             Feature.NON_CAUSAL,
             Feature.TWO_SIDED_WINDOW,
             Feature.CHUNK,

@@ -45,9 +45,9 @@ TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAU
 """Columns of info. TOK0: first token of the request; ROW0, NROWS: packed rows of the tile; BLK0, NBLK: its key blocks;
 FULL0, FULL1: blocks, counted from BLK0, that every row sees whole (half open); KSTART, KSTOP: key positions that
 some row sees (half open); REQ, QPOS0, SEQ: the request, the position of its first query, its number of keys; CAUSAL: 1
-if it is causal, plus twice the rank. If several ranks hold the keys, those of BLK0 .. KSTOP and SEQ are one rank's.
-With spans in the mask, the rows of info after the tiles hold two numbers a token: the first key that it sees, and the
-key after the last; see token_range."""
+if it is causal, plus twice the rank or, with a prefix in the mask, twice its length. If several ranks hold the keys,
+those of BLK0 .. KSTOP and SEQ are one rank's. With spans in the mask, the rows of info after the tiles hold two numbers
+a token: the first key that it sees, and the key after the last; see token_range."""
 
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
@@ -67,6 +67,14 @@ ANY_POSITION = 2**30  # more than any length
 FEW = 0.05  # share of a batch's cost below which its decodes do not change how its prefills are arranged
 
 
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """Which keys tokens see beyond what the positions say."""
+
+    ranges: jax.Array | None  # i32[T, 2]: the keys that each token sees, spans included, half open
+    prefix_lens: jax.Array | None  # i32[R]: keys that a window does not hide
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuWorkList:
@@ -83,22 +91,25 @@ def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
 
 def build_work_list(
     query_start_loc, seq_lens, num_tokens: int, config: GpuKernelConfig, causal=None, rank=None, local_lens=None,
-    spans=None,
+    spans=None, prefix_lens=None,
 ) -> GpuWorkList:  # fmt: skip
     """Once a step, for all layers of a config: i32[R+1] starts, i32[R] lengths -> GpuWorkList. No host sync.
 
     causal bool[R] replaces config.mask.causal request by request; it is given exactly when config.per_request_causal.
     rank, local_lens i32[R]: if several ranks hold the keys (config.shards), this one and its number of them.
+    prefix_lens i32[R]: with config.mask.prefix, how many first keys of each request its window does not hide.
     spans i32[T, 2]: with config.mask.spans, the first and last position of each token's span, or (-1, -1).
     """
     if (rank is not None, local_lens is not None) != (config.shards.world > 1,) * 2:
         raise ValueError(f"{config.shards=} needs {'rank and local_lens' if config.shards.world > 1 else 'no rank'}")
     if (causal is not None) != config.per_request_causal:
         raise ValueError(f"{config.per_request_causal=} but causal {'was' if causal is not None else 'was not'} given")
-    if (spans is not None) != config.mask.spans:
-        raise ValueError(f"{config.mask.spans=} but spans {'were' if spans is not None else 'were not'} given")
+    asked, given = (config.mask.spans, config.mask.prefix), (spans is not None, prefix_lens is not None)
+    if given != asked:
+        raise ValueError(f"spans and prefix_lens: {given=}, and the config's mask has {asked}")
     ranges = None if spans is None else _token_ranges(query_start_loc, seq_lens, config.mask, causal, spans)
-    args = (query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges)
+    reach = Reach(ranges, prefix_lens)
+    args = (query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, reach)
     if config.flat_list:
         return _with_token_ranges(_flat(*args), ranges)
     info, cost = _tiles(*args)
@@ -140,7 +151,7 @@ def token_range(info, num_tokens: int, token, layout):
     return gather(info, place, layout), gather(info, place + 1, layout)
 
 
-def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges):
+def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, reach: Reach):
     """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); no tile costs 0."""
     num_reqs = seq_lens.shape[0]
     starts = query_start_loc.astype(jnp.int32)
@@ -158,7 +169,7 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_le
     tile_causal = None if causal is None else jnp.append(causal, True)[req]
     held = None if rank is None else (rank, jnp.where(q_len > 0, jnp.append(local_lens, 0)[req], 0))
     tile_req = jnp.minimum(req, num_reqs - 1)
-    info = _info(config, starts[req], row0, nrows, tile_req, q_len, seq, tile_causal, held, ranges)
+    info = _info(config, starts[req], row0, nrows, tile_req, q_len, seq, tile_causal, held, reach)
     weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
     return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + UNIT_COST, 0)
 
@@ -178,18 +189,19 @@ def visible_keys(config, q_first, q_last, keys, causal, rank):
     return start, stop
 
 
-def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, ranges):
+def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, reach: Reach):
     """The 16 columns of info, i32[tiles] each. causal: bool[tiles], or None for the rule's. held: None, or the rank and
-    the keys i32[tiles] that it holds. ranges: None, or the keys i32[T, 2] that each token sees, spans included."""
+    the keys i32[tiles] that it holds."""
     rule, block = config.mask, config.block_kv
     qpos0 = seq - q_len
     rank, seq = held or (0, seq)
     q_first = qpos0 + row0 // config.group
     q_last = qpos0 + (row0 + jnp.maximum(nrows, 1) - 1) // config.group
     start, stop = visible_keys(config, q_first, q_last, seq, causal, rank)
-    if ranges is not None:
-        start, stop = _hull(ranges, tok0 + row0 // config.group, tok0 + (row0 + nrows - 1) // config.group)
-    start, stop = jnp.maximum(start, 0), jnp.maximum(stop, 0)
+    if reach.ranges is not None:
+        start, stop = _hull(reach.ranges, tok0 + row0 // config.group, tok0 + (row0 + nrows - 1) // config.group)
+    prefix = jnp.zeros_like(seq) if reach.prefix_lens is None else reach.prefix_lens[req]
+    start, stop = jnp.where(prefix > 0, 0, jnp.maximum(start, 0)), jnp.maximum(stop, 0)
     blk0 = start // block
     nblk = jnp.maximum(cdiv(stop, block) - blk0, 1)
     last_start, _ = visible_keys(config, q_last, q_last, seq, causal, rank)
@@ -198,7 +210,7 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, ranges):
     full1 = jnp.clip(jnp.maximum(first_stop, 0) // block - blk0, full0, nblk)
     if rule.mask_fn is not None:
         full1 = full0
-    flag = (jnp.full_like(seq, int(rule.causal)) if causal is None else causal) + 2 * rank
+    flag = (jnp.full_like(seq, int(rule.causal)) if causal is None else causal) + 2 * (rank + prefix)
     columns = [tok0, row0, nrows, blk0, nblk, full0, full1, start, stop, req, qpos0, seq, flag]
     columns += [jnp.zeros_like(seq)] * (INFO_COLUMNS - len(columns))
     return [column.astype(jnp.int32) for column in columns]
@@ -213,7 +225,7 @@ def _hull(ranges, first, last):
     return jnp.where(start == ANY_POSITION, 0, start), stop
 
 
-def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
+def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, reach: Reach) -> GpuWorkList:
     """The flat list: no request has more than TILE_ROWS rows. A tile without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
     ghosts = cdiv(num_tokens * config.group, TILE_ROWS)
@@ -228,7 +240,7 @@ def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_len
     tok0 = jnp.where(is_ghost, starts[-1], starts[req])
     tile_causal = None if causal is None else is_ghost | causal[req]
     held = None if rank is None else (rank, jnp.where(is_ghost | (q_len == 0), 0, local_lens[req]))
-    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal, held, ranges)
+    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal, held, reach)
     info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
     return GpuWorkList(info=jnp.stack(info, axis=1), cta=_cut_line(info[NBLK], config))
 

@@ -19,6 +19,8 @@ CHECKED = {
     "mm_prefix_window": "mixed_unsorted",
     "mm_prefix_clamped": "decode",
     "mm_prefix_chunk_mask_fn": "mixed",
+    "rswa": "mixed_unsorted",
+    "rswa_per_request": "long_and_short",
     "output_fp8": "mixed",
     "output_int8": "decode",
 }
