@@ -10,8 +10,9 @@ cuDNN's where it supports the layer and the batch (see cudnn_gradient.py), else 
 Keys in levels (jattn.cascade_attention, or a common_prefix_len) take a launch for each level. All queries of a group
 are the rows of one request over the keys that they share. The levels' float32 states are merged and rounded once.
 
-The division of work depends on the whole batch, so the last bits of a request's result may too. With
-needs=(Feature.BATCH_INVARIANCE,) another backend is chosen, in which they do not.
+`pallas_gpu` divides the work by the whole batch, so the last bits of a request's result depend on it.
+`pallas_gpu_invariant` launches one kernel for batches of any lengths, in which one CTA computes each tile of a request
+over all its keys: the bits depend on the request only. With needs=(Feature.BATCH_INVARIANCE,) it is chosen.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.cascade import prefix_levels
+from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
 from jattn.metadata.parallel import KeyShard
 from jattn.ops.gradient import forward_only, paged_gradient
 from jattn.ops.rotation import Angles, rotate
@@ -61,10 +63,13 @@ WARPS_SINCE = (0, 12)  # JAX's version
 
 def kernel_config(
     spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, common: CommonAttentionMetadata | None = None,
-    chip: Chip = HOPPER, out_dtype: str | None = None, parallel: ContextParallel = ONE_RANK,
+    chip: Chip = HOPPER, out_dtype: str | None = None, parallel: ContextParallel = ONE_RANK, invariant: bool = False,
 ) -> GpuKernelConfig:  # fmt: skip
-    """The static arguments of the chip's kernel for queries of `dtype` and a batch (None: any batch)."""
-    longest = None if common is None else queries_of(common, spec.attn_type).max_query_len
+    """The static arguments of the chip's kernel for queries of `dtype` and a batch (None: any batch).
+
+    invariant: one kernel for every batch, which cuts no unit.
+    """
+    longest = None if common is None or invariant else queries_of(common, spec.attn_type).max_query_len
     decoder = spec.attn_type is AttentionType.DECODER
     config_of = default_config if _is_hopper(chip) else functools.partial(warp_config, chip=chip.generation)
     return config_of(
@@ -83,6 +88,7 @@ def kernel_config(
         logits=spec.logit_rule(),
         has_sinks=spec.has_sinks,
         per_request_causal=decoder and common is not None and common.causal_per_request is not None,
+        whole_units=invariant,
         shards=ShardRule(parallel.dcp_world_size, parallel.interleave if parallel.dcp_world_size > 1 else 1),
     )
 
@@ -127,13 +133,18 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
     cudagraph_support = AttentionCGSupport.ALWAYS
     supports_update_block_table = True
     supports_cascade = True
+    invariant: bool = False  # see kernel_config
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PallasGpuMetadata:
         """The whole blocks of a common prefix are read once for the batch, where the layer allows levels of keys."""
         common, size = common_attn_metadata, self.cache_spec.block_size
-        allowed = self.parallel.dcp_world_size == 1 and not _against_levels(Question.of(self.spec, self.cache_spec))
+        allowed = (
+            self.parallel.dcp_world_size == 1
+            and not self.invariant
+            and not _against_levels(Question.of(self.spec, self.cache_spec))
+        )
         if common_prefix_len and not fast_build and allowed:
             return self.build_cascade(prefix_levels(common, common_prefix_len, size))
         return self._level(common)
@@ -142,6 +153,8 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         """The plan of a cascade. All queries see all keys of the levels before the last."""
         if self.parallel.dcp_world_size > 1:
             raise UnsupportedError("a cascade does not support dcp_world_size > 1: use one batch, or dcp_world_size=1")
+        if self.invariant:
+            raise UnsupportedError("a cascade is not batch-invariant: use one batch, or backend='pallas_gpu'")
         *shared, last = levels
         plans = (self._level(level.replace(causal=False)) for level in shared)
         return dataclasses.replace(self._level(last), shared=tuple(plans))
@@ -163,11 +176,17 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         causal = common.causal_per_request if kind is AttentionType.DECODER else None
         dtype = PallasGpuBackend.usual_query_dtype(self.cache_spec)
-        config = kernel_config(self.spec, self.cache_spec, dtype, common, self.chip, None, self.parallel)
+        config = kernel_config(
+            self.spec, self.cache_spec, dtype, common, self.chip, None, self.parallel, self.invariant
+        )
         shard, slots, own = self.parallel.dcp_shard(self.cache_spec), keys.slot_mapping, {}
         if shard is not None:
             slots = shard.slot_mapping(keys, self.cache_spec.block_size)
             own = dict(rank=shard.rank, local_lens=shard.local_lens(keys))
+        if self.spec.use_mm_prefix:
+            own["spans"] = fill_mm_prefix_query_ranges(common, common.mm_prefix_ranges)
+        if self.spec.use_rswa:
+            own["prefix_lens"] = jnp.asarray(common.rswa_prefix_lens, jnp.int32)
         work = build_work_list(
             jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
             None if causal is None else jnp.asarray(causal), **own,
@@ -184,6 +203,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     can_return_lse_for_decode = True
     lengths: cudnn.Lengths = cudnn.Lengths.UNKNOWN  # of the batch; see for_batch
     out_dtype: str | None = None  # of the kernel's output: float32, or None for that of the queries
+    invariant: bool = False  # see kernel_config
 
     def forward(self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
         return self._over_pages(q, cache, m, params)
@@ -223,7 +243,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
             return super().rotate_update_and_forward(q, k, v, angles, cache, m, params)
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
         q, cache, counters = written
-        config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common, self.chip)
+        config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common, self.chip, invariant=self.invariant)
         counters = counters if _merges_inside(config, m.common) else None
         return cache, self._over_pages(q, cache, m, params, counters)
 
@@ -232,7 +252,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary cache. If a gradient is taken, cuDNN computes both instead where it can."""
-        if cudnn_gradient.applies(self.spec, q, k, v, meta, params):
+        if not self.invariant and cudnn_gradient.applies(self.spec, q, k, v, meta, params):
             state: Any = cudnn_gradient.attend(self, q, k, v, meta, params)
             return state
         return self.forward_copied(q, k, v, meta, params)
@@ -240,7 +260,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     def forward_copied(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         keys = keys_of(meta, self.spec.attn_type)
         cache, block_table = packed_as_pages(k, v, jnp.asarray(keys.seq_lens), keys.max_seq_len)
-        m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip).build(0, meta)
+        m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip, invariant=self.invariant).build(0, meta)
         impl = dataclasses.replace(self, cache_spec=cache.spec)
         return impl.forward(q, cache, dataclasses.replace(m, block_table=block_table), params)
 
@@ -257,7 +277,8 @@ def _paged(
     impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters
 ) -> AttentionState:
     spec = impl.spec
-    config = kernel_config(spec, cache.spec, q.dtype.name, m.common, impl.chip, impl.out_dtype, impl.parallel)
+    layer = (spec, cache.spec, q.dtype.name, m.common, impl.chip, impl.out_dtype, impl.parallel, impl.invariant)
+    config = kernel_config(*layer)
     if counters is not None:
         config = dataclasses.replace(config, merges_inside=True)
     if reasons := config_reasons(config):
@@ -357,9 +378,11 @@ class PallasGpuBackend(PagedKernelBackend):
     min_compute_capability = 80
     features = frozenset(
         {
+            Feature.MM_PREFIX,
             Feature.SINK,
             Feature.PER_HEAD_QUANT_SCALES,
             Feature.SLIDING_WINDOW,
+            Feature.RSWA,
             Feature.NON_CAUSAL,
             Feature.TWO_SIDED_WINDOW,
             Feature.CHUNK,
@@ -418,3 +441,31 @@ class PallasGpuBackend(PagedKernelBackend):
             return "sdpa, as cuDNN takes packed keys only"
         reasons = cudnn.layer_reasons(spec, dtypes[0] if dtypes else "bfloat16")
         return f"sdpa, as cuDNN takes no {', '.join(reasons)}" if reasons else "cuDNN"
+
+
+@dataclasses.dataclass(frozen=True)
+class InvariantGpuMetadataBuilder(PallasGpuMetadataBuilder):
+    """Gives every unit out whole. A common prefix changes nothing: it is in the keys of each request."""
+
+    supports_cascade = False
+    invariant: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class InvariantGpuImpl(PallasGpuImpl):
+    """Launches the kernel that serves batches of any lengths."""
+
+    invariant: bool = True
+
+
+class InvariantGpuBackend(PallasGpuBackend):
+    """`pallas_gpu` with the same bits for a request in every batch; slower for few requests of many keys."""
+
+    name = "pallas_gpu_invariant"
+    impl_cls = InvariantGpuImpl
+    builder_cls = InvariantGpuMetadataBuilder
+    features = (PallasGpuBackend.features | {Feature.BATCH_INVARIANCE}) - {Feature.CASCADE, Feature.DCP}
+
+    @classmethod
+    def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:
+        return "sdpa"

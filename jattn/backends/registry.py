@@ -26,6 +26,7 @@ Entry = type[AttentionBackend] | str
 
 _TABLE: dict[str, Entry] = {
     "pallas_gpu": "jattn.backends.pallas_gpu:PallasGpuBackend",
+    "pallas_gpu_invariant": "jattn.backends.pallas_gpu:InvariantGpuBackend",
     "pallas_tpu": "jattn.backends.pallas_tpu:PallasTpuBackend",
     "cpu_native": "jattn.backends.cpu_native:CpuNativeBackend",
     "sdpa": "jattn.backends.sdpa:SdpaBackend",

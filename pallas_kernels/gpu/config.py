@@ -51,6 +51,7 @@ class GpuKernelConfig:
     long_tiles: bool = True  # False: no request has more than WARPGROUP_ROWS packed rows
     flat_list: bool = False  # with long_tiles=False: the flat work list of work_list.py
     piece_blocks: int = 0  # of a flat list: key blocks that a CTA's second piece costs; not with merges_inside
+    whole_units: bool = False  # no unit is cut: the bits of a request do not depend on the rest of the batch
     fixed_max: bool = False  # soft-capped logits without a running maximum; needs can_fix_max
     cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters

@@ -28,6 +28,7 @@ class QueryBounds:
     stop: object
     slope: object  # f32 ALiBi slope times log2(e), or None
     head: object  # query head
+    prefix: object = None  # i32 scalar: keys that the mask's left edge does not hide, with a prefix in the mask
 
 
 def _iota(cfg: GpuKernelConfig, axis: int):
@@ -41,13 +42,17 @@ def query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece) -> QueryBounds:
     causal = piece[wl.CAUSAL] & 1 != 0 if cfg.per_request_causal else None
     every = lambda x: plgpu.layout_cast(jnp.broadcast_to(x, q_pos.shape), plgpu.Layout.WGMMA)
     rank = piece[wl.CAUSAL] >> 1 if cfg.shards.world > 1 else 0
-    start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
+    if cfg.mask.spans:
+        start, stop = wl.token_range(refs.info, refs.q.shape[0], token + piece[wl.TOK0], plgpu.Layout.WGMMA)
+    else:
+        start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
     head0, slope = piece[HEAD] * cfg.group, None
     if cfg.logits.has_alibi:
         slope = every(jnp.float32(0.0))
         for g in range(cfg.group):
             slope = jnp.where(member == g, refs.per_head[head0 + g, 0] * LOG2E, slope)
-    return QueryBounds(q_pos, every(start), every(stop), slope, head0 + member)
+    prefix = piece[wl.CAUSAL] >> 1 if cfg.mask.prefix else None
+    return QueryBounds(q_pos, every(start), every(stop), slope, head0 + member, prefix)
 
 
 def logits(cfg: GpuKernelConfig, column: QueryBounds, dots, kv0, scale, masked):
@@ -65,7 +70,8 @@ def logits(cfg: GpuKernelConfig, column: QueryBounds, dots, kv0, scale, masked):
     if masked:
         seen = key() < column.stop
         if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
-            seen = seen & (key() >= column.start)
+            near = key() >= column.start
+            seen = seen & (near | (key() < column.prefix) if cfg.mask.prefix else near)
         if cfg.mask.mask_fn is not None:
             seen = seen & cfg.mask.mask_fn(column.head, column.q_pos, key())
         dots = jnp.where(seen, dots, -jnp.inf)

@@ -83,7 +83,7 @@ def ragged_paged_attention(
         out, lse, part, part_lse = launch_warps(config, *arrays)
     else:
         out, lse, part, part_lse = _launch(config, *arrays, counters if config.merges_inside else None)
-    if config.merges_inside:
+    if config.merges_inside or config.whole_units:
         return out, lse
     return merge_parts(config, out, lse, part, part_lse, work, per_head)
 

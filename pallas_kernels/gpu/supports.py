@@ -4,8 +4,12 @@ from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, GpuKernelConfig
 from pallas_kernels.gpu.rows_sm90 import swizzle_bytes
 
-MASKS = ("causal", "left", "right", "chunk", "lookback", "mask_fn")  # fields of a MaskRule that it honours
-LOGITS = ("scale", "soft_cap", "has_alibi", "score_fn")  # fields of a LogitRule that it honours
+MASKS = ("causal", "left", "right", "chunk", "lookback", "prefix", "spans", "clamp_spans", "mask_fn")
+"""The fields of a MaskRule that it honours."""
+
+LOGITS = ("scale", "soft_cap", "has_alibi", "score_fn")
+"""The fields of a LogitRule that it honours."""
+
 QUERY_DTYPES = ("bfloat16", "float16")
 
 
@@ -63,9 +67,12 @@ def shape_reasons(config: GpuKernelConfig) -> list[str]:
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
     positional = c.logits.has_alibi or c.logits.score_fn is not None or c.mask.mask_fn is not None
+    reach = c.mask.spans or c.mask.prefix
+    refuse(c.shards.world > 1 and reach, "spans or a prefix with keys on several ranks: not in this kernel")
     refuse(
         c.shards.world > 1 and positional, "ALiBi, mask_fn or score_fn with keys on several ranks: not in this kernel"
     )
+    refuse(c.whole_units and c.flat_list, "whole_units with flat_list: wanted one of them")
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")

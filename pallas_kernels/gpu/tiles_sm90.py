@@ -36,6 +36,7 @@ class _RowBounds:
     stop: object
     slope: object  # f32 ALiBi slope times log2(e), or None
     head: object  # query head
+    prefix: object = None  # i32 scalar: keys that the mask's left edge does not hide, with a prefix in the mask
 
 
 def _packed_rows(cfg: GpuKernelConfig, piece: Piece, row_offset):
@@ -50,11 +51,15 @@ def row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset) -> _R
     q_pos = token + piece[wl.QPOS0]
     causal = piece[wl.CAUSAL] & 1 != 0 if cfg.per_request_causal else None
     rank = piece[wl.CAUSAL] >> 1 if cfg.shards.world > 1 else 0
-    start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
+    if cfg.mask.spans:
+        start, stop = wl.token_range(refs.info, refs.q.shape[0], token + piece[wl.TOK0], ROW_LAYOUT)
+    else:
+        start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
     head0 = piece[HEAD] * cfg.group
     slope = value_per_row(cfg, refs.per_head, head0, member, 0) if cfg.logits.has_alibi else None
     start, stop = (plgpu.layout_cast(jnp.broadcast_to(x, (WARPGROUP_ROWS,)), ROW_LAYOUT) for x in (start, stop))
-    return _RowBounds(q_pos, start, stop, slope, head0 + member)
+    prefix = piece[wl.CAUSAL] >> 1 if cfg.mask.prefix else None
+    return _RowBounds(q_pos, start, stop, slope, head0 + member, prefix)
 
 
 def _start(cfg: GpuKernelConfig):
@@ -82,7 +87,8 @@ def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     if masked:
         seen = key() < across_columns(row.stop - kv0, shape)
         if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
-            seen = seen & (key() >= across_columns(row.start - kv0, shape))
+            near = key() >= across_columns(row.start - kv0, shape)
+            seen = seen & (near | (key() < row.prefix - kv0) if cfg.mask.prefix else near)
         if cfg.mask.mask_fn is not None:
             where = (across_columns(row.head, shape), across_columns(row.q_pos, shape), key() + kv0)
             seen = seen & cfg.mask.mask_fn(*where)

@@ -15,7 +15,7 @@ The ranked list, for any batch:
 4. The remaining units are laid end to end on a line, which is cut so that every CTA ends with the same total. A cut
    within a unit makes two pieces with partial results, so at most C - 1 units are merged, whatever the batch. Shapes
    are static and there is no number of splits to tune. Where giving out these units whole, in snake order too, makes
-   the longest CTA hardly longer (see CUTS_COST), nothing is cut.
+   the longest CTA hardly longer (see CUTS_COST), or with config.whole_units, nothing is cut.
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS) moves to the nearer end of the unit.
@@ -39,12 +39,15 @@ from jax import lax
 from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.gather_sm90 import gather
 
 TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAUSAL = range(13)
 """Columns of info. TOK0: first token of the request; ROW0, NROWS: packed rows of the tile; BLK0, NBLK: its key blocks;
 FULL0, FULL1: blocks, counted from BLK0, that every row sees whole (half open); KSTART, KSTOP: key positions that
 some row sees (half open); REQ, QPOS0, SEQ: the request, the position of its first query, its number of keys; CAUSAL: 1
-if it is causal, plus twice the rank. If several ranks hold the keys, those of BLK0 .. KSTOP and SEQ are one rank's."""
+if it is causal, plus twice the rank or, with a prefix in the mask, twice its length. If several ranks hold the keys,
+those of BLK0 .. KSTOP and SEQ are one rank's. With spans in the mask, the rows of info after the tiles hold two numbers
+a token: the first key that it sees, and the key after the last; see token_range."""
 
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
@@ -64,6 +67,14 @@ ANY_POSITION = 2**30  # more than any length
 FEW = 0.05  # share of a batch's cost below which its decodes do not change how its prefills are arranged
 
 
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """Which keys tokens see beyond what the positions say."""
+
+    ranges: jax.Array | None  # i32[T, 2]: the keys that each token sees, spans included, half open
+    prefix_lens: jax.Array | None  # i32[R]: keys that a window does not hide
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuWorkList:
@@ -79,26 +90,68 @@ def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
 
 
 def build_work_list(
-    query_start_loc, seq_lens, num_tokens: int, config: GpuKernelConfig, causal=None, rank=None, local_lens=None
-) -> GpuWorkList:
+    query_start_loc, seq_lens, num_tokens: int, config: GpuKernelConfig, causal=None, rank=None, local_lens=None,
+    spans=None, prefix_lens=None,
+) -> GpuWorkList:  # fmt: skip
     """Once a step, for all layers of a config: i32[R+1] starts, i32[R] lengths -> GpuWorkList. No host sync.
 
     causal bool[R] replaces config.mask.causal request by request; it is given exactly when config.per_request_causal.
     rank, local_lens i32[R]: if several ranks hold the keys (config.shards), this one and its number of them.
+    prefix_lens i32[R]: with config.mask.prefix, how many first keys of each request its window does not hide.
+    spans i32[T, 2]: with config.mask.spans, the first and last position of each token's span, or (-1, -1).
     """
     if (rank is not None, local_lens is not None) != (config.shards.world > 1,) * 2:
         raise ValueError(f"{config.shards=} needs {'rank and local_lens' if config.shards.world > 1 else 'no rank'}")
     if (causal is not None) != config.per_request_causal:
         raise ValueError(f"{config.per_request_causal=} but causal {'was' if causal is not None else 'was not'} given")
+    asked, given = (config.mask.spans, config.mask.prefix), (spans is not None, prefix_lens is not None)
+    if given != asked:
+        raise ValueError(f"spans and prefix_lens: {given=}, and the config's mask has {asked}")
+    ranges = None if spans is None else _token_ranges(query_start_loc, seq_lens, config.mask, causal, spans)
+    reach = Reach(ranges, prefix_lens)
+    args = (query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, reach)
     if config.flat_list:
-        return _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens)
-    info, cost = _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens)
+        return _with_token_ranges(_flat(*args), ranges)
+    info, cost = _tiles(*args)
     order = jnp.argsort(-cost, stable=True)
     info, cost = info[order], cost[order]
-    return _assign(info, cost, config)
+    return _with_token_ranges(_assign(info, cost, config), ranges)
 
 
-def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens):
+def _token_ranges(query_start_loc, seq_lens, rule, causal, spans):
+    """i32[T, 2]: the keys that each token sees, half open; (0, 0) of padding."""
+    starts, reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
+    token = jnp.arange(spans.shape[0], dtype=jnp.int32)
+    req = jnp.sum(starts[None, 1:] <= token[:, None], axis=1, dtype=jnp.int32)
+    is_live, req = req < reqs, jnp.minimum(req, reqs - 1)
+    seq = jnp.where(is_live, seq_lens.astype(jnp.int32)[req], 0)
+    position = seq + token - starts[req + 1]
+    own = None if causal is None else causal[req]
+    start, stop = key_range(rule, position, position, seq, own, (spans[:, 0], spans[:, 1]))
+    return jnp.where(is_live[:, None], jnp.stack([jnp.maximum(start, 0), stop], axis=1), 0)
+
+
+def _with_token_ranges(work: GpuWorkList, ranges) -> GpuWorkList:
+    if ranges is None:
+        return work
+    rows = _range_rows(ranges.shape[0])
+    flat = jnp.pad(ranges.reshape(-1), (0, rows * INFO_COLUMNS - ranges.size))
+    return dataclasses.replace(work, info=jnp.concatenate([work.info, flat.reshape(rows, INFO_COLUMNS)]))
+
+
+def _range_rows(num_tokens: int) -> int:
+    """Rows of info that hold the ranges of the tokens."""
+    return cdiv(2 * num_tokens, INFO_COLUMNS)
+
+
+def token_range(info, num_tokens: int, token, layout):
+    """(first key, key after the last) that each token sees, in the kernel: i32 fragments like `token`."""
+    first = (info.shape[0] - _range_rows(num_tokens)) * INFO_COLUMNS
+    place = first + 2 * jnp.minimum(token, num_tokens - 1)  # a tile's last rows may be none
+    return gather(info, place, layout), gather(info, place + 1, layout)
+
+
+def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, reach: Reach):
     """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); no tile costs 0."""
     num_reqs = seq_lens.shape[0]
     starts = query_start_loc.astype(jnp.int32)
@@ -115,7 +168,8 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_le
     nrows = jnp.where(valid, jnp.clip(q_len * config.group - row0, 0, TILE_ROWS), 0)
     tile_causal = None if causal is None else jnp.append(causal, True)[req]
     held = None if rank is None else (rank, jnp.where(q_len > 0, jnp.append(local_lens, 0)[req], 0))
-    info = _info(config, starts[req], row0, nrows, jnp.minimum(req, num_reqs - 1), q_len, seq, tile_causal, held)
+    tile_req = jnp.minimum(req, num_reqs - 1)
+    info = _info(config, starts[req], row0, nrows, tile_req, q_len, seq, tile_causal, held, reach)
     weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
     return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + UNIT_COST, 0)
 
@@ -123,17 +177,19 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_le
 def visible_keys(config, q_first, q_last, keys, causal, rank):
     """key_range among the keys that this rank holds, `keys` in number: all of a request's, or its share of them.
 
-    Positions ascend with the index of a key, so a range of positions is a range of indices on every rank.
+    Positions ascend with the index of a key, so a range of positions is a range of indices on every rank. Spans are
+    left out: they show more keys, see token_range.
     """
+    rule = dataclasses.replace(config.mask, spans=False, clamp_spans=False)
     if config.shards.world == 1:
-        return key_range(config.mask, q_first, q_last, keys, causal)
-    bounds = key_range(config.mask, q_first, q_last, jnp.full_like(keys, ANY_POSITION), causal)
+        return key_range(rule, q_first, q_last, keys, causal)
+    bounds = key_range(rule, q_first, q_last, jnp.full_like(keys, ANY_POSITION), causal)
     count = lambda position: config.shards.count_below(jnp.maximum(position, 0), rank)
     start, stop = (jnp.minimum(count(bound), keys) for bound in bounds)
     return start, stop
 
 
-def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held):
+def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, reach: Reach):
     """The 16 columns of info, i32[tiles] each. causal: bool[tiles], or None for the rule's. held: None, or the rank and
     the keys i32[tiles] that it holds."""
     rule, block = config.mask, config.block_kv
@@ -142,7 +198,10 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held):
     q_first = qpos0 + row0 // config.group
     q_last = qpos0 + (row0 + jnp.maximum(nrows, 1) - 1) // config.group
     start, stop = visible_keys(config, q_first, q_last, seq, causal, rank)
-    start, stop = jnp.maximum(start, 0), jnp.maximum(stop, 0)
+    if reach.ranges is not None:
+        start, stop = _hull(reach.ranges, tok0 + row0 // config.group, tok0 + (row0 + nrows - 1) // config.group)
+    prefix = jnp.zeros_like(seq) if reach.prefix_lens is None else reach.prefix_lens[req]
+    start, stop = jnp.where(prefix > 0, 0, jnp.maximum(start, 0)), jnp.maximum(stop, 0)
     blk0 = start // block
     nblk = jnp.maximum(cdiv(stop, block) - blk0, 1)
     last_start, _ = visible_keys(config, q_last, q_last, seq, causal, rank)
@@ -151,13 +210,22 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held):
     full1 = jnp.clip(jnp.maximum(first_stop, 0) // block - blk0, full0, nblk)
     if rule.mask_fn is not None:
         full1 = full0
-    flag = (jnp.full_like(seq, int(rule.causal)) if causal is None else causal) + 2 * rank
+    flag = (jnp.full_like(seq, int(rule.causal)) if causal is None else causal) + 2 * (rank + prefix)
     columns = [tok0, row0, nrows, blk0, nblk, full0, full1, start, stop, req, qpos0, seq, flag]
     columns += [jnp.zeros_like(seq)] * (INFO_COLUMNS - len(columns))
     return [column.astype(jnp.int32) for column in columns]
 
 
-def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens) -> GpuWorkList:
+def _hull(ranges, first, last):
+    """i32[tiles] each: the first and the last bound of tokens first .. last; (0, 0) where there are none."""
+    token = jnp.arange(ranges.shape[0], dtype=jnp.int32)[None, :]
+    inside = (token >= first[:, None]) & (token <= last[:, None])
+    start = jnp.min(jnp.where(inside, ranges[None, :, 0], ANY_POSITION), axis=1)
+    stop = jnp.max(jnp.where(inside, ranges[None, :, 1], 0), axis=1)
+    return jnp.where(start == ANY_POSITION, 0, start), stop
+
+
+def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, reach: Reach) -> GpuWorkList:
     """The flat list: no request has more than TILE_ROWS rows. A tile without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
     ghosts = cdiv(num_tokens * config.group, TILE_ROWS)
@@ -172,7 +240,7 @@ def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_len
     tok0 = jnp.where(is_ghost, starts[-1], starts[req])
     tile_causal = None if causal is None else is_ghost | causal[req]
     held = None if rank is None else (rank, jnp.where(is_ghost | (q_len == 0), 0, local_lens[req]))
-    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal, held)
+    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal, held, reach)
     info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
     return GpuWorkList(info=jnp.stack(info, axis=1), cta=_cut_line(info[NBLK], config))
 
@@ -271,7 +339,8 @@ def _assign(info, cost, config) -> GpuWorkList:
     ends = jnp.cumsum(each)
     total = ends[-1]
     waves, load, longest = _whole_waves(each.reshape(-1, ctas), num_units // ctas, total)
-    whole = longest <= jnp.maximum(total / ctas * CUTS_SHARE, total / ctas + CUTS_COST)
+    few_cuts_gain = longest <= jnp.maximum(total / ctas * CUTS_SHARE, total / ctas + CUTS_COST)
+    whole = jnp.bool_(True) if config.whole_units else few_cuts_gain
     share = jnp.maximum(total / ctas - load, 0.0)
     base = jnp.where(waves > 0, ends[jnp.maximum(waves * ctas - 1, 0)], 0)
     rest = (total - base).astype(jnp.float32)

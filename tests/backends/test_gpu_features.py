@@ -15,6 +15,12 @@ from tests.running import conform
 CHECKED = {
     "chunk_lookback": "mixed_unsorted",
     "chunk_lookback_non_causal": "decode",
+    "mm_prefix": "chunked_prefill",
+    "mm_prefix_window": "mixed_unsorted",
+    "mm_prefix_clamped": "decode",
+    "mm_prefix_chunk_mask_fn": "mixed",
+    "rswa": "mixed_unsorted",
+    "rswa_per_request": "long_and_short",
     "output_fp8": "mixed",
     "output_int8": "decode",
 }

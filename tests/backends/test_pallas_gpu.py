@@ -25,9 +25,9 @@ def reasons(spec=(), cache=(), chip=HOPPER):
     return next(report for report in reports if report.name == "pallas_gpu").reasons
 
 
-def lower(spec, cache_spec, query_lens, causal=True, chip=HOPPER, **params):
+def lower(spec, cache_spec, query_lens, causal=True, chip=HOPPER, backend="pallas_gpu", **params):
     """The custom calls in a step of write and attention, lowered for CUDA."""
-    attn = jattn.PagedAttention(spec, cache_spec, backend="pallas_gpu", platform=chip)
+    attn = jattn.PagedAttention(spec, cache_spec, backend=backend, platform=chip)
     table = [[3 * r, 3 * r + 1, 3 * r + 2] for r in range(len(query_lens))]
     meta = jattn.CommonAttentionMetadata.from_lengths(
         query_lens, [40] * len(query_lens), table, cache_spec.block_size, causal=causal
@@ -211,6 +211,7 @@ def test_batch_invariance_is_not_promised_where_work_is_split_by_the_batch():
         jattn.AttentionSpec(**LAYER), jattn.KVCacheSpec(**POOL), HOPPER, needs=(Feature.BATCH_INVARIANCE,)
     )
     assert not reports[0].supported and "batch invariance" in reports[0].reasons[0]
+    assert reports[1].name == "pallas_gpu_invariant" and reports[1].supported
 
 
 def test_float32_queries_over_a_bf16_cache_are_refused_at_the_call():

@@ -185,6 +185,10 @@ def _zero_rows(closure, tile, first, last, begin, end):
     tile[((row < first) | (row >= last)) & (row >= begin) & (row < end)] = 0
 
 
+def _gather(closure, source, index):
+    return (np.where(index >= 0, source.reshape(-1)[np.maximum(index, 0)], 0).astype(source.dtype),)
+
+
 def _keep_columns(closure, x, counts):
     return (np.where(np.arange(x.shape[1]) < counts[:, None], x, -np.inf).astype(np.float32),)
 
@@ -379,6 +383,7 @@ PTX = {
     "await_rows": lambda closure: None,
     "opaque": lambda closure, x: (x,),
     "zero_rows": _zero_rows,
+    "gather": _gather,
     "keep_columns": _keep_columns,
     "add_slope": _add_slope,
     "store_rows": _store_rows,

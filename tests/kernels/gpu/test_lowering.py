@@ -38,6 +38,7 @@ CASES = {
     "flat list": dict(long_tiles=False, flat_list=True),
     "alibi": dict(logits=LogitRule(scale=0.1, has_alibi=True)),
     "sinks": dict(has_sinks=True),
+    "whole units": dict(whole_units=True),
     "all": dict(
         logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, mask=MaskRule(left=99, chunk=256),
         layout="NHD", kv_dtype="int8",

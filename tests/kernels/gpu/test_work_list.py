@@ -38,10 +38,10 @@ FLAT = {  # batch, padding tokens, CTAs
 }
 
 
-def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0, piece_blocks=0):
+def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0, piece_blocks=0, whole=False):
     config = GpuKernelConfig(
         **SHAPE, num_heads=heads * group, num_kv_heads=heads, mask=rule, heads_together=together, num_ctas=ctas,
-        flat_list=flat, piece_blocks=piece_blocks,
+        flat_list=flat, piece_blocks=piece_blocks, whole_units=whole,
     )  # fmt: skip
     q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
@@ -74,6 +74,16 @@ def pieces_of(cta_row, me, info, config):
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_block_of_every_unit_is_done_once(batch, rule):
     check_once(*make(BATCHES[batch], RULES[rule]))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_whole_units_are_never_cut(batch):
+    config, *rest, info, cta, join = make(BATCHES[batch], RULES["causal"], whole=True)
+    check_once(config, *rest, info, cta, join)
+    assert (join[:, 0] == -1).all()
+    for me in range(config.num_ctas):
+        for (tile, _), lo, hi in pieces_of(cta[me], me, info, config):
+            assert (lo, hi) == (0, info[tile, wl.NBLK])
 
 
 @pytest.mark.parametrize("together", [1, 2, 4])
