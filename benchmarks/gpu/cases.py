@@ -81,6 +81,7 @@ TIMED += [
     for name, options in FEATURES.items()
 ]
 MIX = ((1, 700), (5, 133), (300, 300), (1, 1), (70, 515), (0, 0), (17, 2000), (129, 129), (2, 4096), (33, 1000))
+TREES = ((16, 1000), (16, 130), (9, 4096), (16, 16), (1, 64))
 SIZES = ((64, 64), (80, 80), (96, 96), (112, 112), (192, 128), (192, 192), (256, 256))
 ALL = (
     ("mask", MaskRule(left=200, chunk=512)),
@@ -107,6 +108,25 @@ CHECKED = [
     KernelCase(name="mix_lr", lengths=MIX, options=(("mask", MaskRule(causal=False, left=77, right=30)),)),
     KernelCase(name="mix_chunk", lengths=MIX, options=(("mask", MaskRule(chunk=192)),)),
     KernelCase(name="mix_lookback", lengths=MIX, options=(("mask", MaskRule(chunk=80, lookback=2)),)),
+    KernelCase(name="mix_whole", lengths=MIX, pad_tokens=37, options=(("whole_units", True),)),
+    KernelCase(name="mix_spans", lengths=MIX, pad_tokens=37, options=(("mask", MaskRule(spans=True)),)),
+    KernelCase(
+        name="mix_clamped",
+        lengths=MIX,
+        options=(("mask", MaskRule(left=200, spans=True, clamp_spans=True)), ("kv_dtype", "float8_e4m3fn")),
+    ),
+    KernelCase(name="mix_rswa", lengths=MIX, pad_tokens=5, options=(("mask", MaskRule(left=100, prefix=True)),)),
+    KernelCase(name="mix_qq", lengths=MIX, options=(("qq_bias", True), ("alibi", True))),
+    KernelCase(name="tree_qq", lengths=TREES, options=(("qq_bias", True),)),
+    KernelCase(
+        name="dec_qq_fp8", lengths=((4, 700), (1, 3), (4, 4096)), kv_dtype="float8_e4m3fn", options=(("qq_bias", True),)
+    ),
+    KernelCase(
+        name="dec_spans_fp8",
+        lengths=((4, 700), (1, 3), (4, 4096)),
+        kv_dtype="float8_e4m3fn",
+        options=(("mask", MaskRule(spans=True)),),
+    ),
     KernelCase(
         name="mix_mask_fn", lengths=MIX, options=(("mask", MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),)
     ),

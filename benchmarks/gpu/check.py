@@ -6,6 +6,7 @@ The reference is numpy float64 over sampled rows; unreferenced pages and page ta
 """
 
 import argparse
+import dataclasses
 import functools
 import time
 import traceback
@@ -40,8 +41,9 @@ def config_of(case, chip=None, processors=None, **extra) -> GpuKernelConfig:
         score_fn=options.pop("score_fn", None),
     )
     config = default_config if chip is None else functools.partial(warp_config, chip=chip, processors=processors)
+    longest = int(case.q_lens.max()) * (case.num_heads // case.num_kv_heads)
     return config(
-        rows=int(case.q_lens.max()) * (case.num_heads // case.num_kv_heads),
+        rows=None if options.get("whole_units") else longest,  # as in pallas_gpu_invariant
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,
@@ -117,9 +119,37 @@ def token_scales(case, config, table, total: int):
     return tuple(jnp.asarray(x if config.layout == "HND" else np.swapaxes(x, 1, 2)) for x in both)
 
 
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """What masks and biases depend on besides positions."""
+
+    spans: list  # of each request: [(first, last)], of which the later one is among the new tokens
+    prefix_lens: np.ndarray  # i32[R]
+    bias: np.ndarray  # f32[16, 16] among new tokens, with some -inf off the diagonal
+
+    @classmethod
+    def of(cls, case) -> "Reach":
+        bias = np.random.default_rng(3).normal(size=(16, 16)).astype(np.float32)
+        bias[(np.abs(bias) > 1.2) & ~np.eye(16, dtype=bool)] = -np.inf
+        lengths = [*case.lengths, *((0, 0),) * case.pad_reqs]
+        spans = [[(s // 5, s // 5 + 40), (max(s - 150, s // 2), s - 3)] if s > 100 else [] for _, s in lengths]
+        return cls(spans, np.array([min(s // 2, 7 + 70 * (r % 3)) for r, (_, s) in enumerate(lengths)], np.int32), bias)
+
+    def of_tokens(self, case, num_tokens: int) -> np.ndarray:
+        """i32[T, 2]: each token's own span, or (-1, -1)."""
+        rows = np.full((num_tokens, 2), -1, np.int32)
+        first = 0
+        for (q_len, seq), spans in zip(case.lengths, self.spans, strict=False):
+            for i in range(q_len):
+                own = [span for span in spans if span[0] <= seq - q_len + i <= span[1]]
+                rows[first + i] = own[0] if own else (-1, -1)
+            first += q_len
+        return rows
+
+
 def reference_row(case, config, host, req, i, head):
     """float64 (out, lse) of one row, straight from the definition."""
-    q, k, v, table, starts, seqs, slopes, sinks, scales, tokens = host
+    q, k, v, table, starts, seqs, slopes, sinks, scales, tokens, reach = host
     seq, page = int(seqs[req]), case.page
     q_len = int(starts[req + 1] - starts[req])
     pos = seq - q_len + i
@@ -129,12 +159,15 @@ def reference_row(case, config, host, req, i, head):
     if mask.causal and (not config.per_request_causal or req % 2 == 0):
         seen &= kv <= pos
     if mask.left >= 0:
-        seen &= kv >= pos - mask.left
+        seen &= (kv >= pos - mask.left) | (kv < (reach.prefix_lens[req] if mask.prefix else 0))
     if mask.right >= 0:
         seen &= kv <= pos + mask.right
     if mask.chunk > 0:
         chunks_back = pos // mask.chunk - kv // mask.chunk
         seen &= (chunks_back >= 0) & (chunks_back <= mask.lookback)
+    if mask.spans and (own := [span for span in reach.spans[req] if span[0] <= pos <= span[1]]):
+        left = pos - mask.left if mask.clamp_spans else 0
+        seen |= (kv >= max(own[0][0], left)) & (kv <= own[0][1])
     if mask.mask_fn is not None:
         seen &= np.asarray(mask.mask_fn(head, pos, kv))
     if not seen.any():
@@ -152,8 +185,14 @@ def reference_row(case, config, host, req, i, head):
         x = rule.soft_cap * np.tanh(x / rule.soft_cap)
     if rule.has_alibi:
         x = x + slopes[head] * (kv - pos)
+    if config.qq_bias:
+        j, size = kv - (seq - q_len), len(reach.bias)
+        new = (j >= 0) & (j < size) & (i < size)
+        x = x + np.where(new, reach.bias[min(i, size - 1), np.clip(j, 0, size - 1)], 0.0)
     if rule.score_fn is not None:
         x = rule.score_fn(x, head, pos, kv)
+    if np.isneginf(x).all() and not config.has_sinks:
+        return np.zeros(case.v_head_dim), -np.inf
     top = max(x.max(), sinks[head]) if config.has_sinks else x.max()
     p = np.exp(x - top)
     total = p.sum() + (np.exp(sinks[head] - top) if config.has_sinks else 0.0)
@@ -202,10 +241,14 @@ def run_case(case, args, **extra):
     sinks = rng.normal(size=case.num_heads).astype(np.float32)
     scales = (0.5, 2.0) if config.quantised else (1.0, 1.0)
     causal = np.arange(len(seqs)) % 2 == 0 if config.per_request_causal else None
-    plan = jax.jit(lambda s, n: build_work_list(s, n, tokens, config, causal))
+    reach = Reach.of(case)
+    own = dict(spans=jnp.asarray(reach.of_tokens(case, tokens))) if config.mask.spans else {}
+    own |= dict(prefix_lens=jnp.asarray(reach.prefix_lens)) if config.mask.prefix else {}
+    plan = jax.jit(lambda s, n: build_work_list(s, n, tokens, config, causal, **own))
     kind = dict(k_scale=scales[0], v_scale=scales[1])
     kind |= dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
     kind |= dict(sinks=sinks) if config.has_sinks else {}
+    kind |= dict(qq_bias=reach.bias) if config.qq_bias else {}
     scale_pools = token_scales(case, config, table, k.shape[0])
 
     @jax.jit
@@ -217,7 +260,8 @@ def run_case(case, args, **extra):
     out, lse = jax.block_until_ready(attend(q, k, v, table, work, scale_pools))
     row = dict(case=case.name, **{key: str(value) for key, value in extra.items()})
     if not args.no_check:
-        params = (slopes, sinks, scales, None if scale_pools is None else [np.asarray(x) for x in scale_pools])
+        pools = None if scale_pools is None else [np.asarray(x) for x in scale_pools]
+        params = (slopes, sinks, scales, pools, reach)
         worst, relative, worst_lse = check(case, config, inputs, params, out, lse, args.samples)
         scale = abs(np.asarray(out, np.float32)).max()
         row["out_max"] = float(scale)

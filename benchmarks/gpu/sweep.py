@@ -161,7 +161,7 @@ def compiled(case: cases.KernelCase, config) -> Program:
 def references(case, config, inputs, samples: int = 3) -> list[tuple[int, int, np.ndarray, float]]:
     """Sampled rows; the first and the last are among them."""
     q, k, v, table, starts, seqs = inputs
-    host = (q, k, v, *map(np.asarray, (table, starts, seqs)), None, None, (1.0, 1.0), None)
+    host = (q, k, v, *map(np.asarray, (table, starts, seqs)), None, None, (1.0, 1.0), None, None)
     rng, last = np.random.default_rng(0), len(case.lengths) - 1
     picks = [(0, 0), (last, case.lengths[last][0] - 1)]
     for r in rng.integers(0, last + 1, samples - 2):

@@ -88,6 +88,7 @@ def kernel_config(
         logits=spec.logit_rule(),
         has_sinks=spec.has_sinks,
         per_request_causal=decoder and common is not None and common.causal_per_request is not None,
+        qq_bias=spec.use_qq_bias,
         whole_units=invariant,
         shards=ShardRule(parallel.dcp_world_size, parallel.interleave if parallel.dcp_world_size > 1 else 1),
     )
@@ -290,6 +291,7 @@ def _paged(
         q, k, v, jnp.asarray(m.block_table), m.work, config,
         alibi_slopes=params.alibi_slopes if spec.has_alibi else None,
         sinks=params.sinks if spec.has_sinks else None,
+        qq_bias=jnp.asarray(params.qq_bias, jnp.float32) if spec.use_qq_bias else None,
         q_scale=params.q_scale, k_scale=params.k_scale, v_scale=params.v_scale,
         k_token_scale=cache.k_token_scale, v_token_scale=cache.v_token_scale, counters=counters,
     )  # fmt: skip
@@ -391,6 +393,7 @@ class PallasGpuBackend(PagedKernelBackend):
             Feature.SOFT_CAP,
             Feature.MASK_FN,
             Feature.SCORE_FN,
+            Feature.QQ_BIAS,
             Feature.PER_REQUEST_CAUSAL,
             Feature.DIFF_KV,
             Feature.LSE,

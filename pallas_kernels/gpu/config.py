@@ -38,6 +38,7 @@ class GpuKernelConfig:
     logits: LogitRule = LogitRule(scale=1.0)
     has_sinks: bool = False
     per_request_causal: bool = False
+    qq_bias: bool = False  # a bias among a request's new tokens is added to the logits
     shards: ShardRule = ShardRule()  # of a request's keys, if several ranks hold them: the pools have those of one
 
     block_kv: int = 128  # keys of one block: one step of the softmax loop
@@ -89,7 +90,7 @@ class GpuKernelConfig:
         With |logit| <= MAX_FIXED_LOGIT in base 2, float32 and bfloat16 hold the exponentials, and sums of a million.
         """
         rule = self.logits
-        if rule.has_alibi or rule.score_fn is not None or not rule.soft_cap:
+        if rule.has_alibi or self.qq_bias or rule.score_fn is not None or not rule.soft_cap:
             return False  # the logits have no bound
         bounded = rule.soft_cap * math.log2(math.e) <= MAX_FIXED_LOGIT
         return bounded and not self.quantised and self.dtype == "bfloat16"

@@ -5,11 +5,13 @@ maximum, sum and output; the eight states are merged at the end of the piece, an
 """
 
 import dataclasses
+import functools
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu import new_tokens_sm90 as new_tokens
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import warp_mma_sm80 as warps
 from pallas_kernels.gpu import work_list as wl
@@ -29,6 +31,7 @@ class QueryBounds:
     slope: object  # f32 ALiBi slope times log2(e), or None
     head: object  # query head
     prefix: object = None  # i32 scalar: keys that the mask's left edge does not hide, with a prefix in the mask
+    bias: object = None  # function: positions of keys -> f32 [64 keys, rows], with a qq_bias
 
 
 def _iota(cfg: GpuKernelConfig, axis: int):
@@ -52,7 +55,12 @@ def query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece) -> QueryBounds:
         for g in range(cfg.group):
             slope = jnp.where(member == g, refs.per_head[head0 + g, 0] * LOG2E, slope)
     prefix = piece[wl.CAUSAL] >> 1 if cfg.mask.prefix else None
-    return QueryBounds(q_pos, every(start), every(stop), slope, head0 + member, prefix)
+    bias = functools.partial(_bias, cfg, refs, piece, token) if cfg.qq_bias else None
+    return QueryBounds(q_pos, every(start), every(stop), slope, head0 + member, prefix, bias)
+
+
+def _bias(cfg: GpuKernelConfig, refs: Refs, piece: Piece, token, key):
+    return new_tokens.bias_of(cfg, refs.per_head, token, key - piece[wl.QPOS0], plgpu.Layout.WGMMA)
 
 
 def logits(cfg: GpuKernelConfig, column: QueryBounds, dots, kv0, scale, masked):
@@ -64,6 +72,8 @@ def logits(cfg: GpuKernelConfig, column: QueryBounds, dots, kv0, scale, masked):
     if rule.has_alibi:
         distance = (key() - column.q_pos).astype(jnp.float32)
         dots, factor = dots * factor + column.slope * distance, jnp.float32(1.0)
+    if cfg.qq_bias and masked:
+        dots, factor = dots * factor + column.bias(key()) * LOG2E, jnp.float32(1.0)
     if rule.score_fn is not None:
         score = rule.score_fn(dots * (factor * (1 / LOG2E)), column.head, column.q_pos, key())
         dots, factor = score, jnp.float32(LOG2E)

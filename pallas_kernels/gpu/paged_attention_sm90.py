@@ -32,6 +32,7 @@ from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.merge_sm90 import merge_parts
 from pallas_kernels.gpu.narrow_sm90 import narrow_tile
+from pallas_kernels.gpu.new_tokens_sm90 import bias_rows
 from pallas_kernels.gpu.paged_attention_sm80 import launch as launch_warps
 from pallas_kernels.gpu.pieces_sm90 import Refs, count_pieces, decode_pages, load_pages, receive_piece
 from pallas_kernels.gpu.supports import supports
@@ -59,6 +60,7 @@ def ragged_paged_attention(
     v_scale=None,
     k_token_scale=None,
     v_token_scale=None,
+    qq_bias=None,
     counters=None,
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(q k^T) v over pages: (out [T, H, V] in config.result_dtype, lse f32[T, H], natural log).
@@ -66,11 +68,14 @@ def ragged_paged_attention(
     q [T, H, D]; pools in their own dtype, HND [N, K, S, D] or NHD [N, S, K, D]; block_table i32[R, B], whose unused
     columns may hold anything. alibi_slopes, sinks f32[H]; q_scale f32 or f32[H]; k_scale, v_scale f32 or f32[K];
     k_token_scale, v_token_scale f32 [N, K, S] or [N, S, K], in the order of the pools. All scales are traced:
-    real = stored * scale * token scale. A row that sees no key, padding tokens included, gives (0, -inf).
+    real = stored * scale * token scale. qq_bias f32[Q, Q]: see new_tokens_sm90.py. A row that sees no key,
+    padding tokens included, gives (0, -inf).
     """
-    _check(q, k_pages, v_pages, block_table, config, alibi_slopes, sinks, (k_token_scale, v_token_scale))
+    _check(q, k_pages, v_pages, block_table, config, alibi_slopes, sinks, (k_token_scale, v_token_scale), qq_bias)
     heads, kv_heads = config.num_heads, config.num_kv_heads
     per_head = jnp.stack([_one_each(alibi_slopes, heads, 0.0), _one_each(sinks, heads, 0.0)], axis=1)
+    if qq_bias is not None:
+        per_head = jnp.concatenate([per_head, bias_rows(qq_bias)])
     scales = [_one_each(k_scale, kv_heads, 1.0) * config.logits.scale, _one_each(v_scale, kv_heads, 1.0)]
     if q_scale is not None and jnp.ndim(q_scale) == 0:
         scales[0] = scales[0] * q_scale
@@ -94,7 +99,7 @@ def _one_each(value, size: int, default: float) -> jax.Array:
     return jnp.broadcast_to(value, (size,))
 
 
-def _check(q, k_pages, v_pages, block_table, config: GpuKernelConfig, alibi_slopes, sinks, token_scales):
+def _check(q, k_pages, v_pages, block_table, config: GpuKernelConfig, alibi_slopes, sinks, token_scales, qq_bias):
     if reasons := (warps_support if isinstance(config, WarpKernelConfig) else supports)(config):
         raise NotImplementedError("; ".join(reasons))
     c = config
@@ -102,6 +107,7 @@ def _check(q, k_pages, v_pages, block_table, config: GpuKernelConfig, alibi_slop
     extra = (
         ("alibi_slopes given", alibi_slopes is not None, c.logits.has_alibi),
         ("sinks given", sinks is not None, c.has_sinks),
+        ("qq_bias given", qq_bias is not None, c.qq_bias),
         *(
             (f"{name}_token_scale", None if x is None else x.shape, k_pages.shape[:-1] if c.token_scales else None)
             for name, x in zip("kv", token_scales, strict=True)

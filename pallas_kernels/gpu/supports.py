@@ -66,11 +66,12 @@ def shape_reasons(config: GpuKernelConfig) -> list[str]:
     refuse(c.v_head_dim > c.head_dim, f"v_head_dim {c.v_head_dim} is larger than head_dim {c.head_dim}")
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
-    positional = c.logits.has_alibi or c.logits.score_fn is not None or c.mask.mask_fn is not None
+    positional = c.qq_bias or c.logits.has_alibi or c.logits.score_fn is not None or c.mask.mask_fn is not None
     reach = c.mask.spans or c.mask.prefix
     refuse(c.shards.world > 1 and reach, "spans or a prefix with keys on several ranks: not in this kernel")
     refuse(
-        c.shards.world > 1 and positional, "ALiBi, mask_fn or score_fn with keys on several ranks: not in this kernel"
+        c.shards.world > 1 and positional,
+        "qq_bias, ALiBi, mask_fn or score_fn with keys on several ranks",
     )
     refuse(c.whole_units and c.flat_list, "whole_units with flat_list: wanted one of them")
     page = c.page_size

@@ -8,6 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu import new_tokens_sm90 as new_tokens
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
@@ -37,6 +38,7 @@ class _RowBounds:
     slope: object  # f32 ALiBi slope times log2(e), or None
     head: object  # query head
     prefix: object = None  # i32 scalar: keys that the mask's left edge does not hide, with a prefix in the mask
+    bias: object = None  # function: positions of keys -> f32 (64, n), with a qq_bias
 
 
 def _packed_rows(cfg: GpuKernelConfig, piece: Piece, row_offset):
@@ -59,7 +61,13 @@ def row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset) -> _R
     slope = value_per_row(cfg, refs.per_head, head0, member, 0) if cfg.logits.has_alibi else None
     start, stop = (plgpu.layout_cast(jnp.broadcast_to(x, (WARPGROUP_ROWS,)), ROW_LAYOUT) for x in (start, stop))
     prefix = piece[wl.CAUSAL] >> 1 if cfg.mask.prefix else None
-    return _RowBounds(q_pos, start, stop, slope, head0 + member, prefix)
+    bias = functools.partial(_bias, cfg, refs, piece, token) if cfg.qq_bias else None
+    return _RowBounds(q_pos, start, stop, slope, head0 + member, prefix, bias)
+
+
+def _bias(cfg: GpuKernelConfig, refs: Refs, piece: Piece, token, key):
+    of_row = across_columns(token, key.shape)
+    return new_tokens.bias_of(cfg, refs.per_head, of_row, key - piece[wl.QPOS0], plgpu.Layout.WGMMA)
 
 
 def _start(cfg: GpuKernelConfig):
@@ -81,6 +89,8 @@ def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     if rule.has_alibi:
         shift = (kv0 - row.q_pos).astype(jnp.float32) * row.slope
         dots, factor = rows.add_slope(dots, factor, row.slope, shift), jnp.float32(1.0)
+    if cfg.qq_bias and masked:
+        dots, factor = dots * factor + row.bias(key() + kv0) * LOG2E, jnp.float32(1.0)
     if rule.score_fn is not None:
         where = (across_columns(row.head, shape), across_columns(row.q_pos, shape), key() + kv0)
         dots, factor = rule.score_fn(dots * (factor * (1 / LOG2E)), *where), jnp.float32(LOG2E)

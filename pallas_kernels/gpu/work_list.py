@@ -210,6 +210,8 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, reach: Reach
     full1 = jnp.clip(jnp.maximum(first_stop, 0) // block - blk0, full0, nblk)
     if rule.mask_fn is not None:
         full1 = full0
+    if config.qq_bias:  # computed with the blocks that have a mask: those of a request's new tokens
+        full1 = jnp.clip(qpos0 // block - blk0, full0, full1)
     flag = (jnp.full_like(seq, int(rule.causal)) if causal is None else causal) + 2 * (rank + prefix)
     columns = [tok0, row0, nrows, blk0, nblk, full0, full1, start, stop, req, qpos0, seq, flag]
     columns += [jnp.zeros_like(seq)] * (INFO_COLUMNS - len(columns))

@@ -21,6 +21,8 @@ CHECKED = {
     "mm_prefix_chunk_mask_fn": "mixed",
     "rswa": "mixed_unsorted",
     "rswa_per_request": "long_and_short",
+    "qq_bias": "speculative",
+    "qq_bias_alibi_score_fn": "decode",
     "output_fp8": "mixed",
     "output_int8": "decode",
 }
