@@ -185,28 +185,30 @@ PARTS = ((1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (1, 8), (2, 8),
 
 
 def ways(given: PackedProductConfig):
-    for warpgroups, splits in PARTS:
-        way = dataclasses.replace(given, warpgroups=warpgroups, splits=splits)
-        if not supports(way) and way.parts * 2 <= way.chunks:
-            yield way
+    for unroll in (1, 2, 4):
+        for warpgroups, splits in PARTS:
+            way = dataclasses.replace(given, unroll=unroll, warpgroups=warpgroups, splits=splits)
+            registers = 2 * unroll * (4 if given.columns == 4 else 16)
+            if not supports(way) and way.parts * 2 <= way.chunks and registers <= 64:
+                yield way
 
 
 def jobs_of():
     named = lambda part, shape, form, rows: dict(part=part, case=shape, form=form, rows=rows)
     measured = [(shape, "int4_g64", rows) for rows in (1, 16) for shape in SHAPES]
     measured += [("8b_gate_up", form, rows) for form in list(FORMS)[1:] for rows in (1, 16)]
-    measured += [("8b_gate_up", "int4_g64", rows) for rows in (8, 32, 64)] + [("8b_down", form, 8) for form in FORMS]
     tuned = [("8b_gate_up", "int4_g64", 1), ("8b_o", "int4_g64", 1), ("8b_down", "int4_g64", 16)]
-    tuned += [("8b_gate_up", "int8", 1), ("1b_gate_up", "int4_g64", 1)]
+    tuned += [("8b_gate_up", "int8", 1)]
+    measured += [("8b_down", form, 8) for form in FORMS] + [("8b_gate_up", "int4_g64", rows) for rows in (32, 64)]
     routed = [(2880, 2880, "mxfp4", tokens) for tokens in (1, 8)]
     for i, case in enumerate(measured):
         yield named("packed_product", *case), functools.partial(measure, *case)
-        if i >= 11 and i % 2 and tuned:
+        if i >= 12 and tuned and i % 3 == 0:
+            if routed:
+                names = dict(zip(("inner", "width", "form", "tokens"), routed[0], strict=True))
+                yield dict(part="experts") | names, functools.partial(measure_experts, *routed.pop(0))
             case = tuned.pop(0)
             yield named("tune", *case), functools.partial(tune, *case)
-        if i >= 11 and routed:
-            names = dict(zip(("inner", "width", "form", "tokens"), routed[0], strict=True))
-            yield dict(part="experts") | names, functools.partial(measure_experts, *routed.pop(0))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,10 +13,8 @@ _MAGIC = 0x43004300  # 128, 128
 
 
 def _both(word, mask: int, bits: int = 0):
-    """(word & mask) | bits, in one instruction."""
-    if not bits:
-        return arith.andi(word, ptx.i32(_signed(mask)))
-    return ptx.asm_value(f"lop3.b32 $0, $1, {mask:#x}, {bits:#x}, 0xea;", "=r,r", word, pure=True)
+    word = arith.andi(word, ptx.i32(_signed(mask)))
+    return arith.ori(word, ptx.i32(_signed(bits))) if bits else word
 
 
 def _signed(word: int) -> int:

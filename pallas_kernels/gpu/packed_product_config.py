@@ -9,12 +9,6 @@ MAX_ROWS = 64
 """Rows up to which the packed product is faster than a product with the dequantised matrix."""
 MAX_PARTS_OF_CTA, MAX_SPLITS = 4, 8
 RESIDENT = 4  # warpgroups of 128 threads that an SM runs at the same time, at 128 registers a thread
-READ_RATE, SM_RATE = 4.4e6, 50e3  # bytes a microsecond: of the memory, of one SM
-STEP, ROUND, CLUSTER, PEER = 0.22, 1.0, 0.5, 0.05
-"""Microseconds, see `cost`: a step of one warpgroup; a round of CTAs; a cluster, and each CTA of it."""
-SHARED_BYTES = 224 * 1024  # that the warpgroups of an SM share
-MAX_STAGES = 6
-SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 
 
@@ -88,21 +82,9 @@ class PackedProductConfig:
         return self.strip + 4
 
     @property
-    def thread_bytes(self) -> int:
-        """What a thread copies for a step of the loop."""
-        runs, scales = self.unroll // self.run, 0 if self.is_whole else self.columns * SCALE_BYTES[self.scale_dtype]
-        zeros = self.columns if self.has_zeros else 0
-        return self.unroll * (self.columns * BITS[self.format] + 2 * self.tile_rows) + runs * (scales + zeros)
-
-    @property
-    def stages(self) -> int:
-        """Steps of which shared memory has the copies."""
-        return max(2, min(MAX_STAGES, SHARED_BYTES // RESIDENT // (128 * self.thread_bytes)))
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a warpgroup: its copies, then its sums."""
-        return max(128 * self.thread_bytes * self.stages, 4 * self.tile_rows * self.pitch)
+    def shared_floats(self) -> int:
+        """Of the partial sums of a CTA."""
+        return self.warpgroups * self.tile_rows * self.pitch
 
 
 def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
@@ -117,7 +99,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
     if reasons:
         return reasons
-    refuse(c.scale_dtype not in SCALE_BYTES, f"scales {c.scale_dtype}: wanted floats")
+    refuse(c.scale_dtype not in ("float32", "bfloat16", "float16"), f"scales {c.scale_dtype}: wanted floats")
     refuse(c.dtype not in ("float32", "bfloat16", "float16"), f"results {c.dtype}: wanted floats of 16 or 32 bits")
     refuse(c.has_zeros and not c.format.startswith("int"), f"zero points of {c.format}: only integers have them")
     refuse(c.inner % (BLOCK * c.unroll) != 0, f"inner {c.inner}: wanted a multiple of {BLOCK * c.unroll}")
@@ -127,9 +109,6 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(not nested, f"groups of {c.group}: a step of {BLOCK * c.unroll} inputs has parts of some")
     refuse(any(w % c.columns or not w for w in c.widths), f"widths {c.widths}: wanted multiples of {c.columns}")
     refuse(not 1 <= c.parts <= max(c.chunks, 1), f"{c.parts} parts of {c.chunks} steps")
-    if reasons:
-        return reasons
-    refuse(c.warpgroups * c.shared_bytes > SHARED_BYTES, f"steps of {c.thread_bytes} bytes a thread: too many")
     refuse(c.warpgroups > MAX_PARTS_OF_CTA or c.splits > MAX_SPLITS, f"{c.warpgroups} x {c.splits} parts: too many")
     return reasons
 
@@ -138,12 +117,12 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
 def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductConfig | None:
     """The config of these sizes with the fastest parts by `cost`; None where the kernel does not serve them."""
     base = PackedProductConfig(**fields)
-    unrolls = (2, 1) if BITS.get(base.format) == 4 else (1,)
+    unrolls = ((4, 2, 1) if base.tile_rows == 8 else (2, 1)) if BITS.get(base.format) == 4 else (1,)
     for unroll in unrolls:
         ways = [
             dataclasses.replace(base, unroll=unroll, warpgroups=warpgroups, splits=splits)
             for warpgroups in (1, 2, 4)
-            for splits in (1, 2, 4, 8)  # others leave SMs of a GPC unused
+            for splits in range(1, MAX_SPLITS + 1)
         ]
         ways = [way for way in ways if not supports(way, chip=chip)]
         if ways:
@@ -152,17 +131,13 @@ def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductCo
 
 
 def cost(config: PackedProductConfig, processors: int) -> float:
-    """About the microseconds of a launch.
+    """About the time of a launch, in steps of one warpgroup.
 
-    What the memory and the busiest SM take to read; the first copies and the last sums of each round of CTAs; joining
-    the CTAs of a cluster.
+    The busiest SM counts. With fewer than RESIDENT warpgroups it does not keep the memory busy. Each part and each CTA
+    of a cluster adds to the sum at the end.
     """
     c = config
-    of_cta = c.strip * c.inner * BITS[c.format] / 8 / c.splits
-    ctas = c.strips * c.tiles * c.splits
-    busiest = -(-ctas // processors)
-    resident = min(busiest, RESIDENT // c.warpgroups)
-    step = 128 * c.unroll * c.columns * BITS[c.format]  # bytes of codes of a warpgroup
-    rate = min(SM_RATE, resident * c.warpgroups * step / STEP)
-    read = max(of_cta * ctas / READ_RATE, of_cta * busiest / rate)
-    return read + ROUND * -(-busiest // resident) + (CLUSTER + PEER * c.splits if c.splits > 1 else 0)
+    ctas = -(-c.strips * c.tiles * c.splits // processors)  # of the busiest SM
+    steps = -(-c.chunks // c.parts) + 1
+    busy = min(ctas * c.warpgroups, RESIDENT) / RESIDENT
+    return ctas * c.warpgroups * steps / busy + 0.25 * c.parts

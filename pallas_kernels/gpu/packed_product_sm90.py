@@ -2,11 +2,10 @@
 
     y[token, column] = sum over groups of  scale[group, column] * sum over its inputs of  x[token, input] * code
 
-The time is that of reading w. Each thread copies what it will need to shared memory (cp.async), some steps ahead. No
-other thread reads that, so there is nothing to wait for but its own copies. It turns the codes into bfloat16 in
-registers (packed_codes_sm90.py), in which they are exact, and multiplies them with mma.m16n8k16: its rows are columns
-of w, its columns tokens. A product does not depend on the order of its inner dimension, so that a thread
-(g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a block of 32:
+The time is that of reading w. Each thread asks for 16 or 8 bytes of codes at a time, the next step's before it
+multiplies this step's. It turns the codes into bfloat16 in registers (packed_codes_sm90.py), in which they are exact,
+and multiplies them with mma.m16n8k16: its rows are columns of w, its columns tokens. A product does not depend on the
+order of its inner dimension, so that a thread (g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a block of 32:
 
     inputs 8 t + 4 s + (0, 1) as the columns (2 t, 2 t + 1) of step s, and + (2, 3) as (2 t + 8, 2 t + 9)
 
@@ -53,7 +52,7 @@ def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedPro
             else:  # tiles at the end may have no rows
                 when(refs[1][lax.axis_index("tile"), 2] > 0)(lambda: _multiply(c, refs, sums))
 
-        pl.run_scoped(scoped, plgpu.SMEM((c.warpgroups * c.shared_bytes // 4,), jnp.float32), collective_axes="wg")
+        pl.run_scoped(scoped, plgpu.SMEM((c.shared_floats,), jnp.float32), collective_axes="wg")
 
     mesh = plgpu.Mesh(
         grid=(c.strips, c.tiles), grid_names=("strip", "tile"), cluster=(c.splits,), cluster_names=("split",),
@@ -88,10 +87,8 @@ def _multiply(cfg: PackedProductConfig, refs, sums):
         strip, tile, split, wg = map(ptx.scalar_value, (strip, tile, split, wg))
         here = _strip(cfg, [ptx.pointer(ref, 0) for ref in given], strip, tile)
         base = ptx.pointer(sums, 3)
-        own = ptx.add(base, ptx.mul(wg, cfg.shared_bytes))
-        acc = _sum_of_part(cfg, here, ptx.add(ptx.mul(split, cfg.warpgroups), wg), own)
-        _wait_for_warpgroup(wg)  # the sums take the place of the copies
-        _store_sums(cfg, own, acc)
+        acc = _sum_of_part(cfg, here, ptx.add(ptx.mul(split, cfg.warpgroups), wg))
+        _store_sums(cfg, base, wg, acc)
         _wait_for_all(cfg)
         _add_up(cfg, here, base, split, wg)
         if cfg.splits > 1:  # shared memory must stay until the others have read it
@@ -153,36 +150,7 @@ def _place(base, row, width, column, size: int):
     return arith.addi(base, arith.muli(at, ptx.i64(size)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Copies:
-    """What a thread copies for a step of the loop, a piece of `size` bytes after the other.
-
-    In a stage, all threads' first pieces come first, side by side, then all second ones.
-    """
-
-    stages: object  # i32: address of the warpgroup's first stage
-
-    def place(self, cfg: PackedProductConfig, number, offset: int, size: int):
-        """Address of this thread's piece `offset` bytes (of a thread) into step `number`."""
-        stage = ptx.mul(arith.remui(number, ptx.i32(cfg.stages)), 128 * cfg.thread_bytes)
-        return ptx.add(self.stages, stage, ptx.mul(ptx.thread_index(), size), ptx.i32(128 * offset))
-
-
-def _pieces(cfg: PackedProductConfig) -> list[tuple[str, int, int]]:
-    """(kind, index, size) of a step's pieces: "codes" of (block, row), "x" of (block, tile of rows), scales, zeros."""
-    size, found = _bytes(cfg.scale_dtype) * cfg.columns, []
-    codes_of_block = [16] if BITS[cfg.format] == 4 else [cfg.columns] * 8
-    for b in range(cfg.unroll):
-        found += [("codes", 8 * b + i, n) for i, n in enumerate(codes_of_block)]
-        found += [("x", 2 * b + n, 16) for n in range(cfg.tile_rows // 8)]
-        if b % cfg.run == 0:
-            scales = [] if cfg.is_whole else [min(size, 16)] * -(-size // 16)
-            found += [("scales", 2 * b + i, n) for i, n in enumerate(scales)]
-            found += [("zeros", b, cfg.columns)] if cfg.has_zeros else []
-    return sorted(found, key=lambda piece: -piece[2])  # large ones first: each begins at a multiple of its size
-
-
-def _sum_of_part(cfg: PackedProductConfig, here: _Strip, part, stages) -> list:
+def _sum_of_part(cfg: PackedProductConfig, here: _Strip, part) -> list:
     """Sums of a part of the inner dimension: [tile of 16 columns][tile of 8 rows][4] floats, as mma has them."""
     g, t, _, warp = ptx.lane_position()
     column = ptx.add(here.column, ptx.mul(warp, 8 * cfg.columns), ptx.mul(g, cfg.columns))
@@ -195,39 +163,18 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, part, stages) -> list:
         row = arith.minsi(ptx.add(g, ptx.i32(8 * n)), arith.subi(here.count, ptx.i32(1)))
         start = arith.addi(here.x, arith.muli(ptx.to_i64(row), ptx.i64(2 * cfg.inner)))
         rows.append(arith.addi(start, ptx.to_i64(ptx.mul(t, 16))))
-    copies = _Copies(stages)
-
-    def ask(number):
-        chunk, is_used = ptx.add(first, number), ptx.bool_to_i32(ptx.less(number, count))
-        for kind, index, size, offset in _offsets(cfg):
-            source = _source(cfg, here, rows, column, t, chunk, kind, index)
-            _copy(copies.place(cfg, number, offset, size), source, size, is_used)
-        _close_group()
-
-    for number in range(cfg.stages - 1):
-        ask(ptx.i32(number))
-
-    def step(i, acc):
-        _wait_for_groups(cfg.stages - 2)
-        words = {
-            (kind, index): _read(copies.place(cfg, i, offset, size), size)
-            for kind, index, size, offset in _offsets(cfg)
-        }
-        ask(ptx.add(i, ptx.i32(cfg.stages - 1)))
-        return _multiply_chunk(cfg, words, acc)
-
+    load = functools.partial(_load_weights, cfg, here, column, t)
     acc = [[[ptx.f32(0.0)] * 4 for _ in rows] for _ in range(cfg.columns // 2)]
-    acc = _loop(count, acc, step)
-    _wait_for_groups(0)
-    return acc
 
+    def step(i, carry):
+        weights, acc = carry
+        chunk = ptx.add(first, i)
+        xs = _load_rows(cfg, rows, chunk)
+        after = ptx.add(i, ptx.i32(1))
+        following = load(ptx.add(chunk, ptx.i32(1)), ptx.bool_to_i32(ptx.less(after, count)))
+        return following, _multiply_chunk(cfg, weights, xs, acc)
 
-def _offsets(cfg: PackedProductConfig):
-    """The pieces, each with the bytes of a thread before it."""
-    offset = 0
-    for kind, index, size in _pieces(cfg):
-        yield kind, index, size, offset
-        offset += size
+    return _loop(count, (load(first, ptx.i32(1)), acc), step)[1]
 
 
 def _loop(count, carry, step):
@@ -235,46 +182,63 @@ def _loop(count, carry, step):
     return utils.fori(count, carry)(step).results
 
 
-def _copy(place, source, size: int, is_used):
-    """Copies from GMEM to SMEM; zeros if is_used is 0."""
-    cache = "cg" if size == 16 else "ca"
-    text = f"{{ .reg .pred p; setp.eq.u32 p, $2, 0; cp.async.{cache}.shared.global [$0], [$1], {size}, p; }}"
-    ptx.asm(text, "r,l,r", place, source, is_used)
+def _load(place, words: int, is_used, cached: bool = True) -> list:
+    """32-bit words from GMEM; what they hold is undefined where is_used is 0."""
+    kind = "" if words == 1 else f".v{words}"
+    names = "$0" if words == 1 else "{" + ", ".join(f"${i}" for i in range(words)) + "}"
+    hint = "" if cached else ".L1::no_allocate"
+    text = f"{{ .reg .pred p; setp.ne.u32 p, ${words + 1}, 0; @p ld.global.nc{hint}{kind}.b32 {names}, [${words}]; }}"
+    constraints = ",".join(["=r"] * words) + ",l,r"
+    if words == 1:
+        return [ptx.asm_value(text, constraints, place, is_used)]
+    return ptx.asm_values(text, constraints, words, place, is_used)
 
 
-def _close_group():
-    ptx.asm("cp.async.commit_group;", "")
+def _load_rows(cfg: PackedProductConfig, rows, chunk) -> list:
+    """[block][tile of 8 rows][4] words of x: the thread's 8 inputs of each block."""
+    at = ptx.to_i64(ptx.mul(chunk, 2 * BLOCK * cfg.unroll))
+    places = [arith.addi(row, at) for row in rows]
+    one = lambda place, b: _load(arith.addi(place, ptx.i64(2 * BLOCK * b)), 4, ptx.i32(1))
+    return [[one(place, b) for place in places] for b in range(cfg.unroll)]
 
 
-def _wait_for_groups(pending: int):
-    """This thread's copies have arrived, but those of the last `pending` groups."""
-    ptx.asm(f"cp.async.wait_group {pending};", "")
+def _load_weights(cfg: PackedProductConfig, here: _Strip, column, t, chunk, is_used) -> tuple[list, list, list]:
+    """(codes of each block, words of scales of each run, words of zero points of each run)"""
+    values, scales, zeros = [], [], []
+    for b in range(cfg.unroll):
+        block = ptx.add(ptx.mul(chunk, cfg.unroll), ptx.i32(b))
+        values.append(_load_codes(cfg, here, column, t, block, is_used))
+        if b % cfg.run == 0:
+            group = arith.divui(ptx.mul(block, BLOCK), ptx.i32(cfg.group))
+            if not cfg.is_whole:
+                scales.append(_load_scales(cfg, here, group, column, is_used))
+            if here.zeros is not None:
+                place = _place(here.zeros, group, here.width, column, 1)
+                zeros.append(_load(place, cfg.columns // 4, is_used))
+    return values, scales, zeros
 
 
-def _read(place, size: int) -> list:
-    """The 32-bit words of a piece in SMEM."""
-    if size == 4:
-        return [ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", place)]
-    names = ", ".join(f"${i}" for i in range(size // 4))
-    text = f"ld.shared.v{size // 4}.b32 {{{names}}}, [${size // 4}];"
-    return ptx.asm_values(text, ",".join(["=r"] * (size // 4)) + ",r", size // 4, place)
+def _load_codes(cfg: PackedProductConfig, here: _Strip, column, t, block, is_used) -> list:
+    """The thread's words of a block: of 4 bits one for each column, of 8 bits columns / 4 for each of 8 inputs."""
+    if BITS[cfg.format] == 4:
+        place = _place(here.values, ptx.add(ptx.mul(block, 4), t), here.width, column, 4)
+        return _load(place, 4, is_used, cached=False)
+    place = _place(here.values, ptx.add(ptx.mul(block, BLOCK), ptx.mul(t, 8)), here.width, column, 1)
+    words = []
+    for _ in range(8):
+        words.append(_load(place, cfg.columns // 4, is_used, cached=False))
+        place = arith.addi(place, ptx.to_i64(here.width))
+    return words
 
 
-def _source(cfg: PackedProductConfig, here: _Strip, rows, column, t, chunk, kind: str, index: int):
-    """Address in GMEM of a piece of a step."""
-    block = ptx.add(ptx.mul(chunk, cfg.unroll), ptx.i32(index // {"codes": 8, "x": 2, "scales": 2, "zeros": 1}[kind]))
-    if kind == "x":
-        return arith.addi(rows[index % 2], ptx.to_i64(ptx.mul(block, 2 * BLOCK)))
-    if kind == "codes" and BITS[cfg.format] == 4:
-        return _place(here.values, ptx.add(ptx.mul(block, 4), t), here.width, column, 4)
-    if kind == "codes":
-        row = ptx.add(ptx.mul(block, BLOCK), ptx.mul(t, 8), ptx.i32(index % 8))
-        return _place(here.values, row, here.width, column, 1)
-    group = arith.divui(ptx.mul(block, BLOCK), ptx.i32(cfg.group))
-    if kind == "zeros":
-        return _place(here.zeros, group, here.width, column, 1)
-    start = _place(here.scales, group, here.width, column, _bytes(cfg.scale_dtype))
-    return arith.addi(start, ptx.i64(16 * (index % 2)))
+def _load_scales(cfg: PackedProductConfig, here: _Strip, group, column, is_used) -> list:
+    size = _bytes(cfg.scale_dtype)
+    place = _place(here.scales, group, here.width, column, size)
+    words = []
+    for at in range(0, cfg.columns * size, 16):
+        some = min(4, cfg.columns * size // 4)
+        words += _load(arith.addi(place, ptx.i64(at)), some, is_used)
+    return words
 
 
 def _float(cfg: PackedProductConfig, words, i: int):
@@ -286,25 +250,23 @@ def _float(cfg: PackedProductConfig, words, i: int):
     return ptx.float_of_f16(words[i // 2], i % 2)
 
 
-def _multiply_chunk(cfg: PackedProductConfig, words, acc) -> list:
-    """acc + the products of a step, whose pieces are `words`."""
+def _multiply_chunk(cfg: PackedProductConfig, weights, xs, acc) -> list:
+    """acc + the products of a step."""
+    values, scales, zeros = weights
     sums = acc if cfg.is_whole else None
     for b in range(cfg.unroll):
-        run = b // cfg.run * cfg.run
+        run = b // cfg.run
         if sums is None:
             sums = [[[ptx.f32(0.0)] * 4 for _ in tiles] for tiles in acc]
-        codes_of_block = [words[key] for key in (("codes", 8 * b + i) for i in range(8)) if key in words]
-        pairs = _pairs(cfg, codes_of_block, words.get(("zeros", run)))
+        pairs = _pairs(cfg, values[b], zeros[run] if zeros else None)
         for s in range(2):
             for m, tiles in enumerate(sums):
                 low, high = pairs[2 * m], pairs[2 * m + 1]
                 a = low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]
                 for n in range(len(tiles)):
-                    x = words["x", 2 * b + n][2 * s : 2 * s + 2]
-                    tiles[n] = ptx.mma(a, x, tiles[n], "bfloat16")
+                    tiles[n] = ptx.mma(a, xs[b][n][2 * s : 2 * s + 2], tiles[n], "bfloat16")
         if not cfg.is_whole and (b + 1) % cfg.run == 0:
-            scales = words["scales", 2 * run] + words.get(("scales", 2 * run + 1), [])
-            acc, sums = _scaled(cfg, acc, sums, scales), None
+            acc, sums = _scaled(cfg, acc, sums, scales[run]), None
     return acc if sums is None else sums
 
 
@@ -323,7 +285,7 @@ def _pairs(cfg: PackedProductConfig, words, zeros) -> list:
     pairs = []
     for i in range(cfg.columns):
         if BITS[cfg.format] == 4:
-            own = codes.pairs_of_word(cfg.format, words[0][i])
+            own = codes.pairs_of_word(cfg.format, words[i])
         else:
             at = lambda j, i=i: words[j][i // 4]
             own = [codes.pair_of_bytes(cfg.format, at(2 * j), at(2 * j + 1), i % 4) for j in range(4)]
@@ -334,22 +296,18 @@ def _pairs(cfg: PackedProductConfig, words, zeros) -> list:
     return pairs
 
 
-def _store_sums(cfg: PackedProductConfig, base, acc):
-    """This warpgroup's sums to SMEM, [tile_rows, pitch] floats."""
+def _store_sums(cfg: PackedProductConfig, base, wg, acc):
+    """This warpgroup's sums to SMEM, [warpgroups, tile_rows, pitch] floats."""
     g, t, _, warp = ptx.lane_position()
     column = ptx.add(ptx.mul(warp, 8 * cfg.columns), ptx.mul(g, cfg.columns))
     for n in range(cfg.tile_rows // 8):
         for k in range(2):
-            row = ptx.add(ptx.mul(t, 2), ptx.i32(8 * n + k))
+            row = ptx.add(ptx.mul(wg, cfg.tile_rows), ptx.i32(8 * n + k), ptx.mul(t, 2))
             place = ptx.add(base, ptx.mul(ptx.add(ptx.mul(row, cfg.pitch), column), 4))
             own = [acc[i // 2][n][k + 2 * (i % 2)] for i in range(cfg.columns)]
             for i in range(0, cfg.columns, 4):
                 text = f"st.shared.v4.f32 [$0+{4 * i}], {{$1, $2, $3, $4}};"
                 ptx.asm(text, "r,f,f,f,f", place, *own[i : i + 4])
-
-
-def _wait_for_warpgroup(wg):
-    ptx.asm("bar.sync $0, 128;", "r", ptx.add(wg, ptx.i32(1)))
 
 
 def _wait_for_all(cfg: PackedProductConfig):
@@ -375,7 +333,7 @@ def _add_up(cfg: PackedProductConfig, here: _Strip, base, split, wg):
         inside, total = ptx.mul(ptx.add(ptx.mul(row, cfg.pitch), column), 4), None
         for peer in peers:
             for part in range(cfg.warpgroups):
-                offset = part * cfg.shared_bytes
+                offset = 4 * part * cfg.tile_rows * cfg.pitch
                 text = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.{}.f32 $0, [$1+{}]; }}"
                 value = ptx.asm_value(text.format(space, offset), "=&f,r,r", ptx.add(peer, inside), is_used)
                 total = value if total is None else arith.addf(total, value)
@@ -393,8 +351,7 @@ def _one_scale(cfg: PackedProductConfig, here: _Strip, column, is_used):
     """The only scale of a column."""
     odd = arith.andi(column, ptx.i32(1)) if _bytes(cfg.scale_dtype) == 2 else ptx.i32(0)
     place = _place(here.scales, ptx.i32(0), here.width, arith.subi(column, odd), _bytes(cfg.scale_dtype))
-    text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
-    return _float(cfg, [arith.shrui(ptx.asm_value(text, "=&r,l,r", place, is_used), ptx.mul(odd, 16))], 0)
+    return _float(cfg, [arith.shrui(_load(place, 1, is_used)[0], ptx.mul(odd, 16))], 0)
 
 
 def _store(dtype: str, place, value, is_used):

@@ -141,12 +141,12 @@ class Machine:
             flags[target] = compare(operands[0], int(constant))
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
-        elif name.startswith("cp.async.c"):  # zeros where the predicate holds
-            size, ignored = int(rest.split(",")[2]), flags[rest.split(",")[3].strip()]
+        elif name.startswith("cp.async.cg"):  # 16 bytes; zeros where the predicate holds
+            ignored = flags[rest.split(",")[3].strip()]
             for i in np.flatnonzero(mask):
                 to, source = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
-                assert (to + offset) % size == 0 and source % size == 0
-                self.memory[to + offset : to + offset + size] = 0 if ignored[i] else self.memory[source : source + size]
+                assert (to + offset) % 16 == 0 and source % 16 == 0
+                self.memory[to + offset : to + offset + 16] = 0 if ignored[i] else self.memory[source : source + 16]
         elif name.startswith("st."):
             self.store(operands[0] + offset, operands[1:], mask)
         else:
@@ -164,10 +164,6 @@ class Machine:
             a, b = (np.ascontiguousarray(word).view(HALF["bf16"]).astype(np.float32) for word in x)
             exact = {"add": a + b, "sub": a - b, "mul": a * b}[kind[0]]
             return [exact.astype(HALF["bf16"]).view(np.uint32)]
-        if name == "lop3.b32":
-            mask, bits, table = (int(number, 16) for number in rest.split(",")[2:])
-            assert table == 0xEA
-            return [x[0].view(np.uint32) & np.uint32(mask) | np.uint32(bits)]
         if name == "mov.f32":
             return [np.zeros(self.lane.shape, np.float32)]
         if kind[0] == "mov":
