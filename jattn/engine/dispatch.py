@@ -60,9 +60,10 @@ class Model:
         """The in_axes of each_data_rank for params."""
         return None if self.model_mesh is None else self.model_mesh.weight_axes(self.config)
 
-    def any_data_rank(self, flag: jax.Array) -> jax.Array:
-        """Whether the flag is true on any of the data ranks that must compute the same steps."""
-        return flag if self.model_mesh is None else self.model_mesh.any_data_rank(flag)
+    @property
+    def steps_together(self) -> bool:
+        """Whether no data rank may end its steps before the others, because they share experts."""
+        return self.model_mesh is not None and self.model_mesh.experts_over_data
 
     @property
     def distribute(self) -> Distribute | None:
@@ -97,7 +98,7 @@ class LoopState:
     token_ids: jax.Array  # i32[T] input of the next step
     metas: tuple[CommonAttentionMetadata, ...]  # of the next step, for each cache group
     sampled: Sampled  # of all steps so far: arrays [MAX_STEPS R ..]
-    goes_on: jax.Array  # bool[] there is a next step
+    any_unfinished: jax.Array | None  # bool[] of all data ranks, if they compute their steps together
 
 
 @pytree
@@ -176,11 +177,22 @@ def _of_rank(model: Model, params, caches, before: RowState, packed: Packed):
         alive = state.alive & ~ended & (remaining > state.step + 1)
         metas = tuple(decode_after(meta, alive, batch.block_size) for meta in state.metas)
         token_ids = jnp.zeros_like(state.token_ids).at[:num_rows].set(jnp.maximum(chosen, 0))
-        step = state.step + 1
-        goes_on = model.any_data_rank(jnp.any(alive) & (step < jnp.minimum(batch.steps, MAX_STEPS)))
+        step, others = state.step + 1, None
+        if model.steps_together:
+            others = model.model_mesh.any_data_rank(is_unfinished(step, alive))
         return caches, LoopState(
-            step=step, alive=alive, token_ids=token_ids, metas=metas, sampled=sampled, goes_on=goes_on
+            step=step, alive=alive, token_ids=token_ids, metas=metas, sampled=sampled, any_unfinished=others
         )
+
+    def is_unfinished(step, alive):
+        return jnp.any(alive) & (step < jnp.minimum(batch.steps, MAX_STEPS))
+
+    def has_next_step(carry):
+        """It must compute something: on an H200 (XLA of JAX 0.11.2) a CUDA graph whose condition was an element of the
+        carry as it stood accessed illegal addresses, as if steps had followed the last one."""
+        state = carry[1]
+        own = is_unfinished(state.step, state.alive) if state.any_unfinished is None else state.any_unfinished
+        return (state.step == 0) | own
 
     start = LoopState(
         step=jnp.int32(0),
@@ -188,9 +200,9 @@ def _of_rank(model: Model, params, caches, before: RowState, packed: Packed):
         token_ids=token_ids,
         metas=metas,
         sampled=_nothing_sampled(num_rows, model.config.vocab_size),
-        goes_on=jnp.bool_(True),
+        any_unfinished=jnp.bool_(False) if model.steps_together else None,
     )
-    caches, end = jax.lax.while_loop(lambda carry: carry[1].goes_on, one_step, (caches, start))
+    caches, end = jax.lax.while_loop(has_next_step, one_step, (caches, start))
     wider = before.last.shape[0] - num_rows
     row_state = RowState(
         last=jnp.pad(end.token_ids[:num_rows], (0, wider)),

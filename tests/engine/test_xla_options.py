@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.engine import SamplingParams, xla_options
+from jattn.engine import SamplingParams, warming, xla_options
+from jattn.engine.dispatch import dispatch
 from jattn.engine.sampling import choose
 from jattn.engine.xla_options import PlatformJit, options_of
+from tests.engine import test_mesh as on_mesh
 from tests.engine.rows import penalties_of, sampling_rows
 
 
@@ -108,3 +110,18 @@ def test_no_loop_of_sampling_slices_an_array():
 )
 def test_the_check_sees_slices(function, found):
     assert slices_by_a_loop(function, jnp.zeros(5)) == found
+
+
+@pytest.mark.parametrize("data", [1, 2], ids=["one device", "data ranks that share experts"])
+def test_the_loop_of_steps_computes_its_condition(data):
+    """On an H200, a CUDA graph whose condition was an element of the carry as it stood went on after the last step."""
+    options = {} if data == 1 else dict(mesh=on_mesh.mesh(1, data), expert_parallel=True)
+    runner = (served := on_mesh.engine(on_mesh.EXPERTS, **options)).runner
+    batch = warming._padding(runner.model, served.shapes, served.shapes.all()[0])
+    jaxpr = jax.make_jaxpr(dispatch.function, static_argnums=0)(
+        runner.model, runner.params, runner.caches, runner._row_state, batch
+    )
+    whiles = [equation for equation, _ in loops(jaxpr.jaxpr) if equation.primitive.name == "while"]
+    steps = max(whiles, key=lambda equation: len(equation.invars))
+    condition = steps.params["cond_jaxpr"].jaxpr
+    assert condition.eqns and condition.outvars[0] not in condition.invars
