@@ -105,8 +105,20 @@ def status() -> Status:
 def users_folder() -> str | None:
     """The folder that the user set (JAX_COMPILATION_CACHE_DIR), or None; not that of `enable`."""
     folder = _setting("jax_compilation_cache_dir")
-    own = [os.path.join(place, "programs", processor()) for place in folders.places()] if folder else []
-    return None if folder in own else folder
+    return None if folder in _own_folders() else folder
+
+
+def own_folder() -> pathlib.Path | None:
+    """The folder of `enable`, if programs are kept there now."""
+    folder = None if switched_off() else _setting("jax_compilation_cache_dir")
+    return pathlib.Path(folder) if folder and folder in _own_folders() else None
+
+
+def _own_folders() -> list[str]:
+    """The folders that `enable` may use."""
+    if _setting("jax_compilation_cache_dir") is None:
+        return []
+    return [os.path.join(place, "programs", processor()) for place in folders.places()]
 
 
 def switched_off() -> str:
