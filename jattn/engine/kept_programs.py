@@ -9,6 +9,7 @@ no other user can write, and only if its hash is that at its beginning: a file t
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src import cache_key  # the hook has no public name
 from jax.experimental import serialize_executable
 
 from jattn import compile_cache
@@ -30,6 +32,7 @@ SUFFIX = "-program"
 
 log = logging.getLogger("jattn.compile_cache")
 _of_thread = threading.local()
+_lock = threading.Lock()
 
 
 def are_kept() -> bool:
@@ -66,8 +69,10 @@ def compiled(lowered: jax.stages.Lowered, key: str, out_tree: Any) -> jax.stages
     """Compile, and keep the program if that is possible.
 
     What JAX's cache had is not kept: XLA on a CPU serializes a program that was loaded without some of its functions.
+    So `key` becomes part of JAX's key, else the cache would have most programs after a change of jattn's code, and
+    every start would trace and lower them.
     """
-    with _cache_events() as seen:
+    with _cache_events(key) as seen:
         program = lowered.compile()
     if "cache_misses" in seen and "cache_hits" not in seen and program.out_tree == out_tree:
         _store(key, program)
@@ -112,26 +117,24 @@ def _opened() -> Iterator[folders.Folder | None]:
 
 
 @contextlib.contextmanager
-def _cache_events() -> Iterator[list[str]]:
-    """What JAX's compilation cache reports in this thread."""
-    _listen()
-    _of_thread.seen = seen = []
+def _cache_events(key: str) -> Iterator[list[str]]:
+    """What JAX's compilation cache reports in this thread, while `key` is part of its own keys."""
+    with _lock:
+        _listen()
+    seen: list[str] = []
+    _of_thread.seen, _of_thread.key = seen, key
     try:
         yield seen
     finally:
-        del _of_thread.seen
+        del _of_thread.seen, _of_thread.key
 
 
+@functools.cache
 def _listen() -> None:
-    """Register the listener, once."""
-    with _lock:
-        if not _registered:
-            jax.monitoring.register_event_listener(_heard)
-            _registered.append(True)
-
-
-_lock = threading.Lock()
-_registered: list[bool] = []
+    """Register the listener and the hook, once."""
+    others = cache_key.custom_hook
+    cache_key.custom_hook = lambda: others() + getattr(_of_thread, "key", "")
+    jax.monitoring.register_event_listener(_heard)
 
 
 def _heard(event: str, **_: Any) -> None:

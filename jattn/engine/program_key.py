@@ -33,6 +33,9 @@ FORMAT = 1
 SOURCES = (".py", ".json", ".cc", ".h")
 """The files of jattn and pallas_kernels that a program may depend on."""
 
+ABOVE = ("__main__.py", "cli", "serve", "demo", "demo.py", "embedded")
+"""The rooms above the engine, which it cannot import."""
+
 CODE = ("jattn", "pallas_kernels", "jax", "jaxlib", "numpy", "ml_dtypes", "builtins")
 """Packages whose code is in the key: the first two by their files, the others by their versions."""
 
@@ -166,7 +169,7 @@ def _sources() -> str:
     digest = hashlib.sha256()
     for package in (pathlib.Path(__file__).parents[1], pathlib.Path(pallas_kernels.__file__).parent):
         for path in sorted(package.rglob("*")):
-            if path.suffix in SOURCES:
+            if path.suffix in SOURCES and path.relative_to(package).parts[0] not in ABOVE:
                 if path.stat().st_mtime > _IMPORTED_AT:
                     raise NoKey(f"{path} changed after this process started")
                 content = path.read_bytes()
