@@ -3,7 +3,8 @@
 The programs are in `programs/<processor>` of the user's cache folder. A program is machine code, so nobody else may be
 able to write to the folder. JAX's key of a program has the program itself, the versions of jaxlib and of the platform,
 the kind of device and XLA's flags. The processor's features are in the folder's name, because several machines can have
-one home folder, and code for one of them may not run on another.
+one home folder, and code for one of them may not run on another. The engine keeps its programs there a second time,
+whole, see jattn/engine/kept_programs.py.
 """
 
 import contextlib

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,8 @@ SUFFIX = "-program"
 log = logging.getLogger("jattn.compile_cache")
 _of_thread = threading.local()
 _lock = threading.Lock()
+_broken: dict[str, str] = {}
+"""The keys of programs that could not be used -> what is added to JAX's keys of them."""
 
 
 def are_kept() -> bool:
@@ -47,8 +50,11 @@ def load(key: str, in_tree: Any, out_tree: Any, device: Any) -> jax.stages.Compi
             return None
         try:
             content = folders.read(folder, key + SUFFIX)
+        except FileNotFoundError:
+            return None
         except (OSError, folders.FolderError) as error:
-            log.debug("no kept program: %s", error)
+            log.info("a kept program is not loaded: %s", error)
+            remove(key)
             return None
         with contextlib.suppress(OSError):
             os.utime(key + SUFFIX, dir_fd=folder.fd, follow_symlinks=False)  # the least recently used ones go first
@@ -72,7 +78,7 @@ def compiled(lowered: jax.stages.Lowered, key: str, out_tree: Any) -> jax.stages
     So `key` becomes part of JAX's key, else the cache would have most programs after a change of jattn's code, and
     every start would trace and lower them.
     """
-    with _cache_events(key) as seen:
+    with _cache_events(key + _broken.get(key, "")) as seen:
         program = lowered.compile()
     if "cache_misses" in seen and "cache_hits" not in seen and program.out_tree == out_tree:
         _store(key, program)
@@ -80,7 +86,8 @@ def compiled(lowered: jax.stages.Lowered, key: str, out_tree: Any) -> jax.stages
 
 
 def remove(key: str) -> None:
-    """Remove a program that cannot be used."""
+    """Remove a program that cannot be used. It is compiled again, not taken from JAX's cache, and then kept."""
+    _broken[key] = secrets.token_hex(8)
     with _opened() as folder, contextlib.suppress(OSError):
         if folder is not None:
             os.unlink(key + SUFFIX, dir_fd=folder.fd)
