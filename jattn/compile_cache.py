@@ -3,7 +3,8 @@
 The programs are in `programs/<processor>` of the user's cache folder. A program is machine code, so nobody else may be
 able to write to the folder. JAX's key of a program has the program itself, the versions of jaxlib and of the platform,
 the kind of device and XLA's flags. The processor's features are in the folder's name, because several machines can have
-one home folder, and code for one of them may not run on another.
+one home folder, and code for one of them may not run on another. The engine keeps its programs there a second time,
+whole, see jattn/engine/kept_programs.py.
 """
 
 import contextlib
@@ -105,8 +106,20 @@ def status() -> Status:
 def users_folder() -> str | None:
     """The folder that the user set (JAX_COMPILATION_CACHE_DIR), or None; not that of `enable`."""
     folder = _setting("jax_compilation_cache_dir")
-    own = [os.path.join(place, "programs", processor()) for place in folders.places()] if folder else []
-    return None if folder in own else folder
+    return None if folder in _own_folders() else folder
+
+
+def own_folder() -> pathlib.Path | None:
+    """The folder of `enable`, if programs are kept there now."""
+    folder = None if switched_off() else _setting("jax_compilation_cache_dir")
+    return pathlib.Path(folder) if folder and folder in _own_folders() else None
+
+
+def _own_folders() -> list[str]:
+    """The folders that `enable` may use."""
+    if _setting("jax_compilation_cache_dir") is None:
+        return []
+    return [os.path.join(place, "programs", processor()) for place in folders.places()]
 
 
 def switched_off() -> str:

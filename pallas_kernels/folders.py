@@ -5,12 +5,16 @@ import errno
 import logging
 import os
 import pathlib
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
 log = logging.getLogger(__name__)
+
+UNFINISHED = ".unfinished-"
+"""The beginning of the name of a file that is being written."""
 
 
 class FolderError(RuntimeError):
@@ -57,6 +61,32 @@ def open_to_others(found: os.stat_result) -> str:
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
     return ""
+
+
+def read(folder: Folder, name: str) -> bytes:
+    """The content of a regular file; FolderError if another user may have written it, OSError if there is none."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder.fd)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if why := open_to_others(found) if stat.S_ISREG(found.st_mode) else "is no regular file":
+            raise FolderError(f"{folder.path / name} {why}")
+        return file.read()
+
+
+def write(folder: Folder, name: str, content: bytes, mode: int) -> None:
+    """Write a file atomically: another process sees all of it or nothing."""
+    unfinished = f"{UNFINISHED}{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(unfinished, flags, mode, dir_fd=folder.fd), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(unfinished, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished, dir_fd=folder.fd)
+        raise
 
 
 def places() -> Iterator[str]:

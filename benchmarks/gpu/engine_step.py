@@ -27,7 +27,7 @@ import numpy as np
 import jattn
 from benchmarks import records
 from jattn import models
-from jattn.engine import runner as engine_runner
+from jattn.engine.programs import Programs
 from jattn.text import ByteTokenizer
 
 LLAMA = dict(
@@ -45,17 +45,17 @@ UNTIMED = 3  # decode dispatches before the timed ones: the first compiles
 @contextlib.contextmanager
 def recorded() -> Iterator[list]:
     """(the rows' state before it, its batch) of each dispatch, in order."""
-    real, sent = engine_runner.dispatch, []
+    real, sent = Programs.__call__, []
 
-    def dispatch(model, params, caches, before, packed):
+    def call(programs, params, caches, before, packed):
         sent.append((before, packed))
-        return real(model, params, caches, before, packed)
+        return real(programs, params, caches, before, packed)
 
-    engine_runner.dispatch = dispatch
+    Programs.__call__ = call
     try:
         yield sent
     finally:
-        engine_runner.dispatch = real
+        Programs.__call__ = real
 
 
 def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.Engine:
@@ -94,7 +94,7 @@ def replay(engine: jattn.Engine, caches, bursts: list) -> tuple[float, Any]:
     batches = jax.block_until_ready(jax.device_put([packed for _, packed in bursts]))
     begin = time.perf_counter()
     for batch in batches:
-        caches, _, before = engine_runner.dispatch(runner.model, runner.params, caches, before, batch)
+        caches, _, before = runner.programs(runner.params, caches, before, batch)
     jax.block_until_ready(before)
     return time.perf_counter() - begin, caches
 

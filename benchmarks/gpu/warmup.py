@@ -3,9 +3,10 @@
     python -m benchmarks.gpu.warmup [--only warmup | compile] [--write | --out DIR] [--small]
 
 warmup_1b_r64       a random Llama (1.1e9 parameters in bf16) with at most 64 requests and 2048 tokens a step: `cold`,
-                    and `disk`, in a second process that has JAX's compilation cache of the first. The first then
-                    serves batches that end in one request, with sampling, penalties, log-probabilities, stop strings,
-                    an abort, preemption, prefix hits, sleep and wake, and new weights: `compiled_later` counts programs
+                    and `disk`, in a second process that has the programs of the first (jattn.compile_cache). The first
+                    then serves batches that end in one request, with sampling, penalties, log-probabilities, stop
+                    strings, an abort, preemption, prefix hits, sleep and wake, and new weights: `compiled_later`
+                    counts programs
 compile_80_over_16  warm-up of 80 narrow layers over that of 16: how compiling grows with the number of layers
 
 Each measurement is a process of its own. --small is a model for trying the script on a CPU.
@@ -27,15 +28,20 @@ import jattn
 from benchmarks import records
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from benchmarks.gpu.trace import watched
-from jattn import models
+from jattn import compile_cache, models
 from jattn.engine import sizing
 from jattn.text import ByteTokenizer
+from pallas_kernels.cpu.native import library
 
 NARROW = dict(SMALL, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
 SHARED = 128
 """Tokens of the shared prefix: at least one whole block of the default size, 64 on an accelerator, is found again."""
 STARTS = ("cold", "disk")
-CACHE = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+CACHE = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "JATTN_COMPILE_CACHE")
+PARTS_OF_START = (
+    "jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration", "cache_retrieval_time_sec"
+)  # fmt: skip
+"""JAX's names of times, of which a program that comes from disk whole has none."""
 
 
 def make_engine(small: bool, layers: int | None) -> jattn.Engine:
@@ -88,13 +94,24 @@ def measure(args: argparse.Namespace) -> dict:
     """Warm an engine up in this process."""
     events: Counter = Counter()
     jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+    parts: Counter = Counter()
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration_secs, **_: parts.update({event.rpartition("/")[2]: duration_secs})  # pyright: ignore
+    )
     engine = make_engine(args.small, args.layers)
+    if args.folder:
+        if args.small:
+            library.status()  # from the user's own folder: building it takes longer than warming up
+        os.environ["JATTN_CACHE_DIR"] = args.folder
+        compile_cache.enable()
     events.clear()
+    parts.clear()
     with watched() as seen:
         begin = time.perf_counter()
         programs = engine.warmup()
         row = dict(seconds=round(time.perf_counter() - begin, 2), programs=programs, needed_in_warmup=seen.programs)
     row |= dict(loaded=events["cache_hits"], stored=events["cache_misses"])
+    row |= {name: round(parts[name], 2) for name in PARTS_OF_START}
     if args.once == "cold":
         with watched() as seen:
             everything(engine)
@@ -104,10 +121,10 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def apart(args: argparse.Namespace, once: str, folder: str | None = None, layers: int | None = None) -> dict:
-    """`measure` in a process of its own, with JAX's cache in `folder` or with none."""
+    """`measure` in a process of its own, with jattn's cache in `folder` or with none."""
     environment = {name: value for name, value in os.environ.items() if name not in CACHE}
-    environment |= dict(zip(CACHE, (folder, "0"), strict=True)) if folder else {}
     command = [sys.executable, "-m", "benchmarks.gpu.warmup", "--once", once]
+    command += ["--folder", folder] if folder else []
     command += (["--small"] if args.small else []) + ([] if layers is None else ["--layers", str(layers)])
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.split("FOUND ")[-1])
@@ -141,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=PARTS, help="only the cases whose names begin with this")
     parser.add_argument("--once", choices=(*STARTS, "layers"), help=argparse.SUPPRESS)  # the process of one measurement
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     records.add_options(parser)
     args = parser.parse_args(argv)
     if args.once:

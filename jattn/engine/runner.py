@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,8 +13,9 @@ import numpy as np
 
 from jattn.engine import warming, weights
 from jattn.engine.batch import packed_batch
-from jattn.engine.dispatch import ROW_AXES, Batch, Model, RowState, dispatch, empty_row_state
+from jattn.engine.dispatch import ROW_AXES, Batch, Model, RowState, empty_row_state
 from jattn.engine.packing import Packed
+from jattn.engine.programs import BrokenProgramError, Programs
 from jattn.engine.request import TokenLogprob
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
@@ -21,6 +23,8 @@ from jattn.engine.shapes import StepShapes
 from jattn.engine.worker import Worker
 from jattn.errors import EngineDeadError
 from jattn.parallel import put_local
+
+log = logging.getLogger("jattn.engine")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Runner:
     """
 
     def __init__(self, model: Model, params: Any, caches: Any, make_caches: Callable[[], Any], shapes: StepShapes):
-        self.model, self.shapes = model, shapes
+        self.model, self.shapes, self.programs = model, shapes, Programs(model)
         self.params = weights.adopt(params)
         self._caches, self._row_state = self._bound(caches)
         self._make_caches = make_caches
@@ -106,9 +110,7 @@ class Runner:
         """In the sending thread: (what is sampled, when sending began)."""
         begin = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("jattn.step", step_num=number):
-            self._caches, sampled, self._row_state = dispatch(
-                self.model, self.params, self._caches, self._row_state, batch
-            )
+            self._caches, sampled, self._row_state = self.programs(self.params, self._caches, self._row_state, batch)
         return sampled, begin
 
     def wait_until_sent(self) -> None:
@@ -116,15 +118,20 @@ class Runner:
         self._sender.wait()
 
     def warm(self, progress: Callable[[int, int, str], None] | None) -> int:
-        """Compile every program; returns their number."""
+        """Load or compile every program; returns their number."""
 
         def compile_all() -> int:
             self._caches, self._row_state, count = warming.compile_all(
-                self.model, self.params, self._caches, self._row_state, self.shapes, progress
+                self.programs, self.params, self._caches, self._row_state, self.shapes, progress
             )
             return count
 
-        return self._sender.submit(compile_all).result()
+        try:
+            return self._sender.submit(compile_all).result()
+        except BrokenProgramError as error:
+            log.warning("%s", error)
+            self.renew_caches()
+            return self._sender.submit(compile_all).result()
 
     # ------------------------------------------------------------------ weights and memory
     def update(self, params: Any) -> Callable[[], None]:
@@ -155,7 +162,7 @@ class Runner:
         try:
             self._drop_caches()
             caches, row_state = self._bound(self._make_caches())
-            probe = self._sender.submit(warming.probe, self.model, self.params, caches, row_state, self.shapes)
+            probe = self._sender.submit(warming.probe, self.programs, self.params, caches, row_state, self.shapes)
             self._caches, self._row_state = probe.result()
         except Exception as error:
             self._dead = EngineDeadError(f"{self._cause(error)}; make a new engine, if possible in a new process")

@@ -1,7 +1,8 @@
-"""Compiles all programs before the first request, and runs one to check the device."""
+"""Loads or compiles all programs before the first request, and runs one to check the device."""
 
 import contextlib
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -10,31 +11,39 @@ import jax
 
 from jattn.backends import registry
 from jattn.engine.batch import empty_batch, packed_batch
-from jattn.engine.dispatch import Model, RowState, dispatch
+from jattn.engine.dispatch import Model, RowState
 from jattn.engine.packing import Packed
+from jattn.engine.programs import Programs
 from jattn.engine.shapes import StepShapes
 
 
 def compile_all(
-    model: Model, params, caches, row_state: RowState, shapes: StepShapes,
+    programs: Programs, params, caches, row_state: RowState, shapes: StepShapes,
     progress: Callable[[int, int, str], None] | None = None,
 ):  # fmt: skip
-    """Compile the programs of all buckets in parallel, then run each once: (caches, row_state, number of programs)."""
-    to_compile = shapes.all()
+    """Load or compile the programs of all buckets in parallel, then run each once: (caches, row_state, number of
+    programs)."""
     _import_backends()
+    args = {shape: (params, caches, row_state, _padding(programs.model, shapes, shape)) for shape in shapes.all()}
+    done = itertools.count()
+
+    def report(shape: tuple[int, int, bool]) -> None:
+        if progress is not None:
+            progress(next(done), len(args), "{} tokens of {} requests".format(*shape))
+
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
+        to_compile = []
+        for shape, is_loaded in zip(args, pool.map(programs.load, args.values()), strict=True):
+            report(shape) if is_loaded else to_compile.append(shape)
         # Lowering holds the GIL and compiling does not: one program is lowered while others compile.
-        # A later call of `dispatch` with arguments of these shapes finds the compiled program.
-        lower = lambda shape: dispatch.lower(model, params, caches, row_state, _padding(model, shapes, shape))
         with _garbage_collector_off():
-            jobs = {pool.submit(lower(shape).compile): shape for shape in to_compile}
-        for done, job in enumerate(as_completed(jobs)):
+            jobs = {pool.submit(programs.compile, args[each], programs.lower(args[each])): each for each in to_compile}
+        for job in as_completed(jobs):
             job.result()
-            if progress is not None:
-                progress(done, len(to_compile), "{} tokens of {} requests".format(*jobs[job]))
-    for shape in to_compile:
-        caches, row_state = _run(model, params, caches, row_state, shapes, shape)
-    return caches, row_state, len(to_compile)
+            report(jobs[job])
+    for shape in shapes.all():
+        caches, row_state = _run(programs, params, caches, row_state, shapes, shape)
+    return caches, row_state, len(args)
 
 
 def _import_backends() -> None:
@@ -63,14 +72,15 @@ def _garbage_collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def probe(model: Model, params, caches, row_state: RowState, shapes: StepShapes):
+def probe(programs: Programs, params, caches, row_state: RowState, shapes: StepShapes):
     """Run the smallest program: (caches, row_state). It raises if the device, the weights or the model fail."""
-    return _run(model, params, caches, row_state, shapes, shapes.all()[0])
+    return _run(programs, params, caches, row_state, shapes, shapes.all()[0])
 
 
-def _run(model: Model, params, caches, row_state: RowState, shapes: StepShapes, shape: tuple[int, int, bool]):
+def _run(programs: Programs, params, caches, row_state: RowState, shapes: StepShapes, shape: tuple[int, int, bool]):
     """Run a batch of padding and wait for it."""
-    caches, sampled, row_state = dispatch(model, params, caches, row_state, _padding(model, shapes, shape))
+    args = params, caches, row_state, _padding(programs.model, shapes, shape)
+    caches, sampled, row_state = programs.of(args)(*args)
     jax.block_until_ready(sampled)
     return caches, row_state
 

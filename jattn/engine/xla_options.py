@@ -76,6 +76,10 @@ class PlatformJit:
     def __call__(self, *args):
         return self._of(args)(*args)
 
+    def options(self, *args) -> dict[str, Any]:
+        """The options of XLA for these arguments."""
+        return options_of(jax.default_backend(), self._num_tokens(*args) <= FEW_TOKENS)
+
     def lower(self, *args):
         """As that of a jitted function. A later call with arguments of these shapes finds the compiled program."""
         return self._of(args).lower(*args)

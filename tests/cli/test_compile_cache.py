@@ -1,9 +1,11 @@
 """Compiled programs on disk: what the next process loads, what switches it off, and that no broken cache stops it."""
 
+import hashlib
 import json
 import logging
 import os
 import pathlib
+import pickle
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import jax
 import pytest
 
 from jattn import cli, compile_cache
+from jattn.engine import kept_programs
 from pallas_kernels.cpu.native import library
 from tests.kernels.cpu.native_setup import needs_library
 
@@ -24,6 +27,10 @@ from collections import Counter
 import jax
 events = Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+def traced(event, duration, **tags):
+    if event.endswith("jaxpr_trace_duration") and tags.get("fun_name") == "dispatch":
+        events["traced"] += 1
+jax.monitoring.register_event_duration_secs_listener(traced)
 from jattn import cli
 if os.environ.get("DISK_IS_FULL"):
     def write_some(path, data):
@@ -33,7 +40,7 @@ if os.environ.get("DISK_IS_FULL"):
     from jax._src import lru_cache
     lru_cache.pathlib.Path.write_bytes = write_some
 code = cli.main(["generate", "740+583=", "--stop", "\\\\n", *sys.argv[1:]])
-names = dict(asked="compile_requests_use_cache", loaded="cache_hits", stored="cache_misses")
+names = dict(asked="compile_requests_use_cache", loaded="cache_hits", stored="cache_misses", traced="traced")
 print(json.dumps({name: events[event] for name, event in names.items()}))
 sys.exit(code)
 """
@@ -61,7 +68,8 @@ def home(tmp_path, monkeypatch):
 
 
 def run(*arguments: str, backend: str = "sdpa", **variables: str) -> tuple[dict[str, int], str]:
-    """(programs asked for, loaded and stored; what it said on stderr) of a process that adds two numbers."""
+    """(programs that JAX's cache was asked for, loaded and stored, and those traced; what it said on stderr) of a
+    process that adds two numbers."""
     command = [sys.executable, "-c", COMMAND, *SMALL, "--backend", backend, *arguments]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | variables
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -73,6 +81,11 @@ def run(*arguments: str, backend: str = "sdpa", **variables: str) -> tuple[dict[
 
 def entries(folder: pathlib.Path, name: str = "") -> list[pathlib.Path]:
     return sorted(path for path in folder.rglob(f"{name}*{compile_cache.ENTRY}"))
+
+
+def kept(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files of whole programs."""
+    return sorted(folder.rglob(f"*{kept_programs.SUFFIX}"))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +120,9 @@ def test_the_second_process_compiles_nothing(home):
     assert place == home / "programs" / compile_cache.processor()
     assert all(folder.stat().st_mode & 0o077 == 0 for folder in (place, place.parent))
     second, said = run(backend="cpu_native")
-    assert second == dict(asked=first["asked"], loaded=first["asked"], stored=0) and said == ""
+    assert first["traced"] == len(kept(home)) > 0
+    assert second == dict.fromkeys(("asked", "loaded"), first["asked"] - first["traced"]) | dict(stored=0, traced=0)
+    assert said == ""
 
 
 def test_other_flags_of_xla_are_other_programs(filled):
@@ -176,6 +191,7 @@ def test_a_disk_that_is_nearly_full_is_left_alone(home, monkeypatch, caplog):
 @pytest.mark.parametrize("damage", ["cut off", "emptied", "changed"])
 def test_a_damaged_program_is_compiled_and_stored_again(filled, damage):
     first, home = filled
+    shutil.rmtree(kept(home)[0].parent)  # else JAX's cache is not asked for them
     damaged = entries(home, "jit_dispatch")
     assert damaged
     for path in damaged:
@@ -185,7 +201,32 @@ def test_a_damaged_program_is_compiled_and_stored_again(filled, damage):
     assert second["stored"] == len(damaged) and second["loaded"] == first["asked"] - len(damaged)
     assert said.count("\n") == (0 if damage == "emptied" else 1), "an empty one is removed before it is read"
     third, said = run()
-    assert third["loaded"] == first["asked"] and said == ""
+    assert third["loaded"] == first["asked"] - len(damaged) and third["traced"] == 0 and said == ""
+
+
+@pytest.mark.parametrize("damage", ["cut off", "changed", "another pickle", "writable by others", "linked"])
+def test_a_damaged_or_foreign_whole_program_is_not_loaded_but_compiled_and_kept_again(filled, tmp_path, damage):
+    first, home = filled
+    for path in kept(home):
+        content = path.read_bytes()
+        match damage:
+            case "cut off":
+                path.write_bytes(content[:-9])
+            case "changed":
+                path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+            case "another pickle":
+                other = pickle.dumps("no program")
+                path.write_bytes(hashlib.sha256(other).digest() + other)
+            case "writable by others":
+                path.chmod(0o666)
+            case "linked":
+                path.unlink()
+                path.symlink_to(tmp_path / "elsewhere")
+    second, said = run()
+    assert second["traced"] == second["stored"] == first["traced"]
+    assert said.count("\n") == (first["traced"] if damage == "another pickle" else 0)
+    third, said = run()
+    assert third["traced"] == third["stored"] == 0 and said == ""
 
 
 def test_once_it_is_on_the_status_tells_jattns_own_folder_from_a_users(home, tmp_path):

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.engine import Engine, SamplingParams, flights, interrupts, runner, warming
+from jattn.engine import Engine, SamplingParams, flights, interrupts
 from jattn.engine.dispatch import NOT_SAMPLED
+from jattn.engine.programs import Programs
 from jattn.engine.tables import BlockTables
 from jattn.errors import EngineDeadError, UnsupportedError
 from jattn.text import ByteTokenizer
@@ -50,7 +51,7 @@ def interruptible():
 def failing(monkeypatch, caplog):
     """failing(when, before=True): the dispatches of these numbers raise, before or after the device has run."""
     caplog.set_level(logging.CRITICAL, "jattn.engine")
-    real, count = runner.dispatch, iter(range(10**6))
+    real, count = Programs.__call__, iter(range(10**6))
 
     def install(when, error=LEAKY, before=True):
         def dispatch(*args):
@@ -62,7 +63,7 @@ def failing(monkeypatch, caplog):
                 raise error
             return result
 
-        monkeypatch.setattr(runner, "dispatch", dispatch)
+        monkeypatch.setattr(Programs, "__call__", dispatch)
 
     return install
 
@@ -126,13 +127,13 @@ def test_a_step_that_moves_nobody_is_an_error(monkeypatch, failing):
 
 
 def test_a_model_that_gives_no_token_fails_its_row(monkeypatch):
-    real = runner.dispatch
+    real = Programs.__call__
 
     def silent(*args):
         caches, sampled, row_state = real(*args)
         return caches, dataclasses.replace(sampled, tokens=sampled.tokens.at[:, 0].set(NOT_SAMPLED)), row_state
 
-    monkeypatch.setattr(runner, "dispatch", silent)
+    monkeypatch.setattr(Programs, "__call__", silent)
     first, second = engine().generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, **GREEDY))
     assert "gave no token" in first.error and second.token_ids[0] == answer([7, 8], 1)[0]
 
@@ -167,7 +168,7 @@ def test_only_a_device_that_no_longer_computes_ends_the_engine(monkeypatch, fail
     def broken(*args):
         raise jax.errors.JaxRuntimeError("INTERNAL: the device is gone")
 
-    monkeypatch.setattr(warming, "dispatch", broken)
+    monkeypatch.setattr(Programs, "of", broken)
     served.add_request([5, 6])
     for call in (served.step, served.step, lambda: served.add_request([5]), served.sleep, served.warmup):
         with pytest.raises(EngineDeadError, match="no longer computes .* new engine"):

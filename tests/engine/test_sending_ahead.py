@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jattn.engine import Engine, SamplingParams, runner
+from jattn.engine import Engine, SamplingParams
+from jattn.engine.programs import Programs
 from jattn.text import ByteTokenizer
 from tests.engine import fake
 
@@ -26,8 +27,8 @@ def continued(batch):
 @pytest.fixture
 def sent(monkeypatch):
     """The batches that were dispatched, in order."""
-    batches, real = [], runner.dispatch
-    monkeypatch.setattr(runner, "dispatch", lambda *args: batches.append(args[-1].unpacked()) or real(*args))
+    batches, real = [], Programs.__call__
+    monkeypatch.setattr(Programs, "__call__", lambda *args: batches.append(args[-1].unpacked()) or real(*args))
     return batches
 
 
@@ -50,8 +51,8 @@ def test_the_next_burst_is_sent_before_this_one_is_read_and_dropped_where_the_ho
 
 def test_r35_a_dispatched_batch_is_read_only_and_shares_no_memory(monkeypatch):
     """JAX may read a numpy array in place, while it computes."""
-    packed, real = [], runner.dispatch
-    monkeypatch.setattr(runner, "dispatch", lambda *args: packed.append(args[-1]) or real(*args))
+    packed, real = [], Programs.__call__
+    monkeypatch.setattr(Programs, "__call__", lambda *args: packed.append(args[-1]) or real(*args))
     served = engine(HYBRID)
     greedy, penalised = dict(temperature=0), dict(presence_penalty=1.0)
     for options in (greedy, penalised):

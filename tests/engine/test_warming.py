@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jattn import models
-from jattn.engine import Engine, dispatch, sampling, warming
+from jattn.engine import Engine, dispatch, sampling
 from jattn.models import decoder
 from tests.rooms.tree import ROOT
 
@@ -96,7 +96,7 @@ def test_equal_layers_are_traced_once_a_program_and_sampling_once_a_number_of_ro
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_rests_while_programs_are_lowered_and_is_as_before_afterwards(monkeypatch, enabled):
     lower, seen = dispatch.dispatch.lower, []
-    monkeypatch.setattr(warming.dispatch, "lower", lambda *args: (seen.append(gc.isenabled()), lower(*args))[1])
+    monkeypatch.setattr(dispatch.dispatch, "lower", lambda *args: (seen.append(gc.isenabled()), lower(*args))[1])
     served, before = engine(), gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:

@@ -13,12 +13,12 @@ import logging
 import os
 import pathlib
 import re
-import secrets
 import stat
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pallas_kernels import folders
 from pallas_kernels.cpu.native import toolchain
 from pallas_kernels.folders import Folder, open_to_others
 
@@ -92,17 +92,11 @@ def store(folder: Folder, content: bytes, compiler: str) -> None:
     """Write a library under its name, atomically; remove unusable ones of the same sources and compiler."""
     name = name_of(content, compiler, toolchain.source_hash())
     stem = name.rpartition("-")[0]
-    unfinished = f".unfinished-{secrets.token_hex(8)}"
     for old in os.listdir(folder.fd):
-        if old.startswith((f"{stem}-", ".unfinished-")):
+        if old.startswith((f"{stem}-", folders.UNFINISHED)):
             with contextlib.suppress(OSError):
                 os.unlink(old, dir_fd=folder.fd)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(unfinished, flags, 0o700, dir_fd=folder.fd), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(unfinished, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+    folders.write(folder, name, content, 0o700)
 
 
 @contextlib.contextmanager
