@@ -132,12 +132,20 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PallasGpuMetadata:
-        """The whole blocks of a common prefix are read once for the batch, where the layer allows levels of keys."""
+        """The whole blocks of a common prefix are read once for the batch, where the layer allows levels of keys.
+
+        common_prefix_len: if it is 0, that of the batch, which may be traced.
+        """
         common, size = common_attn_metadata, self.cache_spec.block_size
-        allowed = self.parallel.dcp_world_size == 1 and not _against_levels(Question.of(self.spec, self.cache_spec))
-        if common_prefix_len and not fast_build and allowed:
-            return self.build_cascade(prefix_levels(common, common_prefix_len, size))
+        prefix = common_prefix_len or common.common_prefix_len
+        if prefix is not None and not fast_build and self.shares_prefixes:
+            return self.build_cascade(prefix_levels(common, prefix, size))
         return self._level(common)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """The layer's options allow levels of keys."""
+        return self.parallel.dcp_world_size == 1 and not _against_levels(Question.of(self.spec, self.cache_spec))
 
     def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> PallasGpuMetadata:
         """The plan of a cascade. All queries see all keys of the levels before the last."""

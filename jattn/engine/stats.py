@@ -11,6 +11,7 @@ _HELP = dict(
     cached_tokens="prompt tokens found in the prefix cache",
     output_tokens="tokens generated",
     dispatches="programs sent to the device",
+    shared_prefix_dispatches="decode dispatches that read the keys of a prefix once for all rows",
     steps="model steps; a dispatch has several",
     preemptions="sequences that lost their blocks and were computed again",
     evictions="cached blocks whose contents were replaced",
@@ -37,6 +38,7 @@ class Stats:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     output_tokens: int = 0  # tokens generated
     dispatches: int = 0  # programs sent to the device
+    shared_prefix_dispatches: int = 0  # decode dispatches that read the keys of a prefix once for all rows
     steps: int = 0  # model steps; a dispatch has several
     preemptions: int = 0  # sequences that lost their blocks and were computed again
     evictions: int = 0  # cached blocks whose contents were replaced

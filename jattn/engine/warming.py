@@ -12,7 +12,7 @@ from jattn.backends import registry
 from jattn.engine.batch import empty_batch, packed_batch
 from jattn.engine.dispatch import Model, RowState, dispatch
 from jattn.engine.packing import Packed
-from jattn.engine.shapes import StepShapes
+from jattn.engine.shapes import StepShape, StepShapes
 
 
 def compile_all(
@@ -31,7 +31,7 @@ def compile_all(
         for done, job in enumerate(as_completed(jobs)):
             job.result()
             if progress is not None:
-                progress(done, len(to_compile), "{} tokens of {} requests".format(*jobs[job]))
+                progress(done, len(to_compile), _name(jobs[job]))
     for shape in to_compile:
         caches, row_state = _run(model, params, caches, row_state, shapes, shape)
     return caches, row_state, len(to_compile)
@@ -68,14 +68,20 @@ def probe(model: Model, params, caches, row_state: RowState, shapes: StepShapes)
     return _run(model, params, caches, row_state, shapes, shapes.all()[0])
 
 
-def _run(model: Model, params, caches, row_state: RowState, shapes: StepShapes, shape: tuple[int, int, bool]):
+def _run(model: Model, params, caches, row_state: RowState, shapes: StepShapes, shape: StepShape):
     """Run a batch of padding and wait for it."""
     caches, sampled, row_state = dispatch(model, params, caches, row_state, _padding(model, shapes, shape))
     jax.block_until_ready(sampled)
     return caches, row_state
 
 
-def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]) -> Packed:
+def _name(shape: StepShape) -> str:
+    """What a program computes, for a progress bar."""
+    with_prefix = " with a shared prefix" if shape.shares_prefix else ""
+    return f"{shape.num_tokens} tokens of {shape.num_rows} requests{with_prefix}"
+
+
+def _padding(model: Model, shapes: StepShapes, shape: StepShape) -> Packed:
     """A batch that writes to no slot."""
     batch = empty_batch(shape, len(model.config.cache_groups), shapes)
     return packed_batch([batch] * model.data_ranks, shapes)
