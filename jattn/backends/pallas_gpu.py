@@ -233,7 +233,8 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
         q, cache, counters = written
         config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common, self.chip)
-        counters = counters if _merges_inside(config, m.common) else None
+        inside = not m.shared and _merges_inside(config, m.common)  # the config of levels is another one
+        counters = counters if inside else None
         return cache, self._over_pages(q, cache, m, params, counters)
 
     def for_batch(self, meta: CommonAttentionMetadata) -> "PallasGpuImpl":

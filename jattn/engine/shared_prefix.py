@@ -52,7 +52,10 @@ class SharedPrefixRule:
 
     def _saved_us(self, rows: int, prefix_len: int) -> float:
         lens = np.ones(rows, np.int64)
-        return sum(n * saved_us(prefix_len, lens, *sizes, self.num_sms) for sizes, n in self._sizes.items())
+        return sum(
+            count * saved_us(prefix_len, lens, heads, kv_heads, dim, self.num_sms)
+            for (heads, kv_heads, dim), count in self._sizes.items()
+        )
 
     @functools.cached_property
     def _sizes(self) -> Counter:
