@@ -6,12 +6,15 @@ import random
 from array import array
 
 import jax
+import numpy as np
 import pytest
 
 from jattn import models
 from jattn.backends import register_backend, unregister_backend
 from jattn.backends.sdpa import SdpaBackend, SdpaMetadataBuilder
 from jattn.engine import Engine, SamplingParams, shared_prefix
+from jattn.engine.request import Sequence
+from jattn.engine.scheduler import Row
 from jattn.metadata.cascade import prefix_levels
 from jattn.spec import AttentionSpec
 from tests.engine.test_no_compilation import CONFIG
@@ -26,12 +29,15 @@ class SharingBuilder(SdpaMetadataBuilder):
 
     shares_prefixes = True
 
+    def seen(self, first, common) -> None:
+        """Called with the level of the prefix, and the batch."""
+
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         common = common_attn_metadata
         if common.common_prefix_len is None:
             return super().build(0, common, fast_build)
         first, rest = prefix_levels(common, common.common_prefix_len, self.cache_spec.block_size)
-        jax.debug.callback(lambda keys, n: READ.append((int(keys), int(n))), first.seq_lens[0], common.num_reqs)
+        self.seen(first, common)
         return self.build_cascade((first, rest))
 
 
@@ -40,14 +46,27 @@ class SharingBackend(SdpaBackend):
     builder_cls = SharingBuilder
 
 
+class CountingBuilder(SharingBuilder):
+    """Its programs are compiled in every run: JAX keeps none with a callback on disk."""
+
+    def seen(self, first, common) -> None:
+        jax.debug.callback(lambda keys, n: READ.append((int(keys), int(n))), first.seq_lens[0], common.num_reqs)
+
+
+class CountingBackend(SdpaBackend):
+    name = "counting"
+    builder_cls = CountingBuilder
+
+
 @pytest.fixture
 def sharing(monkeypatch):
     """A backend that reads prefixes once, where any prefix of two rows pays."""
     monkeypatch.setattr(shared_prefix, "saved_us", lambda prefix, lens, *sizes: 1e6 * (prefix > 0 and len(lens) > 1))
     register_backend("sharing", SharingBackend)
-    READ.clear()
+    register_backend("counting", CountingBackend)
     yield
     unregister_backend("sharing")
+    unregister_backend("counting")
 
 
 @functools.cache
@@ -57,7 +76,7 @@ def weights(config):
 
 def engine(config=CONFIG, **options) -> Engine:
     sizes = dict(block_size=4, num_blocks=60, max_num_seqs=6, max_num_batched_tokens=64, max_model_len=96)
-    return Engine(config, weights(config), backend="sharing", **sizes | options)
+    return Engine(config, weights(config), **dict(backend="sharing") | sizes | options)
 
 
 def requests(seed: int, count: int, systems: int) -> list[tuple[list[int], SamplingParams]]:
@@ -88,7 +107,6 @@ def test_tokens_are_those_of_flat_attention_with_two_system_prompts_preemption_a
     flat, one = engine(num_blocks=40, cascade_attention=False), engine(num_blocks=40)
     programs = one.warmup()
     assert programs == flat.warmup() + len([n for n in one.shapes.buckets.reqs if n > 1])
-    READ.clear()
     with compiles() as seen:
         ours = served(one, work, aborted=2)
     assert seen.names == []
@@ -97,12 +115,14 @@ def test_tokens_are_those_of_flat_attention_with_two_system_prompts_preemption_a
     stats = one.stats
     assert stats.preemptions and stats.cached_tokens and stats.aborted == 2
     assert 0 < stats.shared_prefix_dispatches < stats.dispatches and not flat.stats.shared_prefix_dispatches
-    assert sum(keys > 0 for keys, _ in READ) >= stats.shared_prefix_dispatches
 
 
 def test_each_step_of_a_burst_reads_the_prefix_once(sharing):
     """Six rows with 5 whole blocks in common: the shared level has 20 keys in every decode step, of all layers."""
-    one, system = engine(max_burst=8), list(range(3, 25))  # 22 tokens: the last two are in blocks of their own
+    one, system = (
+        engine(backend="counting", max_burst=8),
+        list(range(3, 25)),
+    )  # 22 tokens: the last two are in blocks of their own
     one.generate([system], SamplingParams(temperature=0, max_tokens=1))
     READ.clear()
     one.generate([[*system, 30 + i] for i in range(6)], SamplingParams(temperature=0, max_tokens=17, ignore_eos=True))
@@ -113,7 +133,7 @@ def test_each_step_of_a_burst_reads_the_prefix_once(sharing):
 def test_rows_without_a_common_block_take_the_flat_program(sharing):
     one = engine()
     one.generate([[i] * 20 for i in range(3, 9)], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
-    assert one.stats.shared_prefix_dispatches == 0 and not READ
+    assert one.stats.shared_prefix_dispatches == 0
 
 
 def test_windows_stay_flat_beside_layers_that_share(sharing):
@@ -142,6 +162,17 @@ def test_it_is_off_where_it_could_not_help_or_would_change_bits(sharing, options
     assert not any(shape.shares_prefix for shape in one.shapes.all())
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+@pytest.mark.parametrize("data, tensor", [(2, 1), (1, 2)])
+def test_on_a_mesh_tokens_are_those_of_one_device(sharing, data, tensor):
+    devices = np.array(jax.devices()[: data * tensor]).reshape(data, tensor)
+    mesh, work = jax.sharding.Mesh(devices, ("data", "tensor")), requests(2, 8, 1)
+    one = engine(mesh=mesh)
+    assert served(one, work) == served(engine(cascade_attention=False), work)
+    assert one.stats.shared_prefix_dispatches
+
+
 def test_data_ranks_share_where_each_does(sharing):
     spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
     rule = shared_prefix.SharedPrefixRule((spec,), 0, 16, 132)
@@ -149,15 +180,14 @@ def test_data_ranks_share_where_each_does(sharing):
     assert not rule.pays([0], [0])
 
 
-@pytest.mark.parametrize(
-    "tables, count",
-    [
-        ([[1, 2, 3]], 3),
-        ([[1, 2, 3], [1, 2]], 2),
-        ([[1, 2, 3], [1, 2, 4], [1, 5, 3]], 1),
-        ([[1], [2]], 0),
-        ([[], [1]], 0),
-    ],
-)
-def test_common_blocks(tables, count):
-    assert shared_prefix.common_blocks([array("i", table) for table in tables]) == count
+def test_rows_share_the_first_blocks_that_all_have_and_have_computed():
+    rule = shared_prefix.SharedPrefixRule((AttentionSpec(num_heads=2, head_dim=8),), 0, 4, 132)
+
+    def shared(tables, starts) -> int:
+        seqs = [Sequence(str(i), (1,), SamplingParams(), 0, tables=[array("i", x)]) for i, x in enumerate(tables)]
+        return rule.shared([Row(str(i), start, 1, 1) for i, start in enumerate(starts)], seqs)
+
+    assert shared([[1, 2, 3]], [11]) == 8 and shared([[1, 2, 3], [1, 2]], [11, 7]) == 4
+    assert shared([[1, 2, 3], [1, 2, 4], [1, 5, 3]], [11, 11, 11]) == 4
+    assert shared([[1, 2, 3, 4], [1, 2, 3, 5]], [12, 13]) == 12
+    assert shared([[1, 9], [2, 9]], [7, 7]) == 0 and shared([], []) == 0
