@@ -29,7 +29,7 @@ from jattn.engine.batch import empty_batch, meta_of, packed_batch
 from jattn.engine.dispatch import Model, RowState, dispatch, empty_row_state
 from jattn.engine.packing import Packed
 from jattn.engine.scheduler import Limits
-from jattn.engine.shapes import StepShapes
+from jattn.engine.shapes import StepShape, StepShapes
 from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS, FEW_TOKENS
 
 BURST, CONTEXT = 16, 600
@@ -55,7 +55,7 @@ def batch_of(shapes, tokens, rows, blocks, **sampling):
         seqs[-1] = lens[-1]
     table = (1 + np.arange(len(lens) * shapes.max_blocks, dtype=np.int32)).reshape(len(lens), -1)
     assert table.max() < blocks, (table.max(), blocks)
-    shape = (tokens, max_rows, decode)
+    shape = StepShape(tokens, max_rows, decode)
     batch = empty_batch(shape, 1, shapes)
     meta = meta_of(lens, seqs, seqs, table, shapes, shape)
     fields = {name: np.full(max_rows, x, np.float32 if name != "top_k" else np.int32) for name, x in sampling.items()}

@@ -91,7 +91,7 @@ def program(case: Case, layers: int, devices: list) -> Program:
     from jattn.engine.batch import empty_batch, packed_batch
     from jattn.engine.dispatch import empty_row_state
     from jattn.engine.scheduler import Limits
-    from jattn.engine.shapes import StepShapes
+    from jattn.engine.shapes import StepShape, StepShapes
 
     config = models.config_of(LLAMA | dict(num_hidden_layers=layers))
     mesh = models.ModelMesh.of(config, jax.sharding.Mesh(np.array(devices), ("tensor",)))
@@ -105,7 +105,7 @@ def program(case: Case, layers: int, devices: list) -> Program:
         caches.append(jax.tree.map(lambda x, where=pools: placed(x, where), cache))
     params = jax.eval_shape(lambda: models.init_params(config, 0, "bfloat16"))
     shapes = StepShapes(Limits(case.rows, 2048, LONGEST, BURST, BURST), BLOCK, is_coarse=True)
-    rows = empty_batch((case.tokens, case.rows, case.is_decode), len(config.cache_groups), shapes)
+    rows = empty_batch(StepShape(case.tokens, case.rows, case.is_decode), len(config.cache_groups), shapes)
     batch = packed_batch([rows], shapes)
     return Program(
         model=admission.model_of(config, caches, None, "auto", False, mesh),

@@ -59,6 +59,11 @@ class AttentionMetadataBuilder(BuilderMethods, abc.ABC, Generic[M]):
     parallel: ContextParallel = ContextParallel()  # mesh axes over which keys are distributed
     dtype: str | None = None  # of the queries; None: not known
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Do plans of this layer read the keys once that a batch's common_prefix_len says are shared?"""
+        return False
+
     @abc.abstractmethod
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -66,6 +71,7 @@ class AttentionMetadataBuilder(BuilderMethods, abc.ABC, Generic[M]):
         """The plan of this batch.
 
         common_prefix_len: the first keys that all requests share, in the same blocks. Results must not depend on it.
+        The batch has an array of this name, for a number that is not static.
         fast_build: prefer a plan that is built quickly over one that runs quickly.
         """
 

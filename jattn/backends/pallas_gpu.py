@@ -139,16 +139,22 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PallasGpuMetadata:
-        """The whole blocks of a common prefix are read once for the batch, where the layer allows levels of keys."""
+        """The whole blocks of a common prefix are read once for the batch, where the layer allows levels of keys.
+
+        common_prefix_len: if it is 0, that of the batch, which may be traced.
+        """
         common, size = common_attn_metadata, self.cache_spec.block_size
-        allowed = (
-            self.parallel.dcp_world_size == 1
-            and not self.invariant
-            and not _against_levels(Question.of(self.spec, self.cache_spec))
-        )
-        if common_prefix_len and not fast_build and allowed:
-            return self.build_cascade(prefix_levels(common, common_prefix_len, size))
+        prefix = common_prefix_len or common.common_prefix_len
+        if prefix is not None and not fast_build and self.shares_prefixes:
+            return self.build_cascade(prefix_levels(common, prefix, size))
         return self._level(common)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """The layer's options allow levels of keys."""
+        if self.parallel.dcp_world_size > 1 or self.invariant:
+            return False
+        return not _against_levels(Question.of(self.spec, self.cache_spec))
 
     def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> PallasGpuMetadata:
         """The plan of a cascade. All queries see all keys of the levels before the last."""
@@ -245,7 +251,8 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
         q, cache, counters = written
         config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common, self.chip, invariant=self.invariant)
-        counters = counters if _merges_inside(config, m.common) else None
+        inside = not m.shared and _merges_inside(config, m.common)  # the config of levels is another one
+        counters = counters if inside else None
         return cache, self._over_pages(q, cache, m, params, counters)
 
     def for_batch(self, meta: CommonAttentionMetadata) -> "PallasGpuImpl":

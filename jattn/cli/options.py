@@ -45,6 +45,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--deterministic", action="store_true", help="the same bits in every batch; slower")
     group.add_argument("--no-prefix-caching", action="store_true", help="do not share the blocks of equal beginnings")
     group.add_argument(
+        "--no-cascade-attention", action="store_true", help="read a prefix that decoding requests share once for each"
+    )
+    group.add_argument(
         "--compile-cache-mb",
         type=int,
         metavar="MB",
@@ -69,6 +72,7 @@ def make_engine(args: argparse.Namespace, seed: int | None = None, processes: Pr
         backend=args.backend,
         deterministic=args.deterministic,
         prefix_caching=not args.no_prefix_caching,
+        cascade_attention=not args.no_cascade_attention,
         seed=seed,
         tensor_parallel=args.tensor_parallel,
         data_parallel=args.data_parallel,
@@ -108,6 +112,7 @@ def make_embedder(args: argparse.Namespace) -> Embedder:
 ENGINE_ONLY: dict[str, object] = dict(
     num_blocks=None, block_size=None, max_num_seqs=16, max_model_len=None, tensor_parallel=1, data_parallel=1,
     decode_context_parallel=1, expert_parallel=False, deterministic=False, no_prefix_caching=False,
+    no_cascade_attention=False,
 )  # fmt: skip
 """Options of `add_engine` that an Embedder does not have -> their defaults."""
 

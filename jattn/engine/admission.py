@@ -26,7 +26,7 @@ OPTIONS = dict(
     num_blocks=optional(integer(1)), block_size=optional(integer(1)), max_num_seqs=integer(1),
     max_num_batched_tokens=integer(1), max_model_len=optional(integer(1)), max_burst=optional(integer(1)),
     cache_dtype=optional(dtype_name), backend=text, cache_quant=optional(text),
-    prefix_caching=boolean, deterministic=boolean, expert_parallel=boolean,
+    prefix_caching=boolean, cascade_attention=boolean, deterministic=boolean, expert_parallel=boolean,
     seed=optional(integer(0, 2**63 - 1)), mesh=optional(kind(Mesh)),
 )  # fmt: skip
 """The rule of each option of the Engine."""

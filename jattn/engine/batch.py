@@ -14,7 +14,7 @@ from jattn.engine.packing import Packed, pack_ranks
 from jattn.engine.request import Sequence
 from jattn.engine.rules import is_penalised, penalties, rules_of, rules_of_batch, sampling_rows
 from jattn.engine.scheduler import Row, StepPlan
-from jattn.engine.shapes import StepShapes
+from jattn.engine.shapes import StepShape, StepShapes
 from jattn.metadata import CommonAttentionMetadata
 from jattn.parallel import put_local
 from jattn.types import NULL_BLOCK_ID
@@ -40,14 +40,15 @@ def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
 
 def batch_of(
     plan: StepPlan, device_rows: tuple[Row, ...], seqs: Many[Sequence], sources: Mapping[str, int],
-    shapes: StepShapes, shape: tuple[int, int, bool], eos: tuple[int, ...],
+    shapes: StepShapes, shape: StepShape, eos: tuple[int, ...], prefix_len: int = 0,
 ) -> Batch:  # fmt: skip
     """The input of a dispatch: the plan's tokens, metadata of each cache group, and each row's sampling rules.
 
     The plan is that of one data rank. seqs: of the rows. sources: sequence id -> its row in the dispatch before this
-    one, for rows that continue it. shape: of the dispatch, see StepShapes.of.
+    one, for rows that continue it. shape: of the dispatch, see StepShapes.of. prefix_len: first tokens that all rows
+    share, if shape.shares_prefix.
     """
-    num_tokens, num_rows, _ = shape
+    num_tokens, num_rows = shape.num_tokens, shape.num_rows
     count, limit = len(device_rows), shapes.limits.max_model_len
     ids, starts, counts, max_samples, continues = zip(*device_rows, strict=True)
     tokens = []
@@ -64,7 +65,10 @@ def batch_of(
     penalised = is_penalised(rules)[:count]
     max_lens = np.array([seq.max_len for seq in seqs], np.int32)
     seq_lens = start + num_new
-    metas = [meta_of(num_new, seq_lens, max_lens, table, shapes, shape) for table in tables_of(seqs, shapes)]
+    metas = [
+        meta_of(num_new, seq_lens, max_lens, table, shapes, shape, _shared_in(g, shape, shapes, prefix_len))
+        for g, table in enumerate(tables_of(seqs, shapes))
+    ]
     position, remaining = np.zeros((2, num_rows), np.int32)
     position[:count] = np.maximum(seq_lens - rules["prompt_len"][:count], 0)
     remaining[:count] = np.where(samples > 0, max_lens - seq_lens, 0)
@@ -125,15 +129,18 @@ def tables_of(seqs: Many[Sequence], shapes: StepShapes) -> list[np.ndarray]:
     return tables
 
 
-def empty_batch(shape: tuple[int, int, bool], num_groups: int, shapes: StepShapes) -> Batch:
+def empty_batch(shape: StepShape, num_groups: int, shapes: StepShapes) -> Batch:
     """A batch of padding only, with the shape of a bucket: to compile a dispatch with, or for a data rank without rows.
     It writes to no slot."""
-    num_tokens, num_rows, _ = shape
+    num_tokens, num_rows = shape.num_tokens, shape.num_rows
     rules, none = rules_of_batch([], num_rows), np.zeros(num_rows, np.int32)
     return Batch(
         token_ids=np.zeros(num_tokens, np.int32),
         source=np.full(num_rows, HOST_KNOWS, np.int32),
-        metas=(meta_of([], [], [], np.zeros((0, 1), np.int32), shapes, shape),) * num_groups,
+        metas=tuple(
+            meta_of([], [], [], np.zeros((0, 1), np.int32), shapes, shape, _shared_in(g, shape, shapes, 0))
+            for g in range(num_groups)
+        ),
         rows=sampling_rows(rules, none, none),
         penalties=penalties(rules, np.zeros((0, shapes.limits.max_model_len), np.int32)),
         needs_history_or_logprobs=np.bool_(False),
@@ -148,13 +155,20 @@ def stop_ids_of(seq: Sequence, eos: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def meta_of(
-    query_lens, seq_lens, final_lens, table, shapes: StepShapes, shape: tuple[int, int, bool]
+    query_lens, seq_lens, final_lens, table, shapes: StepShapes, shape: StepShape, prefix_len: int | None = None
 ) -> CommonAttentionMetadata:
-    """The metadata of one cache group, padded to a shape (T, R, has every row a single token?)."""
-    num_tokens, num_rows, decode = shape
+    """The metadata of one cache group, padded to a shape. prefix_len: first keys that all rows share."""
     meta = CommonAttentionMetadata.from_lengths(
         query_lens, seq_lens, table, shapes.block_size,
-        num_tokens=num_tokens, num_reqs=num_rows, max_blocks=shapes.max_blocks,
+        num_tokens=shape.num_tokens, num_reqs=shape.num_rows, max_blocks=shapes.max_blocks,
         final_seq_lens=final_lens if shapes.with_final_lens else None,
     )  # fmt: skip
-    return meta.replace(max_query_len=1 if decode else num_tokens)  # one program for each bucket
+    return meta.replace(
+        max_query_len=1 if shape.is_decode else shape.num_tokens,  # one program for each shape
+        common_prefix_len=None if prefix_len is None else np.int32(prefix_len),
+    )
+
+
+def _shared_in(group: int, shape: StepShape, shapes: StepShapes, prefix_len: int) -> int | None:
+    """The prefix_len of a cache group: None in a flat program, and in groups whose rows may share other blocks."""
+    return prefix_len if shape.shares_prefix and group == shapes.sharing_group else None

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jattn.cache import PagedKV
-from jattn.engine import admission, data_ranks, interrupts, sizing, turns, weights
+from jattn.engine import admission, data_ranks, interrupts, shared_prefix, sizing, turns, weights
 from jattn.engine.batch import stop_ids_of
 from jattn.engine.flights import Flights
 from jattn.engine.live_requests import LiveRequests
@@ -75,6 +75,7 @@ class Engine:
         cache_quant: str | None = None,  # scales of an 8-bit cache_dtype; None: "per_token_head", computed on writing
         backend: str = "auto",  # attention backend: "auto" or one of jattn.list_backends()
         prefix_caching: bool = True,  # share the blocks of equal beginnings between requests
+        cascade_attention: bool = True,  # read a prefix that all decoding rows share once, where that is faster
         deterministic: bool = False,  # the same bits alone and in any batch; slower
         chat_template: ChatTemplate | None = None,  # for chats; from_pretrained reads the folder's
         forward: Callable | None = None,  # called in place of jattn.models.forward, with its arguments
@@ -99,13 +100,18 @@ class Engine:
         waiting_burst = min(max_burst, sizing.default_waiting_burst())
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst, waiting_burst)
         place = None if model_mesh is None else model_mesh.over_data(0)
-        self.shapes = StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config), place)
         self.config, self.tokenizer, self.chat_template = config, tokenizer, chat_template
         make_caches = functools.partial(config.make_caches, pools, block_size, **storage)
         if model_mesh is not None:
             make_caches = functools.partial(model_mesh.empty_caches, config.cache_specs(pools, block_size, **storage))
         caches = make_caches()
         model = admission.model_of(config, caches, forward, backend, deterministic, model_mesh)
+        rule = None
+        if cascade_attention and prefix_caching and not deterministic:  # a row's last bits depend on who shares with it
+            rule = shared_prefix.rule_of(config, caches, backend, sizing.dtype_of(params), model_mesh, block_size)
+        self.shapes = shared_prefix.with_sharing(
+            StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config), place), rule
+        )
         self.runner = Runner(model, params, caches, make_caches, self.shapes)
         of_tables = model.data_ranks, pools, block_size, config.cache_groups, prefix_caching
         self._make_tables = functools.partial(data_ranks.make_tables, *of_tables)
@@ -113,7 +119,8 @@ class Engine:
         self.scheduler = data_ranks.scheduler_of(self.limits, self.tables)
         self._requests, self._stats = LiveRequests(), Stats()
         self._unreturned: list[RequestOutput] = []  # the next step returns them with its own outputs
-        self._flights = Flights(self.runner, config.eos_token_ids)
+        self._prefix_rule = rule
+        self._flights = Flights(self.runner, config.eos_token_ids, rule)
         self._plan: StepPlan | None = None  # of the dispatch that is being sent or read
         self._seeds = np.random.default_rng(seed)
         self._next_id = self._next_seq_id = 0
@@ -277,8 +284,8 @@ class Engine:
             self._stats = self._stats.plus(**self._requests.count_plan(plan))
             if not plan.rows:
                 break
-            self._flights.send(plan, self._requests, self._stats.dispatches)
-            self._stats = self._stats.plus(dispatches=1)
+            shape = self._flights.send(plan, self._requests, self._stats.dispatches)
+            self._stats = self._stats.plus(dispatches=1, shared_prefix_dispatches=shape.shares_prefix)
 
     def _read_oldest(self, send_ahead: bool = False) -> list[RequestOutput]:
         """Wait for the oldest dispatch and update its requests; returns their outputs.

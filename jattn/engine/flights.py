@@ -8,6 +8,8 @@ from jattn.engine.dispatch import NOT_SAMPLED
 from jattn.engine.live_requests import LiveRequests
 from jattn.engine.runner import DispatchResult, InFlight, Runner
 from jattn.engine.scheduler import StepPlan
+from jattn.engine.shapes import StepShape
+from jattn.engine.shared_prefix import SharedPrefixRule
 
 MAX_IN_FLIGHT = 2
 """One dispatch runs; a second one is queued, so that the device does not wait for the host between the two."""
@@ -16,8 +18,9 @@ MAX_IN_FLIGHT = 2
 class Flights:
     """At most MAX_IN_FLIGHT dispatches, oldest first."""
 
-    def __init__(self, runner: Runner, eos: tuple[int, ...]):
-        self._runner, self._eos = runner, eos
+    def __init__(self, runner: Runner, eos: tuple[int, ...], rule: SharedPrefixRule | None = None):
+        """rule: when a dispatch reads a shared prefix once; None: never."""
+        self._runner, self._eos, self._rule = runner, eos, rule
         self._unread: deque[InFlight] = deque()
         self._newest: InFlight | None = None  # also after it was read: rows of the next dispatch may continue its rows
         self._done_at = 0.0  # when the newest dispatch that was read had finished
@@ -35,20 +38,30 @@ class Flights:
         """Is the oldest a single step? Then it ends soon."""
         return bool(self._unread) and self._unread[0].plan.burst == 1
 
-    def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> None:
-        """Send the dispatch of a plan. number: the dispatch's number, for profiles."""
+    def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> StepShape:
+        """Send the dispatch of a plan, and return its shape. number: the dispatch's number, for profiles."""
         shapes, num_groups = self._runner.shapes, len(self._runner.model.config.cache_groups)
-        shape = shapes.of(plan)
+        prefixes = self._prefixes_of(plan, requests)
+        shape = shapes.of(plan, any(prefixes))
         sources = self._newest.last_row if self._newest else {}
         device_rows = tuple(device_rows_of(part, shapes) for part in plan.parts)
         batches = [
-            batch_of(part, rows, requests.sequences(rows), sources, shapes, shape, self._eos)
+            batch_of(part, rows, requests.sequences(rows), sources, shapes, shape, self._eos, prefix)
             if rows
             else empty_batch(shape, num_groups, shapes)
-            for part, rows in zip(plan.parts, device_rows, strict=True)
+            for part, rows, prefix in zip(plan.parts, device_rows, prefixes, strict=True)
         ]
         self._newest = self._runner.send(plan, device_rows, batches, number)
         self._unread.append(self._newest)
+        return shape
+
+    def _prefixes_of(self, plan: StepPlan, requests: LiveRequests) -> list[int]:
+        """The first tokens that the rows of each data rank share; all 0 unless it pays to read them once."""
+        rule = self._rule
+        if rule is None or not plan.is_decode:
+            return [0] * len(plan.parts)
+        prefixes = [rule.shared(part.rows, requests.sequences(part.rows)) for part in plan.parts]
+        return prefixes if rule.pays([len(part.rows) for part in plan.parts], prefixes) else [0] * len(prefixes)
 
     def take_oldest(self) -> InFlight:
         """The oldest dispatch, which is no longer in flight; `wait` must follow."""

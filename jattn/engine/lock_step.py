@@ -25,6 +25,7 @@ from jattn.engine.processes import STOP, Processes
 from jattn.engine.request import RequestOutput
 from jattn.engine.runner import DispatchResult, InFlight
 from jattn.engine.scheduler import StepPlan
+from jattn.engine.shapes import StepShape
 from jattn.errors import EngineDeadError, UnsupportedError
 
 CHECKED = 16
@@ -63,7 +64,7 @@ class LockStepEngine(Engine):
             told = ", ".join(f"{name}={start[name]} and there {agreed.get(name)}" for name in wrong)
             raise ValueError(f"process {processes.id} and process 0 were started differently: here {told}")
         super().__init__(config, params, *args, mesh=mesh, seed=agreed["seed"], **options)
-        self._flights: _DigestedFlights = _DigestedFlights(self.runner, self.config.eos_token_ids)
+        self._flights: _DigestedFlights = _DigestedFlights(self.runner, self.config.eos_token_ids, self._prefix_rule)
         self._pending: list[list] = []  # commands that are not published yet
 
     @classmethod
@@ -191,11 +192,11 @@ class _DigestedFlights(Flights):
 
     digest = 0
 
-    def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> None:
+    def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> StepShape:
         if number % CHECKED == 0:
             tables = b"".join(table.tobytes() for seq in requests.sequences(plan.rows) for table in seq.tables)
             self.digest = zlib.crc32(tables, zlib.crc32(repr(plan).encode(), self.digest))
-        super().send(plan, requests, number)
+        return super().send(plan, requests, number)
 
     def wait(self, flight: InFlight) -> tuple[DispatchResult, dict[str, float]]:
         result, seen = super().wait(flight)

@@ -43,7 +43,7 @@ class Programs:
 
     def of(self, args: Args | Any) -> Callable[..., Any]:
         """The program for these arguments."""
-        layout = args[-1].layout
+        layout = args[-1].tree
         if layout not in self._ready and not self.load(args):
             if self._key(args):
                 self.compile(args, self.lower(args))
@@ -55,7 +55,7 @@ class Programs:
 
     def load(self, args: Args) -> bool:
         """Load the program of these arguments, unless it is ready; False if it has to be compiled."""
-        layout = args[-1].layout
+        layout = args[-1].tree
         if layout not in self._ready and (key := self._key(args)):
             structures = jax.tree.structure((args, {})), _structure_of_results(args)
             if (program := kept_programs.load(key, *structures, _device(args))) is not None:
@@ -70,13 +70,13 @@ class Programs:
     def compile(self, args: Args, lowered: jax.stages.Lowered) -> None:
         """Compile what was lowered, and keep it on disk."""
         if key := self._key(args):
-            self._ready[args[-1].layout] = kept_programs.compiled(lowered, key, _structure_of_results(args))
+            self._ready[args[-1].tree] = kept_programs.compiled(lowered, key, _structure_of_results(args))
         else:
             lowered.compile()  # a later call of `dispatch` finds it
 
     def _key(self, args: Args) -> str:
         """The key under which the program is kept; "" if it is not."""
-        layout = args[-1].layout
+        layout = args[-1].tree
         with self._lock:  # the first key reads all source files, the others do not
             if layout not in self._keys:
                 try:
@@ -89,7 +89,7 @@ class Programs:
 
     def _first_run(self, *args: Any) -> tuple[Any, Sampled, RowState]:
         """Run a program from disk and wait for it. If it fails, it and all others that have not run are removed."""
-        layout = args[-1].layout
+        layout = args[-1].tree
         try:
             results = jax.block_until_ready(self._ready[layout](*args))
         except Exception as error:

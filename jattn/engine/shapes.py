@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 
@@ -23,6 +24,15 @@ parameters in bf16). One row takes 1.02 ms: each product duplicates it, see jatt
 a program, which takes 5 s to compile."""
 
 
+class StepShape(NamedTuple):
+    """The static sizes of a dispatch."""
+
+    num_tokens: int  # T
+    num_rows: int  # R
+    is_decode: bool  # every row has a single token
+    shares_prefix: bool = False  # keys that all rows share are read once; their number is not static
+
+
 @dataclasses.dataclass(frozen=True)
 class StepShapes:
     """The static sizes of dispatches. Decodes have T = R, padded; other batches a padded T and R = max_num_seqs.
@@ -38,6 +48,9 @@ class StepShapes:
     deterministic: bool = False
     with_final_lens: bool = False  # batches have final_seq_lens, because the model's rotary angles depend on them
     place: jax.sharding.Sharding | None = None  # of arrays of rows on the device; None: JAX's default device
+    # Decodes of so many rows or more have a second shape, in which a shared prefix is read once; None: no decodes have.
+    least_sharing_rows: int | None = None
+    sharing_group: int = 0  # the cache group whose keys are shared then
     # Fewer shapes: see LEAST_ROWS and MIN_MIXED_TOKENS_COARSE.
     is_coarse: bool = dataclasses.field(default_factory=lambda: jax.default_backend() != "cpu")
 
@@ -65,21 +78,26 @@ class StepShapes:
     @property
     def max_rows(self) -> int:
         """R of the largest batch."""
-        return max(num_rows for _, num_rows, _ in self.all())
+        return max(shape.num_rows for shape in self.all())
 
-    def of(self, plan: StepPlan) -> tuple[int, int, bool]:
-        """(T, R, has every row a single token?) of a plan's dispatch."""
+    def of(self, plan: StepPlan, shares_prefix: bool = False) -> StepShape:
+        """The shape of a plan's dispatch. shares_prefix: that of a decode, if there is one, reads a prefix once."""
         if self.deterministic:
             return self.all()[0]
         if plan.is_decode:
             rows = self.buckets.sizes(1, max([len(part.rows) for part in plan.parts]), 1)["num_reqs"]
-            return rows, rows, True
+            return StepShape(rows, rows, True, shares_prefix and self._may_share(rows))
         num_tokens = max([part.num_tokens for part in plan.parts])
-        return self.buckets.sizes(num_tokens, 1, 1)["num_tokens"], self.limits.max_num_seqs, False
+        return StepShape(self.buckets.sizes(num_tokens, 1, 1)["num_tokens"], self.limits.max_num_seqs, False)
 
-    def all(self) -> tuple[tuple[int, int, bool], ...]:
+    def all(self) -> tuple[StepShape, ...]:
         """Every shape that `of` can return."""
-        decode = tuple((rows, rows, True) for rows in self.buckets.reqs)
+        decode = tuple(StepShape(rows, rows, True) for rows in self.buckets.reqs)
         if self.deterministic:
             return decode
-        return (*decode, *((tokens, self.limits.max_num_seqs, False) for tokens in self.buckets.tokens))
+        sharing = tuple(shape._replace(shares_prefix=True) for shape in decode if self._may_share(shape.num_rows))
+        mixed = tuple(StepShape(tokens, self.limits.max_num_seqs, False) for tokens in self.buckets.tokens)
+        return (*decode, *sharing, *mixed)
+
+    def _may_share(self, rows: int) -> bool:
+        return self.least_sharing_rows is not None and rows >= self.least_sharing_rows

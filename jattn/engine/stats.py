@@ -25,6 +25,7 @@ class Stats:
     cached_tokens: int = _counter(0, "prompt tokens found in the prefix cache")
     output_tokens: int = _counter(0, "tokens generated")
     dispatches: int = _counter(0, "programs sent to the device")
+    shared_prefix_dispatches: int = _counter(0, "decode dispatches that read the keys of a prefix once for all rows")
     steps: int = _counter(0, "model steps; a dispatch has several")
     preemptions: int = _counter(0, "sequences that lost their blocks and were computed again")
     evictions: int = _counter(0, "cached blocks whose contents were replaced")

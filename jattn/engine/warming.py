@@ -14,7 +14,7 @@ from jattn.engine.batch import empty_batch, packed_batch
 from jattn.engine.dispatch import Model, RowState
 from jattn.engine.packing import Packed
 from jattn.engine.programs import Programs
-from jattn.engine.shapes import StepShapes
+from jattn.engine.shapes import StepShape, StepShapes
 
 
 def compile_all(
@@ -27,9 +27,9 @@ def compile_all(
     args = {shape: (params, caches, row_state, _padding(programs.model, shapes, shape)) for shape in shapes.all()}
     done = itertools.count()
 
-    def report(shape: tuple[int, int, bool]) -> None:
+    def report(shape: StepShape) -> None:
         if progress is not None:
-            progress(next(done), len(args), "{} tokens of {} requests".format(*shape))
+            progress(next(done), len(args), _name(shape))
 
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
         to_compile = []
@@ -77,7 +77,7 @@ def probe(programs: Programs, params, caches, row_state: RowState, shapes: StepS
     return _run(programs, params, caches, row_state, shapes, shapes.all()[0])
 
 
-def _run(programs: Programs, params, caches, row_state: RowState, shapes: StepShapes, shape: tuple[int, int, bool]):
+def _run(programs: Programs, params, caches, row_state: RowState, shapes: StepShapes, shape: StepShape):
     """Run a batch of padding and wait for it."""
     args = params, caches, row_state, _padding(programs.model, shapes, shape)
     caches, sampled, row_state = programs.of(args)(*args)
@@ -85,7 +85,13 @@ def _run(programs: Programs, params, caches, row_state: RowState, shapes: StepSh
     return caches, row_state
 
 
-def _padding(model: Model, shapes: StepShapes, shape: tuple[int, int, bool]) -> Packed:
+def _name(shape: StepShape) -> str:
+    """What a program computes, for a progress bar."""
+    with_prefix = " with a shared prefix" if shape.shares_prefix else ""
+    return f"{shape.num_tokens} tokens of {shape.num_rows} requests{with_prefix}"
+
+
+def _padding(model: Model, shapes: StepShapes, shape: StepShape) -> Packed:
     """A batch that writes to no slot."""
     batch = empty_batch(shape, len(model.config.cache_groups), shapes)
     return packed_batch([batch] * model.data_ranks, shapes)

@@ -47,6 +47,7 @@ class CommonAttentionMetadata:
     mm_prefix_ranges: AnyArray | None = None  # i32[R n 2] inclusive (first, last) of each span that sees both ways
     rswa_prefix_lens: AnyArray | None = None  # i32[R] first keys of each request that a sliding window does not hide
     final_seq_lens: AnyArray | None = None  # i32[R] the most tokens that each request will have: see final_lens
+    common_prefix_len: AnyArray | None = None  # i32[] first keys that all requests share: a hint; None: not known
     cross: "CommonAttentionMetadata | None" = None  # the encoder's tokens as a batch: lengths, block table and slots
     max_query_len: int = static()  # upper bound of the new tokens of a request; rounded up, so that few values occur
     max_seq_len: int = static()  # upper bound of seq_lens; rounded up
@@ -269,7 +270,10 @@ class CommonAttentionMetadata:
         return jnp.maximum(jnp.asarray(self.query_start_loc)[1:] - 1, 0)
 
     def replace(self, **changes) -> "CommonAttentionMetadata":
-        """A copy with other values of fields. `causal`, a bool or an array, sets is_causal and causal_per_request."""
+        """A copy with other values of fields. `causal`, a bool or an array, sets is_causal and causal_per_request.
+
+        With another block_table, common_prefix_len is dropped unless it is given too.
+        """
         if "causal" in changes:
             causal = changes.pop("causal")
             one = isinstance(causal, (bool, np.bool_))
@@ -277,6 +281,8 @@ class CommonAttentionMetadata:
             changes |= dict(is_causal=bool(causal) if one else True, causal_per_request=None if one else causal)
         if changes.keys() & {"query_start_loc", "seq_lens", "block_table"}:
             changes = dict(is_all_new=False) | changes
+        if "block_table" in changes:
+            changes = dict(common_prefix_len=None) | changes
         if unknown := changes.keys() - self.__dataclass_fields__.keys():
             raise ValueError(f"{', '.join(sorted(unknown))}: not a field of a batch; use {', '.join(FIELDS)}, causal")
         return dataclasses.replace(self, **changes)

@@ -20,8 +20,19 @@ from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID, AnyArray
 from pallas_kernels.algebra.paging import cdiv
 
 Prefix = int | Sequence[tuple[int, int]]
-MIN_PREFIX, MIN_REQS, TILE = 256, 8, 128
-"""The least shared tokens and requests for a level. TILE: queries or keys of a tile in the estimate."""
+MIN_PREFIX, MIN_REQS = 256, 8
+"""The least shared tokens and requests for a level, as in vLLM."""
+
+TILE, TILE_KEY_NS = 64, 8.4
+"""Query rows that a product takes at once, and what such a tile takes to visit one key of 128 + 128 elements:
+nanoseconds of one multiprocessor. An H200 takes as long whether its rows are one request's 4 or 64 of many requests."""
+
+LEVEL_US, MERGED_ROW_US = 10, 0.01
+"""A level costs a launch and a merge, and so much for each row of a query head that is merged. TILE_KEY_NS and these
+reproduce the five measured batches of tests/metadata/test_cascade.py to 6 us and to 6 %."""
+
+USUAL_SMS = 132
+"""Multiprocessors of an H100 and of an H200."""
 
 
 @takes(
@@ -43,25 +54,33 @@ def use_cascade_attention(
     use_alibi: bool = False,
     use_sliding_window: bool = False,
     use_local_attention: bool = False,
-    num_sms: int = 1,
+    num_sms: int = USUAL_SMS,
     dcp_world_size: int = 1,
 ) -> bool:
-    """Is it faster to read a shared prefix in a separate level? Compares waves of tiles on num_sms cores. Host only.
-
-    with a level            ceil(H * ceil(tokens/128) / SM) * ceil(prefix/128)
-    split-KV decoding       ceil(reqs * K * ceil(G/128) * ceil(prefix/128) / SM)
-    """
+    """Is it faster to read a shared prefix in a separate level? True if `saved_us` is above 0. Host only."""
     lens = np.asarray(query_lens)
-    if common_prefix_len < MIN_PREFIX or use_alibi or use_sliding_window or use_local_attention:
+    if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
         return False
-    if len(lens) < MIN_REQS or dcp_world_size > 1:
-        return False
-    group = num_query_heads // num_kv_heads
-    if group == 1 or not (lens == 1).all():
-        return True  # split-KV decoding does not apply
-    prefix_tiles = cdiv(common_prefix_len, TILE)
-    cascade = cdiv(num_query_heads * cdiv(len(lens), TILE), num_sms) * prefix_tiles
-    return cascade < cdiv(len(lens) * num_kv_heads * cdiv(group, TILE) * prefix_tiles, num_sms)
+    return saved_us(common_prefix_len, lens, num_query_heads, num_kv_heads, num_sms=num_sms) > 0
+
+
+def saved_us(
+    common_prefix_len: int, query_lens: np.ndarray, num_heads: int, num_kv_heads: int, head_dim: int = 128,
+    num_sms: int = USUAL_SMS,
+) -> float:  # fmt: skip
+    """Microseconds of a layer that a level for the prefix saves; 0 for fewer than MIN_REQS requests or MIN_PREFIX keys.
+
+    flat      K * sum(ceil(query_len * G / TILE)) tiles visit the prefix's keys
+    a level   K * ceil(tokens * G / TILE) tiles, a launch, and a merge of tokens * H rows
+    Both read each request's own keys once. head_dim: the mean of a key's and a value's.
+    """
+    lens = np.asarray(query_lens, np.int64)
+    if common_prefix_len < MIN_PREFIX or len(lens) < MIN_REQS:
+        return 0.0
+    group, tokens = num_heads // num_kv_heads, int(lens.sum())
+    tiles = num_kv_heads * (int(cdiv(lens * group, TILE).sum()) - cdiv(tokens * group, TILE))
+    visits = tiles * common_prefix_len * TILE_KEY_NS * head_dim / 128 / num_sms / 1000
+    return visits - LEVEL_US - MERGED_ROW_US * tokens * num_heads
 
 
 @takes(meta=BATCH, block_size=integer(1))

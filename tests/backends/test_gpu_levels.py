@@ -137,6 +137,25 @@ def test_tokens_that_a_request_has_not_computed_are_not_shared():
     np.testing.assert_array_equal(plan.common.seq_lens, [16, 24])
 
 
+def test_a_batch_says_its_prefix_as_an_array_until_its_blocks_change():
+    batch = Shared()
+    attn, meta = batch.attn(), batch.meta.replace(common_prefix_len=np.int32(SHARED))
+    ours, wanted = attn.build(meta), attn.build(batch.meta, common_prefix_len=SHARED)
+    for level, other in ((ours, wanted), (ours.shared[0], wanted.shared[0])):
+        np.testing.assert_array_equal(level.common.seq_lens, other.common.seq_lens)
+        np.testing.assert_array_equal(level.block_table, other.block_table)
+    assert ours.common.common_prefix_len is None
+    build = jax.jit(attn.build)
+    for keys in (0, 16, 32):  # one program
+        (first,) = build(meta.replace(common_prefix_len=jnp.int32(keys))).shared
+        assert first.common.seq_lens.tolist() == [keys]
+    assert build._cache_size() == 1
+    assert meta.replace(block_table=meta.block_table).common_prefix_len is None
+    assert attn.build(meta.replace(block_table=meta.block_table)).shared == ()
+    assert attn.build(meta, fast_build=True).shared == ()
+    assert attn.builder.shares_prefixes and not batch.attn(sliding_window=9).builder.shares_prefixes
+
+
 def test_a_layer_with_positions_computes_the_flat_batch_and_refuses_levels():
     batch = Shared()
     assert batch.attn(sliding_window=9).build(batch.meta, common_prefix_len=32).shared == ()

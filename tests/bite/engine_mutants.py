@@ -13,6 +13,7 @@ from tests.bite.test_experts import (
 from tests.engine import test_quick_laws as laws
 from tests.engine import test_sampling_odd as sampling
 from tests.engine import test_scheduler as scheduler
+from tests.engine import test_shared_prefix as prefixes
 from tests.models.test_model_mesh import test_layers_with_different_numbers_of_kv_heads
 
 TABLES = "jattn.engine.tables.BlockTables"
@@ -130,6 +131,11 @@ MUTANTS = {
         "jattn.engine.tables.first_visible",
         lambda original: lambda group, position: original(group, position + 4),
         (laws.test_a_window_gives_no_block_back_that_is_still_seen,),
+    ),
+    "all blocks of the shortest row taken for shared": Mutant(
+        "jattn.engine.shared_prefix.common_blocks",
+        lambda original: lambda tables: min(map(len, tables)),
+        (prefixes.test_rows_share_the_first_blocks_that_all_have_and_have_computed,),
     ),
     "penalties not applied": Mutant(
         "jattn.engine.sampling.penalised",

@@ -14,13 +14,17 @@ from tests.rooms.tree import ROOT
 
 @hypothesis.given(st.data(), st.integers(1, 70), st.integers(0, 200), st.booleans(), st.booleans())
 def test_every_plan_within_the_limits_has_a_shape_that_was_announced(data, rows, more, deterministic, coarse):
-    shapes = StepShapes(Limits(rows, rows + more, 100), 16, deterministic, is_coarse=coarse)
+    least = data.draw(st.none() | st.integers(1, rows))
+    limits = Limits(rows, rows + more, 100)
+    shapes = StepShapes(limits, 16, deterministic, is_coarse=coarse, least_sharing_rows=least)
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=rows))
     hypothesis.assume(sum(sizes) <= rows + more)
     samples = data.draw(st.booleans())
     plan = StepPlan(tuple(Row(str(i), 0, n, samples) for i, n in enumerate(sizes)))
-    tokens, requests, decode = shapes.of(plan)
-    assert (tokens, requests, decode) in shapes.all()
+    shape = shapes.of(plan, data.draw(st.booleans()))
+    assert shape in shapes.all()
+    tokens, requests, decode, shares = shape
+    assert not shares or (decode and least is not None and requests >= least)
     assert tokens >= plan.num_tokens and tokens >= requests >= len(sizes)
     if deterministic:
         assert requests >= plan.num_tokens and decode
@@ -33,8 +37,12 @@ def test_there_are_few_of_them():
     assert len(StepShapes(Limits(64, 2048, 4096), 16, is_coarse=True).all()) == 4 + 4
     coarse = lambda rows: StepShapes(Limits(rows, 64, 8), 4, is_coarse=True).buckets.reqs
     assert [coarse(rows) for rows in (1, 3, 8, 12, 33)] == [(4,), (4,), (4, 8), (4, 12), (4, 16, 32, 33)]
-    assert StepShapes(Limits(64, 64, 4096), 16, True).all() == ((64, 64, True),)
-    assert StepShapes(Limits(3, 3, 8), 4).all() == ((1, 1, True), (2, 2, True), (3, 3, True), (3, 3, False))
+    assert StepShapes(Limits(64, 64, 4096), 16, True).all() == ((64, 64, True, False),)
+    assert [shape[:3] for shape in StepShapes(Limits(3, 3, 8), 4).all()] == [
+        (1, 1, True), (2, 2, True), (3, 3, True), (3, 3, False)
+    ]  # fmt: skip
+    sharing = [shape for shape in StepShapes(Limits(9, 9, 8), 4, least_sharing_rows=4).all() if shape.shares_prefix]
+    assert sharing == [(4, 4, True, True), (8, 8, True, True), (9, 9, True, True)]
 
 
 LATE_SETTING = """

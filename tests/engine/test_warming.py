@@ -86,7 +86,7 @@ def test_equal_layers_are_traced_once_a_program_and_sampling_once_a_number_of_ro
     counted(sampling, "_with_logprobs")
     counted(sampling, "_restrict")
     served = engine(dataclasses.replace(CONFIG, eos_token_ids=(1,)))  # no other test has traced this model
-    programs, rows = served.warmup(), {num_rows for _, num_rows, _ in served.shapes.all()}
+    programs, rows = served.warmup(), {shape.num_rows for shape in served.shapes.all()}
     assert len(rows) < programs
     assert counted.calls == dict(
         project_and_attend=programs, layer_gives=programs, _with_logprobs=len(rows), _restrict=len(rows)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jattn.metadata import CommonAttentionMetadata, cascade_levels, check_host, use_cascade_attention
+from jattn.metadata.cascade import saved_us
 from tests.metadata.batches import BLOCK, assert_same, attend, plain, pool
 
 DECODES = dict(common_prefix_len=4096, query_lens=[1] * 64, num_query_heads=32, num_kv_heads=8, num_sms=100)
@@ -22,16 +23,36 @@ DECODES = dict(common_prefix_len=4096, query_lens=[1] * 64, num_query_heads=32, 
         (dict(use_sliding_window=True), False),
         (dict(use_local_attention=True), False),
         (dict(dcp_world_size=2), False),
-        (
-            dict(num_kv_heads=32, query_lens=[1] * 8, num_sms=10_000),
-            True,
-        ),  # one query head per kv head: split-KV decoding does not apply
-        (dict(query_lens=[2] * 8, num_sms=10_000), True),  # prefills: the same
-        (dict(query_lens=[1] * 8, num_sms=10_000), False),  # idle cores: splitting the keys fills them better
+        (dict(num_kv_heads=32, num_query_heads=32), True),
+        (dict(query_lens=[2] * 8), True),
+        (dict(query_lens=[1] * 8, num_sms=10_000), False),  # all tiles at once take less than a second launch
+        (dict(num_query_heads=512), False),  # a request's own rows fill the tiles of its kv heads
     ],
 )
 def test_cascade_pays_for_long_prefixes_of_many_requests(change, pays):
     assert use_cascade_attention(**(DECODES | change)) is pays
+
+
+MEASURED = {  # (requests, shared, own keys) -> microseconds with a level, and without: an H200, 32 / 8 heads of 128
+    (256, 32768, 256): (364.4, 4478.2),
+    (64, 8192, 512): (86.8, 308.4),
+    (32, 2048, 256): (43.6, 52.8),
+    (16, 1024, 1024): (44.4, 32.0),
+    (8, 4096, 256): (26.5, 30.4),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_the_estimate_agrees_with_what_was_measured(case):
+    (requests, shared, _), (levels, flat) = case, MEASURED[case]
+    sizes = dict(query_lens=np.ones(requests, int), num_kv_heads=8)
+    assert use_cascade_attention(shared, num_query_heads=32, num_sms=132, **sizes) is (levels < flat)
+    assert abs(saved_us(shared, num_heads=32, **sizes) - (flat - levels)) < max(0.06 * flat, 6)
+
+
+def test_an_estimate_grows_with_the_prefix_and_with_the_size_of_heads():
+    lens, of = np.ones(64, int), lambda shared, dim: saved_us(shared, lens, 32, 8, dim)
+    assert of(1024, 128) < of(2048, 128) < of(4096, 128) and of(4096, 64) < of(4096, 128) < of(4096, 256)
 
 
 def merged(states):
