@@ -23,6 +23,7 @@ SPHINX := $(VENV)/.ready-docs
 WHEELS := $(VENV)/.ready-wheels
 RAY := $(VENV)/.ready-ray
 LIBTPU := $(VENV)/.ready-libtpu
+CUDA := $(VENV)/.ready-cuda
 
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_28_aarch64
 
@@ -32,7 +33,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test parity lint format types imports notebooks docs bench wheel sanitize fuzz-server arm64 \
-  replicas tpu-aot check clean
+  replicas tpu-aot gpu-aot check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '## ' Makefile
@@ -106,6 +107,9 @@ replicas: $(RAY)  ## test two replicas under Ray Serve, which it installs; bette
 tpu-aot: $(LIBTPU)  ## compile the engine and the kernels for TPUs with libtpu, which it installs; no TPU is needed
 	@"$(PY)" -m pytest -n 0 $(or $(ARGS),tests/benchmarks/test_tpu_engine.py tests/kernels/tpu/test_lowering.py)
 
+gpu-aot: $(CUDA)  ## compile the kernels for six GPUs that are not here; registers and spills as recorded (Python 3.12)
+	@"$(PY)" -m pytest -n $(WORKERS) $(or $(ARGS),tests/kernels/gpu/test_registers.py)
+
 check: test lint types imports notebooks  ## test, lint, types, imports and notebooks; .ci/run does more
 
 clean:  ## remove the environments and caches
@@ -161,6 +165,16 @@ $(LIBTPU): EXTRAS := test
 $(LIBTPU): PACKAGES := JAX, test tools and libtpu (40 s)
 $(LIBTPU): PIN := "jax==0.10.2" "jaxlib==0.10.2" "libtpu==0.0.51"
 $(LIBTPU): pyproject.toml
+	$(install)
+	@touch "$(READY)"
+
+# JAX's CUDA plugin with ptxas alone: no cuDNN, NCCL or cuBLAS, and no nvJitLink (benchmarks/gpu/registers.py says why).
+# JAX 0.12 needs Python 3.12.
+$(CUDA): EXTRAS := test
+$(CUDA): PACKAGES := JAX, its CUDA plugin and ptxas (1 minute)
+$(CUDA): PIN := "jax==0.12.*" "jaxlib==0.12.*" "jax-cuda13-plugin==0.12.*" "jax-cuda13-pjrt==0.12.*" \
+  "nvidia-cuda-nvcc==13.*" nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cupti
+$(CUDA): pyproject.toml
 	$(install)
 	@touch "$(READY)"
 

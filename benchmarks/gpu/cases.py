@@ -40,8 +40,9 @@ class KernelCase:
         return kv + int(self.q_lens.sum()) * self.num_heads * (self.head_dim + self.v_head_dim) * 2
 
     def flops(self) -> int:
-        """FLOP: pairs of a query and a key it sees (causal), times 2 (D + V), times heads."""
-        pairs = sum(q * (s - q) + q * (q + 1) // 2 for q, s in self.lengths)
+        """FLOP: pairs of a query and a key it sees (causal, in a window), times 2 (D + V), times heads."""
+        window = dict(self.options).get("window", int(self.seq_lens.max()))
+        pairs = sum(int(np.minimum(np.arange(s - q, s) + 1, window).sum()) for q, s in self.lengths)
         return pairs * self.num_heads * 2 * (self.head_dim + self.v_head_dim)
 
 

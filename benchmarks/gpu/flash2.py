@@ -1,6 +1,8 @@
-"""FlashAttention-2, as torch's scaled_dot_product_attention has it, over dense keys; it runs in a process of its own.
+"""FlashAttention-2, as torch has it, over keys without pages; it runs in a process of its own.
 
 python -m benchmarks.gpu.flash2 pre_1x8k ...    one JSON row a case: {"case", "us"} or {"case", "error"}
+
+Requests of one size are one batch of scaled_dot_product_attention. Requests of several sizes, or a window, are packed.
 """
 
 import dataclasses
@@ -27,19 +29,39 @@ def measure(names: list[str], seconds: float = 60) -> list[dict]:
 
 def case_of(name: str) -> cases.KernelCase:
     """The case of this name; `_d64` at its end changes the head dimension."""
-    plain, _, dim = name.partition("_d") if "_d" in name.removeprefix("dec_") else (name, "", "")
-    found = next(case for case in cases.TIMED if case.name == plain)
+    named = {case.name: case for case in cases.TIMED}
+    plain, _, dim = (name, "", "") if name in named else name.rpartition("_d")
+    found = named[plain]
     return dataclasses.replace(found, name=name, head_dim=int(dim), v_head_dim=int(dim)) if dim else found
 
 
-def _micros(case: cases.KernelCase) -> float:
-    import torch
-    from torch.nn import attention, functional
+def _equal(torch, case: cases.KernelCase):
+    """A call for requests of one size."""
+    from torch.nn.functional import scaled_dot_product_attention as attend
 
     ((q_len, seq),) = set(case.lengths)
     make = lambda heads, n: torch.randn(len(case.lengths), heads, n, case.head_dim, device="cuda", dtype=torch.bfloat16)
     q, k, v = make(case.num_heads, q_len), make(case.num_kv_heads, seq), make(case.num_kv_heads, seq)
-    call = lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=q_len > 1, enable_gqa=True)
+    return lambda: attend(q, k, v, is_causal=q_len > 1, enable_gqa=True)
+
+
+def _packed(torch, case: cases.KernelCase):
+    """A call for requests of any size; a request's last query is at its last key."""
+    q_lens, seqs = zip(*case.lengths, strict=True)
+    make = lambda heads, n: torch.randn(n, heads, case.head_dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v = make(case.num_heads, sum(q_lens)), *(make(case.num_kv_heads, sum(seqs)) for _ in range(2))
+    starts = [torch.tensor([0, *lens]).cumsum(0).int().cuda() for lens in (q_lens, seqs)]
+    window = dict(case.options).get("window")
+    sides = {} if window is None else dict(window_size_left=window - 1, window_size_right=0)
+    attend = torch.ops.aten._flash_attention_forward  # arguments: the largest lengths, dropout, causal, debug mask
+    return lambda: attend(q, k, v, *starts, max(q_lens), max(seqs), 0.0, True, False, **sides)
+
+
+def _micros(case: cases.KernelCase) -> float:
+    import torch
+    from torch.nn import attention
+
+    call = (_packed if case.options or len(set(case.lengths)) > 1 else _equal)(torch, case)
     with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
         for _ in range(3):
             call()

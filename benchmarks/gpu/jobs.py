@@ -23,6 +23,11 @@ def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     parser.add_argument("--only", default="", help="parts of labels, separated by commas")
 
 
+def is_wanted(label: str, args: argparse.Namespace) -> bool:
+    """Does --only name a part of this label, or is it absent?"""
+    return not args.only or any(part in label for part in args.only.split(","))
+
+
 def run(jobs: Iterable[Job], args: argparse.Namespace, origin: dict[str, Any], file: str) -> int:
     """The number of wrong results. A job: the columns that name it, and the work, which returns the others.
 
@@ -31,7 +36,7 @@ def run(jobs: Iterable[Job], args: argparse.Namespace, origin: dict[str, Any], f
     begin, failed, skipped = time.time(), 0, []
     for names, work in jobs:
         label = " ".join(str(name) for name in names.values())
-        if args.only and not any(part in label for part in args.only.split(",")):
+        if not is_wanted(label, args):
             continue
         if time.time() - begin > args.seconds - LAST_SECONDS:
             skipped.append(label)

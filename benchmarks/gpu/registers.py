@@ -1,47 +1,75 @@
-"""Registers and spills of the warp-level kernel, compiled for a named GPU on a machine without one.
+"""Registers and spills of the warp-level kernel and the KV writes, compiled for a named GPU on a machine without one.
 
-    python -m benchmarks.gpu.registers sm_86                     every shape below, one JSON row each
-    python -m benchmarks.gpu.registers sm_86 decode_d128_bf16    these shapes
+    python -m benchmarks.gpu.registers sm_86 [--write | --out DIR]    every case below, one JSON row each
+    python -m benchmarks.gpu.registers sm_86 decode_d128_bf16         these cases
 
-It needs JAX 0.12 with its CUDA plugin and ptxas (packages jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc,
-nvidia-nvvm, nvidia-cuda-runtime, nvidia-nvjitlink, nvidia-cuda-cupti). A process compiles for one chip: Mosaic's cache
-of compiled kernels does not tell chips apart.
+It needs JAX 0.12 with its CUDA plugin, and ptxas: `make gpu-aot` installs both, and compares a few cases with the rows
+in benchmarks/results/<chip>/registers.jsonl. A process compiles for one chip: Mosaic's cache of compiled kernels does
+not tell chips apart.
+
+A row's variant is the compiler. Where libnvJitLink is installed, JAX compiles by it, relocatably; else by ptxas, for a
+whole program, which needs far fewer registers on sm_80, 86 and 89 (docs/performance.md).
 """
 
+import argparse
+import functools
+import importlib.util
 import json
 import os
+import pathlib
 import re
 import sys
 import tempfile
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks import records
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config_sm80 import CHIPS, WarpKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
+from pallas_kernels.gpu.rotate_write_sm90 import RotateWrite, rotate_and_write
 from pallas_kernels.gpu.supports_sm80 import supports
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
 from pallas_kernels.gpu.work_list import build_work_list
+from pallas_kernels.gpu.write_sm90 import write_rows
 
 BASE = dict(num_heads=32, num_kv_heads=8, page_size=16, dtype="bfloat16", logits=LogitRule(scale=0.1))
 EVERY_OPTION = dict(
     logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, mask=MaskRule(left=99), layout="NHD"
 )
-SHAPES = {
-    **{f"decode_d{d}_bf16": dict(rows=4, head_dim=d, v_head_dim=d) for d in (16, 64, 80, 96, 128, 192, 256)},
-    "decode_d192_v128_bf16": dict(rows=4, head_dim=192, v_head_dim=128),
-    "decode_d128_f16": dict(rows=4, head_dim=128, v_head_dim=128, dtype="float16", kv_dtype="float16"),
-    "decode_d128_16_rows": dict(rows=16, head_dim=128, v_head_dim=128),
-    "decode_d128_every_option": dict(rows=4, head_dim=128, v_head_dim=128, **EVERY_OPTION),
-    **{f"mixed_d{d}_bf16": dict(head_dim=d, v_head_dim=d) for d in (16, 64, 80, 96, 128, 192, 256)},
-    "mixed_d192_v128_bf16": dict(head_dim=192, v_head_dim=128),
-    "mixed_d128_f16": dict(head_dim=128, v_head_dim=128, dtype="float16", kv_dtype="float16"),
-    "mixed_d128_every_option": dict(head_dim=128, v_head_dim=128, **EVERY_OPTION),
-    "decode_d128_64_rows": dict(rows=64, num_heads=64, num_kv_heads=1, head_dim=128, v_head_dim=128),
+CACHES = {  # name -> fields of the config, head dimensions of decode, and those of a mixed batch too
+    "bf16": (dict(kv_dtype="bfloat16"), (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256), (64, 96, 128, 192, 256)),
+    "f16": (dict(dtype="float16", kv_dtype="float16"), (128,), (128,)),
+    "e4m3": (dict(kv_dtype="float8_e4m3fn"), (32, 64, 96, 128, 192, 256), (64, 128, 256)),
+    "e5m2": (dict(kv_dtype="float8_e5m2"), (128,), (128,)),
+    "int8": (dict(kv_dtype="int8"), (128,), (128,)),
+    "e4m3_tokens": (dict(kv_dtype="float8_e4m3fn", token_scales=True), (128, 256), (128, 256)),
+    "int8_tokens_f16": (dict(dtype="float16", kv_dtype="int8", token_scales=True), (128,), (128,)),
 }
+KINDS = {"decode": dict(rows=4), "mixed": {}}
+SHAPES = {
+    f"{kind}_d{d}_{cache}": KINDS[kind] | fields | dict(head_dim=d, v_head_dim=d)
+    for cache, (fields, *dims) in CACHES.items()
+    for kind, of_kind in zip(KINDS, dims, strict=True)
+    for d in of_kind
+}
+SHAPES |= {
+    f"{kind}_{name}": rows | dict(kv_dtype="bfloat16", head_dim=128, v_head_dim=128) | fields
+    for kind, rows in KINDS.items()
+    for name, fields in (
+        ("d192_v128_bf16", dict(head_dim=192)),
+        ("d128_bf16_every_option", EVERY_OPTION),
+        ("d128_int8_tokens_every_option", EVERY_OPTION | dict(kv_dtype="int8", token_scales=True)),
+    )
+}
+SHAPES["decode_d128_bf16_16_rows"] = SHAPES["decode_d128_bf16"] | dict(rows=16)
+SHAPES["decode_d128_e4m3_16_rows"] = SHAPES["decode_d128_e4m3"] | dict(rows=16)
+SHAPES["mixed_d128_bf16_64_rows"] = SHAPES["mixed_d128_bf16"] | dict(rows=64, num_heads=64, num_kv_heads=1)
+CASES = (*SHAPES, "write_kv_pages", "rotate_and_write")
 TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: {core}
@@ -57,6 +85,32 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{name}"
 """
+
+
+def missing() -> str:
+    """What this Python lacks to compile for a GPU; empty: nothing."""
+    if jax.__version_info__ < (0, 12):
+        return f"JAX 0.12 or newer, which lowers Mosaic kernels for every chip; this is {jax.__version__}"
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return "JAX's CUDA plugin"
+    return "" if any(_wheels("bin/ptxas")) else "ptxas, of the wheel nvidia-cuda-nvcc"
+
+
+def compiler() -> str:
+    """By which JAX compiles here; see above."""
+    return "nvjitlink" if any(_wheels("lib/libnvJitLink*")) else "ptxas"
+
+
+def _wheels(pattern: str) -> list[pathlib.Path]:
+    """The files of NVIDIA's wheels for CUDA 13 that match."""
+    found = importlib.util.find_spec("nvidia")
+    folders = (found.submodule_search_locations or ()) if found else ()
+    return [path for folder in folders for path in (pathlib.Path(folder) / "cu13").glob(pattern)]
+
+
+def environment() -> dict[str, str]:
+    """The environment in which a process compiles without a GPU."""
+    return dict(JAX_PLATFORMS="cpu", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", MOSAIC_GPU_DUMP_PTXAS="1")
 
 
 def capability(chip: str) -> tuple[int, int]:
@@ -75,7 +129,7 @@ def topology_of(chip: str):
     return topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1")
 
 
-def step_of(config: WarpKernelConfig, tokens: int = 64, requests: int = 8):
+def attention(config: WarpKernelConfig, tokens: int = 64, requests: int = 8):
     """(a step of work list, attention and merge, the shapes of its arguments)."""
     c, shape = config, jax.ShapeDtypeStruct
     order = (c.num_kv_heads, c.page_size)
@@ -97,23 +151,51 @@ def step_of(config: WarpKernelConfig, tokens: int = 64, requests: int = 8):
     return step, arguments
 
 
-def compiled(chip: str, config: WarpKernelConfig) -> list[dict]:
-    """Compiles a step for the chip: one row for each Mosaic kernel, from ptxas's report."""
+def write_kv(tokens: int = 64):
+    """The same of a write of bfloat16 keys and values, as if they had a scale of each token, too."""
+    shape = jax.ShapeDtypeStruct
+    pool, scales = shape((32, 8, 16, 128), jnp.bfloat16), shape((32, 8, 16), jnp.float32)
+    new, new_scales = shape((tokens, 8, 128), jnp.bfloat16), shape((tokens, 8), jnp.float32)
+
+    def step(k, v, k_scale, v_scale, slots, pools, scale_pools):
+        return write_rows((k, v), (k_scale, v_scale), slots, pools, scale_pools, page_size=16, heads_first=True)
+
+    slots = shape((tokens,), jnp.int32)
+    return step, (new, new, new_scales, new_scales, slots, (pool, pool), (scales, scales))
+
+
+def rotate_kv(tokens: int = 64):
+    """The same of the write that rotates queries and keys before."""
+    shape = jax.ShapeDtypeStruct
+    pool, angles = shape((32, 8, 16, 128), jnp.bfloat16), shape((tokens, 64), jnp.float32)
+    sizes = RotateWrite(
+        tokens=tokens, heads=32, kv_heads=8, head_dim=128, v_head_dim=128, dim=128, blocks=32, page=16,
+        heads_first=True, counters=132,
+    )  # fmt: skip
+    rows, slots = shape((tokens, sizes.width), jnp.bfloat16), shape((tokens,), jnp.int32)
+    return functools.partial(rotate_and_write, sizes=sizes), (rows, angles, angles, slots, (pool, pool))
+
+
+WRITES = {"write_kv_pages": write_kv, "rotate_and_write": rotate_kv}
+
+
+def compiled(chip: str, step, arguments) -> dict[str, dict]:
+    """Compiles a step for the chip: from ptxas's report, the name of each Mosaic kernel -> its registers and spills."""
     from jax.experimental.mosaic.gpu import utils
 
-    step, arguments = step_of(config)
     mesh = jax.sharding.Mesh(topology_of(chip).devices[:1], ("x",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere) for a in arguments]
+    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), arguments)
     # with no GPU, JAX takes the chip for sm_90
     with jax.set_mesh(mesh), mock.patch.object(utils, "_infer_arch", lambda: capability(chip)):
         report = _output_of(lambda: jax.jit(step).lower(*arguments).compile())
     found = re.findall(
-        r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"Compiling entry function '(\w+)_mosaic_gpu_kernel' for '\w+'.*?(\d+) bytes spill stores, "
         r"(\d+) bytes spill loads.*?Used (\d+) registers", report, re.DOTALL,
     )  # fmt: skip
-    names = ("kernel", "target", "stack", "spill_stores", "spill_loads", "registers")
-    return [dict(zip(names, (*row[:2], *map(int, row[2:])), strict=True)) for row in found]
+    assert found, f"ptxas reported no kernel:\n{report[-2000:]}"
+    names = ("spill_stores", "spill_loads", "registers")
+    return {kernel: dict(zip(names, map(int, row), strict=True)) for kernel, *row in found}
 
 
 def _output_of(function) -> str:
@@ -133,16 +215,35 @@ def _output_of(function) -> str:
         return file.read()
 
 
-def main(chip: str, *names: str):
-    os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1"}
-    for name in names or SHAPES:
-        fields = BASE | {"kv_dtype": "bfloat16"} | SHAPES[name]
-        config = warp_config(chip=chip, **fields)
+def measure(chip: str, case: str) -> dict[str, Any]:
+    """The columns of a case's row: registers of its kernel, and the most bytes that a kernel of its step spills."""
+    if case in WRITES:
+        kernels, tiles = compiled(chip, *WRITES[case]()), {}
+    else:
+        config = warp_config(chip=chip, **BASE | SHAPES[case])
         assert not supports(config), supports(config)
-        tiles = dict(stages=config.stages, block_kv=config.block_kv, ctas=config.num_ctas, smem=config.smem_bytes)
-        for row in compiled(chip, config):
-            print(json.dumps(dict(shape=name, chip=chip, **row) | tiles), flush=True)
+        kernels = compiled(chip, *attention(config))
+        tiles = dict(stages=config.stages, tile_halves=config.tile_halves, smem=config.smem_bytes)
+    worst = {column: max(row[column] for row in kernels.values()) for column in ("spill_stores", "spill_loads")}
+    own = case if case in WRITES else ragged_paged_attention.__name__
+    return dict(registers=kernels[own]["registers"]) | worst | tiles
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints and keeps one row for each case."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.registers", description=__doc__.splitlines()[0])
+    parser.add_argument("chip", choices=CHIPS)
+    parser.add_argument("cases", nargs="*", default=CASES)
+    records.add_options(parser)
+    args = parser.parse_args(argv)
+    os.environ |= environment()
+    jax.config.update("jax_enable_compilation_cache", False)  # what is not compiled has no report
+    folder = records.RESULTS / args.chip if args.write else args.out
+    for case in args.cases:
+        row = dict(case=case, variant=compiler()) | measure(args.chip, case)
+        print(json.dumps(row), flush=True)
+        records.write([records.provenance() | dict(chip=args.chip) | row], "registers", folder)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

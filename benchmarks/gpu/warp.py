@@ -1,13 +1,15 @@
 """Checks and times the warp-level kernel, beside the Hopper kernel and FlashAttention-2 on the same card.
 
-    python -m benchmarks.gpu.warp [--chip sm_86] [--write | --out DIR] [--seconds 100] [--only PARTS]
+    python -m benchmarks.gpu.warp [--chip sm_86] [--write | --out DIR] [--seconds 400] [--only PARTS]
 
-Numbers are checked against numpy float64 first. --chip chooses whose tiles; None: the card's. A Hopper card
-takes those of any chip. Nothing is started in the last 15 seconds.
+Numbers are checked against numpy float64 first. The last line is the card's row for the table of docs/performance.md.
+--chip chooses whose tiles; None: the card's. A Hopper card takes those of any chip. Nothing is started in the last 15
+seconds. FlashAttention-2 is torch's, and is left out where torch is not installed.
 """
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator
 
@@ -20,7 +22,10 @@ from benchmarks.gpu.variants import BOUND, LSE_BOUND, few
 from jattn import device
 from pallas_kernels.algebra.mask import MaskRule
 
-PEER_CASES = ("pre_1x8k", "pre_1x8k_d64", "pre_1x8k_d256", "dec_64x4k")
+PEER_CASES = (
+    "pre_1x8k", "pre_1x8k_d64", "pre_1x8k_d256", "dec_64x4k", "mixed_32d_2p", "pre_1x8k+window1024",
+    "dec_64x32k+window1024",
+)  # fmt: skip
 TOKENS = dict(token_scales=True)
 OPTIONS = (("mask", MaskRule(left=200, chunk=512)), ("soft_cap", 15.0), ("alibi", True), ("has_sinks", True))
 MIXED = dict(lengths=cases.MIX, pad_tokens=37, pad_reqs=3)
@@ -48,6 +53,11 @@ BESIDE_HOPPER = ("dec_16x32k_fp8", "mixed_32d_2p")
 LATER = (
     "pre_1x8k_d256", "mixed_32d_2p", "pre_1x8k+window1024", "dec_64x32k+window1024", "pre_4x4k", "dec_16x4k",
 )  # fmt: skip
+TABLE = (
+    "dec_64x4k", "dec_ragged64", "dec_64x32k+window1024", "dec_16x32k_fp8", "pre_1x8k", "pre_1x8k_d64",
+    "pre_1x8k_d256", "pre_1x8k+window1024", "mixed_32d_2p",
+)  # fmt: skip
+"""Cases of the table in docs/performance.md, a column each."""
 VARIANTS = [  # cases that a choice of tiles concerns
     ("pre_1x8k_d64", dict(stages=1)),
     ("pre_1x8k_d64", dict(stages=2)),
@@ -64,10 +74,11 @@ def case_of(name: str) -> cases.KernelCase:
     return found if plain == name else dataclasses.replace(found, name=name, kv_dtype="float8_e4m3fn")
 
 
-def measure(case, options: dict, timed: bool, iterations: int) -> dict:
+def measure(case, options: dict, timed: bool, args: argparse.Namespace) -> dict:
     """One row: errors against numpy float64 first, then microseconds; `ok` says whether to believe it."""
-    args = argparse.Namespace(no_check=False, samples=12, time=timed, iterations=iterations)
-    row = check.run_case(case, args, **options)
+    kind = dict(no_check=False, samples=args.samples, time=timed, iterations=args.iterations)
+    row = check.run_case(case, argparse.Namespace(**kind), **options)
+    row = {name: value for name, value in row.items() if name not in ("chip", "processors")}  # of the tiles
     row["ok"] = bool(row["rel_err"] < BOUND and row["lse_err"] < LSE_BOUND and row["same_bits"])
     return row
 
@@ -79,7 +90,7 @@ def read_rate() -> dict:
     return dict(us=us, tb_s=x.nbytes / us / 1e6, ok=True)
 
 
-def jobs_of(chip: str, peers: list[dict], iterations: int) -> Iterator[jobs.Job]:
+def jobs_of(chip: str, peers: list[dict], args: argparse.Namespace) -> Iterator[jobs.Job]:
     """The jobs, most important first."""
     own = dict(chip=chip, processors=getattr(jax.devices()[0], "core_count", None))
     on_hopper = device.detect().generation == "sm_90"
@@ -100,30 +111,62 @@ def jobs_of(chip: str, peers: list[dict], iterations: int) -> Iterator[jobs.Job]
         for case, options in checked:
             yield (
                 dict(case=case.name, variant=label(options)),
-                lambda c=case, o=options: measure(c, own | o, False, iterations),
+                lambda c=case, o=options: measure(c, own | o, False, args),
             )
         for name, options in timed:
             case = case_of(name)
             yield (
                 dict(case=name, variant=label(options)),
-                lambda c=case, o=options: measure(c, own | o, True, iterations),
+                lambda c=case, o=options: measure(c, own | o, True, args),
             )
             if on_hopper and not options and name in BESIDE_HOPPER:
-                yield dict(case=name, variant="hopper"), lambda c=case: measure(c, {}, True, iterations)
+                yield dict(case=name, variant="hopper"), lambda c=case: measure(c, {}, True, args)
+
+
+def table_row(card: str, rows: list[dict]) -> str:
+    """Microseconds of each case of TABLE; of decode, the share of the read rate; FlashAttention-2's time over ours."""
+    found = {(row["case"], row.get("variant")): row for row in rows if row["ok"] and "us" in row}
+    read, cells = found.get(("read_4g", None)), []
+    for case in TABLE:
+        own, peer = found.get((case, "default")), found.get((case, "flash2"))
+        parts = [f"{own['us']:.0f}"] if own else []
+        if own and read and case.startswith("dec_"):
+            parts.append(f"{own['tb_s'] / read['tb_s']:.0%}".replace("%", " %"))
+        if own and peer:
+            parts.append(f"x{peer['us'] / own['us']:.2f}")
+        cells.append(", ".join(parts))
+    return f"| {' | '.join((card, *cells))} |"
+
+
+def _noting(todo: Iterator[jobs.Job], rows: list[dict]) -> Iterator[jobs.Job]:
+    """The same jobs; what they return is added to `rows`."""
+
+    def noted(names, work):
+        row = work()
+        rows.append(names | row)
+        return row
+
+    for names, work in todo:
+        yield names, functools.partial(noted, names, work)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the budget allows; 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.warp", description=__doc__.splitlines()[0])
-    jobs.add_options(parser, seconds=100)
+    jobs.add_options(parser, seconds=400)
     parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=12, help="rows of a batch that are compared with float64")
     parser.add_argument("--chip", help="whose tiles: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120")
     args = parser.parse_args(argv)
-    peers = flash2.measure(list(PEER_CASES))
+    wanted = [name for name in PEER_CASES if jobs.is_wanted(f"{name} flash2", args)]
+    peers = flash2.measure(wanted) if wanted else []
     origin = records.provenance()
     chip = args.chip or device.detect().generation
     print(origin, chip, flush=True)
-    return int(jobs.run(jobs_of(chip, peers, args.iterations), args, origin | dict(tiles=chip), "warp") > 0)
+    rows: list[dict] = []
+    wrong = jobs.run(_noting(jobs_of(chip, peers, args), rows), args, origin | dict(tiles=chip), "warp")
+    print(table_row(f"{origin['chip']}, tiles of {chip}", rows), flush=True)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import jax
 
 from jattn.engine import kept_programs
 from jattn.engine.dispatch import Model, RowState, dispatch
-from jattn.engine.packing import Layout, Packed
+from jattn.engine.packing import PackedTree, Packed
 from jattn.engine.program_key import NoKey, key_of
 from jattn.engine.sampling import Sampled
 
@@ -27,14 +27,14 @@ class BrokenProgramError(RuntimeError):
 class Programs:
     """Calls `dispatch` for one model; a program is loaded from disk or compiled when it is first needed.
 
-    An engine has one program for each layout of a batch. If none are kept on disk, `dispatch` has them, as JAX does.
+    An engine has one program for each tree of a batch's arrays. If none are kept on disk, `dispatch` has them, as JAX does.
     """
 
     def __init__(self, model: Model):
         self.model = model
-        self._ready: dict[Layout, Callable[..., Any]] = {}
-        self._keys: dict[Layout, str] = {}
-        self._unproven: set[Layout] = set()  # those from disk that have not run
+        self._ready: dict[PackedTree, Callable[..., Any]] = {}
+        self._keys: dict[PackedTree, str] = {}
+        self._unproven: set[PackedTree] = set()  # those from disk that have not run
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> tuple[Any, Sampled, RowState]:
@@ -43,25 +43,25 @@ class Programs:
 
     def of(self, args: Args | Any) -> Callable[..., Any]:
         """The program for these arguments."""
-        layout = args[-1].tree
-        if layout not in self._ready and not self.load(args):
+        tree = args[-1].tree
+        if tree not in self._ready and not self.load(args):
             if self._key(args):
                 self.compile(args, self.lower(args))
             else:
-                self._ready[layout] = functools.partial(dispatch, self.model)
-        if layout in self._unproven:
+                self._ready[tree] = functools.partial(dispatch, self.model)
+        if tree in self._unproven:
             return self._first_run
-        return self._ready[layout]
+        return self._ready[tree]
 
     def load(self, args: Args) -> bool:
         """Load the program of these arguments, unless it is ready; False if it has to be compiled."""
-        layout = args[-1].tree
-        if layout not in self._ready and (key := self._key(args)):
+        tree = args[-1].tree
+        if tree not in self._ready and (key := self._key(args)):
             structures = jax.tree.structure((args, {})), _structure_of_results(args)
             if (program := kept_programs.load(key, *structures, _device(args))) is not None:
-                self._ready[layout] = program
-                self._unproven.add(layout)
-        return layout in self._ready
+                self._ready[tree] = program
+                self._unproven.add(tree)
+        return tree in self._ready
 
     def lower(self, args: Args) -> jax.stages.Lowered:
         """Trace and lower the program of these arguments."""
@@ -76,29 +76,29 @@ class Programs:
 
     def _key(self, args: Args) -> str:
         """The key under which the program is kept; "" if it is not."""
-        layout = args[-1].tree
+        tree = args[-1].tree
         with self._lock:  # the first key reads all source files, the others do not
-            if layout not in self._keys:
+            if tree not in self._keys:
                 try:
                     kept = kept_programs.are_kept()
-                    self._keys[layout] = key_of(self.model, args, dispatch.options(self.model, *args)) if kept else ""
+                    self._keys[tree] = key_of(self.model, args, dispatch.options(self.model, *args)) if kept else ""
                 except (NoKey, OSError) as why:
                     log.debug("only JAX's cache keeps a program: %s", why)
-                    self._keys[layout] = ""
-            return self._keys[layout]
+                    self._keys[tree] = ""
+            return self._keys[tree]
 
     def _first_run(self, *args: Any) -> tuple[Any, Sampled, RowState]:
         """Run a program from disk and wait for it. If it fails, it and all others that have not run are removed."""
-        layout = args[-1].tree
+        tree = args[-1].tree
         try:
-            results = jax.block_until_ready(self._ready[layout](*args))
+            results = jax.block_until_ready(self._ready[tree](*args))
         except Exception as error:
             for each in self._unproven:
                 kept_programs.remove(self._keys[each])
                 del self._ready[each]
             self._unproven.clear()
             raise BrokenProgramError(f"a program from disk failed, it will be compiled again: {error}") from error
-        self._unproven.remove(layout)
+        self._unproven.remove(tree)
         return results
 
 

@@ -1,7 +1,7 @@
 """Records of measurements: what is kept, what is drawn, and how targets and tuned tiles are read from them."""
 
 from benchmarks import plot, records
-from benchmarks.gpu import table
+from benchmarks.gpu import cases, flash2, table, warp
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import default_config, measured_table
 
@@ -24,6 +24,33 @@ def test_every_kept_row_says_what_when_and_where():
             assert row["bench"] == path.stem and all(row[name] for name in ("case", "date", "commit", "chip", "jax")), (
                 row
             )
+
+
+def test_the_work_of_a_case_is_that_of_its_visible_pairs():
+    lengths, window = ((1, 40), (7, 7), (5, 60)), 16
+    pairs = lambda left: sum(s - q + i >= k > s - q + i - left for q, s in lengths for i in range(q) for k in range(s))
+    kind = dict(name="x", lengths=lengths, num_heads=3, head_dim=64, v_head_dim=32)
+    assert cases.KernelCase(**kind).flops() == pairs(99) * 3 * 2 * 96
+    assert cases.KernelCase(**kind, options=(("window", window),)).flops() == pairs(window) * 3 * 2 * 96
+
+
+def test_a_peer_is_given_the_same_case():
+    assert flash2.case_of("pre_1x8k_d256").head_dim == flash2.case_of("pre_1x8k_d256").v_head_dim == 256
+    for name in ("mixed_32d_2p", "pre_1x8k+window1024", "dec_64x32k+window1024"):
+        assert flash2.case_of(name) == next(case for case in cases.TIMED if case.name == name)
+
+
+def test_a_card_gets_a_row_of_the_table():
+    row = lambda case, us, **more: dict(case=case, us=us, ok=True) | more
+    rows = [
+        row("read_4g", 9.0, tb_s=4.0), row("dec_64x4k", 250.0, tb_s=3.6, variant="default"),
+        row("dec_64x4k", 400.0, variant="flash2"), row("pre_1x8k", 1600.0, variant="default"),
+        row("pre_1x8k_d64", 7.0, variant="default", ok=False), row("mixed_32d_2p", 5.0, variant="hopper"),
+    ]  # fmt: skip
+    cells = dict(zip(("card", *warp.TABLE), warp.table_row("A100", rows).strip("| ").split(" | "), strict=False))
+    assert {name: cell for name, cell in cells.items() if cell.strip()} == {
+        "card": "A100", "dec_64x4k": "250, 90 %, x1.60", "pre_1x8k": "1600"
+    }  # fmt: skip
 
 
 def test_a_plain_row_with_its_ceilings_is_drawn():
