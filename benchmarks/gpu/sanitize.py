@@ -33,7 +33,7 @@ TOOLS = ("racecheck", "memcheck", "synccheck")
 LENGTHS = ((1, 300), (70, 150), (5, 133), (0, 0), (9, 200))  # a tool makes a kernel up to 100 times slower
 FOUND, WRONG = 9, 8  # exit codes
 PROCESSORS = 16  # whose CTAs the warp-level kernel has; of more, most would have no work
-WARPS = ("mix", "mix_window", "mix_spans", "mix_rswa", "mix_qq", "mix_sinks", "mix_d64_v64", "mix_d256_v256")
+WARPS = ("mix", "mix_window", "mix_spans", "mix_qq", "mix_sinks", "mix_d64_v64", "mix_d256_v256")
 
 
 def attention(case: cases.KernelCase, **fields) -> dict:

@@ -41,7 +41,6 @@ CASES = {
     "whole units": dict(whole_units=True),
     "spans": dict(mask=MaskRule(left=99, spans=True)),
     "spans, narrow": dict(mask=MaskRule(spans=True), kv_dtype="int8", rows=8),
-    "rswa": dict(mask=MaskRule(left=99, prefix=True)),
     "qq bias": dict(qq_bias=True),
     "qq bias, narrow": dict(qq_bias=True, kv_dtype="int8", rows=8),
     "all": dict(
@@ -71,8 +70,7 @@ def lower(config: GpuKernelConfig, num_tokens=64, num_reqs=8):
 
     def step(q, k, v, table, starts, seqs, causal, slopes, sinks, k_token, v_token):
         own = dict(rank=starts[0], local_lens=seqs) if config.shards.world > 1 else {}
-        own |= dict(spans=jnp.zeros((num_tokens, 2), jnp.int32)) if config.mask.spans else {}
-        own |= dict(prefix_lens=seqs) if config.mask.prefix else {}
+        own |= dict(ranges=jnp.zeros((num_tokens, 2), jnp.int32)) if config.mask.spans else {}
         work = build_work_list(starts, seqs, num_tokens, config, causal if config.per_request_causal else None, **own)
         extra = dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
         extra |= dict(sinks=sinks) if config.has_sinks else {}
