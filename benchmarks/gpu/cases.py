@@ -116,7 +116,6 @@ CHECKED = [
         lengths=MIX,
         options=(("mask", MaskRule(left=200, spans=True, clamp_spans=True)), ("kv_dtype", "float8_e4m3fn")),
     ),
-    KernelCase(name="mix_rswa", lengths=MIX, pad_tokens=5, options=(("mask", MaskRule(left=100, prefix=True)),)),
     KernelCase(name="mix_qq", lengths=MIX, options=(("qq_bias", True), ("alibi", True))),
     KernelCase(name="tree_qq", lengths=TREES, options=(("qq_bias", True),)),
     KernelCase(

@@ -23,7 +23,7 @@ from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
-from pallas_kernels.gpu.work_list import build_work_list
+from pallas_kernels.gpu.work_list import build_work_list, token_ranges
 
 
 def config_of(case, chip=None, processors=None, **extra) -> GpuKernelConfig:
@@ -124,7 +124,6 @@ class Reach:
     """What masks and biases depend on besides positions."""
 
     spans: list  # of each request: [(first, last)], of which the later one is among the new tokens
-    prefix_lens: np.ndarray  # i32[R]
     bias: np.ndarray  # f32[16, 16] among new tokens, with some -inf off the diagonal
 
     @classmethod
@@ -133,7 +132,7 @@ class Reach:
         bias[(np.abs(bias) > 1.2) & ~np.eye(16, dtype=bool)] = -np.inf
         lengths = [*case.lengths, *((0, 0),) * case.pad_reqs]
         spans = [[(s // 5, s // 5 + 40), (max(s - 150, s // 2), s - 3)] if s > 100 else [] for _, s in lengths]
-        return cls(spans, np.array([min(s // 2, 7 + 70 * (r % 3)) for r, (_, s) in enumerate(lengths)], np.int32), bias)
+        return cls(spans, bias)
 
     def of_tokens(self, case, num_tokens: int) -> np.ndarray:
         """i32[T, 2]: each token's own span, or (-1, -1)."""
@@ -159,7 +158,7 @@ def reference_row(case, config, host, req, i, head):
     if mask.causal and (not config.per_request_causal or req % 2 == 0):
         seen &= kv <= pos
     if mask.left >= 0:
-        seen &= (kv >= pos - mask.left) | (kv < (reach.prefix_lens[req] if mask.prefix else 0))
+        seen &= kv >= pos - mask.left
     if mask.right >= 0:
         seen &= kv <= pos + mask.right
     if mask.chunk > 0:
@@ -242,9 +241,14 @@ def run_case(case, args, **extra):
     scales = (0.5, 2.0) if config.quantised else (1.0, 1.0)
     causal = np.arange(len(seqs)) % 2 == 0 if config.per_request_causal else None
     reach = Reach.of(case)
-    own = dict(spans=jnp.asarray(reach.of_tokens(case, tokens))) if config.mask.spans else {}
-    own |= dict(prefix_lens=jnp.asarray(reach.prefix_lens)) if config.mask.prefix else {}
-    plan = jax.jit(lambda s, n: build_work_list(s, n, tokens, config, causal, **own))
+    spans = jnp.asarray(reach.of_tokens(case, tokens))
+
+    @jax.jit
+    def plan(starts, seqs):
+        rule = config.mask
+        own = dict(ranges=token_ranges(starts, seqs, tokens, rule, causal, spans)) if rule.spans else {}
+        return build_work_list(starts, seqs, tokens, config, causal, **own)
+
     kind = dict(k_scale=scales[0], v_scale=scales[1])
     kind |= dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
     kind |= dict(sinks=sinks) if config.has_sinks else {}

@@ -16,7 +16,7 @@ from benchmarks import records
 from benchmarks.gpu import cases, check, jobs
 from pallas_kernels.algebra.mask import MaskRule
 
-CHECKED = ("mix_whole", "mix_spans", "mix_clamped", "mix_rswa", "mix_qq", "tree_qq", "dec_qq_fp8", "dec_spans_fp8")
+CHECKED = ("mix_whole", "mix_spans", "mix_clamped", "mix_qq", "tree_qq", "dec_qq_fp8", "dec_spans_fp8")
 BOUND, LSE_BOUND = 8e-3, 2e-3
 BY_NAME = {case.name: case for case in cases.CHECKED + cases.TIMED}
 TREES = cases.KernelCase(name="trees_64x16_of_4k", lengths=((16, 4096),) * 64)
@@ -29,8 +29,6 @@ TIMED = {  # (case, option) -> fields of the config
     (BY_NAME["dec_64x4k"], "whole_units"): dict(whole_units=True),
     (TREES, "off"): {},
     (TREES, "qq_bias"): dict(qq_bias=True),
-    (BY_NAME["pre_1x8k"], "window1024"): dict(mask=MaskRule(left=1023)),
-    (BY_NAME["pre_1x8k"], "rswa1024"): dict(mask=MaskRule(left=1023, prefix=True)),
 }
 
 

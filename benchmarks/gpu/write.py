@@ -34,7 +34,7 @@ CASES = {  # name: tokens, fields of the cache
 
 
 def measure(name: str, iterations: int) -> dict:
-    """Compare the bits, then time the backend's write and XLA's scatter."""
+    """Compare the bits, then time the backend's write and XLA's scatter; without iterations only compare."""
     tokens, fields = CASES[name]
     pool = jattn.KVCacheSpec(**(dict(num_blocks=BLOCKS, block_size=PAGE, num_kv_heads=HEADS, head_dim=DIM) | fields))
     spec = jattn.AttentionSpec(num_heads=32, num_kv_heads=HEADS, head_dim=pool.head_dim, v_head_dim=pool.v_head_dim)
@@ -52,6 +52,8 @@ def measure(name: str, iterations: int) -> dict:
     changed = int((written["xla"].k != cache.k).any(axis=-1).sum())
     del written
     row = dict(case=name, tokens=tokens, same_bits=same, rows_written=changed, ok=same and changed > 0)
+    if not iterations:
+        return row
     stored = pool.bytes_per_block // pool.block_size * tokens
     row["bytes"] = stored + tokens * HEADS * (pool.head_dim + pool.v_head_dim) * 2
     for way, run in ways.items():

@@ -53,7 +53,7 @@ from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
-from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
+from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list, token_ranges
 
 QUERY_DTYPES = ("bfloat16", "float16")
 HOPPER = Chip("gpu", "sm_90")
@@ -70,7 +70,7 @@ def kernel_config(
     invariant: one kernel for every batch, which cuts no unit.
     """
     longest = None if common is None or invariant else queries_of(common, spec.attn_type).max_query_len
-    decoder = spec.attn_type is AttentionType.DECODER
+    decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
     config_of = default_config if _is_hopper(chip) else functools.partial(warp_config, chip=chip.generation)
     return config_of(
         rows=longest and longest * spec.group_size,
@@ -84,7 +84,7 @@ def kernel_config(
         out_dtype=out_dtype,
         kv_dtype=cache_spec.dtype,
         token_scales=cache_spec.quant == "per_token_head",
-        mask=spec.mask_rule(common is None or common.is_causal),
+        mask=dataclasses.replace(mask, prefix=False),  # a prefix has a launch of its own
         logits=spec.logit_rule(),
         has_sinks=spec.has_sinks,
         per_request_causal=decoder and common is not None and common.causal_per_request is not None,
@@ -121,6 +121,7 @@ class PallasGpuMetadata:
     work: GpuWorkList  # pieces of queries and keys, divided among the CTAs
     shared: tuple["PallasGpuMetadata", ...] = ()  # of a cascade: the plans of the levels before
     shard: KeyShard | None = None  # the keys of this rank, if several have them
+    prefix: GpuWorkList | None = None  # with use_rswa: of the keys that are visible before the window
 
     @property
     def num_tokens(self) -> int:
@@ -190,16 +191,20 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         if shard is not None:
             slots = shard.slot_mapping(keys, self.cache_spec.block_size)
             own = dict(rank=shard.rank, local_lens=shard.local_lens(keys))
-        if self.spec.use_mm_prefix:
-            own["spans"] = fill_mm_prefix_query_ranges(common, common.mm_prefix_ranges)
+        causal = None if causal is None else jnp.asarray(causal)
+        lengths = jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens
+        rule, prefix = config.mask, None
+        spans = fill_mm_prefix_query_ranges(common, common.mm_prefix_ranges) if rule.spans else None
+        if rule.spans:
+            own["ranges"] = token_ranges(*lengths, rule, causal, spans)
         if self.spec.use_rswa:
-            own["prefix_lens"] = jnp.asarray(common.rswa_prefix_lens, jnp.int32)
-        work = build_work_list(
-            jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens, config,
-            None if causal is None else jnp.asarray(causal), **own,
-        )  # fmt: skip
+            lens = jnp.asarray(common.rswa_prefix_lens, jnp.int32)
+            before = token_ranges(*lengths, rule, causal, spans, lens)
+            whole = dataclasses.replace(config, mask=dataclasses.replace(rule, spans=True))
+            prefix = build_work_list(*lengths, whole, causal, ranges=before)
+        work = build_work_list(*lengths, config, causal, **own)
         return PallasGpuMetadata(
-            common=common, block_table=keys.block_table, slot_mapping=slots, work=work, shard=shard
+            common=common, block_table=keys.block_table, slot_mapping=slots, work=work, shard=shard, prefix=prefix
         )
 
 
@@ -284,6 +289,25 @@ def _merges_inside(config: GpuKernelConfig, common: CommonAttentionMetadata) -> 
 def _paged(
     impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters
 ) -> AttentionState:
+    if m.prefix is None:
+        return _launch(impl, q, cache, m, params, counters)
+    # R-SWA: what a row sees is a window and, before it, a prefix. Each has a launch, so nothing between them is read.
+    spec = dataclasses.replace(impl.spec, use_rswa=False, has_sinks=False)
+    before = dataclasses.replace(spec, use_mm_prefix=True, mm_prefix_clamp_sliding_window=False)
+    plans = (before, dataclasses.replace(m, work=m.prefix)), (spec, m)
+    parts = [dataclasses.replace(impl, spec=own, out_dtype="float32") for own, _ in plans]
+    states = [_launch(part, q, cache, plan, params, None) for part, (_, plan) in zip(parts, plans, strict=True)]
+    state = merge(*states)
+    if impl.spec.has_sinks:
+        assert params.sinks is not None
+        state = with_sinks(state, params.sinks)
+    return dataclasses.replace(state, out=state.out.astype(impl.out_dtype or q.dtype))
+
+
+def _launch(
+    impl: PallasGpuImpl, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters
+) -> AttentionState:
+    """One launch over the pages of m.work, and its merge."""
     spec = impl.spec
     layer = (spec, cache.spec, q.dtype.name, m.common, impl.chip, impl.out_dtype, impl.parallel, impl.invariant)
     config = kernel_config(*layer)
@@ -474,7 +498,7 @@ class InvariantGpuBackend(PallasGpuBackend):
     name = "pallas_gpu_invariant"
     impl_cls = InvariantGpuImpl
     builder_cls = InvariantGpuMetadataBuilder
-    features = (PallasGpuBackend.features | {Feature.BATCH_INVARIANCE}) - {Feature.CASCADE, Feature.DCP}
+    features = (PallasGpuBackend.features | {Feature.BATCH_INVARIANCE}) - {Feature.CASCADE, Feature.DCP, Feature.RSWA}
 
     @classmethod
     def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:

@@ -10,7 +10,7 @@ import jax
 
 from jattn.engine import kept_programs
 from jattn.engine.dispatch import Model, RowState, dispatch
-from jattn.engine.packing import PackedTree, Packed
+from jattn.engine.packing import Packed, PackedTree
 from jattn.engine.program_key import NoKey, key_of
 from jattn.engine.sampling import Sampled
 
@@ -27,7 +27,8 @@ class BrokenProgramError(RuntimeError):
 class Programs:
     """Calls `dispatch` for one model; a program is loaded from disk or compiled when it is first needed.
 
-    An engine has one program for each tree of a batch's arrays. If none are kept on disk, `dispatch` has them, as JAX does.
+    An engine has one program for each tree of a batch's arrays. If none are kept on disk, `dispatch` has them, as JAX
+    does.
     """
 
     def __init__(self, model: Model):

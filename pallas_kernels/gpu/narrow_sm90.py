@@ -30,7 +30,6 @@ class QueryBounds:
     stop: object
     slope: object  # f32 ALiBi slope times log2(e), or None
     head: object  # query head
-    prefix: object = None  # i32 scalar: keys that the mask's left edge does not hide, with a prefix in the mask
     bias: object = None  # function: positions of keys -> f32 [64 keys, rows], with a qq_bias
 
 
@@ -54,9 +53,8 @@ def query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece) -> QueryBounds:
         slope = every(jnp.float32(0.0))
         for g in range(cfg.group):
             slope = jnp.where(member == g, refs.per_head[head0 + g, 0] * LOG2E, slope)
-    prefix = piece[wl.CAUSAL] >> 1 if cfg.mask.prefix else None
     bias = functools.partial(_bias, cfg, refs, piece, token) if cfg.qq_bias else None
-    return QueryBounds(q_pos, every(start), every(stop), slope, head0 + member, prefix, bias)
+    return QueryBounds(q_pos, every(start), every(stop), slope, head0 + member, bias)
 
 
 def _bias(cfg: GpuKernelConfig, refs: Refs, piece: Piece, token, key):
@@ -80,8 +78,7 @@ def logits(cfg: GpuKernelConfig, column: QueryBounds, dots, kv0, scale, masked):
     if masked:
         seen = key() < column.stop
         if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
-            near = key() >= column.start
-            seen = seen & (near | (key() < column.prefix) if cfg.mask.prefix else near)
+            seen = seen & (key() >= column.start)
         if cfg.mask.mask_fn is not None:
             seen = seen & cfg.mask.mask_fn(column.head, column.q_pos, key())
         dots = jnp.where(seen, dots, -jnp.inf)

@@ -4,7 +4,7 @@ from pallas_kernels.algebra.checks import unlisted_fields
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, GpuKernelConfig
 from pallas_kernels.gpu.rows_sm90 import swizzle_bytes
 
-MASKS = ("causal", "left", "right", "chunk", "lookback", "prefix", "spans", "clamp_spans", "mask_fn")
+MASKS = ("causal", "left", "right", "chunk", "lookback", "spans", "clamp_spans", "mask_fn")
 """The fields of a MaskRule that it honours."""
 
 LOGITS = ("scale", "soft_cap", "has_alibi", "score_fn")
@@ -67,8 +67,7 @@ def shape_reasons(config: GpuKernelConfig) -> list[str]:
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
     positional = c.qq_bias or c.logits.has_alibi or c.logits.score_fn is not None or c.mask.mask_fn is not None
-    reach = c.mask.spans or c.mask.prefix
-    refuse(c.shards.world > 1 and reach, "spans or a prefix with keys on several ranks: not in this kernel")
+    refuse(c.shards.world > 1 and c.mask.spans, "spans with keys on several ranks: not in this kernel")
     refuse(
         c.shards.world > 1 and positional,
         "qq_bias, ALiBi, mask_fn or score_fn with keys on several ranks",

@@ -37,7 +37,6 @@ class _RowBounds:
     stop: object
     slope: object  # f32 ALiBi slope times log2(e), or None
     head: object  # query head
-    prefix: object = None  # i32 scalar: keys that the mask's left edge does not hide, with a prefix in the mask
     bias: object = None  # function: positions of keys -> f32 (64, n), with a qq_bias
 
 
@@ -60,9 +59,8 @@ def row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset) -> _R
     head0 = piece[HEAD] * cfg.group
     slope = value_per_row(cfg, refs.per_head, head0, member, 0) if cfg.logits.has_alibi else None
     start, stop = (plgpu.layout_cast(jnp.broadcast_to(x, (WARPGROUP_ROWS,)), ROW_LAYOUT) for x in (start, stop))
-    prefix = piece[wl.CAUSAL] >> 1 if cfg.mask.prefix else None
     bias = functools.partial(_bias, cfg, refs, piece, token) if cfg.qq_bias else None
-    return _RowBounds(q_pos, start, stop, slope, head0 + member, prefix, bias)
+    return _RowBounds(q_pos, start, stop, slope, head0 + member, bias)
 
 
 def _bias(cfg: GpuKernelConfig, refs: Refs, piece: Piece, token, key):
@@ -97,8 +95,7 @@ def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     if masked:
         seen = key() < across_columns(row.stop - kv0, shape)
         if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
-            near = key() >= across_columns(row.start - kv0, shape)
-            seen = seen & (near | (key() < row.prefix - kv0) if cfg.mask.prefix else near)
+            seen = seen & (key() >= across_columns(row.start - kv0, shape))
         if cfg.mask.mask_fn is not None:
             where = (across_columns(row.head, shape), across_columns(row.q_pos, shape), key() + kv0)
             seen = seen & cfg.mask.mask_fn(*where)

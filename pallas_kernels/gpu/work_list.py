@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.algebra.mask import key_range
+from pallas_kernels.algebra.mask import MaskRule, key_range
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.gather_sm90 import gather
@@ -45,9 +45,8 @@ TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAU
 """Columns of info. TOK0: first token of the request; ROW0, NROWS: packed rows of the tile; BLK0, NBLK: its key blocks;
 FULL0, FULL1: blocks, counted from BLK0, that every row sees whole (half open); KSTART, KSTOP: key positions that
 some row sees (half open); REQ, QPOS0, SEQ: the request, the position of its first query, its number of keys; CAUSAL: 1
-if it is causal, plus twice the rank or, with a prefix in the mask, twice its length. If several ranks hold the keys,
-those of BLK0 .. KSTOP and SEQ are one rank's. With spans in the mask, the rows of info after the tiles hold two numbers
-a token: the first key that it sees, and the key after the last; see token_range."""
+if it is causal, plus twice the rank. If several ranks hold the keys, those of BLK0 .. KSTOP and SEQ are one rank's.
+With spans in the mask, the rows of info after the tiles hold two numbers a token: see token_ranges."""
 
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
@@ -67,14 +66,6 @@ ANY_POSITION = 2**30  # more than any length
 FEW = 0.05  # share of a batch's cost below which its decodes do not change how its prefills are arranged
 
 
-@dataclasses.dataclass(frozen=True)
-class Reach:
-    """Which keys tokens see beyond what the positions say."""
-
-    ranges: jax.Array | None  # i32[T, 2]: the keys that each token sees, spans included, half open
-    prefix_lens: jax.Array | None  # i32[R]: keys that a window does not hide
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuWorkList:
@@ -91,25 +82,21 @@ def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
 
 def build_work_list(
     query_start_loc, seq_lens, num_tokens: int, config: GpuKernelConfig, causal=None, rank=None, local_lens=None,
-    spans=None, prefix_lens=None,
+    ranges=None,
 ) -> GpuWorkList:  # fmt: skip
     """Once a step, for all layers of a config: i32[R+1] starts, i32[R] lengths -> GpuWorkList. No host sync.
 
     causal bool[R] replaces config.mask.causal request by request; it is given exactly when config.per_request_causal.
     rank, local_lens i32[R]: if several ranks hold the keys (config.shards), this one and its number of them.
-    prefix_lens i32[R]: with config.mask.prefix, how many first keys of each request its window does not hide.
-    spans i32[T, 2]: with config.mask.spans, the first and last position of each token's span, or (-1, -1).
+    ranges i32[T, 2]: with config.mask.spans, the keys that each token sees, half open: see token_ranges.
     """
     if (rank is not None, local_lens is not None) != (config.shards.world > 1,) * 2:
         raise ValueError(f"{config.shards=} needs {'rank and local_lens' if config.shards.world > 1 else 'no rank'}")
     if (causal is not None) != config.per_request_causal:
         raise ValueError(f"{config.per_request_causal=} but causal {'was' if causal is not None else 'was not'} given")
-    asked, given = (config.mask.spans, config.mask.prefix), (spans is not None, prefix_lens is not None)
-    if given != asked:
-        raise ValueError(f"spans and prefix_lens: {given=}, and the config's mask has {asked}")
-    ranges = None if spans is None else _token_ranges(query_start_loc, seq_lens, config.mask, causal, spans)
-    reach = Reach(ranges, prefix_lens)
-    args = (query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, reach)
+    if (ranges is not None) != config.mask.spans:
+        raise ValueError(f"{config.mask.spans=} but ranges {'were' if ranges is not None else 'were not'} given")
+    args = (query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges)
     if config.flat_list:
         return _with_token_ranges(_flat(*args), ranges)
     info, cost = _tiles(*args)
@@ -118,17 +105,24 @@ def build_work_list(
     return _with_token_ranges(_assign(info, cost, config), ranges)
 
 
-def _token_ranges(query_start_loc, seq_lens, rule, causal, spans):
-    """i32[T, 2]: the keys that each token sees, half open; (0, 0) of padding."""
+def token_ranges(query_start_loc, seq_lens, num_tokens: int, rule: MaskRule, causal=None, spans=None, prefix_lens=None):
+    """i32[T, 2] (first key that each token sees, key after the last); (0, 0) of padding.
+
+    spans i32[T, 2]: with rule.spans, the first and last position of each token's span, or (-1, -1). prefix_lens i32[R],
+    if given: instead, the keys of each request's prefix that are before that range.
+    """
     starts, reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
-    token = jnp.arange(spans.shape[0], dtype=jnp.int32)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
     req = jnp.sum(starts[None, 1:] <= token[:, None], axis=1, dtype=jnp.int32)
     is_live, req = req < reqs, jnp.minimum(req, reqs - 1)
     seq = jnp.where(is_live, seq_lens.astype(jnp.int32)[req], 0)
     position = seq + token - starts[req + 1]
     own = None if causal is None else causal[req]
-    start, stop = key_range(rule, position, position, seq, own, (spans[:, 0], spans[:, 1]))
-    return jnp.where(is_live[:, None], jnp.stack([jnp.maximum(start, 0), stop], axis=1), 0)
+    start, stop = key_range(rule, position, position, seq, own, None if spans is None else (spans[:, 0], spans[:, 1]))
+    start = jnp.maximum(start, 0)
+    if prefix_lens is not None:
+        start, stop = jnp.zeros_like(start), jnp.minimum(prefix_lens[req], start)
+    return jnp.where(is_live[:, None], jnp.stack([start, stop], axis=1), 0)
 
 
 def _with_token_ranges(work: GpuWorkList, ranges) -> GpuWorkList:
@@ -151,7 +145,7 @@ def token_range(info, num_tokens: int, token, layout):
     return gather(info, place, layout), gather(info, place + 1, layout)
 
 
-def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, reach: Reach):
+def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges):
     """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); no tile costs 0."""
     num_reqs = seq_lens.shape[0]
     starts = query_start_loc.astype(jnp.int32)
@@ -169,7 +163,7 @@ def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_le
     tile_causal = None if causal is None else jnp.append(causal, True)[req]
     held = None if rank is None else (rank, jnp.where(q_len > 0, jnp.append(local_lens, 0)[req], 0))
     tile_req = jnp.minimum(req, num_reqs - 1)
-    info = _info(config, starts[req], row0, nrows, tile_req, q_len, seq, tile_causal, held, reach)
+    info = _info(config, starts[req], row0, nrows, tile_req, q_len, seq, tile_causal, held, ranges)
     weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
     return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + UNIT_COST, 0)
 
@@ -189,45 +183,49 @@ def visible_keys(config, q_first, q_last, keys, causal, rank):
     return start, stop
 
 
-def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, reach: Reach):
+def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, ranges):
     """The 16 columns of info, i32[tiles] each. causal: bool[tiles], or None for the rule's. held: None, or the rank and
-    the keys i32[tiles] that it holds."""
+    the keys i32[tiles] that it holds. ranges: None, or the keys i32[T, 2] that each token sees."""
     rule, block = config.mask, config.block_kv
     qpos0 = seq - q_len
     rank, seq = held or (0, seq)
     q_first = qpos0 + row0 // config.group
     q_last = qpos0 + (row0 + jnp.maximum(nrows, 1) - 1) // config.group
-    start, stop = visible_keys(config, q_first, q_last, seq, causal, rank)
-    if reach.ranges is not None:
-        start, stop = _hull(reach.ranges, tok0 + row0 // config.group, tok0 + (row0 + nrows - 1) // config.group)
-    prefix = jnp.zeros_like(seq) if reach.prefix_lens is None else reach.prefix_lens[req]
-    start, stop = jnp.where(prefix > 0, 0, jnp.maximum(start, 0)), jnp.maximum(stop, 0)
+    if ranges is None:
+        start, stop = visible_keys(config, q_first, q_last, seq, causal, rank)
+        last_start, _ = visible_keys(config, q_last, q_last, seq, causal, rank)
+        _, first_stop = visible_keys(config, q_first, q_first, seq, causal, rank)
+    else:
+        tokens = (tok0 + row0 // config.group, tok0 + (row0 + nrows - 1) // config.group)
+        start, stop, last_start, first_stop = _bounds_of_tokens(ranges, *tokens)
+    start, stop = jnp.maximum(start, 0), jnp.maximum(stop, 0)
     blk0 = start // block
     nblk = jnp.maximum(cdiv(stop, block) - blk0, 1)
-    last_start, _ = visible_keys(config, q_last, q_last, seq, causal, rank)
-    _, first_stop = visible_keys(config, q_first, q_first, seq, causal, rank)
     full0 = jnp.clip(cdiv(jnp.maximum(last_start, 0), block) - blk0, 0, nblk)
     full1 = jnp.clip(jnp.maximum(first_stop, 0) // block - blk0, full0, nblk)
     if rule.mask_fn is not None:
         full1 = full0
     if config.qq_bias:  # computed with the blocks that have a mask: those of a request's new tokens
         full1 = jnp.clip(qpos0 // block - blk0, full0, full1)
-    flag = (jnp.full_like(seq, int(rule.causal)) if causal is None else causal) + 2 * (rank + prefix)
+    flag = (jnp.full_like(seq, int(rule.causal)) if causal is None else causal) + 2 * rank
     columns = [tok0, row0, nrows, blk0, nblk, full0, full1, start, stop, req, qpos0, seq, flag]
     columns += [jnp.zeros_like(seq)] * (INFO_COLUMNS - len(columns))
     return [column.astype(jnp.int32) for column in columns]
 
 
-def _hull(ranges, first, last):
-    """i32[tiles] each: the first and the last bound of tokens first .. last; (0, 0) where there are none."""
+def _bounds_of_tokens(ranges, first, last):
+    """i32[tiles] each, of tokens first .. last: smallest start, largest stop, largest start, smallest stop."""
     token = jnp.arange(ranges.shape[0], dtype=jnp.int32)[None, :]
     inside = (token >= first[:, None]) & (token <= last[:, None])
-    start = jnp.min(jnp.where(inside, ranges[None, :, 0], ANY_POSITION), axis=1)
-    stop = jnp.max(jnp.where(inside, ranges[None, :, 1], 0), axis=1)
-    return jnp.where(start == ANY_POSITION, 0, start), stop
+    least = lambda k: jnp.min(jnp.where(inside, ranges[None, :, k], ANY_POSITION), axis=1)
+    most = lambda k: jnp.max(jnp.where(inside, ranges[None, :, k], 0), axis=1)
+    # A token that sees no key begins nowhere: its start must not stretch the range.
+    some = inside & (ranges[:, 1] > ranges[:, 0])[None, :]
+    start = jnp.min(jnp.where(some, ranges[None, :, 0], ANY_POSITION), axis=1)
+    return jnp.where(start == ANY_POSITION, 0, start), most(1), most(0), least(1)
 
 
-def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, reach: Reach) -> GpuWorkList:
+def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
     """The flat list: no request has more than TILE_ROWS rows. A tile without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
     ghosts = cdiv(num_tokens * config.group, TILE_ROWS)
@@ -242,7 +240,7 @@ def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_len
     tok0 = jnp.where(is_ghost, starts[-1], starts[req])
     tile_causal = None if causal is None else is_ghost | causal[req]
     held = None if rank is None else (rank, jnp.where(is_ghost | (q_len == 0), 0, local_lens[req]))
-    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal, held, reach)
+    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal, held, ranges)
     info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
     return GpuWorkList(info=jnp.stack(info, axis=1), cta=_cut_line(info[NBLK], config))
 

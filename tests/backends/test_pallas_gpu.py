@@ -25,12 +25,12 @@ def reasons(spec=(), cache=(), chip=HOPPER):
     return next(report for report in reports if report.name == "pallas_gpu").reasons
 
 
-def lower(spec, cache_spec, query_lens, causal=True, chip=HOPPER, backend="pallas_gpu", **params):
+def lower(spec, cache_spec, query_lens, causal=True, chip=HOPPER, backend="pallas_gpu", reach=None, **params):
     """The custom calls in a step of write and attention, lowered for CUDA."""
     attn = jattn.PagedAttention(spec, cache_spec, backend=backend, platform=chip)
     table = [[3 * r, 3 * r + 1, 3 * r + 2] for r in range(len(query_lens))]
     meta = jattn.CommonAttentionMetadata.from_lengths(
-        query_lens, [40] * len(query_lens), table, cache_spec.block_size, causal=causal
+        query_lens, [40] * len(query_lens), table, cache_spec.block_size, causal=causal, **reach or {}
     )
     tokens = sum(query_lens)
     cache = jax.eval_shape(lambda: jattn.empty_cache(cache_spec, platform="gpu"))
@@ -107,6 +107,14 @@ def test_a_chips_name_takes_the_warp_level_kernel_on_a_hopper_card(monkeypatch):
 def test_a_mixed_batch_is_a_write_one_launch_and_a_merge():
     spec = jattn.AttentionSpec(**LAYER, sliding_window=100, has_sinks=True, logits_soft_cap=30.0)
     assert lower(spec, jattn.KVCacheSpec(**POOL), [1, 1, 33, 5], sinks=(8,)) == 3
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 33]], ids=["decode", "mixed"])
+def test_a_prefix_beside_a_window_has_a_launch_of_its_own(query_lens):
+    """What lies between them is then in neither work list."""
+    spec = jattn.AttentionSpec(**LAYER, sliding_window=4, use_rswa=True, has_sinks=True)
+    reach = dict(rswa_prefix_lens=[3] * len(query_lens))
+    assert lower(spec, jattn.KVCacheSpec(**POOL), query_lens, reach=reach, sinks=(8,)) == 5
 
 
 def test_a_quantised_decode_with_scales_of_each_head_and_causality_of_each_request_lowers():

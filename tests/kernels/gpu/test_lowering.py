@@ -39,6 +39,10 @@ CASES = {
     "alibi": dict(logits=LogitRule(scale=0.1, has_alibi=True)),
     "sinks": dict(has_sinks=True),
     "whole units": dict(whole_units=True),
+    "spans": dict(mask=MaskRule(left=99, spans=True)),
+    "spans, narrow": dict(mask=MaskRule(spans=True), kv_dtype="int8", rows=8),
+    "qq bias": dict(qq_bias=True),
+    "qq bias, narrow": dict(qq_bias=True, kv_dtype="int8", rows=8),
     "all": dict(
         logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, mask=MaskRule(left=99, chunk=256),
         layout="NHD", kv_dtype="int8",
@@ -66,9 +70,11 @@ def lower(config: GpuKernelConfig, num_tokens=64, num_reqs=8):
 
     def step(q, k, v, table, starts, seqs, causal, slopes, sinks, k_token, v_token):
         own = dict(rank=starts[0], local_lens=seqs) if config.shards.world > 1 else {}
+        own |= dict(ranges=jnp.zeros((num_tokens, 2), jnp.int32)) if config.mask.spans else {}
         work = build_work_list(starts, seqs, num_tokens, config, causal if config.per_request_causal else None, **own)
         extra = dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
         extra |= dict(sinks=sinks) if config.has_sinks else {}
+        extra |= dict(qq_bias=jnp.zeros((9, 9))) if config.qq_bias else {}
         extra |= dict(k_token_scale=k_token, v_token_scale=v_token) if config.token_scales else {}
         return ragged_paged_attention(q, k, v, table, work, config, **extra)
 

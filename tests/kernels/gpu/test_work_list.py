@@ -274,6 +274,60 @@ def test_tile_ranges_cover_what_the_predicate_shows(rule):
         assert whole.all(), "blocks called full must be visible to every row"
 
 
+REACHES = {
+    "spans": MaskRule(spans=True),
+    "spans, window": MaskRule(left=100, spans=True),
+    "spans, clamped": MaskRule(left=100, spans=True, clamp_spans=True),
+}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", REACHES)
+def test_ranges_of_tokens_are_the_keys_of_spans_and_prefixes(name, flat):
+    """Every request has a span from its first new token on. A prefix of 37 keys is what of it is before that range."""
+    mask, batch = REACHES[name], HOLES if flat else BATCHES["mixed"]
+    config = GpuKernelConfig(**SHAPE, num_heads=32, num_kv_heads=8, mask=mask, flat_list=flat)
+    q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
+    starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    tokens, prefixes = int(starts[-1]) + 5, np.full(len(batch), 37, np.int32)
+    first, last = seqs - q_lens, seqs - q_lens + np.minimum(150, q_lens) - 1
+    spans, owner = np.full((tokens, 2), -1, np.int32), np.repeat(np.arange(len(batch)), q_lens)
+    q_pos = np.arange(starts[-1]) - starts[owner] + first[owner]
+    inside = q_pos <= last[owner]
+    spans[: starts[-1]][inside] = np.stack([first, last], 1)[owner][inside]
+    own = wl.token_ranges(starts, seqs, tokens, mask, spans=spans)
+    before = np.asarray(wl.token_ranges(starts, seqs, tokens, mask, spans=spans, prefix_lens=prefixes))
+    info = np.asarray(wl.build_work_list(starts, seqs, tokens, config, ranges=own).info)
+    tiles = len(info) - -(-2 * tokens // 16)
+    ranges = info[tiles:].reshape(-1)[: 2 * tokens].reshape(-1, 2)
+    live = slice(starts[-1])
+    assert not before[:, 0].any() and (before[live, 1] == np.minimum(ranges[live, 0], 37)).all()
+    for row in info[:tiles][info[:tiles, wl.NROWS] > 0]:
+        if row[wl.TOK0] == starts[-1]:
+            continue  # the ghost
+        token = np.unique((row[wl.ROW0] + np.arange(row[wl.NROWS])) // 4) + row[wl.TOK0]
+        q, kv = q_pos[token][:, None], np.arange(row[wl.SEQ])[None]
+        near = kv >= q - mask.left if mask.left >= 0 else kv >= 0
+        both = (kv >= spans[token, :1]) & (kv <= spans[token, 1:]) & (near if mask.clamp_spans else True)
+        shown = (kv <= q) & near | both
+        for seen, bounds in zip(shown, ranges[token], strict=True):
+            assert (seen == (kv[0] >= bounds[0]) & (kv[0] < bounds[1])).all()
+        keys = np.flatnonzero(shown.any(axis=0))
+        assert row[wl.KSTART] <= keys[0] and keys[-1] < row[wl.KSTOP]
+        begin = row[wl.BLK0] * 128
+        assert begin <= keys[0] and keys[-1] < begin + row[wl.NBLK] * 128
+        assert shown[:, begin + row[wl.FULL0] * 128 : begin + row[wl.FULL1] * 128].all()
+    assert not ranges[starts[-1] :].any() and not before[starts[-1] :].any()
+
+
+def test_blocks_with_new_tokens_are_computed_with_a_mask_under_a_bias():
+    config = GpuKernelConfig(**SHAPE, num_heads=32, num_kv_heads=8, qq_bias=True)
+    starts, seqs = np.array([0, 16, 17, 300], np.int32), np.array([1000, 128, 600], np.int32)
+    info = np.asarray(wl.build_work_list(starts, seqs, 300, config).info)
+    for row in info[info[:, wl.NROWS] > 0]:
+        assert (row[wl.BLK0] + row[wl.FULL1]) * 128 <= row[wl.QPOS0]
+
+
 def test_capacity_bounds_the_tiles():
     rng = np.random.default_rng(0)
     for _ in range(20):
