@@ -158,7 +158,7 @@ class Explanation(tuple[BackendReport, ...]):
 
     def __str__(self) -> str:
         width = max([len("backend"), *(len(report.name) for report in self)])
-        rows = [f"{'backend':{width}}  runs  why not"]
+        rows = [f"{'backend':{width}}  runs  how, or why not"]
         for report in self:
             lines = [line for note in report.notes for line in textwrap.wrap(note, 88, subsequent_indent="  ")] or [""]
             rows.append(f"{report.name:{width}}  {'yes' if report.supported else 'no':4}  {lines[0]}".rstrip())
@@ -175,7 +175,7 @@ class Explanation(tuple[BackendReport, ...]):
             + cell("<br>".join(map(html.escape, report.notes)))
             for report in self
         )
-        head = "<tr><th>backend</th><th>runs</th><th>why not</th></tr>"
+        head = "<tr><th>backend</th><th>runs</th><th>how, or why not</th></tr>"
         return f"<table>{head}{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
