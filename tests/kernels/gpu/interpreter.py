@@ -382,7 +382,6 @@ PTX = {
     "keep_columns": _keep_columns,
     "add_slope": _add_slope,
     "store_rows": _store_rows,
-    "decode_tile": lambda closure, source, tile: tile.__setitem__(..., source.astype(tile.dtype)),
     "store_partial": _store_partial,
     "load_partial": _load_partial,
 }
