@@ -136,7 +136,7 @@ def _checked(name: str, backend: Any) -> type[AttentionBackend]:
 
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
-    """Does one backend support a layer?"""
+    """Whether one backend supports a layer; why not, or by which kernel; and what computes its gradient."""
 
     name: str  # of the backend
     supported: bool
