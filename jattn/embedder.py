@@ -19,7 +19,7 @@ Input = str | Sequence[int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Embedder:
-    """A model, its tokenizer, and how its hidden states become embeddings."""
+    """A model, its tokenizer, and how its hidden states become embeddings. Make it with `from_pretrained`."""
 
     config: models.ModelConfig
     params: dict[str, Any]

@@ -102,7 +102,7 @@ def tensor_parallel(
     """step(q, k, v, cache, meta, params) with the heads distributed over `axis`; ranks do not communicate.
 
     dtype: of the queries, see PagedAttention. The step takes and returns global arrays: q [T H D], and the cache of
-    `cache_spec`. Place the cache once with head_partition; every step keeps that placement.
+    `cache_spec`. Place the cache once with jattn.parallel.head_partition; every step keeps that placement.
     """
     world = _world(mesh, axis)
     local_spec, local = rank_spec(spec, axis, world), rank_cache_spec(cache_spec, world)

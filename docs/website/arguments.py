@@ -66,7 +66,7 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
 
 
 def _sentence(parser: argparse.ArgumentParser) -> str:
-    text = reference.escaped(parser.description or "")
+    text = reference.escaped(" ".join((parser.description or "").split()))
     return text[:1].upper() + text[1:].rstrip(".") + "."
 
 

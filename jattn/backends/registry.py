@@ -137,7 +137,7 @@ def _checked(name: str, backend: Any) -> type[AttentionBackend]:
 
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
-    """Does one backend support a layer?"""
+    """Whether one backend supports a layer; why not, or by which kernel; and what computes its gradient."""
 
     name: str  # of the backend
     supported: bool
@@ -159,7 +159,7 @@ class Explanation(tuple[BackendReport, ...]):
 
     def __str__(self) -> str:
         width = max([len("backend"), *(len(report.name) for report in self)])
-        rows = [f"{'backend':{width}}  runs  why not"]
+        rows = [f"{'backend':{width}}  runs  how, or why not"]
         for report in self:
             lines = [line for note in report.notes for line in textwrap.wrap(note, 88, subsequent_indent="  ")] or [""]
             rows.append(f"{report.name:{width}}  {'yes' if report.supported else 'no':4}  {lines[0]}".rstrip())
@@ -176,7 +176,7 @@ class Explanation(tuple[BackendReport, ...]):
             + cell("<br>".join(map(html.escape, report.notes)))
             for report in self
         )
-        head = "<tr><th>backend</th><th>runs</th><th>why not</th></tr>"
+        head = "<tr><th>backend</th><th>runs</th><th>how, or why not</th></tr>"
         return f"<table>{head}{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jattn import device
 from jattn.cli import options, processes, screen
+from jattn.cli.command import add_command
 from jattn.cli.trace import Arrival, make_trace
 from jattn.engine import Engine, Processes, SamplingParams
 from jattn.engine.stats import Stats
@@ -18,7 +19,12 @@ from jattn.engine.stats import Stats
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("bench", help="measure serving or the kernels")
+    parser = add_command(
+        commands,
+        "bench",
+        "measure serving or the kernels",
+        ["jattn bench serving --requests 200 --rate 20", "jattn bench --tune --out tiles.json"],
+    )
     parser.add_argument(
         "--tune", action="store_true", help="measure tile sizes of the GPU kernel and write the best to a file"
     )
@@ -27,7 +33,12 @@ def add(commands) -> None:
     )
     parser.set_defaults(run=run_tune)
     kinds = parser.add_subparsers(metavar="WHAT")
-    serving = kinds.add_parser("serving", help="throughput and latencies of an engine under a synthetic load")
+    serving = add_command(
+        kinds,
+        "serving",
+        "throughput and latencies of an engine under a synthetic load",
+        ["jattn bench serving --model ~/models/llama --requests 200 --rate 20 --out runs.jsonl"],
+    )
     load = serving.add_argument_group("the load")
     load.add_argument("--requests", type=int, default=64, help="number of requests (default: 64)")
     load.add_argument("--rate", type=float, help="mean arrivals per second, Poisson (default: all at once)")
@@ -41,8 +52,15 @@ def add(commands) -> None:
     options.add_engine(serving)
     processes.add(serving)
     serving.set_defaults(run=lambda args: processes.run(args, run_serving))
-    kernels = kinds.add_parser("kernels", help="the attention kernels; needs a checkout")
-    kernels.add_argument("rest", nargs=argparse.REMAINDER, help="options of benchmarks/run.py")
+    kernels = add_command(
+        kinds,
+        "kernels",
+        "the attention kernels; needs a checkout",
+        ["jattn bench kernels --backend sdpa,cpu_native", "jattn bench kernels --help"],
+        add_help=False,
+        prefix_chars="\0",  # every argument is one of benchmarks/run.py, --help too
+    )
+    kernels.add_argument("rest", nargs="*", help="options of benchmarks/run.py")
     kernels.set_defaults(run=run_kernels)
 
 

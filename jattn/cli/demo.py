@@ -4,14 +4,17 @@ import argparse
 
 from jattn import demo
 from jattn.cli import options
+from jattn.cli.command import add_command
 from jattn.embedded import show
 
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "demo",
-        help="compare every backend with numpy, then serve a small model and check its answers",
+        "compare every backend with numpy, then serve a small model and check its answers",
+        ["jattn demo", "jattn demo --backends-only"],
         description="Compares every backend with numpy, then serves a small model and checks its answers. "
         "Exits with 0 if all agree. The first run on a machine compiles C++ kernels and takes about 35 s.",
     )

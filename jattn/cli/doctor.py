@@ -10,6 +10,7 @@ import jattn
 from jattn import compile_cache
 from jattn import demo as self_check
 from jattn.cli import screen
+from jattn.cli.command import add_command
 from jattn.device import devices
 from jattn.engine import sizing
 
@@ -18,7 +19,8 @@ EXTRAS = dict(models=("safetensors", "tokenizers", "jinja2", "rich"), serve=("st
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("doctor", help="which devices and backends work here, and why the others do not")
+    help = "which devices and backends work here, and why the others do not"
+    parser = add_command(commands, "doctor", help, ["jattn doctor"])
     parser.set_defaults(run=run)
 
 

@@ -6,11 +6,20 @@ from typing import Any
 
 import jattn
 from jattn.cli import screen
+from jattn.cli.command import add_command
 
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("explain", help="which backends support a layer, and why the others do not")
+    parser = add_command(
+        commands,
+        "explain",
+        "which backends support a layer, and why the others do not",
+        [
+            "jattn explain --num-heads 32 --num-kv-heads 8 --head-dim 128 --sliding-window 4096",
+            "jattn explain --num-heads 64 --num-kv-heads 8 --head-dim 64 --has-sinks --platform gpu",
+        ],
+    )
     layer = parser.add_argument_group("the layer (AttentionSpec)")
     layer.add_argument("--num-heads", type=int, required=True, metavar="H", help="query heads")
     layer.add_argument("--head-dim", type=int, required=True, metavar="D", help="elements of a query or key")
@@ -55,7 +64,7 @@ def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     except ValueError as error:
         parser.error(str(error))
     rows = [(report.name, "yes" if report.supported else "no", "\n".join(report.notes)) for report in reports]
-    screen.table(("backend", "runs", "why not"), rows, plain=str(reports))
+    screen.table(("backend", "runs", "how, or why not"), rows, plain=str(reports))
     return 0 if any(report.supported for report in reports) else 1
 
 

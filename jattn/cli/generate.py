@@ -6,21 +6,21 @@ import sys
 from pathlib import Path
 
 from jattn.cli import options, processes
+from jattn.cli.command import add_command
 from jattn.engine import Engine, Processes, RequestOutput, SamplingParams
 from jattn.text import chat_prompt
 
 Prompt = str | list[int]
 
-EXAMPLE = """example:
-  jattn generate '740+583=' --stop '\\n'
-  jattn generate --model ~/models/llama --file prompts.txt --temperature 0.7 --json"""
+EXAMPLES = (
+    r"jattn generate '740+583=' --stop '\n'",
+    "jattn generate --model ~/models/llama --file prompts.txt --temperature 0.7 --json",
+)
 
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "generate", help="continue prompts", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = add_command(commands, "generate", "continue prompts", EXAMPLES)
     parser.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="prompts as text (default: one on each line of --file or stdin)"
     )

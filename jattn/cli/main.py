@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jattn",
         description="Paged attention for JAX: inspect it, try it, measure it, serve a model with it.",
-        epilog="`jattn COMMAND --help` shows a command's options and an example.",
+        epilog="`jattn COMMAND --help` shows a command's options and examples.",
     )
     parser.add_argument("--version", action="version", version=f"jattn {jattn.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")

@@ -3,13 +3,15 @@
 import argparse
 
 from jattn.cli import screen
+from jattn.cli.command import add_command
 from jattn.models.families import FAMILIES
 from jattn.models.honoured import honoured_options
 
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("models", help="which families of models load, and the options that each honours")
+    help = "which families of models load, and the options that each honours"
+    parser = add_command(commands, "models", help, ["jattn models", "jattn models | grep gemma"])
     parser.set_defaults(run=run)
 
 

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from jattn.cli import screen
+from jattn.cli.command import add_command
 from jattn.engine import plan as planning
 from jattn.engine.admission import check_decoder_only
 from jattn.engine.device_kinds import DeviceKind, device_kind, kind_and_count
@@ -28,7 +29,12 @@ FLOP / peak, and the bytes of collectives over the links; decode with sequences 
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("plan", help="what a model takes on given devices, in each layout")
+    parser = add_command(
+        commands,
+        "plan",
+        "the memory and the time that a model takes on given devices, for each way to divide it over them",
+        ["jattn plan --model ~/models/llama --devices h200x2 l4", "jattn plan --model ~/models/llama --devices cpu"],
+    )
     parser.add_argument(
         "--model",
         metavar="DIR",

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jattn.cli import options, processes
+from jattn.cli.command import add_command
 from jattn.embedder import Embedder
 from jattn.engine import Engine, Processes
 from jattn.models import POOLINGS
 
-EXAMPLE = """example:
-  jattn serve --model ~/models/llama --port 8000
-  curl localhost:8000/v1/completions -d '{"prompt": "740+583=", "max_tokens": 4, "temperature": 0}'
-
+EXAMPLES = (
+    "jattn serve --model ~/models/llama --port 8000",
+    """curl localhost:8000/v1/completions -d '{"prompt": "740+583=", "max_tokens": 4, "temperature": 0}'""",
+)
+NOTES = """\
 The API key is read from the environment variable that --api-key-env names: a process list would show an argument.
 After SIGTERM the server finishes running requests and exits with code 0. While it loads or compiles, SIGTERM ends it
 at once, also with code 0. If the engine breaks, the server exits with code 1."""
@@ -35,12 +37,7 @@ TIMEOUTS = (
 
 def add(commands) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser(
-        "serve",
-        help="an OpenAI-compatible server",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "serve", "an OpenAI-compatible server", EXAMPLES, notes=NOTES)
     group = parser.add_argument_group("the server")
     group.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1, this machine only)")
     group.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free port")

@@ -9,30 +9,23 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jattn import device
 from jattn.attention import PagedAttention
 from jattn.backends import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
-from jattn.errors import UnsupportedError
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLASpec
-from jattn.models.config import LayerConfig, ModelConfig
+from jattn.models import mesh_axes
+from jattn.models.config import ModelConfig
+from jattn.models.mesh_axes import CONTEXT
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
 from jattn.models.sharded_attention import REPLICATED, ShardedAttention, ShardedLatentAttention
 from jattn.models.weight_tree import weight_paths, weight_specs
-from jattn.nn import AttentionConfig
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 from jattn.parallel import head_partition, rank_spec
 from jattn.spec import AttentionSpec
-
-CONTEXT = "context"
-"""The axis over which the keys of a request are distributed."""
-AXES = ("data", "tensor", CONTEXT)
-"""The axes of a user's mesh, outermost first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +60,8 @@ class ModelMesh:
 
         expert_parallel: distribute the experts over all devices, also those of other data ranks.
         """
-        devices = _ranks(mesh)
-        sizes, names = _layout(config, devices.shape, expert_parallel)
+        devices = mesh_axes.ranks_of(mesh)
+        sizes, names = mesh_axes.axes_of(config, devices.shape, expert_parallel)
         return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)), expert_parallel)
 
     @classmethod
@@ -76,7 +69,7 @@ class ModelMesh:
         cls, config: ModelConfig, sizes: Mapping[str, int], expert_parallel: bool = False
     ) -> "ModelMesh":
         """The same for a mesh of these sizes, with the same errors, to plan for devices that are not here."""
-        sizes_of_axes, names = _layout(config, _checked_sizes(sizes), expert_parallel)
+        sizes_of_axes, names = mesh_axes.axes_of(config, mesh_axes.checked_sizes(sizes), expert_parallel)
         mesh = AbstractMesh(sizes_of_axes, names, axis_types=(AxisType.Auto,) * len(names))
         return cls(cast(Mesh, mesh), expert_parallel)  # shardings and the parts of ranks need only its axes
 
@@ -129,7 +122,7 @@ class ModelMesh:
             if ranks < min(num_kv_heads, self.tensor_ranks):
                 axes.append(name)
                 ranks *= self.mesh.shape[name]
-        assert ranks == min(num_kv_heads, self.tensor_ranks), "see _axis_sizes"
+        assert ranks == min(num_kv_heads, self.tensor_ranks), "see mesh_axes"
         return tuple(axes)
 
     @property
@@ -343,109 +336,3 @@ def _of_blocks(tree: Any, times: int, over: int) -> Any:
         return dataclasses.replace(x, spec=dataclasses.replace(x.spec, num_blocks=x.spec.num_blocks * times // over))
 
     return jax.tree.map(resized, tree, is_leaf=lambda x: isinstance(x, PagedKV))
-
-
-def _layout(
-    config: ModelConfig, counts: tuple[int, ...], expert_parallel: bool
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The sizes and the names of the axes; an error if the ranks cannot share the model. counts: of AXES."""
-    data_ranks, tensor_ranks, context_ranks = counts
-    if not isinstance(config, ModelConfig):
-        raise TypeError(f"a mesh needs a jattn.models.ModelConfig, which lists the weights; got {type(config)}")
-    if config.is_encoder or config.encoder is not None:
-        raise UnsupportedError(f"{config.family} is not a decoder-only model: no other is distributed over a mesh")
-    for index, layer in enumerate(config.layers):
-        _check_layer(f"layer {index}", layer, tensor_ranks, context_ranks)
-    if expert_parallel:
-        _check_experts(config, data_ranks, tensor_ranks * context_ranks)
-    sizes = _axis_sizes(tensor_ranks, (layer.attention.num_kv_heads for layer in config.layers))
-    names = ("tensor",) if len(sizes) == 1 else tuple(f"tensor_{i}" for i in range(len(sizes)))
-    sizes, names = (sizes, names) if context_ranks == 1 else ((*sizes, context_ranks), (*names, CONTEXT))
-    return (sizes, names) if data_ranks == 1 else ((data_ranks, *sizes), ("data", *names))
-
-
-def _checked_sizes(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The sizes of AXES; an error if there are other axes, or no "tensor"."""
-    if "tensor" not in sizes or not set(sizes) <= set(AXES):
-        raise ValueError(
-            f'the mesh has the axes {tuple(sizes)}; they must be "tensor" and, if wanted, "data", "context"'
-        )
-    return tuple(sizes.get(name, 1) for name in AXES)
-
-
-def _ranks(mesh: Mesh) -> np.ndarray:
-    """The devices by AXES, in order; an error if the mesh has others."""
-    sizes = _checked_sizes(mesh.shape)
-    if len({d.id for d in mesh.devices.flat}) < mesh.devices.size:
-        raise ValueError(f"the mesh has a device more than once: {[d.id for d in mesh.devices.flat]}")
-    found = {d.platform for d in mesh.devices.flat}
-    if found != {device.detect().platform}:
-        raise ValueError(f"the mesh's devices are {sorted(found)}, but JAX's default device is {device.detect()}")
-    order = [mesh.axis_names.index(name) for name in AXES if name in mesh.axis_names]
-    return mesh.devices.transpose(order).reshape(sizes)
-
-
-def _check_layer(name: str, layer: LayerConfig, tensor_ranks: int, context_ranks: int) -> None:
-    """ValueError if the ranks cannot share a layer evenly; UnsupportedError for a fused projection."""
-    spec, mlp, moe, ranks = layer.attention, layer.mlp, layer.moe, tensor_ranks * context_ranks
-    if isinstance(layer.self_attn, AttentionConfig) and layer.self_attn.fused_qkv:
-        raise UnsupportedError(
-            f"{name} has one projection of q, k and v, in which a rank's heads do not lie together; an Engine splits "
-            "it, and so does jattn.models.fused_qkv"
-        )
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    if heads % ranks:
-        raise ValueError(
-            f"{name} has {heads} query heads, which {ranks} ranks cannot share evenly; use a divisor of {heads}"
-        )
-    if kv_heads % tensor_ranks and tensor_ranks % kv_heads:  # a latent layer has 1
-        raise ValueError(
-            f"{name} has {kv_heads} kv heads: {tensor_ranks} ranks can neither share them evenly nor have one each; "
-            f"use a divisor or a multiple of {kv_heads}"
-        )
-    if moe is not None and moe.num_experts % ranks:
-        raise ValueError(
-            f"{name} has {moe.num_experts} experts, which {ranks} ranks cannot share evenly; use a divisor of "
-            f"{moe.num_experts}"
-        )
-    dense = mlp.shared if isinstance(mlp, MoE) else mlp
-    if dense is not None and dense.width % ranks:
-        raise ValueError(
-            f"{name} has an MLP of width {dense.width}, which {ranks} ranks cannot share evenly; use a divisor of "
-            f"{dense.width}"
-        )
-
-
-def _check_experts(config: ModelConfig, data_ranks: int, ranks: int) -> None:
-    """ValueError if the devices of all data ranks cannot share the experts of each layer evenly."""
-    counts = {layer.moe.num_experts for layer in config.layers if layer.moe is not None}
-    if not counts:
-        raise ValueError(f"expert_parallel=True, but {config.family} has no experts in this config")
-    if data_ranks == 1:
-        raise ValueError(
-            "expert_parallel=True distributes experts over data ranks, and the mesh has one; without it they are "
-            "distributed over all devices of a data rank"
-        )
-    for count in counts:
-        if count % (data_ranks * ranks):
-            raise ValueError(
-                f"expert_parallel=True: {data_ranks} x {ranks} devices cannot share {count} experts evenly; use a "
-                f"divisor of {count}"
-            )
-
-
-def _axis_sizes(ranks: int, kv_heads: Iterable[int]) -> tuple[int, ...]:
-    """The sizes of the mesh's axes. For each layer, the product of the first few is its number of kv heads, or `ranks`.
-
-    `kv_heads`: of each layer. 8 ranks, layers with 2 and with 4 kv heads: sizes 2, 2 and 2.
-    """
-    sizes: list[int] = []
-    for count in sorted({min(n, ranks) for n in kv_heads} | {ranks}):
-        size, rest = divmod(count, math.prod(sizes))
-        if rest:
-            raise UnsupportedError(
-                f"layers with {math.prod(sizes)} and with {count} kv heads cannot be distributed over {ranks} ranks "
-                "together: the one number must divide the other"
-            )
-        sizes += [size] if size > 1 else []
-    return tuple(sizes) or (1,)

@@ -18,7 +18,16 @@ from jattn.ops import layer
 from jattn.ops.cpu_storage import CpuKeySource, PlacedChunk, bit_patterns, for_cpu_loop, in_place
 from jattn.ops.keys import KeySource, KVChunk
 from jattn.ops.layer import LayerTerms, einsum
-from jattn.ops.ragged import QueryTile, RaggedBatch, TileClass, at_least, classes_for, cut_tile, index_tiles, key_ranges
+from jattn.ops.ragged import (
+    RaggedBatch,
+    RaggedTile,
+    TileClass,
+    at_least,
+    classes_for,
+    cut_tile,
+    index_tiles,
+    key_ranges,
+)
 from jattn.ops.state import AttentionState
 from pallas_kernels.algebra import quant, softmax
 
@@ -100,7 +109,7 @@ def head_parts(rows: int, num_kv: int) -> int:
     return 2 if rows > FEW_ROWS and num_kv % 2 == 0 and jax.__version_info__ < (0, 11) else 1
 
 
-def attend_tile(terms: LayerTerms, tile: QueryTile, q: jax.Array, steps: Sequence[LoopStep], num_parts: int):
+def attend_tile(terms: LayerTerms, tile: RaggedTile, q: jax.Array, steps: Sequence[LoopStep], num_parts: int):
     """(out f32[M H V], lse f32[M H]) of a tile whose decoded queries are q f32[M H D].
 
     steps: the same keys, the largest step size first.
@@ -151,7 +160,7 @@ def attend_tile(terms: LayerTerms, tile: QueryTile, q: jax.Array, steps: Sequenc
     return layer.finish(terms, *map(jnp.concatenate, zip(*states, strict=True)))
 
 
-def _keep(buffer: jax.Array, rows: jax.Array, tile: QueryTile) -> jax.Array:
+def _keep(buffer: jax.Array, rows: jax.Array, tile: RaggedTile) -> jax.Array:
     """buffer with the tile's live rows replaced."""
     old = jax.lax.dynamic_slice_in_dim(buffer, tile.first_row, rows.shape[0])
     live = tile.live.reshape((-1,) + (1,) * (rows.ndim - 1))

@@ -118,7 +118,7 @@ def index_tiles(batch: RaggedBatch, kind: TileClass) -> TileIndex:
 
 
 @pytree
-class QueryTile:
+class RaggedTile:
     """Some consecutive queries of one request. Rows that are not live belong to other tiles or are padding."""
 
     first_row: jax.Array  # i32[] in the batch
@@ -128,14 +128,14 @@ class QueryTile:
     req: jax.Array  # i32[]
     keys: KeyRun
 
-    def cleared(self, is_live: jax.Array) -> "QueryTile":
+    def cleared(self, is_live: jax.Array) -> "RaggedTile":
         """The tile with live & is_live. Queries that are not live become 0: in a gradient, 0 * NaN would be NaN."""
         live = self.live & is_live
         q = jnp.where(live[:, None, None], self.q, jnp.zeros((), self.q.dtype))
         return dataclasses.replace(self, live=live, q=q)
 
 
-def cut_tile(q: jax.Array, batch: RaggedBatch, kind: TileClass, req: jax.Array, number: jax.Array) -> QueryTile:
+def cut_tile(q: jax.Array, batch: RaggedBatch, kind: TileClass, req: jax.Array, number: jax.Array) -> RaggedTile:
     """Tile `number` of request `req`. q: [T.. H D] with at least kind.rows rows.
 
     A tile that would reach past the last token begins earlier. To pad q instead would copy it into new memory, which
@@ -146,7 +146,7 @@ def cut_tile(q: jax.Array, batch: RaggedBatch, kind: TileClass, req: jax.Array, 
     row = jnp.minimum(first, q.shape[0] - kind.rows)
     token = row + jnp.arange(kind.rows)
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, kind.rows)  # noqa: E731
-    return QueryTile(
+    return RaggedTile(
         first_row=row,
         q=cut(q),
         live=(token >= first) & (token < jnp.minimum(first + kind.rows, start + _item(batch.query_lens, req))),
@@ -156,7 +156,7 @@ def cut_tile(q: jax.Array, batch: RaggedBatch, kind: TileClass, req: jax.Array, 
     )
 
 
-def key_ranges(tile: QueryTile, rule: MaskRule):
+def key_ranges(tile: RaggedTile, rule: MaskRule):
     """(prefix_stop, first, last): live rows can see only keys 0 .. prefix_stop - 1 and first .. last - 1.
 
     Both ranges are empty if no row is live. Other keys may have any value, also NaN.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jattn.ops import layer
 from jattn.ops.keys import KeySource, KVChunk
 from jattn.ops.layer import LayerTerms, einsum
-from jattn.ops.ragged import QueryTile, RaggedBatch, at_least, classes_for, cut_tile, index_tiles, key_ranges
+from jattn.ops.ragged import RaggedBatch, RaggedTile, at_least, classes_for, cut_tile, index_tiles, key_ranges
 from jattn.ops.state import AttentionState
 from pallas_kernels.algebra import softmax
 
@@ -91,7 +91,7 @@ def chunked(
     return AttentionState(out=out, lse=lse)
 
 
-def _attend_tile(terms: LayerTerms, tile: QueryTile, keys: KeySource, differentiable: bool):
+def _attend_tile(terms: LayerTerms, tile: RaggedTile, keys: KeySource, differentiable: bool):
     """(out f32[M H V], lse f32[M H]) of one tile."""
     q = _by_kv_head(tile.q, keys.num_kv_heads)
     prefix_stop, first, last = key_ranges(tile, terms.mask_rule)

@@ -6,27 +6,14 @@ chat_template_kwargs, add_generation_prompt and continue_final_message. Embeddin
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from jattn.engine import SamplingParams
-from jattn.engine.params import (
-    MAX_COMPLETIONS,
-    MAX_INT32,
-    MAX_LOGPROBS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
-    REPETITION_RANGE,
-)
+from jattn.engine.params import MAX_COMPLETIONS, MAX_INT32, MAX_LOGPROBS, REPETITION_RANGE
 from jattn.errors.arguments import short
+from jattn.serve import readers
 from jattn.serve.errors import BadRequestError
 from jattn.text import ChatTemplate, Tokenizer
-from jattn.text.chat import RESERVED
-
-Reader = Callable[[Any], Any]
-"""Checks the value of a field and returns it as the server uses it, or raises _InvalidValueError."""
-
-Prompts = tuple[str | tuple[int, ...], ...]
 
 MAX_CHARACTERS_PER_TOKEN = 256
 """A text with more characters for each token of the model's length is refused before it is tokenised.
@@ -38,15 +25,11 @@ MAX_PARAM = 80
 """Characters of a field's name in the `param` of an error."""
 
 
-class _InvalidValueError(ValueError):
-    """The message completes the sentence 'FIELD=VALUE must be ...'."""
-
-
 @dataclasses.dataclass(frozen=True)
 class ParsedBody:
     """The checked fields of a body."""
 
-    prompts: Prompts
+    prompts: readers.Prompts
     params: SamplingParams
     is_chat: bool
     model: str | None = None
@@ -60,7 +43,7 @@ class ParsedBody:
 class ParsedEmbeddings:
     """The checked fields of a body of POST /v1/embeddings."""
 
-    inputs: Prompts
+    inputs: readers.Prompts
     model: str | None = None
     is_base64: bool = False
     dimensions: int | None = None
@@ -139,7 +122,7 @@ def check_length(text: str, max_model_len: int, param: str) -> None:
         raise BadRequestError(f"the {name} has {len(text)} characters, more than {limit}", param)
 
 
-def _parsed(values: dict[str, Any], prompts: Prompts, sampling: dict[str, Any], is_chat: bool) -> ParsedBody:
+def _parsed(values: dict[str, Any], prompts: readers.Prompts, sampling: dict[str, Any], is_chat: bool) -> ParsedBody:
     options = values.get("stream_options")
     if options is not None and not values.get("stream"):
         raise BadRequestError("stream_options needs stream=true", "stream_options")
@@ -164,16 +147,16 @@ def _user(values: dict[str, Any]) -> str | None:
     return values.get("safety_identifier", values.get("user"))
 
 
-def _read(body: dict[str, Any], readers: dict[str, Reader]) -> dict[str, Any]:
+def _read(body: dict[str, Any], fields: dict[str, readers.Reader]) -> dict[str, Any]:
     """The values of the fields that are present. One error names everything that is wrong."""
     values, problems = {}, {}
     for name, value in body.items():
-        if name in readers:
+        if name in fields:
             if value is None:
                 continue
             try:
-                values[name] = readers[name](value)
-            except _InvalidValueError as error:
+                values[name] = fields[name](value)
+            except readers.InvalidValueError as error:
                 problems[name] = f"{name}={short(value)} must be {error}"
         elif name not in UNSUPPORTED_FIELDS:
             problems[name] = f"the field {short(name)} is unknown"
@@ -184,222 +167,60 @@ def _read(body: dict[str, Any], readers: dict[str, Reader]) -> dict[str, Any]:
     return values
 
 
-# ---------------------------------------------------------------------- readers
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _InvalidValueError("true or false")
-    return value
-
-
-def _integer(low: int, high: int) -> Reader:
-    def read(value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise _InvalidValueError(f"an integer from {low} to {high}")
-        return value
-
-    return read
-
-
-def _number(low: float, high: float) -> Reader:
-    def read(value: Any) -> float:
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise _InvalidValueError(f"a number from {low} to {high}")
-        return value
-
-    return read
-
-
-def _temperature(value: Any) -> float:
-    value = _number(0, 100)(value)
-    if 0 < value < 1e-3:
-        raise _InvalidValueError("0 (always the most likely token) or at least 0.001")
-    return value
-
-
-def _top_p(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value <= 1:
-        raise _InvalidValueError("a number above 0 up to 1")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _InvalidValueError("text")
-    return value
-
-
-def _encoding_format(value: Any) -> str:
-    if value not in ("float", "base64"):
-        raise _InvalidValueError("float or base64")
-    return value
-
-
-def _stop(value: Any) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise _InvalidValueError("text, or a list of non-empty texts")
-    if len(texts) > MAX_STOPS or sum(map(len, texts)) > MAX_STOP_CHARACTERS:
-        raise _InvalidValueError(f"at most {MAX_STOPS} texts, together of at most {MAX_STOP_CHARACTERS} characters")
-    return texts
-
-
-def _stop_tokens(value: Any) -> tuple[int, ...]:
-    tokens = _tokens(value)
-    if len(tokens) > MAX_STOPS:
-        raise _InvalidValueError(f"at most {MAX_STOPS} token ids")
-    return tokens
-
-
-def _tokens(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token <= MAX_INT32 for token in value):
-        raise _InvalidValueError("a list of token ids")
-    return tuple(value)
-
-
-def _prompts(value: Any) -> Prompts:
-    """Text, tokens, or a list of texts and of tokens."""
-    if isinstance(value, str):
-        return (value,)
-    try:
-        if not isinstance(value, list) or not value:
-            raise _InvalidValueError
-        if type(value[0]) is int:
-            return (_tokens(value),)
-        return tuple(prompt if isinstance(prompt, str) else _tokens(prompt) for prompt in value)
-    except _InvalidValueError:
-        raise _InvalidValueError("text, token ids, or a list of either") from None
-
-
-def _stream_options(value: Any) -> dict[str, bool]:
-    if not isinstance(value, dict):
-        raise _InvalidValueError("an object")
-    readers = dict(include_usage=_boolean, include_obfuscation=_false)
-    if unknown := [name for name in value if name not in readers]:
-        raise _InvalidValueError(f"without {short(unknown[0])}, which is unknown")
-    return {name: readers[name](option) for name, option in value.items() if option is not None}
-
-
-def _false(value: Any) -> bool:
-    if value is not False:
-        raise _InvalidValueError("without include_obfuscation, which is not supported")
-    return value
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise _InvalidValueError("a non-empty list of messages")
-    return [_message(message) for message in value]
-
-
-def _message(message: Any) -> dict[str, Any]:
-    """The fields that a template may read. All others must be null or [], as in a response that is sent back."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _InvalidValueError("a list of messages, each an object with a role and a content")
-    kept = {}
-    for name, value in message.items():
-        if value is None:
-            continue
-        if name == "content":
-            kept[name] = _content(value)
-        elif name == "tool_calls":
-            kept[name] = _objects(value)
-        elif name in MESSAGE_TEXT_FIELDS:
-            if not isinstance(value, str):
-                raise _InvalidValueError(f"messages whose {name} is text")
-            kept[name] = value
-        elif value != []:
-            raise _InvalidValueError(f"without a message's {short(name)}, which is not supported")
-    return kept
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise _InvalidValueError("messages whose content is text, or a list of text parts")
-    for part in content:
-        if part.get("type") != "text":
-            raise _InvalidValueError(f"without parts of type {short(part.get('type'))}: only text is supported")
-        if not isinstance(part.get("text"), str) or len(part) != 2:
-            raise _InvalidValueError("messages whose parts have a type and a text, and nothing else")
-    return "".join(part["text"] for part in content)
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise _InvalidValueError("a list of objects")
-    return value
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _InvalidValueError("an object")
-    return value
-
-
-def _variables(value: Any) -> dict[str, Any]:
-    if reserved := [name for name in RESERVED if name in _object(value)]:
-        raise _InvalidValueError(f"without {reserved[0]}, which is a field of the body")
-    return value
-
-
 def _is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other  # in Python True == 1
 
 
-SAMPLING_FIELDS: dict[str, Reader] = dict(
-    temperature=_temperature,
-    top_p=_top_p,
-    n=_integer(1, MAX_COMPLETIONS),
-    seed=_integer(0, 2**63 - 1),
-    stop=_stop,
-    presence_penalty=_number(-2, 2),
-    frequency_penalty=_number(-2, 2),
-    top_k=_integer(-1, MAX_INT32),
-    min_p=_number(0, 1),
-    repetition_penalty=_number(*REPETITION_RANGE),
-    stop_token_ids=_stop_tokens,
-    ignore_eos=_boolean,
-    include_stop_str_in_output=_boolean,
+SAMPLING_FIELDS: dict[str, readers.Reader] = dict(
+    temperature=readers.temperature,
+    top_p=readers.top_p,
+    n=readers.integer(1, MAX_COMPLETIONS),
+    seed=readers.integer(0, 2**63 - 1),
+    stop=readers.stop,
+    presence_penalty=readers.number(-2, 2),
+    frequency_penalty=readers.number(-2, 2),
+    top_k=readers.integer(-1, MAX_INT32),
+    min_p=readers.number(0, 1),
+    repetition_penalty=readers.number(*REPETITION_RANGE),
+    stop_token_ids=readers.stop_tokens,
+    ignore_eos=readers.boolean,
+    include_stop_str_in_output=readers.boolean,
 )
 """Fields that are fields of SamplingParams under the same name."""
 
 COMMON_FIELDS = SAMPLING_FIELDS | dict(
-    model=_text,
-    stream=_boolean,
-    stream_options=_stream_options,
-    cache_salt=_text,
-    user=_text,  # logged with the request's id
-    safety_identifier=_text,  # the newer name of user
-    max_tokens=_integer(1, MAX_INT32),
+    model=readers.text,
+    stream=readers.boolean,
+    stream_options=readers.stream_options,
+    cache_salt=readers.text,
+    user=readers.text,  # logged with the request's id
+    safety_identifier=readers.text,  # the newer name of user
+    max_tokens=readers.integer(1, MAX_INT32),
 )
-COMPLETION_FIELDS = COMMON_FIELDS | dict(prompt=_prompts, logprobs=_integer(0, MAX_LOGPROBS))
+COMPLETION_FIELDS = COMMON_FIELDS | dict(prompt=readers.prompts, logprobs=readers.integer(0, MAX_LOGPROBS))
 CHAT_FIELDS = COMMON_FIELDS | dict(
-    messages=_messages,
-    max_completion_tokens=_integer(1, MAX_INT32),
-    logprobs=_boolean,
-    top_logprobs=_integer(0, MAX_LOGPROBS),
-    tools=_objects,  # for the template; a call that the model writes stays in the text
-    documents=_objects,
-    add_generation_prompt=_boolean,
-    continue_final_message=_boolean,
-    reasoning_effort=_text,
-    chat_template_kwargs=_variables,
+    messages=readers.messages,
+    max_completion_tokens=readers.integer(1, MAX_INT32),
+    logprobs=readers.boolean,
+    top_logprobs=readers.integer(0, MAX_LOGPROBS),
+    tools=readers.objects,  # for the template; a call that the model writes stays in the text
+    documents=readers.objects,
+    add_generation_prompt=readers.boolean,
+    continue_final_message=readers.boolean,
+    reasoning_effort=readers.text,
+    chat_template_kwargs=readers.variables,
 )
 EMBEDDING_FIELDS = dict(
-    input=_prompts,
-    model=_text,
-    encoding_format=_encoding_format,
-    dimensions=_integer(1, MAX_INT32),
-    prompt_name=_text,
-    user=_text,
-    safety_identifier=_text,
+    input=readers.prompts,
+    model=readers.text,
+    encoding_format=readers.encoding_format,
+    dimensions=readers.integer(1, MAX_INT32),
+    prompt_name=readers.text,
+    user=readers.text,
+    safety_identifier=readers.text,
 )
 TEMPLATE_ARGUMENTS = ("tools", "documents", "add_generation_prompt", "continue_final_message")
 """Fields of a chat that are arguments of ChatTemplate.render under the same name."""
-
-MESSAGE_TEXT_FIELDS = ("role", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal")
-"""Fields of a message whose value is text."""
 
 UNSUPPORTED_FIELDS: dict[str, tuple] = dict(
     echo=(False,), best_of=(1,), suffix=("",), logit_bias=({},), tools=([],), tool_choice=("none", "auto"),

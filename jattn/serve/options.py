@@ -8,7 +8,7 @@ from jattn.engine.params import is_encodable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Limits are counts or bytes; time-outs are seconds."""
+    """What a server is called, its API key, its limits (counts or bytes) and its time-outs (seconds)."""
 
     model_name: str = "jattn"
     api_key: str | None = None

@@ -18,6 +18,7 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
+from pallas_kernels.gpu.decode_sm90 import decode_tile
 from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, MlaKernelConfig
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
 
@@ -116,12 +117,12 @@ def _empty_part(cfg: MlaKernelConfig, refs: MlaRefs, number, part: int):
     kind = dict(rows=BLOCK_KV, source=cfg.cache_dtype, target=cfg.dtype)
     plgpu.barrier_wait(refs.raw_full.at[barrier_of(cfg, stage, part)])
     when(number > 0)(lambda: plgpu.barrier_wait(refs.free.at[part]))
-    rows.decode_tile(refs.raw_latent.at[stage, part], refs.latent.at[0, part], dim=cfg.part, **kind)
+    decode_tile(refs.raw_latent.at[stage, part], refs.latent.at[0, part], dim=cfg.part, **kind)
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.full.at[part])
     if part == 0:
         plgpu.barrier_wait(refs.raw_rope_full.at[stage])
-        rows.decode_tile(refs.raw_rope.at[stage], refs.rope.at[0], dim=cfg.rope_dim, **kind)
+        decode_tile(refs.raw_rope.at[stage], refs.rope.at[0], dim=cfg.rope_dim, **kind)
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.rope_full.at[0])
 

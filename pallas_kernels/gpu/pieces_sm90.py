@@ -12,6 +12,7 @@ from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.decode_sm90 import decode_tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +214,7 @@ def decode_pages(cfg: GpuKernelConfig, refs: Refs):
         plgpu.barrier_wait(stored_barriers[0].at[slot])
         before_decoding(slot)
         when(block_number >= cfg.ring)(lambda: plgpu.barrier_wait(free))
-        rows.decode_tile(stored, tile, rows=cfg.block_kv, dim=dim, source=cfg.kv_dtype, target=target)
+        decode_tile(stored, tile, rows=cfg.block_kv, dim=dim, source=cfg.kv_dtype, target=target)
         plgpu.commit_smem()
         plgpu.barrier_arrive(stored_barriers[1].at[slot])
         plgpu.barrier_arrive(full)

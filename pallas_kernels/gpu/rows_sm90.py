@@ -1,4 +1,4 @@
-"""Rows of tiles in PTX: loads, stores and decoding that neither TMA nor plain Refs can express.
+"""Rows of tiles in PTX: loads and stores that neither TMA nor plain Refs can express.
 
 A tile's rows are packed (token, head of the group) pairs: row p of a request is token p // G, head p % G, and lies at
 flat row (tok0 + p // G) * H + head0 + p % G of a [T, H, D] array. A tile starts at any token and ends at any row, so
@@ -34,7 +34,6 @@ from pallas_kernels.gpu.ptx_sm90 import (
 )
 
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
-DECODED_TOGETHER = 4  # chunks that a thread holds in registers while it decodes a tile
 LOADS_UNROLLED = 8  # loads per thread in a loop's body
 
 
@@ -100,96 +99,6 @@ def await_rows():
         asm("cp.async.wait_all;", "")
 
     wait()
-
-
-def decode_tile(src_ref, dst_ref, *, rows, dim, source, target, dst_dim=None, converts_fp8=True):
-    """8-bit SMEM tile [rows, dim] -> 16-bit SMEM tile of the same shape, exactly. The caller must call commit_smem.
-
-    dst_dim: columns of dst_ref, whose memory is used, if there are more than `dim`. converts_fp8: see decode_word.
-    """
-    swizzle_out, swizzle_in = swizzle_bytes(dim, target), swizzle_bytes(dim, source)
-    chunks = dim // 16  # chunks of 16 values in a row
-    kinds = (plgpu.RefType(tile_transforms(dim, source)), plgpu.RefType(tile_transforms(dst_dim or dim, target)))
-    text = decode_word(source, target, converts_fp8)
-
-    @plgpu.inline_mgpu(arg_types=kinds)
-    def decode(ctx, src, dst):
-        word_type = ir.IntegerType.get_signless(32)
-        src, dst, me = pointer(src, 3), pointer(dst, 3), thread_index()
-        four, two = (ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * n)})>") for n in (4, 2))
-        places, loaded, steps = [], [], range(rows * chunks // 128)
-
-        def load_chunk(step):
-            chunk = arith.addi(me, i32(step * 128))
-            row = arith.divui(chunk, i32(chunks))
-            col = arith.muli(arith.subi(chunk, arith.muli(row, i32(chunks))), i32(16))
-            places.append((row, arith.muli(col, i32(2))))
-            place = arith.addi(src, swizzled(row, col, dim, swizzle_in))
-            loaded.append(asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four))
-
-        def decode_chunk(step):
-            (row, byte), words, pairs = places[step], loaded[step], []
-            for i in range(4):
-                word = llvm.extractvalue(word_type, words, [i])
-                both = llvm.inline_asm(two, [word], text, "=r,=r,r")
-                pairs += [llvm.extractvalue(word_type, both, [k]) for k in range(2)]
-            for half in range(2):
-                place = arith.addi(dst, swizzled(row, arith.addi(byte, i32(16 * half)), dim * 2, swizzle_out))
-                asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", place, *pairs[4 * half : 4 * half + 4])
-
-        for first in steps[::DECODED_TOGETHER]:  # loads before the first decode: their latencies overlap
-            together = steps[first : first + DECODED_TOGETHER]
-            for step in together:
-                load_chunk(step)
-            for step in together:
-                decode_chunk(step)
-
-    decode(src_ref, dst_ref)
-
-
-def decode_word(source: str, target: str, converts_fp8: bool = True) -> str:
-    """PTX that decodes the four 8-bit values of $2 to two words of two 16-bit values, $0 and $1.
-
-    converts_fp8: the chip converts float8 to float16 in one instruction (since sm_89).
-    """
-    if source == "float8_e4m3fn" and not converts_fp8:
-        return _decode_e4m3(target)
-    if source == "int8":  # 0x6400 | (x + 128) is the float16 1024 + 128 + x
-        halves = (
-            "xor.b32 t, $2, 0x80808080; prmt.b32 a, t, 0x64646464, 0x4140; prmt.b32 b, t, 0x64646464, 0x4342;"
-            " mov.b32 c, 0x64806480; sub.rn.f16x2 a, a, c; sub.rn.f16x2 b, b, c;"
-        )
-    elif not converts_fp8:  # float8_e5m2 is the upper half of a float16
-        halves = "prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;"
-    else:
-        kind = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}[source]
-        halves = f"mov.b32 {{lo, hi}}, $2; cvt.rn.f16x2.{kind} a, lo; cvt.rn.f16x2.{kind} b, hi;"
-    if target == "float16":
-        finish = "mov.b32 $0, a; mov.b32 $1, b;"
-    else:
-        to_bf16 = "mov.b32 {{lo, hi}}, {0}; cvt.f32.f16 f, lo; cvt.f32.f16 g, hi; cvt.rn.bf16x2.f32 {1}, g, f;"
-        finish = to_bf16.format("a", "$0") + to_bf16.format("b", "$1")
-    return f"{{ .reg .b16 lo, hi; .reg .b32 a, b, c, t; .reg .f32 f, g; {halves} {finish} }}"
-
-
-def _decode_e4m3(target: str) -> str:
-    """decode_word of float8_e4m3fn without an instruction for it: sign, exponent and mantissa are moved to their places
-    and the number is multiplied by the ratio of the two biases. The bits of a NaN, 0x7f, are all set before."""
-    shift, magnitude, scale, kind = {  # the scale is 2^8 as float16, 2^120 as bfloat16
-        "float16": (1, "0x3f803f80", "0x5c005c00", "f16x2"),
-        "bfloat16": (4, "0x07f007f0", "0x7b807b80", "bf16x2"),
-    }[target]
-    pair = (
-        "prmt.b32 n, m, 0, {nans}; prmt.b32 p, $2, 0, {bytes}; shr.u32 t, p, {shift};"
-        " lop3.b32 t, t, {magnitude}, n, 0xea; lop3.b32 t, p, 0x80008000, t, 0xea; fma.rn.{kind} {out}, t, s, z;"
-    )
-    fixed = dict(shift=shift, magnitude=magnitude, kind=kind)
-    low = pair.format(out="a", nans="0x9988", bytes="0x1404", **fixed)
-    high = pair.format(out="b", nans="0xbbaa", bytes="0x3424", **fixed)
-    return (
-        "{ .reg .b32 a, b, m, n, p, s, t, z; and.b32 m, $2, 0x7f7f7f7f; add.u32 m, m, 0x01010101;"  # m: signs of NaNs
-        f" mov.b32 s, {scale}; mov.b32 z, 0x80008000; {low} {high} mov.b32 $0, a; mov.b32 $1, b; }}"
-    )
 
 
 def zero_rows(tile_ref, first, last, *, rows, dim, dtype, half=None):

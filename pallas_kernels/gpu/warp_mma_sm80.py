@@ -26,6 +26,7 @@ from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu.decode_sm90 import decode_word
 
 KEYS = 64  # of a block, for each warpgroup: 16 for each warp
 M_START = -1e38  # maximum before any key; finite, so that -inf minus it is -inf and not NaN
@@ -102,9 +103,9 @@ def start_state(*, rows8: int, dim: int):
 def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: str, target: str, converts_fp8=True):
     """S^T f32 [64, 8 rows8]: keys first .. first + 63 of an SMEM tile [block, D] times the queries.
 
-    converts_fp8: see rows_sm90.decode_word.
+    converts_fp8: see decode_sm90.decode_word.
     """
-    decoded = rows.decode_word(source, target, converts_fp8) if source != target else ""
+    decoded = decode_word(source, target, converts_fp8) if source != target else ""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(rows.tile_transforms(dim, source)), _WGMMA, _SCALAR),
@@ -139,7 +140,7 @@ def softmax_times_values(
     operands whose sum is a weight; 2 with target bfloat16.
     """
     shapes = ((64, rows8 * dim // 2), (64, 8 * rows8))
-    decoded = rows.decode_word(source, target, converts_fp8) if source != target else ""
+    decoded = decode_word(source, target, converts_fp8) if source != target else ""
     own = () if scales is None else (scales,)
     kinds = (plgpu.RefType(rows.tile_transforms(dim, source)), _WGMMA, _SCALAR, _WGMMA, _WGMMA, _SCALAR)
 
@@ -359,7 +360,7 @@ def merge_and_store(
 
 
 def _decode(word, text: str):
-    """Four 8-bit values -> two words of two 16-bit values, by the PTX of rows_sm90.decode_word."""
+    """Four 8-bit values -> two words of two 16-bit values, by the PTX of decode_sm90.decode_word."""
     return ptx.asm_values(text, "=r,=r,r", 2, word, pure=True)
 
 

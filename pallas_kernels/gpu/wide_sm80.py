@@ -12,6 +12,7 @@ from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.copies_sm80 import WARPS, sync_warps
+from pallas_kernels.gpu.decode_sm90 import decode_tile
 from pallas_kernels.gpu.pieces_sm80 import BlockReader
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
 from pallas_kernels.gpu.row_states_sm90 import across_columns
@@ -49,7 +50,7 @@ def _decoded(cfg: WarpKernelConfig, refs: Refs, tile, dim: int, target: str):
     if not cfg.quantised:
         return tile
     kind = dict(rows=cfg.block_kv, dim=dim, source=cfg.kv_dtype, target=target, dst_dim=cfg.head_dim)
-    rows.decode_tile(tile, refs.decoded, **kind, converts_fp8=cfg.converts_fp8)
+    decode_tile(tile, refs.decoded, **kind, converts_fp8=cfg.converts_fp8)
     sync_warps()
     return refs.decoded
 

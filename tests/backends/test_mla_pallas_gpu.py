@@ -13,6 +13,7 @@ import jattn
 from jattn import MLAAttention, MLAParams, MLASpec, device, mla_cache_spec, models
 from jattn.backends import mla_pallas_gpu
 from jattn.device import Chip
+from tests.ops.latent import normal, poisoned_table
 from tests.oracle.mla import latent_attention
 
 HOPPER = Chip("gpu", "sm_90")
@@ -88,10 +89,6 @@ def test_a_step_of_a_model_lowers_for_cuda(query_lens, dtype, launches):
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == launches
 
 
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 11), reason="the interpreter needs JAX 0.11"
@@ -109,18 +106,14 @@ def test_a_ragged_batch_is_attention_by_its_definition(queries, cached):
     with mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas), interpreted():
         mla = MLAAttention(spec, cache_spec, "mla_pallas_gpu", HOPPER)
         written = MLAAttention(spec, cache_spec, "mla_sdpa")
-        cache, table = written.empty_cache(float("nan"), storage="native"), np.full((5, 8), 31)
-        used = np.random.default_rng(0).permutation(30)
-        for r, total in enumerate(totals):
-            need = -(-total // size)
-            table[r, :need], used = used[:need], used[need:]
+        cache, table = written.empty_cache(float("nan"), storage="native"), poisoned_table(totals, size, 32, 8)
         scales = dict(kv_c_scale=0.5) if wide else dict(kv_c_scale=0.5, k_pe_scale=2.0)
         params = mla.prepare_params(MLAParams(kv_b_proj=normal(1, 128, 16, 80) / 12, **scales))
         kv_c, k_pe = (np.asarray(jnp.asarray(normal(s, 117, d), dtype), np.float32) for s, d in ((2, 128), (3, 64)))
-        plan = written.build(jattn.CommonAttentionMetadata.from_lengths(totals, totals, table[:4], size))
+        plan = written.build(jattn.CommonAttentionMetadata.from_lengths(totals, totals, table, size))
         cache = written.write(kv_c, k_pe, cache, plan, MLAParams())
         options = dict(num_tokens=sum(queries) + 5, num_reqs=5)
-        meta = jattn.CommonAttentionMetadata.from_lengths(queries, totals, table[:4], size, **options)
+        meta = jattn.CommonAttentionMetadata.from_lengths(queries, totals, table, size, **options)
         q = normal(4, sum(queries) + 5, 16, 96).astype(jnp.bfloat16)
         m = mla.build(meta)
         state = jax.jit(mla.attend)(q, cache, m, params)

@@ -11,6 +11,7 @@ import jattn
 from jattn import MLAAttention, MLAParams, MLASpec, mla_cache_spec
 from jattn.device import Chip
 from tests.kernels.tpu.interpreted import V6E, judged
+from tests.ops.latent import normal, poisoned_table
 from tests.oracle.mla import latent_attention
 
 SIZES = dict(num_heads=12, kv_lora_rank=128, qk_nope_head_dim=16, qk_rope_head_dim=32, v_head_dim=24)
@@ -100,10 +101,6 @@ ROWS = {
 }  # fmt: skip
 
 
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_a_ragged_batch_is_attention_by_its_definition(name, monkeypatch):
     row = ROWS[name]
@@ -133,7 +130,7 @@ def result(row: Row):
         cache_spec = dataclasses.replace(cache_spec, head_dim=spec.head_dim, v_head_dim=row.wide)
     mla = MLAAttention(spec, cache_spec)
     assert mla.backend_name == "mla_pallas_tpu"
-    table = poisoned_table(row.totals, size)
+    table = poisoned_table(row.totals, size, 160, 120)
     scales = dict(kv_c_scale=1 / 32) if row.wide else dict(kv_c_scale=1 / 32, k_pe_scale=1 / 16)
     proj = normal(1, latent, 12, spec.qk_nope_head_dim + spec.v_head_dim) / 12
     options = dict(sinks=SINKS if spec.has_sinks else None, alibi_slopes=SLOPES if spec.has_alibi else None)
@@ -154,16 +151,6 @@ def result(row: Row):
     ends = np.cumsum(row.totals)[:-1]
     found = (np.asarray(x, np.float64) for x in (state.out, state.lse))
     return *found, (np.split(kv_c, ends), np.split(k_pe, ends)), proj, np.asarray(q, np.float64)
-
-
-def poisoned_table(totals, size: int) -> np.ndarray:
-    """Each request's pages, drawn at random; unused columns name a page that nobody owns, or nothing."""
-    table, pages = np.full((len(totals), 120), 159), np.random.default_rng(0).permutation(158)
-    table[:, -1] = 10**6
-    for r, total in enumerate(totals):
-        need = -(-total // size)
-        table[r, :need], pages = pages[:need], pages[need:]
-    return table
 
 
 def test_the_gradient_and_sparse_attention_are_those_of_mla_sdpa(monkeypatch):

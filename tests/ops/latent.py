@@ -31,6 +31,17 @@ def normal(seed: int, *shape) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def poisoned_table(totals, size: int, num_blocks: int, width: int, seed: int = 0) -> np.ndarray:
+    """Each request's pages, drawn at random; unused columns name a page that nobody owns, or nothing."""
+    pages = np.random.default_rng(seed).permutation(num_blocks - 2)
+    table = np.full((len(totals), width), num_blocks - 1)
+    table[:, -1] = 10**6
+    for r, total in enumerate(totals):
+        need = -(-total // size)
+        table[r, :need], pages = pages[:need], pages[need:]
+    return table
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A ragged batch over permuted pages; what no request refers to is NaN."""
@@ -71,14 +82,7 @@ class Case:
         )
 
     def table(self, seed=3) -> np.ndarray:
-        """Each request's pages, drawn at random; unused columns name a page that nobody owns, or nothing."""
-        pages = np.random.default_rng(seed).permutation(30)
-        table = np.full((len(TOTALS), 9), 31)
-        table[:, -1] = 10**6
-        for r, total in enumerate(TOTALS):
-            need = -(-total // S)
-            table[r, :need], pages = pages[:need], pages[need:]
-        return table
+        return poisoned_table(TOTALS, S, 32, 9, seed)
 
     def meta(self, queries=QUERIES, totals=TOTALS, **options):
         options = dict(num_tokens=PADDED_TOKENS, num_reqs=PADDED_REQS) | options

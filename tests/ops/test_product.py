@@ -107,7 +107,7 @@ def test_a_result_that_the_cpp_kernel_does_not_write_is_the_dots(dtype):
 
 
 def test_with_amx_many_bf16_rows_go_to_the_dot(monkeypatch):
-    status = product_ops.library.Status(isas=("amx_bf16", "avx512"))
+    status = product_ops.library.LibraryStatus(isas=("amx_bf16", "avx512"))
     monkeypatch.setattr(product_ops.library, "status", lambda: status)
     for dtype, name in (("bfloat16", "dot"), ("float32", "cpu_native")):
         w = draw(1, (6, 5), dtype)
@@ -116,7 +116,7 @@ def test_with_amx_many_bf16_rows_go_to_the_dot(monkeypatch):
 
 
 def test_without_the_library_the_dot_remains(monkeypatch):
-    monkeypatch.setattr(product_ops.library, "status", lambda: product_ops.library.Status(reason="switched off"))
+    monkeypatch.setattr(product_ops.library, "status", lambda: product_ops.library.LibraryStatus(reason="switched off"))
     assert chosen(draw(0, (3, 6)), draw(1, (6, 5))) == "dot"
 
 

@@ -45,7 +45,7 @@ def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_reqs: int,
 
 
 def make_local_attention_virtual_batches(attn_chunk_size: int, batch, *args, **kwargs):
-    """The virtual batches of a batch.
+    """Chunked-local attention as a plain batch: each chunk that has new tokens becomes a request of its own.
 
     Call it with (chunk, CommonAttentionMetadata, block_size), see local_metadata, or with
     (chunk, query_start_loc, seq_lens, block_table, block_size), see local_arrays.

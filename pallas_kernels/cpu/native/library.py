@@ -27,7 +27,7 @@ _SYMBOLS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Status:
+class LibraryStatus:
     """The usable ISAs, best first, or the reason why there are none."""
 
     isas: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Status:
 
 
 @functools.cache
-def status() -> Status:
+def status() -> LibraryStatus:
     """Build if needed, load, register; cached: only the first call takes time, some seconds if it builds.
 
     Without a library one line of the log says why; attention and products on a CPU then run as plain XLA.
@@ -54,21 +54,21 @@ def status() -> Status:
     return found
 
 
-def _load() -> Status:
+def _load() -> LibraryStatus:
     if os.environ.get("JATTN_NATIVE") == "0":
-        return Status(reason="the native library is switched off by JATTN_NATIVE=0")
+        return LibraryStatus(reason="the native library is switched off by JATTN_NATIVE=0")
     try:
         found, handle = _open()
     except (build.BuildError, OSError) as error:
-        return Status(reason=f"the native library is absent: {error}")
+        return LibraryStatus(reason=f"the native library is absent: {error}")
     path, prebuilt = str(found.path), found.path.parent == build.HERE
     handle.jattn_isas.restype = ctypes.c_char_p
     isas = tuple(filter(None, handle.jattn_isas().decode().split(", ")))
     if not isas:
-        return Status(reason="this processor has none of the instruction sets of the native library", path=path)
+        return LibraryStatus(reason="this processor has none of the instruction sets of the native library", path=path)
     for target, symbol in _SYMBOLS.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, symbol)), platform="cpu")
-    return Status(isas=isas, path=path, prebuilt=prebuilt)
+    return LibraryStatus(isas=isas, path=path, prebuilt=prebuilt)
 
 
 def _open() -> tuple[kept.Library, ctypes.CDLL]:

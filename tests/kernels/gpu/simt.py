@@ -276,7 +276,6 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx, "asm", lambda text, _, *args, **kw: assembled(0, text, *args)),
         mock.patch.object(ptx, "asm_value", one),
         mock.patch.object(ptx, "asm_values", lambda text, _, count, *args, **kw: assembled(count, text, *args)),
-        mock.patch.object(rows, "decode_word", lambda source, target, _=True: f"decode {source} {target}"),
         mock.patch.object(rows, "empty_fragment", lambda shape, layout, *_: Fragment(shape, layout)),
         mock.patch.object(rows, "fill", fill),
         mock.patch.object(module.plgpu, "inline_mgpu", inline),
@@ -287,6 +286,9 @@ def emulated(module, machine: Machine):
         mock.patch.object(rows, "register_value", lambda register: register[0]),
         mock.patch.object(rows, "pair_element", lambda pair, k: pair[k]),
     ]  # fmt: skip
+    if hasattr(module, "decode_word"):
+        decoded = lambda source, target, _=True: f"decode {source} {target}"
+        swaps.append(mock.patch.object(module, "decode_word", decoded))
     if hasattr(module, "encode_words"):
         swaps.append(mock.patch.object(module, "encode_words", lambda source, target: f"encode {source} {target}"))
     if hasattr(module, "_fragment_of_words"):

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu.decode_sm90 import decode_word
 
 SOURCES = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
 TARGETS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -83,7 +83,7 @@ def run(text, word):
     ("source", "converts_fp8"), [("int8", True), ("int8", False), ("float8_e4m3fn", False), ("float8_e5m2", False)]
 )
 def test_decodes_every_byte_and_nan_without_an_instruction_for_it(source, converts_fp8, target):
-    text, seen = rows.decode_word(source, target, converts_fp8), set()
+    text, seen = decode_word(source, target, converts_fp8), set()
     assert "e4m3" not in text and "e5m2" not in text  # sm_80 and sm_86 lack them
     rng = np.random.default_rng(0)
     for word in np.concatenate([rng.permutation(256).astype(np.uint8).reshape(-1, 4) for _ in range(4)]):
@@ -94,4 +94,4 @@ def test_decodes_every_byte_and_nan_without_an_instruction_for_it(source, conver
 
 
 def test_a_chip_with_the_instruction_uses_it():
-    assert "cvt.rn.f16x2.e4m3x2" in rows.decode_word("float8_e4m3fn", "bfloat16")
+    assert "cvt.rn.f16x2.e4m3x2" in decode_word("float8_e4m3fn", "bfloat16")

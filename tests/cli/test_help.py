@@ -1,0 +1,42 @@
+"""What the commands say about themselves is true."""
+
+import argparse
+import shlex
+
+import pytest
+
+from jattn import cli
+from jattn.cli import bench
+from jattn.cli.main import make_parser
+
+
+def commands(parser, name="jattn"):
+    """(name, parser) of every command."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, command in action.choices.items():
+                yield f"{name} {word}", command
+                yield from commands(command, f"{name} {word}")
+
+
+COMMANDS = dict(commands(make_parser()))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_what_it_does_and_shows_examples_that_parse(name):
+    command = COMMANDS[name]
+    assert command.description and command.description.endswith(".")
+    examples = [line.strip() for line in command.epilog.splitlines() if line.startswith(f"  {name.split()[0]} ")]
+    assert any(example.startswith(name) for example in examples)
+    for example in examples:
+        words = shlex.split(example.partition("|")[0])
+        assert callable(make_parser().parse_args(words[1:]).run)
+
+
+def test_bench_kernels_passes_every_option_on(monkeypatch):
+    """The first one too, and --help: argparse would take them for options of jattn."""
+    passed = []
+    monkeypatch.setattr(bench, "_checkout", lambda module: argparse.Namespace(main=lambda rest: passed.append(rest)))
+    for rest in (["--backend", "sdpa", "--write"], ["--help"], []):
+        cli.main(["bench", "kernels", *rest])
+        assert passed.pop() == rest
