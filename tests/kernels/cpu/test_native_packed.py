@@ -139,6 +139,33 @@ def test_one_scale_for_each_output_of_any_number_of_inputs(format):
         check(call(x, weight)[0], x, weight)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("format", NUMBERS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_code_is_its_number_exactly(isa, format, dtype):
+    """x selects one weight a row: the largest and smallest magnitudes, -128 and the subnormal numbers of fp8 too."""
+    numbers = NUMBERS[format]
+    weight = Weight(format, len(numbers), 70, len(numbers))
+    codes = np.repeat(np.arange(len(numbers), dtype=np.uint8)[:, None], 70, axis=1)
+    codes[np.isnan(numbers)] = 0
+    values = codes.view(np.int8) if format == "int8" else codes if format == "fp8" else words_of(codes)
+    weight.arrays = (jnp.asarray(values), jnp.ones((1, 70)), None)
+    for rows in (1, len(numbers)):
+        (y,) = call(jnp.eye(len(numbers), dtype=dtype)[-rows:], weight, isa=isa)
+        np.testing.assert_array_equal(y, numbers[codes[-rows:]])
+
+
+@pytest.mark.parametrize("format", EIGHT_BITS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_chunks_of_an_odd_number_of_inputs(isa, format):
+    """Instructions that take two inputs at a time do not serve them."""
+    for inputs, group in ((7, 7), (65, 65), (28, 7), (999, 999), (96, 3)):
+        weight = Weight(format, inputs, 70, group)
+        for rows in (1, 3, 14):
+            x = rows_of(rows, (rows, inputs), "bfloat16")
+            check(call(x, weight, isa=isa)[0], x, weight)
+
+
 def test_several_matrices_of_one_x():
     x = rows_of(0, (3, 128), "bfloat16")
     weights = [Weight("int4", 128, width, 64, zeros=True, seed=width) for width in (257, 1, 64, 700)]

@@ -113,10 +113,11 @@ int main(int argc, char** argv) {
                         run_random_head_product(pool, *kernels, seed);
                         const RandomPackedProduct packed(seed);
                         const int format = (int)packed.format;
-                        run_random_product(pool, *kernels,
-                                           packed.transposed ? kernels->packed_transposed[format]
-                                                             : kernels->packed[format][(int)packed.args.dtype],
-                                           seed, packed, "packed product");
+                        const ProductKernel* kernel = packed.transposed
+                                                          ? kernels->packed_transposed[format]
+                                                          : kernels->packed[format][(int)packed.args.dtype];
+                        if (kernel && packed.args.divides(kernel->step))
+                            run_random_product(pool, *kernels, kernel, seed, packed, "packed product");
                     }
                 }
             });

@@ -128,16 +128,18 @@ inline const ProductKernel* find_product(const std::string& isa, Dtype dtype) {
     return nullptr;
 }
 
-// The product of `isa` for weights of this format and rows of this dtype, as `find_product`.
-inline const ProductKernel* find_packed_product(const std::string& isa, Format format, Dtype dtype, bool transposed) {
+// The product of `isa` for weights of this format and these rows, as `find_product`: the first whose words of inputs
+// divide the chunks.
+inline const ProductKernel* find_packed_product(const std::string& isa, Format format, const ProductArgs& args,
+                                                bool transposed) {
     bool found = isa == "auto";
     for (const IsaKernels* kernels : runnable_isas()) {
         found = found || isa == kernels->name;
         const int f = (int)format;
-        const ProductKernel* kernel = !transposed                  ? kernels->packed[f][(int)dtype]
+        const ProductKernel* kernel = !transposed                  ? kernels->packed[f][(int)args.dtype]
                                       : f < kNumTransposedFormats ? kernels->packed_transposed[f]
                                                                   : nullptr;
-        if (found && kernel) return kernel;
+        if (found && kernel && args.divides(kernel->step)) return kernel;
     }
     return nullptr;
 }

@@ -148,7 +148,7 @@ ffi::Error packed_product_call(ffi::ThreadPool pool, AnyBuffer x, ffi::Remaining
         const std::string error = packed_product_args(x, matrices, results, format, transposed, args, parts.data());
         if (!error.empty()) return invalid_argument("packed_product", error);
         args.matrices = parts.data();
-        const ProductKernel* kernel = find_packed_product(std::string(isa), (Format)format, args.dtype, transposed);
+        const ProductKernel* kernel = find_packed_product(std::string(isa), (Format)format, args, transposed);
         if (!kernel) return unknown_isa("packed_product", isa);
         run_product(pool, args, *kernel, threads);
         return ffi::Error::Success();
@@ -163,7 +163,7 @@ ffi::Error expert_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer w, A
         ExpertProductArgs args{};
         const std::string error = expert_product_args(x, w, scales, zero_points, sizes, *y, format, args);
         if (!error.empty()) return invalid_argument("expert_product", error);
-        const ProductKernel* kernel = find_packed_product(std::string(isa), (Format)format, args.form.dtype, false);
+        const ProductKernel* kernel = find_packed_product(std::string(isa), (Format)format, args.form, false);
         if (!kernel) return unknown_isa("expert_product", isa);
         run_grouped_products(pool, args, *kernel, threads);
         return ffi::Error::Success();

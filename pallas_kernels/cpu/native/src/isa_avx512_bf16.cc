@@ -19,7 +19,10 @@ const IsaKernels kAvx512Bf16 = {
     64,
     avx512_bf16::write_tokens,
     {nullptr, nullptr, &avx512_bf16::product_kernel<avx512_bf16::ProductBf16>},
-    {{}, {}, {nullptr, nullptr, avx512_bf16::packed_int4_pairs}, {nullptr, nullptr, avx512_bf16::packed_fp4_pairs}},
+    {{nullptr, nullptr, avx512_bf16::packed_int8_pairs},
+     {nullptr, nullptr, avx512_bf16::packed_fp8_pairs},
+     {nullptr, nullptr, avx512_bf16::packed_int4_pairs},
+     {nullptr, nullptr, avx512_bf16::packed_fp4_pairs}},
     {},
 };
 }  // namespace jattn

@@ -40,6 +40,8 @@ struct ProductArgs {
         if (group_size >= inputs || group_size % kPackedChunk == 0) return kPackedChunk;
         return group_size < kPackedChunk ? group_size : kPackedChunk / 2;
     }
+    // Are the inputs of each chunk whole words of so many?
+    bool divides(int step) const { return inputs % step == 0 && chunk() % step == 0; }
     // Words of a packed row beside the inputs: the sum of the inputs of each chunk.
     int64_t num_sums() const { return has_zero_points ? (inputs + chunk() - 1) / chunk() : 0; }
     int64_t num_results() const { return silu ? 1 : num_matrices; }

@@ -15,18 +15,20 @@ constexpr int kPackedVectors = 4;
 constexpr int kPackedColumns = kPackedVectors * N;
 constexpr int kPackedRows = N == 8 ? 2 : 6;  // AVX2 has 16 registers, the others 32
 
-// Weights of one format. A load is what a column's element of `w` holds: kInputs inputs, of which each word of x holds
-// kStep. unit: what a number must be multiplied by.
+// Weights of one format. A load is what a column's elements of kRows rows of `w`, `stride` bytes apart, hold: kInputs
+// inputs, of which each word of x holds kStep. unit: what a number must be multiplied by. Up to kDecodings blocks of rows
+// decode the weights themselves; of more blocks, the first one keeps a copy for the others.
 template <Dtype T>
 struct Packed8 {
-    static constexpr int kInputs = 1, kStep = 1, kBytes = 1;
+    static constexpr int kInputs = 1, kStep = 1, kBytes = 1, kRows = 1;
     static constexpr bool kIsDeinterleaved = is_float8(T);
+    static constexpr int kDecodings = N == 8 || is_float8(T) ? 1 : 2;
     static constexpr float kUnit = raw_unit(T);
     using Raw = vf;
     using Weights = vf;
     struct Numbers {};
     INL Numbers numbers() { return {}; }
-    INL void load(const char* w, vf (&raw)[kPackedVectors]) {
+    INL void load(const char* w, int64_t, vf (&raw)[kPackedVectors]) {
         if constexpr (is_float8(T)) {
             const Fp8Halves halves = load_fp8_halves<T>(w, 0);
             raw[0] = widen<0>(halves), raw[1] = widen<1>(halves), raw[2] = widen<2>(halves), raw[3] = widen<3>(halves);
@@ -45,14 +47,14 @@ struct Packed8 {
 // Eight inputs in a word, four bits each: those of even inputs in its lower half, of odd ones in its upper half.
 template <class Format>
 struct Packed4 {
-    static constexpr int kInputs = 8, kStep = 1, kBytes = 4;
+    static constexpr int kInputs = 8, kStep = 1, kBytes = 4, kRows = 1, kDecodings = N == 8 ? 1 : 2;
     static constexpr bool kIsDeinterleaved = false;
     static constexpr float kUnit = Format::kUnit;
     using Raw = vw;
     using Weights = vf;
     using Numbers = Table16;
     INL Table16 numbers() { return load_table(Format::kNumbers); }
-    INL void load(const char* w, vw (&raw)[kPackedVectors]) {
+    INL void load(const char* w, int64_t, vw (&raw)[kPackedVectors]) {
 #pragma GCC unroll 4
         for (int v = 0; v < kPackedVectors; v++) raw[v] = load_words(reinterpret_cast<const uint32_t*>(w) + v * N);
     }
@@ -78,12 +80,17 @@ struct PackedTile {
     int64_t stride;
     const char* next;
     int64_t next_stride;
+    uint32_t* copy;  // of the decoded weights
     vf scale[kPackedVectors], zero_point[kPackedVectors];
     bool has_zero_points;
 };
 
-// Adds to the sums of R rows, [R][kPackedColumns], those of `loads` more loads. x_sums [R]: of the rows' inputs.
-template <class W, int R, bool kCopied>
+// What a block of rows multiplies: the packed weights, with or without keeping a copy of the decoded ones; the copy.
+enum class Source { packed, kept, copy };
+
+// Adds to the sums of R rows, [R][kPackedColumns], those of `loads` more loads. x_sums [R]: of the rows' inputs. The
+// blocks that read packed weights prefetch the next ones.
+template <class W, int R, Source kSource>
 static void multiply_packed_block(const PackedTile& tile, int64_t loads, const uint32_t* x, const float* x_sums,
                                   float* sums, bool is_first) {
     vf acc[R][kPackedVectors];
@@ -99,8 +106,8 @@ static void multiply_packed_block(const PackedTile& tile, int64_t loads, const u
         x += R;
     };
     constexpr int kWords = W::kInputs / W::kStep;
-    if constexpr (kCopied) {
-        const uint32_t* copy = reinterpret_cast<const uint32_t*>(tile.w);
+    uint32_t* copy = tile.copy;
+    if constexpr (kSource == Source::copy) {
         for (int64_t i = 0; i < loads * kWords; i++, copy += kPackedColumns) {
             typename W::Weights w[kPackedVectors];
 #pragma GCC unroll 4
@@ -110,16 +117,23 @@ static void multiply_packed_block(const PackedTile& tile, int64_t loads, const u
     } else {
         const auto numbers = W::numbers();
         const char *w = tile.w, *next = tile.next;
-        for (int64_t i = 0; i < loads; i++, w += tile.stride, next += tile.next_stride) {
+        for (int64_t i = 0; i < loads; i++, w += W::kRows * tile.stride) {
             typename W::Raw raw[kPackedVectors];
-            W::load(w, raw);
+            W::load(w, tile.stride, raw);
             constexpr int kTileBytes = kPackedColumns * W::kBytes;
+#pragma GCC unroll 2
+            for (int row = 0; row < W::kRows; row++, next += tile.next_stride)
 #pragma GCC unroll 4
-            for (int c = 0; c < kTileBytes; c += 64) prefetch_far(next + c);
+                for (int c = 0; c < kTileBytes; c += 64) prefetch_far(next + c);
             const auto step = [&](auto word) __attribute__((always_inline)) {
                 typename W::Weights weights[kPackedVectors];
 #pragma GCC unroll 4
                 for (int v = 0; v < kPackedVectors; v++) weights[v] = W::template decode<word>(raw[v], numbers);
+                if constexpr (kSource == Source::kept) {
+#pragma GCC unroll 4
+                    for (int v = 0; v < kPackedVectors; v++) W::store_copy(copy + v * N, weights[v]);
+                    copy += kPackedColumns;
+                }
                 multiply(weights);
             };
             if constexpr (kWords == 1)
@@ -153,16 +167,16 @@ static int packed_block_rows(int64_t rows) {
     return blocks ? padded_packed_rows((int)((rows + blocks - 1) / blocks)) : kPackedRows;
 }
 
-template <class W, bool kCopied, class... Rest>
+template <class W, Source kSource, class... Rest>
 INL void multiply_packed_rows(int rows, const Rest&... rest) {
     switch (rows) {
-        case 1: return multiply_packed_block<W, 1, kCopied>(rest...);
-        case 2: return multiply_packed_block<W, 2, kCopied>(rest...);
+        case 1: return multiply_packed_block<W, 1, kSource>(rest...);
+        case 2: return multiply_packed_block<W, 2, kSource>(rest...);
         default:
             if constexpr (kPackedRows > 2) {
-                if (rows == 3) return multiply_packed_block<W, 3, kCopied>(rest...);
-                if (rows == 4) return multiply_packed_block<W, 4, kCopied>(rest...);
-                return multiply_packed_block<W, 6, kCopied>(rest...);
+                if (rows == 3) return multiply_packed_block<W, 3, kSource>(rest...);
+                if (rows == 4) return multiply_packed_block<W, 4, kSource>(rest...);
+                return multiply_packed_block<W, 6, kSource>(rest...);
             }
     }
 }
@@ -238,32 +252,6 @@ INL void load_scales(const ProductArgs& args, const ProductMatrix& matrix, int64
         }
 }
 
-// Replaces the tile by a copy of its decoded weights.
-template <class W>
-static void copy_packed_tile(PackedTile& tile, int64_t loads, uint32_t* copy) {
-    const auto numbers = W::numbers();
-    uint32_t* to = copy;
-    for (int64_t i = 0; i < loads; i++) {
-        typename W::Raw raw[kPackedVectors];
-        W::load(tile.w + i * tile.stride, raw);
-        const auto step = [&](auto word) __attribute__((always_inline)) {
-            for (int v = 0; v < kPackedVectors; v++)
-                W::store_copy(to + v * N, W::template decode<word>(raw[v], numbers));
-            to += kPackedColumns;
-        };
-        const auto all = [&](auto... words) __attribute__((always_inline)) { (step(words), ...); };
-        constexpr int kWords = W::kInputs / W::kStep;
-        using std::integral_constant;
-        all(integral_constant<int, 0>{});
-        if constexpr (kWords >= 4)
-            all(integral_constant<int, 1>{}, integral_constant<int, 2>{}, integral_constant<int, 3>{});
-        if constexpr (kWords == 8)
-            all(integral_constant<int, 4>{}, integral_constant<int, 5>{}, integral_constant<int, 6>{},
-                integral_constant<int, 7>{});
-    }
-    tile.w = reinterpret_cast<const char*>(copy);
-}
-
 template <class W>
 static void multiply_packed_item(const ProductArgs& args, const ProductItem& item, const ProductItem& next_item,
                                  const uint32_t* packed, Arena scratch) {
@@ -275,6 +263,7 @@ static void multiply_packed_item(const ProductArgs& args, const ProductItem& ite
     float* const sums = scratch.take<float>(of_tile * tiles);
     char* const padded = scratch.take<char>(kPackedChunk * kPackedColumns);
     uint32_t* const copy = scratch.take<uint32_t>(kPackedChunk * kPackedColumns);
+    const bool keeps = num_rows > W::kDecodings * block;
     if (!args.inputs) std::memset(sums, 0, 4 * of_tile * tiles);
 
     for (int64_t first = 0; first < args.inputs; first += chunk) {
@@ -282,11 +271,13 @@ static void multiply_packed_item(const ProductArgs& args, const ProductItem& ite
         const int64_t group = JATTN_MUTANT(packed_scales_of_first_group, 0, first / args.group_size);
         for (int64_t c = 0; c < num_columns; c += kPackedColumns) {
             const int columns = (int)std::min<int64_t>(kPackedColumns, num_columns - c);
-            const char* const w = matrix.w + first / W::kInputs * stride + (item.column_begin + c) * W::kBytes;
+            const int64_t rows_of_w = loads * W::kRows;
+            const char* const w =
+                matrix.w + first / W::kInputs * W::kRows * stride + (item.column_begin + c) * W::kBytes;
             const bool has_zero_points = JATTN_MUTANT(packed_zero_points_ignored, false, args.has_zero_points);
             PackedTile tile;
-            tile.w = w, tile.stride = stride, tile.next = w + loads * stride, tile.next_stride = stride;
-            tile.has_zero_points = has_zero_points;
+            tile.w = w, tile.stride = stride, tile.next = w + rows_of_w * stride, tile.next_stride = stride;
+            tile.copy = copy, tile.has_zero_points = has_zero_points;
             if (first + chunk >= args.inputs) {
                 const ProductMatrix& next = args.matrices[next_item.matrix];
                 tile.next = next.w + (next_item.column_begin + c) * W::kBytes;
@@ -295,13 +286,11 @@ static void multiply_packed_item(const ProductArgs& args, const ProductItem& ite
             load_scales<W>(args, matrix, group, item.column_begin + c, columns, tile);
             if (columns < kPackedColumns) {
                 constexpr int64_t kRowBytes = kPackedColumns * W::kBytes;
-                std::memset(padded, 0, loads * kRowBytes);
-                for (int64_t i = 0; i < loads; i++)
+                std::memset(padded, 0, rows_of_w * kRowBytes);
+                for (int64_t i = 0; i < rows_of_w; i++)
                     std::memcpy(padded + i * kRowBytes, w + i * stride, columns * W::kBytes);
                 tile.w = padded, tile.stride = kRowBytes;
             }
-            const bool copies = num_rows > 2 * block;
-            if (copies) copy_packed_tile<W>(tile, loads, copy);
             for (int64_t row = 0; row < num_rows; row += block) {
                 const int rows = padded_packed_rows((int)std::min(block, num_rows - row));
                 const uint32_t* const of_block = packed + (item.row_begin + row) * (words + args.num_sums());
@@ -309,10 +298,12 @@ static void multiply_packed_item(const ProductArgs& args, const ProductItem& ite
                 const float* const x_sums =
                     reinterpret_cast<const float*>(of_block + words * rows) + first / chunk * rows;
                 float* const y = sums + c / kPackedColumns * of_tile + row * kPackedColumns;
-                if (copies)
-                    multiply_packed_rows<W, true>(rows, tile, loads, x, x_sums, y, first == 0);
+                if (row && keeps)
+                    multiply_packed_rows<W, Source::copy>(rows, tile, loads, x, x_sums, y, first == 0);
+                else if (keeps)
+                    multiply_packed_rows<W, Source::kept>(rows, tile, loads, x, x_sums, y, first == 0);
                 else
-                    multiply_packed_rows<W, false>(rows, tile, loads, x, x_sums, y, first == 0);
+                    multiply_packed_rows<W, Source::packed>(rows, tile, loads, x, x_sums, y, first == 0);
             }
         }
     }
