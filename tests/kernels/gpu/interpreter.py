@@ -379,6 +379,7 @@ PTX = {
     "await_rows": lambda closure: None,
     "opaque": lambda closure, x: (x,),
     "zero_rows": _zero_rows,
+    "scale_rows": lambda closure, x, factors: (x * factors[:, None],),
     "keep_columns": _keep_columns,
     "add_slope": _add_slope,
     "store_rows": _store_rows,
