@@ -4,6 +4,9 @@ Warpgroup 2 multiplies queries and rows, keeps the running maxima and sums, and 
 Warpgroups 0 and 1 add weights times rows, each to its own half of the output's columns. The tensor cores work on block
 b for warpgroups 0 and 1 while warpgroup 2 computes the scores of block b + 1.
 
+The maximum of a row in use is replaced when a logit exceeds it by SLACK in base 2: weights are at most 2 ** SLACK, and
+what was added is seldom multiplied by a factor other than 1. Sums and output have the same factor, so it cancels.
+
 A publication is: the weights of a block with the factors for what was added before; or, after a piece's last block, the
 maxima and sums. There is one buffer: the next publication waits until both warpgroups have used the last one.
 
@@ -33,6 +36,8 @@ from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
 from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, load_queries, order_of_parts
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
 
+SLACK = 8.0
+
 
 def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
     """Warpgroup 2: scores and weights of the CTA's pieces in order."""
@@ -50,7 +55,8 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
                 dots = rows.keep_columns(dots, stops - kv0)
                 _zero_past_end(cfg, refs, stage, piece[wl.SEQ] - kv0)
             factor = cfg.logits.scale * tiles.LOG2E
-            new_m = jnp.maximum(m, dots.max(axis=1) * factor)
+            top = dots.max(axis=1) * factor
+            new_m = jnp.where(top > m + SLACK, top, m)
             p = jnp.exp2(dots * factor - tiles.across_columns(new_m, dots.shape))
             _publish(refs, blocks_before + j + i, jnp.exp2(m - new_m), weights=p.astype(cfg.dtype))
             return new_m, total * jnp.exp2(m - new_m) + p.sum(axis=1)
@@ -129,7 +135,7 @@ def add_pieces(cfg: MlaKernelConfig, refs: MlaRefs, wg):
             stage = _stage_of(cfg, blocks_before + i)
             plgpu.barrier_wait(refs.published)
             factor = _load_stats(refs, 0)
-            accs = [acc * tiles.across_columns(factor, acc.shape) for acc in accs]
+            accs = [rows.scale_rows(acc, factor) for acc in accs]
 
             def body(refs_of_acc):
                 where = ptx.opaque(stage)

@@ -20,6 +20,7 @@ from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.ptx_sm90 import (
     SCALAR,
     asm,
+    asm_values,
     bool_to_i32,
     f32,
     flat_row,
@@ -317,6 +318,32 @@ def keep_columns(x, counts):
         return out
 
     return keep(x, counts)
+
+
+def scale_rows(x, factors):
+    """f32 (64, n) times f32 (64,) by rows. A warp all of whose factors are 1 skips the products."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, _ROW_LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def scale(ctx, x, factors):
+        values = [pair_element(pair, k) for pair in x.registers.flat for k in range(2)]
+        rows, count = [second for second, _ in pair_places(x) for _ in range(2)], len(values)
+        text = f"setp.ne.f32 p, ${2 * count}, 0f3F800000; setp.ne.or.f32 p, ${2 * count + 1}, 0f3F800000, p;"
+        text += " vote.sync.any.pred p, p, -1; @!p bra SAME;"
+        text += "".join(f" mul.f32 ${i}, ${i}, ${2 * count + rows[i]};" for i in range(count))
+        constraints = ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f", "f"])
+        factors = [register_value(r) for r in factors.registers.flat]
+        text = f"{{ .reg .pred p; {text} SAME: }}"
+        values, out = (
+            asm_values(text, constraints, count, *values, *factors),
+            empty_fragment(x.shape, plgpu.Layout.WGMMA),
+        )
+        fill(out, lambda i: values[2 * i : 2 * i + 2])
+        return out
+
+    return scale(x, factors)
 
 
 def _store_row_values(ref, rows, address, nrows):

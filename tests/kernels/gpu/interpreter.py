@@ -384,6 +384,7 @@ PTX = {
     "opaque": lambda closure, x: (x,),
     "zero_rows": _zero_rows,
     "gather": _gather,
+    "scale_rows": lambda closure, x, factors: (x * factors[:, None],),
     "keep_columns": _keep_columns,
     "add_slope": _add_slope,
     "store_rows": _store_rows,

@@ -61,6 +61,9 @@ BATCHES = {  # name -> (query length, total length) of each request, fields of t
         ((4, 129), (0, 0), (2, 64)), dict(kv_dtype="int8", dtype="float16", whole_rows=True), 70,
     ),
     "e5m2, 64 heads": (((1, 200), (1, 130)), dict(kv_dtype="float8_e5m2", num_heads=64, page_size=128), 0),
+    "maxima that rise by more than the slack and by less": (
+        ((1, 400), (3, 330)), dict(logits=LogitRule(scale=0.6), num_ctas=2), 0,
+    ),
     "e4m3, CTAs without a piece": (((1, 1), (0, 0), (1, 70)), dict(kv_dtype="float8_e4m3fn", num_ctas=6), 0),
 }  # fmt: skip
 
@@ -148,7 +151,8 @@ def test_is_attention_over_the_rows(name):
     q, end = np.asarray(args[0], np.float64)[: starts[-1]], starts[-1]
     keys = [rows[:, None] for rows in requests]
     values = [rows[:, None, : config.latent_dim] for rows in requests]
-    want, want_lse = ragged(q, keys, values, np.diff(starts), scale=0.07, causal=config.mask.causal)
+    scale = config.logits.scale
+    want, want_lse = ragged(q, keys, values, np.diff(starts), scale=scale, causal=config.mask.causal)
     size = 10 if config.kv_dtype == "int8" else 1
     np.testing.assert_allclose(out[:end], want, atol=size * (2e-2 if config.dtype == "bfloat16" else 2e-3))
     np.testing.assert_allclose(lse[:end], want_lse, atol=1e-5)
