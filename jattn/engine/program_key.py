@@ -148,7 +148,7 @@ def _machine() -> Any:
     client = jax.devices()[0].client
     devices = [(d.platform, d.device_kind, d.id) for d in jax.devices()]
     cores = os.cpu_count(), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    native = library.status() if device.detect().platform == "cpu" else library.Status()
+    native = library.status() if device.detect().platform == "cpu" else library.LibraryStatus()
     native = dataclasses.replace(native, path=os.path.basename(native.path))  # the name has a hash of the content
     python = sys.version, platform.machine()
     chip = client.platform_version, repr(device.detect()), device.processors()
