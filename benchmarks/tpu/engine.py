@@ -18,8 +18,6 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import records
-from benchmarks.tpu import aot, hlo
+from benchmarks.tpu import aot, hlo, own_process
 from benchmarks.tpu.limits import CHIPS
 
 BLOCK = 64  # the engine's default on an accelerator
@@ -191,15 +189,6 @@ def one(chip: str, name: str, layers: int) -> dict:
     )  # fmt: skip
 
 
-def apart(chip: str, case: str, layers: int) -> dict:
-    """`one` in a separate process; a row with `error` if it does not compile."""
-    command = [sys.executable, "-m", "benchmarks.tpu.engine", "--one", chip, case, str(layers)]
-    done = subprocess.run(command, env=os.environ | aot.environment(), capture_output=True, text=True)
-    if done.returncode:
-        return dict(error=(done.stderr.strip() or "no message").splitlines()[-1][:300])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main(argv: list[str] | None = None) -> int:
     """Compile and print; 1 if a program does not compile."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.engine", description=__doc__.splitlines()[0])
@@ -218,7 +207,8 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     for chip in args.chips.split(","):
         for case in args.cases.split(","):
-            row = origin | dict(chip=chip, case=case) | apart(chip, case, args.layers)
+            found = own_process.row("benchmarks.tpu.engine", chip, case, str(args.layers))
+            row = origin | dict(chip=chip, case=case) | found
             failed += "error" in row
             print(json.dumps(row), flush=True)
             records.write([row], "engine", folder)

@@ -1,21 +1,37 @@
-"""Data-sheet limits of one JAX device of each TPU generation: memory, products, links between chips, clock.
+"""Limits of one JAX device of each TPU generation: those of jattn.engine.device_kinds, and what a kernel needs besides.
 
-From the chips' public pages and the JAX scaling book; the clocks of v6e and tpu7x are assumed. Nothing was measured.
+The clocks are from the chips' public pages; those of v6e and tpu7x are assumed. Nothing was measured.
 """
 
 import dataclasses
+
+from jattn.engine.device_kinds import KINDS
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """The limits of one device as JAX counts them: of a chip; on tpu7x, of half a chip. A v5p device has two cores."""
 
-    hbm: float  # bytes/s
-    products: float  # bf16 FLOP/s
-    link: float  # bytes/s in one direction of one link of a chip
+    name: str
     clock: float  # bundles/s of a core
+    links: int  # of a chip, to its neighbours
     cores: int = 1  # a Pallas kernel runs on one of them unless it asks for all
     devices_of_chip: int = 1
+
+    @property
+    def hbm(self) -> float:
+        """Bytes/s."""
+        return KINDS[self.name].bandwidth
+
+    @property
+    def products(self) -> float:
+        """bf16 FLOP/s."""
+        return KINDS[self.name].peak
+
+    @property
+    def link(self) -> float:
+        """Bytes/s in one direction of one link of a chip."""
+        return KINDS[self.name].link * self.devices_of_chip / self.links
 
     def collective_seconds(self, kind: str, size: int, devices: int) -> float:
         """Seconds of a ring over the chips of a 2x2 slice, in which each chip sends to two neighbours at once.
@@ -28,8 +44,11 @@ class Limits:
 
 
 CHIPS = {
-    "v5e": Limits(hbm=0.819e12, products=197e12, link=4.5e10, clock=1.5e9),
-    "v6e": Limits(hbm=1.64e12, products=918e12, link=9e10, clock=1.75e9),
-    "v5p": Limits(hbm=2.765e12, products=459e12, link=9e10, clock=1.75e9, cores=2),
-    "tpu7x": Limits(hbm=3.69e12, products=1153e12, link=9e10, clock=2.2e9, devices_of_chip=2),
+    limits.name: limits
+    for limits in (
+        Limits("v5e", clock=1.5e9, links=4),
+        Limits("v6e", clock=1.75e9, links=4),
+        Limits("v5p", clock=1.75e9, links=6, cores=2),
+        Limits("tpu7x", clock=2.2e9, links=6, devices_of_chip=2),
+    )
 }

@@ -11,13 +11,10 @@ benchmarks.tpu.peers installs RPA v3. --write keeps the rows in benchmarks/resul
 import argparse
 import importlib.metadata
 import json
-import os
-import subprocess
 import sys
-import tempfile
 
 from benchmarks import records
-from benchmarks.tpu import aot, llo, model, peers
+from benchmarks.tpu import aot, llo, model, own_process, peers
 
 JOBS = ("decode", "prefill", "mla_decode", "mla_prefill", "jax_decode", "jax_prefill", "rpa3_decode", "rpa3_prefill")
 JAX_PAGES = 8  # in a block of JAX's kernel
@@ -95,17 +92,6 @@ def one(chip: str, job: str, folder: str) -> dict:
     return row | model.least(row)
 
 
-def apart(chip: str, job: str) -> dict:
-    """`one` in a separate process, because libtpu reads its flags once."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = dict(LIBTPU_INIT_ARGS=llo.FLAGS.format(folder))
-        command = [sys.executable, "-m", "benchmarks.tpu.static", "--one", chip, job, folder]
-        done = subprocess.run(command, env=os.environ | aot.environment() | flags, capture_output=True, text=True)
-    if done.returncode:
-        return dict(chip=chip, case=job, error=done.stderr.strip().splitlines()[-1][:300])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main(argv: list[str] | None = None) -> int:
     """Every job on every chip; 1 if one of them failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.static", description=__doc__.splitlines()[0])
@@ -122,7 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     failed, rows = 0, []
     for chip in args.chips.split(","):
         for job in args.jobs.split(","):
-            row = origin | apart(chip, job)  # whose chip is the one compiled for, not this machine's
+            found = own_process.row_of_dump("benchmarks.tpu.static", chip, job)
+            row = origin | dict(chip=chip, case=job) | found  # the chip compiled for, not this machine's
             failed += "error" in row and not job.startswith("rpa3_")  # its defaults do not fit every chip
             print(json.dumps(row), flush=True)
             records.write([row], "static", folder)

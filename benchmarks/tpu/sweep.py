@@ -11,14 +11,11 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from unittest import mock
 
 from benchmarks import records
-from benchmarks.tpu import aot, llo, model
+from benchmarks.tpu import aot, llo, model, own_process
 
 SIZES = {
     "decode": dict(block_kv=(512, 1024, 2048), part_kv=(128, 512), short_heads=(4,)),
@@ -51,17 +48,6 @@ def one(chip: str, job: str, sizes: dict[str, int], folder: str) -> dict:
     return row | model.least(row)
 
 
-def apart(chip: str, job: str, sizes: dict[str, int]) -> dict:
-    """`one` in a separate process; `error` if these sizes do not compile."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = dict(LIBTPU_INIT_ARGS=llo.FLAGS.format(folder))
-        command = [sys.executable, "-m", "benchmarks.tpu.sweep", "--one", chip, job, json.dumps(sizes), folder]
-        done = subprocess.run(command, env=os.environ | aot.environment() | flags, capture_output=True, text=True)
-    if done.returncode:
-        return dict(chip=chip, case=job, error=(done.stderr.strip() or "no message").splitlines()[-1][:300])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def best(rows: list[dict]) -> dict:
     """The best of the rows of one chip and job; see the module's docstring."""
     able = [row for row in rows if "error" not in row]
@@ -88,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         for job in args.jobs.split(","):
             rows = []
             for sizes in candidates(job):
-                rows.append(origin | apart(chip, job, sizes) | dict(variant=name_of(sizes)))
+                figures = own_process.row_of_dump("benchmarks.tpu.sweep", chip, job, json.dumps(sizes))
+                rows.append(origin | dict(chip=chip, case=job) | figures | dict(variant=name_of(sizes)))
                 print(json.dumps(rows[-1]), flush=True)
                 records.write(rows[-1:], "sweep", folder)
             failed += "error" in rows[0]
