@@ -8,7 +8,7 @@ config_sm80.CHIPS describes the chips. The kernel has run on sm_90 (an H200); fo
           _piece                              for each piece of the CTA's part of the work list (work_list.py):
             narrow_tile                         narrow_sm80.py: few rows; each warp computes other keys
             wide_tile                           wide_sm80.py: more rows; each warp computes other rows
-            blank_tile                          padding tokens, in a kernel without wide tiles
+            blank_tile                          padding tokens, more rows than those of any request
       merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs
 
 The arguments, the work list, the algebra and the merge are those of paged_attention_sm90.py.
@@ -88,10 +88,19 @@ def _piece(cfg: WarpKernelConfig, refs: Refs, j):
     put_numbers(box, [jnp.asarray(wanted[column], jnp.int32) for column in range(HI + 1)])
     sync_warps()
     piece = Piece(lambda column: box[column], 0)
-    few = piece[wl.NROWS] <= cfg.narrow_rows
-    many_rows = wide_tile if cfg.wide_tiles else blank_tile  # without wide tiles only padding has many rows
-    when(few)(lambda: narrow_tile(cfg, refs, piece))
-    when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece))
+    count, most = piece[wl.NROWS], _most_rows(cfg)
+    when(count <= cfg.narrow_rows)(lambda: narrow_tile(cfg, refs, piece))
+    if cfg.wide_tiles:
+        when((count > cfg.narrow_rows) & (count <= most))(lambda: wide_tile(cfg, refs, piece))
+    if most < wl.TILE_ROWS:
+        when(count > most)(lambda: blank_tile(cfg, refs, piece))
+
+
+def _most_rows(cfg: WarpKernelConfig) -> int:
+    """Rows of a tile of a request. A tile with more holds padding tokens."""
+    if not cfg.wide_tiles:
+        return cfg.narrow_rows
+    return wl.TILE_ROWS if cfg.long_tiles else WARPGROUP_ROWS * cfg.tile_halves
 
 
 def blank_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):

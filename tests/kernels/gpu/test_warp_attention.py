@@ -175,6 +175,11 @@ def test_is_attention(name):
     compare(*BATCHES[name])
 
 
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+def test_a_tile_of_padding_has_more_rows_than_those_of_any_request():
+    compare(*BATCHES["spec decode, 64 rows"], pads=60)
+
+
 REFUSED = {
     "sm_75": (dict(chip="sm_75"), "chip sm_75: wanted one of sm_80"),
     "one stage of 8 bits": (dict(kv_dtype="int8", rows=2, stages=1), "stages 1: wanted at least 2"),
