@@ -190,7 +190,7 @@ def test_explain_prints_a_table(registered):
     registered("toy")
     spec = dataclasses.replace(SPEC, has_sinks=True, has_alibi=True)
     rows = str(backends.explain(spec, CACHE, "cpu")).splitlines()
-    assert rows[0].split() == ["backend", "runs", "why", "not"]
+    assert rows[0].split() == ["backend", "runs", "how,", "or", "why", "not"]
     assert any(row.split() == ["sdpa", "yes"] for row in rows)
     assert rows[-2].split(maxsplit=2) == ["toy", "no", "attention sinks not supported: has_sinks=True"]
     assert rows[-1].strip() == "ALiBi not supported: has_alibi=True"

@@ -284,4 +284,4 @@ def test_the_prometheus_text_has_every_counter():
     served.generate([[3, 4]], SamplingParams(max_tokens=3, temperature=0))
     text = served.stats.prometheus()
     assert f"jattn_output_tokens_total {served.stats.output_tokens}" in text
-    assert text.count("# TYPE") == text.count("# HELP") == 18
+    assert text.count("# TYPE") == text.count("# HELP") == 19
