@@ -256,8 +256,8 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
         q, cache, counters = written
         config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common, self.chip, invariant=self.invariant)
-        inside = not m.shared and _merges_inside(config, m.common)  # the config of levels is another one
-        counters = counters if inside else None
+        whole = not m.shared and m.shard is None  # the configs of levels and of ranks are others
+        counters = counters if whole and _merges_inside(config, m.common) else None
         return cache, self._over_pages(q, cache, m, params, counters)
 
     def for_batch(self, meta: CommonAttentionMetadata) -> "PallasGpuImpl":
