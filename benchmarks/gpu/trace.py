@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import gc
 import json
 import statistics
 import subprocess
@@ -40,6 +39,7 @@ from benchmarks import records
 from benchmarks.gpu import cupti, timeline
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from jattn import models
+from jattn.cli.serve import collect_rarely
 from jattn.engine import runner as engine_runner
 from jattn.text import ByteTokenizer
 
@@ -197,7 +197,7 @@ def trace_row(trace: Trace, small: bool, ceilings: dict) -> tuple[dict, Callable
     programs = engine.warmup()
     row: dict = dict(case=trace.name, requests=trace.requests, rows=trace.rows, budget=trace.budget, programs=programs)
     row["warmup_seconds"] = round(time.perf_counter() - begin, 1)
-    gc.freeze()  # as `jattn serve` does
+    collect_rarely()  # as `jattn serve` does
     work, before = trace.work(config.vocab_size), engine.stats
     with watched() as seen:
         served = serve(engine, work)

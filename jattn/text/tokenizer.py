@@ -135,6 +135,8 @@ MAX_TOKENS_PER_CHARACTER = 6
 """If this many tokens give no whole character, their bytes are not UTF-8, and U+FFFD is returned."""
 MAX_CONTEXT = 32
 """Earlier tokens that are decoded again with new ones; known tokenizers need two or three."""
+KEPT_CONTEXT = 8
+"""With fewer tokens, old context is not dropped: finding out whether it can be costs a second decoding."""
 
 
 class _Window(NamedTuple):
@@ -214,7 +216,7 @@ class Detokenizer:
         text = decoded.rstrip(REPLACEMENT) if may_wait else decoded
         is_whole = text == decoded
         added = _after(returned, whole, text)
-        if added and (is_whole or len(tokens) > MAX_CONTEXT):
+        if added and len(tokens) > (KEPT_CONTEXT if is_whole else MAX_CONTEXT):
             window = self._shortened(tokens, num_context, text, is_whole)
         elif added:
             window = _Window(tokens, num_context, text, text, 0)
