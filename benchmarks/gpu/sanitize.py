@@ -1,7 +1,7 @@
 """NVIDIA's compute-sanitizer over every variant of the GPU kernels, a process for each variant and tool.
 
     python -m benchmarks.gpu.sanitize --log DIR [--sanitizer PATH] [--tools racecheck,memcheck,synccheck]
-                                      [--only PARTS] [--seconds 900]
+                                      [--only PARTS] [--seconds 900] [--jobs 4]
     python -m benchmarks.gpu.sanitize --case NAME        one variant in this process, without the sanitizer
     python -m benchmarks.gpu.sanitize --list
 
@@ -15,11 +15,13 @@ import collections
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -112,32 +114,38 @@ def verdict(code: int, text: str) -> str:
     return known.get(code, "crashed") if finished else "crashed"
 
 
+def run_one(args: argparse.Namespace, end: float, tool: str, name: str) -> dict | None:
+    """The row of one run; None if there is no time left for it. end: in time.time()'s seconds."""
+    start = time.time()
+    if end - start < 10:
+        return None
+    log = args.log / f"{tool} {name}.txt".replace(" ", "_").replace("/", "_")
+    own = os.environ | dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")  # several processes share the card's memory
+    try:
+        line = command(args.sanitizer, tool, name, log)
+        done = subprocess.run(line, timeout=end - start, capture_output=True, env=own)
+        code, said = done.returncode, (done.stdout + done.stderr)[-500:].decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        code, said = -1, "out of time"
+    found = verdict(code, log.read_text(errors="replace") if log.exists() else "")
+    row = dict(tool=tool, case=name, verdict=found, code=code, seconds=round(time.time() - start, 1))
+    return row | ({} if found == "clean" else dict(said=said))
+
+
 def run_all(args: argparse.Namespace, names: list[str]) -> int:
     """The number of runs that are not clean."""
     args.log.mkdir(parents=True, exist_ok=True)
-    begin, counts, skipped = time.time(), collections.Counter(), 0
-    with (args.log / "summary.jsonl").open("a", encoding="utf-8") as summary:
-        for tool in args.tools.split(","):
-            for name in names:
-                left = args.seconds - (time.time() - begin)
-                if left < 10:
-                    skipped += 1
-                    continue
-                log = args.log / f"{tool} {name}.txt".replace(" ", "_").replace("/", "_")
-                start = time.time()
-                try:
-                    done = subprocess.run(command(args.sanitizer, tool, name, log), timeout=left, capture_output=True)
-                    code, tail_of = done.returncode, (done.stdout + done.stderr)[-500:].decode(errors="replace")
-                except subprocess.TimeoutExpired:
-                    code, tail_of = -1, "out of time"
-                text = log.read_text(errors="replace") if log.exists() else ""
-                row = dict(tool=tool, case=name, verdict=verdict(code, text), code=code)
-                row["seconds"] = round(time.time() - start, 1)
-                row |= {} if row["verdict"] == "clean" else dict(said=tail_of)
-                counts[row["verdict"]] += 1
-                print(row, flush=True)
-                summary.write(json.dumps(row) + "\n")
-                summary.flush()
+    end, counts, skipped = time.time() + args.seconds, collections.Counter(), 0
+    wanted = [(tool, name) for tool in args.tools.split(",") for name in names]
+    with (args.log / "summary.jsonl").open("a", encoding="utf-8") as summary, ThreadPoolExecutor(args.jobs) as pool:
+        for row in pool.map(lambda each: run_one(args, end, *each), wanted):
+            if row is None:
+                skipped += 1
+                continue
+            counts[row["verdict"]] += 1
+            print(row, flush=True)
+            summary.write(json.dumps(row) + "\n")
+            summary.flush()
     print(dict(counts), f"skipped for time: {skipped}", flush=True)
     return sum(counts.values()) - counts["clean"] + skipped
 
@@ -152,6 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--only", default="", help="parts of names, separated by commas")
     parser.add_argument("--seconds", type=float, default=900)
+    parser.add_argument("--jobs", type=int, default=4, help="runs side by side (default: 4)")
     args = parser.parse_args(argv)
     known = variants_by_name()
     names = [name for name in known if any(part in name for part in args.only.split(","))]

@@ -222,7 +222,8 @@ def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
         many_rows = long_tile if cfg.long_tiles else blank_tile  # without long tiles only padding has many rows
         when(few)(lambda: few_rows(cfg, refs, piece, wg, blocks_before))
         when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, blocks_before))
+        count = piece.count  # read before the arrival: the memory warpgroup then overwrites the piece's numbers
         plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
-        return blocks_before + piece.count
+        return blocks_before + count
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))

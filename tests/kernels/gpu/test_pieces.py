@@ -1,0 +1,42 @@
+"""The buffers of a piece's numbers: nothing is read from one after the memory warpgroup may overwrite it."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu import paged_attention_sm90 as attention
+from pallas_kernels.gpu.pieces_sm90 import Piece
+from pallas_kernels.gpu.tile_policy import default_config
+
+
+class Anything:
+    """Stands for references and barriers."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __getitem__(self, index):
+        return self
+
+
+def test_a_piece_is_not_read_after_its_buffer_was_given_back():
+    """compute-sanitizer found it on a card: the blocks were counted after the arrival."""
+    seen, nothing = [], lambda *args: None
+
+    def column(number):
+        seen.append("read")
+        return jnp.int32(number)
+
+    fakes = dict(
+        narrow_tile=nothing, short_tile=nothing, long_tile=nothing, blank_tile=nothing,
+        receive_piece=lambda *args: Piece(column, jnp.int32(0)), count_pieces=lambda *args: jnp.int32(2),
+    )  # fmt: skip
+    sizes = dict(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=64, kv_dtype="bfloat16")
+    with (
+        mock.patch.object(attention.plgpu, "barrier_arrive", lambda barrier: seen.append("given back")),
+        mock.patch.object(attention.lax, "axis_index", lambda name: jnp.int32(0)),
+        mock.patch.multiple(attention, **fakes),
+    ):
+        jax.make_jaxpr(lambda: attention._compute(default_config(rows=None, **sizes), Anything(), jnp.int32(0)))()
+    assert "read" in seen and seen.index("given back") == len(seen) - 1
