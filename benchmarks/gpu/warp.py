@@ -36,6 +36,8 @@ CHECKED = [
     cases.KernelCase(name="mix_all", **MIXED, num_heads=24, options=(*OPTIONS, ("layout", "NHD"))),
     cases.KernelCase(name="mix_gqa7", **MIXED, num_heads=14, num_kv_heads=2, page=64),
     cases.KernelCase(name="mix_d192_v128", **MIXED, head_dim=192),
+    cases.KernelCase(name="mix_d192", **MIXED, head_dim=192, v_head_dim=192),
+    cases.KernelCase(name="mix_d256", **MIXED, head_dim=256, v_head_dim=256),
     cases.KernelCase(name="mix_d64", **MIXED, head_dim=64, v_head_dim=64),
 ]
 SOFTWARE = dict(chip="sm_80")  # float8 without the instruction of sm_89, on any card

@@ -287,8 +287,9 @@ def merge_and_store(
         mine = ptx.add(ptx.mul(wg, 4), warp, ptx.i32(line * warps))
         row = ptx.add(mine, ptx.i32(8 * n))
         ok = ptx.less(row, nrows)
-        whole = ptx.bool_to_i32(arith.andi(ok, ptx.equal(is_part, ptx.i32(0))))
-        cut = ptx.bool_to_i32(arith.andi(ok, ptx.equal(is_part, ptx.i32(1))))
+        # Conditions of stores are numbers, and few: ptxas 13.0 lost predicates that were computed from others here.
+        cut = arith.andi(ptx.bool_to_i32(ok), is_part)
+        whole = arith.andi(ptx.bool_to_i32(ok), arith.xori(is_part, ptx.i32(1)))
         place = ptx.add(ptx.pointer(stats, 3), ptx.mul(mine, 8))
         load = "ld.shared.v2.f32 {{$0, $1}}, [$2+{}];"
         pairs = [ptx.asm_values(load.format(64 * w), "=f,=f,r", 2, place) for w in range(warps)]
@@ -318,11 +319,10 @@ def merge_and_store(
         lse = arith.select(seen, _fmul(_fadd(shift, ptx.log2(sum_all)), ptx.f32(0.6931471805599453)), minus)
         factor = arith.select(seen, _fmul(ptx.divide(up, sum_all), scale), none)
         part_row = ptx.to_i64(ptx.add(ptx.mul(slot, 128), row))
-        first = ptx.bool_to_i32(arith.andi(ptx.equal(lane, ptx.i32(0)), ok))
-        store = "{ .reg .pred p, r; setp.ne.u32 p, $1, 0; setp.ne.and.u32 r, $3, 0, p; @r st.global.f32 [$0], $2; }"
+        store = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }"
         for ref, index, value, when in ((lse_ref, flat, lse, whole), (part_lse_ref, part_row, cut_lse, cut)):
             target = arith.addi(ptx.pointer(ref, 0), arith.muli(index, ptx.i64(4)))
-            ptx.asm(store, "l,r,f,r", target, first, value, when)
+            ptx.asm(store, "l,r,f", target, when, value)  # every lane stores the same
         for column in range(0, dim, 128):
             col = ptx.add(ptx.mul(lane, 4), ptx.i32(column))
             inside = ptx.less(col, ptx.i32(dim))
@@ -333,12 +333,12 @@ def merge_and_store(
                 text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{w * 8 * dim * 4}];"
                 values = ptx.asm_values(text, "=f,=f,=f,=f,r", 4, place)
                 sums = [ptx.fma(weight, v, s) for s, v in zip(sums, values, strict=True)]
-            inside = ptx.bool_to_i32(inside)
+            inside = ptx.bool_to_i32(inside) if column + 128 > dim else ptx.i32(1)
             target = arith.addi(
                 ptx.pointer(part_ref, 0),
                 arith.muli(arith.addi(arith.muli(part_row, ptx.i64(dim)), ptx.to_i64(col)), ptx.i64(4)),
             )
-            both = "{{ .reg .pred p, r; setp.ne.u32 p, $1, 0; setp.ne.and.u32 r, $2, 0, p; @r {}; }}"
+            both = "{{ .reg .pred p; .reg .b32 t; and.b32 t, $1, $2; setp.ne.u32 p, t, 0; @p {}; }}"
             text = both.format("st.global.v4.f32 [$0], {$3, $4, $5, $6}")
             ptx.asm(text, "l,r,r,f,f,f,f", target, inside, cut, *(_fmul(s, cut_factor) for s in sums))
             size = 4 if out_dtype == "float32" else 2

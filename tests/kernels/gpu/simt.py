@@ -128,17 +128,19 @@ class Machine:
             mask = np.broadcast_to(flags[name], mask.shape)
         name, rest = line.split(maxsplit=1)
         numbers = [int(n) for n in re.findall(r"\$(\d+)", rest)]
-        writes = not name.startswith(("st", "setp", "cp.async"))
+        writes = not name.startswith(("st", "setp", "cp.async")) and not rest.startswith("t,")
         count = len(re.findall(r"\$", rest.split("[")[0].split("}")[0])) if rest.startswith("{") else 1
         count = count if writes else 0
         get = lambda n: args[n - len(args_outputs)]
         args_outputs = range(self.outputs)
         operands = [get(n) for n in numbers[count:]]
         offset = int((re.findall(r"\[\$\d+\+(\d+)\]", rest) or [0])[0])
-        if name.startswith("setp"):
-            target, _, constant = (x.strip() for x in rest.split(",")[:3])
+        if name == "and.b32" and len(numbers) == 2 and rest.startswith("t,"):  # to the register t
+            flags["t"] = operands[0] & operands[1]
+        elif name.startswith("setp"):
+            target, left, constant = (x.strip() for x in rest.split(",")[:3])
             compare = {"ne": np.not_equal, "eq": np.equal, "lt": np.less}[name.split(".")[1]]
-            flags[target] = compare(operands[0], int(constant))
+            flags[target] = compare(flags["t"] if left == "t" else operands[0], int(constant))
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
         elif name.startswith("cp.async.cg"):  # 16 bytes; zeros where the predicate holds
