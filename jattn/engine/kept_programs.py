@@ -5,7 +5,8 @@ A file of this module is found by a key that is known before (see program_key). 
 `jattn.compile_cache`, with the same limit and the same switch.
 
 A file is a pickle with machine code, so what it has runs in this process. It is read only from a folder and a file that
-no other user can write, and only if its hash is that at its beginning: a file that was cut off is refused.
+no other user can write, and only if the hash of its key and content is that at its beginning: a file that was cut off,
+or has the name of another one, is refused.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ def load(key: str, in_tree: Any, out_tree: Any, device: Any) -> jax.stages.Compi
             os.utime(key + SUFFIX, dir_fd=folder.fd, follow_symlinks=False)  # the least recently used ones go first
     size = hashlib.sha256().digest_size
     digest, serialized = content[:size], content[size:]
-    if hashlib.sha256(serialized).digest() == digest:
+    if _digest(key, serialized) == digest:
         try:
             return serialize_executable.deserialize_and_load(
                 serialized, in_tree, out_tree, backend=device.client, execution_devices=[device]
@@ -93,6 +94,11 @@ def remove(key: str) -> None:
             os.unlink(key + SUFFIX, dir_fd=folder.fd)
 
 
+def _digest(key: str, serialized: bytes) -> bytes:
+    """The first bytes of a file."""
+    return hashlib.sha256(key.encode() + serialized).digest()
+
+
 def _store(key: str, program: jax.stages.Compiled) -> None:
     try:
         serialized, _, _ = serialize_executable.serialize(program)
@@ -102,7 +108,7 @@ def _store(key: str, program: jax.stages.Compiled) -> None:
     with _opened() as folder:
         if folder is not None:
             try:
-                folders.write(folder, key + SUFFIX, hashlib.sha256(serialized).digest() + serialized, 0o600)
+                folders.write(folder, key + SUFFIX, _digest(key, serialized) + serialized, 0o600)
             except OSError as error:
                 log.debug("a program is not kept: %s", error)
 

@@ -27,7 +27,7 @@ from jattn import device
 from jattn.backends import registry
 from pallas_kernels.cpu.native import library
 
-FORMAT = 1
+FORMAT = 2
 """Of the files in which programs are kept."""
 
 SOURCES = (".py", ".json", ".cc", ".h")

@@ -32,6 +32,27 @@ class Decoded:
     scales: np.ndarray
     zero_points: np.ndarray | None = None
 
+    def check(self) -> None:
+        """ValueError unless the shapes fit one another, and the scales are floats."""
+        codes, scales, zeros = self.codes, self.scales, self.zero_points
+        if codes.ndim != 2 or scales.ndim != 2 or len(codes) != len(scales):
+            raise ValueError(f"codes {codes.shape} and scales {scales.shape} must have equal numbers of outputs")
+        check_groups(scales.shape[1], codes.shape[1], scales.dtype)
+        if zeros is not None and zeros.shape != scales.shape:
+            raise ValueError(f"zero points {zeros.shape} and scales {scales.shape} must have equal shapes")
+
+
+SCALES = ("float16", "bfloat16", "float32")
+"""Dtypes of scales."""
+
+
+def check_groups(groups: int, inputs: int, dtype: np.dtype) -> None:
+    """ValueError unless so many inputs can have so many groups, with scales of this dtype."""
+    if groups < 1 or inputs < 1 or inputs % groups:
+        raise ValueError(f"the number of its groups does not divide the number of its inputs: {groups}, {inputs}")
+    if dtype.name not in SCALES:
+        raise ValueError(f"scales have dtype {dtype}, which must be one of {', '.join(SCALES)}")
+
 
 class Groups(NamedTuple):
     """The groups of a stored module, without its codes."""
@@ -69,6 +90,7 @@ class Scheme:
             return None if names is None else jax.ShapeDtypeStruct(shape, dtype)
         axis = _inputs_axis(source.make)
         groups = self.groups(shape[axis], *(read(name) if name in stored else None for name in names[0][1:]))
+        check_groups(groups.number, shape[axis], groups.dtype)
 
         def array(inputs: int, dtype: Any) -> jax.ShapeDtypeStruct:
             sizes = list(shape)
@@ -107,8 +129,8 @@ class Scheme:
         modules = [self.decode(*(next(left) if is_there else None for is_there in each)) for each in present]
         axis = _inputs_axis(make)
         made = lambda name: placed(make(*(getattr(module, name) for module in modules)), None)
-        if any(module.codes.shape[1] % module.scales.shape[1] for module in modules):
-            raise ValueError("the number of its groups does not divide the number of its inputs")
+        for module in modules:
+            module.check()
         has_zeros = {module.zero_points is not None for module in modules}
         if len(has_zeros) > 1:
             raise ValueError("some of its modules have zero points, and some have none")
@@ -143,7 +165,7 @@ def fp8(c: ConfigReader) -> Scheme:
     """e4m3 with a scale for each block of weight_block_size (outputs, inputs): DeepSeek, Qwen."""
     blocks = c.counts("weight_block_size", 2**16)
     if blocks is None or len(blocks) != 2 or 0 in blocks:
-        raise UnsupportedError(f"{c.where}: weight_block_size={blocks} must be [outputs, inputs] of a block")
+        raise UnsupportedError(f"{c.where}: weight_block_size={short(blocks)} must be [outputs, inputs] of a block")
     c.only("fmt", "e4m3", "float8_e4m3fn")
     c.only("activation_scheme", "dynamic")  # "static" comes with scales of activations
     c.ignore("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize")
@@ -153,6 +175,8 @@ def fp8(c: ConfigReader) -> Scheme:
 
 def _fp8_blocks(out_block: int, in_block: int, weight: np.ndarray, scales: np.ndarray) -> Decoded:
     outputs, inputs = weight.shape
+    if weight.dtype != ml_dtypes.float8_e4m3fn:
+        raise ValueError(f"codes have dtype {weight.dtype}, which must be float8_e4m3fn")
     if scales.shape != (math.ceil(outputs / out_block), math.ceil(inputs / in_block)):
         raise ValueError(f"scales {scales.shape} do not fit blocks of {out_block} x {in_block}")
     group = math.gcd(inputs, in_block)  # a block may be cut at the end; groups are not
@@ -202,8 +226,13 @@ def gptq(c: ConfigReader) -> Scheme:
 
 def _gptq(bits: int, more: int, qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx) -> Decoded:
     groups, outputs = scales.shape
+    if qweight.ndim != 2 or qweight.shape[1] != outputs:
+        raise ValueError(f"qweight {qweight.shape} does not fit scales {scales.shape}")
     codes = _of_words(bits, qweight).swapaxes(1, 2).reshape(-1, outputs)  # [in, out]
     zeros = _gptq_zeros(bits, more, qzeros, scales.shape)
+    check_groups(groups, len(codes), scales.dtype)
+    if g_idx is not None and (g_idx.shape != (len(codes),) or not np.issubdtype(g_idx.dtype, np.integer)):
+        raise ValueError(f"g_idx {g_idx.dtype}{g_idx.shape} must be an integer for each of the {len(codes)} inputs")
     if g_idx is not None and not np.array_equal(g_idx, np.arange(len(codes)) // (len(codes) // groups)):
         raise UnsupportedError(
             "its g_idx (desc_act) gives inputs of one group different places, which is not supported"
@@ -216,12 +245,14 @@ def _gptq(bits: int, more: int, qweight: np.ndarray, qzeros: np.ndarray, scales:
 
 def _gptq_zeros(bits: int, more: int, qzeros: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """int16[groups, out]"""
+    if qzeros.ndim != 2 or len(shape) != 2 or len(qzeros) != shape[0]:
+        raise ValueError(f"qzeros {qzeros.shape} does not fit scales {shape}")
     return _of_words(bits, qzeros).reshape(shape).astype(np.int16) + more - 2 ** (bits - 1)
 
 
 def _of_words(bits: int, words: np.ndarray) -> np.ndarray:
     """int32 [...] -> the codes of each word, from the lowest bits on: uint8[..., 32 / bits]."""
-    return _nibbles(words) if bits == 4 else np.ascontiguousarray(words)[..., None].view(np.uint8)
+    return _nibbles(words) if bits == 4 else _as_uint32(words)[..., None].view(np.uint8)
 
 
 def compressed_tensors(c: ConfigReader) -> Scheme:
@@ -269,21 +300,35 @@ CT_LAYOUTS = ("int-quantized", "float-quantized", "naive-quantized")
 
 def _ct_packed(words: np.ndarray, scales: np.ndarray, shape: np.ndarray, zeros: np.ndarray | None) -> Decoded:
     """Codes of consecutive inputs in a word, and zero points of consecutive outputs."""
+    if not np.issubdtype(shape.dtype, np.integer):
+        raise ValueError(f"weight_shape has dtype {shape.dtype}, which must be int64")
     outputs, inputs = (int(n) for n in shape)
-    codes = _nibbles(words).reshape(len(words), -1)[:outputs, :inputs]
+    if words.shape != (outputs, math.ceil(inputs / PACKED)):
+        raise ValueError(f"packed codes {words.shape} do not fit weight_shape {shape.tolist()}")
+    codes = _nibbles(words).reshape(len(words), -1)[:, :inputs]
     if zeros is not None:
+        if zeros.ndim != 2 or len(zeros) != math.ceil(outputs / PACKED):
+            raise ValueError(f"packed zero points {zeros.shape} do not fit weight_shape {shape.tolist()}")
         zeros = _nibbles(zeros).swapaxes(1, 2).reshape(-1, zeros.shape[1])[:outputs].astype(np.int8) - 8
     return Decoded(codes, scales, zeros)
 
 
 def _ct_plain(is_int: bool, weight: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> Decoded:
     """One scale for the tensor [1], or scales [out, groups]; zero points of symmetric weights are zeros."""
+    if weight.ndim != 2 or weight.dtype != (np.int8 if is_int else ml_dtypes.float8_e4m3fn):
+        raise ValueError(f"codes must be {'int8' if is_int else 'float8_e4m3fn'} [outputs, inputs]")
 
     def spread(x: np.ndarray) -> np.ndarray:
+        if x.size != 1 and (x.ndim != 2 or len(x) != len(weight) or not x.size):
+            raise ValueError(f"scales or zero points {x.shape} must be [1] or [{len(weight)}, groups]")
         x = x.reshape(1, 1) if x.size == 1 else x
         return np.broadcast_to(x, (len(weight), x.shape[1]))
 
-    zero_points = spread(zeros).astype(np.int8) if zeros is not None and _is_any(zeros) else None
+    zero_points = None if zeros is None else spread(zeros)
+    if zero_points is not None and not _is_any(zero_points):
+        zero_points = None
+    if zero_points is not None and zero_points.dtype != np.int8:
+        raise ValueError(f"zero points have dtype {zero_points.dtype}, which must be int8")
     return Decoded(weight if is_int else weight.view(np.uint8), spread(scales), zero_points)
 
 
@@ -293,13 +338,20 @@ def _ct_plain_groups(inputs: int, scales: np.ndarray, zeros: np.ndarray | None) 
 
 def _is_any(zeros: np.ndarray) -> bool:
     """Is a zero point other than zero?"""
-    return bool(zeros.astype(np.float32).any())
+    return bool((zeros != 0).any())
 
 
 def _nibbles(words: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
     """int32 [...] -> the eight codes of each word, uint8[..., 8], from the lowest bits on or in another order."""
     shifts = 4 * (np.arange(PACKED) if order is None else order).astype(np.uint32)
-    return (np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts & 15).astype(np.uint8)
+    return (_as_uint32(words)[..., None] >> shifts & 15).astype(np.uint8)
+
+
+def _as_uint32(words: np.ndarray) -> np.ndarray:
+    """Words of packed codes, contiguous; ValueError unless they are integers of 32 bits."""
+    if words.dtype not in (np.int32, np.uint32):
+        raise ValueError(f"packed codes have dtype {words.dtype}, which must be int32")
+    return np.ascontiguousarray(words).view(np.uint32)
 
 
 def mxfp4(outputs: slice, blocks: np.ndarray, scales: np.ndarray) -> QuantisedArray:
@@ -320,6 +372,14 @@ def mxfp4(outputs: slice, blocks: np.ndarray, scales: np.ndarray) -> QuantisedAr
     turned = lambda x: placed(x.swapaxes(1, 2), None)
     powers = turned(of_bits.view(ml_dtypes.bfloat16))
     return QuantisedArray(values=turned(words), scales=powers, format="fp4", dtype=np.dtype(ml_dtypes.bfloat16))
+
+
+def mxfp4_form(shape: tuple[int, ...]) -> QuantisedArray:
+    """What `mxfp4` makes of a weight of this shape [experts, inputs, outputs], with shapes for arrays."""
+    experts, inputs, outputs = shape
+    array: Any = lambda per, dtype: jax.ShapeDtypeStruct((experts, inputs // per, outputs), dtype)
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    return QuantisedArray(values=array(PACKED, np.uint32), scales=array(32, dtype), format="fp4", dtype=dtype)
 
 
 METHODS: dict[str, Callable[[ConfigReader], Scheme]] = {

@@ -20,7 +20,7 @@ from jattn.models.config_reader import ConfigReader
 from jattn.models.families import FAMILIES, RECURRENT
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
-from jattn.models.hub_formats import scheme_of
+from jattn.models.hub_formats import Scheme, scheme_of
 from jattn.models.placing import placed
 from jattn.models.quantising import check_quantization, quantised
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
@@ -30,6 +30,8 @@ from jattn.ops.quantised import is_quantised
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Dtypes of weights in params that are not quantised."""
+WRONG_TENSORS = ValueError, TypeError, IndexError, ArithmeticError
+"""What conversions raise for ranks, shapes or dtypes that do not fit."""
 MAX_THREADS = 8
 """Threads that read weights, at most. Reading is limited by memory, which a few cores fill."""
 MAX_MISSING_LISTED = 10_000
@@ -57,8 +59,7 @@ def load(
     folder = Path(directory)
     config, family, values = _config_and_family(folder)
     values = _with_quantization_of_text(values)
-    method = (values.get("quantization_config") or {}).get("quant_method")
-    scheme = None if method in family.quant_methods else scheme_of(values, str(folder / "config.json"))
+    method, scheme = (values.get("quantization_config") or {}).get("quant_method"), _scheme_of(values, family, folder)
     if method is not None and quantization is not None:
         raise UnsupportedError(f"{folder}: its weights are quantised ({method}); quantization must be None")
     checkpoint = _checkpoint(folder, config, family)
@@ -82,15 +83,29 @@ def stored_weights(directory: str | Path) -> dict[str, Any]:
     folder = Path(directory)
     config, family, values = _config_and_family(folder)
     values = _with_quantization_of_text(values)
-    scheme, checkpoint = scheme_of(values, str(folder / "config.json")), _checkpoint(folder, config, family)
-    assert scheme is not None
-    found, stored, dtype = {}, checkpoint.locations, jax.numpy.dtype(_stored_dtype(values))
+    scheme, checkpoint = _scheme_of(values, family, folder), _checkpoint(folder, config, family)
+    stored, dtype = checkpoint.locations, jax.numpy.dtype(_stored_dtype(values))
     table = {path: source.stored_form(stored) for path, source in family.tensors(config).items()}
-    for path, spec in weight_paths(weight_specs(config)).items():
-        found[path] = scheme.form(table[path], spec.shape, stored, checkpoint.read, dtype)
-        if found[path] is None:
-            found[path] = jax.ShapeDtypeStruct(spec.shape, checkpoint.dtype_of(table[path].names[0]))
-    return found
+
+    def form(path: str, shape: tuple[int, ...]) -> Any:
+        source, tensor = table[path], table[path].names[0]
+        if source.form is not None:
+            return source.form(shape)
+        try:
+            found = None if scheme is None else scheme.form(source, shape, stored, checkpoint.read, dtype)
+        except WRONG_TENSORS as error:
+            raise ValueError(f"{folder}: the scales of {path} cannot be read: {error}") from error
+        if found is None and (dtype_stored := checkpoint.dtype_of(tensor)).name not in FLOATS:
+            raise ValueError(f"{folder}: tensor {tensor_text(tensor)} of {path} has dtype {dtype_stored} and no scales")
+        return jax.ShapeDtypeStruct(shape, checkpoint.dtype_of(tensor)) if found is None else found
+
+    return {path: form(path, spec.shape) for path, spec in weight_paths(weight_specs(config)).items()}
+
+
+def _scheme_of(values: dict[str, Any], family: Family, folder: Path) -> Scheme | None:
+    """The scheme of a folder; None if its weights are floats, or if the family's table reads its method."""
+    method = (values.get("quantization_config") or {}).get("quant_method")
+    return None if method in family.quant_methods else scheme_of(values, str(folder / "config.json"))
 
 
 def _checkpoint(folder: Path, config: ModelConfig, family: Family) -> Checkpoint:
@@ -282,7 +297,7 @@ def _made(source: TensorSource, stored: list[np.ndarray], path: str, spec: Weigh
         value = source.make(*stored)
     except UnsupportedError as error:
         raise UnsupportedError(f"{tensor}: {error}") from error
-    except (ValueError, TypeError, IndexError) as error:  # ranks, shapes or dtypes that do not fit
+    except WRONG_TENSORS as error:
         kinds = ", ".join(sorted({f"{x.dtype}{list(x.shape)}" for x in stored})[:4])
         raise ValueError(f"{tensor} ({kinds}) cannot be converted to {path}: {error}") from error
     if value.shape != spec.shape:

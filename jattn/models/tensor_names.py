@@ -13,11 +13,15 @@ from jattn.models.weight_tree import layer_weight_specs, weight_paths, weight_sp
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """One weight: make(*tensors), of the tensors with these names. packed: the same weight in another stored form."""
+    """One weight: make(*tensors), of the tensors with these names. packed: the same weight in another stored form.
+
+    form(shape): what `make` gives for a weight of this shape, with shapes for arrays; None: an array as stored.
+    """
 
     names: tuple[str, ...]
     make: Callable[..., Any]  # a numpy array, or a QuantisedArray
     packed: "TensorSource | None" = None
+    form: Callable[[tuple[int, ...]], Any] | None = None
 
     def stored_form(self, stored: Container[str]) -> "TensorSource":
         """`packed` if the checkpoint has all of its tensors, else this form."""

@@ -1,6 +1,5 @@
 """Compiled programs on disk: what the next process loads, what switches it off, and that no broken cache stops it."""
 
-import hashlib
 import json
 import logging
 import os
@@ -216,7 +215,7 @@ def test_a_damaged_or_foreign_whole_program_is_not_loaded_but_compiled_and_kept_
                 path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
             case "another pickle":
                 other = pickle.dumps("no program")
-                path.write_bytes(hashlib.sha256(other).digest() + other)
+                path.write_bytes(kept_programs._digest(path.name.removesuffix(kept_programs.SUFFIX), other) + other)
             case "writable by others":
                 path.chmod(0o666)
             case "linked":

@@ -169,6 +169,8 @@ def test_a_program_of_jaxs_cache_is_not_kept_and_a_broken_one_is_compiled_again(
     assert load() is None and not file.exists()
     compile()
     assert file.exists(), "it was compiled, although JAX's cache has it under its first key"
+    shutil.copy(file, file.with_name(f"other{kept_programs.SUFFIX}"))
+    assert kept_programs.load("other", *trees, jax.devices()[0]) is None, "it has another one's name"
     wrong = jax.tree.structure((0, 0))
     kept_programs.remove("key")
     kept_programs.compiled(f.lower(x), "key", wrong)

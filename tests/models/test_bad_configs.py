@@ -94,6 +94,11 @@ def test_a_bad_value_is_named_in_one_sentence(name):
         ("gpt_neo", dict(attention_types=[[["global"], 3]]), "attention_types=.* 'local' to each of the 2 layers"),
         ("dots1", dict(n_group=3), "n_group=3 must divide the 8 experts into groups"),
         ("qwen3_moe", dict(num_local_experts=9), "num_local_experts=9 is another name of num_experts"),
+        (
+            "gemma4_text",
+            dict(rope_parameters=dict(full_attention=dict(rope_type="default"))),
+            "rope_parameters=.* has no 'sliding_attention'",
+        ),
         ("minimax_m2", dict(attn_type_list=[1, 0]), "attn_type_list=.* has layers of linear attention"),
         ("llama", dict(rope_scaling=dict(rope_type="linear")), "no 'factor'"),
         ("llama", dict(model_type=["llama"]), "model_type=.'llama'. is not supported"),

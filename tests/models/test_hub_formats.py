@@ -12,16 +12,19 @@ import pytest
 import jattn
 from jattn import models
 from jattn.errors import UnsupportedError
+from jattn.models.checkpoint import Checkpoint
+from jattn.models.families import FAMILIES
+from jattn.models.hub_formats import mxfp4
 from jattn.models.load import stored_weights
 from jattn.nn.weight_spec import weight_path
 from jattn.ops.quantised import QuantisedArray
-from tests.models import tiny
+from tests.models import examples, tiny
 
 CONFIG = tiny.CONFIG | dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=40, torch_dtype="float32")
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 RNG = np.random.default_rng(0)
 DTYPES = {"int32": "I32", "int64": "I64", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
-DTYPES |= {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DTYPES |= {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL"}
 
 
 def save(path, tensors):
@@ -366,3 +369,93 @@ def test_groups_that_do_not_divide_the_inputs_are_an_error(tmp_path):
     folder(tmp_path / "awq", AWQ, pack)
     with pytest.raises(ValueError, match="the number of its groups does not divide the number of its inputs"):
         models.load(tmp_path / "awq")
+
+
+def ct_packed(x):
+    codes, zeros, scales, exact = drawn(x.shape, 32, scales="bfloat16")
+    shape, zeros = np.array(x.shape, np.int64), np.ascontiguousarray(words(zeros.T).T)
+    return dict(weight_packed=words(codes), weight_scale=scales, weight_shape=shape, weight_zero_point=zeros), exact
+
+
+def ct_plain(x):
+    scales, zeros = np.full((len(x), 1), 0.01, np.float32), np.ones((len(x), 1), np.int8)
+    return dict(weight=np.round(x * 90).astype(np.int8), weight_scale=scales, weight_zero_point=zeros), x
+
+
+def gptq_pack(x):
+    codes, zeros, scales, exact = drawn(x.shape, 32)
+    g_idx = np.arange(x.shape[1], dtype=np.int32) // 32
+    return dict(qweight=words(codes).T, qzeros=words(zeros.T), scales=scales.T, g_idx=g_idx), exact
+
+
+PACKS = {
+    "awq": (AWQ, awq_pack),
+    "gptq": (dict(quant_method="gptq", bits=4), gptq_pack),
+    "packed": (compressed("pack-quantized", 4, "int", "group"), ct_packed),
+    "int8": (compressed("int-quantized", 8, "int", "channel"), ct_plain),
+    "fp8": (fp8_settings((32, 32)), functools.partial(fp8_pack, (32, 32))),
+}
+HOSTILE = {
+    "cut": lambda x: x[:1], "narrow": lambda x: x[..., :1], "doubled": lambda x: np.concatenate([x, x]),
+    "empty": lambda x: x[:0], "without columns": lambda x: x[..., :0], "flat": np.ravel, "one": lambda x: x.flat[0],
+    "complex": lambda x: x.astype(np.complex64), "bool": lambda x: x.astype(np.bool_), "bytes": lambda x: x.view("i1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", PACKS)
+def test_tensors_that_do_not_fit_one_another_are_refused(tmp_path, method):
+    """Scales and zero points of another shape would be read beyond their ends, or give other numbers."""
+    folder(tmp_path / "good", *PACKS[method], CONFIG | dict(num_hidden_layers=1))
+    checkpoint, at = Checkpoint(tmp_path / "good"), "model.layers.0.mlp.down_proj."
+    tensors = {name: checkpoint.read(name).copy() for name in checkpoint.locations}
+    for name in (name for name in tensors if name.startswith(at)):
+        for kind, change in HOSTILE.items():
+            wrong, right = np.asarray(change(tensors[name])), tensors[name]
+            is_one = method == "int8" and wrong.size == 1  # for the whole tensor
+            if wrong.dtype == right.dtype and (wrong.shape == right.shape or is_one):
+                continue
+            save(tmp_path / "good" / "model.safetensors", tensors | {name: wrong})
+            with pytest.raises(ValueError, match=r"model\.safetensors: tensor .*mlp\.down"):
+                models.load(tmp_path / "good")
+            try:  # it reads no codes, so it may not see what is wrong
+                stored_weights(tmp_path / "good")
+            except ValueError as error:
+                assert "down" in str(error) and str(tmp_path) in str(error), (name, kind, error)
+
+
+def test_codes_without_scales_are_no_plan(tmp_path):
+    folder(tmp_path / "fp8", *PACKS["fp8"])
+    checkpoint = Checkpoint(tmp_path / "fp8")
+    tensors = {name: checkpoint.read(name).copy() for name in checkpoint.locations if not name.endswith("scale_inv")}
+    save(tmp_path / "fp8" / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match="has dtype float8_e4m3fn and no scales"):
+        stored_weights(tmp_path / "fp8")
+
+
+def test_a_long_list_is_cut_in_the_error():
+    with pytest.raises(UnsupportedError, match="weight_block_size") as caught:
+        models.config_of(CONFIG | dict(quantization_config=dict(quant_method="fp8", weight_block_size=[1] * 1000)))
+    assert len(str(caught.value)) < 200
+
+
+def test_the_plan_of_packed_experts(tmp_path):
+    """mxfp4 of gpt-oss, which its own table reads."""
+    sizes = dict(num_local_experts=2, num_experts_per_tok=1, hidden_size=64, intermediate_size=32, head_dim=8)
+    values = examples.of("gpt_oss", **sizes, num_hidden_layers=1, num_attention_heads=4, sliding_window=5)
+    config, made = models.config_of(values), {}
+    for source in FAMILIES["gpt_oss"].tensors(config).values():
+        made |= dict.fromkeys(source.names, np.zeros(1, np.float32))
+    for name, rows, inputs in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+        at = f"model.layers.0.mlp.experts.{name}"
+        del made[at]
+        made |= {f"{at}_blocks": np.zeros((2, rows, inputs // 32, 16), np.uint8)}
+        made |= {f"{at}_scales": np.full((2, rows, inputs // 32), 120, np.uint8)}
+    (tmp_path / "config.json").write_text(json.dumps(values | dict(quantization_config=dict(quant_method="mxfp4"))))
+    save(tmp_path / "model.safetensors", made)
+    told = stored_weights(tmp_path)
+    for part, columns, tensor in (("gate", slice(0, None, 2), "gate_up_proj"), ("down", slice(None), "down_proj")):
+        at = f"model.layers.0.mlp.experts.{tensor}"
+        kernel, form = mxfp4(columns, made[f"{at}_blocks"], made[f"{at}_scales"]), told[f"layers.0.mlp.{part}.kernel"]
+        assert (form.format, form.axis, form.dtype) == (kernel.format, kernel.axis, kernel.dtype)
+        shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+        assert shapes(form) == shapes(kernel)

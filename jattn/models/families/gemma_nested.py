@@ -84,7 +84,7 @@ def gemma4(c: ConfigReader) -> ModelConfig:
     kinds[-1] = FULL  # as transformers does
     k_is_v = c.flag("attention_k_eq_v", False)
     wide = wide_heads(c, heads, kinds, k_is_v)
-    of_kind, ropes = {FULL: wide, SLIDING: heads}, gemma4_ropes(c, wide["head_dim"], heads["head_dim"])
+    of_kind, ropes = {FULL: wide, SLIDING: heads}, gemma4_ropes(c, kinds, wide["head_dim"], heads["head_dim"])
     width, double = c.count("intermediate_size"), c.flag("use_double_wide_mlp", False)
     experts = experts_of(c, norm) if c.flag("enable_moe_block", False) else None
     if experts is None:
@@ -211,12 +211,14 @@ def sparsities_of(c: ConfigReader, count: int) -> list[float]:
     return found
 
 
-def gemma4_ropes(c: ConfigReader, wide: int, narrow: int) -> dict[str, Rope]:
-    """The rotation of layers of each type; rope_parameters has an object for each."""
+def gemma4_ropes(c: ConfigReader, kinds: Sequence[str], wide: int, narrow: int) -> dict[str, Rope]:
+    """The rotation of layers of each type; rope_parameters has an object for each type in `kinds`."""
     c.only("rope_scaling")
     stored = c.section("rope_parameters").given or GEMMA4_ROPE
     if unknown := sorted(set(stored) - {FULL, SLIDING}):
         raise UnsupportedError(f"{c.where}: rope_parameters has {unknown[0]!r}; it has {FULL} and {SLIDING} here")
+    if missing := sorted(set(kinds) - set(stored)):
+        c.refuse("rope_parameters", f"has no {missing[0]!r}, which is the type of some layers: add its object")
     section = ConfigReader(stored, f"{c.where}, rope_parameters")
     return {
         kind: gemma4_rope(c, section, kind, dim) for kind, dim in ((FULL, wide), (SLIDING, narrow)) if kind in stored

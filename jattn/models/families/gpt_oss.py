@@ -17,7 +17,7 @@ from jattn.models.families.shared import (
     rope_decoder,
     windows_by_type,
 )  # fmt: skip
-from jattn.models.hub_formats import mxfp4
+from jattn.models.hub_formats import mxfp4, mxfp4_form
 from jattn.models.moe import MoE
 from jattn.models.tensor_names import TensorSource, linear_rows, unchanged
 
@@ -54,7 +54,7 @@ def gpt_oss_tensors(config: ModelConfig) -> dict[str, TensorSource]:
         for part, (tensor, columns) in PACKED.items():
             path = f"layers.{index}.mlp.{part}.kernel"
             stored = tuple(f"model.layers.{index}.{EXPERTS}.{tensor}_{kind}" for kind in ("blocks", "scales"))
-            packed = TensorSource(stored, functools.partial(mxfp4, columns))
+            packed = TensorSource(stored, functools.partial(mxfp4, columns), form=mxfp4_form)
             table[path] = dataclasses.replace(table[path], packed=packed)
     return table
 
