@@ -31,7 +31,7 @@ def recorded(chip, compiler):
     return {row["case"]: row for row in rows if row["variant"] == compiler}
 
 
-@pytest.mark.parametrize("chip", ("sm_80", "sm_86", "sm_89"))
+@pytest.mark.parametrize("chip", CHIPS)
 def test_every_case_is_recorded_and_decode_spills_nothing(chip):
     rows = recorded(chip, "ptxas")
     assert rows.keys() == set(registers.CASES)
