@@ -76,10 +76,10 @@ def check_common_prefix(
     if meta.common_prefix_len is not None:
         _SCALAR("meta.common_prefix_len", meta.common_prefix_len)
     prefix_len, keys = _COUNT("common_prefix_len", prefix_len), keys_of(meta, spec.attn_type)
-    arrays = meta.query_start_loc, keys.seq_lens, keys.block_table
-    if not prefix_len or not all(isinstance(x, np.ndarray) for x in arrays):  # a device's would have to be waited for
+    starts, lens, table = meta.query_start_loc, keys.seq_lens, keys.block_table
+    on_host = isinstance(starts, np.ndarray) and isinstance(lens, np.ndarray) and isinstance(table, np.ndarray)
+    if not prefix_len or not on_host:  # values of a device would have to be waited for
         return prefix_len
-    starts, lens, table = arrays
     live = np.flatnonzero(np.diff(starts))
     lens, table = lens[live], table[live, : prefix_len // (cache_spec.block_size * ranks)]
     if (lens < prefix_len).any():
