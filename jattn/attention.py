@@ -81,8 +81,10 @@ class PagedAttention:
         checks.check_mask_metadata(self.spec, meta)
         checks.check_causality(self.chosen, self.spec, meta)
         self.parallel.check(meta)
-        common_prefix_len = _COUNT("common_prefix_len", common_prefix_len)
-        return self.builder.build(common_prefix_len, meta, boolean("fast_build", fast_build))
+        prefix_len = checks.check_common_prefix(
+            self.spec, self.cache_spec, meta, common_prefix_len, self.parallel.dcp_world_size
+        )
+        return self.builder.build(prefix_len, meta, boolean("fast_build", fast_build))
 
     def build_cascade(self, levels: Sequence[CommonAttentionMetadata]) -> Any:
         """The plan for keys in levels: see cascade_attention. New keys are written to the last level's slots."""
@@ -163,7 +165,7 @@ class PagedAttention:
         return q, params
 
 
-_COUNT, _TABLE, _LAYER, _LEVELS = integer(0), integers(1, 2), integers(0), sequence_of(BATCH)
+_TABLE, _LAYER, _LEVELS = integers(1, 2), integers(0), sequence_of(BATCH)
 
 
 def _checked_parallel(parallel: ContextParallel) -> ContextParallel:

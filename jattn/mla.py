@@ -16,7 +16,7 @@ from jattn.backends.registry import name_of, resolve
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.latent import check_latent
 from jattn.device import Chip
-from jattn.errors.arguments import as_array, boolean, integer, integers
+from jattn.errors.arguments import as_array, boolean, integers
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, check_mla_params
 from jattn.ops.mla import MLAMetadata
@@ -81,8 +81,10 @@ class MLAAttention:
         meta = checks.check_batch(self.spec, self.cache_spec, meta, self.parallel.dcp_world_size)
         checks.check_causality(self.chosen, self.spec, meta)
         self.parallel.check(meta)
-        common_prefix_len = integer(0)("common_prefix_len", common_prefix_len)
-        return self.builder.build(common_prefix_len, meta, boolean("fast_build", fast_build))
+        prefix_len = checks.check_common_prefix(
+            self.spec, self.cache_spec, meta, common_prefix_len, self.parallel.dcp_world_size
+        )
+        return self.builder.build(prefix_len, meta, boolean("fast_build", fast_build))
 
     def write(
         self, kv_c: jax.Array, k_pe: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams | None = None

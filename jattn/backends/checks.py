@@ -13,7 +13,7 @@ from jattn.backends.registry import name_of
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.layout import check_alive, check_scales
 from jattn.errors import MissingMetadataError, UnsupportedError
-from jattn.errors.arguments import as_array, check_kind, integers, is_float, kind
+from jattn.errors.arguments import as_array, check_kind, integer, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.batch import check_block_size, keys_of
 from jattn.mla_spec import MLASpec
@@ -60,6 +60,36 @@ def check_batch(
     name = "cache_spec.block_size" if ranks == 1 else f"cache_spec.block_size * {ranks} ranks"
     check_block_size(keys, cache_spec.block_size * ranks, name)
     return meta if meta.max_num_reqs else with_padding_row(meta)
+
+
+def check_common_prefix(
+    spec: AttentionSpec | MLASpec,
+    cache_spec: KVCacheSpec,
+    meta: CommonAttentionMetadata,
+    prefix_len: int,
+    ranks: int = 1,
+) -> int:
+    """Return prefix_len; ValueError if the live requests do not share so many tokens. Checks batches on the host only.
+
+    A prefix is read through the blocks of one request. ranks: as in `check_batch`.
+    """
+    if meta.common_prefix_len is not None:
+        _SCALAR("meta.common_prefix_len", meta.common_prefix_len)
+    prefix_len, keys = _COUNT("common_prefix_len", prefix_len), keys_of(meta, spec.attn_type)
+    starts, lens, table = meta.query_start_loc, keys.seq_lens, keys.block_table
+    on_host = isinstance(starts, np.ndarray) and isinstance(lens, np.ndarray) and isinstance(table, np.ndarray)
+    if not prefix_len or not on_host:  # values of a device would have to be waited for
+        return prefix_len
+    live = np.flatnonzero(np.diff(starts))
+    lens, table = lens[live], table[live, : prefix_len // (cache_spec.block_size * ranks)]
+    if (lens < prefix_len).any():
+        r = int(live[np.argmin(lens)])
+        raise ValueError(f"common_prefix_len={prefix_len} is more than the {lens.min()} keys of request {r}")
+    if (other := np.flatnonzero((table != table[:1]).any(axis=1))).size:
+        raise ValueError(
+            f"common_prefix_len={prefix_len}: requests {live[0]} and {live[other[0]]} have different blocks"
+        )
+    return prefix_len
 
 
 def with_padding_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -288,7 +318,7 @@ def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(shape) <= len(wanted) and all(size in (1, most) for size, most in fits)
 
 
-_TABLE, _VECTOR = integers(2), integers(1)
+_TABLE, _VECTOR, _SCALAR, _COUNT = integers(2), integers(1), integers(0), integer(0)
 FEATURE = kind(Feature, way_out="e.g. (jattn.backends.Feature.NON_CAUSAL,)")
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jattn
 from jattn.metadata import CommonAttentionMetadata, cascade_levels
@@ -52,3 +53,28 @@ def check(spec):
     for state in (ours, hinted):
         np.testing.assert_allclose(state.out, flat.out, rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(state.lse, flat.lse, rtol=2e-5, atol=2e-6)
+
+
+SPEC = jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
+CACHE = jattn.KVCacheSpec(num_blocks=16, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
+META = CommonAttentionMetadata.from_lengths([1, 3, 2, 1], [13, 17, 14, 9], TABLE, 4)
+
+
+def test_a_prefix_that_the_requests_do_not_share_is_refused():
+    """Every request's keys would be read through the blocks of the first."""
+    attn = jattn.PagedAttention(SPEC, CACHE, "sdpa")
+    attn.build(META, common_prefix_len=9)  # two whole blocks, which all share
+    with pytest.raises(ValueError, match="common_prefix_len=10 is more than the 9 keys of request 3"):
+        attn.build(META, common_prefix_len=10)
+    longer = META.replace(seq_lens=np.full(4, 17, np.int32))
+    with pytest.raises(ValueError, match="common_prefix_len=12: requests 0 and 2 have different blocks"):
+        attn.build(longer, common_prefix_len=12)
+    ended = longer.replace(query_start_loc=np.array([0, 4, 7, 7, 7], np.int32))  # the last two have no tokens
+    attn.build(ended, common_prefix_len=12)
+
+
+@pytest.mark.parametrize("wrong", [1.5, np.nan, "8", [8], np.array([4, 8]), np.float32(4), True, 2**40], ids=str)
+def test_a_batchs_prefix_is_one_integer(wrong):
+    for backend in ("sdpa", "pallas_cpu"):  # those that do not read it refuse it, too
+        with pytest.raises(ValueError, match="meta.common_prefix_len"):
+            jattn.PagedAttention(SPEC, CACHE, backend).build(META.replace(common_prefix_len=wrong))
