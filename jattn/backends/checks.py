@@ -77,15 +77,14 @@ def check_common_prefix(
         _SCALAR("meta.common_prefix_len", meta.common_prefix_len)
     prefix_len, keys = _COUNT("common_prefix_len", prefix_len), keys_of(meta, spec.attn_type)
     starts, lens, table = meta.query_start_loc, keys.seq_lens, keys.block_table
-    on_host = isinstance(starts, np.ndarray) and isinstance(lens, np.ndarray) and isinstance(table, np.ndarray)
-    if not prefix_len or not on_host:  # values of a device would have to be waited for
-        return prefix_len
+    if not (isinstance(starts, np.ndarray) and isinstance(lens, np.ndarray) and isinstance(table, np.ndarray)):
+        return prefix_len  # values of a device would have to be waited for
     live = np.flatnonzero(np.diff(starts))
-    lens, table = lens[live], table[live, : prefix_len // (cache_spec.block_size * ranks)]
-    if (lens < prefix_len).any():
-        r = int(live[np.argmin(lens)])
-        raise ValueError(f"common_prefix_len={prefix_len} is more than the {lens.min()} keys of request {r}")
-    if (other := np.flatnonzero((table != table[:1]).any(axis=1))).size:
+    if (lens[live] < prefix_len).any():
+        r = int(live[np.argmin(lens[live])])
+        raise ValueError(f"common_prefix_len={prefix_len} is more than the {lens[r]} keys of request {r}")
+    pages = table[live, : prefix_len // (cache_spec.block_size * ranks)]
+    if (other := np.flatnonzero((pages != pages[:1]).any(axis=1))).size:
         raise ValueError(
             f"common_prefix_len={prefix_len}: requests {live[0]} and {live[other[0]]} have different blocks"
         )
