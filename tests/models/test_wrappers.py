@@ -71,6 +71,8 @@ def test_the_text_part_is_theirs_under_old_and_new_names(name, tmp_path):
     theirs = theirs.eval().float()
     shake(theirs)
     theirs.save_pretrained(tmp_path)
+    if name == "llama4":  # without an image, the whole model of transformers 5.24 stops at `image_outputs`
+        theirs = theirs.language_model
     (tmp_path / "config.json").write_text(json.dumps(values))
     prompts = [np.random.default_rng(3).integers(3, 61, n) for n in (21, 13)]
     stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
