@@ -31,6 +31,7 @@ class PackedProductConfig:
     across: int = 4  # warps of a CTA side by side: each has other columns
     along: int = 1  # times so many: each has another part of the inner dimension
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
+    tiled: bool = False
 
     @property
     def columns(self) -> int:

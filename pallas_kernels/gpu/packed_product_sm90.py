@@ -95,7 +95,7 @@ def _multiply(cfg: PackedProductConfig, refs, sums):
         _wait_for_all(cfg)
         _add_up(cfg, here, base, split, wg)
         if cfg.splits > 1:  # shared memory must stay until the others have read it
-            _wait_for_all(cfg)
+            ptx.asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;", "")
 
     multiply(*refs, sums, *map(lax.axis_index, ("strip", "tile", "split", "wg")))
 
@@ -180,6 +180,7 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, part, across) -> list:
         for j in range(cfg.depth):
             i = ptx.add(ptx.mul(k, cfg.depth), ptx.i32(j))
             following = inputs(ptx.add(i, ptx.i32(1)))
+            _hold()
             acc = _where(is_step(i), functools.partial(_multiply_chunk, cfg, slots[j], xs, acc), acc)
             slots = [*slots[:j], weights(ptx.add(i, ptx.i32(cfg.depth))), *slots[j + 1 :]]
             xs = following
@@ -189,6 +190,11 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, part, across) -> list:
     acc = [[[ptx.f32(0.0)] * 4 for _ in rows] for _ in range(cfg.columns // 2)]
     turns = arith.divui(ptx.add(count, ptx.i32(cfg.depth - 1)), ptx.i32(cfg.depth))
     return _loop(turns, (start, inputs(ptx.i32(0)), acc), turn)[2]
+
+
+def _hold():
+    """Loads before it stay before it. ptxas would move them to where what they load is used, and wait there."""
+    ptx.asm("bar.warp.sync 0xffffffff;", "")
 
 
 def _loop(count, carry, step):
@@ -216,7 +222,7 @@ def _load(places: list, words: int, is_used, cached: bool = True) -> list:
     for i, _ in enumerate(places):
         names = ", ".join(f"${words * i + k}" for k in range(words))
         names = names if words == 1 else f"{{{names}}}"
-        text += f"@p ld.global.nc{hint}{kind}.b32 {names}, [${count + i}]; "
+        text += f"@p ld.global{hint}{kind}.b32 {names}, [${count + i}]; "
     constraints = ",".join(["=r"] * count + ["l"] * len(places) + ["r"])
     if count == 1:
         return [ptx.asm_value(text + "}", constraints, *places, is_used)]
@@ -250,6 +256,16 @@ class _Places:
 def _places(cfg: PackedProductConfig, here: _Strip, column, t) -> _Places:
     size, scale = (4 if BITS[cfg.format] == 4 else 1), _bytes(cfg.scale_dtype)
     row = t if BITS[cfg.format] == 4 else ptx.mul(t, 8)
+    if cfg.tiled:
+        g = ptx.lane_position()[0]
+        panel = arith.divui(arith.subi(column, ptx.mul(g, cfg.columns)), ptx.i32(8 * cfg.columns))
+        inside = ptx.mul(ptx.lane_position()[2], 16)
+        start = arith.addi(here.values, arith.muli(ptx.to_i64(panel), ptx.i64(cfg.inner * 16)))
+        return _Places(
+            values=arith.addi(start, ptx.to_i64(inside)), value_row=ptx.i32(128),
+            scales=_place(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
+            zeros=None if here.zeros is None else arith.addi(here.zeros, ptx.to_i64(column)), width=here.width,
+        )  # fmt: skip
     return _Places(
         values=_place(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
         scales=_place(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
