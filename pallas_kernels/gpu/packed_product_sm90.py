@@ -94,8 +94,7 @@ def _multiply(cfg: PackedProductConfig, refs, sums):
         _store_sums(cfg, base, along, across, acc)
         _wait_for_all(cfg)
         _add_up(cfg, here, base, split, wg)
-        if cfg.splits > 1:  # shared memory must stay until the others have read it
-            ptx.asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;", "")
+        _wait_to_leave(cfg)
 
     multiply(*refs, sums, *map(lax.axis_index, ("strip", "tile", "split", "wg")))
 
@@ -407,6 +406,12 @@ def _wait_for_all(cfg: PackedProductConfig):
         ptx.asm("bar.sync 0;", "")
     else:
         ptx.asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "")
+
+
+def _wait_to_leave(cfg: PackedProductConfig):
+    """Shared memory must stay until the others of the cluster have read it. Nothing was written for them."""
+    if cfg.splits > 1:
+        ptx.asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;", "")
 
 
 def _add_up(cfg: PackedProductConfig, here: _Strip, base, split, wg):
