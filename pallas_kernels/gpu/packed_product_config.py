@@ -9,6 +9,7 @@ MAX_ROWS = 64
 """Rows up to which the packed product is faster than a product with the dequantised matrix."""
 MAX_WARPS, MAX_SPLITS = 16, 8  # of a CTA; CTAs of a cluster
 RESIDENT = 4  # warpgroups of 128 threads that an SM runs at the same time, at 128 registers a thread
+SHARED_BYTES = 224 * 1024  # of a CTA
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 
 
@@ -90,9 +91,24 @@ class PackedProductConfig:
         return self.strip + 4
 
     @property
-    def shared_floats(self) -> int:
+    def sum_floats(self) -> int:
         """Of the partial sums of a CTA."""
         return self.along * self.tile_rows * self.pitch
+
+    @property
+    def row_pieces(self) -> int:
+        """Pieces of 8 inputs of a row of x that a CTA multiplies, at most."""
+        return -(-self.chunks // self.splits) * self.unroll * BLOCK // 8
+
+    @property
+    def row_bytes(self) -> int:
+        """From one row of x to the next in shared memory; an odd number of half lines keeps loads free of conflicts."""
+        return -(-16 * self.row_pieces // 128) * 128 + 64
+
+    @property
+    def shared_floats(self) -> int:
+        """Of a CTA: sums, then rows of x."""
+        return self.sum_floats + min(self.tile_rows, self.rows) * self.row_bytes // 4
 
 
 def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
@@ -117,6 +133,8 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(not nested, f"groups of {c.group}: a step of {BLOCK * c.unroll} inputs has parts of some")
     refuse(any(w % c.columns or not w for w in c.widths), f"widths {c.widths}: wanted multiples of {c.columns}")
     refuse(not 1 <= c.parts <= max(c.chunks, 1), f"{c.parts} parts of {c.chunks} steps")
+    if c.unroll and c.splits:
+        refuse(4 * c.shared_floats > SHARED_BYTES, f"{4 * c.shared_floats} bytes of shared memory: too many")
     warps = c.across * c.along
     refuse(c.across not in (1, 2, 4) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
     refuse(c.splits > MAX_SPLITS, f"{c.splits} CTAs of a cluster: too many")

@@ -76,6 +76,7 @@ class _Strip:
     width: object  # i32, of the matrix
     column: object  # i32, of the strip's first
     count: object  # i32, rows
+    wg: object  # i32, of the thread
 
 
 def _multiply(cfg: PackedProductConfig, refs, sums):
@@ -86,11 +87,11 @@ def _multiply(cfg: PackedProductConfig, refs, sums):
     def multiply(ctx, *args):
         *given, sums, strip, tile, split, wg = args
         strip, tile, split, wg = map(ptx.scalar_value, (strip, tile, split, wg))
-        here = _strip(cfg, [ptx.pointer(ref, 0) for ref in given], strip, tile)
+        here = _strip(cfg, [ptx.pointer(ref, 0) for ref in given], strip, tile, wg)
         base = ptx.pointer(sums, 3)
         warp = ptx.add(ptx.mul(wg, 4), ptx.lane_position()[3])
         across, along = arith.remui(warp, ptx.i32(cfg.across)), arith.divui(warp, ptx.i32(cfg.across))
-        acc = _sum_of_part(cfg, here, ptx.add(ptx.mul(split, cfg.along), along), across)
+        acc = _sum_of_part(cfg, here, base, split, along, across)
         _store_sums(cfg, base, along, across, acc)
         _wait_for_all(cfg)
         _add_up(cfg, here, base, split, wg)
@@ -99,7 +100,7 @@ def _multiply(cfg: PackedProductConfig, refs, sums):
     multiply(*refs, sums, *map(lax.axis_index, ("strip", "tile", "split", "wg")))
 
 
-def _strip(cfg: PackedProductConfig, addresses, strip, tile) -> _Strip:
+def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
     x, *rest = addresses
     if cfg.experts:
         tiles, *rest = rest
@@ -131,6 +132,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile) -> _Strip:
         width=width,
         column=ptx.mul(arith.subi(strip, select([ptx.i32(first) for first in cfg.first_strips])), cfg.strip),
         count=count,
+        wg=wg,
     )
 
 
@@ -152,7 +154,7 @@ def _place(base, row, width, column, size: int):
     return arith.addi(base, arith.muli(at, ptx.i64(size)))
 
 
-def _sum_of_part(cfg: PackedProductConfig, here: _Strip, part, across) -> list:
+def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, across) -> list:
     """Sums of a warp's part of the inner dimension: [tile of 16 columns][tile of 8 rows][4] floats, as mma has them.
 
     `depth` steps are in flight: what a step has used is replaced by what the step `depth` later needs.
@@ -161,34 +163,56 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, part, across) -> list:
     column = ptx.add(here.column, ptx.mul(across, 8 * cfg.columns), ptx.mul(g, cfg.columns))
     column = arith.select(ptx.less(column, here.width), column, ptx.i32(0))  # a column past the end is not stored
     edge = lambda p: arith.divui(ptx.mul(p, cfg.chunks), ptx.i32(cfg.parts))
+    part = ptx.add(ptx.mul(split, cfg.along), along)
     first = edge(part)
     count = arith.subi(edge(ptx.add(part, ptx.i32(1))), first)
-    rows = []
-    for n in range(cfg.tile_rows // 8):
-        row = arith.minsi(ptx.add(g, ptx.i32(8 * n)), arith.subi(here.count, ptx.i32(1)))
-        start = arith.addi(here.x, arith.muli(ptx.to_i64(row), ptx.i64(2 * cfg.inner)))
-        rows.append(arith.addi(start, ptx.to_i64(ptx.mul(t, 16))))
     places = _places(cfg, here, column, t)
     at = lambda i: ptx.add(first, i)
     is_step = lambda i: ptx.less(i, count)
     weights = lambda i: _load_weights(cfg, places, at(i), ptx.bool_to_i32(is_step(i)))
-    inputs = lambda i: _load_rows(cfg, rows, at(i), ptx.bool_to_i32(is_step(i)))
+    start = [weights(ptx.i32(j)) for j in range(cfg.depth)]
+    begin = edge(ptx.mul(split, cfg.along))
+    _copy_rows(cfg, here, base, begin)
+    rows = []
+    for n in range(cfg.tile_rows // 8):
+        row = arith.minsi(ptx.add(g, ptx.i32(8 * n)), arith.subi(here.count, ptx.i32(1)))
+        rows.append(ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(row, cfg.row_bytes), ptx.mul(t, 16)))
 
     def turn(k, carry):
-        slots, xs, acc = carry
+        slots, acc = carry
         for j in range(cfg.depth):
             i = ptx.add(ptx.mul(k, cfg.depth), ptx.i32(j))
-            following = inputs(ptx.add(i, ptx.i32(1)))
+            xs = functools.partial(_load_rows, cfg, rows, arith.subi(at(i), begin))
             _hold()
-            acc = _where(is_step(i), functools.partial(_multiply_chunk, cfg, slots[j], xs, acc), acc)
+            acc = _where(is_step(i), lambda acc=acc, j=j, xs=xs: _multiply_chunk(cfg, slots[j], xs(), acc), acc)
             slots = [*slots[:j], weights(ptx.add(i, ptx.i32(cfg.depth))), *slots[j + 1 :]]
-            xs = following
-        return slots, xs, acc
+        return slots, acc
 
-    start = [weights(ptx.i32(j)) for j in range(cfg.depth)]
     acc = [[[ptx.f32(0.0)] * 4 for _ in rows] for _ in range(cfg.columns // 2)]
     turns = arith.divui(ptx.add(count, ptx.i32(cfg.depth - 1)), ptx.i32(cfg.depth))
-    return _loop(turns, (start, inputs(ptx.i32(0)), acc), turn)[2]
+    return _loop(turns, (start, acc), turn)[1]
+
+
+def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
+    """The CTA's part of the rows of x to SMEM, behind the sums: [rows, row_bytes]."""
+    threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
+    own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
+    rows = min(cfg.tile_rows, cfg.rows)
+    for start in range(0, rows * pieces, threads):
+        number = ptx.add(own, ptx.i32(start))
+        row, piece = arith.divui(number, ptx.i32(pieces)), arith.remui(number, ptx.i32(pieces))
+        column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
+        is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
+        to = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
+        source = _place(here.x, row, ptx.i32(cfg.inner), column, 2)
+        text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16; }"
+        ptx.asm(text, "r,l,r", to, source, ptx.bool_to_i32(is_used))
+    _wait_for_rows()
+
+
+def _wait_for_rows():
+    """What the threads of the CTA copied is there."""
+    ptx.asm("cp.async.wait_all; bar.sync 0;", "")
 
 
 def _hold():
@@ -232,12 +256,12 @@ def _in_fours(words: list, each: int) -> list:
     return [words[i : i + each] for i in range(0, len(words), each)]
 
 
-def _load_rows(cfg: PackedProductConfig, rows, chunk, is_used) -> list:
+def _load_rows(cfg: PackedProductConfig, rows, chunk) -> list:
     """[block][tile of 8 rows][4] words of x: the thread's 8 inputs of each block."""
-    at = ptx.to_i64(ptx.mul(chunk, 2 * BLOCK * cfg.unroll))
-    places = [arith.addi(arith.addi(row, at), ptx.i64(2 * BLOCK * b)) for b in range(cfg.unroll) for row in rows]
-    words = _in_fours(_load(places, 4, is_used), 4)
-    return _in_fours(words, len(rows))
+    at = ptx.mul(chunk, 2 * BLOCK * cfg.unroll)
+    text = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
+    one = lambda row, b: ptx.asm_values(text.format(2 * BLOCK * b), "=r,=r,=r,=r,r", 4, ptx.add(row, at))
+    return [[one(row, b) for row in rows] for b in range(cfg.unroll)]
 
 
 @dataclasses.dataclass(frozen=True)

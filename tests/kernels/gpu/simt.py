@@ -144,7 +144,7 @@ class Machine:
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
         elif name.startswith("cp.async.cg"):  # 16 bytes; zeros where the predicate holds
-            ignored = flags[rest.split(",")[3].strip()]
+            ignored = flags[rest.split(",")[3].strip()] if rest.count(",") == 3 else ~mask
             for i in np.flatnonzero(mask):
                 to, source = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
                 assert (to + offset) % 16 == 0 and source % 16 == 0

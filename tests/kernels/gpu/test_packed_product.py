@@ -73,7 +73,7 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
     def where(condition, compute, otherwise):
         return jax.tree.map(lambda new, old: np.where(condition, new, old).astype(np.float32), compute(), otherwise)
 
-    swaps = dict(_loop=loop, _where=where, _hold=lambda: None, _wait_to_leave=lambda cfg: None, _wait_for_all=lambda cfg: None, _of_peer=of_peer)
+    swaps = dict(_loop=loop, _where=where, _hold=lambda: None, _wait_for_rows=lambda: None, _wait_to_leave=lambda cfg: None, _wait_for_all=lambda cfg: None, _of_peer=of_peer)
     with emulated(kernel, machine), mock.patch.multiple(kernel, **swaps), mock.patch.object(codes, "arith", Arith):
         for strip in range(cfg.strips):
             for tile in range(cfg.tiles) if tiles is None else [i for i, (_, _, count) in enumerate(tiles) if count]:
