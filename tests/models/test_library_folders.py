@@ -16,7 +16,9 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 SCHEMES = {  # bits, type, strategy, group, symmetric -> the format here
     "w4a16": (dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True), "int4"),
     "w4a16 with zero points": (dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False), "int4"),
+    "w4a16 by channel": (dict(num_bits=4, type="int", strategy="channel", symmetric=True), "int4"),
     "w8a16": (dict(num_bits=8, type="int", strategy="channel", symmetric=True), "int8"),
+    "w8a16 with zero points": (dict(num_bits=8, type="int", strategy="group", group_size=32, symmetric=False), "int8"),
     "fp8": (dict(num_bits=8, type="float", strategy="channel", symmetric=True), "fp8"),
 }
 
@@ -33,7 +35,7 @@ def written(directory, weights):
     )
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    model = witness.Example("llama", dict(hidden_size=64, intermediate_size=96, head_dim=16)).save(directory)
+    model = witness.Example("llama", dict(hidden_size=64, intermediate_size=96, head_dim=16, num_key_value_heads=1)).save(directory)
     args = QuantizationArgs(**weights)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
