@@ -317,6 +317,13 @@ def test_compressed_tensors_as_its_library_packs_them():
     np.testing.assert_array_equal(decoded.zero_points, zeros)
 
 
+@pytest.mark.parametrize("name", ["", "model-Q4_K_M.gguf"])
+def test_gguf_is_refused_by_its_name(tmp_path, name):
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    with pytest.raises(UnsupportedError, match="model-Q4_K_M.gguf: GGUF is not supported; pass the model's folder"):
+        models.load(tmp_path / name)
+
+
 REFUSED = {
     "bitsandbytes": (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method='bitsandbytes' is not supp"),
     "nvfp4": (dict(quant_method="modelopt", quant_algo="NVFP4"), "quant_method='modelopt' is not supported; known:"),
