@@ -32,7 +32,6 @@ class PackedProductConfig:
     across: int = 4  # warps of a CTA side by side: each has other columns
     along: int = 1  # times so many: each has another part of the inner dimension
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
-    tiled: bool = False
 
     @property
     def columns(self) -> int:
@@ -106,9 +105,20 @@ class PackedProductConfig:
         return -(-16 * self.row_pieces // 128) * 128 + 64
 
     @property
+    def has_offset(self) -> bool:
+        """Are the numbers of the codes too large by something that is taken off the sums?"""
+        return self.has_zeros or self.format == "int4"
+
+    @property
+    def row_start(self) -> int:
+        """Bytes of shared memory before the rows of x: of the sums, then of the sums of inputs of each run."""
+        runs = self.row_pieces // (4 * self.run)
+        return 4 * (self.sum_floats + (runs * self.tile_rows if self.has_offset else 0))
+
+    @property
     def shared_floats(self) -> int:
-        """Of a CTA: sums, then rows of x."""
-        return self.sum_floats + min(self.tile_rows, self.rows) * self.row_bytes // 4
+        """Of a CTA."""
+        return (self.row_start + min(self.tile_rows, self.rows) * self.row_bytes) // 4
 
 
 def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
@@ -136,7 +146,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     if c.unroll and c.splits:
         refuse(4 * c.shared_floats > SHARED_BYTES, f"{4 * c.shared_floats} bytes of shared memory: too many")
     warps = c.across * c.along
-    refuse(c.across not in (1, 2, 4) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
+    refuse(c.across not in (1, 2, 4, 8, 16) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
     refuse(c.splits > MAX_SPLITS, f"{c.splits} CTAs of a cluster: too many")
     return reasons
 

@@ -176,15 +176,15 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
     rows = []
     for n in range(cfg.tile_rows // 8):
         row = arith.minsi(ptx.add(g, ptx.i32(8 * n)), arith.subi(here.count, ptx.i32(1)))
-        rows.append(ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(row, cfg.row_bytes), ptx.mul(t, 16)))
+        rows.append(ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(t, 16)))
 
     def turn(k, carry):
         slots, acc = carry
         for j in range(cfg.depth):
             i = ptx.add(ptx.mul(k, cfg.depth), ptx.i32(j))
-            xs = functools.partial(_load_rows, cfg, rows, arith.subi(at(i), begin))
+            xs = functools.partial(_load_rows, cfg, base, rows, arith.subi(at(i), begin))
             _hold()
-            acc = _where(is_step(i), lambda acc=acc, j=j, xs=xs: _multiply_chunk(cfg, slots[j], xs(), acc), acc)
+            acc = _where(is_step(i), lambda acc=acc, j=j, xs=xs: _multiply_chunk(cfg, slots[j], *xs(), acc), acc)
             slots = [*slots[:j], weights(ptx.add(i, ptx.i32(cfg.depth))), *slots[j + 1 :]]
         return slots, acc
 
@@ -194,25 +194,50 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
 
 
 def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
-    """The CTA's part of the rows of x to SMEM, behind the sums: [rows, row_bytes]."""
-    threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
+    """The CTA's part of the rows of x to SMEM, [rows, row_bytes], and the sums of the inputs of each run.
+
+    Each thread copies some pieces of 8 inputs. The sums, [runs, tile_rows], are those of 4, 8 or 16 threads side by side.
+    """
+    threads, pieces, rows = 128 * cfg.warpgroups, cfg.row_pieces, min(cfg.tile_rows, cfg.rows)
     own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
-    rows = min(cfg.tile_rows, cfg.rows)
-    for start in range(0, rows * pieces, threads):
-        number = ptx.add(own, ptx.i32(start))
-        row, piece = arith.divui(number, ptx.i32(pieces)), arith.remui(number, ptx.i32(pieces))
-        column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
-        is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
-        to = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
-        source = _place(here.x, row, ptx.i32(cfg.inner), column, 2)
-        text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16; }"
-        ptx.asm(text, "r,l,r", to, source, ptx.bool_to_i32(is_used))
+    starts = list(range(0, rows * pieces, threads))
+    for some in (starts[i : i + 8] for i in range(0, len(starts), 8)):
+        loaded = []
+        for start in some:
+            number = ptx.add(own, ptx.i32(start))
+            row, piece = arith.divui(number, ptx.i32(pieces)), arith.remui(number, ptx.i32(pieces))
+            column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
+            is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
+            is_used = ptx.bool_to_i32(is_used)
+            words = _load([_place(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used)
+            loaded.append((row, piece, is_used, words))
+        for row, piece, is_used, words in loaded:
+            to = ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
+            text = "{ .reg .pred p; setp.ne.u32 p, $5, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4}; }"
+            ptx.asm(text, "r,r,r,r,r,r", to, *words, is_used)
+            if cfg.has_offset:
+                _store_sum_of_inputs(cfg, base, row, piece, is_used, words)
     _wait_for_rows()
+
+
+def _store_sum_of_inputs(cfg: PackedProductConfig, base, row, piece, is_used, words):
+    floats, of_run = [ptx.float_of_bf16(word, half) for word in words for half in range(2)], 4 * cfg.run
+    while len(floats) > 1:
+        floats = [arith.addf(floats[i], floats[i + 1]) for i in range(0, len(floats), 2)]
+    total, distance = floats[0], 1
+    while distance < of_run:
+        total, distance = arith.addf(total, ptx.shuffle_xor(total, distance)), 2 * distance
+    if not cfg.has_zeros:
+        total = arith.mulf(total, ptx.f32(-codes.offset(cfg.format)))
+    run, inside = arith.divui(piece, ptx.i32(of_run)), arith.remui(piece, ptx.i32(of_run))
+    to = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(run, 4 * cfg.tile_rows), ptx.mul(row, 4))
+    first = arith.select(ptx.equal(inside, ptx.i32(0)), is_used, ptx.i32(0))
+    ptx.asm("{ .reg .pred p; setp.ne.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "r,f,r", to, total, first)
 
 
 def _wait_for_rows():
     """What the threads of the CTA copied is there."""
-    ptx.asm("cp.async.wait_all; bar.sync 0;", "")
+    ptx.asm("bar.sync 0;", "")
 
 
 def _hold():
@@ -256,12 +281,19 @@ def _in_fours(words: list, each: int) -> list:
     return [words[i : i + each] for i in range(0, len(words), each)]
 
 
-def _load_rows(cfg: PackedProductConfig, rows, chunk) -> list:
-    """[block][tile of 8 rows][4] words of x: the thread's 8 inputs of each block."""
+def _load_rows(cfg: PackedProductConfig, base, rows, chunk) -> tuple[list, list]:
+    """([block][tile of 8 rows][4] words of x: the thread's 8 inputs of each block, [run][tile of 8 rows][2] sums)"""
     at = ptx.mul(chunk, 2 * BLOCK * cfg.unroll)
     text = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
     one = lambda row, b: ptx.asm_values(text.format(2 * BLOCK * b), "=r,=r,=r,=r,r", 4, ptx.add(row, at))
-    return [[one(row, b) for row in rows] for b in range(cfg.unroll)]
+    xs = [[one(row, b) for row in rows] for b in range(cfg.unroll)]
+    if not cfg.has_offset:
+        return xs, []
+    runs, t = cfg.unroll // cfg.run, ptx.lane_position()[1]
+    start = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(chunk, 4 * runs * cfg.tile_rows), ptx.mul(t, 8))
+    text = "ld.shared.v2.f32 {{$0, $1}}, [$2+{}];"
+    pair = lambda run, n: ptx.asm_values(text.format(4 * (run * cfg.tile_rows + 8 * n)), "=f,=f,r", 2, start)
+    return xs, [[pair(run, n) for n in range(len(rows))] for run in range(runs)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,16 +311,6 @@ class _Places:
 def _places(cfg: PackedProductConfig, here: _Strip, column, t) -> _Places:
     size, scale = (4 if BITS[cfg.format] == 4 else 1), _bytes(cfg.scale_dtype)
     row = t if BITS[cfg.format] == 4 else ptx.mul(t, 8)
-    if cfg.tiled:
-        g = ptx.lane_position()[0]
-        panel = arith.divui(arith.subi(column, ptx.mul(g, cfg.columns)), ptx.i32(8 * cfg.columns))
-        inside = ptx.mul(ptx.lane_position()[2], 16)
-        start = arith.addi(here.values, arith.muli(ptx.to_i64(panel), ptx.i64(cfg.inner * 16)))
-        return _Places(
-            values=arith.addi(start, ptx.to_i64(inside)), value_row=ptx.i32(128),
-            scales=_place(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
-            zeros=None if here.zeros is None else arith.addi(here.zeros, ptx.to_i64(column)), width=here.width,
-        )  # fmt: skip
     return _Places(
         values=_place(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
         scales=_place(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
@@ -346,35 +368,31 @@ def _float(cfg: PackedProductConfig, words, i: int):
     return ptx.float_of_f16(words[i // 2], i % 2)
 
 
-def _multiply_chunk(cfg: PackedProductConfig, weights, xs, acc) -> list:
+def _multiply_chunk(cfg: PackedProductConfig, weights, xs, of_inputs, acc) -> list:
     """acc + the products of a step.
 
-    Where codes stand for numbers less an offset (of the format, or a zero point), mma multiplies the codes, and the
-    offset times the sum of the inputs is taken off at the end of the run: a subtraction of a sum, not of each weight.
-    That sum of inputs is mma's, too, with a matrix of ones.
+    Where codes stand for numbers less an offset (of the format, and a zero point), mma multiplies the codes, and the
+    offset times the sum of the inputs is taken off each sum: one subtraction for a run, not one for each weight.
     """
     values, scales, zeros = weights
-    has_offset = cfg.has_zeros or codes.offset(cfg.format) != 0.0
-    ones = [ptx.i32(0x3F803F80)] * 4
     for first in range(0, cfg.unroll, cfg.run):
         run = first // cfg.run
-        sums = acc if cfg.is_whole and not has_offset else [[[ptx.f32(0.0)] * 4 for _ in tiles] for tiles in acc]
+        if cfg.has_offset and not cfg.has_zeros:  # of_inputs has the offset
+            sums = _each(acc, lambda i, n, e, m, run=run: of_inputs[run][n][e % 2])
+        else:
+            sums = acc if cfg.is_whole and not cfg.has_offset else _each(acc, lambda i, n, e, m: ptx.f32(0.0))
         sums = [list(tiles) for tiles in sums]
-        of_inputs = [[ptx.f32(0.0)] * 4 for _ in acc[0]]
         for b in range(first, first + cfg.run):
             pairs = [_pairs(cfg, values[b], i) for i in range(cfg.columns)]
             for s in range(2):
-                at = lambda n, b=b, s=s: xs[b][n][2 * s : 2 * s + 2]
-                if has_offset:
-                    of_inputs = [ptx.mma(ones, at(n), old, "bfloat16") for n, old in enumerate(of_inputs)]
                 for m, tiles in enumerate(sums):
                     low, high = pairs[2 * m], pairs[2 * m + 1]
                     a = low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]
                     for n in range(len(tiles)):
-                        tiles[n] = ptx.mma(a, at(n), tiles[n], "bfloat16")
-        if has_offset:
-            sums = _without_offsets(cfg, sums, of_inputs, zeros[run] if zeros else None)
-        acc = _scaled(cfg, acc, sums, None if cfg.is_whole else scales[run], has_offset)
+                        tiles[n] = ptx.mma(a, xs[b][n][2 * s : 2 * s + 2], tiles[n], "bfloat16")
+        if cfg.has_zeros:
+            sums = _without_offsets(cfg, sums, of_inputs[run], zeros[run])
+        acc = _scaled(cfg, acc, sums, None if cfg.is_whole else scales[run])
     return acc
 
 
@@ -385,19 +403,16 @@ def _each(acc, function) -> list:
 
 
 def _without_offsets(cfg: PackedProductConfig, sums, of_inputs, zeros) -> list:
-    """sums - offset of the column * sum of the row's inputs."""
+    """sums - (offset of the format + zero point of the column) * sum of the row's inputs."""
     offset = ptx.f32(-codes.offset(cfg.format))
-    offsets = [offset] * cfg.columns
-    if zeros is not None:
-        zero = [ptx.float_of_byte(zeros[i // 4], i % 4) for i in range(cfg.columns)]
-        offsets = [arith.subf(offset, z) for z in zero]
-    return _each(sums, lambda i, n, e, m: ptx.fma(offsets[i], of_inputs[n][e], sums[m][n][e]))
+    offsets = [arith.subf(offset, ptx.float_of_byte(zeros[i // 4], i % 4)) for i in range(cfg.columns)]
+    return _each(sums, lambda i, n, e, m: ptx.fma(offsets[i], of_inputs[n][e % 2], sums[m][n][e]))
 
 
-def _scaled(cfg: PackedProductConfig, acc, sums, words, is_apart: bool) -> list:
+def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
     """acc + scales * sums."""
     if words is None:
-        return _each(sums, lambda i, n, e, m: arith.addf(acc[m][n][e], sums[m][n][e])) if is_apart else sums
+        return _each(sums, lambda i, n, e, m: arith.addf(acc[m][n][e], sums[m][n][e])) if cfg.has_offset else sums
     factors = [_float(cfg, words, i) for i in range(cfg.columns)]
     return _each(sums, lambda i, n, e, m: ptx.fma(sums[m][n][e], factors[i], acc[m][n][e]))
 
