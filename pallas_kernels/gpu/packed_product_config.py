@@ -8,7 +8,7 @@ TILE_ROWS = 16  # rows of x that a CTA multiplies, at most
 MAX_ROWS = 64
 """Rows up to which the packed product is faster than a product with the dequantised matrix."""
 MAX_WARPS, MAX_SPLITS = 16, 8  # of a CTA; CTAs of a cluster
-RESIDENT = 4  # warpgroups of 128 threads that an SM runs at the same time, at 128 registers a thread
+SM_SHARED_BYTES = 227 * 1024  # of an SM
 SHARED_BYTES = 224 * 1024  # of a CTA
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 
@@ -32,6 +32,7 @@ class PackedProductConfig:
     across: int = 4  # warps of a CTA side by side: each has other columns
     along: int = 1  # times so many: each has another part of the inner dimension
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
+    multiplied: int = 0  # shifts of a word of codes done by multiplication, of 3
 
     @property
     def columns(self) -> int:
@@ -151,32 +152,55 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     return reasons
 
 
+WARPS = {  # side by side, and along the inner dimension
+    8: ((4, 2), (1, 16), (1, 8), (2, 8), (2, 4), (4, 4), (8, 2), (16, 1)),
+    16: ((4, 4), (2, 8), (8, 2), (1, 16), (16, 1)),
+}
+"""By the rows of a tile. With 16 rows a thread needs more than 128 registers unless its CTA has 512 threads."""
+
+
 @functools.lru_cache(maxsize=4096)
 def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductConfig | None:
-    """The config of these sizes with the fastest parts by `cost`; None where the kernel does not serve them."""
+    """The config of these sizes that is the fastest by `cost`; None where the kernel does not serve them."""
     base = PackedProductConfig(**fields)
-    unrolls = (2, 1) if BITS.get(base.format) == 4 else (1,)
-    for unroll in unrolls:
-        depth = 6 // unroll // (base.tile_rows // 8)
-        ways = [
-            dataclasses.replace(base, unroll=unroll, depth=depth, across=across, along=along, splits=splits)
-            for across, along in ((4, 1), (4, 2), (4, 4), (1, 8), (1, 16))
-            for splits in range(1, MAX_SPLITS + 1)
-        ]
-        ways = [way for way in ways if not supports(way, chip=chip)]
-        if ways:
-            return min(ways, key=lambda way: cost(way, processors))
+    for unroll in (2, 1) if BITS.get(base.format) == 4 else (1,):
+        best = min(_ways(base, unroll, chip), key=lambda way: cost(way, processors), default=None)
+        if best is not None:
+            return best
     return None
 
 
-def cost(config: PackedProductConfig, processors: int) -> float:
-    """About the time of a launch, in steps of one warpgroup.
+def _ways(base: PackedProductConfig, unroll: int, chip: str):
+    """Every division of the work that the kernel serves."""
+    depth = (8 if base.tile_rows == 8 else 6) // unroll if BITS.get(base.format) == 4 else 2
+    for across, along in WARPS[base.tile_rows]:
+        for splits in range(1, MAX_SPLITS + 1):
+            way = dataclasses.replace(base, unroll=unroll, depth=depth, across=across, along=along, splits=splits)
+            if not supports(way, chip=chip):
+                yield dataclasses.replace(way, depth=min(depth, -(-way.chunks // way.parts)))
 
-    The busiest SM counts. With fewer than RESIDENT warpgroups it does not keep the memory busy. Each part and each CTA
-    of a cluster adds to the sum at the end.
+
+READ_RATE = {8: 3.75e6, 16: 2.9e6}
+"""Bytes a microsecond that come in and are multiplied, by the rows of a tile; measured on an H200."""
+ROUND, COPY_RATE, NEEDED_WARPS = {8: 2.0, 16: 2.9}, 1e5, 1600
+PEER = 0.4  # of each CTA of a cluster after the first
+
+
+def cost(config: PackedProductConfig, processors: int) -> float:
+    """About the microseconds of a launch, without what all launches need.
+
+    Memory is shared by all CTAs that run, so what counts is that they run in few rounds. Clusters of more than two CTAs
+    do not fit on every SM: some groups of SMs have an odd number.
     """
     c = config
-    ctas = -(-c.strips * c.tiles * c.splits // processors)  # of the busiest SM
-    steps = -(-c.chunks // c.parts) + 1
-    busy = min(ctas * c.warpgroups, RESIDENT) / RESIDENT
-    return ctas * c.warpgroups * steps / busy + 0.25 * c.parts
+    warps, shared = c.across * c.along, 4 * c.shared_floats + 1024
+    slots = min(MAX_WARPS // warps, SM_SHARED_BYTES // shared)
+    usable = processors * slots * (20 if c.splits <= 2 else 17) // 20
+    ctas = c.strips * c.tiles * c.splits
+    rounds = -(-c.strips * c.tiles // max(usable // c.splits, 1))
+    read = c.strips * c.strip * c.tiles * c.inner * BITS[c.format] / 8 / READ_RATE[c.tile_rows]
+    read /= min(1.0, min(ctas, processors * slots) * warps / NEEDED_WARPS)
+    if c.tile_rows == 16 or BITS[c.format] == 8:  # much arithmetic: every SM counts
+        read /= min(1.0, ctas / processors)
+    copied = min(c.tile_rows, c.rows) * c.row_bytes / COPY_RATE
+    return read + rounds * (ROUND[c.tile_rows] / slots + copied) + PEER * (c.splits - 1) + 0.02 * c.parts

@@ -420,7 +420,7 @@ def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
 def _pairs(cfg: PackedProductConfig, words, i: int) -> list:
     """The four pairs of the 8 inputs of a column of the thread."""
     if BITS[cfg.format] == 4:
-        return codes.pairs_of_word(cfg.format, words[i])
+        return codes.pairs_of_word(cfg.format, words[i], cfg.multiplied)
     at = lambda j: words[j][i // 4]
     return [codes.pair_of_bytes(cfg.format, at(2 * j), at(2 * j + 1), i % 4) for j in range(4)]
 
