@@ -148,7 +148,7 @@ def tune(shape: str, form: str, rows: int) -> dict:
     assert given is not None
     name = lambda way: "/".join(map(str, dataclasses.astuple(way)[-6:]))
     found: dict[str, float] = {}
-    for way in ways(given):
+    for way in dict.fromkeys(ways(given)):
         y = ours(x, groups, way)
         us = cupti.micros(ours, x, groups, way, iterations=5)[0] / len(groups)
         found[name(way)] = us if error(y[0], x, groups[0]) < 0.02 else np.inf

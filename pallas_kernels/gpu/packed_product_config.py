@@ -177,12 +177,13 @@ def _ways(base: PackedProductConfig, unroll: int, chip: str):
         for splits in range(1, MAX_SPLITS + 1):
             way = dataclasses.replace(base, unroll=unroll, depth=depth, across=across, along=along, splits=splits)
             if not supports(way, chip=chip):
-                yield dataclasses.replace(way, depth=min(depth, -(-way.chunks // way.parts)))
+                steps = -(-way.chunks // way.parts)  # few: short code, which is read from memory, too, matters more
+                yield dataclasses.replace(way, depth=min(depth if steps > 8 else 4 // unroll, steps))
 
 
 READ_RATE = {8: 3.75e6, 16: 2.9e6}
 """Bytes a microsecond that come in and are multiplied, by the rows of a tile; measured on an H200."""
-ROUND, COPY_RATE, NEEDED_WARPS = {8: 2.0, 16: 2.9}, 1e5, 1600
+ROUND, COPY_RATE, NEEDED_WARPS = {8: 2.0, 16: 2.9}, 2e5, 1600
 PEER = 0.4  # of each CTA of a cluster after the first
 
 

@@ -198,13 +198,15 @@ def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
 
     Each thread copies some pieces of 8 inputs. The sums, [runs, tile_rows], are those of 4, 8 or 16 threads side by side.
     """
-    threads, pieces, rows = 128 * cfg.warpgroups, cfg.row_pieces, min(cfg.tile_rows, cfg.rows)
+    threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
     own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
-    starts = list(range(0, rows * pieces, threads))
-    for some in (starts[i : i + 8] for i in range(0, len(starts), 8)):
+    count = -(-min(cfg.tile_rows, cfg.rows) * pieces // threads)  # of each thread
+    some = min(count, 4)
+
+    def turn(k, carry):
         loaded = []
-        for start in some:
-            number = ptx.add(own, ptx.i32(start))
+        for i in range(some):
+            number = ptx.add(own, ptx.mul(k, some * threads), ptx.i32(i * threads))
             row, piece = arith.divui(number, ptx.i32(pieces)), arith.remui(number, ptx.i32(pieces))
             column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
             is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
@@ -217,6 +219,9 @@ def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
             ptx.asm(text, "r,r,r,r,r,r", to, *words, is_used)
             if cfg.has_offset:
                 _store_sum_of_inputs(cfg, base, row, piece, is_used, words)
+        return carry
+
+    _loop(ptx.i32(-(-count // some)), ptx.i32(0), turn)
     _wait_for_rows()
 
 
