@@ -2,15 +2,16 @@
 
     y[token, column] = sum over groups of  scale[group, column] * sum over its inputs of  x[token, input] * code
 
-The time is that of reading w. Each thread asks for 16 or 8 bytes of codes at a time, the next step's before it
-multiplies this step's. It turns the codes into bfloat16 in registers (packed_codes_sm90.py), in which they are exact,
-and multiplies them with mma.m16n8k16: its rows are columns of w, its columns tokens. A product does not depend on the
-order of its inner dimension, so that a thread (g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a block of 32:
+The time is that of reading w. Each thread asks for 16 or 8 bytes of codes at a time, `depth` steps before it uses them;
+the rows of x are in shared memory. It turns the codes into bfloat16 in registers (packed_codes_sm90.py), in which they
+are exact, and multiplies them with mma.m16n8k16: its rows are columns of w, its columns tokens. A product does not
+depend on the order of its inner dimension, so that a thread (g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a
+block of 32:
 
     inputs 8 t + 4 s + (0, 1) as the columns (2 t, 2 t + 1) of step s, and + (2, 3) as (2 t + 8, 2 t + 9)
 
-Sums are scaled in float32 at the end of each group. The warpgroups of a CTA and the CTAs of a cluster share the inner
-dimension. They write their sums to shared memory, and each adds up some of them, always in the same order.
+Sums are scaled in float32 at the end of each group. Warps of a CTA and the CTAs of a cluster share the inner dimension.
+They write their sums to shared memory, and each adds up some of them, always in the same order.
 
 Matrices may have experts. A tile of rows has one expert then, from `tiles`: (expert, first row, number of rows).
 """
@@ -182,9 +183,9 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
         slots, acc = carry
         for j in range(cfg.depth):
             i = ptx.add(ptx.mul(k, cfg.depth), ptx.i32(j))
-            xs = functools.partial(_load_rows, cfg, base, rows, arith.subi(at(i), begin))
             _hold()
-            acc = _where(is_step(i), lambda acc=acc, j=j, xs=xs: _multiply_chunk(cfg, slots[j], *xs(), acc), acc)
+            rows_of_step = functools.partial(_load_rows, cfg, base, rows, arith.subi(at(i), begin))
+            acc = _where(is_step(i), functools.partial(_multiply_chunk, cfg, slots[j], rows_of_step, acc), acc)
             slots = [*slots[:j], weights(ptx.add(i, ptx.i32(cfg.depth))), *slots[j + 1 :]]
         return slots, acc
 
@@ -196,7 +197,7 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
 def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
     """The CTA's part of the rows of x to SMEM, [rows, row_bytes], and the sums of the inputs of each run.
 
-    Each thread copies some pieces of 8 inputs. The sums, [runs, tile_rows], are those of 4, 8 or 16 threads side by side.
+    Each thread copies some pieces of 8 inputs. The sums, [runs, tile_rows], are those of threads side by side.
     """
     threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
     own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
@@ -256,9 +257,11 @@ def _loop(count, carry, step):
 
 
 def _where(condition, compute, otherwise):
-    """compute() where the condition holds for the warp, else the other values."""
-    values, tree = jax.tree.flatten(otherwise)  # a branch also keeps the compiler from mixing steps, for which it has
-    # too few registers
+    """compute() where the condition holds for the warp, else the other values.
+
+    The branch also keeps ptxas from mixing the instructions of several steps, for which it has too few registers.
+    """
+    values, tree = jax.tree.flatten(otherwise)
     branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(jax.tree.leaves(compute()))
@@ -282,7 +285,7 @@ def _load(places: list, words: int, is_used, cached: bool = True) -> list:
     return ptx.asm_values(text + "}", constraints, count, *places, is_used)
 
 
-def _in_fours(words: list, each: int) -> list:
+def _divided(words: list, each: int) -> list:
     return [words[i : i + each] for i in range(0, len(words), each)]
 
 
@@ -303,7 +306,7 @@ def _load_rows(cfg: PackedProductConfig, base, rows, chunk) -> tuple[list, list]
 
 @dataclasses.dataclass(frozen=True)
 class _Places:
-    """Where a thread's weights of the first input are: i64 addresses, and i32 bytes from one row of an array to the next."""
+    """Where a thread's weights of the first input are: i64 addresses, and i32 bytes from row to row of an array."""
 
     values: object
     value_row: object
@@ -330,15 +333,13 @@ def _rows_on(start, row, row_bytes):
 
 def _load_weights(cfg: PackedProductConfig, places: _Places, chunk, is_used) -> tuple[list, list, list]:
     """(codes of each block, words of scales of each run, words of zero points of each run)"""
-    rows = 4 if BITS[cfg.format] == 4 else BLOCK  # of a block
-    starts, scales, zeros = [], [], []
-    for b in range(cfg.unroll):
-        first = ptx.add(ptx.mul(chunk, cfg.unroll * rows), ptx.i32(b * rows))
-        more = range(1 if BITS[cfg.format] == 4 else 8)
-        starts += [_rows_on(places.values, ptx.add(first, ptx.i32(k)), places.value_row) for k in more]
-    each = 4 if BITS[cfg.format] == 4 else cfg.columns // 4
-    loaded = _in_fours(_load(starts, each, is_used, cached=False), each)
-    values = loaded if BITS[cfg.format] == 4 else _in_fours(loaded, 8)
+    is_four = BITS[cfg.format] == 4
+    rows, own, words = (4, 1, 4) if is_four else (BLOCK, 8, cfg.columns // 4)  # of a block; of the thread; of a row
+    first = ptx.mul(chunk, cfg.unroll * rows)
+    steps = [b * rows + k for b in range(cfg.unroll) for k in range(own)]
+    starts = [_rows_on(places.values, ptx.add(first, ptx.i32(step)), places.value_row) for step in steps]
+    loaded = _divided(_load(starts, words, is_used, cached=False), words)
+    values, scales, zeros = loaded if is_four else _divided(loaded, 8), [], []
     for b in range(0, cfg.unroll, cfg.run):
         group = _group(cfg, chunk, b)
         if not cfg.is_whole:
@@ -373,13 +374,14 @@ def _float(cfg: PackedProductConfig, words, i: int):
     return ptx.float_of_f16(words[i // 2], i % 2)
 
 
-def _multiply_chunk(cfg: PackedProductConfig, weights, xs, of_inputs, acc) -> list:
+def _multiply_chunk(cfg: PackedProductConfig, weights, load_rows, acc) -> list:
     """acc + the products of a step.
 
     Where codes stand for numbers less an offset (of the format, and a zero point), mma multiplies the codes, and the
     offset times the sum of the inputs is taken off each sum: one subtraction for a run, not one for each weight.
     """
     values, scales, zeros = weights
+    xs, of_inputs = load_rows()
     for first in range(0, cfg.unroll, cfg.run):
         run = first // cfg.run
         if cfg.has_offset and not cfg.has_zeros:  # of_inputs has the offset
