@@ -37,26 +37,21 @@ def offset(format: str) -> float:
     return 136.0 if format == "int4" else 0.0
 
 
-def pairs_of_word(format: str, word, multiplied: int = 0) -> list:
+def pairs_of_word(format: str, word) -> list:
     """The four pairs of a word of eight codes of 4 bits: of inputs (0, 1), (2, 3), (4, 5), (6, 7)."""
-    return [_pair_of_nibbles(format, word, j, 0 < j <= multiplied) for j in range(4)]
+    return [_pair_of_nibbles(format, word, j) for j in range(4)]
 
 
-def _pair_of_nibbles(format: str, word, j: int, is_multiplied: bool):
-    """Of the codes in the bits 4 j to 4 j + 3 of both halves. int4: 128 + code.
-
-    is_multiplied: shift by the unit of multiplications, which has less to do.
-    """
-    shifted = lambda bits: word if not bits else _shift(word, bits, is_multiplied)
+def _pair_of_nibbles(format: str, word, j: int):
+    """Of the codes in the bits 4 j to 4 j + 3 of both halves. int4: 128 + code."""
+    shifted = lambda bits: word if not bits else _shift(word, bits)
     if format == "int4":
         return _both(shifted(4 * j), 0x000F000F, _MAGIC)
     sign, rest = _both(shifted(4 * j - 12), 0x80008000), _both(shifted(4 * j - 6), 0x01C001C0)
     return _times(arith.ori(sign, rest), 0x7E807E80)  # 2 ** 126
 
 
-def _shift(word, right: int, is_multiplied: bool = False):
-    if is_multiplied and right > 0:
-        return ptx.asm_value(f"mul.hi.u32 $0, $1, {2 ** (32 - right):#x};", "=r,r", word, pure=True)
+def _shift(word, right: int):
     amount = ptx.i32(abs(right))
     return arith.shrui(word, amount) if right > 0 else arith.shli(word, amount)
 

@@ -10,6 +10,7 @@ MAX_ROWS = 64
 MAX_WARPS, MAX_SPLITS = 16, 8  # of a CTA; CTAs of a cluster
 SM_SHARED_BYTES = 227 * 1024  # of an SM
 SHARED_BYTES = 224 * 1024  # of a CTA
+COPIES = 4  # pieces of x that a thread copies at a time
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 
 
@@ -32,7 +33,6 @@ class PackedProductConfig:
     across: int = 4  # warps of a CTA side by side: each has other columns
     along: int = 1  # times so many: each has another part of the inner dimension
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
-    multiplied: int = 0  # shifts of a word of codes done by multiplication, of 3
 
     @property
     def columns(self) -> int:
@@ -152,11 +152,9 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     return reasons
 
 
-WARPS = {  # side by side, and along the inner dimension
-    8: ((4, 2), (1, 16), (1, 8), (2, 8), (2, 4), (4, 4), (8, 2), (16, 1)),
-    16: ((4, 4), (2, 8), (8, 2), (1, 16), (16, 1)),
-}
-"""By the rows of a tile. With 16 rows a thread needs more than 128 registers unless its CTA has 512 threads."""
+WARPS = ((4, 2), (1, 8), (1, 16), (2, 8), (2, 4), (4, 4), (8, 2), (16, 1))
+"""Side by side, and along the inner dimension. With 16 rows a thread needs more than 128 registers unless its CTA has 512
+threads. Of 8-bit codes one warp reads 64 bytes of a row: too few for the memory."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -173,35 +171,39 @@ def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductCo
 def _ways(base: PackedProductConfig, unroll: int, chip: str):
     """Every division of the work that the kernel serves."""
     depth = (8 if base.tile_rows == 8 else 6) // unroll if BITS.get(base.format) == 4 else 2
-    for across, along in WARPS[base.tile_rows]:
+    for across, along in WARPS:
+        if base.tile_rows == 16 and across * along < MAX_WARPS or BITS.get(base.format) == 8 and across == 1:
+            continue
         for splits in range(1, MAX_SPLITS + 1):
             way = dataclasses.replace(base, unroll=unroll, depth=depth, across=across, along=along, splits=splits)
             if not supports(way, chip=chip):
                 steps = -(-way.chunks // way.parts)  # few: short code, which is read from memory, too, matters more
-                yield dataclasses.replace(way, depth=min(depth if steps > 8 else 4 // unroll, steps))
+                yield dataclasses.replace(way, depth=min(depth, steps, 64 if steps > 8 else 4 // unroll))
 
 
-READ_RATE = {8: 3.75e6, 16: 2.9e6}
-"""Bytes a microsecond that come in and are multiplied, by the rows of a tile; measured on an H200."""
-ROUND, COPY_RATE, NEEDED_WARPS = {8: 2.0, 16: 2.9}, 2e5, 1600
-PEER = 0.4  # of each CTA of a cluster after the first
+READ_RATE, SM_RATE = 3.75e6, 26e3
+"""Bytes a microsecond: of all CTAs with up to 8 rows; of the one CTA of an SM with 16, which has much to multiply."""
+ROUND, START, TURN, NEEDED_WARPS = 2.0, 1.4, 0.3, 1600
+PEER = 0.1  # of each CTA of a cluster after the first
 
 
 def cost(config: PackedProductConfig, processors: int) -> float:
-    """About the microseconds of a launch, without what all launches need.
+    """About the microseconds of a launch, without what all launches need; measured on an H200.
 
-    Memory is shared by all CTAs that run, so what counts is that they run in few rounds. Clusters of more than two CTAs
-    do not fit on every SM: some groups of SMs have an odd number.
+    With few rows memory is shared by all CTAs that run, so what counts is that they run in few rounds. Clusters of more
+    than two CTAs do not fit on every SM: some groups of SMs have an odd number.
     """
     c = config
     warps, shared = c.across * c.along, 4 * c.shared_floats + 1024
     slots = min(MAX_WARPS // warps, SM_SHARED_BYTES // shared)
-    usable = processors * slots * (20 if c.splits <= 2 else 17) // 20
+    usable = processors * slots * (5 if c.splits <= 2 else 4) // 5
     ctas = c.strips * c.tiles * c.splits
     rounds = -(-c.strips * c.tiles // max(usable // c.splits, 1))
-    read = c.strips * c.strip * c.tiles * c.inner * BITS[c.format] / 8 / READ_RATE[c.tile_rows]
+    of_cta = c.strip * c.inner * BITS[c.format] / 8 / c.splits
+    turns = -(-min(c.tile_rows, c.rows) * c.row_pieces // (32 * warps * COPIES))
+    small = PEER * (c.splits - 1) + 0.02 * c.parts
+    if c.tile_rows == 16:
+        return rounds * (of_cta / SM_RATE + START + TURN * turns) + small
+    read = of_cta * ctas / READ_RATE / min(1.0, ctas / processors) ** 0.5
     read /= min(1.0, min(ctas, processors * slots) * warps / NEEDED_WARPS)
-    if c.tile_rows == 16 or BITS[c.format] == 8:  # much arithmetic: every SM counts
-        read /= min(1.0, ctas / processors)
-    copied = min(c.tile_rows, c.rows) * c.row_bytes / COPY_RATE
-    return read + rounds * (ROUND[c.tile_rows] / slots + copied) + PEER * (c.splits - 1) + 0.02 * c.parts
+    return read + (rounds - 1) * ROUND / slots + 0.2 / slots + rounds * TURN * turns + small

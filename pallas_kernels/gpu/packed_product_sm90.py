@@ -31,7 +31,7 @@ from jax.experimental.mosaic.gpu import utils
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, TILE_ROWS, PackedProductConfig, supports
+from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, COPIES, TILE_ROWS, PackedProductConfig, supports
 
 Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
 """values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
@@ -202,7 +202,7 @@ def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
     threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
     own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
     count = -(-min(cfg.tile_rows, cfg.rows) * pieces // threads)  # of each thread
-    some = min(count, 4)
+    some = min(count, COPIES)
 
     def turn(k, carry):
         loaded = []
@@ -427,7 +427,7 @@ def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
 def _pairs(cfg: PackedProductConfig, words, i: int) -> list:
     """The four pairs of the 8 inputs of a column of the thread."""
     if BITS[cfg.format] == 4:
-        return codes.pairs_of_word(cfg.format, words[i], cfg.multiplied)
+        return codes.pairs_of_word(cfg.format, words[i])
     at = lambda j: words[j][i // 4]
     return [codes.pair_of_bytes(cfg.format, at(2 * j), at(2 * j + 1), i % 4) for j in range(4)]
 

@@ -169,8 +169,6 @@ class Machine:
         if kind[0] == "lop3":  # (a & mask) | c
             assert rest.endswith("0xea")
             return [x[0].view(np.uint32) & np.uint32(int(rest.split(",")[2], 16)) | x[1].view(np.uint32)]
-        if name == "mul.hi.u32":
-            return [(x[0].view(np.uint32).astype(np.uint64) * int(rest.split(",")[2], 16) >> 32).astype(np.uint32)]
         if kind[0] == "bfe":
             first = int(rest.split(",")[2]) // 8
             return [x[0].view(np.int8).reshape(-1, 4)[:, first].astype(np.int32)]

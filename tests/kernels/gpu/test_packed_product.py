@@ -16,7 +16,7 @@ from tests.kernels.gpu.simt import Arith, Machine, emulated
 from tests.ops.test_quantised import drawn
 
 CASES = {
-    "int4": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2, depth=3, multiplied=2),
+    "int4": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2, depth=3),
     "int4, a group within a step": dict(format="int4", group=32, scale_dtype="float32", unroll=4, across=2, along=2),
     "AWQ": dict(format="int4", group=128, scale_dtype="bfloat16", has_zeros=True, unroll=2, depth=2, splits=2),
     "MXFP4": dict(
