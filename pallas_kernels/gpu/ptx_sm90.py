@@ -177,6 +177,12 @@ def float_of_f16(word, half: int):
     return asm_value(text, "=f,r", word, pure=True)
 
 
+def float_of_byte(word, byte: int):
+    """The f32 of a signed byte of a word."""
+    number = asm_value(f"bfe.s32 $0, $1, {8 * byte}, 8;", "=r,r", word, pure=True)
+    return asm_value("cvt.rn.f32.s32 $0, $1;", "=f,r", number, pure=True)
+
+
 def byte_permute(word, selector: int):
     """The bytes of a word in the order of the selector's four hexadecimal digits."""
     return asm_value(f"prmt.b32 $0, $1, 0, {selector:#x};", "=r,r", word, pure=True)
