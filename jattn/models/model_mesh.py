@@ -21,7 +21,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.mesh_axes import CONTEXT
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
-from jattn.models.sharded_attention import REPLICATED, ShardedAttention, ShardedLatentAttention
+from jattn.models.sharded_attention import REPLICATED, ShardedAttention, ShardedLatentAttention, sharded_mlp
 from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 from jattn.parallel import head_partition, rank_spec
@@ -271,7 +271,7 @@ class ModelMesh:
         share experts gather their tokens first, and then a reduce-scatter gives each the results of its own tokens.
         """
         if isinstance(mlp, MLP):
-            return mlp
+            return functools.partial(sharded_mlp, self.inner_mesh, mlp)
         count = mlp.num_experts // math.prod(self.mesh.shape[name] for name in self.expert_axes)  # of one rank
 
         def body(weights: dict, *rows: jax.Array) -> jax.Array:
