@@ -13,7 +13,7 @@ from jattn.cache import KVCacheSpec, PagedKV
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLASpec
-from jattn.models import layer_tail
+from jattn.models import halves, layer_tail
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.layers import (
     Stream,
@@ -80,7 +80,10 @@ def _forward(
     stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
     step = _AttentionPlans(config, caches, batches, backend, x.dtype, model_mesh)
     tails = layer_tail.configs_of(config, params, x, model_mesh)
-    if tails is None:
+    if tails is None and halves.serves(config, model_mesh, x.shape[0]):
+        assert model_mesh is not None
+        caches, x = halves.forward(config, params, x, caches, step, model_mesh)
+    elif tails is None:
         caches, stream = _each_layer(config, params, stream, inputs, caches, step, model_mesh, positions, encoded)
         x = last_x(config, params, stream)
     else:
