@@ -68,7 +68,9 @@ def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.
     )  # fmt: skip
 
 
-def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int, prompt_steps: int = 1) -> tuple[list[float], list]:
+def serve(
+    engine: jattn.Engine, prompts: np.ndarray, dispatches: int, prompt_steps: int = 1
+) -> tuple[list[float], list]:
     """(seconds of each timed step, as many dispatches of full bursts as `recorded` them).
 
     prompt_steps: steps in which the engine computes the prompts.

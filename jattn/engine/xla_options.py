@@ -73,8 +73,11 @@ class PlatformJit:
     """
 
     def __init__(
-        self, function: Callable, num_tokens: Callable[..., int], is_on_mesh: Callable[..., bool] = lambda *_: False,
-        **options
+        self,
+        function: Callable,
+        num_tokens: Callable[..., int],
+        is_on_mesh: Callable[..., bool] = lambda *_: False,
+        **options,
     ):
         functools.update_wrapper(self, function)
         self.function, self._options = function, options

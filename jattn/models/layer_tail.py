@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jattn import device
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import MLP, activation
 from jattn.models.model_mesh import ModelMesh
@@ -42,14 +43,10 @@ def configs_of(
 
 
 def _have_one_memory(model_mesh: ModelMesh) -> bool:
-    """Can a kernel write to the memory of all ranks? They are JAX's first devices, in order, all of this process.
-
-    Context ranks could, but their launches have not been tried.
-    """
+    """Can a launch write to the memory of all ranks? Those of context ranks have not been tried."""
     if model_mesh.data_ranks > 1 or model_mesh.context_ranks > 1 or not isinstance(model_mesh.mesh, Mesh):
         return False
-    ids = [device.id for device in model_mesh.devices]
-    return jax.process_count() == 1 and ids == list(range(len(ids))) and len(ids) <= MAX_RANKS
+    return model_mesh.size <= MAX_RANKS and device.are_peers(model_mesh.devices)
 
 
 def _kv_ranks(config: ModelConfig, model_mesh: ModelMesh, i: int) -> int:
