@@ -16,6 +16,7 @@ Processes start together, up to JAX's start; only one at a time then uses the ca
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
 from benchmarks import records
 
@@ -256,6 +258,15 @@ def collectives(args: argparse.Namespace) -> list[dict]:
     return []
 
 
+def large(args: argparse.Namespace) -> list[dict]:
+    """benchmarks.gpu.large_model; the folder is written by a process of its own from the start of the run."""
+    from benchmarks.gpu import large_model
+
+    rows = large_model.run(pathlib.Path(args.folder), argparse.Namespace(ranks=args.ranks, small=args.small, wait=120))
+    records.write([row | records.provenance() for row in rows], "large_model", records.folder_of(args))
+    return []
+
+
 PARTS = {
     "tail": tail,
     "serve1": functools.partial(serve, ranks=1),
@@ -265,6 +276,7 @@ PARTS = {
     "serve2_graph": lambda args: serve(args, args.ranks, "graph"),
     "context": context,
     "collectives": collectives,
+    "large": large,
 }
 
 
@@ -302,7 +314,7 @@ class Process:
     def __init__(self, name: str, args: argparse.Namespace, shared: str):
         self.name, self.shared = name, pathlib.Path(shared)
         command = [sys.executable, "-u", "-m", "benchmarks.gpu.two_cards", "--part", name, "--shared", shared]
-        command += ["--ranks", str(args.ranks), *(["--small"] if args.small else [])]
+        command += ["--ranks", str(args.ranks), "--folder", str(args.folder), *(["--small"] if args.small else [])]
         command += ["--out", str(args.out)] if args.out else ["--write"] if args.write else []
         self.log = (self.shared / f"{name}.log").open("w")
         settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
@@ -340,6 +352,21 @@ class Process:
         return (self.shared / f"{self.name}.log").read_text(errors="replace")
 
 
+@contextlib.contextmanager
+def written(args: argparse.Namespace) -> Iterator[None]:
+    """If the part `large` is asked for, a process that writes its folder, beside the other parts."""
+    if "large" not in args.parts:
+        yield
+        return
+    command = [sys.executable, "-m", "benchmarks.gpu.large_model", str(args.folder), "--only-folder"]
+    process = subprocess.Popen(command + ["--small"] * args.small, start_new_session=True)
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the parts in order, each if there is time; the number that failed."""
     parser = argparse.ArgumentParser(
@@ -349,6 +376,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(FIRST), help="in this order")
     parser.add_argument("--ranks", type=int, default=2, help="cards (default: 2)")
     parser.add_argument("--small", action="store_true", help="small models, for a CPU")
+    parser.add_argument("--folder", default="/dev/shm/large", help="for `large`, in memory (default: /dev/shm/large)")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--shared", help=argparse.SUPPRESS)
     records.add_options(parser)
@@ -357,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
         run_part(args.part, args)
         return 0
     begin, failed = time.perf_counter(), 0
-    with tempfile.TemporaryDirectory() as shared:
+    with tempfile.TemporaryDirectory() as shared, written(args):
         processes = [Process(name, args, shared) for name in args.parts]
         try:
             for process in processes:
