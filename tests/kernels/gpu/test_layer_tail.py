@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import layer_tail_sm90 as kernel
+from pallas_kernels.gpu import merge_ranks_sm90
 from pallas_kernels.gpu.layer_tail_config import MAX_CTAS, ChainProduct, LayerTailConfig, choose, supports
 
 SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projections
@@ -375,3 +376,39 @@ def test_it_lowers_for_cuda(name, rows):
     export = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(*args)
     assert [x.shape for x in export.out_avals[:1]] == [(rows, hidden)]
     assert "mosaic_gpu_v2" in export.mlir_module()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_it_lowers_for_several_ranks_with_the_addresses_of_all(ranks):
+    config = choose(13, *SHAPES["small"], 132, ranks=ranks)
+    mesh = jax.make_mesh((ranks,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
+    hidden, heads, wide, following = SHAPES["small"]
+    zeros = lambda *dims: jnp.zeros(dims, jnp.bfloat16)
+
+    def on_rank():
+        weights = ((zeros(heads, hidden),), (zeros(hidden, wide),) * 2, (zeros(wide, hidden),))
+        weights += (tuple(zeros(hidden, width) for width in following),)
+        counters = (jnp.zeros(arrivals.WORDS, jnp.int32),) * 2
+        return kernel.layer_tail(zeros(13, heads), zeros(13, hidden), weights, (zeros(hidden),) * 2, counters, config)[0]
+
+    text = lowered_on(mesh, on_rank)
+    assert f'xla_replica_ids = "{",".join(map(str, range(ranks)))}"' in text
+
+
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(30, 128, "bfloat16"), (5, 64, "float32"), (8, 256, "float32")])
+def test_the_merge_of_ranks_lowers_with_the_addresses_of_all(rows, width, dtype):
+    assert merge_ranks_sm90.supports(rows, width, 2)
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    state = lambda: (jnp.ones((rows, width)), jnp.ones(rows))
+    text = lowered_on(mesh, lambda: merge_ranks_sm90.merge_ranks(*state(), 2, dtype)[0])
+    assert 'xla_replica_ids = "0,1"' in text
+    refused = [(0, 128, 2), (merge_ranks_sm90.MAX_ROWS + 1, 128, 2), (8, 96, 2), (8, 512, 2), (8, 128, 9), (8, 128, 1)]
+    assert not any(merge_ranks_sm90.supports(*sizes) for sizes in refused)
+
+
+def lowered_on(mesh, function) -> str:
+    """The module of a function that each device of the mesh calls."""
+    specs = dict(mesh=mesh, in_specs=(), out_specs=jax.sharding.PartitionSpec(), check_vma=False)
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    run = jax.jit(jax.shard_map(function, **specs))
+    return jax.export.export(run, platforms=["cuda"], disabled_checks=[check])().mlir_module()
