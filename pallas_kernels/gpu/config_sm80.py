@@ -22,7 +22,7 @@ CHIPS = {
     "sm_100": WarpChip(148, 228 << 10, 227 << 10),  # B200
     "sm_120": WarpChip(170, 100 << 10, 99 << 10),  # RTX 5090
 }
-SMEM_FIXED = 512  # bytes: row statistics, the numbers of the piece
+SMEM_FIXED = 1024  # bytes: row statistics, the numbers of the piece, the pool's rows of two blocks
 SMEM_RESERVED = 1024  # bytes of shared memory that CUDA keeps for each CTA
 FP8_CONVERSIONS = 89  # the first compute capability that converts float8 in one instruction
 

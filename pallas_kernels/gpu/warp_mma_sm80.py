@@ -24,6 +24,7 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
+from pallas_kernels.gpu import lanes_sm80 as lanes
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.decode_sm90 import decode_word
@@ -132,9 +133,11 @@ def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: s
 
 def softmax_times_values(
     v_ref, x, factor, acc, stats, first, scales=None,
-    *, rows8: int, dim: int, source: str, target: str, parts: int = 1, converts_fp8=True,
+    *, rows8: int, dim: int, source: str, target: str, parts: int = 1, converts_fp8=True, shuffles: bool = True,
 ):  # fmt: skip
     """(acc, stats) after keys first .. first + 63. Base-2 logits are x * factor, -inf where masked.
+
+    shuffles: False where they may be calls (lanes_sm80.py).
 
     scales: f32 (64,) of the values, None for 1. target: dtype of both operands of the product. parts: number of
     operands whose sum is a weight; 2 with target bfloat16.
@@ -155,7 +158,7 @@ def softmax_times_values(
         own = [rows.register_value(r) for scale in own for r in scale.registers.flat]  # of keys g, g + 8
         size = 4 * (dim // 16)  # floats of acc for 8 rows
         for n in range(rows8):
-            stat, p, alpha = _softmax(scores[4 * n : 4 * n + 4], factor, old[4 * n : 4 * n + 4])
+            stat, p, alpha = _softmax(scores[4 * n : 4 * n + 4], factor, old[4 * n : 4 * n + 4], shuffles)
             new += stat
             p = [_fmul(x, own[i // 2]) for i, x in enumerate(p)] if own else p
             weights.append([_transposed_weights(part, target) for part in _split(p, parts)])
@@ -218,14 +221,17 @@ def _transposed_weights(p, target: str):
     return [ptx.transpose_8x8(ptx.pack_16bit(p[2 * s], p[2 * s + 1], target)) for s in range(2)]
 
 
-def _softmax(x, factor, stat):
+def _softmax(x, factor, stat, shuffles: bool):
     """(new max, max, sum, sum), four weights, two factors of the old sums. x: keys g, g+8 for each of rows 2t, 2t+1."""
     new, alphas, p, sums = [], [], [None] * 4, []
-    for e in range(2):
-        top = ptx.fmax(x[e], x[2 + e])
+    tops = [ptx.fmax(x[e], x[2 + e]) for e in range(2)]
+    if shuffles:
         for distance in (4, 8, 16):
-            top = ptx.fmax(top, ptx.shuffle_xor(top, distance))
-        top = ptx.fmax(stat[e], _fmul(top, factor))
+            tops = [ptx.fmax(top, ptx.shuffle_xor(top, distance)) for top in tops]
+    else:
+        tops = lanes.column_maxima([ptx.fmax(top, ptx.f32(lanes.LOWEST)) for top in tops])
+    for e in range(2):
+        top = ptx.fmax(stat[e], _fmul(tops[e], factor))
         alpha, lower = ptx.exp2(arith.subf(stat[e], top)), arith.negf(top)
         for s in range(2):
             p[2 * s + e] = ptx.exp2(ptx.fma(x[2 * s + e], factor, lower))
@@ -235,7 +241,10 @@ def _softmax(x, factor, stat):
     return new + sums, p, alphas
 
 
-def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_dim, q_dtype, decoded=True, warps=8):
+def put_state(
+    scratch_ref, stats_ref, acc, stats, wg, n: int,
+    *, rows8, dim, q_dim, q_dtype, decoded=True, warps=8, shuffles: bool = True,
+):  # fmt: skip
     """Rows 8n .. 8n+7 of each warp -> SMEM: acc to f32 [warps, 8, V] in scratch, (max, sum) to stats [warps, 8, 2].
 
     scratch SMEM [.., q_dim] of q_dtype is used as raw memory. decoded: the values are of 8 bits, see the top.
@@ -259,9 +268,10 @@ def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_d
                     ptx.asm(f"st.shared.f32 [$0+{at}], $1;", "r,f", base, line[0])
                     ptx.asm(f"st.shared.f32 [$0+{at + 32}], $1;", "r,f", base, line[1])
         place, sums = ptx.add(ptx.pointer(stats_out, 3), ptx.mul(row, 8)), list(stat[2:])
+        for distance in (4, 8, 16) if shuffles else ():
+            sums = [_fadd(x, ptx.shuffle_xor(x, distance)) for x in sums]
+        sums = sums if shuffles else lanes.column_sums(sums)
         for e in range(2):
-            for distance in (4, 8, 16):
-                sums[e] = _fadd(sums[e], ptx.shuffle_xor(sums[e], distance))
             text = f"{{ .reg .pred p; setp.lt.u32 p, $1, 4; @p st.shared.v2.f32 [$0+{8 * e}], {{$2, $3}}; }}"
             ptx.asm(text, "r,r,f,f", place, lane, stat[e], sums[e])
 

@@ -243,20 +243,21 @@ def _pool_rows(closure, block_table, req, head, kv0, start, stop):
     return (out,)
 
 
-def _copy_block(closure, pool, tile, own_rows):
-    """What the tile will hold."""
+def _put_rows(closure, box, own_rows):
     own, first = _key_of_thread(closure)
+    box[own[first]] = own_rows[first]
+
+
+def _copy_block(closure, pool, tile, box):
+    """What the tile will hold."""
     out, lines = np.zeros_like(tile), pool.reshape(-1, pool.shape[-1])
-    for i in np.flatnonzero(first & (own_rows >= 0)):
-        out[own[i]] = lines[own_rows[i]]
+    out[box >= 0] = lines[box[box >= 0]]
     return out
 
 
-def _copy_scales(closure, pool, tile, own_rows):
-    own, first = _key_of_thread(closure)
+def _copy_scales(closure, pool, tile, box):
     out = np.zeros_like(tile)
-    for i in np.flatnonzero(first & (own_rows >= 0)):
-        out[own[i]] = pool.reshape(-1)[own_rows[i]]
+    out[box >= 0] = pool.reshape(-1)[box[box >= 0]]
     return out
 
 
@@ -366,6 +367,11 @@ def _merge_and_store(
 
 PTX = {
     "pool_rows": _pool_rows,
+    "put_rows": _put_rows,
+    "row_maxima": lambda closure, x: (np.maximum(x.max(axis=1), np.float32(-3e38)),),
+    "lane_sums": lambda closure, x: (x.sum(axis=1),),
+    "sums_of_lanes": lambda closure, x: (x,),
+    "sync_lanes": lambda closure: None,
     "sync_warps": lambda closure: None,
     "load_queries": _load_queries,
     "start_state": _start_state,
