@@ -28,7 +28,7 @@ def pool_rows(block_table, req, head, kv0, start, stop, *, block, page, columns,
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(ptx.SCALAR,) * 5), return_type=out)
     def load(ctx, block_table, req, head, kv0, start, stop):
         req, head, kv0, start, stop = map(ptx.scalar_value, (req, head, kv0, start, stop))
-        _, _, lane, warp = ptx.lane_position()
+        _, _, lane, warp = ptx.lane_position(hidden=True)
         own = arith.addi(arith.muli(warp, ptx.i32(keys)), arith.remui(lane, ptx.i32(keys)))
         key = arith.addi(kv0, own)
         row = arith.muli(ptx.to_i64(req), ptx.i64(columns))
@@ -172,7 +172,7 @@ def sync_lanes():
 
     @plgpu.inline_mgpu()
     def wait(ctx):
-        _, _, _, warp = ptx.lane_position()
+        _, _, _, warp = ptx.lane_position(hidden=True)
         ptx.asm("bar.sync $0, 32;", "r", ptx.add(warp, ptx.i32(1)))
 
     wait()

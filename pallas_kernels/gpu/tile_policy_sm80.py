@@ -14,9 +14,11 @@ MOST_STAGES = 4
 LAYOUTS = ((2, 2), (1, 2), (1, 1))
 """(halves of a tile at the same time, CTAs of a multiprocessor), the preferred first. While one CTA waits at the
 start or the end of a piece, the other computes."""
-MOST_COLUMNS_OF_TWO_HALVES = 128
-"""The widest output for which a tile has two halves: the accumulators are half of a thread's registers. On an H200, the
-prompt of 8192 tokens took three quarters of the time of one half, with one CTA of a multiprocessor instead of two."""
+COLUMNS_OF_TWO_PARTS = 64
+"""The widest output for which a tile has two halves where a weight is two numbers: twice the registers of weights.
+
+Two halves share each load of a key: on an H200, the prompt of 8192 tokens took three quarters of the time of one half,
+with one CTA of a multiprocessor instead of two. The accumulators are half of a thread's registers."""
 
 
 def warp_config(*, chip: str, rows: int | None = None, processors: int | None = None, **fields) -> WarpKernelConfig:
@@ -44,8 +46,8 @@ def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[s
 
     tile_halves, stages, and ctas: CTAs of a multiprocessor. halves: a given number of halves, or None.
     """
-    wide = config.long_tiles and config.v_head_dim <= MOST_COLUMNS_OF_TWO_HALVES
-    most, tiles = halves or (2 if wide else 1), {}
+    columns = COLUMNS_OF_TWO_PARTS if config.weight_parts == 2 else CHIPS.get(config.chip, CHIPS["sm_86"]).columns
+    most, tiles = halves or (2 if config.long_tiles and config.v_head_dim <= columns else 1), {}
     for count, ctas in [layout for layout in LAYOUTS if layout[0] <= most]:
         config = dataclasses.replace(config, tile_halves=count)
         stages = stages_that_fit(config, ctas)

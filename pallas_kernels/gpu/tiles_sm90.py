@@ -42,7 +42,9 @@ class _RowBounds:
 
 def _packed_rows(cfg: GpuKernelConfig, piece: Piece, row_offset):
     """(packed row, token of the request, head of the group), i32 (64,) each."""
-    packed = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW_LAYOUT) + (piece[wl.ROW0] + row_offset)
+    kind = dict(dimension=0, layout=ROW_LAYOUT)
+    row = rows.row_numbers() if cfg.lean else plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), **kind)
+    packed = row + (piece[wl.ROW0] + row_offset)
     token = lax.div(packed, jnp.int32(cfg.group))
     return packed, token, packed - token * cfg.group
 

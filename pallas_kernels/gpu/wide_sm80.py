@@ -68,6 +68,7 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
     bounds = lambda: [tiles.row_bounds(cfg, refs, piece, jnp.int32(offset)) for offset in offsets]
     rows_of_all = bounds() if by_row else None  # else not in registers while blocks without a mask are computed
     scale = refs.scales[piece[HEAD], 0]
+    by_position = cfg.mask.mask_fn is not None or cfg.qq_bias  # else columns are compared with constants
 
     def step(j, carry, masked):
         states, ids = carry
@@ -81,7 +82,10 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
         new, weights = [], []
         own = rows_of_all or (bounds() if masked else [None] * cfg.tile_halves)
         for row, x, (acc, m, total) in zip(own, dots, states, strict=True):
-            x, c = tiles.logits(cfg, row, x, kv0, scale, masked)
+            x, c = tiles.logits(cfg, row, x, kv0, scale, masked and by_position)
+            if masked and not by_position:
+                starts = row.start - kv0 if cfg.mask.left >= 0 or cfg.mask.chunk > 0 else None
+                x = rows.keep_columns(x, row.stop - kv0, starts, hidden=True)
             p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
             new.append((acc, m, total))
             _, of_values = reader.token_scales(slot, 1)  # read again: they are not in registers during the softmax

@@ -189,8 +189,10 @@ def _gather(closure, source, index):
     return (np.where(index >= 0, source.reshape(-1)[np.maximum(index, 0)], 0).astype(source.dtype),)
 
 
-def _keep_columns(closure, x, counts):
-    return (np.where(np.arange(x.shape[1]) < counts[:, None], x, -np.inf).astype(np.float32),)
+def _keep_columns(closure, x, counts, starts=None):
+    column = np.arange(x.shape[1])
+    seen = (column < counts[:, None]) & (True if starts is None else column >= starts[:, None])
+    return (np.where(seen, x, -np.inf).astype(np.float32),)
 
 
 def _add_slope(closure, x, factor, slope, shift):
@@ -392,6 +394,7 @@ PTX = {
     "gather": _gather,
     "scale_rows": lambda closure, x, factors: (x * factors[:, None],),
     "keep_columns": _keep_columns,
+    "row_numbers": lambda closure: (np.arange(64, dtype=np.int32),),
     "add_slope": _add_slope,
     "store_rows": _store_rows,
     "store_partial": _store_partial,
