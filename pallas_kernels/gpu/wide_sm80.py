@@ -50,7 +50,7 @@ def _decoded(cfg: WarpKernelConfig, refs: Refs, tile, dim: int, target: str):
     if not cfg.quantised:
         return tile
     kind = dict(rows=cfg.block_kv, dim=dim, source=cfg.kv_dtype, target=target, dst_dim=cfg.head_dim)
-    decode_tile(tile, refs.decoded, **kind, converts_fp8=cfg.converts_fp8)
+    decode_tile(tile, refs.decoded, **kind, converts_fp8=cfg.converts_fp8, hidden=True)
     sync_warps()
     return refs.decoded
 
@@ -65,8 +65,8 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
     reader = BlockReader(cfg, refs, piece, WARPS)
     ids = reader.start()  # its first group of copies has the queries too
     by_row = cfg.logits.has_alibi or cfg.logits.score_fn is not None
-    bounds = lambda: [tiles.row_bounds(cfg, refs, piece, jnp.int32(offset)) for offset in offsets]
-    rows_of_all = bounds() if by_row else None  # else not in registers while blocks without a mask are computed
+    bounds = lambda offset, known: tiles.row_bounds(cfg, refs, piece, jnp.int32(offset), known)
+    known = [bounds(offset, None) if by_row else None for offset in offsets]
     scale = refs.scales[piece[HEAD], 0]
     by_position = cfg.mask.mask_fn is not None or cfg.qq_bias  # else columns are compared with constants
 
@@ -80,7 +80,9 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
         of_keys, _ = reader.token_scales(slot, 1)
         dots = [multiply_per_key(x, of_keys, 1) for x in dots]
         new, weights = [], []
-        own = rows_of_all or (bounds() if masked else [None] * cfg.tile_halves)
+        own = known  # what the rows see is not in registers while blocks without a mask are computed
+        if masked:
+            own = [bounds(offset, row) for offset, row in zip(offsets, known, strict=True)]
         for row, x, (acc, m, total) in zip(own, dots, states, strict=True):
             x, c = tiles.logits(cfg, row, x, kv0, scale, masked and by_position)
             if masked and not by_position:
