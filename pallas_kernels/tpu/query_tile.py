@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.algebra import mask, softmax
 from pallas_kernels.algebra.logits import shape_logits
@@ -29,7 +30,7 @@ class KeyPart(NamedTuple):
     side: Any  # i32[]
     page: Any  # i32[] first page
     pages: int
-    first: Any  # i32[] position of the first key
+    first: Any  # i32[] index of the first key in its request; with keys on several ranks, among those of this rank
     masked: bool  # False: every row sees every key
 
 
@@ -56,7 +57,7 @@ class QueryTile:
         self._each(fresh)
 
     def add_block(self, side, first_key):
-        """Adds the keys of one half of the buffer, the first of which has position first_key."""
+        """Adds the keys of one half of the buffer, the first of which has index first_key in its request."""
         self._clear_values(side, first_key)
         self._few_or_chunks(
             lambda: self._add_to_few(side, first_key), lambda first: self._add_to_chunk(side, first_key, first)
@@ -121,21 +122,23 @@ class QueryTile:
     def _ranges(self, first):
         """Positions, half open: the keys that some row of the chunk sees, and those that every row sees."""
         c, item = self.c, self.item
-        if c.mask.chunk:  # the tile's, which are known: those of a row take a division
+        if c.mask.chunk or c.has_ranges:  # the tile's, which are known: those of a row take a division, or a copy
             return (item.kv_start, item.kv_end), (item.full_start, item.full_end)
         causal = (item.causal != 0) if c.per_request_causal else None
         q_first, q_last = (item.q_first + _token_of(c, row) for row in (first, first + c.chunk_rows - 1))
         if c.mask.mask_fn is not None:
             return mask.key_range(c.mask, q_first, q_last, item.kv_end, causal), (item.full_start, item.full_end)
-        by_all = (mask.key_range(c.mask, q, q, item.kv_end, causal)[i] for i, q in enumerate((q_last, q_first)))
-        return mask.key_range(c.mask, q_first, q_last, item.kv_end, causal), tuple(by_all)
+        start, end = (mask.key_range(c.mask, q, q, item.kv_end, causal)[i] for i, q in enumerate((q_last, q_first)))
+        if c.qq_bias:
+            end = jnp.minimum(end, item.context)
+        return mask.key_range(c.mask, q_first, q_last, item.kv_end, causal), (start, end)
 
     def finish(self):
         """Writes the output and the lse of the state; lane k of the lse is kv head k."""
 
         def end(heads, first, rows):
-            lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
-            lses = jnp.zeros((rows, LANES), jnp.float32)
+            lane = lax.broadcasted_iota(jnp.int32, (rows, self.c.lse_lanes), 1)
+            lses = jnp.zeros((rows, self.c.lse_lanes), jnp.float32)
             for head in heads:
                 at = (head, pl.ds(first, rows))
                 sink = self._column("sink", head, first, rows)
@@ -155,11 +158,11 @@ class QueryTile:
     def _keep_lse(self, lane, heads, lses, first, rows):
         """Writes the lanes of these heads and keeps the others."""
         if rows < PACK:
-            at, shape = (self.half, 0, slice(0, rows)), (rows, LANES)
+            at, shape = (self.half, 0, slice(0, rows)), lses.shape
         else:
-            at, shape = (self.half, _packs(first, rows)), (rows // PACK, PACK, LANES)
+            at, shape = (self.half, _packs(first, rows)), (rows // PACK, PACK, lses.shape[1])
         mine = (lane >= heads[0]) & (lane <= heads[-1])
-        kept = self.buf.lse[at].reshape(rows, LANES)
+        kept = self.buf.lse[at].reshape(lses.shape)
         self.buf.lse[at] = jnp.where(mine, lses, kept).reshape(shape)
 
     def _each(self, do):
@@ -219,25 +222,66 @@ class QueryTile:
     def _stored(self, buffer, keys: KeyPart, head):
         """[keys dim] of a head, in the dtype of the products."""
         rows = buffer[keys.side, pl.ds(keys.page, keys.pages), head]
-        return _cast(rows.reshape(-1, rows.shape[-1]), jnp.dtype(self.c.compute_dtype))
+        return _cast(rows.reshape(-1, rows.shape[-1]), self.c)
 
     def _weights(self, state, keys: KeyPart, head, first, rows: int, dots):
         """(m, l, acc, alpha, p) of a head after these keys, where acc still has to be updated with alpha and p."""
         c, item = self.c, self.item
-        where = query_head, q_pos, kv_pos = self._where(keys, head, first, dots.shape)
-        logits = self._logits(dots, head, first, rows, where)
+        where = self._where(keys, head, first, dots.shape)
+        if c.token_scales:
+            dots = dots * self._token_scales(self.buf.k_token, keys, head)
+        logits = self._logits(dots, keys, head, first, rows, where)
         if keys.masked:
-            assert kv_pos is not None
-            causal = (item.causal != 0) if c.per_request_causal else None
-            seen = mask.visible(c.mask, query_head, q_pos, kv_pos, causal)
-            if causal is not None or not c.mask.causal:  # otherwise `visible` hides every key past the range
-                seen = seen & (kv_pos < item.kv_end)
+            seen = self._seen_by_range(keys, first, rows, where) if c.has_ranges else self._seen_by_rule(where)
             logits = jnp.where(seen, logits, softmax.NEG_INF)
         m, l, acc = state  # noqa: E741
         m, before = jnp.maximum(m, jnp.max(logits, axis=-1, keepdims=True)), m
         shift = jnp.maximum(m, LOWEST) if keys.masked else m
         alpha, p = jnp.exp2(before - shift), jnp.exp2(logits - _lanes(shift, logits.shape[1]))
-        return m, l * alpha + _sum_by_lane(p), acc, alpha, p.astype(c.compute_dtype)
+        l = l * alpha + _sum_by_lane(p)  # noqa: E741
+        if c.token_scales:
+            p = p * self._token_scales(self.buf.v_token, keys, head)
+        return m, l, acc, alpha, p.astype(c.compute_dtype)
+
+    def _seen_by_rule(self, where):
+        """Which keys the mask's rule shows."""
+        c, item, (query_head, q_pos, kv_pos) = self.c, self.item, where
+        causal = (item.causal != 0) if c.per_request_causal else None
+        seen = mask.visible(c.mask, query_head, q_pos, kv_pos, causal)
+        if causal is not None or not c.mask.causal:  # otherwise `visible` hides every key past the range
+            seen = seen & (kv_pos < item.kv_end)
+        return seen
+
+    def _seen_by_range(self, keys: KeyPart, first, rows: int, where):
+        """Which keys are in the range of each row, and not hidden by mask_fn."""
+        bounds = self._given(self.buf.ranges, first, rows)
+        at = keys.first + lax.broadcasted_iota(jnp.int32, (1, keys.pages * self.c.page_size), 1)
+        seen = (at >= bounds[:, 0:1]) & (at < bounds[:, 1:2])
+        return seen if self.c.mask.mask_fn is None else seen & self.c.mask.mask_fn(*where)
+
+    def _given(self, buffer, first, rows: int):
+        """[rows lanes] of what was fetched for each row."""
+        if rows < PACK:
+            return buffer[self.half, 0, :rows]
+        return buffer[self.half, _packs(first, rows)].reshape(rows, buffer.shape[-1])
+
+    def _token_scales(self, buffer, keys: KeyPart, head):
+        """f32[1 keys] scales of a head's keys or values; 0 outside the tile's range, where they may be NaN."""
+        c, item, size = self.c, self.item, self.c.page_size
+        if size % LANES == 0:
+            pages = [buffer[keys.side, keys.page + j, pl.ds(head, 1)] for j in range(keys.pages)]
+            scales = jnp.concatenate(pages, axis=1) if len(pages) > 1 else pages[0]
+        else:  # pages [P S] side by side, by products with 0 and 1
+            pages = buffer[keys.side, pl.ds(keys.page, keys.pages), head]
+            numbers = lambda rows: (lax.broadcasted_iota(jnp.int32, (rows, keys.pages * size), axis) for axis in (0, 1))
+            row, key = numbers(size)
+            pages = _dot(_finite(pages), (lax.rem(key, jnp.int32(size)) == row).astype(jnp.float32), 0)
+            row, key = numbers(keys.pages)
+            scales = jnp.sum(jnp.where(lax.div(key, jnp.int32(size)) == row, pages, 0.0), 0, keepdims=True)
+        if not keys.masked:
+            return scales
+        at = keys.first + lax.broadcasted_iota(jnp.int32, scales.shape, 1)
+        return jnp.where((at >= item.kv_start) & (at < item.kv_end), scales, 0.0)
 
     def _where(self, keys: KeyPart, head, first, shape: tuple[int, int]):
         """(query head, q_pos, kv_pos) of some rows and keys: None if no rule needs them, whole for a user's function.
@@ -245,14 +289,31 @@ class QueryTile:
         Such a function may return the shape of any of its arguments, and Mosaic does not broadcast bools.
         """
         c = self.c
-        if not (keys.masked or c.logits.has_alibi or c.has_functions):
+        needed = c.logits.has_alibi or c.has_functions or (keys.masked and not c.has_ranges)
+        if not needed:
             return None, None, None
         row = first + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
-        kv_pos = keys.first + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+        kv_pos = self._positions(keys.first + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1))
         q_pos = self.item.q_first + _token_of(c, row)
         if not c.has_functions:
             return None, q_pos, kv_pos
         return tuple(jnp.broadcast_to(x, shape) for x in (head * c.group + _member_of(c, row), q_pos, kv_pos))
+
+    def _positions(self, index):
+        """Positions of keys in their request: see metadata/parallel.py."""
+        world, run = self.c.shards.world, jnp.int32(self.c.shards.interleave)
+        if world == 1:
+            return index
+        turn = lax.div(index, run)
+        return (turn * world + self.item.rank) * run + (index - turn * run)
+
+    def _bias(self, keys: KeyPart, first, rows: int):
+        """f32[rows keys] biases of the request's new tokens, whose token j is key context + j; 0 elsewhere."""
+        lanes, count = self.c.bias_lanes, keys.pages * self.c.page_size
+        shift = self.item.context - keys.first  # of token 0
+        rolled = pltpu.roll(self._given(self.buf.bias, first, rows), lax.rem(lax.rem(shift, lanes) + lanes, lanes), 1)
+        token = lax.broadcasted_iota(jnp.int32, (1, lanes), 1) - shift
+        return jnp.where((token >= 0) & (token < lanes), rolled, 0.0)[:, :count]
 
     def _sum_values(self, weighed, keys: KeyPart, head):
         """The state of a head from its _weights."""
@@ -261,7 +322,7 @@ class QueryTile:
         v = self._stored(values, keys, head)[:, : self.c.v_head_dim]
         return m, l, acc * _lanes(alpha, self.c.v_head_dim) + _dot(p, v, 0)
 
-    def _logits(self, dots, head, first, rows: int, where):
+    def _logits(self, dots, keys: KeyPart, head, first, rows: int, where):
         """Base-2 logits. log2(e) is part of the scale where no other step follows, else it is applied last.
 
         where: query head, q_pos and kv_pos, as far as the rules need them.
@@ -269,11 +330,13 @@ class QueryTile:
         c, factor = self.c, self.scales[head]
         if c.per_head_q_scale:
             factor = factor * self._column("q_scale", head, first, rows)
-        if not (c.logits.soft_cap or c.logits.has_alibi or c.logits.score_fn):
+        bias = self._bias(keys, first, rows) if c.qq_bias and keys.masked else None
+        if not (c.logits.soft_cap or c.logits.has_alibi or c.logits.score_fn or bias is not None):
             return dots * (factor * LOG2E)
         rule = dataclasses.replace(c.logits, scale=factor)
         query_head, q_pos, kv_pos = where
-        logits = shape_logits(rule, dots, query_head, q_pos, kv_pos, self._column("slope", head, first, rows))
+        slopes = self._column("slope", head, first, rows)
+        logits = shape_logits(rule, dots, query_head, q_pos, kv_pos, slopes, bias)
         return logits.astype(jnp.float32) * LOG2E  # a score_fn may return another dtype
 
     def _queries(self, head, first, rows: int):
@@ -346,9 +409,30 @@ def _sum_by_lane(p):
     return sum(p[:, i : i + LANES] for i in range(0, keys, LANES))
 
 
-def _cast(x, dtype):
-    """x as `dtype`; 8-bit values by way of float32, a conversion that every generation has."""
+def _cast(x, c: TpuKernelConfig):
+    """x in the dtype of the products; 8-bit values by way of float32, a conversion that every generation has."""
+    dtype = jnp.dtype(c.compute_dtype)
+    if c.kv_dtype == "float16":
+        return _half_to_float(x)
     return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
+
+
+def _half_to_float(bits):
+    """The float16 values of i16 bits, as float32: Mosaic has no float16, and subnormal float32 operands are taken for 0.
+
+    float16 has 5 bits of exponent with bias 15 and 10 of mantissa. A subnormal one is its mantissa times 2**-24.
+    """
+    bits = bits.astype(jnp.int32)
+    magnitude = bits & 0x7FFF
+    exponent = jnp.where(magnitude >= 0x7C00, 112 + 112, 112)  # of infinity and NaN: 255
+    normal = lax.bitcast_convert_type((magnitude << 13) + (exponent << 23), jnp.float32)
+    value = jnp.where(magnitude < 0x400, magnitude.astype(jnp.float32) * 2.0**-24, normal)
+    return jnp.where(bits < 0, -value, value)
+
+
+def _finite(x):
+    """x with 0 in place of NaN and infinity."""
+    return jnp.where(jnp.abs(x) < float("inf"), x, 0.0)
 
 
 def _dot(a, b, axis: int):

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
 
@@ -18,13 +16,11 @@ def default_config(*, longest: int | None = None, **fields) -> TpuKernelConfig:
     """
     config = TpuKernelConfig(**fields)
     dims = sum(cdiv(dim, LANES) * LANES for dim in (config.head_dim, config.v_head_dim))
-    stored = sum(cdiv(dim, LANES) * LANES for dim in config.pool_dims)
-    heads, item = config.num_kv_heads, jnp.dtype(config.kv_dtype).itemsize
-    page_bytes = lambda keys: 2 * keys * heads * stored * item
+    heads = config.num_kv_heads
     row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
     blocks, tiles = (1536, 1024, 512, 256, 128), (512, 256, 128)
     found: dict[str, Any] = dict(
-        block_kv=next((n for n in blocks if page_bytes(n) <= PAGE_BYTES), blocks[-1]),
+        block_kv=next((n for n in blocks if config.page_bytes(n) <= PAGE_BYTES), blocks[-1]),
         tile_rows=next((n for n in tiles if row_bytes(n) <= ROW_BYTES), tiles[-1]),
     )
     if longest is not None:
