@@ -48,6 +48,7 @@ class TpuKernelConfig:
     chunk_rows: int = 128  # query rows of one matrix product
     short_heads: int = 8  # kv heads that are unrolled in the body of few rows
     long_heads: int = 8  # the same in the body of many rows
+    staged: bool = False  # the body of many rows keeps logits and weights in VMEM
 
     @property
     def group(self) -> int:

@@ -194,6 +194,8 @@ class QueryTile:
         The states are read first and written last, and the dots of the next `together` heads are computed before the
         softmax of these, so that the compiler can overlap one head's products with another's exponentials.
         """
+        if rows >= PACK and self.c.long_tiles and self.buf.s is not None:
+            return self._staged_step(keys, heads, first, rows)
         at = [(head, pl.ds(first, rows)) for head in heads]
         states = [(self.buf.m[x], self.buf.l[x], self.buf.acc[x]) for x in at]
         groups = [range(i, min(i + together, len(heads))) for i in range(0, len(heads), together)]
@@ -210,6 +212,48 @@ class QueryTile:
         for x, state in zip(at, states, strict=True):
             self.buf.m[x], self.buf.l[x], self.buf.acc[x] = state
 
+    def _staged_step(self, keys: KeyPart, heads, first, rows: int):
+        """The same, through VMEM: logits and weights are stored, so that few of them are in registers at a time.
+
+        The logits of the next head are computed before the softmax of this one.
+        """
+        count = keys.pages * self.c.page_size
+        tops = {0: self._stage_logits(keys, heads[0], first, rows, 0)}
+        for i, head in enumerate(heads):
+            side, at = i % 2, (head, pl.ds(first, rows))
+            if i + 1 < len(heads):
+                tops[i + 1] = self._stage_logits(keys, heads[i + 1], first, rows, 1 - side)
+            before = self.buf.m[at]
+            m = jnp.maximum(before, jnp.max(tops.pop(i), axis=-1, keepdims=True))
+            shift = jnp.maximum(m, LOWEST) if keys.masked else m
+            alpha, total = jnp.exp2(before - shift), 0.0
+            for c in self._columns(count):
+                p = jnp.exp2(self.buf.s[side, :rows, c] - _lanes(shift, c.stop - c.start))
+                total += _sum_by_lane(p)
+                if self.c.token_scales:
+                    p = p * self._token_scales(self.buf.v_token, keys, head)[:, c]
+                self.buf.p[side, :rows, c] = p.astype(self.c.compute_dtype)
+            self.buf.m[at], self.buf.l[at] = m, self.buf.l[at] * alpha + total
+            values = self.buf.k if self.buf.v is None else self.buf.v
+            v = self._stored(values, keys, head)[:, : self.c.v_head_dim]
+            new = _dot(self.buf.p[side, :rows, :count], v, 0)
+            self.buf.acc[at] = self.buf.acc[at] * _lanes(alpha, self.c.v_head_dim) + new
+
+    def _stage_logits(self, keys: KeyPart, head, first, rows: int, side: int):
+        """Stores the masked logits of a head; f32[rows 128] their maxima by lane."""
+        dots = self._dots(keys, head, first, rows)
+        logits = self._masked_logits(dots, keys, head, first, rows)
+        top = None
+        for c in self._columns(logits.shape[1]):
+            self.buf.s[side, :rows, c] = logits[:, c]
+            top = logits[:, c] if top is None else jnp.maximum(top, logits[:, c])
+        return top
+
+    def _columns(self, count: int):
+        """Slices of 128 keys; one slice where the keys are no multiple."""
+        width = LANES if count % LANES == 0 else count
+        return [slice(i, i + width) for i in range(0, count, width)]
+
     def _dots(self, keys: KeyPart, head, first, rows: int):
         """f32[rows keys] of a head."""
         q = self._queries(head, first, rows).astype(self.c.compute_dtype)
@@ -224,9 +268,9 @@ class QueryTile:
         rows = buffer[keys.side, pl.ds(keys.page, keys.pages), head]
         return _cast(rows.reshape(-1, rows.shape[-1]), self.c)
 
-    def _weights(self, state, keys: KeyPart, head, first, rows: int, dots):
-        """(m, l, acc, alpha, p) of a head after these keys, where acc still has to be updated with alpha and p."""
-        c, item = self.c, self.item
+    def _masked_logits(self, dots, keys: KeyPart, head, first, rows: int):
+        """Base-2 logits; -inf where a row does not see a key."""
+        c = self.c
         where = self._where(keys, head, first, dots.shape)
         if c.token_scales:
             dots = dots * self._token_scales(self.buf.k_token, keys, head)
@@ -234,6 +278,12 @@ class QueryTile:
         if keys.masked:
             seen = self._seen_by_range(keys, first, rows, where) if c.has_ranges else self._seen_by_rule(where)
             logits = jnp.where(seen, logits, softmax.NEG_INF)
+        return logits
+
+    def _weights(self, state, keys: KeyPart, head, first, rows: int, dots):
+        """(m, l, acc, alpha, p) of a head after these keys, where acc still has to be updated with alpha and p."""
+        c = self.c
+        logits = self._masked_logits(dots, keys, head, first, rows)
         m, l, acc = state  # noqa: E741
         m, before = jnp.maximum(m, jnp.max(logits, axis=-1, keepdims=True)), m
         shift = jnp.maximum(m, LOWEST) if keys.masked else m

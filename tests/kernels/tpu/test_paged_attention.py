@@ -43,7 +43,28 @@ ROWS = {
         "eager",
         dict(case=CASES["chunked_prefill"], feature=FEATURES["non_causal"], head_dim=192, v_head_dim=128),
     ),
-}
+    "spans and a prefix, NHD": (
+        "on_wait", dict(case=CASES["mixed_unsorted"], feature=FEATURES["rswa_mm_prefix_sqrt"], layout="NHD"),
+    ),
+    "clamped spans, eager": ("eager", dict(case=CASES["mixed_unsorted"], feature=FEATURES["mm_prefix_clamped"])),
+    "spans, chunks, mask_fn, int8 in NHD": (
+        "on_wait",
+        dict(
+            case=CASES["mixed"], feature=FEATURES["mm_prefix_chunk_mask_fn"], layout="NHD", cache_dtype="int8",
+            quant="per_head",
+        ),
+    ),
+    "tree, ALiBi, score_fn, float16": (
+        "eager", dict(case=CASES["speculative"], feature=FEATURES["qq_bias_alibi_score_fn"], dtype="float16"),
+    ),
+    "scales of tokens": (
+        "on_wait", dict(case=CASES["mixed_unsorted"], cache_dtype="int8", quant="per_token_head"),
+    ),
+    "scales of tokens, page 128, eager": (
+        "eager", dict(case=CASES["decode"], cache_dtype="float8_e4m3fn", quant="per_token_head", block_size=128),
+    ),
+    "132 kv heads": ("on_wait", dict(case=CASES["decode"], heads=132, kv_heads=132, head_dim=16)),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +85,7 @@ def test_every_case_in_both_modes(case, mode):
     judge(SMALL.replace(case=CASES[case], feature=FEATURES["cap_sinks_window"]), mode)
 
 
-REFUSED = {"use_mm_prefix", "use_rswa", "use_qq_bias", "use_distance_bias"}
+REFUSED = {"use_distance_bias"}
 SERVED = [name for name, f in FEATURES.items() if not REFUSED & set(f.spec)]
 
 
