@@ -157,7 +157,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
         self, cache: PagedKV, k: jax.Array, v: jax.Array, m: PallasTpuMetadata, params: AttentionParams
     ) -> PagedKV:
         """The same values as jattn.write_kv; XLA keeps the pool's layout, so nothing is copied before the kernel."""
-        write = write_by_head if cache.spec.physical_layout == "HND" else write_kv
+        write = write_by_head if cache.spec.heads_first else write_kv
         return write(cache, k, v, jnp.asarray(m.slot_mapping), params)
 
     def forward(self, q, cache: PagedKV, m: PallasTpuMetadata, params: AttentionParams) -> AttentionState:
@@ -260,6 +260,7 @@ class PallasTpuBackend(PagedKernelBackend):
     supported_dtypes = QUERY_DTYPES
     supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(16),)
+    kv_cache_layouts = ("NHD", "HND", "HND128")
     attn_types = (
         AttentionType.DECODER,
         AttentionType.ENCODER,

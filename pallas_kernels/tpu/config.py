@@ -36,7 +36,7 @@ class TpuKernelConfig:
     has_sinks: bool = False
     per_head_q_scale: bool = False
     per_request_causal: bool = False
-    layout: str = "HND"  # order of a page: HND [K S D], NHD [S K D]
+    layout: str = "HND"  # order of a page: HND [K S D], NHD [S K D]; HND128 [K S*D/128 128], see `beside`
     token_scales: bool = False  # keys and values have a scale for each token and kv head
     qq_bias: bool = False  # a bias among a request's new tokens is added to the logits
     shards: ShardRule = ShardRule()  # the ranks that hold a request's keys
@@ -64,6 +64,21 @@ class TpuKernelConfig:
     def pool_dims(self) -> tuple[int, ...]:
         """Elements of a row of each pool that is read."""
         return (self.key_dim,) if self.latent == "whole" else (self.key_dim, self.v_head_dim)
+
+    @property
+    def beside(self) -> int:
+        """Keys that lie side by side in a row of the pool: in a page of HND128, row r of a head has keys
+        beside * r, beside * r + 1, ... Each group of lanes has products of its own, in which the others are 0."""
+        return LANES // self.head_dim if self.layout == "HND128" else 1
+
+    @property
+    def acc_dim(self) -> int:
+        """Lanes of a row's weighted sum of values, in groups if keys lie side by side."""
+        return self.v_head_dim * self.beside
+
+    def page_dims(self, dim: int) -> tuple[int, int]:
+        """Rows and numbers of a head's page in VMEM."""
+        return self.page_size // self.beside, dim * self.beside
 
     @property
     def paged_arrays(self) -> tuple[str, ...]:
@@ -168,9 +183,9 @@ class TpuKernelConfig:
     def page_bytes(self, keys: int) -> int:
         """Bytes of VMEM for the pages of a block of so many keys."""
         item = jnp.dtype(self.kv_dtype).itemsize
-        stored = keys * item * sum(cdiv(dim, LANES) * LANES for dim in self.pool_dims)
+        stored = keys * item * sum(cdiv(dim, LANES) * LANES for dim in self.pool_dims) // self.beside
         scales = 4 * cdiv(keys, self.page_size) * cdiv(self.num_kv_heads, 8) * 8 * cdiv(self.page_size, LANES) * LANES
-        if self.layout == "HND":
+        if self.layout != "NHD":
             return 2 * (stored * self.num_kv_heads + 2 * scales * self.token_scales)
         sublanes = 32 // item  # pages are put into the order HND in a buffer of their own
         return stored * (2 * cdiv(self.num_kv_heads, sublanes) * sublanes + self.num_kv_heads)

@@ -31,11 +31,11 @@ class ScalarRefs(NamedTuple):
 class HbmRefs(NamedTuple):
     """Refs in HBM; None where the layer has no such array."""
 
-    q: Any  # [K packs 16 D]
-    k: Any  # [N K S key_dim], or [N S K key_dim] in the layout NHD
+    q: Any  # [K packs 16 D * beside]
+    k: Any  # [N K S key_dim]; in the layout NHD [N S K key_dim], in HND128 [N K S*D/128 128]
     out: Any  # [K packs 16 V]
     lse: Any  # f32[packs 16 lse_lanes]; lane k is kv head k
-    v: Any = None  # [N K S V] or [N S K V]; None where the values are part of the keys
+    v: Any = None  # the same with V; None where the values are part of the keys
     k_token: Any = None  # f32[N K S] scales
     v_token: Any = None  # the same of the values
     ranges: Any = None  # i32[packs 16 128]; lane 0 is the first key that a row sees, lane 1 the key after the last
@@ -45,15 +45,15 @@ class HbmRefs(NamedTuple):
 class Buffers(NamedTuple):
     """Scratch in VMEM. A leading 2 is the two halves of a double buffer. None as above."""
 
-    q: Any  # [2 K rows/16 16 D]
-    k: Any  # [2 pages K S key_dim]; [1 ...] in the layout NHD
+    q: Any  # [2 K rows/16 16 D * beside]
+    k: Any  # [2 pages K *page_dims]; [1 ...] in the layout NHD
     out: Any  # [2 K rows/16 16 V]
     lse: Any  # f32[2 rows/16 16 lse_lanes]
     m: Any  # f32[K rows 128], all lanes equal
     l: Any  # f32[K rows 128], partial sums: their sum over lanes counts
-    acc: Any  # f32[K rows V]
+    acc: Any  # f32[K rows acc_dim]
     sems: Any  # DMA[SEMAPHORES 2]; one for each half
-    v: Any = None  # [2 pages K S V] or [1 ...]
+    v: Any = None  # the same
     k_token: Any = None  # f32[2 pages K S]
     v_token: Any = None
     ranges: Any = None  # i32[2 rows/16 16 128]

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.algebra.checks import check_arrays
+from pallas_kernels.algebra.checks import check_arrays, check_seen
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
 from pallas_kernels.tpu.copies import SEMAPHORES, Buffers, Copies, HbmRefs, ScalarRefs
@@ -58,7 +58,7 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(q k^T) v over pages: (out [T, H, V] in config.out_dtype, lse f32[T, H], natural log).
 
-    q [T, H, D]; pools [N, K, S, D] and [N, K, S, V], or [N, S, K, .] in the layout NHD, in their own dtype; block_table i32[R, B], whose unused columns
+    q [T, H, D]; pools [N, K, S, D] and [N, K, S, V], or as config.layout says, in their own dtype; block_table i32[R, B], whose unused columns
     may hold anything. alibi_slopes, sinks f32[H]; qq_bias f32[Q, Q] of new tokens; q_scale f32 or f32[H]; k_scale,
     v_scale f32 or f32[K]; k_token_scale, v_token_scale f32[N, K, S]. All scales are traced: real = stored * scale. A row that sees no key, padding tokens included, gives (0, -inf). chip: the
     generation whose limits are checked. interpret: False, or pltpu.InterpretParams.
@@ -128,7 +128,11 @@ def _check(q, k_pages, v_pages, block_table, work: TpuWorkList, config: TpuKerne
         ("q_scale a head", jnp.ndim(by_name["q_scale"]) == 1 if by_name["q_scale"] is not None else False,
          c.per_head_q_scale),
     )  # fmt: skip
-    page = (c.num_kv_heads, c.page_size) if c.layout == "HND" else (c.page_size, c.num_kv_heads)
+    page = (c.page_size, c.num_kv_heads) if c.layout == "NHD" else (c.num_kv_heads, c.page_size)
+    if c.beside > 1:
+        wanted = (c.num_kv_heads, *c.page_dims(c.head_dim))
+        check_seen(("k_pages", k_pages.shape[1:], wanted), ("v_pages", v_pages.shape, (k_pages.shape[0], *wanted)))
+        k_pages, v_pages = (jax.ShapeDtypeStruct((x.shape[0], *page, c.head_dim), x.dtype) for x in (k_pages, v_pages))
     check_arrays(c, q, k_pages, v_pages, block_table, page, extra)
 
 
@@ -160,23 +164,23 @@ def _launch(config: TpuKernelConfig, q, pools, rows, block_table, work, scales, 
 
 def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
     """The fields of Buffers that this config has."""
-    packs, f32, heads, pages = c.rows // PACK, jnp.float32, c.num_kv_heads, (c.block_pages, c.num_kv_heads, c.page_size)
+    packs, f32, heads, pages = c.rows // PACK, jnp.float32, c.num_kv_heads, (c.block_pages, c.num_kv_heads)
     stored = jnp.int16 if c.kv_dtype == "float16" else jnp.dtype(c.kv_dtype)
     found = dict(
-        q=pltpu.VMEM((2, heads, packs, PACK, c.head_dim), jnp.dtype(c.dtype)),
+        q=pltpu.VMEM((2, heads, packs, PACK, c.head_dim * c.beside), jnp.dtype(c.dtype)),
         out=pltpu.VMEM((2, heads, packs, PACK, c.v_head_dim), jnp.dtype(c.out_dtype)),
         lse=pltpu.VMEM((2, packs, PACK, c.lse_lanes), f32),
         m=pltpu.VMEM((heads, c.rows, LANES), f32),
         l=pltpu.VMEM((heads, c.rows, LANES), f32),
-        acc=pltpu.VMEM((heads, c.rows, c.v_head_dim), f32),
+        acc=pltpu.VMEM((heads, c.rows, c.acc_dim), f32),
         sems=pltpu.SemaphoreType.DMA((len(SEMAPHORES), 2)),
     )
     for name, dim in zip(("k", "v"), c.pool_dims, strict=False):
-        found[name] = pltpu.VMEM((2 if c.layout == "HND" else 1, *pages, dim), stored)
+        found[name] = pltpu.VMEM((1 if c.layout == "NHD" else 2, *pages, *c.page_dims(dim)), stored)
         if c.layout == "NHD":
             found[f"{name}_fetched"] = pltpu.VMEM((2, c.block_pages, c.page_size, heads, dim), stored)
         if c.token_scales:
-            found[f"{name}_token"] = pltpu.VMEM((2, *pages), f32)
+            found[f"{name}_token"] = pltpu.VMEM((2, *pages, c.page_size), f32)
     if c.staged and c.long_tiles:
         step = (2, c.chunk_rows, c.step_parts * c.part_keys)
         found |= dict(s=pltpu.VMEM(step, f32), p=pltpu.VMEM(step, jnp.dtype(c.compute_dtype)))
@@ -223,7 +227,7 @@ def _kernel(*refs, config: TpuKernelConfig, num_columns: int):
             copies.wait_keys(item, b, side)
             if config.layout == "NHD":
                 copies.order_heads_first(item, b, side)
-            tile.add_block(side if config.layout == "HND" else 0, first_key + b * config.block_keys)
+            tile.add_block(0 if config.layout == "NHD" else side, first_key + b * config.block_keys)
             return ()
 
         tile.start()

@@ -51,7 +51,7 @@ class QueryTile:
         def fresh(heads, first, rows):
             for head in heads:
                 at = (head, pl.ds(first, rows))
-                m, l, self.buf.acc[at] = softmax.start((rows,), self.c.v_head_dim)
+                m, l, self.buf.acc[at] = softmax.start((rows,), self.c.acc_dim)
                 self.buf.m[at], self.buf.l[at] = _lanes(m, LANES), _lanes(l, LANES)
 
         self._each(fresh)
@@ -70,13 +70,34 @@ class QueryTile:
         start, stop = (lax.clamp(0, key - first_key, c.block_keys) for key in (item.kv_start, item.kv_end))
 
         def page(j, _):
-            at = first_key + j * c.page_size + lax.broadcasted_iota(jnp.int32, (1, c.page_size, 1), 1)
+            at = first_key + j * c.page_size + self._keys_of_page()
             v = values[side, j]
             values[side, j] = jnp.where((at >= item.kv_start) & (at < item.kv_end), v, jnp.zeros_like(v))
             return ()
 
         lax.fori_loop(_down(start, c.part_keys) * c.part_pages, _up(start, c.page_size), page, ())
         lax.fori_loop(_down(stop, c.page_size), _up(stop, c.part_keys) * c.part_pages, page, ())
+
+    def _keys_of_page(self):
+        """i32[1 rows 1] or [1 rows 128]: the key of each number of a page of values."""
+        c = self.c
+        rows, lanes = c.page_dims(c.v_head_dim)
+        if c.beside == 1:
+            return lax.broadcasted_iota(jnp.int32, (1, rows, 1), 1)
+        row, lane = (lax.broadcasted_iota(jnp.int32, (1, rows, lanes), axis) for axis in (1, 2))
+        return row * c.beside + self._group_of(lane)
+
+    def _group_of(self, lane):
+        """lane // D, where D is a power of two."""
+        return lane >> (self.c.head_dim.bit_length() - 1)
+
+    def _keys_of_columns(self, count: int):
+        """i32[1 count]: which key of a part each column of its logits is. Groups of lanes follow one another."""
+        column = lax.broadcasted_iota(jnp.int32, (1, count), 1)
+        if self.c.beside == 1:
+            return column
+        group = lax.div(column, jnp.int32(count // self.c.beside))
+        return (column - group * (count // self.c.beside)) * self.c.beside + group
 
     def _add_to_few(self, side, first_key):
         """Where every row sees every key, all at once without a mask; elsewhere only the parts that some row sees."""
@@ -143,7 +164,7 @@ class QueryTile:
                 at = (head, pl.ds(first, rows))
                 sink = self._column("sink", head, first, rows)
                 m, l = self.buf.m[at][:, :1] * (1 / LOG2E), jnp.sum(self.buf.l[at], -1, keepdims=True)
-                out, lse = softmax.finish(m, l, self.buf.acc[at], sink)
+                out, lse = softmax.finish(m, l, self._whole_sum(self.buf.acc[at]), sink)
                 out = (out * self.scales[self.c.num_kv_heads + head]).astype(self.buf.out.dtype)
                 lses = jnp.where(lane == head, lse[:, None], lses)
                 if rows < PACK:
@@ -154,6 +175,11 @@ class QueryTile:
             self._keep_lse(lane, heads, lses, first, rows)
 
         self._each(end)
+
+    def _whole_sum(self, acc):
+        """f32[rows V]: the sum over groups of lanes."""
+        dim = self.c.v_head_dim
+        return acc if self.c.beside == 1 else sum(acc[:, i * dim : (i + 1) * dim] for i in range(self.c.beside))
 
     def _keep_lse(self, lane, heads, lses, first, rows):
         """Writes the lanes of these heads and keeps the others."""
@@ -234,10 +260,8 @@ class QueryTile:
                     p = p * self._token_scales(self.buf.v_token, keys, head)[:, c]
                 self.buf.p[side, :rows, c] = p.astype(self.c.compute_dtype)
             self.buf.m[at], self.buf.l[at] = m, self.buf.l[at] * alpha + total
-            values = self.buf.k if self.buf.v is None else self.buf.v
-            v = self._stored(values, keys, head)[:, : self.c.v_head_dim]
-            new = _dot(self.buf.p[side, :rows, :count], v, 0)
-            self.buf.acc[at] = self.buf.acc[at] * _lanes(alpha, self.c.v_head_dim) + new
+            new = self._weighed_values(self.buf.p[side, :rows, :count], keys, head)
+            self.buf.acc[at] = self.buf.acc[at] * _lanes(alpha, self.c.acc_dim) + new
 
     def _stage_logits(self, keys: KeyPart, head, first, rows: int, side: int):
         """Stores the masked logits of a head; f32[rows 128] their maxima by lane."""
@@ -258,10 +282,17 @@ class QueryTile:
         """f32[rows keys] of a head."""
         q = self._queries(head, first, rows).astype(self.c.compute_dtype)
         k = self._stored(self.buf.k, keys, head)
+        if self.c.beside > 1:
+            return jnp.concatenate([_dot(x, k, 1) for x in self._by_group(q)], axis=1)
         if self.c.latent != "split":
             return _dot(q, k, 1)
         latent = self.c.v_head_dim
         return _dot(q[:, :latent], self._stored(self.buf.v, keys, head), 1) + _dot(q[:, latent:], k, 1)
+
+    def _by_group(self, x):
+        """x [rows 128], once for each group of lanes, with 0 in the others."""
+        group = self._group_of(lax.broadcasted_iota(jnp.int32, x.shape, 1))
+        return [jnp.where(group == i, x, jnp.zeros_like(x)) for i in range(self.c.beside)]
 
     def _stored(self, buffer, keys: KeyPart, head):
         """[keys dim] of a head, in the dtype of the products."""
@@ -305,7 +336,7 @@ class QueryTile:
     def _seen_by_range(self, keys: KeyPart, first, rows: int, where):
         """Which keys are in the range of each row, and not hidden by mask_fn."""
         bounds = self._given(self.buf.ranges, first, rows)
-        at = keys.first + lax.broadcasted_iota(jnp.int32, (1, keys.pages * self.c.page_size), 1)
+        at = keys.first + self._keys_of_columns(keys.pages * self.c.page_size)
         seen = (at >= bounds[:, 0:1]) & (at < bounds[:, 1:2])
         return seen if self.c.mask.mask_fn is None else seen & self.c.mask.mask_fn(*where)
 
@@ -343,7 +374,7 @@ class QueryTile:
         if not needed:
             return None, None, None
         row = first + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
-        kv_pos = self._positions(keys.first + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1))
+        kv_pos = self._positions(keys.first + self._keys_of_columns(shape[1]))
         q_pos = self.item.q_first + _token_of(c, row)
         if not c.has_functions:
             return None, q_pos, kv_pos
@@ -368,9 +399,17 @@ class QueryTile:
     def _sum_values(self, weighed, keys: KeyPart, head):
         """The state of a head from its _weights."""
         m, l, acc, alpha, p = weighed  # noqa: E741
+        return m, l, acc * _lanes(alpha, self.c.acc_dim) + self._weighed_values(p, keys, head)
+
+    def _weighed_values(self, p, keys: KeyPart, head):
+        """f32[rows acc_dim] of weights [rows keys]."""
         values = self.buf.k if self.buf.v is None else self.buf.v
-        v = self._stored(values, keys, head)[:, : self.c.v_head_dim]
-        return m, l, acc * _lanes(alpha, self.c.v_head_dim) + _dot(p, v, 0)
+        if self.c.beside == 1:
+            return _dot(p, self._stored(values, keys, head)[:, : self.c.v_head_dim], 0)
+        v, size = self._stored(values, keys, head), p.shape[1] // self.c.beside
+        sums = [_dot(p[:, i * size : (i + 1) * size], v, 0) for i in range(self.c.beside)]
+        group = self._group_of(lax.broadcasted_iota(jnp.int32, sums[0].shape, 1))
+        return sum(jnp.where(group == i, x, 0.0) for i, x in enumerate(sums))
 
     def _logits(self, dots, keys: KeyPart, head, first, rows: int, where):
         """Base-2 logits. log2(e) is part of the scale where no other step follows, else it is applied last.
@@ -394,7 +433,7 @@ class QueryTile:
         if rows < PACK:
             return self.buf.q[self.half, head, 0, :rows]
         packs = _packs(first, rows)
-        return self.buf.q[self.half, head, packs].reshape(rows, self.c.head_dim)
+        return self.buf.q[self.half, head, packs].reshape(rows, self.buf.q.shape[-1])
 
     def _column(self, name: str, head, first, rows: int):
         """f32[rows 1]: a number of each row, or None where the layer has none of that name."""

@@ -43,7 +43,14 @@ def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
     refuse(c.num_heads % c.num_kv_heads != 0, f"{c.num_heads} heads are not a multiple of {c.num_kv_heads} kv heads")
     refuse(c.group > 128, f"{c.group} query heads on one kv head: at most 128")
     _refuse_dims(c, refuse)
-    refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")
+    page = c.page_size
+    refuse(page % 16 != 0 or not 16 <= page <= 256, f"page size {page}: wanted a multiple of 16 from 16 to 256")
+    refuse(c.layout not in ("HND", "NHD", "HND128"), f"layout {c.layout}: wanted HND, NHD or HND128")
+    if c.layout == "HND128":
+        rows = page * c.head_dim // LANES
+        wanted = c.head_dim in (16, 32, 64) and c.head_dim == c.v_head_dim and rows % 8 == 0 and rows > 0
+        refuse(not wanted, f"layout HND128, heads of {c.head_dim}, pages of {page}: wanted 16, 32 or 64 and 8 rows a page")
+        refuse(c.qq_bias or c.token_scales, "qq_bias or scales of tokens in the layout HND128: its keys are not in order")
     refuse(
         c.token_scales and c.layout == "NHD",
         "scales of each token and head in the layout NHD: a page of them would be transposed; use HND",
@@ -52,8 +59,6 @@ def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
         c.qq_bias and c.shards.world > 1,
         "qq_bias with keys on several ranks: a row's biases lie side by side, its new tokens do not",
     )
-    page = c.page_size
-    refuse(page % 16 != 0 or not 16 <= page <= 256, f"page size {page}: wanted a multiple of 16 from 16 to 256")
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
     reasons += function_reasons("mask_fn", c.mask.mask_fn, scored=False)

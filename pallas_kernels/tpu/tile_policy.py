@@ -1,5 +1,6 @@
 """Sizes of blocks and tiles of the TPU kernel that its caller left open: `default_config`."""
 
+import dataclasses
 from typing import Any
 
 from pallas_kernels.algebra.paging import cdiv
@@ -19,6 +20,9 @@ def default_config(*, longest: int | None = None, **fields) -> TpuKernelConfig:
     heads = config.num_kv_heads
     row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
     blocks, tiles = (1536, 1024, 512, 256, 128), (512, 256, 128)
+    if config.beside > 2 and "part_kv" not in fields:  # so that each group of lanes has whole registers of keys
+        config = dataclasses.replace(config, part_kv=LANES * config.beside)
+        fields["part_kv"] = config.part_kv
     found: dict[str, Any] = dict(
         block_kv=next((n for n in blocks if config.page_bytes(n) <= PAGE_BYTES), blocks[-1]),
         tile_rows=next((n for n in tiles if row_bytes(n) <= ROW_BYTES), tiles[-1]),

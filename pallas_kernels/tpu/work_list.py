@@ -157,7 +157,8 @@ def _rows(items, packs, ends, num_tokens: int, config: TpuKernelConfig):
 
 
 def pack_queries(q: jax.Array, work: TpuWorkList, config: TpuKernelConfig) -> jax.Array:
-    """[T H D] -> [K packs 16 D]; rows of no token are 0."""
+    """[T H D] -> [K packs 16 D]; rows of no token are 0. Where keys lie side by side, so do copies of a query."""
+    q = jnp.tile(q, (1, 1, config.beside))
     num_tokens, heads, dim = q.shape
     by_group = q.reshape(num_tokens, config.num_kv_heads, config.group, dim)
     taken = by_group.at[work.token, :, work.member].get(mode="fill", fill_value=0)  # [packs 16 K D]
