@@ -1,34 +1,40 @@
 """The TPU kernel's timing and its sweep of sizes, as far as they go without a TPU."""
 
+import runpy
+import sys
+
 import pytest
 
-from benchmarks.tpu import sweep, timed
+from benchmarks.tpu import measure, sweep
 
 LEAST = dict(ns=2.0, limit="memory")
 
 
-def test_without_a_tpu_nothing_is_measured(capsys):
-    assert timed.main([]) == 2 and "not a TPU" in capsys.readouterr().out
+def test_without_a_tpu_the_command_measures_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["measure"])
+    with pytest.raises(SystemExit) as end, pytest.warns(RuntimeWarning, match="found in sys.modules"):
+        runpy.run_module("benchmarks.tpu.measure", run_name="__main__")
+    assert end.value.code == 2 and "not a TPU" in capsys.readouterr().out
 
 
 def test_a_time_refutes_what_it_contradicts():
-    assert timed.refuted(2.2, LEAST, 0.001) == []
-    (low,) = timed.refuted(1.8, LEAST, 0.001)
+    assert measure.refuted(2.2, LEAST, 0.001) == []
+    (low,) = measure.refuted(1.8, LEAST, 0.001)
     assert "lower limit: measured 0.90" in low
-    (high,) = timed.refuted(3.0, LEAST, 0.001)
+    (high,) = measure.refuted(3.0, LEAST, 0.001)
     assert "measured 1.50 times the least time" in high
-    wrong, unknown = timed.refuted(2.0, None, 0.5)
+    wrong, unknown = measure.refuted(2.0, None, 0.5)
     assert "differ by 0.5" in wrong and "none for this one" in unknown
 
 
 def test_a_case_is_computed_and_compared_with_sdpa(monkeypatch):
     """On this machine with sdpa in place of the kernel."""
-    monkeypatch.setattr(timed, "CASES", {"decode": ((1,) * 6, 200), "prefill": ((130,) * 2, 130)})
-    monkeypatch.setattr(timed, "CALLS", 1)
+    monkeypatch.setattr(measure, "CASES", {"decode": ((1,) * 6, 200), "prefill": ((130,) * 2, 130)})
+    monkeypatch.setattr(measure, "CALLS", 1)
     for case, pairs in (("decode", 6 * 200), ("prefill", 2 * 130 * 131 // 2)):
-        row = timed.measure(case, "v6e", backend="sdpa")
-        assert timed.pairs(*timed.CASES[case]) == pairs
-        assert row["ms"] * 1e6 == pytest.approx(row["ns"] * pairs, rel=0.01) and row["difference"] < timed.TOLERANCE
+        row = measure.measure(case, "v6e", backend="sdpa")
+        assert measure.pairs(*measure.CASES[case]) == pairs
+        assert row["ms"] * 1e6 == pytest.approx(row["ns"] * pairs, rel=0.01) and row["difference"] < measure.TOLERANCE
 
 
 def test_one_size_is_changed_at_a_time():
