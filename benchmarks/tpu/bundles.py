@@ -48,6 +48,7 @@ def prefill(program: Program, config: TpuKernelConfig) -> dict:
         milli_bundles=milli(sizes[0], config.step_parts), part=milli(sizes[1]), masked=milli(sizes[2]),
         prompt_512=short["computed"], prompt_512_visible=short["visible"],
         prompt_8k=long["computed"], prompt_8k_visible=long["visible"], spills=program.count(step, "spill"),
+        spills_of_parts=[program.count(loop, "spill") for loop in (part, masked)],
     )  # fmt: skip
 
 

@@ -48,7 +48,8 @@ class TpuKernelConfig:
     chunk_rows: int = 128  # query rows of one matrix product
     short_heads: int = 8  # kv heads that are unrolled in the body of few rows
     long_heads: int = 8  # the same in the body of many rows
-    staged: bool = False  # the body of many rows keeps logits and weights in VMEM
+    staged_steps: bool = False  # in steps of many rows, logits and weights are stored in VMEM: few registers spill
+    staged_parts: bool = False  # the same in parts
 
     @property
     def group(self) -> int:
@@ -132,6 +133,13 @@ class TpuKernelConfig:
         return self.block_pages * self.page_size
 
     @property
+    def staged_keys(self) -> int:
+        """Keys of the buffers for staged logits."""
+        if not self.long_tiles:
+            return 0
+        return self.part_keys * (self.step_parts if self.staged_steps else int(self.staged_parts))
+
+    @property
     def tile_tokens(self) -> int:
         """Queries of a tile, whole tokens."""
         return max(1, self.tile_rows // self.group)
@@ -178,6 +186,7 @@ class TpuKernelConfig:
         packed += 2 * self.rows * 4 * (LANES * self.has_ranges + self.bias_lanes * self.qq_bias)
         state = self.num_kv_heads * self.rows * (2 * LANES + wide(self.v_head_dim)) * 4
         table = self.num_kv_heads * self.rows * LANES * 4 if self.columns else 0
+        table += 2 * self.chunk_rows * self.staged_keys * (4 + jnp.dtype(self.compute_dtype).itemsize)
         return self.page_bytes(self.block_keys) + packed + state + table
 
     def page_bytes(self, keys: int) -> int:

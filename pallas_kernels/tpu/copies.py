@@ -60,8 +60,8 @@ class Buffers(NamedTuple):
     bias: Any = None  # f32[2 rows/16 16 bias_lanes]
     k_fetched: Any = None  # [2 pages S K key_dim], in the layout NHD only
     v_fetched: Any = None  # [2 pages S K V]
-    s: Any = None  # f32[2 chunk_rows step_keys] logits of two heads, in the body of many rows
-    p: Any = None  # [2 chunk_rows step_keys] their weights
+    s: Any = None  # f32[2 chunk_rows staged_keys] logits of two heads, in the body of many rows
+    p: Any = None  # [2 chunk_rows staged_keys] their weights
 
 
 class TileItem(NamedTuple):

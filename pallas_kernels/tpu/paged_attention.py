@@ -181,8 +181,8 @@ def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
             found[f"{name}_fetched"] = pltpu.VMEM((2, c.block_pages, c.page_size, heads, dim), stored)
         if c.token_scales:
             found[f"{name}_token"] = pltpu.VMEM((2, *pages, c.page_size), f32)
-    if c.staged and c.long_tiles:
-        step = (2, c.chunk_rows, c.step_parts * c.part_keys)
+    if c.staged_keys:
+        step = (2, c.chunk_rows, c.staged_keys)
         found |= dict(s=pltpu.VMEM(step, f32), p=pltpu.VMEM(step, jnp.dtype(c.compute_dtype)))
     if c.has_ranges:
         found["ranges"] = pltpu.VMEM((2, packs, PACK, LANES), jnp.int32)

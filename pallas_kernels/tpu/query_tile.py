@@ -58,21 +58,26 @@ class QueryTile:
 
     def add_block(self, side, first_key):
         """Adds the keys of one half of the buffer, the first of which has index first_key in its request."""
-        self._clear_values(side, first_key)
+        self._clear_outside(side, first_key)
         self._few_or_chunks(
             lambda: self._add_to_few(side, first_key), lambda first: self._add_to_chunk(side, first_key, first)
         )
 
-    def _clear_values(self, side, first_key):
-        """Sets the values outside the tile's range to 0 in the parts that it touches: what lies there may be NaN."""
+    def _clear_outside(self, side, first_key):
+        """Sets the values outside the tile's range to 0 in the parts that it touches: what lies there may be NaN.
+
+        Keys too, where they lie side by side: a key's products include 0 times its neighbours.
+        """
         c, item = self.c, self.item
         values = self.buf.k if self.buf.v is None else self.buf.v
+        pools = [values] if c.beside == 1 else [self.buf.k, self.buf.v]
         start, stop = (lax.clamp(0, key - first_key, c.block_keys) for key in (item.kv_start, item.kv_end))
 
         def page(j, _):
             at = first_key + j * c.page_size + self._keys_of_page()
-            v = values[side, j]
-            values[side, j] = jnp.where((at >= item.kv_start) & (at < item.kv_end), v, jnp.zeros_like(v))
+            for pool in pools:
+                x = pool[side, j]
+                pool[side, j] = jnp.where((at >= item.kv_start) & (at < item.kv_end), x, jnp.zeros_like(x))
             return ()
 
         lax.fori_loop(_down(start, c.part_keys) * c.part_pages, _up(start, c.page_size), page, ())
@@ -220,7 +225,8 @@ class QueryTile:
         The states are read first and written last, and the dots of the next `together` heads are computed before the
         softmax of these, so that the compiler can overlap one head's products with another's exponentials.
         """
-        if rows >= PACK and self.c.long_tiles and self.buf.s is not None:
+        is_part = keys.pages == self.c.part_pages
+        if rows >= PACK and self.c.long_tiles and (self.c.staged_parts if is_part else self.c.staged_steps):
             return self._staged_step(keys, heads, first, rows)
         at = [(head, pl.ds(first, rows)) for head in heads]
         states = [(self.buf.m[x], self.buf.l[x], self.buf.acc[x]) for x in at]
