@@ -36,7 +36,7 @@ def ours(chip: str, job: str):
     if shape.latent:
         config = mla_pallas_tpu.kernel_config(*aot.latent_layer_of(shape), common=meta)
     else:
-        config = pallas_tpu.kernel_config(aot.layer_of(shape), cache.spec, common=meta)
+        config = pallas_tpu.kernel_config(aot.layer_of(shape), cache.spec, common=meta, chip=chip)
     return lambda program: getattr(bundles, job.removeprefix("mla_"))(program, config)
 
 

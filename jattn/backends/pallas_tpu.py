@@ -53,14 +53,16 @@ def kernel_config(
     *,
     parallel: ContextParallel = ONE_RANK,
     invariant: bool = False,
+    chip: str = "",
 ) -> TpuKernelConfig:
     """The kernel's static arguments, not checked: see supports.py. A work list depends on neither dtype nor params.
 
-    invariant: the sizes for batches of any lengths.
+    invariant: the sizes for batches of any lengths. chip: the generation, whose sizes are taken.
     """
     decoder, ranks = spec.attn_type is AttentionType.DECODER, parallel.dcp_world_size
     dtype = "float32" if dtype == "float16" else dtype
     return default_config(
+        chip=chip,
         longest=None if common is None or invariant else queries_of(common, spec.attn_type).max_query_len,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -114,8 +116,9 @@ class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
         common, kind = common_attn_metadata, self.spec.attn_type
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         config = kernel_config(
-            self.spec, self.cache_spec, common=common, parallel=self.parallel, invariant=self.invariant
-        )
+            self.spec, self.cache_spec, common=common, parallel=self.parallel, invariant=self.invariant,
+            chip=self.chip.generation,
+        )  # fmt: skip
         columns = 1 if keys.block_table is None else keys.block_table.shape[1]
         if reasons := supports_batch(queries.num_tokens, queries.max_num_reqs, columns, config):
             raise UnsupportedError("the TPU kernel does not support this batch", {"pallas_tpu": tuple(reasons)})
@@ -218,8 +221,9 @@ def _launch(
     """One launch over m.work, sinks included."""
     spec, name = impl.spec, q.dtype.name
     config = kernel_config(
-        spec, cache.spec, name, m.common, params, parallel=impl.parallel, invariant=impl.invariant
-    )
+        spec, cache.spec, name, m.common, params, parallel=impl.parallel, invariant=impl.invariant,
+        chip=impl.chip.generation,
+    )  # fmt: skip
     if impl.out_dtype is not None:
         config = dataclasses.replace(config, out_dtype=impl.out_dtype)
     table = jnp.asarray(m.block_table)
@@ -299,7 +303,7 @@ class PallasTpuBackend(PagedKernelBackend):
     @classmethod
     def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
         generation = chip.generation if chip.platform == "tpu" else ""
-        return supports(kernel_config(spec, cache_spec, dtype), chip=generation)
+        return supports(kernel_config(spec, cache_spec, dtype, chip=generation), chip=generation)
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:

@@ -134,7 +134,10 @@ class QueryTile:
 
         def add(part, parts: int, masked: bool):
             keys = KeyPart(side, part * c.part_pages, parts * c.part_pages, first_key + part * c.part_keys, masked)
-            _heads(c, c.long_heads, lambda heads: self._step(keys, heads, first, c.chunk_rows, HEADS_TOGETHER))
+            if c.staged_steps if parts > 1 else c.staged_parts:
+                _heads(c, c.long_heads, lambda heads: self._staged_step(keys, heads, first, c.chunk_rows))
+            else:
+                _heads(c, c.long_heads, lambda heads: self._step(keys, heads, first, c.chunk_rows, HEADS_TOGETHER))
             return ()
 
         def edge(j, _):
@@ -225,9 +228,6 @@ class QueryTile:
         The states are read first and written last, and the dots of the next `together` heads are computed before the
         softmax of these, so that the compiler can overlap one head's products with another's exponentials.
         """
-        is_part = keys.pages == self.c.part_pages
-        if rows >= PACK and self.c.long_tiles and (self.c.staged_parts if is_part else self.c.staged_steps):
-            return self._staged_step(keys, heads, first, rows)
         at = [(head, pl.ds(first, rows)) for head in heads]
         states = [(self.buf.m[x], self.buf.l[x], self.buf.acc[x]) for x in at]
         groups = [range(i, min(i + together, len(heads))) for i in range(0, len(heads), together)]

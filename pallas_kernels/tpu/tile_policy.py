@@ -1,20 +1,31 @@
-"""Sizes of blocks and tiles of the TPU kernel that its caller left open: `default_config`."""
+"""Sizes of blocks and tiles of the TPU kernel that its caller left open: `default_config`.
+
+benchmarks.tpu.sweep writes a table for each generation, pallas_kernels/tuning/tpu_*.json. Its figures are bundles of the
+compiled kernel, for 32 query and 8 kv heads of 128 in bf16; no TPU has confirmed them.
+"""
 
 import dataclasses
+import functools
+import json
+import pathlib
 from typing import Any
 
+from pallas_kernels import tuning
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
+from pallas_kernels.tpu.supports import generation_of
 
 PAGE_BYTES = 24 << 20  # VMEM that a block's pages may take
 ROW_BYTES = 16 << 20  # VMEM that a tile's rows may take
 
 
-def default_config(*, longest: int | None = None, **fields) -> TpuKernelConfig:
+def default_config(*, longest: int | None = None, chip: str = "", **fields) -> TpuKernelConfig:
     """The config with these fields, and the largest sizes that fit for those not given. Not checked (see supports.py).
 
     longest: upper bound of every request's new tokens, if it is known. With 1 the kernel has no body of many rows.
+    chip: the generation whose table is read; "": none.
     """
+    fields = tuned_sizes(generation_of(chip)) | fields
     config = TpuKernelConfig(**fields)
     dims = sum(cdiv(dim, LANES) * LANES for dim in (config.head_dim, config.v_head_dim))
     heads = config.num_kv_heads
@@ -30,6 +41,18 @@ def default_config(*, longest: int | None = None, **fields) -> TpuKernelConfig:
     if longest is not None:
         found |= _rows_for(longest * config.group, config, found["tile_rows"])
     return TpuKernelConfig(**(found | fields))
+
+
+@functools.cache
+def tuned_sizes(generation: str) -> dict[str, Any]:
+    """Fields of TpuKernelConfig from the generation's table; none without a table."""
+    path = pathlib.Path(tuning.__file__).with_name(f"tpu_{generation}.json")
+    if not generation or not path.is_file():
+        return {}
+    sizes: dict[str, Any] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        sizes |= row["sizes"]
+    return sizes
 
 
 def _rows_for(rows: int, config: TpuKernelConfig, most: int) -> dict[str, int]:

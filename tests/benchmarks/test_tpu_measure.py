@@ -1,11 +1,16 @@
 """The TPU kernel's timing and its sweep of sizes, as far as they go without a TPU."""
 
+import dataclasses
+import pathlib
 import runpy
 import sys
 
 import pytest
 
-from benchmarks.tpu import measure, sweep
+from benchmarks.tpu import aot, measure, sweep
+from pallas_kernels import tuning
+from pallas_kernels.tpu import tile_policy
+from pallas_kernels.tpu.config import TpuKernelConfig
 
 LEAST = dict(ns=2.0, limit="memory")
 
@@ -51,3 +56,21 @@ def test_the_best_sizes_are_those_that_short_contexts_like_among_equals():
     ]
     assert sweep.best(rows)["variant"] == "a"
     assert sweep.best([dict(variant="x", ns=0.09), dict(variant="y", ns=0.0899)])["variant"] == "y"
+
+
+def test_the_best_sizes_of_prefill_spill_least_among_equals_and_make_the_table(tmp_path, monkeypatch):
+    row = dict(spills=900, spills_of_parts=[50, 60], prompt_512=147.0, prompt_8k=134.0, sizes={})
+    rows = [row, row | dict(spills=100, prompt_8k=135.0, sizes=dict(staged_steps=True)), row | dict(spills=1, prompt_8k=150.0)]
+    assert sweep.best(rows) is rows[1]
+    monkeypatch.setattr(sweep.tuning, "__file__", str(tmp_path / "__init__.py"))
+    sweep.write_table("v9", dict(prefill=rows), dict(libtpu="1"))
+    tile_policy.tuned_sizes.cache_clear()
+    assert tile_policy.tuned_sizes("v9") == dict(staged_steps=True) and tile_policy.tuned_sizes("v8") == {}
+    tile_policy.tuned_sizes.cache_clear()
+
+
+def test_each_generation_has_a_table_of_sizes_that_the_kernel_has():
+    fields = {field.name for field in dataclasses.fields(TpuKernelConfig)}
+    for chip in aot.TOPOLOGIES:
+        assert tile_policy.tuned_sizes(chip).keys() <= fields
+        assert (pathlib.Path(tuning.__file__).with_name(f"tpu_{chip}.json")).is_file()
