@@ -13,9 +13,10 @@ from typing import Any
 from pallas_kernels import tuning
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
-from pallas_kernels.tpu.supports import generation_of
+from pallas_kernels.tpu.supports import SPILL, VMEM, generation_of
 
 PAGE_BYTES = 24 << 20  # VMEM that a block's pages may take
+MANY_BYTES = 40 << 20  # bytes of the pages of a part, from which a part has 128 keys
 ROW_BYTES = 16 << 20  # VMEM that a tile's rows may take
 
 
@@ -31,16 +32,28 @@ def default_config(*, longest: int | None = None, chip: str = "", **fields) -> T
     heads = config.num_kv_heads
     row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
     blocks, tiles = (1536, 1024, 512, 256, 128), (512, 256, 128)
-    if config.beside > 2 and "part_kv" not in fields:  # so that each group of lanes has whole registers of keys
-        config = dataclasses.replace(config, part_kv=LANES * config.beside)
-        fields["part_kv"] = config.part_kv
+    if "part_kv" not in fields:  # of any batch, so that a decode's bits do not depend on the others
+        if config.beside > 2:  # so that each group of lanes has whole registers of keys
+            fields["part_kv"] = LANES * config.beside
+        elif config.page_bytes(config.part_keys) > MANY_BYTES:
+            fields["part_kv"] = LANES
+        config = TpuKernelConfig(**fields)
     found: dict[str, Any] = dict(
         block_kv=next((n for n in blocks if config.page_bytes(n) <= PAGE_BYTES), blocks[-1]),
         tile_rows=next((n for n in tiles if row_bytes(n) <= ROW_BYTES), tiles[-1]),
     )
     if longest is not None:
         found |= _rows_for(longest * config.group, config, found["tile_rows"])
-    return TpuKernelConfig(**(found | fields))
+    room = VMEM.get(generation_of(chip), max(VMEM.values())) - SPILL
+    return _fewer_rows(TpuKernelConfig(**(found | fields)), room, fields)
+
+
+def _fewer_rows(config: TpuKernelConfig, room: int, fields: dict[str, Any]) -> TpuKernelConfig:
+    """The config with smaller tiles, if it takes more VMEM than there is: with more than 64 kv heads, or wide ones."""
+    while config.vmem_bytes() > room and config.rows > PACK and {"tile_rows", "chunk_rows"}.isdisjoint(fields):
+        rows = config.rows // 2
+        config = dataclasses.replace(config, tile_rows=rows, chunk_rows=min(config.chunk_rows, rows))
+    return config
 
 
 @functools.cache
