@@ -215,9 +215,7 @@ def _finished(spec: AttentionSpec, state: AttentionState, dtype, params: Attenti
     return dataclasses.replace(state, out=quant.to_dtype(state.out, spec.output_dtype, params.output_scale))
 
 
-def _launch(
-    impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params: AttentionParams
-) -> AttentionState:
+def _launch(impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params: AttentionParams) -> AttentionState:
     """One launch over m.work, sinks included."""
     spec, name = impl.spec, q.dtype.name
     config = kernel_config(

@@ -62,7 +62,7 @@ def _put(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) 
 
 
 def _put_by_head(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) -> jax.Array:
-    """As `_put` into an HND pool, which is taken for one list of rows [N * K * S ..]; of HND128 [N * K * S*D/128, 128]."""
+    """As `_put`, into a pool that is taken for one list of rows: [N * K * S ..], of HND128 [N * K * S*D/128, 128]."""
     assert spec.heads_first
     block, offset = split_slot(slots, spec.num_blocks, spec.block_size)  # block N is past the end of the list, too
     heads = jnp.arange(spec.num_kv_heads)[None]

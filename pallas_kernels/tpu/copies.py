@@ -142,8 +142,8 @@ class Copies:
     def _pools(self):
         """(row of the semaphores, array in HBM, buffer) of what is fetched page by page."""
         for name in self.config.paged_arrays:
-            fetched = getattr(self.buf, f"{name}_fetched", None)
-            yield SEMAPHORES.index(name), getattr(self.hbm, name), getattr(self.buf, name) if fetched is None else fetched
+            ordered, fetched = (getattr(self.buf, field, None) for field in (name, f"{name}_fetched"))
+            yield SEMAPHORES.index(name), getattr(self.hbm, name), ordered if fetched is None else fetched
 
     def order_heads_first(self, item: TileItem, b, side):
         """Puts the pages of a block that were fetched in the order NHD into that of HND, in VMEM."""

@@ -58,9 +58,10 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(q k^T) v over pages: (out [T, H, V] in config.out_dtype, lse f32[T, H], natural log).
 
-    q [T, H, D]; pools [N, K, S, D] and [N, K, S, V], or as config.layout says, in their own dtype; block_table i32[R, B], whose unused columns
-    may hold anything. alibi_slopes, sinks f32[H]; qq_bias f32[Q, Q] of new tokens; q_scale f32 or f32[H]; k_scale,
-    v_scale f32 or f32[K]; k_token_scale, v_token_scale f32[N, K, S]. All scales are traced: real = stored * scale. A row that sees no key, padding tokens included, gives (0, -inf). chip: the
+    q [T, H, D]; pools [N, K, S, D] and [N, K, S, V], or as config.layout says, in their own dtype; block_table
+    i32[R, B], whose unused columns may hold anything. alibi_slopes, sinks f32[H]; qq_bias f32[Q, Q] of new tokens;
+    q_scale f32 or f32[H]; k_scale, v_scale f32 or f32[K]; k_token_scale, v_token_scale f32[N, K, S]. All scales are
+    traced: real = stored * scale. A row that sees no key, padding tokens included, gives (0, -inf). chip: the
     generation whose limits are checked. interpret: False, or pltpu.InterpretParams.
     """
     by_name = dict(q_scale=q_scale, slope=alibi_slopes, sink=sinks, qq_bias=qq_bias)

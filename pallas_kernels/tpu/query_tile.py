@@ -354,7 +354,7 @@ class QueryTile:
 
     def _token_scales(self, buffer, keys: KeyPart, head):
         """f32[1 keys] scales of a head's keys or values; 0 outside the tile's range, where they may be NaN."""
-        c, item, size = self.c, self.item, self.c.page_size
+        item, size = self.item, self.c.page_size
         if size % LANES == 0:
             pages = [buffer[keys.side, keys.page + j, pl.ds(head, 1)] for j in range(keys.pages)]
             scales = jnp.concatenate(pages, axis=1) if len(pages) > 1 else pages[0]
@@ -513,7 +513,7 @@ def _cast(x, c: TpuKernelConfig):
 
 
 def _half_to_float(bits):
-    """The float16 values of i16 bits, as float32: Mosaic has no float16, and subnormal float32 operands are taken for 0.
+    """The float16 values of i16 bits, as float32: Mosaic has no float16, and takes subnormal float32 operands for 0.
 
     float16 has 5 bits of exponent with bias 15 and 10 of mantissa. A subnormal one is its mantissa times 2**-24.
     """

@@ -9,8 +9,10 @@ from pallas_kernels.tpu.config import LANES, LATENT_FORMS, TpuKernelConfig
 from pallas_kernels.tpu.functions import function_reasons
 from pallas_kernels.tpu.work_list import fields_of
 
-MASKS = ("causal", "left", "right", "chunk", "lookback", "spans", "clamp_spans", "mask_fn")  # fields of a MaskRule that it honours
-LOGITS = ("scale", "soft_cap", "has_alibi", "alibi_sqrt", "score_fn")  # fields of a LogitRule that it honours
+MASKS = ("causal", "left", "right", "chunk", "lookback", "spans", "clamp_spans", "mask_fn")
+LOGITS = ("scale", "soft_cap", "has_alibi", "alibi_sqrt", "score_fn")
+"""Fields of a MaskRule and of a LogitRule that it honours."""
+
 QUERY_DTYPES = ("bfloat16", "float32")
 KV_DTYPES = (*QUERY_DTYPES, "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 MIB = 1 << 20
@@ -49,8 +51,10 @@ def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
     if c.layout == "HND128":
         rows = page * c.head_dim // LANES
         wanted = c.head_dim in (16, 32, 64) and c.head_dim == c.v_head_dim and rows % 8 == 0 and rows > 0
-        refuse(not wanted, f"layout HND128, heads of {c.head_dim}, pages of {page}: wanted 16, 32 or 64 and 8 rows a page")
-        refuse(c.qq_bias or c.token_scales, "qq_bias or scales of tokens in the layout HND128: its keys are not in order")
+        refuse(not wanted, f"layout HND128, head_dim {c.head_dim}, page size {page}: wanted 16, 32 or 64, and 8 rows")
+        refuse(
+            c.qq_bias or c.token_scales, "qq_bias or scales of tokens in the layout HND128: its keys are out of order"
+        )
     refuse(
         c.token_scales and c.layout == "NHD",
         "scales of each token and head in the layout NHD: a page of them would be transposed; use HND",

@@ -1,7 +1,7 @@
 """Sizes of blocks and tiles of the TPU kernel that its caller left open: `default_config`.
 
-benchmarks.tpu.sweep writes a table for each generation, pallas_kernels/tuning/tpu_*.json. Its figures are bundles of the
-compiled kernel, for 32 query and 8 kv heads of 128 in bf16; no TPU has confirmed them.
+benchmarks.tpu.sweep writes a table for each generation, pallas_kernels/tuning/tpu_*.json. Its figures are bundles of
+the compiled kernel, for 32 query and 8 kv heads of 128 in bf16; no TPU has confirmed them.
 """
 
 import dataclasses

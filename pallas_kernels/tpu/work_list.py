@@ -32,7 +32,6 @@ def fields_of(config: TpuKernelConfig) -> tuple[str, ...]:
     return FIELDS + ("context",) * config.qq_bias + ("rank",) * (config.shards.world > 1)
 
 
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TpuWorkList:
@@ -66,9 +65,7 @@ def build_work_list(
     starts, lengths = jnp.asarray(query_start_loc, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
     flags = None if causal is None else jnp.asarray(causal, bool)
     rule = dataclasses.replace(config.mask, spans=False, clamp_spans=False)  # spans are in the ranges
-    schedule = make_schedule(
-        starts, lengths, rule, sizes, num_tokens=num_tokens, max_seq_len=1, causal=flags, xp=jnp
-    )
+    schedule = make_schedule(starts, lengths, rule, sizes, num_tokens=num_tokens, max_seq_len=1, causal=flags, xp=jnp)
     items = schedule.items
     packs = cdiv(items.q_num * config.group, PACK)
     ends = jnp.cumsum(packs, dtype=jnp.int32)
