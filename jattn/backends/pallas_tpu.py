@@ -225,8 +225,9 @@ def _launch(impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params
     if impl.out_dtype is not None:
         config = dataclasses.replace(config, out_dtype=impl.out_dtype)
     table = jnp.asarray(m.block_table)
+    reqs, columns = table.shape
     size = 0 if params.qq_bias is None else jnp.shape(params.qq_bias)[0]
-    reasons = supports(config, chip=impl.chip.generation) + supports_batch(q.shape[0], *table.shape, config, size)
+    reasons = supports(config, chip=impl.chip.generation) + supports_batch(q.shape[0], reqs, columns, config, size)
     if reasons:
         raise UnsupportedError(
             "the TPU kernel does not support these queries; use backend='sdpa'", {"pallas_tpu": tuple(reasons)}

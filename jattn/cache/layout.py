@@ -124,8 +124,9 @@ class KVCacheSpec:
     @property
     def token_scale_shape(self) -> tuple[int, int, int]:
         """Physical shape of the scales of quant='per_token_head': [N K S] or [N S K]."""
-        order = (self.num_kv_heads, self.block_size)
-        return (self.num_blocks, *(order if self.heads_first else order[::-1]))
+        if self.heads_first:
+            return (self.num_blocks, self.num_kv_heads, self.block_size)
+        return (self.num_blocks, self.block_size, self.num_kv_heads)
 
     @property
     def bytes_per_block(self) -> int:

@@ -5,6 +5,7 @@ is given for each row, and outputs pack by pack. Each half of each double buffer
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -139,7 +140,7 @@ class Copies:
             yield pltpu.make_async_copy(pool.at[page], ref.at[side, j], self.buf.sems.at[at, side])
 
     @property
-    def _pools(self):
+    def _pools(self) -> Iterator[tuple[int, Any, Any]]:
         """(row of the semaphores, array in HBM, buffer) of what is fetched page by page."""
         for name in self.config.paged_arrays:
             ordered, fetched = (getattr(self.buf, field, None) for field in (name, f"{name}_fetched"))

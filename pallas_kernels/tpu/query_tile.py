@@ -4,6 +4,7 @@ Logits are in base 2 (times log2(e)), since the chip's exponential unit computes
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -273,11 +274,10 @@ class QueryTile:
         """Stores the masked logits of a head; f32[rows 128] their maxima by lane."""
         dots = self._dots(keys, head, first, rows)
         logits = self._masked_logits(dots, keys, head, first, rows)
-        top = None
-        for c in self._columns(logits.shape[1]):
+        columns = self._columns(logits.shape[1])
+        for c in columns:
             self.buf.s[side, :rows, c] = logits[:, c]
-            top = logits[:, c] if top is None else jnp.maximum(top, logits[:, c])
-        return top
+        return functools.reduce(jnp.maximum, (logits[:, c] for c in columns))
 
     def _columns(self, count: int):
         """Slices of 128 keys; one slice where the keys are no multiple."""

@@ -6,6 +6,8 @@ Each row turns several axes; between them every option that the backend declares
 import pytest
 
 import jattn
+from jattn.device import Chip
+from pallas_kernels.tpu.tile_policy import tuned_sizes
 from tests.cases import CASES, FEATURES, Case, Feature
 from tests.kernels.tpu.interpreted import SMALL, V6E, judge
 
@@ -63,6 +65,20 @@ ROWS = {
     "scales of tokens, page 128, eager": (
         "eager", dict(case=CASES["decode"], cache_dtype="float8_e4m3fn", quant="per_token_head", block_size=128),
     ),
+    "four keys side by side": (
+        "on_wait",
+        dict(
+            case=CASES["mixed_unsorted"], feature=FEATURES["everything_two_ways"], layout="HND128", head_dim=32,
+            block_size=32,
+        ),
+    ),
+    "two keys side by side, int8, eager": (
+        "eager",
+        dict(
+            case=CASES["mixed"], feature=FEATURES["mm_prefix_window"], layout="HND128", cache_dtype="int8",
+            quant="per_head",
+        ),
+    ),
     "132 kv heads": ("on_wait", dict(case=CASES["decode"], heads=132, kv_heads=132, head_dim=16)),
 }  # fmt: skip
 
@@ -76,6 +92,13 @@ def _on_a_tpu(monkeypatch):
 def test_the_kernel_agrees_with_the_witness(name):
     mode, changes = ROWS[name]
     judge(SMALL.replace(**changes), mode)
+
+
+def test_a_step_whose_logits_are_stored_agrees_with_the_witness(monkeypatch):
+    """As the table of v5e asks; that of v6e, by which the others run, stores those of parts."""
+    monkeypatch.setattr(jattn.device, "detect", lambda: Chip("tpu", "v5e"))
+    assert tuned_sizes("v5e")["staged_steps"] and tuned_sizes("v6e")["staged_parts"]
+    judge(SMALL.replace(case=Case("a chunk behind 970 keys", (30,), (1000,)), head_dim=128))
 
 
 @pytest.mark.slow
