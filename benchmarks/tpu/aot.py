@@ -81,7 +81,7 @@ MIXED = (
     Shape("token_scales", cache=dict(dtype="int8", quant="per_token_head")),
     Shape("token_scales_page_48", cache=dict(dtype="float8_e4m3fn", quant="per_token_head", block_size=48)),
     Shape("lanes_64", dict(head_dim=64, sliding_window=300), cache=dict(layout="HND128", block_size=64)),
-    Shape("lanes_64_int8", dict(head_dim=64), cache=dict(layout="HND128", dtype="int8", quant="per_head", block_size=16)),
+    Shape("lanes_64_int8", dict(head_dim=64), dict(layout="HND128", dtype="int8", quant="per_head", block_size=16)),
     Shape("lanes_32", dict(head_dim=32, has_alibi=True), cache=dict(layout="HND128", block_size=32)),
     Shape("lanes_16", dict(head_dim=16, use_mm_prefix=True), cache=dict(layout="HND128", block_size=64)),
     Shape("kv_heads_160", dict(num_heads=160, num_kv_heads=160, head_dim=64)),
