@@ -13,8 +13,12 @@ STAGES = 2  # blocks in shared memory, as they are cached
 PART = 128  # most columns of a part of a stage, see mla_pieces_sm90.py
 PIECE_BLOCKS = 4  # what a CTA's second piece costs, see GpuKernelConfig
 SMEM_BYTES = 232448  # what a CTA may use on Hopper
-STATS = 2 * WARPGROUP_ROWS  # f32: see MlaRefs.stats
-SMEM_FIXED = 4 * STATS + 512  # bytes: statistics, barriers, alignment
+NARROW_ROWS = 16  # most rows of a tile of warp-level products, see mla_narrow_sm90.py
+NARROW_STAGES = 6  # most blocks of 8 bits in shared memory for them
+STATS = 10 * NARROW_ROWS  # f32: see MlaRefs.stats
+SMEM_FIXED = 4 * STATS + 1024  # bytes: statistics, barriers, alignment
+SLACK = 8.0  # a row's maximum is replaced when a base-2 logit exceeds it by more
+FLOAT16_BIAS = 7.0  # float16 weights are so many powers of two larger: at most 2 ** 15, and 0 only below 2 ** -32
 MASKS = ("causal",)  # fields of a MaskRule that it honours
 LOGITS = ("scale",)  # fields of a LogitRule that it honours
 DTYPES = ("bfloat16", "float16")
@@ -27,6 +31,7 @@ class MlaKernelConfig:
 
     num_heads: int
     group: int  # query heads of one unit of work, see heads_of_unit
+    max_rows: int = WARPGROUP_ROWS  # most rows of a unit: `group` times the new tokens of a request
     latent_dim: int = 512  # L, values of a row that are keys and values
     rope_dim: int = 64  # R, values of a row that are only keys
     page_size: int
@@ -50,9 +55,31 @@ class MlaKernelConfig:
         return self.kv_dtype or self.dtype
 
     @property
+    def is_narrow(self) -> bool:
+        """Are the few rows multiplied by warp-level products, which decode 8 bits in registers?"""
+        return self.is_decoded and self.max_rows <= NARROW_ROWS and self.latent_dim % 256 == 0
+
+    @property
+    def decodes_tiles(self) -> bool:
+        """Are blocks of 8 bits decoded in shared memory?"""
+        return self.is_decoded and not self.is_narrow
+
+    @property
+    def bias(self) -> float:
+        """Of the exponent of a weight."""
+        return FLOAT16_BIAS if self.dtype == "float16" else 0.0
+
+    @property
+    def loaded_stages(self) -> int:
+        """Blocks in shared memory as they are cached."""
+        if not self.is_narrow:
+            return STAGES
+        return min(NARROW_STAGES, (SMEM_BYTES - SMEM_FIXED - 2 * NARROW_ROWS * BLOCK_KV) // (BLOCK_KV * self.head_dim))
+
+    @property
     def stages(self) -> int:
-        """Blocks in shared memory that are multiplied: with 8 bits one decoded block, beside STAGES cached ones."""
-        return 1 if self.is_decoded else STAGES
+        """Blocks in shared memory that are multiplied: one decoded block, or the blocks as they are cached."""
+        return 1 if self.decodes_tiles else self.loaded_stages
 
     @property
     def head_dim(self) -> int:
@@ -91,8 +118,11 @@ class MlaKernelConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA: the queries, the stages of rows and one block of weights."""
-        values = (WARPGROUP_ROWS + self.stages * BLOCK_KV) * self.head_dim + WARPGROUP_ROWS * BLOCK_KV
-        cached = STAGES * BLOCK_KV * self.head_dim if self.is_decoded else 0
+        block = BLOCK_KV * self.head_dim
+        if self.is_narrow:
+            return self.stages * block + 2 * NARROW_ROWS * BLOCK_KV + SMEM_FIXED
+        values = WARPGROUP_ROWS * self.head_dim + self.stages * block + WARPGROUP_ROWS * BLOCK_KV
+        cached = STAGES * block if self.decodes_tiles else 0
         return 2 * values + cached + SMEM_FIXED
 
 

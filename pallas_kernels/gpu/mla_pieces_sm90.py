@@ -1,6 +1,6 @@
 """The Refs of the latent attention kernel, and the memory warpgroup, which fetches rows ahead of use.
 
-Block b of a CTA, counted over all its pieces, lies in stage b % 2. A stage is filled and freed in parts of at most 128
+Block b of a CTA, counted over all its pieces, lies in stage b % 2 (of the narrow kernel, b % loaded_stages). A stage is filled and freed in parts of at most 128
 latent columns: the next load of a part begins when its product ends, and scores begin when the first part is there.
 
 A cache of 8 bits: block b is loaded into raw stage b % 2, and decoded into the one stage that is multiplied when the
@@ -19,7 +19,7 @@ from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.decode_sm90 import decode_tile
-from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, MlaKernelConfig
+from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
 
 
@@ -33,15 +33,16 @@ class MlaRefs:
     block_table: object  # GMEM i32[R, B]
     info: object  # GMEM i32[tiles, 16]
     cta: object  # GMEM i32[C, 16]
+    factors: object  # GMEM f32[T, H]: of the logits, with a cache of 8 bits; None without one
     out: object  # GMEM [T, H, L]
     lse: object  # GMEM f32[T, H]
     part: object  # GMEM f32[2 C, 128, L]: normalised partial outputs
     part_lse: object  # GMEM f32[2 C, 128], base 2
-    q_tile: object  # SMEM [1, 64, L+R]
+    q_tile: object  # SMEM [1, 64, L+R]; None in the narrow kernel
     latent: object  # SMEM [stages, parts, 64, L/parts]: stage, part of the latent columns, row, column
     rope: object  # SMEM [stages, 64, R]
-    weights: object  # SMEM [64, 64]: of the block last published
-    stats: object  # SMEM f32[128]: factors of that block; or the maxima and sums of a piece
+    weights: object  # SMEM [64, 64]: of the block last published. Narrow: see mla_narrow_sm90.py; stats too
+    stats: object  # SMEM f32[160]: factors of that block; or the maxima and sums of a piece
     rope_full: object  # barriers [stages]; one arrival a page, or one when it is decoded
     full: object  # barriers [stages * parts], number stage * parts + part; arrivals as above
     free: object  # barriers [stages * parts]; the warpgroup that has these columns has added the block
@@ -70,7 +71,7 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
         def load_block(i, carry):
             number, pages = carry
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
-            stage = lax.rem(number, jnp.int32(STAGES))
+            stage = lax.rem(number, jnp.int32(cfg.loaded_stages))
             latent, full, rope, rope_full = _targets(cfg, refs)
             key = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
             offset = pl.multiple_of(lax.rem(key, jnp.int32(page)), 8) if width < page else 0
@@ -82,7 +83,9 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
 
             for part in order_of_parts(cfg):
                 barrier = barrier_of(cfg, stage, part)
-                when(number >= STAGES)(functools.partial(_empty_part, cfg, refs, number - STAGES, part))
+                when(number >= cfg.loaded_stages)(
+                    functools.partial(_empty_part, cfg, refs, number - cfg.loaded_stages, part)
+                )
                 fill(refs.latents, part * cfg.part, cfg.part, latent.at[stage, part], full.at[barrier])
                 if part == 0:
                     rope_column = cfg.latent_dim if cfg.whole_rows else 0
@@ -92,26 +95,26 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
         return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0)))[0]
 
     total = lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
-    if cfg.is_decoded:
+    if cfg.decodes_tiles:
 
         def decode_block(number, _):
             for part in order_of_parts(cfg):
                 _empty_part(cfg, refs, number, part)
 
-        lax.fori_loop(jnp.maximum(total - STAGES, 0), total, decode_block, None)
+        lax.fori_loop(jnp.maximum(total - cfg.loaded_stages, 0), total, decode_block, None)
 
 
 def _targets(cfg: MlaKernelConfig, refs: MlaRefs):
     """Where rows are loaded: the stages of latents, their barriers, the stages of rotated keys, their barriers."""
-    if cfg.is_decoded:
+    if cfg.decodes_tiles:
         return refs.raw_latent, refs.raw_full, refs.raw_rope, refs.raw_rope_full
     return refs.latent, refs.full, refs.rope, refs.rope_full
 
 
 def _empty_part(cfg: MlaKernelConfig, refs: MlaRefs, number, part: int):
     """Returns when this part of block `number` may be overwritten where it was loaded; 8 bits are decoded first."""
-    stage = lax.rem(number, jnp.int32(STAGES))
-    if not cfg.is_decoded:
+    stage = lax.rem(number, jnp.int32(cfg.loaded_stages))
+    if not cfg.decodes_tiles:
         plgpu.barrier_wait(refs.free.at[barrier_of(cfg, stage, part)])
         return
     kind = dict(rows=BLOCK_KV, source=cfg.cache_dtype, target=cfg.dtype)

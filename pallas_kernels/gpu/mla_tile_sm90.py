@@ -32,11 +32,10 @@ from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
-from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
+from pallas_kernels.gpu.gather_sm90 import gather
+from pallas_kernels.gpu.mla_config import BLOCK_KV, SLACK, MlaKernelConfig
 from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, load_queries, order_of_parts
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
-
-SLACK = 8.0
 
 
 def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
@@ -45,6 +44,9 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
     def piece_body(j, blocks_before):
         piece = load_queries(cfg, refs, j)
         stops = _row_stops(cfg, piece)
+        factor = cfg.logits.scale * tiles.LOG2E
+        if cfg.is_decoded:
+            factor = factor * _row_factors(cfg, refs, piece)
 
         def step(i, state, masked):
             m, total = state
@@ -54,10 +56,10 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
                 kv0 = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
                 dots = rows.keep_columns(dots, stops - kv0)
                 _zero_past_end(cfg, refs, stage, piece[wl.SEQ] - kv0)
-            factor = cfg.logits.scale * tiles.LOG2E
             top = dots.max(axis=1) * factor
-            new_m = jnp.where(top > m + SLACK, top, m)
-            p = jnp.exp2(dots * factor - tiles.across_columns(new_m, dots.shape))
+            new_m = jnp.where(top > m + (SLACK + cfg.bias), top - cfg.bias, m)
+            logits = dots * (tiles.across_columns(factor, dots.shape) if cfg.is_decoded else factor)
+            p = jnp.exp2(logits - tiles.across_columns(new_m, dots.shape))
             _publish(refs, blocks_before + j + i, jnp.exp2(m - new_m), weights=p.astype(cfg.dtype))
             return new_m, total * jnp.exp2(m - new_m) + p.sum(axis=1)
 
@@ -81,6 +83,15 @@ def _row_stops(cfg: MlaKernelConfig, piece: Piece):
     causal = piece[wl.CAUSAL] != 0 if cfg.per_request_causal else None
     _, stop = key_range(cfg.mask, q_pos, q_pos, piece[wl.SEQ], causal)
     return plgpu.layout_cast(jnp.broadcast_to(stop, (WARPGROUP_ROWS,)), tiles.ROW_LAYOUT)
+
+
+def _row_factors(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece):
+    """f32 (64,): refs.factors of each row; of rows past the tile's end, that of its last one."""
+    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=tiles.ROW_LAYOUT)
+    row = jnp.minimum(row, jnp.maximum(piece[wl.NROWS] - 1, 0)) + piece[wl.ROW0]
+    token = lax.div(row, jnp.int32(cfg.group))
+    head = piece[HEAD] * cfg.group + row - token * cfg.group
+    return gather(refs.factors, (token + piece[wl.TOK0]) * cfg.num_heads + head, tiles.ROW_LAYOUT)
 
 
 def _scores(cfg: MlaKernelConfig, refs: MlaRefs, number):
