@@ -1,8 +1,8 @@
 """Latent attention of at most 16 query rows over a cache of 8 bits, by warp-level products instead of wgmma's 64 rows.
 
 Warpgroup 2 computes the scores of a block of 64 keys, 16 keys a warp, from queries in registers. Warpgroups 0 and 1 add
-weights times rows, each warp for its own columns. Rows are read from shared memory as they are cached, and decoded to
-float16 in registers (see warp_mma_sm80.py); nothing decoded is written back. The barriers are those of mla_tile_sm90.py.
+weights times rows, each warp for its own columns. Rows are read from shared memory as they are cached, and decoded in
+registers (see warp_mma_sm80.py); nothing decoded is written back. The barriers are those of mla_tile_sm90.py.
 
     scores S^T [64 keys, 16]  = rows [64, L+R] . Q^T      output O^T [L, 16] += latents^T [L, 64] . P^T [64, 16]
 
@@ -194,7 +194,8 @@ def add_products(tile_ref, queries, sums, *, column: int, columns: int, head_dim
         for loaded in warps._load_tile(base, key, lane, columns, source):
             for a in warps._key_factors(loaded, decoded):
                 for n in range(ROWS8):
-                    chain, at = slice(4 * (2 * n + step % 2), 4 * (2 * n + step % 2) + 4), n * steps + column // 16 + step
+                    at, chain = n * steps + column // 16 + step, 4 * (2 * n + step % 2)
+                    chain = slice(chain, chain + 4)
                     flat[chain] = ptx.mma(a, words[2 * at : 2 * at + 2], flat[chain], target)
                 step += 1
         return warps._fragment_of_floats(sums.shape, flat)
@@ -400,11 +401,13 @@ def store_columns(cfg: MlaKernelConfig, refs: MlaRefs, acc, is_part, slot, tok0,
             factor = arith.select(seen, ptx.divide(ptx.f32(1.0), safe), ptx.f32(0.0))
             base2 = arith.select(seen, arith.addf(maxima[r], ptx.log2(safe)), ptx.f32(float("-inf")))
             natural = arith.mulf(base2, ptx.f32(0.6931471805599453))
-            row_of_out = ptx.flat_row(arith.select(ptx.less(row, nrows), row, ptx.i32(0)), tok0, head0, row0, group, heads)
+            row_of_out = ptx.flat_row(
+                arith.select(ptx.less(row, nrows), row, ptx.i32(0)), tok0, head0, row0, group, heads
+            )
             row_of_part = ptx.to_i64(ptx.add(ptx.mul(slot, wl.TILE_ROWS), row))
-            for ref, at, value, when in ((lse, row_of_out, natural, whole), (part_lse, row_of_part, base2, cut)):
+            for ref, at, value, stored in ((lse, row_of_out, natural, whole), (part_lse, row_of_part, base2, cut)):
                 place = arith.addi(ptx.pointer(ref, 0), arith.muli(at, ptx.i64(4)))
-                ptx.asm(store.format("f32", "", "$2"), "l,r,f", place, arith.andi(when, lead), value)
+                ptx.asm(store.format("f32", "", "$2"), "l,r,f", place, arith.andi(stored, lead), value)
             places = [
                 arith.addi(
                     ptx.pointer(ref, 0),

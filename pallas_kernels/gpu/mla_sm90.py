@@ -53,8 +53,8 @@ def latent_attention(
 
     q [T, H, L+R]: absorbed queries, then the rotated part. latent_pages [N, S, L] and rope_pages [N, S, R], or with
     config.whole_rows latent_pages [N, S, L+R] and None. block_table i32[R, B], whose unused columns may hold anything.
-    work: build_work_list for config.attention. factors f32[T, H]: with a cache of 8 bits, of the logits of each row beside
-    the scale, positive; None: 1. A row that sees no key, padding tokens included, gives (0, -inf).
+    work: build_work_list for config.attention. factors f32[T, H]: with a cache of 8 bits, positive factors of the
+    logits beside the scale; None: 1. A row that sees no key, padding tokens included, gives (0, -inf).
     """
     _check(q, latent_pages, rope_pages, block_table, config)
     if config.is_decoded:

@@ -410,9 +410,7 @@ def _add_weighted(closure, tiles, weights, stats, acc, first_part):
     return (acc.reshape(closure["shape"]).astype(np.float32),)
 
 
-def _store_columns(
-    closure, out, lse, part, part_lse, stats, acc, is_part, slot, tok0, head0, row0, nrows, skipped, wg
-):
+def _store_columns(closure, out, lse, part, part_lse, stats, acc, is_part, slot, tok0, head0, row0, nrows, skipped, wg):
     values, (m, total) = acc.reshape(16, -1), stats[:32].reshape(2, 16)
     columns = slice(int(wg) * closure["half"], (int(wg) + 1) * closure["half"])
     for r in range(min(16, int(nrows) - int(skipped))):
