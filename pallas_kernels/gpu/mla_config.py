@@ -15,6 +15,7 @@ PIECE_BLOCKS = 4  # what a CTA's second piece costs, see GpuKernelConfig
 SMEM_BYTES = 232448  # what a CTA may use on Hopper
 NARROW_ROWS = 16  # most rows of a tile of warp-level products, see mla_narrow_sm90.py
 NARROW_STAGES = 6  # most blocks of 8 bits in shared memory for them
+BARRIERS = 32  # Mosaic's most barriers of one array
 STATS = 10 * NARROW_ROWS  # f32: see MlaRefs.stats
 SMEM_FIXED = 4 * STATS + 1024  # bytes: statistics, barriers, alignment
 SLACK = 8.0  # a row's maximum is replaced when a base-2 logit exceeds it by more
@@ -74,7 +75,8 @@ class MlaKernelConfig:
         """Blocks in shared memory as they are cached."""
         if not self.is_narrow:
             return STAGES
-        return min(NARROW_STAGES, (SMEM_BYTES - SMEM_FIXED - 2 * NARROW_ROWS * BLOCK_KV) // (BLOCK_KV * self.head_dim))
+        room = SMEM_BYTES - SMEM_FIXED - 2 * NARROW_ROWS * BLOCK_KV
+        return min(NARROW_STAGES, BARRIERS // (2 * self.parts_of_half), room // (BLOCK_KV * self.head_dim))
 
     @property
     def stages(self) -> int:

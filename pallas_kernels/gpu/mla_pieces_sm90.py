@@ -1,8 +1,8 @@
 """The Refs of the latent attention kernel, and the memory warpgroup, which fetches rows ahead of use.
 
-Block b of a CTA, counted over all its pieces, lies in stage b % 2; in the narrow kernel, in b % 6. A stage is filled and
-freed in parts of at most 128 latent columns: the next load of a part begins when its product ends, and scores begin when
-the first part is there.
+Block b of a CTA, counted over all its pieces, lies in stage b % 2; the narrow kernel has more stages. A stage is filled
+and freed in parts of at most 128 latent columns: the next load of a part begins when its product ends, and scores begin
+when the first part is there.
 
 A cache of 8 bits: block b is loaded into raw stage b % 2, and decoded into the one stage that is multiplied when the
 products of block b - 1 end, part after part. A raw part is loaded again when it has been decoded.
