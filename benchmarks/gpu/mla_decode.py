@@ -1,6 +1,6 @@
 """The latent attention kernel on a Hopper card: numbers against float64, then times beside mla_sdpa and FlashMLA.
 
-    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--parts check,time,several,write,variants,sdpa,tuned]
+    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--parts check,time,several,paired,write,variants,sdpa,tuned]
                                         [--only TEXT] [--seconds 240] [--flashmla SCRIPT LIBRARY]
 
 A case that fails is reported and the others go on. A case that takes longer than --stuck seconds ends the process, as a
@@ -52,7 +52,8 @@ class LatentCase:
     @property
     def config(self) -> MlaKernelConfig:
         longest = max(n for n, _ in self.lengths)
-        group = heads_of_unit(self.heads, longest)
+        paired = dict(self.options).get("paired", False)
+        group = heads_of_unit(self.heads, longest, 128 if paired else 64)
         fields = dict(num_heads=self.heads, group=group, max_rows=group * longest, page_size=self.page)
         fields |= dict(dtype="float16") if "kv_dtype" in dict(self.options) else {}  # as MLAAttention does
         return MlaKernelConfig(**(fields | dict(logits=LogitRule(scale=SCALE)) | dict(self.options)))
@@ -102,6 +103,10 @@ SEVERAL = [  # new tokens of each request
     for n in (2, 4)
 ]
 TIMED_8BIT = [dataclasses.replace(case, name=f"{case.name}_fp8", options=E4M3) for case in TIMED]
+PAIRED = (  # timed, checked
+    [dataclasses.replace(case, options=(("paired", True),)) for case in (TIMED[1], SEVERAL[0])],
+    [ragged(128, 1, 64, paired=True), ragged(64, 2, 16, paired=True), ragged(32, 8, 128, paired=True)],
+)
 VARIANTS = (dict(page=16), dict(page=128), dict(whole_rows=True))
 TUNED = {  # variant -> constants of mla_sm90.py, and the cases whose kernel has them
     "registers 168,128,48": (dict(REGISTERS=(168, 128, 48)), TIMED[1:2]),
@@ -294,6 +299,11 @@ def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterat
     if "time" in names:
         for case in TIMED_8BIT:
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, True, iterations)
+    if "paired" in names:
+        for case in (*PAIRED[1], *PAIRED[0]):
+            timed = case in PAIRED[0]
+            label = dict(case=case.name, backend=ours, variant="paired")
+            yield label, lambda c=case, t=timed: measure(c, t, iterations)
     if "tuned" in names:
         for variant, (constants, cases) in TUNED.items():
             for case in cases:

@@ -32,7 +32,7 @@ from pallas_kernels.gpu.work_list import build_work_list
 PAGE = 128  # tokens of a page of earlier tokens
 NEW_PAGES = (128, 64, 32, 16)  # tokens of a page of new tokens: the largest of which padding is at most a quarter
 WINDOW_BYTES = 5 << 28  # of projected keys and values: 16384 tokens with 128 heads of 192 and 128
-SMALL_WINDOW = 4  # what remains is computed in a window of this part of the size where it fits
+SMALL_WINDOW = 32  # pages of a smaller window, for what fits in it
 JOINED = True  # the rotated part of a key is a part of the product; False: concatenated
 
 
@@ -130,7 +130,7 @@ def projected_prefill(
     capacity = lens.shape[0] * cdiv(longest, PAGE)
     width = PAGE * spec.num_heads * (spec.qk_head_dim + spec.v_head_dim) * q.dtype.itemsize
     large = max(min(WINDOW_BYTES // width, capacity), 1)
-    small = max(large // SMALL_WINDOW, 1)
+    small = min(large, SMALL_WINDOW)
     of_context = dict(rows=most, causal=False, out_dtype="float32")
 
     def window(size: int, low, state):
@@ -141,6 +141,8 @@ def projected_prefill(
 
     def step(carry):
         low, state = carry
+        if small == large:
+            return window(large, low, state)
         return lax.cond(total - low > small, functools.partial(window, large), functools.partial(window, small), *carry)
 
     def with_context(state):

@@ -66,10 +66,11 @@ def test_refuses_keys_on_several_ranks():
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "dtype", "launches"), [([1, 3], "bfloat16", 3), ([1, 20], "bfloat16", 3), ([1, 3], "float32", 1)]
+    ("query_lens", "dtype", "launches"), [([1, 3], "bfloat16", 3), ([1, 20], "bfloat16", 7), ([1, 3], "float32", 1)]
 )
 def test_a_step_of_a_model_lowers_for_cuda(query_lens, dtype, launches):
-    """A launch, a merge and a write, in the function that both layers call; the write alone for float32 queries."""
+    """A launch, a merge and a write, in the function that both layers call; the write alone for float32 queries. With
+    a long prompt, a launch and a merge for its new tokens and for earlier ones, too."""
     config = models.config_of(
         dict(
             model_type="deepseek_v3", vocab_size=67, hidden_size=64, intermediate_size=24, num_hidden_layers=2,
