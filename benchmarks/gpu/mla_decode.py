@@ -1,7 +1,7 @@
 """The latent attention kernel on a Hopper card: numbers against float64, then times beside mla_sdpa and FlashMLA.
 
-    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--parts check,time,several,paired,write,variants,sdpa,tuned]
-                                        [--only TEXT] [--seconds 240] [--flashmla SCRIPT LIBRARY]
+    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--only TEXT] [--seconds 240] [--flashmla SCRIPT LIBRARY]
+                                        [--parts check,time,several,paired,write,variants,sdpa,tuned]
 
 A case that fails is reported and the others go on. A case that takes longer than --stuck seconds ends the process, as a
 kernel that waits for ever cannot be stopped otherwise: run it again with --only or other --parts. `us` is the launch
