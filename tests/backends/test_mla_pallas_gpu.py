@@ -11,8 +11,9 @@ import pytest
 
 import jattn
 from jattn import MLAAttention, MLAParams, MLASpec, device, mla_cache_spec, models
-from jattn.backends import mla_pallas_gpu
+from jattn.backends import mla_gpu_prefill, mla_pallas_gpu
 from jattn.device import Chip
+from tests.backends.paged_oracle import INSTEAD
 from tests.ops.latent import normal, poisoned_table
 from tests.oracle.mla import latent_attention
 
@@ -104,7 +105,8 @@ def test_a_ragged_batch_is_attention_by_its_definition(queries, cached):
     split = mla_cache_spec(spec, 32, size, dtype=dtype, quant="per_tensor" if dtype == "float8_e4m3fn" else "none")
     cache_spec = jattn.KVCacheSpec(head_dim=192, v_head_dim=128, **fields) if wide else split
     few_ctas = functools.partial(_with_ctas, mla_pallas_gpu.kernel_config)
-    with mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas), interpreted():
+    few_ctas = mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas)
+    with few_ctas, mock.patch.multiple(mla_gpu_prefill, **INSTEAD), interpreted():
         mla = MLAAttention(spec, cache_spec, "mla_pallas_gpu", HOPPER)
         written = MLAAttention(spec, cache_spec, "mla_sdpa")
         cache, table = written.empty_cache(float("nan"), storage="native"), poisoned_table(totals, size, 32, 8)
@@ -149,7 +151,8 @@ def test_the_gradient_of_a_mixed_batch_is_that_of_mla_sdpa():
     cache = written.write(*rows, written.empty_cache(storage="native"), plan, MLAParams())
     params, q = MLAParams(kv_b_proj=jnp.asarray(normal(1, 128, 16, 80) / 12)), jnp.asarray(normal(4, 10, 16, 96))
     few_ctas = functools.partial(_with_ctas, mla_pallas_gpu.kernel_config)
-    with mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas), interpreted():
+    few_ctas = mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas)
+    with few_ctas, mock.patch.multiple(mla_gpu_prefill, **INSTEAD), interpreted():
         for mla in (MLAAttention(spec, cache_spec, "mla_pallas_gpu", HOPPER), written):
             m = mla.build(jattn.CommonAttentionMetadata.from_lengths([1, 9], [20, 9], table, size))
             loss = lambda q, p, mla=mla, m=m: (mla.attend(q, cache, m, p).out.astype(jnp.float32) ** 2).sum()  # noqa: E731
