@@ -18,6 +18,7 @@ import numpy as np
 
 from jattn.backends.gpu_write import write_pages
 from jattn.backends.mla import MLABackend, MLAImpl, MLAMetadataBuilder
+from jattn.backends.mla_gpu_listed import listed_rows
 from jattn.backends.mla_gpu_prefill import prefill_reasons, projected_prefill
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.latent import is_wide, write_latent
@@ -151,6 +152,17 @@ class MLAGpuImpl(MLAImpl):
         by_kernel = m.tokens is None and q.dtype.name in DTYPES
         return self._short(q, cache, m, params) if by_kernel else super().forward_mqa(q, cache, m, params)
 
+    def forward_listed(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q, cache, m: MLAMetadata, params: MLAParams, topk_indices
+    ) -> AttentionState:
+        """The absorbed form over the keys that each token lists; by the kernel if q and the cache are of 16 bits."""
+        config = dataclasses.replace(kernel_config(self.spec, cache.spec, 1), listed=True)
+        if q.dtype.name not in DTYPES or q.size * topk_indices.size == 0 or supports_mla(config):
+            return super().forward_listed(q, cache, m, params, topk_indices)
+        plan = MLAMetadata(level=m.level, slot_mapping=m.slot_mapping, is_causal=m.is_causal)
+        state: Any = _listed(self, config, q, cache, plan, params, topk_indices)
+        return state
+
     def do_kv_cache_update(  # pyright: ignore[reportIncompatibleMethodOverride]  a latent layer has MLAParams
         self, cache: PagedKV, k: jax.Array, v: jax.Array, m: MLAMetadata, params: MLAParams
     ) -> PagedKV:
@@ -181,6 +193,11 @@ def _without_short(m: MLAGpuMetadata) -> MLAMetadata:
 def _absorbed(
     impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, m: MLAMetadata, work: GpuWorkList, params: MLAParams
 ) -> AttentionState:
+    """The kernel over the cached rows of each request."""
+    return _by_kernel(impl, config, q, cache, jnp.asarray(m.block_table), work, params)
+
+
+def _by_kernel(impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, table, work: GpuWorkList, params):
     """W_UK multiplied into q, the kernel over the cached rows, its result multiplied by W_UV, and all scales."""
     spec, params = impl.spec, absorb(impl.spec, params)
     latent_scale = _scale(params.kv_c_scale)
@@ -194,7 +211,7 @@ def _absorbed(
         latents, ropes = _pages(cache.k, cache.spec), None
     else:
         latents, ropes = _pages(cache.v, cache.spec), _pages(cache.k, cache.spec)
-    out, lse = latent_attention(rows, latents, ropes, jnp.asarray(m.block_table), work, config, factors)
+    out, lse = latent_attention(rows, latents, ropes, table, work, config, factors)
     return projected_values(AttentionState(out=out.astype(jnp.float32) * latent_scale, lse=lse), q.dtype, params)
 
 
@@ -224,6 +241,27 @@ def _absorbed_backward(impl: MLAGpuImpl, config: MlaKernelConfig, saved, cotange
 
 
 _absorbed.defvjp(lambda impl, config, *args: (_absorbed(impl, config, *args), args), _absorbed_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _listed(
+    impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, topk_indices
+) -> AttentionState:
+    """The kernel over the listed rows; each token is a request of its own."""
+    rows, counts = listed_rows(m.level, m.is_causal, topk_indices, cache.spec.block_size)
+    starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+    work = build_work_list(starts, counts, q.shape[0], config.attention)
+    return _by_kernel(impl, config, q, cache, rows, work, params)
+
+
+def _listed_backward(impl: MLAGpuImpl, config: MlaKernelConfig, saved, cotangent):
+    q, cache, m, params, topk_indices = saved
+    reference = lambda q, cache, params: impl._latent.forward_listed(q, cache, m, params, topk_indices)  # noqa: E731
+    dq, dcache, dparams = jax.vjp(reference, q, cache, params)[1](cotangent)
+    return dq, dcache, None, dparams, None
+
+
+_listed.defvjp(lambda impl, config, *args: (_listed(impl, config, *args), args), _listed_backward)
 
 
 class MLAPallasGpuBackend(MLABackend):

@@ -39,6 +39,7 @@ class MlaKernelConfig:
     dtype: str = "bfloat16"  # of queries and output
     kv_dtype: str | None = None  # of a cache of 8 bits, which is decoded to `dtype`; None: that of queries
     paired: bool = False  # two CTAs of a cluster share a unit of up to 128 rows, and load each cached row once for both
+    listed: bool = False  # each token, a request of its own, names its keys: see mla_listed_sm90.py
     whole_rows: bool = False  # one pool of rows [latent | rope], not one pool of each
     mask: MaskRule = MaskRule()
     logits: LogitRule = LogitRule(scale=1.0)
@@ -159,6 +160,8 @@ def supports_mla(config: MlaKernelConfig, *, chip: str = "sm_90") -> list[str]:
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
     refuse(c.has_sinks, "sinks: not in this kernel")
+    unpaged = c.is_decoded or c.paired
+    refuse(c.listed and unpaged, "listed keys: wanted a cache of 16 bits, and no pairs of CTAs")
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     wanted = c.smem_bytes

@@ -32,7 +32,7 @@ class MlaRefs:
     q: object  # GMEM [T, H, L+R]
     latents: object  # GMEM [N, S, L], or [N, S, L+R] with whole_rows
     ropes: object  # GMEM [N, S, R], or the same pool
-    block_table: object  # GMEM i32[R, B]
+    block_table: object  # GMEM i32[R, B]; of listed keys i32[T, n], rows of the pool or -1
     info: object  # GMEM i32[tiles, 16]
     cta: object  # GMEM i32[C, 16]
     factors: object  # GMEM f32[T, H]: of the logits, with a cache of 8 bits; None without one
@@ -50,6 +50,7 @@ class MlaRefs:
     free: object  # barriers [stages * parts]; the warpgroup that has these columns has added the block. Paired: of both
     published: object  # barrier; weights and stats are written
     used: object  # barrier; both warpgroups that add have read them
+    listed: object = None  # SMEM i32[stages, 64] entries of the lists; None: whole pages are loaded
     raw_latent: object = None  # SMEM [2, parts, 64, L/parts] of a cache of 8 bits, as cached; None without one
     raw_rope: object = None  # SMEM [2, 64, R]
     raw_rope_full: object = None  # barriers [2]; one arrival a page

@@ -30,6 +30,7 @@ from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.merge_sm90 import merge_parts
 from pallas_kernels.gpu.mla_config import BLOCK_KV, NARROW_ROWS, STATS, MlaKernelConfig, supports_mla
+from pallas_kernels.gpu.mla_listed_sm90 import load_listed
 from pallas_kernels.gpu.mla_narrow_sm90 import add_narrow, score_narrow
 from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, load_latents
 from pallas_kernels.gpu.mla_tile_sm90 import add_pieces, score_pieces
@@ -54,7 +55,9 @@ def latent_attention(
     """softmax(scale q [latent | rope]^T) latent over pages: (out [T, H, L] in q's dtype, lse f32[T, H], natural log).
 
     q [T, H, L+R]: absorbed queries, then the rotated part. latent_pages [N, S, L] and rope_pages [N, S, R], or with
-    config.whole_rows latent_pages [N, S, L+R] and None. block_table i32[R, B], whose unused columns may hold anything.
+    config.whole_rows latent_pages [N, S, L+R] and None. block_table i32[R, B], whose unused columns may hold
+    anything; with config.listed i32[T, n], rows of the pools in any order, -1 for none, n a multiple of 64, and each
+    token is a request of at most n keys.
     work: build_work_list for config.attention. factors f32[T, H]: with a cache of 8 bits, positive factors of the
     logits beside the scale; None: 1. A row that sees no key, padding tokens included, gives (0, -inf).
     """
@@ -126,7 +129,10 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
     gmem = gmem if cfg.is_decoded else (*gmem[:6], None, *gmem[6:])
 
     def roles(*smem):
-        refs = MlaRefs(*gmem, *((None, *smem) if cfg.is_narrow else smem))
+        smem = (None, *smem) if cfg.is_narrow else smem
+        if cfg.decodes_tiles:
+            smem = (*smem[:-4], None, *smem[-4:])
+        refs = MlaRefs(*gmem, *smem)
         wg, registers = lax.axis_index("wg"), DECODING if cfg.decodes_tiles else REGISTERS
         registers = SMALL if cfg.latent_dim == 128 else NARROW if cfg.is_narrow else registers
 
@@ -143,7 +149,7 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
         @when(wg == 3)
         def _():
             plgpu.set_max_registers(registers[2], action="decrease")
-            load_latents(cfg, refs)
+            (load_listed if cfg.listed else load_latents)(cfg, refs)
 
         if cfg.paired:
             ptx.sync_cluster()  # no CTA ends before the other's last arrival at its barriers
@@ -165,10 +171,13 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
     else:
         tiles = [tile(1, WARPGROUP_ROWS, cfg.head_dim), *tiles, tile(WARPGROUP_ROWS, BLOCK_KV)]
     tiles.append(plgpu.SMEM((STATS,), jnp.float32))
-    barriers, of_free = loaded(cfg.stages, 1 if cfg.decodes_tiles else copies), dict(num_barriers=cfg.stages * parts)
+    barriers = loaded(cfg.stages, 1 if cfg.decodes_tiles or cfg.listed else copies)
+    of_free = dict(num_barriers=cfg.stages * parts)
     pair = dict(collective_axes=("pair",), num_arrivals=1)
     barriers.append(plgpu.ClusterBarrier(**pair, **of_free) if cfg.paired else plgpu.Barrier(**of_free))
     barriers += [plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)]
     cached = cfg.loaded_stages
+    if cfg.listed:
+        barriers.append(plgpu.SMEM((cfg.stages, BLOCK_KV), jnp.int32))
     raw = [*stages_of(cached, cfg.cache_dtype), *loaded(cached, copies)] if cfg.decodes_tiles else []
     pl.run_scoped(roles, *tiles, *barriers, *raw, collective_axes="wg")

@@ -34,6 +34,7 @@ from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.gather_sm90 import gather
 from pallas_kernels.gpu.mla_config import BLOCK_KV, SLACK, MlaKernelConfig
+from pallas_kernels.gpu.mla_listed_sm90 import keep_listed
 from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, load_queries, order_of_parts, rows_of_cta
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
 
@@ -52,6 +53,8 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
             m, total = state
             stage = _stage_of(cfg, blocks_before + i)
             dots = _scores(cfg, refs, stage)
+            if cfg.listed:
+                dots = keep_listed(dots, refs.listed, stage)
             if masked:
                 kv0 = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
                 dots = rows.keep_columns(dots, stops - kv0)

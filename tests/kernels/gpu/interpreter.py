@@ -427,6 +427,21 @@ def _store_columns(closure, out, lse, part, part_lse, stats, acc, is_part, slot,
         lse[token, head] = base2 * np.log(2)
 
 
+def _put_list(closure, source, target, place, stage):
+    target[int(stage)] = source.reshape(-1)[int(place) : int(place) + target.shape[1]]
+
+
+def _copy_rows(closure, pool, lists, tile, place):
+    """The copies end at once: the kernel waits for all of a block before it publishes any."""
+    entries, first = lists.reshape(-1)[int(place) : int(place) + len(tile)], closure["column"] // 2
+    rows = pool.reshape(-1, closure["row_bytes"] // 2)[np.maximum(entries, 0), first : first + tile.shape[1]]
+    tile[...] = np.where(entries[:, None] >= 0, rows, np.zeros((), tile.dtype))
+
+
+def _keep_listed(closure, x, listed, stage):
+    return (np.where(listed[int(stage)] >= 0, x, -np.inf).astype(np.float32),)
+
+
 PTX = {
     "pool_rows": _pool_rows,
     "sync_warps": lambda closure: None,
@@ -461,6 +476,12 @@ PTX = {
     "put_sums": _put_sums,
     "add_weighted": _add_weighted,
     "store_columns": _store_columns,
+    "put_list": _put_list,
+    "copy_rows": _copy_rows,
+    "await_copies": lambda closure: None,
+    "keep_listed": _keep_listed,
+    "sync_warpgroup": lambda closure: None,
+    "sync_cluster": lambda closure: None,
 }
 """Name of a function of ptx_sm90 or rows_sm90 -> a numpy function of the same effect, called with the variables of its
 closure and its arguments as arrays. It returns the results, or None; arrays of Refs that it changed are stored."""

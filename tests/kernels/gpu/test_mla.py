@@ -28,6 +28,8 @@ REFUSED = {
     "soft cap": dict(logits=LogitRule(scale=0.07, soft_cap=30.0)),
     "sinks": dict(has_sinks=True),
     "4 bits": dict(kv_dtype="int4"),
+    "pairs of CTAs over 8 bits": dict(paired=True, kv_dtype="int8"),
+    "listed keys of 8 bits": dict(listed=True, kv_dtype="int8"),
 }
 LOWERED = {
     "decode": {},
@@ -42,6 +44,8 @@ LOWERED = {
         kv_dtype="int8", dtype="float16", max_rows=16, whole_rows=True, page_size=16
     ),
     "int8 for f16, latent 384, rope 128": dict(latent_dim=384, rope_dim=128, dtype="float16", kv_dtype="int8"),
+    "pairs of CTAs": dict(num_heads=128, group=128, paired=True),
+    "listed": dict(num_heads=128, group=64, listed=True),
     "e5m2, 128 heads, whole rows, page 16": dict(
         num_heads=128, group=64, whole_rows=True, page_size=16, kv_dtype="float8_e5m2"
     ),
@@ -109,7 +113,7 @@ def test_lowers_for_cuda(name):
         shape((8, config.num_heads, config.head_dim), jnp.dtype(config.dtype)),
         shape((32, page, config.head_dim if config.whole_rows else config.latent_dim), dtype),
         shape((32, page, config.rope_dim), dtype),
-        shape((8, 16), jnp.int32),
+        shape((8, 64), jnp.int32),
         shape((9,), jnp.int32),
         shape((8,), jnp.int32),
         shape((8,), jnp.bool_),
@@ -147,6 +151,33 @@ def make_batch(lengths, config, pads, seed=0):
     seqs = np.array([total for _, total in lengths], np.int32)
     args = (jnp.asarray(q), jnp.asarray(latents, dtype), ropes, jnp.asarray(table))
     return args, (starts, seqs), requests
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.parametrize("fields", [dict(whole_rows=True), dict(num_heads=128, group=64)], ids=["whole rows", "split"])
+def test_listed_rows_alone_are_keys(fields):
+    from tests.kernels.gpu.interpreter import interpreted
+
+    config = MlaKernelConfig(**(BASE | dict(latent_dim=128, num_ctas=3, listed=True, page_size=16) | fields))
+    rng, counts, width = np.random.default_rng(0), [130, 0, 1, 64], 192
+    pool = rng.standard_normal((20, 16, 192)).astype(jnp.bfloat16)
+    lists = np.full((4, width), -1, np.int32)
+    for t, n in enumerate(counts):
+        lists[t, :n] = rng.permutation(320)[:n]
+    lists[0, [0, 70, 129]] = -1
+    pool.reshape(320, 192)[np.setdiff1d(np.arange(320), lists)] = np.nan
+    q = rng.standard_normal((4, config.num_heads, 192)).astype(jnp.bfloat16)
+    split = (pool, None) if config.whole_rows else np.split(pool, [128], axis=-1)
+    latents, ropes = (None if x is None else jnp.asarray(x) for x in split)
+    with interpreted():
+        work = build_work_list(jnp.arange(5), jnp.asarray(counts), 4, config.attention)
+        out, lse = latent_attention(jnp.asarray(q), latents, ropes, jnp.asarray(lists), work, config)
+    keys = [pool.reshape(320, 1, 192)[row[row >= 0]].astype(np.float64) for row in lists]
+    values, scale = [rows[..., :128] for rows in keys], config.logits.scale
+    want, want_lse = ragged(np.asarray(q, np.float64), keys, values, [1] * 4, scale=scale, causal=False)
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=2e-2)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, atol=1e-5)
 
 
 @pytest.mark.slow
