@@ -62,7 +62,7 @@ CASES = (
 
 def measure(case: PrefillCase, iterations: int) -> dict:
     """One row: the error of sampled rows, then microseconds."""
-    with mock.patch.multiple(mla_gpu_prefill, **dict(case.constants)):
+    with mock.patch.dict(vars(mla_gpu_prefill), dict(case.constants)):
         return _measure(case, iterations)
 
 
