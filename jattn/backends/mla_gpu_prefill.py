@@ -100,8 +100,8 @@ def projected_prefill(
     most = m.level.max_query_len
     table = jnp.asarray(m.block_table)
 
-    def attend(pages: Pages, rows, page: int, causal, config_of):
-        config = config_of(page)
+    def attend(pages: Pages, rows, causal, config: GpuKernelConfig):
+        page = config.page_size
         work = build_work_list(starts, pages.lens, q.shape[0], config, causal)
         x = jnp.where(pages.live.reshape(-1, 1), jnp.concatenate(rows, axis=-1), 0).astype(q.dtype)
         k, v = (pool.reshape(-1, page, *pool.shape[1:]) for pool in _project(spec, x, weights))
@@ -122,8 +122,8 @@ def projected_prefill(
         token = pages.position + batch.start[pages.request][:, None]
         rows = [jnp.asarray(x).at[token.reshape(-1)].get(mode="clip") for x in new_rows]
     causal = None if batch.rows.causal is None else batch.rows.causal[jnp.minimum(batch.start, q.shape[0] - 1)]
-    kind = dict(rows=most, causal=m.is_causal, per_request=causal is not None)
-    first = attend(pages, rows, page, causal, lambda page: projection_config(spec, dtype, page, **kind))
+    config = projection_config(spec, dtype, page, most, m.is_causal, causal is not None)
+    first = attend(pages, rows, causal, config)
 
     total = jnp.sum(cdiv(before, PAGE))
     longest = table.shape[1] * cache.spec.block_size
@@ -131,13 +131,12 @@ def projected_prefill(
     width = PAGE * spec.num_heads * (spec.qk_head_dim + spec.v_head_dim) * q.dtype.itemsize
     large = max(min(WINDOW_BYTES // width, capacity), 1)
     small = min(large, SMALL_WINDOW)
-    of_context = dict(rows=most, causal=False, out_dtype="float32")
+    config = projection_config(spec, dtype, PAGE, most, False, out_dtype="float32")
 
     def window(size: int, low, state):
         pages = pages_of(before, low, size, PAGE, longest)
         rows = cached(pages, jnp.zeros_like(before))
-        part = attend(pages, rows, PAGE, None, lambda page: projection_config(spec, dtype, page, **of_context))
-        return low + size, merge(state, part)
+        return low + size, merge(state, attend(pages, rows, None, config))
 
     def step(carry):
         low, state = carry
