@@ -140,7 +140,8 @@ class Machine:
         elif name.startswith("setp"):
             target, left, constant = (x.strip() for x in rest.split(",")[:3])
             compare = {"ne": np.not_equal, "eq": np.equal, "lt": np.less}[name.split(".")[1]]
-            flags[target] = compare(flags["t"] if left == "t" else operands[0], int(constant))
+            number = flags["t"] if left == "t" else operands[0]
+            flags[target] = compare(number, np.int64(int(constant)).astype(number.dtype))
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
         elif name.startswith("cp.async.cg"):  # 16 bytes; zeros where the predicate holds
@@ -186,6 +187,9 @@ class Machine:
         if kind[0] == "ldmatrix":
             return self._ldmatrix(x[0] + offset, "trans" in kind)
         if kind[0] == "mma":
+            if kind[3] == "m16n8k8":
+                zero = np.zeros_like(x[0])
+                return self._mma([*x[:2], zero, zero], [x[2], zero], x[3:], HALF[kind[-2]])
             return self._mma(x[:4], x[4:6], x[6:], HALF[kind[-2]])
         if kind[0] == "movmatrix":
             tile = x[0].view(np.uint16).reshape(-1, 8, 8)
@@ -296,6 +300,8 @@ def emulated(module, machine: Machine):
         mock.patch.object(rows, "register_value", lambda register: register[0]),
         mock.patch.object(rows, "pair_element", lambda pair, k: pair[k]),
     ]  # fmt: skip
+    if hasattr(module, "lanes"):
+        swaps.append(mock.patch.object(module.lanes, "arith", Arith))
     if hasattr(module, "decode_word"):
         decoded = lambda source, target, _=True: f"decode {source} {target}"
         swaps.append(mock.patch.object(module, "decode_word", decoded))
