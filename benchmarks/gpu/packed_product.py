@@ -129,6 +129,7 @@ def bf16_micros(shape: str, rows: int) -> float:
 def measure(shape: str, form: str, rows: int) -> dict:
     x, groups, size = inputs(shape, form, rows)
     kernel = product_ops._choose(x, groups[0], x.dtype).name
+    given = product_ops._gpu_config(x, groups[0], x.dtype)
     y = ours(x, groups)
     err = error(y[0], x, groups[0])
     again = ours(x, groups)
@@ -138,7 +139,13 @@ def measure(shape: str, form: str, rows: int) -> dict:
     limit = 2.0**-8 * 5  # bfloat16 of a result five times the spread
     figures = dict(us=us, bf16_us=bf16, speed=bf16 / us, share=size / READ_RATE / us, err=err)
     print("     ", {name: float(f"{value:.4g}") for name, value in figures.items()}, kernel, list(parts), flush=True)
-    return figures | dict(same=same, implementation=kernel, ok=same and err < limit and kernel == "gpu_packed")
+    way = None if given is None else name_of(given)
+    return figures | dict(same=same, implementation=kernel, way=way, ok=same and err < limit and way is not None)
+
+
+def name_of(way: PackedProductConfig) -> str:
+    """Its unroll, depth, warps side by side and along, and CTAs of a cluster."""
+    return "/".join(map(str, dataclasses.astuple(way)[-5:]))
 
 
 def tune(shape: str, form: str, rows: int) -> dict:
@@ -146,15 +153,14 @@ def tune(shape: str, form: str, rows: int) -> dict:
     x, groups, size = inputs(shape, form, rows)
     given = product_ops._gpu_config(x, groups[0], x.dtype)
     assert given is not None
-    name = lambda way: "/".join(map(str, dataclasses.astuple(way)[-5:]))
     found: dict[str, float] = {}
     for way in dict.fromkeys(ways(given)):
         y = ours(x, groups, way)
         us = cupti.micros(ours, x, groups, way, iterations=5)[0] / len(groups)
-        found[name(way)] = us if error(y[0], x, groups[0]) < 0.02 else np.inf
+        found[name_of(way)] = us if error(y[0], x, groups[0]) < 0.02 else np.inf
     bf16 = bf16_micros(shape, rows)
     best = sorted(found.items(), key=lambda item: item[1])
-    print(f"      bf16 {bf16:.1f} chosen {name(given)} |", *(f"{way}={us:.2f}" for way, us in best), flush=True)
+    print(f"      bf16 {bf16:.1f} chosen {name_of(given)} |", *(f"{way}={us:.2f}" for way, us in best), flush=True)
     figures = dict(us=best[0][1], bf16_us=bf16, share=size / READ_RATE / best[0][1], ways=found)
     return figures | dict(ok=bool(np.isfinite(list(found.values())).all()))
 
@@ -195,7 +201,9 @@ def ways(given: PackedProductConfig):
 
 
 def jobs_of():
-    named = lambda part, shape, form, rows: dict(part=part, case=shape, form=form, rows=rows)
+    prefix = {"tune": "tune_"}  # one row is kept of each case
+    label = lambda part, *of: prefix.get(part, "") + "_".join(map(str, of))
+    named = lambda part, *of: dict(part=part, case=label(part, *of), form=of[-2], rows=of[-1])
     eight = list(SHAPES)[:4]
     measured = [(shape, "int4_g64", rows) for rows in (1, 16, 4) for shape in eight]
     tuned = [(shape, "int4_g64", rows) for rows in (16, 1) for shape in eight]
@@ -209,7 +217,7 @@ def jobs_of():
     for tokens in (1, 8):
         of = (2880, 2880, "mxfp4", tokens)
         names = dict(zip(("inner", "width", "form", "tokens"), of, strict=True))
-        yield dict(part="experts") | names, functools.partial(measure_experts, *of)
+        yield dict(part="experts", case=label("experts", *of)) | names, functools.partial(measure_experts, *of)
     yield from (case("packed_product", measure, of) for of in more[5:])
 
 
