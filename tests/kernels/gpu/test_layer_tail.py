@@ -389,9 +389,7 @@ def test_it_lowers_for_several_ranks_with_the_addresses_of_all(ranks):
         weights = ((zeros(heads, hidden),), (zeros(hidden, wide),) * 2, (zeros(wide, hidden),))
         weights += (tuple(zeros(hidden, width) for width in following),)
         counters = (jnp.zeros(arrivals.WORDS, jnp.int32),) * 2
-        return kernel.layer_tail(zeros(13, heads), zeros(13, hidden), weights, (zeros(hidden),) * 2, counters, config)[
-            0
-        ]
+        return kernel.layer_tail(zeros(13, heads), zeros(13, hidden), weights, (zeros(hidden),) * 2, counters, config)[0]
 
     text = lowered_on(mesh, on_rank)
     assert f'xla_replica_ids = "{",".join(map(str, range(ranks)))}"' in text
