@@ -168,7 +168,7 @@ $(LIBTPU): pyproject.toml
 	$(install)
 	@touch "$(READY)"
 
-# JAX's CUDA plugin with ptxas alone: no cuDNN, NCCL or cuBLAS; nvJitLink, by which JAX compiles (benchmarks/gpu/registers.py).
+# JAX's CUDA plugin with two compilers, ptxas and nvJitLink (benchmarks/gpu/registers.py): no cuDNN, NCCL or cuBLAS.
 # JAX 0.12 needs Python 3.12.
 $(CUDA): EXTRAS := test
 $(CUDA): PACKAGES := JAX, its CUDA plugin and ptxas (1 minute)
