@@ -46,12 +46,12 @@ EVERY_OPTION = dict(
     logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, mask=MaskRule(left=99), layout="NHD"
 )
 CACHES = {  # name -> fields of the config, head dimensions of decode, and those of a mixed batch too
-    "bf16": (dict(kv_dtype="bfloat16"), (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256), (64, 96, 128, 192, 256)),
+    "bf16": (dict(kv_dtype="bfloat16"), (16, 64, 96, 128, 192, 256), (64, 96, 128, 192, 256)),
     "f16": (dict(dtype="float16", kv_dtype="float16"), (128,), (128,)),
-    "e4m3": (dict(kv_dtype="float8_e4m3fn"), (32, 64, 96, 128, 192, 256), (64, 128, 256)),
+    "e4m3": (dict(kv_dtype="float8_e4m3fn"), (64, 128, 256), (64, 128, 256)),
     "e5m2": (dict(kv_dtype="float8_e5m2"), (128,), (128,)),
     "int8": (dict(kv_dtype="int8"), (128,), (128,)),
-    "e4m3_tokens": (dict(kv_dtype="float8_e4m3fn", token_scales=True), (128, 256), (128, 256)),
+    "e4m3_tokens": (dict(kv_dtype="float8_e4m3fn", token_scales=True), (256,), (256,)),
     "int8_tokens_f16": (dict(dtype="float16", kv_dtype="int8", token_scales=True), (128,), (128,)),
 }
 KINDS = {"decode": dict(rows=4), "mixed": {}}
