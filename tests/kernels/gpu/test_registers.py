@@ -49,8 +49,7 @@ def test_every_case_is_recorded_and_spills_little(chip, compiler):
 @pytest.mark.skipif(bool(MISSING), reason=f"it needs {MISSING}")
 @pytest.mark.parametrize("chip", CHIPS)
 def test_no_kernel_needs_more_than_is_recorded(chip):
-    """Where a kernel was changed on purpose: python -m benchmarks.gpu.registers sm_86 --write, for every chip.
-    """
+    """Where a kernel was changed on purpose: python -m benchmarks.gpu.registers sm_86 --write, for every chip."""
     command = [sys.executable, "-m", "benchmarks.gpu.registers", chip, *COMPILED]
     env = os.environ | registers.environment() | {"PYTHONPATH": str(tree.ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=590)
