@@ -95,6 +95,26 @@ def opaque(x):
     return hide(x)
 
 
+def sync_warpgroup():
+    """Waits for all threads of the warpgroup."""
+
+    @plgpu.inline_mgpu()
+    def sync(ctx):
+        utils.warpgroup_barrier()
+
+    sync()
+
+
+def sync_cluster():
+    """Waits for all threads of the cluster."""
+
+    @plgpu.inline_mgpu()
+    def sync(ctx):
+        asm("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", "")
+
+    sync()
+
+
 def asm_value(text: str, constraints: str, *args, pure: bool = False):
     """Emits inline PTX with one result: f32 where its constraint is =f, else i32."""
     kind = ir.F32Type.get() if constraints.startswith(("=f", "=&f")) else int_type()
@@ -175,6 +195,12 @@ def float_of_f16(word, half: int):
     """The f32 of the low (0) or high (1) float16 of a word."""
     text = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.f32.f16 $0, h" + str(half) + "; }"
     return asm_value(text, "=f,r", word, pure=True)
+
+
+def float_of_byte(word, byte: int):
+    """The f32 of a signed byte of a word."""
+    number = asm_value(f"bfe.s32 $0, $1, {8 * byte}, 8;", "=r,r", word, pure=True)
+    return asm_value("cvt.rn.f32.s32 $0, $1;", "=f,r", number, pure=True)
 
 
 def byte_permute(word, selector: int):

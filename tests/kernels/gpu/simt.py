@@ -145,7 +145,7 @@ class Machine:
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
         elif name.startswith("cp.async.cg"):  # 16 bytes; zeros where the predicate holds
-            ignored = flags[rest.split(",")[3].strip()]
+            ignored = flags[rest.split(",")[3].strip()] if rest.count(",") == 3 else ~mask
             for i in np.flatnonzero(mask):
                 to, source = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
                 assert (to + offset) % 16 == 0 and source % 16 == 0
@@ -167,6 +167,14 @@ class Machine:
             a, b = (np.ascontiguousarray(word).view(HALF["bf16"]).astype(np.float32) for word in x)
             exact = {"add": a + b, "sub": a - b, "mul": a * b}[kind[0]]
             return [exact.astype(HALF["bf16"]).view(np.uint32)]
+        if kind[0] == "lop3":  # (a & mask) | c
+            assert rest.endswith("0xea")
+            return [x[0].view(np.uint32) & np.uint32(int(rest.split(",")[2], 16)) | x[1].view(np.uint32)]
+        if kind[0] == "bfe":
+            first = int(rest.split(",")[2]) // 8
+            return [x[0].view(np.int8).reshape(-1, 4)[:, first].astype(np.int32)]
+        if name == "cvt.rn.f32.s32":
+            return [x[0].astype(np.float32)]
         if name == "mov.f32":
             return [np.zeros(self.lane.shape, np.float32)]
         if kind[0] == "mov":
