@@ -23,7 +23,7 @@ COMPILED = (
 )  # fmt: skip
 COMPILERS = ("ptxas", "nvjitlink")
 MORE_REGISTERS = 8  # than recorded: another version of a compiler may need some
-MOST_SPILLED = 64  # bytes of a thread
+MOST_SPILLED = {chip: 64 for chip in CHIPS} | {"sm_100": 256}  # bytes of a thread in a mixed batch; of sm_100 no target
 MISSING = registers.missing()
 
 
@@ -36,12 +36,12 @@ def recorded(chip, compiler):
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_case_is_recorded_and_spills_little(chip, compiler):
-    """Nothing in decode, and at most MOST_SPILLED bytes in a mixed batch."""
+    """Nothing in decode."""
     rows = recorded(chip, compiler)
     assert rows.keys() == set(registers.CASES)
     for case, row in rows.items():
         assert row["registers"] <= 255 and row.get("smem", 0) <= CHIPS[chip].smem_cta, row
-        most = MOST_SPILLED if case.startswith("mixed") else 0
+        most = MOST_SPILLED[chip] if case.startswith("mixed") else 0
         assert max(row["spill_stores"], row["spill_loads"]) <= most, row
 
 
@@ -59,4 +59,5 @@ def test_no_kernel_needs_more_than_is_recorded(chip):
     for row in found:
         before = recorded(chip, row["variant"])[row["case"]]
         assert row["registers"] <= before["registers"] + MORE_REGISTERS, (row, before)
-        assert row["spill_stores"] <= max(before["spill_stores"], MOST_SPILLED * row["case"].startswith("mixed")), row
+        most = MOST_SPILLED[chip] if row["case"].startswith("mixed") else 0
+        assert row["spill_stores"] <= max(before["spill_stores"], most), row
