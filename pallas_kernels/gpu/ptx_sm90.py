@@ -241,7 +241,8 @@ def mma(a, b, c, dtype: str):
 def mma_8(a, b, dtype: str):
     """a b in f32: a [16, 8] in 2 words, b [8, 8] in 1 word; 4 floats."""
     kind, zero = {"bfloat16": "bf16", "float16": "f16"}[dtype], f32(0.0)
-    text = f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5}}, {{$6}}, {{$7, $7, $7, $7}};"
+    text = f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32"
+    text += " {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $7, $7, $7};"
     return asm_values(text, "=f,=f,=f,=f,r,r,r,f", 4, *a, b, zero, pure=True)
 
 
