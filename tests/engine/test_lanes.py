@@ -34,10 +34,11 @@ def test_narrow_heads_fill_lanes_on_a_tpu_only(monkeypatch):
     assert pools(block_size=8).k.shape == (8, 2, 8, 64), "a page would be half a register"
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_each_rank_has_its_part_of_whole_rows(axis, monkeypatch):
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["tensor", "context"])
+def test_each_rank_has_its_part_of_whole_rows(ranks, monkeypatch):
+    devices = np.array(jax.devices()[:2]).reshape(ranks)
+    mesh = models.ModelMesh.of(CONFIG, jax.sharding.Mesh(devices, ("tensor", "context")))
     monkeypatch.setattr(jattn.device, "detect", lambda: Chip("tpu", "v6e"))
-    mesh = models.ModelMesh.of(CONFIG, jax.sharding.Mesh(np.array(jax.devices()[:2]), (axis,)))
     assert pools(mesh=mesh).k.shape == (8, 2, 32, 128)
 
 
