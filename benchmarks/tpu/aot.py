@@ -158,9 +158,9 @@ def call(shape: Shape, chip: str = "v6e"):
     import jattn
 
     attn, params, q_dim = _latent_call(shape, chip) if shape.latent else _attention_call(shape, chip)
-    reqs, width = len(shape.query_lens), shape.columns
+    reqs, width, size = len(shape.query_lens), shape.columns, attn.cache_spec.block_size * shape.ranks
     meta = jattn.CommonAttentionMetadata.from_lengths(
-        shape.query_lens, [max(n, 700) for n in shape.query_lens], [[0] * width] * reqs, attn.cache_spec.block_size * shape.ranks,
+        shape.query_lens, [max(n, 700) for n in shape.query_lens], [[0] * width] * reqs, size,
         causal=[r % 2 == 0 for r in range(reqs)] if shape.causal == "each" else shape.causal,
         **_reach(attn.spec, reqs),
     )  # fmt: skip

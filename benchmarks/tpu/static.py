@@ -17,7 +17,8 @@ from benchmarks import records
 from benchmarks.tpu import aot, llo, model, own_process, peers
 
 JOBS = (
-    "decode", "prefill", "mla_decode", "mla_prefill", "mla_new_tokens", "jax_decode", "jax_prefill", "rpa3_decode", "rpa3_prefill",
+    "decode", "prefill", "mla_decode", "mla_prefill", "mla_new_tokens", "jax_decode", "jax_prefill", "rpa3_decode",
+    "rpa3_prefill",
 )  # fmt: skip
 JAX_PAGES = 8  # in a block of JAX's kernel
 JAX_QUERIES = {"jax_decode": 8, "jax_prefill": 32}  # in its block: few, and its default on v5e
