@@ -103,7 +103,8 @@ def new_tokens_config(
     found = default_config(
         chip=chip.generation, longest=common.max_query_len, num_heads=heads, num_kv_heads=heads,
         head_dim=spec.qk_head_dim, v_head_dim=spec.v_head_dim, page_size=PACKED_PAGE, dtype=config.dtype,
-        kv_dtype=config.dtype, out_dtype="float32", mask=mask, logits=logits, per_request_causal=config.per_request_causal,
+        kv_dtype=config.dtype, out_dtype="float32", mask=mask, logits=logits,
+        per_request_causal=config.per_request_causal,
     )  # fmt: skip
     return None if supports(found, chip=chip.generation) else found
 
