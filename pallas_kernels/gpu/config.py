@@ -69,6 +69,11 @@ class GpuKernelConfig:
         return self.out_dtype or self.dtype
 
     @property
+    def copied_keys(self) -> int:
+        """Keys that one copy to shared memory brings: the most that divide a block and never cross a page's end."""
+        return math.gcd(self.page_size, self.block_kv)
+
+    @property
     def quantised(self) -> bool:
         """Are keys and values decoded before they are multiplied?"""
         return self.kv_dtype != self.dtype

@@ -192,8 +192,8 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     slots = stages + cfg.ring * cfg.decodes_ahead
     small += [plgpu.SMEM((slots, 2 * block), jnp.float32)] if cfg.token_scales else []
     small += [plgpu.SMEM((4,), jnp.int32)]
-    pages = max(block // cfg.page_size, 1)
-    filled = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (pages + cfg.token_scales, pages))
+    copies = block // cfg.copied_keys
+    filled = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (copies + cfg.token_scales, copies))
     full, stored = filled, ()
     if cfg.decodes_ahead:
         stored = (*filled, *(plgpu.Barrier(num_barriers=stages),) * 2)

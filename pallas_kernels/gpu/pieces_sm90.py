@@ -146,8 +146,8 @@ def scale_slot(cfg: GpuKernelConfig, block_number):
 
 def load_pages(cfg: GpuKernelConfig, refs: Refs):
     """The memory warpgroup: fetches the pages of each block; the CTA's block i goes to stage i % stages."""
-    page, block = cfg.page_size, cfg.block_kv
-    copies, width = max(block // page, 1), min(page, block)
+    page, block, width = cfg.page_size, cfg.block_kv, cfg.copied_keys
+    copies, even = block // width, block % page == 0  # even: a block consists of whole pages
 
     def source(pool, page_id, head, offset):
         span = pl.ds(offset, width) if width < page else slice(None)
@@ -159,9 +159,13 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
         blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
 
+        def column(i, p):
+            if even or copies == 1:
+                return lax.div((blk0 + i) * block, jnp.int32(page)) + p
+            return lax.div((blk0 + i) * block + p * width, jnp.int32(page))
+
         def page_ids(i):
-            column = lax.div((blk0 + i) * block, jnp.int32(page))
-            return tuple(refs.block_table[req, jnp.clip(column + p, first, last)] for p in range(copies))
+            return tuple(refs.block_table[req, jnp.clip(column(i, p), first, last)] for p in range(copies))
 
         kind = dict(block=block, page=page)
 
@@ -180,7 +184,11 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
             ahead = (scales_of(i + 1, scales[1]), ids_of(i + 2)) if cfg.token_scales else ()
             slot = lax.rem(block_number, jnp.int32(cfg.stages))
-            offset = pl.multiple_of(lax.rem((blk0 + i) * block, jnp.int32(page)), 8) if width < page else 0
+
+            def offset(p):
+                if width == page:
+                    return 0
+                return pl.multiple_of(lax.rem((blk0 + i) * block + p * width, jnp.int32(page)), 8)
 
             def fill(pool, tile, full, free):
                 @when(block_number >= cfg.stages)
@@ -189,7 +197,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
 
                 for p in range(copies):
                     target = tile.at[slot, pl.ds(p * width, width)]
-                    plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset), target, full.at[slot])
+                    plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset(p)), target, full.at[slot])
 
             fill(refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free)
             if cfg.token_scales:

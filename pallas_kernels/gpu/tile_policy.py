@@ -17,6 +17,7 @@ from typing import Any
 from pallas_kernels import tuning
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.work_list import TILE_ROWS, WHOLE_KEYS
 
 NARROW_TILES = True
 """8-bit decode by narrow_sm90.py: dec_16x32k_fp8 takes 267 us, with tiles of 64 rows 441."""
@@ -39,31 +40,34 @@ class TileRequest:
 
     config: GpuKernelConfig  # with the fields of the caller and of earlier policies
     rows: int | None  # upper bound of every request's packed rows (new tokens * group); None: unknown
+    keys: int | None  # upper bound of every request's keys; None: unknown
     decided: frozenset[str]  # fields that the caller or an earlier policy decided
 
 
-def default_config(*, rows: int | None = None, **fields) -> GpuKernelConfig:
+def default_config(*, rows: int | None = None, keys: int | None = None, **fields) -> GpuKernelConfig:
     """The config with these fields; POLICIES choose the others. Not checked (see supports.py).
 
-    rows: upper bound of every request's packed rows (new tokens * group), if it is known. Few rows have tiles of their
-    own.
+    rows, keys: upper bounds of every request's packed rows (new tokens * group) and keys, if they are known. Few rows
+    have tiles of their own; units of few keys are not cut.
     """
-    return _chosen(POLICIES, rows, tuple(fields.items()))
+    return _chosen(POLICIES, rows, keys, tuple(fields.items()))
 
 
 @functools.lru_cache(maxsize=1024)  # a batch that is built outside jit asks at every step
-def _chosen(policies: tuple[Callable, ...], rows: int | None, fields: tuple[tuple[str, Any], ...]) -> GpuKernelConfig:
+def _chosen(
+    policies: tuple[Callable, ...], rows: int | None, keys: int | None, fields: tuple[tuple[str, Any], ...]
+) -> GpuKernelConfig:
     config, decided = GpuKernelConfig(**dict(fields)), frozenset(name for name, _ in fields)
     for policy in policies:
-        chosen = policy(TileRequest(config, rows, decided))
+        chosen = policy(TileRequest(config, rows, keys, decided))
         chosen = {name: value for name, value in chosen.items() if name not in decided}
         config, decided = dataclasses.replace(config, **chosen), decided | chosen.keys()
     return config
 
 
-def make_config(*, rows: int | None = None, **fields) -> GpuKernelConfig:
+def make_config(*, rows: int | None = None, keys: int | None = None, **fields) -> GpuKernelConfig:
     """default_config, or NotImplementedError with every reason why the kernel cannot serve it."""
-    config = default_config(rows=rows, **fields)
+    config = default_config(rows=rows, keys=keys, **fields)
     if reasons := supports(config):
         raise NotImplementedError("; ".join(reasons))
     return config
@@ -109,6 +113,17 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     return chosen
 
 
+def whole_units_of_few_keys(request: TileRequest) -> dict[str, Any]:
+    """No unit is cut where each has few keys, by the lengths' bound or by a window: then no launch merges parts."""
+    config, rule = request.config, request.config.mask
+    most, bounded = request.keys, rule.left >= 0 and (rule.causal or rule.right >= 0) and not rule.spans
+    if bounded and not config.per_request_causal:
+        tokens = -(-min(request.rows or TILE_ROWS, TILE_ROWS) // config.group) + 1  # of a tile
+        window = rule.left + max(rule.right, 0) + tokens
+        most = window if most is None else min(most, window)
+    return {"whole_units": True} if most is not None and most <= WHOLE_KEYS else {}
+
+
 def measured_tiles(request: TileRequest) -> dict[str, Any]:
     """block_kv and stages as measured by `python -m jattn bench --tune`; {} for a shape that is not in the table."""
     c = request.config
@@ -146,6 +161,7 @@ def soft_cap(request: TileRequest) -> dict[str, Any]:
 POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
     query_buffers,
     variants_for_few_rows,
+    whole_units_of_few_keys,
     measured_tiles,
     largest_tiles,
     soft_cap,
