@@ -69,6 +69,7 @@ CLASSES = (  # name, model, lengths, page[, 8 bits[, layout]]
     ("mixed_32d_2p", "llama8b", MIXED, 16),
     ("dec_64x4k", "llama8b", ((1, 4096),) * 64, 16),
     ("mixed_d256_fp8", "gemma3_12b", MIXED, 64, True),
+    ("dec_16x32k", "llama8b", ((1, 32768),) * 16, 16),
     ("pre_1x128", "llama8b", prompt(128), 16),
     ("pre_1x256", "llama8b", prompt(256), 16),
     ("pre_1x768", "llama8b", prompt(768), 16),
@@ -140,16 +141,18 @@ CLASSES = (  # name, model, lengths, page[, 8 bits[, layout]]
     ("pre_1x4k_p256", "llama8b", prompt(4096), 256),
 )
 VARIANTS = (  # case, fields of the config that the policy would choose otherwise
-    ("pre_1x512", dict(whole_units=True)),
-    ("pre_1x512", dict(whole_units=True, block_kv=64, stages=4)),
-    ("dec_1x300", dict(whole_units=True)),
+    ("pre_1x512", dict(whole_units=False)),
+    ("pre_1x512", dict(block_kv=64, stages=4)),
+    ("dec_1x300", dict(whole_units=False)),
     ("dec_1x300", dict(block_kv=64, stages=4)),
-    ("dec_4x500", dict(whole_units=True)),
+    ("dec_4x500", dict(whole_units=False)),
     ("dec_512_tiny", dict(whole_units=True)),
     ("dec_512_tiny", dict(block_kv=64, stages=5)),
+    ("dec_64x4k", dict(whole_units=True)),
     ("pre_1x1k", dict(whole_units=True)),
-    ("pre_1x256", dict(whole_units=True)),
-    ("pre_ragged", dict(whole_units=True)),
+    ("pre_8x512", dict(whole_units=False)),
+    ("pre_16x256", dict(whole_units=False)),
+    ("pre_1x512_tp8", dict(whole_units=False)),
 )
 
 

@@ -26,7 +26,7 @@ class Refs:
     info: object  # GMEM i32[tiles, 16]
     cta: object  # GMEM i32[C, 12]
     scales: object  # GMEM f32[K, 2]: logit scale (times k_scale), v_scale
-    per_head: object  # GMEM f32[H, 2]: ALiBi slope, sink
+    per_head: object  # GMEM f32[H, 2]: ALiBi slope, sink; any array where there are none
     k_token_scale: object  # GMEM f32 [N, K, S] or [N, S, K]; None unless token_scales
     v_token_scale: object
     out: object  # GMEM [T, H, V]

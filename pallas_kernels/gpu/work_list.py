@@ -18,8 +18,8 @@ The ranked list, for any batch:
    the longest CTA hardly longer (see CUTS_COST), or with config.whole_units, nothing is cut.
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
-XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with config.whole_units,
-moves to the nearer end of the unit.
+XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with config.whole_units
+or where units are about equal and fill whole waves (see CUTS_SHARE), moves to the nearer end of the unit.
 
 Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
 (0, -inf). In a flat list tile g is ghost tile g, and tile `ghosts` + r is request r.
@@ -272,7 +272,9 @@ def _cut_line(nblk, config):
     enough = total * 2 >= ctas * each
     whole = each * config.block_kv <= jnp.where(enough, 2 * WHOLE_KEYS, WHOLE_KEYS)
     unit = found * heads + quotient
-    whole = jnp.bool_(True) if config.whole_units else whole & ~even
+    units = jnp.sum(nblk > 0, dtype=jnp.int32) * heads
+    alike = cdiv(units, ctas) * jnp.max(nblk, initial=0) * ctas <= total.astype(jnp.float32) * CUTS_SHARE
+    whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
     unit = jnp.where(whole & (2 * remainder >= each), unit + 1, unit)
     block = jnp.where(whole, 0, remainder)
 
