@@ -49,7 +49,7 @@ class Hopper:
 
     def rule(self, case: cases.KernelCase) -> dict[str, int]:
         """The tiles for shapes that the table lacks."""
-        return tile_policy.largest_tiles(tile_policy.TileRequest(check.config_of(case), rows=None, keys=None, decided=frozenset()))
+        return tile_policy.largest_tiles(tile_policy.TileRequest(check.config_of(case), rows=None, decided=frozenset()))
 
     def every(self, case: cases.KernelCase, kind: str) -> list[dict[str, int]]:
         """What is tried, of which the kernel may refuse some."""

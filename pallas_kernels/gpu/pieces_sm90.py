@@ -103,9 +103,8 @@ def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     return Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(cfg.q_buffers)))
 
 
-def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
-    """Memory warpgroup: fetches the numbers and the query rows of piece j into its buffer."""
-    piece = piece_from_list(cfg, refs, j)
+def send_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j):
+    """Memory warpgroup: the numbers and the query rows of piece j into its buffer."""
     buffer = piece.buffer
 
     @when(j >= cfg.q_buffers)
@@ -128,7 +127,6 @@ def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     rows.await_rows()
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.q_full.at[buffer])
-    return piece
 
 
 def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
@@ -154,7 +152,9 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
         return pool.at[page_id, head, span] if cfg.layout == "HND" else pool.at[page_id, span, head]
 
     def load_piece(j, block_number):
-        piece = send_piece(cfg, refs, j)
+        piece = piece_from_list(cfg, refs, j)
+        if not cfg.keys_first:
+            send_piece(cfg, refs, piece, j)
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
         blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
@@ -207,7 +207,11 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             return block_number + 1, next_pages, *ahead
 
         first_scales = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
-        return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0), *first_scales))[0]
+        carry = (block_number, page_ids(0), *first_scales)
+        if cfg.keys_first:  # a piece has a block: its keys are on their way while the last piece's result is stored
+            carry = load_block(jnp.int32(0), carry)
+            send_piece(cfg, refs, piece, j)
+        return lax.fori_loop(int(cfg.keys_first), piece.count, load_block, carry)[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
 

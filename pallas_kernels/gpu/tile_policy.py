@@ -40,8 +40,8 @@ class TileRequest:
 
     config: GpuKernelConfig  # with the fields of the caller and of earlier policies
     rows: int | None  # upper bound of every request's packed rows (new tokens * group); None: unknown
-    keys: int | None  # upper bound of every request's keys; None: unknown
     decided: frozenset[str]  # fields that the caller or an earlier policy decided
+    keys: int | None = None  # upper bound of every request's keys; None: unknown
 
 
 def default_config(*, rows: int | None = None, keys: int | None = None, **fields) -> GpuKernelConfig:
@@ -59,7 +59,7 @@ def _chosen(
 ) -> GpuKernelConfig:
     config, decided = GpuKernelConfig(**dict(fields)), frozenset(name for name, _ in fields)
     for policy in policies:
-        chosen = policy(TileRequest(config, rows, keys, decided))
+        chosen = policy(TileRequest(config, rows, decided, keys))
         chosen = {name: value for name, value in chosen.items() if name not in decided}
         config, decided = dataclasses.replace(config, **chosen), decided | chosen.keys()
     return config
