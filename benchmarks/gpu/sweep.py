@@ -6,12 +6,11 @@ LIBRARY: see benchmarks/gpu/fa3.py. The first cases are those of `sweep_cases.CL
 seed. Each is checked on a few rows against numpy float64, then timed: the sum of the kernels of a call by CUPTI, keys
 in L2 where they fit. Programs are lowered in processes and compiled in threads while others are timed. A ratio is
 FlashAttention-3's time over ours: more than 1 is faster. Its time is its kernels' by CUPTI too where a call is short,
-else that of a CUDA graph, which has the gaps between kernels. --set is a python dict of GpuKernelConfig fields for every
-case; with it, cases that the kernel refuses are left out.
+else that of a CUDA graph, which has the gaps between kernels. --set is a python dict of GpuKernelConfig fields for
+every case; with it, cases that the kernel refuses are left out.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -58,7 +57,9 @@ def shapes_of(case: cases.KernelCase, config) -> dict[str, jax.ShapeDtypeStruct]
     """Shapes of a case's arrays."""
     shape, pages = jax.ShapeDtypeStruct, -(-case.seq_lens // case.page)
     order = (case.num_kv_heads, case.page) if config.layout == "HND" else (case.page, case.num_kv_heads)
-    pools = (shape((int(pages.sum()), *order, dim), jnp.dtype(config.kv_dtype)) for dim in (case.head_dim, case.v_head_dim))
+    pools = (
+        shape((int(pages.sum()), *order, dim), jnp.dtype(config.kv_dtype)) for dim in (case.head_dim, case.v_head_dim)
+    )
     q = shape((int(case.q_lens.sum()), case.num_heads, case.head_dim), jnp.dtype(config.dtype))
     reqs = len(case.lengths)
     ints = dict(table=(reqs, max(int(pages.max()), 1)), starts=(reqs + 1,), seqs=(reqs,))
@@ -71,7 +72,8 @@ def programs_of(case: cases.KernelCase, config) -> dict[str, bytes]:
     tokens = of["q"].shape[0]
 
     def fill(seed):
-        return tuple(drawn.fill(seed + jnp.uint32(n), of[name].shape, of[name].dtype) for n, name in zip(SEEDS, "qkv"))
+        seeds = zip(SEEDS, "qkv", strict=True)
+        return tuple(drawn.fill(seed + jnp.uint32(n), of[name].shape, of[name].dtype) for n, name in seeds)
 
     def plan(starts, seqs):
         work = build_work_list(starts, seqs, tokens, config)

@@ -156,8 +156,16 @@ VARIANTS = (  # case, fields of the config that the policy would choose otherwis
     *(
         (name, dict(keys_first=True))
         for name in (
-            "pre_1x4k_d256_softcap", "pre_1x4k_d256", "pre_1x8k_d192_v128", "pre_1x8k_fp8", "mixed_32d_2p_fp8",
-            "mixed_d256", "pre_1x8k", "pre_1x512", "pre_ragged", "chunk_512_of_64k",
+            "pre_1x4k_d256_softcap",
+            "pre_1x4k_d256",
+            "pre_1x8k_d192_v128",
+            "pre_1x8k_fp8",
+            "mixed_32d_2p_fp8",
+            "mixed_d256",
+            "pre_1x8k",
+            "pre_1x512",
+            "pre_ragged",
+            "chunk_512_of_64k",
         )
     ),
 )

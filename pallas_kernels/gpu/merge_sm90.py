@@ -20,8 +20,8 @@ from pallas_kernels.gpu.config import WARPGROUP_ROWS
 PARTS_IN_FLIGHT = 8  # parts that are loaded at the same time
 COLUMNS = 32  # at most so many columns of the output are merged at a time
 LONG_PARTS_IN_FLIGHT = 4
-"""The same for a kernel with long tiles, whose units have few parts, of many rows. With 8 a thread has 179 registers, so
-that a multiprocessor holds 2 of 8 CTAs, and a launch with nothing to merge takes four waves, 3.7 us on an H200."""
+"""The same for a kernel with long tiles, whose units have few parts, of many rows. With 8 a thread has 179 registers
+and a multiprocessor holds 2 of 8 CTAs: a launch that finds nothing to merge takes four waves, 3.7 us on an H200."""
 
 
 def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, out_ref, lse_ref):
