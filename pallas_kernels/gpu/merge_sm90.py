@@ -98,8 +98,7 @@ def merge_parts(
     if in_flight is None:
         in_flight = LONG_PARTS_IN_FLIGHT if cfg.long_tiles else PARTS_IN_FLIGHT
     if chunks is None:
-        total = cfg.v_head_dim // width
-        chunks = (total // 2 if total % 2 == 0 else total) if cfg.long_tiles else 1
+        chunks = 2 if cfg.long_tiles and cfg.v_head_dim > 128 and cfg.v_head_dim // width % 2 == 0 else 1
 
     def merge_partial_attention(*refs):
         _kernel(cfg, width, in_flight, chunks, *refs)

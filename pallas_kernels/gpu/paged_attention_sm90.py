@@ -218,15 +218,32 @@ def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
 def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
     """A compute warpgroup: the CTA's pieces in order. blocks_before: the number of key blocks of all earlier pieces."""
 
+    few_rows = narrow_tile if cfg.narrow_rows else short_tile
+    many_rows = long_tile if cfg.long_tiles else blank_tile  # without long tiles only padding has many rows
+
+    def free_queries(piece):
+        count = piece.count  # read before the arrival: the memory warpgroup then overwrites the piece's numbers
+        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
+        return count
+
     def piece_body(j, blocks_before):
         piece = receive_piece(cfg, refs, j)
         few = piece[wl.NROWS] <= (cfg.narrow_rows or wl.SHORT_ROWS)
-        few_rows = narrow_tile if cfg.narrow_rows else short_tile
-        many_rows = long_tile if cfg.long_tiles else blank_tile  # without long tiles only padding has many rows
-        when(few)(lambda: few_rows(cfg, refs, piece, wg, blocks_before))
-        when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, blocks_before))
-        count = piece.count  # read before the arrival: the memory warpgroup then overwrites the piece's numbers
-        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
-        return blocks_before + count
+        own = (cfg, refs, piece, wg, blocks_before)
+        if not cfg.frees_queries:
+            when(few)(lambda: few_rows(*own))
+            when(jnp.logical_not(few))(lambda: many_rows(*own))
+            return blocks_before + free_queries(piece)
+
+        def with_few_rows():
+            few_rows(*own)
+            return free_queries(piece)
+
+        def with_many_rows():
+            count = piece.count
+            many_rows(*own)
+            return count
+
+        return blocks_before + lax.cond(few, with_few_rows, with_many_rows)
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))

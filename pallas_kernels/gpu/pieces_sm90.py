@@ -13,6 +13,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.decode_sm90 import decode_tile
+from pallas_kernels.gpu.ptx_sm90 import put_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +104,15 @@ def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     return Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(cfg.q_buffers)))
 
 
-def send_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j):
-    """Memory warpgroup: the numbers and the query rows of piece j into its buffer."""
+def begin_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j):
+    """Memory warpgroup: the numbers of piece j into its buffer; begins to copy its query rows."""
     buffer = piece.buffer
 
     @when(j >= cfg.q_buffers)
     def _():
         plgpu.barrier_wait(refs.q_free.at[buffer])
 
-    for column in range(HI + 1):
-        refs.piece_box[buffer, column] = piece[column]
+    put_numbers(refs.piece_box.at[buffer], [jnp.asarray(piece[column], jnp.int32) for column in range(HI + 1)])
     kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
     kind |= dict(unrolled=rows.LOADS_UNROLLED)  # this warpgroup has few registers
 
@@ -124,9 +124,13 @@ def send_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j):
     load_half(0)
     if refs.q_tile.shape[1] == 2:
         when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1))
+
+
+def send_piece(refs: Refs, piece: Piece):
+    """Memory warpgroup: waits for the query rows, and hands the piece over."""
     rows.await_rows()
     plgpu.commit_smem()
-    plgpu.barrier_arrive(refs.q_full.at[buffer])
+    plgpu.barrier_arrive(refs.q_full.at[piece.buffer])
 
 
 def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
@@ -153,8 +157,10 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
 
     def load_piece(j, block_number):
         piece = piece_from_list(cfg, refs, j)
+        if cfg.q_buffers > 1 or not cfg.keys_first:
+            begin_piece(cfg, refs, piece, j)
         if not cfg.keys_first:
-            send_piece(cfg, refs, piece, j)
+            send_piece(refs, piece)
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
         blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
@@ -208,10 +214,14 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
 
         first_scales = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
         carry = (block_number, page_ids(0), *first_scales)
-        if cfg.keys_first:  # a piece has a block: its keys are on their way while the last piece's result is stored
-            carry = load_block(jnp.int32(0), carry)
-            send_piece(cfg, refs, piece, j)
-        return lax.fori_loop(int(cfg.keys_first), piece.count, load_block, carry)[0]
+        if not cfg.keys_first:
+            return lax.fori_loop(0, piece.count, load_block, carry)[0]
+        early = jnp.minimum(piece.count, 1)
+        carry = lax.fori_loop(0, early, load_block, carry)
+        if cfg.q_buffers == 1:
+            begin_piece(cfg, refs, piece, j)
+        send_piece(refs, piece)
+        return lax.fori_loop(early, piece.count, load_block, carry)[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
 
