@@ -31,10 +31,9 @@ from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 
 BOUND, LSE_BOUND = 6e-3, 1e-4  # of a row's relative error; of the log-sum-exp
-PROCESSES, THREADS = 12, 10
-AHEAD = 48  # cases that are lowered and compiled before they are timed
+PROCESSES, THREADS = 10, 14
 SEEDS = (1, 2, 3)  # of q, k and v
-TILES = ("block_kv", "stages", "q_buffers", "narrow_rows", "whole_units")
+TILES = ("block_kv", "stages", "q_buffers", "narrow_rows", "whole_units", "keys_first", "frees_queries")
 
 
 def fa3(library: str, batches: list[cases.KernelCase], seconds: float) -> dict[str, dict]:
@@ -128,6 +127,14 @@ def rows_error(rows, out, lse) -> dict:
     return dict(rel_err=relative, lse_err=worst_lse)
 
 
+def timed(attend, run, iterations: int) -> tuple[float, dict[str, float]]:
+    """cupti.micros, again where a program that another thread loaded was counted too."""
+    try:
+        return cupti.micros(attend, *run, iterations=iterations)
+    except RuntimeError:
+        return cupti.micros(attend, *run, iterations=iterations)
+
+
 def measure(case: cases.KernelCase, config, programs: Future, rows: Future, peer: dict, iterations: int) -> dict:
     """One row: errors, microseconds, the ratio to the peer; `ok` says whether the numbers are right."""
     built = programs.result()
@@ -135,7 +142,7 @@ def measure(case: cases.KernelCase, config, programs: Future, rows: Future, peer
     run = (*built["fill"](jnp.uint32(0)), table, *built["plan"](starts, seqs))
     row = rows_error(rows.result(), *(np.asarray(x) for x in built["attend"](*run)))
     row["ok"] = row["rel_err"] < BOUND and row["lse_err"] < LSE_BOUND
-    us, parts = cupti.micros(built["attend"], *run, iterations=iterations)
+    us, parts = timed(built["attend"], run, iterations)
     tiles = {name: getattr(config, name) for name in TILES}
     row |= dict(us=us, parts=parts, tiles=tiles, bytes=case.read_bytes(), flop=case.flops())
     row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6) | peer
@@ -143,19 +150,17 @@ def measure(case: cases.KernelCase, config, programs: Future, rows: Future, peer
     return row | (dict(ratio=best / us) if best else {})
 
 
-def jobs_of(todo: list[tuple], made: list[Future], peers: dict, args, compiler, rows: list) -> Iterator[jobs.Job]:
-    """The jobs in order, whose lowered programs are `made`; AHEAD jobs are being compiled. Each keeps its row."""
+def jobs_of(todo: list[tuple], built: list[Future], peers: dict, args, rows: list) -> Iterator[jobs.Job]:
+    """The jobs in order, with their compiled programs. Each keeps its row."""
     with ThreadPoolExecutor(2) as pool:
         own = {case.name: (case, config) for case, config, variant in reversed(todo)}
         witness = {name: pool.submit(references, *own[name]) for name in dict.fromkeys(c.name for c, _, _ in todo)}
-        programs = [compiler.compile(lowered) for lowered in made[:AHEAD]]
         for number, (case, config, variant) in enumerate(todo):
-            programs += map(compiler.compile, made[number + AHEAD : number + AHEAD + 1])
-            built, programs[number] = programs[number], None
+            programs, built[number] = built[number], None
 
-            def work(case=case, config=config, variant=variant, built=built):
+            def work(case=case, config=config, variant=variant, programs=programs):
                 peer = peers.get(case.name, {})
-                row = measure(case, config, built, witness[case.name], peer, args.iterations)
+                row = measure(case, config, programs, witness[case.name], peer, args.iterations)
                 rows.append(row | dict(case=case.name, variant=variant))
                 print(f"  {row.get('ratio', 0):.2f}", *(f"{k}={v}" for k, v in peer.items()),
                       *row["parts"].values(), row["tiles"], end=" ")  # fmt: skip
@@ -205,11 +210,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     batches, todo = selected(args)
     compiler = lowering.Compiler(PROCESSES, THREADS)
-    made = [compiler.lower(programs_of, case, config) for case, config, _ in todo]
+    built = [compiler.compile(compiler.lower(programs_of, case, config)) for case, config, _ in todo]
     peers = cupti.attempt(lambda: fa3(args.fa3, batches, args.seconds / 3)) if args.fa3 else {}
     args.seconds -= peers.get("wall_s", 0)
     rows: list[dict] = []
-    todo = jobs_of(todo, made, peers, args, compiler, rows)
+    todo = jobs_of(todo, built, peers, args, rows)
     failed = jobs.run(todo, args, records.provenance(), "sweep")
     compiler.close()
     print(summary(rows), flush=True)

@@ -140,34 +140,26 @@ CLASSES = (  # name, model, lengths, page[, 8 bits[, layout]]
     ("pre_1x4k_p32_nhd", "llama8b", prompt(4096), 32, False, "NHD"),
     ("pre_1x4k_p256", "llama8b", prompt(4096), 256),
 )
+LATE = dict(keys_first=False, frees_queries=False)
 VARIANTS = (  # case, fields of the config that the policy would choose otherwise
-    ("pre_1x512", dict(whole_units=False)),
-    ("pre_1x512", dict(block_kv=64, stages=4)),
-    ("dec_1x300", dict(whole_units=False)),
-    ("dec_1x300", dict(block_kv=64, stages=4)),
-    ("dec_4x500", dict(whole_units=False)),
-    ("dec_512_tiny", dict(whole_units=True)),
-    ("dec_512_tiny", dict(block_kv=64, stages=5)),
-    ("dec_64x4k", dict(whole_units=True)),
-    ("pre_1x1k", dict(whole_units=True)),
-    ("pre_8x512", dict(whole_units=False)),
-    ("pre_16x256", dict(whole_units=False)),
-    ("pre_1x512_tp8", dict(whole_units=False)),
-    *(
-        (name, dict(keys_first=True))
-        for name in (
-            "pre_1x4k_d256_softcap",
-            "pre_1x4k_d256",
-            "pre_1x8k_d192_v128",
-            "pre_1x8k_fp8",
-            "mixed_32d_2p_fp8",
-            "mixed_d256",
-            "pre_1x8k",
-            "pre_1x512",
-            "pre_ragged",
-            "chunk_512_of_64k",
-        )
-    ),
+    ("pre_1x512", LATE),
+    ("dec_1x300", dict(block_kv=128, stages=2)),
+    ("dec_1x300", LATE),
+    ("dec_4x500", dict(block_kv=128, stages=2)),
+    ("dec_512_tiny", LATE),
+    ("dec_512_tiny", dict(block_kv=64, stages=4)),
+    ("dec_512_tiny_d64", LATE),
+    ("dec_512_tiny_d64", dict(block_kv=64, stages=5)),
+    ("dec_256_tiny_fp8", LATE),
+    ("pre_1x8k_window128", LATE),
+    ("pre_1x4k_d256_softcap", LATE),
+    ("pre_1x4k_d256_softcap", dict(frees_queries=False)),
+    ("pre_1x8k_fp8", LATE),
+    ("pre_1x8k", LATE),
+    ("pre_ragged", dict(whole_units=True)),
+    ("pre_ragged_d256", dict(whole_units=True)),
+    ("pre_ragged_d256", LATE),
+    ("dec_64x4k", LATE),
 )
 
 

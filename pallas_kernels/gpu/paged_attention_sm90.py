@@ -27,7 +27,7 @@ from jax import lax
 from pallas_kernels.algebra.checks import check_arrays
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
-from pallas_kernels.gpu.branch import when
+from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.merge_sm90 import merge_parts
@@ -244,6 +244,6 @@ def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
             many_rows(*own)
             return count
 
-        return blocks_before + lax.cond(few, with_few_rows, with_many_rows)
+        return blocks_before + lax.switch(as_number(few), [with_many_rows, with_few_rows])
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))

@@ -17,7 +17,7 @@ from typing import Any
 from pallas_kernels import tuning
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.supports import supports
-from pallas_kernels.gpu.work_list import TILE_ROWS, WHOLE_KEYS
+from pallas_kernels.gpu.work_list import TILE_ROWS
 
 NARROW_TILES = True
 """8-bit decode by narrow_sm90.py: dec_16x32k_fp8 takes 267 us, with tiles of 64 rows 441."""
@@ -32,6 +32,12 @@ CAP_FOURTHS, CAP_FOURTHS_WIDE = 1, 0
 """With FIXED_MAX, how many of every 4 scores are capped by FMA. pre_1x8k takes 1021 with 0, 927 with 1, 961 with 2,
 1114 with 3, and 868 without a cap. With heads of more than 192, which have more products a score, pre_1x4k takes 234
 with 0, 239 with 1, 247 with 2."""
+
+FEW_KEYS, FEW_KEYS_OF_MANY_ROWS = 768, 1024
+"""A unit of at most so many keys is never cut. pre_1x1k takes 23.9, with a launch that finds nothing to merge 25.7."""
+
+KEYS_FIRST = True
+"""The order of a piece's loads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +120,28 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
 
 
 def whole_units_of_few_keys(request: TileRequest) -> dict[str, Any]:
-    """No unit is cut where each has few keys, by the lengths' bound or by a window: then no launch merges parts."""
-    config, rule = request.config, request.config.mask
+    """No unit is cut where each has few keys, by the lengths' bound or by a window: then no launch merges parts.
+
+    Of one warpgroup's rows they are read in blocks of 64 keys, which both warpgroups begin sooner: dec_1x300 takes 8.3,
+    with blocks of 128 keys 9.2, and 11.2 with the launch that merges.
+    """
+    config, rule, few = request.config, request.config.mask, _is_few(request)
     most, bounded = request.keys, rule.left >= 0 and (rule.causal or rule.right >= 0) and not rule.spans
     if bounded and not config.per_request_causal:
         tokens = -(-min(request.rows or TILE_ROWS, TILE_ROWS) // config.group) + 1  # of a tile
         window = rule.left + max(rule.right, 0) + tokens
         most = window if most is None else min(most, window)
-    return {"whole_units": True} if most is not None and most <= WHOLE_KEYS else {}
+    if most is None or most > (FEW_KEYS if few else FEW_KEYS_OF_MANY_ROWS):
+        return {}
+    stages = _stages_that_fit(config, 64, most=4)
+    tiles = {"block_kv": 64, "stages": stages} if few and not config.quantised and stages >= 2 else {}
+    return {"whole_units": True} | tiles
+
+
+def order_of_loads(request: TileRequest) -> dict[str, Any]:
+    """Keys are asked for before the queries are waited for; a single buffer of queries is given back early."""
+    single = request.config.q_buffers == 1 and request.config.long_tiles
+    return {"keys_first": KEYS_FIRST, "frees_queries": KEYS_FIRST and single}
 
 
 def measured_tiles(request: TileRequest) -> dict[str, Any]:
@@ -162,6 +182,7 @@ POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
     query_buffers,
     variants_for_few_rows,
     whole_units_of_few_keys,
+    order_of_loads,
     measured_tiles,
     largest_tiles,
     soft_cap,

@@ -27,7 +27,6 @@ from pallas_kernels.gpu.row_states_sm90 import (
 )
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
 
-
 FINISH_COLUMNS = (wl.TOK0, wl.ROW0, wl.NROWS, wl.NBLK, HEAD, LO, HI)
 """The numbers of a piece that `finish` reads of a long tile."""
 

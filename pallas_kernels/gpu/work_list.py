@@ -19,7 +19,7 @@ The ranked list, for any batch:
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with config.whole_units
-or where units are about equal and fill whole waves (see CUTS_SHARE), moves to the nearer end of the unit.
+or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the unit.
 
 Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
 (0, -inf). In a flat list tile g is ghost tile g, and tile `ghosts` + r is request r.
@@ -60,6 +60,8 @@ CUTS_COST = 22  # what cutting costs at least: a second piece on each CTA, and p
 CUTS_SHARE = 1.04
 """Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share. Whole
 units of one head also pass over its keys at the same time, so that they are read into L2 once."""
+CUTS_KEYS = 256
+"""The same in keys, for a flat list: a merge and a second piece take as long as these."""
 WHOLE_KEYS = 512
 """A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
 piece costs about 2 us besides its keys, and a merge 2 to 5."""
@@ -273,7 +275,8 @@ def _cut_line(nblk, config):
     whole = each * config.block_kv <= jnp.where(enough, 2 * WHOLE_KEYS, WHOLE_KEYS)
     unit = found * heads + quotient
     units = jnp.sum(nblk > 0, dtype=jnp.int32) * heads
-    alike = cdiv(units, ctas) * jnp.max(nblk, initial=0) * ctas <= total.astype(jnp.float32) * CUTS_SHARE
+    most = cdiv(units, ctas) * jnp.max(nblk, initial=0) - CUTS_KEYS // config.block_kv
+    alike = most * ctas <= total.astype(jnp.float32) * CUTS_SHARE
     whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
     unit = jnp.where(whole & (2 * remainder >= each), unit + 1, unit)
     block = jnp.where(whole, 0, remainder)
