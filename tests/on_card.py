@@ -2,8 +2,9 @@
 
     python -m tests.on_card [--backends pallas_gpu,...] [--only TEXT] [--processes 8] [--seconds 100]
 
-A line for each that is not right; exit code 1 if one is wrong, 2 if the time is over. A refusal is no error and is printed: docs/support_matrix.md is the list of
-what must be taken. Programs are compiled by processes side by side, each with a part of the GPU's memory.
+A line for each that is not right; exit code 1 if one is wrong, 2 if the time is over. A refusal is no error and is
+printed: docs/support_matrix.md is the list of what must be taken. Programs are compiled by processes side by side, each
+with a part of the GPU's memory.
 """
 
 import argparse
