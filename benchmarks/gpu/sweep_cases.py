@@ -144,8 +144,6 @@ LATE = dict(keys_first=False, frees_queries=False)
 VARIANTS = (  # case, fields of the config that the policy would choose otherwise
     ("pre_1x512", LATE),
     ("dec_1x300", dict(block_kv=128, stages=2)),
-    ("dec_1x300", LATE),
-    ("dec_4x500", dict(block_kv=128, stages=2)),
     ("dec_512_tiny", LATE),
     ("dec_512_tiny", dict(block_kv=64, stages=4)),
     ("dec_512_tiny_d64", LATE),
@@ -155,11 +153,9 @@ VARIANTS = (  # case, fields of the config that the policy would choose otherwis
     ("pre_1x4k_d256_softcap", LATE),
     ("pre_1x4k_d256_softcap", dict(frees_queries=False)),
     ("pre_1x8k_fp8", LATE),
-    ("pre_1x8k", LATE),
     ("pre_ragged", dict(whole_units=True)),
     ("pre_ragged_d256", dict(whole_units=True)),
     ("pre_ragged_d256", LATE),
-    ("dec_64x4k", LATE),
 )
 
 

@@ -450,10 +450,11 @@ class PallasGpuBackend(PagedKernelBackend):
         return cache_spec.dtype if cache_spec.dtype in QUERY_DTYPES else "bfloat16"
 
     @classmethod
-    def kernel_name(cls, chip: Chip) -> str:
-        if _is_hopper(chip):
+    def kernel_name(cls, chip: Chip, cache_spec: KVCacheSpec | None) -> str:
+        if _by_wgmma(chip, COPY_ROWS if cache_spec is None else cache_spec.block_size):
             return "Hopper's kernel (TMA and wgmma)"
-        return f"the warp-level kernel (cp.async and mma.sync), lowered for {chip.generation}"
+        lowered = chip.generation or HOPPER.generation
+        return f"the warp-level kernel (cp.async and mma.sync), lowered for {lowered}"
 
     @classmethod
     def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:

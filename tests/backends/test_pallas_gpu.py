@@ -182,8 +182,6 @@ def test_auto_gives_packed_keys_to_the_kernel_where_it_takes_their_dtypes(q, k, 
 INT8 = dict(dtype="int8", quant="per_head")
 REFUSED = [
     (dict(cache=dict(dtype="float32")), "kv_cache_dtype not supported: float32"),
-    (dict(cache=dict(block_size=24)), "page size 24: wanted a power of two"),
-    (dict(cache=dict(block_size=4)), "block_size not supported: 4"),
     (dict(chip=Chip("gpu", "sm_75")), "compute capability not supported"),
     (dict(chip=Chip("gpu", "sm_110")), "chip sm_110: wanted one of sm_80"),
     (
