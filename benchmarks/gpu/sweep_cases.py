@@ -140,22 +140,16 @@ CLASSES = (  # name, model, lengths, page[, 8 bits[, layout]]
     ("pre_1x4k_p32_nhd", "llama8b", prompt(4096), 32, False, "NHD"),
     ("pre_1x4k_p256", "llama8b", prompt(4096), 256),
 )
-LATE = dict(keys_first=False, frees_queries=False)
 VARIANTS = (  # case, fields of the config that the policy would choose otherwise
-    ("pre_1x512", LATE),
     ("dec_1x300", dict(block_kv=128, stages=2)),
-    ("dec_512_tiny", LATE),
-    ("dec_512_tiny", dict(block_kv=64, stages=4)),
-    ("dec_512_tiny_d64", LATE),
-    ("dec_512_tiny_d64", dict(block_kv=64, stages=5)),
-    ("dec_256_tiny_fp8", LATE),
-    ("pre_1x8k_window128", LATE),
-    ("pre_1x4k_d256_softcap", LATE),
-    ("pre_1x4k_d256_softcap", dict(frees_queries=False)),
-    ("pre_1x8k_fp8", LATE),
+    ("dec_512_tiny", dict(block_kv=128, stages=2)),
+    ("dec_512_tiny_d64", dict(block_kv=128, stages=3)),
+    ("pre_1x4k_d256_softcap", dict(keys_first=False)),
+    ("pre_1x4k_d256", dict(keys_first=False)),
+    ("pre_1x8k_d192_v128", dict(keys_first=True)),
+    ("pre_1x8k_fp8", dict(keys_first=True)),
     ("pre_ragged", dict(whole_units=True)),
     ("pre_ragged_d256", dict(whole_units=True)),
-    ("pre_ragged_d256", LATE),
 )
 
 

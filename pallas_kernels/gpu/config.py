@@ -45,7 +45,6 @@ class GpuKernelConfig:
     stages: int = 2  # blocks of keys and values in shared memory
     q_buffers: int = 2  # pieces whose queries are in shared memory; 2: the next piece's load overlaps this one
     keys_first: bool = False  # a piece's first block is asked for before its queries are waited for
-    frees_queries: bool = False  # long tiles give their queries' buffer back before they store a result
     num_ctas: int = 132  # one on each SM of an H100 or H200
     heads_together: int = 0  # kv heads whose pages are read at the same time; 0: work_list.py decides
     short_weight: int = 4  # cost of one key block of a tile of at most WARPGROUP_ROWS rows ...

@@ -27,7 +27,7 @@ from jax import lax
 from pallas_kernels.algebra.checks import check_arrays
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
-from pallas_kernels.gpu.branch import as_number, when
+from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.merge_sm90 import merge_parts
@@ -218,32 +218,15 @@ def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
 def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
     """A compute warpgroup: the CTA's pieces in order. blocks_before: the number of key blocks of all earlier pieces."""
 
-    few_rows = narrow_tile if cfg.narrow_rows else short_tile
-    many_rows = long_tile if cfg.long_tiles else blank_tile  # without long tiles only padding has many rows
-
-    def free_queries(piece):
-        count = piece.count  # read before the arrival: the memory warpgroup then overwrites the piece's numbers
-        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
-        return count
-
     def piece_body(j, blocks_before):
         piece = receive_piece(cfg, refs, j)
         few = piece[wl.NROWS] <= (cfg.narrow_rows or wl.SHORT_ROWS)
-        own = (cfg, refs, piece, wg, blocks_before)
-        if not cfg.frees_queries:
-            when(few)(lambda: few_rows(*own))
-            when(jnp.logical_not(few))(lambda: many_rows(*own))
-            return blocks_before + free_queries(piece)
-
-        def with_few_rows():
-            few_rows(*own)
-            return free_queries(piece)
-
-        def with_many_rows():
-            count = piece.count
-            many_rows(*own)
-            return count
-
-        return blocks_before + lax.switch(as_number(few), [with_many_rows, with_few_rows])
+        few_rows = narrow_tile if cfg.narrow_rows else short_tile
+        many_rows = long_tile if cfg.long_tiles else blank_tile  # without long tiles only padding has many rows
+        when(few)(lambda: few_rows(cfg, refs, piece, wg, blocks_before))
+        when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, blocks_before))
+        count = piece.count  # read before the arrival: the memory warpgroup then overwrites the piece's numbers
+        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
+        return blocks_before + count
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))

@@ -33,11 +33,9 @@ CAP_FOURTHS, CAP_FOURTHS_WIDE = 1, 0
 1114 with 3, and 868 without a cap. With heads of more than 192, which have more products a score, pre_1x4k takes 234
 with 0, 239 with 1, 247 with 2."""
 
-FEW_KEYS, FEW_KEYS_OF_MANY_ROWS = 768, 1024
-"""A unit of at most so many keys is never cut. pre_1x1k takes 23.9, with a launch that finds nothing to merge 25.7."""
-
-KEYS_FIRST = True
-"""The order of a piece's loads."""
+WHOLE_KEYS, WHOLE_KEYS_OF_MANY_ROWS, SMALL_BLOCK_KEYS = 768, 1024, 896
+"""A unit of at most so many keys is not cut: 8 decodes of 600 keys take 11.2, cut 15.1; pre_1x1k takes 23.9, with a
+launch that finds nothing to merge 25.7. Up to SMALL_BLOCK_KEYS few rows have blocks of 64 keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +117,12 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     return chosen
 
 
-def whole_units_of_few_keys(request: TileRequest) -> dict[str, Any]:
-    """No unit is cut where each has few keys, by the lengths' bound or by a window: then no launch merges parts.
+def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
+    """Blocks and cuts where each unit has few keys, by the lengths' bound or by a window.
 
-    Of one warpgroup's rows they are read in blocks of 64 keys, which both warpgroups begin sooner: dec_1x300 takes 8.3,
-    with blocks of 128 keys 9.2, and 11.2 with the launch that merges.
+    No unit is cut, so no launch merges parts. Of one warpgroup's rows keys are read in blocks of 64, which both
+    warpgroups begin sooner: dec_1x300 takes 8.2, with blocks of 128 keys 9.2, and 11.2 with the launch that merges;
+    512 decodes of 50 to 800 keys take 277 instead of 288.
     """
     config, rule, few = request.config, request.config.mask, _is_few(request)
     most, bounded = request.keys, rule.left >= 0 and (rule.causal or rule.right >= 0) and not rule.spans
@@ -131,17 +130,23 @@ def whole_units_of_few_keys(request: TileRequest) -> dict[str, Any]:
         tokens = -(-min(request.rows or TILE_ROWS, TILE_ROWS) // config.group) + 1  # of a tile
         window = rule.left + max(rule.right, 0) + tokens
         most = window if most is None else min(most, window)
-    if most is None or most > (FEW_KEYS if few else FEW_KEYS_OF_MANY_ROWS):
+    if most is None:
         return {}
-    stages = _stages_that_fit(config, 64, most=4)
-    tiles = {"block_kv": 64, "stages": stages} if few and not config.quantised and stages >= 2 else {}
-    return {"whole_units": True} | tiles
+    chosen: dict[str, Any] = {}
+    if most <= (WHOLE_KEYS if few else WHOLE_KEYS_OF_MANY_ROWS):
+        chosen["whole_units"] = True
+    stages = _stages_that_fit(config, 64, most=5)
+    if few and most <= SMALL_BLOCK_KEYS and not config.quantised and stages >= 2:
+        chosen |= {"block_kv": 64, "stages": stages}
+    return chosen
 
 
 def order_of_loads(request: TileRequest) -> dict[str, Any]:
-    """Keys are asked for before the queries are waited for; a single buffer of queries is given back early."""
-    single = request.config.q_buffers == 1 and request.config.long_tiles
-    return {"keys_first": KEYS_FIRST, "frees_queries": KEYS_FIRST and single}
+    """Keys before queries where these have one buffer: heads of 256 with a soft cap take 217.9 instead of 225.8. With
+    two buffers it is slower: 512 tiny decodes of heads of 64 take 217 instead of 207.
+    """
+    config = request.config
+    return {"keys_first": config.head_dim > 192 and config.long_tiles and not config.quantised}
 
 
 def measured_tiles(request: TileRequest) -> dict[str, Any]:
@@ -181,7 +186,7 @@ def soft_cap(request: TileRequest) -> dict[str, Any]:
 POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
     query_buffers,
     variants_for_few_rows,
-    whole_units_of_few_keys,
+    units_of_few_keys,
     order_of_loads,
     measured_tiles,
     largest_tiles,

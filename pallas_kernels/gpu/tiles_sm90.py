@@ -15,7 +15,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.merge_sm90 import COLUMNS, merge_rows
-from pallas_kernels.gpu.pieces_sm90 import HEAD, HI, LO, Piece, Refs, scale_slot, zero_unseen_values
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, scale_slot, zero_unseen_values
 from pallas_kernels.gpu.row_states_sm90 import (
     LOG2E,
     ROW_LAYOUT,
@@ -26,9 +26,6 @@ from pallas_kernels.gpu.row_states_sm90 import (
     value_per_row,
 )
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
-
-FINISH_COLUMNS = (wl.TOK0, wl.ROW0, wl.NROWS, wl.NBLK, HEAD, LO, HI)
-"""The numbers of a piece that `finish` reads of a long tile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,10 +231,7 @@ def full_block_bounds(piece: Piece):
 
 
 def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
-    """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax.
-
-    With cfg.frees_queries it also gives the queries' buffer back.
-    """
+    """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax."""
     row = row_bounds(cfg, refs, piece, 64 * wg)
     q_tile = refs.q_tile.at[piece.buffer, wg]
     scale = refs.scales[piece[HEAD], 0]
@@ -283,11 +277,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
 
     state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
     when(wg == 0)(swap)
-    if not cfg.frees_queries:
-        return finish(cfg, refs, piece, state, 64 * wg, q_tile)
-    held = {column: piece[column] for column in FINISH_COLUMNS}  # the memory warpgroup overwrites them from here on
-    plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
-    finish(cfg, refs, Piece(held.__getitem__, piece.buffer), state, 64 * wg)
+    finish(cfg, refs, piece, state, 64 * wg, q_tile)
 
 
 def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):

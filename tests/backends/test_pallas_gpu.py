@@ -147,7 +147,7 @@ PACKED = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_keys_are_the_kernels_too_and_their_gradient_is_that_of_sdpa(name, monkeypatch):
-    """One launch: with so few keys none is cut. The gradient of a linear loss needs no launch, so it can be computed here.
+    """One launch: with so few keys none is cut. The gradient of a linear loss needs none, so it can be computed here.
 
     Layers whose gradient is cuDNN's are in test_cudnn_gradient.py.
     """

@@ -50,7 +50,7 @@ CASES = {
     "f16": dict(dtype="float16", kv_dtype="float16"),
     "NHD": dict(layout="NHD"),
     "decode only": dict(long_tiles=False),
-    "keys before queries": dict(keys_first=True, frees_queries=True, q_buffers=1),
+    "keys before queries": dict(keys_first=True, q_buffers=1),
     "decode, keys before queries": dict(keys_first=True, long_tiles=False, flat_list=True, whole_units=True),
     **{f"group {h}/{k}": dict(num_heads=h, num_kv_heads=k) for h, k in ((8, 8), (14, 2), (64, 1))},
     **{f"page {s}": dict(page_size=s) for s in (8, 24, 48, 64, 128, 256)},

@@ -121,6 +121,8 @@ def test_no_policy_makes_a_config_that_the_kernel_refuses(kv_dtype, rows):
     ("fields", "whole", "block_kv"),
     [
         (dict(rows=4, keys=512), True, 64),
+        (dict(rows=4, keys=832), False, 64),
+        (dict(rows=4, keys=1024), False, 128),
         (dict(rows=4, keys=None), False, 128),
         (dict(rows=4, keys=4096), False, 128),
         (dict(rows=4, keys=4096, mask=MaskRule(left=127)), True, 64),
@@ -137,9 +139,9 @@ def test_units_of_few_keys_are_not_cut(fields, whole, block_kv):
     assert (config.whole_units, config.block_kv) == (whole, block_kv) and not supports(config)
 
 
-def test_a_single_buffer_of_queries_is_given_back_early():
-    wide, usual = (default_config(**SHAPE | dict(head_dim=d, v_head_dim=d)) for d in (256, 128))
-    assert (wide.keys_first, wide.frees_queries, usual.keys_first, usual.frees_queries) == (True, True, True, False)
+def test_keys_come_before_queries_of_one_buffer_in_long_tiles():
+    shapes = [SHAPE | dict(head_dim=d, v_head_dim=d, rows=rows) for d, rows in ((256, None), (256, 4), (128, None))]
+    assert [default_config(**shape).keys_first for shape in shapes] == [True, False, False]
 
 
 @pytest.mark.parametrize(
