@@ -52,7 +52,7 @@ from pallas_kernels.gpu.merge_ranks_sm90 import supports as merges_ranks
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.rotate_write_sm90 import RotateWrite, rotate_and_write
 from pallas_kernels.gpu.rotate_write_sm90 import supports as rotates_and_writes
-from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.supports import COPY_ROWS, supports
 from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
@@ -74,9 +74,13 @@ def kernel_config(
 
     invariant: one kernel for every batch, which cuts no unit.
     """
-    longest = None if common is None or invariant else queries_of(common, spec.attn_type).max_query_len
+    longest = keys = None
+    if common is not None and not invariant:
+        longest, keys = queries_of(common, spec.attn_type).max_query_len, keys_of(common, spec.attn_type).max_seq_len
     decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
-    config_of = default_config if _is_hopper(chip) else functools.partial(warp_config, chip=chip.generation)
+    config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation)
+    if _by_wgmma(chip, cache_spec.block_size):
+        config_of = functools.partial(default_config, keys=keys, **(dict(whole_units=True) if invariant else {}))
     return config_of(
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
@@ -94,7 +98,6 @@ def kernel_config(
         has_sinks=spec.has_sinks,
         per_request_causal=decoder and common is not None and common.causal_per_request is not None,
         qq_bias=spec.use_qq_bias,
-        whole_units=invariant,
         shards=ShardRule(parallel.dcp_world_size, parallel.interleave if parallel.dcp_world_size > 1 else 1),
     )
 
@@ -102,6 +105,11 @@ def kernel_config(
 def _is_hopper(chip: Chip) -> bool:
     """Is it sm_90, or unknown?"""
     return chip.generation in ("", HOPPER.generation)
+
+
+def _by_wgmma(chip: Chip, block_size: int) -> bool:
+    """Does Hopper's kernel compute these pages? TMA copies whole groups of rows; the warp-level kernel single rows."""
+    return _is_hopper(chip) and block_size % COPY_ROWS == 0
 
 
 def config_reasons(config: GpuKernelConfig) -> list[str]:
@@ -301,7 +309,8 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 def _merges_inside(config: GpuKernelConfig, common: CommonAttentionMetadata) -> bool:
     """Does the last CTA of a split unit merge its parts? With few requests each is split over many CTAs, and a launch
     that merges them in parallel is faster: at 600 keys 12.4 us for one request, and 10.0 with that launch."""
-    serves = type(config) is GpuKernelConfig and config.flat_list and not config.narrow_rows
+    is_cut = config.flat_list and not config.whole_units
+    serves = type(config) is GpuKernelConfig and is_cut and not config.narrow_rows
     return serves and config.num_kv_heads * common.seq_lens.shape[0] >= config.num_ctas
 
 
@@ -443,7 +452,7 @@ class PallasGpuBackend(PagedKernelBackend):
     metadata_cls = PallasGpuMetadata
     supported_dtypes = QUERY_DTYPES
     supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
-    supported_block_sizes = (MultipleOf(8),)
+    supported_block_sizes = (MultipleOf(1),)
     attn_types = (
         AttentionType.DECODER,
         AttentionType.ENCODER,
@@ -485,10 +494,11 @@ class PallasGpuBackend(PagedKernelBackend):
         return cache_spec.dtype if cache_spec.dtype in QUERY_DTYPES else "bfloat16"
 
     @classmethod
-    def kernel_name(cls, chip: Chip) -> str:
-        if _is_hopper(chip):
+    def kernel_name(cls, chip: Chip, cache_spec: KVCacheSpec | None) -> str:
+        if _by_wgmma(chip, COPY_ROWS if cache_spec is None else cache_spec.block_size):
             return "Hopper's kernel (TMA and wgmma)"
-        return f"the warp-level kernel (cp.async and mma.sync), lowered for {chip.generation}"
+        lowered = chip.generation or HOPPER.generation
+        return f"the warp-level kernel (cp.async and mma.sync), lowered for {lowered}"
 
     @classmethod
     def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
