@@ -31,11 +31,12 @@ from collections.abc import Iterator
 from benchmarks import records
 
 ROWS, PROMPT, LONG = 64, 512, 8192
-ALL_REDUCE_BY_XLA = {"xla_gpu_experimental_use_collective_kernels": "ALL_REDUCE"}
+ALL_REDUCE_BY_XLA = {"xla_gpu_experimental_use_collective_kernels": "all_reduce"}
 LIMITS = {  # seconds of a part once it has the cards
     "tail": 60, "serve1": 75, "serve2": 75, "serve2_xla": 60, "serve2_shot": 60, "serve2_graph": 60, "context": 70,
     "collectives": 40, "large": 200,
 }  # fmt: skip
+LEAST_SECONDS = 10  # with less time left, no part begins
 FIRST = ("tail", "serve1", "serve2", "context", "collectives", "serve2_graph", "serve2_xla", "serve2_shot")
 
 
@@ -68,7 +69,7 @@ def tail(args: argparse.Namespace) -> list[dict]:
     rows = []
 
     def chain(by_launch: bool, a, x, layers):
-        found, counters = [], op.new_counters()
+        found, counters = [], op.new_counters(config if by_launch else None)
         for weights, scales in layers:
             if by_launch:
                 x, rows, counters = op.layer_tail(single.NORMS, config, a, x, weights, scales, counters)
@@ -308,19 +309,23 @@ def run_part(name: str, args: argparse.Namespace) -> None:
         records.write([row | records.provenance() for row in rows], file, records.folder_of(args))
 
 
-class Process:
-    """A part's process, which waits until it is given the cards."""
+def command_of(name: str, args: argparse.Namespace, shared: str) -> list[str]:
+    """The command of a part's process."""
+    command = [sys.executable, "-u", "-m", "benchmarks.gpu.two_cards", "--part", name, "--shared", shared]
+    command += ["--ranks", str(args.ranks), "--folder", str(args.folder), *(["--small"] if args.small else [])]
+    return command + (["--out", str(args.out)] if args.out else ["--write"] if args.write else [])
 
-    def __init__(self, name: str, args: argparse.Namespace, shared: str):
+
+class Process:
+    """A part's process, which touches NAME.ready, and then waits for NAME.go in the folder `shared`."""
+
+    def __init__(self, name: str, command: list[str], shared: str):
         self.name, self.shared = name, pathlib.Path(shared)
-        command = [sys.executable, "-u", "-m", "benchmarks.gpu.two_cards", "--part", name, "--shared", shared]
-        command += ["--ranks", str(args.ranks), "--folder", str(args.folder), *(["--small"] if args.small else [])]
-        command += ["--out", str(args.out)] if args.out else ["--write"] if args.write else []
-        self.log = (self.shared / f"{name}.log").open("w")
         settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-        self.process = subprocess.Popen(
-            command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, env=settings
-        )
+        with (self.shared / f"{name}.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=settings
+            )
 
     def run(self, seconds: float) -> str:
         """Give it the cards; how it ended."""
@@ -350,6 +355,24 @@ class Process:
 
     def output(self) -> str:
         return (self.shared / f"{self.name}.log").read_text(errors="replace")
+
+
+def run_in_turn(processes: list[Process], end: float) -> int:
+    """Give each the cards, as long as there is time (of time.perf_counter), and print its last lines; those failed."""
+    failed = 0
+    for process in processes:
+        left = end - time.perf_counter()
+        if left < LEAST_SECONDS:
+            print(f"skipped for time: {process.name}", flush=True)
+            continue
+        ready = process.wait_until_ready(min(60, left))
+        limit = min(LIMITS.get(process.name, 60), end - time.perf_counter())
+        how = process.run(limit) if ready else "did not start"
+        failed += not how.startswith("ok")
+        print(f"== {process.name}: {how}", flush=True)
+        lines = process.output().splitlines()
+        print("\n".join(line[:1500] for line in lines[-(12 if how.startswith("ok") else 25) :]), flush=True)
+    return failed
 
 
 @contextlib.contextmanager
@@ -384,22 +407,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.part:
         run_part(args.part, args)
         return 0
-    begin, failed = time.perf_counter(), 0
+    begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as shared, written(args):
-        processes = [Process(name, args, shared) for name in args.parts]
+        processes = [Process(name, command_of(name, args, shared), shared) for name in args.parts]
         try:
-            for process in processes:
-                left = args.seconds - (time.perf_counter() - begin)
-                if left < 10:
-                    print(f"skipped for time: {process.name}", flush=True)
-                    continue
-                ready = process.wait_until_ready(min(60, left))
-                left = args.seconds - (time.perf_counter() - begin)
-                how = process.run(min(LIMITS[process.name], left)) if ready else "did not start"
-                failed += not how.startswith("ok")
-                print(f"== {process.name}: {how}", flush=True)
-                lines = process.output().splitlines()
-                print("\n".join(line[:1500] for line in lines[-(12 if how.startswith("ok") else 25) :]), flush=True)
+            failed = run_in_turn(processes, begin + args.seconds)
         finally:
             for process in processes:
                 process.end()

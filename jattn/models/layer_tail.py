@@ -108,7 +108,7 @@ def forward(
     first = layers[0]
     rows: Any = _first_rows(first, weights[0], x)
     rows = rows if model_mesh is not None else jnp.concatenate(rows, axis=1)
-    counters = op.new_counters()
+    counters = op.new_counters() if model_mesh is None else _counters_on_ranks(model_mesh, configs[0])
     for i, layer in enumerate(layers):
         attn, *args = attend(i)
         cache, a = _attention(layer, attn, weights[i]["attn"], rows, *args)
@@ -120,6 +120,15 @@ def forward(
         after: Any = launch(a, x, kernels, scales, counters)
         x, rows, counters = after
     return caches, x
+
+
+def _counters_on_ranks(model_mesh: ModelMesh, config: LayerTailConfig) -> op.Counters:
+    """The counters of each rank. They differ, but XLA, which never compares them, may take them for replicated."""
+    make = functools.partial(op.new_counters, config)
+    return jax.shard_map(
+        make, mesh=model_mesh.inner_mesh, in_specs=(), out_specs=REPLICATED, axis_names=set(model_mesh.axes),
+        check_vma=False,
+    )()  # fmt: skip
 
 
 def _on_ranks(launch: Callable, model_mesh: ModelMesh, kv_axes: tuple[str, ...], config: LayerTailConfig) -> Callable:
