@@ -31,10 +31,11 @@ from collections.abc import Iterator
 from benchmarks import records
 
 ROWS, PROMPT, LONG = 64, 512, 8192
+BLOCKS = 1600  # of 64 tokens: 64 requests of 1100, and some more
 ALL_REDUCE_BY_XLA = {"xla_gpu_experimental_use_collective_kernels": "all_reduce"}
 LIMITS = {  # seconds of a part once it has the cards
-    "tail": 60, "serve1": 75, "serve2": 75, "serve2_xla": 60, "serve2_shot": 60, "serve2_graph": 60, "context": 70,
-    "collectives": 40, "large": 200,
+    "tail": 25, "serve1": 75, "serve2": 78, "serve2_xla": 60, "serve2_shot": 60, "serve2_graph": 60, "context": 70,
+    "collectives": 20, "large": 200,
 }  # fmt: skip
 LEAST_SECONDS = 10  # with less time left, no part begins
 FIRST = ("tail", "serve1", "serve2", "context", "collectives", "serve2_graph", "serve2_xla", "serve2_shot")
@@ -90,7 +91,6 @@ def tail(args: argparse.Namespace) -> list[dict]:
     graph = {} if args.small else CUDA_OPTIONS | {"xla_gpu_enable_command_buffer": COMMAND_BUFFERS + ",COLLECTIVES"}
     plain = {} if args.small else CUDA_OPTIONS
     ways = {"launch": (True, plain), "nccl": (False, plain), "nccl, graph": (False, graph)}
-    ways |= {} if args.small else {"xla": (False, plain | ALL_REDUCE_BY_XLA)}
     for name, (by_launch, options) in ways.items():
         if by_launch and config is None:
             print("no launch for this chip", flush=True)
@@ -131,6 +131,12 @@ def tail(args: argparse.Namespace) -> list[dict]:
 
 def serve(args: argparse.Namespace, ranks: int, variant: str = "") -> list[dict]:
     """Decode and prefill of an 8B model on so many cards."""
+    with two_programs(*((128, 4) if args.small else (LONG, ROWS))):
+        return serve_so(args, ranks, variant)
+
+
+def serve_so(args: argparse.Namespace, ranks: int, variant: str) -> list[dict]:
+    """See `serve`."""
     import jax
     import numpy as np
 
@@ -153,13 +159,17 @@ def serve(args: argparse.Namespace, ranks: int, variant: str = "") -> list[dict]
     mesh = jax.make_mesh((1, ranks), ("data", "tensor"), devices=jax.devices()[:ranks])
     params = tensor_parallel.weights_of(config, mesh, "float32" if args.small else "bfloat16")
     clock("weights")
-    engine = tensor_parallel.engine_of(config, params, mesh, rows, long, long + 1024)
+    new_engine = functools.partial(tensor_parallel.engine_of, config, params, mesh, rows, long, long + 1024)
+    blocks = None if args.small else BLOCKS
+    engine = new_engine(blocks)
+    engine.warmup()
+    clock("two programs")
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, config.vocab_size, (rows, prompt))
     greedy = lambda count: jattn.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     outputs = engine.generate([p.tolist() for p in prompts], greedy(33))
     tokens = [list(output.token_ids) for output in outputs]
-    clock("programs and 33 tokens of each")
+    clock("33 tokens of each")
     (folder / f"tokens{ranks}{variant}.json").write_text(json.dumps(tokens))
     dispatches = 4 if args.small else 20
     steps = -(-rows * prompt // long)
@@ -179,6 +189,17 @@ def serve(args: argparse.Namespace, ranks: int, variant: str = "") -> list[dict]
             times.append(time.perf_counter() - begin)
         found[f"tp_{kind}_prefill_8k"] = float(np.median(times[2:])) * 1e3
         clock("prefill")
+    if ranks > 1 and variant == "" and not args.small:
+        print(json.dumps(dict(variant=name, **found)), flush=True)
+        del engine
+        xla_options.CUDA_OPTIONS_ON_MESH["xla_gpu_enable_command_buffer"] = xla_options.COMMAND_BUFFERS + ",COLLECTIVES"
+        xla_options.options_of.cache_clear()
+        engine = new_engine(blocks)
+        engine.warmup()
+        clock("two programs with collectives in graphs")
+        seconds, _ = engine_step.serve(engine, prompts, dispatches, steps)
+        found[f"tp_{kind}_decode_r{rows}_graph"] = float(np.median(seconds)) / engine_step.BURST * 1e3
+        print(json.dumps(dict(variant=name, **found)), flush=True)
     results = [dict(case=case, variant=name, ranks=ranks, ms=ms) for case, ms in found.items()]
     alone = folder / "alone.json"
     if ranks == 1:
@@ -191,6 +212,22 @@ def serve(args: argparse.Namespace, ranks: int, variant: str = "") -> list[dict]
     for row in results:
         print(json.dumps(row), flush=True)
     return results
+
+
+@contextlib.contextmanager
+def two_programs(tokens: int, rows: int) -> Iterator[None]:
+    """Engines have two programs only: decodes of `rows` requests, and other batches of `tokens` tokens."""
+    from unittest import mock
+
+    from jattn.engine.shapes import StepShape, StepShapes
+
+    decode, mixed = StepShape(rows, rows, True), StepShape(tokens, rows, False)
+    choose = lambda self, plan, shares_prefix=False: decode if plan.is_decode else mixed
+    with (
+        mock.patch.object(StepShapes, "all", lambda self: (decode, mixed)),
+        mock.patch.object(StepShapes, "of", choose),
+    ):
+        yield
 
 
 def agreement(tokens: list[list[int]], wanted: list[list[int]]) -> dict:
@@ -263,8 +300,8 @@ def large(args: argparse.Namespace) -> list[dict]:
     """benchmarks.gpu.large_model; the folder is written by a process of its own from the start of the run."""
     from benchmarks.gpu import large_model
 
-    rows = large_model.run(pathlib.Path(args.folder), argparse.Namespace(ranks=args.ranks, small=args.small, wait=120))
-    records.write([row | records.provenance() for row in rows], "large_model", records.folder_of(args))
+    args.wait = 120
+    large_model.run(pathlib.Path(args.folder), args)
     return []
 
 
@@ -321,7 +358,8 @@ class Process:
 
     def __init__(self, name: str, command: list[str], shared: str):
         self.name, self.shared = name, pathlib.Path(shared)
-        settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
+        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+        settings = memory | os.environ
         with (self.shared / f"{name}.log").open("w") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=settings
