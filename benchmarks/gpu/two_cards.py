@@ -281,7 +281,7 @@ def context(args: argparse.Namespace) -> list[dict]:
     from benchmarks.gpu import context_parallel
 
     where = ["--out", str(args.out)] if args.out else ["--write"] if args.write else []
-    variants = ["default"] if args.small else ["nccl", "default", "graph"]
+    variants = ["default"] if args.small else ["default", "graph"]
     context_parallel.main([*where, "--variants", *variants, "--ranks", str(args.ranks), "--seconds", "52",
                            *(["--small", "--cases", "tp_8x1k"] if args.small else [])])  # fmt: skip
     return []

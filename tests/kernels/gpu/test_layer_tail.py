@@ -10,7 +10,6 @@ import pytest
 
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import layer_tail_sm90 as kernel
-from pallas_kernels.gpu import merge_ranks_sm90
 from pallas_kernels.gpu.layer_tail_config import ChainProduct, LayerTailConfig, choose, supports
 from pallas_kernels.gpu.layer_tail_ranks_sm90 import exchange
 
@@ -389,17 +388,6 @@ def test_it_lowers_for_several_ranks_with_the_addresses_of_all(ranks):
     text = lowered_on(mesh, on_rank)
     assert text.count("uses_xla_collective_metadata = true") == 1  # XLA has a barrier before each such launch
     assert f'xla_replica_ids = "{",".join(map(str, range(ranks)))}"' in text
-
-
-@pytest.mark.parametrize(("rows", "width", "dtype"), [(30, 128, "bfloat16"), (5, 64, "float32"), (8, 256, "float32")])
-def test_the_merge_of_ranks_lowers_with_the_addresses_of_all(rows, width, dtype):
-    assert merge_ranks_sm90.supports(rows, width, 2)
-    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    state = lambda: (jnp.ones((rows, width)), jnp.ones(rows))
-    text = lowered_on(mesh, lambda: merge_ranks_sm90.merge_ranks(*state(), 2, dtype)[0])
-    assert 'xla_replica_ids = "0,1"' in text
-    refused = [(0, 128, 2), (merge_ranks_sm90.MAX_ROWS + 1, 128, 2), (8, 96, 2), (8, 512, 2), (8, 128, 9), (8, 128, 1)]
-    assert not any(merge_ranks_sm90.supports(*sizes) for sizes in refused)
 
 
 def lowered_on(mesh, function) -> str:
