@@ -92,7 +92,7 @@ def rank_cache_spec(cache_spec: KVCacheSpec, world: int) -> KVCacheSpec:
 @takes(cache_spec=kind(KVCacheSpec), axis=_axes)
 def head_partition(cache_spec: KVCacheSpec, axis: str | tuple[str, ...]) -> PartitionSpec:
     """The PartitionSpec of a cache's arrays when its heads are distributed over `axis`, or several axes."""
-    return PartitionSpec(None, axis) if cache_spec.physical_layout == "HND" else PartitionSpec(None, None, axis)
+    return PartitionSpec(None, axis) if cache_spec.heads_first else PartitionSpec(None, None, axis)
 
 
 @takes(**_SPECS)

@@ -44,6 +44,7 @@ from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.shards import ShardRule
+from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
@@ -53,7 +54,7 @@ from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
-from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list, token_ranges
+from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 
 QUERY_DTYPES = ("bfloat16", "float16")
 HOPPER = Chip("gpu", "sm_90")

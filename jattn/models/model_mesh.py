@@ -193,7 +193,7 @@ class ModelMesh:
         if self.context_ranks == 1:
             return REPLICATED if heads is None else head_partition(cache_spec, heads)
         by_name = dict(N=None, H=heads, S=CONTEXT)
-        axes = "NHS" if cache_spec.physical_layout == "HND" else "NSH"
+        axes = "NHS" if cache_spec.heads_first else "NSH"
         return PartitionSpec(*(by_name[axis] for axis in axes))
 
     @property
