@@ -63,7 +63,7 @@ def layer_tail(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales,
     a [T, heads * dim]: the joined heads of attention; x [T, hidden]; weights: ((o,), (gate, up), (down,), (q, k, v)) or
     without the last; scales: of the two norms. Its gradient is that of `in_steps`.
     """
-    return launch(a, x, weights, scales, counters, config)
+    return launch(a, x, weights, scales, counters, config)[:3]
 
 
 def _backward(norms: TailNorms, config: LayerTailConfig, inputs, cotangent):

@@ -15,6 +15,9 @@ strip's inner dimension write float32 sums to global memory. Other CTAs add them
 and always in the same order, so that equal inputs give equal bits. Norms need the squares of all shares; so a token's
 factor 1 / sqrt(mean + eps) is applied to the products of x * scale.
 
+With config.attention the launch begins with the attention of the tokens (tail_attention_sm90.py), and `a` is not read:
+the shared memory fills with weights meanwhile.
+
 All CTAs wait for one another, so that all must run at the same time: there are at most as many as SMs, one on each.
 Few blocks of weights are in flight (config.in_flight), because whatever the CTAs tell one another waits behind them.
 """
@@ -34,6 +37,7 @@ from jax.experimental.mosaic.gpu import utils
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, THREADS, LayerTailConfig, supports
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
@@ -48,7 +52,7 @@ _WEIGHT_BLOCK = (BLOCK, PIECE)
 class _Refs:
     """Every Ref of the kernel, with its shape. W: hidden size."""
 
-    a: object  # GMEM [T, inner of o], or [T8, ..]
+    a: object  # GMEM [T, inner of o], or [T8, ..]; None with config.attention
     x: object  # GMEM [T, W]
     weights: tuple  # for each product, GMEM [inner, width] of each weight
     norms: tuple  # GMEM [W] each
@@ -62,6 +66,16 @@ class _Refs:
     squares: tuple  # for each norm, GMEM f32[T8, SHARES]: sums of squares of each share of a token's columns
     parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
     out: object  # GMEM [T8, width of the next projections], or None
+    rows: object = None  # from here to part_stats with config.attention: GMEM [T, width of q, k and v]
+    cos: object = None  # GMEM f32[T, head_dim / 2]
+    sin: object = None
+    block_table: object = None  # GMEM i32[R, columns]
+    plan: object = None  # GMEM i32[ctas + 1, 8]
+    k_pool: object = None  # GMEM [blocks, ..]
+    v_pool: object = None
+    parts_of_heads: object = None  # GMEM f32[T heads PARTS, head_dim]
+    part_stats: object = None  # GMEM f32[T heads PARTS, 2]
+    states: object = None  # SMEM f32[attention.state_floats]
     w_tile: object = None  # SMEM [slots, 128, 64]
     x_tile: object = None  # SMEM [token stages, T8, 128]
     scratch: object = None  # SMEM f32[8]
@@ -69,11 +83,14 @@ class _Refs:
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
-def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
-    """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch).
+def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=()):
+    """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch, pools).
 
     a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
     before the MLP and before the next projections; counters: two i32[arrivals.WORDS], of which the first is zero.
+
+    With config.attention, `a` is [T, width of q, k and v], not rotated, and keys = (cos, sin f32[T, head_dim / 2],
+    block_table i32[R, columns], tail_attention.plan, k pool, v pool); the result's pools have the new keys and values.
     """
     c = config
     if reasons := supports(c):
@@ -87,6 +104,9 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     out_type += [shape(SHARES, jnp.float32)] * 2
     out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
     out_type += [shape(c.products[3].width)] if has_next else []
+    attends = c.attention is not None
+    out_type += tail_attention.part_shapes(c) if attends else ()
+    pools = [jax.new_ref(pool) for pool in keys[4:]]
     used, cleared = (jax.new_ref(y) for y in counters)
     flat = [w for group in weights for w in group]
 
@@ -95,16 +115,21 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
         some = lambda arrays: tuple(next(take) for _ in arrays)
         given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights), norms=some(norms))
         given |= dict(counters=next(take), cleared=next(take))
+        if attends:
+            given |= dict(rows=given["a"], a=None)
+            given |= {name: next(take) for name in ("cos", "sin", "block_table", "plan", "k_pool", "v_pool")}
         given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
         given |= dict(squares=some(norms), parts=some(summed))
-        _kernel(c, _Refs(**given, out=next(take) if has_next else None))
+        given |= dict(out=next(take) if has_next else None)
+        _kernel(c, _Refs(**given, **({n: next(take) for n in ("parts_of_heads", "part_stats")} if attends else {})))
 
     mesh = plgpu.Mesh(grid=(c.ctas,), grid_names=("cta",), num_threads=3, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
-    results = call(a, x, *flat, *norms, used, cleared)
-    rows_out = results[-1][: c.rows] if has_next else None
-    return results[1][: c.rows], rows_out, (jax.freeze(cleared), jax.freeze(used))
+    results = call(a, x, *flat, *norms, used, cleared, *keys[:4], *pools)
+    rows_out = results[-3 if attends else -1][: c.rows] if has_next else None
+    counters = jax.freeze(cleared), jax.freeze(used)
+    return results[1][: c.rows], rows_out, counters, tuple(jax.freeze(pool) for pool in pools)
 
 
 def _rings(cfg: LayerTailConfig) -> tuple[Ring, Ring]:
@@ -116,8 +141,9 @@ def _rings(cfg: LayerTailConfig) -> tuple[Ring, Ring]:
 def _kernel(cfg: LayerTailConfig, given: _Refs):
     """One CTA: allocates, then gives each warpgroup its role."""
 
-    def roles(w_tile, x_tile, scratch, barriers):
-        refs = dataclasses.replace(given, w_tile=w_tile, x_tile=x_tile, scratch=scratch, barriers=barriers)
+    def roles(w_tile, x_tile, scratch, barriers, states=None):
+        own = dict(w_tile=w_tile, x_tile=x_tile, scratch=scratch, barriers=barriers, states=states)
+        refs = dataclasses.replace(given, **own)
         wg = lax.axis_index("wg")
         _start(cfg, refs)
         lax.switch(wg, [lambda: _compute(cfg, refs), lambda: _load_weights(cfg, refs), lambda: _load_tokens(cfg, refs)])
@@ -125,7 +151,9 @@ def _kernel(cfg: LayerTailConfig, given: _Refs):
     w_tile = plgpu.SMEM((cfg.slots, *_WEIGHT_BLOCK), DTYPE, transforms=block_transforms(_WEIGHT_BLOCK))
     x_tile = plgpu.SMEM((cfg.token_stages, cfg.rows8, BLOCK), DTYPE, transforms=block_transforms((cfg.rows8, BLOCK)))
     barriers = plgpu.SMEM((4 * (cfg.slots + cfg.token_stages),), jnp.int32)
-    pl.run_scoped(roles, w_tile, x_tile, plgpu.SMEM((8,), jnp.float32), barriers, collective_axes="wg")
+    shared = [w_tile, x_tile, plgpu.SMEM((8,), jnp.float32), barriers]
+    shared += [plgpu.SMEM((cfg.attention.state_floats,), jnp.float32)] if cfg.attention else []
+    pl.run_scoped(roles, *shared, collective_axes="wg")
 
 
 def _start(cfg: LayerTailConfig, refs: _Refs):
@@ -247,6 +275,9 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
 
         @when(cta < p.units)
         def _():
+            if i == 0 and cfg.attention is not None:
+                tail_attention.load_merged(cfg, refs, ring, p, share, before)
+                return
             if i == 2:
                 arrivals.wait_before_tma(refs.counters, arrivals.stored_for(cfg, 1, share), arrivals.group_size(cfg, 1))
             lax.fori_loop(0, p.blocks, block, jnp.int32(0))
@@ -256,6 +287,8 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
 
 def _compute(cfg: LayerTailConfig, refs: _Refs):
     cta = lax.axis_index("cta")
+    if cfg.attention is not None:
+        tail_attention.attend(cfg, refs)
     parts = iter(refs.parts)
     summed = {i: next(parts) for i, p in enumerate(cfg.products) if not p.gated}
 

@@ -94,7 +94,7 @@ class Machine:
         if "bra" in text:  # outputs are tied to the last inputs, and the branch skips to the end
             return self._branch(text, args)
         for line in filter(None, (part.strip() for part in text.split(";"))):
-            if not line.startswith(".reg"):
+            if not line.startswith((".reg", "bar.sync")):  # the threads run in step
                 self._step(line, flags, outputs, args)
         return [outputs[k] for k in sorted(outputs)]
 
@@ -251,8 +251,10 @@ def emulated(module, machine: Machine):
 
     def one(text, constraints, *args, **_):
         value = assembled(1, text, *args)[0]
-        is_float = constraints.startswith(("=f", "=&f")) and value.dtype.itemsize == 4
-        return value.view(np.float32) if is_float else value
+        if value.dtype.itemsize != 4:
+            return value
+        is_float = constraints.startswith(("=f", "=&f"))
+        return value.view(np.float32) if is_float else value.view(np.int32) if value.dtype == np.float32 else value
 
     def fill(fragment, read):
         flat = fragment.registers.reshape(-1)

@@ -1,0 +1,136 @@
+"""Attention inside the launch for the rest of a layer: every thread of it on the PTX model, against numpy float64."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.gpu import tail_attention_sm90 as kernel
+from pallas_kernels.gpu.layer_tail_config import PARTS, THREADS, TailAttention, choose
+from tests.kernels.gpu.simt import Machine, emulated
+
+BF16, PAGE, COLUMNS = ml_dtypes.bfloat16, 8, 40
+LENS = (1, 300, 0, 40)  # one token each but for the third, a request without one
+SHARED = 1024  # bytes before the arrays: shared memory
+
+
+class Memory:
+    """Named arrays in a Machine's memory."""
+
+    def __init__(self, shared: int, **arrays):
+        self.arrays, self.starts, size = arrays, {}, SHARED + shared
+        for name, array in arrays.items():
+            self.starts[name], size = size, size + -(-array.nbytes // 256) * 256
+        self.machine = Machine(THREADS, size)
+        for name, array in arrays.items():
+            self.machine.memory[self.starts[name] :][: array.nbytes] = array.view(np.uint8).ravel()
+
+    def __getattr__(self, name):
+        return self.starts[name]
+
+    def seen(self, name):
+        array = self.arrays[name]
+        return self.machine.memory[self.starts[name] :][: array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+def rotated(x, angle):
+    turn = np.exp(1j * angle)
+    low, high = np.split(x, 2)
+    pairs = (low + 1j * high) * turn
+    return np.concatenate([pairs.real, pairs.imag]).astype(BF16).astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "heads_first", "ctas"),
+    [(8, 2, 64, True, 132), (8, 2, 64, False, 24), (5, 1, 128, True, 132), (6, 1, 64, True, 9), (2, 2, 128, False, 50)],
+)
+def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_heads, dim, heads_first, ctas):
+    rng, blocks, tokens = np.random.default_rng(dim + heads), 60, 5
+    a = TailAttention(
+        heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, blocks=blocks, page=PAGE, columns=COLUMNS,
+        heads_first=heads_first,
+    )  # fmt: skip
+    cfg = choose(tokens, 1024, heads * dim, 1024, (), 132, attention=a)
+    assert cfg is not None
+    table = rng.permutation(blocks)[None].repeat(4, 0)[:, :COLUMNS].astype(np.int32)
+    for r, first in enumerate((0, 2, 0, 42)):  # blocks of their own
+        table[r] = np.roll(np.arange(blocks), -first)[:COLUMNS]
+    used = [-(-n // PAGE) for n in LENS]
+    for r, n in enumerate(used):
+        table[r, n:] = 1 << 30  # whatever was there
+    slots = [table[r, (n - 1) // PAGE] * PAGE + (n - 1) % PAGE for r, n in enumerate(LENS) if n] + [-1, -1]
+    slots[1] = -1  # a request that has ended writes nothing
+    slots = np.array(slots, np.int32)
+    starts = np.array([0, 1, 2, 2, 3], np.int32)
+    plan = np.asarray(kernel.plan(a, ctas, jnp.asarray(starts), jnp.asarray(LENS), jnp.asarray(slots)))
+    assert tuple(plan[-1, :2]) == (3, min(max(ctas // (3 * a.units), 1), PARTS, -(-300 // a.groups)))
+    assert int(kernel.turns(a, ctas, 3, jnp.asarray(LENS))) >= max(
+        -(-(end - first) // a.keys_a_turn) for first, end in plan[:-1, 2:4]
+    )
+    order = (blocks, kv_heads, PAGE, dim) if heads_first else (blocks, PAGE, kv_heads, dim)
+    pools = {name: np.full(order, np.nan, BF16) for name in ("k_pool", "v_pool")}
+    place = lambda r, j: (table[r, j // PAGE], slice(None), j % PAGE) if heads_first else (table[r, j // PAGE], j % PAGE)
+    for r, n in enumerate(LENS):
+        for j in range(n - 1):
+            for pool in pools.values():
+                pool[place(r, j)] = rng.normal(size=(kv_heads, dim)).astype(BF16)
+    projected = rng.normal(size=(tokens, a.width)).astype(BF16)
+    angle = rng.uniform(0, 6, (tokens, dim // 2)).astype(np.float32)
+    parts, stats = kernel.part_shapes(cfg)
+    memory = Memory(
+        4 * a.state_floats, rows=projected, cos=np.cos(angle), sin=np.sin(angle), block_table=table, **pools,
+        parts_of_heads=np.full(parts.shape, np.nan, np.float32), part_stats=np.full(stats.shape, np.nan, np.float32),
+        x_tile=np.full((cfg.token_stages, cfg.rows8, 128), np.nan, BF16),
+    )  # fmt: skip
+    memory.states = SHARED
+    number = 3  # the first stage
+    with emulated(kernel, memory.machine), np.errstate(over="ignore", invalid="ignore"):
+        for row in plan[:-1]:
+            if row[kernel.TOKEN] >= 0:
+                state = kernel._start(cfg, memory, row)
+                for first in range(row[kernel.FIRST], row[kernel.END], a.keys_a_turn):
+                    state = kernel._step(cfg, memory, state, np.int32(first), row)
+                kernel._store_part(cfg, memory, state, row)
+        merged = []
+        each = kernel.blocks_a_turn(cfg)
+        for column in range(0, heads * dim, each * 128):
+            kernel._zero(cfg, memory.x_tile, np.int32(number))
+            for token in range(3):
+                kernel._merge_token(cfg, memory, np.int32(number), np.int32(column), np.int32(token), plan[-1, 1])
+            tiles = memory.seen("x_tile")
+            for n in range(each):
+                merged.append(unswizzled(tiles[(number + n) % cfg.token_stages]))
+    found = np.concatenate(merged, axis=1).astype(np.float64)
+    assert (found[3:] == 0).all()
+    exact = projected.astype(np.float64).reshape(tokens, -1, dim)
+    for token, r in enumerate((0, 1, 3)):
+        q, k, v = np.split(exact[token], [heads, heads + kv_heads])
+        q, k = ([rotated(x, angle[token]) for x in rows] for rows in (q, k))
+        for h in range(heads):
+            kv = h // a.group
+            past = [[pool[place(r, j)][kv].astype(np.float64) for j in range(LENS[r] - 1)] for pool in pools.values()]
+            keys, values = np.array([*past[0], k[kv]]), np.array([*past[1], v[kv]])
+            scores = keys @ q[h] * a.scale
+            weights = np.exp(scores - scores.max())
+            wanted = weights @ values / weights.sum()
+            error = np.linalg.norm(found[token, h * dim :][:dim] - wanted) / np.linalg.norm(wanted)
+            assert error < 4e-3, (token, h, error)
+        for name, new in (("k_pool", k), ("v_pool", v)):
+            now, before = memory.seen(name), pools[name]
+            if slots[token] >= 0:
+                before[place(r, LENS[r] - 1)] = np.array(new).astype(BF16)
+    for name in ("k_pool", "v_pool"):
+        now, before = memory.seen(name).astype(np.float32), pools[name].astype(np.float32)
+        np.testing.assert_allclose(now, before, rtol=2**-8, atol=1e-6)  # and nothing else is written
+
+
+def unswizzled(stage):
+    """[T8, 128] of a stage in pieces of 8 rows by 64 columns, whose 16-byte chunks are swizzled."""
+    rows8, out = stage.shape[0], np.empty(stage.shape, stage.dtype)
+    flat = stage.reshape(-1)
+    for row in range(rows8):
+        for chunk in range(16):
+            piece = (row // 8 * 2 + chunk // 8) * 512
+            at = piece + row % 8 * 64 + ((chunk % 8) ^ (row % 8)) * 8
+            out[row, chunk * 8 : chunk * 8 + 8] = flat[at : at + 8]
+    return out
