@@ -1,5 +1,10 @@
-"""Which layers of a model `jattn.nn.layer_tail` serves, and a step of few tokens through them."""
+"""Which layers of a model `jattn.nn.layer_tail` serves, and a step of few tokens through them.
 
+Where a step has one new token for each of a few requests (see tail_attention.py), the launch for a layer's rest begins
+with its attention: one launch a layer.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +15,7 @@ import jax.numpy as jnp
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import MLP, activation
 from jattn.models.residual import ResidualNorms
+from jattn.models.tail_attention import attending, has_short_keys
 from jattn.nn import AttentionConfig
 from jattn.nn import layer_tail as op
 from jattn.nn.attention_layer import attend_projected, heads_of_rows, projections
@@ -74,18 +80,82 @@ def forward(
     config: ModelConfig, params: dict[str, Any], x: jax.Array, configs: list[LayerTailConfig], attend: Callable
 ):
     """(caches, x after the last layer). attend(i) -> (attention of layer i, the arguments of `_attention`)."""
-    layers, weights, caches = config.layers, params["layers"], []
-    first = layers[0]
-    rows = _first_rows(first, weights[0], x)
-    counters = op.new_counters()
-    for i, layer in enumerate(layers):
-        attn, *args = attend(i)
-        cache, a = _attention(layer, attn, weights[i]["attn"], rows, *args)
-        caches.append(cache)
-        kernels, scales = _weights_of(weights, layers, i)
-        after: Any = op.layer_tail(_norms(layers, i), configs[i], a, x, kernels, scales, counters)
-        x, rows, counters = after
-    return caches, x
+    layers, weights, tokens = config.layers, params["layers"], len(x)
+    rows0 = _first_rows(layers[0], weights[0], x)
+    missing = ((0, configs[0].rows8 - tokens), (0, 0))
+    x0 = jnp.pad(x, missing)
+    arguments = [attend(i) for i in range(len(layers))]
+
+    def each(run: Callable, rows: Any) -> tuple:
+        caches, x, counters = [], x0, op.new_counters()
+        for i, layer in enumerate(layers):
+            kernels, scales = _weights_of(weights, layers, i)
+            static = _Static(layer, arguments[i][0], _norms(layers, i), configs[i])
+            operands = weights[i]["attn"], rows, x, arguments[i][1:], kernels, scales, counters
+            cache, x, rows, counters = run(i, static, operands)
+            caches.append(cache)
+        return caches, x[:tokens]
+
+    usual = functools.partial(each, lambda i, static, operands: _layer(static, *operands), rows0)
+    own = attending(layers, weights, configs, arguments, _weights_of, functools.partial(_norms, layers))
+    if own is None:
+        return usual()
+
+    def together(i: int, static: "_Static", operands: tuple) -> Any:
+        return _layer_in_one_launch(dataclasses.replace(static, attending=own.configs[i]), *operands, own.plan)
+
+    is_short, together = has_short_keys(own), functools.partial(each, together, jnp.pad(rows0, missing))
+    return together() if is_short is True else jax.lax.cond(is_short, together, usual)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is static about a layer of `forward`."""
+
+    layer: LayerConfig
+    attn: Any
+    norms: op.TailNorms
+    config: LayerTailConfig
+    attending: LayerTailConfig | None = None  # of the launch with attention
+
+
+def _layer(static: _Static, weights, rows, x, arguments: tuple, kernels, scales, counters) -> tuple:
+    """(cache, x after the layer, the next layer's rows, counters). arguments: of `_attention`. x has config.rows8 rows."""
+    cache, a = _attention(static.layer, static.attn, weights, rows, *arguments)
+    after: Any = op.layer_tail(static.norms, static.config, a, x, kernels, scales, counters)
+    return cache, *after
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_in_one_launch(static: _Static, weights, rows, x, arguments: tuple, kernels, scales, counters, plan) -> tuple:
+    """`_layer` by one launch. rows, too, have config.rows8 rows. Its gradient is that of `_layer`."""
+    assert static.attending is not None
+    cache, m, _, angles = arguments
+    table = jnp.asarray(m.block_table, jnp.int32)
+    keys = angles.cos, angles.sin, table, plan, cache.k, cache.v
+    x, rows, counters, (k, v) = op.launch(rows, x, kernels, scales, counters, static.attending, keys)
+    return dataclasses.replace(cache, k=k, v=v), x, rows, counters
+
+
+def _forward(static: _Static, *operands):
+    return _layer_in_one_launch(static, *operands), operands[:-1]
+
+
+def _backward(static: _Static, operands: tuple, cotangent):
+    weights, rows, x, (cache, m, positions, angles), kernels, scales, counters = operands
+    missing = ((0, static.config.rows8 - static.config.rows), (0, 0))
+
+    def usual(weights, rows, x, cache, kernels, scales):
+        arguments, rows = (cache, m, positions, angles), rows[: static.config.rows]
+        cache_out, x, rows, _ = _layer(static, weights, rows, x, arguments, kernels, scales, counters)
+        return cache_out, x, None if rows is None else jnp.pad(rows, missing)
+
+    pulled = jax.vjp(usual, weights, rows, x, cache, kernels, scales)[1](cotangent[:3])
+    weights, rows, x, cache, kernels, scales = pulled
+    return weights, rows, x, (cache, None, None, None), kernels, scales, None, None
+
+
+_layer_in_one_launch.defvjp(_forward, _backward)
 
 
 def _first_rows(layer: LayerConfig, weights: dict, x: jax.Array) -> jax.Array:

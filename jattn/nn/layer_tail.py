@@ -14,7 +14,7 @@ from jattn import device
 from jattn.nn.norm import Norm
 from jattn.ops.product import is_partitioned, products
 from pallas_kernels.gpu.layer_tail_arrivals_sm90 import WORDS
-from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, choose
+from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, TailAttention, choose
 from pallas_kernels.gpu.layer_tail_sm90 import layer_tail as launch
 
 Counters = tuple[jax.Array, jax.Array]
@@ -40,8 +40,12 @@ def config_of(
     weights: tuple[tuple[jax.Array, ...], ...],
     scales: tuple[jax.Array, ...],
     norms: TailNorms,
+    attention: TailAttention | None = None,
 ) -> LayerTailConfig | None:
-    """The launch for so many tokens and the weights of each product; None if the kernel cannot serve them."""
+    """The launch for so many tokens and the weights of each product; None if the kernel cannot serve them.
+
+    attention: of the tokens, if the launch computes that too.
+    """
     processors = device.processors()
     if device.detect().generation != "sm_90" or processors is None or is_partitioned():
         return None
@@ -51,19 +55,21 @@ def config_of(
     (o,), (gate, _), _, *rest = weights
     pair, next_widths = (norms.mlp, norms.next), tuple(w.shape[1] for w in rest[0]) if rest else ()
     return choose(
-        tokens, o.shape[1], o.shape[0], gate.shape[1], next_widths, processors,
+        tokens, o.shape[1], o.shape[0], gate.shape[1], next_widths, processors, attention,
         eps=tuple(norm.eps for norm in pair), one_plus=tuple(norm.one_plus for norm in pair),
     )  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def layer_tail(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales, counters: Counters) -> Any:
-    """(x2 [T, hidden], rows [T, width of the next projections] or None, counters of the next launch).
+    """(x2 like x, rows [T, width of the next projections] or None, counters of the next launch).
 
-    a [T, heads * dim]: the joined heads of attention; x [T, hidden]; weights: ((o,), (gate, up), (down,), (q, k, v)) or
+    a [T, heads * dim]: the joined heads of attention; x [T, hidden], or more rows, up to config.rows8: those from T on
+    are undefined in x2. (A slice between two launches would keep them out of a CUDA graph.) weights: ((o,), (gate, up), (down,), (q, k, v)) or
     without the last; scales: of the two norms. Its gradient is that of `in_steps`.
     """
-    return launch(a, x, weights, scales, counters, config)[:3]
+    x2, rows, counters, *_ = launch(a, x, weights, scales, counters, config)
+    return x2[: len(x)], None if rows is None else rows[: len(a)], counters
 
 
 def _backward(norms: TailNorms, config: LayerTailConfig, inputs, cotangent):
@@ -81,12 +87,14 @@ layer_tail.defvjp(_forward, _backward)
 def in_steps(a, x, weights, scales, norms: TailNorms) -> tuple:
     """(x2, rows or None) by one product after the other."""
     (o,), (gate, up), (down,), *rest = weights
+    tokens, a = len(a), jnp.pad(a, ((0, len(x) - len(a)), (0, 0)))
     x = x + _product(a, o)
     of_gate, of_up = products(norms.mlp({"scale": scales[0]}, x), (gate, up), dtype=x.dtype)
     x = x + _product(jax.nn.silu(of_gate) * of_up, down)
     if not rest:
         return x, None
-    return x, jnp.concatenate(products(norms.next({"scale": scales[1]}, x), rest[0], dtype=x.dtype), axis=1)
+    rows = products(norms.next({"scale": scales[1]}, x), rest[0], dtype=x.dtype)
+    return x, jnp.concatenate(rows, axis=1)[:tokens]
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ def share_added(product: int, share):
 
 def attended(kv_head):
     """The counter of a kv head. Works on scalars of the kernel and of inline PTX."""
-    return kv_head + _ATTENTION if isinstance(kv_head, jax.Array) else ptx.add(kv_head, ptx.i32(_ATTENTION))
+    return kv_head + _ATTENTION if isinstance(kv_head, int | jax.Array) else ptx.add(kv_head, ptx.i32(_ATTENTION))
 
 
 def groups(cfg: LayerTailConfig, i: int) -> int:

@@ -84,7 +84,9 @@ class _Refs:
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
 def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=()):
-    """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch, pools).
+    """(x2 [T8, W], rows [T8, width of the next projections] or None, counters of the next launch, pools).
+
+    T8: T in eights; rows from T on are undefined. `x`, and `a` with config.attention, may have T or T8 rows.
 
     a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
     before the MLP and before the next projections; counters: two i32[arrivals.WORDS], of which the first is zero.
@@ -95,7 +97,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
-    if c.rows > 8 and c.rows % 8:
+    if c.rows > 8 and c.rows % 8 and c.attention is None:
         a = jnp.pad(a, ((0, c.rows8 - c.rows), (0, 0)))  # TMA takes whole groups of 8 rows; past the end it gives 0
     has_next = len(c.products) == 4
     shape = lambda width, dtype=DTYPE, height=c.rows8: jax.ShapeDtypeStruct((height, width), dtype)
@@ -127,9 +129,9 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
     results = call(a, x, *flat, *norms, used, cleared, *keys[:4], *pools)
-    rows_out = results[-3 if attends else -1][: c.rows] if has_next else None
+    rows_out = results[-3 if attends else -1] if has_next else None
     counters = jax.freeze(cleared), jax.freeze(used)
-    return results[1][: c.rows], rows_out, counters, tuple(jax.freeze(pool) for pool in pools)
+    return results[1], rows_out, counters, tuple(jax.freeze(pool) for pool in pools)
 
 
 def _rings(cfg: LayerTailConfig) -> tuple[Ring, Ring]:

@@ -1,0 +1,95 @@
+"""Steps in which the launch for a layer's rest computes the layer's attention too: which they are, and their plan.
+
+One new token for each of at most 8 requests, over a bf16 cache, with rotated queries and keys and nothing else between
+the projections and the softmax. Requests with many keys are faster by the attention kernel: see MOST_TURNS.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.attention import PagedAttention
+from jattn.backends.pallas_gpu import PallasGpuBackend, PallasGpuMetadata
+from jattn.backends.parallel import ContextParallel
+from jattn.models.config import LayerConfig
+from jattn.nn import AttentionConfig
+from jattn.nn import layer_tail as op
+from jattn.spec import AttentionSpec
+from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.gpu import tail_attention_sm90 as kernel
+from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, LayerTailConfig, TailAttention
+
+MOST_TURNS = 8
+"""Turns of a CTA's loop over its keys, of about 1 us, beyond which the attention kernel and its two small launches,
+about 13 us together, are faster."""
+KERNELS = {"q", "k", "v", "qkv", "o"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attending:
+    """The launches of such a step, one a layer, and what their CTAs do."""
+
+    configs: list[LayerTailConfig]
+    plan: jax.Array  # see kernel.plan
+    common: Any  # the step's CommonAttentionMetadata
+
+
+def attending(
+    layers: Sequence[LayerConfig], weights: Sequence[dict], configs: Sequence[LayerTailConfig], arguments: Sequence,
+    weights_of: Callable, norms_of: Callable,
+) -> Attending | None:  # fmt: skip
+    """None if some layer needs a launch of its own for attention. arguments: of each layer (attention, cache, its plan,
+    positions, angles)."""
+    found = []
+    for i, layer in enumerate(layers):
+        attention = _attention_of(layer, weights[i]["attn"], *arguments[i], rows=configs[i].rows)
+        if attention is None:
+            return None
+        kernels, scales = weights_of(weights, layers, i)
+        found.append(op.config_of(configs[i].rows, jnp.dtype(jnp.bfloat16), kernels, scales, norms_of(i), attention))
+    if None in found or len({id(m) for _, _, m, *_ in arguments}) > 1:
+        return None
+    m, first = arguments[0][2], found[0]
+    lengths = jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens), jnp.asarray(m.slot_mapping)
+    return Attending(found, kernel.plan(first.attention, first.ctas, *lengths), m.common)
+
+
+def has_short_keys(own: Attending) -> jax.Array | bool:
+    """True if no batch of this shape has requests of too many keys; else whether this one has none, traced."""
+    config, common = own.configs[0], own.common
+    attention = config.attention
+    assert attention is not None
+    fewest = max(config.ctas // (config.rows * attention.units), 1)
+    if cdiv(cdiv(common.max_seq_len, fewest), attention.keys_a_turn) <= MOST_TURNS:
+        return True
+    live, seq_lens = jnp.asarray(common.query_start_loc)[-1], jnp.asarray(common.seq_lens)
+    return kernel.turns(attention, config.ctas, live, seq_lens) <= MOST_TURNS
+
+
+def _attention_of(
+    layer: LayerConfig, weights: dict, attn: Any, cache: Any, m: Any, positions, angles, *, rows: int
+) -> TailAttention | None:
+    """The sizes of a layer's attention; None if the launch cannot compute it."""
+    config = layer.self_attn
+    if rows > ATTENDING_ROWS or not isinstance(attn, PagedAttention) or attn.chosen is not PallasGpuBackend:
+        return None
+    assert isinstance(config, AttentionConfig) and isinstance(m, PallasGpuMetadata)
+    spec, cache_spec, common = attn.spec, cache.spec, m.common
+    sizes = dict(num_heads=spec.num_heads, head_dim=spec.head_dim, num_kv_heads=spec.num_kv_heads, scale=spec.scale)
+    is_plain = spec == AttentionSpec(**sizes) and set(weights) <= KERNELS and attn.parallel == ContextParallel()
+    between = config.qk_norm, config.v_norm, config.clip_qkv
+    rotates = config.rotates_last and angles is not None and not angles.interleaved and angles.dim == spec.head_dim
+    is_plain = is_plain and rotates and not any(x is not None for x in between) and not config.k_is_v
+    is_bf16 = cache.k.dtype == cache.v.dtype == jnp.bfloat16 and not cache_spec.is_quantized
+    is_decode = common.max_query_len == 1 and common.is_causal and common.causal_per_request is None
+    is_one_level = not m.shared and m.shard is None and m.prefix is None
+    if not (is_plain and is_bf16 and is_decode and is_one_level) or m.slot_mapping.shape[0] != rows:
+        return None
+    return TailAttention(
+        heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, scale=spec.scale,
+        blocks=cache_spec.num_blocks, page=cache_spec.block_size, columns=m.block_table.shape[1],
+        heads_first=cache_spec.physical_layout == "HND",
+    )  # fmt: skip
