@@ -80,23 +80,21 @@ def forward(
     config: ModelConfig, params: dict[str, Any], x: jax.Array, configs: list[LayerTailConfig], attend: Callable
 ):
     """(caches, x after the last layer). attend(i) -> (attention of layer i, the arguments of `_attention`)."""
-    layers, weights, tokens = config.layers, params["layers"], len(x)
+    layers, weights, x0 = config.layers, params["layers"], x
     rows0 = _first_rows(layers[0], weights[0], x)
-    missing = ((0, configs[0].rows8 - tokens), (0, 0))
-    x0 = jnp.pad(x, missing)
     arguments = [attend(i) for i in range(len(layers))]
 
-    def each(run: Callable, rows: Any) -> tuple:
-        caches, x, counters = [], x0, op.new_counters()
+    def each(run: Callable) -> tuple:
+        caches, x, rows, counters = [], x0, rows0, op.new_counters()
         for i, layer in enumerate(layers):
             kernels, scales = _weights_of(weights, layers, i)
             static = _Static(layer, arguments[i][0], _norms(layers, i), configs[i])
             operands = weights[i]["attn"], rows, x, arguments[i][1:], kernels, scales, counters
             cache, x, rows, counters = run(i, static, operands)
             caches.append(cache)
-        return caches, x[:tokens]
+        return caches, x
 
-    usual = functools.partial(each, lambda i, static, operands: _layer(static, *operands), rows0)
+    usual = functools.partial(each, lambda i, static, operands: _layer(static, *operands))
     own = attending(layers, weights, configs, arguments, _weights_of, functools.partial(_norms, layers))
     if own is None:
         return usual()
@@ -104,8 +102,8 @@ def forward(
     def together(i: int, static: "_Static", operands: tuple) -> Any:
         return _layer_in_one_launch(dataclasses.replace(static, attending=own.configs[i]), *operands, own.plan)
 
-    is_short, together = has_short_keys(own), functools.partial(each, together, jnp.pad(rows0, missing))
-    return together() if is_short is True else jax.lax.cond(is_short, together, usual)
+    is_short, in_one_launch = has_short_keys(own), functools.partial(each, together)
+    return in_one_launch() if is_short is True else jax.lax.cond(is_short, in_one_launch, usual)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +118,7 @@ class _Static:
 
 
 def _layer(static: _Static, weights, rows, x, arguments: tuple, kernels, scales, counters) -> tuple:
-    """(cache, x after the layer, the next layer's rows, counters). arguments: of `_attention`. x has config.rows8 rows."""
+    """(cache, x after the layer, the next layer's rows, counters). arguments: of `_attention`."""
     cache, a = _attention(static.layer, static.attn, weights, rows, *arguments)
     after: Any = op.layer_tail(static.norms, static.config, a, x, kernels, scales, counters)
     return cache, *after
@@ -128,7 +126,7 @@ def _layer(static: _Static, weights, rows, x, arguments: tuple, kernels, scales,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer_in_one_launch(static: _Static, weights, rows, x, arguments: tuple, kernels, scales, counters, plan) -> tuple:
-    """`_layer` by one launch. rows, too, have config.rows8 rows. Its gradient is that of `_layer`."""
+    """`_layer` by one launch. Its gradient is that of `_layer`."""
     assert static.attending is not None
     cache, m, _, angles = arguments
     table = jnp.asarray(m.block_table, jnp.int32)
@@ -143,12 +141,9 @@ def _forward(static: _Static, *operands):
 
 def _backward(static: _Static, operands: tuple, cotangent):
     weights, rows, x, (cache, m, positions, angles), kernels, scales, counters = operands
-    missing = ((0, static.config.rows8 - static.config.rows), (0, 0))
 
     def usual(weights, rows, x, cache, kernels, scales):
-        arguments, rows = (cache, m, positions, angles), rows[: static.config.rows]
-        cache_out, x, rows, _ = _layer(static, weights, rows, x, arguments, kernels, scales, counters)
-        return cache_out, x, None if rows is None else jnp.pad(rows, missing)
+        return _layer(static, weights, rows, x, (cache, m, positions, angles), kernels, scales, counters)[:3]
 
     pulled = jax.vjp(usual, weights, rows, x, cache, kernels, scales)[1](cotangent[:3])
     weights, rows, x, cache, kernels, scales = pulled

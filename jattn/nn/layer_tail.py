@@ -62,14 +62,12 @@ def config_of(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def layer_tail(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales, counters: Counters) -> Any:
-    """(x2 like x, rows [T, width of the next projections] or None, counters of the next launch).
+    """(x2 [T, hidden], rows [T, width of the next projections] or None, counters of the next launch).
 
-    a [T, heads * dim]: the joined heads of attention; x [T, hidden], or more rows, up to config.rows8: those from T on
-    are undefined in x2. (A slice between two launches would keep them out of a CUDA graph.) weights: ((o,), (gate, up), (down,), (q, k, v)) or
+    a [T, heads * dim]: the joined heads of attention; x [T, hidden]; weights: ((o,), (gate, up), (down,), (q, k, v)) or
     without the last; scales: of the two norms. Its gradient is that of `in_steps`.
     """
-    x2, rows, counters, *_ = launch(a, x, weights, scales, counters, config)
-    return x2[: len(x)], None if rows is None else rows[: len(a)], counters
+    return launch(a, x, weights, scales, counters, config)[:3]
 
 
 def _backward(norms: TailNorms, config: LayerTailConfig, inputs, cotangent):
@@ -87,14 +85,12 @@ layer_tail.defvjp(_forward, _backward)
 def in_steps(a, x, weights, scales, norms: TailNorms) -> tuple:
     """(x2, rows or None) by one product after the other."""
     (o,), (gate, up), (down,), *rest = weights
-    tokens, a = len(a), jnp.pad(a, ((0, len(x) - len(a)), (0, 0)))
     x = x + _product(a, o)
     of_gate, of_up = products(norms.mlp({"scale": scales[0]}, x), (gate, up), dtype=x.dtype)
     x = x + _product(jax.nn.silu(of_gate) * of_up, down)
     if not rest:
         return x, None
-    rows = products(norms.next({"scale": scales[1]}, x), rest[0], dtype=x.dtype)
-    return x, jnp.concatenate(rows, axis=1)[:tokens]
+    return x, jnp.concatenate(products(norms.next({"scale": scales[1]}, x), rest[0], dtype=x.dtype), axis=1)
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:

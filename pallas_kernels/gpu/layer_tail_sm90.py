@@ -59,13 +59,13 @@ class _Refs:
     counters: object  # GMEM i32[arrivals.WORDS], zero: arrivals
     cleared: object  # GMEM i32[arrivals.WORDS]: set to zero, for the next launch
     x1: object  # GMEM [T8, W]
-    x2: object  # GMEM [T8, W]
+    x2: object  # GMEM [T, W]
     n1: object  # GMEM [T8, W]
     n2: object  # GMEM [T8, W]
     h: object  # GMEM [T8, mlp width]
     squares: tuple  # for each norm, GMEM f32[T8, SHARES]: sums of squares of each share of a token's columns
     parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
-    out: object  # GMEM [T8, width of the next projections], or None
+    out: object  # GMEM [T, width of the next projections], or None
     rows: object = None  # from here to part_stats with config.attention: GMEM [T, width of q, k and v]
     cos: object = None  # GMEM f32[T, head_dim / 2]
     sin: object = None
@@ -84,9 +84,7 @@ class _Refs:
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
 def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=()):
-    """(x2 [T8, W], rows [T8, width of the next projections] or None, counters of the next launch, pools).
-
-    T8: T in eights; rows from T on are undefined. `x`, and `a` with config.attention, may have T or T8 rows.
+    """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch, pools).
 
     a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
     before the MLP and before the next projections; counters: two i32[arrivals.WORDS], of which the first is zero.
@@ -102,10 +100,11 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     has_next = len(c.products) == 4
     shape = lambda width, dtype=DTYPE, height=c.rows8: jax.ShapeDtypeStruct((height, width), dtype)
     summed = [p for p in c.products if not p.gated]
-    out_type = [shape(c.hidden) for _ in range(4)] + [shape(c.products[1].widths[0])]
+    # x2 and `out` have T rows: XLA keeps two launches with a slice between them out of a CUDA graph.
+    out_type = [shape(c.hidden, height=c.rows if i == 1 else c.rows8) for i in range(4)] + [shape(c.products[1].widths[0])]
     out_type += [shape(SHARES, jnp.float32)] * 2
     out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
-    out_type += [shape(c.products[3].width)] if has_next else []
+    out_type += [shape(c.products[3].width, height=c.rows)] if has_next else []
     attends = c.attention is not None
     out_type += tail_attention.part_shapes(c) if attends else ()
     pools = [jax.new_ref(pool) for pool in keys[4:]]

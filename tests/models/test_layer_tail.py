@@ -56,8 +56,6 @@ def formulas(launches, a, x, weights, scales, counters, config):
         return f32(y) / jnp.sqrt((f32(y) ** 2).mean(1, keepdims=True) + config.eps[which]) * scale[None]
 
     (o,), (gate, up), (down,), *following = weights
-    assert len(x) in (config.rows, config.rows8)
-    a = jnp.pad(a, ((0, len(x) - len(a)), (0, 0)), constant_values=jnp.nan)  # rows that nothing may depend on
     x1 = rounded(f32(x) + f32(a) @ f32(o))
     n1 = normed(x1, 0)
     g = n1 @ f32(gate)
