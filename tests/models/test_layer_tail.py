@@ -1,5 +1,6 @@
 """Steps of few tokens through jattn.nn.layer_tail, with formulas in place of its launch: which models, and numbers."""
 
+import dataclasses
 import functools
 import types
 
@@ -15,6 +16,7 @@ from jattn import models
 from jattn.device import Chip
 from jattn.models import decoder, quantising
 from jattn.models import layer_tail as taken
+from jattn.models import tail_attention
 from jattn.nn import Norm
 from jattn.nn import layer_tail as op
 from jattn.nn.weight_spec import is_weight_spec
@@ -238,3 +240,119 @@ def test_its_gradient_is_that_of_single_products(has_next, hopper):
     assert hopper and abs(value / wanted - 1) < 0.01
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
         assert far(*(np.asarray(y, np.float32) for y in (got, want))) < 0.02
+
+
+def attention_formulas(launches, rows, x, weights, scales, counters, config, keys):
+    """What the launch with attention computes, in numpy, from its plan: one token after the other."""
+    a = config.attention
+    cos, sin, table, plan, *pools = (np.asarray(y) for y in keys)
+    pools = [np.array(pool) for pool in pools]
+    live, count = plan[-1, :2]
+    out = np.zeros((config.rows, a.heads * a.head_dim), np.float32)
+    for token, unit, first, end, has_new, _, request, slot in plan[:-1]:
+        if token < 0 or not has_new:
+            continue
+        heads = np.asarray(rows[token], np.float32).reshape(-1, a.head_dim)
+        q, k, v = np.split(heads, [a.heads, a.heads + a.kv_heads])
+        half = a.head_dim // 2
+        turned = lambda y, t=token: np.concatenate(
+            [y[:, :half] * cos[t] - y[:, half:] * sin[t], y[:, half:] * cos[t] + y[:, :half] * sin[t]], axis=1
+        )
+        q, k = turned(q), turned(k)
+        kv = unit // a.chunks
+        if slot >= 0:
+            for pool, new in zip(pools, (k, v), strict=True):
+                pool[slot // a.page, kv, slot % a.page] = new[kv]
+        past = [[pool[table[request, j // a.page], kv, j % a.page] for j in range(end)] for pool in pools]
+        own = [np.array([*x, new[kv]], np.float32) for x, new in zip(past, (k, v), strict=True)]
+        for head in range(unit * a.together, (unit + 1) * a.together):
+            scores = own[0] @ q[head] * a.scale
+            p = np.exp(scores - scores.max())
+            out[token, head * a.head_dim :][: a.head_dim] = p @ own[1] / p.sum()
+    assert set(plan[:-1, 0]) - {-1} == set(range(live)) and count >= 1
+    plain = dataclasses.replace(config, attention=None)
+    after = formulas(launches, jnp.asarray(out, jnp.bfloat16), x, weights, scales, counters, plain)
+    launches[-1] = config
+    return *after, tuple(jnp.asarray(pool) for pool in pools)
+
+
+@pytest.fixture
+def attending(monkeypatch):
+    """The list of launches, with attention where the model takes it, on a pretended H100."""
+    launches = []
+    on_chip(monkeypatch)
+    monkeypatch.setattr(jattn.device, "chip_of", lambda _: Chip("gpu", "sm_90"))
+    either = lambda *args: (attention_formulas if len(args) > 6 else formulas)(launches, *args)
+    monkeypatch.setattr(op, "launch", either)
+    return launches
+
+
+def decode_step(config, params, backend, new=(1, 0, 1, 1), lens=(70, 0, 1, 33), **changes):
+    """f32 (logits, caches) of a step of these requests, the third padded."""
+    page, rng = 16, np.random.default_rng(7)
+    table = rng.permutation(32).reshape(4, 8).astype(np.int32)
+    caches = config.make_caches(32, page, jnp.bfloat16)
+    normal = lambda pool: jnp.asarray(rng.normal(size=pool.shape), jnp.bfloat16)
+    caches = [dataclasses.replace(cache, k=normal(cache.k), v=normal(cache.v)) for cache in caches]
+    size = changes.pop("num_tokens", 4)
+    meta = jattn.CommonAttentionMetadata.from_lengths(list(new), list(lens), table, page, num_tokens=size, **changes)
+    ids = rng.integers(0, config.vocab_size, size).astype(np.int32)
+    caches, logits = models.forward(config, params, ids, caches, meta, backend=backend)
+    return np.asarray(logits)[: sum(new)], [np.asarray(y, np.float32) for c in caches for y in (c.k, c.v)]
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(num_attention_heads=6, num_key_value_heads=1, head_dim=128)])
+def test_a_decode_step_of_few_requests_is_one_launch_a_layer(sizes, attending):
+    config = config_of("llama", **sizes)
+    params = params_of(config)
+    found, caches = decode_step(config, params, "pallas_gpu")
+    assert [c.attention is not None for c in attending] == [True] * len(config.layers)
+    wanted, wanted_caches = decode_step(config, params, "sdpa")
+    exact, _ = decode_step(config, jax.tree.map(lambda x: x.astype(jnp.float32), params), "sdpa")
+    assert not attending[len(config.layers)].attention
+    assert far(found, exact) < 1.2 * far(wanted, exact) + 1e-3 < 0.05
+    for own, other in zip(caches, wanted_caches, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0.02, atol=0.02)
+
+
+def taken_of(config, attending, monkeypatch, **batch) -> bool:
+    """Whether a step takes the launch with attention, if a launch is reached at all."""
+    seen = []
+
+    def stop(layers, weights, configs, arguments, *more):
+        seen.append(tail_attention.attending(layers, weights, configs, arguments, *more) is not None)
+        raise StopIteration
+
+    monkeypatch.setattr(taken, "attending", stop)
+    with pytest.raises(StopIteration):
+        decode_step(config, params_of(config), "pallas_gpu", **batch)
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "batch", "is_taken"),
+    [
+        ("llama", {}, {}, True),
+        ("ministral3", {}, {}, False),  # queries have a temperature
+        ("mistral", {}, {}, False),  # a window
+        ("qwen3", dict(use_sliding_window=False), {}, False),  # norms of queries and keys
+        ("llama", dict(head_dim=32), {}, False),
+        ("llama", {}, dict(new=(1, 0, 2, 1), lens=(70, 0, 2, 33)), False),
+        ("llama", {}, dict(num_tokens=9), False),
+        ("llama", {}, dict(causal=[True] * 4), False),
+    ],
+)
+def test_which_steps_take_the_launch_with_attention(family, changes, batch, is_taken, attending, monkeypatch):
+    assert taken_of(config_of(family, **changes), attending, monkeypatch, **batch) == is_taken
+
+
+def test_requests_of_many_keys_are_left_to_the_attention_kernel(attending, monkeypatch):
+    """Whether they are many is decided in the program: both are in it, unless no request can have so many."""
+    config, both = config_of("llama"), []
+    params = params_of(config)
+    monkeypatch.setattr(jax.lax, "cond", lambda short, *branches: both.append(bool(short)) or branches[0]())
+    decode_step(config, params, "pallas_gpu")
+    assert not both  # 128 keys at most
+    monkeypatch.setattr(tail_attention, "MOST_TURNS", 0)
+    decode_step(config, params, "pallas_gpu")
+    assert both == [False]
