@@ -27,7 +27,7 @@ from jattn.engine.xla_options import CUDA_OPTIONS
 from jattn.nn import Rope
 from jattn.nn import layer_tail as op
 from pallas_kernels.gpu import tail_attention_sm90 as kernel
-from pallas_kernels.gpu.layer_tail_config import TailAttention
+from pallas_kernels.gpu.layer_tail_config import SHARES, TailAttention
 
 LAYERS, PAGE, ROWS, TURNS = 4, 64, 4, 50
 SHAPES = {  # hidden, query heads, kv heads, their dimensions, width of the MLP
@@ -35,8 +35,8 @@ SHAPES = {  # hidden, query heads, kv heads, their dimensions, width of the MLP
     "llama_8b": (4096, 32, 8, 128, 14336),
 }
 CASES = (
-    ("llama_1b", (600,)), ("llama_1b", (1,)), ("llama_1b", (600, 30, 1024, 333)), ("llama_1b", (950,)),
-    ("llama_8b", (600,)), ("llama_1b", (4000,)), ("llama_1b", (8000,)), ("llama_8b", (8000, 2, 500)),
+    ("llama_1b", (600,)), ("llama_1b", (600, 30, 1024, 333)), ("llama_8b", (600,)), ("llama_1b", (1,)),
+    ("llama_1b", (950,)), ("llama_1b", (4000,)), ("llama_1b", (8000,)), ("llama_8b", (8000, 2, 500)),
     ("llama_1b", (2000,) * 4), ("llama_1b", (16000,)),
 )  # fmt: skip
 
@@ -55,7 +55,7 @@ class Problem:
     x: jax.Array
 
     @classmethod
-    def of(cls, shape: tuple, lens: tuple, **changes) -> "Problem":
+    def of(cls, shape: tuple, lens: tuple, sums: bool = True, **changes) -> "Problem":
         hidden, heads, kv_heads, dim, wide = shape
         blocks = sum(-(-n // PAGE) for n in lens) + 5
         table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
@@ -79,7 +79,10 @@ class Problem:
             columns=tables.shape[1], heads_first=cache_spec.physical_layout == "HND",
         )  # fmt: skip
         one = functools.partial(op.config_of, ROWS, rows.dtype, *weights[0], layer_tail.NORMS)
-        configs = (dataclasses.replace(c, **changes) for c in (one(), one(attention)))
+        configs = [dataclasses.replace(c, **changes) for c in (one(), one(attention))]
+        if sums:
+            attention = dataclasses.replace(attention, sums=configs[1].products[3].splits)
+            configs[1] = dataclasses.replace(configs[1], attention=attention)
         attn = jattn.PagedAttention(spec, cache_spec, "pallas_gpu")
         return cls(attn, *configs, weights, caches, meta, rows, x)
 
@@ -123,6 +126,10 @@ class Problem:
             return after, rows, x, counters, turn + 1
 
         def run(layers, caches, rows, x):
+            if together and config.attention.sums:  # of one CTA, and squares with which the factor is 1
+                rows = jnp.pad(rows.astype(jnp.float32), ((0, config.attention.sums * config.rows8 - ROWS), (0, 0)))
+                squares = jnp.full((config.rows8, SHARES), (1 - config.attention.eps) * config.hidden / config.shares)
+                rows = rows, squares
             start = caches, rows, x, op.new_counters(), jnp.int32(0)
             return jax.lax.while_loop(lambda carry: carry[-1] < turns, functools.partial(all_layers, layers), start)[:3]
 
@@ -157,6 +164,11 @@ class Problem:
         """(live rows of x and of the next projections; the pools) after one layer."""
         one = dataclasses.replace(self, weights=self.weights[:1], caches=self.caches[:1])
         caches, rows, x = one.loop(together, 1)(*one.arguments)
+        if isinstance(rows, tuple):
+            sums, squares = (np.asarray(y, np.float64) for y in rows)
+            factor = 1 / np.sqrt(squares[:ROWS, : self.attending.shares].sum(1) / self.attending.hidden + 1e-5)
+            sums = sums.reshape(-1, self.attending.rows8, sums.shape[1])[:, :ROWS].sum(0)
+            rows = jnp.asarray(sums * factor[:, None], jnp.bfloat16)
         return jnp.concatenate([x, rows], axis=1)[: int(self.meta.num_reqs)], (caches[0].k, caches[0].v)
 
 
@@ -187,18 +199,31 @@ def measure(shape: tuple, lens: tuple, **changes) -> dict:
             ends = [loop(*args)[2][: len(lens)] for _ in range(3)]
     same = all(bool(jnp.array_equal(ends[0], other)) for other in ends[1:])
     numbers = us | errors
-    print("     ", {n: float(f"{x:.4g}") for n, x in numbers.items()}, f"pools equal {written}, same {same}", flush=True)
+    print(
+        "     ", {n: float(f"{x:.4g}") for n, x in numbers.items()}, f"pools equal {written}, same {same}", flush=True
+    )
     ok = same and written and errors["err"] < 1.5 * errors["apart_err"] + 1e-3
     return numbers | dict(same=same, ok=ok)
 
 
+def only_time(shape: tuple, lens: tuple, **changes) -> dict:
+    """The time of another way to divide the work; its numbers are checked by repeats only."""
+    problem = Problem.of(shape, lens, **changes)
+    loop = problem.loop(True, TURNS)
+    us = _micros(loop, *problem.arguments)
+    ends = [loop(*problem.arguments)[2][: len(lens)] for _ in range(2)]
+    print("     ", dict(us=round(us, 2)), flush=True)
+    return dict(us=us, ok=bool(jnp.array_equal(*ends)))
+
+
 def jobs_of():
-    for name, lens in CASES:
-        names = dict(part="tail_attention", case=f"{name}_{'_'.join(map(str, lens))}")
-        yield names, functools.partial(measure, SHAPES[name], lens)
-    for in_flight in (2, 4, 6):
-        names = dict(part="tail_attention", case=f"llama_1b_600_in_flight_{in_flight}")
-        yield names, functools.partial(measure, SHAPES["llama_1b"], (600,), in_flight=in_flight)
+    cases = [(name, lens, measure, {}) for name, lens in CASES]
+    changes = dict(sums=False), dict(in_flight=2), dict(in_flight=4), dict(in_flight=6)
+    cases[2:2] = [("llama_1b", (600,), only_time, change) for change in changes]
+    for name, lens, work, change in cases:
+        more = "".join(f" {key} {value}" for key, value in change.items())
+        names = dict(part="tail_attention", case=f"{name}_{'_'.join(map(str, lens))}{more}")
+        yield names, functools.partial(work, SHAPES[name], lens, **change)
 
 
 def main(argv: list[str] | None = None) -> int:

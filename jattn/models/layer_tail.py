@@ -21,7 +21,7 @@ from jattn.nn import layer_tail as op
 from jattn.nn.attention_layer import attend_projected, heads_of_rows, projections
 from jattn.ops.product import products
 from jattn.ops.quantised import is_quantised
-from pallas_kernels.gpu.layer_tail_config import MAX_ROWS, LayerTailConfig
+from pallas_kernels.gpu.layer_tail_config import MAX_ROWS, SHARES, LayerTailConfig
 
 
 def configs_of(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> list[LayerTailConfig] | None:
@@ -80,77 +80,84 @@ def forward(
     config: ModelConfig, params: dict[str, Any], x: jax.Array, configs: list[LayerTailConfig], attend: Callable
 ):
     """(caches, x after the last layer). attend(i) -> (attention of layer i, the arguments of `_attention`)."""
-    layers, weights, x0 = config.layers, params["layers"], x
-    rows0 = _first_rows(layers[0], weights[0], x)
-    arguments = [attend(i) for i in range(len(layers))]
-
-    def each(run: Callable) -> tuple:
-        caches, x, rows, counters = [], x0, rows0, op.new_counters()
-        for i, layer in enumerate(layers):
-            kernels, scales = _weights_of(weights, layers, i)
-            static = _Static(layer, arguments[i][0], _norms(layers, i), configs[i])
-            operands = weights[i]["attn"], rows, x, arguments[i][1:], kernels, scales, counters
-            cache, x, rows, counters = run(i, static, operands)
-            caches.append(cache)
-        return caches, x
-
-    usual = functools.partial(each, lambda i, static, operands: _layer(static, *operands))
-    own = attending(layers, weights, configs, arguments, _weights_of, functools.partial(_norms, layers))
+    layers, weights = config.layers, params["layers"]
+    attns, arguments = zip(*((attn, args) for attn, *args in map(attend, range(len(layers)))), strict=True)
+    own = attending(layers, weights, configs, attns, arguments, _weights_of, functools.partial(_norms, layers))
+    step = _Step(layers, attns, tuple(configs), () if own is None else tuple(own.configs))
+    usual = lambda: _apart(step, weights, x, arguments)
     if own is None:
         return usual()
-
-    def together(i: int, static: "_Static", operands: tuple) -> Any:
-        return _layer_in_one_launch(dataclasses.replace(static, attending=own.configs[i]), *operands, own.plan)
-
-    is_short, in_one_launch = has_short_keys(own), functools.partial(each, together)
-    return in_one_launch() if is_short is True else jax.lax.cond(is_short, in_one_launch, usual)
+    together = lambda: _together(step, weights, x, arguments, own.plan)
+    is_short = has_short_keys(own)
+    return together() if is_short is True else jax.lax.cond(is_short, together, usual)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
-    """What is static about a layer of `forward`."""
+class _Step:
+    """What is static about `forward`, layer by layer."""
 
-    layer: LayerConfig
-    attn: Any
-    norms: op.TailNorms
-    config: LayerTailConfig
-    attending: LayerTailConfig | None = None  # of the launch with attention
+    layers: tuple[LayerConfig, ...]
+    attns: tuple
+    configs: tuple[LayerTailConfig, ...]
+    attending: tuple[LayerTailConfig, ...]  # of the launches with attention
 
 
-def _layer(static: _Static, weights, rows, x, arguments: tuple, kernels, scales, counters) -> tuple:
-    """(cache, x after the layer, the next layer's rows, counters). arguments: of `_attention`."""
-    cache, a = _attention(static.layer, static.attn, weights, rows, *arguments)
-    after: Any = op.layer_tail(static.norms, static.config, a, x, kernels, scales, counters)
-    return cache, *after
+def _apart(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence) -> tuple[list, jax.Array]:
+    """`forward` with launches of their own for attention. arguments: of `_attention`, for each layer."""
+    rows = _first_rows(step.layers[0], weights[0], x)
+    caches, counters = [], op.new_counters()
+    for i, (layer, attn, config) in enumerate(zip(step.layers, step.attns, step.configs, strict=True)):
+        cache, a = _attention(layer, attn, weights[i]["attn"], rows, *arguments[i])
+        caches.append(cache)
+        kernels, scales = _weights_of(weights, step.layers, i)
+        after: Any = op.layer_tail(_norms(step.layers, i), config, a, x, kernels, scales, counters)
+        x, rows, counters = after
+    return caches, x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer_in_one_launch(static: _Static, weights, rows, x, arguments: tuple, kernels, scales, counters, plan) -> tuple:
-    """`_layer` by one launch. Its gradient is that of `_layer`."""
-    assert static.attending is not None
-    cache, m, _, angles = arguments
-    table = jnp.asarray(m.block_table, jnp.int32)
-    keys = angles.cos, angles.sin, table, plan, cache.k, cache.v
-    x, rows, counters, (k, v) = op.launch(rows, x, kernels, scales, counters, static.attending, keys)
-    return dataclasses.replace(cache, k=k, v=v), x, rows, counters
+def _together(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence, plan) -> tuple[list, jax.Array]:
+    """`forward` with one launch a layer. Its gradient is that of `_apart`."""
+    rows: Any = _first_sums(step, weights[0], x)
+    caches, counters = [], op.new_counters()
+    for i, (cache, m, _, angles) in enumerate(arguments):
+        keys = angles.cos, angles.sin, jnp.asarray(m.block_table, jnp.int32), plan, cache.k, cache.v
+        kernels, scales = _weights_of(weights, step.layers, i)
+        x, rows, counters, (k, v) = op.launch(rows, x, kernels, scales, counters, step.attending[i], keys)
+        caches.append(dataclasses.replace(cache, k=k, v=v))
+    return caches, x
 
 
-def _forward(static: _Static, *operands):
-    return _layer_in_one_launch(static, *operands), operands[:-1]
+def _together_forward(step: _Step, weights, x, arguments, plan):
+    return _together(step, weights, x, arguments, plan), (weights, x, arguments)
 
 
-def _backward(static: _Static, operands: tuple, cotangent):
-    weights, rows, x, (cache, m, positions, angles), kernels, scales, counters = operands
+def _together_backward(step: _Step, saved: tuple, cotangent):
+    weights, x, arguments = saved
 
-    def usual(weights, rows, x, cache, kernels, scales):
-        return _layer(static, weights, rows, x, (cache, m, positions, angles), kernels, scales, counters)[:3]
+    def apart(weights, x, caches):
+        return _apart(step, weights, x, [(cache, *args[1:]) for cache, args in zip(caches, arguments, strict=True)])
 
-    pulled = jax.vjp(usual, weights, rows, x, cache, kernels, scales)[1](cotangent[:3])
-    weights, rows, x, cache, kernels, scales = pulled
-    return weights, rows, x, (cache, None, None, None), kernels, scales, None, None
+    weights, x, caches = jax.vjp(apart, weights, x, [cache for cache, *_ in arguments])[1](cotangent)
+    return weights, x, type(arguments)([cache, None, None, None] for cache in caches), None
 
 
-_layer_in_one_launch.defvjp(_forward, _backward)
+_together.defvjp(_together_forward, _together_backward)
+
+
+def _first_sums(step: _Step, weights: dict, x: jax.Array) -> Any:
+    """The projections of the first layer as the launches give those of the others."""
+    config, norm = step.attending[0], step.layers[0].attn_norms.before
+    assert norm is not None and config.attention is not None
+    if not config.attention.sums:
+        return _first_rows(step.layers[0], weights, x)
+    y, scale = x.astype(jnp.float32), weights["attn_norm"]["scale"].astype(jnp.float32) + norm.one_plus
+    kernels = [weights["attn"][name]["kernel"] for name in projections(_attention_config(step.layers[0]))]
+    sums = jnp.concatenate(products((y * scale[None]).astype(x.dtype), kernels, dtype=jnp.float32), axis=1)
+    squares = jnp.sum(y**2, axis=1, keepdims=True)
+    missing, height = config.rows8 - config.rows, config.attention.sums * config.rows8
+    pad = lambda y, rows, columns: jnp.pad(y, ((0, rows), (0, columns)))
+    return pad(sums, height - config.rows, 0), pad(squares, missing, SHARES - 1)
 
 
 def _first_rows(layer: LayerConfig, weights: dict, x: jax.Array) -> jax.Array:

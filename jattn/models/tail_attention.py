@@ -22,6 +22,9 @@ from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import tail_attention_sm90 as kernel
 from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, LayerTailConfig, TailAttention
 
+SUMS = True
+"""Whether a launch leaves the sums of the next projections to the next launch."""
+
 MOST_TURNS = 8
 """Turns of a CTA's loop over its keys, of about 1 us, beyond which the attention kernel and its two small launches,
 about 13 us together, are faster."""
@@ -38,23 +41,36 @@ class Attending:
 
 
 def attending(
-    layers: Sequence[LayerConfig], weights: Sequence[dict], configs: Sequence[LayerTailConfig], arguments: Sequence,
-    weights_of: Callable, norms_of: Callable,
+    layers: Sequence[LayerConfig], weights: Sequence[dict], configs: Sequence[LayerTailConfig], attns: Sequence,
+    arguments: Sequence, weights_of: Callable, norms_of: Callable,
 ) -> Attending | None:  # fmt: skip
-    """None if some layer needs a launch of its own for attention. arguments: of each layer (attention, cache, its plan,
-    positions, angles)."""
+    """None if some layer needs a launch of its own for attention. arguments: of each layer (cache, the plan of its
+    attention, positions, angles)."""
     found = []
     for i, layer in enumerate(layers):
-        attention = _attention_of(layer, weights[i]["attn"], *arguments[i], rows=configs[i].rows)
+        attention = _attention_of(layer, weights[i]["attn"], attns[i], *arguments[i], rows=configs[i].rows)
         if attention is None:
             return None
         kernels, scales = weights_of(weights, layers, i)
-        found.append(op.config_of(configs[i].rows, jnp.dtype(jnp.bfloat16), kernels, scales, norms_of(i), attention))
-    if None in found or len({id(m) for _, _, m, *_ in arguments}) > 1:
+        config = op.config_of(configs[i].rows, jnp.dtype(jnp.bfloat16), kernels, scales, norms_of(i), attention)
+        if config is None:
+            return None
+        found.append(config)
+    if len({id(m) for _, m, *_ in arguments}) > 1:
         return None
-    m, first = arguments[0][2], found[0]
+    if SUMS and len(layers) > 1:
+        splits = [config.products[-1].splits for config in found]
+        splits = [splits[max(i - 1, 0)] for i in range(len(found))]
+        found = [_with_sums(c, n, layer) for c, n, layer in zip(found, splits, layers, strict=True)]
+    m, first = arguments[0][1], found[0]
     lengths = jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens), jnp.asarray(m.slot_mapping)
     return Attending(found, kernel.plan(first.attention, first.ctas, *lengths), m.common)
+
+
+def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig) -> LayerTailConfig:
+    norm = layer.attn_norms.before
+    assert norm is not None and config.attention is not None
+    return dataclasses.replace(config, attention=dataclasses.replace(config.attention, sums=splits, eps=norm.eps))
 
 
 def has_short_keys(own: Attending) -> jax.Array | bool:

@@ -11,6 +11,7 @@ SMEM_LIMIT = 232448 - 2048  # bytes a CTA may use on Hopper, less barriers and a
 PARTS = 16  # of a unit's keys, at most
 KV_HEADS = 64  # with a counter
 ATTENDING_ROWS = 8  # tokens, at most, whose attention a launch computes
+SHARES = 4  # of a token's columns, each added up by a CTA, at most
 SUMS = 160  # floats of a thread's accumulators, at most
 READ_RATE, L2_RATE, SM_RATE = 4.4e6, 5.5e6, 50e3  # bytes a microsecond: of the memory, the L2 cache, one SM
 
@@ -66,6 +67,8 @@ class TailAttention:
     page: int  # slots of a block
     columns: int  # of the block table
     heads_first: bool
+    sums: int = 0  # CTAs that shared the inner dimension of the projections, whose sums are added up; 0: they have been
+    eps: float = 1e-5  # with sums: of the norm before the projections
     unrolled: int = 4  # keys of a group of lanes that are loaded at the same time
 
     @property
@@ -134,6 +137,11 @@ class LayerTailConfig:
     @property
     def hidden(self) -> int:
         return self.products[0].width
+
+    @property
+    def gives_sums(self) -> bool:
+        """The next projections are left as each CTA's sums and the squares of the norm, for the next launch."""
+        return self.attention is not None and self.attention.sums > 0 and len(self.products) == 4
 
     @property
     def shares(self) -> int:

@@ -39,12 +39,11 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, THREADS, LayerTailConfig, supports
+from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, SHARES, THREADS, LayerTailConfig, supports
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
-from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, packed
+from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, norm_factor, packed
 
 _WGMMA = plgpu.Layout.WGMMA
-SHARES = 4  # of a token's columns, each added up by a CTA
 _WEIGHT_BLOCK = (BLOCK, PIECE)
 
 
@@ -66,7 +65,8 @@ class _Refs:
     squares: tuple  # for each norm, GMEM f32[T8, SHARES]: sums of squares of each share of a token's columns
     parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
     out: object  # GMEM [T, width of the next projections], or None
-    rows: object = None  # from here to part_stats with config.attention: GMEM [T, width of q, k and v]
+    rows: object = None  # from here to part_stats with config.attention: GMEM [T, width], or f32[sums T8, width]
+    row_squares: object = None  # with attention.sums: GMEM f32[T8, SHARES]
     cos: object = None  # GMEM f32[T, head_dim / 2]
     sin: object = None
     block_table: object = None  # GMEM i32[R, columns]
@@ -89,7 +89,9 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
     before the MLP and before the next projections; counters: two i32[arrivals.WORDS], of which the first is zero.
 
-    With config.attention, `a` is [T, width of q, k and v], not rotated, and keys = (cos, sin f32[T, head_dim / 2],
+    With config.attention, `a` is [T, width of q, k and v], not rotated; with attention.sums it is (f32[sums T8, width],
+    f32[T8, SHARES]), and so are the rows of the result: the sums of each CTA, before the norm's factor, and the squares
+    of that norm. keys = (cos, sin f32[T, head_dim / 2],
     block_table i32[R, columns], tail_attention.plan, k pool, v pool); the result's pools have the new keys and values.
     """
     c = config
@@ -101,10 +103,13 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     shape = lambda width, dtype=DTYPE, height=c.rows8: jax.ShapeDtypeStruct((height, width), dtype)
     summed = [p for p in c.products if not p.gated]
     # x2 and `out` have T rows: XLA keeps two launches with a slice between them out of a CUDA graph.
-    out_type = [shape(c.hidden, height=c.rows if i == 1 else c.rows8) for i in range(4)] + [shape(c.products[1].widths[0])]
+    out_type = [shape(c.hidden, height=c.rows if i == 1 else c.rows8) for i in range(4)] + [
+        shape(c.products[1].widths[0])
+    ]
     out_type += [shape(SHARES, jnp.float32)] * 2
     out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
-    out_type += [shape(c.products[3].width, height=c.rows)] if has_next else []
+    gives_rows = has_next and not c.gives_sums
+    out_type += [shape(c.products[3].width, height=c.rows)] if gives_rows else []
     attends = c.attention is not None
     out_type += tail_attention.part_shapes(c) if attends else ()
     pools = [jax.new_ref(pool) for pool in keys[4:]]
@@ -117,18 +122,21 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
         given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights), norms=some(norms))
         given |= dict(counters=next(take), cleared=next(take))
         if attends:
-            given |= dict(rows=given["a"], a=None)
+            given |= dict(rows=given["a"], a=None, row_squares=next(take) if c.attention.sums else None)
             given |= {name: next(take) for name in ("cos", "sin", "block_table", "plan", "k_pool", "v_pool")}
         given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
         given |= dict(squares=some(norms), parts=some(summed))
-        given |= dict(out=next(take) if has_next else None)
+        given |= dict(out=next(take) if gives_rows else None)
         _kernel(c, _Refs(**given, **({n: next(take) for n in ("parts_of_heads", "part_stats")} if attends else {})))
 
     mesh = plgpu.Mesh(grid=(c.ctas,), grid_names=("cta",), num_threads=3, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
-    results = call(a, x, *flat, *norms, used, cleared, *keys[:4], *pools)
+    a, *squares = a if isinstance(a, tuple) else (a,)
+    results = call(a, x, *flat, *norms, used, cleared, *squares, *keys[:4], *pools)
     rows_out = results[-3 if attends else -1] if has_next else None
+    if c.gives_sums:
+        rows_out = rows_out, results[6]
     counters = jax.freeze(cleared), jax.freeze(used)
     return results[1], rows_out, counters, tuple(jax.freeze(pool) for pool in pools)
 
@@ -308,6 +316,8 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
             else:
                 for j, acc in enumerate(accs):
                     _store_columns(cfg, summed[i], acc, share * cfg.rows8, (strip * p.pieces + j) * PIECE)
+            if i == 3 and cfg.gives_sums:
+                return
             strip_group = lax.div(strip, jnp.int32(p.strips // arrivals.groups(cfg, i)))
             arrivals.arrive(refs.counters, arrivals.stored_for(cfg, i, strip_group))
 
@@ -317,6 +327,8 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
         @when(cta < cfg.rows * cfg.shares)
         def _():
             row, share_of_row = lax.rem(cta, jnp.int32(cfg.rows)), lax.div(cta, jnp.int32(cfg.rows))
+            if i == 3 and cfg.gives_sums:
+                return
             if i == 3:
                 _add_rows(cfg, p, refs, summed[i], row, share_of_row)
             else:
@@ -399,28 +411,12 @@ def _token_factors(cfg: LayerTailConfig, squares, norm: int):
             for k in range(2):
                 if token + k not in known:
                     place = arith.addi(base, ptx.i64((token + k) * SHARES * 4))
-                    known[token + k] = _factor(cfg, place, norm)
+                    known[token + k] = norm_factor(place, cfg.hidden, cfg.shares, cfg.eps[norm])
                 values.append(known[token + k])
         rows.fill(fragment, lambda i: values[2 * i : 2 * i + 2])
         return fragment
 
     return factors(squares)
-
-
-def _factor(cfg: LayerTailConfig, place, norm: int):
-    """1 / sqrt(mean + eps) of the sums of squares at this address."""
-    names = ", ".join(f"${i}" for i in range(cfg.shares))
-    kind = {1: "f32 $0", 2: f"v2.f32 {{{names}}}", 4: f"v4.f32 {{{names}}}"}[cfg.shares]
-    text = f"ld.global.cg.{kind}, [${cfg.shares}];"
-    outs = ",".join(["=f"] * cfg.shares)
-    if cfg.shares == 1:
-        total = ptx.asm_value(text, f"{outs},l", place)
-    else:
-        total, *more = ptx.asm_values(text, f"{outs},l", cfg.shares, place)
-        for value in more:
-            total = arith.addf(total, value)
-    mean = arith.addf(arith.mulf(total, ptx.f32(1.0 / cfg.hidden)), ptx.f32(cfg.eps[norm]))
-    return ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
 
 
 def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number):
@@ -474,7 +470,7 @@ def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
         arrivals.one_thread_waits(cfg, 3, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(share.row), ptx.i64(4 * SHARES)))
-        factor = _factor(cfg, place, 1)
+        factor = norm_factor(place, cfg.hidden, cfg.shares, cfg.eps[1])
         fours = share.sums(parts, p.splits, cfg.rows8)
         share.store(out, [[arith.mulf(y, factor) for y in four] for four in fours])
 

@@ -226,6 +226,11 @@ def store_words(place, words, mask):
     asm(text, "l,r,r,r,r,r", place, bool_to_i32(mask), *words)
 
 
+def shuffle_xor_word(word, distance: int):
+    """The i32 of lane (own ^ distance) of the warp."""
+    return asm_value(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", "=r,r", word)
+
+
 def transpose_8x8(word):
     """Transposes an 8 x 8 matrix of 16-bit values, two in each lane of the warp."""
     return asm_value("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", word)

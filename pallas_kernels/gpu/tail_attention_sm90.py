@@ -26,8 +26,9 @@ from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.layer_tail_config import BLOCK, PARTS, THREADS, LayerTailConfig, TailAttention
+from pallas_kernels.gpu.layer_tail_config import BLOCK, PARTS, SHARES, THREADS, LayerTailConfig, TailAttention
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
+from pallas_kernels.gpu.token_share_sm90 import norm_factor
 
 TOKEN, UNIT, FIRST, END, HAS_NEW, PART, REQUEST, SLOT, PLAN_COLUMNS = range(9)
 """Columns of a CTA's row of the plan: its token (or -1) and unit of that token; its cached keys, half open; 1 if it has
@@ -141,28 +142,23 @@ def _lanes(a: TailAttention):
 def _start(cfg: LayerTailConfig, refs, row):
     """The rotated queries; the state of the new token or of no key; the pages of the first turn. Writes the new key."""
     a = cfg.attention
-    given = refs.rows, refs.cos, refs.sin, refs.block_table, refs.k_pool, refs.v_pool
+    squares = refs.row_squares if a.sums else refs.rows
+    given = refs.rows, squares, refs.cos, refs.sin, refs.block_table, refs.k_pool, refs.v_pool
 
     @plgpu.inline_mgpu(
         arg_types=(*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * len(row)), return_type=_state_type(a)
     )
-    def start(ctx, projected, cos, sin, block_table, k_pool, v_pool, *row):
+    def start(ctx, projected, squares, cos, sin, block_table, k_pool, v_pool, *row):
         row = [ptx.scalar_value(x) for x in row]
         at, group = _lanes(a)
         kv_head, chunk = arith.divui(row[UNIT], ptx.i32(a.chunks)), arith.remui(row[UNIT], ptx.i32(a.chunks))
         pages = _pages(a, block_table, row, arith.addi(row[FIRST], group))
         is_low = ptx.less(at, ptx.i32(a.lanes // 2))
-        half = arith.select(is_low, ptx.i32(a.lanes // 2), ptx.i32(-a.lanes // 2))
-        projected = arith.addi(ptx.pointer(projected, 0), arith.muli(ptx.to_i64(row[TOKEN]), ptx.i64(2 * a.width)))
-
-        def words(head, at):
-            chunk = ptx.add(ptx.mul(head, a.lanes), at)
-            return ptx.load_words(arith.addi(projected, arith.muli(ptx.to_i64(chunk), ptx.i64(16))))
-
-        head0, other = ptx.mul(row[UNIT], a.together), arith.addi(at, half)
-        heads = [ptx.add(head0, ptx.i32(i)) for i in range(a.together)] + [ptx.add(kv_head, ptx.i32(a.heads))]
-        pairs = [(words(head, at), words(head, other)) for head in heads]
-        v = words(ptx.add(kv_head, ptx.i32(a.heads + a.kv_heads)), at)
+        head0 = ptx.mul(row[UNIT], a.together)
+        heads = [ptx.add(head0, ptx.i32(i)) for i in range(a.together)]
+        heads += [ptx.add(kv_head, ptx.i32(n)) for n in (a.heads, a.heads + a.kv_heads)]
+        *turning, v = _projections(cfg, projected, squares, row[TOKEN], heads, at)
+        pairs = [(own, [ptx.shuffle_xor_word(word, a.lanes // 2) for word in own]) for own in turning]
         place = ptx.add(ptx.mul(row[TOKEN], a.lanes // 2), arith.remui(at, ptx.i32(a.lanes // 2)))
         place = arith.muli(ptx.to_i64(place), ptx.i64(32))
         cos, sin = (ptx.load_floats(arith.addi(ptx.pointer(ref, 0), place)) for ref in (cos, sin))
@@ -184,6 +180,33 @@ def _start(cfg: LayerTailConfig, refs, row):
         return _State(a, q, [out] * a.together, [choose(x, LOWEST) for x in score], total, pages).fragment()
 
     return start(*given, *row)
+
+
+def _projections(cfg: LayerTailConfig, projected, squares, token, heads, at):
+    """4 words, the thread's 8 dimensions, of each head of a token's projections."""
+    a, base = cfg.attention, ptx.pointer(projected, 0)
+    places = [ptx.add(ptx.mul(head, a.lanes), at) for head in heads]
+    if not a.sums:
+        start = arith.addi(base, arith.muli(ptx.to_i64(token), ptx.i64(2 * a.width)))
+        return [ptx.load_words(arith.addi(start, arith.muli(ptx.to_i64(at), ptx.i64(16)))) for at in places]
+    place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(token), ptx.i64(4 * SHARES)))
+    factor = norm_factor(place, cfg.hidden, cfg.shares, a.eps)
+    start, found = arith.addi(base, arith.muli(ptx.to_i64(token), ptx.i64(4 * a.width))), []
+    loaded = [
+        [
+            ptx.load_floats(
+                ptx.add(start, ptx.i64(4 * cfg.rows8 * a.width * n), arith.muli(ptx.to_i64(at), ptx.i64(32)))
+            )
+            for n in range(a.sums)
+        ]
+        for at in places
+    ]
+    for total, *more in loaded:
+        for other in more:
+            total = [arith.addf(x, y) for x, y in zip(total, other, strict=True)]
+        total = [arith.mulf(x, factor) for x in total]
+        found.append([ptx.pack_16bit(*total[i : i + 2], "bfloat16") for i in range(0, 8, 2)])
+    return found
 
 
 def _step(cfg: LayerTailConfig, refs, state, first, row):
@@ -248,7 +271,9 @@ def _pool_place(a: TailAttention, block, offset, head, at):
 
 def _rotated(own, other, cos, sin):
     """The words of 8 dimensions turned: own cos + other sin, in f32, rounded once to bf16."""
-    turned = [ptx.fma(x, c, arith.mulf(y, s)) for x, y, c, s in zip(_floats(own), _floats(other), cos, sin, strict=True)]
+    turned = [
+        ptx.fma(x, c, arith.mulf(y, s)) for x, y, c, s in zip(_floats(own), _floats(other), cos, sin, strict=True)
+    ]
     return [ptx.pack_16bit(*turned[i : i + 2], "bfloat16") for i in range(0, 8, 2)]
 
 
@@ -303,7 +328,9 @@ def _store_part(cfg: LayerTailConfig, refs, state, row):
             place = ptx.add(base, ptx.mul(warp, a.together * size), ptx.i32(i * size))
             target = ptx.add(place, ptx.mul(at, 32))
             for j in range(2):
-                text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v4.f32 [$0+{16 * j}], {{$2, $3, $4, $5}}; }}"
+                text = (
+                    f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v4.f32 [$0+{16 * j}], {{$2, $3, $4, $5}}; }}"
+                )
                 ptx.asm(text, "r,r,f,f,f,f", target, first, *own[0][4 * j : 4 * j + 4])
             text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v2.f32 [$0+{4 * a.head_dim}], {{$2, $3}}; }}"
             ptx.asm(text, "r,r,f,f", place, writes_stats, *own[1:])

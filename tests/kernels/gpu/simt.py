@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import token_share_sm90 as token_share
 
 HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 SIXTEEN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -199,7 +200,8 @@ class Machine:
         with np.errstate(divide="ignore"):
             simple = {
                 "tanh": np.tanh,
-                "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide
+                "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide,
+                "rsqrt": lambda x: 1 / np.sqrt(x),
             }  # fmt: skip
             return [np.asarray(simple[kind[0]](*x), np.float32)]
 
@@ -268,7 +270,7 @@ def emulated(module, machine: Machine):
 
     every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
     swaps = [
-        mock.patch.object(ptx, "arith", Arith), mock.patch.object(module, "arith", Arith),
+        *(mock.patch.object(m, "arith", Arith) for m in {ptx, token_share, module}),
         mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),
         mock.patch.object(ptx, "i32", every(np.int32)), mock.patch.object(ptx, "i64", every(np.int64)),
         mock.patch.object(ptx, "f32", every(np.float32)),

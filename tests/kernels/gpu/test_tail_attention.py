@@ -10,7 +10,7 @@ from pallas_kernels.gpu.layer_tail_config import PARTS, THREADS, TailAttention, 
 from tests.kernels.gpu.simt import Machine, emulated
 
 BF16, PAGE, COLUMNS = ml_dtypes.bfloat16, 8, 40
-LENS = (1, 300, 0, 40)  # one token each but for the third, a request without one
+LENS = (1, 100, 0, 40)  # one token each but for the third, a request without one
 SHARED = 1024  # bytes before the arrays: shared memory
 
 
@@ -41,14 +41,15 @@ def rotated(x, angle):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "heads_first", "ctas"),
-    [(8, 2, 64, True, 132), (8, 2, 64, False, 24), (5, 1, 128, True, 132), (6, 1, 64, True, 9), (2, 2, 128, False, 50)],
-)
-def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_heads, dim, heads_first, ctas):
+    ("heads", "kv_heads", "dim", "heads_first", "ctas", "sums"),
+    [(8, 2, 64, True, 132, 0), (8, 2, 64, False, 24, 3), (5, 1, 128, True, 132, 2), (6, 1, 64, True, 9, 0),
+     (2, 2, 128, False, 50, 1)],
+)  # fmt: skip
+def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_heads, dim, heads_first, ctas, sums):
     rng, blocks, tokens = np.random.default_rng(dim + heads), 60, 5
     a = TailAttention(
         heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, blocks=blocks, page=PAGE, columns=COLUMNS,
-        heads_first=heads_first,
+        heads_first=heads_first, sums=sums,
     )  # fmt: skip
     cfg = choose(tokens, 1024, heads * dim, 1024, (), 132, attention=a)
     assert cfg is not None
@@ -63,22 +64,31 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
     slots = np.array(slots, np.int32)
     starts = np.array([0, 1, 2, 2, 3], np.int32)
     plan = np.asarray(kernel.plan(a, ctas, jnp.asarray(starts), jnp.asarray(LENS), jnp.asarray(slots)))
-    assert tuple(plan[-1, :2]) == (3, min(max(ctas // (3 * a.units), 1), PARTS, -(-300 // a.groups)))
+    assert tuple(plan[-1, :2]) == (3, min(max(ctas // (3 * a.units), 1), PARTS, -(-100 // a.groups)))
     assert int(kernel.turns(a, ctas, 3, jnp.asarray(LENS))) >= max(
         -(-(end - first) // a.keys_a_turn) for first, end in plan[:-1, 2:4]
     )
     order = (blocks, kv_heads, PAGE, dim) if heads_first else (blocks, PAGE, kv_heads, dim)
     pools = {name: np.full(order, np.nan, BF16) for name in ("k_pool", "v_pool")}
-    place = lambda r, j: (table[r, j // PAGE], slice(None), j % PAGE) if heads_first else (table[r, j // PAGE], j % PAGE)
+    place = lambda r, j: (
+        (table[r, j // PAGE], slice(None), j % PAGE) if heads_first else (table[r, j // PAGE], j % PAGE)
+    )
     for r, n in enumerate(LENS):
         for j in range(n - 1):
             for pool in pools.values():
                 pool[place(r, j)] = rng.normal(size=(kv_heads, dim)).astype(BF16)
     projected = rng.normal(size=(tokens, a.width)).astype(BF16)
     angle = rng.uniform(0, 6, (tokens, dim // 2)).astype(np.float32)
+    given, squares = projected, np.zeros((8, 4), np.float32)
+    if sums:  # of CTAs, before the norm's factor
+        mean = rng.uniform(0.5, 2, tokens).astype(np.float32)
+        squares[:tokens] = rng.dirichlet(np.ones(4), tokens) * (mean * cfg.hidden)[:, None]
+        given = rng.normal(size=(sums, 8, a.width)).astype(np.float32)
+        given[0, :tokens] += projected.astype(np.float32) * np.sqrt(mean + a.eps)[:, None] - given[:, :tokens].sum(0)
+        given = given.reshape(sums * 8, a.width)
     parts, stats = kernel.part_shapes(cfg)
     memory = Memory(
-        4 * a.state_floats, rows=projected, cos=np.cos(angle), sin=np.sin(angle), block_table=table, **pools,
+        4 * a.state_floats, rows=given, row_squares=squares, cos=np.cos(angle), sin=np.sin(angle), block_table=table, **pools,
         parts_of_heads=np.full(parts.shape, np.nan, np.float32), part_stats=np.full(stats.shape, np.nan, np.float32),
         x_tile=np.full((cfg.token_stages, cfg.rows8, 128), np.nan, BF16),
     )  # fmt: skip
