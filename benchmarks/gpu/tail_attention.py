@@ -55,7 +55,7 @@ class Problem:
     x: jax.Array
 
     @classmethod
-    def of(cls, shape: tuple, lens: tuple, sums: bool = True, **changes) -> "Problem":
+    def of(cls, shape: tuple, lens: tuple, sums: bool = True, directly: bool = False, **changes) -> "Problem":
         hidden, heads, kv_heads, dim, wide = shape
         blocks = sum(-(-n // PAGE) for n in lens) + 5
         table = np.random.default_rng(0).permutation(blocks).astype(np.int32)
@@ -81,8 +81,9 @@ class Problem:
         one = functools.partial(op.config_of, ROWS, rows.dtype, *weights[0], layer_tail.NORMS)
         configs = [dataclasses.replace(c, **changes) for c in (one(), one(attention))]
         if sums:
-            attention = dataclasses.replace(attention, sums=configs[1].products[3].splits)
-            configs[1] = dataclasses.replace(configs[1], attention=attention)
+            shares = SHARES if directly else configs[1].shares
+            attention = dataclasses.replace(attention, sums=configs[1].products[3].splits, shares=shares)
+            configs[1] = dataclasses.replace(configs[1], attention=attention, adds_directly=directly)
         attn = jattn.PagedAttention(spec, cache_spec, "pallas_gpu")
         return cls(attn, *configs, weights, caches, meta, rows, x)
 
@@ -128,7 +129,9 @@ class Problem:
         def run(layers, caches, rows, x):
             if together and config.attention.sums:  # of one CTA, and squares with which the factor is 1
                 rows = jnp.pad(rows.astype(jnp.float32), ((0, config.attention.sums * config.rows8 - ROWS), (0, 0)))
-                squares = jnp.full((config.rows8, SHARES), (1 - config.attention.eps) * config.hidden / config.shares)
+                squares = jnp.full(
+                    (config.rows8, SHARES), (1 - config.attention.eps) * config.hidden / config.attention.shares
+                )
                 rows = rows, squares
             start = caches, rows, x, op.new_counters(), jnp.int32(0)
             return jax.lax.while_loop(lambda carry: carry[-1] < turns, functools.partial(all_layers, layers), start)[:3]
@@ -166,7 +169,9 @@ class Problem:
         caches, rows, x = one.loop(together, 1)(*one.arguments)
         if isinstance(rows, tuple):
             sums, squares = (np.asarray(y, np.float64) for y in rows)
-            factor = 1 / np.sqrt(squares[:ROWS, : self.attending.shares].sum(1) / self.attending.hidden + 1e-5)
+            factor = 1 / np.sqrt(
+                squares[:ROWS, : self.attending.attention.shares].sum(1) / self.attending.hidden + 1e-5
+            )
             sums = sums.reshape(-1, self.attending.rows8, sums.shape[1])[:, :ROWS].sum(0)
             rows = jnp.asarray(sums * factor[:, None], jnp.bfloat16)
         return jnp.concatenate([x, rows], axis=1)[: int(self.meta.num_reqs)], (caches[0].k, caches[0].v)
@@ -219,7 +224,8 @@ def only_time(shape: tuple, lens: tuple, **changes) -> dict:
 def jobs_of():
     cases = [(name, lens, measure, {}) for name, lens in CASES]
     changes = dict(sums=False), dict(in_flight=2), dict(in_flight=4), dict(in_flight=6)
-    cases[2:2] = [("llama_1b", (600,), only_time, change) for change in changes]
+    cases[1:1] = [("llama_1b", lens, measure, dict(directly=True)) for lens in ((600,), (600, 30, 1024, 333))]
+    cases[4:4] = [("llama_1b", (600,), only_time, change) for change in changes]
     for name, lens, work, change in cases:
         more = "".join(f" {key} {value}" for key, value in change.items())
         names = dict(part="tail_attention", case=f"{name}_{'_'.join(map(str, lens))}{more}")

@@ -20,10 +20,13 @@ from jattn.nn import layer_tail as op
 from jattn.spec import AttentionSpec
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import tail_attention_sm90 as kernel
-from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, LayerTailConfig, TailAttention
+from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, SHARES, LayerTailConfig, TailAttention
 
 SUMS = True
 """Whether a launch leaves the sums of the next projections to the next launch."""
+
+DIRECTLY = False
+"""With SUMS, whether the CTAs that multiply the last residual add it up themselves."""
 
 MOST_TURNS = 8
 """Turns of a CTA's loop over its keys, of about 1 us, beyond which the attention kernel and its two small launches,
@@ -61,16 +64,19 @@ def attending(
     if SUMS and len(layers) > 1:
         splits = [config.products[-1].splits for config in found]
         splits = [splits[max(i - 1, 0)] for i in range(len(found))]
-        found = [_with_sums(c, n, layer) for c, n, layer in zip(found, splits, layers, strict=True)]
+        directly = DIRECTLY and max(splits) <= SHARES
+        found = [_with_sums(c, n, layer, directly) for c, n, layer in zip(found, splits, layers, strict=True)]
     m, first = arguments[0][1], found[0]
     lengths = jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens), jnp.asarray(m.slot_mapping)
     return Attending(found, kernel.plan(first.attention, first.ctas, *lengths), m.common)
 
 
-def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig) -> LayerTailConfig:
+def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directly: bool) -> LayerTailConfig:
     norm = layer.attn_norms.before
     assert norm is not None and config.attention is not None
-    return dataclasses.replace(config, attention=dataclasses.replace(config.attention, sums=splits, eps=norm.eps))
+    shares = SHARES if directly else config.shares
+    attention = dataclasses.replace(config.attention, sums=splits, eps=norm.eps, shares=shares)
+    return dataclasses.replace(config, attention=attention, adds_directly=directly and len(config.products) == 4)
 
 
 def has_short_keys(own: Attending) -> jax.Array | bool:

@@ -69,6 +69,7 @@ class TailAttention:
     heads_first: bool
     sums: int = 0  # CTAs that shared the inner dimension of the projections, whose sums are added up; 0: they have been
     eps: float = 1e-5  # with sums: of the norm before the projections
+    shares: int = 4  # with sums: of a token's columns, of each of which there is a sum of squares
     unrolled: int = 4  # keys of a group of lanes that are loaded at the same time
 
     @property
@@ -129,6 +130,8 @@ class LayerTailConfig:
     in_flight: int = 3  # weight blocks that a CTA has asked for and not received
     attention: TailAttention | None = None  # None: it has been computed before, and its output is an argument
 
+    adds_directly: bool = False  # the CTAs of the next projections add up the residual themselves: tail_sums_sm90.py
+
     @property
     def rows8(self) -> int:
         """Tokens, in eights."""
@@ -183,6 +186,10 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(a.heads % a.kv_heads != 0 or a.kv_heads > KV_HEADS, f"{a.heads} heads over {a.kv_heads} kv heads")
         refuse(a.heads * a.head_dim != inner, f"{a.heads} heads of {a.head_dim}: the projection has {inner} rows")
         refuse(c.rows * a.units > c.ctas, f"{c.rows * a.units} units of attention: there are {c.ctas} CTAs")
+    refuse(
+        c.adds_directly and (c.attention is None or not c.attention.sums or c.products[-1].splits > SHARES),
+        f"sums by the CTAs that multiply them: wanted attention with sums, and at most {SHARES} shares",
+    )
     refuse(c.rows > c.ctas, f"{c.rows} rows: {c.ctas} CTAs add up one each at least")
     refuse(c.slots < c.in_flight, f"{c.in_flight} blocks in flight: shared memory has {c.slots}")
     return reasons

@@ -38,6 +38,7 @@ from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
+from pallas_kernels.gpu import tail_sums_sm90 as tail_sums
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, SHARES, THREADS, LayerTailConfig, supports
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
@@ -285,7 +286,11 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
         @when(cta < p.units)
         def _():
             if i == 0 and cfg.attention is not None:
-                tail_attention.load_merged(cfg, refs, ring, p, share, before)
+                tail_attention.load_merged(cfg, refs, ring, share, before)
+                return
+            if i == 3 and cfg.adds_directly:
+                live = refs.plan[cfg.ctas, tail_attention.LIVE]
+                tail_sums.load_added(cfg, refs, ring, _place(p, cta)[0], share, before, live)
                 return
             if i == 2:
                 arrivals.wait_before_tma(refs.counters, arrivals.stored_for(cfg, 1, share), arrivals.group_size(cfg, 1))
@@ -327,7 +332,7 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
         @when(cta < cfg.rows * cfg.shares)
         def _():
             row, share_of_row = lax.rem(cta, jnp.int32(cfg.rows)), lax.div(cta, jnp.int32(cfg.rows))
-            if i == 3 and cfg.gives_sums:
+            if (i == 3 and cfg.gives_sums) or (i == 2 and cfg.adds_directly and len(cfg.products) == 4):
                 return
             if i == 3:
                 _add_rows(cfg, p, refs, summed[i], row, share_of_row)

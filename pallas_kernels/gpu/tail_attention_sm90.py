@@ -26,9 +26,10 @@ from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.layer_tail_config import BLOCK, PARTS, SHARES, THREADS, LayerTailConfig, TailAttention
-from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
+from pallas_kernels.gpu.layer_tail_config import PARTS, SHARES, THREADS, LayerTailConfig, TailAttention
+from pallas_kernels.gpu.stage_ring_sm90 import Ring
 from pallas_kernels.gpu.token_share_sm90 import norm_factor
+from pallas_kernels.gpu.token_tile_sm90 import TokenTile
 
 TOKEN, UNIT, FIRST, END, HAS_NEW, PART, REQUEST, SLOT, PLAN_COLUMNS = range(9)
 """Columns of a CTA's row of the plan: its token (or -1) and unit of that token; its cached keys, half open; 1 if it has
@@ -190,7 +191,7 @@ def _projections(cfg: LayerTailConfig, projected, squares, token, heads, at):
         start = arith.addi(base, arith.muli(ptx.to_i64(token), ptx.i64(2 * a.width)))
         return [ptx.load_words(arith.addi(start, arith.muli(ptx.to_i64(at), ptx.i64(16)))) for at in places]
     place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(token), ptx.i64(4 * SHARES)))
-    factor = norm_factor(place, cfg.hidden, cfg.shares, a.eps)
+    factor = norm_factor(place, cfg.hidden, a.shares, a.eps)
     start, found = arith.addi(base, arith.muli(ptx.to_i64(token), ptx.i64(4 * a.width))), []
     loaded = [
         [
@@ -366,101 +367,45 @@ def _part_number(a: TailAttention, token, head, part):
     return arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(PARTS)), ptx.to_i64(part))
 
 
-def load_merged(cfg: LayerTailConfig, refs, ring: Ring, product, share, before) -> None:
-    """The token warpgroup: the merged tokens of this CTA's share of the output projection's inner dimension.
-
-    A turn fills `each` stages, a thread 4 columns of all tokens. before: stages filled before.
-    """
+def load_merged(cfg: LayerTailConfig, refs, ring: Ring, share, before) -> None:
+    """The token warpgroup: the merged tokens of this CTA's share of the output projection's inner dimension."""
     live, count = refs.plan[cfg.ctas, LIVE], refs.plan[cfg.ctas, COUNT]
-    each = blocks_a_turn(cfg)
+    tile = TokenTile(cfg, 0)
 
-    def turn(i, carry):
-        number, column = before + i * each, (share * product.blocks + i * each) * BLOCK
-        for n in range(each):
-
-            @when(number + n >= ring.stages)
-            def _(n=n):
-                ring.wait(refs.barriers, number + n, FREE)
-
-        _zero(cfg, refs.x_tile, number)
-        _await_heads(cfg, refs.counters, column, live * count)
+    def fill(number, column):
+        await_heads(cfg, tile, refs.counters, column, live * count)
 
         def of_token(t, carry):
-            _merge_token(cfg, refs, number, column, t, count)
+            merge_token(cfg, tile, refs, number, column, t, count)
             return carry
 
         lax.fori_loop(0, live, of_token, jnp.int32(0))
-        _told(cfg, ring, refs.barriers, number)
-        return carry
 
-    lax.fori_loop(0, product.blocks // each, turn, jnp.int32(0))
+    tile.each_turn(refs, ring, share, before, fill)
 
 
-def blocks_a_turn(cfg: LayerTailConfig) -> int:
-    """Blocks of the output projection's inner dimension whose tokens are merged together: a four of columns a thread."""
-    blocks = cfg.products[0].blocks
-    return next(n for n in (4, 3, 2, 1) if blocks % n == 0 and n <= cfg.token_stages)
-
-
-def _target(cfg: LayerTailConfig, tile, number):
-    """(address of the thread's 4 columns in its stage, in row 0; their byte in a row; bool: has it any)."""
-    each = blocks_a_turn(cfg)
-    thread = ptx.thread_index()
-    is_used = ptx.less(thread, ptx.i32(each * BLOCK // 4))
-    thread = arith.remui(thread, ptx.i32(each * BLOCK // 4))
-    block, four = arith.divui(thread, ptx.i32(BLOCK // 4)), arith.remui(thread, ptx.i32(BLOCK // 4))
-    stage = arith.remui(ptx.add(number, block), ptx.i32(cfg.token_stages))
-    return ptx.add(ptx.pointer(tile, 3), ptx.mul(stage, cfg.token_bytes)), ptx.mul(four, 8), is_used
-
-
-def _tile_type(cfg: LayerTailConfig):
-    return plgpu.RefType(block_transforms((cfg.rows8, BLOCK)))
-
-
-def _put(cfg: LayerTailConfig, stage, byte, row, words, mask):
-    swizzle = rows.swizzle_bytes(BLOCK, DTYPE)
-    place = ptx.add(stage, ptx.swizzled(row, byte, 2 * BLOCK, swizzle))
-    text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v2.b32 [$0], {$2, $3}; }"
-    ptx.asm(text, "r,r,r,r", place, ptx.bool_to_i32(mask), *words)
-
-
-def _zero(cfg: LayerTailConfig, tile, number):
-    """Zeros in all rows of the stages: padding tokens stay so."""
-
-    @plgpu.inline_mgpu(arg_types=(_tile_type(cfg), ptx.SCALAR))
-    def zero(ctx, tile, number):
-        stage, byte, is_used = _target(cfg, tile, ptx.scalar_value(number))
-        for row in range(cfg.rows8):
-            _put(cfg, stage, byte, ptx.i32(row), [ptx.i32(0)] * 2, is_used)
-
-    zero(tile, number)
-
-
-def _await_heads(cfg: LayerTailConfig, counters, column, count):
-    """Each thread waits for the parts of the kv head of its columns, from `column` on: count times chunks arrivals."""
+def await_heads(cfg: LayerTailConfig, tile: TokenTile, counters, column, count):
+    """Each thread waits for the parts of the kv head of its columns: count times chunks arrivals."""
     a = cfg.attention
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(ptx.SCALAR,) * 2))
     def wait(ctx, counters, column, count):
-        thread = arith.remui(ptx.thread_index(), ptx.i32(blocks_a_turn(cfg) * BLOCK // 4))
-        column = ptx.add(ptx.scalar_value(column), ptx.mul(thread, 4))
+        column = ptx.add(ptx.scalar_value(column), ptx.mul(tile.four()[0], 4))
         head = arith.divui(column, ptx.i32(a.head_dim * a.group))
         arrivals.every_thread_waits(counters, arrivals.attended(head), ptx.mul(ptx.scalar_value(count), a.chunks))
 
     wait(counters, column, count)
 
 
-def _merge_token(cfg: LayerTailConfig, refs, number, column, token, count):
+def merge_token(cfg: LayerTailConfig, tile: TokenTile, refs, number, column, token, count):
     """The thread's 4 columns of a token: the parts' sums, over their denominators."""
     a = cfg.attention
     given = refs.parts_of_heads, refs.part_stats
 
-    @plgpu.inline_mgpu(arg_types=(_tile_type(cfg), *(plgpu.RefType(),) * 2, *(ptx.SCALAR,) * 4))
-    def merge(ctx, tile, parts, stats, number, column, token, count):
+    @plgpu.inline_mgpu(arg_types=(tile.type, *(plgpu.RefType(),) * 2, *(ptx.SCALAR,) * 4))
+    def merge(ctx, target, parts, stats, number, column, token, count):
         number, column, token, count = (ptx.scalar_value(x) for x in (number, column, token, count))
-        stage, byte, is_used = _target(cfg, tile, number)
-        thread = arith.remui(ptx.thread_index(), ptx.i32(blocks_a_turn(cfg) * BLOCK // 4))
-        column = ptx.add(column, ptx.mul(thread, 4))
+        column = ptx.add(column, ptx.mul(tile.four()[0], 4))
         head, inside = arith.divui(column, ptx.i32(a.head_dim)), arith.remui(column, ptx.i32(a.head_dim))
         first = _part_number(a, token, head, ptx.i32(0))
         stats = arith.addi(ptx.pointer(stats, 0), arith.muli(first, ptx.i64(8)))
@@ -475,21 +420,6 @@ def _merge_token(cfg: LayerTailConfig, refs, number, column, token, count):
             states.append((sums, top, arith.select(there[part], tops[2 * part + 1], ptx.f32(0.0))))
         out, _, total = _merged(states)
         out = [ptx.divide(x, total) for x in out]
-        _put(cfg, stage, byte, token, [ptx.pack_16bit(*out[i : i + 2], "bfloat16") for i in (0, 2)], is_used)
+        tile.put(target, number, token, [ptx.pack_16bit(*out[i : i + 2], "bfloat16") for i in (0, 2)])
 
     merge(refs.x_tile, *given, number, column, token, count)
-
-
-def _told(cfg: LayerTailConfig, ring: Ring, barriers, number):
-    """The stages of this turn are full."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR))
-    def tell(ctx, barriers, number):
-        ptx.asm("fence.proxy.async.shared::cta;", "")
-        ptx.asm(f"bar.sync 11, {THREADS};", "")
-        text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.arrive.shared.b64 _, [$0]; }"
-        for n in range(blocks_a_turn(cfg)):
-            place = ring.place(barriers, ptx.add(ptx.scalar_value(number), ptx.i32(n)), FULL)
-            ptx.asm(text, "r,r", place, ptx.thread_index())
-
-    tell(barriers, number)

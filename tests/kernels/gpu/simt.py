@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_share_sm90 as token_share
+from pallas_kernels.gpu import token_tile_sm90 as token_tile
 
 HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 SIXTEEN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -270,7 +271,7 @@ def emulated(module, machine: Machine):
 
     every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
     swaps = [
-        *(mock.patch.object(m, "arith", Arith) for m in {ptx, token_share, module}),
+        *(mock.patch.object(m, "arith", Arith) for m in {ptx, token_share, token_tile, module}),
         mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),
         mock.patch.object(ptx, "i32", every(np.int32)), mock.patch.object(ptx, "i64", every(np.int64)),
         mock.patch.object(ptx, "f32", every(np.float32)),

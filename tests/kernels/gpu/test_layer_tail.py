@@ -13,6 +13,7 @@ from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import layer_tail_sm90 as kernel
 from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
 from pallas_kernels.gpu.layer_tail_config import ChainProduct, LayerTailConfig, TailAttention, choose, supports
+from pallas_kernels.gpu.token_tile_sm90 import TokenTile
 
 SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projections
     "Llama 1B": (2048, 2048, 8192, (2048, 512, 512)),
@@ -163,6 +164,7 @@ def attending(name, attention, rows, live, keys, ctas):
         (dict(attention=attention_of(8, 2, 64)), "the projection has 256 rows"),
         (dict(attention=attention_of(4, 2, 64), rows=8, ctas=15), "16 units of attention"),
         (dict(attention=attention_of(4, 2, 64)), ""),
+        (dict(adds_directly=True), "wanted attention with sums"),
     ],
 )
 def test_attention_that_a_launch_cannot_compute_is_refused(changes, reason):
@@ -275,6 +277,10 @@ class Launch:
             if i == 2:
                 group = split if arrivals.groups(self.c, 1) > 1 else 0
                 yield self.arrived(arrivals.columns_stored(1, group), arrivals.group_size(self.c, 1))
+            if i == 3 and self.c.adds_directly:
+                yield from self.load_added(p, split, ring, number)
+                number += p.blocks
+                continue
             for b in range(p.blocks):
                 stage, turn = ring.place(number)
                 if turn:
@@ -295,7 +301,7 @@ class Launch:
 
     def load_merged(self, p: ChainProduct, split: int, ring: Ring):
         """The tokens of the first product: the parts of the heads in its columns, several blocks at a time."""
-        a, each, (live, count) = self.c.attention, tail_attention.blocks_a_turn(self.c), self.parts[-1, :2]
+        a, each, (live, count) = self.c.attention, TokenTile(self.c, 0).each, self.parts[-1, :2]
         for first in range(0, p.blocks, each):
             for number in range(first, first + each):
                 stage, turn = ring.place(number)
@@ -310,6 +316,27 @@ class Launch:
             for n in range(each):
                 stage, _ = ring.place(first + n)
                 ring.held[stage] = 0, block + n
+                ring.full[stage].arrive()
+
+    def load_added(self, p: ChainProduct, split: int, ring: Ring, number: int):
+        """The tokens of the last product: the sums of the one before, several blocks at a time."""
+        each, before = TokenTile(self.c, 3).each, self.c.products[2]
+        for first in range(0, p.blocks, each):
+            for n in range(first, first + each):
+                stage, turn = ring.place(number + n)
+                if turn:
+                    yield lambda s=stage, t=turn: ring.free[s].seen(t - 1)
+            block = split * p.blocks + first
+            groups = arrivals.groups(self.c, 2)
+            for column in range(block * 128, (block + each) * 128, 4):
+                group = column // (self.c.hidden // groups)
+                yield self.arrived(arrivals.columns_stored(2, group), arrivals.group_size(self.c, 2))
+                strip = column // before.columns
+                assert {("part", 2, s, strip) for s in range(before.splits)} <= self.written
+                assert ("norm", 1, 0, column * self.c.shares // self.c.hidden) in self.written  # x1
+            for n in range(each):
+                stage, _ = ring.place(number + first + n)
+                ring.held[stage] = 3, block + n
                 ring.full[stage].arrive()
 
     def compute(self, cta: int, weights: Ring, tokens: Ring):
@@ -340,6 +367,8 @@ class Launch:
                 self.written.add(("h", strip) if p.gated else ("part", i, split, strip))
                 group = strip // (p.strips // arrivals.groups(self.c, i))
                 self.arrive(arrivals.columns_stored(i, group))
+            if (i == 2 and self.c.adds_directly) or (i == 3 and self.c.gives_sums):
+                continue
             if not p.gated and cta < self.c.rows * self.c.shares:
                 yield from self.add(i, p, cta % self.c.rows, cta // self.c.rows)
 
@@ -363,7 +392,7 @@ def check_launch(config: LayerTailConfig, late: int = 0, seed: int = 0, plan=Non
     launch.run(late, seed)
     blocks = sum(p.strips * p.pieces * p.inner // 128 for p in config.products)
     assert len(launch.used) == blocks  # every block of every weight, each once
-    if len(config.products) == 4:
+    if len(config.products) == 4 and not config.gives_sums:
         rows = {("row", row, share) for row in range(config.rows) for share in range(config.shares)}
         assert rows <= launch.written
 
@@ -384,8 +413,13 @@ def test_a_launch_ends_and_reads_only_what_was_written(name, rows, ctas):
 
 
 @pytest.mark.parametrize("case", ATTENDING)
-def test_a_launch_with_attention_ends_and_reads_only_what_was_written(case):
+@pytest.mark.parametrize("directly", [None, False, True])
+def test_a_launch_with_attention_ends_and_reads_only_what_was_written(case, directly):
     config, plan = attending(*case)
+    if directly is not None:
+        attention = dataclasses.replace(config.attention, sums=2)
+        changed = dataclasses.replace(config, attention=attention, adds_directly=directly)
+        config = config if supports(changed) else changed
     for seed, late in enumerate((0, config.ctas // 2, config.products[0].units - 1)):
         check_launch(config, late, seed, plan)
 

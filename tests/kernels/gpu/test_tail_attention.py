@@ -1,12 +1,17 @@
 """Attention inside the launch for the rest of a layer: every thread of it on the PTX model, against numpy float64."""
 
+import dataclasses
+import types
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.gpu import tail_attention_sm90 as kernel
-from pallas_kernels.gpu.layer_tail_config import PARTS, THREADS, TailAttention, choose
+from pallas_kernels.gpu import tail_sums_sm90 as sums
+from pallas_kernels.gpu.layer_tail_config import PARTS, THREADS, TailAttention, choose, supports
+from pallas_kernels.gpu.token_tile_sm90 import TokenTile
 from tests.kernels.gpu.simt import Machine, emulated
 
 BF16, PAGE, COLUMNS = ml_dtypes.bfloat16, 8, 40
@@ -41,15 +46,15 @@ def rotated(x, angle):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "heads_first", "ctas", "sums"),
+    ("heads", "kv_heads", "dim", "heads_first", "ctas", "count"),
     [(8, 2, 64, True, 132, 0), (8, 2, 64, False, 24, 3), (5, 1, 128, True, 132, 2), (6, 1, 64, True, 9, 0),
      (2, 2, 128, False, 50, 1)],
 )  # fmt: skip
-def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_heads, dim, heads_first, ctas, sums):
+def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_heads, dim, heads_first, ctas, count):
     rng, blocks, tokens = np.random.default_rng(dim + heads), 60, 5
     a = TailAttention(
         heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, blocks=blocks, page=PAGE, columns=COLUMNS,
-        heads_first=heads_first, sums=sums,
+        heads_first=heads_first, sums=count,
     )  # fmt: skip
     cfg = choose(tokens, 1024, heads * dim, 1024, (), 132, attention=a)
     assert cfg is not None
@@ -80,12 +85,12 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
     projected = rng.normal(size=(tokens, a.width)).astype(BF16)
     angle = rng.uniform(0, 6, (tokens, dim // 2)).astype(np.float32)
     given, squares = projected, np.zeros((8, 4), np.float32)
-    if sums:  # of CTAs, before the norm's factor
+    if count:  # of CTAs, before the norm's factor
         mean = rng.uniform(0.5, 2, tokens).astype(np.float32)
         squares[:tokens] = rng.dirichlet(np.ones(4), tokens) * (mean * cfg.hidden)[:, None]
-        given = rng.normal(size=(sums, 8, a.width)).astype(np.float32)
+        given = rng.normal(size=(count, 8, a.width)).astype(np.float32)
         given[0, :tokens] += projected.astype(np.float32) * np.sqrt(mean + a.eps)[:, None] - given[:, :tokens].sum(0)
-        given = given.reshape(sums * 8, a.width)
+        given = given.reshape(count * 8, a.width)
     parts, stats = kernel.part_shapes(cfg)
     memory = Memory(
         4 * a.state_floats, rows=given, row_squares=squares, cos=np.cos(angle), sin=np.sin(angle), block_table=table, **pools,
@@ -93,7 +98,7 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
         x_tile=np.full((cfg.token_stages, cfg.rows8, 128), np.nan, BF16),
     )  # fmt: skip
     memory.states = SHARED
-    number = 3  # the first stage
+    number, tile = 3, TokenTile(cfg, 0)  # the first stage
     with emulated(kernel, memory.machine), np.errstate(over="ignore", invalid="ignore"):
         for row in plan[:-1]:
             if row[kernel.TOKEN] >= 0:
@@ -102,11 +107,11 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
                     state = kernel._step(cfg, memory, state, np.int32(first), row)
                 kernel._store_part(cfg, memory, state, row)
         merged = []
-        each = kernel.blocks_a_turn(cfg)
+        each = tile.each
         for column in range(0, heads * dim, each * 128):
-            kernel._zero(cfg, memory.x_tile, np.int32(number))
+            tile.zero(memory.x_tile, np.int32(number))
             for token in range(3):
-                kernel._merge_token(cfg, memory, np.int32(number), np.int32(column), np.int32(token), plan[-1, 1])
+                kernel.merge_token(cfg, tile, memory, np.int32(number), np.int32(column), np.int32(token), plan[-1, 1])
             tiles = memory.seen("x_tile")
             for n in range(each):
                 merged.append(unswizzled(tiles[(number + n) % cfg.token_stages]))
@@ -144,3 +149,46 @@ def unswizzled(stage):
             at = piece + row % 8 * 64 + ((chunk % 8) ^ (row % 8)) * 8
             out[row, chunk * 8 : chunk * 8 + 8] = flat[at : at + 8]
     return out
+
+
+@pytest.mark.parametrize("one_plus", [False, True])
+def test_the_last_residual_is_added_up_where_it_is_multiplied(one_plus):
+    rng, rows, live = np.random.default_rng(5), 3, 2
+    a = TailAttention(
+        heads=16, kv_heads=4, head_dim=64, scale=0.1, blocks=8, page=8, columns=4, heads_first=True, sums=2
+    )
+    cfg = choose(rows, 1024, 1024, 2048, (1024, 256, 256), 132, attention=a, one_plus=(False, one_plus))
+    cfg = dataclasses.replace(cfg, adds_directly=True)
+    assert not supports(cfg)
+    width, splits, tile = cfg.hidden, cfg.products[2].splits, TokenTile(cfg, sums.LAST)
+    x1, scale = (rng.normal(size=shape).astype(BF16) for shape in ((8, width), width))
+    parts = rng.normal(size=(splits * 8, width)).astype(np.float32)
+    memory = Memory(
+        256, parts=parts, x1=x1, scale=scale, x2=np.full((rows, width), np.nan, BF16),
+        squares=np.full((8, 4), np.nan, np.float32), x_tile=np.full((cfg.token_stages, 8, 128), np.nan, BF16),
+    )  # fmt: skip
+    refs = types.SimpleNamespace(
+        parts=(None, memory.parts), x1=memory.x1, x2=memory.x2, norms=(None, memory.scale), states=SHARED,
+        squares=(None, memory.squares), x_tile=memory.x_tile,
+    )  # fmt: skip
+    scalar, merged = np.int32, []
+    blocks = cfg.products[sums.LAST].blocks
+    with emulated(sums, memory.machine):
+        for share in range(cfg.products[sums.LAST].splits):
+            for column in range(share * blocks * 128, (share + 1) * blocks * 128, tile.each * 128):
+                tile.zero(memory.x_tile, scalar(1))
+                first = column == share * blocks * 128
+                for token in range(live):
+                    numbers = (scalar(n) for n in (1, column, token, 1, first))
+                    sums.add_token(cfg, tile, refs, *numbers)
+                merged += [unswizzled(memory.seen("x_tile")[(1 + n) % cfg.token_stages]) for n in range(tile.each)]
+            sums.store_squares(cfg, refs, scalar(share), scalar(live))
+    added = parts.reshape(splits, 8, width).astype(np.float64).sum(0)[:live].astype(BF16).astype(np.float64)
+    x2 = (x1[:live].astype(np.float64) + added).astype(BF16).astype(np.float64)
+    np.testing.assert_allclose(memory.seen("x2")[:live].astype(np.float64), x2, rtol=2**-7, atol=1e-6)
+    assert np.isnan(memory.seen("x2")[live:].astype(np.float32)).all()
+    seen = memory.seen("x2")[:live].astype(np.float64)
+    np.testing.assert_allclose(memory.seen("squares")[:live].sum(1), (seen**2).sum(1), rtol=1e-5)
+    tokens = np.concatenate(merged, axis=1).astype(np.float64)
+    np.testing.assert_allclose(tokens[:live], seen * (scale.astype(np.float64) + one_plus), rtol=2**-8, atol=1e-6)
+    assert (tokens[live:] == 0).all()
