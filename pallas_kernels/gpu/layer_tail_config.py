@@ -7,7 +7,9 @@ PIECE = 64  # weight columns of one product: the rows of wgmma
 BLOCK = 128  # of the inner dimension: one step of a CTA's loop
 MAX_ROWS = 64
 THREADS = 128  # of a warpgroup
-SMEM_LIMIT = 232448 - 2048  # bytes a CTA may use on Hopper, less barriers and alignment
+ALIGNMENT = 1024  # of arrays in shared memory
+SMEM_LIMIT = 232448 - 3 * ALIGNMENT  # bytes a CTA may use on Hopper, less mbarriers, scratch, and what Mosaic takes
+SCRATCH = 8  # f32 in which a warpgroup adds up squares
 PARTS = 16  # of a unit's keys, at most
 KV_HEADS = 64  # with a counter
 ATTENDING_ROWS = 8  # tokens, at most, whose attention a launch computes
@@ -112,7 +114,7 @@ class TailAttention:
 
     @property
     def state_floats(self) -> int:
-        """f32 in shared memory, in which the four warps merge their states."""
+        """f32 in shared memory, after the scratch, in which the four warps merge their states."""
         return 4 * self.together * (self.head_dim + 4)
 
 
@@ -136,6 +138,10 @@ class LayerTailConfig:
     def rows8(self) -> int:
         """Tokens, in eights."""
         return -(-self.rows // 8) * 8
+
+    @property
+    def scratch_floats(self) -> int:
+        return SCRATCH + (0 if self.attention is None else self.attention.state_floats)
 
     @property
     def hidden(self) -> int:
@@ -226,7 +232,7 @@ def _ring_sizes(rows8: int, attention: TailAttention | None) -> tuple[int, int]:
     stages = {8: 6, 16: 6, 24: 4, 32: 4}.get(rows8, 3)
     others = stages * rows8 * BLOCK * 2
     if attention is not None:
-        others += -(-4 * attention.state_floats // 1024) * 1024  # Mosaic aligns arrays to 1 KB
+        others += -(-4 * (SCRATCH + attention.state_floats) // ALIGNMENT) * ALIGNMENT - ALIGNMENT
     return stages, (SMEM_LIMIT - others) // (PIECE * BLOCK * 2)
 
 

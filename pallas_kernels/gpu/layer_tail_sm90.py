@@ -76,10 +76,9 @@ class _Refs:
     v_pool: object = None
     parts_of_heads: object = None  # GMEM f32[T heads PARTS, head_dim]
     part_stats: object = None  # GMEM f32[T heads PARTS, 2]
-    states: object = None  # SMEM f32[attention.state_floats]
     w_tile: object = None  # SMEM [slots, 128, 64]
     x_tile: object = None  # SMEM [token stages, T8, 128]
-    scratch: object = None  # SMEM f32[8]
+    scratch: object = None  # SMEM f32[config.scratch_floats]
     barriers: object = None  # SMEM i32[4 (slots + token stages)], of mbarriers
 
 
@@ -151,8 +150,8 @@ def _rings(cfg: LayerTailConfig) -> tuple[Ring, Ring]:
 def _kernel(cfg: LayerTailConfig, given: _Refs):
     """One CTA: allocates, then gives each warpgroup its role."""
 
-    def roles(w_tile, x_tile, scratch, barriers, states=None):
-        own = dict(w_tile=w_tile, x_tile=x_tile, scratch=scratch, barriers=barriers, states=states)
+    def roles(w_tile, x_tile, scratch, barriers):
+        own = dict(w_tile=w_tile, x_tile=x_tile, scratch=scratch, barriers=barriers)
         refs = dataclasses.replace(given, **own)
         wg = lax.axis_index("wg")
         _start(cfg, refs)
@@ -161,8 +160,7 @@ def _kernel(cfg: LayerTailConfig, given: _Refs):
     w_tile = plgpu.SMEM((cfg.slots, *_WEIGHT_BLOCK), DTYPE, transforms=block_transforms(_WEIGHT_BLOCK))
     x_tile = plgpu.SMEM((cfg.token_stages, cfg.rows8, BLOCK), DTYPE, transforms=block_transforms((cfg.rows8, BLOCK)))
     barriers = plgpu.SMEM((4 * (cfg.slots + cfg.token_stages),), jnp.int32)
-    shared = [w_tile, x_tile, plgpu.SMEM((8,), jnp.float32), barriers]
-    shared += [plgpu.SMEM((cfg.attention.state_floats,), jnp.float32)] if cfg.attention else []
+    shared = [w_tile, x_tile, plgpu.SMEM((cfg.scratch_floats,), jnp.float32), barriers]
     pl.run_scoped(roles, *shared, collective_axes="wg")
 
 

@@ -26,7 +26,7 @@ from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.layer_tail_config import PARTS, SHARES, THREADS, LayerTailConfig, TailAttention
+from pallas_kernels.gpu.layer_tail_config import PARTS, SCRATCH, SHARES, THREADS, LayerTailConfig, TailAttention
 from pallas_kernels.gpu.stage_ring_sm90 import Ring
 from pallas_kernels.gpu.token_share_sm90 import norm_factor
 from pallas_kernels.gpu.token_tile_sm90 import TokenTile
@@ -310,14 +310,14 @@ def _merged(states):
 def _store_part(cfg: LayerTailConfig, refs, state, row):
     """Merges the groups of lanes: those of a warp by shuffles, then the four warps in shared memory; stores the part."""
     a = cfg.attention
-    given = refs.states, refs.parts_of_heads, refs.part_stats
+    given = refs.scratch, refs.parts_of_heads, refs.part_stats
 
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 3, _WGMMA, *(ptx.SCALAR,) * len(row)))
     def store(ctx, states, parts, stats, state, *row):
         state, row = _State.of(a, state), [ptx.scalar_value(x) for x in row]
         at, _ = _lanes(a)
         _, _, lane, warp = ptx.lane_position()
-        base = ptx.pointer(states, 3)
+        base = ptx.add(ptx.pointer(states, 3), ptx.i32(4 * SCRATCH))
         first = ptx.bool_to_i32(ptx.less(lane, ptx.i32(a.lanes)))
         writes_stats = ptx.bool_to_i32(ptx.equal(lane, ptx.i32(0)))
         size = (a.head_dim + 4) * 4  # bytes of a head: its output, maximum and denominator

@@ -14,7 +14,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.branch import as_number, when
-from pallas_kernels.gpu.layer_tail_config import SHARES, THREADS, LayerTailConfig
+from pallas_kernels.gpu.layer_tail_config import SCRATCH, SHARES, THREADS, LayerTailConfig
 from pallas_kernels.gpu.stage_ring_sm90 import Ring
 from pallas_kernels.gpu.token_share_sm90 import floats, packed
 from pallas_kernels.gpu.token_tile_sm90 import TokenTile
@@ -57,7 +57,7 @@ def await_columns(cfg: LayerTailConfig, tile: TokenTile, counters, column):
 def add_token(cfg: LayerTailConfig, tile: TokenTile, refs, number, column, token, stores, is_first):
     """The thread's 4 columns of a token. stores: x2 and the warp's squares, too, added to those of the turns before
     unless is_first."""
-    given = refs.parts[1], refs.x1, refs.norms[1], refs.x2, refs.states
+    given = refs.parts[1], refs.x1, refs.norms[1], refs.x2, refs.scratch
 
     @plgpu.inline_mgpu(arg_types=(tile.type, *(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * 5))
     def add_up(ctx, target, parts, x1, scale, x2, states, *scalars):
@@ -95,7 +95,7 @@ def add_token(cfg: LayerTailConfig, tile: TokenTile, refs, number, column, token
         for distance in (16, 8, 4, 2, 1):
             squares = arith.addf(squares, ptx.shuffle_xor(squares, distance))
         _, _, lane, warp = ptx.lane_position()
-        spot = ptx.add(ptx.pointer(states, 3), ptx.mul(token, 16), ptx.mul(warp, 4))
+        spot = ptx.add(ptx.pointer(states, 3), ptx.mul(token, 16), ptx.mul(warp, 4), ptx.i32(4 * SCRATCH))
         before = ptx.asm_value("ld.shared.f32 $0, [$1];", "=f,r", spot)
         before = arith.select(ptx.equal(is_first, ptx.i32(1)), ptx.f32(0.0), before)
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }"
@@ -112,7 +112,9 @@ def store_squares(cfg: LayerTailConfig, refs, share, live):
     def store(ctx, states, squares, share, live):
         share, live, token = ptx.scalar_value(share), ptx.scalar_value(live), ptx.thread_index()
         ptx.asm(f"bar.sync 11, {THREADS};", "")
-        spot = ptx.add(ptx.pointer(states, 3), ptx.mul(arith.remui(token, ptx.i32(cfg.rows8)), 16))
+        spot = ptx.add(
+            ptx.pointer(states, 3), ptx.mul(arith.remui(token, ptx.i32(cfg.rows8)), 16), ptx.i32(4 * SCRATCH)
+        )
         warps = ptx.asm_values("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", 4, spot)
         total = arith.addf(arith.addf(warps[0], warps[1]), arith.addf(warps[2], warps[3]))
         base = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(token), ptx.i64(4 * SHARES)))
@@ -123,4 +125,4 @@ def store_squares(cfg: LayerTailConfig, refs, share, live):
         for missing in range(splits, SHARES):
             ptx.asm(text, "l,r,f", arith.addi(base, ptx.i64(4 * missing)), ptx.bool_to_i32(is_first), ptx.f32(0.0))
 
-    store(refs.states, refs.squares[1], share, live)
+    store(refs.scratch, refs.squares[1], share, live)

@@ -38,7 +38,13 @@ SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projec
 }
 NOT_SERVED = {"hidden 576"}  # not whole blocks of 128
 ROWS = (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 40, 57, 64)
-SHARED_BYTES = 227 * 1024  # of a CTA on Hopper
+SHARED_BYTES = 226 * 1024  # of the 227 KB of a CTA on Hopper: a launch with 227 of Mosaic's failed on a card
+
+
+def shared_bytes(c: LayerTailConfig) -> int:
+    """Of a CTA: Mosaic aligns each array to 1 KB."""
+    arrays = c.slots * 128 * 64 * 2, c.token_stages * c.rows8 * 128 * 2, 4 * c.scratch_floats
+    return sum(-(-size // 1024) * 1024 for size in (*arrays, 16 * (c.slots + c.token_stages)))
 
 
 def chosen(names=SHAPES, rows=ROWS, ctas=(78, 114, 132)):
@@ -55,9 +61,7 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves():
         assert not supports(c)
         assert all(p.strips * p.splits <= c.ctas for p in c.products)
         assert c.rows * c.shares <= c.ctas
-        assert c.slots * 128 * 64 * 2 + c.token_stages * c.rows8 * 128 * 2 + 16 * (c.slots + c.token_stages) <= (
-            SHARED_BYTES - 1024  # for alignment
-        )
+        assert shared_bytes(c) <= SHARED_BYTES
     assert served == set(SHAPES) - NOT_SERVED
     assert {n for n, c in chosen(ctas=[132], rows=[1, 32])} == served
 
@@ -175,6 +179,7 @@ def test_attention_that_a_launch_cannot_compute_is_refused(changes, reason):
 def test_each_key_of_each_unit_is_in_one_part():
     for case in ATTENDING:
         config, plan = attending(*case)
+        assert not supports(config) and shared_bytes(config) <= SHARED_BYTES
         a, (live, count) = config.attention, plan[-1, :2]
         keys, seen = case[4], {}
         for token, unit, first, end, has_new, part, request, _ in plan[:-1]:

@@ -93,11 +93,11 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
         given = given.reshape(count * 8, a.width)
     parts, stats = kernel.part_shapes(cfg)
     memory = Memory(
-        4 * a.state_floats, rows=given, row_squares=squares, cos=np.cos(angle), sin=np.sin(angle), block_table=table, **pools,
+        4 * cfg.scratch_floats, rows=given, row_squares=squares, cos=np.cos(angle), sin=np.sin(angle), block_table=table, **pools,
         parts_of_heads=np.full(parts.shape, np.nan, np.float32), part_stats=np.full(stats.shape, np.nan, np.float32),
         x_tile=np.full((cfg.token_stages, cfg.rows8, 128), np.nan, BF16),
     )  # fmt: skip
-    memory.states = SHARED
+    memory.scratch = SHARED
     number, tile = 3, TokenTile(cfg, 0)  # the first stage
     with emulated(kernel, memory.machine), np.errstate(over="ignore", invalid="ignore"):
         for row in plan[:-1]:
@@ -168,7 +168,7 @@ def test_the_last_residual_is_added_up_where_it_is_multiplied(one_plus):
         squares=np.full((8, 4), np.nan, np.float32), x_tile=np.full((cfg.token_stages, 8, 128), np.nan, BF16),
     )  # fmt: skip
     refs = types.SimpleNamespace(
-        parts=(None, memory.parts), x1=memory.x1, x2=memory.x2, norms=(None, memory.scale), states=SHARED,
+        parts=(None, memory.parts), x1=memory.x1, x2=memory.x2, norms=(None, memory.scale), scratch=SHARED,
         squares=(None, memory.squares), x_tile=memory.x_tile,
     )  # fmt: skip
     scalar, merged = np.int32, []
