@@ -87,7 +87,7 @@ def forward(
     usual = lambda: _apart(step, weights, x, arguments)
     if own is None:
         return usual()
-    together = lambda: _together(step, weights, x, arguments, own.plan)
+    together = lambda: _together(step, weights, x, arguments, (own.plans, own.norms))
     is_short = has_short_keys(own)
     return together() if is_short is True else jax.lax.cond(is_short, together, usual)
 
@@ -116,20 +116,21 @@ def _apart(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequen
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _together(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence, plan) -> tuple[list, jax.Array]:
-    """`forward` with one launch a layer. Its gradient is that of `_apart`."""
+def _together(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence, own: tuple) -> tuple[list, jax.Array]:
+    """`forward` with one launch a layer. own: plans and norms of Attending. Its gradient is that of `_apart`."""
     rows: Any = _first_sums(step, weights[0], x)
     caches, counters = [], op.new_counters()
     for i, (cache, m, _, angles) in enumerate(arguments):
-        keys = angles.cos, angles.sin, jnp.asarray(m.block_table, jnp.int32), plan, cache.k, cache.v
+        table, (plan, norms) = jnp.asarray(m.block_table, jnp.int32), (each[i] for each in own)
+        keys = angles.cos, angles.sin, table, plan, *norms, cache.k, cache.v
         kernels, scales = _weights_of(weights, step.layers, i)
         x, rows, counters, (k, v) = op.launch(rows, x, kernels, scales, counters, step.attending[i], keys)
         caches.append(dataclasses.replace(cache, k=k, v=v))
     return caches, x
 
 
-def _together_forward(step: _Step, weights, x, arguments, plan):
-    return _together(step, weights, x, arguments, plan), (weights, x, arguments)
+def _together_forward(step: _Step, weights, x, arguments, own):
+    return _together(step, weights, x, arguments, own), (weights, x, arguments)
 
 
 def _together_backward(step: _Step, saved: tuple, cotangent):

@@ -1,10 +1,11 @@
 """Steps in which the launch for a layer's rest computes the layer's attention too: which they are, and their plan.
 
-One new token for each of at most 8 requests, over a bf16 cache, with rotated queries and keys and nothing else between
-the projections and the softmax. Requests with many keys are faster by the attention kernel: see MOST_TURNS.
+One new token for each of at most 8 requests, over a bf16 cache, with or without a window. Queries and keys are rotated,
+and may have an RMS norm of each head before. Requests with many keys are faster by the attention kernel: see MOST_TURNS.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ DIRECTLY = False
 MOST_TURNS = 8
 """Turns of a CTA's loop over its keys, of about 1 us, beyond which the attention kernel and its two small launches,
 about 13 us together, are faster."""
-KERNELS = {"q", "k", "v", "qkv", "o"}
+KERNELS = "q", "k", "v", "qkv", "o"
+NORMS = "q_norm", "k_norm"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Attending:
     """The launches of such a step, one a layer, and what their CTAs do."""
 
     configs: list[LayerTailConfig]
-    plan: jax.Array  # see kernel.plan
+    plans: list[jax.Array]  # see kernel.plan
+    norms: list[tuple]  # of each layer: the scales of the norms of queries and keys, if it has them
     common: Any  # the step's CommonAttentionMetadata
 
 
@@ -59,16 +62,24 @@ def attending(
         if config is None:
             return None
         found.append(config)
-    if len({id(m) for _, m, *_ in arguments}) > 1:
-        return None
     if SUMS and len(layers) > 1:
         splits = [config.products[-1].splits for config in found]
         splits = [splits[max(i - 1, 0)] for i in range(len(found))]
         directly = DIRECTLY and max(splits) <= SHARES
         found = [_with_sums(c, n, layer, directly) for c, n, layer in zip(found, splits, layers, strict=True)]
-    m, first = arguments[0][1], found[0]
-    lengths = jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens), jnp.asarray(m.slot_mapping)
-    return Attending(found, kernel.plan(first.attention, first.ctas, *lengths), m.common)
+    plans = {}
+    for config, (_, m, *_) in zip(found, arguments, strict=True):
+        key = config.attention.left, id(m)
+        if key not in plans:
+            lengths = jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens)
+            plans[key] = kernel.plan(config.attention, config.ctas, *lengths, jnp.asarray(m.slot_mapping))
+    scales = lambda own: tuple(own[name]["scale"] for name in NORMS if name in own)
+    return Attending(
+        found,
+        [plans[c.attention.left, id(m)] for c, (_, m, *_) in zip(found, arguments, strict=True)],
+        [scales(own["attn"]) for own in weights],
+        arguments[0][1].common,
+    )
 
 
 def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directly: bool) -> LayerTailConfig:
@@ -81,14 +92,15 @@ def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directl
 
 def has_short_keys(own: Attending) -> jax.Array | bool:
     """True if no batch of this shape has requests of too many keys; else whether this one has none, traced."""
-    config, common = own.configs[0], own.common
-    attention = config.attention
-    assert attention is not None
-    fewest = max(config.ctas // (config.rows * attention.units), 1)
-    if cdiv(cdiv(common.max_seq_len, fewest), attention.keys_a_turn) <= MOST_TURNS:
-        return True
+    config, common, short = own.configs[0], own.common, []
     live, seq_lens = jnp.asarray(common.query_start_loc)[-1], jnp.asarray(common.seq_lens)
-    return kernel.turns(attention, config.ctas, live, seq_lens) <= MOST_TURNS
+    for attention in {c.attention for c in own.configs}:
+        assert attention is not None
+        fewest = max(config.ctas // (config.rows * attention.units), 1)
+        longest = common.max_seq_len if attention.left < 0 else min(common.max_seq_len, attention.left + 1)
+        if cdiv(cdiv(longest, fewest), attention.keys_a_turn) > MOST_TURNS:
+            short.append(kernel.turns(attention, config.ctas, live, seq_lens) <= MOST_TURNS)
+    return functools.reduce(jnp.logical_and, short) if short else True
 
 
 def _attention_of(
@@ -101,8 +113,10 @@ def _attention_of(
     assert isinstance(config, AttentionConfig) and isinstance(m, PallasGpuMetadata)
     spec, cache_spec, common = attn.spec, cache.spec, m.common
     sizes = dict(num_heads=spec.num_heads, head_dim=spec.head_dim, num_kv_heads=spec.num_kv_heads, scale=spec.scale)
-    is_plain = spec == AttentionSpec(**sizes) and set(weights) <= KERNELS and attn.parallel == ContextParallel()
-    between = config.qk_norm, config.v_norm, config.clip_qkv
+    is_plain = spec == AttentionSpec(**sizes, sliding_window=spec.sliding_window)
+    is_plain = is_plain and set(weights) <= {*KERNELS, *NORMS} and attn.parallel == ContextParallel()
+    is_plain = is_plain and _has_plain_norms(config, weights)
+    between = config.v_norm, config.clip_qkv
     rotates = config.rotates_last and angles is not None and not angles.interleaved and angles.dim == spec.head_dim
     is_plain = is_plain and rotates and not any(x is not None for x in between) and not config.k_is_v
     is_bf16 = cache.k.dtype == cache.v.dtype == jnp.bfloat16 and not cache_spec.is_quantized
@@ -113,5 +127,17 @@ def _attention_of(
     return TailAttention(
         heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, scale=spec.scale,
         blocks=cache_spec.num_blocks, page=cache_spec.block_size, columns=m.block_table.shape[1],
-        heads_first=cache_spec.physical_layout == "HND",
+        heads_first=cache_spec.physical_layout == "HND", left=spec.mask_rule(True).left,
+        norm_eps=None if config.qk_norm is None else config.qk_norm.eps,
+        norm_one_plus=config.qk_norm is not None and config.qk_norm.one_plus,
     )  # fmt: skip
+
+
+def _has_plain_norms(config: AttentionConfig, weights: dict) -> bool:
+    """Queries and keys have no norm, or an RMS norm of each head before the rotation."""
+    norm = config.qk_norm
+    if norm is None:
+        return True
+    is_plain = norm.kind == "rms" and norm.has_scale and not norm.has_bias
+    of_head = not (config.qk_norm_all_heads or config.qk_norm_scale_per_head or config.qk_norm_after_rope)
+    return is_plain and of_head and all(weights[name]["scale"].dtype == jnp.bfloat16 for name in NORMS)

@@ -72,6 +72,8 @@ class _Refs:
     sin: object = None
     block_table: object = None  # GMEM i32[R, columns]
     plan: object = None  # GMEM i32[ctas + 1, 8]
+    q_norm: object = None  # with attention.norm_eps: GMEM [head_dim], the scale
+    k_norm: object = None
     k_pool: object = None  # GMEM [blocks, ..]
     v_pool: object = None
     parts_of_heads: object = None  # GMEM f32[T heads PARTS, head_dim]
@@ -92,7 +94,8 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     With config.attention, `a` is [T, width of q, k and v], not rotated; with attention.sums it is (f32[sums T8, width],
     f32[T8, SHARES]), and so are the rows of the result: the sums of each CTA, before the norm's factor, and the squares
     of that norm. keys = (cos, sin f32[T, head_dim / 2],
-    block_table i32[R, columns], tail_attention.plan, k pool, v pool); the result's pools have the new keys and values.
+    block_table i32[R, columns], tail_attention.plan, the scales of the norms of queries and keys if it has norms, k pool,
+    v pool); the result's pools have the new keys and values.
     """
     c = config
     if reasons := supports(c):
@@ -112,7 +115,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     out_type += [shape(c.products[3].width, height=c.rows)] if gives_rows else []
     attends = c.attention is not None
     out_type += tail_attention.part_shapes(c) if attends else ()
-    pools = [jax.new_ref(pool) for pool in keys[4:]]
+    pools = [jax.new_ref(pool) for pool in keys[-2:]] if attends else []
     used, cleared = (jax.new_ref(y) for y in counters)
     flat = [w for group in weights for w in group]
 
@@ -123,7 +126,8 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
         given |= dict(counters=next(take), cleared=next(take))
         if attends:
             given |= dict(rows=given["a"], a=None, row_squares=next(take) if c.attention.sums else None)
-            given |= {name: next(take) for name in ("cos", "sin", "block_table", "plan", "k_pool", "v_pool")}
+            normed = ("q_norm", "k_norm") if c.attention.norm_eps is not None else ()
+            given |= {n: next(take) for n in ("cos", "sin", "block_table", "plan", *normed, "k_pool", "v_pool")}
         given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
         given |= dict(squares=some(norms), parts=some(summed))
         given |= dict(out=next(take) if gives_rows else None)
@@ -133,7 +137,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
     a, *squares = a if isinstance(a, tuple) else (a,)
-    results = call(a, x, *flat, *norms, used, cleared, *squares, *keys[:4], *pools)
+    results = call(a, x, *flat, *norms, used, cleared, *squares, *keys[:-2], *pools)
     rows_out = results[-3 if attends else -1] if has_next else None
     if c.gives_sums:
         rows_out = rows_out, results[6]

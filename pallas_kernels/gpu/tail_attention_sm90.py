@@ -54,8 +54,9 @@ def plan(attention: TailAttention, ctas: int, query_start_loc, seq_lens, slots) 
     token = jnp.where(is_used, token, 0)
     request = jnp.minimum(jnp.sum(starts[None, 1:] <= token[:, None], axis=1), seq_lens.shape[0] - 1)
     cached = jnp.maximum(seq_lens[request] - 1, 0)
-    each = cdiv(cached, count)
-    first = jnp.minimum(part * each, cached)
+    begin = jnp.zeros_like(cached) if attention.left < 0 else jnp.maximum(cached - attention.left, 0)
+    each = cdiv(cached - begin, count)
+    first = jnp.minimum(begin + part * each, cached)
     columns = [jnp.where(is_used, token, -1), lax.rem(unit, jnp.int32(units)), first,
                jnp.minimum(first + each, cached), part == count - 1, part, request, slots[token]]  # fmt: skip
     table = jnp.stack([column.astype(jnp.int32) for column in columns], axis=1)
@@ -66,13 +67,19 @@ def plan(attention: TailAttention, ctas: int, query_start_loc, seq_lens, slots) 
 def parts_of(attention: TailAttention, ctas: int, live, seq_lens):
     """i32[] the parts of each unit: so many that every CTA has work, if each has a key for each group of lanes."""
     even = lax.div(jnp.int32(ctas), jnp.maximum(live, 1) * attention.units)
-    enough = cdiv(jnp.max(seq_lens), attention.groups)
+    enough = cdiv(_longest(attention, seq_lens), attention.groups)
     return jnp.clip(jnp.minimum(even, enough), 1, PARTS).astype(jnp.int32)
 
 
 def turns(attention: TailAttention, ctas: int, live, seq_lens):
     """i32[] the turns of `_step` of the longest part."""
-    return cdiv(cdiv(jnp.max(seq_lens), parts_of(attention, ctas, live, seq_lens)), attention.keys_a_turn)
+    return cdiv(cdiv(_longest(attention, seq_lens), parts_of(attention, ctas, live, seq_lens)), attention.keys_a_turn)
+
+
+def _longest(attention: TailAttention, seq_lens):
+    """The most keys that a new token sees."""
+    longest = jnp.max(seq_lens)
+    return longest if attention.left < 0 else jnp.minimum(longest, attention.left + 1)
 
 
 def part_shapes(cfg: LayerTailConfig) -> tuple:
@@ -144,12 +151,13 @@ def _start(cfg: LayerTailConfig, refs, row):
     """The rotated queries; the state of the new token or of no key; the pages of the first turn. Writes the new key."""
     a = cfg.attention
     squares = refs.row_squares if a.sums else refs.rows
-    given = refs.rows, squares, refs.cos, refs.sin, refs.block_table, refs.k_pool, refs.v_pool
+    norms = (refs.q_norm, refs.k_norm) if a.norm_eps is not None else (refs.cos, refs.cos)
+    given = *norms, refs.rows, squares, refs.cos, refs.sin, refs.block_table, refs.k_pool, refs.v_pool
 
     @plgpu.inline_mgpu(
         arg_types=(*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * len(row)), return_type=_state_type(a)
     )
-    def start(ctx, projected, squares, cos, sin, block_table, k_pool, v_pool, *row):
+    def start(ctx, q_norm, k_norm, projected, squares, cos, sin, block_table, k_pool, v_pool, *row):
         row = [ptx.scalar_value(x) for x in row]
         at, group = _lanes(a)
         kv_head, chunk = arith.divui(row[UNIT], ptx.i32(a.chunks)), arith.remui(row[UNIT], ptx.i32(a.chunks))
@@ -159,6 +167,9 @@ def _start(cfg: LayerTailConfig, refs, row):
         heads = [ptx.add(head0, ptx.i32(i)) for i in range(a.together)]
         heads += [ptx.add(kv_head, ptx.i32(n)) for n in (a.heads, a.heads + a.kv_heads)]
         *turning, v = _projections(cfg, projected, squares, row[TOKEN], heads, at)
+        if a.norm_eps is not None:
+            scales = [_norm_scale(a, ref, at) for ref in (q_norm, k_norm)]
+            turning = [_normed(a, words, scales[n == a.together]) for n, words in enumerate(turning)]
         pairs = [(own, [ptx.shuffle_xor_word(word, a.lanes // 2) for word in own]) for own in turning]
         place = ptx.add(ptx.mul(row[TOKEN], a.lanes // 2), arith.remui(at, ptx.i32(a.lanes // 2)))
         place = arith.muli(ptx.to_i64(place), ptx.i64(32))
@@ -208,6 +219,21 @@ def _projections(cfg: LayerTailConfig, projected, squares, token, heads, at):
         total = [arith.mulf(x, factor) for x in total]
         found.append([ptx.pack_16bit(*total[i : i + 2], "bfloat16") for i in range(0, 8, 2)])
     return found
+
+
+def _norm_scale(a: TailAttention, scale, at):
+    """The scale of a norm, of the thread's 8 dimensions."""
+    words = ptx.load_words(arith.addi(ptx.pointer(scale, 0), arith.muli(ptx.to_i64(at), ptx.i64(16))))
+    return [arith.addf(x, ptx.f32(1.0)) if a.norm_one_plus else x for x in _floats(words)]
+
+
+def _normed(a: TailAttention, words, scale):
+    """The words of a head over the root of its mean square, times the scale; rounded to bf16."""
+    x = _floats(words)
+    mean = arith.addf(arith.mulf(_dot(a, x, x), ptx.f32(1.0 / a.head_dim)), ptx.f32(a.norm_eps))
+    factor = ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
+    x = [arith.mulf(arith.mulf(y, factor), s) for y, s in zip(x, scale, strict=True)]
+    return [ptx.pack_16bit(*x[i : i + 2], "bfloat16") for i in range(0, 8, 2)]
 
 
 def _step(cfg: LayerTailConfig, refs, state, first, row):

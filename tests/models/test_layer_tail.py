@@ -250,8 +250,8 @@ def attention_formulas(launches, rows, x, weights, scales, counters, config, key
         assert parts.shape[0] == sums * config.rows8
         factor = 1 / np.sqrt(squares[: config.rows].sum(1) / config.hidden + a.eps)
         rows = parts.reshape(sums, config.rows8, -1).sum(0)[: config.rows] * factor[:, None]
-    cos, sin, table, plan, *pools = (np.asarray(y) for y in keys)
-    pools = [np.array(pool) for pool in pools]
+    cos, sin, table, plan, *norms = (np.asarray(y) for y in keys[:-2])
+    pools = [np.array(pool) for pool in keys[-2:]]
     live, count = plan[-1, :2]
     out = np.zeros((config.rows, a.heads * a.head_dim), np.float32)
     for token, unit, first, end, has_new, _, request, slot in plan[:-1]:
@@ -259,16 +259,23 @@ def attention_formulas(launches, rows, x, weights, scales, counters, config, key
             continue
         heads = np.asarray(rows[token], np.float32).reshape(-1, a.head_dim)
         q, k, v = np.split(heads, [a.heads, a.heads + a.kv_heads])
+        if a.norm_eps is not None:
+            q, k = (
+                y / np.sqrt((y**2).mean(1, keepdims=True) + a.norm_eps) * (scale.astype(np.float32) + a.norm_one_plus)
+                for y, scale in zip((q, k), norms, strict=True)
+            )
         half = a.head_dim // 2
-        turned = lambda y, t=token: np.concatenate(
-            [y[:, :half] * cos[t] - y[:, half:] * sin[t], y[:, half:] * cos[t] + y[:, :half] * sin[t]], axis=1
+        q, k = (
+            np.concatenate([y[:, :half] * c - y[:, half:] * d, y[:, half:] * c + y[:, :half] * d], axis=1)
+            for c, d in [(cos[token], sin[token])]
+            for y in (q, k)
         )
-        q, k = turned(q), turned(k)
         kv = unit // a.chunks
         if slot >= 0:
             for pool, new in zip(pools, (k, v), strict=True):
                 pool[slot // a.page, kv, slot % a.page] = new[kv]
-        past = [[pool[table[request, j // a.page], kv, j % a.page] for j in range(end)] for pool in pools]
+        begin = min(r[2] for r in plan[:-1] if tuple(r[:2]) == (token, unit))
+        past = [[pool[table[request, j // a.page], kv, j % a.page] for j in range(begin, end)] for pool in pools]
         own = [np.array([*x, new[kv]], np.float32) for x, new in zip(past, (k, v), strict=True)]
         for head in range(unit * a.together, (unit + 1) * a.together):
             scores = own[0] @ q[head] * a.scale
@@ -311,13 +318,18 @@ def decode_step(config, params, backend, new=(1, 0, 1, 1), lens=(70, 0, 1, 33), 
     size = changes.pop("num_tokens", 4)
     meta = jattn.CommonAttentionMetadata.from_lengths(list(new), list(lens), table, page, num_tokens=size, **changes)
     ids = rng.integers(0, config.vocab_size, size).astype(np.int32)
-    caches, logits = models.forward(config, params, ids, caches, meta, backend=backend)
+    metas = (meta,) * len(config.cache_groups)
+    caches, logits = models.forward(config, params, ids, caches, metas, backend=backend)
     return np.asarray(logits)[: sum(new)], [np.asarray(y, np.float32) for c in caches for y in (c.k, c.v)]
 
 
-@pytest.mark.parametrize("sizes", [{}, dict(num_attention_heads=6, num_key_value_heads=1, head_dim=128)])
-def test_a_decode_step_of_few_requests_is_one_launch_a_layer(sizes, attending):
-    config = config_of("llama", **sizes)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("llama", {}), ("llama", dict(num_attention_heads=6, num_key_value_heads=1, head_dim=128)), ("qwen3", {}),
+     ("ministral", {})],
+)  # fmt: skip
+def test_a_decode_step_of_few_requests_is_one_launch_a_layer(family, sizes, attending):
+    config = config_of(family, **sizes)
     params = params_of(config)
     found, caches = decode_step(config, params, "pallas_gpu")
     assert [c.attention is not None for c in attending] == [True] * len(config.layers)
@@ -348,8 +360,8 @@ def taken_of(config, attending, monkeypatch, **batch) -> bool:
     [
         ("llama", {}, {}, True),
         ("ministral3", {}, {}, False),  # queries have a temperature
-        ("mistral", {}, {}, False),  # a window
-        ("qwen3", dict(use_sliding_window=False), {}, False),  # norms of queries and keys
+        ("mistral", {}, {}, True),  # a window
+        ("qwen3", {}, {}, True),  # norms of queries and keys
         ("llama", dict(head_dim=32), {}, False),
         ("llama", {}, dict(new=(1, 0, 2, 1), lens=(70, 0, 2, 33)), False),
         ("llama", {}, dict(num_tokens=9), False),

@@ -46,15 +46,15 @@ def rotated(x, angle):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "heads_first", "ctas", "count"),
-    [(8, 2, 64, True, 132, 0), (8, 2, 64, False, 24, 3), (5, 1, 128, True, 132, 2), (6, 1, 64, True, 9, 0),
-     (2, 2, 128, False, 50, 1)],
+    ("heads", "kv_heads", "dim", "heads_first", "ctas", "count", "left", "normed"),
+    [(8, 2, 64, True, 30, 0, -1, False), (8, 2, 64, False, 24, 3, 20, True), (5, 1, 128, True, 20, 2, -1, True),
+     (6, 1, 64, True, 9, 0, -1, False), (2, 2, 128, False, 12, 1, 64, False)],
 )  # fmt: skip
-def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_heads, dim, heads_first, ctas, count):
+def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_heads, dim, heads_first, ctas, count, left, normed):
     rng, blocks, tokens = np.random.default_rng(dim + heads), 60, 5
     a = TailAttention(
         heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, blocks=blocks, page=PAGE, columns=COLUMNS,
-        heads_first=heads_first, sums=count,
+        heads_first=heads_first, sums=count, left=left, norm_eps=1e-3 if normed else None, norm_one_plus=count == 2,
     )  # fmt: skip
     cfg = choose(tokens, 1024, heads * dim, 1024, (), 132, attention=a)
     assert cfg is not None
@@ -69,7 +69,8 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
     slots = np.array(slots, np.int32)
     starts = np.array([0, 1, 2, 2, 3], np.int32)
     plan = np.asarray(kernel.plan(a, ctas, jnp.asarray(starts), jnp.asarray(LENS), jnp.asarray(slots)))
-    assert tuple(plan[-1, :2]) == (3, min(max(ctas // (3 * a.units), 1), PARTS, -(-100 // a.groups)))
+    longest = 100 if left < 0 else left + 1
+    assert tuple(plan[-1, :2]) == (3, min(max(ctas // (3 * a.units), 1), PARTS, -(-longest // a.groups)))
     assert int(kernel.turns(a, ctas, 3, jnp.asarray(LENS))) >= max(
         -(-(end - first) // a.keys_a_turn) for first, end in plan[:-1, 2:4]
     )
@@ -80,7 +81,7 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
     )
     for r, n in enumerate(LENS):
         for j in range(n - 1):
-            for pool in pools.values():
+            for pool in pools.values() if left < 0 or j >= n - 1 - left else ():  # others stay NaN
                 pool[place(r, j)] = rng.normal(size=(kv_heads, dim)).astype(BF16)
     projected = rng.normal(size=(tokens, a.width)).astype(BF16)
     angle = rng.uniform(0, 6, (tokens, dim // 2)).astype(np.float32)
@@ -91,10 +92,11 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
         given = rng.normal(size=(count, 8, a.width)).astype(np.float32)
         given[0, :tokens] += projected.astype(np.float32) * np.sqrt(mean + a.eps)[:, None] - given[:, :tokens].sum(0)
         given = given.reshape(count * 8, a.width)
+    q_norm, k_norm = (rng.normal(1, 0.3, dim).astype(BF16) for _ in range(2))
     parts, stats = kernel.part_shapes(cfg)
     memory = Memory(
         4 * cfg.scratch_floats, rows=given, row_squares=squares, cos=np.cos(angle), sin=np.sin(angle), block_table=table, **pools,
-        parts_of_heads=np.full(parts.shape, np.nan, np.float32), part_stats=np.full(stats.shape, np.nan, np.float32),
+        q_norm=q_norm, k_norm=k_norm, parts_of_heads=np.full(parts.shape, np.nan, np.float32), part_stats=np.full(stats.shape, np.nan, np.float32),
         x_tile=np.full((cfg.token_stages, cfg.rows8, 128), np.nan, BF16),
     )  # fmt: skip
     memory.scratch = SHARED
@@ -120,10 +122,15 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
     exact = projected.astype(np.float64).reshape(tokens, -1, dim)
     for token, r in enumerate((0, 1, 3)):
         q, k, v = np.split(exact[token], [heads, heads + kv_heads])
+        if normed:
+            norm = lambda x, scale: x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-3) * (scale + (count == 2))
+            q, k = (norm(x, scale.astype(np.float64)) for x, scale in ((q, q_norm), (k, k_norm)))
+            q, k = (x.astype(BF16).astype(np.float64) for x in (q, k))
         q, k = ([rotated(x, angle[token]) for x in rows] for rows in (q, k))
+        begin = 0 if left < 0 else max(LENS[r] - 1 - left, 0)
         for h in range(heads):
             kv = h // a.group
-            past = [[pool[place(r, j)][kv].astype(np.float64) for j in range(LENS[r] - 1)] for pool in pools.values()]
+            past = [[pool[place(r, j)][kv].astype(np.float64) for j in range(begin, LENS[r] - 1)] for pool in pools.values()]
             keys, values = np.array([*past[0], k[kv]]), np.array([*past[1], v[kv]])
             scores = keys @ q[h] * a.scale
             weights = np.exp(scores - scores.max())
