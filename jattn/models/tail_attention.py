@@ -26,7 +26,7 @@ from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, SHARES, LayerTa
 SUMS = True
 """Whether a launch leaves the sums of the next projections to the next launch."""
 
-DIRECTLY = False
+DIRECTLY = True
 """With SUMS, whether the CTAs that multiply the last residual add it up themselves."""
 
 MOST_TURNS = 8
