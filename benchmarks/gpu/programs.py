@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.programs [--small] [--seconds 220] [--only "r1 none,r1 engine"]
 
-A decode of fewer rows than the engine's smallest program is padded to that, as in the engine. Prints one line a program; `equal` is the share of tokens that are those of the first program of the same batch. --small
-is a model for trying the script on a CPU, without the GPU's options.
+Prints one line a program; `equal` is the share of tokens that are those of the first program of the same batch. As in
+the engine, a decode of fewer rows than its smallest program has is padded. --small is a model for trying the script on
+a CPU, without the GPU's options.
 """
 
 import argparse

@@ -79,7 +79,8 @@ class Problem:
             columns=tables.shape[1], heads_first=cache_spec.physical_layout == "HND",
         )  # fmt: skip
         one = functools.partial(op.config_of, ROWS, rows.dtype, *weights[0], layer_tail.NORMS)
-        configs = [dataclasses.replace(c, **changes) for c in (one(), one(attention))]
+        configs: Any = [one(), one(attention)]
+        configs = [dataclasses.replace(config, **changes) for config in configs]
         if sums:
             shares = SHARES if directly else configs[1].shares
             attention = dataclasses.replace(attention, sums=configs[1].products[3].splits, shares=shares)
@@ -94,6 +95,7 @@ class Problem:
     def loop(self, together: bool, turns: int):
         """A function, compiled: (weights, caches, rows, x) -> (caches, rows, x) after `turns` times all layers, by one
         CUDA graph."""
+        launch: Any = op.launch
         rope = Rope(dim=self.attn.spec.head_dim)
         config = self.attending if together else self.config
 
@@ -101,14 +103,15 @@ class Problem:
             if together:
                 table = jnp.asarray(self.meta.block_table)
                 keys = angles.cos, angles.sin, table, plan, cache.k, cache.v
-                x, rows, counters, (k, v) = op.launch(rows, x, weights, scales, counters, config, keys)
+                x, rows, counters, (k, v) = launch(rows, x, weights, scales, counters, config, keys)
                 return dataclasses.replace(cache, k=k, v=v), rows, x, counters
             spec = self.attn.spec
             edges = np.cumsum([spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim])
             q, k, v = (y.reshape(len(y), -1, spec.head_dim) for y in jnp.split(rows, edges, axis=1))
             cache, state = self.attn(q, k, v, cache, plan, None, angles)
             a = state.out.reshape(len(x), -1).astype(x.dtype)
-            x, rows, counters = op.layer_tail(layer_tail.NORMS, config, a, x, weights, scales, counters)
+            after: Any = op.layer_tail(layer_tail.NORMS, config, a, x, weights, scales, counters)
+            x, rows, counters = after
             return cache, rows, x, counters
 
         def all_layers(layers, carry):
@@ -151,8 +154,10 @@ class Problem:
             q, k = ((y[:, : len(half)] + 1j * y[:, len(half) :]) * turn for y in (q, k))
             q, k = (np.concatenate([y.real, y.imag], 1) for y in (q, k))
             pages = np.asarray(self.meta.block_table)[token]
-            past = lambda pool: pool[pages].transpose(1, 0, 2, 3).reshape(spec.num_kv_heads, -1, spec.head_dim)
-            keys, values = past(k_pool)[:, :n].copy(), past(v_pool)[:, :n].copy()
+            keys, values = (
+                pool[pages].transpose(1, 0, 2, 3).reshape(spec.num_kv_heads, -1, spec.head_dim)[:, :n].copy()
+                for pool in (k_pool, v_pool)
+            )
             keys[:, n - 1], values[:, n - 1] = k, v
             of_head = np.arange(spec.num_heads) // spec.group_size
             scores = np.einsum("hd,hnd->hn", q, keys[of_head]) * spec.scale

@@ -116,8 +116,8 @@ def _apart(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequen
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _together(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence, own: tuple) -> tuple[list, jax.Array]:
-    """`forward` with one launch a layer. own: plans and norms of Attending. Its gradient is that of `_apart`."""
+def _together(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence, own: tuple) -> Any:
+    """`_apart` with one launch a layer, and with its gradient. own: plans and norms of Attending."""
     rows: Any = _first_sums(step, weights[0], x)
     caches, counters = [], op.new_counters()
     for i, (cache, m, _, angles) in enumerate(arguments):

@@ -1,7 +1,7 @@
 """Steps in which the launch for a layer's rest computes the layer's attention too: which they are, and their plan.
 
 One new token for each of at most 8 requests, over a bf16 cache, with or without a window. Queries and keys are rotated,
-and may have an RMS norm of each head before. Requests with many keys are faster by the attention kernel: see MOST_TURNS.
+and may have an RMS norm of each head before. Requests with many keys are faster by the attention kernel: MOST_TURNS.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ def attending(
 ) -> Attending | None:  # fmt: skip
     """None if some layer needs a launch of its own for attention. arguments: of each layer (cache, the plan of its
     attention, positions, angles)."""
-    found = []
+    found: list[Any] = []
     for i, layer in enumerate(layers):
         attention = _attention_of(layer, weights[i]["attn"], attns[i], *arguments[i], rows=configs[i].rows)
         if attention is None:
@@ -67,16 +67,18 @@ def attending(
         splits = [splits[max(i - 1, 0)] for i in range(len(found))]
         directly = DIRECTLY and max(splits) <= SHARES
         found = [_with_sums(c, n, layer, directly) for c, n, layer in zip(found, splits, layers, strict=True)]
-    plans = {}
+    plans: dict[tuple, jax.Array] = {}
+    of_layers = []
     for config, (_, m, *_) in zip(found, arguments, strict=True):
         key = config.attention.left, id(m)
         if key not in plans:
             lengths = jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens)
             plans[key] = kernel.plan(config.attention, config.ctas, *lengths, jnp.asarray(m.slot_mapping))
+        of_layers.append(plans[key])
     scales = lambda own: tuple(own[name]["scale"] for name in NORMS if name in own)
     return Attending(
         found,
-        [plans[c.attention.left, id(m)] for c, (_, m, *_) in zip(found, arguments, strict=True)],
+        of_layers,
         [scales(own["attn"]) for own in weights],
         arguments[0][1].common,
     )
@@ -112,8 +114,11 @@ def _attention_of(
         return None
     assert isinstance(config, AttentionConfig) and isinstance(m, PallasGpuMetadata)
     spec, cache_spec, common = attn.spec, cache.spec, m.common
-    sizes = dict(num_heads=spec.num_heads, head_dim=spec.head_dim, num_kv_heads=spec.num_kv_heads, scale=spec.scale)
-    is_plain = spec == AttentionSpec(**sizes, sliding_window=spec.sliding_window)
+    plain = AttentionSpec(
+        num_heads=spec.num_heads, head_dim=spec.head_dim, num_kv_heads=spec.num_kv_heads, scale=spec.scale,
+        sliding_window=spec.sliding_window,
+    )  # fmt: skip
+    is_plain = spec == plain
     is_plain = is_plain and set(weights) <= {*KERNELS, *NORMS} and attn.parallel == ContextParallel()
     is_plain = is_plain and _has_plain_norms(config, weights)
     between = config.v_norm, config.clip_qkv
@@ -121,6 +126,7 @@ def _attention_of(
     is_plain = is_plain and rotates and not any(x is not None for x in between) and not config.k_is_v
     is_bf16 = cache.k.dtype == cache.v.dtype == jnp.bfloat16 and not cache_spec.is_quantized
     is_decode = common.max_query_len == 1 and common.is_causal and common.causal_per_request is None
+    assert m.block_table is not None
     is_one_level = not m.shared and m.shard is None and m.prefix is None
     if not (is_plain and is_bf16 and is_decode and is_one_level) or m.slot_mapping.shape[0] != rows:
         return None

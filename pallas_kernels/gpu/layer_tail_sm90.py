@@ -93,9 +93,8 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
 
     With config.attention, `a` is [T, width of q, k and v], not rotated; with attention.sums it is (f32[sums T8, width],
     f32[T8, SHARES]), and so are the rows of the result: the sums of each CTA, before the norm's factor, and the squares
-    of that norm. keys = (cos, sin f32[T, head_dim / 2],
-    block_table i32[R, columns], tail_attention.plan, the scales of the norms of queries and keys if it has norms, k pool,
-    v pool); the result's pools have the new keys and values.
+    of that norm. keys = (cos, sin f32[T, head_dim / 2], block_table i32[R, columns], tail_attention.plan, the scales of
+    the norms of queries and keys if it has norms, k pool, v pool); the result's pools have the new keys and values.
     """
     c = config
     if reasons := supports(c):

@@ -334,7 +334,7 @@ def _merged(states):
 
 
 def _store_part(cfg: LayerTailConfig, refs, state, row):
-    """Merges the groups of lanes: those of a warp by shuffles, then the four warps in shared memory; stores the part."""
+    """Merges the groups of lanes, of a warp by shuffles and of the four warps in shared memory; stores the part."""
     a = cfg.attention
     given = refs.scratch, refs.parts_of_heads, refs.part_stats
 

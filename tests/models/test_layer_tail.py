@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 import jattn
 from jattn import models
 from jattn.device import Chip
-from jattn.models import decoder, quantising
+from jattn.models import decoder, quantising, tail_attention
 from jattn.models import layer_tail as taken
-from jattn.models import tail_attention
 from jattn.nn import Norm
 from jattn.nn import layer_tail as op
 from jattn.nn.weight_spec import is_weight_spec
@@ -254,7 +253,7 @@ def attention_formulas(launches, rows, x, weights, scales, counters, config, key
     pools = [np.array(pool) for pool in keys[-2:]]
     live, count = plan[-1, :2]
     out = np.zeros((config.rows, a.heads * a.head_dim), np.float32)
-    for token, unit, first, end, has_new, _, request, slot in plan[:-1]:
+    for token, unit, _, end, has_new, _, request, slot in plan[:-1]:
         if token < 0 or not has_new:
             continue
         heads = np.asarray(rows[token], np.float32).reshape(-1, a.head_dim)

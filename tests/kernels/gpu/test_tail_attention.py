@@ -23,7 +23,7 @@ class Memory:
     """Named arrays in a Machine's memory."""
 
     def __init__(self, shared: int, **arrays):
-        self.arrays, self.starts, size = arrays, {}, SHARED + shared
+        self.scratch, self.arrays, self.starts, size = SHARED, arrays, {}, SHARED + shared
         for name, array in arrays.items():
             self.starts[name], size = size, size + -(-array.nbytes // 256) * 256
         self.machine = Machine(THREADS, size)
@@ -50,7 +50,9 @@ def rotated(x, angle):
     [(8, 2, 64, True, 30, 0, -1, False), (8, 2, 64, False, 24, 3, 20, True), (5, 1, 128, True, 20, 2, -1, True),
      (6, 1, 64, True, 9, 0, -1, False), (2, 2, 128, False, 12, 1, 64, False)],
 )  # fmt: skip
-def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_heads, dim, heads_first, ctas, count, left, normed):
+def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(
+    heads, kv_heads, dim, heads_first, ctas, count, left, normed
+):
     rng, blocks, tokens = np.random.default_rng(dim + heads), 60, 5
     a = TailAttention(
         heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, blocks=blocks, page=PAGE, columns=COLUMNS,
@@ -95,11 +97,11 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
     q_norm, k_norm = (rng.normal(1, 0.3, dim).astype(BF16) for _ in range(2))
     parts, stats = kernel.part_shapes(cfg)
     memory = Memory(
-        4 * cfg.scratch_floats, rows=given, row_squares=squares, cos=np.cos(angle), sin=np.sin(angle), block_table=table, **pools,
-        q_norm=q_norm, k_norm=k_norm, parts_of_heads=np.full(parts.shape, np.nan, np.float32), part_stats=np.full(stats.shape, np.nan, np.float32),
+        4 * cfg.scratch_floats, rows=given, row_squares=squares, cos=np.cos(angle), sin=np.sin(angle),
+        block_table=table, **pools, q_norm=q_norm, k_norm=k_norm,
+        parts_of_heads=np.full(parts.shape, np.nan, np.float32), part_stats=np.full(stats.shape, np.nan, np.float32),
         x_tile=np.full((cfg.token_stages, cfg.rows8, 128), np.nan, BF16),
     )  # fmt: skip
-    memory.scratch = SHARED
     number, tile = 3, TokenTile(cfg, 0)  # the first stage
     with emulated(kernel, memory.machine), np.errstate(over="ignore", invalid="ignore"):
         for row in plan[:-1]:
@@ -130,7 +132,9 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(heads, kv_head
         begin = 0 if left < 0 else max(LENS[r] - 1 - left, 0)
         for h in range(heads):
             kv = h // a.group
-            past = [[pool[place(r, j)][kv].astype(np.float64) for j in range(begin, LENS[r] - 1)] for pool in pools.values()]
+            past = [
+                [pool[place(r, j)][kv].astype(np.float64) for j in range(begin, LENS[r] - 1)] for pool in pools.values()
+            ]
             keys, values = np.array([*past[0], k[kv]]), np.array([*past[1], v[kv]])
             scores = keys @ q[h] * a.scale
             weights = np.exp(scores - scores.max())
@@ -165,6 +169,7 @@ def test_the_last_residual_is_added_up_where_it_is_multiplied(one_plus):
         heads=16, kv_heads=4, head_dim=64, scale=0.1, blocks=8, page=8, columns=4, heads_first=True, sums=2
     )
     cfg = choose(rows, 1024, 1024, 2048, (1024, 256, 256), 132, attention=a, one_plus=(False, one_plus))
+    assert cfg is not None
     cfg = dataclasses.replace(cfg, adds_directly=True)
     assert not supports(cfg)
     width, splits, tile = cfg.hidden, cfg.products[2].splits, TokenTile(cfg, sums.LAST)
