@@ -6,6 +6,8 @@ import functools
 PIECE = 64  # weight columns of one product: the rows of wgmma
 BLOCK = 128  # of the inner dimension: one step of a CTA's loop
 MAX_ROWS = 64
+MAX_RANKS = 8
+MAX_CTAS = 256
 THREADS = 128  # of a warpgroup
 ALIGNMENT = 1024  # of arrays in shared memory
 SMEM_LIMIT = 232448 - 3 * ALIGNMENT  # bytes a CTA may use on Hopper, less mbarriers, scratch, and what Mosaic takes
@@ -134,8 +136,8 @@ class LayerTailConfig:
     slots: int = 8  # blocks of a piece in shared memory
     in_flight: int = 3  # weight blocks that a CTA has asked for and not received
     attention: TailAttention | None = None  # None: it has been computed before, and its output is an argument
-
     adds_directly: bool = False  # the CTAs of the next projections add up the residual themselves: tail_sums_sm90.py
+    ranks: int = 1  # devices that share the inner dimensions of o and down; each adds up the sums of all
 
     @property
     def rows8(self) -> int:
@@ -190,6 +192,7 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
         )
     if c.attention is not None:
         a, inner = c.attention, c.products[0].inner
+        refuse(c.ranks > 1, f"attention with {c.ranks} ranks")
         refuse(c.rows > ATTENDING_ROWS, f"attention of {c.rows} rows: wanted at most {ATTENDING_ROWS}")
         refuse(a.head_dim not in (64, 128), f"attention with heads of {a.head_dim}: wanted 64 or 128")
         refuse(a.heads % a.kv_heads != 0 or a.kv_heads > KV_HEADS, f"{a.heads} heads over {a.kv_heads} kv heads")
@@ -201,6 +204,8 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
     )
     refuse(c.rows > c.ctas, f"{c.rows} rows: {c.ctas} CTAs add up one each at least")
     refuse(c.slots < c.in_flight, f"{c.in_flight} blocks in flight: shared memory has {c.slots}")
+    refuse(not 1 <= c.ranks <= MAX_RANKS, f"{c.ranks} ranks: wanted 1 to {MAX_RANKS}")
+    refuse(c.ctas > MAX_CTAS, f"{c.ctas} CTAs: wanted {MAX_CTAS} at most")
     return reasons
 
 
