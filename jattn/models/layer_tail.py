@@ -21,7 +21,7 @@ from jattn.models.mlp import MLP, activation
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import ResidualNorms
 from jattn.models.sharded_attention import REPLICATED
-from jattn.models.tail_attention import attending, has_short_keys
+from jattn.models.tail_attention import attending
 from jattn.nn import AttentionConfig
 from jattn.nn import layer_tail as op
 from jattn.nn.attention_layer import attend_projected, by_heads, projections, rows_apart
@@ -43,7 +43,7 @@ def configs_of(
     configs = []
     for i in range(len(config.layers)):
         weights, scales = _weights_of(params["layers"], config.layers, i)
-        ranks = {} if model_mesh is None else dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
+        ranks: Any = {} if model_mesh is None else dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
         configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _norms(config.layers, i), **ranks))
     return None if None in configs else configs
 
@@ -118,12 +118,9 @@ def forward(
         return _apart(step, weights, x, arguments, on_ranks)
     own = attending(layers, weights, configs, attns, arguments, _weights_of, functools.partial(_norms, layers))
     step = _Step(layers, attns, tuple(configs), () if own is None else tuple(own.configs))
-    usual = lambda: _apart(step, weights, x, arguments)
     if own is None:
-        return usual()
-    together = lambda: _together(step, weights, x, arguments, (own.plans, own.norms))
-    is_short = has_short_keys(own)
-    return together() if is_short is True else jax.lax.cond(is_short, together, usual)
+        return _apart(step, weights, x, arguments)
+    return _together(step, weights, x, arguments, (own.plans, own.norms))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Steps in which the launch for a layer's rest computes the layer's attention too: which they are, and their plan.
 
 One new token for each of at most 8 requests, over a bf16 cache, with or without a window. Queries and keys are rotated,
-and may have an RMS norm of each head before. Requests with many keys are faster by the attention kernel: MOST_TURNS.
+and may have an RMS norm of each head before. Where requests may have many keys, the attention kernel is faster: see
+MOST_TURNS.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,15 +23,11 @@ from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import tail_attention_sm90 as kernel
 from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, SHARES, LayerTailConfig, TailAttention
 
-SUMS = True
-"""Whether a launch leaves the sums of the next projections to the next launch."""
-
-DIRECTLY = True
-"""With SUMS, whether the CTAs that multiply the last residual add it up themselves."""
-
 MOST_TURNS = 8
 """Turns of a CTA's loop over its keys, of about 1 us, beyond which the attention kernel and its two small launches,
-about 13 us together, are faster."""
+about 11 us together, are faster. Measured up to 4."""
+TRIED_ONLY = True
+"""Only launches of a kind that has run on a card. The others have been compiled, and simulated by the tests."""
 KERNELS = "q", "k", "v", "qkv", "o"
 NORMS = "q_norm", "k_norm"
 
@@ -43,7 +39,6 @@ class Attending:
     configs: list[LayerTailConfig]
     plans: list[jax.Array]  # see kernel.plan
     norms: list[tuple]  # of each layer: the scales of the norms of queries and keys, if it has them
-    common: Any  # the step's CommonAttentionMetadata
 
 
 def attending(
@@ -62,10 +57,12 @@ def attending(
         if config is None:
             return None
         found.append(config)
-    if SUMS and len(layers) > 1:
+    if not _has_short_keys(found, arguments[0][1].common) or (TRIED_ONLY and not all(map(_is_tried, found))):
+        return None
+    if len(layers) > 1:
         splits = [config.products[-1].splits for config in found]
         splits = [splits[max(i - 1, 0)] for i in range(len(found))]
-        directly = DIRECTLY and max(splits) <= SHARES
+        directly = max(splits) <= SHARES
         found = [_with_sums(c, n, layer, directly) for c, n, layer in zip(found, splits, layers, strict=True)]
     plans: dict[tuple, jax.Array] = {}
     of_layers = []
@@ -76,12 +73,7 @@ def attending(
             plans[key] = kernel.plan(config.attention, config.ctas, *lengths, jnp.asarray(m.slot_mapping))
         of_layers.append(plans[key])
     scales = lambda own: tuple(own[name]["scale"] for name in NORMS if name in own)
-    return Attending(
-        found,
-        of_layers,
-        [scales(own["attn"]) for own in weights],
-        arguments[0][1].common,
-    )
+    return Attending(found, of_layers, [scales(own["attn"]) for own in weights])
 
 
 def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directly: bool) -> LayerTailConfig:
@@ -92,17 +84,24 @@ def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directl
     return dataclasses.replace(config, attention=attention, adds_directly=directly and len(config.products) == 4)
 
 
-def has_short_keys(own: Attending) -> jax.Array | bool:
-    """True if no batch of this shape has requests of too many keys; else whether this one has none, traced."""
-    config, common, short = own.configs[0], own.common, []
-    live, seq_lens = jnp.asarray(common.query_start_loc)[-1], jnp.asarray(common.seq_lens)
-    for attention in {c.attention for c in own.configs}:
+def _is_tried(config: LayerTailConfig) -> bool:
+    """Heads of 64 without norm and window, at most 4 to a kv head, and tokens that a CTA merges in one turn."""
+    a = config.attention
+    assert a is not None
+    one_turn = all(product.blocks <= 4 for product in (config.products[0], *config.products[3:]))
+    return a.head_dim == 64 and a.norm_eps is None and a.left < 0 and a.chunks == 1 and one_turn
+
+
+def _has_short_keys(configs: Sequence[LayerTailConfig], common: Any) -> bool:
+    """No batch of this shape has requests of too many keys."""
+    for config in configs:
+        attention = config.attention
         assert attention is not None
-        fewest = max(config.ctas // (config.rows * attention.units), 1)
+        parts = max(config.ctas // (config.rows * attention.units), 1)  # at least
         longest = common.max_seq_len if attention.left < 0 else min(common.max_seq_len, attention.left + 1)
-        if cdiv(cdiv(longest, fewest), attention.keys_a_turn) > MOST_TURNS:
-            short.append(kernel.turns(attention, config.ctas, live, seq_lens) <= MOST_TURNS)
-    return functools.reduce(jnp.logical_and, short) if short else True
+        if cdiv(cdiv(longest, parts), attention.keys_a_turn) > MOST_TURNS:
+            return False
+    return True
 
 
 def _attention_of(

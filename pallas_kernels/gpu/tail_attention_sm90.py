@@ -71,11 +71,6 @@ def parts_of(attention: TailAttention, ctas: int, live, seq_lens):
     return jnp.clip(jnp.minimum(even, enough), 1, PARTS).astype(jnp.int32)
 
 
-def turns(attention: TailAttention, ctas: int, live, seq_lens):
-    """i32[] the turns of `_step` of the longest part."""
-    return cdiv(cdiv(_longest(attention, seq_lens), parts_of(attention, ctas, live, seq_lens)), attention.keys_a_turn)
-
-
 def _longest(attention: TailAttention, seq_lens):
     """The most keys that a new token sees."""
     longest = jnp.max(seq_lens)

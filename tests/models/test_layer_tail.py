@@ -343,6 +343,7 @@ def attending(monkeypatch):
     launches = []
     on_chip(monkeypatch)
     monkeypatch.setattr(jattn.device, "chip_of", lambda _: Chip("gpu", "sm_90"))
+    monkeypatch.setattr(tail_attention, "TRIED_ONLY", False)
     either = lambda *args: (attention_formulas if len(args) > 6 else formulas)(launches, *args)
     monkeypatch.setattr(op, "launch", either)
     return launches
@@ -413,12 +414,18 @@ def test_which_steps_take_the_launch_with_attention(family, changes, batch, is_t
 
 
 def test_requests_of_many_keys_are_left_to_the_attention_kernel(attending, monkeypatch):
-    """Whether they are many is decided in the program: both are in it, unless no request can have so many."""
-    config, both = config_of("llama"), []
-    params = params_of(config)
-    monkeypatch.setattr(jax.lax, "cond", lambda short, *branches: both.append(bool(short)) or branches[0]())
-    decode_step(config, params, "pallas_gpu")
-    assert not both  # 128 keys at most
-    monkeypatch.setattr(tail_attention, "MOST_TURNS", 0)
-    decode_step(config, params, "pallas_gpu")
-    assert both == [False]
+    """For 4 tokens with 4 heads of 64 over 2 kv heads there are 16 parts of each, and 64 keys a turn: 8192 keys."""
+    assert tail_attention.MOST_TURNS * 16 * 64 == 8192
+    for blocks, is_taken in ((512, True), (513, False)):
+        assert taken_of(config_of("llama"), attending, monkeypatch, max_blocks=blocks) == is_taken
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "is_taken"),
+    [("llama", {}, True), ("llama", dict(head_dim=128), False), ("qwen3", {}, False), ("mistral", {}, False),
+     ("llama", dict(num_attention_heads=8, num_key_value_heads=1), False),
+     ("llama", dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=8), True)],
+)  # fmt: skip
+def test_only_launches_of_a_kind_that_has_run_are_taken(family, changes, is_taken, attending, monkeypatch):
+    monkeypatch.setattr(tail_attention, "TRIED_ONLY", True)
+    assert taken_of(config_of(family, **changes), attending, monkeypatch) == is_taken
