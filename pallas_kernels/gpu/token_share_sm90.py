@@ -80,3 +80,19 @@ def packed(four):
 
 def floats(words):
     return [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
+
+
+def norm_factor(place, hidden: int, shares: int, eps: float):
+    """1 / sqrt(mean + eps) of the shares' sums of squares at this address."""
+    names = ", ".join(f"${i}" for i in range(shares))
+    kind = {1: "f32 $0", 2: f"v2.f32 {{{names}}}", 4: f"v4.f32 {{{names}}}"}[shares]
+    text = f"ld.global.cg.{kind}, [${shares}];"
+    outs = ",".join(["=f"] * shares)
+    if shares == 1:
+        total = ptx.asm_value(text, f"{outs},l", place)
+    else:
+        total, *more = ptx.asm_values(text, f"{outs},l", shares, place)
+        for value in more:
+            total = arith.addf(total, value)
+    mean = arith.addf(arith.mulf(total, ptx.f32(1.0 / hidden)), ptx.f32(eps))
+    return ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
