@@ -144,7 +144,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(not nested, f"groups of {c.group}: a step of {BLOCK * c.unroll} inputs has parts of some")
     refuse(any(w % c.columns or not w for w in c.widths), f"widths {c.widths}: wanted multiples of {c.columns}")
     refuse(not 1 <= c.parts <= max(c.chunks, 1), f"{c.parts} parts of {c.chunks} steps")
-    if c.unroll and c.splits:
+    if not reasons:  # groups of less than a block have no runs
         refuse(4 * c.shared_floats > SHARED_BYTES, f"{4 * c.shared_floats} bytes of shared memory: too many")
     warps = c.across * c.along
     refuse(c.across not in (1, 2, 4, 8, 16) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
