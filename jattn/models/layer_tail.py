@@ -43,9 +43,9 @@ def configs_of(
     configs = []
     for i in range(len(config.layers)):
         weights, scales = _weights_of(params["layers"], config.layers, i)
-        ranks: dict[str, Any] = {}
-        if model_mesh is not None:
-            ranks = dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
+        ranks: Any = (
+            {} if model_mesh is None else dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
+        )
         configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _norms(config.layers, i), **ranks))
     return None if None in configs else configs
 
@@ -117,7 +117,7 @@ def forward(
     if model_mesh is not None:
         step = _Step(layers, attns, tuple(configs), ())
         on_ranks = lambda launch, i: _on_ranks(launch, model_mesh, _next_kv_axes(config, model_mesh, i), configs[i])
-        return _apart(step, weights, x, arguments, on_ranks)
+        return _apart(step, weights, x, arguments, on_ranks, _counters_on_ranks(model_mesh, configs[0]))
     own = attending(layers, weights, configs, attns, arguments, _weights_of, functools.partial(_norms, layers))
     step = _Step(layers, attns, tuple(configs), () if own is None else tuple(own.configs))
     if own is None:
@@ -136,15 +136,16 @@ class _Step:
 
 
 def _apart(
-    step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence, on_ranks: Callable | None = None
-) -> tuple[list, jax.Array]:
+    step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence, on_ranks: Callable | None = None,
+    counters: op.Counters | None = None,
+) -> tuple[list, jax.Array]:  # fmt: skip
     """`forward` with launches of their own for attention. arguments: of `_attention`, for each layer.
 
-    on_ranks: with a mesh, makes the launch of layer i one on each rank.
+    on_ranks: with a mesh, makes the launch of layer i one on each rank. counters: then those of the ranks.
     """
     rows: Any = _first_rows(step.layers[0], weights[0], x)
     rows = jnp.concatenate(rows, axis=1) if on_ranks is None else rows
-    caches, counters = [], op.new_counters()
+    caches, counters = [], op.new_counters() if counters is None else counters
     for i, (layer, attn, config) in enumerate(zip(step.layers, step.attns, step.configs, strict=True)):
         cache, a = _attention(layer, attn, weights[i]["attn"], rows, *arguments[i])
         caches.append(cache)
@@ -154,6 +155,15 @@ def _apart(
         after: Any = launch(a, x, kernels, scales, counters)
         x, rows, counters = after
     return caches, x
+
+
+def _counters_on_ranks(model_mesh: ModelMesh, config: LayerTailConfig) -> op.Counters:
+    """The counters of each rank. They differ, but XLA, which never compares them, may take them for replicated."""
+    make = functools.partial(op.new_counters, config)
+    return jax.shard_map(
+        make, mesh=model_mesh.inner_mesh, in_specs=(), out_specs=REPLICATED, axis_names=set(model_mesh.axes),
+        check_vma=False,
+    )()  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -15,10 +15,12 @@ from jattn.nn.norm import Norm
 from jattn.ops.product import is_partitioned, products
 from pallas_kernels.gpu.layer_tail_arrivals_sm90 import WORDS
 from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, TailAttention, choose
+from pallas_kernels.gpu.layer_tail_ranks_sm90 import exchange
 from pallas_kernels.gpu.layer_tail_sm90 import layer_tail as launch
 
-Counters = tuple[jax.Array, jax.Array]
-"""What CTAs count their arrivals in: the first is zero at a launch, which clears the second for the next one."""
+Counters = tuple[jax.Array, ...]
+"""What CTAs count their arrivals in: the first is zero at a launch, which clears the second for the next one. With
+several ranks also what they send to one another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +31,10 @@ class TailNorms:
     next: Norm
 
 
-def new_counters() -> Counters:
-    """For the first launch of a step."""
-    return jnp.zeros(WORDS, jnp.int32), jnp.zeros(WORDS, jnp.int32)
+def new_counters(config: LayerTailConfig | None = None) -> Counters:
+    """For the first launch of a step. config: of the launches of several ranks; then call it in shard_map on each."""
+    shared = () if config is None or config.ranks == 1 else exchange(config)
+    return jnp.zeros(WORDS, jnp.int32), jnp.zeros(WORDS, jnp.int32), *shared
 
 
 def config_of(

@@ -66,7 +66,7 @@ class _Refs:
     h: object  # GMEM [T8, mlp width]
     squares: tuple  # for each norm, GMEM f32[T8, SHARES]: sums of squares of each share of a token's columns
     parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
-    sent: tuple  # for o and down with several ranks, GMEM [ranks * T8, W]: sums that the ranks sent
+    exchange: tuple  # with several ranks: see layer_tail_ranks_sm90.exchange
     out: object  # GMEM [T, width of the next projections], or None
     rows: object = None  # from here to part_stats with config.attention: GMEM [T, width], or f32[sums T8, width]
     row_squares: object = None  # with attention.sums: GMEM f32[T8, SHARES]
@@ -91,7 +91,8 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch, pools).
 
     a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
-    before the MLP and before the next projections; counters: two i32[arrivals.WORDS], of which the first is zero.
+    before the MLP and before the next projections; counters: two i32[arrivals.WORDS], of which the first is zero, and
+    with several ranks the arrays of layer_tail_ranks_sm90.exchange.
 
     With config.attention, `a` is [T, width of q, k and v], not rotated; with attention.sums it is (f32[sums T8, width],
     f32[T8, SHARES]), and so are the rows of the result: the sums of each CTA, before the norm's factor, and the squares
@@ -112,25 +113,24 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     ]
     out_type += [shape(SHARES, jnp.float32)] * 2
     out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
-    out_type += [shape(c.hidden, DTYPE, c.ranks * c.rows8)] * (2 if c.ranks > 1 else 0)
     gives_rows, attends = has_next and not c.gives_sums, c.attention is not None
     out_type += [shape(c.products[3].width, height=c.rows)] if gives_rows else []
     out_type += tail_attention.part_shapes(c) if attends else ()
     pools = [jax.new_ref(pool) for pool in keys[-2:]] if attends else []
-    used, cleared = (jax.new_ref(y) for y in counters)
+    used, cleared, *shared = (jax.new_ref(y) for y in counters)
     flat = [w for group in weights for w in group]
 
     def layer_tail(*refs):  # the kernel's name in a profile
         take = iter(refs)
         some = lambda arrays: tuple(next(take) for _ in arrays)
         given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights), norms=some(norms))
-        given |= dict(counters=next(take), cleared=next(take))
+        given |= dict(counters=next(take), cleared=next(take), exchange=some(shared))
         if attends:
             given |= dict(rows=given["a"], a=None, row_squares=next(take) if c.attention.sums else None)
             normed = ("q_norm", "k_norm") if c.attention.norm_eps is not None else ()
             given |= {n: next(take) for n in ("cos", "sin", "block_table", "plan", *normed, "k_pool", "v_pool")}
         given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
-        given |= dict(squares=some(norms), parts=some(summed), sent=some(norms if c.ranks > 1 else ()))
+        given |= dict(squares=some(norms), parts=some(summed))
         given |= dict(out=next(take) if gives_rows else None)
         _kernel(c, _Refs(**given, **({n: next(take) for n in ("parts_of_heads", "part_stats")} if attends else {})))
 
@@ -138,11 +138,11 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
     a, *squares = a if isinstance(a, tuple) else (a,)
-    results = call(a, x, *flat, *norms, used, cleared, *squares, *keys[:-2], *pools)
+    results = call(a, x, *flat, *norms, used, cleared, *shared, *squares, *keys[:-2], *pools)
     rows_out = results[-3 if attends else -1] if has_next else None
     if c.gives_sums:
         rows_out = rows_out, results[6]
-    counters = jax.freeze(cleared), jax.freeze(used)
+    counters = tuple(map(jax.freeze, (cleared, used, *shared)))
     return results[1], rows_out, counters, tuple(jax.freeze(pool) for pool in pools)
 
 
@@ -183,8 +183,6 @@ def _start(cfg: LayerTailConfig, refs: _Refs):
         place = arrivals.address(cleared, counter)
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
         ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
-        if cfg.ranks > 1:
-            ranks.clear(cfg, cleared, ptx.scalar_value(cta))
         ptx.asm("fence.mbarrier_init.release.cluster;", "")
         ptx.asm("bar.sync 0;", "")
 
@@ -434,18 +432,17 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
     p, norm = cfg.products[i], i // 2
     old, new, scaled = ((refs.x, refs.x1, refs.n1), (refs.x1, refs.x2, refs.n2))[norm]
     given = refs.counters, refs.scratch, parts, old, refs.norms[norm], new, scaled, refs.squares[norm]
-    sent = refs.sent[norm : norm + 1]
-    types = (*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * 3, *(plgpu.RefType(),) * len(sent))
+    types = (*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * 3, *(plgpu.RefType(),) * len(refs.exchange))
 
     @plgpu.inline_mgpu(arg_types=types)
-    def add_up(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number, cta, *sent):
+    def add_up(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number, cta, *exchange):
         share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         before, scales = share.words(old), share.words(scale, ptx.i32(0))  # on the way while this thread waits
         arrivals.one_thread_waits(cfg, i, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
-        if sent:
-            fours = ranks.sum_over_ranks(ctx, cfg, i, share, *sent, counters, ptx.scalar_value(cta), fours)
+        if cfg.ranks > 1:
+            fours = ranks.sum_over_ranks(cfg, i, share, exchange, ptx.scalar_value(cta), fours)
         fours = [
             [arith.addf(a, b) for a, b in zip(floats(w), y, strict=True)] for w, y in zip(before, fours, strict=True)
         ]
@@ -472,7 +469,7 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1; }"
         ptx.asm(text, "l,f,r", place, total, ptx.thread_index())
 
-    add_up(*given, row, number, lax.axis_index("cta"), *sent)
+    add_up(*given, row, number, lax.axis_index("cta"), *refs.exchange)
 
 
 def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):

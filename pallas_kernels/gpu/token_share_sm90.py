@@ -36,9 +36,11 @@ class TokenShare:
             yield quad, ptx.bool_to_i32(inside)
 
     def at(self, ref, quad, size: int, row=None):
-        row = self.row if row is None else row
+        return self._from(ptx.pointer(ref, 0), quad, size, self.row if row is None else row)
+
+    def _from(self, base, quad, size: int, row):
         place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(self.width)), arith.muli(ptx.to_i64(quad), ptx.i64(4)))
-        return arith.addi(ptx.pointer(ref, 0), arith.muli(place, ptx.i64(size)))
+        return arith.addi(base, arith.muli(place, ptx.i64(size)))
 
     def words(self, ref, row=None):
         """Two words of bf16 of each four."""
@@ -58,12 +60,16 @@ class TokenShare:
             totals.append(first)
         return totals
 
-    def store(self, ref, fours, row=None):
+    def store(self, ref, fours):
         """Rounds each four to bf16; the rounded values as f32."""
+        return self.store_at(ptx.pointer(ref, 0), fours, self.row)
+
+    def store_at(self, base, fours, row):
+        """The same into an array [.., width] at the address `base`."""
         rounded = []
         for (quad, ok), four in zip(self.quads, fours, strict=True):
             words = packed(four)
-            ptx.asm(_STORE2, "l,r,r,r", self.at(ref, quad, 2, row), ok, *words)
+            ptx.asm(_STORE2, "l,r,r,r", self._from(base, quad, 2, row), ok, *words)
             rounded.append(floats(words))
         return rounded
 

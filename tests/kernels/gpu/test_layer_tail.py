@@ -11,16 +11,15 @@ import pytest
 
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import layer_tail_sm90 as kernel
-from pallas_kernels.gpu import merge_ranks_sm90
 from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
 from pallas_kernels.gpu.layer_tail_config import (
-    MAX_CTAS,
     ChainProduct,
     LayerTailConfig,
     TailAttention,
     choose,
     supports,
 )
+from pallas_kernels.gpu.layer_tail_ranks_sm90 import exchange
 from pallas_kernels.gpu.token_tile_sm90 import TokenTile
 
 SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projections
@@ -459,13 +458,6 @@ def test_launches_of_several_ranks_end_and_read_only_what_was_sent(ranks):
         check_launch(config, late, seed)
 
 
-def test_counters_of_ranks_do_not_overlap():
-    """Of two products and every CTA, in 32 bytes each, behind those of CTAs."""
-    places = {4 * 32 * arrivals.COUNTERS + 32 * (i * MAX_CTAS + cta) for i in range(2) for cta in range(MAX_CTAS)}
-    assert len(places) == 2 * MAX_CTAS and max(places) + 32 == 4 * arrivals.WORDS
-    assert min(places) >= 4 * 32 * (arrivals.share_added(3, 7) + 1)
-
-
 def caught(config: LayerTailConfig) -> str:
     """The message with which some launch fails; "" if none does."""
     for late in range(0, config.ctas, 9):
@@ -533,24 +525,13 @@ def test_it_lowers_for_several_ranks_with_the_addresses_of_all(ranks):
     def on_rank():
         weights = ((zeros(heads, hidden),), (zeros(hidden, wide),) * 2, (zeros(wide, hidden),))
         weights += (tuple(zeros(hidden, width) for width in following),)
-        counters = (jnp.zeros(arrivals.WORDS, jnp.int32),) * 2
-        return kernel.layer_tail(zeros(13, heads), zeros(13, hidden), weights, (zeros(hidden),) * 2, counters, config)[
-            0
-        ]
+        counters = *(jnp.zeros(arrivals.WORDS, jnp.int32),) * 2, *exchange(config)
+        a, x, norms = zeros(13, heads), zeros(13, hidden), (zeros(hidden),) * 2
+        return kernel.layer_tail(a, x, weights, norms, counters, config)[0]
 
     text = lowered_on(mesh, on_rank)
+    assert text.count("uses_xla_collective_metadata = true") == 1  # XLA has a barrier before each such launch
     assert f'xla_replica_ids = "{",".join(map(str, range(ranks)))}"' in text
-
-
-@pytest.mark.parametrize(("rows", "width", "dtype"), [(30, 128, "bfloat16"), (5, 64, "float32"), (8, 256, "float32")])
-def test_the_merge_of_ranks_lowers_with_the_addresses_of_all(rows, width, dtype):
-    assert merge_ranks_sm90.supports(rows, width, 2)
-    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    state = lambda: (jnp.ones((rows, width)), jnp.ones(rows))
-    text = lowered_on(mesh, lambda: merge_ranks_sm90.merge_ranks(*state(), 2, dtype)[0])
-    assert 'xla_replica_ids = "0,1"' in text
-    refused = [(0, 128, 2), (merge_ranks_sm90.MAX_ROWS + 1, 128, 2), (8, 96, 2), (8, 512, 2), (8, 128, 9), (8, 128, 1)]
-    assert not any(merge_ranks_sm90.supports(*sizes) for sizes in refused)
 
 
 def lowered_on(mesh, function) -> str:
