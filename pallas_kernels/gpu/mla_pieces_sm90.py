@@ -101,7 +101,8 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
                 next_offset = pl.multiple_of(lax.rem(key + BLOCK_KV, jnp.int32(page)), 8) if width < page else 0
                 for pool in (refs.latents,) if cfg.whole_rows else (refs.latents, refs.ropes):
                     for number_of_page in next_pages:
-                        prefetch_rows(pool, number_of_page, jnp.int32(next_offset), rows=width)
+                        inside = jnp.clip(number_of_page, 0, pool.shape[0] - 1)  # of no keys, any number
+                        prefetch_rows(pool, inside, jnp.int32(next_offset), rows=width)
             return number + 1, next_pages
 
         return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0)))[0]
