@@ -157,9 +157,13 @@ def programs(case: LatentCase, batch: Batch):
     config, tokens = case.config, batch.q.shape[0]
     plan = jax.jit(lambda starts, seqs: build_work_list(starts, seqs, tokens, config.attention))
     lengths = jnp.asarray(batch.starts), jnp.asarray(batch.seqs)
-    attend = jax.jit(lambda q, latents, ropes, table, work: latent_attention(q, latents, ropes, table, work, config))
+    attend = jax.jit(lambda *arrays: latent_attention(*arrays[:-1], config, arrays[-1]))
     work = jax.block_until_ready(plan(*lengths))
-    return attend, (batch.q, batch.latents, batch.ropes, jnp.asarray(batch.table), work), plan, lengths
+    q, factors = batch.q, None
+    if config.is_decoded:  # powers of two: queries divided by them are exact
+        factors = jnp.exp2((jnp.arange(tokens * case.heads) % 5 - 2).astype(jnp.float32)).reshape(tokens, case.heads)
+        q = q / factors[..., None].astype(q.dtype)
+    return attend, (q, batch.latents, batch.ropes, jnp.asarray(batch.table), work, factors), plan, lengths
 
 
 def errors(case: LatentCase, batch: Batch, out, lse, requests) -> dict:
