@@ -28,7 +28,7 @@ from benchmarks.gpu import check, cupti, jobs
 from benchmarks.gpu.write import REPEATS, time_of
 from jattn import CommonAttentionMetadata, MLAAttention, MLAParams, MLASpec, PagedKV, mla_cache_spec
 from pallas_kernels.algebra.logits import LogitRule
-from pallas_kernels.gpu import mla_pieces_sm90, mla_sm90
+from pallas_kernels.gpu import mla_sm90
 from pallas_kernels.gpu.mla_config import MlaKernelConfig, heads_of_unit
 from pallas_kernels.gpu.mla_sm90 import latent_attention
 from pallas_kernels.gpu.work_list import build_work_list
@@ -103,12 +103,10 @@ SEVERAL = [  # new tokens of each request
 ]
 TIMED_8BIT = [dataclasses.replace(case, name=f"{case.name}_fp8", options=E4M3) for case in TIMED]
 VARIANTS = (dict(page=16), dict(page=128), dict(whole_rows=True))
-TUNED = {  # variant -> module's constants, and the cases whose kernel has them
-    "no prefetch": (mla_pieces_sm90, dict(PREFETCHES=False), TIMED),
-    "merge 128 columns": (mla_sm90, dict(MERGE=dict(in_flight=2, chunks=1, columns=128)), TIMED[1:]),
-    "registers 168,128,48": (mla_sm90, dict(REGISTERS=(168, 128, 48)), TIMED[1:2]),
-    "merge 32 columns": (mla_sm90, dict(MERGE=dict(in_flight=4, chunks=4)), TIMED[1:]),
-    "merge 8 parts": (mla_sm90, dict(MERGE=dict(in_flight=8, chunks=2)), TIMED[2:]),
+TUNED = {  # variant -> constants of mla_sm90.py, and the cases whose kernel has them
+    "registers 168,128,48": (dict(REGISTERS=(168, 128, 48)), TIMED[1:2]),
+    "merge 2 chunks": (dict(MERGE=dict(in_flight=4, chunks=2)), TIMED[1:]),
+    "merge 8 parts": (dict(MERGE=dict(in_flight=8, chunks=2)), TIMED[2:]),
 }
 LARGE = 30  # of a cache of 8 bits, the standard deviation of an integer
 
@@ -193,9 +191,9 @@ def errors(case: LatentCase, batch: Batch, out, lse, requests) -> dict:
     return dict(rel_err=relative, lse_err=worst_lse, pads_ok=clean)
 
 
-def tuned(case: LatentCase, module, constants: dict, iterations: int) -> dict:
-    """measure with other constants of a module."""
-    with mock.patch.multiple(module, **constants):
+def tuned(case: LatentCase, constants: dict, iterations: int) -> dict:
+    """measure with other constants of mla_sm90.py."""
+    with mock.patch.multiple(mla_sm90, **constants):
         return measure(case, True, iterations)
 
 
@@ -298,10 +296,10 @@ def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterat
         for case in TIMED_8BIT:
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, True, iterations)
     if "tuned" in names:
-        for variant, (module, constants, cases) in TUNED.items():
+        for variant, (constants, cases) in TUNED.items():
             for case in cases:
                 label = dict(case=case.name, backend=ours, variant=variant)
-                yield label, lambda c=case, m=module, k=constants: tuned(c, m, k, iterations)
+                yield label, lambda c=case, k=constants: tuned(c, k, iterations)
     if "several" in names:
         for case in SEVERAL:
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, True, iterations)

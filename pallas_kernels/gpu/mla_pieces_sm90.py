@@ -15,18 +15,13 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.decode_sm90 import decode_tile
 from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
-
-PREFETCHES = True
-"""A stage is free for the next block but one only when a block has been added: then its rows should be in L2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +46,7 @@ class MlaRefs:
     stats: object  # SMEM f32[160]: factors of that block; or the maxima and sums of a piece
     rope_full: object  # barriers [stages]; one arrival a page, or one when it is decoded
     full: object  # barriers [stages * parts], number stage * parts + part; arrivals as above
-    free: object  # barriers [stages * parts]; the warpgroup that has these columns has added the block.
+    free: object  # barriers [stages * parts]; the warpgroup that has these columns has added the block
     published: object  # barrier; weights and stats are written
     used: object  # barrier; both warpgroups that add have read them
     listed: object = None  # SMEM i32[stages, 64] entries of the lists; None: whole pages are loaded
@@ -97,12 +92,6 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
                 if part == 0:
                     rope_column = cfg.latent_dim if cfg.whole_rows else 0
                     fill(refs.ropes, rope_column, cfg.rope_dim, rope.at[stage], rope_full.at[stage])
-            if PREFETCHES and not cfg.is_decoded:
-                next_offset = pl.multiple_of(lax.rem(key + BLOCK_KV, jnp.int32(page)), 8) if width < page else 0
-                for pool in (refs.latents,) if cfg.whole_rows else (refs.latents, refs.ropes):
-                    for number_of_page in next_pages:
-                        inside = jnp.clip(number_of_page, 0, pool.shape[0] - 1)  # of no keys, any number
-                        prefetch_rows(pool, inside, jnp.int32(next_offset), rows=width)
             return number + 1, next_pages
 
         return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0)))[0]
@@ -115,23 +104,6 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
                 _empty_part(cfg, refs, number, part)
 
         lax.fori_loop(jnp.maximum(total - cfg.loaded_stages, 0), total, decode_block, None)
-
-
-def prefetch_rows(pool_ref, page, first, *, rows: int):
-    """Brings rows first .. first + rows - 1 of a page of the pool [N, S, n] to L2."""
-    _, size, columns = pool_ref.shape
-    row_bytes = columns * jnp.dtype(pool_ref.dtype).itemsize
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ptx.SCALAR, ptx.SCALAR))
-    def prefetch_rows(ctx, pool, page, first):
-        page, first = ptx.scalar_value(page), ptx.scalar_value(first)
-        row = arith.addi(arith.muli(ptx.to_i64(page), ptx.i64(size)), ptx.to_i64(first))
-        place = arith.addi(ptx.pointer(pool, 0), arith.muli(row, ptx.i64(row_bytes)))
-        text = f"cp.async.bulk.prefetch.L2.global [$0], {rows * row_bytes};"
-        text = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; @p {text} }}"
-        ptx.asm(text, "l,r", place, ptx.thread_index())
-
-    prefetch_rows(pool_ref, page, first)
 
 
 def _targets(cfg: MlaKernelConfig, refs: MlaRefs):

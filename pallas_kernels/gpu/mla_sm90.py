@@ -37,8 +37,8 @@ REGISTERS = (176, 112, 48)  # of a thread that adds values, of one that computes
 DECODING = (168, 104, 72)  # the same, where the threads that load also decode 8 bits
 NARROW = (104, 232, 56)  # of the narrow kernel, whose queries are in registers
 SMALL = (136, 144, 96)  # the same for latents of 128 values, of which a thread that adds holds 32 and not 128
-MERGE = dict(in_flight=4, chunks=2, columns=64)
-"""Of merge_parts: 528 CTAs take 2 us on an H200 where there is nothing to merge; 2112, of 32 columns each, take 7."""
+MERGE = dict(in_flight=4, chunks=4)
+"""Of merge_parts: 528 CTAs take 2 us on an H200 where there is nothing to merge; the 2112 of chunks=1 take 7."""
 
 
 def latent_attention(

@@ -427,10 +427,6 @@ def _store_columns(closure, out, lse, part, part_lse, stats, acc, is_part, slot,
         lse[token, head] = base2 * np.log(2)
 
 
-def _prefetch_rows(closure, pool, page, first):
-    assert 0 <= page < pool.shape[0] and 0 <= first <= pool.shape[1] - closure["rows"]
-
-
 def _put_list(closure, source, target, place, stage):
     target[int(stage)] = source.reshape(-1)[int(place) : int(place) + target.shape[1]]
 
@@ -484,7 +480,6 @@ PTX = {
     "copy_rows": _copy_rows,
     "await_copies": lambda closure: None,
     "keep_listed": _keep_listed,
-    "prefetch_rows": _prefetch_rows,
 }
 """Name of a function of ptx_sm90 or rows_sm90 -> a numpy function of the same effect, called with the variables of its
 closure and its arguments as arrays. It returns the results, or None; arrays of Refs that it changed are stored."""
