@@ -189,8 +189,10 @@ def _gather(closure, source, index):
     return (np.where(index >= 0, source.reshape(-1)[np.maximum(index, 0)], 0).astype(source.dtype),)
 
 
-def _keep_columns(closure, x, counts):
-    return (np.where(np.arange(x.shape[1]) < counts[:, None], x, -np.inf).astype(np.float32),)
+def _keep_columns(closure, x, counts, starts=None):
+    column = np.arange(x.shape[1])
+    seen = (column < counts[:, None]) & (True if starts is None else column >= starts[:, None])
+    return (np.where(seen, x, -np.inf).astype(np.float32),)
 
 
 def _add_slope(closure, x, factor, slope, shift):
@@ -243,20 +245,21 @@ def _pool_rows(closure, block_table, req, head, kv0, start, stop):
     return (out,)
 
 
-def _copy_block(closure, pool, tile, own_rows):
-    """What the tile will hold."""
+def _put_rows(closure, box, own_rows):
     own, first = _key_of_thread(closure)
+    box[own[first]] = own_rows[first]
+
+
+def _copy_block(closure, pool, tile, box):
+    """What the tile will hold."""
     out, lines = np.zeros_like(tile), pool.reshape(-1, pool.shape[-1])
-    for i in np.flatnonzero(first & (own_rows >= 0)):
-        out[own[i]] = lines[own_rows[i]]
+    out[box >= 0] = lines[box[box >= 0]]
     return out
 
 
-def _copy_scales(closure, pool, tile, own_rows):
-    own, first = _key_of_thread(closure)
+def _copy_scales(closure, pool, tile, box):
     out = np.zeros_like(tile)
-    for i in np.flatnonzero(first & (own_rows >= 0)):
-        out[own[i]] = pool.reshape(-1)[own_rows[i]]
+    out[box >= 0] = pool.reshape(-1)[box[box >= 0]]
     return out
 
 
@@ -444,6 +447,11 @@ def _keep_listed(closure, x, listed, stage):
 
 PTX = {
     "pool_rows": _pool_rows,
+    "put_rows": _put_rows,
+    "row_maxima": lambda closure, x: (np.maximum(x.max(axis=1), np.float32(-3e38)),),
+    "lane_sums": lambda closure, x: (x.sum(axis=1),),
+    "sums_of_lanes": lambda closure, x: (x,),
+    "sync_lanes": lambda closure: None,
     "sync_warps": lambda closure: None,
     "load_queries": _load_queries,
     "start_state": _start_state,
@@ -464,6 +472,7 @@ PTX = {
     "gather": _gather,
     "scale_rows": lambda closure, x, factors: (x * factors[:, None],),
     "keep_columns": _keep_columns,
+    "row_numbers": lambda closure: (np.arange(64, dtype=np.int32),),
     "add_slope": _add_slope,
     "store_rows": _store_rows,
     "store_partial": _store_partial,
