@@ -196,7 +196,7 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, ranges):
     return [column.astype(jnp.int32) for column in columns]
 
 
-def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
+def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
     """The flat list: no request has more than TILE_ROWS rows. A tile without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
     ghosts = cdiv(num_tokens * config.group, TILE_ROWS)
