@@ -11,6 +11,7 @@ so the kernel takes as many heads at a time as have a tile for each CTA: then th
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,7 @@ def projected_prefill(
         token = pages.position + batch.start[pages.request][:, None]
         rows = [jnp.asarray(x).at[token.reshape(-1)].get(mode="clip") for x in new_rows]
     causal = None if batch.rows.causal is None else batch.rows.causal[jnp.minimum(batch.start, q.shape[0] - 1)]
-    kind = dict(rows=most, num_tokens=q.shape[0])
+    kind: dict[str, Any] = dict(rows=most, num_tokens=q.shape[0])
     config = projection_config(spec, dtype, page, causal=m.is_causal, per_request=causal is not None, **kind)
     first = attend(pages, rows, causal, config)
 
