@@ -1,7 +1,7 @@
 """The latent attention kernel on a Hopper card: numbers against float64, then times beside mla_sdpa and FlashMLA.
 
     python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--only TEXT] [--seconds 240] [--flashmla SCRIPT LIBRARY]
-                                        [--parts check,time,several,paired,write,variants,sdpa,tuned]
+                                        [--parts check,time,several,write,variants,sdpa,tuned]
 
 A case that fails is reported and the others go on. A case that takes longer than --stuck seconds ends the process, as a
 kernel that waits for ever cannot be stopped otherwise: run it again with --only or other --parts. `us` is the launch
@@ -52,8 +52,7 @@ class LatentCase:
     @property
     def config(self) -> MlaKernelConfig:
         longest = max(n for n, _ in self.lengths)
-        paired = dict(self.options).get("paired", False)
-        group = heads_of_unit(self.heads, longest, 128 if paired else 64)
+        group = heads_of_unit(self.heads, longest)
         fields = dict(num_heads=self.heads, group=group, max_rows=group * longest, page_size=self.page)
         fields |= dict(dtype="float16") if "kv_dtype" in dict(self.options) else {}  # as MLAAttention does
         return MlaKernelConfig(**(fields | dict(logits=LogitRule(scale=SCALE)) | dict(self.options)))
@@ -103,18 +102,11 @@ SEVERAL = [  # new tokens of each request
     for n in (2, 4)
 ]
 TIMED_8BIT = [dataclasses.replace(case, name=f"{case.name}_fp8", options=E4M3) for case in TIMED]
-PAIRED = (  # timed, checked
-    [dataclasses.replace(case, options=(("paired", True),)) for case in (TIMED[1], SEVERAL[0])],
-    [ragged(128, 1, 64, paired=True), ragged(64, 2, 16, paired=True), ragged(32, 8, 128, paired=True)],
-)
 VARIANTS = (dict(page=16), dict(page=128), dict(whole_rows=True))
 TUNED = {  # variant -> constants of mla_sm90.py, and the cases whose kernel has them
     "registers 168,128,48": (dict(REGISTERS=(168, 128, 48)), TIMED[1:2]),
-    "registers 168,120,56": (dict(REGISTERS=(168, 120, 56)), TIMED[1:2]),
-    "merge 128 columns": (dict(MERGE=dict(in_flight=2, chunks=1, columns=128)), TIMED[1:]),
-    "merge 64 columns": (dict(MERGE=dict(in_flight=4, chunks=2, columns=64)), TIMED[1:]),
-    "merge 8 parts": (dict(MERGE=dict(in_flight=8, chunks=2)), TIMED[1:]),
-    "merge 2 parts": (dict(MERGE=dict(in_flight=2, chunks=2, columns=64)), TIMED[1:2]),
+    "merge 2 chunks": (dict(MERGE=dict(in_flight=4, chunks=2)), TIMED[1:]),
+    "merge 8 parts": (dict(MERGE=dict(in_flight=8, chunks=2)), TIMED[2:]),
 }
 LARGE = 30  # of a cache of 8 bits, the standard deviation of an integer
 
@@ -163,9 +155,13 @@ def programs(case: LatentCase, batch: Batch):
     config, tokens = case.config, batch.q.shape[0]
     plan = jax.jit(lambda starts, seqs: build_work_list(starts, seqs, tokens, config.attention))
     lengths = jnp.asarray(batch.starts), jnp.asarray(batch.seqs)
-    attend = jax.jit(lambda q, latents, ropes, table, work: latent_attention(q, latents, ropes, table, work, config))
+    attend = jax.jit(lambda *arrays: latent_attention(*arrays[:-1], config, arrays[-1]))
     work = jax.block_until_ready(plan(*lengths))
-    return attend, (batch.q, batch.latents, batch.ropes, jnp.asarray(batch.table), work), plan, lengths
+    q, factors = batch.q, None
+    if config.is_decoded:  # powers of two: queries divided by them are exact
+        factors = jnp.exp2((jnp.arange(tokens * case.heads) % 5 - 2).astype(jnp.float32)).reshape(tokens, case.heads)
+        q = q / factors[..., None].astype(q.dtype)
+    return attend, (q, batch.latents, batch.ropes, jnp.asarray(batch.table), work, factors), plan, lengths
 
 
 def errors(case: LatentCase, batch: Batch, out, lse, requests) -> dict:
@@ -299,11 +295,6 @@ def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterat
     if "time" in names:
         for case in TIMED_8BIT:
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, True, iterations)
-    if "paired" in names:
-        for case in (*PAIRED[1], *PAIRED[0]):
-            timed = case in PAIRED[0]
-            label = dict(case=case.name, backend=ours, variant="paired")
-            yield label, lambda c=case, t=timed: measure(c, t, iterations)
     if "tuned" in names:
         for variant, (constants, cases) in TUNED.items():
             for case in cases:

@@ -5,12 +5,13 @@
                         their requests; the states are merged. Their number depends on the batch, inside jit
 
 A product's output is a pool as the kernel reads it, [tokens, heads, head_dim]: nothing is transposed. The rotated part
-of a key is a part of the same product, by an identity beside the weights: as much time as joining the two parts
-afterwards, and no array between them.
+of a key is a part of the same product, by an identity beside the weights. Keys and values of a long window exceed L2,
+so the kernel takes as many heads at a time as have a tile for each CTA: then they are read from memory once.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +28,12 @@ from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import default_config
-from pallas_kernels.gpu.work_list import build_work_list
+from pallas_kernels.gpu.work_list import TILE_ROWS, build_work_list
 
 PAGE = 128  # tokens of a page of earlier tokens
 NEW_PAGES = (128, 64, 32, 16)  # tokens of a page of new tokens: the largest of which padding is at most a quarter
 WINDOW_BYTES = 5 << 28  # of projected keys and values: 16384 tokens with 128 heads of 192 and 128
-SMALL_WINDOW = 32  # pages of a smaller window, for what fits in it
+SMALL_WINDOW = 32  # pages of a smaller window, where all earlier tokens fit in it
 JOINED = True  # the rotated part of a key is a part of the product; False: concatenated
 
 
@@ -67,14 +68,16 @@ def pages_of(counts: jax.Array, low, num_pages: int, page: int, most: int) -> Pa
 
 def projection_config(
     spec: MLASpec, dtype: str, page: int, rows: int | None = None, causal: bool = True, per_request: bool = False,
-    out_dtype: str | None = None,
+    out_dtype: str | None = None, num_tokens: int = 0,
 ) -> GpuKernelConfig:  # fmt: skip
-    """The paged kernel's config over projected keys and values."""
+    """The paged kernel's config over projected keys and values. num_tokens: of the batch, to choose heads_together."""
     heads = spec.num_heads
+    most = max(GpuKernelConfig.num_ctas // max(cdiv(num_tokens, TILE_ROWS), 1), 1)
+    together = next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
     return default_config(
         rows=rows, num_heads=heads, num_kv_heads=heads, head_dim=spec.qk_head_dim, v_head_dim=spec.v_head_dim,
         page_size=page, layout="NHD", dtype=dtype, kv_dtype=dtype, out_dtype=out_dtype, mask=MaskRule(causal=causal),
-        logits=spec.materialised.logit_rule(), per_request_causal=per_request,
+        logits=spec.materialised.logit_rule(), per_request_causal=per_request, heads_together=together,
     )  # fmt: skip
 
 
@@ -87,22 +90,23 @@ def prefill_reasons(spec: MLASpec, dtype: str) -> list[str]:
 def projected_prefill(
     latent: LatentAttention, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams, new_rows=None
 ) -> AttentionState:
-    """The materialised form for all requests of m. new_rows: (kv_c [T L], k_pe [T R]), or None to read the cache.
+    """The materialised form for the requests of m that have queries; the rows of other tokens may hold anything.
 
-    The state of the new tokens is rounded to q's dtype before the others are merged into it.
+    new_rows: (kv_c [T L], k_pe [T R]), or None to read the cache. The state of the new tokens is rounded to q's dtype
+    before that of earlier ones is merged into it.
     """
     spec, batch, dtype = latent.spec, m.level.batch, q.dtype.name
     params, lens = absorb(spec, params), batch.query_lens
     before = jnp.where(lens > 0, jnp.maximum(batch.seq_lens - lens, 0), 0)
     own = jnp.where(lens > 0, batch.seq_lens - before, 0)
     weights = _weights(spec, params, q.dtype)
-    starts = jnp.append(batch.start, batch.start[-1] + lens[-1])
+    starts = jnp.append(batch.start, jnp.max(batch.start + lens))
     most = m.level.max_query_len
     table = jnp.asarray(m.block_table)
 
     def attend(pages: Pages, rows, causal, config: GpuKernelConfig):
         page = config.page_size
-        work = build_work_list(starts, pages.lens, q.shape[0], config, causal)
+        work = build_work_list(starts, pages.lens, q.shape[0], config, causal, query_lens=lens)
         x = jnp.where(pages.live.reshape(-1, 1), jnp.concatenate(rows, axis=-1), 0).astype(q.dtype)
         k, v = (pool.reshape(-1, page, *pool.shape[1:]) for pool in _project(spec, x, weights))
         out, lse = ragged_paged_attention(q, k, v, pages.table, work, config)
@@ -122,7 +126,8 @@ def projected_prefill(
         token = pages.position + batch.start[pages.request][:, None]
         rows = [jnp.asarray(x).at[token.reshape(-1)].get(mode="clip") for x in new_rows]
     causal = None if batch.rows.causal is None else batch.rows.causal[jnp.minimum(batch.start, q.shape[0] - 1)]
-    config = projection_config(spec, dtype, page, most, m.is_causal, causal is not None)
+    kind: dict[str, Any] = dict(rows=most, num_tokens=q.shape[0])
+    config = projection_config(spec, dtype, page, causal=m.is_causal, per_request=causal is not None, **kind)
     first = attend(pages, rows, causal, config)
 
     total = jnp.sum(cdiv(before, PAGE))
@@ -130,31 +135,35 @@ def projected_prefill(
     capacity = lens.shape[0] * cdiv(longest, PAGE)
     width = PAGE * spec.num_heads * (spec.qk_head_dim + spec.v_head_dim) * q.dtype.itemsize
     large = max(min(WINDOW_BYTES // width, capacity), 1)
-    small = min(large, SMALL_WINDOW)
-    config = projection_config(spec, dtype, PAGE, most, False, out_dtype="float32")
+    config = projection_config(spec, dtype, PAGE, causal=False, out_dtype="float32", **kind)
 
-    def window(size: int, low, state):
+    def window(size: int, low) -> AttentionState:
         pages = pages_of(before, low, size, PAGE, longest)
-        rows = cached(pages, jnp.zeros_like(before))
-        return low + size, merge(state, attend(pages, rows, None, config))
+        return attend(pages, cached(pages, jnp.zeros_like(before)), None, config)
 
-    def step(carry):
-        low, state = carry
-        if small == large:
-            return window(large, low, state)
-        return lax.cond(total - low > small, functools.partial(window, large), functools.partial(window, small), *carry)
+    def windows(state):
+        context = window(large, jnp.int32(0))
+        if capacity > large:
+            step = lambda carry: (carry[0] + large, merge(carry[1], window(large, carry[0])))  # noqa: E731
+            begin = jnp.int32(large), context
+            context = lax.while_loop(lambda carry: carry[0] < total, step, begin)[1]
+        return joined(state, context)
 
-    def with_context(state):
-        state = dataclasses.replace(state, out=state.out.astype(jnp.float32))
-        state = lax.while_loop(lambda carry: carry[0] < total, step, (jnp.int32(0), state))[1]
+    def joined(state, context):
+        state = merge(state, context)
         return dataclasses.replace(state, out=state.out.astype(q.dtype))
 
-    return lax.cond(total > 0, with_context, lambda state: state, first)
+    branches = [lambda state: state, lambda state: joined(state, window(SMALL_WINDOW, jnp.int32(0))), windows]
+    which = (total > 0).astype(jnp.int32) + (total > SMALL_WINDOW)
+    if large <= SMALL_WINDOW:
+        branches, which = [branches[0], windows], total > 0
+    return lax.switch(which.astype(jnp.int32), branches, first)
 
 
 def _weights(spec: MLASpec, params: MLAParams, dtype) -> tuple[jax.Array, jax.Array]:
-    """(of keys [H, nope+R, L+R], of values [H, L, V])."""
+    """(of keys [H, nope+R, L+R], of values [H, V, L])."""
     w_uk, w_uv = (jnp.asarray(w).astype(dtype) for w in (params.w_uk, params.w_uv))
+    w_uv = jnp.swapaxes(w_uv, 1, 2)
     if not JOINED:
         return w_uk, w_uv
     rope = spec.qk_rope_head_dim
@@ -168,14 +177,14 @@ def _project(spec: MLASpec, rows: jax.Array, weights) -> tuple[jax.Array, jax.Ar
     of_keys, of_values = weights
     latents, ropes = rows[:, : spec.kv_lora_rank], rows[:, spec.kv_lora_rank :]
 
-    def times(x, w, axis):
-        return lax.dot_general(x, w, (((1,), (axis,)), ((), ())), preferred_element_type=x.dtype)
+    def times(x, w):
+        return lax.dot_general(x, w, (((1,), (2,)), ((), ())), preferred_element_type=x.dtype)
 
-    values = times(latents, of_values, 1)
+    values = times(latents, of_values)
     if JOINED:
-        return times(rows, of_keys, 2), values
+        return times(rows, of_keys), values
     ropes = jnp.broadcast_to(ropes[:, None], (rows.shape[0], spec.num_heads, ropes.shape[1]))
-    return jnp.concatenate([times(latents, of_keys, 2), ropes], axis=-1), values
+    return jnp.concatenate([times(latents, of_keys), ropes], axis=-1), values
 
 
 def _backward(latent: LatentAttention, saved, cotangent):

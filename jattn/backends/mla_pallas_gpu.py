@@ -26,7 +26,7 @@ from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.subset import subset
 from jattn.mla_spec import MLAParams, MLASpec, absorb
 from jattn.ops.mla import MLAMetadata, absorbed_queries, projected_values
-from jattn.ops.state import AttentionState, merge
+from jattn.ops.state import AttentionState
 from jattn.types import AnyArray, Feature, MultipleOf, pytree, static
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.logits import LogitRule
@@ -45,9 +45,6 @@ class MLAGpuMetadata(MLAMetadata):
     work: GpuWorkList
     tokens: AnyArray | None  # i32[n] index of their tokens in the batch; T: padding. None: all requests are short
     requests: AnyArray | None  # i32[R] index of the short requests in the batch; None as above
-    long: MLAMetadata | None  # the plan of the others as a batch of their own; None: there are none, or no kernel
-    long_tokens: AnyArray | None  # i32[T] and
-    long_requests: AnyArray | None  # i32[R] as above
     config: MlaKernelConfig = static()
 
 
@@ -62,16 +59,11 @@ class MLAGpuMetadataBuilder(MLAMetadataBuilder):
         common: CommonAttentionMetadata = common_attn_metadata
         spec: Any = self.spec  # an MLASpec
         short, tokens, requests = common, None, None
-        long_plan, long_tokens, long_requests = None, None, None
         plan_of = functools.partial(super().build, 0, fast_build=fast_build)
         if common.max_query_len > MAX_QUERY_LEN:
             most = min(common.num_tokens, common.max_num_reqs * MAX_QUERY_LEN)
             lens = common.query_lens()
             short, tokens, requests = subset(common, (lens > 0) & (lens <= MAX_QUERY_LEN), most, MAX_QUERY_LEN)
-            if not prefill_reasons(spec, kernel_config(spec, self.cache_spec, 1).dtype):
-                which = lens > MAX_QUERY_LEN, common.num_tokens, common.max_query_len
-                long, long_tokens, long_requests = subset(common, *which)
-                long_plan = plan_of(long)
         causal = short.causal_per_request
         config = dataclasses.replace(
             kernel_config(spec, self.cache_spec, short.max_query_len),
@@ -86,20 +78,16 @@ class MLAGpuMetadataBuilder(MLAMetadataBuilder):
         return MLAGpuMetadata(
             **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}, config=config, work=work,
             short=plan_of(short), tokens=tokens, requests=requests,
-            long=long_plan, long_tokens=long_tokens, long_requests=long_requests,
         )  # fmt: skip
 
     def update_block_table(self, metadata: MLAMetadata, block_table, slot_mapping) -> MLAMetadata:
         """The same plan with another block table."""
         assert isinstance(metadata, MLAGpuMetadata)
-
-        def updated(plan, requests):
-            table = block_table if requests is None else jnp.asarray(block_table)[requests]
-            return super(MLAGpuMetadataBuilder, self).update_block_table(plan, table, jnp.asarray(plan.slot_mapping))
-
-        metadata = dataclasses.replace(metadata, short=updated(metadata.short, metadata.requests))
-        if metadata.long is not None:
-            metadata = dataclasses.replace(metadata, long=updated(metadata.long, metadata.long_requests))
+        requests, short = metadata.requests, metadata.short
+        table = block_table if requests is None else jnp.asarray(block_table)[requests]
+        metadata = dataclasses.replace(
+            metadata, short=super().update_block_table(short, table, jnp.asarray(short.slot_mapping))
+        )
         return super().update_block_table(metadata, block_table, slot_mapping)
 
 
@@ -131,12 +119,18 @@ class MLAGpuImpl(MLAImpl):
             return super().forward(q, cache, m, params)
         if m.tokens is None:
             return self._short(q, cache, m, params)
-        of = lambda tokens: q.at[tokens].get(mode="fill", fill_value=0)  # noqa: E731
-        state = AttentionState.empty(q.shape[0], self.spec.num_heads, self.spec.v_head_dim, q.dtype)
-        state = _put(state, m.tokens, self._short(of(m.tokens), cache, m, params))
-        if m.long is None:
-            return merge(state, self._latent.forward(q, cache, _without_short(m), params))
-        return _put(state, m.long_tokens, projected_prefill(self._latent, of(m.long_tokens), cache, m.long, params))
+        short = self._short(q.at[m.tokens].get(mode="fill", fill_value=0), cache, m, params)
+        where = jnp.full(q.shape[0], -1, jnp.int32)  # the row of `short` of each token, -1 for none
+        where = where.at[m.tokens].set(jnp.arange(short.out.shape[0], dtype=jnp.int32), mode="drop")
+        others, long = _without_short(m), self._latent.forward
+        if not prefill_reasons(self.spec, q.dtype.name):
+            long = functools.partial(projected_prefill, self._latent)
+        state: Any = long(q, cache, others, params)
+        is_short = where >= 0
+        return AttentionState(
+            out=jnp.where(is_short[:, None, None], short.out[where].astype(state.out.dtype), state.out),
+            lse=jnp.where(is_short[:, None], short.lse[where], state.lse),
+        )
 
     def prefill_mha(self, q, cache, m: MLAMetadata, params: MLAParams, kv_c=None, k_pe=None) -> AttentionState:
         """The materialised form for all requests; by the paged kernel if q is of 16 bits and it supports the layer."""
@@ -173,12 +167,6 @@ class MLAGpuImpl(MLAImpl):
         """The kernel's result. q: the tokens of the short requests."""
         state: Any = _absorbed(self, m.config, q, cache, m.short, m.work, params)
         return state
-
-
-def _put(state: AttentionState, tokens, part: AttentionState) -> AttentionState:
-    """The state with these tokens' rows from the part; T: no token."""
-    out = state.out.at[tokens].set(part.out, mode="drop")
-    return AttentionState(out=out, lse=state.lse.at[tokens].set(part.lse, mode="drop"))
 
 
 def _without_short(m: MLAGpuMetadata) -> MLAMetadata:

@@ -38,14 +38,13 @@ class MlaKernelConfig:
     page_size: int
     dtype: str = "bfloat16"  # of queries and output
     kv_dtype: str | None = None  # of a cache of 8 bits, which is decoded to `dtype`; None: that of queries
-    paired: bool = False  # two CTAs of a cluster share a unit of up to 128 rows, and load each cached row once for both
     listed: bool = False  # each token, a request of its own, names its keys: see mla_listed_sm90.py
     whole_rows: bool = False  # one pool of rows [latent | rope], not one pool of each
     mask: MaskRule = MaskRule()
     logits: LogitRule = LogitRule(scale=1.0)
     has_sinks: bool = False
     per_request_causal: bool = False
-    num_ctas: int = 132  # one on each SM of an H100 or H200; paired: even
+    num_ctas: int = 132  # one on each SM of an H100 or H200
 
     @property
     def is_decoded(self) -> bool:
@@ -116,8 +115,7 @@ class MlaKernelConfig:
             v_head_dim=self.latent_dim, page_size=self.page_size, dtype=self.dtype, kv_dtype=self.dtype,
             mask=self.mask, logits=self.logits, has_sinks=self.has_sinks,
             per_request_causal=self.per_request_causal, block_kv=BLOCK_KV, stages=self.stages, q_buffers=1,
-            num_ctas=self.num_ctas // (2 if self.paired else 1), long_tiles=self.paired, flat_list=True,
-            piece_blocks=PIECE_BLOCKS,
+            num_ctas=self.num_ctas, long_tiles=False, flat_list=True, piece_blocks=PIECE_BLOCKS,
         )  # fmt: skip
 
     @property
@@ -131,9 +129,9 @@ class MlaKernelConfig:
         return 2 * values + cached + SMEM_FIXED
 
 
-def heads_of_unit(num_heads: int, max_query_len: int, rows: int = WARPGROUP_ROWS) -> int:
-    """The most query heads, a divisor of num_heads, whose rows of max_query_len tokens fit in a tile; at least 1."""
-    return next((n for n in range(num_heads, 1, -1) if num_heads % n == 0 and n * max_query_len <= rows), 1)
+def heads_of_unit(num_heads: int, max_query_len: int) -> int:
+    """The most query heads, a divisor of num_heads, whose rows of max_query_len tokens fit in one tile; at least 1."""
+    return next((n for n in range(num_heads, 1, -1) if num_heads % n == 0 and n * max_query_len <= WARPGROUP_ROWS), 1)
 
 
 def supports_mla(config: MlaKernelConfig, *, chip: str = "sm_90") -> list[str]:
@@ -149,19 +147,14 @@ def supports_mla(config: MlaKernelConfig, *, chip: str = "sm_90") -> list[str]:
     known = not c.is_decoded or c.kv_dtype in KV_DTYPES_8BIT
     refuse(not known, f"kv_dtype {c.kv_dtype}: wanted None or one of {', '.join(KV_DTYPES_8BIT)}")
     refuse(c.num_heads % c.group != 0, f"group {c.group}: wanted a divisor of {c.num_heads} heads")
-    most = WARPGROUP_ROWS * (2 if c.paired else 1)
-    refuse(not 1 <= c.group <= most, f"group {c.group}: wanted 1 to {most} heads")
-    refuse(
-        c.paired and (c.is_decoded or c.num_ctas % 2 != 0), "pairs of CTAs: wanted a cache of 16 bits, even num_ctas"
-    )
+    refuse(not 1 <= c.group <= WARPGROUP_ROWS, f"group {c.group}: wanted 1 to {WARPGROUP_ROWS} heads")
     latent, rope = c.latent_dim, c.rope_dim
     refuse(latent % 128 != 0 or not 128 <= latent <= 512, f"kv_lora_rank {latent}: wanted 128, 256, 384 or 512")
     refuse(rope % 64 != 0 or rope < 64, f"qk_rope_head_dim {rope}: wanted a multiple of 64")
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
     refuse(c.has_sinks, "sinks: not in this kernel")
-    unpaged = c.is_decoded or c.paired
-    refuse(c.listed and unpaged, "listed keys: wanted a cache of 16 bits, and no pairs of CTAs")
+    refuse(c.listed and c.is_decoded, "listed keys: wanted a cache of 16 bits")
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     wanted = c.smem_bytes

@@ -19,7 +19,6 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.decode_sm90 import decode_tile
 from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
@@ -47,7 +46,7 @@ class MlaRefs:
     stats: object  # SMEM f32[160]: factors of that block; or the maxima and sums of a piece
     rope_full: object  # barriers [stages]; one arrival a page, or one when it is decoded
     full: object  # barriers [stages * parts], number stage * parts + part; arrivals as above
-    free: object  # barriers [stages * parts]; the warpgroup that has these columns has added the block. Paired: of both
+    free: object  # barriers [stages * parts]; the warpgroup that has these columns has added the block
     published: object  # barrier; weights and stats are written
     used: object  # barrier; both warpgroups that add have read them
     listed: object = None  # SMEM i32[stages, 64] entries of the lists; None: whole pages are loaded
@@ -82,8 +81,7 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
             def fill(pool, column, columns, tile, full):
                 for p in range(copies):
                     source = pool.at[pages[p], pl.ds(offset, width), pl.ds(column, columns)]
-                    pair = dict(collective_axes="pair") if cfg.paired else {}  # each CTA loads a half for both
-                    plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full, **pair)
+                    plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full)
 
             for part in order_of_parts(cfg):
                 barrier = barrier_of(cfg, stage, part)
@@ -144,18 +142,10 @@ def barrier_of(cfg: MlaKernelConfig, stage, part):
     return stage * 2 * cfg.parts_of_half + part
 
 
-def rows_of_cta(cfg: MlaKernelConfig, piece: Piece):
-    """(first packed row of the piece that this CTA computes, number of rows from there on, possibly below 1)."""
-    if not cfg.paired:
-        return piece[wl.ROW0], piece[wl.NROWS]
-    skipped = lax.axis_index("pair") * WARPGROUP_ROWS
-    return piece[wl.ROW0] + skipped, piece[wl.NROWS] - skipped
-
-
 def load_queries(cfg: MlaKernelConfig, refs: MlaRefs, j) -> Piece:
     """Piece j, with its queries in shared memory. Called by the warpgroup that multiplies them."""
     piece = piece_from_list(cfg.attention, refs, j)
-    where = (piece[wl.TOK0], piece[HEAD] * cfg.group, *rows_of_cta(cfg, piece))
+    where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
     kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
     rows.load_rows(refs.q, refs.q_tile.at[0], *where, **kind)
     rows.await_rows()

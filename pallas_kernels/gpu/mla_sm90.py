@@ -20,10 +20,8 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
@@ -67,8 +65,8 @@ def latent_attention(
     elif factors is not None:
         raise ValueError("factors are given, and the cache is not of 8 bits: multiply them into q")
     out, lse, part, part_lse = _launch(config, q, latent_pages, rope_pages, block_table, work, factors)
-    per_head = np.zeros((config.num_heads, 2), np.float32)  # slopes and sinks: none; a constant needs no kernel
-    return merge_parts(config.attention, out, lse, part, part_lse, work, per_head, **MERGE)
+    no_sinks = part_lse  # any array: it is not read
+    return merge_parts(config.attention, out, lse, part, part_lse, work, no_sinks, **MERGE)
 
 
 def _check(q, latent_pages, rope_pages, block_table, config: MlaKernelConfig):
@@ -93,7 +91,7 @@ def _check(q, latent_pages, rope_pages, block_table, config: MlaKernelConfig):
 def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, work, factors):
     """(out [T, H, L], lse f32[T, H], partial outputs, partial lse in base 2)."""
     num_tokens, num_heads, _ = q.shape
-    slots, clusters = 2 * config.attention.num_ctas, config.attention.num_ctas
+    slots = 2 * config.num_ctas
     out_type = [
         jax.ShapeDtypeStruct((num_tokens, num_heads, config.latent_dim), q.dtype),
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
@@ -107,9 +105,8 @@ def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, w
     call = plgpu.kernel(
         latent_attention,
         out_type=out_type,
-        grid=(clusters,),
+        grid=(config.num_ctas,),
         grid_names=("cta",),
-        **(dict(cluster=(2,), cluster_names=("pair",)) if config.paired else {}),
         num_threads=4,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
@@ -151,9 +148,6 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
             plgpu.set_max_registers(registers[2], action="decrease")
             (load_listed if cfg.listed else load_latents)(cfg, refs)
 
-        if cfg.paired:
-            ptx.sync_cluster()  # no CTA ends before the other's last arrival at its barriers
-
     def tile(*shape, dtype=cfg.dtype):
         return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
 
@@ -172,10 +166,7 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
         tiles = [tile(1, WARPGROUP_ROWS, cfg.head_dim), *tiles, tile(WARPGROUP_ROWS, BLOCK_KV)]
     tiles.append(plgpu.SMEM((STATS,), jnp.float32))
     barriers = loaded(cfg.stages, 1 if cfg.decodes_tiles or cfg.listed else copies)
-    of_free = dict(num_barriers=cfg.stages * parts)
-    pair = dict(collective_axes=("pair",), num_arrivals=1)
-    barriers.append(plgpu.ClusterBarrier(**pair, **of_free) if cfg.paired else plgpu.Barrier(**of_free))
-    barriers += [plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)]
+    barriers += [plgpu.Barrier(num_barriers=cfg.stages * parts), plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)]
     cached = cfg.loaded_stages
     if cfg.listed:
         barriers.append(plgpu.SMEM((cfg.stages, BLOCK_KV), jnp.int32))

@@ -95,26 +95,6 @@ def opaque(x):
     return hide(x)
 
 
-def sync_warpgroup():
-    """Waits for all threads of the warpgroup."""
-
-    @plgpu.inline_mgpu()
-    def sync(ctx):
-        utils.warpgroup_barrier()
-
-    sync()
-
-
-def sync_cluster():
-    """Waits for all threads of the cluster."""
-
-    @plgpu.inline_mgpu()
-    def sync(ctx):
-        asm("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", "")
-
-    sync()
-
-
 def asm_value(text: str, constraints: str, *args, pure: bool = False):
     """Emits inline PTX with one result: f32 where its constraint is =f, else i32."""
     kind = ir.F32Type.get() if constraints.startswith(("=f", "=&f")) else int_type()

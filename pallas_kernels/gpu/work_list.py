@@ -89,13 +89,14 @@ def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
 
 def build_work_list(
     query_start_loc, seq_lens, num_tokens: int, config: GpuKernelConfig, causal=None, rank=None, local_lens=None,
-    ranges=None,
+    ranges=None, query_lens=None,
 ) -> GpuWorkList:  # fmt: skip
     """Once a step, for all layers of a config: i32[R+1] starts, i32[R] lengths -> GpuWorkList. No host sync.
 
     causal bool[R] replaces config.mask.causal request by request; it is given exactly when config.per_request_causal.
     rank, local_lens i32[R]: if several ranks hold the keys (config.shards), this one and its number of them.
     ranges i32[T, 2]: with config.mask.spans, the keys that each token sees, half open: see algebra/token_ranges.py.
+    query_lens i32[R]: new tokens of each request, or 0 for one that is left out, whose rows nothing writes; None: all.
     """
     if (rank is not None, local_lens is not None) != (config.shards.world > 1,) * 2:
         raise ValueError(f"{config.shards=} needs {'rank and local_lens' if config.shards.world > 1 else 'no rank'}")
@@ -103,7 +104,8 @@ def build_work_list(
         raise ValueError(f"{config.per_request_causal=} but causal {'was' if causal is not None else 'was not'} given")
     if (ranges is not None) != config.mask.spans:
         raise ValueError(f"{config.mask.spans=} but ranges {'were' if ranges is not None else 'were not'} given")
-    args = (query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges)
+    query_lens = jnp.diff(query_start_loc.astype(jnp.int32)) if query_lens is None else query_lens
+    args = (query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges)
     if config.flat_list:
         return _with_token_ranges(_flat(*args), ranges)
     info, cost = _tiles(*args)
@@ -132,11 +134,11 @@ def token_range(info, num_tokens: int, token, layout):
     return gather(info, place, layout), gather(info, place + 1, layout)
 
 
-def _tiles(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges):
+def _tiles(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges):
     """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); no tile costs 0."""
     num_reqs = seq_lens.shape[0]
     starts = query_start_loc.astype(jnp.int32)
-    q_lens = jnp.append(jnp.diff(starts), num_tokens - starts[-1])
+    q_lens = jnp.append(query_lens, num_tokens - starts[-1])
     seqs = jnp.append(seq_lens.astype(jnp.int32), 0)
     seqs = jnp.where(q_lens > 0, seqs, 0)
     ends = jnp.cumsum(cdiv(q_lens * config.group, TILE_ROWS))
@@ -200,7 +202,7 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, ranges):
     return [column.astype(jnp.int32) for column in columns]
 
 
-def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
+def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
     """The flat list: no request has more than TILE_ROWS rows. A tile without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
     ghosts = cdiv(num_tokens * config.group, TILE_ROWS)
@@ -209,7 +211,7 @@ def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_len
     pads = num_tokens - starts[-1]
     used = cdiv(pads * config.group, TILE_ROWS)  # the last `used` ghost tiles, next to the requests', have rows
     row0 = jnp.where(is_ghost, (tile - ghosts + used) * TILE_ROWS, 0)
-    q_len = jnp.where(is_ghost, pads, starts[req + 1] - starts[req])
+    q_len = jnp.where(is_ghost, pads, query_lens[req])
     nrows = jnp.clip(q_len * config.group - row0, 0, TILE_ROWS) * (row0 >= 0)
     seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
     tok0 = jnp.where(is_ghost, starts[-1], starts[req])

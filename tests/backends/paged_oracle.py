@@ -12,23 +12,26 @@ class Work:
     """What build_work_list is given, in the place of its result."""
 
     starts: jax.Array
+    query_lens: jax.Array
     lens: jax.Array
 
 
-jax.tree_util.register_dataclass(Work, ("starts", "lens"), ())
+jax.tree_util.register_dataclass(Work, ("starts", "query_lens", "lens"), ())
 
 
 def attention_over_pages(q, k, v, table, work, config):
     """The paged kernel's result, by numpy."""
 
-    def attend(q, k, v, table, starts, lens):
-        out = np.zeros((*q.shape[:2], v.shape[-1]), np.float32)
-        lse = np.full(q.shape[:2], -np.inf, np.float32)
+    def attend(q, k, v, table, starts, query_lens, lens):
+        out = np.full((*q.shape[:2], v.shape[-1]), np.nan, np.float32)  # rows of requests that are left out
+        lse = np.full(q.shape[:2], np.nan, np.float32)
+        out[starts[-1] :], lse[starts[-1] :] = 0, -np.inf
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
         for r, n in enumerate(lens):
             keys, values = (x[table[r]].reshape(-1, *x.shape[2:])[:n] for x in (k, v))
-            for t in range(starts[r], starts[r + 1]):
-                stop = n - (starts[r + 1] - 1 - t) if config.mask.causal else n
+            for t in range(starts[r], starts[r] + query_lens[r]):
+                stop = n - (starts[r] + query_lens[r] - 1 - t) if config.mask.causal else n
+                out[t], lse[t] = 0, -np.inf
                 if stop <= 0:
                     continue
                 x = np.einsum("hd,nhd->hn", q[t], keys[:stop]) * config.logits.scale
@@ -41,9 +44,12 @@ def attention_over_pages(q, k, v, table, work, config):
     kinds = tuple(
         jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*q.shape[:2], config.v_head_dim), (q.shape[0], q.shape[1]))
     )
-    out, lse = jax.pure_callback(attend, kinds, q, k, v, table, work.starts, work.lens)
+    out, lse = jax.pure_callback(attend, kinds, q, k, v, table, work.starts, work.query_lens, work.lens)
     return out.astype(config.result_dtype), lse
 
 
-INSTEAD = dict(ragged_paged_attention=attention_over_pages, build_work_list=lambda starts, lens, *_: Work(starts, lens))
+INSTEAD = dict(
+    ragged_paged_attention=attention_over_pages,
+    build_work_list=lambda starts, lens, *_, query_lens: Work(starts, query_lens, lens),
+)
 """Names of a module that launches the kernel -> what computes the same without a GPU."""

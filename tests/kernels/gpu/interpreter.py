@@ -489,8 +489,6 @@ PTX = {
     "copy_rows": _copy_rows,
     "await_copies": lambda closure: None,
     "keep_listed": _keep_listed,
-    "sync_warpgroup": lambda closure: None,
-    "sync_cluster": lambda closure: None,
 }
 """Name of a function of ptx_sm90 or rows_sm90 -> a numpy function of the same effect, called with the variables of its
 closure and its arguments as arrays. It returns the results, or None; arrays of Refs that it changed are stored."""

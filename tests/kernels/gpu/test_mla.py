@@ -28,7 +28,6 @@ REFUSED = {
     "soft cap": dict(logits=LogitRule(scale=0.07, soft_cap=30.0)),
     "sinks": dict(has_sinks=True),
     "4 bits": dict(kv_dtype="int4"),
-    "pairs of CTAs over 8 bits": dict(paired=True, kv_dtype="int8"),
     "listed keys of 8 bits": dict(listed=True, kv_dtype="int8"),
 }
 LOWERED = {
@@ -44,7 +43,6 @@ LOWERED = {
         kv_dtype="int8", dtype="float16", max_rows=16, whole_rows=True, page_size=16
     ),
     "int8 for f16, latent 384, rope 128": dict(latent_dim=384, rope_dim=128, dtype="float16", kv_dtype="int8"),
-    "pairs of CTAs": dict(num_heads=128, group=128, paired=True),
     "listed": dict(num_heads=128, group=64, listed=True),
     "e5m2, 128 heads, whole rows, page 16": dict(
         num_heads=128, group=64, whole_rows=True, page_size=16, kv_dtype="float8_e5m2"

@@ -338,6 +338,21 @@ def test_blocks_with_new_tokens_are_computed_with_a_mask_under_a_bias():
         assert (row[wl.BLK0] + row[wl.FULL1]) * 128 <= row[wl.QPOS0]
 
 
+@pytest.mark.parametrize("flat", [True, False])
+def test_requests_that_are_left_out_have_no_rows(flat):
+    lens, seqs, kept = (
+        np.array([3, 1, 5, 0, 2]),
+        np.array([40, 700, 300, 9, 2]),
+        np.array([True, False, True, True, False]),
+    )
+    starts = np.append(0, np.cumsum(lens)).astype(np.int32)
+    config = GpuKernelConfig(**SHAPE, num_heads=8, num_kv_heads=2, flat_list=flat)
+    left = np.where(kept, lens, 0).astype(np.int32)
+    info = np.asarray(wl.build_work_list(starts, seqs, 14, config, query_lens=left).info)
+    rows = {int(t): int(n) for t, n in zip(info[:, wl.TOK0], info[:, wl.NROWS], strict=True) if n}
+    assert rows == {0: 12, 4: 20, 11: 12}  # requests 0 and 2, and three padding tokens
+
+
 def test_capacity_bounds_the_tiles():
     rng = np.random.default_rng(0)
     for _ in range(20):
