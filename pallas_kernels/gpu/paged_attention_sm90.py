@@ -5,7 +5,7 @@
       _launch                             one CTA on each SM, three or four warpgroups (paged_attention_sm80.py: warps)
         _kernel                             allocates shared memory and barriers
           warpgroup 2: load_pages             pieces_sm90.py: queries, pages and scales into shared memory
-          warpgroup 3: decode_pages           pieces_sm90.py, where tiles of an 8-bit cache are decoded in shared memory
+                                              over an 8-bit cache, warpgroups 2 and 3 are convert_keys, convert_values
           warpgroups 0, 1: _compute           for each piece of the CTA's part of the work list (work_list.py):
             long_tile                           tiles_sm90.py: more than 64 packed rows, 64 to each warpgroup, which
                                                 take turns on the tensor cores (ping-pong)
@@ -34,14 +34,21 @@ from pallas_kernels.gpu.merge_sm90 import merge_parts
 from pallas_kernels.gpu.narrow_sm90 import narrow_tile
 from pallas_kernels.gpu.new_tokens_sm90 import bias_rows
 from pallas_kernels.gpu.paged_attention_sm80 import launch as launch_warps
-from pallas_kernels.gpu.pieces_sm90 import Refs, count_pieces, decode_pages, load_pages, receive_piece
+from pallas_kernels.gpu.pieces_sm90 import (
+    Refs,
+    convert_keys,
+    convert_values,
+    count_pieces,
+    load_pages,
+    receive_piece,
+    stored_tiles,
+)
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tiles_sm90 import blank_tile, long_tile, short_tile
 
 REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for the three warpgroups
-DECODING = (200, 32, 80)  # the same and of one that decodes: at most 128 * 4
-DECODING_TOKEN_SCALES = (192, 56, 72)  # the memory warpgroup holds a block of scales in registers
+CONVERTING = (184, 72, 72)  # of a thread that computes, and of one that converts keys, or values: at most 128 * 4
 REGISTERS_TOKEN_SCALES = (224, 56)
 
 
@@ -135,7 +142,7 @@ def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
         _kernel(config, *gmem)
 
     mesh = plgpu.Mesh(
-        grid=(config.num_ctas,), grid_names=("cta",), num_threads=3 + config.decodes_ahead, thread_name="wg"
+        grid=(config.num_ctas,), grid_names=("cta",), num_threads=3 + config.converts_tiles, thread_name="wg"
     )
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(
@@ -150,15 +157,13 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     counters = gmem[-5] if cfg.merges_inside else None
     gmem = (*gmem[:-5], *gmem[-4:]) if cfg.merges_inside else gmem
 
-    def roles(tiles, small, full, free, stored, queries, compute_barrier):
+    def roles(tiles, small, full, free, queries, compute_barrier):
         tiles, (*small, arrived) = (*tiles, None, None)[:5], small
         small = (*small, None)[:3]
         pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
-        if not cfg.decodes_ahead:
-            tiles, stored = (*tiles[:3], *tiles[1:3]), (*full, *free)
-        refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *stored, *queries, compute_barrier)
+        refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *queries, compute_barrier)
         wg = lax.axis_index("wg")
-        compute, load, *decode = registers(cfg)
+        compute, load, *convert = registers(cfg)
 
         @when(wg < 2)
         def _():
@@ -168,47 +173,45 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         @when(wg == 2)
         def _():
             plgpu.set_max_registers(load, action="decrease")
-            load_pages(cfg, refs)
+            (convert_keys if convert else load_pages)(cfg, refs)
 
-        if decode:
+        if convert:
 
             @when(wg == 3)
             def _():
-                plgpu.set_max_registers(decode[0], action="decrease")
-                decode_pages(cfg, refs)
+                plgpu.set_max_registers(convert[0], action="decrease")
+                convert_values(cfg, refs)
 
     def tile(dtype, *shape):
         return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
 
     block, stages = cfg.block_kv, cfg.stages
-    tiles = [tile(cfg.dtype, cfg.q_buffers, 2, WARPGROUP_ROWS, cfg.head_dim)]
-    if cfg.decodes_ahead:
-        tiles += [
-            tile(cfg.dtype, cfg.ring, block, cfg.head_dim),
-            tile(cfg.value_dtype, cfg.ring, block, cfg.v_head_dim),
-        ]
-    tiles += [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
+    queries_dtype = cfg.dtype if cfg.compute_dtype else cfg.query_dtype
+    tiles = [tile(queries_dtype, cfg.q_buffers, 2, WARPGROUP_ROWS, cfg.head_dim)]
+    if cfg.converts_tiles:
+        tiles += [tile(of.target, stages, *of.shape) for of in stored_tiles(cfg)]
+    else:
+        tiles += [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
+    if cfg.compute_dtype is not None:
+        tiles += [tile(cfg.compute_dtype, 2, WARPGROUP_ROWS, cfg.head_dim)]
+        tiles += [plgpu.SMEM((block * cfg.v_head_dim,), jnp.int8)]
     small = [plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((cfg.q_buffers, wl.INFO_COLUMNS), jnp.int32)]
-    slots = stages + cfg.ring * cfg.decodes_ahead
-    small += [plgpu.SMEM((slots, 2 * block), jnp.float32)] if cfg.token_scales else []
+    small += [plgpu.SMEM((stages, 2 * block), jnp.float32)] if cfg.token_scales else []
     small += [plgpu.SMEM((4,), jnp.int32)]
     pages = max(block // cfg.page_size, 1)
-    filled = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (pages + cfg.token_scales, pages))
-    full, stored = filled, ()
-    if cfg.decodes_ahead:
-        stored = (*filled, *(plgpu.Barrier(num_barriers=stages),) * 2)
-        full = (plgpu.Barrier(num_barriers=cfg.ring),) * 2
-    free = (plgpu.Barrier(num_arrivals=2, num_barriers=cfg.ring),) * 2
+    arrivals = (1, 1) if cfg.converts_tiles else (pages + cfg.token_scales, pages)
+    full = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals)
+    free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
     buffers = dict(num_barriers=cfg.q_buffers)
-    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2 + cfg.decodes_ahead, **buffers))
+    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2, **buffers))
     compute_barrier = plgpu.Barrier(num_arrivals=2)
-    pl.run_scoped(roles, tuple(tiles), tuple(small), full, free, stored, queries, compute_barrier, collective_axes="wg")
+    pl.run_scoped(roles, tuple(tiles), tuple(small), full, free, queries, compute_barrier, collective_axes="wg")
 
 
 def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
-    """Registers of a thread of each role: computes, loads, and decodes where a warpgroup does."""
-    if cfg.decodes_ahead:
-        return DECODING_TOKEN_SCALES if cfg.token_scales else DECODING
+    """Registers of a thread of each role: computes and loads, or computes and converts keys, or values."""
+    if cfg.converts_tiles:
+        return CONVERTING
     return REGISTERS_TOKEN_SCALES if cfg.token_scales else REGISTERS
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
-from pallas_kernels.gpu.decode_sm90 import decode_tile
+from pallas_kernels.gpu.stored_tiles_sm90 import StoredTile, load_chunks, load_page_ids, put_chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,21 +36,17 @@ class Refs:
     counters: object = None  # GMEM i32[C], zeros at first: parts stored of the unit that CTA c cut; None: merged later
     arrived: object = None  # SMEM i32[1]: 1 if this CTA stored the last part of a unit
     q_tile: object = None  # SMEM [q_buffers, 2, 64, D]
-    k_tile: object = None  # SMEM [ring, block_kv, D]: what is multiplied
-    v_tile: object = None  # SMEM [ring, block_kv, V]
-    k_stored: object = None  # SMEM [stages, block_kv, D]: as in the pool; k_tile itself unless decodes_ahead
-    v_stored: object = None  # SMEM [stages, block_kv, V]
+    k_tile: object = None  # SMEM [stages, block_kv, D]
+    v_tile: object = None  # SMEM [stages, block_kv, V]; of an 8-bit product [stages, V, block_kv]
+    q_rounded: object = None  # SMEM 8 bits [2, 64, D]; None unless compute_dtype
+    staging: object = None  # SMEM 8 bits [block_kv * V]: values that are being transposed; None unless compute_dtype
     stats: object = None  # SMEM f32[512]: maxima and sums that warpgroup 1 passes to warpgroup 0
     piece_box: object = None  # SMEM i32[q_buffers, 16]: the numbers of the piece in each query buffer, see Piece
-    token_scale: object = None  # SMEM f32[stages (+ ring), 2 block_kv]: scales of keys, then of values
-    k_full: object = None  # barriers [ring] of k_tile
+    token_scale: object = None  # SMEM f32[stages, 2 block_kv]: scales of keys, then of values
+    k_full: object = None  # barriers [stages]; one arrival a page, and one for the scales; one if tiles are converted
     v_full: object = None
-    k_free: object = None  # barriers [ring]; one arrival a compute warpgroup
+    k_free: object = None  # barriers [stages]; one arrival a compute warpgroup
     v_free: object = None
-    k_stored_full: object = None  # barriers [stages]; one arrival a page, and one for the scales of a key block
-    v_stored_full: object = None
-    k_stored_free: object = None  # barriers [stages]
-    v_stored_free: object = None
     q_full: object = None  # barriers [q_buffers]
     q_free: object = None
     compute_barrier: object = None  # of the two compute warpgroups: ping-pong, and exchange of states
@@ -103,9 +99,8 @@ def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     return Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(cfg.q_buffers)))
 
 
-def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
+def send_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j) -> None:
     """Memory warpgroup: fetches the numbers and the query rows of piece j into its buffer."""
-    piece = piece_from_list(cfg, refs, j)
     buffer = piece.buffer
 
     @when(j >= cfg.q_buffers)
@@ -117,18 +112,18 @@ def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
     kind |= dict(unrolled=rows.LOADS_UNROLLED)  # this warpgroup has few registers
 
-    def load_half(half):
-        skipped = WARPGROUP_ROWS * half
+    def load_half(half, skipped):
         where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0] + skipped, piece[wl.NROWS] - skipped)
         rows.load_rows(refs.q, refs.q_tile.at[buffer, half], *where, **kind)
 
-    load_half(0)
-    if refs.q_tile.shape[1] == 2:
-        when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1))
+    load_half(0, 0)
+    if cfg.converts_queries:  # in place: of a short tile, each warpgroup has a copy
+        load_half(1, jnp.where(piece[wl.NROWS] > WARPGROUP_ROWS, WARPGROUP_ROWS, 0))
+    elif refs.q_tile.shape[1] == 2:
+        when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1, WARPGROUP_ROWS))
     rows.await_rows()
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.q_full.at[buffer])
-    return piece
 
 
 def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
@@ -136,12 +131,6 @@ def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     buffer = lax.rem(j, jnp.int32(cfg.q_buffers))
     plgpu.barrier_wait(refs.q_full.at[buffer])
     return Piece(lambda column: refs.piece_box[buffer, column], buffer)
-
-
-def scale_slot(cfg: GpuKernelConfig, block_number):
-    """Row of token_scale for a block. A block ahead of the decoded ones must not overwrite theirs."""
-    slots = cfg.stages + cfg.ring if cfg.decodes_ahead else cfg.stages
-    return lax.rem(block_number, jnp.int32(slots))
 
 
 def load_pages(cfg: GpuKernelConfig, refs: Refs):
@@ -154,7 +143,8 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
         return pool.at[page_id, head, span] if cfg.layout == "HND" else pool.at[page_id, span, head]
 
     def load_piece(j, block_number):
-        piece = send_piece(cfg, refs, j)
+        piece = piece_from_list(cfg, refs, j)
+        send_piece(cfg, refs, piece, j)
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
         blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
@@ -191,11 +181,11 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                     target = tile.at[slot, pl.ds(p * width, width)]
                     plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset), target, full.at[slot])
 
-            fill(refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free)
+            fill(refs.k, refs.k_tile, refs.k_full, refs.k_free)
             if cfg.token_scales:
-                refs.token_scale[scale_slot(cfg, block_number)] = scales[0]
-                plgpu.barrier_arrive(refs.k_stored_full.at[slot])
-            fill(refs.v, refs.v_stored, refs.v_stored_full, refs.v_stored_free)
+                refs.token_scale[slot] = scales[0]
+                plgpu.barrier_arrive(refs.k_full.at[slot])
+            fill(refs.v, refs.v_tile, refs.v_full, refs.v_free)
             return block_number + 1, next_pages, *ahead
 
         first_scales = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
@@ -204,41 +194,74 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
 
 
-def decode_pages(cfg: GpuKernelConfig, refs: Refs):
-    """The decoding warpgroup: 8-bit tiles -> tiles that are multiplied, with zeros for values that no row may see."""
+def stored_tiles(cfg: GpuKernelConfig) -> tuple[StoredTile, StoredTile]:
+    """How tiles of keys and of values are converted."""
+    kind = dict(keys=cfg.block_kv, source=cfg.kv_dtype, page=cfg.page_size, heads=cfg.num_kv_heads)
+    kind |= dict(heads_first=cfg.layout == "HND")
+    values = dict(target=cfg.value_dtype, transposed=cfg.compute_dtype is not None)
+    return StoredTile(dim=cfg.head_dim, target=cfg.query_dtype, **kind), StoredTile(dim=cfg.v_head_dim, **values, **kind)
 
-    def convert(block_number, dim, target, tiles, stored_barriers, barriers, before_decoding):
-        slot = lax.rem(block_number, jnp.int32(cfg.stages))
-        stored, tile = tiles[0].at[slot], tiles[1].at[lax.rem(block_number, jnp.int32(cfg.ring))]
-        full, free = (barrier.at[lax.rem(block_number, jnp.int32(cfg.ring))] for barrier in barriers)
-        plgpu.barrier_wait(stored_barriers[0].at[slot])
-        before_decoding(slot)
-        when(block_number >= cfg.ring)(lambda: plgpu.barrier_wait(free))
-        decode_tile(stored, tile, rows=cfg.block_kv, dim=dim, source=cfg.kv_dtype, target=target)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(stored_barriers[1].at[slot])
-        plgpu.barrier_arrive(full)
 
-    def decode_piece(j, blocks_before):
-        piece = receive_piece(cfg, refs, j)
-        first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
+def convert_keys(cfg: GpuKernelConfig, refs: Refs):
+    """A warpgroup of its own: queries, tiles of keys, and scales of tokens."""
+    _convert(cfg, refs, stored_tiles(cfg)[0], (refs.k, refs.k_tile, refs.k_full, refs.k_free), leads=True)
 
-        def decode_block(i, carry):
-            n, kv0 = blocks_before + i, first_key + i * cfg.block_kv
-            keys, values = (refs.k_stored, refs.k_tile), (refs.v_stored, refs.v_tile)
-            stored = (refs.k_stored_full, refs.k_stored_free)
-            convert(n, cfg.head_dim, cfg.dtype, keys, stored, (refs.k_full, refs.k_free), lambda slot: None)
-            stored = (refs.v_stored_full, refs.v_stored_free)
-            zero = lambda slot: zero_unseen_values(cfg, refs.v_stored.at[slot], piece, kv0)
-            convert(n, cfg.v_head_dim, cfg.value_dtype, values, stored, (refs.v_full, refs.v_free), zero)
-            return carry
 
-        count = piece.count
-        lax.fori_loop(0, count, decode_block, jnp.int32(0))
-        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
-        return blocks_before + count
+def convert_values(cfg: GpuKernelConfig, refs: Refs):
+    """Another one: tiles of values, with zeros where there is no token, as a weight of 0 times NaN is NaN."""
+    _convert(cfg, refs, stored_tiles(cfg)[1], (refs.v, refs.v_tile, refs.v_full, refs.v_free), leads=False)
 
-    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), decode_piece, jnp.int32(0))
+
+def _convert(cfg: GpuKernelConfig, refs: Refs, tile: StoredTile, of_pool, leads: bool):
+    """Block i of the CTA goes to stage i % stages; the chunks of the next one are in flight meanwhile.
+
+    leads: this warpgroup also sends the pieces to the compute warpgroups.
+    """
+    pool, target, full, free = of_pool
+    columns, scaled = refs.block_table.shape[1], cfg.token_scales and leads
+
+    def convert_piece(j, block_number):
+        piece = piece_from_list(cfg, refs, j)
+        first, count = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece.count
+        head, req, start = piece[HEAD], piece[wl.REQ], piece[wl.KSTART]
+        stop = jnp.minimum(piece[wl.KSTOP], first + count * cfg.block_kv)
+
+        def ids_of(i):
+            return load_page_ids(tile, refs.block_table, req, first + i * cfg.block_kv, start, stop, columns=columns)
+
+        def chunks_of(i, ids):
+            return load_chunks(tile, pool, ids, head, first + i * cfg.block_kv)
+
+        def scales_of(i):
+            where, kind = (first + i * cfg.block_kv, start, stop), dict(block=cfg.block_kv, page=cfg.page_size)
+            ids = token_scales.load_ids(refs.block_table, req, *where, **kind, columns=columns)
+            order = dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
+            return token_scales.load_scales(
+                refs.k_token_scale, refs.v_token_scale, ids, head, *where, **kind, **order
+            )
+
+        def convert_block(i, carry):
+            block_number, words, ids, *scales = carry
+            slot = lax.rem(block_number, jnp.int32(cfg.stages))
+
+            @when(block_number >= cfg.stages)
+            def _():
+                plgpu.barrier_wait(free.at[slot])
+
+            put_chunks(tile, words, target.at[slot], refs.staging if tile.transposed else None)
+            if scaled:
+                refs.token_scale[slot] = scales[0]
+            ahead = (chunks_of(i + 1, ids), ids_of(i + 2), *((scales_of(i + 1),) if scaled else ()))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(full.at[slot])
+            return block_number + 1, *ahead
+
+        state = (chunks_of(0, ids_of(0)), ids_of(1), *((scales_of(0),) if scaled else ()))
+        if leads:
+            send_piece(cfg, refs, piece, j)
+        return lax.fori_loop(0, count, convert_block, (block_number, *state))[0]
+
+    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), convert_piece, jnp.int32(0))
 
 
 def zero_unseen_values(cfg: GpuKernelConfig, tile, piece: Piece, kv0, half=None):
