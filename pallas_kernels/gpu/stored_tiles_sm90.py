@@ -15,8 +15,7 @@ import dataclasses
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
+from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
@@ -190,14 +189,12 @@ def _copy(tile: StoredTile, chunks, target):
 
 
 def _decode(tile: StoredTile, chunks, target):
-    two, word = ir.Type.parse("!llvm.struct<(i32, i32)>"), ptx.int_type()
     text = decode_word(tile.source, tile.target)
     for step, words in enumerate(chunks):
         key, chunk = tile.place(step)
         decoded = []
         for stored in words:
-            both = llvm.inline_asm(two, [stored], text, "=r,=r,r")
-            decoded += [llvm.extractvalue(word, both, [k]) for k in range(2)]
+            decoded += ptx.asm_values(text, "=r,=r,r", 2, stored, pure=True)
         for half in range(2):
             byte = ptx.add(ptx.mul(chunk, 32), ptx.i32(16 * half))
             place = ptx.add(target, ptx.swizzled(key, byte, 2 * tile.dim, tile.swizzle))
