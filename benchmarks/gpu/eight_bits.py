@@ -46,7 +46,7 @@ CHECKED = {
         (mix("fp8"), ROUNDED),
         (mix("fp8_all", options=SMALL), ROUNDED | dict(layout="NHD")),
         (mix("fp8_d64_p64", head_dim=64, v_head_dim=64, page=64), ROUNDED),
-        (mix("fp8_d256", head_dim=256, v_head_dim=256), ROUNDED),
+        (mix("fp8_d192_v128", head_dim=192), ROUNDED),
         (cases.KernelCase(name="few_fp8", lengths=((1, 700), (2, 133), (0, 0), (4, 4096)), **EIGHT), ROUNDED),
     ],
     "scales": [(mix("fp8"), SCALES), (mix("int8_all", kv_dtype="int8", page=64, options=SMALL), SCALES)],

@@ -5,7 +5,8 @@
       _launch                             one CTA on each SM, three or four warpgroups (paged_attention_sm80.py: warps)
         _kernel                             allocates shared memory and barriers
           warpgroup 2: load_pages             pieces_sm90.py: queries, pages and scales into shared memory
-                                              over an 8-bit cache, warpgroups 2 and 3 are convert_keys, convert_values
+          over an 8-bit cache, warpgroups 2 and 3 are convert_keys and convert_values; narrow tiles with scales of
+          tokens have load_scales as warpgroup 3
           warpgroups 0, 1: _compute           for each piece of the CTA's part of the work list (work_list.py):
             long_tile                           tiles_sm90.py: more than 64 packed rows, 64 to each warpgroup, which
                                                 take turns on the tensor cores (ping-pong)
@@ -40,6 +41,7 @@ from pallas_kernels.gpu.pieces_sm90 import (
     convert_values,
     count_pieces,
     load_pages,
+    load_scales,
     receive_piece,
     stored_tiles,
 )
@@ -49,7 +51,8 @@ from pallas_kernels.gpu.tiles_sm90 import blank_tile, long_tile, short_tile
 
 REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for the three warpgroups
 CONVERTING = (184, 72, 72)  # of a thread that computes, and of one that converts keys, or values: at most 128 * 4
-REGISTERS_TOKEN_SCALES = (224, 56)
+CONVERTING_WIDE = (200, 56, 56)  # the same with values of more than 128
+REGISTERS_TOKEN_SCALES = (184, 72, 72)  # of narrow tiles: the fourth loads scales
 
 
 def ragged_paged_attention(
@@ -142,7 +145,7 @@ def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
         _kernel(config, *gmem)
 
     mesh = plgpu.Mesh(
-        grid=(config.num_ctas,), grid_names=("cta",), num_threads=3 + config.converts_tiles, thread_name="wg"
+        grid=(config.num_ctas,), grid_names=("cta",), num_threads=3 + (config.converts_tiles or config.token_scales), thread_name="wg"
     )
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(
@@ -163,7 +166,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
         refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *queries, compute_barrier)
         wg = lax.axis_index("wg")
-        compute, load, *convert = registers(cfg)
+        compute, load, *fourth = registers(cfg)
 
         @when(wg < 2)
         def _():
@@ -173,14 +176,14 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         @when(wg == 2)
         def _():
             plgpu.set_max_registers(load, action="decrease")
-            (convert_keys if convert else load_pages)(cfg, refs)
+            (convert_keys if cfg.converts_tiles else load_pages)(cfg, refs)
 
-        if convert:
+        if fourth:
 
             @when(wg == 3)
             def _():
-                plgpu.set_max_registers(convert[0], action="decrease")
-                convert_values(cfg, refs)
+                plgpu.set_max_registers(fourth[0], action="decrease")
+                (convert_values if cfg.converts_tiles else load_scales)(cfg, refs)
 
     def tile(dtype, *shape):
         return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
@@ -211,7 +214,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
 def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
     """Registers of a thread of each role: computes and loads, or computes and converts keys, or values."""
     if cfg.converts_tiles:
-        return CONVERTING
+        return CONVERTING if cfg.v_head_dim <= 128 else CONVERTING_WIDE
     return REGISTERS_TOKEN_SCALES if cfg.token_scales else REGISTERS
 
 

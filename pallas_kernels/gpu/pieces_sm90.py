@@ -153,22 +153,9 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             column = lax.div((blk0 + i) * block, jnp.int32(page))
             return tuple(refs.block_table[req, jnp.clip(column + p, first, last)] for p in range(copies))
 
-        kind = dict(block=block, page=page)
-
-        def ids_of(i):
-            where = ((blk0 + i) * block, piece[wl.KSTART], piece[wl.KSTOP])
-            return token_scales.load_ids(refs.block_table, req, *where, **kind, columns=refs.block_table.shape[1])
-
-        def scales_of(i, ids):
-            where = ((blk0 + i) * block, piece[wl.KSTART], piece[wl.KSTOP])
-            order = dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
-            pools = (refs.k_token_scale, refs.v_token_scale)
-            return token_scales.load_scales(*pools, ids, piece[HEAD], *where, **kind, **order)
-
         def load_block(i, carry):
-            block_number, pages, *scales = carry
+            block_number, pages = carry
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
-            ahead = (scales_of(i + 1, scales[1]), ids_of(i + 2)) if cfg.token_scales else ()
             slot = lax.rem(block_number, jnp.int32(cfg.stages))
             offset = pl.multiple_of(lax.rem((blk0 + i) * block, jnp.int32(page)), 8) if width < page else 0
 
@@ -182,14 +169,45 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                     plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset), target, full.at[slot])
 
             fill(refs.k, refs.k_tile, refs.k_full, refs.k_free)
-            if cfg.token_scales:
-                refs.token_scale[slot] = scales[0]
-                plgpu.barrier_arrive(refs.k_full.at[slot])
             fill(refs.v, refs.v_tile, refs.v_full, refs.v_free)
-            return block_number + 1, next_pages, *ahead
+            return block_number + 1, next_pages
 
-        first_scales = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
-        return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0), *first_scales))[0]
+        return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0)))[0]
+
+    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
+
+
+def load_scales(cfg: GpuKernelConfig, refs: Refs):
+    """A warpgroup beside load_pages: the scales of the tokens of each block. TMA's warpgroup has no time for them."""
+
+    def load_piece(j, block_number):
+        piece = piece_from_list(cfg, refs, j)
+        first, req, span = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece[wl.REQ], (piece[wl.KSTART], piece[wl.KSTOP])
+        kind = dict(block=cfg.block_kv, page=cfg.page_size)
+
+        def ids_of(i):
+            where = (first + i * cfg.block_kv, *span)
+            return token_scales.load_ids(refs.block_table, req, *where, **kind, columns=refs.block_table.shape[1])
+
+        def scales_of(i, ids):
+            order = dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
+            pools, where = (refs.k_token_scale, refs.v_token_scale), (first + i * cfg.block_kv, *span)
+            return token_scales.load_scales(*pools, ids, piece[HEAD], *where, **kind, **order)
+
+        def load_block(i, carry):
+            block_number, scales, ids = carry
+            ahead = scales_of(i + 1, ids), ids_of(i + 2)
+            slot = lax.rem(block_number, jnp.int32(cfg.stages))
+
+            @when(block_number >= cfg.stages)
+            def _():
+                plgpu.barrier_wait(refs.k_free.at[slot])
+
+            refs.token_scale[slot] = scales
+            plgpu.barrier_arrive(refs.k_full.at[slot])
+            return block_number + 1, *ahead
+
+        return lax.fori_loop(0, piece.count, load_block, (block_number, scales_of(0, ids_of(0)), ids_of(1)))[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
 
@@ -218,7 +236,7 @@ def _convert(cfg: GpuKernelConfig, refs: Refs, tile: StoredTile, of_pool, leads:
     leads: this warpgroup also sends the pieces to the compute warpgroups.
     """
     pool, target, full, free = of_pool
-    columns, scaled = refs.block_table.shape[1], cfg.token_scales and leads
+    columns, scaled = refs.block_table.shape[1], cfg.token_scales
 
     def convert_piece(j, block_number):
         piece = piece_from_list(cfg, refs, j)
@@ -234,11 +252,10 @@ def _convert(cfg: GpuKernelConfig, refs: Refs, tile: StoredTile, of_pool, leads:
 
         def scales_of(i):
             where, kind = (first + i * cfg.block_kv, start, stop), dict(block=cfg.block_kv, page=cfg.page_size)
-            ids = token_scales.load_ids(refs.block_table, req, *where, **kind, columns=columns)
+            of_keys = token_scales.load_ids(refs.block_table, req, *where, **kind, columns=columns)
             order = dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
-            return token_scales.load_scales(
-                refs.k_token_scale, refs.v_token_scale, ids, head, *where, **kind, **order
-            )
+            scales = refs.k_token_scale if leads else refs.v_token_scale
+            return token_scales.load_block(scales, of_keys, head, *where, **kind, **order)
 
         def convert_block(i, carry):
             block_number, words, ids, *scales = carry
@@ -250,7 +267,8 @@ def _convert(cfg: GpuKernelConfig, refs: Refs, tile: StoredTile, of_pool, leads:
 
             put_chunks(tile, words, target.at[slot], refs.staging if tile.transposed else None)
             if scaled:
-                refs.token_scale[slot] = scales[0]
+                of_values = 0 if leads else cfg.block_kv
+                token_scales.put_block(refs.token_scale.at[slot], scales[0], of_values, block=cfg.block_kv)
             ahead = (chunks_of(i + 1, ids), ids_of(i + 2), *((scales_of(i + 1),) if scaled else ()))
             plgpu.commit_smem()
             plgpu.barrier_arrive(full.at[slot])

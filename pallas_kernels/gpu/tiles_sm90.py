@@ -29,6 +29,7 @@ from pallas_kernels.gpu.row_states_sm90 import (
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
 
 
+MOST_COLUMNS = 128  # of one wgmma, where four warpgroups leave it 128 registers
 WEIGHT_BITS = 8.0  # weights of 8 bits are at most 2 ** 8, so that those of 2 ** -14 of the largest are normal numbers
 
 
@@ -109,11 +110,11 @@ def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     return dots, factor
 
 
-def _token_scales(cfg: GpuKernelConfig, refs: Refs, slot):
-    """Scales (of keys, of values) of a block, or (None, None). Must be called before the keys' stage is released."""
+def _token_scales(cfg: GpuKernelConfig, refs: Refs, slot, of: int):
+    """Scales of the keys (0) or values (1) in a stage, while it is full; None without scales of tokens."""
     if not cfg.token_scales:
-        return None, None
-    return token_scales.load_per_key(refs.token_scale, slot, 1, cfg.block_kv)
+        return None
+    return token_scales.load_per_key(refs.token_scale, slot, 1, cfg.block_kv, of=(of,))[0]
 
 
 def weight_operands(cfg: GpuKernelConfig, p, of_values) -> tuple:
@@ -232,7 +233,12 @@ def _add_weighted_values(cfg, acc, alpha, weights, v_tile, after=lambda: None):
 
     def body(ref):
         for part in weights:
-            plgpu.wgmma(ref, part, v_tile)
+            if not cfg.converts_tiles or cfg.v_head_dim <= MOST_COLUMNS:
+                plgpu.wgmma(ref, part, v_tile)
+                continue
+            for first in range(0, cfg.v_head_dim, MOST_COLUMNS):
+                columns = pl.ds(first, min(MOST_COLUMNS, cfg.v_head_dim - first))
+                plgpu.wgmma(ref.at[:, columns], part, v_tile.at[:, columns])
         after()
 
     return pl.run_state(body)(plgpu.ACC.init(acc))
@@ -286,17 +292,20 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     def step(j, carry, masked):
         acc, m, total = carry
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
-        of_keys, of_values = _token_scales(cfg, refs, slot)
-        dots = token_scales.multiply_per_key(_dots(cfg, q_tile, refs.k_tile.at[slot], swap), of_keys, 1)
+        dots = _dots(cfg, q_tile, refs.k_tile.at[slot], swap)
+        dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, slot, 0), 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, alpha = softmax_step(cfg, x, c, m, total)
         acc = acc if cfg.compute_dtype else _rescaled(acc, alpha)
-        weights = weight_operands(cfg, p, of_values)
         total += p.sum(axis=1)
+        if cfg.token_scales:
+            plgpu.barrier_wait(refs.v_full.at[slot])
+        weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
         acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
         plgpu.barrier_arrive(refs.compute_barrier)
-        plgpu.barrier_wait(refs.v_full.at[slot])
+        if not cfg.token_scales:
+            plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.converts_tiles:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
         plgpu.barrier_wait(refs.compute_barrier)
@@ -346,8 +355,8 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         j = 2 * t + wg
         slot, kv0 = lax.rem(blocks_before + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
-        of_keys, of_values = _token_scales(cfg, refs, slot)
-        dots = token_scales.multiply_per_key(_dots(cfg, q_tile, refs.k_tile.at[slot]), of_keys, 1)
+        dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
+        dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, slot, 0), 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
         p, m, total, alpha = softmax_step(cfg, x, c, m, total)
@@ -356,7 +365,8 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.converts_tiles:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
-        acc = _add_weighted_values(cfg, acc, alpha, weight_operands(cfg, p, of_values), refs.v_tile.at[slot])
+        weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
+        acc = _add_weighted_values(cfg, acc, alpha, weights, refs.v_tile.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
         return acc, m, total
