@@ -30,6 +30,7 @@ ASKED = {  # field of a spec -> how the document names what it asks for
     "mask_fn": "user mask_fn",
     "score_fn": "user score_fn",
     "output_dtype": "fused output quantization",
+    "compute_dtype": "products in 8 bits",
 }
 COMBINATIONS = {  # what kernels of chips refuse together only: the document leaves that to `jattn.explain`
     "pallas_gpu": ("kv dtype", "v_head_dim", "shared memory", "an 8-bit cache", "across encoder and decoder"),

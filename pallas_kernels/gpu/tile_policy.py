@@ -104,7 +104,7 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
 def measured_tiles(request: TileRequest) -> dict[str, Any]:
     """block_kv and stages as measured by `python -m jattn bench --tune`; {} for a shape that is not in the table."""
     c = request.config
-    if c.token_scales or c.converts_tiles:  # not measured
+    if c.token_scales or c.compute_dtype is not None:  # not measured
         return {}
     kind = "narrow" if c.narrow_rows else "few" if _is_few(request) else "long"
     return measured_table().get((c.head_dim, c.v_head_dim, c.kv_dtype, kind), {})
