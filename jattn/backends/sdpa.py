@@ -195,4 +195,3 @@ class SdpaBackend(AttentionBackend):
     @classmethod
     def supports_combination(cls, question: Question) -> str | None:
         return cache_of_eight_bit_products(question)
-

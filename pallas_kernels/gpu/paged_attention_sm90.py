@@ -144,9 +144,8 @@ def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
     def ragged_paged_attention(*gmem):  # the kernel's name in a profile
         _kernel(config, *gmem)
 
-    mesh = plgpu.Mesh(
-        grid=(config.num_ctas,), grid_names=("cta",), num_threads=3 + (config.converts_tiles or config.token_scales), thread_name="wg"
-    )
+    warpgroups = len(registers(config)) + 1  # two compute
+    mesh = plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",), num_threads=warpgroups, thread_name="wg")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(
         ragged_paged_attention, out_type=out_type, mesh=mesh, compiler_params=params, name="ragged_paged_attention"

@@ -182,7 +182,8 @@ def load_scales(cfg: GpuKernelConfig, refs: Refs):
 
     def load_piece(j, block_number):
         piece = piece_from_list(cfg, refs, j)
-        first, req, span = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece[wl.REQ], (piece[wl.KSTART], piece[wl.KSTOP])
+        first, req = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece[wl.REQ]
+        span = piece[wl.KSTART], piece[wl.KSTOP]
         kind = dict(block=cfg.block_kv, page=cfg.page_size)
 
         def ids_of(i):
@@ -216,8 +217,9 @@ def stored_tiles(cfg: GpuKernelConfig) -> tuple[StoredTile, StoredTile]:
     """How tiles of keys and of values are converted."""
     kind = dict(keys=cfg.block_kv, source=cfg.kv_dtype, page=cfg.page_size, heads=cfg.num_kv_heads)
     kind |= dict(heads_first=cfg.layout == "HND")
-    values = dict(target=cfg.value_dtype, transposed=cfg.compute_dtype is not None)
-    return StoredTile(dim=cfg.head_dim, target=cfg.query_dtype, **kind), StoredTile(dim=cfg.v_head_dim, **values, **kind)
+    keys = StoredTile(dim=cfg.head_dim, target=cfg.query_dtype, **kind)
+    transposed = cfg.compute_dtype is not None
+    return keys, StoredTile(dim=cfg.v_head_dim, target=cfg.value_dtype, transposed=transposed, **kind)
 
 
 def convert_keys(cfg: GpuKernelConfig, refs: Refs):

@@ -1,8 +1,8 @@
 """A warpgroup's queries and weights in the dtype of the products over an 8-bit cache.
 
-    queries   bfloat16 -> float16 or float8_e4m3fn, each row times a power of two, so that its largest element is just
-              below 2 ** 15 or 2 ** 8. float16 then holds every element above 2 ** -32 of the largest exactly.
-    weights   float32 -> float8_e4m3fn, at most 2 ** 8
+queries   bfloat16 -> float16 or float8_e4m3fn, each row times a power of two, so that its largest element is just
+          below 2 ** 15 or 2 ** 8. float16 then holds every element above 2 ** -32 of the largest exactly.
+weights   float32 -> float8_e4m3fn, at most 2 ** 8
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -36,8 +36,11 @@ def convert_rows(source_ref, target_ref, *, dim: int, target: str):
         inverses = []
         for half in range(2):
             row = ptx.add(ptx.mul(warp, 16), g, ptx.i32(8 * half))
-            column = lambda i: ptx.add(ptx.mul(t, 2), ptx.i32(8 * i))
-            place = lambda i, size, swizzle, row=row: ptx.swizzled(row, ptx.mul(column(i), size), dim * size, swizzle)
+
+            def place(i, size, swizzle, row=row):
+                column = ptx.add(ptx.mul(t, 2), ptx.i32(8 * i))
+                return ptx.swizzled(row, ptx.mul(column, size), dim * size, swizzle)
+
             words, top = [], ptx.i32(0)
             for i in range(dim // 8):
                 word = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", ptx.add(source, place(i, 2, swizzles[0])))

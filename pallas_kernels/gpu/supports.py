@@ -39,11 +39,10 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(c.kv_dtype != FP8, f"compute_dtype {c.compute_dtype} with a {c.kv_dtype} cache: wanted {FP8}")
         refuse(c.dtype != "bfloat16", f"compute_dtype {c.compute_dtype} with {c.dtype} queries: wanted bfloat16")
         refuse(c.token_scales, f"compute_dtype {c.compute_dtype} with scales of tokens: wanted scales of heads")
-        refuse(c.v_head_dim > 128, f"compute_dtype {c.compute_dtype} with v_head_dim {c.v_head_dim}: wanted at most 128")
+        wide = f"compute_dtype {c.compute_dtype} with v_head_dim {c.v_head_dim}: wanted at most 128"
+        refuse(c.v_head_dim > 128, wide)
         refuse(narrow > 0, f"compute_dtype {c.compute_dtype} with narrow_rows: wanted one of them")
-    refuse(
-        c.converts_tiles and c.block_kv not in (64, 128), f"blocks of {c.block_kv} keys of 8 bits: wanted 64 or 128"
-    )
+    refuse(c.converts_tiles and c.block_kv not in (64, 128), f"blocks of {c.block_kv} keys of 8 bits: wanted 64 or 128")
     refuse(c.q_buffers not in (1, 2), f"q_buffers {c.q_buffers}: wanted 1 or 2")
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
     refuse(

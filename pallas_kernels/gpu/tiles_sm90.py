@@ -28,7 +28,6 @@ from pallas_kernels.gpu.row_states_sm90 import (
 )
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
 
-
 MOST_COLUMNS = 128  # of one wgmma, where four warpgroups leave it 128 registers
 WEIGHT_BITS = 8.0  # weights of 8 bits are at most 2 ** 8, so that those of 2 ** -14 of the largest are normal numbers
 

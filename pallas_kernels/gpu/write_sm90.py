@@ -253,6 +253,8 @@ def row_scale(source: str, largest: float) -> str:
         text += " shl.b32 t, t, 16; mov.b32 x, t;"
     else:
         text += " mov.b32 {l, h}, t; cvt.f32.f16 x, l;"
-    return text + f" mul.rn.f32 x, x, {bits(np.float32(1) / np.float32(largest))};" + (
-        f" max.NaN.f32 $0, x, {bits(quant.MIN_TOKEN_SCALE)}; }}"
+    return (
+        text
+        + f" mul.rn.f32 x, x, {bits(np.float32(1) / np.float32(largest))};"
+        + (f" max.NaN.f32 $0, x, {bits(quant.MIN_TOKEN_SCALE)}; }}")
     )

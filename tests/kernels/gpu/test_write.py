@@ -93,7 +93,8 @@ def test_rows_get_scales_of_their_own(dim, source, target):
         machine.memory[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
     with emulated(writer, machine):
         for first in range(0, TOKENS * HEADS * writer.lanes_of_row(dim // 16), writer.THREADS * chunks):
-            writer.quantise_rows(shape, *(starts[n] for n in ("slots", "new", "pool", "kept")), np.int32(first), TOKENS, chunks)
+            where = [starts[name] for name in ("slots", "new", "pool", "kept")]
+            writer.quantise_rows(shape, *where, np.int32(first), TOKENS, chunks)
     x = jnp.asarray(new).astype(jnp.float32)
     scale = quant.token_head_scale(x, target)
     want = np.asarray(quant.to_dtype(x, target, scale)).view(np.uint8)
