@@ -36,18 +36,16 @@ def of(name: str, **fields) -> cases.KernelCase:
 
 CHECKED = {
     "exact": [
-        (mix("fp8"), {}),
         (mix("fp8_d256", head_dim=256, v_head_dim=256), {}),
         (mix("int8_all", kv_dtype="int8", options=SMALL), dict(layout="NHD")),
         (mix("e5m2_d64_p64", kv_dtype="float8_e5m2", head_dim=64, v_head_dim=64, page=64), {}),
     ],
     "rounded": [
-        (mix("fp8"), ROUNDED),
         (mix("fp8_all", options=SMALL), ROUNDED | dict(layout="NHD")),
         (mix("fp8_d64_p64", head_dim=64, v_head_dim=64, page=64), ROUNDED),
         (cases.KernelCase(name="few_fp8", lengths=((1, 700), (2, 133), (0, 0), (4, 4096)), **EIGHT), ROUNDED),
     ],
-    "scales": [(mix("fp8"), SCALES), (mix("int8_all", kv_dtype="int8", page=64, options=SMALL), SCALES)],
+    "scales": [(mix("int8_all", kv_dtype="int8", page=64, options=SMALL), SCALES)],
 }
 TIMED = {
     "exact": [(of("pre_1x8k"), {}), (of("mixed_32d_2p"), {}), (BY_NAME["pre_1x8k"], {})],

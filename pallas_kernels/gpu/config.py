@@ -76,7 +76,7 @@ class GpuKernelConfig:
 
     @property
     def converts_tiles(self) -> bool:
-        """Do two warpgroups prepare tiles of the cache for wgmma (stored_tiles_sm90.py)? Narrow tiles need none."""
+        """Does a warpgroup convert tiles of the cache for wgmma (stored_tiles_sm90.py)? Narrow tiles need none."""
         return self.quantised and not self.narrow_rows
 
     @property
@@ -89,6 +89,17 @@ class GpuKernelConfig:
         if self.compute_dtype is not None:
             return self.compute_dtype
         return "float16" if self.converts_tiles else self.dtype
+
+    @property
+    def stored_stages(self) -> tuple[int, int]:
+        """Blocks of keys and of values in shared memory as in the pool, before they are converted.
+
+        Keys of 8-bit products are multiplied as they are. What is decoded comes in time with one stage of values: the
+        keys of the next block are converted before them.
+        """
+        if not self.converts_tiles:
+            return 0, 0
+        return (0, 2) if self.compute_dtype is not None else (2, 1)
 
     @property
     def converts_queries(self) -> bool:
@@ -137,9 +148,11 @@ class GpuKernelConfig:
         dims = self.head_dim + self.v_head_dim
         key = dims * (1 if self.kv_dtype in KV_DTYPES_8BIT else 2)
         queries = 2 * self.q_buffers * WARPGROUP_ROWS * self.head_dim * 2
-        if self.compute_dtype is not None:  # rounded queries, and the values that are being transposed
-            queries += 2 * WARPGROUP_ROWS * self.head_dim + self.block_kv * self.v_head_dim
+        if self.compute_dtype is not None:
+            queries += 2 * WARPGROUP_ROWS * self.head_dim
         elif self.converts_tiles:
             key = 2 * dims
+        of_keys, of_values = self.stored_stages
+        queries += self.block_kv * (of_keys * self.head_dim + of_values * self.v_head_dim)
         key += TOKEN_SCALE_BYTES if self.token_scales else 0
         return queries + self.stages * self.block_kv * key + SMEM_FIXED

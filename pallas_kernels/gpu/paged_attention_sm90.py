@@ -5,8 +5,8 @@
       _launch                             one CTA on each SM, three or four warpgroups (paged_attention_sm80.py: warps)
         _kernel                             allocates shared memory and barriers
           warpgroup 2: load_pages             pieces_sm90.py: queries, pages and scales into shared memory
-          over an 8-bit cache, warpgroups 2 and 3 are convert_keys and convert_values; narrow tiles with scales of
-          tokens have load_scales as warpgroup 3
+          warpgroup 3: convert_tiles          pieces_sm90.py: tiles of an 8-bit cache, for wgmma
+                       or load_scales         narrow tiles with scales of tokens
           warpgroups 0, 1: _compute           for each piece of the CTA's part of the work list (work_list.py):
             long_tile                           tiles_sm90.py: more than 64 packed rows, 64 to each warpgroup, which
                                                 take turns on the tensor cores (ping-pong)
@@ -37,8 +37,7 @@ from pallas_kernels.gpu.new_tokens_sm90 import bias_rows
 from pallas_kernels.gpu.paged_attention_sm80 import launch as launch_warps
 from pallas_kernels.gpu.pieces_sm90 import (
     Refs,
-    convert_keys,
-    convert_values,
+    convert_tiles,
     count_pieces,
     load_pages,
     load_scales,
@@ -50,8 +49,7 @@ from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tiles_sm90 import blank_tile, long_tile, short_tile
 
 REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for the three warpgroups
-CONVERTING = (184, 72, 72)  # of a thread that computes, and of one that converts keys, or values: at most 128 * 4
-CONVERTING_WIDE = (200, 56, 56)  # the same with values of more than 128
+CONVERTING = (200, 32, 80)  # the same and of one that converts tiles: at most 128 * 4
 REGISTERS_TOKEN_SCALES = (184, 72, 72)  # of narrow tiles: the fourth loads scales
 
 
@@ -159,11 +157,17 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     counters = gmem[-5] if cfg.merges_inside else None
     gmem = (*gmem[:-5], *gmem[-4:]) if cfg.merges_inside else gmem
 
-    def roles(tiles, small, full, free, queries, compute_barrier):
-        tiles, (*small, arrived) = (*tiles, None, None)[:5], small
+    def roles(tiles, small, full, free, stored, queries, compute_barrier):
+        (q_tile, *multiplied), rounded, from_pool, (*small, arrived) = *tiles, small
+        tiles = (q_tile, *multiplied, *(rounded or (None,)), *(*multiplied, *from_pool)[-2:])
+        if len(from_pool) == 1:  # keys are multiplied as they are
+            tiles = (*tiles[:-2], multiplied[0], from_pool[0])
+        stored = (
+            (*full, *free) if not stored else stored if len(stored) == 4 else (full[0], stored[0], free[0], stored[1])
+        )
         small = (*small, None)[:3]
         pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
-        refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *queries, compute_barrier)
+        refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *stored, *queries, compute_barrier)
         wg = lax.axis_index("wg")
         compute, load, *fourth = registers(cfg)
 
@@ -175,45 +179,51 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         @when(wg == 2)
         def _():
             plgpu.set_max_registers(load, action="decrease")
-            (convert_keys if cfg.converts_tiles else load_pages)(cfg, refs)
+            load_pages(cfg, refs)
 
         if fourth:
 
             @when(wg == 3)
             def _():
                 plgpu.set_max_registers(fourth[0], action="decrease")
-                (convert_values if cfg.converts_tiles else load_scales)(cfg, refs)
+                (convert_tiles if cfg.converts_tiles else load_scales)(cfg, refs)
 
     def tile(dtype, *shape):
         return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
 
     block, stages = cfg.block_kv, cfg.stages
     queries_dtype = cfg.dtype if cfg.compute_dtype else cfg.query_dtype
-    tiles = [tile(queries_dtype, cfg.q_buffers, 2, WARPGROUP_ROWS, cfg.head_dim)]
+    dims, dtypes, shapes = (cfg.head_dim, cfg.v_head_dim), (cfg.kv_dtype,) * 2, None
     if cfg.converts_tiles:
-        tiles += [tile(of.target, stages, *of.shape) for of in stored_tiles(cfg)]
-    else:
-        tiles += [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
-    if cfg.compute_dtype is not None:
-        tiles += [tile(cfg.compute_dtype, 2, WARPGROUP_ROWS, cfg.head_dim)]
-        tiles += [plgpu.SMEM((block * cfg.v_head_dim,), jnp.int8)]
+        dtypes, shapes = zip(*((of.target, of.shape) for of in stored_tiles(cfg)), strict=True)
+    shapes = shapes or tuple((block, dim) for dim in dims)
+    tiles = (
+        tile(queries_dtype, cfg.q_buffers, 2, WARPGROUP_ROWS, cfg.head_dim),
+        *(tile(dtype, stages, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)),
+    )
+    rounded = (tile(cfg.compute_dtype, 2, WARPGROUP_ROWS, cfg.head_dim),) if cfg.compute_dtype else ()
+    kept = [(count, dim) for count, dim in zip(cfg.stored_stages, dims, strict=True) if count]
+    from_pool = tuple(tile(cfg.kv_dtype, count, block, dim) for count, dim in kept)
     small = [plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((cfg.q_buffers, wl.INFO_COLUMNS), jnp.int32)]
     small += [plgpu.SMEM((stages, 2 * block), jnp.float32)] if cfg.token_scales else []
     small += [plgpu.SMEM((4,), jnp.int32)]
-    pages = max(block // cfg.page_size, 1)
-    arrivals = (1, 1) if cfg.converts_tiles else (pages + cfg.token_scales, pages)
+    pages, scaled = max(block // cfg.page_size, 1), cfg.token_scales and not cfg.converts_tiles
+    converted = [cfg.converts_tiles and count > 0 for count in cfg.stored_stages]
+    arrivals = [1 if own else pages + more for own, more in zip(converted, (scaled, 0), strict=True)]
     full = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals)
     free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
+    stored = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n in (pages, 1) for count, _ in kept)
     buffers = dict(num_barriers=cfg.q_buffers)
-    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2, **buffers))
+    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2 + cfg.converts_tiles, **buffers))
     compute_barrier = plgpu.Barrier(num_arrivals=2)
-    pl.run_scoped(roles, tuple(tiles), tuple(small), full, free, queries, compute_barrier, collective_axes="wg")
+    scratch = (tiles, rounded, from_pool), tuple(small), full, free, stored, queries, compute_barrier
+    pl.run_scoped(roles, *scratch, collective_axes="wg")
 
 
 def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
     """Registers of a thread of each role: computes and loads, or computes and converts keys, or values."""
     if cfg.converts_tiles:
-        return CONVERTING if cfg.v_head_dim <= 128 else CONVERTING_WIDE
+        return CONVERTING
     return REGISTERS_TOKEN_SCALES if cfg.token_scales else REGISTERS
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
-from pallas_kernels.gpu.stored_tiles_sm90 import StoredTile, load_chunks, load_page_ids, put_chunks
+from pallas_kernels.gpu.stored_tiles_sm90 import StoredTile, convert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +39,19 @@ class Refs:
     k_tile: object = None  # SMEM [stages, block_kv, D]
     v_tile: object = None  # SMEM [stages, block_kv, V]; of an 8-bit product [stages, V, block_kv]
     q_rounded: object = None  # SMEM 8 bits [2, 64, D]; None unless compute_dtype
-    staging: object = None  # SMEM 8 bits [block_kv * V]: values that are being transposed; None unless compute_dtype
+    k_stored: object = None  # SMEM [stored_stages, block_kv, D]: as in the pool; k_tile itself if it is not converted
+    v_stored: object = None  # SMEM [stored_stages, block_kv, V]
     stats: object = None  # SMEM f32[512]: maxima and sums that warpgroup 1 passes to warpgroup 0
     piece_box: object = None  # SMEM i32[q_buffers, 16]: the numbers of the piece in each query buffer, see Piece
     token_scale: object = None  # SMEM f32[stages, 2 block_kv]: scales of keys, then of values
-    k_full: object = None  # barriers [stages]; one arrival a page, and one for the scales; one if tiles are converted
+    k_full: object = None  # barriers [stages] of k_tile
     v_full: object = None
     k_free: object = None  # barriers [stages]; one arrival a compute warpgroup
     v_free: object = None
+    k_stored_full: object = None  # barriers of k_stored; one arrival a page, and one for the scales of narrow tiles
+    v_stored_full: object = None
+    k_stored_free: object = None  # barriers of k_stored; one arrival, or those of k_free
+    v_stored_free: object = None
     q_full: object = None  # barriers [q_buffers]
     q_free: object = None
     compute_barrier: object = None  # of the two compute warpgroups: ping-pong, and exchange of states
@@ -134,7 +139,7 @@ def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
 
 
 def load_pages(cfg: GpuKernelConfig, refs: Refs):
-    """The memory warpgroup: fetches the pages of each block; the CTA's block i goes to stage i % stages."""
+    """The memory warpgroup: fetches the pages of each block; the CTA's block i goes to stage i % (number of stages)."""
     page, block = cfg.page_size, cfg.block_kv
     copies, width = max(block // page, 1), min(page, block)
 
@@ -156,11 +161,12 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
         def load_block(i, carry):
             block_number, pages = carry
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
-            slot = lax.rem(block_number, jnp.int32(cfg.stages))
             offset = pl.multiple_of(lax.rem((blk0 + i) * block, jnp.int32(page)), 8) if width < page else 0
 
             def fill(pool, tile, full, free):
-                @when(block_number >= cfg.stages)
+                slot = lax.rem(block_number, jnp.int32(tile.shape[0]))
+
+                @when(block_number >= tile.shape[0])
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
@@ -168,8 +174,8 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                     target = tile.at[slot, pl.ds(p * width, width)]
                     plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset), target, full.at[slot])
 
-            fill(refs.k, refs.k_tile, refs.k_full, refs.k_free)
-            fill(refs.v, refs.v_tile, refs.v_full, refs.v_free)
+            fill(refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free)
+            fill(refs.v, refs.v_stored, refs.v_stored_full, refs.v_stored_free)
             return block_number + 1, next_pages
 
         return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0)))[0]
@@ -214,72 +220,74 @@ def load_scales(cfg: GpuKernelConfig, refs: Refs):
 
 
 def stored_tiles(cfg: GpuKernelConfig) -> tuple[StoredTile, StoredTile]:
-    """How tiles of keys and of values are converted."""
-    kind = dict(keys=cfg.block_kv, source=cfg.kv_dtype, page=cfg.page_size, heads=cfg.num_kv_heads)
-    kind |= dict(heads_first=cfg.layout == "HND")
+    """How tiles of keys and of values are converted; keys of 8-bit products are not."""
+    kind = dict(keys=cfg.block_kv, source=cfg.kv_dtype)
     keys = StoredTile(dim=cfg.head_dim, target=cfg.query_dtype, **kind)
     transposed = cfg.compute_dtype is not None
     return keys, StoredTile(dim=cfg.v_head_dim, target=cfg.value_dtype, transposed=transposed, **kind)
 
 
-def convert_keys(cfg: GpuKernelConfig, refs: Refs):
-    """A warpgroup of its own: queries, tiles of keys, and scales of tokens."""
-    _convert(cfg, refs, stored_tiles(cfg)[0], (refs.k, refs.k_tile, refs.k_full, refs.k_free), leads=True)
+def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
+    """The converting warpgroup: tiles as in the pool -> tiles that are multiplied, with zeros for values that no row may
+    see; and the scales of tokens."""
+    of_keys, of_values = stored_tiles(cfg)
 
+    def convert_block(n, tile, stored, target, stored_barriers, barriers, before):
+        slot, to = lax.rem(n, jnp.int32(stored.shape[0])), lax.rem(n, jnp.int32(cfg.stages))
+        plgpu.barrier_wait(stored_barriers[0].at[slot])
+        when(n >= cfg.stages)(lambda: plgpu.barrier_wait(barriers[1].at[to]))
+        before(stored.at[slot], to)
+        convert(tile, stored.at[slot], target.at[to])
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(stored_barriers[1].at[slot])
+        plgpu.barrier_arrive(barriers[0].at[to])
 
-def convert_values(cfg: GpuKernelConfig, refs: Refs):
-    """Another one: tiles of values, with zeros where there is no token, as a weight of 0 times NaN is NaN."""
-    _convert(cfg, refs, stored_tiles(cfg)[1], (refs.v, refs.v_tile, refs.v_full, refs.v_free), leads=False)
-
-
-def _convert(cfg: GpuKernelConfig, refs: Refs, tile: StoredTile, of_pool, leads: bool):
-    """Block i of the CTA goes to stage i % stages; the chunks of the next one are in flight meanwhile.
-
-    leads: this warpgroup also sends the pieces to the compute warpgroups.
-    """
-    pool, target, full, free = of_pool
-    columns, scaled = refs.block_table.shape[1], cfg.token_scales
-
-    def convert_piece(j, block_number):
-        piece = piece_from_list(cfg, refs, j)
-        first, count = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece.count
-        head, req, start = piece[HEAD], piece[wl.REQ], piece[wl.KSTART]
-        stop = jnp.minimum(piece[wl.KSTOP], first + count * cfg.block_kv)
+    def convert_piece(j, blocks_before):
+        piece = receive_piece(cfg, refs, j)
+        first_key, head, req = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece[HEAD], piece[wl.REQ]
+        kind = dict(block=cfg.block_kv, page=cfg.page_size)
 
         def ids_of(i):
-            return load_page_ids(tile, refs.block_table, req, first + i * cfg.block_kv, start, stop, columns=columns)
+            where = (first_key + i * cfg.block_kv, piece[wl.KSTART], piece[wl.KSTOP])
+            return token_scales.load_ids(refs.block_table, req, *where, **kind, columns=refs.block_table.shape[1])
 
-        def chunks_of(i, ids):
-            return load_chunks(tile, pool, ids, head, first + i * cfg.block_kv)
-
-        def scales_of(i):
-            where, kind = (first + i * cfg.block_kv, start, stop), dict(block=cfg.block_kv, page=cfg.page_size)
-            of_keys = token_scales.load_ids(refs.block_table, req, *where, **kind, columns=columns)
+        def scales_of(i, ids):
+            where = (first_key + i * cfg.block_kv, piece[wl.KSTART], piece[wl.KSTOP])
             order = dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
-            scales = refs.k_token_scale if leads else refs.v_token_scale
-            return token_scales.load_block(scales, of_keys, head, *where, **kind, **order)
+            pools = refs.k_token_scale, refs.v_token_scale
+            return [token_scales.load_block(pool, ids, head, *where, **kind, **order) for pool in pools]
 
-        def convert_block(i, carry):
-            block_number, words, ids, *scales = carry
-            slot = lax.rem(block_number, jnp.int32(cfg.stages))
+        def put_scale(scale, first):
+            def put(_, slot):
+                token_scales.put_block(refs.token_scale.at[slot], scale, first, block=cfg.block_kv)
 
-            @when(block_number >= cfg.stages)
-            def _():
-                plgpu.barrier_wait(free.at[slot])
+            return put
 
-            put_chunks(tile, words, target.at[slot], refs.staging if tile.transposed else None)
-            if scaled:
-                of_values = 0 if leads else cfg.block_kv
-                token_scales.put_block(refs.token_scale.at[slot], scales[0], of_values, block=cfg.block_kv)
-            ahead = (chunks_of(i + 1, ids), ids_of(i + 2), *((scales_of(i + 1),) if scaled else ()))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(full.at[slot])
-            return block_number + 1, *ahead
+        def step(i, carry):
+            n, kv0, put_keys, put_values = blocks_before + i, first_key + i * cfg.block_kv, lambda *_: None, None
+            ahead = ()
+            if cfg.token_scales:
+                scales, ids = carry
+                put_keys, put_values = put_scale(scales[0], 0), put_scale(scales[1], cfg.block_kv)
+                ahead = (scales_of(i + 1, ids), ids_of(i + 2))
 
-        state = (chunks_of(0, ids_of(0)), ids_of(1), *((scales_of(0),) if scaled else ()))
-        if leads:
-            send_piece(cfg, refs, piece, j)
-        return lax.fori_loop(0, count, convert_block, (block_number, *state))[0]
+            def before_values(stored, slot):
+                zero_unseen_values(cfg, stored, piece, kv0)
+                if put_values is not None:
+                    put_values(stored, slot)
+
+            if cfg.compute_dtype is None:
+                pair = (refs.k_stored_full, refs.k_stored_free), (refs.k_full, refs.k_free)
+                convert_block(n, of_keys, refs.k_stored, refs.k_tile, *pair, put_keys)
+            pair = (refs.v_stored_full, refs.v_stored_free), (refs.v_full, refs.v_free)
+            convert_block(n, of_values, refs.v_stored, refs.v_tile, *pair, before_values)
+            return ahead
+
+        count = piece.count
+        start = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
+        lax.fori_loop(0, count, step, start)
+        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
+        return blocks_before + count
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), convert_piece, jnp.int32(0))
 

@@ -74,8 +74,9 @@ def query_buffers(request: TileRequest) -> dict[str, Any]:
     config = request.config
     if config.head_dim > 192:
         return {"q_buffers": 1}
-    if config.quantised:
-        return {}
+    if config.quantised:  # decoded blocks of 128 keys leave shared memory for one
+        decodes = config.head_dim > 64 and config.compute_dtype is None and not _is_narrow(request)
+        return {"q_buffers": 1} if decodes else {}
     if _stages_that_fit(config, 128, most=2) == 2:
         return {}
     one = dataclasses.replace(config, q_buffers=1)
@@ -87,6 +88,13 @@ def _is_few(request: TileRequest) -> bool:
     return request.rows is not None and request.rows <= WARPGROUP_ROWS
 
 
+def _is_narrow(request: TileRequest) -> bool:
+    """Has it tiles of narrow_sm90.py, if they fit?"""
+    config, rows = request.config, request.rows
+    few = rows is not None and rows <= 16 and config.kv_dtype in KV_DTYPES_8BIT
+    return NARROW_TILES and few and config.compute_dtype is None
+
+
 def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     """Which bodies the kernel has and which work list it walks, given the rows of a request."""
     config, rows = request.config, request.rows
@@ -94,7 +102,7 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
         return {}
     few = _is_few(request)
     chosen: dict[str, Any] = {"long_tiles": not few, "flat_list": FLAT_LIST and few}
-    if NARROW_TILES and rows <= 16 and config.kv_dtype in KV_DTYPES_8BIT and config.compute_dtype is None:
+    if _is_narrow(request):
         narrow = dataclasses.replace(config, narrow_rows=8 if rows <= 8 else 16)
         if _stages_that_fit(narrow, 128, most=4) >= 2:
             chosen["narrow_rows"] = narrow.narrow_rows
@@ -119,8 +127,6 @@ def largest_tiles(request: TileRequest) -> dict[str, Any]:
     blocks, most = (128, 64), 3
     if config.narrow_rows:
         blocks, most = (128,), 4
-    elif config.converts_tiles and config.head_dim > 128:
-        blocks = (64,)  # a thread holds 128 bytes of a tile
     stages = {block: _stages_that_fit(config, block, most) for block in blocks}
     block = next((block for block in blocks if stages[block] >= 2), blocks[-1])
     return {"block_kv": block, "stages": max(stages[block], 1)}  # where not even one fits, supports.py refuses

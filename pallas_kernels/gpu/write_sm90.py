@@ -90,9 +90,10 @@ def write_rows(
 
 
 def place_of(shape: _Pool, slots, chunk, tokens: int, chunks: int = 0):
-    """Of a chunk's number: (row of the source, chunk of the row, slot, head, is it to be written).
+    """Of a chunk's number: (row of the source, chunk of the row, slot, head, is it to be written, is it there).
 
-    chunks: of a row; 0: those of the pool's rows. Chunks past those are not written.
+    chunks: of a row; 0: those of the pool's rows. Chunks past those are not there. What is there is loaded, whether it is
+    written or not: loads would wait for the slot.
     """
     chunks = chunks or shape.chunks
     row, heads = arith.divui(chunk, ptx.i32(chunks)), ptx.i32(shape.heads)
@@ -102,8 +103,9 @@ def place_of(shape: _Pool, slots, chunk, tokens: int, chunks: int = 0):
     slot = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", source, pure=True)
     ok = arith.andi(inside, ptx.less_unsigned(slot, ptx.i32(shape.blocks * shape.page)))
     chunk = arith.remui(chunk, ptx.i32(chunks))
-    ok = arith.andi(ok, ptx.less(chunk, ptx.i32(shape.chunks))) if chunks > shape.chunks else ok
-    return row, chunk, slot, arith.remui(row, heads), ok
+    if chunks > shape.chunks:
+        inside = arith.andi(inside, ptx.less(chunk, ptx.i32(shape.chunks)))
+    return row, chunk, slot, arith.remui(row, heads), arith.andi(ok, inside), inside
 
 
 def _move(shape: _Pool, slots, source, target, first, tokens: int, *divisors, chunks: int = CHUNKS):
@@ -115,8 +117,9 @@ def _move(shape: _Pool, slots, source, target, first, tokens: int, *divisors, ch
         start = arith.addi(ptx.scalar_value(first), ptx.thread_index())
         loaded, pieces = [], 1 if shape.source is None else 2
         for i in range(chunks):
-            row, chunk, slot, head, ok = place_of(shape, slots, arith.addi(start, ptx.i32(i * THREADS)), tokens)
-            words = load_chunk(shape, source, row, chunk, ok, pieces)
+            number = ptx.add(start, ptx.i32(i * THREADS))
+            row, chunk, slot, head, ok, there = place_of(shape, slots, number, tokens)
+            words = load_chunk(shape, source, row, chunk, there, pieces)
             if divisors:
                 of_head = arith.addi(divisors[0], arith.muli(ptx.to_i64(head), ptx.i64(4)))
                 divisor = ptx.asm_value("ld.global.nc.f32 $0, [$1];", "=f,l", of_head, pure=True)
@@ -129,8 +132,8 @@ def _move(shape: _Pool, slots, source, target, first, tokens: int, *divisors, ch
     move(slots, source, target, first, *divisors)
 
 
-def load_chunk(shape: _Pool, source, row, chunk, ok, pieces: int):
-    """The words of a chunk of the pool, which is `pieces` times 16 bytes of the source; 0 where it is not ok."""
+def load_chunk(shape: _Pool, source, row, chunk, there, pieces: int):
+    """The words of a chunk of the pool, which is `pieces` times 16 bytes of the source; 0 where it is not `there`."""
     inside = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(shape.chunks)), ptx.to_i64(chunk))
     place, words = arith.addi(source, arith.muli(inside, ptx.i64(16 * pieces))), []
     for piece in range(pieces):
@@ -138,7 +141,7 @@ def load_chunk(shape: _Pool, source, row, chunk, ok, pieces: int):
             "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
             f" @p ld.global.nc.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4+{16 * piece}]; }}"
         )
-        words += ptx.asm_values(text, "=&r,=&r,=&r,=&r,l,r", 4, place, ptx.bool_to_i32(ok), pure=True)
+        words += ptx.asm_values(text, "=&r,=&r,=&r,=&r,l,r", 4, place, ptx.bool_to_i32(there), pure=True)
     return words
 
 
@@ -147,40 +150,61 @@ def store_chunk(place, ok, words):
     ptx.asm(text, "l,r,r,r,r,r", place, ok, *words)
 
 
-def encode_chunk(shape, words, divisor):
-    """Four words of 8-bit values of eight words of 16-bit values, divided by the f32 `divisor`."""
+def encode_chunk(shape, words, divisor, bounded: bool = False):
+    """Four words of 8-bit values of eight words of 16-bit values, divided by the f32 `divisor`. See encode_words."""
     reciprocal = ptx.asm_value("rcp.rn.f32 $0, $1;", "=f,f", divisor, pure=True)
-    text, pairs = encode_words(shape.source, shape.target), zip(words[::2], words[1::2], strict=True)
-    return [ptx.asm_value(text, "=r,r,r,f,f", *pair, divisor, reciprocal, pure=True) for pair in pairs]
+    text = encode_words(shape.source, shape.target, bounded)
+    return ptx.asm_values(text, "=&r,=&r,=&r,=&r" + ",r" * 8 + ",f,f", 4, *words, divisor, reciprocal, pure=True)
 
 
-def encode_words(source: str, target: str) -> str:
-    """PTX that divides the four 16-bit values of $1 and $2 by the f32 $3 and rounds them to the 8-bit values of $0.
+def encode_words(source: str, target: str, bounded: bool = False) -> str:
+    """PTX that divides the 16-bit values of $4 .. $11 by the f32 $12 and rounds them to the 8-bit values of $0 .. $3.
 
-    $4 is 1 / $3. A quotient is the product with it and one correction, which rounds it as a division does (Markstein);
+    $13 is 1 / $12. A quotient is the product with it and one correction, which rounds it as a division does (Markstein);
     a divisor near the ends of float32's range divides. NaN becomes NaN, or 0 in int8; halves of integers are rounded
-    away from 0; values beyond the largest become it.
+    away from 0; values beyond the largest become it. bounded: finite divisors have finite quotients, and no value is
+    infinite beside them.
     """
-    text = "{ .reg .pred p; .reg .f32 a, b, c, d, e, q, half; .reg .b32 t, u, v, w; .reg .b16 l, h;"
-    for word, (low, high) in (("$1", "ab"), ("$2", "cd")):
+    out = "{ .reg .pred p; .reg .f32 a, b, c, d, e, q, half; .reg .b32 t, u, v, w; .reg .b16 l, h;"
+    out += " setp.ge.f32 p, $12, 0f0D800000; setp.le.and.f32 p, $12, 0f71800000, p; @!p bra DIVIDE;"  # 2 ** -100, 100
+    for by, end in (("product", " bra DIVIDED; DIVIDE:"), ("division", " DIVIDED: }")):
+        for number in range(4):
+            out += _unpack(source, f"${4 + 2 * number}", f"${5 + 2 * number}")
+            for x in "abcd":
+                if by == "division":
+                    out += f" div.rn.f32 {x}, {x}, $12;"
+                    continue
+                clamp = "" if bounded else " min.f32 q, q, 0f7F7FFFFF; max.f32 q, q, 0fFF7FFFFF;"  # keeps inf and NaN
+                out += f" mul.rn.f32 q, {x}, $13;{clamp} neg.f32 e, q; fma.rn.f32 e, e, $12, {x};"
+                out += f" fma.rn.f32 {x}, e, $13, q;"
+            out += _round(target, f"${number}")
+        out += end
+    return out
+
+
+def _unpack(source: str, *words: str) -> str:
+    """PTX: the four 16-bit values of two words as the f32 a, b, c, d."""
+    text = ""
+    for word, (low, high) in zip(words, ("ab", "cd"), strict=True):
         if source == "bfloat16":
             text += f" shl.b32 t, {word}, 16; mov.b32 {low}, t; and.b32 t, {word}, 0xffff0000; mov.b32 {high}, t;"
         else:
             text += f" mov.b32 {{l, h}}, {word}; cvt.f32.f16 {low}, l; cvt.f32.f16 {high}, h;"
-    text += " setp.ge.f32 p, $3, 0f0D800000; setp.le.and.f32 p, $3, 0f71800000, p; @!p bra DIVIDE;"  # 2 ** -100, 100
-    for x in "abcd":  # the clamped product keeps an infinity and a NaN
-        text += f" mul.rn.f32 q, {x}, $4; min.f32 q, q, 0f7F7FFFFF; max.f32 q, q, 0fFF7FFFFF; neg.f32 e, q;"
-        text += f" fma.rn.f32 e, e, $3, {x}; fma.rn.f32 {x}, e, $4, q;"
-    text += " bra DIVIDED; DIVIDE:" + "".join(f" div.rn.f32 {x}, {x}, $3;" for x in "abcd") + " DIVIDED:"
+    return text
+
+
+def _round(target: str, out: str) -> str:
+    """PTX: the word `out` of four 8-bit values of the f32 a, b, c, d."""
     if target == "int8":
+        text = ""
         for x, n in zip("abcd", "tuvw", strict=True):  # half: 0.5 with the sign of x
             text += f" mov.b32 {n}, {x}; and.b32 {n}, {n}, 0x80000000; or.b32 {n}, {n}, 0x3f000000;"
             text += f" mov.b32 half, {n}; add.rn.f32 {x}, {x}, half; cvt.rzi.s32.f32 {n}, {x};"
             text += f" max.s32 {n}, {n}, -127; min.s32 {n}, {n}, 127;"
-        return text + " prmt.b32 t, t, u, 0x0040; prmt.b32 v, v, w, 0x0040; prmt.b32 $0, t, v, 0x5410; }"
+        return text + f" prmt.b32 t, t, u, 0x0040; prmt.b32 v, v, w, 0x0040; prmt.b32 {out}, t, v, 0x5410;"
     kind = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}[target]
-    text += f" cvt.rn.satfinite.{kind}.f32 l, b, a; cvt.rn.satfinite.{kind}.f32 h, d, c;"
-    return text + " mov.b32 $0, {l, h}; }"
+    text = f" cvt.rn.satfinite.{kind}.f32 l, b, a; cvt.rn.satfinite.{kind}.f32 h, d, c;"
+    return text + f" mov.b32 {out}, {{l, h}};"
 
 
 def _move_scales(shape: _Pool, slots, source, target, first, tokens: int, chunks: int = CHUNKS):
@@ -191,7 +215,7 @@ def _move_scales(shape: _Pool, slots, source, target, first, tokens: int, chunks
         slots, source, target = (ptx.pointer(ref, 0) for ref in (slots, source, target))
         start = arith.addi(ptx.scalar_value(first), ptx.thread_index())
         for i in range(chunks):
-            row, chunk, slot, head, ok = place_of(shape, slots, arith.addi(start, ptx.i32(i * THREADS)), tokens)
+            row, chunk, slot, head, ok, _ = place_of(shape, slots, arith.addi(start, ptx.i32(i * THREADS)), tokens)
             ok = ptx.bool_to_i32(arith.andi(ok, ptx.equal(chunk, ptx.i32(0))))
             place = arith.addi(source, arith.muli(ptx.to_i64(row), ptx.i64(4)))
             text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
@@ -222,8 +246,9 @@ def quantise_rows(shape: _Pool, slots, source, target, scales, first, tokens: in
         start = ptx.add(ptx.scalar_value(first), ptx.thread_index())
         loaded = []
         for i in range(chunks):
-            row, chunk, slot, head, ok = place_of(shape, slots, ptx.add(start, ptx.i32(i * THREADS)), tokens, lanes)
-            words, at = load_chunk(shape, source, row, chunk, ok, 2), shape.row(slot, head)
+            number = ptx.add(start, ptx.i32(i * THREADS))
+            row, chunk, slot, head, ok, there = place_of(shape, slots, number, tokens, lanes)
+            words, at = load_chunk(shape, source, row, chunk, there, 2), shape.row(slot, head)
             where = ptx.add(arith.muli(at, ptx.i64(shape.chunks)), ptx.to_i64(chunk))
             first_lane = ptx.bool_to_i32(arith.andi(ok, ptx.equal(chunk, ptx.i32(0))))
             places = ptx.add(target, arith.muli(where, ptx.i64(16))), ptx.add(scales, arith.muli(at, ptx.i64(4)))
@@ -238,7 +263,7 @@ def quantise_rows(shape: _Pool, slots, source, target, scales, first, tokens: in
                 top = ptx.asm_value(text, "=r,r", top)
             text = row_scale(shape.source, largest)
             scale = ptx.asm_value(text, "=f,r", top, pure=True)
-            store_chunk(place, ok, encode_chunk(shape, words, scale))
+            store_chunk(place, ok, encode_chunk(shape, words, scale, bounded=True))
             text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }"
             ptx.asm(text, "l,r,f", of_scale, first_lane, scale)
 

@@ -269,12 +269,14 @@ def emulated(module, machine: Machine):
             return [np.ascontiguousarray(words[:, k, 0]) for k in range(2)]
         if text.startswith("encode"):
             _, source, target = text.split()
+            words, divisor = args[:-2], args[-2]
             with np.errstate(divide="ignore", invalid="ignore"):
-                x = np.stack(args[:2], 1).view(SIXTEEN[source]).astype(np.float32) / args[2][:, None]
+                x = np.stack(words, 1).view(SIXTEEN[source]).astype(np.float32) / divisor[:, None]
             x = np.trunc(x + np.copysign(np.float32(0.5), x)) if target == "int8" else x
             largest = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[target]
             x = np.clip(np.nan_to_num(x) if target == "int8" else x, -largest, largest)
-            return [np.ascontiguousarray(x.astype(EIGHT[target])).view(np.uint32).reshape(-1)]
+            x = np.ascontiguousarray(x.astype(EIGHT[target])).view(np.uint32).reshape(len(x), -1)
+            return [np.ascontiguousarray(column) for column in x.T]
         return machine.run(text, *args)
 
     def one(text, constraints, *args, **_):
@@ -320,7 +322,9 @@ def emulated(module, machine: Machine):
         decoded = lambda source, target, _=True: f"decode {source} {target}"
         swaps.append(mock.patch.object(module, "decode_word", decoded))
     if hasattr(module, "encode_words"):
-        swaps.append(mock.patch.object(module, "encode_words", lambda source, target: f"encode {source} {target}"))
+        swaps.append(
+            mock.patch.object(module, "encode_words", lambda source, target, _=False: f"encode {source} {target}")
+        )
     if hasattr(module, "_fragment_of_words"):
         swaps.append(mock.patch.object(module, "_fragment_of_words", fragment_of_words))
     with contextlib.ExitStack() as stack:
