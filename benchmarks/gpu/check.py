@@ -290,6 +290,8 @@ def run_case(case, args, **extra):
         row["same_bits"] = bool((np.asarray(again) == np.asarray(out)).all())
     if args.time:
         run = (q, k, v, table, work, scale_pools)
+        if (wait := getattr(args, "before_timing", None)) is not None:
+            wait()
         us, parts = cupti.micros(attend, *run, iterations=args.iterations)
         row |= dict(us=us, parts=parts, list_us=cupti.micros(plan, starts, seqs, iterations=args.iterations)[0])
         row |= dict(bytes=case.read_bytes(), flop=case.flops())

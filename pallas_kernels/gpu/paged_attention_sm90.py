@@ -159,12 +159,10 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
 
     def roles(tiles, small, full, free, stored, queries, compute_barrier):
         (q_tile, *multiplied), rounded, from_pool, (*small, arrived) = *tiles, small
-        tiles = (q_tile, *multiplied, *(rounded or (None,)), *(*multiplied, *from_pool)[-2:])
-        if len(from_pool) == 1:  # keys are multiplied as they are
-            tiles = (*tiles[:-2], multiplied[0], from_pool[0])
-        stored = (
-            (*full, *free) if not stored else stored if len(stored) == 4 else (full[0], stored[0], free[0], stored[1])
-        )
+        if len(from_pool) < 2:  # what is not converted is multiplied as it is
+            from_pool = (*multiplied, *from_pool)[:: 1 + len(from_pool)]
+            stored = (*full, *free) if not stored else (full[0], stored[0], free[0], stored[1])
+        tiles = (q_tile, *multiplied, *(rounded or (None,)), *from_pool)
         small = (*small, None)[:3]
         pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
         refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *stored, *queries, compute_barrier)
@@ -214,7 +212,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
     stored = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n in (pages, 1) for count, _ in kept)
     buffers = dict(num_barriers=cfg.q_buffers)
-    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2 + cfg.converts_tiles, **buffers))
+    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2, **buffers))
     compute_barrier = plgpu.Barrier(num_arrivals=2)
     scratch = (tiles, rounded, from_pool), tuple(small), full, free, stored, queries, compute_barrier
     pl.run_scoped(roles, *scratch, collective_axes="wg")

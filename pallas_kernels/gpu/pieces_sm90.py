@@ -142,6 +142,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
     """The memory warpgroup: fetches the pages of each block; the CTA's block i goes to stage i % (number of stages)."""
     page, block = cfg.page_size, cfg.block_kv
     copies, width = max(block // page, 1), min(page, block)
+    ahead = cfg.converts_tiles and cfg.q_buffers == 1  # the first block is on its way while queries wait for a buffer
 
     def source(pool, page_id, head, offset):
         span = pl.ds(offset, width) if width < page else slice(None)
@@ -149,7 +150,8 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
 
     def load_piece(j, block_number):
         piece = piece_from_list(cfg, refs, j)
-        send_piece(cfg, refs, piece, j)
+        if not ahead:
+            send_piece(cfg, refs, piece, j)
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
         blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
@@ -178,7 +180,13 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             fill(refs.v, refs.v_stored, refs.v_stored_full, refs.v_stored_free)
             return block_number + 1, next_pages
 
-        return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0)))[0]
+        count, carry = piece.count, (block_number, page_ids(0))
+        if not ahead:
+            return lax.fori_loop(0, count, load_block, carry)[0]
+        begin = jnp.minimum(count, 1)
+        carry = lax.fori_loop(0, begin, load_block, carry)
+        send_piece(cfg, refs, piece, j)
+        return lax.fori_loop(begin, count, load_block, carry)[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
 
@@ -228,8 +236,10 @@ def stored_tiles(cfg: GpuKernelConfig) -> tuple[StoredTile, StoredTile]:
 
 
 def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
-    """The converting warpgroup: tiles as in the pool -> tiles that are multiplied, with zeros for values that no row may
-    see; and the scales of tokens."""
+    """The converting warpgroup: tiles as in the pool -> tiles that are multiplied, and the scales of tokens.
+
+    Values that no row may see become 0.
+    """
     of_keys, of_values = stored_tiles(cfg)
 
     def convert_block(n, tile, stored, target, stored_barriers, barriers, before):
@@ -243,7 +253,7 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
         plgpu.barrier_arrive(barriers[0].at[to])
 
     def convert_piece(j, blocks_before):
-        piece = receive_piece(cfg, refs, j)
+        piece = piece_from_list(cfg, refs, j)  # not from its buffer: it may convert before the queries have one
         first_key, head, req = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece[HEAD], piece[wl.REQ]
         kind = dict(block=cfg.block_kv, page=cfg.page_size)
 
@@ -286,7 +296,6 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
         count = piece.count
         start = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
         lax.fori_loop(0, count, step, start)
-        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
         return blocks_before + count
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), convert_piece, jnp.int32(0))

@@ -92,8 +92,8 @@ def write_rows(
 def place_of(shape: _Pool, slots, chunk, tokens: int, chunks: int = 0):
     """Of a chunk's number: (row of the source, chunk of the row, slot, head, is it to be written, is it there).
 
-    chunks: of a row; 0: those of the pool's rows. Chunks past those are not there. What is there is loaded, whether it is
-    written or not: loads would wait for the slot.
+    chunks: of a row; 0: those of the pool's rows. Chunks past those are not there. What is there is loaded, whether it
+    is written or not: loads would wait for the slot.
     """
     chunks = chunks or shape.chunks
     row, heads = arith.divui(chunk, ptx.i32(chunks)), ptx.i32(shape.heads)
@@ -160,8 +160,8 @@ def encode_chunk(shape, words, divisor, bounded: bool = False):
 def encode_words(source: str, target: str, bounded: bool = False) -> str:
     """PTX that divides the 16-bit values of $4 .. $11 by the f32 $12 and rounds them to the 8-bit values of $0 .. $3.
 
-    $13 is 1 / $12. A quotient is the product with it and one correction, which rounds it as a division does (Markstein);
-    a divisor near the ends of float32's range divides. NaN becomes NaN, or 0 in int8; halves of integers are rounded
+    $13 is 1 / $12. A quotient is the product with it and one correction, which rounds it as a division (Markstein); a
+    divisor near the ends of float32's range divides. NaN becomes NaN, or 0 in int8; halves of integers are rounded
     away from 0; values beyond the largest become it. bounded: finite divisors have finite quotients, and no value is
     infinite beside them.
     """
